@@ -1,0 +1,118 @@
+"""DeepSpeed AutoTP + ZeRO-1: tensor parallelism by configuration, optimizer state sharded over dp.
+
+The only file that imports deepspeed.
+"""
+
+import os
+
+import torch
+import torch.distributed as dist
+
+from lockstep.contract import decay_by_name, model_contract, optimizer_contract
+from lockstep.model import causal_lm_loss
+from lockstep.optim import build_optimizer, parameter_groups
+
+
+def deepspeed_config(config, mesh) -> dict:
+    """The whole of what DeepSpeed is told. Every line that differs from a default of DeepSpeed's says why."""
+    return {
+        "train_micro_batch_size_per_gpu": config.batch_size,
+        "gradient_accumulation_steps": config.gradient_accumulation_steps,
+        "zero_optimization": {"stage": 1},
+        "zero_allow_untested_optimizer": True,  # torch's fused SGD is not on DeepSpeed's list
+        "gradient_clipping": config.max_grad_norm,  # the default is 1.0, not off
+        "communication_data_type": "bf16" if config.precision == "bf16" else "fp32",
+        "torch_autocast": {
+            "enabled": config.precision == "autocast",
+            "dtype": "bfloat16",
+            "lower_precision_safe_modules": [],  # the default reduces the gradients of nn.Linear in bfloat16
+        },
+        "bf16": {  # no float32 master copy: "bf16" means the same as in DDP and FSDP
+            "enabled": config.precision == "bf16",
+            "bf16_master_weights_and_grads": config.precision == "bf16",
+            "bf16_optimizer_states": config.precision == "bf16",
+        },
+        # "true": embedding and head are sharded over the vocabulary and the loss computed on the shards, as in FSDP
+        "tensor_parallel": {"autotp_size": mesh.tp_size, "vocab_parallel_lm_head": mesh.tp_size > 1},
+    }
+
+
+class AutoTPStrategy:
+    """See `lockstep.training.Strategy` for the contract."""
+
+    def __init__(self, model: torch.nn.Module, config, mesh, device: torch.device):
+        if device.type == "cpu":
+            os.environ["DS_ACCELERATOR"] = "cpu"  # or DeepSpeed takes the GPU of a machine that has one
+        import deepspeed
+
+        self.full_shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        deepspeed.init_distributed(dist_backend=dist.get_backend())
+        model.to(device=device, dtype=config.parameter_dtype)
+        self.engine, self.optimizer, _, _ = deepspeed.initialize(
+            model=model,
+            model_parameters=parameter_groups(model.parameters(), config.weight_decay),
+            optimizer=lambda groups: build_optimizer(
+                groups, optimizer=config.optimizer, learning_rate=config.learning_rate
+            ),
+            config=deepspeed_config(config, mesh),
+        )
+        self.model = self.engine.module
+
+    def geometry(self) -> tuple[int, int, int, int]:
+        dp, tp = self.engine.data_parallel_group, self._tp_group()
+        tp_rank, tp_size = (dist.get_rank(tp), dist.get_world_size(tp)) if tp else (0, 1)
+        return dist.get_rank(dp), dist.get_world_size(dp), tp_rank, tp_size
+
+    def _tp_group(self):
+        """The tensor-parallel process group, None where AutoTP is off."""
+        return self.engine.mpu.get_tensor_model_parallel_group() if self.engine.autotp_size() > 1 else None
+
+    def forward_backward(self, micro_batches: list[tuple]) -> torch.Tensor:
+        self.num_micro_batches, self.num_tokens = len(micro_batches), micro_batches[0][1].numel()
+        losses = []
+        for index, (input_ids, labels) in enumerate(micro_batches):
+            self.engine.set_gradient_accumulation_boundary(index == len(micro_batches) - 1)
+            loss = causal_lm_loss(self.engine, input_ids, labels)
+            self.engine.backward(loss)  # divides by gradient_accumulation_steps
+            losses.append(loss.detach())
+        return torch.stack(losses).mean()
+
+    def update(self) -> float:
+        self.engine.step()
+        return float(self.engine.get_global_grad_norm())
+
+    def full_parameters(self):
+        for name, parameter in self.model.named_parameters():
+            yield name, self._gather_over_tp(name, parameter.detach()).cpu()
+
+    def full_gradients(self):
+        from deepspeed.utils import safe_get_full_grad
+
+        for name, parameter in self.model.named_parameters():
+            shard = safe_get_full_grad(parameter)  # whole over dp, but only this rank's tensor-parallel shard
+            yield name, self._gather_over_tp(name, shard).cpu()
+
+    def _gather_over_tp(self, name: str, shard: torch.Tensor) -> torch.Tensor:
+        """Join the shards of a tensor along the one dim in which it is smaller than the whole."""
+        full_shape = self.full_shapes[name]
+        dims = [dim for dim, (part, whole) in enumerate(zip(shard.shape, full_shape, strict=True)) if part != whole]
+        if not dims:
+            return shard
+        (dim,) = dims
+        group = self._tp_group()
+        parts = [torch.empty_like(shard) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, shard.contiguous(), group=group)
+        return torch.cat(parts, dim=dim)
+
+    def effective_contract(self) -> dict:
+        groups = zip(self.optimizer.bit16_groups, self.optimizer.param_groups, strict=True)
+        dtypes = {str(getattr(p, "comm_dtype", self.engine.communication_data_type)) for p in self.model.parameters()}
+        return {
+            **model_contract(self.model),
+            **optimizer_contract(self.optimizer.optimizer),
+            "weight_decay": decay_by_name(self.model, [(members, group["weight_decay"]) for members, group in groups]),
+            "max_grad_norm": self.engine.gradient_clipping(),
+            "gradient_accumulation_steps": self.engine.gradient_accumulation_steps(),
+            "loss_is_mean_over": [self.num_tokens, self.num_micro_batches, self.geometry()[1]],
+            "reduction_dtype": sorted(dtypes),
+        }

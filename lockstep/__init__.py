@@ -1,0 +1,1 @@
+"""Shared parts of the three training strategies; the root of the repository holds what people run."""

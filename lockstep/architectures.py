@@ -1,0 +1,172 @@
+"""Which model: a built-in name, a local folder or a hub id becomes a Hugging Face config, as a plain dict.
+
+Nothing here imports torch, so that a wrong model name is answered at once.
+"""
+
+import copy
+import json
+import os
+from pathlib import Path
+
+from lockstep.errors import UserError
+
+# Everything that makes tensor parallelism go wrong, small: grouped KV heads, q/k/v biases, tied embeddings.
+TINY_QWEN2 = {
+    "model_type": "qwen2",
+    "vocab_size": 2048,
+    "hidden_size": 64,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "hidden_act": "silu",
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.02,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "rope_theta": 1000000.0,
+    "use_sliding_window": False,
+    "attention_dropout": 0.0,
+}
+
+# The published config.json of Qwen/Qwen2.5-0.5B (https://huggingface.co/Qwen/Qwen2.5-0.5B).
+QWEN2_5_0_5B = {
+    "model_type": "qwen2",
+    "vocab_size": 151936,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "hidden_act": "silu",
+    "max_position_embeddings": 32768,
+    "max_window_layers": 24,
+    "initializer_range": 0.02,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "rope_theta": 1000000.0,
+    "use_sliding_window": False,
+    "attention_dropout": 0.0,
+}
+
+BUILT_IN = {"tiny-qwen2": TINY_QWEN2, "Qwen2.5-0.5B": QWEN2_5_0_5B}
+HUB_STAND_INS = {"Qwen/Qwen2.5-0.5B": "Qwen2.5-0.5B"}
+SUPPORTED_TYPES = ("qwen2",)
+
+
+def resolve(model_name: str, num_layers: int | None = None) -> tuple[dict, str]:
+    """The config of a model as a dict, and a sentence on where it came from.
+
+    `num_layers` replaces the depth. Raises UserError for a name that is no built-in, no folder with a
+    config.json and not on the hub (or the hub cannot be reached), and for a family without a TP plan here.
+    """
+    architecture, source = _find(model_name)
+    architecture = copy.deepcopy(architecture)
+    family = architecture.get("model_type")
+    if family not in SUPPORTED_TYPES:
+        raise UserError(
+            f"--model_name {model_name}: its model_type is {family!r}, and the tensor-parallel plan covers only "
+            f"{', '.join(SUPPORTED_TYPES)}; choose a Qwen2 or Qwen2.5 model"
+        )
+    if num_layers is not None:
+        depth = architecture["num_hidden_layers"]
+        if num_layers > depth:
+            raise UserError(f"--num_layers {num_layers}: {model_name} has {depth} layers; ask for 1 to {depth}")
+        architecture["num_hidden_layers"] = num_layers
+        if architecture.get("layer_types"):
+            architecture["layer_types"] = architecture["layer_types"][:num_layers]
+    return architecture, source
+
+
+def _find(model_name: str) -> tuple[dict, str]:
+    if model_name in BUILT_IN:
+        return BUILT_IN[model_name], f"built-in architecture {model_name}"
+    folder = Path(model_name).expanduser()
+    if folder.is_dir():
+        path = folder / "config.json"
+        if not path.is_file():
+            raise UserError(f"--model_name {model_name}: the folder has no config.json; give a Hugging Face model folder")
+        return _read_config(path), f"config of {folder}"
+    path, problem = hub_file(model_name, "config.json")
+    if path is not None:
+        return _read_config(path), f"config of {model_name} from the hub"
+    if model_name in HUB_STAND_INS:
+        name = HUB_STAND_INS[model_name]
+        return BUILT_IN[name], f"built-in architecture {name} ({model_name} cannot be read from the hub: {problem})"
+    raise UserError(
+        f"--model_name {model_name}: no built-in model, no such folder, and not to be had from the hub ({problem}); "
+        f"built-in: {', '.join(BUILT_IN)}"
+    )
+
+
+def hub_file(repo: str, filename: str) -> tuple[Path | None, str]:
+    """One file of a hub repository: its cached path and "", or None and the reason in a few words."""
+    if repo.count("/") != 1 or os.path.isabs(repo):
+        return None, "not a hub id of the form owner/name"
+    os.environ.setdefault("HF_HUB_ETAG_TIMEOUT", "2")  # seconds; a laptop without a network must not wait
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(repo, filename)), ""
+    except LocalEntryNotFoundError:
+        return None, "the hub cannot be reached and the file is not cached"
+    except (HfHubHTTPError, HFValidationError) as error:
+        return None, str(error).strip().splitlines()[0][:120]
+
+
+def _read_config(path: Path) -> dict:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: not a readable config.json ({error}); fetch the model folder again") from error
+    if not isinstance(config, dict):
+        raise UserError(f"{path}: not a JSON object; fetch the model folder again")
+    return config
+
+
+def parameter_shapes(architecture: dict) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every trained tensor of a Qwen2 model, in the order of `named_parameters`."""
+    hidden, inner = architecture["hidden_size"], architecture["intermediate_size"]
+    vocab = architecture["vocab_size"]
+    heads, kv_heads = architecture["num_attention_heads"], architecture["num_key_value_heads"]
+    head_dim = architecture.get("head_dim") or hidden // heads
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden)}
+    for layer in range(architecture["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}."
+        for name, count in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
+            shapes[f"{prefix}self_attn.{name}_proj.weight"] = (count * head_dim, hidden)
+            shapes[f"{prefix}self_attn.{name}_proj.bias"] = (count * head_dim,)
+        shapes[f"{prefix}self_attn.o_proj.weight"] = (hidden, heads * head_dim)
+        shapes[f"{prefix}mlp.gate_proj.weight"] = (inner, hidden)
+        shapes[f"{prefix}mlp.up_proj.weight"] = (inner, hidden)
+        shapes[f"{prefix}mlp.down_proj.weight"] = (hidden, inner)
+        shapes[f"{prefix}input_layernorm.weight"] = (hidden,)
+        shapes[f"{prefix}post_attention_layernorm.weight"] = (hidden,)
+    shapes["model.norm.weight"] = (hidden,)
+    if not architecture.get("tie_word_embeddings", False):
+        shapes["lm_head.weight"] = (vocab, hidden)
+    return shapes
+
+
+def tensor_parallel_problem(architecture: dict, tp_size: int) -> str | None:
+    """Why this architecture cannot be split over tp_size ranks, in a sentence, or None."""
+    for key, what in (
+        ("num_attention_heads", "attention heads"),
+        ("num_key_value_heads", "KV heads"),
+        ("intermediate_size", "MLP columns"),
+        ("vocab_size", "vocabulary entries"),
+    ):
+        if architecture[key] % tp_size:
+            fits = [n for n in range(1, architecture[key] + 1) if _divides(architecture, n)]
+            return (
+                f"--tp_size {tp_size} does not divide the model's {architecture[key]} {what} ({key}); "
+                f"choose --tp_size from {', '.join(map(str, fits))}"
+            )
+    return None
+
+
+def _divides(architecture: dict, tp_size: int) -> bool:
+    keys = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
+    return all(architecture[key] % tp_size == 0 for key in keys)

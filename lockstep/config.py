@@ -1,0 +1,274 @@
+"""The configuration: one frozen dataclass, the only argument parser, and every check that needs no GPU and no cluster.
+
+Nothing here imports torch, transformers or ray, so that a wrong command line is answered within seconds.
+"""
+
+import argparse
+import contextlib
+import importlib.metadata
+import math
+import os
+import shutil
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from lockstep import architectures, data, files, weights
+from lockstep.errors import UserError
+from lockstep.mesh import Mesh
+
+STRATEGIES = {"ddp": "DDP", "deepspeed": "DeepSpeed AutoTP", "fsdp": "FSDP+DTensor"}
+PRECISIONS = ("fp32", "autocast", "bf16")
+WORKERS_PER_CORE = 4  # more CPU processes than this on one core spend their time switching
+
+
+@dataclass(frozen=True)
+class Config:
+    """What a run does. The defaults are those of a person trying it on a laptop; written here and nowhere else."""
+
+    strategy: str
+    model_name: str = "tiny-qwen2"
+    num_layers: int | None = None
+    num_workers: int | None = None
+    tp_size: int | None = None
+    dp_size: int | None = None
+    batch_size: int = 8
+    seq_length: int = 128
+    num_epochs: int = 1
+    debug_steps: int = 100
+    learning_rate: float = 1e-3
+    optimizer: str = "adamw"
+    weight_decay: float = 0.01
+    max_grad_norm: float = 1.0
+    gradient_accumulation_steps: int = 1
+    precision: str = "autocast"
+    attn_impl: str = "sdpa"
+    seed: int = 0
+    dataset_name: str = data.BUILT_IN_CORPUS
+    init_weights_path: Path | None = None
+    save_init_weights: bool = False
+    loss_output_dir: Path = Path("runs/loss_curves")
+    storage_path: Path = Path("runs/ray")
+    experiment_name: str | None = None
+    log_interval: int = 10
+    device: str = "auto"
+    backend: str = "auto"
+    dry_run: bool = False
+
+    @property
+    def mesh(self) -> Mesh:
+        return Mesh(dp_size=self.dp_size, tp_size=self.tp_size)
+
+    @property
+    def label(self) -> str:
+        return f"{STRATEGIES[self.strategy]} ({self.mesh.label})"
+
+    @property
+    def parameter_dtype(self):
+        import torch
+
+        return torch.bfloat16 if self.precision == "bf16" else torch.float32
+
+    def autocast(self, device):
+        """The context of a forward pass: bfloat16 autocast, or nothing."""
+        import torch
+
+        if self.precision != "autocast":
+            return contextlib.nullcontext()
+        return torch.autocast(device.type, dtype=torch.bfloat16)
+
+    def as_dict(self) -> dict:
+        return {key: str(value) if isinstance(value, Path) else value for key, value in asdict(self).items()}
+
+
+def _number(kind, low, *, open_low=False):
+    def parse(text: str):
+        try:
+            value = kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {'a whole number' if kind is int else 'a number'}") from None
+        if not math.isfinite(value) or value < low or (open_low and value == low):
+            raise argparse.ArgumentTypeError(f"{text} is out of range; it must be {'above' if open_low else 'at least'} {low}")
+        return value
+
+    return parse
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        raise UserError(f"{message}; see {self.prog} --help")
+
+
+def build_parser(strategy: str) -> argparse.ArgumentParser:
+    """The parser of all three scripts: one set of flags, one meaning."""
+    parser = _Parser(prog=f"train_{strategy}.py", allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    defaults = {field.name: field.default for field in fields(Config)}
+    positive, whole = _number(int, 1), _number(int, 0)
+    amount, rate = _number(float, 0), _number(float, 0, open_low=True)
+
+    def add(name: str, kind, text: str, **options):
+        parser.add_argument(f"--{name}", type=kind, default=defaults[name], help=text, **options)
+
+    built_in = ", ".join(architectures.BUILT_IN)
+    add("model_name", str, f"built-in ({built_in}), a Hugging Face model folder, or a hub id; Qwen2 family")
+    add("num_layers", positive, "cut the model to this depth (None: all layers)")
+    add("num_workers", positive, "processes; must equal tp_size x dp_size (None: their product)")
+    add("tp_size", positive, "tensor-parallel size (None: 1 for DDP, else 2)")
+    add("dp_size", positive, "data-parallel size (None: num_workers / tp_size, else 2)")
+    add("batch_size", positive, "sequences per DP rank and micro batch")
+    add("seq_length", positive, "tokens per sequence")
+    add("num_epochs", positive, "passes over the corpus, when --debug_steps is 0")
+    add("debug_steps", whole, "train exactly this many steps, going round the corpus if need be (0: --num_epochs)")
+    add("learning_rate", rate, "constant learning rate")
+    add("optimizer", str, "fused torch AdamW, or SGD without momentum", choices=("adamw", "sgd"))
+    add("weight_decay", amount, "on matrices; norms and biases are not decayed")
+    add("max_grad_norm", amount, "clip the whole model's gradient to this norm (0: do not clip)")
+    add("gradient_accumulation_steps", positive, "micro batches per step; the gradient is their mean")
+    add("precision", str, "autocast: fp32 weights and state, bf16 compute; bf16: everything bf16", choices=PRECISIONS)
+    parser.add_argument("--autocast", action="store_true", help="the same as --precision autocast")
+    add("attn_impl", str, "attention implementation of transformers", choices=("eager", "sdpa"))
+    add("seed", whole, "of the initial weights and of the order of the data")
+    add("dataset_name", str, "builtin, a .txt file, a folder of them, or a Hugging Face data set id[:config]")
+    add("init_weights_path", Path, "initial weights (.safetensors or .pt) to start from")
+    parser.add_argument("--save_init_weights", action="store_true", help="write them there first (train_ddp.py only)")
+    add("loss_output_dir", Path, f"where loss_{strategy}.json is written")
+    add("storage_path", Path, "where Ray Train keeps its records of the run")
+    add("experiment_name", str, "name of the run under storage_path, not used before (None: strategy and time)")
+    add("log_interval", positive, "print the loss every so many steps")
+    add("device", str, "auto: GPUs when there is one per worker, else CPUs", choices=("auto", "cpu", "cuda"))
+    add("backend", str, "auto: nccl on GPUs, gloo on CPUs", choices=("auto", "gloo", "nccl"))
+    parser.add_argument("--dry_run", action="store_true", help="print configuration, mesh and contract; train nothing")
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher passes it
+    return parser
+
+
+def parse_config(strategy: str, argv: list[str] | None = None) -> Config:
+    """Parse and check a command line. Raises UserError, before anything is started, for whatever cannot work."""
+    options = vars(build_parser(strategy).parse_args(argv))
+    options.pop("local_rank")
+    autocast = options.pop("autocast")
+    if autocast and options["precision"] != "autocast":
+        raise UserError(f"--autocast contradicts --precision {options['precision']}; give one of them")
+    options.update(_resolve_mesh(strategy, options))
+    options.update(_resolve_device(options))
+    for name in ("init_weights_path", "loss_output_dir", "storage_path"):  # workers run in other folders
+        if options[name] is not None:
+            options[name] = Path(options[name]).expanduser().absolute()
+    return Config(strategy=strategy, **options)
+
+
+def launched_in_place() -> bool:
+    """Whether torchrun or the deepspeed launcher started this process as one of several ranks."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def _resolve_mesh(strategy: str, options: dict) -> dict:
+    workers, tp, dp = options["num_workers"], options["tp_size"], options["dp_size"]
+    if strategy == "ddp" and tp not in (None, 1):
+        raise UserError(f"--tp_size {tp}: DDP has no tensor parallelism; leave it out, or use train_fsdp.py")
+    tp = tp or (1 if strategy == "ddp" else 2)
+    if workers is None and launched_in_place():
+        workers = int(os.environ["WORLD_SIZE"])
+    dp = dp or (max(1, workers // tp) if workers else 2)
+    workers = workers or tp * dp
+    if workers != tp * dp:
+        raise UserError(
+            f"--num_workers {workers} is not tp_size x dp_size = {tp} x {dp} = {tp * dp}; change one of the three"
+        )
+    if launched_in_place() and int(os.environ["WORLD_SIZE"]) != workers:
+        raise UserError(
+            f"the launcher started {os.environ['WORLD_SIZE']} processes, the mesh has {tp} x {dp} = {workers}; "
+            f"start {workers}, or change --tp_size or --dp_size"
+        )
+    return {"num_workers": workers, "tp_size": tp, "dp_size": dp}
+
+
+def local_gpus() -> int:
+    """GPUs of this machine that CUDA_VISIBLE_DEVICES lets through (0 where torch has no CUDA)."""
+    if importlib.metadata.version("torch").endswith("+cpu"):
+        return 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
+    driver = Path("/proc/driver/nvidia/gpus")
+    return len(list(driver.iterdir())) if driver.is_dir() else 0
+
+
+def _resolve_device(options: dict) -> dict:
+    device, backend, workers = options["device"], options["backend"], options["num_workers"]
+    gpus, cores = local_gpus(), os.cpu_count() or 1
+    cluster = bool(os.environ.get("RAY_ADDRESS")) or launched_in_place()  # its size is not this machine's
+    if device == "auto":
+        device = "cuda" if gpus >= workers and backend != "gloo" else "cpu"
+    if backend == "auto":
+        backend = "nccl" if device == "cuda" else "gloo"
+    if device == "cpu" and backend == "nccl":
+        raise UserError("--backend nccl needs --device cuda and one GPU per worker; use --backend gloo on CPUs")
+    if device == "cuda" and not cluster:
+        needed = workers if backend == "nccl" else 1
+        if gpus < needed:
+            raise UserError(
+                f"--device cuda: {needed} GPUs needed for {workers} workers over {backend}, {gpus} found; "
+                "use --device cpu, or lower --tp_size or --dp_size"
+            )
+    if device == "cpu" and not cluster and workers > WORKERS_PER_CORE * cores:
+        raise UserError(
+            f"{workers} workers on {cores} CPU cores: at most {WORKERS_PER_CORE} per core; lower --tp_size or --dp_size"
+        )
+    return {"device": device, "backend": backend}
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a checked configuration resolves to: the architecture, where it came from, and the steps to train."""
+
+    architecture: dict
+    architecture_source: str
+    batches: data.Batches
+    num_steps: int
+
+
+def load_inputs(config: Config) -> Inputs:
+    """Check everything that the configuration points to and load the corpus. Raises UserError.
+
+    Runs once where the run is started, so that mistakes are found there, and once in every worker.
+    """
+    architecture, source = architectures.resolve(config.model_name, config.num_layers)
+    problem = architectures.tensor_parallel_problem(architecture, config.tp_size)
+    if problem:
+        raise UserError(problem)
+    longest = architecture["max_position_embeddings"]
+    if config.seq_length > longest:
+        raise UserError(f"--seq_length {config.seq_length}: {config.model_name} has positions for {longest} tokens")
+    windows_per_step = config.dp_size * config.batch_size * config.gradient_accumulation_steps
+    corpus = data.load_corpus(
+        config.dataset_name,
+        data.build_tokenizer(config.model_name, architecture),
+        seq_length=config.seq_length,
+        windows_per_step=windows_per_step,
+        max_windows=windows_per_step * config.debug_steps or None,
+    )
+    batches = data.Batches(
+        corpus, config.seed, config.dp_size, config.batch_size, config.gradient_accumulation_steps
+    )
+    return Inputs(architecture, source, batches, config.debug_steps or config.num_epochs * batches.steps_per_epoch)
+
+
+def check_environment(config: Config, architecture: dict) -> None:
+    """Check the weights file, the folders and the tools a run needs, where it is started. Raises UserError."""
+    if config.save_init_weights:
+        if config.strategy != "ddp":
+            raise UserError("--save_init_weights: only train_ddp.py writes initial weights; run it first, then load them here")
+        if config.init_weights_path is None:
+            raise UserError("--save_init_weights needs --init_weights_path, the file to write")
+        weights.check_suffix(config.init_weights_path)
+        files.require_writable_folder(config.init_weights_path.parent, "--init_weights_path")
+    elif config.init_weights_path is not None:
+        weights.check(config.init_weights_path, architecture)
+    files.require_writable_folder(config.loss_output_dir, "--loss_output_dir")
+    files.require_writable_folder(config.storage_path, "--storage_path")
+    if config.experiment_name is not None and (config.storage_path / config.experiment_name).exists():
+        raise UserError(
+            f"--experiment_name {config.experiment_name}: already used under {config.storage_path}; choose a new name"
+        )
+    if config.strategy == "deepspeed" and config.device == "cpu" and not (shutil.which("c++") or shutil.which("g++")):
+        raise UserError("DeepSpeed builds a small C++ extension when it first runs on CPUs, and no C++ compiler (c++ or g++) is on the PATH; install one, e.g. the package g++")

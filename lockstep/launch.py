@@ -1,0 +1,136 @@
+"""From a command line to a run: under Ray Train, or in place under torchrun and the deepspeed launcher.
+
+The only file that imports ray.
+"""
+
+import datetime
+import gc
+import json
+import os
+import sys
+
+from lockstep import config as config_module
+from lockstep.config import Config
+from lockstep.errors import TrainingFailure, UserError
+
+
+def launch(strategy: str, make_strategy) -> int:
+    """Run one training script and return its exit status: 0, 1 for a failed run, 2 for a user's mistake."""
+    try:
+        config = config_module.parse_config(strategy)
+        inputs = config_module.load_inputs(config)
+        config_module.check_environment(config, inputs.architecture)
+        if config.dry_run:
+            print(describe(config, inputs))
+            return 0
+        say = print if os.environ.get("RANK", "0") == "0" else (lambda *_, **__: None)
+        say(banner(config, inputs), flush=True)
+        if config_module.launched_in_place():
+            say(_run_in_place(config, inputs, make_strategy))
+        else:
+            say(_run_under_ray(config, make_strategy))
+        return 0
+    except (UserError, TrainingFailure) as error:
+        print(f"train_{strategy}.py: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print(f"train_{strategy}.py: interrupted; the history holds the steps so far", file=sys.stderr)
+        return 130
+
+
+def banner(config: Config, inputs) -> str:
+    gpus = config_module.local_gpus()
+    return (
+        f"{config.label}: {inputs.architecture_source}, {inputs.architecture['num_hidden_layers']} layers, "
+        f"{config.precision}; {config.num_workers} workers on {config.device} over {config.backend} "
+        f"({gpus} GPUs, {os.cpu_count()} CPU cores here)"
+    )
+
+
+def describe(config: Config, inputs) -> str:
+    """What --dry_run prints: the resolved configuration, the mesh as a grid, the contract."""
+    from lockstep.contract import expected_contract
+
+    contract = expected_contract(config, inputs.architecture)
+    return "\n".join(
+        [
+            banner(config, inputs),
+            "",
+            "configuration",
+            *(f"  {key:<28} {value}" for key, value in config.as_dict().items()),
+            f"  {'steps':<28} {inputs.num_steps}",
+            f"  {'tokens per step':<28} {inputs.batches.windows_per_step * config.seq_length}",
+            "",
+            f"mesh ({config.mesh.label}): a row shares a batch, a column shares a shard of the weights",
+            config.mesh.draw(),
+            "",
+            "contract (read back from the live objects after the first step; any difference stops the run)",
+            *(f"  {key:<28} {json.dumps(value)}" for key, value in contract.items()),
+        ]
+    )
+
+
+def _run_in_place(config: Config, inputs, make_strategy) -> str:
+    """One rank of torchrun or deepspeed: the process group from the environment, then the loop."""
+    import torch.distributed as dist
+
+    _set_threads(config, int(os.environ.get("LOCAL_WORLD_SIZE", config.num_workers)))
+    dist.init_process_group(config.backend)
+    try:
+        from lockstep import training
+
+        return training.run(config, inputs, make_strategy)
+    finally:
+        gc.collect()  # strategies hold cycles; their process groups must go before the default one
+        dist.destroy_process_group()
+
+
+def _set_threads(config: Config, workers_here: int) -> None:
+    """Share this machine's cores among its workers; launchers set one thread, or all of them in each worker."""
+    import torch
+
+    if config.device == "cpu":
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers_here))
+
+
+def _worker(arguments: dict) -> str:
+    """One Ray Train worker; Ray has set up the process group."""
+    from ray import train
+
+    from lockstep import training
+
+    config = arguments["config"]
+    context = train.get_context()
+    _set_threads(config, context.get_local_world_size())
+    inputs = config_module.load_inputs(config)
+    return training.run(config, inputs, arguments["make_strategy"])
+
+
+def _run_under_ray(config: Config, make_strategy) -> str:
+    os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")
+    os.environ.setdefault("RAY_TRAIN_ENABLE_PRINT_PATCH", "0")
+    import ray
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    name = config.experiment_name or f"{config.strategy}-{datetime.datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}"
+    gpus, cores = config_module.local_gpus(), os.cpu_count() or 1
+    resources = {"CPU": 1 if config.device == "cuda" else min(1, cores / config.num_workers)}
+    if config.device == "cuda":
+        resources["GPU"] = 1 if config.backend == "nccl" else min(1, gpus / config.num_workers)
+    ray.init(address=os.environ.get("RAY_ADDRESS", "local"), include_dashboard=False)
+    try:
+        trainer = TorchTrainer(
+            _worker,
+            train_loop_config={"config": config, "make_strategy": make_strategy},
+            torch_config=TorchConfig(backend=config.backend),
+            scaling_config=ScalingConfig(
+                num_workers=config.num_workers, use_gpu=config.device == "cuda", resources_per_worker=resources
+            ),
+            run_config=RunConfig(
+                name=name, storage_path=str(config.storage_path), failure_config=FailureConfig(max_failures=0)
+            ),
+        )
+        return trainer.fit().return_value
+    finally:
+        ray.shutdown()

@@ -1,0 +1,38 @@
+"""The optimizer, with one meaning in all strategies: fused torch AdamW or SGD over the same decay groups."""
+
+import torch
+
+BETAS = (0.9, 0.999)
+EPS = 1e-8
+
+
+def decays(parameter: torch.Tensor) -> bool:
+    """Weight decay acts on matrices; norms and biases (one dim) are left alone."""
+    return parameter.ndim >= 2
+
+
+def parameter_groups(parameters, weight_decay: float) -> list[dict]:
+    """Two groups, decayed and not, in the order of the parameters; an empty group is left out."""
+    parameters = list(parameters)
+    groups = [
+        {"params": [p for p in parameters if decays(p)], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if not decays(p)], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def build_optimizer(groups: list[dict], *, optimizer: str, learning_rate: float) -> torch.optim.Optimizer:
+    """AdamW (decoupled decay, Loshchilov and Hutter 2019, arXiv 1711.05101) or SGD without momentum, both fused."""
+    if optimizer == "adamw":
+        return torch.optim.AdamW(groups, lr=learning_rate, betas=BETAS, eps=EPS, fused=True)
+    return torch.optim.SGD(groups, lr=learning_rate, fused=True)
+
+
+def total_norm(gradients) -> torch.Tensor:
+    """The 2-norm over all gradients together, as a float64 scalar (a DTensor if they are).
+
+    Summed in float64: torch's float32 norm on the CPU is off by 1e-5 for 10^5 elements, and worse for more
+    (docs/findings.md), which is more than two correct strategies differ by.
+    """
+    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]
+    return torch.linalg.vector_norm(torch.stack(norms))

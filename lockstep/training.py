@@ -1,0 +1,213 @@
+"""The Strategy protocol and THE loop: seeding, one step, the loss record. No ray, no deepspeed.
+
+The loop knows nothing about how a strategy works; it feeds every rank its micro batches, gathers what every rank
+saw, and stops all ranks when something is wrong.
+"""
+
+import os
+import time
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from lockstep import history as history_file
+from lockstep import weights
+from lockstep.config import Config, Inputs, local_gpus
+from lockstep.contract import ComputeDtypes, contract_difference, expected_contract, peak_memory
+from lockstep.data import global_batch_hash, micro_batches_hash
+from lockstep.errors import TrainingFailure
+from lockstep.model import build_model
+
+
+class Strategy(Protocol):
+    """What a strategy must do. All methods are collective: every rank calls them, in the same order."""
+
+    model: torch.nn.Module  # under Hugging Face names, sharded or not
+    optimizer: object  # anything with torch's `param_groups`
+
+    def geometry(self) -> tuple[int, int, int, int]:
+        """(dp_rank, dp_size, tp_rank, tp_size), read back from the live groups."""
+
+    def forward_backward(self, micro_batches: list[tuple]) -> torch.Tensor:
+        """Accumulate the gradient of the mean loss over the micro batches, averaged over dp, in place of the last
+        step's. Returns this rank's mean loss, shape ()."""
+
+    def update(self) -> float:
+        """Clip, step the optimizer; returns the norm of the whole model's gradient before clipping."""
+
+    def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, whole CPU tensor), un-sharded over tp and dp, one at a time; tied tensors once."""
+
+    def full_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The same for gradients; only between `forward_backward` and `update`."""
+
+    def effective_contract(self) -> dict:
+        """What it really runs with, read from live objects after a first step (see lockstep/contract.py)."""
+
+
+def run(config: Config, inputs: Inputs, make_strategy) -> str:
+    """Train in this process as one rank of an initialised process group; returns a closing sentence.
+
+    `make_strategy(model, config, mesh, device)` builds the Strategy. Raises TrainingFailure on every rank.
+    """
+    rank = dist.get_rank()
+    device = _local_device(config)
+    model, file_sums = _initial_model(config, inputs, rank)
+    strategy: Strategy = make_strategy(model, config, config.mesh, device)
+    expected = (*_pairs(config, rank),)
+    if strategy.geometry() != expected:
+        raise TrainingFailure(f"rank {rank}: the strategy sits at {strategy.geometry()}, the mesh says {expected}")
+
+    record = history_file.History(run=_provenance(config, inputs))
+    path = history_file.path_of(config.loss_output_dir, config.strategy)
+    try:
+        _train(config, inputs, strategy, rank, device, file_sums, record, path)
+    except BaseException as error:
+        record.ended = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise
+    finally:
+        if rank == 0:
+            record.save(path)
+    last = record.steps[-1]
+    return f"{config.label}: {len(record.steps)} steps, loss {record.steps[0]['loss']:.6f} -> {last['loss']:.6f}, {path}"
+
+
+def _train(config, inputs, strategy, rank, device, file_sums, record, path) -> None:
+    before = weights.checksums(strategy.full_parameters()) if rank == 0 else _drain(strategy.full_parameters())
+    if rank == 0:
+        _require_file_weights(before, file_sums, config)
+        record.weights = {"initial_sha256": weights.combined_sha256(before)}
+        record.save(path)  # an older file of this name must not pass for this run's
+
+    dp_rank, _ = config.mesh.coordinates(rank)
+    batches = inputs.batches
+    tokens = batches.windows_per_step * config.seq_length
+    for index in range(inputs.num_steps):
+        micro_batches = batches.micro_batches(index, dp_rank, device)
+        compute_dtypes = ComputeDtypes(strategy.model) if index == 0 else None
+        start = time.perf_counter()
+        loss = strategy.forward_backward(micro_batches)
+        grad_norm = float(strategy.update())
+        losses, hashes = _gather(float(loss), micro_batches_hash(micro_batches), device)
+        seconds = time.perf_counter() - start
+        _require_equal_peers(hashes, config.mesh, index + 1)
+
+        lead = [config.mesh.rank(dp, 0) for dp in range(config.dp_size)]
+        step = {
+            "step": index + 1,
+            "loss": sum(losses[r] for r in lead) / config.dp_size,
+            "rank_losses": [losses[r] for r in lead],
+            "grad_norm": grad_norm,
+            "learning_rate": strategy.optimizer.param_groups[0]["lr"],
+            "tokens": tokens,
+            "seconds": seconds,
+            "batch_hash": global_batch_hash([hashes[r] for r in lead]),
+        }
+        record.add(step)
+        if compute_dtypes is not None:
+            record.contract = {**strategy.effective_contract(), **compute_dtypes.stop()}
+            difference = contract_difference(expected_contract(config, inputs.architecture), record.contract)
+            if difference:
+                raise TrainingFailure(f"{config.label} does not run with what was asked for: {difference}")
+        _require_finite(step, losses, config.mesh)
+        if rank == 0:
+            record.save(path)
+            if index == 0 or (index + 1) % config.log_interval == 0:
+                print(
+                    f"{config.label}: step {index + 1}/{inputs.num_steps}  loss {step['loss']:.6f}  "
+                    f"grad norm {grad_norm:.4f}  {seconds:.3f} s",
+                    flush=True,
+                )
+
+    after = weights.checksums(strategy.full_parameters()) if rank == 0 else _drain(strategy.full_parameters())
+    memory = peak_memory(device)
+    if rank == 0:
+        record.weights["final_sha256"] = weights.combined_sha256(after)
+        record.weights["moved"] = sorted(name for name in after if after[name] != before[name])
+        record.weights["unmoved"] = sorted(name for name in after if after[name] == before[name])
+        record.run["peak_memory"] = memory
+        record.ended = "finished"
+
+
+def _initial_model(config: Config, inputs: Inputs, rank: int):
+    arguments = {"seed": config.seed, "attn_impl": config.attn_impl}
+    path = config.init_weights_path
+    if config.save_init_weights:
+        if rank == 0:
+            model, _ = build_model(inputs.architecture, init_weights_path=None, **arguments)
+            weights.save(path, model, inputs.architecture)
+            print(f"Saved initial weights to {path}", flush=True)
+        dist.barrier()
+    model, sums = build_model(inputs.architecture, init_weights_path=path, **arguments)
+    if path and rank == 0:
+        print(f"Loaded initial weights from {path}", flush=True)
+    return model, sums
+
+
+def _require_file_weights(live: dict, file_sums: dict | None, config: Config) -> None:
+    """The sharded, gathered-back weights must be the file's, bit for bit (unless they were cast to bfloat16)."""
+    if file_sums is None or config.precision == "bf16":
+        return
+    wrong = next((name for name in file_sums if live.get(name) != file_sums[name]), None)
+    if wrong or set(live) != set(file_sums):
+        raise TrainingFailure(f"after sharding, {wrong or 'the set of tensors'} is not what {config.init_weights_path} holds")
+
+
+def _require_equal_peers(hashes: list[int], mesh, step: int) -> None:
+    for rank, value in enumerate(hashes):
+        dp_rank, _ = mesh.coordinates(rank)
+        if value != hashes[mesh.rank(dp_rank, 0)]:
+            raise TrainingFailure(
+                f"step {step}: TP peers rank {mesh.rank(dp_rank, 0)} and rank {rank} (dp {dp_rank}) saw different batches"
+            )
+
+
+def _require_finite(step: dict, losses: list[float], mesh) -> None:
+    if not history_file.not_finite(step):
+        return
+    for rank, loss in enumerate(losses):
+        if loss != loss or abs(loss) == float("inf"):
+            dp_rank, tp_rank = mesh.coordinates(rank)
+            raise TrainingFailure(f"step {step['step']}: the loss is {loss} on rank {rank} (dp {dp_rank}, tp {tp_rank})")
+    raise TrainingFailure(f"step {step['step']}: the gradient norm is {step['grad_norm']}")
+
+
+def _gather(loss: float, batch_hash: int, device) -> tuple[list[float], list[int]]:
+    """Every rank's loss and batch hash, in rank order. float64 carries both exactly (the hash has 48 bits)."""
+    mine = torch.tensor([loss, batch_hash], dtype=torch.float64, device=device)
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, mine)
+    rows = [row.tolist() for row in everyone]
+    return [row[0] for row in rows], [int(row[1]) for row in rows]
+
+
+def _drain(tensors) -> None:
+    for _ in tensors:
+        pass
+
+
+def _pairs(config: Config, rank: int) -> tuple[int, int, int, int]:
+    dp_rank, tp_rank = config.mesh.coordinates(rank)
+    return dp_rank, config.dp_size, tp_rank, config.tp_size
+
+
+def _local_device(config: Config) -> torch.device:
+    if config.device == "cpu":
+        return torch.device("cpu")
+    index = int(os.environ.get("LOCAL_RANK", 0)) % max(1, local_gpus())
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def _provenance(config: Config, inputs: Inputs) -> dict:
+    return {
+        "label": config.label,
+        "config": config.as_dict(),
+        "architecture": inputs.architecture,
+        "architecture_source": inputs.architecture_source,
+        "corpus_sha256": inputs.batches.corpus.sha256,
+        "tokenizer": inputs.batches.corpus.tokenizer_name,
+        "num_steps": inputs.num_steps,
+    }

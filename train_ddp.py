@@ -1,0 +1,20 @@
+"""Train with PyTorch DistributedDataParallel, the baseline; it also writes the initial weights for the others.
+
+    python train_ddp.py --init_weights_path runs/init.safetensors --save_init_weights
+    torchrun --nproc_per_node 2 train_ddp.py        the same loop in place, without ray
+    python train_ddp.py --dry_run                   configuration, mesh and contract; trains nothing
+
+Writes loss_ddp.json under --loss_output_dir. All flags: --help. Exit status: 0; 1 a run that failed; 2 a mistake.
+"""
+
+from lockstep.launch import launch
+
+
+def make_strategy(model, config, mesh, device):
+    from ddp_strategy import DDPStrategy
+
+    return DDPStrategy(model, config, mesh, device)
+
+
+if __name__ == "__main__":
+    raise SystemExit(launch("ddp", make_strategy))

@@ -1,0 +1,21 @@
+"""Train with DeepSpeed AutoTP + ZeRO-1: tensor parallelism by configuration, optimizer state sharded over dp.
+
+    python train_deepspeed.py --tp_size 2 --dp_size 2 --init_weights_path runs/init.safetensors
+    torchrun --nproc_per_node 4 train_deepspeed.py      the same loop in place, without ray
+    deepspeed --num_gpus 4 train_deepspeed.py           the same under DeepSpeed's launcher
+    python train_deepspeed.py --dry_run                 configuration, mesh and contract; trains nothing
+
+Writes loss_deepspeed.json under --loss_output_dir. All flags: --help. Exit status: 0; 1 a run that failed; 2 a mistake.
+"""
+
+from lockstep.launch import launch
+
+
+def make_strategy(model, config, mesh, device):
+    from autotp_strategy import AutoTPStrategy
+
+    return AutoTPStrategy(model, config, mesh, device)
+
+
+if __name__ == "__main__":
+    raise SystemExit(launch("deepspeed", make_strategy))

@@ -1,0 +1,20 @@
+"""Train with FSDP2 + DTensor: a tensor-parallel plan over the tp axis, then fully_shard over the dp axis.
+
+    python train_fsdp.py --tp_size 2 --dp_size 2 --init_weights_path runs/init.safetensors
+    torchrun --nproc_per_node 4 train_fsdp.py       the same loop in place, without ray
+    python train_fsdp.py --dry_run                  configuration, mesh and contract; trains nothing
+
+Writes loss_fsdp.json under --loss_output_dir. All flags: --help. Exit status: 0; 1 a run that failed; 2 a mistake.
+"""
+
+from lockstep.launch import launch
+
+
+def make_strategy(model, config, mesh, device):
+    from fsdp_strategy import FSDPStrategy
+
+    return FSDPStrategy(model, config, mesh, device)
+
+
+if __name__ == "__main__":
+    raise SystemExit(launch("fsdp", make_strategy))
