@@ -4,6 +4,8 @@ The only file that imports deepspeed.
 """
 
 import os
+import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -11,6 +13,9 @@ import torch.distributed as dist
 from lockstep.contract import decay_by_name, model_contract, optimizer_contract
 from lockstep.model import causal_lm_loss
 from lockstep.optim import build_optimizer, parameter_groups
+
+
+STALE_LOCK_SECONDS = 120  # no file of the build was touched for this long: nobody is building
 
 
 def deepspeed_config(config, mesh) -> dict:
@@ -37,6 +42,30 @@ def deepspeed_config(config, mesh) -> dict:
     }
 
 
+def build_extension() -> None:
+    """Build DeepSpeed's shared-memory op, once per machine, and say so; the other ranks of the machine wait.
+
+    DeepSpeed would build it by itself, in silence, and wait for ever on the lock of a build that was interrupted.
+    """
+    from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
+    from torch.utils.cpp_extension import _get_build_directory
+
+    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+        folder = Path(_get_build_directory(ShareMemCommBuilder.NAME, False))
+        lock = folder / "lock"
+        if lock.exists():
+            idle = time.time() - max(file.stat().st_mtime for file in folder.iterdir())
+            if idle > STALE_LOCK_SECONDS:
+                print(f"DeepSpeed: removing the lock of an interrupted build, {lock}", flush=True)
+                lock.unlink(missing_ok=True)
+            else:
+                print(f"DeepSpeed: another process is building its shared-memory op ({lock}); waiting for it", flush=True)
+        if not (folder / f"{ShareMemCommBuilder.NAME}.so").exists():
+            print("DeepSpeed: building its shared-memory op, once per machine; takes about a minute", flush=True)
+        ShareMemCommBuilder().load(verbose=False)
+    dist.barrier()
+
+
 class AutoTPStrategy:
     """See `lockstep.training.Strategy` for the contract."""
 
@@ -46,6 +75,8 @@ class AutoTPStrategy:
         import deepspeed
 
         self.full_shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        if device.type == "cpu":
+            build_extension()
         deepspeed.init_distributed(dist_backend=dist.get_backend())
         model.to(device=device, dtype=config.parameter_dtype)
         self.engine, self.optimizer, _, _ = deepspeed.initialize(

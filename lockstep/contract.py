@@ -125,22 +125,6 @@ def expected_contract(config: Config, architecture: dict) -> dict:
     }
 
 
-KNOWN_DIFFERENCES = ("biased_linear_dtype",)  # part of what each strategy is; shown, but no reason to refuse
-
-
-def contract_difference(expected: dict, actual: dict, ignoring: tuple[str, ...] = ()) -> str:
-    """The first entry in which two contracts differ, as "key is a, not b", or "" where they agree."""
-    for key in sorted((expected.keys() | actual.keys()) - set(ignoring)):
-        if expected.get(key) != actual.get(key):
-            return f"{key} is {_short(actual.get(key))}, not {_short(expected[key])}"
-    return ""
-
-
-def _short(value) -> str:
-    text = repr(value)
-    return text if len(text) <= 120 else text[:117] + "..."
-
-
 def peak_memory(device: torch.device) -> dict:
     """Peak memory of every rank in bytes, in rank order: of the allocator on a GPU, resident set on a CPU."""
     if device.type == "cuda":

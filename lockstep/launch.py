@@ -6,12 +6,22 @@ The only file that imports ray.
 import datetime
 import gc
 import json
+import logging
 import os
 import sys
 
 from lockstep import config as config_module
 from lockstep.config import Config
 from lockstep.errors import TrainingFailure, UserError
+
+
+RAY_ENVIRONMENT = {
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",  # workers stay where the scripts are
+    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # print is print
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",  # the default of 2 s is also how late the end is noticed
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # one actor less to start; a preempted run is not resumed here
+    "RAY_TRAIN_METRICS_ENABLED": "0",  # there is no dashboard to show them
+}
 
 
 def launch(strategy: str, make_strategy) -> int:
@@ -107,18 +117,17 @@ def _worker(arguments: dict) -> str:
 
 
 def _run_under_ray(config: Config, make_strategy) -> str:
-    os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")
-    os.environ.setdefault("RAY_TRAIN_ENABLE_PRINT_PATCH", "0")
-    import ray
+    ray = _import_ray()
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
+    from ray.train.v2.api.exceptions import TrainingFailedError
 
     name = config.experiment_name or f"{config.strategy}-{datetime.datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}"
     gpus, cores = config_module.local_gpus(), os.cpu_count() or 1
     resources = {"CPU": 1 if config.device == "cuda" else min(1, cores / config.num_workers)}
     if config.device == "cuda":
         resources["GPU"] = 1 if config.backend == "nccl" else min(1, gpus / config.num_workers)
-    ray.init(address=os.environ.get("RAY_ADDRESS", "local"), include_dashboard=False)
+    _connect(ray)
     try:
         trainer = TorchTrainer(
             _worker,
@@ -132,5 +141,54 @@ def _run_under_ray(config: Config, make_strategy) -> str:
             ),
         )
         return trainer.fit().return_value
+    except TrainingFailedError as error:
+        raise TrainingFailure(_reason(error)) from error
     finally:
         ray.shutdown()
+
+
+def _reason(error) -> str:
+    """One line on why Ray Train gave up: the first failed worker's own words where there are any."""
+    for rank, failure in sorted(getattr(error, "worker_failures", {}).items()):
+        cause = getattr(failure, "cause", None) or failure
+        if isinstance(cause, (TrainingFailure, UserError)):
+            return str(cause)
+        last = (str(failure).strip().splitlines() or [type(failure).__name__])[-1]
+        return f"worker {rank} failed: {last}"
+    return f"Ray Train stopped the run: {str(error).strip().splitlines()[0]}"
+
+
+def _import_ray():
+    """ray, with the settings that must be in the environment before it is imported."""
+    for key, value in RAY_ENVIRONMENT.items():
+        os.environ.setdefault(key, value)
+    import ray
+
+    return ray
+
+
+def _connect(ray) -> None:
+    """Join the cluster that RAY_ADDRESS names, or start a Ray instance that ends with this process."""
+    address = os.environ.get("RAY_ADDRESS", "local")
+    try:
+        ray.init(
+            address=address,
+            include_dashboard=False if address == "local" else None,
+            logging_level=logging.ERROR,
+            logging_config=ray.LoggingConfig(log_level="ERROR"),  # without a dashboard Ray warns every second
+        )
+    except ConnectionError as error:
+        raise UserError(f"RAY_ADDRESS {address}: no Ray cluster answers there; start it, or unset RAY_ADDRESS") from error
+
+
+def _hold_local_ray() -> None:
+    """Start a local Ray instance, print its address, and keep it until standard input closes."""
+    ray = _import_ray()
+    _connect(ray)
+    print(ray.get_runtime_context().gcs_address, flush=True)
+    sys.stdin.read()
+    ray.shutdown()
+
+
+if __name__ == "__main__":
+    _hold_local_ray()

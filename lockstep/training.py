@@ -14,8 +14,9 @@ import torch.distributed as dist
 
 from lockstep import history as history_file
 from lockstep import weights
+from lockstep.compare import contract_difference
 from lockstep.config import Config, Inputs, local_gpus
-from lockstep.contract import ComputeDtypes, contract_difference, expected_contract, peak_memory
+from lockstep.contract import ComputeDtypes, expected_contract, peak_memory, versions
 from lockstep.data import global_batch_hash, micro_batches_hash
 from lockstep.errors import TrainingFailure
 from lockstep.model import build_model
@@ -210,4 +211,5 @@ def _provenance(config: Config, inputs: Inputs) -> dict:
         "corpus_sha256": inputs.batches.corpus.sha256,
         "tokenizer": inputs.batches.corpus.tokenizer_name,
         "num_steps": inputs.num_steps,
+        "versions": versions(),
     }

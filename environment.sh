@@ -1,0 +1,56 @@
+# Sourced by run_verification_main.sh and run_tests.sh with the name of a requirements file; sets PYTHON.
+# An environment that already satisfies the file is used as it is; otherwise .venv is made or brought up to date.
+
+_satisfied() { # PYTHON FILE: does this interpreter have every pinned version of the file (and those it includes)?
+  "$1" - "$2" 2>/dev/null <<'PY'
+import importlib.metadata, pathlib, re, sys
+
+def pins(path):
+    for line in path.read_text().splitlines():
+        if line.startswith("-r "):
+            yield from pins(path.parent / line[3:].strip())
+        elif match := re.match(r"([\w-]+)(?:\[.*\])?==(\S+)", line):
+            yield match.groups()
+
+for name, version in pins(pathlib.Path(sys.argv[1])):
+    if importlib.metadata.version(name).split("+")[0] != version:  # torch 2.13.0+cpu is 2.13.0
+        sys.exit(1)
+PY
+}
+
+_newest_python() { # a Python of 3.11 or later, by trying
+  local candidate
+  for candidate in "${PYTHON:-}" python3 python3.13 python3.12 python3.11 python; do
+    if [ -n "$candidate" ] && "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+      echo "$candidate"
+      return
+    fi
+  done
+}
+
+_set_up() { # FILE
+  local base
+  base=$(_newest_python)
+  if [ -z "$base" ]; then
+    echo "$0: no Python 3.11 or later on the PATH; install one, or set PYTHON to it" >&2
+    exit 2
+  fi
+  if _satisfied "$base" "$1"; then
+    PYTHON=$(command -v "$base")
+    return
+  fi
+  PYTHON=$PWD/.venv/bin/python
+  if ! _satisfied "$PYTHON" "$1"; then
+    echo "Installing $1 into .venv (a few minutes, once)"
+    if ! "$PYTHON" -m pip --version >/dev/null 2>&1 && ! "$base" -m venv --clear .venv; then
+      echo "$0: $base cannot make a virtual environment; install its venv module (Debian: python3-venv)" >&2
+      exit 2
+    fi
+    if ! "$PYTHON" -m pip install --quiet --disable-pip-version-check -r "$1"; then
+      echo "$0: installing $1 failed (see above); check the network and the free disk space, then run this again" >&2
+      exit 2
+    fi
+  fi
+}
+
+_set_up "$1"

@@ -1,0 +1,107 @@
+"""What a person sees of a comparison: the statistics block and the figure."""
+
+from pathlib import Path
+
+from lockstep.compare import KNOWN_DIFFERENCES, Tolerance, Verdict
+from lockstep.files import write_atomically
+from lockstep.history import History
+
+_WIDE, _RULE = "=" * 60, "-" * 60
+COLORS = {"ddp": "black", "deepspeed": "tab:orange", "fsdp": "tab:blue"}
+
+
+def statistics(histories: dict[str, History]) -> str:
+    """Initial, final, smallest and mean loss of each run."""
+    lines = [_WIDE, "LOSS CURVE STATISTICS", _WIDE]
+    for history in histories.values():
+        losses = [step["loss"] for step in history.steps]
+        lines += [
+            "",
+            f"{history.run['label']}:",
+            f"  Initial loss: {losses[0]:.6f}",
+            f"  Final loss:   {losses[-1]:.6f}",
+            f"  Min loss:     {min(losses):.6f}",
+            f"  Mean loss:    {sum(losses) / len(losses):.6f}",
+        ]
+    return "\n".join(lines)
+
+
+def differences(verdicts: list[Verdict]) -> str:
+    lines = ["", _RULE, "Differences from DDP baseline:"]
+    for verdict in verdicts:
+        lines += [
+            "",
+            f"{verdict.label}:",
+            f"  Max abs diff:  {verdict.max_abs_diff:.6f}",
+            f"  Mean abs diff: {verdict.mean_abs_diff:.6f}",
+            f"  Final diff:    {verdict.final_diff:.6f}",
+        ]
+    return "\n".join(lines)
+
+
+def verdict_block(histories: dict[str, History], verdicts: list[Verdict], tolerance: Tolerance, precision: str) -> str:
+    """PASS or FAIL for loss and gradient norm of each strategy, each number beside what is tolerated."""
+    lines = ["", _RULE, f"Verdict (tolerances for {precision}: {tolerance.reason}):"]
+    for verdict in verdicts:
+        lines += [
+            "",
+            f"{verdict.label}: {_word(verdict.passed)}",
+            f"  loss       {_word(verdict.loss_passed)}  "
+            f"first {abs(verdict.first_diff):.1e} (<= {tolerance.first:.0e})  "
+            f"max {verdict.max_abs_diff:.1e} (<= {tolerance.maximum:.0e}) at step {verdict.worst_step}  "
+            f"mean {verdict.mean_abs_diff:.1e} (<= {tolerance.mean:.0e})",
+            f"  grad norm  {_word(verdict.grad_norm_passed)}  "
+            f"max relative {verdict.max_grad_norm_diff:.1e} (<= {tolerance.grad_norm:.0e}) "
+            f"at step {verdict.worst_grad_norm_step}",
+            *(f"  FAIL  {problem}" for problem in verdict.problems),
+        ]
+    for key in KNOWN_DIFFERENCES:
+        values = {history.run["label"]: history.contract[key] for history in histories.values()}
+        if len({str(value) for value in values.values()}) > 1:
+            lines += ["", f"Note: {key} differs by strategy ({values}); see docs/findings.md."]
+    return "\n".join(lines)
+
+
+def _word(passed: bool) -> str:
+    return "PASS" if passed else "FAIL"
+
+
+def draw(histories: dict[str, History], tolerance: Tolerance | None, path: Path) -> None:
+    """Two panels: the loss curves; the absolute difference from DDP on a log axis, with the tolerance."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (top, bottom) = pyplot.subplots(2, 1, figsize=(8, 7), sharex=True, height_ratios=(3, 2), layout="constrained")
+    widths = {"ddp": 3.5, "deepspeed": 2.0, "fsdp": 0.9}  # thinner on top: curves that agree stay visible
+    for name, history in histories.items():
+        steps = [step["step"] for step in history.steps]
+        losses = [step["loss"] for step in history.steps]
+        top.plot(steps, losses, color=COLORS[name], linewidth=widths[name], label=history.run["label"])
+        if name != "ddp" and "ddp" in histories:
+            pairs = zip(losses, histories["ddp"].steps, strict=False)
+            gaps = [abs(loss - baseline["loss"]) for loss, baseline in pairs]
+            # a log axis has no zero: exact agreement is drawn at the bottom, one float64 rounding of the loss
+            floor = 2.0**-50
+            bottom.plot(
+                steps[: len(gaps)], [max(gap, floor) for gap in gaps], ".", markersize=4, color=COLORS[name], label=history.run["label"]
+            )
+    top.set_ylabel("loss, mean over DP ranks (nats)")
+    first = next(iter(histories.values())).run
+    top.set_title(
+        f"{first['config']['model_name']}, {first['architecture']['num_hidden_layers']} layers, "
+        f"{first['config']['precision']}, learning rate {first['config']['learning_rate']:g}"
+    )
+    top.legend()
+    if tolerance is not None:
+        bottom.axhline(tolerance.maximum, color="tab:red", linestyle="--", label=f"tolerated at any step: {tolerance.maximum:g}")
+        bottom.axhline(tolerance.mean, color="tab:red", linestyle=":", label=f"tolerated in the mean: {tolerance.mean:g}")
+    bottom.set_yscale("log")
+    bottom.set_ylabel("|loss - DDP's loss| (nats)")
+    bottom.set_xlabel("step")
+    bottom.legend(fontsize="small")
+    for axes in (top, bottom):
+        axes.grid(alpha=0.3)
+    write_atomically(path, lambda temporary: figure.savefig(temporary, dpi=120, format=path.suffix[1:] or "png"))
+    pyplot.close(figure)

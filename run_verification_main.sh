@@ -1,0 +1,73 @@
+#!/usr/bin/env bash
+# DDP, DeepSpeed AutoTP and FSDP+DTensor from the same weights on the same batches, then a figure and a verdict.
+#
+#   ./run_verification_main.sh                    on GPUs if there are TP_SIZE x DP_SIZE of them, else on the CPU
+#   PRECISION=fp32 ./run_verification_main.sh     any setting below can be overridden from the environment
+#
+# Exit status: 0 they compute the same thing; 1 they do not, or a run failed; 2 a mistake.
+set -euo pipefail
+cd "$(dirname "$0")"
+source environment.sh requirements.txt
+
+# --- settings, once -------------------------------------------------------------------------------------------
+TP_SIZE=${TP_SIZE:-2}
+DP_SIZE=${DP_SIZE:-2}
+OUTPUT_DIR=${OUTPUT_DIR:-runs/verification}
+gpus=$("$PYTHON" -c 'from lockstep.config import local_gpus; print(local_gpus())')
+DEVICE=${DEVICE:-$([ "$gpus" -ge $((TP_SIZE * DP_SIZE)) ] && echo cuda || echo cpu)}
+if [ "$DEVICE" = cuda ]; then # the full configuration
+  MODEL_NAME=${MODEL_NAME:-Qwen/Qwen2.5-0.5B}
+  NUM_LAYERS=${NUM_LAYERS:-2}
+  BATCH_SIZE=${BATCH_SIZE:-2}
+  SEQ_LENGTH=${SEQ_LENGTH:-1024}
+  LEARNING_RATE=${LEARNING_RATE:-1e-5}
+else # a laptop
+  MODEL_NAME=${MODEL_NAME:-tiny-qwen2}
+  NUM_LAYERS=${NUM_LAYERS:-2}
+  BATCH_SIZE=${BATCH_SIZE:-8}
+  SEQ_LENGTH=${SEQ_LENGTH:-128}
+  LEARNING_RATE=${LEARNING_RATE:-1e-3}
+fi
+PRECISION=${PRECISION:-autocast}
+DEBUG_STEPS=${DEBUG_STEPS:-100}
+LOG_INTERVAL=${LOG_INTERVAL:-10}
+SEED=${SEED:-0}
+DATASET_NAME=${DATASET_NAME:-builtin}
+OPTIMIZER=${OPTIMIZER:-adamw}
+WEIGHT_DECAY=${WEIGHT_DECAY:-0.01}
+MAX_GRAD_NORM=${MAX_GRAD_NORM:-1.0}
+GRADIENT_ACCUMULATION_STEPS=${GRADIENT_ACCUMULATION_STEPS:-1}
+ATTN_IMPL=${ATTN_IMPL:-sdpa}
+INIT_WEIGHTS_PATH=${INIT_WEIGHTS_PATH:-$OUTPUT_DIR/init_weights.safetensors}
+
+echo "Settings for $DEVICE ($gpus GPUs found): $MODEL_NAME, $NUM_LAYERS layers, batch $BATCH_SIZE, sequence $SEQ_LENGTH," \
+  "learning rate $LEARNING_RATE, $PRECISION, $DEBUG_STEPS steps, TP=$TP_SIZE, DP=$DP_SIZE -> $OUTPUT_DIR"
+
+common=(
+  --model_name "$MODEL_NAME" --num_layers "$NUM_LAYERS" --batch_size "$BATCH_SIZE" --seq_length "$SEQ_LENGTH"
+  --num_epochs 1 --debug_steps "$DEBUG_STEPS" --learning_rate "$LEARNING_RATE" --optimizer "$OPTIMIZER"
+  --weight_decay "$WEIGHT_DECAY" --max_grad_norm "$MAX_GRAD_NORM"
+  --gradient_accumulation_steps "$GRADIENT_ACCUMULATION_STEPS" --precision "$PRECISION" --attn_impl "$ATTN_IMPL"
+  --seed "$SEED" --dataset_name "$DATASET_NAME" --log_interval "$LOG_INTERVAL"
+  --loss_output_dir "$OUTPUT_DIR" --storage_path "$OUTPUT_DIR/ray" --device "$DEVICE"
+)
+sharded=(--tp_size "$TP_SIZE" --dp_size "$DP_SIZE" --num_workers $((TP_SIZE * DP_SIZE)))
+weights=(--init_weights_path "$INIT_WEIGHTS_PATH")
+
+# A mistake in the settings is answered now, before anything is started, and no history of an older run is compared.
+"$PYTHON" train_deepspeed.py "${common[@]}" "${sharded[@]}" --dry_run >/dev/null
+rm -f "$OUTPUT_DIR"/loss_{ddp,deepspeed,fsdp}.json
+
+# --- one local Ray instance for all three runs; it ends when this script does, however that comes about --------
+if [ -z "${RAY_ADDRESS:-}" ]; then
+  export RAY_AUTH_MODE=token # what a local instance uses; whoever joins it has to say so
+  coproc RAY { exec "$PYTHON" -m lockstep.launch; }
+  read -r RAY_ADDRESS <&"${RAY[0]}"
+  export RAY_ADDRESS
+  trap 'exec {RAY[1]}>&-; wait "$RAY_PID"' EXIT
+fi
+
+"$PYTHON" train_ddp.py "${common[@]}" "${weights[@]}" --save_init_weights --dp_size "$DP_SIZE" --num_workers "$DP_SIZE"
+"$PYTHON" train_deepspeed.py "${common[@]}" "${weights[@]}" "${sharded[@]}"
+"$PYTHON" train_fsdp.py "${common[@]}" "${weights[@]}" "${sharded[@]}"
+"$PYTHON" plot_loss_curves.py --input_dir "$OUTPUT_DIR" --output "$OUTPUT_DIR/loss_curves.png" --json "$OUTPUT_DIR/verdict.json"
