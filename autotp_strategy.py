@@ -4,14 +4,15 @@ The only file that imports deepspeed.
 """
 
 import os
+import sys
 import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from lockstep.contract import decay_by_name, model_contract, optimizer_contract
 from lockstep.model import causal_lm_loss
+from lockstep.observe import decay_by_name, model_contract, optimizer_contract
 from lockstep.optim import build_optimizer, parameter_groups
 
 
@@ -50,6 +51,8 @@ def build_extension() -> None:
     from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
     from torch.utils.cpp_extension import _get_build_directory
 
+    # The ninja installed beside this Python: another version on the PATH would build everything again.
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
         folder = Path(_get_build_directory(ShareMemCommBuilder.NAME, False))
         lock = folder / "lock"

@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.contract import decay_by_name, gradient_dtypes, model_contract, optimizer_contract
 from lockstep.model import causal_lm_loss
+from lockstep.observe import decay_by_name, gradient_dtypes, model_contract, optimizer_contract
 from lockstep.optim import build_optimizer, parameter_groups, total_norm
 
 

@@ -13,9 +13,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from lockstep.contract import decay_by_name, gradient_dtypes, model_contract, optimizer_contract
 from lockstep.mesh import build_device_mesh
 from lockstep.model import causal_lm_loss
+from lockstep.observe import decay_by_name, gradient_dtypes, model_contract, optimizer_contract
 from lockstep.optim import build_optimizer, parameter_groups, total_norm
 from lockstep.vocab_parallel_loss import vocab_parallel_cross_entropy
 

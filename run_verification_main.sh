@@ -54,17 +54,20 @@ common=(
 sharded=(--tp_size "$TP_SIZE" --dp_size "$DP_SIZE" --num_workers $((TP_SIZE * DP_SIZE)))
 weights=(--init_weights_path "$INIT_WEIGHTS_PATH")
 
-# A mistake in the settings is answered now, before anything is started, and no history of an older run is compared.
-"$PYTHON" train_deepspeed.py "${common[@]}" "${sharded[@]}" --dry_run >/dev/null
-rm -f "$OUTPUT_DIR"/loss_{ddp,deepspeed,fsdp}.json
-
 # --- one local Ray instance for all three runs; it ends when this script does, however that comes about --------
 if [ -z "${RAY_ADDRESS:-}" ]; then
   export RAY_AUTH_MODE=token # what a local instance uses; whoever joins it has to say so
   coproc RAY { exec "$PYTHON" -m lockstep.launch; }
+  ray_pid=$RAY_PID ray_stdin=${RAY[1]}
+  trap 'eval "exec $ray_stdin>&-"; wait "$ray_pid"' EXIT
+fi
+
+# While it starts: a mistake in the settings is answered now, and no history of an older run is left to compare.
+(unset RAY_ADDRESS; "$PYTHON" train_deepspeed.py "${common[@]}" "${sharded[@]}" --dry_run >/dev/null)
+rm -f "$OUTPUT_DIR"/loss_{ddp,deepspeed,fsdp}.json
+if [ -z "${RAY_ADDRESS:-}" ]; then
   read -r RAY_ADDRESS <&"${RAY[0]}"
   export RAY_ADDRESS
-  trap 'exec {RAY[1]}>&-; wait "$RAY_PID"' EXIT
 fi
 
 "$PYTHON" train_ddp.py "${common[@]}" "${weights[@]}" --save_init_weights --dp_size "$DP_SIZE" --num_workers "$DP_SIZE"

@@ -3,6 +3,7 @@
 import math
 from dataclasses import asdict, dataclass
 
+from lockstep.contract import KNOWN_DIFFERENCES, contract_difference
 from lockstep.errors import UserError
 from lockstep.history import History, not_finite
 
@@ -39,22 +40,6 @@ TOLERANCES = {
         "2^-9 / sqrt(tokens) or about 1e-4 in the mean loss; training amplifies it about tenfold in 100 steps",
     ),
 }
-
-# Entries of the contract that belong to what a strategy is: shown, but no reason to refuse (docs/findings.md).
-KNOWN_DIFFERENCES = ("biased_linear_dtype",)
-
-
-def contract_difference(expected: dict, actual: dict, ignoring: tuple[str, ...] = ()) -> str:
-    """The first entry in which two contracts differ, as "key is a, not b", or "" where they agree."""
-    for key in sorted((expected.keys() | actual.keys()) - set(ignoring)):
-        if expected.get(key) != actual.get(key):
-            return f"{key} is {_short(actual.get(key))}, not {_short(expected.get(key))}"
-    return ""
-
-
-def _short(value) -> str:
-    text = repr(value)
-    return text if len(text) <= 120 else text[:117] + "..."
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from lockstep.mesh import Mesh
 
 STRATEGIES = {"ddp": "DDP", "deepspeed": "DeepSpeed AutoTP", "fsdp": "FSDP+DTensor"}
 PRECISIONS = ("fp32", "autocast", "bf16")
+BETAS, EPS = (0.9, 0.999), 1e-8  # of AdamW, torch's defaults
 WORKERS_PER_CORE = 4  # more CPU processes than this on one core spend their time switching
 
 

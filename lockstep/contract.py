@@ -1,90 +1,14 @@
-"""The effective contract: what a strategy really runs with, read back from its live objects after a first step.
+"""The effective contract: what a strategy really runs with.
 
-Two runs can only be compared when these agree; the configuration they were asked for proves nothing.
+Here is what a configuration demands, the same of every strategy; `lockstep/observe.py` reads the live objects after
+the first step, and the loop stops the run if the two differ. Two runs are compared only when their contracts agree.
 """
 
-import importlib.metadata
-import resource
-
-import torch
-import torch.distributed as dist
-
-from lockstep import optim
 from lockstep.architectures import parameter_shapes
-from lockstep.config import Config
+from lockstep.config import BETAS, EPS, Config
 
-
-class ComputeDtypes:
-    """Watches one forward pass and notes in which dtype the linear layers and the embedding answer."""
-
-    def __init__(self, model: torch.nn.Module):
-        self._seen: dict[str, set[str]] = {"compute_dtype": set(), "biased_linear_dtype": set(), "embedding_dtype": set()}
-        self._handles = []
-        for name, module in model.named_modules():
-            if name.endswith(("_proj", "lm_head")):
-                biased = getattr(module, "bias", None) is not None
-                self._watch(module, "biased_linear_dtype" if biased else "compute_dtype")
-            elif name.endswith("embed_tokens"):
-                self._watch(module, "embedding_dtype")
-
-    def _watch(self, module: torch.nn.Module, key: str) -> None:
-        seen = self._seen[key]
-        self._handles.append(module.register_forward_hook(lambda _m, _i, output: seen.add(str(output.dtype))))
-
-    def stop(self) -> dict:
-        for handle in self._handles:
-            handle.remove()
-        return {key: sorted(seen) for key, seen in self._seen.items()}
-
-
-def model_contract(model: torch.nn.Module) -> dict:
-    """What the live model says of itself: attention implementation, dropout, parameter dtypes, the tie."""
-    return {
-        "attention": model.config._attn_implementation,
-        "attention_dropout": model.config.attention_dropout,
-        "training_mode": model.training,
-        "parameter_dtype": sorted({str(parameter.dtype) for parameter in model.parameters()}),
-        "tied_embeddings": model.lm_head.weight is model.model.embed_tokens.weight,
-    }
-
-
-def optimizer_contract(optimizer: torch.optim.Optimizer) -> dict:
-    """Class, rates and state dtypes of the live optimizer. Call it after a first step, when the state exists."""
-    first = optimizer.param_groups[0]
-    state_dtypes = {
-        str(value.dtype)
-        for state in optimizer.state.values()
-        for key, value in state.items()
-        if isinstance(value, torch.Tensor) and key != "step"
-    }
-    return {
-        "optimizer": type(optimizer).__name__,
-        "fused": bool(first["fused"]),
-        "learning_rates": sorted({group["lr"] for group in optimizer.param_groups}),
-        "betas": list(first.get("betas", ())),
-        "eps": first.get("eps"),
-        "momentum": first.get("momentum"),
-        "optimizer_dtype": sorted(state_dtypes),
-    }
-
-
-def decay_by_name(model: torch.nn.Module, groups: list[tuple[list, float]]) -> dict[str, list[str]]:
-    """Weight decay -> names of the parameters it acts on, from the optimizer's own groups (parameters, decay)."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    decay: dict[str, list[str]] = {}
-    for parameters, rate in groups:
-        decay.setdefault(str(rate), []).extend(names[id(parameter)] for parameter in parameters)
-    return {rate: sorted(members) for rate, members in decay.items()}
-
-
-def gradient_dtypes(model: torch.nn.Module) -> list[str]:
-    """The dtypes in which gradients sit after the reduction over dp."""
-    return sorted({str(p.grad.dtype) for p in model.parameters() if p.grad is not None})
-
-
-def versions() -> dict[str, str]:
-    """Versions of the libraries that compute; a difference between runs is a difference in the experiment."""
-    return {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
+# Entries that belong to what a strategy is: recorded and shown, but no reason to refuse (docs/findings.md).
+KNOWN_DIFFERENCES = ("biased_linear_dtype",)
 
 
 def expected_contract(config: Config, architecture: dict) -> dict:
@@ -101,8 +25,8 @@ def expected_contract(config: Config, architecture: dict) -> dict:
         "optimizer": "AdamW" if adamw else "SGD",
         "fused": True,
         "learning_rates": [config.learning_rate],
-        "betas": list(optim.BETAS) if adamw else [],
-        "eps": optim.EPS if adamw else None,
+        "betas": list(BETAS) if adamw else [],
+        "eps": EPS if adamw else None,
         "momentum": None if adamw else 0,
         "weight_decay": {rate: sorted(names) for rate, names in decay.items()},
         "max_grad_norm": config.max_grad_norm,
@@ -125,12 +49,14 @@ def expected_contract(config: Config, architecture: dict) -> dict:
     }
 
 
-def peak_memory(device: torch.device) -> dict:
-    """Peak memory of every rank in bytes, in rank order: of the allocator on a GPU, resident set on a CPU."""
-    if device.type == "cuda":
-        kind, mine = "torch.cuda.max_memory_allocated", torch.cuda.max_memory_allocated(device)
-    else:
-        kind, mine = "ru_maxrss", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return {"kind": kind, "bytes_by_rank": everyone}
+def contract_difference(expected: dict, actual: dict, ignoring: tuple[str, ...] = ()) -> str:
+    """The first entry in which two contracts differ, as "key is a, not b", or "" where they agree."""
+    for key in sorted((expected.keys() | actual.keys()) - set(ignoring)):
+        if expected.get(key) != actual.get(key):
+            return f"{key} is {_short(actual.get(key))}, not {_short(expected.get(key))}"
+    return ""
+
+
+def _short(value) -> str:
+    text = repr(value)
+    return text if len(text) <= 120 else text[:117] + "..."

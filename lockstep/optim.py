@@ -2,8 +2,7 @@
 
 import torch
 
-BETAS = (0.9, 0.999)
-EPS = 1e-8
+from lockstep.config import BETAS, EPS
 
 
 def decays(parameter: torch.Tensor) -> bool:

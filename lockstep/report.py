@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from lockstep.compare import KNOWN_DIFFERENCES, Tolerance, Verdict
+from lockstep.compare import Tolerance, Verdict
+from lockstep.contract import KNOWN_DIFFERENCES
 from lockstep.files import write_atomically
 from lockstep.history import History
 

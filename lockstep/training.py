@@ -14,12 +14,12 @@ import torch.distributed as dist
 
 from lockstep import history as history_file
 from lockstep import weights
-from lockstep.compare import contract_difference
 from lockstep.config import Config, Inputs, local_gpus
-from lockstep.contract import ComputeDtypes, expected_contract, peak_memory, versions
+from lockstep.contract import contract_difference, expected_contract
 from lockstep.data import global_batch_hash, micro_batches_hash
 from lockstep.errors import TrainingFailure
 from lockstep.model import build_model
+from lockstep.observe import ComputeDtypes, peak_memory, versions
 
 
 class Strategy(Protocol):
@@ -45,7 +45,7 @@ class Strategy(Protocol):
         """The same for gradients; only between `forward_backward` and `update`."""
 
     def effective_contract(self) -> dict:
-        """What it really runs with, read from live objects after a first step (see lockstep/contract.py)."""
+        """What it really runs with, read from live objects after a first step (see lockstep/observe.py)."""
 
 
 def run(config: Config, inputs: Inputs, make_strategy) -> str:
