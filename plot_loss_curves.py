@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from lockstep import history, report
-from lockstep.compare import TOLERANCES, compare, require_comparable, tolerance_for
+from lockstep.compare import RULES, compare, require_comparable, tolerance_for
 from lockstep.errors import UserError
 from lockstep.files import write_text
 
@@ -44,7 +44,7 @@ def run(input_dir: Path, output: Path, json_path: Path | None) -> int:
     baseline, others = histories.get("ddp"), [one for name, one in histories.items() if name != "ddp"]
     comparable = baseline is not None and bool(others)
     precision = next(iter(histories.values())).run["config"]["precision"]
-    report.draw(histories, TOLERANCES.get(precision) if comparable else None, output)
+    report.draw(histories, tolerance_for(baseline) if comparable and precision in RULES else None, output)
     print(f"\nFigure: {output}")
     if not comparable:
         raise UserError(f"--input_dir {input_dir}: only {', '.join(histories)}; a verdict needs DDP and another strategy")

@@ -6,6 +6,8 @@ Nothing here imports torch, so that a wrong model name is answered at once.
 import copy
 import json
 import os
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 from lockstep.errors import UserError
@@ -51,6 +53,7 @@ QWEN2_5_0_5B = {
 
 BUILT_IN = {"tiny-qwen2": TINY_QWEN2, "Qwen2.5-0.5B": QWEN2_5_0_5B}
 HUB_STAND_INS = {"Qwen/Qwen2.5-0.5B": "Qwen2.5-0.5B"}
+HUB_TIMEOUT = 2.0  # seconds
 SUPPORTED_TYPES = ("qwen2",)
 
 
@@ -103,17 +106,32 @@ def hub_file(repo: str, filename: str) -> tuple[Path | None, str]:
     """One file of a hub repository: its cached path and "", or None and the reason in a few words."""
     if repo.count("/") != 1 or os.path.isabs(repo):
         return None, "not a hub id of the form owner/name"
-    os.environ.setdefault("HF_HUB_ETAG_TIMEOUT", "2")  # seconds; a laptop without a network must not wait
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    from huggingface_hub import hf_hub_download
+    from huggingface_hub import constants, hf_hub_download, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
+        cached = try_to_load_from_cache(repo, filename)
+        if isinstance(cached, str):
+            return Path(cached), ""
+        if constants.HF_HUB_OFFLINE:
+            return None, "HF_HUB_OFFLINE is set and the file is not cached"
+        if not hub_answers(hf_hub_url(repo, filename)):  # hf_hub_download would retry for half a minute
+            return None, "the hub cannot be reached and the file is not cached"
         return Path(hf_hub_download(repo, filename)), ""
-    except LocalEntryNotFoundError:
-        return None, "the hub cannot be reached and the file is not cached"
-    except (HfHubHTTPError, HFValidationError) as error:
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
         return None, str(error).strip().splitlines()[0][:120]
+
+
+def hub_answers(url: str) -> bool:
+    """Whether a server answers for this address at all, be it with "not found", within HUB_TIMEOUT seconds."""
+    try:
+        urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=HUB_TIMEOUT).close()
+    except urllib.error.HTTPError:
+        return True
+    except OSError:
+        return False
+    return True
 
 
 def _read_config(path: Path) -> dict:

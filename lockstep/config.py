@@ -167,17 +167,16 @@ def _resolve_mesh(strategy: str, options: dict) -> dict:
     if strategy == "ddp" and tp not in (None, 1):
         raise UserError(f"--tp_size {tp}: DDP has no tensor parallelism; leave it out, or use train_fsdp.py")
     tp = tp or (1 if strategy == "ddp" else 2)
-    if workers is None and launched_in_place():
-        workers = int(os.environ["WORLD_SIZE"])
-    dp = dp or (max(1, workers // tp) if workers else 2)
+    started = int(os.environ["WORLD_SIZE"]) if launched_in_place() else None
+    dp = dp or (max(1, (workers or started) // tp) if workers or started else 2)
     workers = workers or tp * dp
     if workers != tp * dp:
         raise UserError(
             f"--num_workers {workers} is not tp_size x dp_size = {tp} x {dp} = {tp * dp}; change one of the three"
         )
-    if launched_in_place() and int(os.environ["WORLD_SIZE"]) != workers:
+    if started not in (None, workers):
         raise UserError(
-            f"the launcher started {os.environ['WORLD_SIZE']} processes, the mesh has {tp} x {dp} = {workers}; "
+            f"the launcher started {started} processes, the mesh has {tp} x {dp} = {workers}; "
             f"start {workers}, or change --tp_size or --dp_size"
         )
     return {"num_workers": workers, "tp_size": tp, "dp_size": dp}

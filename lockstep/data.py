@@ -6,6 +6,7 @@ seq_length + 1 tokens; there is no padding. Nothing here imports torch before a 
 """
 
 import hashlib
+import os
 import re
 import zlib
 from collections.abc import Iterator
@@ -14,10 +15,11 @@ from pathlib import Path
 
 import numpy as np
 
-from lockstep.architectures import BUILT_IN, HUB_STAND_INS, hub_file
+from lockstep.architectures import BUILT_IN, HUB_STAND_INS, hub_answers, hub_file
 from lockstep.errors import UserError
 
 BUILT_IN_CORPUS = "builtin"
+HUB = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
 SEPARATOR = 0  # token id between documents, for the built-in tokenizer
 _WORD = re.compile(r"\w+|[^\w\s]")
 
@@ -107,6 +109,7 @@ def _read_text(path: Path) -> str:
 
 
 def _dataset_texts(dataset_name: str) -> Iterator[str]:
+    offline = bool(os.environ.get("HF_HUB_OFFLINE"))
     try:
         import datasets
     except ImportError as error:
@@ -115,8 +118,13 @@ def _dataset_texts(dataset_name: str) -> Iterator[str]:
             "`pip install datasets`"
         ) from error
     identifier, _, config = dataset_name.partition(":")
+    if not offline and not Path(identifier).is_dir() and not hub_answers(f"{HUB}/api/datasets/{identifier}"):
+        raise UserError(
+            f"--dataset_name {dataset_name}: no such file or folder, and the hub cannot be reached; "
+            "set HF_HUB_OFFLINE=1 to use a cached copy"
+        )
     try:
-        rows = datasets.load_dataset(identifier, config or None, split="train", streaming=True)
+        rows = datasets.load_dataset(identifier, config or None, split="train", streaming=not offline)
         for row in rows:
             yield row["text"]
     except KeyError as error:

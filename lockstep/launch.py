@@ -8,6 +8,8 @@ import gc
 import json
 import logging
 import os
+import re
+import socket
 import sys
 
 from lockstep import config as config_module
@@ -22,6 +24,9 @@ RAY_ENVIRONMENT = {
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # one actor less to start; a preempted run is not resumed here
     "RAY_TRAIN_METRICS_ENABLED": "0",  # there is no dashboard to show them
 }
+
+
+CONNECT_TIMEOUT = 3.0  # seconds
 
 
 def launch(strategy: str, make_strategy) -> int:
@@ -170,15 +175,19 @@ def _import_ray():
 def _connect(ray) -> None:
     """Join the cluster that RAY_ADDRESS names, or start a Ray instance that ends with this process."""
     address = os.environ.get("RAY_ADDRESS", "local")
+    nobody = UserError(f"RAY_ADDRESS {address}: no Ray cluster answers there; start it, or unset RAY_ADDRESS")
+    host_and_port = re.fullmatch(r"(?:ray://)?([^:/]+):(\d+)", address)
     try:
+        if host_and_port:  # ray.init would try for minutes
+            socket.create_connection((host_and_port[1], int(host_and_port[2])), timeout=CONNECT_TIMEOUT).close()
         ray.init(
             address=address,
             include_dashboard=False if address == "local" else None,
             logging_level=logging.ERROR,
             logging_config=ray.LoggingConfig(log_level="ERROR"),  # without a dashboard Ray warns every second
         )
-    except ConnectionError as error:
-        raise UserError(f"RAY_ADDRESS {address}: no Ray cluster answers there; start it, or unset RAY_ADDRESS") from error
+    except (ConnectionError, OSError) as error:
+        raise nobody from error
 
 
 def _hold_local_ray() -> None:

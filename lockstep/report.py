@@ -48,11 +48,11 @@ def verdict_block(histories: dict[str, History], verdicts: list[Verdict], tolera
             "",
             f"{verdict.label}: {_word(verdict.passed)}",
             f"  loss       {_word(verdict.loss_passed)}  "
-            f"first {abs(verdict.first_diff):.1e} (<= {tolerance.first:.0e})  "
-            f"max {verdict.max_abs_diff:.1e} (<= {tolerance.maximum:.0e}) at step {verdict.worst_step}  "
-            f"mean {verdict.mean_abs_diff:.1e} (<= {tolerance.mean:.0e})",
+            f"first {abs(verdict.first_diff):.1e} (<= {tolerance.first:.1e})  "
+            f"max {verdict.max_abs_diff:.1e} (<= {tolerance.maximum:.1e}) at step {verdict.worst_step}  "
+            f"mean {verdict.mean_abs_diff:.1e} (<= {tolerance.mean:.1e})",
             f"  grad norm  {_word(verdict.grad_norm_passed)}  "
-            f"max relative {verdict.max_grad_norm_diff:.1e} (<= {tolerance.grad_norm:.0e}) "
+            f"max relative {verdict.max_grad_norm_diff:.1e} (<= {tolerance.grad_norm:.1e}) "
             f"at step {verdict.worst_grad_norm_step}",
             *(f"  FAIL  {problem}" for problem in verdict.problems),
         ]
@@ -96,12 +96,13 @@ def draw(histories: dict[str, History], tolerance: Tolerance | None, path: Path)
     )
     top.legend()
     if tolerance is not None:
-        bottom.axhline(tolerance.maximum, color="tab:red", linestyle="--", label=f"tolerated at any step: {tolerance.maximum:g}")
-        bottom.axhline(tolerance.mean, color="tab:red", linestyle=":", label=f"tolerated in the mean: {tolerance.mean:g}")
+        bottom.axhline(tolerance.maximum, color="tab:red", linestyle="--", label=f"tolerated at any step: {tolerance.maximum:.1e}")
+        bottom.axhline(tolerance.mean, color="tab:red", linestyle=":", label=f"tolerated in the mean: {tolerance.mean:.1e}")
     bottom.set_yscale("log")
     bottom.set_ylabel("|loss - DDP's loss| (nats)")
     bottom.set_xlabel("step")
-    bottom.legend(fontsize="small")
+    if bottom.lines:
+        bottom.legend(fontsize="small")
     for axes in (top, bottom):
         axes.grid(alpha=0.3)
     write_atomically(path, lambda temporary: figure.savefig(temporary, dpi=120, format=path.suffix[1:] or "png"))

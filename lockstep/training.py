@@ -203,9 +203,10 @@ def _local_device(config: Config) -> torch.device:
 
 
 def _provenance(config: Config, inputs: Inputs) -> dict:
+    elsewhere = ("init_weights_path", "loss_output_dir", "storage_path", "experiment_name", "dry_run")
     return {
         "label": config.label,
-        "config": config.as_dict(),
+        "config": {key: value for key, value in config.as_dict().items() if key not in elsewhere},
         "architecture": inputs.architecture,
         "architecture_source": inputs.architecture_source,
         "corpus_sha256": inputs.batches.corpus.sha256,

@@ -1,0 +1,101 @@
+"""What the test processes run. Imported in the ranks that `ranks.run_ranks` starts; no test is here."""
+
+import dataclasses
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import train_ddp
+import train_deepspeed
+import train_fsdp
+from lockstep import config as config_module
+from lockstep import training
+from lockstep.model import build_model
+from lockstep.vocab_parallel_loss import vocab_parallel_cross_entropy
+
+MAKE = {"ddp": train_ddp.make_strategy, "deepspeed": train_deepspeed.make_strategy, "fsdp": train_fsdp.make_strategy}
+
+
+def configuration(strategy: str, arguments: list[str]):
+    config = config_module.parse_config(strategy, arguments)
+    return config, config_module.load_inputs(config)
+
+
+def train(folder: Path, argument: dict) -> None:
+    """Train step by step through the Strategy contract and keep what a reference can check."""
+    config, inputs = configuration(argument["strategy"], argument["arguments"])
+    rank = dist.get_rank()
+    dp_rank, _ = config.mesh.coordinates(rank)
+    device = torch.device("cpu")
+    model, _ = build_model(inputs.architecture, seed=config.seed, attn_impl=config.attn_impl, init_weights_path=None)
+    strategy = MAKE[argument["strategy"]](model, config, config.mesh, device)
+    expected = (dp_rank, config.dp_size, rank % config.tp_size, config.tp_size)
+    assert strategy.geometry() == expected, (strategy.geometry(), expected)
+    kept = {"losses": [], "grad_norms": [], "gradients": [], "before": dict(strategy.full_parameters())}
+    kept["before"] = {name: tensor.clone() for name, tensor in kept["before"].items()}
+    for step in range(inputs.num_steps):
+        loss = strategy.forward_backward(inputs.batches.micro_batches(step, dp_rank, device))
+        kept["gradients"].append({name: tensor.clone() for name, tensor in strategy.full_gradients()})
+        kept["grad_norms"].append(strategy.update())
+        everyone = [torch.zeros(()) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, loss.float())
+        kept["losses"].append(torch.stack(everyone)[:: config.tp_size].mean().item())
+    kept["after"] = {name: tensor.clone() for name, tensor in strategy.full_parameters()}
+    if rank == 0:
+        torch.save(kept, folder / "kept.pt")
+
+
+def histories(folder: Path, argument: dict) -> None:
+    """Train through THE loop once per entry of `runs`: {"name", "strategy", "fault", "arguments"}."""
+    import planted
+
+    for run in argument["runs"]:
+        config, inputs = configuration(run["strategy"], run["arguments"])
+        config = dataclasses.replace(config, loss_output_dir=folder / run["name"])
+        with planted.fault(run["fault"], config, inputs) as wrap:
+            training.run(config, inputs, lambda *a, wrap=wrap, run=run: wrap(MAKE[run["strategy"]](*a)))
+
+
+def refused(folder: Path, argument: dict) -> None:
+    """A run that the loop itself must stop: the error of every rank is written down."""
+    import planted
+
+    config, inputs = configuration(argument["strategy"], argument["arguments"])
+    config = dataclasses.replace(config, loss_output_dir=folder)
+    try:
+        with planted.fault(argument["fault"], config, inputs) as wrap:
+            training.run(config, inputs, lambda *a: wrap(MAKE[argument["strategy"]](*a)))
+        message = "not stopped"
+    except training.TrainingFailure as error:
+        message = str(error)
+    (folder / f"error{dist.get_rank()}.txt").write_text(message)
+
+
+def sharded_loss(folder: Path, argument: dict) -> None:
+    """The loss on vocabulary shards and its gradient, for even and uneven shards and two dtypes."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    results = {}
+    for vocab in (64, 61):
+        for dtype in (torch.float32, torch.bfloat16):
+            generator = torch.Generator().manual_seed(vocab)
+            logits = (3 * torch.randn(5, 7, vocab, generator=generator)).to(dtype)
+            labels = torch.randint(vocab, (5, 7), generator=generator)
+            shards = logits.chunk(size, dim=-1)
+            first = sum(shard.shape[-1] for shard in shards[:rank])
+            mine = shards[rank].clone().requires_grad_()
+            before = mine.detach().clone()
+            loss = vocab_parallel_cross_entropy(mine, labels, first, dist.group.WORLD)
+            (2.5 * loss).backward()
+            assert torch.equal(mine.detach(), before), "the caller's logits were changed"
+            results[f"{vocab} {dtype}"] = {"loss": loss.detach(), "gradient": mine.grad}
+    torch.save(results, folder / f"loss{rank}.pt")
+
+
+def refused_data(folder: Path, argument: dict) -> None:
+    """TP peers that are really handed different batches by the data side."""
+    from lockstep.data import Batches
+
+    real = Batches.micro_batches
+    Batches.micro_batches = lambda self, step, dp_rank, device: real(self, step, dist.get_rank() % self.dp_size, device)
+    refused(folder, {**argument, "fault": "none"})

@@ -1,0 +1,140 @@
+"""Bugs planted below the loop's own guards, in the real distributed run, to see that the verdict goes red.
+
+`fault(name, config, inputs)` is a context that patches a library call where need be and yields a function that
+wraps the live strategy.
+"""
+
+import contextlib
+import types
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+
+@contextlib.contextmanager
+def fault(name: str, config, inputs):
+    with FAULTS[name](config, inputs) as wrap:
+        yield wrap
+
+
+def _wrapping(plant):
+    """A fault that only changes the live strategy: plant(strategy, config, inputs)."""
+
+    @contextlib.contextmanager
+    def context(config, inputs):
+        def wrap(strategy):
+            plant(strategy, config, inputs)
+            return strategy
+
+        yield wrap
+
+    return context
+
+
+def _none(strategy, config, inputs):
+    pass
+
+
+class _LocalReduceScatter:
+    """Keeps this rank's own chunk: no gradient crosses the dp axis."""
+
+    def allocate(self, size, *, dtype, device):
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
+        output_tensor.copy_(input_tensor.chunk(dist.get_world_size(group))[dist.get_rank(group)])
+        return None
+
+
+def _no_dp_sync(strategy, config, inputs):
+    """TP applied, data-parallel synchronisation forgotten."""
+    for module in strategy.model.modules():
+        if hasattr(module, "set_custom_reduce_scatter"):
+            module.set_custom_reduce_scatter(_LocalReduceScatter())
+
+
+def _feed(pick):
+    """Train on another batch than the one the loop hashed: pick(config, rank) -> dp_rank to read."""
+
+    def plant(strategy, config, inputs):
+        real, step = strategy.forward_backward, iter(range(10**6))
+
+        def forward_backward(_):
+            return real(inputs.batches.micro_batches(next(step), pick(config, dist.get_rank()), torch.device("cpu")))
+
+        strategy.forward_backward = forward_backward
+
+    return plant
+
+
+def _no_clipping(strategy, config, inputs):
+    """One side clips, the other does not, and says it does."""
+    contract = strategy.effective_contract
+    strategy.config = types.SimpleNamespace(max_grad_norm=0.0, autocast=config.autocast)
+    strategy.effective_contract = lambda: {**contract(), "max_grad_norm": config.max_grad_norm}
+
+
+def _no_clipping_admitted(strategy, config, inputs):
+    strategy.config = types.SimpleNamespace(max_grad_norm=0.0, autocast=config.autocast)
+
+
+def _other_weights(strategy, config, inputs):
+    """The last dp replica starts a little elsewhere."""
+    if strategy.geometry()[0] == config.dp_size - 1:
+        with torch.no_grad():
+            for parameter in strategy.parameters:
+                parameter.mul_(1.01)
+
+
+def _all_other_weights(strategy, config, inputs):
+    """Re-initialised after loading: the live weights are not the file's."""
+    with torch.no_grad():
+        for parameter in strategy.parameters:
+            parameter.mul_(1.01)
+
+
+@contextlib.contextmanager
+def _dropped_row_parallel(config, inputs):
+    """o_proj's partial products are used without their sum over tp."""
+    import fsdp_strategy
+    from torch.distributed.tensor.parallel import RowwiseParallel
+
+    class Unreduced(RowwiseParallel):
+        @staticmethod
+        def _prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh):
+            return outputs.to_local()
+
+    with mock.patch.dict(fsdp_strategy.TP_PLAN, {"model.layers.*.self_attn.o_proj": ("rowwise", Unreduced())}):
+        yield lambda strategy: strategy
+
+
+def _frozen(strategy, config, inputs):
+    """The optimizer never steps."""
+    strategy.optimizer.step = lambda *a, **k: None
+
+
+def _nan(strategy, config, inputs):
+    """Rank 1 computes a NaN at step 3."""
+    real, step = strategy.forward_backward, iter(range(10**6))
+
+    def forward_backward(micro_batches):
+        loss = real(micro_batches)
+        return loss * float("nan") if next(step) == 2 and dist.get_rank() == 1 else loss
+
+    strategy.forward_backward = forward_backward
+
+
+FAULTS = {
+    "none": _wrapping(_none),
+    "no DP synchronisation": _wrapping(_no_dp_sync),
+    "DP ranks on the same batch": _wrapping(_feed(lambda config, rank: 0)),
+    "TP peers on different batches": _wrapping(_feed(lambda config, rank: rank % config.dp_size)),
+    "one side clips": _wrapping(_no_clipping),
+    "one side clips, admitted": _wrapping(_no_clipping_admitted),
+    "one replica with other weights": _wrapping(_other_weights),
+    "weights changed after loading": _wrapping(_all_other_weights),
+    "dropped row-parallel reduction": _dropped_row_parallel,
+    "frozen": _wrapping(_frozen),
+    "nan": _wrapping(_nan),
+}

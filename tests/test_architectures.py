@@ -1,0 +1,74 @@
+import json
+
+import pytest
+
+from lockstep.architectures import BUILT_IN, parameter_shapes, resolve, tensor_parallel_problem
+from lockstep.errors import UserError
+from lockstep.model import build_model
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_shapes_are_those_of_the_real_model(tied):
+    architecture = {**BUILT_IN["tiny-qwen2"], "tie_word_embeddings": tied}
+    model, _ = build_model(architecture, seed=0, attn_impl="sdpa", init_weights_path=None)
+    assert parameter_shapes(architecture) == {name: tuple(p.shape) for name, p in model.named_parameters()}
+    assert list(parameter_shapes(architecture)) == [name for name, _ in model.named_parameters()]
+
+
+def test_tiny_model_has_what_makes_tensor_parallelism_go_wrong():
+    model, _ = build_model(BUILT_IN["tiny-qwen2"], seed=0, attn_impl="sdpa", init_weights_path=None)
+    attention = model.model.layers[0].self_attn
+    assert attention.q_proj.bias is not None and attention.num_key_value_groups == 2
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert 100_000 < sum(p.numel() for p in model.parameters()) < 1_000_000
+
+
+def test_published_size_of_the_half_billion_model():
+    # Qwen2.5 technical report and model card: 0.49 billion parameters, 0.36 billion without the embedding
+    sizes = {name: shape for name, shape in parameter_shapes(BUILT_IN["Qwen2.5-0.5B"]).items()}
+    total = sum(shape[0] * (shape[1] if len(shape) == 2 else 1) for shape in sizes.values())
+    assert round(total / 1e9, 2) == 0.49 and round((total - 151936 * 896) / 1e9, 2) == 0.36
+
+
+def test_hub_name_resolves_to_the_built_in_without_a_hub(monkeypatch):
+    monkeypatch.setattr("lockstep.architectures.hub_file", lambda repo, name: (None, "no network"))
+    architecture, source = resolve("Qwen/Qwen2.5-0.5B", 2)
+    assert architecture["num_hidden_layers"] == 2 and architecture["vocab_size"] == 151936
+    assert "built-in" in source and "no network" in source
+
+
+def test_local_folder(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(BUILT_IN["tiny-qwen2"]))
+    assert resolve(str(tmp_path))[0] == BUILT_IN["tiny-qwen2"]
+
+
+def test_depth_is_cut_with_its_layer_types(tmp_path):
+    config = {**BUILT_IN["tiny-qwen2"], "layer_types": ["full_attention"] * 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert resolve(str(tmp_path), 1)[0]["layer_types"] == ["full_attention"]
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [(None, "no config.json"), ("{", "not a readable"), ("[]", "not a JSON object"), ('{"model_type": "llama"}', "'llama'")],
+)
+def test_bad_folders(tmp_path, content, message):
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(UserError, match=message):
+        resolve(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "tp, key, value, words",
+    [
+        (4, "num_attention_heads", 6, "6 attention heads"),
+        (4, "num_key_value_heads", 2, "2 KV heads"),
+        (2, "intermediate_size", 129, "129 MLP columns"),
+        (2, "vocab_size", 2049, "2049 vocabulary entries"),
+    ],
+)
+def test_what_tp_must_divide(tp, key, value, words):
+    architecture = {**BUILT_IN["tiny-qwen2"], "num_attention_heads": 8, "num_key_value_heads": 4}
+    assert tensor_parallel_problem(architecture, tp) is None
+    assert words in tensor_parallel_problem({**architecture, key: value}, tp)

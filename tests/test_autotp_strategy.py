@@ -1,0 +1,65 @@
+"""The one-off build of DeepSpeed's extension, and the lock that an interrupted one leaves."""
+
+import os
+import time
+from types import SimpleNamespace
+
+import pytest
+
+import autotp_strategy
+
+
+@pytest.fixture
+def build(tmp_path, monkeypatch):
+    """Run build_extension against an empty build folder, with the compilation itself and the barrier left out."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
+
+    folder = tmp_path / ShareMemCommBuilder.NAME
+    folder.mkdir()
+    loaded = []
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setenv("PATH", os.environ["PATH"])
+    monkeypatch.setattr(ShareMemCommBuilder, "load", lambda self, verbose: loaded.append(1))
+    monkeypatch.setattr(autotp_strategy, "dist", SimpleNamespace(barrier=lambda: None))
+
+    def run():
+        autotp_strategy.build_extension()
+        return loaded
+
+    return folder, run
+
+
+def test_the_wait_is_announced(build, capsys):
+    _, run = build
+    assert run() == [1] and "building its shared-memory op, once per machine" in capsys.readouterr().out
+
+
+def test_a_finished_build_is_silent(build, capsys):
+    folder, run = build
+    (folder / "deepspeed_shm_comm.so").touch()
+    run()
+    assert capsys.readouterr().out == ""
+
+
+def test_a_stale_lock_is_removed(build, capsys):
+    folder, run = build
+    (folder / "lock").touch()
+    os.utime(folder / "lock", (time.time() - 1000,) * 2)
+    run()
+    assert not (folder / "lock").exists() and "removing the lock of an interrupted build" in capsys.readouterr().out
+
+
+def test_a_lock_in_use_is_left_alone(build, capsys):
+    folder, run = build
+    (folder / "lock").touch()
+    run()
+    assert (folder / "lock").exists() and "another process is building" in capsys.readouterr().out
+
+
+def test_what_deepspeed_is_told():
+    config = SimpleNamespace(batch_size=2, gradient_accumulation_steps=3, max_grad_norm=0.0, precision="autocast")
+    told = autotp_strategy.deepspeed_config(config, SimpleNamespace(tp_size=2))
+    assert told["gradient_clipping"] == 0.0, "left out, DeepSpeed clips at 1.0"
+    assert told["torch_autocast"]["lower_precision_safe_modules"] == [] and not told["bf16"]["enabled"]
+    assert told["zero_optimization"] == {"stage": 1} and told["tensor_parallel"]["autotp_size"] == 2

@@ -1,0 +1,124 @@
+"""Every strategy on every mesh against a float64 single-process reference: loss, full gradients, norm, weights."""
+
+import dataclasses
+import functools
+
+import pytest
+import torch
+
+from lockstep import config as config_module
+from lockstep.config import BETAS, EPS
+from lockstep.model import build_model, causal_lm_loss
+from ranks import run_ranks
+
+STEPS = 3
+ARGUMENTS = [
+    "--precision", "fp32", "--batch_size", "2", "--seq_length", "64", "--debug_steps", str(STEPS),
+    "--gradient_accumulation_steps", "2", "--max_grad_norm", "0.5", "--weight_decay", "0.1", "--learning_rate", "1e-3",
+]  # fmt: skip
+MESHES = [(2, 1), (1, 2), (2, 2)]
+CASES = [("ddp", 2, 1), *(("fsdp", *m) for m in MESHES), *(("deepspeed", *m) for m in MESHES)]
+# A float32 gradient is a sum of products, each rounded by 6e-8, through a dozen layers of them: errors of a few 1e-7.
+GRADIENT = 5e-6
+# AdamW turns a relative gradient error into an equal error of the update, except where a gradient is all noise.
+UPDATE = 1e-3
+
+
+@functools.cache
+def reference(dp_size: int) -> dict:
+    """One process, float64, the whole global batch, plain torch: what every strategy must compute."""
+    config = config_module.parse_config("ddp", [*ARGUMENTS, "--dp_size", str(dp_size)])
+    inputs = config_module.load_inputs(config)
+    model, _ = build_model(inputs.architecture, seed=config.seed, attn_impl="eager", init_weights_path=None)
+    model.double()
+    parameters = dict(model.named_parameters())
+    decayed = [p for p in parameters.values() if p.ndim >= 2]
+    plain = [p for p in parameters.values() if p.ndim < 2]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}], lr=1e-3, betas=BETAS, eps=EPS
+    )
+    kept = {"losses": [], "grad_norms": [], "gradients": [], "before": _copy(parameters)}
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        ranks = [inputs.batches.micro_batches(step, dp_rank, "cpu") for dp_rank in range(dp_size)]
+        ids, labels = (torch.cat([pair[i] for micro in ranks for pair in micro]) for i in (0, 1))
+        loss = causal_lm_loss(model, ids, labels)
+        loss.backward()
+        kept["losses"].append(loss.item())
+        kept["gradients"].append({name: p.grad.clone() for name, p in parameters.items()})
+        norm = sum(p.grad.square().sum() for p in parameters.values()).sqrt()
+        kept["grad_norms"].append(norm.item())
+        for p in parameters.values():
+            p.grad *= min(1.0, 0.5 / (norm.item() + 1e-6))
+        optimizer.step()
+    kept["after"] = _copy(parameters)
+    return kept
+
+
+def _copy(tensors):
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    @functools.cache
+    def of(strategy, dp, tp):
+        folder = tmp_path_factory.mktemp(f"{strategy}-{dp}-{tp}")
+        arguments = [*ARGUMENTS, "--dp_size", str(dp), *(["--tp_size", str(tp)] if strategy != "ddp" else [])]
+        run_ranks(dp * tp, "jobs:train", folder, {"strategy": strategy, "arguments": arguments})
+        return torch.load(folder / "kept.pt", weights_only=True)
+
+    return of
+
+
+def distance(actual, exact, scale=None):
+    scale = exact if scale is None else scale
+    return ((actual.double() - exact).norm() / scale.norm()).item()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "{}-dp{}-tp{}".format(*case))
+class TestAgainstReference:
+    def test_initial_weights_are_bit_identical(self, kept, case):
+        truth = reference(case[1])["before"]
+        mine = kept(*case)["before"]
+        assert mine.keys() == truth.keys()
+        assert all(torch.equal(mine[name].double(), truth[name]) for name in truth)
+
+    def test_loss(self, kept, case):
+        for mine, exact in zip(kept(*case)["losses"], reference(case[1])["losses"], strict=True):
+            assert mine == pytest.approx(exact, rel=3e-7)
+
+    def test_full_gradients(self, kept, case):
+        mine, truth = kept(*case)["gradients"][0], reference(case[1])["gradients"][0]
+        assert mine.keys() == truth.keys()
+        whole = torch.cat([g.flatten() for g in truth.values()])
+        for name, exact in truth.items():
+            assert mine[name].shape == exact.shape, name
+            # the bias of k is cancelled by the softmax: its gradient is judged against the whole model's
+            scale = whole if name.endswith("k_proj.bias") else None
+            assert distance(mine[name], exact, scale) < GRADIENT, name
+
+    def test_grad_norm(self, kept, case):
+        for mine, exact in zip(kept(*case)["grad_norms"], reference(case[1])["grad_norms"], strict=True):
+            assert mine == pytest.approx(exact, rel=2e-6)
+
+    def test_weights_after_training(self, kept, case):
+        mine, truth, start = kept(*case)["after"], reference(case[1])["after"], reference(case[1])["before"]
+        for name, exact in truth.items():
+            if not name.endswith("k_proj.bias"):
+                assert distance(mine[name], exact, exact - start[name]) < UPDATE, name
+
+
+def test_the_reference_comparison_can_fail():
+    """Negative control: a gradient divided by dp once too often, and a missing shard, are far outside the bounds."""
+    truth = reference(2)["gradients"][0]["model.layers.0.mlp.up_proj.weight"]
+    assert distance(truth / 2, truth) > 1e4 * GRADIENT
+    half = truth.clone()
+    half[half.shape[0] // 2 :] = 0
+    assert distance(half, truth) > 1e4 * GRADIENT
+
+
+def test_reference_batches_cover_every_rank():
+    inputs = config_module.load_inputs(config_module.parse_config("ddp", ARGUMENTS))
+    assert dataclasses.asdict(inputs.batches)["num_micro_batches"] == 2
+    assert not (inputs.batches.windows(0, 0) == inputs.batches.windows(0, 1)).all()
