@@ -77,8 +77,8 @@ def run(config: Config, inputs: Inputs, make_strategy) -> str:
 
 def _train(config, inputs, strategy, rank, device, file_sums, record, path) -> None:
     before = weights.checksums(strategy.full_parameters()) if rank == 0 else _drain(strategy.full_parameters())
+    _require_file_weights(before, file_sums, config)
     if rank == 0:
-        _require_file_weights(before, file_sums, config)
         record.weights = {"initial_sha256": weights.combined_sha256(before)}
         record.save(path)  # an older file of this name must not pass for this run's
 
@@ -147,13 +147,20 @@ def _initial_model(config: Config, inputs: Inputs, rank: int):
     return model, sums
 
 
-def _require_file_weights(live: dict, file_sums: dict | None, config: Config) -> None:
-    """The sharded, gathered-back weights must be the file's, bit for bit (unless they were cast to bfloat16)."""
+def _require_file_weights(live: dict | None, file_sums: dict | None, config: Config) -> None:
+    """The sharded, gathered-back weights must be the file's, bit for bit (unless they were cast to bfloat16).
+
+    Only rank 0 holds the checksums `live`; its finding is every rank's.
+    """
     if file_sums is None or config.precision == "bf16":
         return
-    wrong = next((name for name in file_sums if live.get(name) != file_sums[name]), None)
-    if wrong or set(live) != set(file_sums):
-        raise TrainingFailure(f"after sharding, {wrong or 'the set of tensors'} is not what {config.init_weights_path} holds")
+    wrong = [None]
+    if live is not None:
+        names = sorted(live.keys() | file_sums.keys())
+        wrong = [next((name for name in names if live.get(name) != file_sums.get(name)), None)]
+    dist.broadcast_object_list(wrong, src=0)
+    if wrong[0]:
+        raise TrainingFailure(f"after sharding, {wrong[0]} is not what {config.init_weights_path} holds")
 
 
 def _require_equal_peers(hashes: list[int], mesh, step: int) -> None:

@@ -110,8 +110,18 @@ def _dropped_row_parallel(config, inputs):
 
 
 def _frozen(strategy, config, inputs):
-    """The optimizer never steps."""
-    strategy.optimizer.step = lambda *a, **k: None
+    """Every update is undone."""
+    real = strategy.update
+
+    def update():
+        before = [parameter.detach().clone() for parameter in strategy.parameters]
+        grad_norm = real()
+        with torch.no_grad():
+            for parameter, old in zip(strategy.parameters, before, strict=True):
+                parameter.copy_(old)
+        return grad_norm
+
+    strategy.update = update
 
 
 def _nan(strategy, config, inputs):

@@ -86,12 +86,10 @@ def test_the_loop_stops_every_rank(tmp_path, fault):
         job = "jobs:refused_data"
     run_ranks(size, job, tmp_path, {"strategy": strategy, "fault": fault, "arguments": arguments})
     errors = [(tmp_path / f"error{rank}.txt").read_text() for rank in range(size)]
-    if fault == "weights changed after loading":  # only rank 0 reads the checksums; the others are stopped by its end
-        errors = errors[:1]
     assert all(message in error for error in errors), errors
     if fault == "nan":
         stopped = history.read(tmp_path / "loss_ddp.json")
         assert len(stopped.steps) == 3 and "step 3" in stopped.ended
-        with pytest.raises(UserError, match="has 3 of 4 steps"):
+        with pytest.raises(UserError, match="has 2 of 4 steps"):
             stopped.steps.pop()  # without the NaN it is merely an unfinished run, which is refused
             require_comparable(stopped, stopped)
