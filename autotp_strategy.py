@@ -6,6 +6,7 @@ The only file that imports deepspeed.
 import os
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import torch
@@ -77,6 +78,7 @@ class AutoTPStrategy:
             os.environ["DS_ACCELERATOR"] = "cpu"  # or DeepSpeed takes the GPU of a machine that has one
         import deepspeed
 
+        warnings.filterwarnings("ignore", "`torch.distributed.all_gather_into_tensor` is deprecated")  # by DeepSpeed
         self.full_shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         if device.type == "cpu":
             build_extension()

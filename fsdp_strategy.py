@@ -1,5 +1,6 @@
 """FSDP2 + DTensor: a tensor-parallel plan over the tp axis, then `fully_shard` over the dp axis."""
 
+import logging
 import math
 
 import torch
@@ -18,6 +19,9 @@ from lockstep.model import causal_lm_loss
 from lockstep.observe import decay_by_name, gradient_dtypes, model_contract, optimizer_contract
 from lockstep.optim import build_optimizer, parameter_groups, total_norm
 from lockstep.vocab_parallel_loss import vocab_parallel_cross_entropy
+
+# full_tensor() gathers over tp, then over dp, and is told each time that one collective would be faster.
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 # The plan. x is replicated over tp between blocks; a colwise weight holds some output rows on each rank, the
 # rowwise weight behind it holds the matching input columns, and its partial products are summed.

@@ -108,8 +108,11 @@ def _set_threads(config: Config, workers_here: int) -> None:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers_here))
 
 
-def _worker(arguments: dict) -> str:
-    """One Ray Train worker; Ray has set up the process group."""
+def _worker(arguments: dict) -> tuple[bool, str]:
+    """One Ray Train worker; Ray has set up the process group. Returns whether it went well, and one line.
+
+    A failure that every rank sees is returned, not raised: Ray would print each rank's traceback over it.
+    """
     from ray import train
 
     from lockstep import training
@@ -117,8 +120,10 @@ def _worker(arguments: dict) -> str:
     config = arguments["config"]
     context = train.get_context()
     _set_threads(config, context.get_local_world_size())
-    inputs = config_module.load_inputs(config)
-    return training.run(config, inputs, arguments["make_strategy"])
+    try:
+        return True, training.run(config, config_module.load_inputs(config), arguments["make_strategy"])
+    except (TrainingFailure, UserError) as error:
+        return False, str(error)
 
 
 def _run_under_ray(config: Config, make_strategy) -> str:
@@ -145,19 +150,21 @@ def _run_under_ray(config: Config, make_strategy) -> str:
                 name=name, storage_path=str(config.storage_path), failure_config=FailureConfig(max_failures=0)
             ),
         )
-        return trainer.fit().return_value
+        went_well, line = trainer.fit().return_value
     except TrainingFailedError as error:
         raise TrainingFailure(_reason(error)) from error
+    except SystemExit as error:  # how Ray Train leaves after Ctrl-C
+        raise KeyboardInterrupt from error
     finally:
         ray.shutdown()
+    if not went_well:
+        raise TrainingFailure(line)
+    return line
 
 
 def _reason(error) -> str:
-    """One line on why Ray Train gave up: the first failed worker's own words where there are any."""
+    """One line on why Ray Train gave up: the last line of the first failed worker's error."""
     for rank, failure in sorted(getattr(error, "worker_failures", {}).items()):
-        cause = getattr(failure, "cause", None) or failure
-        if isinstance(cause, (TrainingFailure, UserError)):
-            return str(cause)
         last = (str(failure).strip().splitlines() or [type(failure).__name__])[-1]
         return f"worker {rank} failed: {last}"
     return f"Ray Train stopped the run: {str(error).strip().splitlines()[0]}"

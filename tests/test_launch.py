@@ -1,0 +1,171 @@
+"""Real launches: Ray Train, torchrun, the deepspeed launcher; runs that are killed, interrupted, or go wrong."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lockstep import history
+from ranks import ROOT, free_port
+
+BIN = Path(sys.executable).parent
+
+
+def environment(**changes):
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "RAY_ADDRESS", "MASTER_PORT")
+    clean = {key: value for key, value in os.environ.items() if key not in names}
+    return {**clean, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1", **changes}
+
+
+def orphans(folder):
+    """Processes still running whose command line or environment names the folder."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            text = (process / "cmdline").read_bytes() + (process / "environ").read_bytes()
+        except OSError:
+            continue
+        if str(folder).encode() in text and int(process.name) != os.getpid():
+            found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:200])
+    return found
+
+
+def gone(folder, seconds=15):
+    deadline = time.monotonic() + seconds
+    while (left := orphans(folder)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return left == [] or left
+
+
+def folders(path):
+    return ["--loss_output_dir", str(path), "--storage_path", str(path / "ray")]
+
+
+class Run:
+    """A training script under Ray in its own process group, marked by an environment variable to find orphans."""
+
+    def __init__(self, folder, *arguments):
+        self.folder, self.log = folder, folder / "log.txt"
+        command = [sys.executable, "train_ddp.py", *folders(folder), *arguments]
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, env=environment(LOCKSTEP_TEST=str(folder)), text=True,
+            stdout=open(self.log, "w"), stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+
+    def wait_for_step(self, number):
+        path = history.path_of(self.folder, "ddp")
+        for _ in range(1200):
+            if path.exists() and len(history.read(path).steps) >= number:
+                return
+            assert self.process.poll() is None, self.log.read_text()
+            time.sleep(0.1)
+        raise AssertionError(self.log.read_text())
+
+
+@pytest.fixture
+def run(tmp_path):
+    started = []
+
+    def start(*arguments):
+        started.append(Run(tmp_path, *arguments))
+        return started[-1]
+
+    yield start
+    for one in started:
+        if one.process.poll() is None:
+            os.killpg(one.process.pid, signal.SIGKILL)
+            one.process.wait()
+
+
+def test_interrupt_keeps_the_history_and_leaves_nothing_behind(run, tmp_path):
+    one = run("--debug_steps", "100000")
+    one.wait_for_step(5)
+    os.killpg(one.process.pid, signal.SIGINT)
+    assert one.process.wait(60) == 130, one.log.read_text()
+    kept = history.read(history.path_of(tmp_path, "ddp"))
+    assert len(kept.steps) >= 5 and kept.ended != "finished"
+    assert "interrupted" in one.log.read_text()
+    assert gone(tmp_path) is True
+
+
+def test_a_killed_worker_ends_the_run(run, tmp_path):
+    one = run("--debug_steps", "100000")
+    one.wait_for_step(5)
+    workers = subprocess.run(["pgrep", "-f", "ray::RayTrainWorker"], capture_output=True, text=True).stdout.split()
+    mine = [pid for pid in workers if str(tmp_path).encode() in Path(f"/proc/{pid}/environ").read_bytes()]
+    os.kill(int(mine[-1]), signal.SIGKILL)
+    assert one.process.wait(90) == 1, one.log.read_text()
+    kept = history.read(history.path_of(tmp_path, "ddp"))
+    assert len(kept.steps) >= 5 and kept.ended != "finished"
+    assert one.log.read_text().splitlines()[-1].startswith("train_ddp.py: worker ")
+    assert gone(tmp_path) is True
+
+
+def test_divergence_stops_the_run_with_its_step(run, tmp_path):
+    one = run("--debug_steps", "50", "--learning_rate", "1e30", "--optimizer", "sgd", "--max_grad_norm", "0")
+    assert one.process.wait(90) == 1
+    assert "train_ddp.py: step 2: the " in one.log.read_text().splitlines()[-1]
+    kept = history.read(history.path_of(tmp_path, "ddp"))
+    assert len(kept.steps) == 2 and "step 2" in kept.ended
+
+
+def launcher(command, folder, *arguments):
+    result = subprocess.run(
+        [*command, *folders(folder), "--debug_steps", "3", *arguments],
+        cwd=ROOT, env=environment(DS_ACCELERATOR="cpu"), capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def test_torchrun_and_the_deepspeed_launcher_run_the_same_loop(tmp_path):
+    weights = ["--init_weights_path", str(tmp_path / "init.pt"), "--precision", "fp32"]
+    port = ["--master_port", str(free_port())]
+    out = launcher([BIN / "torchrun", "--nproc_per_node", "2", *port, "train_ddp.py"], tmp_path, *weights, "--save_init_weights")
+    assert out.count("Loaded initial weights from") == 1
+    launcher([BIN / "deepspeed", "--num_gpus", "2", *port, "train_deepspeed.py", "--dp_size", "1"], tmp_path / "ds1", *weights)
+    launcher([BIN / "deepspeed", "--num_gpus", "4", *port, "train_deepspeed.py"], tmp_path, *weights)
+    plot = [sys.executable, "plot_loss_curves.py", "--input_dir", str(tmp_path)]
+    result = subprocess.run(plot, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    ds1 = subprocess.run([*plot[:3], str(tmp_path / "ds1")], cwd=ROOT, capture_output=True, text=True)
+    assert ds1.returncode == 2 and "needs DDP" in ds1.stderr
+
+
+def test_a_killed_torchrun_leaves_every_step_so_far(tmp_path):
+    command = [BIN / "torchrun", "--nproc_per_node", "2", "--master_port", str(free_port()), "train_ddp.py"]
+    process = subprocess.Popen(
+        [*command, *folders(tmp_path), "--debug_steps", "100000"],
+        cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
+    path = history.path_of(tmp_path, "ddp")
+    while process.poll() is None and not (path.exists() and len(history.read(path).steps) >= 20):
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    kept = history.read(path)
+    assert len(kept.steps) >= 20 and kept.ended is None
+
+
+def test_the_one_command(tmp_path):
+    """run_verification_main.sh: three runs in one Ray instance, a figure, a verdict, its exit status."""
+    settings = {"OUTPUT_DIR": str(tmp_path / "out"), "DEBUG_STEPS": "8", "PRECISION": "fp32", "DEVICE": "cpu"}
+    command = [ROOT / "run_verification_main.sh"]
+    result = subprocess.run(command, env=environment(**settings), capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.rstrip().endswith("PASS") and (tmp_path / "out" / "loss_curves.png").is_file()
+    assert json.loads((tmp_path / "out" / "verdict.json").read_text())["passed"]
+    assert gone(tmp_path) is True
+
+
+def test_the_one_command_answers_a_mistake_at_once(tmp_path):
+    settings = {"OUTPUT_DIR": str(tmp_path), "TP_SIZE": "3", "DEVICE": "cpu"}
+    command = [ROOT / "run_verification_main.sh"]
+    result = subprocess.run(command, env=environment(**settings), capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2 and "--tp_size 3 does not divide" in result.stderr
+    assert not list(tmp_path.glob("*.json")) and gone(tmp_path) is True
