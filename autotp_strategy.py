@@ -115,7 +115,8 @@ class AutoTPStrategy:
 
     def update(self) -> float:
         self.engine.step()
-        return float(self.engine.get_global_grad_norm())
+        grad_norm = float(self.engine.get_global_grad_norm())
+        return grad_norm if grad_norm >= 0 else float("nan")  # DeepSpeed's sign for a norm that is not finite is -1
 
     def full_parameters(self):
         for name, parameter in self.model.named_parameters():

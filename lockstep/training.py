@@ -4,6 +4,7 @@ The loop knows nothing about how a strategy works; it feeds every rank its micro
 saw, and stops all ranks when something is wrong.
 """
 
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from lockstep import history as history_file
 from lockstep import weights
 from lockstep.config import Config, Inputs, local_gpus
 from lockstep.contract import contract_difference, expected_contract
-from lockstep.data import global_batch_hash, micro_batches_hash
+from lockstep.data import Batches, global_batch_hash, micro_batches_hash
 from lockstep.errors import TrainingFailure
 from lockstep.model import build_model
 from lockstep.observe import ComputeDtypes, peak_memory, versions
@@ -57,7 +58,8 @@ def run(config: Config, inputs: Inputs, make_strategy) -> str:
     device = _local_device(config)
     model, file_sums = _initial_model(config, inputs, rank)
     strategy: Strategy = make_strategy(model, config, config.mesh, device)
-    expected = (*_pairs(config, rank),)
+    dp_rank, tp_rank = config.mesh.coordinates(rank)
+    expected = (dp_rank, config.dp_size, tp_rank, config.tp_size)
     if strategy.geometry() != expected:
         raise TrainingFailure(f"rank {rank}: the strategy sits at {strategy.geometry()}, the mesh says {expected}")
 
@@ -76,36 +78,15 @@ def run(config: Config, inputs: Inputs, make_strategy) -> str:
 
 
 def _train(config, inputs, strategy, rank, device, file_sums, record, path) -> None:
-    before = weights.checksums(strategy.full_parameters()) if rank == 0 else _drain(strategy.full_parameters())
+    before = _live_checksums(strategy, rank)
     _require_file_weights(before, file_sums, config)
     if rank == 0:
         record.weights = {"initial_sha256": weights.combined_sha256(before)}
         record.save(path)  # an older file of this name must not pass for this run's
 
-    dp_rank, _ = config.mesh.coordinates(rank)
-    batches = inputs.batches
-    tokens = batches.windows_per_step * config.seq_length
     for index in range(inputs.num_steps):
-        micro_batches = batches.micro_batches(index, dp_rank, device)
         compute_dtypes = ComputeDtypes(strategy.model) if index == 0 else None
-        start = time.perf_counter()
-        loss = strategy.forward_backward(micro_batches)
-        grad_norm = float(strategy.update())
-        losses, hashes = _gather(float(loss), micro_batches_hash(micro_batches), device)
-        seconds = time.perf_counter() - start
-        _require_equal_peers(hashes, config.mesh, index + 1)
-
-        lead = [config.mesh.rank(dp, 0) for dp in range(config.dp_size)]
-        step = {
-            "step": index + 1,
-            "loss": sum(losses[r] for r in lead) / config.dp_size,
-            "rank_losses": [losses[r] for r in lead],
-            "grad_norm": grad_norm,
-            "learning_rate": strategy.optimizer.param_groups[0]["lr"],
-            "tokens": tokens,
-            "seconds": seconds,
-            "batch_hash": global_batch_hash([hashes[r] for r in lead]),
-        }
+        step, losses = train_step(strategy, inputs.batches, config, rank, device, index)
         record.add(step)
         if compute_dtypes is not None:
             record.contract = {**strategy.effective_contract(), **compute_dtypes.stop()}
@@ -118,11 +99,11 @@ def _train(config, inputs, strategy, rank, device, file_sums, record, path) -> N
             if index == 0 or (index + 1) % config.log_interval == 0:
                 print(
                     f"{config.label}: step {index + 1}/{inputs.num_steps}  loss {step['loss']:.6f}  "
-                    f"grad norm {grad_norm:.4f}  {seconds:.3f} s",
+                    f"grad norm {step['grad_norm']:.4f}  {step['seconds']:.3f} s",
                     flush=True,
                 )
 
-    after = weights.checksums(strategy.full_parameters()) if rank == 0 else _drain(strategy.full_parameters())
+    after = _live_checksums(strategy, rank)
     memory = peak_memory(device)
     if rank == 0:
         record.weights["final_sha256"] = weights.combined_sha256(after)
@@ -130,6 +111,35 @@ def _train(config, inputs, strategy, rank, device, file_sums, record, path) -> N
         record.weights["unmoved"] = sorted(name for name in after if after[name] == before[name])
         record.run["peak_memory"] = memory
         record.ended = "finished"
+
+
+def train_step(strategy: Strategy, batches: Batches, config: Config, rank: int, device, index: int) -> tuple[dict, list]:
+    """One step (from 0) of the loop: feed, update, gather what every rank saw.
+
+    Returns the record of the step, which keeps one loss per DP rank, and the losses of all ranks.
+
+    Raises TrainingFailure on every rank if TP peers saw different batches.
+    """
+    dp_rank, _ = config.mesh.coordinates(rank)
+    micro_batches = batches.micro_batches(index, dp_rank, device)
+    start = time.perf_counter()
+    loss = strategy.forward_backward(micro_batches)
+    grad_norm = strategy.update()
+    losses, hashes = _gather(float(loss), micro_batches_hash(micro_batches), device)
+    seconds = time.perf_counter() - start
+    _require_equal_peers(hashes, config.mesh, index + 1)
+    lead = [config.mesh.rank(dp, 0) for dp in range(config.dp_size)]
+    step = {
+        "step": index + 1,
+        "loss": sum(losses[r] for r in lead) / config.dp_size,
+        "rank_losses": [losses[r] for r in lead],
+        "grad_norm": grad_norm,
+        "learning_rate": strategy.optimizer.param_groups[0]["lr"],
+        "tokens": batches.windows_per_step * config.seq_length,
+        "seconds": seconds,
+        "batch_hash": global_batch_hash([hashes[r] for r in lead]),
+    }
+    return step, losses
 
 
 def _initial_model(config: Config, inputs: Inputs, rank: int):
@@ -173,13 +183,12 @@ def _require_equal_peers(hashes: list[int], mesh, step: int) -> None:
 
 
 def _require_finite(step: dict, losses: list[float], mesh) -> None:
-    if not history_file.not_finite(step):
-        return
     for rank, loss in enumerate(losses):
-        if loss != loss or abs(loss) == float("inf"):
+        if not math.isfinite(loss):
             dp_rank, tp_rank = mesh.coordinates(rank)
             raise TrainingFailure(f"step {step['step']}: the loss is {loss} on rank {rank} (dp {dp_rank}, tp {tp_rank})")
-    raise TrainingFailure(f"step {step['step']}: the gradient norm is {step['grad_norm']}")
+    if not math.isfinite(step["grad_norm"]):
+        raise TrainingFailure(f"step {step['step']}: the gradient norm is {step['grad_norm']}")
 
 
 def _gather(loss: float, batch_hash: int, device) -> tuple[list[float], list[int]]:
@@ -191,14 +200,13 @@ def _gather(loss: float, batch_hash: int, device) -> tuple[list[float], list[int
     return [row[0] for row in rows], [int(row[1]) for row in rows]
 
 
-def _drain(tensors) -> None:
-    for _ in tensors:
+def _live_checksums(strategy: Strategy, rank: int) -> dict[str, str] | None:
+    """Checksums of the live weights, gathered whole; on rank 0 only, but every rank has to take part."""
+    if rank == 0:
+        return weights.checksums(strategy.full_parameters())
+    for _ in strategy.full_parameters():
         pass
-
-
-def _pairs(config: Config, rank: int) -> tuple[int, int, int, int]:
-    dp_rank, tp_rank = config.mesh.coordinates(rank)
-    return dp_rank, config.dp_size, tp_rank, config.tp_size
+    return None
 
 
 def _local_device(config: Config) -> torch.device:

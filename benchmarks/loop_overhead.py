@@ -1,0 +1,100 @@
+"""Steady-state step time in THE loop against a bare loop of the same strategy, in alternation.
+
+    torchrun --nproc_per_node 2 benchmarks/loop_overhead.py ddp --blocks 9 --steps 40
+    torchrun --nproc_per_node 4 benchmarks/loop_overhead.py fsdp --blocks 9 --steps 40
+
+Both run on the same live objects. A block of the loop is a whole `training.train_step` with the data, the hashes, the
+gathering and the history file; a block of the bare loop is what a person would write: zero_grad, forward, backward,
+clip, step on a batch in memory. Prints the ratio of the medians, block by block.
+"""
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import train_ddp  # noqa: E402
+import train_deepspeed  # noqa: E402
+import train_fsdp  # noqa: E402
+from lockstep import config as config_module  # noqa: E402
+from lockstep import history, training  # noqa: E402
+from lockstep.model import build_model, causal_lm_loss  # noqa: E402
+
+MAKE = {"ddp": train_ddp.make_strategy, "deepspeed": train_deepspeed.make_strategy, "fsdp": train_fsdp.make_strategy}
+
+
+def bare_step(name, strategy, config, device, batch):
+    """One step as written by hand; only FSDP's norm, which torch cannot take over two meshes, is the strategy's."""
+    input_ids, labels = batch
+    if name == "deepspeed":
+        loss = causal_lm_loss(strategy.engine, input_ids, labels)
+        strategy.engine.backward(loss)
+        strategy.engine.step()
+    else:
+        strategy.optimizer.zero_grad()
+        with config.autocast(device):
+            loss = causal_lm_loss(strategy.ddp if name == "ddp" else strategy.model, input_ids, labels)
+        loss.backward()
+        if name == "ddp":
+            torch.nn.utils.clip_grad_norm_(strategy.parameters, config.max_grad_norm)
+            strategy.optimizer.step()
+        else:
+            strategy.update()
+    return loss.item()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("strategy", choices=MAKE)
+    parser.add_argument("--blocks", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=40)
+    options, flags = parser.parse_known_args()
+    config = config_module.parse_config(options.strategy, flags)
+    inputs = config_module.load_inputs(config)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    device = torch.device("cpu")
+    model, _ = build_model(inputs.architecture, seed=0, attn_impl=config.attn_impl, init_weights_path=None)
+    strategy = MAKE[options.strategy](model, config, config.mesh, device)
+    batch = inputs.batches.micro_batches(0, config.mesh.coordinates(rank)[0], device)[0]
+    record = history.History(run={})
+    path = Path(tempfile.mkdtemp()) / "history.json"
+
+    def loop_block():
+        for _ in range(options.steps):
+            record.add(training.train_step(strategy, inputs.batches, config, rank, device, len(record.steps))[0])
+            if rank == 0:
+                record.save(path)
+
+    def bare_block():
+        for _ in range(options.steps):
+            bare_step(options.strategy, strategy, config, device, batch)
+
+    def timed(block):
+        dist.barrier()
+        start = time.perf_counter()
+        block()
+        dist.barrier()
+        return (time.perf_counter() - start) / options.steps
+
+    timed(loop_block), timed(bare_block)  # warm up
+    pairs = [(timed(loop_block), timed(bare_block)) for _ in range(options.blocks)]
+    if rank == 0:
+        ratios = [loop / bare for loop, bare in pairs]
+        loop, bare = (statistics.median(column) for column in zip(*pairs, strict=True))
+        print(
+            f"{options.strategy}: loop {1e3 * loop:.1f} ms, bare {1e3 * bare:.1f} ms, ratio median "
+            f"{statistics.median(ratios):.3f} of {[round(r, 3) for r in ratios]}"
+        )
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

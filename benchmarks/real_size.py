@@ -1,0 +1,74 @@
+"""Step time of the three strategies at Qwen2.5-0.5B's real sizes (2 layers, sequence 256, autocast), in alternation.
+
+    python benchmarks/real_size.py --repeats 3 --steps 8 --output results/real_size.json
+
+Each run is a fresh torchrun; the first three steps are left out; medians over the rest. Prints step time, tokens per
+second and peak memory per rank, and FSDP's step time as a ratio of AutoTP's, pair by pair.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+from lockstep import history  # noqa: E402
+
+WARM_UP = 3
+RANKS = {"ddp": 2, "deepspeed": 4, "fsdp": 4}
+
+
+def measure(strategy: str, steps: int, batch_size: int) -> dict:
+    with tempfile.TemporaryDirectory() as folder:
+        torchrun = Path(sys.executable).parent / "torchrun"
+        command = [torchrun, "--nproc_per_node", str(RANKS[strategy]), f"train_{strategy}.py"]
+        command += ["--model_name", "Qwen2.5-0.5B", "--num_layers", "2", "--seq_length", "256", "--dp_size", "2"]
+        command += ["--batch_size", str(batch_size), "--precision", "autocast", "--learning_rate", "1e-5"]
+        command += ["--debug_steps", str(WARM_UP + steps), "--loss_output_dir", folder, "--storage_path", folder]
+        subprocess.run(command, cwd=ROOT, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        record = history.read(history.path_of(Path(folder), strategy))
+    assert record.contract["fused"], "the optimizer must be fused"
+    seconds = statistics.median(step["seconds"] for step in record.steps[WARM_UP:])
+    memory = record.run["peak_memory"]
+    return {
+        "seconds": seconds,
+        "tokens_per_second": record.steps[0]["tokens"] / seconds,
+        "peak_memory_gib": [round(n / 2**30, 2) for n in memory["bytes_by_rank"]],
+        "memory_kind": memory["kind"],
+        "versions": record.run["versions"],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--batch_size", type=int, default=2)
+    parser.add_argument("--strategies", nargs="+", default=["deepspeed", "fsdp", "ddp"], choices=RANKS)
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    runs = {strategy: [] for strategy in options.strategies}
+    for repeat in range(options.repeats):
+        for strategy in options.strategies:
+            runs[strategy].append(measure(strategy, options.steps, options.batch_size))
+            print(f"{repeat + 1} {strategy:<10} {runs[strategy][-1]}", flush=True)
+    summary = {s: statistics.median(run["seconds"] for run in r) for s, r in runs.items()}
+    ratios = []
+    if {"fsdp", "deepspeed"} <= runs.keys():
+        ratios = [f["seconds"] / d["seconds"] for f, d in zip(runs["fsdp"], runs["deepspeed"], strict=True)]
+        print(f"FSDP / AutoTP: median {statistics.median(ratios):.3f} of {[round(r, 3) for r in ratios]}")
+    print(f"median step seconds: {summary}")
+    if options.output:
+        machine = {"cores": os.cpu_count(), "processor": platform.machine(), "batch_size": options.batch_size}
+        content = {"machine": machine, "runs": runs, "median_seconds": summary, "fsdp_over_autotp": ratios}
+        options.output.write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

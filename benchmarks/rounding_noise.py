@@ -1,0 +1,49 @@
+"""How much bfloat16 autocast rounds the loss of one token: the noise that the tolerances are derived from.
+
+    python benchmarks/rounding_noise.py
+
+Same weights, same batch, autocast against float32; prints the table of docs/precision.md.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from lockstep import architectures, data  # noqa: E402
+from lockstep.model import build_model  # noqa: E402
+
+MODELS = {
+    "tiny-qwen2": ("tiny-qwen2", {}),
+    "tiny-qwen2, hidden 256": ("tiny-qwen2", {"hidden_size": 256, "intermediate_size": 512}),
+    "tiny-qwen2, 8 layers": ("tiny-qwen2", {"num_hidden_layers": 8}),
+    "Qwen2.5-0.5B": ("Qwen2.5-0.5B", {}),
+}
+
+
+def token_losses(model, input_ids, labels) -> tuple[torch.Tensor, torch.Tensor]:
+    """Per-token loss in float64, shape (B * S,), and the logits."""
+    logits = model(input_ids=input_ids, use_cache=False).logits
+    return torch.nn.functional.cross_entropy(logits.double().flatten(0, 1), labels.flatten(), reduction="none"), logits
+
+
+def main() -> None:
+    print(f"{'model, 2 layers unless said':<28} spread   noise    noise / (2^-9 x spread)")
+    for label, (name, changes) in MODELS.items():
+        architecture = {**architectures.resolve(name, 2)[0], **changes}
+        corpus = data.load_corpus(
+            data.BUILT_IN_CORPUS, data.build_tokenizer(name, architecture), seq_length=128, windows_per_step=8, max_windows=80
+        )
+        ((input_ids, labels),) = data.Batches(corpus, 0, 1, 8, 1).micro_batches(0, 0, "cpu")
+        model, _ = build_model(architecture, seed=0, attn_impl="sdpa", init_weights_path=None)
+        with torch.no_grad():
+            exact, logits = token_losses(model, input_ids, labels)
+            with torch.autocast("cpu", torch.bfloat16):
+                rounded, _ = token_losses(model, input_ids, labels)
+        noise, spread = (rounded - exact).std().item(), logits.std().item()
+        print(f"{label:<28} {spread:.3f}    {noise:.1e}  {noise / (2**-9 * spread):.1f}")
+
+
+if __name__ == "__main__":
+    main()

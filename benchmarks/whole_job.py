@@ -1,0 +1,84 @@
+"""./run_verification_main.sh against the same three trainings started by plain torchrun one after the other.
+
+    python benchmarks/whole_job.py --repeats 3 --output results/whole_job.json
+
+Everything is installed and DeepSpeed's extension built. Whole wall-clock seconds, in alternation; prints the ratio pair
+by pair, and where the script's time goes by the times at which its lines appear.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+BIN = Path(sys.executable).parent
+ENVIRONMENT = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "DEVICE": "cpu"}
+LANDMARKS = {  # what a phase ends with, in the order of a run
+    "script and checks": "workers on",
+    "driver: import ray.train, controller": "Requesting resources",
+    "workers: start, import torch, process group": "Setting up process group",
+    "workers: import transformers, load weights": "Loaded initial weights",
+    "strategy set-up and first step": "step 1/",
+    "training": " steps, loss",
+}
+
+
+def script(folder: Path) -> tuple[float, dict[str, float]]:
+    """Seconds of the whole script, and of each phase summed over the three runs."""
+    start = last = time.perf_counter()
+    phases = dict.fromkeys([*LANDMARKS, "comparison and end"], 0.0)
+    process = subprocess.Popen(
+        [ROOT / "run_verification_main.sh"], env={**ENVIRONMENT, "OUTPUT_DIR": str(folder)},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    for line in process.stdout:
+        for phase, mark in LANDMARKS.items():
+            if mark in line:
+                now = time.perf_counter()
+                phases[phase] += now - last
+                last = now
+    assert process.wait() == 0
+    end = time.perf_counter()
+    phases["comparison and end"] = end - last
+    return end - start, phases
+
+
+def by_torchrun(folder: Path) -> float:
+    start = time.perf_counter()
+    for strategy, ranks in (("ddp", 2), ("deepspeed", 4), ("fsdp", 4)):
+        command = [BIN / "torchrun", "--nproc_per_node", str(ranks), f"train_{strategy}.py", "--dp_size", "2"]
+        command += ["--loss_output_dir", folder, "--storage_path", folder, "--init_weights_path", folder / "w.safetensors"]
+        command += ["--save_init_weights"] if strategy == "ddp" else []
+        environment = {**ENVIRONMENT, "OMP_NUM_THREADS": "1"}
+        subprocess.run(command, cwd=ROOT, check=True, capture_output=True, env=environment)
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    pairs, phases = [], []
+    for _ in range(options.repeats):
+        with tempfile.TemporaryDirectory() as folder:
+            seconds, spent = script(Path(folder))
+            phases.append(spent)
+            pairs.append((seconds, by_torchrun(Path(folder))))
+        print(f"script {pairs[-1][0]:.1f} s, torchrun {pairs[-1][1]:.1f} s, ratio {pairs[-1][0] / pairs[-1][1]:.3f}", flush=True)
+    ratio = statistics.median(ours / theirs for ours, theirs in pairs)
+    spent = {phase: round(statistics.median(p[phase] for p in phases), 1) for phase in phases[0]}
+    print(f"median ratio {ratio:.3f}; where the script's time goes (seconds, three runs together): {spent}")
+    if options.output:
+        content = {"cores": os.cpu_count(), "seconds": pairs, "median_ratio": ratio, "script_phases_seconds": spent}
+        options.output.write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
