@@ -56,18 +56,29 @@ def build_extension() -> None:
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
         folder = Path(_get_build_directory(ShareMemCommBuilder.NAME, False))
-        lock = folder / "lock"
-        if lock.exists():
-            idle = time.time() - max(file.stat().st_mtime for file in folder.iterdir())
-            if idle > STALE_LOCK_SECONDS:
-                print(f"DeepSpeed: removing the lock of an interrupted build, {lock}", flush=True)
-                lock.unlink(missing_ok=True)
-            else:
-                print(f"DeepSpeed: another process is building its shared-memory op ({lock}); waiting for it", flush=True)
+        _wait_for_lock(folder / "lock")
         if not (folder / f"{ShareMemCommBuilder.NAME}.so").exists():
             print("DeepSpeed: building its shared-memory op, once per machine; takes about a minute", flush=True)
         ShareMemCommBuilder().load(verbose=False)
     dist.barrier()
+
+
+def _wait_for_lock(lock: Path) -> None:
+    """Wait while another process builds; remove the lock once nobody has touched the folder for a while."""
+    if lock.exists():
+        print(f"DeepSpeed: another build of its shared-memory op holds {lock}; waiting for it", flush=True)
+    while lock.exists():
+        if time.time() - max(_touched(file) for file in [lock, *lock.parent.iterdir()]) > STALE_LOCK_SECONDS:
+            print(f"DeepSpeed: removing the lock of an interrupted build, {lock}", flush=True)
+            lock.unlink(missing_ok=True)
+        time.sleep(1)
+
+
+def _touched(file: Path) -> float:
+    try:
+        return file.stat().st_mtime
+    except FileNotFoundError:  # a builder at work removes files
+        return time.time()
 
 
 class AutoTPStrategy:

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.model import causal_lm_loss
-from lockstep.observe import decay_by_name, gradient_dtypes, model_contract, optimizer_contract
+from lockstep.observe import observed_max_grad_norm, torch_contract
 from lockstep.optim import build_optimizer, parameter_groups, total_norm
 
 
@@ -46,7 +46,8 @@ class DDPStrategy:
         if self.config.max_grad_norm > 0:
             torch.nn.utils.clip_grads_with_norm_(self.parameters, self.config.max_grad_norm, grad_norm)
         self.optimizer.step()
-        return float(grad_norm)
+        self.grad_norm = float(grad_norm)
+        return self.grad_norm
 
     def full_parameters(self):
         for name, parameter in self.model.named_parameters():
@@ -57,13 +58,11 @@ class DDPStrategy:
             yield name, parameter.grad.detach().cpu()
 
     def effective_contract(self) -> dict:
-        groups = [(group["params"], group["weight_decay"]) for group in self.optimizer.param_groups]
         return {
-            **model_contract(self.model),
-            **optimizer_contract(self.optimizer),
-            "weight_decay": decay_by_name(self.model, groups),
-            "max_grad_norm": self.config.max_grad_norm,
+            **torch_contract(self.model, self.optimizer),
+            "max_grad_norm": observed_max_grad_norm(
+                self.config.max_grad_norm, self.grad_norm, float(total_norm([p.grad for p in self.parameters]))
+            ),
             "gradient_accumulation_steps": self.num_micro_batches,
             "loss_is_mean_over": [self.num_tokens, self.num_micro_batches, self.geometry()[1]],
-            "reduction_dtype": gradient_dtypes(self.model),
         }

@@ -1,7 +1,6 @@
 """FSDP2 + DTensor: a tensor-parallel plan over the tp axis, then `fully_shard` over the dp axis."""
 
 import logging
-import math
 
 import torch
 import torch.distributed as dist
@@ -16,7 +15,7 @@ from torch.distributed.tensor.parallel import (
 
 from lockstep.mesh import build_device_mesh
 from lockstep.model import causal_lm_loss
-from lockstep.observe import decay_by_name, gradient_dtypes, model_contract, optimizer_contract
+from lockstep.observe import observed_max_grad_norm, torch_contract
 from lockstep.optim import build_optimizer, parameter_groups, total_norm
 from lockstep.vocab_parallel_loss import vocab_parallel_cross_entropy
 
@@ -106,8 +105,7 @@ class FSDPStrategy:
         head = self.model.lm_head
         if tied:  # parallelize_module makes a new Parameter of each; make them one again
             head.weight = self.model.model.embed_tokens.weight
-        rows_per_rank = math.ceil(head.out_features / tp_mesh.size())  # as torch.chunk, hence DTensor, cuts them
-        first_id = tp_mesh.get_local_rank() * rows_per_rank
+        first_id = tp_mesh.get_local_rank() * (head.out_features // tp_mesh.size())
         group = tp_mesh.get_group()
 
         def loss_on_shards(logits, labels, vocab_size, shift_labels, **_):
@@ -156,7 +154,8 @@ class FSDPStrategy:
             for group in self._by_mesh(self.parameters):
                 torch.nn.utils.clip_grads_with_norm_(group, self.config.max_grad_norm, grad_norm)
         self.optimizer.step()
-        return float(grad_norm)
+        self.grad_norm = float(grad_norm)
+        return self.grad_norm
 
     def full_parameters(self):
         for name, parameter in self.model.named_parameters():
@@ -167,13 +166,11 @@ class FSDPStrategy:
             yield name, parameter.grad.full_tensor().cpu()
 
     def effective_contract(self) -> dict:
-        groups = [(group["params"], group["weight_decay"]) for group in self.optimizer.param_groups]
         return {
-            **model_contract(self.model),
-            **optimizer_contract(self.optimizer),
-            "weight_decay": decay_by_name(self.model, groups),
-            "max_grad_norm": self.config.max_grad_norm,
+            **torch_contract(self.model, self.optimizer),
+            "max_grad_norm": observed_max_grad_norm(
+                self.config.max_grad_norm, self.grad_norm, float(self._grad_norm())
+            ),
             "gradient_accumulation_steps": self.num_micro_batches,
             "loss_is_mean_over": [self.num_tokens, self.num_micro_batches, self.geometry()[1]],
-            "reduction_dtype": gradient_dtypes(self.model),
         }

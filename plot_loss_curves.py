@@ -6,27 +6,33 @@ Exit status: 0 every strategy agrees with DDP within the tolerance; 1 one does n
 2 the runs cannot be compared (different weights, batches, length or contract), or a mistake in the command.
 """
 
-import argparse
 import json
+import math
 import sys
 from pathlib import Path
 
 from lockstep import history, report
 from lockstep.compare import RULES, compare, require_comparable, tolerance_for
+from lockstep.config import STRATEGIES, Parser
 from lockstep.errors import UserError
 from lockstep.files import write_text
 
-STRATEGIES = ("ddp", "deepspeed", "fsdp")
+FIGURES = (".png", ".pdf", ".svg")
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="plot_loss_curves.py", description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = Parser(prog="plot_loss_curves.py", description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--input_dir", type=Path, default=Path("runs/loss_curves"), help="folder with loss_*.json")
     parser.add_argument("--output", type=Path, help="figure to write (default: loss_curves.png in the folder)")
     parser.add_argument("--json", type=Path, help="write the same comparison as data to this file")
-    options = parser.parse_args(argv)
     try:
-        return run(options.input_dir, options.output or options.input_dir / "loss_curves.png", options.json)
+        options = parser.parse_args(argv)
+        output = options.output or options.input_dir / "loss_curves.png"
+        if output.suffix not in FIGURES:
+            raise UserError(f"--output {output}: the name must end in {', '.join(FIGURES)}")
+        if options.json:
+            options.json.unlink(missing_ok=True)  # an older verdict must not pass for this one
+        return run(options.input_dir, output, options.json)
     except UserError as error:
         print(f"plot_loss_curves.py: {error}", file=sys.stderr)
         return error.exit_code
@@ -49,12 +55,19 @@ def run(input_dir: Path, output: Path, json_path: Path | None) -> int:
     if not comparable:
         raise UserError(f"--input_dir {input_dir}: only {', '.join(histories)}; a verdict needs DDP and another strategy")
 
-    for other in others:
-        require_comparable(baseline, other)
     tolerance = tolerance_for(baseline)
-    verdicts = [compare(baseline, other, tolerance) for other in others]
-    print(report.differences(verdicts))
-    print(report.verdict_block(histories, verdicts, tolerance, precision))
+    verdicts, refusals = [], []
+    for other in others:
+        try:
+            require_comparable(baseline, other)
+            verdicts.append(compare(baseline, other, tolerance))
+        except UserError as error:
+            refusals.append(str(error))
+    if verdicts:
+        print(report.differences(verdicts))
+        print(report.verdict_block(histories, verdicts, tolerance, precision))
+    if refusals:
+        raise UserError("; ".join(refusals))
     passed = all(verdict.passed for verdict in verdicts)
     print(f"\n{'PASS' if passed else 'FAIL'}")
     if json_path is not None:
@@ -65,8 +78,17 @@ def run(input_dir: Path, output: Path, json_path: Path | None) -> int:
             "runs": {name: one.run["label"] for name, one in histories.items()},
             "verdicts": [verdict.as_dict() for verdict in verdicts],
         }
-        write_text(json_path, json.dumps(content, indent=2) + "\n")
+        write_text(json_path, json.dumps(_strict(content), indent=2) + "\n")
     return 0 if passed else 1
+
+
+def _strict(value):
+    """The same data with null for numbers that JSON does not have."""
+    if isinstance(value, dict):
+        return {key: _strict(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_strict(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 if __name__ == "__main__":

@@ -54,19 +54,17 @@ common=(
 sharded=(--tp_size "$TP_SIZE" --dp_size "$DP_SIZE" --num_workers $((TP_SIZE * DP_SIZE)))
 weights=(--init_weights_path "$INIT_WEIGHTS_PATH")
 
+# A mistake in the settings is answered now, before anything is started; nothing of an older run is left to compare.
+"$PYTHON" train_deepspeed.py "${common[@]}" "${sharded[@]}" --dry_run >/dev/null
+rm -f "$OUTPUT_DIR"/{loss_ddp.json,loss_deepspeed.json,loss_fsdp.json,loss_curves.png,verdict.json}
+
 # --- one local Ray instance for all three runs; it ends when this script does, however that comes about --------
 if [ -z "${RAY_ADDRESS:-}" ]; then
   export RAY_AUTH_MODE=token # what a local instance uses; whoever joins it has to say so
   coproc RAY { exec "$PYTHON" -m lockstep.launch; }
-  ray_pid=$RAY_PID ray_stdin=${RAY[1]}
-  trap 'eval "exec $ray_stdin>&-"; wait "$ray_pid"' EXIT
-fi
-
-# While it starts: a mistake in the settings is answered now, and no history of an older run is left to compare.
-(unset RAY_ADDRESS; "$PYTHON" train_deepspeed.py "${common[@]}" "${sharded[@]}" --dry_run >/dev/null)
-rm -f "$OUTPUT_DIR"/loss_{ddp,deepspeed,fsdp}.json
-if [ -z "${RAY_ADDRESS:-}" ]; then
-  read -r RAY_ADDRESS <&"${RAY[0]}"
+  ray_pid=$RAY_PID ray_stdin=${RAY[1]} ray_stdout=${RAY[0]}
+  trap 'eval "exec $ray_stdin>&-"; wait "$ray_pid" || true' EXIT
+  read -r RAY_ADDRESS <&"$ray_stdout" || { echo "$0: the local Ray instance did not start (see above)" >&2; exit 1; }
   export RAY_ADDRESS
 fi
 

@@ -4,13 +4,14 @@ Nothing here imports torch, so that a wrong model name is answered at once.
 """
 
 import copy
+import http.client
 import json
 import os
 import urllib.error
 import urllib.request
 from pathlib import Path
 
-from lockstep.errors import UserError
+from lockstep.errors import UserError, first_line
 
 # Everything that makes tensor parallelism go wrong, small: grouped KV heads, q/k/v biases, tied embeddings.
 TINY_QWEN2 = {
@@ -54,6 +55,10 @@ QWEN2_5_0_5B = {
 BUILT_IN = {"tiny-qwen2": TINY_QWEN2, "Qwen2.5-0.5B": QWEN2_5_0_5B}
 HUB_STAND_INS = {"Qwen/Qwen2.5-0.5B": "Qwen2.5-0.5B"}
 HUB_TIMEOUT = 2.0  # seconds
+REQUIRED = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "max_position_embeddings", "initializer_range",
+)  # fmt: skip
 SUPPORTED_TYPES = ("qwen2",)
 
 
@@ -71,6 +76,14 @@ def resolve(model_name: str, num_layers: int | None = None) -> tuple[dict, str]:
             f"--model_name {model_name}: its model_type is {family!r}, and the tensor-parallel plan covers only "
             f"{', '.join(SUPPORTED_TYPES)}; choose a Qwen2 or Qwen2.5 model"
         )
+    missing = next((key for key in REQUIRED if not isinstance(architecture.get(key), (int, float))), None)
+    if missing:
+        raise UserError(f"--model_name {model_name}: its config.json gives no {missing}; fetch the model again")
+    if architecture.get("attention_dropout"):
+        raise UserError(
+            f"--model_name {model_name}: attention_dropout is {architecture['attention_dropout']}, and every strategy "
+            "would drop other weights; set it to 0 in config.json"
+        )
     if num_layers is not None:
         depth = architecture["num_hidden_layers"]
         if num_layers > depth:
@@ -84,7 +97,7 @@ def resolve(model_name: str, num_layers: int | None = None) -> tuple[dict, str]:
 def _find(model_name: str) -> tuple[dict, str]:
     if model_name in BUILT_IN:
         return BUILT_IN[model_name], f"built-in architecture {model_name}"
-    folder = Path(model_name).expanduser()
+    folder = Path(os.path.expanduser(model_name))
     if folder.is_dir():
         path = folder / "config.json"
         if not path.is_file():
@@ -119,8 +132,8 @@ def hub_file(repo: str, filename: str) -> tuple[Path | None, str]:
         if not hub_answers(hf_hub_url(repo, filename)):  # hf_hub_download would retry for half a minute
             return None, "the hub cannot be reached and the file is not cached"
         return Path(hf_hub_download(repo, filename)), ""
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
-        return None, str(error).strip().splitlines()[0][:120]
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        return None, first_line(error)
 
 
 def hub_answers(url: str) -> bool:
@@ -129,7 +142,7 @@ def hub_answers(url: str) -> bool:
         urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=HUB_TIMEOUT).close()
     except urllib.error.HTTPError:
         return True
-    except OSError:
+    except (OSError, ValueError, http.client.HTTPException):  # no network, or no address that could be asked
         return False
     return True
 

@@ -20,6 +20,9 @@ class Tolerance:
     reason: str
 
 
+DERIVED_STEPS = 100  # what the growth factors below were measured over
+
+
 @dataclass(frozen=True)
 class Rule:
     """How a tolerance follows from a run: the first loss may be off by its rounding noise; training amplifies that."""
@@ -64,7 +67,7 @@ def tolerance_for(baseline: History) -> Tolerance:
     rule = RULES[precision]
     if precision == "fp32":
         loss = baseline.steps[0]["loss"]
-        first = 2 * 2.0 ** (math.floor(math.log2(loss)) - 23) if loss > 0 else 2.0**-23
+        first = 2 * 2.0 ** (math.floor(math.log2(loss)) - 23) if 0 < loss < math.inf else 2.0**-23
     else:
         architecture = baseline.run["architecture"]
         spread = architecture["initializer_range"] * math.sqrt(architecture["hidden_size"])
@@ -120,7 +123,11 @@ def require_comparable(baseline: History, other: History) -> None:
             raise UserError(
                 f"{pair}: step {mine['step']} was trained on different batches; use one corpus, seed, batch size and dp_size"
             )
-    difference = contract_difference(baseline.contract, other.contract, KNOWN_DIFFERENCES)
+    if other.run["architecture"] != baseline.run["architecture"]:
+        raise UserError(f"{pair}: their models differ; use one --model_name and --num_layers")
+    # a run that broke down in its first step has no contract; it fails for that
+    both = baseline.contract is not None and other.contract is not None
+    difference = contract_difference(baseline.contract, other.contract, KNOWN_DIFFERENCES) if both else ""
     if difference:
         raise UserError(f"{pair}: their effective contracts differ, {difference}; run both with the same options")
     if other.run["versions"] != baseline.run["versions"]:
@@ -169,7 +176,7 @@ def _own_problems(history: History) -> list[str]:
     broken = next((step["step"] for step in history.steps if not_finite(step)), None)
     if broken is not None:
         return [f"{label}: step {broken} has a loss or gradient norm that is not finite"]
-    if not history.weights["moved"]:
+    if not history.weights.get("moved"):
         return [f"{label}: no weight moved in {len(history.steps)} steps, so agreement proves nothing"]
     if all(step["loss"] == history.steps[0]["loss"] for step in history.steps) and len(history.steps) > 1:
         return [f"{label}: the loss never changed, so agreement proves nothing"]

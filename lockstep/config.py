@@ -81,27 +81,30 @@ class Config:
         return {key: str(value) if isinstance(value, Path) else value for key, value in asdict(self).items()}
 
 
-def _number(kind, low, *, open_low=False):
+def _number(kind, low, *, open_low=False, high=math.inf):
     def parse(text: str):
         try:
             value = kind(text)
         except ValueError:
             raise argparse.ArgumentTypeError(f"{text!r} is not {'a whole number' if kind is int else 'a number'}") from None
-        if not math.isfinite(value) or value < low or (open_low and value == low):
-            raise argparse.ArgumentTypeError(f"{text} is out of range; it must be {'above' if open_low else 'at least'} {low}")
+        if not math.isfinite(value) or value < low or value > high or (open_low and value == low):
+            least = f"{'above' if open_low else 'at least'} {low}"
+            raise argparse.ArgumentTypeError(
+                f"{text} is out of range; it must be {least}" + (f" and at most {high}" if high < math.inf else "")
+            )
         return value
 
     return parse
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     def error(self, message: str):
         raise UserError(f"{message}; see {self.prog} --help")
 
 
 def build_parser(strategy: str) -> argparse.ArgumentParser:
     """The parser of all three scripts: one set of flags, one meaning."""
-    parser = _Parser(prog=f"train_{strategy}.py", allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = Parser(prog=f"train_{strategy}.py", allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     defaults = {field.name: field.default for field in fields(Config)}
     positive, whole = _number(int, 1), _number(int, 0)
     amount, rate = _number(float, 0), _number(float, 0, open_low=True)
@@ -127,7 +130,7 @@ def build_parser(strategy: str) -> argparse.ArgumentParser:
     add("precision", str, "autocast: fp32 weights and state, bf16 compute; bf16: everything bf16", choices=PRECISIONS)
     parser.add_argument("--autocast", action="store_true", help="the same as --precision autocast")
     add("attn_impl", str, "attention implementation of transformers", choices=("eager", "sdpa"))
-    add("seed", whole, "of the initial weights and of the order of the data")
+    add("seed", _number(int, 0, high=2**32 - 1), "of the initial weights and of the order of the data")
     add("dataset_name", str, "builtin, a .txt file, a folder of them, or a Hugging Face data set id[:config]")
     add("init_weights_path", Path, "initial weights (.safetensors or .pt) to start from")
     parser.add_argument("--save_init_weights", action="store_true", help="write them there first (train_ddp.py only)")
@@ -150,7 +153,7 @@ def parse_config(strategy: str, argv: list[str] | None = None) -> Config:
     if autocast and options["precision"] != "autocast":
         raise UserError(f"--autocast contradicts --precision {options['precision']}; give one of them")
     options.update(_resolve_mesh(strategy, options))
-    options.update(_resolve_device(options))
+    options.update(_resolve_device(strategy, options))
     for name in ("init_weights_path", "loss_output_dir", "storage_path"):  # workers run in other folders
         if options[name] is not None:
             options[name] = Path(options[name]).expanduser().absolute()
@@ -193,10 +196,13 @@ def local_gpus() -> int:
     return len(list(driver.iterdir())) if driver.is_dir() else 0
 
 
-def _resolve_device(options: dict) -> dict:
+def _resolve_device(strategy: str, options: dict) -> dict:
     device, backend, workers = options["device"], options["backend"], options["num_workers"]
     gpus, cores = local_gpus(), os.cpu_count() or 1
-    cluster = bool(os.environ.get("RAY_ADDRESS")) or launched_in_place()  # its size is not this machine's
+    in_place = launched_in_place()
+    cluster = bool(os.environ.get("RAY_ADDRESS")) and not in_place  # its size is not this machine's
+    if in_place:  # torchrun and deepspeed have different names for the ranks on this machine
+        workers = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or workers)
     if device == "auto":
         device = "cuda" if gpus >= workers and backend != "gloo" else "cpu"
     if backend == "auto":
@@ -204,10 +210,11 @@ def _resolve_device(options: dict) -> dict:
     if device == "cpu" and backend == "nccl":
         raise UserError("--backend nccl needs --device cuda and one GPU per worker; use --backend gloo on CPUs")
     if device == "cuda" and not cluster:
-        needed = workers if backend == "nccl" else 1
+        shared = backend == "gloo" and in_place and strategy != "deepspeed"  # ray and deepspeed give each rank its own
+        needed = 1 if shared else workers
         if gpus < needed:
             raise UserError(
-                f"--device cuda: {needed} GPUs needed for {workers} workers over {backend}, {gpus} found; "
+                f"--device cuda: {needed} GPUs needed for {workers} workers, {gpus} found; "
                 "use --device cpu, or lower --tp_size or --dp_size"
             )
     if device == "cpu" and not cluster and workers > WORKERS_PER_CORE * cores:
@@ -230,7 +237,7 @@ class Inputs:
 def load_inputs(config: Config) -> Inputs:
     """Check everything that the configuration points to and load the corpus. Raises UserError.
 
-    Runs once where the run is started, so that mistakes are found there, and once in every worker.
+    Runs where the run is started, so that mistakes are found there; Ray's workers are handed the result.
     """
     architecture, source = architectures.resolve(config.model_name, config.num_layers)
     problem = architectures.tensor_parallel_problem(architecture, config.tp_size)
@@ -270,5 +277,7 @@ def check_environment(config: Config, architecture: dict) -> None:
         raise UserError(
             f"--experiment_name {config.experiment_name}: already used under {config.storage_path}; choose a new name"
         )
-    if config.strategy == "deepspeed" and config.device == "cpu" and not (shutil.which("c++") or shutil.which("g++")):
+    if config.strategy == "deepspeed" and config.device == "cpu" and not (
+        shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++")
+    ):
         raise UserError("DeepSpeed builds a small C++ extension when it first runs on CPUs, and no C++ compiler (c++ or g++) is on the PATH; install one, e.g. the package g++")

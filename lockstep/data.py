@@ -5,6 +5,7 @@ disjoint ones, and no strategy is asked which. Documents are joined with a separ
 seq_length + 1 tokens; there is no padding. Nothing here imports torch before a batch is made.
 """
 
+import functools
 import hashlib
 import os
 import re
@@ -16,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from lockstep.architectures import BUILT_IN, HUB_STAND_INS, hub_answers, hub_file
-from lockstep.errors import UserError
+from lockstep.errors import UserError, first_line
 
 BUILT_IN_CORPUS = "builtin"
 HUB = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
@@ -47,7 +48,10 @@ class FileTokenizer:
     def __init__(self, path: Path, vocab_size: int, separator: int):
         from tokenizers import Tokenizer
 
-        self._tokenizer = Tokenizer.from_file(str(path))
+        try:
+            self._tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises a bare Exception
+            raise UserError(f"{path}: not a readable tokenizer.json ({first_line(error)}); fetch it again") from error
         self.name = "tokenizer.json " + hashlib.sha256(path.read_bytes()).hexdigest()[:16]
         self.vocab_size = vocab_size
         self.separator = separator
@@ -61,7 +65,7 @@ def build_tokenizer(model_name: str, architecture: dict):
     vocab_size = architecture["vocab_size"]
     if model_name in BUILT_IN:
         return HashTokenizer(vocab_size)
-    folder = Path(model_name).expanduser()
+    folder = Path(os.path.expanduser(model_name))
     if folder.is_dir():
         path = folder / "tokenizer.json"
         path = path if path.is_file() else None
@@ -81,7 +85,7 @@ def documents(dataset_name: str) -> Iterator[str]:
 
     A data set is named "id" or "id:config"; its train split must have a column "text".
     """
-    path = Path(dataset_name).expanduser()
+    path = Path(os.path.expanduser(dataset_name))
     if dataset_name == BUILT_IN_CORPUS:
         from pydoc_data.topics import topics  # English documentation that ships with CPython
 
@@ -130,8 +134,9 @@ def _dataset_texts(dataset_name: str) -> Iterator[str]:
     except KeyError as error:
         raise UserError(f"--dataset_name {dataset_name}: its train split has no column 'text'") from error
     except Exception as error:  # the library raises its own, the hub's and the network's errors
-        reason = str(error).strip().splitlines()[0][:160]
-        raise UserError(f"--dataset_name {dataset_name}: no such file or folder, and no such data set ({reason})") from error
+        raise UserError(
+            f"--dataset_name {dataset_name}: no such file or folder, and no such data set ({first_line(error)})"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -197,7 +202,7 @@ class Batches:
     def windows(self, step: int, dp_rank: int) -> np.ndarray:
         """The windows (num_micro_batches, batch_size, seq_length + 1) of one step (from 0) and one DP rank."""
         epoch, position = divmod(step, self.steps_per_epoch)
-        order = np.random.default_rng((self.seed, epoch)).permutation(len(self.corpus.windows))
+        order = _order(self.seed, epoch, len(self.corpus.windows))
         share = self.batch_size * self.num_micro_batches
         first = position * self.windows_per_step + dp_rank * share
         chosen = self.corpus.windows[order[first : first + share]]
@@ -209,6 +214,12 @@ class Batches:
 
         windows = torch.from_numpy(self.windows(step, dp_rank).astype(np.int64)).to(device)
         return [(window[:, :-1].contiguous(), window[:, 1:].contiguous()) for window in windows]
+
+
+@functools.lru_cache(maxsize=2)
+def _order(seed: int, epoch: int, num_windows: int) -> np.ndarray:
+    """The order of the windows in one epoch; drawn once, not at every step."""
+    return np.random.default_rng((seed, epoch)).permutation(num_windows)
 
 
 def micro_batches_hash(micro_batches: list[tuple]) -> int:

@@ -26,6 +26,8 @@ STEP_FIELDS = {
     "batch_hash": str,
 }
 
+RUN_FIELDS = ("label", "config", "architecture", "num_steps", "versions")
+
 
 def path_of(folder: Path, strategy: str) -> Path:
     return folder / f"loss_{strategy}.json"
@@ -64,6 +66,9 @@ def read(path: Path) -> History:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise UserError(f"{path}: not a loss history of format {FORMAT}; run its training again with this version")
     try:
+        missing = next((key for key in RUN_FIELDS if key not in content["run"]), None)
+        if missing or not isinstance(content["weights"], (dict, type(None))):
+            raise UserError(f"{path}: says nothing of {missing or 'its weights'}; run its training again with this version")
         history = History(
             run=dict(content["run"]),
             steps=list(content["steps"]),

@@ -13,8 +13,9 @@ import socket
 import sys
 
 from lockstep import config as config_module
+from lockstep import history
 from lockstep.config import Config
-from lockstep.errors import TrainingFailure, UserError
+from lockstep.errors import TrainingFailure, UserError, first_line
 
 
 RAY_ENVIRONMENT = {
@@ -31,6 +32,7 @@ CONNECT_TIMEOUT = 3.0  # seconds
 
 def launch(strategy: str, make_strategy) -> int:
     """Run one training script and return its exit status: 0, 1 for a failed run, 2 for a user's mistake."""
+    first = os.environ.get("RANK", "0") == "0"
     try:
         config = config_module.parse_config(strategy)
         inputs = config_module.load_inputs(config)
@@ -38,15 +40,17 @@ def launch(strategy: str, make_strategy) -> int:
         if config.dry_run:
             print(describe(config, inputs))
             return 0
-        say = print if os.environ.get("RANK", "0") == "0" else (lambda *_, **__: None)
-        say(banner(config, inputs), flush=True)
-        if config_module.launched_in_place():
-            say(_run_in_place(config, inputs, make_strategy))
-        else:
-            say(_run_under_ray(config, make_strategy))
+        if first:
+            history.path_of(config.loss_output_dir, strategy).unlink(missing_ok=True)  # an older run's proves nothing
+            print(banner(config, inputs), flush=True)
+        run = _run_in_place if config_module.launched_in_place() else _run_under_ray
+        line = run(config, inputs, make_strategy)
+        if first:
+            print(line)
         return 0
     except (UserError, TrainingFailure) as error:
-        print(f"train_{strategy}.py: {error}", file=sys.stderr)
+        if first:  # what every rank finds is said once
+            print(f"train_{strategy}.py: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print(f"train_{strategy}.py: interrupted; the history holds the steps so far", file=sys.stderr)
@@ -57,7 +61,7 @@ def banner(config: Config, inputs) -> str:
     gpus = config_module.local_gpus()
     return (
         f"{config.label}: {inputs.architecture_source}, {inputs.architecture['num_hidden_layers']} layers, "
-        f"{config.precision}; {config.num_workers} workers on {config.device} over {config.backend} "
+        f"{config.precision}, tokenizer {inputs.batches.corpus.tokenizer_name}; {config.num_workers} workers on {config.device} over {config.backend} "
         f"({gpus} GPUs, {os.cpu_count()} CPU cores here)"
     )
 
@@ -87,14 +91,19 @@ def describe(config: Config, inputs) -> str:
 
 def _run_in_place(config: Config, inputs, make_strategy) -> str:
     """One rank of torchrun or deepspeed: the process group from the environment, then the loop."""
+    import torch
     import torch.distributed as dist
 
+    from lockstep import training
+
     _set_threads(config, int(os.environ.get("LOCAL_WORLD_SIZE", config.num_workers)))
+    device = torch.device("cpu")
+    if config.device == "cuda":  # over gloo, ranks may share a GPU
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+        torch.cuda.set_device(device)
     dist.init_process_group(config.backend)
     try:
-        from lockstep import training
-
-        return training.run(config, inputs, make_strategy)
+        return training.run(config, inputs, make_strategy, device)
     finally:
         gc.collect()  # strategies hold cycles; their process groups must go before the default one
         dist.destroy_process_group()
@@ -111,9 +120,11 @@ def _set_threads(config: Config, workers_here: int) -> None:
 def _worker(arguments: dict) -> tuple[bool, str]:
     """One Ray Train worker; Ray has set up the process group. Returns whether it went well, and one line.
 
-    A failure that every rank sees is returned, not raised: Ray would print each rank's traceback over it.
+    A TrainingFailure is every rank's, so it is returned: Ray would print each rank's traceback over it. Anything else
+    is raised, or the other ranks would wait for this one.
     """
     from ray import train
+    from ray.train.torch import get_device
 
     from lockstep import training
 
@@ -121,27 +132,28 @@ def _worker(arguments: dict) -> tuple[bool, str]:
     context = train.get_context()
     _set_threads(config, context.get_local_world_size())
     try:
-        return True, training.run(config, config_module.load_inputs(config), arguments["make_strategy"])
-    except (TrainingFailure, UserError) as error:
+        return True, training.run(config, arguments["inputs"], arguments["make_strategy"], get_device())
+    except TrainingFailure as error:
         return False, str(error)
 
 
-def _run_under_ray(config: Config, make_strategy) -> str:
+def _run_under_ray(config: Config, inputs, make_strategy) -> str:
     ray = _import_ray()
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
     from ray.train.v2.api.exceptions import TrainingFailedError
 
     name = config.experiment_name or f"{config.strategy}-{datetime.datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}"
-    gpus, cores = config_module.local_gpus(), os.cpu_count() or 1
-    resources = {"CPU": 1 if config.device == "cuda" else min(1, cores / config.num_workers)}
-    if config.device == "cuda":
-        resources["GPU"] = 1 if config.backend == "nccl" else min(1, gpus / config.num_workers)
+    cpu = min(1, (os.cpu_count() or 1) / config.num_workers)
+    resources = {"CPU": 1, "GPU": 1} if config.device == "cuda" else {"CPU": cpu}
     _connect(ray)
+    gpus = int(ray.cluster_resources().get("GPU", 0))
+    if config.device == "cuda" and gpus < config.num_workers:
+        print(f"{config.label}: waiting for {config.num_workers} GPUs, the cluster has {gpus} now", flush=True)
     try:
         trainer = TorchTrainer(
             _worker,
-            train_loop_config={"config": config, "make_strategy": make_strategy},
+            train_loop_config={"config": config, "inputs": inputs, "make_strategy": make_strategy},
             torch_config=TorchConfig(backend=config.backend),
             scaling_config=ScalingConfig(
                 num_workers=config.num_workers, use_gpu=config.device == "cuda", resources_per_worker=resources
@@ -163,11 +175,15 @@ def _run_under_ray(config: Config, make_strategy) -> str:
 
 
 def _reason(error) -> str:
-    """One line on why Ray Train gave up: the last line of the first failed worker's error."""
-    for rank, failure in sorted(getattr(error, "worker_failures", {}).items()):
-        last = (str(failure).strip().splitlines() or [type(failure).__name__])[-1]
-        return f"worker {rank} failed: {last}"
-    return f"Ray Train stopped the run: {str(error).strip().splitlines()[0]}"
+    """One line on why Ray Train gave up: of the failed workers' last lines, one that is no mere lost connection."""
+    lines = {
+        rank: (str(failure).strip().splitlines() or [type(failure).__name__])[-1]
+        for rank, failure in sorted(getattr(error, "worker_failures", {}).items())
+    }
+    if not lines:
+        return f"Ray Train stopped the run: {first_line(error)}"
+    rank = min(lines, key=lambda rank: ("closed by peer" in lines[rank], rank))
+    return f"worker {rank} failed: {lines[rank]}"
 
 
 def _import_ray():
@@ -181,7 +197,7 @@ def _import_ray():
 
 def _connect(ray) -> None:
     """Join the cluster that RAY_ADDRESS names, or start a Ray instance that ends with this process."""
-    address = os.environ.get("RAY_ADDRESS", "local")
+    address = os.environ.get("RAY_ADDRESS") or "local"
     nobody = UserError(f"RAY_ADDRESS {address}: no Ray cluster answers there; start it, or unset RAY_ADDRESS")
     host_and_port = re.fullmatch(r"(?:ray://)?([^:/]+):(\d+)", address)
     try:
@@ -193,7 +209,7 @@ def _connect(ray) -> None:
             logging_level=logging.ERROR,
             logging_config=ray.LoggingConfig(log_level="ERROR"),  # without a dashboard Ray warns every second
         )
-    except (ConnectionError, OSError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         raise nobody from error
 
 

@@ -1,11 +1,11 @@
 """Read back what a run really does from its live objects: dtypes, optimizer, decay groups, versions, memory."""
 
 import importlib.metadata
+import math
 import resource
 
 import torch
 import torch.distributed as dist
-
 
 
 class ComputeDtypes:
@@ -71,9 +71,22 @@ def decay_by_name(model: torch.nn.Module, groups: list[tuple[list, float]]) -> d
     return {rate: sorted(members) for rate, members in decay.items()}
 
 
-def gradient_dtypes(model: torch.nn.Module) -> list[str]:
-    """The dtypes in which gradients sit after the reduction over dp."""
-    return sorted({str(p.grad.dtype) for p in model.parameters() if p.grad is not None})
+def observed_max_grad_norm(configured: float, before: float, after: float) -> float:
+    """The clipping bound that the norms before and after an update speak of; the configured one where nothing had to
+    be clipped and nothing was."""
+    if math.isclose(before, after, rel_tol=1e-6):
+        return 0.0 if 0 < configured < before * (1 - 1e-6) else configured
+    return configured if math.isclose(after, configured, rel_tol=1e-3) else after
+
+
+def torch_contract(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict:
+    """Model and optimizer of a strategy that steps a torch optimizer itself; gradients are reduced in their own dtype."""
+    return {
+        **model_contract(model),
+        **optimizer_contract(optimizer),
+        "weight_decay": decay_by_name(model, [(g["params"], g["weight_decay"]) for g in optimizer.param_groups]),
+        "reduction_dtype": sorted({str(p.grad.dtype) for p in model.parameters() if p.grad is not None}),
+    }
 
 
 def versions() -> dict[str, str]:

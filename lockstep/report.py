@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from lockstep.compare import Tolerance, Verdict
+from lockstep.compare import DERIVED_STEPS, Tolerance, Verdict
 from lockstep.contract import KNOWN_DIFFERENCES
 from lockstep.files import write_atomically
 from lockstep.history import History
@@ -42,7 +42,7 @@ def differences(verdicts: list[Verdict]) -> str:
 
 def verdict_block(histories: dict[str, History], verdicts: list[Verdict], tolerance: Tolerance, precision: str) -> str:
     """PASS or FAIL for loss and gradient norm of each strategy, each number beside what is tolerated."""
-    lines = ["", _RULE, f"Verdict (tolerances for {precision}: {tolerance.reason}):"]
+    lines = ["", _RULE, f"Verdict (tolerances for {precision}, derived in docs/precision.md):"]
     for verdict in verdicts:
         lines += [
             "",
@@ -56,8 +56,12 @@ def verdict_block(histories: dict[str, History], verdicts: list[Verdict], tolera
             f"at step {verdict.worst_grad_norm_step}",
             *(f"  FAIL  {problem}" for problem in verdict.problems),
         ]
+    longest = max(len(history.steps) for history in histories.values())
+    if longest > DERIVED_STEPS:
+        lines += ["", f"Note: the tolerances are derived for {DERIVED_STEPS} steps; in {longest}, correct runs may drift further."]
+    contracts = {history.run["label"]: history.contract for history in histories.values() if history.contract}
     for key in KNOWN_DIFFERENCES:
-        values = {history.run["label"]: history.contract[key] for history in histories.values()}
+        values = {label: contract[key] for label, contract in contracts.items()}
         if len({str(value) for value in values.values()}) > 1:
             lines += ["", f"Note: {key} differs by strategy ({values}); see docs/findings.md."]
     return "\n".join(lines)

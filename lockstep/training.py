@@ -5,7 +5,6 @@ saw, and stops all ranks when something is wrong.
 """
 
 import math
-import os
 import time
 from collections.abc import Iterator
 from typing import Protocol
@@ -15,7 +14,7 @@ import torch.distributed as dist
 
 from lockstep import history as history_file
 from lockstep import weights
-from lockstep.config import Config, Inputs, local_gpus
+from lockstep.config import Config, Inputs
 from lockstep.contract import contract_difference, expected_contract
 from lockstep.data import Batches, global_batch_hash, micro_batches_hash
 from lockstep.errors import TrainingFailure
@@ -49,19 +48,18 @@ class Strategy(Protocol):
         """What it really runs with, read from live objects after a first step (see lockstep/observe.py)."""
 
 
-def run(config: Config, inputs: Inputs, make_strategy) -> str:
-    """Train in this process as one rank of an initialised process group; returns a closing sentence.
+def run(config: Config, inputs: Inputs, make_strategy, device: torch.device) -> str:
+    """Train in this process, on this device, as one rank of an initialised process group; returns a closing sentence.
 
     `make_strategy(model, config, mesh, device)` builds the Strategy. Raises TrainingFailure on every rank.
     """
     rank = dist.get_rank()
-    device = _local_device(config)
     model, file_sums = _initial_model(config, inputs, rank)
     strategy: Strategy = make_strategy(model, config, config.mesh, device)
     dp_rank, tp_rank = config.mesh.coordinates(rank)
     expected = (dp_rank, config.dp_size, tp_rank, config.tp_size)
-    if strategy.geometry() != expected:
-        raise TrainingFailure(f"rank {rank}: the strategy sits at {strategy.geometry()}, the mesh says {expected}")
+    actual = strategy.geometry()
+    _stop_together(f"rank {rank}: the strategy sits at {actual}, the mesh says {expected}" if actual != expected else "")
 
     record = history_file.History(run=_provenance(config, inputs))
     path = history_file.path_of(config.loss_output_dir, config.strategy)
@@ -86,14 +84,13 @@ def _train(config, inputs, strategy, rank, device, file_sums, record, path) -> N
 
     for index in range(inputs.num_steps):
         compute_dtypes = ComputeDtypes(strategy.model) if index == 0 else None
-        step, losses = train_step(strategy, inputs.batches, config, rank, device, index)
+        step, everyone = train_step(strategy, inputs.batches, config, rank, device, index)
         record.add(step)
+        _require_finite(step["step"], everyone, config.mesh)
         if compute_dtypes is not None:
             record.contract = {**strategy.effective_contract(), **compute_dtypes.stop()}
             difference = contract_difference(expected_contract(config, inputs.architecture), record.contract)
-            if difference:
-                raise TrainingFailure(f"{config.label} does not run with what was asked for: {difference}")
-        _require_finite(step, losses, config.mesh)
+            _stop_together(f"{config.label} does not run with what was asked for: {difference}" if difference else "")
         if rank == 0:
             record.save(path)
             if index == 0 or (index + 1) % config.log_interval == 0:
@@ -116,18 +113,19 @@ def _train(config, inputs, strategy, rank, device, file_sums, record, path) -> N
 def train_step(strategy: Strategy, batches: Batches, config: Config, rank: int, device, index: int) -> tuple[dict, list]:
     """One step (from 0) of the loop: feed, update, gather what every rank saw.
 
-    Returns the record of the step, which keeps one loss per DP rank, and the losses of all ranks.
+    Returns the record of the step, which keeps one loss per DP rank, and (loss, norm, batch hash) of every rank.
 
-    Raises TrainingFailure on every rank if TP peers saw different batches.
+    Raises TrainingFailure on every rank if TP peers saw different batches, or DP ranks the same.
     """
     dp_rank, _ = config.mesh.coordinates(rank)
     micro_batches = batches.micro_batches(index, dp_rank, device)
     start = time.perf_counter()
     loss = strategy.forward_backward(micro_batches)
     grad_norm = strategy.update()
-    losses, hashes = _gather(float(loss), micro_batches_hash(micro_batches), device)
+    everyone = _gather([float(loss), grad_norm, micro_batches_hash(micro_batches)], device)
+    losses, hashes = [row[0] for row in everyone], [int(row[2]) for row in everyone]
     seconds = time.perf_counter() - start
-    _require_equal_peers(hashes, config.mesh, index + 1)
+    _require_right_batches(hashes, config.mesh, index + 1)
     lead = [config.mesh.rank(dp, 0) for dp in range(config.dp_size)]
     step = {
         "step": index + 1,
@@ -139,7 +137,7 @@ def train_step(strategy: Strategy, batches: Batches, config: Config, rank: int, 
         "seconds": seconds,
         "batch_hash": global_batch_hash([hashes[r] for r in lead]),
     }
-    return step, losses
+    return step, everyone
 
 
 def _initial_model(config: Config, inputs: Inputs, rank: int):
@@ -164,40 +162,50 @@ def _require_file_weights(live: dict | None, file_sums: dict | None, config: Con
     """
     if file_sums is None or config.precision == "bf16":
         return
-    wrong = [None]
+    wrong = None
     if live is not None:
         names = sorted(live.keys() | file_sums.keys())
-        wrong = [next((name for name in names if live.get(name) != file_sums.get(name)), None)]
-    dist.broadcast_object_list(wrong, src=0)
-    if wrong[0]:
-        raise TrainingFailure(f"after sharding, {wrong[0]} is not what {config.init_weights_path} holds")
+        wrong = next((name for name in names if live.get(name) != file_sums.get(name)), None)
+    _stop_together(f"after sharding, {wrong} is not what {config.init_weights_path} holds" if wrong else "")
 
 
-def _require_equal_peers(hashes: list[int], mesh, step: int) -> None:
+def _stop_together(problem: str) -> None:
+    """Raise the first rank's problem on every rank; without one ("") on any rank, go on. Collective."""
+    problems: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    first = next((text for text in problems if text), "")
+    if first:
+        raise TrainingFailure(first)
+
+
+def _require_right_batches(hashes: list[int], mesh, step: int) -> None:
+    """TP peers share a batch, DP ranks do not."""
     for rank, value in enumerate(hashes):
         dp_rank, _ = mesh.coordinates(rank)
-        if value != hashes[mesh.rank(dp_rank, 0)]:
+        lead = mesh.rank(dp_rank, 0)
+        if value != hashes[lead]:
+            raise TrainingFailure(f"step {step}: TP peers rank {lead} and rank {rank} (dp {dp_rank}) saw different batches")
+        twin = next((dp for dp in range(dp_rank) if hashes[mesh.rank(dp, 0)] == value), None)
+        if twin is not None:
             raise TrainingFailure(
-                f"step {step}: TP peers rank {mesh.rank(dp_rank, 0)} and rank {rank} (dp {dp_rank}) saw different batches"
+                f"step {step}: DP ranks {twin} and {dp_rank} saw the same batch; give a corpus that does not repeat itself"
             )
 
 
-def _require_finite(step: dict, losses: list[float], mesh) -> None:
-    for rank, loss in enumerate(losses):
-        if not math.isfinite(loss):
-            dp_rank, tp_rank = mesh.coordinates(rank)
-            raise TrainingFailure(f"step {step['step']}: the loss is {loss} on rank {rank} (dp {dp_rank}, tp {tp_rank})")
-    if not math.isfinite(step["grad_norm"]):
-        raise TrainingFailure(f"step {step['step']}: the gradient norm is {step['grad_norm']}")
+def _require_finite(step: int, everyone: list[list[float]], mesh) -> None:
+    for rank, (loss, grad_norm, _) in enumerate(everyone):
+        for what, value in (("loss", loss), ("gradient norm", grad_norm)):
+            if not math.isfinite(value):
+                dp_rank, tp_rank = mesh.coordinates(rank)
+                raise TrainingFailure(f"step {step}: the {what} is {value} on rank {rank} (dp {dp_rank}, tp {tp_rank})")
 
 
-def _gather(loss: float, batch_hash: int, device) -> tuple[list[float], list[int]]:
-    """Every rank's loss and batch hash, in rank order. float64 carries both exactly (the hash has 48 bits)."""
-    mine = torch.tensor([loss, batch_hash], dtype=torch.float64, device=device)
-    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, mine)
-    rows = [row.tolist() for row in everyone]
-    return [row[0] for row in rows], [int(row[1]) for row in rows]
+def _gather(mine: list[float], device) -> list[list[float]]:
+    """Every rank's numbers, in rank order. float64 carries them exactly (the hash has 48 bits)."""
+    row = torch.tensor(mine, dtype=torch.float64, device=device)
+    everyone = [torch.empty_like(row) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, row)
+    return [row.tolist() for row in everyone]
 
 
 def _live_checksums(strategy: Strategy, rank: int) -> dict[str, str] | None:
@@ -207,14 +215,6 @@ def _live_checksums(strategy: Strategy, rank: int) -> dict[str, str] | None:
     for _ in strategy.full_parameters():
         pass
     return None
-
-
-def _local_device(config: Config) -> torch.device:
-    if config.device == "cpu":
-        return torch.device("cpu")
-    index = int(os.environ.get("LOCAL_RANK", 0)) % max(1, local_gpus())
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)
 
 
 def _provenance(config: Config, inputs: Inputs) -> dict:

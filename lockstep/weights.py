@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from lockstep.architectures import parameter_shapes
-from lockstep.errors import UserError
+from lockstep.errors import UserError, first_line
 from lockstep.files import write_atomically
 
 _HEADER = "lockstep"
@@ -64,8 +64,14 @@ def check(path: Path, architecture: dict) -> None:
     check_suffix(path)
     if not path.is_file():
         raise UserError(f"--init_weights_path {path}: no such file; run train_ddp.py with --save_init_weights first")
-    found = _read_safetensors(path) if path.suffix == ".safetensors" else _read_pt(path)
+    written_for, found = _read_safetensors(path) if path.suffix == ".safetensors" else _read_pt(path)
     _compare(path, found, architecture)
+    other = next((key for key in sorted(architecture) if written_for.get(key) != architecture[key]), None)
+    if other:
+        raise UserError(
+            f"--init_weights_path {path}: written for {other} = {written_for.get(other)}, the model has "
+            f"{architecture[other]}; use the model it was written with, or {_REWRITE}"
+        )
 
 
 def load(path: Path, model) -> dict[str, str]:
@@ -90,8 +96,8 @@ def load(path: Path, model) -> dict[str, str]:
     return content["sha256"]
 
 
-def _read_safetensors(path: Path) -> dict[str, tuple[str, tuple[int, ...], str, str]]:
-    """Name -> (dtype, shape, recorded SHA-256, actual SHA-256), read without torch.
+def _read_safetensors(path: Path) -> tuple[dict, dict[str, tuple[str, tuple[int, ...], str, str]]]:
+    """The architecture, and name -> (dtype, shape, recorded SHA-256, actual SHA-256), read without torch.
 
     Layout: 8 bytes little-endian header length, a JSON header, then the tensors' bytes
     (https://github.com/huggingface/safetensors#format).
@@ -114,7 +120,7 @@ def _read_safetensors(path: Path) -> dict[str, tuple[str, tuple[int, ...], str, 
                 file.seek(8 + length + begin)
                 actual = hashlib.sha256(file.read(end - begin)).hexdigest()
                 found[name] = (entry["dtype"], tuple(entry["shape"]), about["sha256"].get(name, "none"), actual)
-            return found
+            return dict(about["architecture"]), found
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         if isinstance(error, UserError):
             raise
@@ -128,17 +134,16 @@ def _load_pt(path: Path) -> dict:
         content = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
         content["architecture"], content["sha256"], content["tensors"].items  # noqa: B018 - the three parts are there
     except Exception as error:  # torch raises half a dozen kinds, from zip, pickle and its own code
-        reason = str(error).strip().splitlines()[0][:100] or type(error).__name__
         raise UserError(
-            f"--init_weights_path {path}: damaged, truncated or not a weights file ({reason}); {_REWRITE}"
+            f"--init_weights_path {path}: damaged, truncated or not a weights file ({first_line(error)}); {_REWRITE}"
         ) from error
     return content
 
 
-def _read_pt(path: Path) -> dict[str, tuple[str, tuple[int, ...], str, str]]:
+def _read_pt(path: Path) -> tuple[dict, dict[str, tuple[str, tuple[int, ...], str, str]]]:
     content = _load_pt(path)
     names = {"torch.float32": "F32"}
-    return {
+    return content["architecture"], {
         name: (
             names.get(str(tensor.dtype), str(tensor.dtype)),
             tuple(tensor.shape),

@@ -54,7 +54,7 @@ def histories(folder: Path, argument: dict) -> None:
         config, inputs = configuration(run["strategy"], run["arguments"])
         config = dataclasses.replace(config, loss_output_dir=folder / run["name"])
         with planted.fault(run["fault"], config, inputs) as wrap:
-            training.run(config, inputs, lambda *a, wrap=wrap, run=run: wrap(MAKE[run["strategy"]](*a)))
+            training.run(config, inputs, lambda *a, wrap=wrap, run=run: wrap(MAKE[run["strategy"]](*a)), torch.device("cpu"))
 
 
 def refused(folder: Path, argument: dict) -> None:
@@ -65,7 +65,7 @@ def refused(folder: Path, argument: dict) -> None:
     config = dataclasses.replace(config, loss_output_dir=folder)
     try:
         with planted.fault(argument["fault"], config, inputs) as wrap:
-            training.run(config, inputs, lambda *a: wrap(MAKE[argument["strategy"]](*a)))
+            training.run(config, inputs, lambda *a: wrap(MAKE[argument["strategy"]](*a)), torch.device("cpu"))
         message = "not stopped"
     except training.TrainingFailure as error:
         message = str(error)
@@ -90,12 +90,3 @@ def sharded_loss(folder: Path, argument: dict) -> None:
             assert torch.equal(mine.detach(), before), "the caller's logits were changed"
             results[f"{vocab} {dtype}"] = {"loss": loss.detach(), "gradient": mine.grad}
     torch.save(results, folder / f"loss{rank}.pt")
-
-
-def refused_data(folder: Path, argument: dict) -> None:
-    """TP peers that are really handed different batches by the data side."""
-    from lockstep.data import Batches
-
-    real = Batches.micro_batches
-    Batches.micro_batches = lambda self, step, dp_rank, device: real(self, step, dist.get_rank() % self.dp_size, device)
-    refused(folder, {**argument, "fault": "none"})

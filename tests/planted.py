@@ -135,6 +135,30 @@ def _nan(strategy, config, inputs):
     strategy.forward_backward = forward_backward
 
 
+def _wrong_data(pick):
+    """The data side itself hands out the wrong share: pick(batches, rank) -> dp_rank."""
+
+    @contextlib.contextmanager
+    def context(config, inputs):
+        from lockstep.data import Batches
+
+        real = Batches.micro_batches
+
+        def micro_batches(self, step, dp_rank, device):
+            return real(self, step, pick(self, dist.get_rank()), device)
+
+        with mock.patch.object(Batches, "micro_batches", micro_batches):
+            yield lambda strategy: strategy
+
+    return context
+
+
+def _elsewhere(strategy, config, inputs):
+    """The strategy's groups do not lie as the mesh says."""
+    dp_rank, *rest = strategy.geometry()
+    strategy.geometry = lambda: (config.dp_size - 1 - dp_rank, *rest)
+
+
 FAULTS = {
     "none": _wrapping(_none),
     "no DP synchronisation": _wrapping(_no_dp_sync),
@@ -146,5 +170,8 @@ FAULTS = {
     "weights changed after loading": _wrapping(_all_other_weights),
     "dropped row-parallel reduction": _dropped_row_parallel,
     "frozen": _wrapping(_frozen),
+    "DP ranks really on the same batch": _wrong_data(lambda batches, rank: 0),
+    "TP peers really on different batches": _wrong_data(lambda batches, rank: rank % batches.dp_size),
+    "at another place in the mesh": _wrapping(_elsewhere),
     "nan": _wrapping(_nan),
 }

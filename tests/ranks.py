@@ -3,6 +3,7 @@
 The function is named "module:function", takes (folder, argument) and may write files into the folder.
 """
 
+import gc
 import importlib
 import json
 import os
@@ -73,6 +74,7 @@ def main() -> None:
     try:
         getattr(importlib.import_module(module), function)(folder, json.loads((folder / "argument.json").read_text()))
     finally:
+        gc.collect()  # as in lockstep/launch.py
         dist.destroy_process_group()
 
 

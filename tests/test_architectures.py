@@ -50,7 +50,7 @@ def test_depth_is_cut_with_its_layer_types(tmp_path):
 
 @pytest.mark.parametrize(
     "content, message",
-    [(None, "no config.json"), ("{", "not a readable"), ("[]", "not a JSON object"), ('{"model_type": "llama"}', "'llama'")],
+    [(None, "no config.json"), ("{", "not a readable"), ("[]", "not a JSON object"), ('{"model_type": "llama"}', "'llama'"), ('{"model_type": "qwen2"}', "gives no vocab_size")],
 )
 def test_bad_folders(tmp_path, content, message):
     if content is not None:
@@ -72,3 +72,9 @@ def test_what_tp_must_divide(tp, key, value, words):
     architecture = {**BUILT_IN["tiny-qwen2"], "num_attention_heads": 8, "num_key_value_heads": 4}
     assert tensor_parallel_problem(architecture, tp) is None
     assert words in tensor_parallel_problem({**architecture, key: value}, tp)
+
+
+def test_dropout_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({**BUILT_IN["tiny-qwen2"], "attention_dropout": 0.1}))
+    with pytest.raises(UserError, match="would drop other weights"):
+        resolve(str(tmp_path))

@@ -1,6 +1,7 @@
 """The one-off build of DeepSpeed's extension, and the lock that an interrupted one leaves."""
 
 import os
+import threading
 import time
 from types import SimpleNamespace
 
@@ -50,11 +51,22 @@ def test_a_stale_lock_is_removed(build, capsys):
     assert not (folder / "lock").exists() and "removing the lock of an interrupted build" in capsys.readouterr().out
 
 
-def test_a_lock_in_use_is_left_alone(build, capsys):
+def test_a_lock_in_use_is_waited_for(build, capsys):
     folder, run = build
     (folder / "lock").touch()
+    timer = threading.Timer(1.5, (folder / "lock").unlink)  # the other build ends
+    timer.start()
     run()
-    assert (folder / "lock").exists() and "another process is building" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert not timer.is_alive() and "waiting for it" in out and "removing" not in out
+
+
+def test_a_young_lock_of_a_dead_build_does_not_hang(build, capsys, monkeypatch):
+    folder, run = build
+    (folder / "lock").touch()
+    monkeypatch.setattr(autotp_strategy, "STALE_LOCK_SECONDS", 2)
+    run()
+    assert "removing the lock of an interrupted build" in capsys.readouterr().out
 
 
 def test_what_deepspeed_is_told():

@@ -7,35 +7,42 @@ from lockstep.compare import compare, require_comparable, tolerance_for
 from lockstep.errors import UserError
 from ranks import run_ranks
 
-COMMON = ["--precision", "fp32", "--batch_size", "4", "--seq_length", "64", "--debug_steps", "12"]
-FSDP_FAULTS = {  # fault -> what must be red
-    "none": set(),
-    "no DP synchronisation": {"loss", "grad norm"},
-    "DP ranks on the same batch": {"loss", "grad norm"},
-    "TP peers on different batches": {"loss", "grad norm"},
-    "one side clips": {"loss", "grad norm"},
-    "dropped row-parallel reduction": {"loss", "grad norm"},
+COMMON = ["--batch_size", "4", "--seq_length", "64", "--debug_steps", "12"]
+BOTH = {"loss", "grad norm"}
+# fault -> what is red within 12 steps, in fp32 and in autocast
+FSDP_FAULTS = {
+    "none": {"fp32": set(), "autocast": set()},
+    "no DP synchronisation": {"fp32": BOTH, "autocast": BOTH},
+    "DP ranks on the same batch": {"fp32": BOTH, "autocast": BOTH},
+    "TP peers on different batches": {"fp32": BOTH, "autocast": BOTH},
+    "one side clips": {"fp32": BOTH, "autocast": BOTH},
+    "dropped row-parallel reduction": {"fp32": BOTH, "autocast": BOTH},
 }
-DDP_FAULTS = {"none": set(), "one replica with other weights": {"loss", "grad norm"}}
+DDP_FAULTS = {
+    "none": {"fp32": set(), "autocast": set()},
+    "one replica with other weights": {"fp32": BOTH, "autocast": BOTH},
+}
+PRECISIONS = ("fp32", "autocast")
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """One start of two processes for DDP and one of four for FSDP; each trains once per fault."""
+    """One start of two processes for DDP and one of four for FSDP; each trains once per fault and precision."""
     folder = tmp_path_factory.mktemp("faults")
-    ddp = [
-        {"name": f"ddp {fault}", "strategy": "ddp", "fault": fault, "arguments": [*COMMON, "--dp_size", "2"]}
-        for fault in (*DDP_FAULTS, "frozen")
-    ]
-    fsdp = [{"name": f"fsdp {f}", "strategy": "fsdp", "fault": f, "arguments": COMMON} for f in FSDP_FAULTS]
+
+    def job(strategy, fault, precision, *more):
+        arguments = [*COMMON, "--precision", precision, *more]
+        return {"name": f"{strategy} {precision} {fault}", "strategy": strategy, "fault": fault, "arguments": arguments}
+
+    ddp = [job("ddp", f, p, "--dp_size", "2") for p in PRECISIONS for f in (*DDP_FAULTS, "frozen")]
     run_ranks(2, "jobs:histories", folder, {"runs": ddp})
-    run_ranks(4, "jobs:histories", folder, {"runs": fsdp})
+    run_ranks(4, "jobs:histories", folder, {"runs": [job("fsdp", f, p) for p in PRECISIONS for f in FSDP_FAULTS]})
     return folder
 
 
-def verdict_of(runs, name, strategy):
-    baseline = history.read(runs / "ddp none" / "loss_ddp.json")
-    other = history.read(runs / f"{strategy} {name}" / f"loss_{strategy}.json")
+def verdict_of(runs, fault, strategy, precision="fp32"):
+    baseline = history.read(runs / f"ddp {precision} none" / "loss_ddp.json")
+    other = history.read(runs / f"{strategy} {precision} {fault}" / f"loss_{strategy}.json")
     require_comparable(baseline, other)
     return compare(baseline, other, tolerance_for(baseline))
 
@@ -44,14 +51,16 @@ def red(verdict):
     return {name for name, passed in (("loss", verdict.loss_passed), ("grad norm", verdict.grad_norm_passed)) if not passed}
 
 
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("fault", FSDP_FAULTS)
-def test_fsdp(runs, fault):
-    assert red(verdict_of(runs, fault, "fsdp")) == FSDP_FAULTS[fault]
+def test_fsdp(runs, fault, precision):
+    assert red(verdict_of(runs, fault, "fsdp", precision)) == FSDP_FAULTS[fault][precision]
 
 
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("fault", DDP_FAULTS)
-def test_ddp(runs, fault):
-    assert red(verdict_of(runs, fault, "ddp")) == DDP_FAULTS[fault]
+def test_ddp(runs, fault, precision):
+    assert red(verdict_of(runs, fault, "ddp", precision)) == DDP_FAULTS[fault][precision]
 
 
 def test_a_run_in_which_nothing_moves_fails(runs):
@@ -60,31 +69,30 @@ def test_a_run_in_which_nothing_moves_fails(runs):
 
 
 def test_two_runs_in_which_nothing_moves_fail_although_they_agree(runs):
-    frozen = history.read(runs / "ddp frozen" / "loss_ddp.json")
+    frozen = history.read(runs / "ddp fp32 frozen" / "loss_ddp.json")
     verdict = compare(frozen, frozen, tolerance_for(frozen))
     assert verdict.loss_passed and verdict.grad_norm_passed and not verdict.passed
 
 
 STOPPED = {
+    "at another place in the mesh": ("ddp", 2, "rank 0: the strategy sits at (1, 2, 0, 1), the mesh says (0, 2, 0, 1)"),
+    "DP ranks really on the same batch": ("ddp", 2, "step 1: DP ranks 0 and 1 saw the same batch"),
     "nan": ("ddp", 2, "step 3: the loss is nan on rank 1 (dp 1, tp 0)"),
     "one side clips, admitted": ("ddp", 2, "max_grad_norm is 0.0, not 1.0"),
     "weights changed after loading": ("ddp", 2, "model.embed_tokens.weight is not what"),
-    "TP peers on different batches": ("fsdp", 4, "step 1: TP peers rank 0 and rank 1 (dp 0) saw different batches"),
+    "TP peers really on different batches": ("fsdp", 4, "step 1: TP peers rank 0 and rank 1 (dp 0) saw different batches"),
 }
 
 
 @pytest.mark.parametrize("fault", STOPPED)
 def test_the_loop_stops_every_rank(tmp_path, fault):
     strategy, size, message = STOPPED[fault]
-    arguments = [*COMMON, "--debug_steps", "4"]
-    job = "jobs:refused"
+    arguments = [*COMMON, "--precision", "fp32", "--debug_steps", "4"]
     if fault == "weights changed after loading":
         from test_weights import write_weights
 
         arguments += ["--init_weights_path", str(write_weights(tmp_path / "init.safetensors"))]
-    if fault.startswith("TP peers"):
-        job = "jobs:refused_data"
-    run_ranks(size, job, tmp_path, {"strategy": strategy, "fault": fault, "arguments": arguments})
+    run_ranks(size, "jobs:refused", tmp_path, {"strategy": strategy, "fault": fault, "arguments": arguments})
     errors = [(tmp_path / f"error{rank}.txt").read_text() for rank in range(size)]
     assert all(message in error for error in errors), errors
     if fault == "nan":

@@ -6,13 +6,16 @@ from lockstep import history
 from lockstep.errors import UserError
 
 
+RUN = {"label": "DDP", "config": {}, "architecture": {}, "num_steps": 3, "versions": {}}
+
+
 def step(number, **changes):
     values = {"loss": 5.0 - number, "rank_losses": [5.0, 5.0], "grad_norm": 1.0, "learning_rate": 1e-3}
     return {"step": number, **values, "tokens": 64, "seconds": 0.1, "batch_hash": f"h{number}", **changes}
 
 
 def written(tmp_path, steps=3):
-    record = history.History(run={"label": "DDP"})
+    record = history.History(run=RUN)
     for number in range(1, steps + 1):
         record.add(step(number))
         record.save(tmp_path / "loss_ddp.json")
@@ -20,7 +23,7 @@ def written(tmp_path, steps=3):
 
 
 def test_every_save_is_a_whole_file(tmp_path):
-    record = history.History(run={"label": "DDP"})
+    record = history.History(run=RUN)
     for number in range(1, 4):
         record.add(step(number))
         record.save(tmp_path / "loss_ddp.json")
@@ -30,7 +33,7 @@ def test_every_save_is_a_whole_file(tmp_path):
 
 
 def test_numbers_keep_full_precision(tmp_path):
-    record = history.History(run={"label": "x"})
+    record = history.History(run=RUN)
     record.add(step(1, loss=0.1 + 0.2))
     record.save(tmp_path / "h.json")
     assert history.read(tmp_path / "h.json").steps[0]["loss"] == 0.1 + 0.2
@@ -40,6 +43,8 @@ def test_numbers_keep_full_precision(tmp_path):
     "change, message",
     [
         (lambda c: c.pop("contract"), "incomplete"),
+        (lambda c: c["run"].pop("versions"), "says nothing of versions"),
+        (lambda c: c.update(weights=3), "says nothing of its weights"),
         (lambda c: c.update(format=0), "format 1"),
         (lambda c: c["steps"].pop(1), "step 2 is missing"),
         (lambda c: c["steps"][0].pop("grad_norm"), "incomplete"),

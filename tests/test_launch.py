@@ -27,11 +27,11 @@ def orphans(folder):
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            text = (process / "cmdline").read_bytes() + (process / "environ").read_bytes()
+            command, variables = (process / "cmdline").read_bytes(), (process / "environ").read_bytes()
         except OSError:
             continue
-        if str(folder).encode() in text and int(process.name) != os.getpid():
-            found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:200])
+        if str(folder).encode() in command + variables and int(process.name) != os.getpid():
+            found.append(command.replace(b"\0", b" ").decode()[:200])
     return found
 
 
@@ -144,7 +144,8 @@ def test_a_killed_torchrun_leaves_every_step_so_far(tmp_path):
         cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
     )  # fmt: skip
     path = history.path_of(tmp_path, "ddp")
-    while process.poll() is None and not (path.exists() and len(history.read(path).steps) >= 20):
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not (path.exists() and len(history.read(path).steps) >= 20):
         time.sleep(0.1)
     workers = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
     for worker in workers:  # torchrun's own death would leave them training
@@ -170,5 +171,6 @@ def test_the_one_command_answers_a_mistake_at_once(tmp_path):
     settings = {"OUTPUT_DIR": str(tmp_path), "TP_SIZE": "3", "DEVICE": "cpu"}
     command = [ROOT / "run_verification_main.sh"]
     result = subprocess.run(command, env=environment(**settings), capture_output=True, text=True, timeout=60)
+    assert "ray" not in result.stdout.lower(), "something was started"
     assert result.returncode == 2 and "--tp_size 3 does not divide" in result.stderr
     assert not list(tmp_path.glob("*.json")) and gone(tmp_path) is True

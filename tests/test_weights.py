@@ -121,3 +121,10 @@ def test_combined_hash_sees_every_tensor():
     assert weights.combined_sha256(sums) == weights.combined_sha256(dict(reversed(sums.items())))
     assert weights.combined_sha256(sums) != weights.combined_sha256({"a": "2", "b": "1"})
     assert json.dumps(sums)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_weights_of_another_architecture_with_the_same_shapes(tmp_path, name):
+    path = write_weights(tmp_path / name)
+    with pytest.raises(UserError, match="written for rope_theta = 1000000.0, the model has 10000.0"):
+        weights.check(path, {**TINY, "rope_theta": 10000.0})

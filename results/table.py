@@ -1,0 +1,28 @@
+"""Print the README's table of results from the verdicts stored here: python results/table.py"""
+
+import json
+from pathlib import Path
+
+HERE = Path(__file__).parent
+RUNS = {
+    "tiny-qwen2-fp32-lr1e-5": "tiny, fp32, lr 1e-5",
+    "tiny-qwen2-fp32-lr1e-3": "tiny, fp32, lr 1e-3",
+    "tiny-qwen2-autocast-lr1e-5": "tiny, autocast, lr 1e-5",
+    "tiny-qwen2-autocast-lr1e-3": "tiny, autocast, lr 1e-3",
+    "wikitext2-qwen2.5-0.5b-2-layers-autocast": "Qwen2.5-0.5B sizes, 2 layers, WikiText-2, autocast, lr 1e-5",
+}
+
+print("| run | strategy | first loss | max difference | mean difference | grad norm, max relative | verdict |")
+print("|---|---|---|---|---|---|---|")
+for folder, what in RUNS.items():
+    content = json.loads((HERE / folder / "verdict.json").read_text())
+    bound = content["tolerance"]
+    for v in content["verdicts"]:
+        pairs = [
+            (abs(v["first_diff"]), bound["first"]),
+            (v["max_abs_diff"], bound["maximum"]),
+            (v["mean_abs_diff"], bound["mean"]),
+            (v["max_grad_norm_diff"], bound["grad_norm"]),
+        ]
+        cells = " | ".join(f"{value:.1e} (<= {limit:.1e})" for value, limit in pairs)
+        print(f"| {what} | {v['label'].split(' (')[0]} | {cells} | {'PASS' if v['passed'] else 'FAIL'} |")
