@@ -45,7 +45,7 @@ def deepspeed_config(config, mesh) -> dict:
 
 
 def build_extension() -> None:
-    """Build DeepSpeed's shared-memory op, once per machine, and say so; the other ranks of the machine wait.
+    """Build DeepSpeed's shared-memory op, once per environment, and say so; the other ranks of the machine wait.
 
     DeepSpeed would build it by itself, in silence, and wait for ever on the lock of a build that was interrupted.
     """
@@ -58,7 +58,7 @@ def build_extension() -> None:
         folder = Path(_get_build_directory(ShareMemCommBuilder.NAME, False))
         _wait_for_lock(folder / "lock")
         if not (folder / f"{ShareMemCommBuilder.NAME}.so").exists():
-            print("DeepSpeed: building its shared-memory op, once per machine; takes about a minute", flush=True)
+            print("DeepSpeed: building its shared-memory op, once per environment; takes about a minute", flush=True)
         ShareMemCommBuilder().load(verbose=False)
     dist.barrier()
 

@@ -63,7 +63,8 @@ if [ -z "${RAY_ADDRESS:-}" ]; then
   export RAY_AUTH_MODE=token # what a local instance uses; whoever joins it has to say so
   coproc RAY { exec "$PYTHON" -m lockstep.launch; }
   ray_pid=$RAY_PID ray_stdin=${RAY[1]} ray_stdout=${RAY[0]}
-  trap 'eval "exec $ray_stdin>&-"; wait "$ray_pid" || true' EXIT
+  end_ray() { eval "exec $ray_stdin>&-"; } # it waits for the end of its standard input
+  trap 'end_ray; wait "$ray_pid" || true' EXIT
   read -r RAY_ADDRESS <&"$ray_stdout" || { echo "$0: the local Ray instance did not start (see above)" >&2; exit 1; }
   export RAY_ADDRESS
 fi
@@ -71,4 +72,5 @@ fi
 "$PYTHON" train_ddp.py "${common[@]}" "${weights[@]}" --save_init_weights --dp_size "$DP_SIZE" --num_workers "$DP_SIZE"
 "$PYTHON" train_deepspeed.py "${common[@]}" "${weights[@]}" "${sharded[@]}"
 "$PYTHON" train_fsdp.py "${common[@]}" "${weights[@]}" "${sharded[@]}"
+[ -z "${ray_pid:-}" ] || end_ray # while the comparison runs
 "$PYTHON" plot_loss_curves.py --input_dir "$OUTPUT_DIR" --output "$OUTPUT_DIR/loss_curves.png" --json "$OUTPUT_DIR/verdict.json"

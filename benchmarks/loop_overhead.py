@@ -1,11 +1,11 @@
 """Steady-state step time in THE loop against a bare loop of the same strategy, in alternation.
 
-    torchrun --nproc_per_node 2 benchmarks/loop_overhead.py ddp --blocks 9 --steps 40
-    torchrun --nproc_per_node 4 benchmarks/loop_overhead.py fsdp --blocks 9 --steps 40
+    torchrun --nproc_per_node 2 benchmarks/loop_overhead.py ddp --steps 200
+    torchrun --nproc_per_node 4 benchmarks/loop_overhead.py fsdp --steps 200
 
-Both run on the same live objects. A block of the loop is a whole `training.train_step` with the data, the hashes, the
-gathering and the history file; a block of the bare loop is what a person would write: zero_grad, forward, backward,
-clip, step on a batch in memory. Prints the ratio of the medians, block by block.
+Both run on the same live objects, one step of the one, one step of the other. A step of the loop is a whole
+`training.train_step` with the data, the hashes, the gathering and the history file; a bare step is what a person would
+write: zero_grad, forward, backward, clip, step on a batch in memory. Prints the ratio of the median times.
 """
 
 import argparse
@@ -52,8 +52,7 @@ def bare_step(name, strategy, config, device, batch):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("strategy", choices=MAKE)
-    parser.add_argument("--blocks", type=int, default=9)
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=200)
     options, flags = parser.parse_known_args()
     config = config_module.parse_config(options.strategy, flags)
     inputs = config_module.load_inputs(config)
@@ -67,31 +66,28 @@ def main() -> None:
     record = history.History(run={})
     path = Path(tempfile.mkdtemp()) / "history.json"
 
-    def loop_block():
-        for _ in range(options.steps):
-            record.add(training.train_step(strategy, inputs.batches, config, rank, device, len(record.steps))[0])
-            if rank == 0:
-                record.save(path)
+    def loop_step():
+        record.add(training.train_step(strategy, inputs.batches, config, rank, device, len(record.steps))[0])
+        if rank == 0:
+            record.save(path)
 
-    def bare_block():
-        for _ in range(options.steps):
-            bare_step(options.strategy, strategy, config, device, batch)
-
-    def timed(block):
+    def timed(step):
         dist.barrier()
         start = time.perf_counter()
-        block()
+        step()
         dist.barrier()
-        return (time.perf_counter() - start) / options.steps
+        return time.perf_counter() - start
 
-    timed(loop_block), timed(bare_block)  # warm up
-    pairs = [(timed(loop_block), timed(bare_block)) for _ in range(options.blocks)]
+    def bare():
+        bare_step(options.strategy, strategy, config, device, batch)
+
+    pairs = [(timed(loop_step), timed(bare)) for _ in range(options.steps)][10:]  # the first ten warm up
     if rank == 0:
-        ratios = [loop / bare for loop, bare in pairs]
-        loop, bare = (statistics.median(column) for column in zip(*pairs, strict=True))
+        loop, bare_seconds = (statistics.median(column) for column in zip(*pairs, strict=True))
+        spread = statistics.quantiles([a / b for a, b in pairs], n=4)
         print(
-            f"{options.strategy}: loop {1e3 * loop:.1f} ms, bare {1e3 * bare:.1f} ms, ratio median "
-            f"{statistics.median(ratios):.3f} of {[round(r, 3) for r in ratios]}"
+            f"{options.strategy}: loop {1e3 * loop:.1f} ms, bare {1e3 * bare_seconds:.1f} ms, ratio of medians "
+            f"{loop / bare_seconds:.3f} (pair by pair: quartiles {', '.join(f'{q:.3f}' for q in spread)})"
         )
     dist.destroy_process_group()
 
