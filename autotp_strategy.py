@@ -16,7 +16,6 @@ from lockstep.model import causal_lm_loss
 from lockstep.observe import decay_by_name, model_contract, optimizer_contract
 from lockstep.optim import build_optimizer, parameter_groups
 
-
 STALE_LOCK_SECONDS = 120  # no file of the build was touched for this long: nobody is building
 
 

@@ -60,6 +60,12 @@ REQUIRED = (
     "num_key_value_heads", "max_position_embeddings", "initializer_range",
 )  # fmt: skip
 SUPPORTED_TYPES = ("qwen2",)
+SPLIT_BY_TP = {  # what every tp rank takes an equal share of
+    "num_attention_heads": "attention heads",
+    "num_key_value_heads": "KV heads",
+    "intermediate_size": "MLP columns",
+    "vocab_size": "vocabulary entries",
+}
 
 
 def resolve(model_name: str, num_layers: int | None = None) -> tuple[dict, str]:
@@ -183,21 +189,12 @@ def parameter_shapes(architecture: dict) -> dict[str, tuple[int, ...]]:
 
 def tensor_parallel_problem(architecture: dict, tp_size: int) -> str | None:
     """Why this architecture cannot be split over tp_size ranks, in a sentence, or None."""
-    for key, what in (
-        ("num_attention_heads", "attention heads"),
-        ("num_key_value_heads", "KV heads"),
-        ("intermediate_size", "MLP columns"),
-        ("vocab_size", "vocabulary entries"),
-    ):
+    for key, what in SPLIT_BY_TP.items():
         if architecture[key] % tp_size:
-            fits = [n for n in range(1, architecture[key] + 1) if _divides(architecture, n)]
+            divisors = range(1, architecture[key] + 1)
+            fits = [n for n in divisors if all(architecture[k] % n == 0 for k in SPLIT_BY_TP)]
             return (
                 f"--tp_size {tp_size} does not divide the model's {architecture[key]} {what} ({key}); "
                 f"choose --tp_size from {', '.join(map(str, fits))}"
             )
     return None
-
-
-def _divides(architecture: dict, tp_size: int) -> bool:
-    keys = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
-    return all(architecture[key] % tp_size == 0 for key in keys)

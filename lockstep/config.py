@@ -156,13 +156,18 @@ def parse_config(strategy: str, argv: list[str] | None = None) -> Config:
     options.update(_resolve_device(strategy, options))
     for name in ("init_weights_path", "loss_output_dir", "storage_path"):  # workers run in other folders
         if options[name] is not None:
-            options[name] = Path(options[name]).expanduser().absolute()
+            options[name] = Path(os.path.expanduser(options[name])).absolute()
     return Config(strategy=strategy, **options)
 
 
 def launched_in_place() -> bool:
     """Whether torchrun or the deepspeed launcher started this process as one of several ranks."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def workers_here(total: int) -> int:
+    """How many of a launcher's ranks run on this machine; torchrun and deepspeed have different names for it."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or total)
 
 
 def _resolve_mesh(strategy: str, options: dict) -> dict:
@@ -201,8 +206,8 @@ def _resolve_device(strategy: str, options: dict) -> dict:
     gpus, cores = local_gpus(), os.cpu_count() or 1
     in_place = launched_in_place()
     cluster = bool(os.environ.get("RAY_ADDRESS")) and not in_place  # its size is not this machine's
-    if in_place:  # torchrun and deepspeed have different names for the ranks on this machine
-        workers = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or workers)
+    if in_place:
+        workers = workers_here(workers)
     if device == "auto":
         device = "cuda" if gpus >= workers and backend != "gloo" else "cpu"
     if backend == "auto":

@@ -17,7 +17,6 @@ from lockstep import history
 from lockstep.config import Config
 from lockstep.errors import TrainingFailure, UserError, first_line
 
-
 RAY_ENVIRONMENT = {
     "RAY_CHDIR_TO_TRIAL_DIR": "0",  # workers stay where the scripts are
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # print is print
@@ -25,8 +24,6 @@ RAY_ENVIRONMENT = {
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # one actor less to start; a preempted run is not resumed here
     "RAY_TRAIN_METRICS_ENABLED": "0",  # there is no dashboard to show them
 }
-
-
 CONNECT_TIMEOUT = 3.0  # seconds
 
 
@@ -61,7 +58,8 @@ def banner(config: Config, inputs) -> str:
     gpus = config_module.local_gpus()
     return (
         f"{config.label}: {inputs.architecture_source}, {inputs.architecture['num_hidden_layers']} layers, "
-        f"{config.precision}, tokenizer {inputs.batches.corpus.tokenizer_name}; {config.num_workers} workers on {config.device} over {config.backend} "
+        f"{config.precision}, tokenizer {inputs.batches.corpus.tokenizer_name}; "
+        f"{config.num_workers} workers on {config.device} over {config.backend} "
         f"({gpus} GPUs, {os.cpu_count()} CPU cores here)"
     )
 
@@ -96,7 +94,7 @@ def _run_in_place(config: Config, inputs, make_strategy) -> str:
 
     from lockstep import training
 
-    _set_threads(config, int(os.environ.get("LOCAL_WORLD_SIZE", config.num_workers)))
+    _set_threads(config, config_module.workers_here(config.num_workers))
     device = torch.device("cpu")
     if config.device == "cuda":  # over gloo, ranks may share a GPU
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())

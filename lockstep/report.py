@@ -109,5 +109,5 @@ def draw(histories: dict[str, History], tolerance: Tolerance | None, path: Path)
         bottom.legend(fontsize="small")
     for axes in (top, bottom):
         axes.grid(alpha=0.3)
-    write_atomically(path, lambda temporary: figure.savefig(temporary, dpi=120, format=path.suffix[1:] or "png"))
+    write_atomically(path, lambda temporary: figure.savefig(temporary, dpi=120, format=path.suffix[1:]))
     pyplot.close(figure)

@@ -80,7 +80,7 @@ def _train(config, inputs, strategy, rank, device, file_sums, record, path) -> N
     _require_file_weights(before, file_sums, config)
     if rank == 0:
         record.weights = {"initial_sha256": weights.combined_sha256(before)}
-        record.save(path)  # an older file of this name must not pass for this run's
+        record.save(path)
 
     for index in range(inputs.num_steps):
         compute_dtypes = ComputeDtypes(strategy.model) if index == 0 else None
@@ -105,7 +105,6 @@ def _train(config, inputs, strategy, rank, device, file_sums, record, path) -> N
     if rank == 0:
         record.weights["final_sha256"] = weights.combined_sha256(after)
         record.weights["moved"] = sorted(name for name in after if after[name] != before[name])
-        record.weights["unmoved"] = sorted(name for name in after if after[name] == before[name])
         record.run["peak_memory"] = memory
         record.ended = "finished"
 

@@ -19,7 +19,7 @@ def history(strategy="ddp", precision="fp32", steps=20, shift=0.0):
             "config": {"precision": precision, "model_name": "tiny-qwen2", "learning_rate": 1e-3},
         },
         contract=copy.deepcopy(CONTRACT),
-        weights={"initial_sha256": "a", "final_sha256": "b", "moved": ["w"], "unmoved": []},
+        weights={"initial_sha256": "a", "final_sha256": "b", "moved": ["w"]},
         ended="finished",
         steps=[
             {
