@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from lockstep.mesh import share
 from lockstep.model import causal_lm_loss
 from lockstep.observe import decay_by_name, model_contract, optimizer_contract
 from lockstep.optim import build_optimizer, parameter_groups
@@ -132,23 +133,48 @@ class AutoTPStrategy:
         for name, parameter in self.model.named_parameters():
             yield name, self._gather_over_tp(name, parameter.detach()).cpu()
 
-    def full_gradients(self):
-        from deepspeed.utils import safe_get_full_grad
+    def held(self, kind: str):
+        """Whole over dp, as DeepSpeed's safe_get_full_* give it, but only this rank's tensor-parallel shard."""
+        from deepspeed.utils import safe_get_full_grad, safe_get_full_optimizer_state
 
+        if kind in ("exp_avg", "exp_avg_sq") and isinstance(self.optimizer.optimizer, torch.optim.SGD):
+            return
+        if kind in ("exp_avg", "exp_avg_sq"):
+            # DeepSpeed links the moments once, when only the first parameter group has stepped (docs/findings.md)
+            self.optimizer._hp_optimizer_states_linked = False
+            self.optimizer._lazy_init_hp_params_optimizer_state()
         for name, parameter in self.model.named_parameters():
-            shard = safe_get_full_grad(parameter)  # whole over dp, but only this rank's tensor-parallel shard
-            yield name, self._gather_over_tp(name, shard).cpu()
+            if kind == "parameter":
+                shard = parameter.detach()
+            elif kind == "gradient":
+                shard = safe_get_full_grad(parameter)
+            else:
+                shard = safe_get_full_optimizer_state(parameter, kind)
+            full = tuple(self.full_shapes[name])
+            start = [0] * len(full)
+            for dim in self._cut_dims(name, shard):
+                start[dim], _ = share(full[dim], self.geometry()[2], self.geometry()[3])
+            yield name, shard, full, tuple(start)
+
+    def _cut_dims(self, name: str, shard: torch.Tensor) -> list[int]:
+        """The dims in which a tensor-parallel shard is smaller than the full tensor: one, or none."""
+        full_shape = self.full_shapes[name]
+        return [dim for dim, (part, whole) in enumerate(zip(shard.shape, full_shape, strict=True)) if part != whole]
 
     def _gather_over_tp(self, name: str, shard: torch.Tensor) -> torch.Tensor:
         """Join the shards of a tensor along the one dim in which it is smaller than the whole."""
-        full_shape = self.full_shapes[name]
-        dims = [dim for dim, (part, whole) in enumerate(zip(shard.shape, full_shape, strict=True)) if part != whole]
+        dims = self._cut_dims(name, shard)
         if not dims:
             return shard
         (dim,) = dims
         group = self._tp_group()
-        parts = [torch.empty_like(shard) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(parts, shard.contiguous(), group=group)
+        parts = []
+        for rank in range(dist.get_world_size(group)):  # shards of an odd dim differ in size: broadcast, not all_gather
+            shape = list(shard.shape)
+            _, shape[dim] = share(self.full_shapes[name][dim], rank, dist.get_world_size(group))
+            part = shard.contiguous() if rank == dist.get_rank(group) else shard.new_empty(shape)
+            dist.broadcast(part, group=group, group_src=rank)
+            parts.append(part)
         return torch.cat(parts, dim=dim)
 
     def effective_contract(self) -> dict:

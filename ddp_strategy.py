@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.model import causal_lm_loss
 from lockstep.observe import observed_max_grad_norm, torch_contract
-from lockstep.optim import build_optimizer, parameter_groups, total_norm
+from lockstep.optim import build_optimizer, held_tensors, parameter_groups, total_norm
 
 
 class DDPStrategy:
@@ -53,9 +53,9 @@ class DDPStrategy:
         for name, parameter in self.model.named_parameters():
             yield name, parameter.detach().cpu()
 
-    def full_gradients(self):
-        for name, parameter in self.model.named_parameters():
-            yield name, parameter.grad.detach().cpu()
+    def held(self, kind: str):
+        for name, tensor in held_tensors(self.model, self.optimizer, kind):
+            yield name, tensor, tuple(tensor.shape), (0,) * tensor.ndim
 
     def effective_contract(self) -> dict:
         return {

@@ -10,13 +10,14 @@ from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
     RowwiseParallel,
+    SequenceParallel,
     parallelize_module,
 )
 
-from lockstep.mesh import build_device_mesh
+from lockstep.mesh import build_device_mesh, share
 from lockstep.model import causal_lm_loss
 from lockstep.observe import observed_max_grad_norm, torch_contract
-from lockstep.optim import build_optimizer, parameter_groups, total_norm
+from lockstep.optim import build_optimizer, held_tensors, parameter_groups, total_norm
 from lockstep.vocab_parallel_loss import vocab_parallel_cross_entropy
 
 # full_tensor() gathers over tp, then over dp, and is told each time that one collective would be faster.
@@ -39,6 +40,10 @@ TP_PLAN = {
     "model.layers.*.self_attn.q_proj": ("colwise", ColwiseParallel()),  # whole heads, with their bias
     "model.layers.*.self_attn.k_proj": ("colwise", ColwiseParallel()),  # whole KV heads, with their bias
     "model.layers.*.self_attn.v_proj": ("colwise", ColwiseParallel()),
+    # Qwen3: one norm for all heads. Its weight is whole on every rank, which knows only its own heads' share of the
+    # gradient: the shares are summed over tp.
+    "model.layers.*.self_attn.q_norm": ("replicated_with_grad_allreduce", SequenceParallel(sequence_dim=2, use_local_output=True)),
+    "model.layers.*.self_attn.k_norm": ("replicated_with_grad_allreduce", SequenceParallel(sequence_dim=2, use_local_output=True)),
     "model.layers.*.self_attn.o_proj": ("rowwise", RowwiseParallel()),  # no bias in Qwen2: nothing added twice
     "model.layers.*.mlp": (
         "input",
@@ -64,9 +69,13 @@ def check_plan(model: torch.nn.Module) -> None:
     planned = {pattern for pattern, (style, _) in TP_PLAN.items() if style != "input"}
     for name, module in model.named_modules():
         if isinstance(module, (torch.nn.Linear, torch.nn.Embedding)):
-            pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
-            if pattern not in planned:
-                raise ValueError(f"TP_PLAN says nothing about {pattern}: every linear layer and embedding needs a row")
+            if _pattern(name) not in planned:
+                raise ValueError(f"TP_PLAN says nothing about {_pattern(name)}: every linear layer and embedding needs a row")
+
+
+def _pattern(name: str) -> str:
+    """model.layers.3.mlp -> model.layers.*.mlp"""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 class FSDPStrategy:
@@ -84,9 +93,6 @@ class FSDPStrategy:
             fully_shard(layer, mesh=device_mesh["dp"], reshard_after_forward=False)
         fully_shard(self.model, mesh=device_mesh["dp"], reshard_after_forward=False)
         self.parameters = list(self.model.parameters())
-        for name, parameter in self.model.named_parameters():
-            if any(placement.is_replicate() for placement in parameter.placements):  # its norm would count twice
-                raise ValueError(f"{name} is replicated over an axis of its mesh: {parameter.placements}")
         self.optimizer = build_optimizer(
             [
                 group
@@ -100,12 +106,13 @@ class FSDPStrategy:
     def _shard_over_tp(self, tp_mesh) -> None:
         check_plan(self.model)
         tied = self.model.lm_head.weight is self.model.model.embed_tokens.weight
-        styles = {pattern: style for pattern, (_, style) in TP_PLAN.items()}
+        here = {_pattern(name) for name, _ in self.model.named_modules()}
+        styles = {pattern: style for pattern, (_, style) in TP_PLAN.items() if pattern in here}
         parallelize_module(self.model, tp_mesh, styles, src_data_rank=None)  # all ranks hold equal weights already
         head = self.model.lm_head
         if tied:  # parallelize_module makes a new Parameter of each; make them one again
             head.weight = self.model.model.embed_tokens.weight
-        first_id = tp_mesh.get_local_rank() * (head.out_features // tp_mesh.size())
+        first_id, _ = share(head.out_features, tp_mesh.get_local_rank(), tp_mesh.size())
         group = tp_mesh.get_group()
 
         def loss_on_shards(logits, labels, vocab_size, shift_labels, **_):
@@ -116,10 +123,10 @@ class FSDPStrategy:
 
     @staticmethod
     def _by_mesh(parameters) -> list[list[DTensor]]:
-        """Parameters grouped by the mesh they live on: (dp, tp) for those in the plan, (dp,) for the norms."""
+        """Parameters grouped by mesh and placements: (dp, tp) for those in the plan, (dp,) for the norms."""
         groups: dict = {}
         for parameter in parameters:
-            groups.setdefault(parameter.device_mesh, []).append(parameter)
+            groups.setdefault((parameter.device_mesh, _sharded_axes(parameter)), []).append(parameter)
         return list(groups.values())
 
     def geometry(self) -> tuple[int, int, int, int]:
@@ -143,7 +150,7 @@ class FSDPStrategy:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for group in self._by_mesh(self.parameters):
             square = total_norm([p.grad.to_local() for p in group]) ** 2
-            for axis in range(group[0].device_mesh.ndim):
+            for axis in _sharded_axes(group[0]):
                 dist.all_reduce(square, group=group[0].device_mesh.get_group(axis))
             total += square
         return total.sqrt()
@@ -161,9 +168,9 @@ class FSDPStrategy:
         for name, parameter in self.model.named_parameters():
             yield name, parameter.detach().full_tensor().cpu()
 
-    def full_gradients(self):
-        for name, parameter in self.model.named_parameters():
-            yield name, parameter.grad.full_tensor().cpu()
+    def held(self, kind: str):
+        for name, tensor in held_tensors(self.model, self.optimizer, kind):
+            yield name, tensor.to_local(), tuple(tensor.shape), _start(tensor)
 
     def effective_contract(self) -> dict:
         return {
@@ -174,3 +181,21 @@ class FSDPStrategy:
             "gradient_accumulation_steps": self.num_micro_batches,
             "loss_is_mean_over": [self.num_tokens, self.num_micro_batches, self.geometry()[1]],
         }
+
+
+def _sharded_axes(tensor: DTensor) -> tuple[int, ...]:
+    """The mesh axes over which a tensor is cut, not copied."""
+    return tuple(axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate())
+
+
+def _start(tensor: DTensor) -> tuple[int, ...]:
+    """Where this rank's shard begins in the full tensor: tp cut it first, then dp cut what tp had left."""
+    start, shape = [0] * tensor.ndim, list(tensor.shape)
+    mesh = tensor.device_mesh
+    for axis in reversed(_sharded_axes(tensor)):
+        dim = tensor.placements[axis].dim
+        first, shape[dim] = share(shape[dim], mesh.get_local_rank(axis), mesh.size(axis))
+        start[dim] += first
+    if shape != list(tensor.to_local().shape):
+        raise ValueError(f"a shard of {tuple(tensor.shape)} is {tuple(tensor.to_local().shape)}, expected {tuple(shape)}")
+    return tuple(start)

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from lockstep import history, report
-from lockstep.compare import RULES, compare, require_comparable, tolerance_for
+from lockstep.compare_losses import RULES, compare, require_comparable, tolerance_for
 from lockstep.config import STRATEGIES, Parser
 from lockstep.errors import UserError
 from lockstep.files import write_text

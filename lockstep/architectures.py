@@ -32,6 +32,12 @@ TINY_QWEN2 = {
     "attention_dropout": 0.0,
 }
 
+TINY_QWEN2_ODD_VOCAB = {**TINY_QWEN2, "vocab_size": 2047}  # tp does not divide it: the last shard is shorter
+# norms on the heads of q and k, whose weights every tp rank holds and only part of the heads teach; no biases
+TINY_QWEN3 = {**TINY_QWEN2, "model_type": "qwen3", "head_dim": 16, "attention_bias": False}
+# embedding and head are two matrices; no biases
+TINY_LLAMA = {**TINY_QWEN2, "model_type": "llama", "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False}
+
 # The published config.json of Qwen/Qwen2.5-0.5B (https://huggingface.co/Qwen/Qwen2.5-0.5B).
 QWEN2_5_0_5B = {
     "model_type": "qwen2",
@@ -52,19 +58,24 @@ QWEN2_5_0_5B = {
     "attention_dropout": 0.0,
 }
 
-BUILT_IN = {"tiny-qwen2": TINY_QWEN2, "Qwen2.5-0.5B": QWEN2_5_0_5B}
+BUILT_IN = {
+    "tiny-qwen2": TINY_QWEN2,
+    "tiny-qwen2-odd-vocab": TINY_QWEN2_ODD_VOCAB,
+    "tiny-qwen3": TINY_QWEN3,
+    "tiny-llama": TINY_LLAMA,
+    "Qwen2.5-0.5B": QWEN2_5_0_5B,
+}
 HUB_STAND_INS = {"Qwen/Qwen2.5-0.5B": "Qwen2.5-0.5B"}
 HUB_TIMEOUT = 2.0  # seconds
 REQUIRED = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "max_position_embeddings", "initializer_range",
 )  # fmt: skip
-SUPPORTED_TYPES = ("qwen2",)
+SUPPORTED_TYPES = ("qwen2", "qwen3", "llama")
 SPLIT_BY_TP = {  # what every tp rank takes an equal share of
     "num_attention_heads": "attention heads",
     "num_key_value_heads": "KV heads",
     "intermediate_size": "MLP columns",
-    "vocab_size": "vocabulary entries",
 }
 
 
@@ -80,11 +91,13 @@ def resolve(model_name: str, num_layers: int | None = None) -> tuple[dict, str]:
     if family not in SUPPORTED_TYPES:
         raise UserError(
             f"--model_name {model_name}: its model_type is {family!r}, and the tensor-parallel plan covers only "
-            f"{', '.join(SUPPORTED_TYPES)}; choose a Qwen2 or Qwen2.5 model"
+            f"{', '.join(SUPPORTED_TYPES)}; choose a Qwen2, Qwen2.5, Qwen3 or Llama model"
         )
     missing = next((key for key in REQUIRED if not isinstance(architecture.get(key), (int, float))), None)
     if missing:
         raise UserError(f"--model_name {model_name}: its config.json gives no {missing}; fetch the model again")
+    if architecture["model_type"] == "llama" and (architecture.get("attention_bias") or architecture.get("mlp_bias")):
+        raise UserError(f"--model_name {model_name}: a Llama with biases, which the tensor-parallel plan does not cover")
     if architecture.get("attention_dropout"):
         raise UserError(
             f"--model_name {model_name}: attention_dropout is {architecture['attention_dropout']}, and every strategy "
@@ -164,17 +177,21 @@ def _read_config(path: Path) -> dict:
 
 
 def parameter_shapes(architecture: dict) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every trained tensor of a Qwen2 model, in the order of `named_parameters`."""
+    """Name -> shape of every trained tensor of a model of the supported families."""
     hidden, inner = architecture["hidden_size"], architecture["intermediate_size"]
     vocab = architecture["vocab_size"]
     heads, kv_heads = architecture["num_attention_heads"], architecture["num_key_value_heads"]
     head_dim = architecture.get("head_dim") or hidden // heads
+    biased, normed = has_biases(architecture), architecture["model_type"] == "qwen3"
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden)}
     for layer in range(architecture["num_hidden_layers"]):
         prefix = f"model.layers.{layer}."
         for name, count in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
             shapes[f"{prefix}self_attn.{name}_proj.weight"] = (count * head_dim, hidden)
-            shapes[f"{prefix}self_attn.{name}_proj.bias"] = (count * head_dim,)
+            if biased:
+                shapes[f"{prefix}self_attn.{name}_proj.bias"] = (count * head_dim,)
+            if normed and name != "v":
+                shapes[f"{prefix}self_attn.{name}_norm.weight"] = (head_dim,)
         shapes[f"{prefix}self_attn.o_proj.weight"] = (hidden, heads * head_dim)
         shapes[f"{prefix}mlp.gate_proj.weight"] = (inner, hidden)
         shapes[f"{prefix}mlp.up_proj.weight"] = (inner, hidden)
@@ -187,6 +204,11 @@ def parameter_shapes(architecture: dict) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def has_biases(architecture: dict) -> bool:
+    """Whether q, k and v have biases."""
+    return architecture["model_type"] == "qwen2" or bool(architecture.get("attention_bias"))
+
+
 def tensor_parallel_problem(architecture: dict, tp_size: int) -> str | None:
     """Why this architecture cannot be split over tp_size ranks, in a sentence, or None."""
     for key, what in SPLIT_BY_TP.items():
@@ -197,4 +219,10 @@ def tensor_parallel_problem(architecture: dict, tp_size: int) -> str | None:
                 f"--tp_size {tp_size} does not divide the model's {architecture[key]} {what} ({key}); "
                 f"choose --tp_size from {', '.join(map(str, fits))}"
             )
+    vocabulary = architecture["vocab_size"]
+    if vocabulary % tp_size not in (0, tp_size - 1):  # torch.chunk and DeepSpeed agree on nothing else
+        return (
+            f"--tp_size {tp_size} leaves a rest of {vocabulary % tp_size} of the model's {vocabulary} vocabulary entries "
+            "(vocab_size), which AutoTP and DTensor share out differently; choose a --tp_size that divides it, or 2"
+        )
     return None

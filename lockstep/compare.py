@@ -1,183 +1,205 @@
-"""Are two loss curves the same computation? Tolerances with their reasons, differences, verdicts. No distributed."""
+"""The tensor-level comparison: is every tensor of every run as close to the truth as a correct run is?
 
-import math
-from dataclasses import asdict, dataclass
+    python -m lockstep.compare runs/verify/fsdp runs/verify/reference         a dump and the reference (and DDP's beside it)
+    python -m lockstep.compare runs/verify/{ddp,deepspeed,fsdp,reference}     all of them
+    python -m lockstep.compare runs/one/fsdp runs/two/fsdp                    any two dumps
 
-from lockstep.contract import KNOWN_DIFFERENCES, contract_difference
+The yardstick is DDP's own distance from the float64 reference; docs/verification.md derives what is tolerated.
+Exit status: 0 PASS; 1 not; 2 a mistake, or dumps that cannot be compared.
+"""
+
+import sys
+from pathlib import Path
+
+from lockstep import tensor_report
+from lockstep.compare_losses import RULES, loss_noise
+from lockstep.config import Parser
+from lockstep.distance import Distance, clip_factor, on_all_cores, tensor_distances, update_distances
+from lockstep.dump import Dump, number_of_elements
 from lockstep.errors import UserError
-from lockstep.history import History, not_finite
+from lockstep.verdict import PASSES, ROUNDING, Loss, Result, Row
+
+# Without a reference: the largest distance DDP had from it, over the sweep of results/clean_sweep.json.
+TYPICAL = {"fp32": 1e-6, "autocast": 1.5e-2}
+SAME = ("optimizer", "learning_rate", "weight_decay", "max_grad_norm", "gradient_accumulation_steps", "precision",
+        "batch_size", "seq_length", "dp_size")  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Tolerance:
-    """Bounds on |loss - DDP's loss| in nats (at the first step, the largest, the mean over steps) and on the largest
-    relative difference of the gradient norm."""
-
-    first: float
-    maximum: float
-    mean: float
-    grad_norm: float
-    reason: str
-
-
-DERIVED_STEPS = 100  # what the growth factors below were measured over
-
-
-@dataclass(frozen=True)
-class Rule:
-    """How a tolerance follows from a run: the first loss may be off by its rounding noise; training amplifies that."""
-
-    growth: float  # largest difference over up to 100 steps / first difference
-    mean_growth: float
-    grad_norm: float
-    reason: str
+def require_comparable(one: Dump, other: Dump) -> None:
+    """Raise UserError naming the first difference that makes a comparison of two dumps meaningless."""
+    pair = f"{one.folder} and {other.folder} cannot be compared"
+    if one.run["architecture"] != other.run["architecture"]:
+        raise UserError(f"{pair}: their models differ; capture both with one --model_name and --num_layers")
+    if one.manifest["initial_sha256"] != other.manifest["initial_sha256"]:
+        raise UserError(f"{pair}: they started from different weights; give both one --init_weights_path")
+    for key in SAME:
+        a, b = one.run["config"][key], other.run["config"][key]
+        if a != b:
+            raise UserError(f"{pair}: {key} is {a} in one and {b} in the other; capture both with the same options")
+    steps, others = ({step for step in dump.steps if step != "0"} for dump in (one, other))
+    if steps != others and not other.run.get("exact"):
+        raise UserError(f"{pair}: steps {', '.join(sorted(steps))} against {', '.join(sorted(others))}; capture the same steps")
+    for step in sorted(steps & others, key=int):
+        if one.steps[step]["batch_hash"] != other.steps[step]["batch_hash"]:
+            raise UserError(f"{pair}: step {step} was trained on different batches; use one corpus and seed")
+    if one.run["versions"] != other.run["versions"]:
+        raise UserError(f"{pair}: versions {one.run['versions']} against {other.run['versions']}; use one environment")
 
 
-# The one table of tolerances; docs/precision.md derives the numbers and measures the noise they are made of.
-RULES = {
-    "fp32": Rule(
-        growth=10,
-        mean_growth=2,
-        grad_norm=1e-5,
-        reason="only the order of float32 sums differs: two float32 spacings of the first loss, ten times that in "
-        "100 steps; the gradient norm is summed in float64 from gradients that differ by a few roundings of 6e-8",
-    ),
-    "autocast": Rule(
-        growth=10,
-        mean_growth=2.5,
-        grad_norm=1e-2,
-        reason="every bfloat16 product is rounded by a relative 2^-9: the mean loss of N tokens carries noise of at most "
-        "5 x 2^-9 x (spread of the logits) / sqrt(N); four standard deviations of the difference of two runs, ten "
-        "times that in 100 steps; the gradient norm starts within 3e-4 and is amplified likewise",
-    ),
-}
+def compare(reference: Dump, dumps: dict[str, Dump], replays: dict[str, Dump]) -> Result:
+    """Judge the dumps against the reference; the first one must be DDP's, whose distance is the yardstick.
 
-
-def tolerance_for(baseline: History) -> Tolerance:
-    """The tolerance for comparing other runs with this one. Raises UserError where none has been derived.
-
-    The spread of the logits of a fresh tied model is initializer_range x sqrt(hidden_size).
+    `replays` hold the truth of later steps, by strategy. Raises UserError for dumps that cannot be compared, for a
+    step without its truth, and for damaged files.
     """
-    precision = baseline.run["config"]["precision"]
+    if next(iter(dumps)) != "ddp":
+        raise UserError("the yardstick is DDP's own distance from the reference; capture train_ddp.py too and name its dump")
+    precision = reference.run["config"]["precision"]
+    _require_precision(precision)
+    for dump in dumps.values():
+        require_comparable(dump, reference)
+        require_comparable(dumps["ddp"], dump)
+    steps = sorted(int(step) for step in dumps["ddp"].steps)
+    rows, losses, pairs = [], [], {}
+    for step in steps:
+        truths = {name: reference if step == 1 else _replay(replays, name, step) for name in dumps}
+        rows += _judge_step(reference, dumps, truths, step, pairs)
+        losses += _losses(reference, dumps, step, precision)
+    return Result(dumps, "ddp", rows, losses, pairs, dumps)
+
+
+def compare_two(one: Dump, other: Dump) -> Result:
+    """Judge the first step of one dump against another one, without a reference: forward, backward and gradients.
+
+    Two correct runs, each within MULTIPLE times DDP's distance from the truth, are within twice that of each other.
+    """
+    require_comparable(one, other)
+    precision = one.run["config"]["precision"]
+    _require_precision(precision)
+    names = {"this": one, "other": other}
+    entries, pairs = _same_tensors(names, 1), {}
+    plain = [name for name in entries if PASSES[name.split("/")[0]] != "update"]
+    rows = []
+    for name, tensor in _measure(plain, entries, [other], names, 1):
+        pairs[name] = tensor
+        distance = tensor.distances[0]
+        yardstick = Distance(
+            2 * TYPICAL[precision] * distance.norm, 2 * TYPICAL[precision] * distance.largest,
+            distance.norm, distance.largest, distance.norm, distance.norm,
+        )  # fmt: skip
+        rows.append(Row("this", 1, name, distance, yardstick, ROUNDING.get(entries[name]["dtype"], 0.0)))
+    return Result({"this": one}, "other", rows, _losses(other, names, 1, precision), pairs, names)
+
+
+def _require_precision(precision: str) -> None:
     if precision not in RULES:
-        raise UserError(
-            f"no tolerance is derived for --precision {precision}, so there is no verdict; "
-            f"compare with --precision {' or '.join(RULES)}"
-        )
-    rule = RULES[precision]
-    if precision == "fp32":
-        loss = baseline.steps[0]["loss"]
-        first = 2 * 2.0 ** (math.floor(math.log2(loss)) - 23) if 0 < loss < math.inf else 2.0**-23
-    else:
-        architecture = baseline.run["architecture"]
-        spread = architecture["initializer_range"] * math.sqrt(architecture["hidden_size"])
-        first = 4 * math.sqrt(2) * 5 * 2.0**-9 * spread / math.sqrt(baseline.steps[0]["tokens"])
-    return Tolerance(first, rule.growth * first, rule.mean_growth * first, rule.grad_norm, rule.reason)
+        raise UserError(f"no tolerance is derived for --precision {precision}; compare {' or '.join(RULES)}")
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """The comparison of one run with the baseline. `problems` are reasons to fail beyond the tolerances."""
-
-    label: str
-    max_abs_diff: float
-    mean_abs_diff: float
-    first_diff: float
-    final_diff: float
-    worst_step: int
-    max_grad_norm_diff: float  # relative
-    worst_grad_norm_step: int
-    loss_passed: bool
-    grad_norm_passed: bool
-    problems: list[str]
-
-    @property
-    def passed(self) -> bool:
-        return self.loss_passed and self.grad_norm_passed and not self.problems
-
-    def as_dict(self) -> dict:
-        return {**asdict(self), "passed": self.passed}
+def _same_tensors(dumps: dict[str, Dump], step: int) -> dict[str, dict]:
+    """The entries of a step's tensors, which all dumps must have."""
+    first = next(iter(dumps.values()))
+    entries = first.steps[str(step)]["tensors"]
+    for dump in dumps.values():
+        odd = set(entries) ^ set(dump.steps[str(step)]["tensors"])
+        if odd:
+            raise UserError(f"{dump.folder} and {first.folder}: only one has {sorted(odd)[0]} in step {step}; capture both again")
+    return entries
 
 
-def require_comparable(baseline: History, other: History) -> None:
-    """Raise UserError naming the first thing in which two runs differ that no verdict may overlook.
-
-    Weights, batches, length and contract. A run that ended in a NaN is comparable: it fails.
-    """
-    pair = f"{other.run['label']} and {baseline.run['label']} cannot be compared"
-    for history in (baseline, other):
-        broken = any(not_finite(step) for step in history.steps)
-        whole = history.ended == "finished" and len(history.steps) == history.run["num_steps"]
-        if not whole and not broken:
-            why = history.ended or "it was killed or is still running"
-            raise UserError(
-                f"{pair}: {history.run['label']} has {len(history.steps)} of {history.run['num_steps']} steps "
-                f"({why}); run it again"
-            )
-    if other.run["num_steps"] != baseline.run["num_steps"]:
-        raise UserError(f"{pair}: {other.run['num_steps']} steps against {baseline.run['num_steps']}; use one --debug_steps")
-    if other.weights["initial_sha256"] != baseline.weights["initial_sha256"]:
-        raise UserError(f"{pair}: they started from different weights; give all runs one --init_weights_path")
-    for mine, theirs in zip(other.steps, baseline.steps, strict=False):
-        if mine["batch_hash"] != theirs["batch_hash"]:
-            raise UserError(
-                f"{pair}: step {mine['step']} was trained on different batches; use one corpus, seed, batch size and dp_size"
-            )
-    if other.run["architecture"] != baseline.run["architecture"]:
-        raise UserError(f"{pair}: their models differ; use one --model_name and --num_layers")
-    # a run that broke down in its first step has no contract; it fails for that
-    both = baseline.contract is not None and other.contract is not None
-    difference = contract_difference(baseline.contract, other.contract, KNOWN_DIFFERENCES) if both else ""
-    if difference:
-        raise UserError(f"{pair}: their effective contracts differ, {difference}; run both with the same options")
-    if other.run["versions"] != baseline.run["versions"]:
-        raise UserError(
-            f"{pair}: versions {other.run['versions']} against {baseline.run['versions']}; run both in one environment"
-        )
-
-
-def compare(baseline: History, other: History, tolerance: Tolerance) -> Verdict:
-    """Compare a run with the baseline, step by step. Call `require_comparable` first."""
-    problems = [problem for history in (baseline, other) for problem in _own_problems(history)]
-    if other.weights.get("moved") != baseline.weights.get("moved"):
-        odd = sorted(set(other.weights.get("moved", [])) ^ set(baseline.weights.get("moved", [])))
-        problems.append(f"not the same tensors were trained: {', '.join(odd[:3])} moved in one run only")
-    pairs = list(zip(baseline.steps, other.steps, strict=False))
-    differences = [theirs["loss"] - mine["loss"] for mine, theirs in pairs]
-    absolute = [abs(difference) for difference in differences]
-    relative = [abs(b["grad_norm"] - a["grad_norm"]) / (a["grad_norm"] or math.nan) for a, b in pairs]
-    # Written so that a NaN anywhere fails: it compares false with everything.
-    return Verdict(
-        label=other.run["label"],
-        max_abs_diff=_worst(absolute),
-        mean_abs_diff=sum(absolute) / len(absolute),
-        first_diff=differences[0],
-        final_diff=differences[-1],
-        worst_step=1 + absolute.index(_worst(absolute)) if _worst(absolute) in absolute else 0,
-        max_grad_norm_diff=_worst(relative),
-        worst_grad_norm_step=1 + relative.index(_worst(relative)) if _worst(relative) in relative else 0,
-        loss_passed=(
-            absolute[0] <= tolerance.first
-            and all(value <= tolerance.maximum for value in absolute)
-            and sum(absolute) / len(absolute) <= tolerance.mean
-        ),
-        grad_norm_passed=all(value <= tolerance.grad_norm for value in relative),
-        problems=problems,
+def _measure(names: list[str], entries: dict, truths: list[Dump], dumps: dict[str, Dump], step: int):
+    """(name, Tensor) of every named tensor; one truth for all, or one for each dump."""
+    truths = truths * len(dumps) if len(truths) == 1 else truths
+    tensors = on_all_cores(
+        lambda name: tensor_distances(truths, list(dumps.values()), step, name),
+        names,
+        size=lambda name: number_of_elements(entries[name]),
     )
+    return zip(names, tensors, strict=True)
 
 
-def _worst(values: list[float]) -> float:
-    return math.nan if any(math.isnan(value) for value in values) else max(values)
+def _replay(replays: dict[str, Dump], name: str, step: int) -> Dump:
+    if name not in replays or str(step) not in replays[name].steps:
+        raise UserError(f"step {step} of {name} has no replay to be judged by; run lockstep.reference after the training scripts")
+    return replays[name]
 
 
-def _own_problems(history: History) -> list[str]:
-    """Why a run proves nothing, whatever it is compared with."""
-    label = history.run["label"]
-    broken = next((step["step"] for step in history.steps if not_finite(step)), None)
-    if broken is not None:
-        return [f"{label}: step {broken} has a loss or gradient norm that is not finite"]
-    if not history.weights.get("moved"):
-        return [f"{label}: no weight moved in {len(history.steps)} steps, so agreement proves nothing"]
-    if all(step["loss"] == history.steps[0]["loss"] for step in history.steps) and len(history.steps) > 1:
-        return [f"{label}: the loss never changed, so agreement proves nothing"]
-    return []
+def _judge_step(reference: Dump, dumps: dict[str, Dump], truths: dict[str, Dump], step: int, pairs: dict) -> list[Row]:
+    entries = _same_tensors(dumps, step)
+    names = [name for name in entries if PASSES[name.split("/")[0]] != "update"]
+    parameters = [name.removeprefix("parameter/") for name in entries if name.startswith("parameter/")]
+    clips = {strategy: clip_factor(dump, step) for strategy, dump in dumps.items()}
+    updates = on_all_cores(
+        lambda item: update_distances(dumps[item[0]], reference, step, item[1], clips[item[0]]),
+        [(strategy, name) for strategy in dumps for name in parameters],
+        size=lambda item: number_of_elements(entries[f"parameter/{item[1]}"]),
+    )
+    found = {strategy: {} for strategy in dumps}
+    for name, tensor in _measure(names, entries, list(truths.values()), dumps, step):
+        if step == 1:
+            pairs[name] = tensor
+        for strategy, distance in zip(dumps, tensor.distances, strict=True):
+            found[strategy][name] = distance
+    for (strategy, name), kinds in zip([(s, n) for s in dumps for n in parameters], updates, strict=True):
+        found[strategy].update({f"{kind}/{name}": distance for kind, distance in kinds.items()})
+    return [
+        Row(strategy, step, name, found[strategy][name], found["ddp"][name], ROUNDING.get(entries[name]["dtype"], 0.0))
+        for strategy in dumps
+        for name in entries
+    ]
+
+
+def _losses(reference: Dump, dumps: dict[str, Dump], step: int, precision: str) -> list[Loss]:
+    config = reference.run["config"]
+    tokens = config["batch_size"] * config["gradient_accumulation_steps"] * config["seq_length"]
+    exact = reference.steps[str(step)]["rank_losses"]
+    return [
+        Loss(
+            step,
+            dp_rank,
+            loss,
+            {name: dump.steps[str(step)]["rank_losses"][dp_rank] for name, dump in dumps.items()},
+            loss_noise(precision, loss, reference.run["architecture"], tokens) * (1 if step == 1 else RULES[precision].growth),
+        )
+        for dp_rank, loss in enumerate(exact)
+    ]
+
+
+def open_all(folders: list[Path]) -> tuple[Dump | None, dict[str, Dump], dict[str, Dump]]:
+    """(the reference, the dumps by strategy with DDP's first, the replays), with what stands beside the reference."""
+    opened = [Dump(folder) for folder in folders]
+    exact = [dump for dump in opened if dump.run.get("exact")]
+    if len(exact) != 1:
+        return None, {}, {}
+    (reference,), dumps = exact, {}
+    beside = reference.folder.resolve().parent
+    given = {dump.run["config"]["strategy"]: dump for dump in opened if dump is not reference}
+    dumps["ddp"] = given.pop("ddp", None) or Dump(beside / "ddp")
+    dumps.update(given)
+    replays = {name: beside / f"replay_{name}" for name in dumps}
+    return reference, dumps, {name: Dump(folder) for name, folder in replays.items() if folder.is_dir()}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = Parser(prog="python -m lockstep.compare", description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("dumps", type=Path, nargs="+", help="two or more dump folders; one may be the reference")
+    parser.add_argument("--output_dir", type=Path, help="write report.json and report.md there")
+    try:
+        options = parser.parse_args(argv)
+        if len(options.dumps) < 2:
+            raise UserError("give two dump folders or more")
+        reference, dumps, replays = open_all(options.dumps)
+        if reference is not None:
+            result = compare(reference, dumps, replays)
+        elif len(options.dumps) == 2:
+            result = compare_two(*(Dump(folder) for folder in options.dumps))
+        else:
+            raise UserError("more than two dumps are compared through one reference; name its folder too")
+        return tensor_report.show(result, options.output_dir)
+    except UserError as error:
+        print(f"lockstep.compare: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -51,6 +51,8 @@ class Config:
     storage_path: Path = Path("runs/ray")
     experiment_name: str | None = None
     log_interval: int = 10
+    capture_dir: Path | None = None
+    capture_steps: int = 1
     device: str = "auto"
     backend: str = "auto"
     dry_run: bool = False
@@ -58,6 +60,10 @@ class Config:
     @property
     def mesh(self) -> Mesh:
         return Mesh(dp_size=self.dp_size, tp_size=self.tp_size)
+
+    @property
+    def capture_folder(self) -> Path:
+        return self.capture_dir / self.strategy
 
     @property
     def label(self) -> str:
@@ -138,6 +144,8 @@ def build_parser(strategy: str) -> argparse.ArgumentParser:
     add("storage_path", Path, "where Ray Train keeps its records of the run")
     add("experiment_name", str, "name of the run under storage_path, not used before (None: strategy and time)")
     add("log_interval", positive, "print the loss every so many steps")
+    add("capture_dir", Path, "write every tensor of the first steps there, as full tensors (None: do not)")
+    add("capture_steps", positive, "how many steps to capture")
     add("device", str, "auto: GPUs when there is one per worker, else CPUs", choices=("auto", "cpu", "cuda"))
     add("backend", str, "auto: nccl on GPUs, gloo on CPUs", choices=("auto", "gloo", "nccl"))
     parser.add_argument("--dry_run", action="store_true", help="print configuration, mesh and contract; train nothing")
@@ -154,7 +162,7 @@ def parse_config(strategy: str, argv: list[str] | None = None) -> Config:
         raise UserError(f"--autocast contradicts --precision {options['precision']}; give one of them")
     options.update(_resolve_mesh(strategy, options))
     options.update(_resolve_device(strategy, options))
-    for name in ("init_weights_path", "loss_output_dir", "storage_path"):  # workers run in other folders
+    for name in ("init_weights_path", "loss_output_dir", "storage_path", "capture_dir"):  # workers run in other folders
         if options[name] is not None:
             options[name] = Path(os.path.expanduser(options[name])).absolute()
     return Config(strategy=strategy, **options)
@@ -278,6 +286,9 @@ def check_environment(config: Config, architecture: dict) -> None:
         weights.check(config.init_weights_path, architecture)
     files.require_writable_folder(config.loss_output_dir, "--loss_output_dir")
     files.require_writable_folder(config.storage_path, "--storage_path")
+    if config.capture_dir is not None:
+        files.require_writable_folder(config.capture_dir, "--capture_dir")
+        files.require_new_folder(config.capture_folder, "--capture_dir")
     if config.experiment_name is not None and (config.storage_path / config.experiment_name).exists():
         raise UserError(
             f"--experiment_name {config.experiment_name}: already used under {config.storage_path}; choose a new name"

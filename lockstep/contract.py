@@ -4,7 +4,7 @@ Here is what a configuration demands, the same of every strategy; `lockstep/obse
 the first step, and the loop stops the run if the two differ. Two runs are compared only when their contracts agree.
 """
 
-from lockstep.architectures import parameter_shapes
+from lockstep.architectures import has_biases, parameter_shapes
 from lockstep.config import BETAS, EPS, Config
 
 # Entries that belong to what a strategy is: recorded and shown, but no reason to refuse (docs/findings.md).
@@ -16,6 +16,7 @@ def expected_contract(config: Config, architecture: dict) -> dict:
     compute = "torch.float32" if config.precision == "fp32" else "torch.bfloat16"
     # AutoTP adds a float32 bias to a bfloat16 product and does not round again (docs/findings.md)
     promoted = config.strategy == "deepspeed" and config.precision == "autocast" and config.tp_size > 1
+    biased = ["torch.float32" if promoted else compute] if has_biases(architecture) else []
     storage = "torch.bfloat16" if config.precision == "bf16" else "torch.float32"
     adamw = config.optimizer == "adamw"
     decay: dict[str, list[str]] = {}
@@ -40,7 +41,7 @@ def expected_contract(config: Config, architecture: dict) -> dict:
         "reduction_dtype": [storage],
         "optimizer_dtype": [storage] if adamw else [],
         "compute_dtype": [compute],
-        "biased_linear_dtype": ["torch.float32" if promoted else compute],
+        "biased_linear_dtype": biased,
         "embedding_dtype": [storage],
         "attention": config.attn_impl,
         "attention_dropout": architecture.get("attention_dropout", 0.0),

@@ -41,3 +41,9 @@ def require_writable_folder(path: Path, option: str) -> None:
             probe.unlink(missing_ok=True)
         except OSError:  # the folder itself does not exist or is no folder: said above
             pass
+
+
+def require_new_folder(path: Path, option: str) -> None:
+    """Raise UserError naming the option if there is something in the folder already."""
+    if path.exists() and any(path.iterdir()):
+        raise UserError(f"{option}: {path} is not empty, and nothing is overwritten; remove it, or choose another folder")

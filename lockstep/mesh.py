@@ -43,6 +43,13 @@ class Mesh:
         return "\n".join([head.rstrip(), *(row.rstrip() for row in rows)])
 
 
+def share(length: int, rank: int, size: int) -> tuple[int, int]:
+    """(start, length) of a rank's share of a dim cut as torch.chunk cuts it: equal shares, the last ones shorter."""
+    each = -(-length // size)
+    start = min(rank * each, length)
+    return start, min(each, length - start)
+
+
 def build_device_mesh(mesh: Mesh, device_type: str):
     """The torch DeviceMesh with axes ("dp", "tp"). Needs an initialised process group."""
     from torch.distributed.device_mesh import init_device_mesh

@@ -27,6 +27,20 @@ def build_optimizer(groups: list[dict], *, optimizer: str, learning_rate: float)
     return torch.optim.SGD(groups, lr=learning_rate, fused=True)
 
 
+def held_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer, kind: str):
+    """(name, tensor) of every parameter: "parameter", "gradient", or the moment "exp_avg" or "exp_avg_sq".
+
+    SGD keeps no moments and yields none.
+    """
+    if kind in ("exp_avg", "exp_avg_sq") and isinstance(optimizer, torch.optim.SGD):
+        return
+    for name, parameter in model.named_parameters():
+        if kind == "parameter":
+            yield name, parameter.detach()
+        else:
+            yield name, parameter.grad if kind == "gradient" else optimizer.state[parameter][kind]
+
+
 def total_norm(gradients) -> torch.Tensor:
     """The 2-norm over all gradients together, as a float64 scalar (a DTensor if they are).
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from lockstep.compare import DERIVED_STEPS, Tolerance, Verdict
+from lockstep.compare_losses import DERIVED_STEPS, Tolerance, Verdict
 from lockstep.contract import KNOWN_DIFFERENCES
 from lockstep.files import write_atomically
 from lockstep.history import History

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from lockstep import history as history_file
 from lockstep import weights
+from lockstep.capture import Capture
 from lockstep.config import Config, Inputs
 from lockstep.contract import contract_difference, expected_contract
 from lockstep.data import Batches, global_batch_hash, micro_batches_hash
@@ -41,8 +42,11 @@ class Strategy(Protocol):
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, whole CPU tensor), un-sharded over tp and dp, one at a time; tied tensors once."""
 
-    def full_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The same for gradients; only between `forward_backward` and `update`."""
+    def held(self, kind: str) -> Iterator[tuple[str, torch.Tensor, tuple, tuple]]:
+        """(name, this rank's part, shape of the full tensor, where the part begins in it) of every parameter.
+
+        `kind` is "gradient" (between `forward_backward` and `update`), or "parameter", "exp_avg" or "exp_avg_sq".
+        """
 
     def effective_contract(self) -> dict:
         """What it really runs with, read from live objects after a first step (see lockstep/observe.py)."""
@@ -55,16 +59,18 @@ def run(config: Config, inputs: Inputs, make_strategy, device: torch.device) -> 
     """
     rank = dist.get_rank()
     model, file_sums = _initial_model(config, inputs, rank)
+    about = provenance(config, inputs)
+    capture = Capture(config, model, about) if config.capture_dir else None
     strategy: Strategy = make_strategy(model, config, config.mesh, device)
     dp_rank, tp_rank = config.mesh.coordinates(rank)
     expected = (dp_rank, config.dp_size, tp_rank, config.tp_size)
     actual = strategy.geometry()
     _stop_together(f"rank {rank}: the strategy sits at {actual}, the mesh says {expected}" if actual != expected else "")
 
-    record = history_file.History(run=_provenance(config, inputs))
+    record = history_file.History(run=about)
     path = history_file.path_of(config.loss_output_dir, config.strategy)
     try:
-        _train(config, inputs, strategy, rank, device, file_sums, record, path)
+        _train(config, inputs, strategy, rank, device, file_sums, record, path, capture)
     except BaseException as error:
         record.ended = f"{type(error).__name__}: {error}".splitlines()[0]
         raise
@@ -75,16 +81,19 @@ def run(config: Config, inputs: Inputs, make_strategy, device: torch.device) -> 
     return f"{config.label}: {len(record.steps)} steps, loss {record.steps[0]['loss']:.6f} -> {last['loss']:.6f}, {path}"
 
 
-def _train(config, inputs, strategy, rank, device, file_sums, record, path) -> None:
+def _train(config, inputs, strategy, rank, device, file_sums, record, path, capture) -> None:
     before = _live_checksums(strategy, rank)
     _require_file_weights(before, file_sums, config)
     if rank == 0:
         record.weights = {"initial_sha256": weights.combined_sha256(before)}
+        if capture:
+            capture.manifest["initial_sha256"] = record.weights["initial_sha256"]
         record.save(path)
 
     for index in range(inputs.num_steps):
         compute_dtypes = ComputeDtypes(strategy.model) if index == 0 else None
-        step, everyone = train_step(strategy, inputs.batches, config, rank, device, index)
+        watching = capture if capture is not None and index < config.capture_steps else None
+        step, everyone = train_step(strategy, inputs.batches, config, rank, device, index, watching)
         record.add(step)
         _require_finite(step["step"], everyone, config.mesh)
         if compute_dtypes is not None:
@@ -109,8 +118,10 @@ def _train(config, inputs, strategy, rank, device, file_sums, record, path) -> N
         record.ended = "finished"
 
 
-def train_step(strategy: Strategy, batches: Batches, config: Config, rank: int, device, index: int) -> tuple[dict, list]:
-    """One step (from 0) of the loop: feed, update, gather what every rank saw.
+def train_step(
+    strategy: Strategy, batches: Batches, config: Config, rank: int, device, index: int, capture: Capture | None = None
+) -> tuple[dict, list]:
+    """One step (from 0) of the loop: feed, update, gather what every rank saw; `capture` writes down all it computes.
 
     Returns the record of the step, which keeps one loss per DP rank, and (loss, norm, batch hash) of every rank.
 
@@ -119,7 +130,11 @@ def train_step(strategy: Strategy, batches: Batches, config: Config, rank: int, 
     dp_rank, _ = config.mesh.coordinates(rank)
     micro_batches = batches.micro_batches(index, dp_rank, device)
     start = time.perf_counter()
+    if capture:
+        capture.begin(strategy, micro_batches, index + 1)
     loss = strategy.forward_backward(micro_batches)
+    if capture:
+        capture.gradients()
     grad_norm = strategy.update()
     everyone = _gather([float(loss), grad_norm, micro_batches_hash(micro_batches)], device)
     losses, hashes = [row[0] for row in everyone], [int(row[2]) for row in everyone]
@@ -136,6 +151,9 @@ def train_step(strategy: Strategy, batches: Batches, config: Config, rank: int, 
         "seconds": seconds,
         "batch_hash": global_batch_hash([hashes[r] for r in lead]),
     }
+    if capture:
+        capture.end(step)
+        step["seconds"] = time.perf_counter() - start
     return step, everyone
 
 
@@ -216,10 +234,11 @@ def _live_checksums(strategy: Strategy, rank: int) -> dict[str, str] | None:
     return None
 
 
-def _provenance(config: Config, inputs: Inputs) -> dict:
-    elsewhere = ("init_weights_path", "loss_output_dir", "storage_path", "experiment_name", "dry_run")
+def provenance(config: Config, inputs: Inputs) -> dict:
+    elsewhere = ("init_weights_path", "loss_output_dir", "storage_path", "experiment_name", "capture_dir", "dry_run")
     return {
         "label": config.label,
+        "mesh": [config.dp_size, config.tp_size],
         "config": {key: value for key, value in config.as_dict().items() if key not in elsewhere},
         "architecture": inputs.architecture,
         "architecture_source": inputs.architecture_source,

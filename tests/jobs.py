@@ -11,7 +11,6 @@ import train_deepspeed
 import train_fsdp
 from lockstep import config as config_module
 from lockstep import training
-from lockstep.model import build_model
 from lockstep.vocab_parallel_loss import vocab_parallel_cross_entropy
 
 MAKE = {"ddp": train_ddp.make_strategy, "deepspeed": train_deepspeed.make_strategy, "fsdp": train_fsdp.make_strategy}
@@ -20,30 +19,6 @@ MAKE = {"ddp": train_ddp.make_strategy, "deepspeed": train_deepspeed.make_strate
 def configuration(strategy: str, arguments: list[str]):
     config = config_module.parse_config(strategy, arguments)
     return config, config_module.load_inputs(config)
-
-
-def train(folder: Path, argument: dict) -> None:
-    """Train step by step through the Strategy contract and keep what a reference can check."""
-    config, inputs = configuration(argument["strategy"], argument["arguments"])
-    rank = dist.get_rank()
-    dp_rank, _ = config.mesh.coordinates(rank)
-    device = torch.device("cpu")
-    model, _ = build_model(inputs.architecture, seed=config.seed, attn_impl=config.attn_impl, init_weights_path=None)
-    strategy = MAKE[argument["strategy"]](model, config, config.mesh, device)
-    expected = (dp_rank, config.dp_size, rank % config.tp_size, config.tp_size)
-    assert strategy.geometry() == expected, (strategy.geometry(), expected)
-    kept = {"losses": [], "grad_norms": [], "gradients": [], "before": dict(strategy.full_parameters())}
-    kept["before"] = {name: tensor.clone() for name, tensor in kept["before"].items()}
-    for step in range(inputs.num_steps):
-        loss = strategy.forward_backward(inputs.batches.micro_batches(step, dp_rank, device))
-        kept["gradients"].append({name: tensor.clone() for name, tensor in strategy.full_gradients()})
-        kept["grad_norms"].append(strategy.update())
-        everyone = [torch.zeros(()) for _ in range(dist.get_world_size())]
-        dist.all_gather(everyone, loss.float())
-        kept["losses"].append(torch.stack(everyone)[:: config.tp_size].mean().item())
-    kept["after"] = {name: tensor.clone() for name, tensor in strategy.full_parameters()}
-    if rank == 0:
-        torch.save(kept, folder / "kept.pt")
 
 
 def histories(folder: Path, argument: dict) -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from lockstep import history
-from lockstep.compare import compare, require_comparable, tolerance_for
+from lockstep.compare_losses import compare, require_comparable, tolerance_for
 from lockstep.errors import UserError
 from ranks import run_ranks
 

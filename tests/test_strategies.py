@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from lockstep import config as config_module
+from lockstep import weights
 from lockstep.config import BETAS, EPS
+from lockstep.dump import Dump
 from lockstep.model import build_model, causal_lm_loss
 from ranks import run_ranks
 
@@ -60,13 +62,17 @@ def _copy(tensors):
 
 
 @pytest.fixture(scope="module")
-def kept(tmp_path_factory):
+def dumped(tmp_path_factory):
+    """What a strategy on a mesh really computed, from its capture."""
+
     @functools.cache
     def of(strategy, dp, tp):
         folder = tmp_path_factory.mktemp(f"{strategy}-{dp}-{tp}")
         arguments = [*ARGUMENTS, "--dp_size", str(dp), *(["--tp_size", str(tp)] if strategy != "ddp" else [])]
-        run_ranks(dp * tp, "jobs:train", folder, {"strategy": strategy, "arguments": arguments})
-        return torch.load(folder / "kept.pt", weights_only=True)
+        arguments += ["--capture_dir", str(folder), "--capture_steps", str(STEPS)]
+        run = {"name": "losses", "strategy": strategy, "fault": "none", "arguments": arguments}
+        run_ranks(dp * tp, "jobs:histories", folder, {"runs": [run]})
+        return Dump(folder / strategy)
 
     return of
 
@@ -78,35 +84,37 @@ def distance(actual, exact, scale=None):
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "{}-dp{}-tp{}".format(*case))
 class TestAgainstReference:
-    def test_initial_weights_are_bit_identical(self, kept, case):
-        truth = reference(case[1])["before"]
-        mine = kept(*case)["before"]
-        assert mine.keys() == truth.keys()
-        assert all(torch.equal(mine[name].double(), truth[name]) for name in truth)
+    def test_initial_weights_are_bit_identical(self, dumped, case):
+        truth = {name: weights.tensor_sha256(tensor.float()) for name, tensor in reference(case[1])["before"].items()}
+        assert dumped(*case).manifest["initial_sha256"] == weights.combined_sha256(truth)
 
-    def test_loss(self, kept, case):
-        for mine, exact in zip(kept(*case)["losses"], reference(case[1])["losses"], strict=True):
-            assert mine == pytest.approx(exact, rel=3e-7)
+    def test_loss(self, dumped, case):
+        steps = dumped(*case).steps.values()
+        for step, exact in zip(steps, reference(case[1])["losses"], strict=True):
+            assert step["loss"] == pytest.approx(exact, rel=3e-7)
 
-    def test_full_gradients(self, kept, case):
-        mine, truth = kept(*case)["gradients"][0], reference(case[1])["gradients"][0]
-        assert mine.keys() == truth.keys()
+    def test_full_gradients(self, dumped, case):
+        dump, truth = dumped(*case), reference(case[1])["gradients"][0]
+        assert {f"gradient/{name}" for name in truth} == {n for n in dump.steps["1"]["tensors"] if n.startswith("gradient/")}
         whole = torch.cat([g.flatten() for g in truth.values()])
         for name, exact in truth.items():
-            assert mine[name].shape == exact.shape, name
+            mine = dump.tensor(1, f"gradient/{name}")
+            assert mine.shape == exact.shape, name
             # the bias of k is cancelled by the softmax: its gradient is judged against the whole model's
             scale = whole if name.endswith("k_proj.bias") else None
-            assert distance(mine[name], exact, scale) < GRADIENT, name
+            assert distance(mine, exact, scale) < GRADIENT, name
 
-    def test_grad_norm(self, kept, case):
-        for mine, exact in zip(kept(*case)["grad_norms"], reference(case[1])["grad_norms"], strict=True):
-            assert mine == pytest.approx(exact, rel=2e-6)
+    def test_grad_norm(self, dumped, case):
+        steps = dumped(*case).steps.values()
+        for step, exact in zip(steps, reference(case[1])["grad_norms"], strict=True):
+            assert step["grad_norm"] == pytest.approx(exact, rel=2e-6)
 
-    def test_weights_after_training(self, kept, case):
-        mine, truth, start = kept(*case)["after"], reference(case[1])["after"], reference(case[1])["before"]
+    def test_weights_after_training(self, dumped, case):
+        truth, start = reference(case[1])["after"], reference(case[1])["before"]
         for name, exact in truth.items():
             if not name.endswith("k_proj.bias"):
-                assert distance(mine[name], exact, exact - start[name]) < UPDATE, name
+                mine = dumped(*case).tensor(STEPS, f"parameter/{name}")
+                assert distance(mine, exact, exact - start[name]) < UPDATE, name
 
 
 def test_the_reference_comparison_can_fail():

@@ -1,0 +1,182 @@
+"""The float64 reference: one process, the global batch, the same initial weights. What the strategies are measured against.
+
+    python -m lockstep.reference --capture_dir runs/dumps --init_weights_path runs/init.safetensors ...
+
+takes the flags of train_ddp.py and writes
+
+    runs/dumps/reference      the first --capture_steps steps, and as step 0 the initial parameters
+    runs/dumps/replay_NAME    for every dump NAME of more than one step that is there: its later steps, each from the
+                              parameters that the run itself had reached
+
+The replays are there because Adam divides noise by noise where a gradient is nearly zero: two correct runs differ
+visibly in a few weights after one step, and how far they differ is luck. From the same weights they must agree.
+
+Float64 throughout: transformers casts to float32 inside its norms, its softmax and its loss, so those are not used
+here. The rotary table alone is the model's own float32 table: it is an input, the same for all.
+"""
+
+import dataclasses
+import sys
+
+import torch
+import torch.distributed as dist
+
+from lockstep import config as config_module
+from lockstep import dump, files, weights
+from lockstep.capture import Capture
+from lockstep.config import BETAS, EPS, STRATEGIES, Config, Inputs
+from lockstep.data import global_batch_hash, micro_batches_hash
+from lockstep.errors import TrainingFailure, UserError
+from lockstep.model import build_model
+from lockstep.optim import held_tensors, parameter_groups
+from lockstep.training import provenance
+
+LABEL = "float64 reference"
+ATTENTION = "lockstep_float64"
+
+
+def attention(module, query, key, value, attention_mask, scaling, **_):
+    """softmax(q k^T scaling, causal) v in the dtype of its input; (B, H, S, D) -> (B, S, H, D), and the weights."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
+    scores = query @ key.transpose(-2, -1) * scaling
+    later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    probabilities = scores.masked_fill(later, -torch.inf).softmax(dim=-1)
+    wanted = probabilities if module.config.gives_attention_weights else None
+    return (probabilities @ value).transpose(1, 2).contiguous(), wanted
+
+
+def _norm_forward(module, hidden: torch.Tensor) -> torch.Tensor:
+    return module.weight * (hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + module.variance_epsilon))
+
+
+def build_reference(inputs: Inputs, *, seed: int, attn_impl: str, init_weights_path) -> tuple[torch.nn.Module, dict | None]:
+    """The model in float64, and the checksums of the weights file it came from."""
+    from transformers import AttentionInterface
+
+    model, sums = build_model(inputs.architecture, seed=seed, attn_impl="sdpa", init_weights_path=init_weights_path)
+    model.double()
+    AttentionInterface.register(ATTENTION, attention)
+    model.config.gives_attention_weights = attn_impl == "eager"
+    model.config._attn_implementation = ATTENTION
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = _norm_forward.__get__(module)
+    return model, sums
+
+
+class ReferenceStrategy:
+    """What `capture` needs of a strategy: a model, and what it holds of each parameter."""
+
+    def __init__(self, model: torch.nn.Module, config: Config):
+        self.model, self.config = model, config
+        groups = parameter_groups(model.parameters(), config.weight_decay)
+        if config.optimizer == "adamw":
+            self.optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=BETAS, eps=EPS, foreach=False)
+        else:
+            self.optimizer = torch.optim.SGD(groups, lr=config.learning_rate, foreach=False)
+
+    def forward_backward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> list[float]:
+        """Gradient of the mean loss over the global batch (G, S); returns the mean loss of every DP rank's share."""
+        self.optimizer.zero_grad()
+        logits = self.model(input_ids=input_ids, use_cache=False).logits
+        per_token = torch.nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none")
+        per_token.mean().backward()
+        return per_token.detach().view(self.config.dp_size, -1).mean(dim=-1).tolist()
+
+    def grad_norm(self) -> float:
+        return sum(float(parameter.grad.square().sum()) for parameter in self.model.parameters()) ** 0.5
+
+    def update(self) -> float:
+        grad_norm, bound = self.grad_norm(), self.config.max_grad_norm
+        if bound > 0:
+            for parameter in self.model.parameters():
+                parameter.grad *= min(1.0, bound / (grad_norm + 1e-6))
+        self.optimizer.step()
+        return grad_norm
+
+    def held(self, kind: str):
+        for name, tensor in held_tensors(self.model, self.optimizer, kind):
+            yield name, tensor, tuple(tensor.shape), (0,) * tensor.ndim
+
+
+def run(config: Config, inputs: Inputs) -> str:
+    """Write the reference's dump and the replays; needs a process group of one."""
+    model, _ = build_reference(
+        inputs, seed=config.seed, attn_impl=config.attn_impl, init_weights_path=config.init_weights_path
+    )
+    strategy = ReferenceStrategy(model, config)
+    initial = {name: tensor.detach().float() for name, tensor in model.named_parameters()}
+    initial_sha256 = weights.combined_sha256({name: weights.tensor_sha256(tensor) for name, tensor in initial.items()})
+    capture = _capture(config, inputs, "reference", model, initial_sha256)
+    capture.only_parameters(strategy)
+    for index in range(config.capture_steps):
+        loss = _one_step(config, inputs, strategy, capture, index)
+    for folder in sorted(config.capture_dir.iterdir()):
+        if folder.name in STRATEGIES and (folder / dump.MANIFEST).is_file():
+            _replay(config, inputs, strategy, folder, initial_sha256)
+    return f"{LABEL}: {config.capture_steps} steps, last loss {loss:.9f}, {capture.folder}"
+
+
+def _replay(config: Config, inputs: Inputs, strategy: "ReferenceStrategy", folder, initial_sha256: str) -> None:
+    """Steps 2 and later of another run, from the parameters in its dump; forward, backward and gradients."""
+    theirs = dump.Dump(folder)
+    if len(theirs.steps) < 2:
+        return
+    capture = _capture(config, inputs, f"replay_{folder.name}", strategy.model, initial_sha256)
+    for index in range(1, len(theirs.steps)):
+        with torch.no_grad():
+            for name, parameter in strategy.model.named_parameters():
+                parameter.copy_(theirs.tensor(index, f"parameter/{name}"))
+        _one_step(config, inputs, strategy, capture, index, update=False)
+
+
+def _capture(config: Config, inputs: Inputs, name: str, model: torch.nn.Module, initial_sha256: str) -> Capture:
+    alone = dataclasses.replace(
+        config, strategy=name, num_workers=1, dp_size=1, batch_size=inputs.batches.windows_per_step,
+        gradient_accumulation_steps=1,
+    )  # fmt: skip
+    capture = Capture(alone, model, {**provenance(config, inputs), "label": LABEL, "exact": True})
+    capture.manifest["initial_sha256"] = initial_sha256
+    return capture
+
+
+def _one_step(config, inputs, strategy, capture, index: int, *, update: bool = True) -> float:
+    """One captured step of the global batch, in the order of its DP ranks; returns the mean loss."""
+    by_rank = [inputs.batches.micro_batches(index, dp_rank, "cpu") for dp_rank in range(config.dp_size)]
+    input_ids, labels = (torch.cat([pair[i] for micro in by_rank for pair in micro]) for i in (0, 1))
+    capture.begin(strategy, [(input_ids, labels)], index + 1)
+    rank_losses = strategy.forward_backward(input_ids, labels)
+    capture.gradients()
+    grad_norm = strategy.update() if update else strategy.grad_norm()
+    loss = sum(rank_losses) / len(rank_losses)
+    record = {
+        "loss": loss,
+        "rank_losses": rank_losses,
+        "grad_norm": grad_norm,
+        "learning_rate": config.learning_rate,
+        "batch_hash": global_batch_hash([micro_batches_hash(micro) for micro in by_rank]),
+    }
+    capture.end(record, updated=update)
+    return loss
+
+
+def main() -> int:
+    try:
+        config = config_module.parse_config("ddp")
+        if config.capture_dir is None:
+            raise UserError("--capture_dir is missing: the folder to write the reference's dump into")
+        inputs = config_module.load_inputs(config)
+        config_module.check_environment(dataclasses.replace(config, strategy="reference"), inputs.architecture)
+        for name in ("reference", *(f"replay_{strategy}" for strategy in STRATEGIES)):
+            files.require_new_folder(config.capture_dir / name, "--capture_dir")
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        print(run(config, inputs))
+        return 0
+    except (UserError, TrainingFailure) as error:
+        print(f"lockstep.reference: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,99 @@
+"""Tensor by tensor: DDP, DeepSpeed AutoTP and FSDP+DTensor against a float64 reference, from shared weights and batches.
+
+    python run_verification.py --output_dir runs/verify
+    python run_verification.py --model_name Qwen/Qwen2.5-0.5B --num_layers 2 --batch_size 2 --seq_length 128
+
+Runs the three training scripts under torchrun with --capture_dir, then the reference, then the comparison
+(lockstep/compare.py), and writes report.md and report.json. All other flags are those of the training scripts.
+Exit status: 0 every tensor is as close to the truth as a correct run's; 1 not, or a run failed; 2 a mistake.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from lockstep import config as config_module
+from lockstep import files
+from lockstep.config import STRATEGIES, Parser
+from lockstep.errors import TrainingFailure, UserError
+
+ROOT = Path(__file__).parent
+OURS = ("ddp", "deepspeed", "fsdp", "reference", "replay_ddp", "replay_deepspeed", "replay_fsdp", "losses")
+OURS += ("initial_weights.safetensors", "report.md", "report.json")
+SET_HERE = ("--capture_dir", "--capture_steps", "--debug_steps", "--init_weights_path", "--save_init_weights", "--dry_run",
+            "--num_workers", "--num_epochs", "--loss_output_dir", "--storage_path", "--experiment_name")  # fmt: skip
+
+
+def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    defaults = config_module.Config
+    parser = Parser(prog="run_verification.py", description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--output_dir", type=Path, default=Path("runs/verify"), help="default: %(default)s")
+    parser.add_argument("--steps", type=int, default=defaults.capture_steps, help="steps to compare (default: %(default)s)")
+    parser.add_argument("--tp_size", type=int, default=2, help="of AutoTP and FSDP (default: %(default)s)")
+    parser.add_argument("--dp_size", type=int, default=2, help="of all three (default: %(default)s)")
+    parser.add_argument("--overwrite", action="store_true", help="remove an older verification in --output_dir")
+    parser.epilog = "All other flags are those of train_fsdp.py --help, such as --model_name, --num_layers, --batch_size, --seq_length, --precision."
+    options, rest = parser.parse_known_args(argv)
+    clash = next((flag for flag in rest if flag.split("=")[0] in SET_HERE), None)
+    if clash:
+        raise UserError(f"{clash} is set by run_verification.py itself; leave it out")
+    return options, rest
+
+
+def prepare(options: argparse.Namespace) -> Path:
+    """The output folder, empty; an older verification is removed only when asked."""
+    folder = options.output_dir.expanduser().absolute()
+    if options.overwrite and folder.is_dir():
+        for name in OURS:
+            path = folder / name
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    elif folder.is_dir() and any(folder.iterdir()):
+        raise UserError(f"--output_dir {folder} is not empty, and nothing is overwritten; choose another, or add --overwrite")
+    files.require_writable_folder(folder, "--output_dir")
+    return folder
+
+
+def run(command: list[str], what: str) -> None:
+    print(f"\n== {what}", flush=True)
+    environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    status = subprocess.run(command, cwd=ROOT, env=environment).returncode
+    if status:
+        raise TrainingFailure(f"{what} failed with exit status {status} (see above)")
+
+
+def main(argv: list[str] | None = None) -> int:
+    try:
+        options, rest = parse(argv)
+        rest = [*rest, "--dp_size", str(options.dp_size)]
+        sharded = ["--tp_size", str(options.tp_size)]
+        for strategy in STRATEGIES:  # a mistake is answned before anything is removed or started
+            config = config_module.parse_config(strategy, [*rest, "--debug_steps", str(options.steps), *(sharded if strategy != "ddp" else [])])
+        config_module.load_inputs(config)
+        folder = prepare(options)
+        weights = str(folder / "initial_weights.safetensors")
+        rest += ["--debug_steps", str(options.steps), "--capture_steps", str(options.steps), "--capture_dir", str(folder)]
+        rest += ["--init_weights_path", weights, "--loss_output_dir", str(folder / "losses"), "--storage_path", str(folder / "losses")]
+        for strategy in STRATEGIES:
+            ranks = options.dp_size * (1 if strategy == "ddp" else options.tp_size)
+            launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+            extra = ["--save_init_weights"] if strategy == "ddp" else sharded
+            run([sys.executable, *launcher, f"train_{strategy}.py", *rest, *extra], f"train_{strategy}.py, {ranks} ranks")
+        run([sys.executable, "-m", "lockstep.reference", *rest], "float64 reference")
+        from lockstep import compare, tensor_report  # torch is not needed to answer a mistake
+
+        print("\n== comparison", flush=True)
+        reference, dumps, replays = compare.open_all([folder / name for name in (*STRATEGIES, "reference")])
+        return tensor_report.show(compare.compare(reference, dumps, replays), folder)
+    except (UserError, TrainingFailure) as error:
+        print(f"run_verification.py: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("run_verification.py: interrupted; --overwrite starts again", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
