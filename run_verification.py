@@ -17,6 +17,7 @@ from pathlib import Path
 
 from lockstep import config as config_module
 from lockstep import files
+from lockstep.compare_losses import RULES
 from lockstep.config import STRATEGIES, Parser
 from lockstep.errors import TrainingFailure, UserError
 
@@ -40,6 +41,8 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     clash = next((flag for flag in rest if flag.split("=")[0] in SET_HERE), None)
     if clash:
         raise UserError(f"{clash} is set by run_verification.py itself; leave it out")
+    if options.steps < 1:
+        raise UserError(f"--steps {options.steps}: compare at least one step")
     return options, rest
 
 
@@ -69,9 +72,11 @@ def main(argv: list[str] | None = None) -> int:
         options, rest = parse(argv)
         rest = [*rest, "--dp_size", str(options.dp_size)]
         sharded = ["--tp_size", str(options.tp_size)]
-        for strategy in STRATEGIES:  # a mistake is answned before anything is removed or started
+        for strategy in STRATEGIES:  # a mistake is answered before anything is removed or started
             config = config_module.parse_config(strategy, [*rest, "--debug_steps", str(options.steps), *(sharded if strategy != "ddp" else [])])
         config_module.load_inputs(config)
+        if config.precision not in RULES:
+            raise UserError(f"no tolerance is derived for --precision {config.precision}; use {' or '.join(RULES)}")
         folder = prepare(options)
         weights = str(folder / "initial_weights.safetensors")
         rest += ["--debug_steps", str(options.steps), "--capture_steps", str(options.steps), "--capture_dir", str(folder)]

@@ -139,7 +139,8 @@ class Capture:
         try:
             return call(*arguments)
         except (OSError, ValueError) as error:
-            self.problem = self.problem or f"capture of step {self.step}, rank {self.rank}: {first_line(error)} ({self.path})"
+            what = getattr(error, "strerror", None) or first_line(error)
+            self.problem = self.problem or f"capture of step {self.step}, rank {self.rank}: {what} ({self.path})"
 
     def _gather(self, mine) -> list:
         everyone: list = [None] * self.mesh.world_size

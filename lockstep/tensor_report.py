@@ -26,16 +26,16 @@ def show(result: Result, output_dir: Path | None) -> int:
         "Replicas": replicas(result),
     }
     for title, lines in sections.items():
-        lines = [line for line in lines if line]
-        cut = lines if len(lines) <= SHORT + 3 else [*lines[:SHORT], f"... {len(lines) - SHORT} more rows in report.md"]
-        print("\n".join(["", title, "-" * len(title), *(cut if output_dir or title != "Verdict" else lines)]))
+        lines = lines[: lines.index("")] if "" in lines else lines
+        more = [f"... {len(lines) - SHORT} more rows" + (" in report.md" if output_dir else "; --output_dir writes all")]
+        print("\n".join(["", title, "-" * len(title), *(lines if len(lines) <= SHORT + 3 else [*lines[:SHORT], *more])]))
     if output_dir is not None:
         text = "\n\n".join(f"## {title}\n\n" + "\n".join(lines) for title, lines in sections.items())
         write_text(output_dir / "report.md", "# Tensor by tensor\n\n" + text + "\n")
         write_text(output_dir / "report.json", json.dumps(as_data(result), indent=1) + "\n")
         print(f"\nReport: {output_dir / 'report.md'}, {output_dir / 'report.json'}")
-    print(f"\n{'PASS' if result.passed else 'FAIL'}")
-    return 0 if result.passed else 1
+    print(f"\n{result.outcome}")
+    return 0 if result.outcome == "PASS" else 1
 
 
 def _label(result: Result, name: str) -> str:
@@ -138,7 +138,7 @@ def identical(result: Result) -> list[str]:
             exceptions.append(name)
     lines = [f"{_label(result, names[0])} and {_label(result, names[1])}, step 1:"]
     lines += [f"- {which}: {same[which]} of {count} tensors bit-identical" for which, count in total.items()]
-    return [*lines, *(["- not identical: " + ", ".join(exceptions)] if exceptions else [])]
+    return [*lines, *(["- the first that is not: " + exceptions[0], "", "Not identical: " + ", ".join(exceptions)] if exceptions else [])]
 
 
 def replicas(result: Result) -> list[str]:
@@ -154,7 +154,7 @@ def replicas(result: Result) -> list[str]:
 def as_data(result: Result) -> dict:
     """The same as JSON: null for numbers that JSON does not have."""
     return {
-        "passed": result.passed,
+        "verdict": result.outcome,
         "runs": {
             name: {
                 "label": dump.label,

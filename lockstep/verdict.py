@@ -106,8 +106,9 @@ class Result:
 
     def unjudged_passes(self, strategy: str) -> list[str]:
         """Passes in which no tensor was large enough to judge."""
-        judged = {row.which_pass for row in self.rows if row.strategy == strategy and row.judged}
-        return [name for name in dict.fromkeys(PASSES.values()) if name not in judged]
+        rows = [row for row in self.rows if row.strategy == strategy]
+        judged = {row.which_pass for row in rows if row.judged}
+        return [name for name in dict.fromkeys(row.which_pass for row in rows) if name not in judged]
 
     def verdict(self, strategy: str) -> str:
         if self.failures(strategy):
@@ -115,9 +116,10 @@ class Result:
         return "NOT JUDGED" if self.unjudged_passes(strategy) else "PASS"
 
     @property
-    def passed(self) -> bool:
-        """Every dump passed, and there is one beside the baseline."""
-        return all(self.verdict(strategy) == "PASS" for strategy in self.dumps)
+    def outcome(self) -> str:
+        """The worst verdict of any dump."""
+        verdicts = {self.verdict(strategy) for strategy in self.dumps}
+        return next(verdict for verdict in ("FAIL", "NOT JUDGED", "PASS") if verdict in verdicts)
 
 
 def describe(row: Row) -> str:

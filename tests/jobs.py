@@ -32,6 +32,13 @@ def histories(folder: Path, argument: dict) -> None:
             training.run(config, inputs, lambda *a, wrap=wrap, run=run: wrap(MAKE[run["strategy"]](*a)), torch.device("cpu"))
 
 
+def reference(folder: Path, argument: list[str]) -> None:
+    """The float64 reference under the flags of train_ddp.py."""
+    from lockstep import reference as reference_module
+
+    reference_module.run(*configuration("ddp", argument))
+
+
 def refused(folder: Path, argument: dict) -> None:
     """A run that the loop itself must stop: the error of every rank is written down."""
     import planted

@@ -159,7 +159,78 @@ def _elsewhere(strategy, config, inputs):
     strategy.geometry = lambda: (config.dp_size - 1 - dp_rank, *rest)
 
 
+FLIPPED = "model.layers.1.mlp.up_proj.weight"
+
+
+def _flipped_bit(strategy, config, inputs):
+    """The lowest exponent bit of one middling element of one shard of one gradient."""
+    real = strategy.forward_backward
+    parameter = dict(strategy.model.named_parameters())[FLIPPED]
+
+    def shard():
+        if hasattr(strategy, "engine"):
+            place = parameter._hp_mapping
+            if place is None or place.lp_fragment_address.start:
+                return None
+            return place.get_lp_grad_fragment(parameter._index_in_param_group)
+        return parameter.grad.to_local() if strategy.geometry()[0] == 0 else None
+
+    def forward_backward(micro_batches):
+        loss = real(micro_batches)
+        gradient = shard() if strategy.geometry()[2] == 1 else None
+        if gradient is not None:
+            flat = gradient.view(-1)
+            middling = int(flat.abs().median(dim=0).indices)
+            flat[middling : middling + 1].view(torch.int32).bitwise_xor_(1 << 23)
+        return loss
+
+    strategy.forward_backward = forward_backward
+
+
+def _norm_weight_off(strategy, config, inputs):
+    """One norm weight is 1e-3 larger on the second tp rank."""
+    weight = dict(strategy.model.named_parameters())["model.layers.1.input_layernorm.weight"]
+    if strategy.geometry()[2] == 1:
+        with torch.no_grad():
+            (weight.to_local() if hasattr(weight, "to_local") else weight)[3] += 1e-3
+
+
+def _one_reduction_dropped(strategy, config, inputs):
+    """The partial products of o_proj are not summed over tp, in layer 1 only."""
+    module = dict(strategy.model.named_modules())["model.layers.1.self_attn.o_proj"]
+    if hasattr(strategy, "engine"):
+        module.mp_group = None
+    else:
+        module._forward_hooks.clear()
+        module.register_forward_hook(lambda _module, _inputs, output: output.to_local())
+
+
+def _samples_swapped(strategy, config, inputs):
+    """DP rank 1 trains on its samples in another order."""
+    real = strategy.forward_backward
+
+    def forward_backward(micro_batches):
+        if strategy.geometry()[0] == 1:
+            micro_batches = [tuple(part.flip(0) for part in pair) for pair in micro_batches]
+        return real(micro_batches)
+
+    strategy.forward_backward = forward_backward
+
+
+def _no_room(strategy, config, inputs):
+    """A disk that is full for one rank: files cannot grow beyond a hundred kilobytes."""
+    import resource
+
+    if dist.get_rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+
+
 FAULTS = {
+    "no room for files on rank 1": _wrapping(_no_room),
+    "a flipped exponent bit": _wrapping(_flipped_bit),
+    "a norm weight off on one tp rank": _wrapping(_norm_weight_off),
+    "one row-parallel reduction dropped": _wrapping(_one_reduction_dropped),
+    "two samples swapped": _wrapping(_samples_swapped),
     "none": _wrapping(_none),
     "no DP synchronisation": _wrapping(_no_dp_sync),
     "DP ranks on the same batch": _wrapping(_feed(lambda config, rank: 0)),

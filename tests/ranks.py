@@ -63,6 +63,19 @@ def run_ranks(world_size: int, target: str, folder: Path, argument=None, *, time
     return output
 
 
+def run_alone(target: str, folder: Path, argument=None, *, timeout: float = 240) -> None:
+    """Run the function in one process outside any launcher, with a process group of its own."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "argument.json").write_text(json.dumps(argument))
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    environment = {key: value for key, value in os.environ.items() if key not in names}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    done = subprocess.run(
+        [sys.executable, __file__, target, str(folder)], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=timeout
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def main() -> None:
     import torch
     import torch.distributed as dist
@@ -70,7 +83,10 @@ def main() -> None:
     torch.set_num_threads(1)
     target, folder = sys.argv[1], Path(sys.argv[2])
     module, function = target.split(":")
-    dist.init_process_group("gloo")
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+    else:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         getattr(importlib.import_module(module), function)(folder, json.loads((folder / "argument.json").read_text()))
     finally:
