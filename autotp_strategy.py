@@ -140,9 +140,7 @@ class AutoTPStrategy:
         if kind in ("exp_avg", "exp_avg_sq") and isinstance(self.optimizer.optimizer, torch.optim.SGD):
             return
         if kind in ("exp_avg", "exp_avg_sq"):
-            # DeepSpeed links the moments once, when only the first parameter group has stepped (docs/findings.md)
-            self.optimizer._hp_optimizer_states_linked = False
-            self.optimizer._lazy_init_hp_params_optimizer_state()
+            self._link_moments()
         for name, parameter in self.model.named_parameters():
             if kind == "parameter":
                 shard = parameter.detach()
@@ -155,6 +153,11 @@ class AutoTPStrategy:
             for dim in self._cut_dims(name, shard):
                 start[dim], _ = share(full[dim], self.geometry()[2], self.geometry()[3])
             yield name, shard, full, tuple(start)
+
+    def _link_moments(self) -> None:
+        """DeepSpeed does so once, when only the first of its parameter groups has stepped (docs/findings.md)."""
+        self.optimizer._hp_optimizer_states_linked = False
+        self.optimizer._lazy_init_hp_params_optimizer_state()
 
     def _cut_dims(self, name: str, shard: torch.Tensor) -> list[int]:
         """The dims in which a tensor-parallel shard is smaller than the full tensor: one, or none."""
