@@ -18,6 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 MODELS = ["tiny-qwen2", "tiny-qwen2-odd-vocab", "tiny-qwen3", "tiny-llama"]
+PRECISIONS = ["fp32", "autocast"]
 MESHES = [(2, 1), (1, 2), (2, 2)]
 
 
@@ -62,6 +63,26 @@ def start(world_size: int | None, jobs: list[dict], folder: Path) -> None:
         raise SystemExit(done.stdout[-3000:] + done.stderr[-6000:])
 
 
+def train(cases: list[tuple], seed: int, folder: Path) -> None:
+    """Capture three steps of every (model, precision, dp, tp) with all three strategies and the reference."""
+    jobs = collections.defaultdict(list)
+    for model, precision, dp, tp in cases:
+        common = ["--model_name", model, "--precision", precision, "--seed", str(seed), "--dp_size", str(dp)]
+        common += ["--batch_size", "2", "--seq_length", "64", "--debug_steps", "3", "--capture_steps", "3"]
+        common += ["--capture_dir", str(folder_of(folder, model, precision, dp, tp))]
+        common += ["--loss_output_dir", str(folder), "--storage_path", str(folder)]
+        jobs[dp, 1, "ddp"].append({"strategy": "ddp", "arguments": common})
+        for strategy in ("deepspeed", "fsdp"):
+            jobs[dp, tp, "sharded"].append({"strategy": strategy, "arguments": [*common, "--tp_size", str(tp)]})
+        jobs[None].append({"strategy": "reference", "arguments": common})
+    for key in sorted(jobs, key=lambda key: key is None):  # the reference last: it replays the others
+        start(key and key[0] * key[1], jobs[key], folder)
+
+
+def folder_of(folder: Path, model: str, precision: str, dp: int, tp: int) -> Path:
+    return folder / f"{model}-{precision}-{dp}-{tp}"
+
+
 def judge(folder: Path) -> tuple[list[dict], dict[str, dict[str, float]]]:
     """Alarms of one configuration, and the worst multiple of what is tolerated, by strategy and kind of tensor."""
     from lockstep.compare import compare
@@ -96,21 +117,10 @@ def main() -> None:
     for seed in range(options.seeds):
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
-            jobs = collections.defaultdict(list)
-            cases = [(model, precision, *mesh) for model in MODELS for precision in ("fp32", "autocast") for mesh in MESHES]
-            for model, precision, dp, tp in cases:
-                where = folder / f"{model}-{precision}-{dp}-{tp}"
-                common = ["--model_name", model, "--precision", precision, "--seed", str(seed), "--dp_size", str(dp)]
-                common += ["--batch_size", "2", "--seq_length", "64", "--debug_steps", "3", "--capture_steps", "3"]
-                common += ["--capture_dir", str(where), "--loss_output_dir", str(folder), "--storage_path", str(folder)]
-                jobs[dp, 1, "ddp"].append({"strategy": "ddp", "arguments": common})
-                for strategy in ("deepspeed", "fsdp"):
-                    jobs[dp, tp, "sharded"].append({"strategy": strategy, "arguments": [*common, "--tp_size", str(tp)]})
-                jobs[None].append({"strategy": "reference", "arguments": common})
-            for key in sorted(jobs, key=lambda key: key is None):  # the reference last: it replays the others
-                start(key and key[0] * key[1], jobs[key], folder)
+            cases = [(model, precision, *mesh) for model in MODELS for precision in PRECISIONS for mesh in MESHES]
+            train(cases, seed, folder)
             for case in cases:
-                alarms, found = judge(folder / "{}-{}-{}-{}".format(*case))
+                alarms, found = judge(folder_of(folder, *case))
                 rows.append({"model": case[0], "precision": case[1], "dp": case[2], "tp": case[3], "seed": seed, "alarms": alarms})
                 for strategy, kinds in found.items():
                     for kind, multiple in kinds.items():

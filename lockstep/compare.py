@@ -8,6 +8,7 @@ The yardstick is DDP's own distance from the float64 reference; docs/verificatio
 Exit status: 0 PASS; 1 not; 2 a mistake, or dumps that cannot be compared.
 """
 
+import functools
 import sys
 from pathlib import Path
 
@@ -110,11 +111,8 @@ def _same_tensors(dumps: dict[str, Dump], step: int) -> dict[str, dict]:
 def _measure(names: list[str], entries: dict, truths: list[Dump], dumps: dict[str, Dump], step: int):
     """(name, Tensor) of every named tensor; one truth for all, or one for each dump."""
     truths = truths * len(dumps) if len(truths) == 1 else truths
-    tensors = on_all_cores(
-        lambda name: tensor_distances(truths, list(dumps.values()), step, name),
-        names,
-        size=lambda name: number_of_elements(entries[name]),
-    )
+    sizes = [number_of_elements(entries[name]) for name in names]
+    tensors = on_all_cores(functools.partial(tensor_distances, truths, list(dumps.values()), step), names, sizes)
     return zip(names, tensors, strict=True)
 
 
@@ -128,25 +126,31 @@ def _judge_step(reference: Dump, dumps: dict[str, Dump], truths: dict[str, Dump]
     entries = _same_tensors(dumps, step)
     names = [name for name in entries if PASSES[name.split("/")[0]] != "update"]
     parameters = [name.removeprefix("parameter/") for name in entries if name.startswith("parameter/")]
-    clips = {strategy: clip_factor(dump, step) for strategy, dump in dumps.items()}
-    updates = on_all_cores(
-        lambda item: update_distances(dumps[item[0]], reference, step, item[1], clips[item[0]]),
-        [(strategy, name) for strategy in dumps for name in parameters],
-        size=lambda item: number_of_elements(entries[f"parameter/{item[1]}"]),
-    )
-    found = {strategy: {} for strategy in dumps}
+    found: dict[str, dict[str, Distance]] = {strategy: {} for strategy in dumps}
     for name, tensor in _measure(names, entries, list(truths.values()), dumps, step):
         if step == 1:
             pairs[name] = tensor
         for strategy, distance in zip(dumps, tensor.distances, strict=True):
             found[strategy][name] = distance
-    for (strategy, name), kinds in zip([(s, n) for s in dumps for n in parameters], updates, strict=True):
+    clips = {
+        strategy: clip_factor(dump.run["config"], [found[strategy][f"gradient/{name}"].own_norm for name in parameters])
+        for strategy, dump in dumps.items()
+    }
+    items = [(strategy, name) for strategy in dumps for name in parameters]
+    sizes = [number_of_elements(entries[f"parameter/{name}"]) for _, name in items]
+    updates = on_all_cores(functools.partial(_update, dumps, reference, step, clips), items, sizes)
+    for (strategy, name), kinds in zip(items, updates, strict=True):
         found[strategy].update({f"{kind}/{name}": distance for kind, distance in kinds.items()})
     return [
         Row(strategy, step, name, found[strategy][name], found["ddp"][name], ROUNDING.get(entries[name]["dtype"], 0.0))
         for strategy in dumps
         for name in entries
     ]
+
+
+def _update(dumps: dict[str, Dump], reference: Dump, step: int, clips: dict[str, float], item: tuple[str, str]):
+    strategy, name = item
+    return update_distances(dumps[strategy], reference, step, clips[strategy], name)
 
 
 def _losses(reference: Dump, dumps: dict[str, Dump], step: int, precision: str) -> list[Loss]:

@@ -119,7 +119,7 @@ def build_parser(strategy: str) -> argparse.ArgumentParser:
         parser.add_argument(f"--{name}", type=kind, default=defaults[name], help=text, **options)
 
     built_in = ", ".join(architectures.BUILT_IN)
-    add("model_name", str, f"built-in ({built_in}), a Hugging Face model folder, or a hub id; Qwen2 family")
+    add("model_name", str, f"built-in ({built_in}), a Hugging Face model folder, or a hub id; Qwen2, Qwen3 or Llama")
     add("num_layers", positive, "cut the model to this depth (None: all layers)")
     add("num_workers", positive, "processes; must equal tp_size x dp_size (None: their product)")
     add("tp_size", positive, "tensor-parallel size (None: 1 for DDP, else 2)")

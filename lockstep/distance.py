@@ -6,9 +6,9 @@
 
 import math
 import os
-import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
 
 import numpy as np
 import torch
@@ -17,7 +17,8 @@ from lockstep.config import BETAS, EPS
 from lockstep.dump import Dump
 from lockstep.optim import decays
 
-BLOCK = 1 << 16  # elements; a float64 block and its companions stay in the cache
+BLOCK = 1 << 13  # elements: all blocks of a comparison stay in the cache, and BLAS starts no threads for so few
+SMALL = 1 << 24  # elements that are compared before a process pool has started
 
 
 @dataclass
@@ -52,46 +53,54 @@ class _Sums:
     def __init__(self):
         self.square, self.largest = 0.0, 0.0
 
-    def add(self, values: torch.Tensor) -> None:
-        self.square += float(torch.dot(values, values))
-        self.largest = max(self.largest, float(torch.linalg.vector_norm(values, torch.inf)))
+    def add(self, values: np.ndarray) -> None:
+        self.square += float(np.dot(values, values))
+        self.largest = max(self.largest, float(values.max()), -float(values.min()))
 
     def result(self) -> tuple[float, float]:
         return (math.sqrt(self.square), self.largest) if math.isfinite(self.square) else (math.inf, math.inf)
 
 
 class _Comparison:
-    """Sums of one tensor of one dump and of its truth."""
+    """Sums of one tensor of one dump against its truth."""
 
     def __init__(self):
-        self.error, self.true, self.own, self.change = _Sums(), _Sums(), _Sums(), _Sums()
+        self.error, self.own_square = _Sums(), 0.0
 
-    def add(self, values: torch.Tensor, exact: torch.Tensor, before: torch.Tensor | None = None) -> None:
-        self.error.add(values - exact)
-        self.true.add(exact)
-        self.own.add(values)
-        if before is not None:
-            self.change.add(exact - before)
+    def add(self, values: np.ndarray, exact: np.ndarray, spare: np.ndarray) -> None:
+        """`spare`, an array of the same length, is overwritten with the difference."""
+        self.error.add(np.subtract(values, exact, out=spare))
+        self.own_square += float(np.dot(values, values))
 
-    def distance(self, *, of_change: bool = False) -> Distance:
-        norm, largest = self.true.result()
-        change = self.change.result()[0] if of_change else norm
-        return Distance(*self.error.result(), norm, largest, self.own.result()[0], change)
+    def distance(self, true: _Sums, change: float | None = None) -> Distance:
+        norm, largest = true.result()
+        own = math.sqrt(self.own_square) if math.isfinite(self.own_square) else math.inf
+        return Distance(*self.error.result(), norm, largest, own, norm if change is None else change)
 
 
-_buffers = threading.local()
+_arrays: dict[str, np.ndarray] = {}
+
+
+def _array(name: str, length: int) -> np.ndarray:
+    """A float64 array, used again for every block: fresh memory would cost more than the arithmetic."""
+    if name not in _arrays:
+        _arrays[name] = np.empty(BLOCK)
+    return _arrays[name][:length]
 
 
 def _blocks(sources: list[tuple[Dump, int, str]]):
-    """The float64 blocks of several tensors of one size, side by side."""
-    if not hasattr(_buffers, "arrays"):
-        _buffers.arrays = {}
+    """The float64 blocks of several tensors of one size, side by side. Good until the next ones are asked for."""
     readers = [
-        dump.blocks(step, name, BLOCK, _buffers.arrays.setdefault(number, np.empty(8 * BLOCK, dtype=np.uint8)))
+        dump.blocks(step, name, BLOCK, _array(f"raw {number}", BLOCK).view(np.uint8))
         for number, (dump, step, name) in enumerate(sources)
     ]
     for blocks in zip(*readers, strict=True):
-        yield [block.double() for block in blocks]
+        wide = []
+        for number, block in enumerate(blocks):
+            array = _array(f"wide {number}", len(block))
+            torch.from_numpy(array).copy_(block)
+            wide.append(array)
+        yield wide
 
 
 @dataclass
@@ -107,18 +116,24 @@ def tensor_distances(truths: list[Dump], dumps: list[Dump], step: int, name: str
     """One tensor of every dump against its truth (often one truth for all), reading each file once."""
     exact_dumps = list(dict.fromkeys(truths))
     places = [exact_dumps.index(truth) for truth in truths]
-    found, apart, same = [_Comparison() for _ in dumps], [_Sums() for _ in dumps], True
+    true, same = [_Sums() for _ in exact_dumps], True
+    found, apart = [_Comparison() for _ in dumps], [_Sums() for _ in dumps]
     for blocks in _blocks([(source, step, name) for source in [*exact_dumps, *dumps]]):
         exact, values = blocks[: len(exact_dumps)], blocks[len(exact_dumps) :]
+        spare = _array("spare", len(values[0]))
+        for sums, block in zip(true, exact, strict=True):
+            sums.add(block)
         for index, own in enumerate(values):
-            found[index].add(own, exact[places[index]])
+            found[index].add(own, exact[places[index]], spare)
             if index:
-                apart[index].add(own - values[0])
-        same = same and torch.equal(values[-1], values[-2 if len(values) > 1 else -1])
-    return Tensor([each.distance() for each in found], [each.result() for each in apart], same)
+                apart[index].add(np.subtract(own, values[0], out=spare))
+        if same and len(values) > 1:
+            same = np.array_equal(values[-1].view(np.uint64), values[-2].view(np.uint64))
+    distances = [each.distance(true[place]) for each, place in zip(found, places, strict=True)]
+    return Tensor(distances, [each.result() for each in apart], same)
 
 
-def update_distances(dump: Dump, initial: Dump, step: int, name: str, clip: float) -> dict[str, Distance]:
+def update_distances(dump: Dump, initial: Dump, step: int, clip: float, name: str) -> dict[str, Distance]:
     """What the optimizer made of this run's own gradient, moments and weights, against the same update in float64.
 
     `initial` holds the weights before step 1; `clip` is what the gradients were multiplied with. Returns a distance
@@ -136,44 +151,52 @@ def update_distances(dump: Dump, initial: Dump, step: int, name: str, clip: floa
     sources += [(dump, step, f"{kind}/{name}") for kind in kinds]
     if adamw and step > 1:
         sources += [(dump, step - 1, f"{kind}/{name}") for kind in kinds[:2]]
-    found = {kind: _Comparison() for kind in kinds}
-    (b1, b2) = BETAS
+    found, true, change = {kind: _Comparison() for kind in kinds}, {kind: _Sums() for kind in kinds}, _Sums()
+    b1, b2 = BETAS
     for gradient, old, *rest in _blocks(sources):
-        gradient = gradient * clip
+        spare, moments = _array("spare", len(old)), rest[len(kinds) :]
+        gradient *= clip
+        exact = {}
         if adamw:
-            first, second, parameter, *moments = rest
-            m, v = moments or (torch.zeros_like(gradient), torch.zeros_like(gradient))
-            m = b1 * m + (1 - b1) * gradient
-            v = b2 * v + (1 - b2) * gradient.square()
-            found["exp_avg"].add(first, m)
-            found["exp_avg_sq"].add(second, v)
-            direction = m / (1 - b1**step) / ((v / (1 - b2**step)).sqrt() + EPS)
-        else:
-            (parameter,) = rest
-            direction = gradient
-        found["parameter"].add(parameter, old - rate * (decay * old + direction), old)
-    return {kind: comparison.distance(of_change=kind == "parameter") for kind, comparison in found.items()}
+            exact["exp_avg"] = m = _array("m", len(old))
+            exact["exp_avg_sq"] = v = _array("v", len(old))
+            np.multiply(gradient, 1 - b1, out=m)
+            np.multiply(np.square(gradient, out=v), 1 - b2, out=v)
+            if moments:
+                m += np.multiply(moments[0], b1, out=spare)
+                v += np.multiply(moments[1], b2, out=spare)
+            np.sqrt(np.multiply(v, 1 / (1 - b2**step), out=spare), out=spare)
+            spare += EPS
+            np.divide(m, spare, out=gradient)
+            gradient *= 1 / (1 - b1**step)
+        gradient *= -rate
+        gradient -= np.multiply(old, rate * decay, out=spare)
+        change.add(gradient)
+        exact["parameter"] = np.add(gradient, old, out=gradient)
+        for kind, values in zip(kinds, rest, strict=False):
+            true[kind].add(exact[kind])
+            found[kind].add(values, exact[kind], spare)
+    return {
+        kind: comparison.distance(true[kind], change.result()[0] if kind == "parameter" else None)
+        for kind, comparison in found.items()
+    }
 
 
-def clip_factor(dump: Dump, step: int) -> float:
-    """What clipping multiplied the gradients with, from the norm of the dump's own gradients."""
-    bound = dump.run["config"]["max_grad_norm"]
-    names = [name for name in dump.steps[str(step)]["tensors"] if name.startswith("gradient/")]
-    total = _Sums()
-    for name in names:
-        for (block,) in _blocks([(dump, step, name)]):
-            total.add(block)
-    return min(1.0, bound / (total.result()[0] + 1e-6)) if bound > 0 else 1.0
+def clip_factor(options: dict, gradient_norms: list[float]) -> float:
+    """What clipping multiplied the gradients with: torch's and DeepSpeed's min(1, bound / (norm + 1e-6))."""
+    bound = options["max_grad_norm"]
+    return min(1.0, bound / (math.hypot(*gradient_norms) + 1e-6)) if bound > 0 else 1.0
 
 
-def on_all_cores(work, items: list, size) -> list:
-    """[work(item)], the largest first so that no core is left with a big one; torch's own threads are off meanwhile."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # blocks are small: one tensor per core, not one block over all cores
-    try:
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            order = sorted(range(len(items)), key=lambda index: -size(items[index]))
-            results = dict(zip(order, pool.map(lambda index: work(items[index]), order), strict=True))
-    finally:
-        torch.set_num_threads(threads)
+def on_all_cores(work, items: list, sizes: list[int]) -> list:
+    """[work(item)], the largest first so that no core is left with a big one.
+
+    In processes: threads would wait for each other's turns with the interpreter. Small work is done here and now,
+    before a process would have started.
+    """
+    if sum(sizes) < SMALL:
+        return [work(item) for item in items]
+    order = sorted(range(len(items)), key=lambda index: -sizes[index])
+    with ProcessPoolExecutor(os.cpu_count(), get_context("spawn"), torch.set_num_threads, (1,)) as pool:
+        results = dict(zip(order, pool.map(work, [items[index] for index in order]), strict=True))
     return [results[index] for index in range(len(items))]

@@ -30,12 +30,16 @@ def show(result: Result, output_dir: Path | None) -> int:
         more = [f"... {len(lines) - SHORT} more rows" + (" in report.md" if output_dir else "; --output_dir writes all")]
         print("\n".join(["", title, "-" * len(title), *(lines if len(lines) <= SHORT + 3 else [*lines[:SHORT], *more])]))
     if output_dir is not None:
-        text = "\n\n".join(f"## {title}\n\n" + "\n".join(lines) for title, lines in sections.items())
+        text = "\n\n".join(f"## {title}\n\n" + "\n".join(map(_item, lines)) for title, lines in sections.items())
         write_text(output_dir / "report.md", "# Tensor by tensor\n\n" + text + "\n")
         write_text(output_dir / "report.json", json.dumps(as_data(result), indent=1) + "\n")
         print(f"\nReport: {output_dir / 'report.md'}, {output_dir / 'report.json'}")
     print(f"\n{result.outcome}")
     return 0 if result.outcome == "PASS" else 1
+
+
+def _item(line: str) -> str:
+    return line if line.startswith(("|", "-", " ")) or not line else f"- {line}"
 
 
 def _label(result: Result, name: str) -> str:

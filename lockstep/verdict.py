@@ -100,7 +100,7 @@ class Result:
                 where = ", ".join(f"rank {rank}" for rank in ranks)
                 found.append((int(step), order[step][name], name, f"is not the same on all ranks that hold it: {where} differs"))
         for loss in self.losses:
-            if abs(loss.by_strategy[strategy] - loss.by_strategy[self.baseline]) > loss.tolerated:
+            if not abs(loss.by_strategy[strategy] - loss.by_strategy[self.baseline]) <= loss.tolerated:  # a NaN fails
                 found.append((loss.step, len(order[str(loss.step)]), f"loss of DP rank {loss.dp_rank}", f"is {loss.by_strategy[strategy]:.9f}, {self.baseline}'s is {loss.by_strategy[self.baseline]:.9f}; {loss.tolerated:.1e} is tolerated"))
         return sorted(found)
 

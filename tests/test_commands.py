@@ -103,3 +103,16 @@ def test_shell_script_defaults_are_the_parsers():
 @pytest.mark.parametrize("script", ["run_verification_main.sh", "run_tests.sh", "environment.sh", ".ci/run"])
 def test_shell_scripts_are_sound(script):
     assert subprocess.run(["bash", "-n", ROOT / script]).returncode == 0
+
+
+def test_documented_verifications():
+    """Every run_verification.py command line with its flags, through its parser and the training scripts'."""
+    import run_verification
+
+    found = 0
+    for path in (ROOT / "README.md", ROOT / "run_verification.py", *ROOT.glob("docs/*.md")):
+        for match in re.finditer(r"^ *python run_verification\.py(.*)$", path.read_text(), re.MULTILINE):
+            options, rest = run_verification.parse(shlex.split(match[1]))
+            config.parse_config("fsdp", [*rest, "--tp_size", str(options.tp_size), "--dp_size", str(options.dp_size)])
+            found += 1
+    assert found >= 3

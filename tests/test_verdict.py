@@ -1,0 +1,78 @@
+"""How one tensor is judged: what is too far, what is too small to prove anything."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+
+from lockstep.distance import Distance
+from lockstep.verdict import ROUNDING, Loss, Result, Row
+
+F32 = ROUNDING["F32"]
+
+
+def row(error, *, ddp=1e-7, norm=1.0, change=None, largest_error=None, name="gradient/w"):
+    largest_error = error / 10 if largest_error is None else largest_error
+    mine = Distance(error, largest_error, norm, norm / 10, norm, norm if change is None else change)
+    yardstick = Distance(ddp, ddp / 10, norm, norm / 10, norm, norm)
+    return Row("fsdp", 1, name, mine, yardstick, F32)
+
+
+@pytest.mark.parametrize("error, too_far", [(0.0, False), (1e-7, False), (4e-7, False), (7e-7, True), (1.0, True), (math.inf, True)])
+def test_a_multiple_of_the_yardstick(error, too_far):
+    assert row(error).too_far is too_far
+
+
+def test_one_element_far_off_is_enough():
+    assert not row(1e-7).too_far and row(1e-7, largest_error=1e-6).too_far
+
+
+def test_what_is_not_finite_is_too_far():
+    assert row(math.nan).too_far and row(math.inf, ddp=1.0).too_far
+
+
+def test_a_tensor_that_ddp_gets_exactly_right_allows_a_few_roundings():
+    assert not row(3 * F32, ddp=0.0).too_far and row(5 * F32, ddp=0.0).too_far
+
+
+def test_the_batch_is_equal_or_not():
+    mine, yardstick = Distance(0, 0, 5, 3, 5, 5), Distance(0, 0, 5, 3, 5, 5)
+    equal = Row("fsdp", 1, "batch/labels", mine, yardstick, 0.0)
+    assert equal.judged and not equal.too_far
+    assert Row("fsdp", 1, "batch/labels", Distance(1, 1, 5, 3, 5, 5), yardstick, 0.0).too_far
+
+
+def test_noise_is_not_judged_and_can_still_be_too_far():
+    """A gradient that cancels: DDP is off by its whole norm. Zeros would agree, so agreement counts for nothing."""
+    noise = row(1e-9, ddp=1e-9, norm=1e-9)
+    assert not noise.too_far and not noise.judged
+    assert row(1e-6, ddp=1e-9, norm=1e-9).too_far
+    assert not row(0.0, ddp=0.0, norm=0.0).too_far
+
+
+def test_a_parameter_is_judged_by_its_update():
+    assert row(1e-8, change=1e-3, name="parameter/w").judged
+    assert not row(1e-8, change=1e-9, name="parameter/w").judged, "a frozen run must not pass"
+
+
+def result(rows, losses=(), replicas=None):
+    entry = {"tensors": {one.name: {} for one in rows}, "replicas_differ": replicas or {}}
+    return Result({"fsdp": SimpleNamespace(steps={"1": entry}, label="FSDP")}, "ddp", rows, list(losses), {}, {})
+
+
+def test_all_too_small_is_not_a_pass():
+    small = [row(1e-9, ddp=1e-9, norm=1e-9, name=name) for name in ("forward/a", "gradient/w")]
+    assert result(small).outcome == "NOT JUDGED" and result(small).unjudged_passes("fsdp") == ["forward", "gradient"]
+    assert result([row(1e-7), row(1e-9, ddp=1e-9, norm=1e-9, name="gradient/v")]).outcome == "PASS"
+
+
+def test_the_first_in_execution_order_is_named():
+    rows = [row(1e-7, name="forward/a"), row(1e-3, name="forward/b"), row(1e-1, name="gradient/w")]
+    failures = result(rows).failures("fsdp")
+    assert [failure[2] for failure in failures] == ["forward/b", "gradient/w"] and result(rows).outcome == "FAIL"
+    assert result(rows, replicas={"forward/a": [1]}).failures("fsdp")[0][2] == "forward/a"
+
+
+@pytest.mark.parametrize("loss, outcome", [(7.0, "PASS"), (7.0000005, "PASS"), (7.00001, "FAIL"), (math.nan, "FAIL")])
+def test_the_loss_of_every_dp_rank(loss, outcome):
+    assert result([row(1e-7)], [Loss(1, 0, 7.0, {"ddp": 7.0, "fsdp": loss}, 1e-6)]).outcome == outcome
