@@ -26,7 +26,7 @@ def deepspeed_config(config, mesh) -> dict:
         "train_micro_batch_size_per_gpu": config.batch_size,
         "gradient_accumulation_steps": config.gradient_accumulation_steps,
         "zero_optimization": {"stage": 1},
-        "zero_allow_untested_optimizer": True,  # torch's fused SGD is not on DeepSpeed's list
+        "zero_allow_untested_optimizer": True,  # torch's SGD is not on DeepSpeed's list
         "gradient_clipping": config.max_grad_norm,  # the default is 1.0, not off
         "communication_data_type": "bf16" if config.precision == "bf16" else "fp32",
         "torch_autocast": {

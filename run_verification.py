@@ -16,7 +16,6 @@ import sys
 from pathlib import Path
 
 from lockstep import config as config_module
-from lockstep import files
 from lockstep.compare_losses import RULES
 from lockstep.config import STRATEGIES, Parser
 from lockstep.errors import TrainingFailure, UserError
@@ -46,17 +45,23 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     return options, rest
 
 
-def prepare(options: argparse.Namespace) -> Path:
-    """The output folder, empty; an older verification is removed only when asked."""
+def check_folder(options: argparse.Namespace) -> Path:
+    """The output folder: empty, or with nothing but an older verification that may be removed."""
     folder = options.output_dir.expanduser().absolute()
-    if options.overwrite and folder.is_dir():
-        for name in OURS:
-            path = folder / name
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-    elif folder.is_dir() and any(folder.iterdir()):
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"--output_dir {folder} is a file; choose a folder")
+    inside = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    if inside and not options.overwrite:
         raise UserError(f"--output_dir {folder} is not empty, and nothing is overwritten; choose another, or add --overwrite")
-    files.require_writable_folder(folder, "--output_dir")
+    foreign = next((name for name in inside if name not in OURS), None)
+    if foreign:
+        raise UserError(f"--output_dir {folder} holds {foreign}, which no verification wrote; choose another folder")
     return folder
+
+
+def empty(folder: Path) -> None:
+    for path in list(folder.iterdir()) if folder.is_dir() else []:
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def run(command: list[str], what: str) -> None:
@@ -70,17 +75,18 @@ def run(command: list[str], what: str) -> None:
 def main(argv: list[str] | None = None) -> int:
     try:
         options, rest = parse(argv)
-        rest = [*rest, "--dp_size", str(options.dp_size)]
+        rest = [*rest, "--dp_size", str(options.dp_size), "--debug_steps", str(options.steps)]
         sharded = ["--tp_size", str(options.tp_size)]
+        folder = check_folder(options)
+        elsewhere = ["--loss_output_dir", str(folder / "losses"), "--storage_path", str(folder / "losses")]
         for strategy in STRATEGIES:  # a mistake is answered before anything is removed or started
-            config = config_module.parse_config(strategy, [*rest, "--debug_steps", str(options.steps), *(sharded if strategy != "ddp" else [])])
-        config_module.load_inputs(config)
-        if config.precision not in RULES:
-            raise UserError(f"no tolerance is derived for --precision {config.precision}; use {' or '.join(RULES)}")
-        folder = prepare(options)
-        weights = str(folder / "initial_weights.safetensors")
-        rest += ["--debug_steps", str(options.steps), "--capture_steps", str(options.steps), "--capture_dir", str(folder)]
-        rest += ["--init_weights_path", weights, "--loss_output_dir", str(folder / "losses"), "--storage_path", str(folder / "losses")]
+            config = config_module.parse_config(strategy, [*rest, *elsewhere, *(sharded if strategy != "ddp" else [])])
+            if config.precision not in RULES:
+                raise UserError(f"no tolerance is derived for --precision {config.precision}; use {' or '.join(RULES)}")
+            config_module.check_environment(config, config_module.load_inputs(config).architecture)
+        empty(folder)
+        rest += [*elsewhere, "--capture_steps", str(options.steps), "--capture_dir", str(folder)]
+        rest += ["--init_weights_path", str(folder / "initial_weights.safetensors")]
         for strategy in STRATEGIES:
             ranks = options.dp_size * (1 if strategy == "ddp" else options.tp_size)
             launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]

@@ -64,12 +64,12 @@ def start(world_size: int | None, jobs: list[dict], folder: Path) -> None:
 
 
 def train(cases: list[tuple], seed: int, folder: Path) -> None:
-    """Capture three steps of every (model, precision, dp, tp) with all three strategies and the reference."""
+    """Capture three steps of every (model, precision, dp, tp, more flags) with all three strategies and the reference."""
     jobs = collections.defaultdict(list)
-    for model, precision, dp, tp in cases:
+    for model, precision, dp, tp, *more in cases:
         common = ["--model_name", model, "--precision", precision, "--seed", str(seed), "--dp_size", str(dp)]
         common += ["--batch_size", "2", "--seq_length", "64", "--debug_steps", "3", "--capture_steps", "3"]
-        common += ["--capture_dir", str(folder_of(folder, model, precision, dp, tp))]
+        common += ["--capture_dir", str(folder_of(folder, model, precision, dp, tp, *more)), *more]
         common += ["--loss_output_dir", str(folder), "--storage_path", str(folder)]
         jobs[dp, 1, "ddp"].append({"strategy": "ddp", "arguments": common})
         for strategy in ("deepspeed", "fsdp"):
@@ -79,12 +79,13 @@ def train(cases: list[tuple], seed: int, folder: Path) -> None:
         start(key and key[0] * key[1], jobs[key], folder)
 
 
-def folder_of(folder: Path, model: str, precision: str, dp: int, tp: int) -> Path:
-    return folder / f"{model}-{precision}-{dp}-{tp}"
+def folder_of(folder: Path, *case) -> Path:
+    return folder / "-".join(map(str, case))
 
 
-def judge(folder: Path) -> tuple[list[dict], dict[str, dict[str, float]]]:
-    """Alarms of one configuration, and the worst multiple of what is tolerated, by strategy and kind of tensor."""
+def judge(folder: Path) -> tuple[list[dict], list[str], dict[str, dict[str, float]]]:
+    """Alarms of one configuration, tensors too small to judge, and the worst multiple of what is tolerated, by strategy
+    and kind of tensor."""
     from lockstep.compare import compare
     from lockstep.dump import Dump
 
@@ -100,9 +101,7 @@ def judge(folder: Path) -> tuple[list[dict], dict[str, dict[str, float]]]:
         for name in dumps
         if result.verdict(name) != "PASS"
     ]
-    unjudged = sorted({row.name for row in result.rows if not row.judged})
-    alarms += [{"unjudged": unjudged}] if unjudged else []
-    return alarms, worst
+    return alarms, sorted({row.name for row in result.rows if not row.judged}), worst
 
 
 def main() -> None:
@@ -120,8 +119,9 @@ def main() -> None:
             cases = [(model, precision, *mesh) for model in MODELS for precision in PRECISIONS for mesh in MESHES]
             train(cases, seed, folder)
             for case in cases:
-                alarms, found = judge(folder_of(folder, *case))
-                rows.append({"model": case[0], "precision": case[1], "dp": case[2], "tp": case[3], "seed": seed, "alarms": alarms})
+                alarms, unjudged, found = judge(folder_of(folder, *case))
+                row = {"model": case[0], "precision": case[1], "dp": case[2], "tp": case[3], "seed": seed}
+                rows.append({**row, "alarms": alarms, "unjudged": unjudged})
                 for strategy, kinds in found.items():
                     for kind, multiple in kinds.items():
                         key = f"{case[1]} {strategy} {kind}"

@@ -20,12 +20,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from lockstep.config import STRATEGIES
 from lockstep.distance import Distance
 from lockstep.dump import Dump
-from lockstep.verdict import ROUNDING, Row
+from lockstep.verdict import ROUNDING, judge
 
 
 def distance(mine: torch.Tensor, exact: torch.Tensor) -> Distance:
     error, norm = mine - exact, float(exact.norm())
-    return Distance(float(error.norm()), float(error.abs().max()), norm, float(exact.abs().max()), float(mine.norm()), norm)
+    largest = float(exact.abs().max())
+    return Distance(float(error.norm()), float(error.abs().max()), norm, largest, float(mine.norm()), norm, largest)
 
 
 def limit(mine: torch.Tensor, exact: torch.Tensor, yardstick: Distance, name: str, *, whole: bool) -> float:
@@ -38,7 +39,7 @@ def limit(mine: torch.Tensor, exact: torch.Tensor, yardstick: Distance, name: st
             spoilt *= 1 + error
         else:
             spoilt.view(-1)[middling] *= 1 + error
-        if not Row("", 1, name, distance(spoilt, exact), yardstick, ROUNDING["F32"]).too_far:
+        if not judge("", 1, name, distance(spoilt, exact), yardstick, ROUNDING["F32"]).too_far:
             break
         smallest, error = error, error / 2
     return smallest

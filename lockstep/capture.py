@@ -83,7 +83,7 @@ class Capture:
         self.full_shapes = output_shapes(model)
         self.num_tensors = 2 * len(self.full_shapes) + len(KINDS) * len(list(model.parameters())) + 2
         self.manifest = {"run": provenance, "steps": {}}
-        self.writers: dict[str, bool] | None = None
+        self.writers: dict[str, bool] = {}
 
     def begin(self, strategy, micro_batches: list[tuple], step: int) -> None:
         """Before the step's first forward pass: open the file, write the batch, start to watch."""
@@ -104,6 +104,8 @@ class Capture:
         self._stop_together()
         self.writer = self._try(dump.StepWriter, self.path, self.num_tensors)
         self._stop_together()
+        if not self.writers:
+            self.writers = self._parameter_writers()
 
     def gradients(self) -> None:
         """Between the backward pass and the update: write every parameter's gradient."""
@@ -121,11 +123,11 @@ class Capture:
         """After the update: write moments and parameters, make the file whole, name the step in the manifest."""
         for kind in KINDS[1:] if updated else ():
             self._write_held(kind)
-        fields = ("loss", "rank_losses", "grad_norm", "learning_rate", "batch_hash")
-        self._close({key: record[key] for key in fields})
+        fields = ("loss", "rank_losses", "grad_norm", "learning_rate", "batch_hash", "started_from")
+        self._close({key: record[key] for key in fields if key in record})
 
     def _close(self, entry: dict) -> None:
-        self.writer.close()
+        self._try(self.writer.close)
         parts = {name: slot.parts for name, slot in self.writer.slots.items()}
         layout = {name: (slot.shape, slot.dtype, slot.offset) for name, slot in self.writer.slots.items()}
         everyone = self._gather((parts, layout, self.logits))
@@ -138,7 +140,7 @@ class Capture:
         """Call; an error is kept for `_stop_together`, because the other ranks are waiting in a collective."""
         try:
             return call(*arguments)
-        except (OSError, ValueError) as error:
+        except Exception as error:  # noqa: BLE001 - it is raised on every rank, by _stop_together
             what = getattr(error, "strerror", None) or first_line(error)
             self.problem = self.problem or f"capture of step {self.step}, rank {self.rank}: {what} ({self.path})"
 
@@ -217,18 +219,17 @@ class Capture:
 
     def _write_one_held(self, key: str, name: str, local: torch.Tensor, full: tuple, start: tuple) -> None:
         self.writer.slot(key, full, local.dtype)
-        self.writer.write(key, start, local, is_writer=self._parameter_writers()[name])
+        self.writer.write(key, start, local, is_writer=self.writers[name])
 
     def _parameter_writers(self) -> dict[str, bool]:
         """Parameter -> whether this rank writes its part: ranks that hold the same part take turns."""
-        if self.writers is None:
-            mine = {name: (start, tuple(local.shape)) for name, local, _, start in self.strategy.held("parameter")}
-            everyone = self._gather(mine)
-            self.writers = {}
-            for number, name in enumerate(mine):
-                twins = [rank for rank, theirs in enumerate(everyone) if theirs[name] == mine[name]]
-                self.writers[name] = twins[number % len(twins)] == self.rank
-        return self.writers
+        mine = {name: (start, tuple(local.shape)) for name, local, _, start in self.strategy.held("parameter")}
+        everyone = self._gather(mine)
+        writes = {}
+        for number, name in enumerate(mine):
+            twins = [rank for rank, theirs in enumerate(everyone) if theirs[name] == mine[name]]
+            writes[name] = twins[number % len(twins)] == self.rank
+        return writes
 
     def _finish(self, everyone: list, entry: dict) -> None:
         """On rank 0: check that the parts make whole tensors, write the header, name the step in the manifest."""

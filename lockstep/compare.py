@@ -9,6 +9,7 @@ Exit status: 0 PASS; 1 not; 2 a mistake, or dumps that cannot be compared.
 """
 
 import functools
+import math
 import sys
 from pathlib import Path
 
@@ -18,16 +19,19 @@ from lockstep.config import Parser
 from lockstep.distance import Distance, clip_factor, on_all_cores, tensor_distances, update_distances
 from lockstep.dump import Dump, number_of_elements
 from lockstep.errors import UserError
-from lockstep.verdict import PASSES, ROUNDING, Loss, Result, Row
+from lockstep.verdict import PASSES, ROUNDING, UNIT, Loss, Result, judge, judge_yardstick
 
-# Without a reference: the largest distance DDP had from it, over the sweep of results/clean_sweep.json.
-TYPICAL = {"fp32": 1e-6, "autocast": 1.5e-2}
+# Without a reference: the largest distance from it that DDP had, over the clean sweep and the real sizes (results/).
+TYPICAL = {"fp32": 1.5e-6, "autocast": 2e-2}
 SAME = ("optimizer", "learning_rate", "weight_decay", "max_grad_norm", "gradient_accumulation_steps", "precision",
-        "batch_size", "seq_length", "dp_size")  # fmt: skip
+        "batch_size", "seq_length", "dp_size", "attn_impl")  # fmt: skip
 
 
-def require_comparable(one: Dump, other: Dump) -> None:
-    """Raise UserError naming the first difference that makes a comparison of two dumps meaningless."""
+def require_comparable(one: Dump, other: Dump, *, steps: bool = True) -> None:
+    """Raise UserError naming the first difference that makes a comparison of two dumps meaningless.
+
+    A reference may have more steps than the other dump; `steps=False` compares only those that both have.
+    """
     pair = f"{one.folder} and {other.folder} cannot be compared"
     if one.run["architecture"] != other.run["architecture"]:
         raise UserError(f"{pair}: their models differ; capture both with one --model_name and --num_layers")
@@ -37,12 +41,13 @@ def require_comparable(one: Dump, other: Dump) -> None:
         a, b = one.run["config"][key], other.run["config"][key]
         if a != b:
             raise UserError(f"{pair}: {key} is {a} in one and {b} in the other; capture both with the same options")
+    wanted = steps
     steps, others = ({step for step in dump.steps if step != "0"} for dump in (one, other))
-    if steps != others and not other.run.get("exact"):
+    if wanted and not (steps <= others if other.run.get("exact") else steps == others):
         raise UserError(f"{pair}: steps {', '.join(sorted(steps))} against {', '.join(sorted(others))}; capture the same steps")
     for step in sorted(steps & others, key=int):
         if one.steps[step]["batch_hash"] != other.steps[step]["batch_hash"]:
-            raise UserError(f"{pair}: step {step} was trained on different batches; use one corpus and seed")
+            raise UserError(f"{pair}: step {step} was trained on different batches; use one corpus, one --seed and one --debug_steps")
     if one.run["versions"] != other.run["versions"]:
         raise UserError(f"{pair}: versions {one.run['versions']} against {other.run['versions']}; use one environment")
 
@@ -61,12 +66,12 @@ def compare(reference: Dump, dumps: dict[str, Dump], replays: dict[str, Dump]) -
         require_comparable(dump, reference)
         require_comparable(dumps["ddp"], dump)
     steps = sorted(int(step) for step in dumps["ddp"].steps)
-    rows, losses, pairs = [], [], {}
+    result = Result(dumps, "ddp", [], [], {}, dumps, [])
     for step in steps:
-        truths = {name: reference if step == 1 else _replay(replays, name, step) for name in dumps}
-        rows += _judge_step(reference, dumps, truths, step, pairs)
-        losses += _losses(reference, dumps, step, precision)
-    return Result(dumps, "ddp", rows, losses, pairs, dumps)
+        truths = {name: reference if step == 1 else _replay(replays, dump, name, step) for name, dump in dumps.items()}
+        _judge_step(reference, dumps, truths, step, precision, result)
+        result.losses += _losses(reference, dumps, step, precision)
+    return result
 
 
 def compare_two(one: Dump, other: Dump) -> Result:
@@ -77,19 +82,17 @@ def compare_two(one: Dump, other: Dump) -> Result:
     require_comparable(one, other)
     precision = one.run["config"]["precision"]
     _require_precision(precision)
-    names = {"this": one, "other": other}
-    entries, pairs = _same_tensors(names, 1), {}
-    plain = [name for name in entries if PASSES[name.split("/")[0]] != "update"]
-    rows = []
-    for name, tensor in _measure(plain, entries, [other], names, 1):
-        pairs[name] = tensor
-        distance = tensor.distances[0]
-        yardstick = Distance(
-            2 * TYPICAL[precision] * distance.norm, 2 * TYPICAL[precision] * distance.largest,
-            distance.norm, distance.largest, distance.norm, distance.norm,
-        )  # fmt: skip
-        rows.append(Row("this", 1, name, distance, yardstick, ROUNDING.get(entries[name]["dtype"], 0.0)))
-    return Result({"this": one}, "other", rows, _losses(other, names, 1, precision), pairs, names)
+    dumps = {str(one.folder): one, str(other.folder): other}
+    result = Result(dumps, str(other.folder), [], _losses(other, dumps, 1, precision), {}, dumps, [])
+    entries, names, _ = _tensors(other, dumps, 1, result)
+    apart = 2 * TYPICAL[precision]
+    for name, tensor in _measure(names, entries, [other], dumps, 1):
+        result.pairs[name] = tensor
+        for folder, distance in zip(dumps, tensor.distances, strict=True):
+            size = apart * distance.norm, apart * distance.largest
+            yardstick = Distance(*size, 0.0, 0.0, 0.0, 0.0, 0.0)
+            result.rows.append(judge(folder, 1, name, distance, yardstick, ROUNDING[entries[name]["dtype"]]))
+    return result
 
 
 def _require_precision(precision: str) -> None:
@@ -97,15 +100,18 @@ def _require_precision(precision: str) -> None:
         raise UserError(f"no tolerance is derived for --precision {precision}; compare {' or '.join(RULES)}")
 
 
-def _same_tensors(dumps: dict[str, Dump], step: int) -> dict[str, dict]:
-    """The entries of a step's tensors, which all dumps must have."""
-    first = next(iter(dumps.values()))
-    entries = first.steps[str(step)]["tensors"]
-    for dump in dumps.values():
-        odd = set(entries) ^ set(dump.steps[str(step)]["tensors"])
-        if odd:
-            raise UserError(f"{dump.folder} and {first.folder}: only one has {sorted(odd)[0]} in step {step}; capture both again")
-    return entries
+def _tensors(truth: Dump, dumps: dict[str, Dump], step: int, result: Result) -> tuple[dict, list[str], list[str]]:
+    """A step's entries, the names of its tensors but the update's, and its parameters: those that all dumps have.
+
+    What the truth has and a dump has not is noted as missing.
+    """
+    wanted = truth.steps[str(step)]["tensors"]
+    for strategy, dump in dumps.items():
+        result.missing += [(strategy, step, name) for name in wanted if name not in dump.steps[str(step)]["tensors"]]
+    entries = next(iter(dumps.values())).steps[str(step)]["tensors"]
+    common = [name for name in wanted if all(name in dump.steps[str(step)]["tensors"] for dump in dumps.values())]
+    names = [name for name in common if PASSES[name.split("/")[0]] != "update"]
+    return entries, names, [name.removeprefix("parameter/") for name in common if name.startswith("parameter/")]
 
 
 def _measure(names: list[str], entries: dict, truths: list[Dump], dumps: dict[str, Dump], step: int):
@@ -116,20 +122,23 @@ def _measure(names: list[str], entries: dict, truths: list[Dump], dumps: dict[st
     return zip(names, tensors, strict=True)
 
 
-def _replay(replays: dict[str, Dump], name: str, step: int) -> Dump:
+def _replay(replays: dict[str, Dump], dump: Dump, name: str, step: int) -> Dump:
+    """The truth of a later step: a replay that started from just the parameters that this dump had reached."""
+    again = "run lockstep.reference after the training scripts, into a folder without older replays"
     if name not in replays or str(step) not in replays[name].steps:
-        raise UserError(f"step {step} of {name} has no replay to be judged by; run lockstep.reference after the training scripts")
+        raise UserError(f"step {step} of {dump.folder} has no replay to be judged by; {again}")
+    require_comparable(replays[name], dump, steps=False)
+    if replays[name].steps[str(step)].get("started_from") != dump.parameter_digest(step - 1):
+        raise UserError(f"{replays[name].folder}: step {step} did not start from the parameters of {dump.folder}; {again}")
     return replays[name]
 
 
-def _judge_step(reference: Dump, dumps: dict[str, Dump], truths: dict[str, Dump], step: int, pairs: dict) -> list[Row]:
-    entries = _same_tensors(dumps, step)
-    names = [name for name in entries if PASSES[name.split("/")[0]] != "update"]
-    parameters = [name.removeprefix("parameter/") for name in entries if name.startswith("parameter/")]
+def _judge_step(reference: Dump, dumps: dict, truths: dict, step: int, precision: str, result: Result) -> None:
+    entries, names, parameters = _tensors(reference, dumps, step, result)
     found: dict[str, dict[str, Distance]] = {strategy: {} for strategy in dumps}
     for name, tensor in _measure(names, entries, list(truths.values()), dumps, step):
         if step == 1:
-            pairs[name] = tensor
+            result.pairs[name] = tensor
         for strategy, distance in zip(dumps, tensor.distances, strict=True):
             found[strategy][name] = distance
     clips = {
@@ -141,11 +150,27 @@ def _judge_step(reference: Dump, dumps: dict[str, Dump], truths: dict[str, Dump]
     updates = on_all_cores(functools.partial(_update, dumps, reference, step, clips), items, sizes)
     for (strategy, name), kinds in zip(items, updates, strict=True):
         found[strategy].update({f"{kind}/{name}": distance for kind, distance in kinds.items()})
-    return [
-        Row(strategy, step, name, found[strategy][name], found["ddp"][name], ROUNDING.get(entries[name]["dtype"], 0.0))
-        for strategy in dumps
-        for name in entries
-    ]
+
+    noise = _noise(found["ddp"], entries, precision)
+    for strategy in dumps:
+        for name in (name for name in entries if name in found[strategy]):
+            distance, which = found[strategy][name], PASSES[name.split("/")[0]]
+            if strategy == "ddp" and which in noise:
+                result.rows.append(judge_yardstick(strategy, step, name, distance, precision, noise[which][name]))
+            else:
+                rounding = ROUNDING[entries[name]["dtype"]]
+                result.rows.append(judge(strategy, step, name, distance, found["ddp"][name], rounding))
+
+
+def _noise(found: dict[str, Distance], entries: dict, precision: str) -> dict[str, dict[str, Distance]]:
+    """By pass and tensor: how large rounding noise alone may be, taking the largest rms of the pass for its scale."""
+    sizes = {name: max(number_of_elements(entries[name]), 1) for name in found}
+    noise: dict[str, dict[str, Distance]] = {}
+    for which in ("forward", "backward", "gradient"):
+        names = [name for name in found if PASSES[name.split("/")[0]] == which]
+        scale = UNIT[precision] * max((found[name].norm / math.sqrt(sizes[name]) for name in names), default=0.0)
+        noise[which] = {name: Distance(0.0, 0.0, scale * math.sqrt(sizes[name]), scale, 0.0, 0.0, 0.0) for name in names}
+    return noise
 
 
 def _update(dumps: dict[str, Dump], reference: Dump, step: int, clips: dict[str, float], item: tuple[str, str]):
@@ -172,12 +197,19 @@ def _losses(reference: Dump, dumps: dict[str, Dump], step: int, precision: str) 
 def open_all(folders: list[Path]) -> tuple[Dump | None, dict[str, Dump], dict[str, Dump]]:
     """(the reference, the dumps by strategy with DDP's first, the replays), with what stands beside the reference."""
     opened = [Dump(folder) for folder in folders]
-    exact = [dump for dump in opened if dump.run.get("exact")]
+    exact = [dump for dump in opened if "0" in dump.steps]
     if len(exact) != 1:
         return None, {}, {}
     (reference,), dumps = exact, {}
     beside = reference.folder.resolve().parent
-    given = {dump.run["config"]["strategy"]: dump for dump in opened if dump is not reference}
+    given: dict[str, Dump] = {}
+    for dump in opened:
+        name = dump.run["config"]["strategy"]
+        if dump is not reference and (name in given or dump.run.get("exact")):
+            clash = given.get(name, reference).folder
+            raise UserError(f"{clash} and {dump.folder} are both dumps of {name}; name one dump for each strategy")
+        if dump is not reference:
+            given[name] = dump
     dumps["ddp"] = given.pop("ddp", None) or Dump(beside / "ddp")
     dumps.update(given)
     replays = {name: beside / f"replay_{name}" for name in dumps}

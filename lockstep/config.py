@@ -129,7 +129,7 @@ def build_parser(strategy: str) -> argparse.ArgumentParser:
     add("num_epochs", positive, "passes over the corpus, when --debug_steps is 0")
     add("debug_steps", whole, "train exactly this many steps, going round the corpus if need be (0: --num_epochs)")
     add("learning_rate", rate, "constant learning rate")
-    add("optimizer", str, "fused torch AdamW, or SGD without momentum", choices=("adamw", "sgd"))
+    add("optimizer", str, "fused torch AdamW, or SGD without momentum (not fused)", choices=("adamw", "sgd"))
     add("weight_decay", amount, "on matrices; norms and biases are not decayed")
     add("max_grad_norm", amount, "clip the whole model's gradient to this norm (0: do not clip)")
     add("gradient_accumulation_steps", positive, "micro batches per step; the gradient is their mean")

@@ -24,7 +24,7 @@ def expected_contract(config: Config, architecture: dict) -> dict:
         decay.setdefault(str(config.weight_decay if len(shape) >= 2 else 0.0), []).append(name)
     return {
         "optimizer": "AdamW" if adamw else "SGD",
-        "fused": True,
+        "fused": adamw,
         "learning_rates": [config.learning_rate],
         "betas": list(BETAS) if adamw else [],
         "eps": EPS if adamw else None,

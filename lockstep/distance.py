@@ -7,6 +7,7 @@
 import math
 import os
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing import get_context
 
@@ -15,6 +16,7 @@ import torch
 
 from lockstep.config import BETAS, EPS
 from lockstep.dump import Dump
+from lockstep.errors import TrainingFailure
 from lockstep.optim import decays
 
 BLOCK = 1 << 13  # elements: all blocks of a comparison stay in the cache, and BLAS starts no threads for so few
@@ -31,6 +33,7 @@ class Distance:
     largest: float
     own_norm: float  # 2-norm of the dump's tensor
     change: float  # 2-norm of what the tensor should show: itself; of a parameter, its last update
+    largest_change: float
 
     @property
     def relative(self) -> float:
@@ -72,10 +75,9 @@ class _Comparison:
         self.error.add(np.subtract(values, exact, out=spare))
         self.own_square += float(np.dot(values, values))
 
-    def distance(self, true: _Sums, change: float | None = None) -> Distance:
-        norm, largest = true.result()
+    def distance(self, true: _Sums, change: _Sums) -> Distance:
         own = math.sqrt(self.own_square) if math.isfinite(self.own_square) else math.inf
-        return Distance(*self.error.result(), norm, largest, own, norm if change is None else change)
+        return Distance(*self.error.result(), *true.result(), own, *change.result())
 
 
 _arrays: dict[str, np.ndarray] = {}
@@ -129,7 +131,7 @@ def tensor_distances(truths: list[Dump], dumps: list[Dump], step: int, name: str
                 apart[index].add(np.subtract(own, values[0], out=spare))
         if same and len(values) > 1:
             same = np.array_equal(values[-1].view(np.uint64), values[-2].view(np.uint64))
-    distances = [each.distance(true[place]) for each, place in zip(found, places, strict=True)]
+    distances = [each.distance(true[place], true[place]) for each, place in zip(found, places, strict=True)]
     return Tensor(distances, [each.result() for each in apart], same)
 
 
@@ -177,7 +179,7 @@ def update_distances(dump: Dump, initial: Dump, step: int, clip: float, name: st
             true[kind].add(exact[kind])
             found[kind].add(values, exact[kind], spare)
     return {
-        kind: comparison.distance(true[kind], change.result()[0] if kind == "parameter" else None)
+        kind: comparison.distance(true[kind], change if kind == "parameter" else true[kind])
         for kind, comparison in found.items()
     }
 
@@ -197,6 +199,22 @@ def on_all_cores(work, items: list, sizes: list[int]) -> list:
     if sum(sizes) < SMALL:
         return [work(item) for item in items]
     order = sorted(range(len(items)), key=lambda index: -sizes[index])
-    with ProcessPoolExecutor(os.cpu_count(), get_context("spawn"), torch.set_num_threads, (1,)) as pool:
-        results = dict(zip(order, pool.map(work, [items[index] for index in order]), strict=True))
+    try:
+        with ProcessPoolExecutor(os.cpu_count(), get_context("spawn"), _begin, (work,)) as pool:
+            results = dict(zip(order, pool.map(_call, [items[index] for index in order]), strict=True))
+    except BrokenProcessPool as error:
+        raise TrainingFailure("comparison: a process was killed, perhaps for want of memory; compare fewer dumps at once") from error
     return [results[index] for index in range(len(items))]
+
+
+_work = None  # what a process of the pool does with every item
+
+
+def _begin(work) -> None:
+    global _work
+    _work = work
+    torch.set_num_threads(1)
+
+
+def _call(item):
+    return _work(item)

@@ -121,7 +121,10 @@ class StepWriter:
 
 
 def checksum(data: np.ndarray, itemsize: int) -> int:
-    """The sum of a tensor's words modulo 2^64: adds up over shards, so that nobody needs the whole tensor to know it."""
+    """The sum of a tensor's words modulo 2^64: adds up over shards, so that nobody needs the whole tensor to know it.
+
+    Notices any changed bit, a cut and a hole; not words that have changed places.
+    """
     return int(data.view(WORDS[itemsize]).sum(dtype=np.uint64))
 
 
@@ -181,9 +184,16 @@ class Dump:
                 raise ValueError(f"format {self.manifest['format']}, not {FORMAT}")
             self.run, self.steps = self.manifest["run"], self.manifest["steps"]
             self.label = self.run["label"]
+            for key in ("architecture", "versions", "config"):
+                self.run[key].items()
+            self.manifest["initial_sha256"].strip()
             self._places = {int(step): self._read_header(int(step)) for step in self.steps}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{path}: damaged or not a dump's manifest ({first_line(error)}); capture again") from error
+        unfinished = sorted(folder.glob("*.part"))
+        if unfinished or not self.steps:
+            what = f"{unfinished[0].name} was not finished" if unfinished else "not one step was finished"
+            raise UserError(f"{folder}: {what}; the run was stopped or is still going on; capture again")
 
     def _read_header(self, step: int) -> dict:
         path = step_path(self.folder, step)
@@ -227,6 +237,12 @@ class Dump:
                 yield torch.from_numpy(piece).view(TORCH[dtype])
         if total % 2**64 != self.steps[str(step)]["tensors"][name]["checksum"]:
             raise UserError(f"{step_path(self.folder, step)}: {name} is damaged (its checksum does not match); capture again")
+
+    def parameter_digest(self, step: int) -> str:
+        """What identifies the parameters after a step: a hash of their checksums."""
+        tensors = self.steps[str(step)]["tensors"]
+        sums = {name: entry["checksum"] for name, entry in tensors.items() if name.startswith("parameter/")}
+        return hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()
 
     def _cut_off(self, step: int, name: str):
         raise UserError(f"{step_path(self.folder, step)}: cut off inside {name}; capture again")

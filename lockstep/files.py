@@ -44,6 +44,6 @@ def require_writable_folder(path: Path, option: str) -> None:
 
 
 def require_new_folder(path: Path, option: str) -> None:
-    """Raise UserError naming the option if there is something in the folder already."""
-    if path.exists() and any(path.iterdir()):
-        raise UserError(f"{option}: {path} is not empty, and nothing is overwritten; remove it, or choose another folder")
+    """Raise UserError naming the option if there is something in the folder already, or if it is a file."""
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise UserError(f"{option}: {path} is there already, and nothing is overwritten; remove it, or choose another folder")

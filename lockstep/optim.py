@@ -1,4 +1,4 @@
-"""The optimizer, with one meaning in all strategies: fused torch AdamW or SGD over the same decay groups."""
+"""The optimizer, with one meaning in all strategies: torch AdamW or SGD over the same decay groups."""
 
 import torch
 
@@ -21,10 +21,13 @@ def parameter_groups(parameters, weight_decay: float) -> list[dict]:
 
 
 def build_optimizer(groups: list[dict], *, optimizer: str, learning_rate: float) -> torch.optim.Optimizer:
-    """AdamW (decoupled decay, Loshchilov and Hutter 2019, arXiv 1711.05101) or SGD without momentum, both fused."""
+    """AdamW (decoupled decay, Loshchilov and Hutter 2019, arXiv 1711.05101), fused, or SGD without momentum.
+
+    SGD is not fused: torch's fused SGD cannot work on DTensors (docs/findings.md).
+    """
     if optimizer == "adamw":
         return torch.optim.AdamW(groups, lr=learning_rate, betas=BETAS, eps=EPS, fused=True)
-    return torch.optim.SGD(groups, lr=learning_rate, fused=True)
+    return torch.optim.SGD(groups, lr=learning_rate, foreach=False)
 
 
 def held_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer, kind: str):

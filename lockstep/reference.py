@@ -16,6 +16,7 @@ here. The rotary table alone is the model's own float32 table: it is an input, t
 """
 
 import dataclasses
+import math
 import sys
 
 import torch
@@ -24,6 +25,7 @@ import torch.distributed as dist
 from lockstep import config as config_module
 from lockstep import dump, files, weights
 from lockstep.capture import Capture
+from lockstep.compare import require_comparable
 from lockstep.config import BETAS, EPS, STRATEGIES, Config, Inputs
 from lockstep.data import global_batch_hash, micro_batches_hash
 from lockstep.errors import TrainingFailure, UserError
@@ -121,6 +123,7 @@ def run(config: Config, inputs: Inputs) -> str:
 def _replay(config: Config, inputs: Inputs, strategy: "ReferenceStrategy", folder, initial_sha256: str) -> None:
     """Steps 2 and later of another run, from the parameters in its dump; forward, backward and gradients."""
     theirs = dump.Dump(folder)
+    require_comparable(theirs, dump.Dump(config.capture_dir / "reference"), steps=False)
     if len(theirs.steps) < 2:
         return
     capture = _capture(config, inputs, f"replay_{folder.name}", strategy.model, initial_sha256)
@@ -128,7 +131,7 @@ def _replay(config: Config, inputs: Inputs, strategy: "ReferenceStrategy", folde
         with torch.no_grad():
             for name, parameter in strategy.model.named_parameters():
                 parameter.copy_(theirs.tensor(index, f"parameter/{name}"))
-        _one_step(config, inputs, strategy, capture, index, update=False)
+        _one_step(config, inputs, strategy, capture, index, started_from=theirs.parameter_digest(index))
 
 
 def _capture(config: Config, inputs: Inputs, name: str, model: torch.nn.Module, initial_sha256: str) -> Capture:
@@ -141,15 +144,20 @@ def _capture(config: Config, inputs: Inputs, name: str, model: torch.nn.Module, 
     return capture
 
 
-def _one_step(config, inputs, strategy, capture, index: int, *, update: bool = True) -> float:
-    """One captured step of the global batch, in the order of its DP ranks; returns the mean loss."""
+def _one_step(config, inputs, strategy, capture, index: int, *, started_from: str = "") -> float:
+    """One captured step of the global batch, in the order of its DP ranks; returns the mean loss.
+
+    A replay names the parameters it started from, and makes no update.
+    """
     by_rank = [inputs.batches.micro_batches(index, dp_rank, "cpu") for dp_rank in range(config.dp_size)]
     input_ids, labels = (torch.cat([pair[i] for micro in by_rank for pair in micro]) for i in (0, 1))
     capture.begin(strategy, [(input_ids, labels)], index + 1)
     rank_losses = strategy.forward_backward(input_ids, labels)
     capture.gradients()
-    grad_norm = strategy.update() if update else strategy.grad_norm()
+    grad_norm = strategy.grad_norm() if started_from else strategy.update()
     loss = sum(rank_losses) / len(rank_losses)
+    if not math.isfinite(loss + grad_norm):
+        raise TrainingFailure(f"{LABEL}: step {index + 1} has loss {loss} and gradient norm {grad_norm}; lower --learning_rate")
     record = {
         "loss": loss,
         "rank_losses": rank_losses,
@@ -157,7 +165,9 @@ def _one_step(config, inputs, strategy, capture, index: int, *, update: bool = T
         "learning_rate": config.learning_rate,
         "batch_hash": global_batch_hash([micro_batches_hash(micro) for micro in by_rank]),
     }
-    capture.end(record, updated=update)
+    if started_from:
+        record["started_from"] = started_from
+    capture.end(record, updated=not started_from)
     return loss
 
 

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
+from lockstep.config import STRATEGIES
 from lockstep.files import write_text
 from lockstep.verdict import PASSES, Result
 
@@ -43,7 +44,7 @@ def _item(line: str) -> str:
 
 
 def _label(result: Result, name: str) -> str:
-    return result.columns[name].label
+    return result.columns[name].label if name in STRATEGIES else name
 
 
 def verdict(result: Result) -> list[str]:
@@ -52,9 +53,13 @@ def verdict(result: Result) -> list[str]:
         rows = [row for row in result.rows if row.strategy == name]
         judged = sum(row.judged for row in rows)
         lines.append(f"{result.verdict(name):<10}  {_label(result, name)}: {judged} of {len(rows)} tensors judged, {len(rows) - judged} too small")
-        unjudged = result.unjudged_passes(name)
+        small = sorted({row.name for row in rows if not row.judged})
+        lines += [f"  too small: {', '.join(small)}"] if small else []
+        unjudged = result.unjudged(name)
         if unjudged:
-            lines.append(f"            no tensor is large enough to judge in: {', '.join(unjudged)}; agreement proves nothing there")
+            lines.append(f"  nothing is large enough to judge in: {', '.join(unjudged)}; agreement proves nothing there")
+    if result.baseline != "ddp":
+        lines.append("Without a reference: batch, forward, backward and gradients of step 1 only; updates and later steps were not compared")
     return lines
 
 
@@ -165,13 +170,13 @@ def as_data(result: Result) -> dict:
                 "verdict": result.verdict(name),
                 "config": dump.run["config"],
                 "versions": dump.run["versions"],
-                "first_failure": result.failures(name)[:1],
+                "first_failure": list(result.failures(name)[:1]),
                 "num_failures": len(result.failures(name)),
                 "not_judged": sorted({row.name for row in result.rows if row.strategy == name and not row.judged}),
             }
             for name, dump in result.dumps.items()
         },
-        "losses": [asdict(loss) for loss in result.losses],
+        "losses": [_strict(asdict(loss)) for loss in result.losses],
         "tensors": [
             {
                 "run": row.strategy, "step": row.step, "name": row.name, "pass": row.which_pass, "too_far": row.too_far,
@@ -181,6 +186,11 @@ def as_data(result: Result) -> dict:
             for row in result.rows
         ],
     }  # fmt: skip
+
+
+def _strict(loss: dict) -> dict:
+    by_strategy = {name: _finite(value) for name, value in loss["by_strategy"].items()}
+    return {**{key: _finite(value) for key, value in loss.items() if key != "by_strategy"}, "by_strategy": by_strategy}
 
 
 def _finite(value: float) -> float | None:

@@ -1,16 +1,22 @@
 """One tensor judged, and the verdict of a whole comparison. docs/verification.md derives what is tolerated."""
 
+import math
 from dataclasses import dataclass
 
 from lockstep.distance import Distance, Tensor
 from lockstep.dump import Dump
 
 MULTIPLE = 4  # of DDP's own distance
-FLOOR = {"exp_avg": 8, "exp_avg_sq": 16}  # roundings of the tensor's dtype; of all others:
-FLOOR_ELSE = 4
-ROUNDING = {"F64": 2.0**-53, "F32": 2.0**-24, "BF16": 2.0**-9}
+FLOOR = 4  # roundings of the tensor's dtype, where DDP happens to make none
+UPDATE = {"exp_avg": 8, "exp_avg_sq": 16, "parameter": 4}  # roundings that an optimizer step makes, of the result
+UPDATE_OF_CHANGE = 16  # and, in a parameter, of its change
+LIMIT = {"fp32": 1e-5, "autocast": 0.2}  # of DDP's own distance, relative: about ten times what correct runs have
+UNIT = {"fp32": 2.0**-24, "autocast": 2.0**-9}  # unit roundoff of the arithmetic
+ROUNDING = {"F64": 2.0**-53, "F32": 2.0**-24, "BF16": 2.0**-9, "I64": 0.0}
 PASSES = {"batch": "batch", "forward": "forward", "backward": "backward", "gradient": "gradient"}
-PASSES |= dict.fromkeys(("exp_avg", "exp_avg_sq", "parameter"), "update")
+PASSES |= dict.fromkeys(UPDATE, "update")
+
+
 @dataclass
 class Row:
     """One tensor of one run in one step, judged."""
@@ -19,32 +25,24 @@ class Row:
     step: int
     name: str
     distance: Distance
-    yardstick: Distance  # DDP's, of the same tensor
-    rounding: float
+    tolerated: float  # of the 2-norm of the error
+    tolerated_largest: float  # of the largest error of one element
+
+    @property
+    def kind(self) -> str:
+        return self.name.split("/")[0]
 
     @property
     def which_pass(self) -> str:
-        return PASSES[self.name.split("/")[0]]
+        return PASSES[self.kind]
 
     @property
-    def floor(self) -> float:
-        """What rounding alone may do, relative: a tensor that DDP happens to get exactly right is no reason for alarm."""
-        return FLOOR.get(self.name.split("/")[0], FLOOR_ELSE) * self.rounding
-
-    @property
-    def tolerated(self) -> float:
-        """Of the 2-norm of the error."""
-        return MULTIPLE * self.yardstick.error + self.floor * self.distance.norm
-
-    @property
-    def tolerated_largest(self) -> float:
-        """Of the largest error of one element."""
-        return MULTIPLE * self.yardstick.largest_error + self.floor * self.distance.largest
-
-    @property
-    def too_far(self) -> bool:  # so that a NaN is too far
+    def too_far(self) -> bool:
+        """Whether either error is larger than tolerated, or anything is not finite."""
         distance = self.distance
-        return not (distance.error <= self.tolerated and distance.largest_error <= self.tolerated_largest)
+        numbers = (distance.error, distance.largest_error, distance.norm, self.tolerated, self.tolerated_largest)
+        near = distance.error <= self.tolerated and distance.largest_error <= self.tolerated_largest
+        return not (near and all(map(math.isfinite, numbers)))
 
     @property
     def judged(self) -> bool:
@@ -52,12 +50,44 @@ class Row:
 
         The batch has no scale: it is equal or it is not.
         """
-        return self.which_pass == "batch" or self.tolerated <= self.distance.change / 2
+        return self.kind == "batch" or self.tolerated <= self.distance.change / 2
 
     @property
     def multiple(self) -> float:
         """The larger of the two errors in units of what is tolerated; above 1 is too far."""
         return max(_over(self.distance.error, self.tolerated), _over(self.distance.largest_error, self.tolerated_largest))
+
+
+def judge(strategy: str, step: int, name: str, distance: Distance, yardstick: Distance | None, rounding: float) -> Row:
+    """A row with its tolerances. `rounding` is the unit roundoff of the tensor's dtype.
+
+    The batch must be equal; an optimizer step may make a few roundings of its own input; everything else may be
+    MULTIPLE times as far from the truth as the yardstick, DDP.
+    """
+    kind = name.split("/")[0]
+    if kind == "batch":
+        return Row(strategy, step, name, distance, 0.0, 0.0)
+    if kind in UPDATE:
+        own = UPDATE[kind] * rounding
+        of_change = UPDATE_OF_CHANGE * rounding if kind == "parameter" else 0.0
+        tolerated = own * distance.norm + of_change * distance.change
+        return Row(strategy, step, name, distance, tolerated, own * distance.largest + of_change * distance.largest_change)
+    tolerated = MULTIPLE * yardstick.error + FLOOR * rounding * distance.norm
+    largest = MULTIPLE * yardstick.largest_error + FLOOR * rounding * distance.largest
+    return Row(strategy, step, name, distance, tolerated, largest)
+
+
+def judge_yardstick(strategy: str, step: int, name: str, distance: Distance, precision: str, noise: Distance) -> Row:
+    """DDP's own row: a yardstick that is itself ten times farther off than correct runs are measures nothing.
+
+    `noise` is the size (2-norm, largest) that rounding noise alone may have in this pass: a tensor below it cannot be
+    judged, but is no reason to reject the yardstick.
+    """
+    limit = LIMIT[precision]
+    tolerated, largest = limit * distance.norm, limit * distance.largest
+    if distance.error > tolerated or distance.largest_error > largest:
+        tolerated, largest = max(tolerated, limit * noise.norm), max(largest, limit * noise.largest)
+    return Row(strategy, step, name, distance, tolerated, largest)
 
 
 def _over(error: float, tolerated: float) -> float:
@@ -85,6 +115,7 @@ class Result:
     losses: list[Loss]
     pairs: dict[str, Tensor]  # of step 1, every tensor but the update's
     columns: dict[str, Dump]  # the dumps that `pairs` speak of, in order
+    missing: list[tuple[str, int, str]]  # (run, step, tensor) that the run should have computed and did not
 
     def failures(self, strategy: str) -> list[tuple[int, int, str, str]]:
         """(step, position, tensor, what is wrong), the first in execution order first."""
@@ -99,21 +130,23 @@ class Result:
             for name, ranks in entry["replicas_differ"].items():
                 where = ", ".join(f"rank {rank}" for rank in ranks)
                 found.append((int(step), order[step][name], name, f"is not the same on all ranks that hold it: {where} differs"))
+        found += [(step, -1, name, "was not computed") for run, step, name in self.missing if run == strategy]
         for loss in self.losses:
             if not abs(loss.by_strategy[strategy] - loss.by_strategy[self.baseline]) <= loss.tolerated:  # a NaN fails
                 found.append((loss.step, len(order[str(loss.step)]), f"loss of DP rank {loss.dp_rank}", f"is {loss.by_strategy[strategy]:.9f}, {self.baseline}'s is {loss.by_strategy[self.baseline]:.9f}; {loss.tolerated:.1e} is tolerated"))
         return sorted(found)
 
-    def unjudged_passes(self, strategy: str) -> list[str]:
-        """Passes in which no tensor was large enough to judge."""
+    def unjudged(self, strategy: str) -> list[str]:
+        """Kinds of tensors of which, in some step, none was large enough to judge; all of them, if there are no rows."""
         rows = [row for row in self.rows if row.strategy == strategy]
-        judged = {row.which_pass for row in rows if row.judged}
-        return [name for name in dict.fromkeys(row.which_pass for row in rows) if name not in judged]
+        kinds = {(row.step, row.kind) for row in rows}
+        judged = {(row.step, row.kind) for row in rows if row.judged}
+        return [f"{kind} of step {step}" for step, kind in sorted(kinds - judged)] if rows else ["all passes"]
 
     def verdict(self, strategy: str) -> str:
         if self.failures(strategy):
             return "FAIL"
-        return "NOT JUDGED" if self.unjudged_passes(strategy) else "PASS"
+        return "NOT JUDGED" if self.unjudged(strategy) else "PASS"
 
     @property
     def outcome(self) -> str:

@@ -153,7 +153,7 @@ def test_two_dumps_without_a_reference(dumps, copy, capsys):
 def test_a_later_step_needs_its_replay(dumps, tmp_path, capsys):
     for name in ("ddp", "fsdp", "reference"):
         shutil.copytree(dumps / name, tmp_path / name)
-    assert "step 2 of ddp has no replay" in refused(capsys, tmp_path / "fsdp", tmp_path / "reference")
+    assert "/ddp has no replay to be judged by" in refused(capsys, tmp_path / "fsdp", tmp_path / "reference")
 
 
 def test_without_the_yardstick_there_is_no_verdict(dumps, tmp_path, capsys):
@@ -166,8 +166,109 @@ def test_nothing_is_overwritten(dumps):
     from lockstep import config as config_module
 
     config = config_module.parse_config("fsdp", [*COMMON, "--capture_dir", str(dumps)])
-    with pytest.raises(UserError, match="is not empty, and nothing is overwritten"):
+    with pytest.raises(UserError, match="is there already, and nothing is overwritten"):
         config_module.check_environment(config, config_module.load_inputs(config).architecture)
+
+
+def edit(folder, change):
+    manifest = json.loads((folder / "manifest.json").read_text())
+    change(manifest)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def verdict(capsys, *folders):
+    status = compare.main([str(folder) for folder in folders])
+    return status, capsys.readouterr()
+
+
+@pytest.fixture
+def all_copied(dumps, tmp_path):
+    for folder in dumps.iterdir():
+        if (folder / "manifest.json").is_file():
+            shutil.copytree(folder, tmp_path / folder.name)
+    return tmp_path
+
+
+@pytest.mark.parametrize("option, value, first", [("learning_rate", 1.001e-3, "parameter of"), ("weight_decay", 0.5, "parameter of"),
+                                                  ("max_grad_norm", 0.9, "exp_avg of")])  # fmt: skip
+def test_an_update_that_is_not_what_was_asked_for(all_copied, capsys, option, value, first):
+    """All runs alike, DDP too: what they did is not what their configuration says."""
+    for name in ("ddp", "fsdp", "reference", "replay_ddp", "replay_fsdp"):
+        edit(all_copied / name, lambda manifest: manifest["run"]["config"].update({option: value}))
+    status, output = verdict(capsys, *(all_copied / name for name in ("ddp", "fsdp", "reference")))
+    assert status == 1 and output.out.endswith("FAIL\n")
+    assert output.out.count(f"step 1, update pass, {first}") == 2, output.out[:2000]
+
+
+def test_a_nan_in_every_run_is_found(all_copied, capsys):
+    """The last parameters of a run are read by nobody else."""
+    for name in ("ddp", "fsdp"):
+        folder = all_copied / name
+        mine = Dump(folder)
+        offset, _, _ = mine._places[2]["parameter/model.norm.weight"]
+        with open(folder / "step_2.safetensors", "r+b") as file:
+            file.seek(offset)
+            old = int.from_bytes(file.read(4), "little")
+            file.seek(offset)
+            file.write((0x7FC00000).to_bytes(4, "little"))
+        change = (0x7FC00000 - old) % 2**64
+        entry = "parameter/model.norm.weight"
+        edit(folder, lambda m, c=change: m["steps"]["2"]["tensors"][entry].update(checksum=(m["steps"]["2"]["tensors"][entry]["checksum"] + c) % 2**64))
+    status, output = verdict(capsys, *(all_copied / name for name in ("ddp", "fsdp", "reference")))
+    assert status == 1 and output.out.count("step 2, update pass, parameter of model.norm.weight") == 2
+
+
+def test_a_run_that_stopped_in_its_second_step_is_recognised(all_copied, capsys):
+    for name in ("ddp", "fsdp"):
+        (all_copied / name / "step_2.safetensors").rename(all_copied / name / "step_2.safetensors.part")
+        edit(all_copied / name, lambda manifest: manifest["steps"].pop("2"))
+    assert "step_2.safetensors.part was not finished" in refused(capsys, all_copied / "fsdp", all_copied / "reference")
+
+
+def test_a_dump_without_steps(all_copied, capsys):
+    edit(all_copied / "fsdp", lambda manifest: manifest["steps"].clear())
+    assert "not one step was finished" in refused(capsys, all_copied / "fsdp", all_copied / "reference")
+
+
+def test_two_dumps_of_one_strategy(dumps, copy, capsys):
+    assert "are both dumps of fsdp" in refused(capsys, copy, dumps / "fsdp", dumps / "reference")
+
+
+def test_the_other_dumps_replicas_count_too(dumps, copy, capsys):
+    edit(copy, lambda manifest: manifest["steps"]["1"]["replicas_differ"].update({"parameter/model.norm.weight": [3]}))
+    for pair in ((copy, dumps / "fsdp"), (dumps / "fsdp", copy)):
+        status, output = verdict(capsys, *pair)
+        assert status == 1 and "parameter of model.norm.weight: is not the same on all ranks" in output.out
+
+
+def test_the_replay_of_another_run_is_refused(all_copied, capsys):
+    shutil.rmtree(all_copied / "replay_fsdp")
+    shutil.copytree(all_copied / "replay_ddp", all_copied / "replay_fsdp")
+    assert "did not start from the parameters of" in refused(capsys, all_copied / "fsdp", all_copied / "reference")
+
+
+def test_a_reference_with_fewer_steps_is_refused(all_copied, capsys):
+    edit(all_copied / "reference", lambda manifest: manifest["steps"].pop("2"))
+    assert "capture the same steps" in refused(capsys, all_copied / "fsdp", all_copied / "reference")
+
+
+def test_a_replay_is_no_reference(dumps, capsys):
+    assert "cannot be compared" in refused(capsys, dumps / "fsdp", dumps / "replay_fsdp")
+
+
+def test_a_tensor_that_was_not_computed_is_a_failure(all_copied, capsys):
+    name = "backward/model.layers.0"
+    edit(all_copied / "fsdp", lambda manifest: manifest["steps"]["1"]["tensors"].pop(name))
+    status, output = verdict(capsys, all_copied / "fsdp", all_copied / "reference")
+    assert status == 1 and "backward of model.layers.0: was not computed" in output.out
+
+
+def test_a_file_in_the_place_of_the_folder(tmp_path):
+    from lockstep.files import require_new_folder
+
+    (tmp_path / "fsdp").write_text("")
+    with pytest.raises(UserError, match="is there already"):
+        require_new_folder(tmp_path / "fsdp", "--capture_dir")
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGXFSZ"), reason="needs a limit on file sizes")

@@ -30,6 +30,10 @@ def test_from_end_to_end(tmp_path):
     assert places == sorted(places) and "forward: 35 of 35 tensors bit-identical" in text
     again = verify(*arguments)
     assert again.returncode == 2 and "nothing is overwritten" in again.stderr
+    (folder / "thesis.tex").write_text("")
+    again = verify(*arguments, "--overwrite")
+    assert again.returncode == 2 and "holds thesis.tex, which no verification wrote" in again.stderr
+    assert (folder / "report.md").exists()
 
 
 @pytest.mark.parametrize(
@@ -46,4 +50,4 @@ def test_from_end_to_end(tmp_path):
 def test_mistakes_are_one_line_and_exit_2(tmp_path, arguments, message):
     done = verify("--output_dir", tmp_path / "verify", *arguments)
     assert done.returncode == 2 and message in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
-    assert not (tmp_path / "verify").exists()
+    assert not list((tmp_path / "verify").rglob("*.*"))
