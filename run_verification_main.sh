@@ -54,10 +54,6 @@ common=(
 sharded=(--tp_size "$TP_SIZE" --dp_size "$DP_SIZE" --num_workers $((TP_SIZE * DP_SIZE)))
 weights=(--init_weights_path "$INIT_WEIGHTS_PATH")
 
-# A mistake in the settings is answered now, before anything is started; nothing of an older run is left to compare.
-"$PYTHON" train_deepspeed.py "${common[@]}" "${sharded[@]}" --dry_run >/dev/null
-rm -f "$OUTPUT_DIR"/{loss_ddp.json,loss_deepspeed.json,loss_fsdp.json,loss_curves.png,verdict.json}
-
 # --- one local Ray instance for all three runs; it ends when this script does, however that comes about --------
 if [ -z "${RAY_ADDRESS:-}" ]; then
   export RAY_AUTH_MODE=token # what a local instance uses; whoever joins it has to say so
@@ -65,6 +61,14 @@ if [ -z "${RAY_ADDRESS:-}" ]; then
   ray_pid=$RAY_PID ray_stdin=${RAY[1]} ray_stdout=${RAY[0]}
   end_ray() { eval "exec $ray_stdin>&-"; } # it waits for the end of its standard input
   trap 'end_ray; wait "$ray_pid" || true' EXIT
+fi
+
+# While it starts: a mistake in the settings is answered before anything is trained or removed; then nothing of an older run
+# is left to compare.
+"$PYTHON" train_deepspeed.py "${common[@]}" "${sharded[@]}" --dry_run >/dev/null
+rm -f "$OUTPUT_DIR"/{loss_ddp.json,loss_deepspeed.json,loss_fsdp.json,loss_curves.png,verdict.json}
+
+if [ -n "${ray_pid:-}" ]; then
   read -r RAY_ADDRESS <&"$ray_stdout" || { echo "$0: the local Ray instance did not start (see above)" >&2; exit 1; }
   export RAY_ADDRESS
 fi

@@ -29,6 +29,17 @@ CONNECT_TIMEOUT = 3.0  # seconds
 
 def launch(strategy: str, make_strategy) -> int:
     """Run one training script and return its exit status: 0, 1 for a failed run, 2 for a user's mistake."""
+    status = _launch(strategy, make_strategy)
+    if config_module.launched_in_place():
+        # A thread of gloo that still wants the interpreter while it shuts down aborts the process, about once in fifty
+        # runs: the launcher would take a finished run for a failed one.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    return status
+
+
+def _launch(strategy: str, make_strategy) -> int:
     first = os.environ.get("RANK", "0") == "0"
     try:
         config = config_module.parse_config(strategy)

@@ -92,6 +92,8 @@ def main() -> None:
     finally:
         gc.collect()  # as in lockstep/launch.py
         dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":
