@@ -15,7 +15,7 @@ import torch.distributed as dist
 from lockstep.mesh import share
 from lockstep.model import causal_lm_loss
 from lockstep.observe import decay_by_name, model_contract, optimizer_contract
-from lockstep.optim import build_optimizer, parameter_groups
+from lockstep.optim import build_optimizer, keeps, parameter_groups
 
 STALE_LOCK_SECONDS = 120  # no file of the build was touched for this long: nobody is building
 
@@ -137,10 +137,11 @@ class AutoTPStrategy:
         """Whole over dp, as DeepSpeed's safe_get_full_* give it, but only this rank's tensor-parallel shard."""
         from deepspeed.utils import safe_get_full_grad, safe_get_full_optimizer_state
 
-        if kind in ("exp_avg", "exp_avg_sq") and isinstance(self.optimizer.optimizer, torch.optim.SGD):
+        if not keeps(self.optimizer.optimizer, kind):
             return
         if kind in ("exp_avg", "exp_avg_sq"):
             self._link_moments()
+        _, _, tp_rank, tp_size = self.geometry()
         for name, parameter in self.model.named_parameters():
             if kind == "parameter":
                 shard = parameter.detach()
@@ -149,10 +150,8 @@ class AutoTPStrategy:
             else:
                 shard = safe_get_full_optimizer_state(parameter, kind)
             full = tuple(self.full_shapes[name])
-            start = [0] * len(full)
-            for dim in self._cut_dims(name, shard):
-                start[dim], _ = share(full[dim], self.geometry()[2], self.geometry()[3])
-            yield name, shard, full, tuple(start)
+            cut = self._cut_dims(name, shard)
+            yield name, shard, full, tuple(share(size, tp_rank, tp_size)[0] if dim in cut else 0 for dim, size in enumerate(full))
 
     def _link_moments(self) -> None:
         """DeepSpeed does so once, when only the first of its parameter groups has stepped (docs/findings.md)."""
@@ -187,7 +186,7 @@ class AutoTPStrategy:
             **model_contract(self.model),
             **optimizer_contract(self.optimizer.optimizer),
             "weight_decay": decay_by_name(self.model, [(members, group["weight_decay"]) for members, group in groups]),
-            "max_grad_norm": self.engine.gradient_clipping(),
+            "max_grad_norm": self.optimizer.clip_grad,
             "gradient_accumulation_steps": self.engine.gradient_accumulation_steps(),
             "loss_is_mean_over": [self.num_tokens, self.num_micro_batches, self.geometry()[1]],
             "reduction_dtype": sorted(dtypes),

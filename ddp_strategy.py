@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.model import causal_lm_loss
 from lockstep.observe import observed_max_grad_norm, torch_contract
-from lockstep.optim import build_optimizer, held_tensors, parameter_groups, total_norm
+from lockstep.optim import build_optimizer, held_whole, parameter_groups, total_norm
 
 
 class DDPStrategy:
@@ -54,8 +54,7 @@ class DDPStrategy:
             yield name, parameter.detach().cpu()
 
     def held(self, kind: str):
-        for name, tensor in held_tensors(self.model, self.optimizer, kind):
-            yield name, tensor, tuple(tensor.shape), (0,) * tensor.ndim
+        return held_whole(self.model, self.optimizer, kind)
 
     def effective_contract(self) -> dict:
         return {

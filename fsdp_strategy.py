@@ -180,7 +180,12 @@ class FSDPStrategy:
             ),
             "gradient_accumulation_steps": self.num_micro_batches,
             "loss_is_mean_over": [self.num_tokens, self.num_micro_batches, self.geometry()[1]],
+            "reduction_dtype": sorted({str(self._reduction_dtype(p)) for p in self.parameters}),
         }
+
+    def _reduction_dtype(self, parameter: DTensor) -> torch.dtype:
+        """What fully_shard was told of the dtype in which gradients travel; by default their own."""
+        return self.model._get_fsdp_state()._mp_policy.reduce_dtype or parameter.grad.dtype
 
 
 def _sharded_axes(tensor: DTensor) -> tuple[int, ...]:

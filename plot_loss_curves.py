@@ -50,12 +50,17 @@ def run(input_dir: Path, output: Path, json_path: Path | None) -> int:
     baseline, others = histories.get("ddp"), [one for name, one in histories.items() if name != "ddp"]
     comparable = baseline is not None and bool(others)
     precision = next(iter(histories.values())).run["config"]["precision"]
-    report.draw(histories, tolerance_for(baseline) if comparable and precision in RULES else None, output)
+    control_path = history.path_of(input_dir, history.CONTROL)
+    control = history.read(control_path) if control_path.is_file() else None
+    judged = comparable and (precision in RULES or control is not None)
+    tolerance = tolerance_for(baseline, control) if judged else None
+    report.draw(histories, control, tolerance, output)
     print(f"\nFigure: {output}")
     if not comparable:
         raise UserError(f"--input_dir {input_dir}: only {', '.join(histories)}; a verdict needs DDP and another strategy")
 
-    tolerance = tolerance_for(baseline)
+    if tolerance is None:
+        tolerance_for(baseline)  # says why there is none
     verdicts, refusals = [], []
     for other in others:
         try:
@@ -65,7 +70,7 @@ def run(input_dir: Path, output: Path, json_path: Path | None) -> int:
             refusals.append(str(error))
     if verdicts:
         print(report.differences(verdicts))
-        print(report.verdict_block(histories, verdicts, tolerance, precision))
+        print(report.verdict_block(histories, verdicts, tolerance, precision, controlled=control is not None))
     if refusals:
         raise UserError("; ".join(refusals))
     passed = all(verdict.passed for verdict in verdicts)
@@ -74,7 +79,8 @@ def run(input_dir: Path, output: Path, json_path: Path | None) -> int:
         content = {
             "passed": passed,
             "precision": precision,
-            "tolerance": vars(tolerance),
+            "tolerance": tolerance.as_dict(),
+            "control": control.run["label"] if control else None,
             "runs": {name: one.run["label"] for name, one in histories.items()},
             "verdicts": [verdict.as_dict() for verdict in verdicts],
         }

@@ -93,11 +93,12 @@ def main(argv: list[str] | None = None) -> int:
             extra = ["--save_init_weights"] if strategy == "ddp" else sharded
             run([sys.executable, *launcher, f"train_{strategy}.py", *rest, *extra], f"train_{strategy}.py, {ranks} ranks")
         run([sys.executable, "-m", "lockstep.reference", *rest], "float64 reference")
-        from lockstep import compare, tensor_report  # torch is not needed to answer a mistake
+        from lockstep import compare  # torch is not needed to answer a mistake
+        from lockstep.dump import Dump
 
         print("\n== comparison", flush=True)
-        reference, dumps, replays = compare.open_all([folder / name for name in (*STRATEGIES, "reference")])
-        return tensor_report.show(compare.compare(reference, dumps, replays), folder)
+        opened = [Dump(folder / name) for name in (*STRATEGIES, "reference")]
+        return compare.run(opened, folder)
     except (UserError, TrainingFailure) as error:
         print(f"run_verification.py: {error}", file=sys.stderr)
         return error.exit_code

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# DDP, DeepSpeed AutoTP and FSDP+DTensor from the same weights on the same batches, then a figure and a verdict.
+# DDP, DeepSpeed AutoTP and FSDP+DTensor from the same weights on the same batches, then a figure and a verdict. A fourth run,
+# DDP from weights one rounding off, shows how far rounding alone takes the loss.
 #
 #   ./run_verification_main.sh                    on GPUs if there are TP_SIZE x DP_SIZE of them, else on the CPU
 #   PRECISION=fp32 ./run_verification_main.sh     any setting below can be overridden from the environment
@@ -38,8 +39,13 @@ WEIGHT_DECAY=${WEIGHT_DECAY:-0.01}
 MAX_GRAD_NORM=${MAX_GRAD_NORM:-1.0}
 GRADIENT_ACCUMULATION_STEPS=${GRADIENT_ACCUMULATION_STEPS:-1}
 ATTN_IMPL=${ATTN_IMPL:-sdpa}
+NOISE_FLOOR=${NOISE_FLOOR:-1} # 0: no control run; the tolerances are then those of docs/precision.md alone
 INIT_WEIGHTS_PATH=${INIT_WEIGHTS_PATH:-$OUTPUT_DIR/init_weights.safetensors}
 
+if [ "$NOISE_FLOOR" != 0 ] && [ "$NOISE_FLOOR" != 1 ]; then
+  echo "$0: NOISE_FLOOR=$NOISE_FLOOR; it is 1, with a control run, or 0, without" >&2
+  exit 2
+fi
 echo "Settings for $DEVICE ($gpus GPUs found): $MODEL_NAME, $NUM_LAYERS layers, batch $BATCH_SIZE, sequence $SEQ_LENGTH," \
   "learning rate $LEARNING_RATE, $PRECISION, $DEBUG_STEPS steps, TP=$TP_SIZE, DP=$DP_SIZE -> $OUTPUT_DIR"
 
@@ -66,7 +72,7 @@ fi
 # While it starts: a mistake in the settings is answered before anything is trained or removed; then nothing of an older run
 # is left to compare.
 "$PYTHON" train_deepspeed.py "${common[@]}" "${sharded[@]}" --dry_run >/dev/null
-rm -f "$OUTPUT_DIR"/{loss_ddp.json,loss_deepspeed.json,loss_fsdp.json,loss_curves.png,verdict.json}
+rm -f "$OUTPUT_DIR"/{loss_ddp.json,loss_control.json,loss_deepspeed.json,loss_fsdp.json,loss_curves.png,verdict.json}
 
 if [ -n "${ray_pid:-}" ]; then
   read -r RAY_ADDRESS <&"$ray_stdout" || { echo "$0: the local Ray instance did not start (see above)" >&2; exit 1; }
@@ -74,6 +80,9 @@ if [ -n "${ray_pid:-}" ]; then
 fi
 
 "$PYTHON" train_ddp.py "${common[@]}" "${weights[@]}" --save_init_weights --dp_size "$DP_SIZE" --num_workers "$DP_SIZE"
+if [ "$NOISE_FLOOR" = 1 ]; then
+  "$PYTHON" train_ddp.py "${common[@]}" "${weights[@]}" --noise_control --dp_size "$DP_SIZE" --num_workers "$DP_SIZE"
+fi
 "$PYTHON" train_deepspeed.py "${common[@]}" "${weights[@]}" "${sharded[@]}"
 "$PYTHON" train_fsdp.py "${common[@]}" "${weights[@]}" "${sharded[@]}"
 [ -z "${ray_pid:-}" ] || end_ray # while the comparison runs

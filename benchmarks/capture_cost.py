@@ -19,6 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 from lockstep import compare, history  # noqa: E402
+from lockstep.dump import Dump  # noqa: E402
 
 RANKS = {"ddp": 2, "deepspeed": 4, "fsdp": 4}
 CAPTURED, PLAIN = 3, 4
@@ -57,8 +58,8 @@ def plain_pass(folder: Path) -> float:
 
 def comparison(folder: Path) -> float:
     start = time.perf_counter()
-    reference, dumps, replays = compare.open_all([folder / name for name in ("ddp", "deepspeed", "fsdp", "reference")])
-    result = compare.compare(reference, dumps, replays)
+    opened = [Dump(folder / name) for name in ("ddp", "deepspeed", "fsdp", "reference")]
+    result = compare.compare(*compare.arrange(opened))
     assert result.rows
     return time.perf_counter() - start
 

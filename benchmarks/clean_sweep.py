@@ -1,82 +1,58 @@
-"""Correct runs of many configurations: how far are they from the float64 reference, and does any raise an alarm?
+"""Correct runs of many configurations: does any raise an alarm, and how near do they come?
 
-    python benchmarks/clean_sweep.py --seeds 10 --output results/clean_sweep.json
+    python benchmarks/clean_sweep.py --output results/clean_sweep.json          216 configurations, about a quarter of an hour
 
-Every built-in tiny model on meshes (dp, tp) = (2, 1), (1, 2), (2, 2), in fp32 and autocast, three captured steps, DDP,
-AutoTP and FSDP against the reference. Writes the largest ratio of each strategy's distance to DDP's.
+Every built-in tiny model on meshes (dp, tp) = (2, 1), (1, 2), (2, 2), in fp32 and autocast, with AdamW and SGD, one and
+two micro batches, clipped and not, and with three micro batches clipped hard, each with a seed of its own: two captured steps of DDP,
+AutoTP and FSDP, judged tensor by tensor and by their losses.
 """
 
 import argparse
 import collections
+import itertools
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from lockstep import compare_losses, history, jobs
+from lockstep.compare import compare
+from lockstep.config import SHARDED
+from lockstep.dump import Dump
+
 MODELS = ["tiny-qwen2", "tiny-qwen2-odd-vocab", "tiny-qwen3", "tiny-llama"]
 PRECISIONS = ["fp32", "autocast"]
 MESHES = [(2, 1), (1, 2), (2, 2)]
+FURTHER = [*itertools.product(["adamw", "sgd"], ["1", "2"], ["1.0", "0"]), ("adamw", "3", "0.1")]
+FLAGS = ("--optimizer", "--gradient_accumulation_steps", "--max_grad_norm")
 
 
-def worker(jobs: list[dict]) -> None:
-    """Train one configuration after the other in this process group."""
-    import torch
-    import torch.distributed as dist
-
-    import train_ddp
-    import train_deepspeed
-    import train_fsdp
-    from lockstep import config as config_module
-    from lockstep import reference, training
-
-    make = {"ddp": train_ddp, "deepspeed": train_deepspeed, "fsdp": train_fsdp}
-    torch.set_num_threads(1)
-    if config_module.launched_in_place():
-        dist.init_process_group("gloo")
-    else:  # the reference: alone
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    for job in jobs:
-        strategy = job["strategy"]
-        config = config_module.parse_config("ddp" if strategy == "reference" else strategy, job["arguments"])
-        inputs = config_module.load_inputs(config)
-        if strategy == "reference":
-            reference.run(config, inputs)
-        else:
-            training.run(config, inputs, make[strategy].make_strategy, torch.device("cpu"))
-    os._exit(0)  # the groups of many strategies are not worth taking down one by one
+def everything() -> list[tuple]:
+    """(model, precision, dp, tp, further flags) of every configuration."""
+    return [
+        (model, precision, *mesh, *(word for pair in zip(FLAGS, values, strict=True) for word in pair))
+        for model, precision, mesh, values in itertools.product(MODELS, PRECISIONS, MESHES, FURTHER)
+    ]
 
 
-def start(world_size: int | None, jobs: list[dict], folder: Path) -> None:
-    """Run the jobs in so many ranks, or, without a number, in one process outside any launcher."""
-    path = folder / "jobs.json"
-    path.write_text(json.dumps(jobs))
-    command = [sys.executable]
-    if world_size:
-        command += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world_size)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*command, __file__, "--worker", str(path)], env=environment, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(done.stdout[-3000:] + done.stderr[-6000:])
-
-
-def train(cases: list[tuple], seed: int, folder: Path) -> None:
-    """Capture three steps of every (model, precision, dp, tp, more flags) with all three strategies and the reference."""
-    jobs = collections.defaultdict(list)
-    for model, precision, dp, tp, *more in cases:
+def train(cases: dict[tuple, int], folder: Path) -> None:
+    """Capture two steps of every case, with its seed, with all three strategies and the reference."""
+    runs = collections.defaultdict(list)
+    for (model, precision, dp, tp, *more), seed in cases.items():
+        own = str(folder_of(folder, model, precision, dp, tp, *more))
         common = ["--model_name", model, "--precision", precision, "--seed", str(seed), "--dp_size", str(dp)]
-        common += ["--batch_size", "2", "--seq_length", "64", "--debug_steps", "3", "--capture_steps", "3"]
-        common += ["--capture_dir", str(folder_of(folder, model, precision, dp, tp, *more)), *more]
-        common += ["--loss_output_dir", str(folder), "--storage_path", str(folder)]
-        jobs[dp, 1, "ddp"].append({"strategy": "ddp", "arguments": common})
-        for strategy in ("deepspeed", "fsdp"):
-            jobs[dp, tp, "sharded"].append({"strategy": strategy, "arguments": [*common, "--tp_size", str(tp)]})
-        jobs[None].append({"strategy": "reference", "arguments": common})
-    for key in sorted(jobs, key=lambda key: key is None):  # the reference last: it replays the others
-        start(key and key[0] * key[1], jobs[key], folder)
+        common += ["--batch_size", "2", "--seq_length", "64", "--debug_steps", "2", "--capture_steps", "2", *more]
+        common += ["--capture_dir", own, "--loss_output_dir", own + "-losses", "--storage_path", str(folder)]
+        runs[dp, 1].append({"strategy": "ddp", "arguments": common})
+        runs[dp, tp] += [{"strategy": strategy, "arguments": [*common, "--tp_size", str(tp)]} for strategy in SHARDED]
+        runs[None].append({"strategy": "reference", "arguments": common})
+    references = runs.pop(None)
+    for (dp, tp), group in runs.items():  # DeepSpeed cannot change its mesh within a process
+        jobs.start_all(dp * tp, group, folder / f"ranks-{dp}-{tp}")
+    jobs.start_all(None, references, folder / "references")  # last: it replays the others
 
 
 def folder_of(folder: Path, *case) -> Path:
@@ -86,51 +62,51 @@ def folder_of(folder: Path, *case) -> Path:
 def judge(folder: Path) -> tuple[list[dict], list[str], dict[str, dict[str, float]]]:
     """Alarms of one configuration, tensors too small to judge, and the worst multiple of what is tolerated, by strategy
     and kind of tensor."""
-    from lockstep.compare import compare
-    from lockstep.dump import Dump
-
-    dumps = {name: Dump(folder / name) for name in ("ddp", "deepspeed", "fsdp")}
+    dumps = {name: Dump(folder / name) for name in ("ddp", *SHARDED)}
     replays = {name: Dump(folder / f"replay_{name}") for name in dumps}
     result = compare(Dump(folder / "reference"), dumps, replays)
     worst: dict[str, dict[str, float]] = {name: collections.defaultdict(float) for name in dumps}
     for row in result.rows:
-        kind = row.name.split("/")[0]
-        worst[row.strategy][kind] = max(worst[row.strategy][kind], row.multiple)
+        worst[row.strategy][row.kind] = max(worst[row.strategy][row.kind], row.multiple)
     alarms = [
         {"strategy": name, "verdict": result.verdict(name), "first": result.failures(name)[:1]}
         for name in dumps
         if result.verdict(name) != "PASS"
     ]
+    losses = {name: history.read(history.path_of(Path(f"{folder}-losses"), name)) for name in dumps}
+    for name in SHARDED:
+        compare_losses.require_comparable(losses["ddp"], losses[name])
+        curve = compare_losses.compare(losses["ddp"], losses[name], compare_losses.tolerance_for(losses["ddp"]))
+        alarms += [] if curve.passed else [{"strategy": name, "losses": curve.as_dict()}]
     return alarms, sorted({row.name for row in result.rows if not row.judged}), worst
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--output", type=Path)
-    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--at_once", type=int, default=36, help="configurations per start of the workers (disk: 60 MB each)")
     options = parser.parse_args()
-    if options.worker:
-        worker(json.loads(options.worker.read_text()))
     rows, worst = [], collections.defaultdict(float)
-    for seed in range(options.seeds):
+    cases = {case: seed for seed, case in enumerate(everything())}
+    while cases:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
-            cases = [(model, precision, *mesh) for model in MODELS for precision in PRECISIONS for mesh in MESHES]
-            train(cases, seed, folder)
-            for case in cases:
+            now = {case: cases.pop(case) for case in list(cases)[: options.at_once]}
+            train(now, folder)
+            for case, seed in now.items():
                 alarms, unjudged, found = judge(folder_of(folder, *case))
-                row = {"model": case[0], "precision": case[1], "dp": case[2], "tp": case[3], "seed": seed}
+                row = {"model": case[0], "precision": case[1], "dp": case[2], "tp": case[3], "flags": case[4:], "seed": seed}
                 rows.append({**row, "alarms": alarms, "unjudged": unjudged})
                 for strategy, kinds in found.items():
                     for kind, multiple in kinds.items():
                         key = f"{case[1]} {strategy} {kind}"
                         worst[key] = max(worst[key], multiple)
-        print(f"seed {seed}: {len(rows)} configurations, alarms {[r for r in rows if r['alarms']]}", flush=True)
+        print(f"{len(rows)} configurations, alarms {[row for row in rows if row['alarms']]}", flush=True)
     for key in sorted(worst):
         print(f"{key:<32} worst {worst[key]:.2f} of what is tolerated")
     if options.output:
-        content = {"configurations": rows, "worst_multiple_of_tolerated": worst, "cores": os.cpu_count()}
+        count = sum(bool(row["alarms"]) for row in rows)
+        content = {"alarms": count, "configurations": rows, "worst_multiple_of_tolerated": worst, "cores": os.cpu_count()}
         options.output.write_text(json.dumps(content, indent=1) + "\n")
 
 

@@ -1,15 +1,18 @@
-"""The smallest relative error in a gradient that the tensor-level verdict catches.
+"""The smallest relative error that the tensor-level verdict catches at least 99 times in 100, for each kind of tensor.
 
-    python benchmarks/detection_limit.py runs/verify --output results/detection_limit.json
+    python run_verification.py --precision fp32 --output_dir runs/fp32
+    python run_verification.py --precision autocast --output_dir runs/autocast
+    python benchmarks/detection_limit.py runs/fp32 runs/autocast --output results/detection_limit.json
 
-Takes the dumps of finished verifications. Every gradient of AutoTP and FSDP in step 1 is spoilt in two ways: all of it
-multiplied with 1 + e, or only its middling element (the median by size); e is halved until nothing is noticed any more.
-Prints the smallest e that is noticed: over all gradients the best, the median and the worst.
+Takes the dumps of finished verifications with AdamW. For each kind, 100 times: a tensor of step 1 of AutoTP or FSDP, drawn by
+chance, is spoilt, all of it multiplied with 1 + e or 1 - e, or only its middling element (the median by size), and the
+smallest e = 2^-k that the verdict notices is looked for. Writes a figure beside the data, too.
 """
 
 import argparse
 import json
-import statistics
+import math
+import random
 import sys
 from pathlib import Path
 
@@ -17,32 +20,111 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from lockstep.config import STRATEGIES
-from lockstep.distance import Distance
+from lockstep.config import BETAS, EPS, SHARDED
+from lockstep.distance import Distance, Size, clip_factor
 from lockstep.dump import Dump
-from lockstep.verdict import ROUNDING, judge
+from lockstep.optim import decays
+from lockstep.verdict import KINDS, ROUNDING, UPDATE, is_vector_gradient, judge, typical_error, yardstick
+
+TRIALS = 100
+SPOILT = ("all of it", "one middling element")
+LARGEST, SMALLEST = 10, -40  # exponents of e
 
 
-def distance(mine: torch.Tensor, exact: torch.Tensor) -> Distance:
-    error, norm = mine - exact, float(exact.norm())
-    largest = float(exact.abs().max())
-    return Distance(float(error.norm()), float(error.abs().max()), norm, largest, float(mine.norm()), norm, largest)
+def sizes(tensor: torch.Tensor) -> Size:
+    return Size(float(tensor.norm()), float(tensor.abs().max()))
 
 
-def limit(mine: torch.Tensor, exact: torch.Tensor, yardstick: Distance, name: str, *, whole: bool) -> float:
-    """The smallest e = 2^-k that is noticed."""
+def distance(dump: Dump, reference: Dump, name: str) -> Distance:
+    exact = reference.tensor(1, name).double()
+    true = sizes(exact)
+    return Distance(*sizes(dump.tensor(1, name).double() - exact), *true, true.norm, *true, 1.0)
+
+
+def exact_update(dump: Dump, reference: Dump, name: str, clip: float) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Kind -> (true tensor, what it should show) of AdamW's first step, from the run's own gradient."""
+    options, (b1, b2) = dump.run["config"], BETAS
+    old, gradient = reference.tensor(0, f"parameter/{name}").double(), dump.tensor(1, f"gradient/{name}").double() * clip
+    m, v = (1 - b1) * gradient, (1 - b2) * gradient**2
+    decay = options["weight_decay"] if decays(old.ndim) else 0.0
+    change = -options["learning_rate"] * (decay * old + (m / (1 - b1)) / ((v / (1 - b2)).sqrt() + EPS))
+    return {"exp_avg": (m, m), "exp_avg_sq": (v, v), "parameter": (old + change, change)}
+
+
+def limit(is_noticed) -> float:
+    """The smallest e = 2^-k that is noticed, by bisection between LARGEST and SMALLEST; infinite if none is."""
+    low, high = SMALLEST, LARGEST + 1  # exponents: low is not noticed, high is
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if is_noticed(2.0**middle) else (middle, high)
+    return 2.0**high if high <= LARGEST else float("inf")
+
+
+def limits_of(mine, exact, change, measure, name: str, sign: int, rounding: float) -> dict[str, float]:
+    """The limits of one tensor, by what is spoilt."""
+    error, true, shown = mine - exact, sizes(exact), sizes(change)
     middling = int(mine.abs().flatten().median(dim=0).indices)
-    smallest, error = float("inf"), 1024.0
-    while error > 2.0**-40:
-        spoilt = mine.clone()
-        if whole:
-            spoilt *= 1 + error
+    own, its_error = float(mine.view(-1)[middling]), float(error.view(-1)[middling])
+    rest = error.clone()
+    rest.view(-1)[middling] = 0.0
+    others = sizes(rest)
+
+    def too_far(off: Size) -> bool:
+        return judge("", 1, name, Distance(*off, *true, true.norm, *shown, 1.0), measure, rounding).too_far
+
+    def whole(e: float) -> bool:
+        return too_far(sizes(torch.add(error, mine, alpha=sign * e)))
+
+    def one(e: float) -> bool:
+        off = abs(its_error + sign * e * own)
+        return too_far(Size(math.hypot(others.norm, off), max(others.largest, off)))
+
+    return {SPOILT[0]: limit(whole), SPOILT[1]: limit(one)}
+
+
+def limits(folder: Path, kind: str) -> dict[str, list[float]]:
+    """The limits of all trials of one kind of tensor, sorted, by what is spoilt."""
+    reference, ddp = Dump(folder / "reference"), Dump(folder / "ddp")
+    dumps = {name: Dump(folder / name) for name in SHARDED}
+    draw = random.Random(kind)
+    entries = ddp.steps["1"]["tensors"]
+    names = [name for name in entries if name.startswith(f"{kind}/")]
+    typical = typical_error([distance(ddp, reference, other) for other in names if is_vector_gradient(other, entries[other])])
+    drawn = sorted((draw.choice(names), draw.choice(list(dumps)), draw.choice((1, -1))) for _ in range(TRIALS))
+    found: dict[str, list[float]] = {what: [] for what in SPOILT}
+    for name, strategy, sign in drawn:
+        dump = dumps[strategy]
+        mine, measure = dump.tensor(1, name).double(), None
+        if kind in UPDATE:
+            clip = clip_factor(dump.run["config"], dump.steps["1"]["grad_norm"])
+            exact, change = exact_update(dump, reference, name.split("/", 1)[1], clip)[kind]
         else:
-            spoilt.view(-1)[middling] *= 1 + error
-        if not judge("", 1, name, distance(spoilt, exact), yardstick, ROUNDING["F32"]).too_far:
-            break
-        smallest, error = error, error / 2
-    return smallest
+            exact = change = reference.tensor(1, name).double()
+            measure = yardstick(distance(ddp, reference, name), typical if is_vector_gradient(name, entries[name]) else None)
+        rounding = ROUNDING[entries[name]["dtype"]]
+        for what, value in limits_of(mine, exact, change, measure, name, sign, rounding).items():
+            found[what].append(value)
+    return {what: sorted(values) for what, values in found.items()}
+
+
+def draw_figure(rows: list[dict], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    runs = list(dict.fromkeys(row["run"] for row in rows))
+    figure, axes = pyplot.subplots(figsize=(8, 4), layout="constrained")
+    for number, run in enumerate(runs):
+        mine = [row for row in rows if row["run"] == run and row["spoilt"] == SPOILT[0]]
+        places = [index + 0.8 * (number + 0.5) / len(runs) - 0.4 for index in range(len(mine))]
+        axes.bar(places, [row["caught_99_of_100"] for row in mine], 0.8 / len(runs), label=run)
+    axes.axhline(1e-5, color="tab:red", linestyle="--", linewidth=0.8)
+    axes.set_yscale("log")
+    axes.set_xticks(range(len(KINDS)), KINDS)
+    axes.set_ylabel("relative error caught 99 times in 100")
+    axes.legend(fontsize="small")
+    figure.savefig(path, dpi=120)
 
 
 def main() -> None:
@@ -52,26 +134,17 @@ def main() -> None:
     options = parser.parse_args()
     rows = []
     for folder in options.folder:
-        reference, ddp = Dump(folder / "reference"), Dump(folder / "ddp")
-        names = [name for name in ddp.steps["1"]["tensors"] if name.startswith("gradient/")]
-        for strategy in ("deepspeed", "fsdp"):
-            dump = Dump(folder / strategy)
-            found: dict[str, dict[str, float]] = {"all": {}, "middling element": {}}
-            for name in names:
-                exact, mine = reference.tensor(1, name), dump.tensor(1, name).double()
-                yardstick = distance(ddp.tensor(1, name).double(), exact)
-                for what, limits in found.items():
-                    limits[name] = limit(mine, exact, yardstick, name, whole=what == "all")
-            for what, limits in found.items():
-                row = {
-                    "run": folder.name, "precision": dump.run["config"]["precision"], "strategy": STRATEGIES[strategy], "spoilt": what,
-                    "best": min(limits.values()), "median": statistics.median(limits.values()),
-                    "worst": max(limits.values()), "worst_of": max(limits, key=limits.get), "gradients": len(limits),
-                }  # fmt: skip
+        run = Dump(folder / "ddp").run["config"]
+        for kind in KINDS:
+            for what, values in limits(folder, kind).items():
+                row = {"run": f"{run['model_name']}, {run['precision']}", "kind": kind, "spoilt": what,
+                       "best": values[0], "median": values[TRIALS // 2], "caught_99_of_100": values[TRIALS - 2], "worst": values[-1]}  # fmt: skip
                 rows.append(row)
-                print(" | ".join(f"{v:.1e}" if isinstance(v, float) else str(v) for v in row.values()), flush=True)
+                print(" | ".join(f"{value:.1e}" if isinstance(value, float) else value for value in row.values()), flush=True)
     if options.output:
-        options.output.write_text(json.dumps(rows, indent=1) + "\n")
+        finite = [{key: None if value == math.inf else value for key, value in row.items()} for row in rows]
+        options.output.write_text(json.dumps(finite, indent=1) + "\n")
+        draw_figure(rows, options.output.with_suffix(".png"))
 
 
 if __name__ == "__main__":

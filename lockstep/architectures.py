@@ -96,8 +96,12 @@ def resolve(model_name: str, num_layers: int | None = None) -> tuple[dict, str]:
     missing = next((key for key in REQUIRED if not isinstance(architecture.get(key), (int, float))), None)
     if missing:
         raise UserError(f"--model_name {model_name}: its config.json gives no {missing}; fetch the model again")
-    if architecture["model_type"] == "llama" and (architecture.get("attention_bias") or architecture.get("mlp_bias")):
-        raise UserError(f"--model_name {model_name}: a Llama with biases, which the tensor-parallel plan does not cover")
+    if family != "qwen2" and (architecture.get("attention_bias") or architecture.get("mlp_bias")):
+        key = "attention_bias" if architecture.get("attention_bias") else "mlp_bias"
+        raise UserError(
+            f"--model_name {model_name}: {key} is true in its config.json, and biases of row-parallel layers are not covered "
+            "by the tensor-parallel plan; choose a model without"
+        )
     if architecture.get("attention_dropout"):
         raise UserError(
             f"--model_name {model_name}: attention_dropout is {architecture['attention_dropout']}, and every strategy "
@@ -205,8 +209,8 @@ def parameter_shapes(architecture: dict) -> dict[str, tuple[int, ...]]:
 
 
 def has_biases(architecture: dict) -> bool:
-    """Whether q, k and v have biases."""
-    return architecture["model_type"] == "qwen2" or bool(architecture.get("attention_bias"))
+    """Whether q, k and v have biases: they have them in Qwen2, and nothing else has."""
+    return architecture["model_type"] == "qwen2"
 
 
 def tensor_parallel_problem(architecture: dict, tp_size: int) -> str | None:

@@ -6,7 +6,7 @@ For every captured step, in one file (lockstep/dump.py):
     backward/MODULE          the gradient of the loss with respect to that output
     gradient/PARAMETER       before clipping
     exp_avg/PARAMETER  exp_avg_sq/PARAMETER  parameter/PARAMETER      after the update
-    batch/input_ids  batch/labels
+    batch/input_ids  batch/labels          what the model was really called with
 
 Loss means the mean over the global batch, so what a DP rank computes for its own share is divided by dp_size. Rows
 (dim 0) are the global batch: DP rank by DP rank, micro batch by micro batch. Hooks exist only during captured steps.
@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from lockstep import dump
-from lockstep.errors import TrainingFailure, first_line
+from lockstep.collective import gather_objects, stop_together
+from lockstep.errors import first_line
 from lockstep.mesh import share
 
 KINDS = ("gradient", "exp_avg", "exp_avg_sq", "parameter")  # of what a strategy holds per parameter
@@ -85,13 +86,11 @@ class Capture:
         self.manifest = {"run": provenance, "steps": {}}
         self.writers: dict[str, bool] = {}
 
-    def begin(self, strategy, micro_batches: list[tuple], step: int) -> None:
-        """Before the step's first forward pass: open the file, write the batch, start to watch."""
+    def begin(self, strategy, step: int) -> None:
+        """Before the step's first forward pass: open the file, start to watch."""
         self._open(strategy, step)
-        for position, name in enumerate(("batch/input_ids", "batch/labels")):
-            for micro, pair in enumerate(micro_batches):
-                self._write_output(name, pair[position], (BATCH, SEQUENCE), micro)
         self.handles = _watch(strategy.model, self._see)
+        self.handles.append(strategy.model.register_forward_pre_hook(self._see_batch, with_kwargs=True))
 
     def _open(self, strategy, step: int) -> None:
         self.strategy, self.step, self.problem = strategy, step, ""
@@ -101,9 +100,9 @@ class Capture:
         self.path = dump.step_path(self.folder, step).with_suffix(".safetensors.part")
         if self.rank == 0:
             self._try(dump.StepWriter.create, self.path)
-        self._stop_together()
+        stop_together(self.problem)
         self.writer = self._try(dump.StepWriter, self.path, self.num_tensors)
-        self._stop_together()
+        stop_together(self.problem)
         if not self.writers:
             self.writers = self._parameter_writers()
 
@@ -126,33 +125,34 @@ class Capture:
         fields = ("loss", "rank_losses", "grad_norm", "learning_rate", "batch_hash", "started_from")
         self._close({key: record[key] for key in fields if key in record})
 
+    def state_contract(self, contract: dict) -> None:
+        """Write down what the run really runs with. Called once, by one rank, when a step has shown it."""
+        self.manifest["contract"] = contract
+        dump.write_manifest(self.folder, self.manifest)
+
     def _close(self, entry: dict) -> None:
         self._try(self.writer.close)
         parts = {name: slot.parts for name, slot in self.writer.slots.items()}
         layout = {name: (slot.shape, slot.dtype, slot.offset) for name, slot in self.writer.slots.items()}
-        everyone = self._gather((parts, layout, self.logits))
-        self._stop_together()
+        everyone = gather_objects((parts, layout, self.logits))
+        stop_together(self.problem)
         if self.rank == 0:
             self._try(self._finish, everyone, entry)
-        self._stop_together()
+        stop_together(self.problem)
 
     def _try(self, call, *arguments):
-        """Call; an error is kept for `_stop_together`, because the other ranks are waiting in a collective."""
+        """Call; an error is kept for `stop_together`, because the other ranks are waiting in a collective."""
         try:
             return call(*arguments)
-        except Exception as error:  # noqa: BLE001 - it is raised on every rank, by _stop_together
+        except Exception as error:  # noqa: BLE001 - it is raised on every rank, by stop_together
             what = getattr(error, "strerror", None) or first_line(error)
             self.problem = self.problem or f"capture of step {self.step}, rank {self.rank}: {what} ({self.path})"
 
-    def _gather(self, mine) -> list:
-        everyone: list = [None] * self.mesh.world_size
-        dist.all_gather_object(everyone, mine)
-        return everyone
-
-    def _stop_together(self) -> None:
-        problem = next((text for text in self._gather(self.problem) if text), "")
-        if problem:
-            raise TrainingFailure(problem)
+    def _see_batch(self, _model, _inputs, options: dict) -> None:
+        micro = self.calls["batch"]
+        self.calls["batch"] += 1
+        for name in ("input_ids", "labels"):
+            self._write_output(f"batch/{name}", options[name], (BATCH, SEQUENCE), micro)
 
     def _see(self, module: str, output: torch.Tensor) -> None:
         """Write a module's output, and its gradient when that is known."""
@@ -224,7 +224,7 @@ class Capture:
     def _parameter_writers(self) -> dict[str, bool]:
         """Parameter -> whether this rank writes its part: ranks that hold the same part take turns."""
         mine = {name: (start, tuple(local.shape)) for name, local, _, start in self.strategy.held("parameter")}
-        everyone = self._gather(mine)
+        everyone = gather_objects(mine)
         writes = {}
         for number, name in enumerate(mine):
             twins = [rank for rank, theirs in enumerate(everyone) if theirs[name] == mine[name]]
@@ -251,7 +251,9 @@ class Capture:
                 replicas[name] = odd
         self.writer.write_header(self.path)
         os.replace(self.path, dump.step_path(self.folder, self.step))
-        logits = [_combine([everyone[self.mesh.rank(dp, tp)][2] for tp in range(self.mesh.tp_size)]) for dp in range(self.mesh.dp_size)]
+        by_rank = [logits for _, _, logits in everyone]
+        tp = self.mesh.tp_size
+        logits = [_combine(by_rank[first : first + tp]) for first in range(0, len(by_rank), tp)]
         self.manifest["steps"][str(self.step)] = {
             **entry, "logits": logits, "tensors": tensors, "replicas_differ": replicas
         }  # fmt: skip
@@ -264,7 +266,8 @@ class Capture:
             order.append(name)
             if name.startswith("backward/"):
                 module = name.removeprefix("backward/")
-                order += [key for key in slots if key.startswith(f"gradient/{module}.") and key.count(".") == module.count(".") + 1 ]
+                own = f"gradient/{module}."
+                order += [key for key in slots if key.startswith(own) and "." not in key.removeprefix(own)]
         parameters = [key.split("/", 1)[1] for key in slots if key.startswith(("gradient/", "parameter/"))]
         order += [f"{kind}/{name}" for name in parameters for kind in KINDS]
         return [name for name in dict.fromkeys(order) if name in slots]
@@ -281,10 +284,10 @@ class Capture:
 
 def _combine(shards: list[list[float]]) -> dict[str, float]:
     """Summary of one DP rank's logits from those of its vocabulary shards (or of its copies)."""
-    count, total, square, largest = (sum(column) for column in zip(*shards, strict=True))
-    if not count:
+    counts, totals, squares, largest = zip(*shards, strict=True)
+    if not sum(counts):
         return {}  # no forward pass was captured
-    return {"mean": total / count, "rms": (square / count) ** 0.5, "max_abs": max(shard[3] for shard in shards)}
+    return {"mean": sum(totals) / sum(counts), "rms": (sum(squares) / sum(counts)) ** 0.5, "max_abs": max(largest)}
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

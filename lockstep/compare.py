@@ -14,12 +14,14 @@ import sys
 from pathlib import Path
 
 from lockstep import tensor_report
-from lockstep.compare_losses import RULES, loss_noise
+from lockstep.compare_losses import RANK_SPACINGS, RULES, loss_noise
 from lockstep.config import Parser
-from lockstep.distance import Distance, clip_factor, on_all_cores, tensor_distances, update_distances
+from lockstep.contract import KNOWN_DIFFERENCES, contract_differences
+from lockstep.diagnose import diagnose
+from lockstep.distance import Distance, Size, clip_factor, on_all_cores, tensor_distances, update_distances
 from lockstep.dump import Dump, number_of_elements
 from lockstep.errors import UserError
-from lockstep.verdict import PASSES, ROUNDING, UNIT, Loss, Result, judge, judge_yardstick
+from lockstep.verdict import PASSES, ROUNDING, UNIT, Loss, Norm, Result, is_vector_gradient, judge, judge_yardstick, typical_error, yardstick
 
 # Without a reference: the largest distance from it that DDP had, over the clean sweep and the real sizes (results/).
 TYPICAL = {"fp32": 1.5e-6, "autocast": 2e-2}
@@ -27,10 +29,10 @@ SAME = ("optimizer", "learning_rate", "weight_decay", "max_grad_norm", "gradient
         "batch_size", "seq_length", "dp_size", "attn_impl")  # fmt: skip
 
 
-def require_comparable(one: Dump, other: Dump, *, steps: bool = True) -> None:
+def require_comparable(one: Dump, other: Dump, *, same_steps: bool = True) -> None:
     """Raise UserError naming the first difference that makes a comparison of two dumps meaningless.
 
-    A reference may have more steps than the other dump; `steps=False` compares only those that both have.
+    A reference may have more steps than the other dump; `same_steps=False` compares only those that both have.
     """
     pair = f"{one.folder} and {other.folder} cannot be compared"
     if one.run["architecture"] != other.run["architecture"]:
@@ -41,15 +43,24 @@ def require_comparable(one: Dump, other: Dump, *, steps: bool = True) -> None:
         a, b = one.run["config"][key], other.run["config"][key]
         if a != b:
             raise UserError(f"{pair}: {key} is {a} in one and {b} in the other; capture both with the same options")
-    wanted = steps
     steps, others = ({step for step in dump.steps if step != "0"} for dump in (one, other))
-    if wanted and not (steps <= others if other.run.get("exact") else steps == others):
+    if same_steps and not (steps <= others if other.run.get("exact") else steps == others):
         raise UserError(f"{pair}: steps {', '.join(sorted(steps))} against {', '.join(sorted(others))}; capture the same steps")
     for step in sorted(steps & others, key=int):
         if one.steps[step]["batch_hash"] != other.steps[step]["batch_hash"]:
             raise UserError(f"{pair}: step {step} was trained on different batches; use one corpus, one --seed and one --debug_steps")
     if one.run["versions"] != other.run["versions"]:
         raise UserError(f"{pair}: versions {one.run['versions']} against {other.run['versions']}; use one environment")
+
+
+def configuration_differences(baseline: Dump, dump: Dump) -> dict[str, str]:
+    """Entry -> sentence: where two runs did not run with the same settings, whatever their arithmetic."""
+    found = contract_differences(baseline.contract, dump.contract, KNOWN_DIFFERENCES)
+    for step in sorted(baseline.steps.keys() & dump.steps.keys(), key=int):
+        wanted, rate = (one.steps[step]["learning_rate"] for one in (baseline, dump))
+        if rate != wanted and "learning_rates" not in found:
+            found["learning_rates"] = f"learning rate of step {step} is {rate}, not {wanted}"
+    return found
 
 
 def compare(reference: Dump, dumps: dict[str, Dump], replays: dict[str, Dump]) -> Result:
@@ -67,6 +78,7 @@ def compare(reference: Dump, dumps: dict[str, Dump], replays: dict[str, Dump]) -
         require_comparable(dumps["ddp"], dump)
     steps = sorted(int(step) for step in dumps["ddp"].steps)
     result = Result(dumps, "ddp", [], [], {}, dumps, [])
+    result.configuration = {name: configuration_differences(dumps["ddp"], dump) for name, dump in dumps.items()}
     for step in steps:
         truths = {name: reference if step == 1 else _replay(replays, dump, name, step) for name, dump in dumps.items()}
         _judge_step(reference, dumps, truths, step, precision, result)
@@ -84,14 +96,14 @@ def compare_two(one: Dump, other: Dump) -> Result:
     _require_precision(precision)
     dumps = {str(one.folder): one, str(other.folder): other}
     result = Result(dumps, str(other.folder), [], _losses(other, dumps, 1, precision), {}, dumps, [])
+    result.configuration = {str(one.folder): configuration_differences(other, one)}
     entries, names, _ = _tensors(other, dumps, 1, result)
     apart = 2 * TYPICAL[precision]
     for name, tensor in _measure(names, entries, [other], dumps, 1):
         result.pairs[name] = tensor
         for folder, distance in zip(dumps, tensor.distances, strict=True):
-            size = apart * distance.norm, apart * distance.largest
-            yardstick = Distance(*size, 0.0, 0.0, 0.0, 0.0, 0.0)
-            result.rows.append(judge(folder, 1, name, distance, yardstick, ROUNDING[entries[name]["dtype"]]))
+            measure = Size(apart * distance.norm, apart * distance.largest)
+            result.rows.append(judge(folder, 1, name, distance, measure, ROUNDING[entries[name]["dtype"]]))
     return result
 
 
@@ -127,7 +139,7 @@ def _replay(replays: dict[str, Dump], dump: Dump, name: str, step: int) -> Dump:
     again = "run lockstep.reference after the training scripts, into a folder without older replays"
     if name not in replays or str(step) not in replays[name].steps:
         raise UserError(f"step {step} of {dump.folder} has no replay to be judged by; {again}")
-    require_comparable(replays[name], dump, steps=False)
+    require_comparable(replays[name], dump, same_steps=False)
     if replays[name].steps[str(step)].get("started_from") != dump.parameter_digest(step - 1):
         raise UserError(f"{replays[name].folder}: step {step} did not start from the parameters of {dump.folder}; {again}")
     return replays[name]
@@ -141,10 +153,11 @@ def _judge_step(reference: Dump, dumps: dict, truths: dict, step: int, precision
             result.pairs[name] = tensor
         for strategy, distance in zip(dumps, tensor.distances, strict=True):
             found[strategy][name] = distance
-    clips = {
-        strategy: clip_factor(dump.run["config"], [found[strategy][f"gradient/{name}"].own_norm for name in parameters])
-        for strategy, dump in dumps.items()
+    held = {
+        strategy: math.hypot(*(found[strategy][f"gradient/{name}"].own_norm for name in parameters)) for strategy in dumps
     }
+    result.norms += [Norm(name, step, dump.steps[str(step)]["grad_norm"], held[name]) for name, dump in dumps.items()]
+    clips = {strategy: clip_factor(dump.run["config"], held[strategy]) for strategy, dump in dumps.items()}
     items = [(strategy, name) for strategy in dumps for name in parameters]
     sizes = [number_of_elements(entries[f"parameter/{name}"]) for _, name in items]
     updates = on_all_cores(functools.partial(_update, dumps, reference, step, clips), items, sizes)
@@ -152,6 +165,7 @@ def _judge_step(reference: Dump, dumps: dict, truths: dict, step: int, precision
         found[strategy].update({f"{kind}/{name}": distance for kind, distance in kinds.items()})
 
     noise = _noise(found["ddp"], entries, precision)
+    typical = typical_error([found["ddp"][name] for name in found["ddp"] if is_vector_gradient(name, entries[name])])
     for strategy in dumps:
         for name in (name for name in entries if name in found[strategy]):
             distance, which = found[strategy][name], PASSES[name.split("/")[0]]
@@ -159,17 +173,18 @@ def _judge_step(reference: Dump, dumps: dict, truths: dict, step: int, precision
                 result.rows.append(judge_yardstick(strategy, step, name, distance, precision, noise[which][name]))
             else:
                 rounding = ROUNDING[entries[name]["dtype"]]
-                result.rows.append(judge(strategy, step, name, distance, found["ddp"][name], rounding))
+                measure = yardstick(found["ddp"][name], typical if is_vector_gradient(name, entries[name]) else None)
+                result.rows.append(judge(strategy, step, name, distance, measure, rounding))
 
 
-def _noise(found: dict[str, Distance], entries: dict, precision: str) -> dict[str, dict[str, Distance]]:
+def _noise(found: dict[str, Distance], entries: dict, precision: str) -> dict[str, dict[str, Size]]:
     """By pass and tensor: how large rounding noise alone may be, taking the largest rms of the pass for its scale."""
     sizes = {name: max(number_of_elements(entries[name]), 1) for name in found}
-    noise: dict[str, dict[str, Distance]] = {}
+    noise: dict[str, dict[str, Size]] = {}
     for which in ("forward", "backward", "gradient"):
         names = [name for name in found if PASSES[name.split("/")[0]] == which]
         scale = UNIT[precision] * max((found[name].norm / math.sqrt(sizes[name]) for name in names), default=0.0)
-        noise[which] = {name: Distance(0.0, 0.0, scale * math.sqrt(sizes[name]), scale, 0.0, 0.0, 0.0) for name in names}
+        noise[which] = {name: Size(scale * math.sqrt(sizes[name]), scale) for name in names}
     return noise
 
 
@@ -188,18 +203,21 @@ def _losses(reference: Dump, dumps: dict[str, Dump], step: int, precision: str) 
             dp_rank,
             loss,
             {name: dump.steps[str(step)]["rank_losses"][dp_rank] for name, dump in dumps.items()},
-            loss_noise(precision, loss, reference.run["architecture"], tokens) * (1 if step == 1 else RULES[precision].growth),
+            loss_noise(precision, loss, reference.run["architecture"], tokens, spacings=RANK_SPACINGS)
+            * (1 if step == 1 else RULES[precision].growth),
         )
         for dp_rank, loss in enumerate(exact)
     ]
 
 
-def open_all(folders: list[Path]) -> tuple[Dump | None, dict[str, Dump], dict[str, Dump]]:
-    """(the reference, the dumps by strategy with DDP's first, the replays), with what stands beside the reference."""
-    opened = [Dump(folder) for folder in folders]
+def arrange(opened: list[Dump]) -> tuple[Dump, dict[str, Dump], dict[str, Dump]]:
+    """(the reference, the dumps by strategy with DDP's first, the replays), with what stands beside the reference.
+
+    Raises UserError unless just one of the dumps is a reference, and the others are one each of some strategies.
+    """
     exact = [dump for dump in opened if "0" in dump.steps]
     if len(exact) != 1:
-        return None, {}, {}
+        raise UserError(f"{len(exact)} of the {len(opened)} dumps are references; more than two dumps are compared through just one")
     (reference,), dumps = exact, {}
     beside = reference.folder.resolve().parent
     given: dict[str, Dump] = {}
@@ -216,6 +234,14 @@ def open_all(folders: list[Path]) -> tuple[Dump | None, dict[str, Dump], dict[st
     return reference, dumps, {name: Dump(folder) for name, folder in replays.items() if folder.is_dir()}
 
 
+def run(opened: list[Dump], output_dir: Path | None) -> int:
+    """Compare the dumps with the reference among them, name the causes, show it all; returns the exit status."""
+    reference, dumps, replays = arrange(opened)
+    result = compare(reference, dumps, replays)
+    diagnoses = {name: diagnose(result, name, reference, replays) for name in dumps if result.has_failed(name)}
+    return tensor_report.show(result, diagnoses, output_dir)
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(prog="python -m lockstep.compare", description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("dumps", type=Path, nargs="+", help="two or more dump folders; one may be the reference")
@@ -224,14 +250,10 @@ def main(argv: list[str] | None = None) -> int:
         options = parser.parse_args(argv)
         if len(options.dumps) < 2:
             raise UserError("give two dump folders or more")
-        reference, dumps, replays = open_all(options.dumps)
-        if reference is not None:
-            result = compare(reference, dumps, replays)
-        elif len(options.dumps) == 2:
-            result = compare_two(*(Dump(folder) for folder in options.dumps))
-        else:
-            raise UserError("more than two dumps are compared through one reference; name its folder too")
-        return tensor_report.show(result, options.output_dir)
+        opened = [Dump(folder) for folder in options.dumps]
+        if len(opened) == 2 and not any("0" in dump.steps for dump in opened):
+            return tensor_report.show(compare_two(*opened), {}, options.output_dir)
+        return run(opened, options.output_dir)
     except UserError as error:
         print(f"lockstep.compare: {error}", file=sys.stderr)
         return error.exit_code

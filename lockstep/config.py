@@ -12,11 +12,12 @@ import shutil
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from lockstep import architectures, data, files, weights
+from lockstep import architectures, data, files, history, weights
 from lockstep.errors import UserError
 from lockstep.mesh import Mesh
 
 STRATEGIES = {"ddp": "DDP", "deepspeed": "DeepSpeed AutoTP", "fsdp": "FSDP+DTensor"}
+SHARDED = tuple(name for name in STRATEGIES if name != "ddp")  # with tensor parallelism
 PRECISIONS = ("fp32", "autocast", "bf16")
 BETAS, EPS = (0.9, 0.999), 1e-8  # of AdamW, torch's defaults
 WORKERS_PER_CORE = 4  # more CPU processes than this on one core spend their time switching
@@ -47,6 +48,7 @@ class Config:
     dataset_name: str = data.BUILT_IN_CORPUS
     init_weights_path: Path | None = None
     save_init_weights: bool = False
+    noise_control: bool = False
     loss_output_dir: Path = Path("runs/loss_curves")
     storage_path: Path = Path("runs/ray")
     experiment_name: str | None = None
@@ -67,7 +69,11 @@ class Config:
 
     @property
     def label(self) -> str:
-        return f"{STRATEGIES[self.strategy]} ({self.mesh.label})"
+        return f"{STRATEGIES[self.strategy]} ({self.mesh.label})" + (", control" if self.noise_control else "")
+
+    @property
+    def history_path(self) -> Path:
+        return history.path_of(self.loss_output_dir, history.CONTROL if self.noise_control else self.strategy)
 
     @property
     def parameter_dtype(self):
@@ -140,6 +146,7 @@ def build_parser(strategy: str) -> argparse.ArgumentParser:
     add("dataset_name", str, "builtin, a .txt file, a folder of them, or a Hugging Face data set id[:config]")
     add("init_weights_path", Path, "initial weights (.safetensors or .pt) to start from")
     parser.add_argument("--save_init_weights", action="store_true", help="write them there first (train_ddp.py only)")
+    parser.add_argument("--noise_control", action="store_true", help="start one rounding of the compute dtype beside the initial weights, and write loss_control.json: how far rounding alone takes the loss (train_ddp.py only)")
     add("loss_output_dir", Path, f"where loss_{strategy}.json is written")
     add("storage_path", Path, "where Ray Train keeps its records of the run")
     add("experiment_name", str, "name of the run under storage_path, not used before (None: strategy and time)")
@@ -160,6 +167,8 @@ def parse_config(strategy: str, argv: list[str] | None = None) -> Config:
     autocast = options.pop("autocast")
     if autocast and options["precision"] != "autocast":
         raise UserError(f"--autocast contradicts --precision {options['precision']}; give one of them")
+    if options["noise_control"] and (strategy != "ddp" or options["save_init_weights"]):
+        raise UserError("--noise_control: only train_ddp.py makes the control run, from weights that another run has saved")
     options.update(_resolve_mesh(strategy, options))
     options.update(_resolve_device(strategy, options))
     for name in ("init_weights_path", "loss_output_dir", "storage_path", "capture_dir"):  # workers run in other folders

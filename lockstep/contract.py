@@ -50,12 +50,18 @@ def expected_contract(config: Config, architecture: dict) -> dict:
     }
 
 
+def contract_differences(expected: dict, actual: dict, ignoring: tuple[str, ...] = ()) -> dict[str, str]:
+    """Entry -> "key is a, not b" for every entry in which two contracts differ."""
+    return {
+        key: f"{key} is {_short(actual.get(key))}, not {_short(expected.get(key))}"
+        for key in sorted((expected.keys() | actual.keys()) - set(ignoring))
+        if expected.get(key) != actual.get(key)
+    }
+
+
 def contract_difference(expected: dict, actual: dict, ignoring: tuple[str, ...] = ()) -> str:
-    """The first entry in which two contracts differ, as "key is a, not b", or "" where they agree."""
-    for key in sorted((expected.keys() | actual.keys()) - set(ignoring)):
-        if expected.get(key) != actual.get(key):
-            return f"{key} is {_short(actual.get(key))}, not {_short(expected.get(key))}"
-    return ""
+    """The first of the differences, or "" where they agree."""
+    return next(iter(contract_differences(expected, actual, ignoring).values()), "")
 
 
 def _short(value) -> str:

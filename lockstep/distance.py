@@ -10,6 +10,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing import get_context
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +24,13 @@ BLOCK = 1 << 13  # elements: all blocks of a comparison stay in the cache, and B
 SMALL = 1 << 24  # elements that are compared before a process pool has started
 
 
+class Size(NamedTuple):
+    """How large a tensor is, or an error."""
+
+    norm: float  # 2-norm
+    largest: float  # of one element
+
+
 @dataclass
 class Distance:
     """One tensor of one dump against the truth: absolute errors, and the sizes they are to be seen against."""
@@ -34,6 +42,11 @@ class Distance:
     own_norm: float  # 2-norm of the dump's tensor
     change: float  # 2-norm of what the tensor should show: itself; of a parameter, its last update
     largest_change: float
+    scale: float  # <own, true> / <true, true> of what it should show: 1 where it is right; NaN where that is zero
+
+    @property
+    def errors(self) -> Size:
+        return Size(self.error, self.largest_error)
 
     @property
     def relative(self) -> float:
@@ -60,24 +73,26 @@ class _Sums:
         self.square += float(np.dot(values, values))
         self.largest = max(self.largest, float(values.max()), -float(values.min()))
 
-    def result(self) -> tuple[float, float]:
-        return (math.sqrt(self.square), self.largest) if math.isfinite(self.square) else (math.inf, math.inf)
+    def result(self) -> Size:
+        return Size(math.sqrt(self.square), self.largest) if math.isfinite(self.square) else Size(math.inf, math.inf)
 
 
 class _Comparison:
     """Sums of one tensor of one dump against its truth."""
 
     def __init__(self):
-        self.error, self.own_square = _Sums(), 0.0
+        self.error, self.own_square, self.error_along = _Sums(), 0.0, 0.0
 
-    def add(self, values: np.ndarray, exact: np.ndarray, spare: np.ndarray) -> None:
-        """`spare`, an array of the same length, is overwritten with the difference."""
+    def add(self, values: np.ndarray, exact: np.ndarray, change: np.ndarray, spare: np.ndarray) -> None:
+        """`change` is what the tensor should show. `spare`, of the same length, is overwritten with the difference."""
         self.error.add(np.subtract(values, exact, out=spare))
+        self.error_along += float(np.dot(spare, change))
         self.own_square += float(np.dot(values, values))
 
     def distance(self, true: _Sums, change: _Sums) -> Distance:
         own = math.sqrt(self.own_square) if math.isfinite(self.own_square) else math.inf
-        return Distance(*self.error.result(), *true.result(), own, *change.result())
+        scale = 1 + self.error_along / change.square if 0 < change.square < math.inf else math.nan
+        return Distance(*self.error.result(), *true.result(), own, *change.result(), scale)
 
 
 _arrays: dict[str, np.ndarray] = {}
@@ -110,7 +125,7 @@ class Tensor:
     """One tensor of several dumps: distances from the truth, differences from the first dump, equality of the last two."""
 
     distances: list[Distance]
-    from_first: list[tuple[float, float]]  # (2-norm, maximum) of the difference from the first dump
+    from_first: list[Size]  # of the difference from the first dump
     last_two_identical: bool  # the same values, bit for bit, whatever their dtypes
 
 
@@ -126,7 +141,7 @@ def tensor_distances(truths: list[Dump], dumps: list[Dump], step: int, name: str
         for sums, block in zip(true, exact, strict=True):
             sums.add(block)
         for index, own in enumerate(values):
-            found[index].add(own, exact[places[index]], spare)
+            found[index].add(own, exact[places[index]], exact[places[index]], spare)
             if index:
                 apart[index].add(np.subtract(own, values[0], out=spare))
         if same and len(values) > 1:
@@ -146,7 +161,7 @@ def update_distances(dump: Dump, initial: Dump, step: int, clip: float, name: st
     options = dump.run["config"]
     adamw, rate = options["optimizer"] == "adamw", options["learning_rate"]
     shape = dump.steps[str(step)]["tensors"][f"parameter/{name}"]["shape"]
-    decay = options["weight_decay"] if decays(torch.empty(shape, device="meta")) else 0.0
+    decay = options["weight_decay"] if decays(len(shape)) else 0.0
     kinds = ["exp_avg", "exp_avg_sq", "parameter"] if adamw else ["parameter"]
     before = initial if step == 1 else dump
     sources = [(dump, step, f"gradient/{name}"), (before, step - 1, f"parameter/{name}")]
@@ -174,20 +189,20 @@ def update_distances(dump: Dump, initial: Dump, step: int, clip: float, name: st
         gradient *= -rate
         gradient -= np.multiply(old, rate * decay, out=spare)
         change.add(gradient)
-        exact["parameter"] = np.add(gradient, old, out=gradient)
+        exact["parameter"] = np.add(gradient, old, out=old)
         for kind, values in zip(kinds, rest, strict=False):
             true[kind].add(exact[kind])
-            found[kind].add(values, exact[kind], spare)
+            found[kind].add(values, exact[kind], gradient if kind == "parameter" else exact[kind], spare)
     return {
         kind: comparison.distance(true[kind], change if kind == "parameter" else true[kind])
         for kind, comparison in found.items()
     }
 
 
-def clip_factor(options: dict, gradient_norms: list[float]) -> float:
-    """What clipping multiplied the gradients with: torch's and DeepSpeed's min(1, bound / (norm + 1e-6))."""
+def clip_factor(options: dict, grad_norm: float) -> float:
+    """What clipping multiplies the gradients with: torch's and DeepSpeed's min(1, bound / (norm + 1e-6))."""
     bound = options["max_grad_norm"]
-    return min(1.0, bound / (math.hypot(*gradient_norms) + 1e-6)) if bound > 0 else 1.0
+    return min(1.0, bound / (grad_norm + 1e-6)) if bound > 0 else 1.0
 
 
 def on_all_cores(work, items: list, sizes: list[int]) -> list:

@@ -21,10 +21,12 @@ import torch
 from lockstep.errors import UserError, first_line
 from lockstep.files import write_text
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 HEADER_ENTRY = 320  # bytes reserved in the header for a tensor; a longer one is an error, not a corruption
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.int64: "I64"}
+TORCH = {text: dtype for dtype, text in DTYPES.items()}
+ITEMSIZE = {text: dtype.itemsize for dtype, text in DTYPES.items()}
 WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _LARGEST_WRITE = 1 << 30
 
@@ -164,6 +166,14 @@ def merge(name: str, parts_by_rank: list[list[Part]], full_shape: tuple, itemsiz
     return sum(part.checksum for part in written) % 2**64, sorted(odd)
 
 
+def write_manifest(folder: Path, manifest: dict) -> None:
+    write_text(folder / MANIFEST, json.dumps({"format": FORMAT, **manifest}, indent=1) + "\n")
+
+
+def number_of_elements(entry: dict) -> int:
+    return math.prod(entry["shape"])
+
+
 class Dump:
     """A dump that is there: its manifest, checked, and its tensors by name, read piece by piece.
 
@@ -187,6 +197,8 @@ class Dump:
             for key in ("architecture", "versions", "config"):
                 self.run[key].items()
             self.manifest["initial_sha256"].strip()
+            self.contract = self.manifest.get("contract", {})  # a reference has none
+            self.contract.items()
             self._places = {int(step): self._read_header(int(step)) for step in self.steps}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{path}: damaged or not a dump's manifest ({first_line(error)}); capture again") from error
@@ -194,6 +206,8 @@ class Dump:
         if unfinished or not self.steps:
             what = f"{unfinished[0].name} was not finished" if unfinished else "not one step was finished"
             raise UserError(f"{folder}: {what}; the run was stopped or is still going on; capture again")
+        if not self.contract and not self.run.get("exact"):
+            raise UserError(f"{folder}: the run was stopped before it said what it runs with; capture again")
 
     def _read_header(self, step: int) -> dict:
         path = step_path(self.folder, step)
@@ -255,15 +269,3 @@ class Dump:
         for block in self.blocks(step, name, max(size, 1), buffer):
             return block.reshape(shape)
         return torch.empty(shape, dtype=TORCH[dtype])
-
-
-TORCH = {text: dtype for dtype, text in DTYPES.items()}
-ITEMSIZE = {text: dtype.itemsize for dtype, text in DTYPES.items()}
-
-
-def write_manifest(folder: Path, manifest: dict) -> None:
-    write_text(folder / MANIFEST, json.dumps({"format": FORMAT, **manifest}, indent=1) + "\n")
-
-
-def number_of_elements(entry: dict) -> int:
-    return math.prod(entry["shape"])

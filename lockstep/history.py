@@ -29,8 +29,12 @@ STEP_FIELDS = {
 RUN_FIELDS = ("label", "config", "architecture", "num_steps", "versions")
 
 
-def path_of(folder: Path, strategy: str) -> Path:
-    return folder / f"loss_{strategy}.json"
+CONTROL = "control"  # the name of the run that shows how far rounding alone takes the loss
+
+
+def path_of(folder: Path, run: str) -> Path:
+    """Where the history of a strategy's run lies, or that of the control run."""
+    return folder / f"loss_{run}.json"
 
 
 @dataclass

@@ -13,7 +13,6 @@ import socket
 import sys
 
 from lockstep import config as config_module
-from lockstep import history
 from lockstep.config import Config
 from lockstep.errors import TrainingFailure, UserError, first_line
 
@@ -49,7 +48,7 @@ def _launch(strategy: str, make_strategy) -> int:
             print(describe(config, inputs))
             return 0
         if first:
-            history.path_of(config.loss_output_dir, strategy).unlink(missing_ok=True)  # an older run's proves nothing
+            config.history_path.unlink(missing_ok=True)  # an older run's proves nothing
             print(banner(config, inputs), flush=True)
         run = _run_in_place if config_module.launched_in_place() else _run_under_ray
         line = run(config, inputs, make_strategy)

@@ -5,7 +5,8 @@ import math
 import resource
 
 import torch
-import torch.distributed as dist
+
+from lockstep.collective import gather_objects
 
 
 class ComputeDtypes:
@@ -35,7 +36,7 @@ def model_contract(model: torch.nn.Module) -> dict:
     """What the live model says of itself: attention implementation, dropout, parameter dtypes, the tie."""
     return {
         "attention": model.config._attn_implementation,
-        "attention_dropout": model.config.attention_dropout,
+        "attention_dropout": max(layer.self_attn.attention_dropout for layer in model.model.layers),
         "training_mode": model.training,
         "parameter_dtype": sorted({str(parameter.dtype) for parameter in model.parameters()}),
         "tied_embeddings": model.lm_head.weight is model.model.embed_tokens.weight,
@@ -100,6 +101,4 @@ def peak_memory(device: torch.device) -> dict:
         kind, mine = "torch.cuda.max_memory_allocated", torch.cuda.max_memory_allocated(device)
     else:
         kind, mine = "ru_maxrss", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return {"kind": kind, "bytes_by_rank": everyone}
+    return {"kind": kind, "bytes_by_rank": gather_objects(mine)}

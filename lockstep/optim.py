@@ -5,17 +5,17 @@ import torch
 from lockstep.config import BETAS, EPS
 
 
-def decays(parameter: torch.Tensor) -> bool:
+def decays(ndim: int) -> bool:
     """Weight decay acts on matrices; norms and biases (one dim) are left alone."""
-    return parameter.ndim >= 2
+    return ndim >= 2
 
 
 def parameter_groups(parameters, weight_decay: float) -> list[dict]:
     """Two groups, decayed and not, in the order of the parameters; an empty group is left out."""
     parameters = list(parameters)
     groups = [
-        {"params": [p for p in parameters if decays(p)], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if not decays(p)], "weight_decay": 0.0},
+        {"params": [p for p in parameters if decays(p.ndim)], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if not decays(p.ndim)], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
 
@@ -30,18 +30,29 @@ def build_optimizer(groups: list[dict], *, optimizer: str, learning_rate: float)
     return torch.optim.SGD(groups, lr=learning_rate, foreach=False)
 
 
+def keeps(optimizer: torch.optim.Optimizer, kind: str) -> bool:
+    """Whether there is such a tensor for every parameter: SGD without momentum has no moments."""
+    return kind in ("parameter", "gradient") or not isinstance(optimizer, torch.optim.SGD)
+
+
 def held_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer, kind: str):
     """(name, tensor) of every parameter: "parameter", "gradient", or the moment "exp_avg" or "exp_avg_sq".
 
     SGD keeps no moments and yields none.
     """
-    if kind in ("exp_avg", "exp_avg_sq") and isinstance(optimizer, torch.optim.SGD):
+    if not keeps(optimizer, kind):
         return
     for name, parameter in model.named_parameters():
         if kind == "parameter":
             yield name, parameter.detach()
         else:
             yield name, parameter.grad if kind == "gradient" else optimizer.state[parameter][kind]
+
+
+def held_whole(model: torch.nn.Module, optimizer: torch.optim.Optimizer, kind: str):
+    """What `Strategy.held` yields where every rank holds whole tensors."""
+    for name, tensor in held_tensors(model, optimizer, kind):
+        yield name, tensor, tuple(tensor.shape), (0,) * tensor.ndim
 
 
 def total_norm(gradients) -> torch.Tensor:

@@ -18,19 +18,20 @@ here. The rotary table alone is the model's own float32 table: it is an input, t
 import dataclasses
 import math
 import sys
+from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from lockstep import config as config_module
 from lockstep import dump, files, weights
 from lockstep.capture import Capture
+from lockstep.collective import init_alone
 from lockstep.compare import require_comparable
 from lockstep.config import BETAS, EPS, STRATEGIES, Config, Inputs
 from lockstep.data import global_batch_hash, micro_batches_hash
 from lockstep.errors import TrainingFailure, UserError
-from lockstep.model import build_model
-from lockstep.optim import held_tensors, parameter_groups
+from lockstep.model import build_model, causal_lm_loss
+from lockstep.optim import held_whole, parameter_groups
 from lockstep.training import provenance
 
 LABEL = "float64 reference"
@@ -52,11 +53,15 @@ def _norm_forward(module, hidden: torch.Tensor) -> torch.Tensor:
     return module.weight * (hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + module.variance_epsilon))
 
 
-def build_reference(inputs: Inputs, *, seed: int, attn_impl: str, init_weights_path) -> tuple[torch.nn.Module, dict | None]:
-    """The model in float64, and the checksums of the weights file it came from."""
+def _loss_per_token(logits, labels, vocab_size, shift_labels, **_):
+    return torch.nn.functional.cross_entropy(logits.flatten(0, -2), shift_labels.flatten(), reduction="none")
+
+
+def build_reference(inputs: Inputs, *, seed: int, attn_impl: str, init_weights_path) -> torch.nn.Module:
+    """The model in float64."""
     from transformers import AttentionInterface
 
-    model, sums = build_model(inputs.architecture, seed=seed, attn_impl="sdpa", init_weights_path=init_weights_path)
+    model, _ = build_model(inputs.architecture, seed=seed, attn_impl="sdpa", init_weights_path=init_weights_path)
     model.double()
     AttentionInterface.register(ATTENTION, attention)
     model.config.gives_attention_weights = attn_impl == "eager"
@@ -64,7 +69,8 @@ def build_reference(inputs: Inputs, *, seed: int, attn_impl: str, init_weights_p
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm"):
             module.forward = _norm_forward.__get__(module)
-    return model, sums
+    model.loss_function = _loss_per_token
+    return model
 
 
 class ReferenceStrategy:
@@ -81,8 +87,7 @@ class ReferenceStrategy:
     def forward_backward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> list[float]:
         """Gradient of the mean loss over the global batch (G, S); returns the mean loss of every DP rank's share."""
         self.optimizer.zero_grad()
-        logits = self.model(input_ids=input_ids, use_cache=False).logits
-        per_token = torch.nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none")
+        per_token = causal_lm_loss(self.model, input_ids, labels)
         per_token.mean().backward()
         return per_token.detach().view(self.config.dp_size, -1).mean(dim=-1).tolist()
 
@@ -98,35 +103,39 @@ class ReferenceStrategy:
         return grad_norm
 
     def held(self, kind: str):
-        for name, tensor in held_tensors(self.model, self.optimizer, kind):
-            yield name, tensor, tuple(tensor.shape), (0,) * tensor.ndim
+        return held_whole(self.model, self.optimizer, kind)
 
 
-def run(config: Config, inputs: Inputs) -> str:
-    """Write the reference's dump and the replays; needs a process group of one."""
-    model, _ = build_reference(
+def run(config: Config, inputs: Inputs, also: list[Path] = ()) -> str:
+    """Write the reference's dump and the replays, of other folders `also`; needs a process group of one."""
+    model = build_reference(
         inputs, seed=config.seed, attn_impl=config.attn_impl, init_weights_path=config.init_weights_path
     )
     strategy = ReferenceStrategy(model, config)
-    initial = {name: tensor.detach().float() for name, tensor in model.named_parameters()}
-    initial_sha256 = weights.combined_sha256({name: weights.tensor_sha256(tensor) for name, tensor in initial.items()})
+    initial = ((name, parameter.detach().float()) for name, parameter in model.named_parameters())
+    initial_sha256 = weights.combined_sha256(weights.checksums(initial))
     capture = _capture(config, inputs, "reference", model, initial_sha256)
     capture.only_parameters(strategy)
     for index in range(config.capture_steps):
         loss = _one_step(config, inputs, strategy, capture, index)
-    for folder in sorted(config.capture_dir.iterdir()):
-        if folder.name in STRATEGIES and (folder / dump.MANIFEST).is_file():
-            _replay(config, inputs, strategy, folder, initial_sha256)
+    beside = [folder for folder in sorted(config.capture_dir.iterdir()) if folder.name in STRATEGIES]
+    for folder in [*beside, *also]:
+        if (folder / dump.MANIFEST).is_file():
+            replay(config, inputs, strategy, folder, dump.Dump(capture.folder))
     return f"{LABEL}: {config.capture_steps} steps, last loss {loss:.9f}, {capture.folder}"
 
 
-def _replay(config: Config, inputs: Inputs, strategy: "ReferenceStrategy", folder, initial_sha256: str) -> None:
-    """Steps 2 and later of another run, from the parameters in its dump; forward, backward and gradients."""
+def replay(config: Config, inputs: Inputs, strategy: "ReferenceStrategy", folder: Path, reference: dump.Dump) -> None:
+    """Steps 2 and later of the run dumped in a folder, from its own parameters; forward, backward and gradients.
+
+    Written beside the folder, as replay_NAME.
+    """
     theirs = dump.Dump(folder)
-    require_comparable(theirs, dump.Dump(config.capture_dir / "reference"), steps=False)
+    require_comparable(theirs, reference, same_steps=False)
     if len(theirs.steps) < 2:
         return
-    capture = _capture(config, inputs, f"replay_{folder.name}", strategy.model, initial_sha256)
+    beside = dataclasses.replace(config, capture_dir=folder.parent)
+    capture = _capture(beside, inputs, f"replay_{folder.name}", strategy.model, reference.manifest["initial_sha256"])
     for index in range(1, len(theirs.steps)):
         with torch.no_grad():
             for name, parameter in strategy.model.named_parameters():
@@ -151,7 +160,7 @@ def _one_step(config, inputs, strategy, capture, index: int, *, started_from: st
     """
     by_rank = [inputs.batches.micro_batches(index, dp_rank, "cpu") for dp_rank in range(config.dp_size)]
     input_ids, labels = (torch.cat([pair[i] for micro in by_rank for pair in micro]) for i in (0, 1))
-    capture.begin(strategy, [(input_ids, labels)], index + 1)
+    capture.begin(strategy, index + 1)
     rank_losses = strategy.forward_backward(input_ids, labels)
     capture.gradients()
     grad_norm = strategy.grad_norm() if started_from else strategy.update()
@@ -178,9 +187,9 @@ def main() -> int:
             raise UserError("--capture_dir is missing: the folder to write the reference's dump into")
         inputs = config_module.load_inputs(config)
         config_module.check_environment(dataclasses.replace(config, strategy="reference"), inputs.architecture)
-        for name in ("reference", *(f"replay_{strategy}" for strategy in STRATEGIES)):
-            files.require_new_folder(config.capture_dir / name, "--capture_dir")
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        for strategy in STRATEGIES:
+            files.require_new_folder(config.capture_dir / f"replay_{strategy}", "--capture_dir")
+        init_alone()
         print(run(config, inputs))
         return 0
     except (UserError, TrainingFailure) as error:

@@ -40,9 +40,9 @@ def differences(verdicts: list[Verdict]) -> str:
     return "\n".join(lines)
 
 
-def verdict_block(histories: dict[str, History], verdicts: list[Verdict], tolerance: Tolerance, precision: str) -> str:
+def verdict_block(histories: dict[str, History], verdicts: list[Verdict], tolerance: Tolerance, precision: str, *, controlled: bool) -> str:
     """PASS or FAIL for loss and gradient norm of each strategy, each number beside what is tolerated."""
-    lines = ["", _RULE, f"Verdict (tolerances for {precision}, derived in docs/precision.md):"]
+    lines = ["", _RULE, f"Verdict ({precision}; docs/precision.md). Tolerated: {tolerance.reason}"]
     for verdict in verdicts:
         lines += [
             "",
@@ -52,12 +52,17 @@ def verdict_block(histories: dict[str, History], verdicts: list[Verdict], tolera
             f"max {verdict.max_abs_diff:.1e} (<= {tolerance.maximum:.1e}) at step {verdict.worst_step}  "
             f"mean {verdict.mean_abs_diff:.1e} (<= {tolerance.mean:.1e})",
             f"  grad norm  {_word(verdict.grad_norm_passed)}  "
-            f"max relative {verdict.max_grad_norm_diff:.1e} (<= {tolerance.grad_norm:.1e}) "
+            f"max relative {verdict.max_grad_norm_diff:.1e} (<= {max(tolerance.grad_norm):.1e}) "
             f"at step {verdict.worst_grad_norm_step}",
+            *(
+                f"  {what} too far from step {step} on"
+                for what, step in (("loss", verdict.red_loss_step), ("grad norm", verdict.red_grad_norm_step))
+                if step is not None
+            ),
             *(f"  FAIL  {problem}" for problem in verdict.problems),
         ]
     longest = max(len(history.steps) for history in histories.values())
-    if longest > DERIVED_STEPS:
+    if longest > DERIVED_STEPS and not controlled:
         lines += ["", f"Note: the tolerances are derived for {DERIVED_STEPS} steps; in {longest}, correct runs may drift further."]
     contracts = {history.run["label"]: history.contract for history in histories.values() if history.contract}
     for key in KNOWN_DIFFERENCES:
@@ -71,8 +76,20 @@ def _word(passed: bool) -> str:
     return "PASS" if passed else "FAIL"
 
 
-def draw(histories: dict[str, History], tolerance: Tolerance | None, path: Path) -> None:
-    """Two panels: the loss curves; the absolute difference from DDP on a log axis, with the tolerance."""
+# a log axis has no zero: exact agreement is drawn at the bottom, one float64 rounding of the loss
+LOWEST = 2.0**-50
+
+
+def _gaps(baseline: History, other: History) -> list[float]:
+    pairs = zip(baseline.steps, other.steps, strict=False)
+    return [max(abs(theirs["loss"] - mine["loss"]), LOWEST) for mine, theirs in pairs]
+
+
+def draw(histories: dict[str, History], control: History | None, tolerance: Tolerance | None, path: Path) -> None:
+    """Two panels: the loss curves; the absolute difference from DDP on a log axis, with the tolerance.
+
+    A control run's difference is drawn as the noise floor.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -85,13 +102,13 @@ def draw(histories: dict[str, History], tolerance: Tolerance | None, path: Path)
         losses = [step["loss"] for step in history.steps]
         top.plot(steps, losses, color=COLORS[name], linewidth=widths[name], label=history.run["label"])
         if name != "ddp" and "ddp" in histories:
-            pairs = zip(losses, histories["ddp"].steps, strict=False)
-            gaps = [abs(loss - baseline["loss"]) for loss, baseline in pairs]
-            # a log axis has no zero: exact agreement is drawn at the bottom, one float64 rounding of the loss
-            floor = 2.0**-50
-            bottom.plot(
-                steps[: len(gaps)], [max(gap, floor) for gap in gaps], ".", markersize=4, color=COLORS[name], label=history.run["label"]
-            )
+            gaps = _gaps(histories["ddp"], history)
+            bottom.plot(steps[: len(gaps)], gaps, ".", markersize=4, color=COLORS[name], label=history.run["label"])
+    if control is not None and "ddp" in histories:
+        lowest = bottom.dataLim.y0 if bottom.lines else LOWEST
+        gaps = [max(gap, lowest) for gap in _gaps(histories["ddp"], control)]
+        label = "noise floor: DDP, weights one rounding off"
+        bottom.fill_between(range(1, len(gaps) + 1), lowest, gaps, color="0.85", step="mid", label=label, zorder=0)
     top.set_ylabel("loss, mean over DP ranks (nats)")
     first = next(iter(histories.values())).run
     top.set_title(
@@ -100,7 +117,8 @@ def draw(histories: dict[str, History], tolerance: Tolerance | None, path: Path)
     )
     top.legend()
     if tolerance is not None:
-        bottom.axhline(tolerance.maximum, color="tab:red", linestyle="--", label=f"tolerated at any step: {tolerance.maximum:.1e}")
+        steps = range(1, len(tolerance.loss) + 1)
+        bottom.plot(steps, tolerance.loss, color="tab:red", linestyle="--", label=f"tolerated: up to {tolerance.maximum:.1e}")
         bottom.axhline(tolerance.mean, color="tab:red", linestyle=":", label=f"tolerated in the mean: {tolerance.mean:.1e}")
     bottom.set_yscale("log")
     bottom.set_ylabel("|loss - DDP's loss| (nats)")

@@ -7,17 +7,23 @@ from dataclasses import asdict
 from pathlib import Path
 
 from lockstep.config import STRATEGIES
+from lockstep.diagnose import Diagnosis
 from lockstep.files import write_text
 from lockstep.verdict import PASSES, Result
 
 SHORT = 12  # rows of a long table that are printed; the file has all
 
 
-def show(result: Result, output_dir: Path | None) -> int:
-    """Print the report, write report.md and report.json if a folder is given; returns the exit status, 0 or 1."""
+def show(result: Result, diagnoses: dict[str, Diagnosis], output_dir: Path | None) -> int:
+    """Print the report, write report.md and report.json if a folder is given; returns the exit status, 0 or 1.
+
+    `diagnoses` has one of every run that failed.
+    """
     sections = {
         "Verdict": verdict(result),
+        "Configuration": configuration(result),
         "First tensor that is too far": first_tensors(result),
+        "Likely cause": causes(result, diagnoses),
         "Loss by DP rank": losses(result),
         "Layer output norms": norms(result, "forward"),
         "Gradient norms": norms(result, "backward") + norms(result, "gradient")[2:],
@@ -33,7 +39,7 @@ def show(result: Result, output_dir: Path | None) -> int:
     if output_dir is not None:
         text = "\n\n".join(f"## {title}\n\n" + "\n".join(map(_item, lines)) for title, lines in sections.items())
         write_text(output_dir / "report.md", "# Tensor by tensor\n\n" + text + "\n")
-        write_text(output_dir / "report.json", json.dumps(as_data(result), indent=1) + "\n")
+        write_text(output_dir / "report.json", json.dumps(as_data(result, diagnoses), indent=1) + "\n")
         print(f"\nReport: {output_dir / 'report.md'}, {output_dir / 'report.json'}")
     print(f"\n{result.outcome}")
     return 0 if result.outcome == "PASS" else 1
@@ -63,6 +69,12 @@ def verdict(result: Result) -> list[str]:
     return lines
 
 
+def configuration(result: Result) -> list[str]:
+    """What the runs really ran with, where it was not the same: no statement about their arithmetic."""
+    lines = [f"{_label(result, name)}: {what}" for name, found in result.configuration.items() for what in found.values()]
+    return lines or ["the same effective contract in all runs"]
+
+
 def first_tensors(result: Result) -> list[str]:
     lines = []
     for name in result.dumps:
@@ -75,6 +87,17 @@ def first_tensors(result: Result) -> list[str]:
         which = f"{PASSES[kind]} pass, {kind} of {where}" if where else tensor
         lines.append(f"{_label(result, name)}: step {step}, {which}: {what} ({len(failures)} tensors in all)")
     return lines
+
+
+def causes(result: Result, diagnoses: dict[str, Diagnosis]) -> list[str]:
+    lines = []
+    for name, diagnosis in diagnoses.items():
+        lines += [f"{_label(result, name)}:"]
+        lines += [f"- {number}. {cause.name}: {cause.evidence}" for number, cause in enumerate(diagnosis.causes, 1)]
+        lines += [f"- excluded: {'; '.join(diagnosis.excluded)}"]
+    if not lines and any(result.has_failed(name) for name in result.dumps):
+        return ["looked for only with a reference; name its folder, too"]
+    return lines or ["nothing to explain"]
 
 
 def _table(head: list[str], rows: list[list[str]]) -> list[str]:
@@ -160,7 +183,7 @@ def replicas(result: Result) -> list[str]:
     return lines
 
 
-def as_data(result: Result) -> dict:
+def as_data(result: Result, diagnoses: dict[str, Diagnosis]) -> dict:
     """The same as JSON: null for numbers that JSON does not have."""
     return {
         "verdict": result.outcome,
@@ -169,8 +192,10 @@ def as_data(result: Result) -> dict:
                 "label": dump.label,
                 "verdict": result.verdict(name),
                 "config": dump.run["config"],
+                "configured_differently": result.configuration.get(name, {}),
                 "versions": dump.run["versions"],
                 "first_failure": list(result.failures(name)[:1]),
+                "causes": [asdict(cause) for cause in diagnoses[name].causes] if name in diagnoses else [],
                 "num_failures": len(result.failures(name)),
                 "not_judged": sorted({row.name for row in result.rows if row.strategy == name and not row.judged}),
             }

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from lockstep import history as history_file
 from lockstep import weights
 from lockstep.capture import Capture
+from lockstep.collective import stop_together
 from lockstep.config import Config, Inputs
 from lockstep.contract import contract_difference, expected_contract
 from lockstep.data import Batches, global_batch_hash, micro_batches_hash
@@ -65,10 +66,10 @@ def run(config: Config, inputs: Inputs, make_strategy, device: torch.device) -> 
     dp_rank, tp_rank = config.mesh.coordinates(rank)
     expected = (dp_rank, config.dp_size, tp_rank, config.tp_size)
     actual = strategy.geometry()
-    _stop_together(f"rank {rank}: the strategy sits at {actual}, the mesh says {expected}" if actual != expected else "")
+    stop_together(f"rank {rank}: the strategy sits at {actual}, the mesh says {expected}" if actual != expected else "")
 
     record = history_file.History(run=about)
-    path = history_file.path_of(config.loss_output_dir, config.strategy)
+    path = config.history_path
     try:
         _train(config, inputs, strategy, rank, device, file_sums, record, path, capture)
     except BaseException as error:
@@ -98,8 +99,10 @@ def _train(config, inputs, strategy, rank, device, file_sums, record, path, capt
         _require_finite(step["step"], everyone, config.mesh)
         if compute_dtypes is not None:
             record.contract = {**strategy.effective_contract(), **compute_dtypes.stop()}
+            if rank == 0 and watching:
+                watching.state_contract(record.contract)
             difference = contract_difference(expected_contract(config, inputs.architecture), record.contract)
-            _stop_together(f"{config.label} does not run with what was asked for: {difference}" if difference else "")
+            stop_together(f"{config.label} does not run with what was asked for: {difference}" if difference else "")
         if rank == 0:
             record.save(path)
             if index == 0 or (index + 1) % config.log_interval == 0:
@@ -131,7 +134,7 @@ def train_step(
     micro_batches = batches.micro_batches(index, dp_rank, device)
     start = time.perf_counter()
     if capture:
-        capture.begin(strategy, micro_batches, index + 1)
+        capture.begin(strategy, index + 1)
     loss = strategy.forward_backward(micro_batches)
     if capture:
         capture.gradients()
@@ -169,6 +172,9 @@ def _initial_model(config: Config, inputs: Inputs, rank: int):
     model, sums = build_model(inputs.architecture, init_weights_path=path, **arguments)
     if path and rank == 0:
         print(f"Loaded initial weights from {path}", flush=True)
+    if config.noise_control:
+        weights.perturb(model, "float32" if config.precision == "fp32" else "bfloat16", config.seed)
+        return model, None  # not the file's any more
     return model, sums
 
 
@@ -183,16 +189,7 @@ def _require_file_weights(live: dict | None, file_sums: dict | None, config: Con
     if live is not None:
         names = sorted(live.keys() | file_sums.keys())
         wrong = next((name for name in names if live.get(name) != file_sums.get(name)), None)
-    _stop_together(f"after sharding, {wrong} is not what {config.init_weights_path} holds" if wrong else "")
-
-
-def _stop_together(problem: str) -> None:
-    """Raise the first rank's problem on every rank; without one ("") on any rank, go on. Collective."""
-    problems: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    first = next((text for text in problems if text), "")
-    if first:
-        raise TrainingFailure(first)
+    stop_together(f"after sharding, {wrong} is not what {config.init_weights_path} holds" if wrong else "")
 
 
 def _require_right_batches(hashes: list[int], mesh, step: int) -> None:

@@ -1,20 +1,23 @@
 """One tensor judged, and the verdict of a whole comparison. docs/verification.md derives what is tolerated."""
 
 import math
-from dataclasses import dataclass
+import statistics
+from dataclasses import dataclass, field
 
-from lockstep.distance import Distance, Tensor
+from lockstep.distance import Distance, Size, Tensor
 from lockstep.dump import Dump
 
 MULTIPLE = 4  # of DDP's own distance
 FLOOR = 4  # roundings of the tensor's dtype, where DDP happens to make none
 UPDATE = {"exp_avg": 8, "exp_avg_sq": 16, "parameter": 4}  # roundings that an optimizer step makes, of the result
 UPDATE_OF_CHANGE = 16  # and, in a parameter, of its change
+NORM = 8  # roundings of float32 in a recorded gradient norm: summed in float64, passed on in float32
 LIMIT = {"fp32": 1e-5, "autocast": 0.2}  # of DDP's own distance, relative: about ten times what correct runs have
 UNIT = {"fp32": 2.0**-24, "autocast": 2.0**-9}  # unit roundoff of the arithmetic
 ROUNDING = {"F64": 2.0**-53, "F32": 2.0**-24, "BF16": 2.0**-9, "I64": 0.0}
 PASSES = {"batch": "batch", "forward": "forward", "backward": "backward", "gradient": "gradient"}
 PASSES |= dict.fromkeys(UPDATE, "update")
+KINDS = tuple(kind for kind in PASSES if kind != "batch")  # of tensors that are computed
 
 
 @dataclass
@@ -58,8 +61,30 @@ class Row:
         return max(_over(self.distance.error, self.tolerated), _over(self.distance.largest_error, self.tolerated_largest))
 
 
-def judge(strategy: str, step: int, name: str, distance: Distance, yardstick: Distance | None, rounding: float) -> Row:
-    """A row with its tolerances. `rounding` is the unit roundoff of the tensor's dtype.
+def is_vector_gradient(name: str, entry: dict) -> bool:
+    return name.startswith("gradient/") and len(entry["shape"]) == 1
+
+
+def typical_error(vectors: list[Distance]) -> Size:
+    """The median relative errors of DDP's gradients of norms and biases; zero if the model has none."""
+    if not vectors:
+        return Size(0.0, 0.0)
+    return Size(statistics.median(one.relative for one in vectors), statistics.median(one.relative_largest for one in vectors))
+
+
+def yardstick(ddp: Distance, typical: Size | None = None) -> Size:
+    """DDP's errors as a measure for others.
+
+    One element may dominate a vector, and DDP's error is then a single draw that can come out small: for the gradient of a
+    vector at least what is `typical` of such gradients counts.
+    """
+    if typical is None:
+        return ddp.errors
+    return Size(max(ddp.error, typical.norm * ddp.norm), max(ddp.largest_error, typical.largest * ddp.largest))
+
+
+def judge(strategy: str, step: int, name: str, distance: Distance, measure: Size | None, rounding: float) -> Row:
+    """A row with its tolerances. `measure` is DDP's `yardstick`, `rounding` the unit roundoff of the tensor's dtype.
 
     The batch must be equal; an optimizer step may make a few roundings of its own input; everything else may be
     MULTIPLE times as far from the truth as the yardstick, DDP.
@@ -72,16 +97,16 @@ def judge(strategy: str, step: int, name: str, distance: Distance, yardstick: Di
         of_change = UPDATE_OF_CHANGE * rounding if kind == "parameter" else 0.0
         tolerated = own * distance.norm + of_change * distance.change
         return Row(strategy, step, name, distance, tolerated, own * distance.largest + of_change * distance.largest_change)
-    tolerated = MULTIPLE * yardstick.error + FLOOR * rounding * distance.norm
-    largest = MULTIPLE * yardstick.largest_error + FLOOR * rounding * distance.largest
+    tolerated = MULTIPLE * measure.norm + FLOOR * rounding * distance.norm
+    largest = MULTIPLE * measure.largest + FLOOR * rounding * distance.largest
     return Row(strategy, step, name, distance, tolerated, largest)
 
 
-def judge_yardstick(strategy: str, step: int, name: str, distance: Distance, precision: str, noise: Distance) -> Row:
+def judge_yardstick(strategy: str, step: int, name: str, distance: Distance, precision: str, noise: Size) -> Row:
     """DDP's own row: a yardstick that is itself ten times farther off than correct runs are measures nothing.
 
-    `noise` is the size (2-norm, largest) that rounding noise alone may have in this pass: a tensor below it cannot be
-    judged, but is no reason to reject the yardstick.
+    `noise` is the size that rounding noise alone may have in this pass: a tensor below it cannot be judged, but is no
+    reason to reject the yardstick.
     """
     limit = LIMIT[precision]
     tolerated, largest = limit * distance.norm, limit * distance.largest
@@ -106,6 +131,20 @@ class Loss:
 
 
 @dataclass
+class Norm:
+    """The gradient norm that a run recorded, against the norm of the gradients that it held."""
+
+    strategy: str
+    step: int
+    recorded: float
+    held: float
+
+    @property
+    def off(self) -> bool:
+        return not abs(self.recorded - self.held) <= NORM * ROUNDING["F32"] * self.held  # a NaN is off
+
+
+@dataclass
 class Result:
     """All that a comparison found. Rows are in execution order within a step."""
 
@@ -116,8 +155,11 @@ class Result:
     pairs: dict[str, Tensor]  # of step 1, every tensor but the update's
     columns: dict[str, Dump]  # the dumps that `pairs` speak of, in order
     missing: list[tuple[str, int, str]]  # (run, step, tensor) that the run should have computed and did not
+    norms: list[Norm] = field(default_factory=list)
+    # run -> entry of the effective contract -> "entry is a, not b", where it is not the baseline's
+    configuration: dict[str, dict[str, str]] = field(default_factory=dict)
 
-    def failures(self, strategy: str) -> list[tuple[int, int, str, str]]:
+    def failures(self, strategy: str) -> list[tuple[int, float, str, str]]:
         """(step, position, tensor, what is wrong), the first in execution order first."""
         dump = self.dumps[strategy]
         order = {step: {name: at for at, name in enumerate(entry["tensors"])} for step, entry in dump.steps.items()}
@@ -131,9 +173,16 @@ class Result:
                 where = ", ".join(f"rank {rank}" for rank in ranks)
                 found.append((int(step), order[step][name], name, f"is not the same on all ranks that hold it: {where} differs"))
         found += [(step, -1, name, "was not computed") for run, step, name in self.missing if run == strategy]
+        for norm in self.norms:
+            if norm.strategy == strategy and norm.off:
+                last = max(at for name, at in order[str(norm.step)].items() if name.startswith("gradient/"))
+                what = f"was recorded as {norm.recorded:.9g}; the gradients' is {norm.held:.9g}"
+                found.append((norm.step, last + 0.5, "gradient norm", what))
         for loss in self.losses:
             if not abs(loss.by_strategy[strategy] - loss.by_strategy[self.baseline]) <= loss.tolerated:  # a NaN fails
-                found.append((loss.step, len(order[str(loss.step)]), f"loss of DP rank {loss.dp_rank}", f"is {loss.by_strategy[strategy]:.9f}, {self.baseline}'s is {loss.by_strategy[self.baseline]:.9f}; {loss.tolerated:.1e} is tolerated"))
+                mine, base = loss.by_strategy[strategy], loss.by_strategy[self.baseline]
+                what = f"is {mine:.9f}, {self.baseline}'s is {base:.9f}; {loss.tolerated:.1e} is tolerated"
+                found.append((loss.step, len(order[str(loss.step)]), f"loss of DP rank {loss.dp_rank}", what))
         return sorted(found)
 
     def unjudged(self, strategy: str) -> list[str]:
@@ -144,15 +193,20 @@ class Result:
         return [f"{kind} of step {step}" for step, kind in sorted(kinds - judged)] if rows else ["all passes"]
 
     def verdict(self, strategy: str) -> str:
+        if self.configuration.get(strategy):
+            return "CONFIGURED DIFFERENTLY"
         if self.failures(strategy):
             return "FAIL"
         return "NOT JUDGED" if self.unjudged(strategy) else "PASS"
+
+    def has_failed(self, strategy: str) -> bool:
+        return self.verdict(strategy) in ("CONFIGURED DIFFERENTLY", "FAIL")
 
     @property
     def outcome(self) -> str:
         """The worst verdict of any dump."""
         verdicts = {self.verdict(strategy) for strategy in self.dumps}
-        return next(verdict for verdict in ("FAIL", "NOT JUDGED", "PASS") if verdict in verdicts)
+        return next(verdict for verdict in ("CONFIGURED DIFFERENTLY", "FAIL", "NOT JUDGED", "PASS") if verdict in verdicts)
 
 
 def describe(row: Row) -> str:

@@ -30,6 +30,21 @@ def checksums(tensors: Iterable[tuple[str, "torch.Tensor"]]) -> dict[str, str]:
     return {name: tensor_sha256(tensor) for name, tensor in tensors}
 
 
+def perturb(model: "torch.nn.Module", dtype: str, seed: int) -> None:
+    """Move every weight by one spacing of a dtype, up or down as a seeded coin falls: half an epsilon, rounded.
+
+    A power of two (the 1 of a fresh norm) is half-way then, and stays where it is when it should go up.
+    """
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    half = torch.finfo(getattr(torch, dtype)).eps / 2
+    with torch.no_grad():
+        for parameter in model.parameters():
+            signs = torch.randint(0, 2, parameter.shape, generator=generator).double().mul_(2).sub_(1)
+            parameter.copy_(parameter.double() * (1 + half * signs))
+
+
 def combined_sha256(sums: dict[str, str]) -> str:
     """One SHA-256 for a whole set of named tensors; independent of their order."""
     return hashlib.sha256("\n".join(f"{name} {sums[name]}" for name in sorted(sums)).encode()).hexdigest()

@@ -28,8 +28,8 @@ def histories(folder: Path, argument: dict) -> None:
     for run in argument["runs"]:
         config, inputs = configuration(run["strategy"], run["arguments"])
         config = dataclasses.replace(config, loss_output_dir=folder / run["name"])
-        with planted.fault(run["fault"], config, inputs) as wrap:
-            training.run(config, inputs, lambda *a, wrap=wrap, run=run: wrap(MAKE[run["strategy"]](*a)), torch.device("cpu"))
+        with planted.fault(run["fault"], config, inputs, MAKE[run["strategy"]]) as make:
+            training.run(config, inputs, make, torch.device("cpu"))
 
 
 def reference(folder: Path, argument: list[str]) -> None:
@@ -46,8 +46,8 @@ def refused(folder: Path, argument: dict) -> None:
     config, inputs = configuration(argument["strategy"], argument["arguments"])
     config = dataclasses.replace(config, loss_output_dir=folder)
     try:
-        with planted.fault(argument["fault"], config, inputs) as wrap:
-            training.run(config, inputs, lambda *a: wrap(MAKE[argument["strategy"]](*a)), torch.device("cpu"))
+        with planted.fault(argument["fault"], config, inputs, MAKE[argument["strategy"]]) as make:
+            training.run(config, inputs, make, torch.device("cpu"))
         message = "not stopped"
     except training.TrainingFailure as error:
         message = str(error)

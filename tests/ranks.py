@@ -86,7 +86,9 @@ def main() -> None:
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
     else:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        from lockstep.collective import init_alone
+
+        init_alone()
     try:
         getattr(importlib.import_module(module), function)(folder, json.loads((folder / "argument.json").read_text()))
     finally:

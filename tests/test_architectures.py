@@ -78,3 +78,10 @@ def test_dropout_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({**BUILT_IN["tiny-qwen2"], "attention_dropout": 0.1}))
     with pytest.raises(UserError, match="would drop other weights"):
         resolve(str(tmp_path))
+
+
+@pytest.mark.parametrize("name, key", [("tiny-llama", "attention_bias"), ("tiny-qwen3", "attention_bias"), ("tiny-llama", "mlp_bias")])
+def test_biases_of_row_parallel_layers_are_refused(tmp_path, name, key):
+    (tmp_path / "config.json").write_text(json.dumps({**BUILT_IN[name], key: True}))
+    with pytest.raises(UserError, match=f"{key} is true in its config.json"):
+        resolve(str(tmp_path))

@@ -239,6 +239,7 @@ def test_the_other_dumps_replicas_count_too(dumps, copy, capsys):
     for pair in ((copy, dumps / "fsdp"), (dumps / "fsdp", copy)):
         status, output = verdict(capsys, *pair)
         assert status == 1 and "parameter of model.norm.weight: is not the same on all ranks" in output.out
+        assert "looked for only with a reference" in output.out
 
 
 def test_the_replay_of_another_run_is_refused(all_copied, capsys):
@@ -260,7 +261,7 @@ def test_a_tensor_that_was_not_computed_is_a_failure(all_copied, capsys):
     name = "backward/model.layers.0"
     edit(all_copied / "fsdp", lambda manifest: manifest["steps"]["1"]["tensors"].pop(name))
     status, output = verdict(capsys, all_copied / "fsdp", all_copied / "reference")
-    assert status == 1 and "backward of model.layers.0: was not computed" in output.out
+    assert status == 1 and "backward of model.layers.0: was not computed" in output.out and "1. not computed" in output.out
 
 
 def test_a_file_in_the_place_of_the_folder(tmp_path):
@@ -280,3 +281,27 @@ def test_a_full_disk_stops_every_rank(tmp_path):
         assert "capture of step 1, rank 1: File too large" in (tmp_path / "work" / f"error{rank}.txt").read_text()
     with pytest.raises(UserError, match="only the unfinished"):
         Dump(tmp_path / "fsdp")
+
+
+@pytest.mark.parametrize("change, sentence", [
+    (lambda m: m["contract"].update(max_grad_norm=0.0), "max_grad_norm is 0.0, not 1.0"),
+    (lambda m: m["steps"]["2"].update(learning_rate=2e-3), "learning rate of step 2 is 0.002, not 0.001"),
+])  # fmt: skip
+def test_another_contract_is_a_difference_in_configuration(all_copied, capsys, change, sentence):
+    """Before any tensor: what the runs really ran with. Two dumps without a reference, too."""
+    edit(all_copied / "fsdp", change)
+    for other in ("reference", "ddp"):
+        status, output = verdict(capsys, all_copied / "fsdp", all_copied / other)
+        assert status == 1 and output.out.endswith("CONFIGURED DIFFERENTLY\n") and sentence in output.out
+    assert verdict(capsys, all_copied / "ddp", all_copied / "reference")[0] == 0
+
+
+def test_a_run_that_never_said_what_it_ran_with(all_copied, capsys):
+    edit(all_copied / "fsdp", lambda manifest: manifest.pop("contract"))
+    assert "stopped before it said what it runs with" in refused(capsys, all_copied / "fsdp", all_copied / "reference")
+
+
+def test_a_recorded_gradient_norm_that_is_not_the_gradients(all_copied, capsys):
+    edit(all_copied / "fsdp", lambda m: m["steps"]["2"].update(grad_norm=m["steps"]["2"]["grad_norm"] * (1 + 2e-6)))
+    status, output = verdict(capsys, all_copied / "fsdp", all_copied / "reference")
+    assert status == 1 and "step 2, gradient norm: was recorded as" in output.out and "1. clipping" in output.out

@@ -157,20 +157,22 @@ def test_a_killed_torchrun_leaves_every_step_so_far(tmp_path):
 
 
 def test_the_one_command(tmp_path):
-    """run_verification_main.sh: three runs in one Ray instance, a figure, a verdict, its exit status."""
+    """run_verification_main.sh: three runs and the control in one Ray instance, a figure, a verdict, its exit status."""
     settings = {"OUTPUT_DIR": str(tmp_path / "out"), "DEBUG_STEPS": "8", "PRECISION": "fp32", "DEVICE": "cpu"}
     command = [ROOT / "run_verification_main.sh"]
     result = subprocess.run(command, env=environment(**settings), capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.rstrip().endswith("PASS") and (tmp_path / "out" / "loss_curves.png").is_file()
-    assert json.loads((tmp_path / "out" / "verdict.json").read_text())["passed"]
+    verdict = json.loads((tmp_path / "out" / "verdict.json").read_text())
+    assert verdict["passed"] and verdict["control"] == "DDP (TP=1, DP=2), control"
     assert gone(tmp_path) is True
 
 
-def test_the_one_command_answers_a_mistake_at_once(tmp_path):
-    settings = {"OUTPUT_DIR": str(tmp_path), "TP_SIZE": "3", "DEVICE": "cpu"}
+@pytest.mark.parametrize("setting, message", [({"TP_SIZE": "3"}, "--tp_size 3 does not divide"), ({"NOISE_FLOOR": "no"}, "it is 1, with")])
+def test_the_one_command_answers_a_mistake_at_once(tmp_path, setting, message):
+    settings = {"OUTPUT_DIR": str(tmp_path), "DEVICE": "cpu", **setting}
     command = [ROOT / "run_verification_main.sh"]
     result = subprocess.run(command, env=environment(**settings), capture_output=True, text=True, timeout=60)
     assert "ray" not in result.stdout.lower(), "something was started"
-    assert result.returncode == 2 and "--tp_size 3 does not divide" in result.stderr
+    assert result.returncode == 2 and message in result.stderr
     assert not list(tmp_path.glob("*.json")) and gone(tmp_path) is True

@@ -66,3 +66,22 @@ def test_the_figure_shows_both_panels(tmp_path, monkeypatch):
     top, bottom = drawn[0].axes
     assert len(top.lines) == 3 and bottom.get_yscale() == "log"
     assert any("tolerated" in str(line.get_label()) for line in bottom.lines)
+
+
+def test_the_control_run_is_used_and_drawn(tmp_path, monkeypatch, capsys):
+    from matplotlib.figure import Figure
+
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, path, **_: (drawn.append(self), path.write_bytes(b"x")))
+    folder(tmp_path, fsdp=history("fsdp", shift=8e-7))
+    assert plot(tmp_path) == 0
+    quiet = history(shift=1e-9)
+    quiet.run["label"], quiet.weights["initial_sha256"] = "control", "c"
+    quiet.save(path_of(tmp_path, "control"))
+    noisy = history("fsdp", shift=8e-7)
+    noisy.steps[4]["loss"] += 4e-6
+    noisy.save(path_of(tmp_path, "fsdp"))
+    assert plot(tmp_path, "--json", str(tmp_path / "v.json")) == 1  # 5e-6 is within the rule, not within the noise
+    assert "loss too far from step 5 on" in capsys.readouterr().out
+    assert json.loads((tmp_path / "v.json").read_text())["control"] == "control"
+    assert any("noise floor" in str(patch.get_label()) for patch in drawn[-1].axes[1].collections)

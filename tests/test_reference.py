@@ -23,7 +23,7 @@ def batch_of(inputs):
 @pytest.fixture(params=MODELS)
 def case(request):
     config, inputs = inputs_of(request.param)
-    model, _ = build_reference(inputs, seed=0, attn_impl="sdpa", init_weights_path=None)
+    model = build_reference(inputs, seed=0, attn_impl="sdpa", init_weights_path=None)
     return config, inputs, ReferenceStrategy(model, config)
 
 
@@ -72,7 +72,7 @@ def test_that_test_can_fail():
 
 def test_it_clips_and_decays_like_the_others():
     config, inputs = inputs_of("tiny-qwen2")
-    model, _ = build_reference(inputs, seed=0, attn_impl="sdpa", init_weights_path=None)
+    model = build_reference(inputs, seed=0, attn_impl="sdpa", init_weights_path=None)
     strategy = ReferenceStrategy(model, config)
     strategy.forward_backward(*batch_of(inputs))
     norm = strategy.update()

@@ -11,9 +11,8 @@ COMMON = ["--batch_size", "2", "--seq_length", "64", "--debug_steps", "1", "--dp
 FIRST = {
     "none": None,
     "a flipped exponent bit": f"gradient/{FLIPPED}",
-    "a norm weight off on one tp rank": "forward/model.layers.1.input_layernorm",
-    "one row-parallel reduction dropped": "forward/model.layers.1.self_attn.o_proj",
-    "two samples swapped": "forward/model.embed_tokens",
+    "norm_weight_differs_on_one_tp_rank": "forward/model.layers.1.input_layernorm",
+    "samples_in_another_order": "batch/input_ids",
 }
 PRECISIONS = ("fp32", "autocast")
 
@@ -51,5 +50,5 @@ def test_the_first_tensor_is_the_right_one(runs, fault, strategy, precision):
 
 @pytest.mark.parametrize("strategy", ["deepspeed", "fsdp"])
 def test_the_replicas_name_the_ranks(runs, strategy):
-    entry = Dump(runs / "fp32 a norm weight off on one tp rank" / strategy).steps["1"]
+    entry = Dump(runs / "fp32 norm_weight_differs_on_one_tp_rank" / strategy).steps["1"]
     assert entry["replicas_differ"]["forward/model.layers.1.input_layernorm"] == [1, 3]  # tp rank 1 of both replicas

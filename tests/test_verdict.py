@@ -5,8 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from lockstep.distance import Distance
+from lockstep.distance import Distance, Size
 from lockstep.verdict import LIMIT, ROUNDING, Loss, Result, judge, judge_yardstick
+from lockstep.verdict import typical_error
+from lockstep.verdict import yardstick as measure_of
 
 F32 = ROUNDING["F32"]
 INF = math.inf
@@ -15,16 +17,16 @@ INF = math.inf
 def size(error, norm, *, largest_error=None, change=None):
     largest_error = error / 10 if largest_error is None else largest_error
     change = norm if change is None else change
-    return Distance(error, largest_error, norm, norm / 10, norm, change, change / 10)
+    return Distance(error, largest_error, norm, norm / 10, norm, change, change / 10, 1.0)
 
 
 def row(error, *, ddp=1e-7, norm=1.0, change=None, largest_error=None, name="gradient/w"):
     mine = size(error, norm, largest_error=largest_error, change=change)
-    return judge("fsdp", 1, name, mine, size(ddp, norm), F32)
+    return judge("fsdp", 1, name, mine, size(ddp, norm).errors, F32)
 
 
 def yardstick(error, *, norm=1.0, noise=0.0):
-    return judge_yardstick("ddp", 1, "gradient/w", size(error, norm), "fp32", size(0.0, noise))
+    return judge_yardstick("ddp", 1, "gradient/w", size(error, norm), "fp32", Size(noise, noise / 10))
 
 
 @pytest.mark.parametrize("error, too_far", [(0.0, False), (1e-7, False), (4e-7, False), (7e-7, True), (1.0, True), (INF, True)])
@@ -104,3 +106,12 @@ def test_the_first_in_execution_order_is_named():
 @pytest.mark.parametrize("loss, outcome", [(7.0, "PASS"), (7.0000005, "PASS"), (7.00001, "FAIL"), (math.nan, "FAIL")])
 def test_the_loss_of_every_dp_rank(loss, outcome):
     assert result([row(1e-7)], [Loss(1, 0, 7.0, {"ddp": 7.0, "fsdp": loss}, 1e-6)]).outcome == outcome
+
+
+def test_a_single_draw_that_came_out_small_is_no_measure():
+    """Of the gradient of a vector at least the median over all such gradients counts, and no more for anything else."""
+    typical = typical_error([size(error, 2.0) for error in (2e-7, 4e-7, 8e-6)])
+    assert typical.norm == pytest.approx(2e-7) and typical.largest == pytest.approx(2e-7)
+    lucky, usual = size(1e-9, 2.0), size(1e-6, 2.0)
+    assert measure_of(lucky, typical) == pytest.approx((4e-7, 4e-8)) and measure_of(usual, typical) == usual.errors
+    assert measure_of(lucky) == lucky.errors and typical_error([]) == Size(0.0, 0.0)

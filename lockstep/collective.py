@@ -1,0 +1,24 @@
+"""What all ranks say to each other outside the training itself: Python objects, and reasons to stop."""
+
+import torch.distributed as dist
+
+from lockstep.errors import TrainingFailure
+
+
+def gather_objects(mine) -> list:
+    """Every rank's object, in rank order. Collective."""
+    everyone: list = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone
+
+
+def stop_together(problem: str) -> None:
+    """Raise the first rank's problem as TrainingFailure on every rank; without one ("") on any rank, go on. Collective."""
+    first = next((text for text in gather_objects(problem) if text), "")
+    if first:
+        raise TrainingFailure(first)
+
+
+def init_alone() -> None:
+    """A process group of one, for what runs outside any launcher."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -1,0 +1,122 @@
+"""Other samples than were meant, below everything that looks at batches; reported losses; random numbers."""
+
+import dataclasses
+import itertools
+
+import torch
+import torch.distributed as dist
+
+from lockstep.faults import fault
+
+DATA, RANDOM = "data", "random state"
+
+
+def _feed(change):
+    """Train on change(run, micro_batches, step from 0) instead of what the loop hands over."""
+
+    def plant(run):
+        strategy = yield
+        real, steps = strategy.forward_backward, itertools.count()
+        strategy.forward_backward = lambda micro_batches: real(change(run, micro_batches, next(steps)))
+
+    return plant
+
+
+def _of(run, step: int, share: int, batches=None):
+    return (batches or run.inputs.batches).micro_batches(step, share, torch.device("cpu"))
+
+
+@fault(seen_in="ray-project/ray 64315", bug_class=DATA, cause="data", first="batch/input_ids")
+def dp_ranks_replay_one_batch(run):
+    """Every data-parallel rank trains on the first one's samples."""
+    return _feed(lambda run, _, step: _of(run, step, 0))(run)
+
+
+@fault(seen_in="deepspeedai/DeepSpeed 7199", bug_class=DATA, cause="data", first="batch/input_ids", strategies=("fsdp",))
+def tp_peers_read_different_samples(run):
+    """The samples are chosen by the rank in the world, so tensor-parallel peers do not share theirs.
+
+    (DeepSpeed 0.19.8 looks at the first batch itself and stops.)
+    """
+    return _feed(lambda run, _, step: _of(run, step, dist.get_rank() % run.config.dp_size))(run)
+
+
+@fault(seen_in="verl-project/verl 4697", bug_class=DATA, cause="data", first="batch/input_ids")
+def sampler_counts_all_ranks(run):
+    """The sampler takes the world size for the data-parallel size and skips the shares in between."""
+    wide = dataclasses.replace(run.inputs.batches, dp_size=run.config.num_workers)
+
+    def change(run, _, step):
+        dp_rank, _ = run.config.mesh.coordinates(dist.get_rank())
+        return _of(run, step, dp_rank * run.config.tp_size, wide)
+
+    return _feed(change)(run)
+
+
+@fault(seen_in="ray-project/ray 64315", bug_class=DATA, cause="data", first="batch/input_ids")
+def samples_in_another_order(run):
+    """One data-parallel rank has its samples in another order: the same loss, and other tensors."""
+
+    def change(run, micro_batches, _step):
+        dp_rank, _ = run.config.mesh.coordinates(dist.get_rank())
+        return [tuple(part.flip(0) for part in pair) for pair in micro_batches] if dp_rank == 1 else micro_batches
+
+    return _feed(change)(run)
+
+
+@fault(seen_in="huggingface/transformers 34191", bug_class=DATA, cause="data", first="batch/labels")
+def labels_shifted_twice(run):
+    """The labels, shifted by one already, are shifted again: the model learns to skip a token."""
+
+    def change(run, micro_batches, _step):
+        return [(input_ids, torch.cat([labels[:, 1:], labels[:, :1]], dim=1)) for input_ids, labels in micro_batches]
+
+    return _feed(change)(run)
+
+
+@fault(seen_in="ray-project/ray 31409", bug_class=DATA, cause="reported loss", first="loss of DP rank 1")
+def only_the_first_rank_reports(run):
+    """The loss of every rank is reported as the first one's; training is right."""
+    from lockstep import training
+
+    gather = training._gather
+
+    def first_for_all(mine, device):
+        everyone = gather(mine, device)
+        return [[everyone[0][0], *row[1:]] for row in everyone]
+
+    run.patch(training, "_gather", first_for_all)
+    yield
+
+
+def _dropout(run, seed):
+    """Dropout of one tenth on an attention block's output, which the other strategies do not have."""
+    strategy = yield
+    generator = torch.Generator().manual_seed(seed())
+
+    def drop(_module, _inputs, output):
+        keep = torch.rand(output.shape, generator=generator) >= 0.1
+        return output * keep / 0.9
+
+    dict(strategy.model.named_modules())["model.layers.0.self_attn.o_proj"].register_forward_hook(drop)
+
+
+@fault(seen_in="pytorch/pytorch 168058", bug_class=RANDOM, cause="random numbers", first="forward/model.layers.0.self_attn.o_proj")
+def dropout_differs_between_tp_peers(run):
+    """Tensor-parallel peers draw different dropout masks for one and the same activation."""
+    return _dropout(run, dist.get_rank)
+
+
+@fault(seen_in="pytorch/pytorch 168058", bug_class=RANDOM, cause="random numbers", first="forward/model.layers.0.self_attn.o_proj")
+def dropout_in_one_strategy_only(run):
+    """Dropout is on in one strategy and off in the other; tensor-parallel peers agree."""
+    return _dropout(run, lambda: run.config.mesh.coordinates(dist.get_rank())[0])
+
+
+@fault(seen_in="pytorch/pytorch 168058", bug_class=RANDOM, cause="random numbers", first="forward/model.layers.0.self_attn.o_proj")
+def attention_dropout_in_one_strategy_only(run):
+    """The attention layers drop a tenth of their probabilities, though the configuration says none."""
+    strategy = yield
+    torch.manual_seed(dist.get_rank())
+    for layer in strategy.model.model.layers:
+        layer.self_attn.attention_dropout = 0.1

@@ -1,0 +1,77 @@
+"""Updates that are not the ones that were asked for, from gradients that are right."""
+
+import torch
+
+from lockstep.faults import after, before, fault
+
+CLASS = "precision, optimizer"
+
+
+def _groups(strategy):
+    return strategy.optimizer.param_groups
+
+
+@fault(seen_in="verl-project/verl 5070", bug_class=CLASS, cause="weight decay",
+       first="parameter/model.layers.0.input_layernorm.weight")  # fmt: skip
+def norms_and_biases_decayed(run):
+    """Weight decay acts on norms and biases too, in one strategy only."""
+    strategy = yield
+    for group in _groups(strategy):
+        group["weight_decay"] = run.config.weight_decay
+
+
+@fault(seen_in="huggingface/accelerate 2926", bug_class=CLASS, cause="learning rate", step=2,
+       first="parameter/model.embed_tokens.weight")  # fmt: skip
+def scheduler_steps_once_per_process(run):
+    """A decay of one in a thousand per step is applied once by every process."""
+    strategy = yield
+
+    def decay(_step):
+        for group in _groups(strategy):
+            group["lr"] *= 0.999**run.config.num_workers
+
+    after(strategy, "update", decay)
+
+
+@fault(seen_in="huggingface/accelerate 2926", bug_class=CLASS, cause="learning rate", first="parameter/model.embed_tokens.weight")
+def learning_rate_times_dp(run):
+    """The learning rate is multiplied with the data-parallel size in one strategy only."""
+    strategy = yield
+    for group in _groups(strategy):
+        group["lr"] *= run.config.dp_size
+
+
+@fault(seen_in="verl-project/verl 5070", bug_class=CLASS, cause="betas", first="exp_avg_sq/model.embed_tokens.weight")
+def other_beta(run):
+    """The second moment decays with 0.95 instead of 0.999: another default in another library."""
+    strategy = yield
+    for group in _groups(strategy):
+        group["betas"] = (group["betas"][0], 0.95)
+
+
+@fault(seen_in="karpathy/build-nanogpt 30", bug_class=CLASS, cause="stale gradients", step=2, first="gradient/model.norm.weight")
+def gradients_not_zeroed(run):
+    """zero_grad is missing: every step goes on with the sum of all gradients so far."""
+    strategy = yield
+    so_far: dict[int, torch.Tensor] = {}
+
+    def add(_step):
+        for number, (_, gradient) in enumerate(run.gradients(strategy)):
+            gradient.add_(so_far.get(number, 0))
+            so_far[number] = gradient.clone()
+
+    after(strategy, "forward_backward", add)
+
+
+@fault(seen_in="huggingface/accelerate 2624", bug_class=CLASS, cause="moments lost", step=2, first="exp_avg/model.embed_tokens.weight")
+def moments_lost_between_steps(run):
+    """The moments start from zero at every step, as after a resume that loads the step count alone."""
+    strategy = yield
+    inner = strategy.optimizer.optimizer if run.autotp else strategy.optimizer
+
+    def forget(_step):
+        for state in inner.state.values():
+            state["exp_avg"].zero_()
+            state["exp_avg_sq"].zero_()
+
+    before(strategy, "update", forget)

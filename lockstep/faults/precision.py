@@ -1,0 +1,62 @@
+"""Numbers kept or computed in fewer bits than was asked for."""
+
+import functools
+
+import torch
+
+from lockstep.faults import after, fault
+
+CLASS = "precision, optimizer"
+FP32 = ("--precision", "fp32")
+
+
+@fault(seen_in="Lightning-AI/lightning-thunder 725", bug_class=CLASS, cause="precision",
+       first="forward/model.layers.0.self_attn.q_proj", arguments=FP32)  # fmt: skip
+def autocast_in_one_strategy_only(run):
+    """One strategy computes its products in bfloat16, the other in float32."""
+    real = run.strategy_module.causal_lm_loss
+
+    def under_autocast(*arguments):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return real(*arguments)
+
+    run.patch(run.strategy_module, "causal_lm_loss", under_autocast)
+    yield
+
+
+@fault(seen_in="huggingface/accelerate 2624", bug_class=CLASS, cause="precision", first="parameter/model.embed_tokens.weight")
+def master_weights_in_bfloat16(run):
+    """The weights are rounded to bfloat16 after every update, so small updates are lost."""
+    strategy = yield
+
+    def round_all(_step):
+        with torch.no_grad():
+            for _, tensor in run.weights(strategy):
+                tensor.copy_(tensor.bfloat16())
+
+    after(strategy, "update", round_all)
+
+
+@fault(seen_in="huggingface/accelerate 3979", bug_class=CLASS, cause="precision", first="gradient/model.norm.weight", arguments=FP32)
+def gradients_reduced_in_bfloat16(run):
+    """The gradients travel between the data-parallel ranks in bfloat16 (a library's default)."""
+    module = run.strategy_module
+    if run.autotp:
+        told = module.deepspeed_config
+        run.patch(module, "deepspeed_config", lambda *a: {**told(*a), "communication_data_type": "bf16"})
+    else:
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
+        run.patch(module, "fully_shard", functools.partial(module.fully_shard, mp_policy=policy))
+    yield
+
+
+@fault(seen_in="huggingface/accelerate 3979", bug_class=CLASS, cause="precision",
+       first="forward/model.layers.0.input_layernorm", arguments=FP32)  # fmt: skip
+def norms_in_bfloat16(run):
+    """The upcast to float32 inside the layers' norms is without effect: they answer in bfloat16's precision."""
+    strategy = yield
+    for name, module in strategy.model.named_modules():
+        if name.endswith("layernorm"):
+            module.register_forward_hook(lambda _module, _inputs, output: output.bfloat16().to(output.dtype))

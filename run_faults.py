@@ -1,0 +1,282 @@
+"""The proof: bugs planted in real distributed runs. Is each caught, is the right tensor named first, is the cause?
+
+    python run_faults.py                                   the whole catalogue (lockstep/faults/), AutoTP and FSDP
+    python run_faults.py no_dp_reduction tie_broken        some of it
+    python run_faults.py --list                            what there is
+    python run_faults.py --precision autocast --output results/faults-autocast.json
+
+Exit status: 0 every fault changed something and was caught by tensors; 1 one did not or was not; 2 a mistake.
+"""
+
+import argparse
+import collections
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+from lockstep import history
+from lockstep.config import SHARDED, STRATEGIES, Parser
+from lockstep.errors import TrainingFailure, UserError
+from lockstep.files import require_new_folder, write_text
+
+CLEAN = "clean"  # the name of a run without a fault
+HANGS_AFTER = 120  # seconds without a finished job, tiny models
+COLUMNS = ("fault", "strategy", "loss", "grad norm", "first tensor", "right", "cause", "right", "s")
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = Parser(prog="run_faults.py", description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("faults", nargs="*", help="names of faults (default: all)")
+    parser.add_argument("--strategy", choices=SHARDED, help="only in this one (default: both)")
+    parser.add_argument("--precision", choices=("fp32", "autocast"), default="fp32", help="default: %(default)s, the proof")
+    parser.add_argument("--steps", type=int, default=30, help="to train, for the loss verdict (default: %(default)s)")
+    parser.add_argument("--output", type=Path, default=Path("runs/faults.json"), help="the table as data; .md beside it (default: %(default)s)")
+    parser.add_argument("--work_dir", type=Path, help="keep the runs there (default: a temporary folder)")
+    parser.add_argument("--list", action="store_true", help="print the catalogue; run nothing")
+    return parser.parse_args(argv)
+
+
+def choose(options: argparse.Namespace) -> list[tuple]:
+    """The (fault, strategy) pairs asked for. Raises UserError for an unknown name or an empty choice."""
+    from lockstep.faults import CATALOGUE
+
+    unknown = next((name for name in options.faults if name not in CATALOGUE), None)
+    if unknown:
+        raise UserError(f"there is no fault {unknown}; see run_faults.py --list")
+    if options.steps < 2:
+        raise UserError(f"--steps {options.steps}: some faults show in the second step; train at least 2")
+    wanted = [CATALOGUE[name] for name in options.faults or CATALOGUE]
+    pairs = [
+        (fault, strategy)
+        for fault in wanted
+        for strategy in fault.strategies
+        if options.strategy in (None, strategy) and works_in(fault, options.precision)
+    ]
+    if not pairs:
+        raise UserError(f"none of these faults applies to --strategy {options.strategy} in {options.precision}; see --list")
+    return pairs
+
+
+def works_in(fault, precision: str) -> bool:
+    """Whether a fault does anything in this precision: what rounds to bfloat16 does so in fp32 runs."""
+    return "--precision" not in fault.arguments or precision in fault.arguments
+
+
+def print_catalogue() -> None:
+    from lockstep.faults import CATALOGUE
+
+    for fault in CATALOGUE.values():
+        print(f"{fault.name}  ({', '.join(STRATEGIES[s] for s in fault.strategies)})\n  {fault.story}")
+        print(f"  {fault.bug_class}; {fault.seen_in}; breaks {fault.first} in step {fault.step}; cause: {fault.cause}")
+
+
+class Group:
+    """The runs that share a model, flags and mesh, and so DDP's run and the reference."""
+
+    def __init__(self, key: tuple, folder: Path, options: argparse.Namespace):
+        self.model, self.arguments, (self.dp, self.tp) = key
+        self.folder, self.options = folder, options
+
+    def job(self, strategy: str, name: str) -> dict:
+        """One run for lockstep/jobs.py; its dump goes to FOLDER/NAME/STRATEGY, its losses beside it. "control" is DDP's."""
+        arguments = ["--model_name", self.model, "--precision", self.options.precision, "--dp_size", str(self.dp)]
+        arguments += ["--batch_size", "2", "--seq_length", "64", "--debug_steps", str(self.options.steps)]
+        arguments += ["--loss_output_dir", str(self.history_folder(strategy, name)), "--storage_path", str(self.folder), *self.arguments]
+        if strategy == history.CONTROL:
+            return {"strategy": "ddp", "arguments": [*arguments, "--noise_control"]}
+        arguments += ["--capture_steps", "2", "--capture_dir", str(self.folder / name)]
+        arguments += ["--tp_size", str(self.tp)] if strategy in SHARDED else []
+        return {"strategy": strategy, "fault": None if name == CLEAN else name, "arguments": arguments}
+
+    def dump(self, strategy: str, name: str) -> Path:
+        return self.folder / name / strategy
+
+    def history_folder(self, strategy: str, name: str) -> Path:
+        return self.folder / name / f"losses_{strategy}"
+
+    def losses(self, strategy: str, name: str) -> history.History:
+        return history.read(history.path_of(self.history_folder(strategy, name), strategy))
+
+
+def train(groups: dict[Group, list[tuple]], folder: Path) -> dict[tuple, float | str]:
+    """Run everything. Returns seconds, or why it failed, by (group, fault name, strategy)."""
+    from lockstep import jobs
+
+    outcome: dict[tuple, float | str] = {}
+    by_mesh = collections.defaultdict(list)  # DeepSpeed cannot change its mesh within a process
+    for group, pairs in groups.items():
+        by_mesh[group.dp, 1] += [(group, CLEAN, "ddp"), (group, CLEAN, history.CONTROL)]
+        strategies = list(dict.fromkeys(strategy for _, strategy in pairs))
+        sharded = [(group, CLEAN, strategy) for strategy in strategies]
+        by_mesh[group.dp, group.tp] += sharded + [(group, fault.name, strategy) for fault, strategy in pairs]
+    for (dp, tp), left in sorted(by_mesh.items()):
+        while left:
+            work = folder / f"jobs_{dp}_{tp}_{len(left)}"
+            finished = jobs.start(dp * tp, [group.job(s, name) for group, name, s in left], work, patience=HANGS_AFTER)
+            for run, seconds in zip(left, finished, strict=False):
+                outcome[run] = seconds
+            if len(finished) < len(left):
+                outcome[left[len(finished)]] = "\n".join((work / "log.txt").read_text(errors="replace").splitlines()[-40:])
+            left = left[len(finished) + 1 :]
+    replays = []
+    for group in groups:
+        finished = [run for run, seconds in outcome.items() if run[0] is group and run[2] in SHARDED and not isinstance(seconds, str)]
+        dumps = [str(group.dump(strategy, name)) for _, name, strategy in finished]
+        replays.append({**group.job("reference", CLEAN), "replays": dumps})
+    jobs.start_all(None, replays, folder / "reference")
+    return outcome
+
+
+def verdicts(group: Group, name: str, strategy: str):
+    """(comparison of the tensors, of the losses, the reference, the replays) of one run."""
+    from lockstep import compare_losses
+    from lockstep.compare import compare
+    from lockstep.dump import Dump
+
+    clean, mine = group.folder / CLEAN, group.dump(strategy, name)
+    reference, ddp, dump = Dump(clean / "reference"), Dump(clean / "ddp"), Dump(mine)
+    replays = {"ddp": Dump(clean / "replay_ddp"), strategy: Dump(mine.with_name(f"replay_{strategy}"))}
+    baseline = group.losses("ddp", CLEAN)
+    tolerance = compare_losses.tolerance_for(baseline, group.losses(history.CONTROL, CLEAN))
+    curve = compare_losses.compare(baseline, group.losses(strategy, name), tolerance)
+    return compare(reference, {"ddp": ddp, strategy: dump}, replays), curve, reference, replays
+
+
+def require_clean(group: Group, strategy: str) -> None:
+    """Raise TrainingFailure if the run without a fault is red: then a red run with one proves nothing."""
+    result, curve, _, _ = verdicts(group, CLEAN, strategy)
+    if result.outcome != "PASS" or not curve.passed:
+        why = [failure[2:] for name in result.dumps for failure in result.failures(name)[:1]]
+        raise TrainingFailure(f"without any fault {strategy} is {result.outcome}, losses {curve.passed}, on {group.model}: {why}")
+
+
+def judge(group: Group, fault, strategy: str) -> dict:
+    """What the two verdicts and the diagnosis say of one planted fault."""
+    from lockstep.diagnose import diagnose
+    from lockstep.dump import Dump
+
+    result, curve, reference, replays = verdicts(group, fault.name, strategy)
+    failures, dump = result.failures(strategy), result.dumps[strategy]
+    diagnosis = diagnose(result, strategy, reference, replays)
+    step, first = (failures[0][0], failures[0][2]) if failures else (None, None)
+    guards = group.history_folder(strategy, fault.name) / "guards.txt"
+    causes = [cause.name for cause in diagnosis.causes]
+    return {
+        "fault": fault.name, "strategy": strategy, "class": fault.bug_class, "seen_in": fault.seen_in, "story": fault.story,
+        "loss_step": curve.red_loss_step, "grad_norm_step": curve.red_grad_norm_step, "step": step, "first": first, "expected_first": fault.first,
+        "caught": bool(failures),
+        "first_right": (first, step) == (fault.first, fault.step),
+        "cause": causes[0] if causes else None, "expected_cause": fault.cause, "cause_right": causes[:1] == [fault.cause],
+        "causes": [[cause.name, cause.evidence] for cause in diagnosis.causes], "excluded": diagnosis.excluded,
+        "changed": differ(dump, Dump(group.dump(strategy, CLEAN))),
+        "guard": guards.read_text(encoding="utf-8").splitlines()[0] if guards.is_file() else None,
+    }  # fmt: skip
+
+
+def differ(one, other) -> bool:
+    """Whether two dumps hold any different number."""
+    return any(
+        one.steps[step]["loss"] != entry["loss"]
+        or one.steps[step]["rank_losses"] != entry["rank_losses"]
+        or any(one.steps[step]["tensors"].get(name, {}).get("checksum") != tensor["checksum"] for name, tensor in entry["tensors"].items())
+        for step, entry in other.steps.items()
+    )
+
+
+def table(rows: list[dict]) -> list[str]:
+    lines = [f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
+    for row in rows:
+        cells = [row["fault"], STRATEGIES[row["strategy"]]]
+        if row.get("failed"):
+            cells += ["did not run", "", "", "", "", ""]
+        else:
+            cells += [_step(row["loss_step"]), _step(row["grad_norm_step"])]
+            cells += [f"{row['first']}, step {row['step']}" if row["first"] else "none", _word(row["first_right"])]
+            cells += [row["cause"] or "none", _word(row["cause_right"])]
+        lines.append(f"| {' | '.join([*cells, str(row['seconds'])])} |")
+    return lines
+
+
+def _step(step: int | None) -> str:
+    return "-" if step is None else f"step {step}"
+
+
+def _word(right: bool) -> str:
+    return "yes" if right else "NO"
+
+
+def summary(rows: list[dict], steps: int) -> list[str]:
+    ran = [row for row in rows if not row.get("failed")]
+    count = len(rows)
+
+    def share(text: str, hits: int) -> str:
+        return f"{text}: {hits} of {count} ({100 * hits / count:.0f} %)"
+
+    return [
+        share("caught by tensors", sum(row["caught"] for row in ran)),
+        share("first tensor right", sum(row["first_right"] for row in ran)),
+        share("cause ranked first right", sum(row["cause_right"] for row in ran)),
+        share(f"missed by the loss curve in {steps} steps", sum(row["loss_step"] is None for row in ran)),
+        share("missed by loss and gradient norm", sum(row["loss_step"] is None and row["grad_norm_step"] is None for row in ran)),
+        *(f"NOT CAUGHT: {row['fault']} in {row['strategy']}" for row in ran if not row["caught"]),
+        *(f"CHANGED NOTHING: {row['fault']} in {row['strategy']}" for row in ran if not row["changed"]),
+        *(f"DID NOT RUN: {row['fault']} in {row['strategy']}" for row in rows if row.get("failed")),
+    ]
+
+
+def run(options: argparse.Namespace, folder: Path) -> int:
+    pairs = choose(options)
+    grouped = collections.defaultdict(list)
+    for fault, strategy in pairs:
+        arguments = tuple(word for word in fault.arguments if word not in ("--precision", "fp32", "autocast"))
+        grouped[fault.model, arguments, fault.mesh].append((fault, strategy))
+    groups = {Group(key, folder / f"group{number}", options): members for number, (key, members) in enumerate(grouped.items())}
+    print(f"{len(pairs)} runs with a fault, {options.precision}, {options.steps} steps each", flush=True)
+    outcome = train(groups, folder)
+    rows = []
+    for group, members in groups.items():
+        for name in ("ddp", history.CONTROL, *dict.fromkeys(strategy for _, strategy in members)):
+            if isinstance(outcome[group, CLEAN, name], str):
+                raise TrainingFailure(f"without any fault {name} failed:\n{outcome[group, CLEAN, name]}")
+            if name in SHARDED:
+                require_clean(group, name)
+        for fault, strategy in members:
+            seconds = outcome[group, fault.name, strategy]
+            failed = {"fault": fault.name, "strategy": strategy, "failed": seconds, "seconds": "-"}
+            try:
+                rows.append(failed if isinstance(seconds, str) else {**judge(group, fault, strategy), "seconds": round(seconds, 1)})
+            except UserError as error:  # a run that ended early has no dump to judge
+                rows.append({**failed, "failed": str(error)})
+    lines = [*table(rows), "", *summary(rows, options.steps)]
+    print("\n".join(lines))
+    content = {"precision": options.precision, "steps": options.steps, "cores": os.cpu_count(), "rows": rows}
+    write_text(options.output, json.dumps(content, indent=1) + "\n")
+    write_text(options.output.with_suffix(".md"), "\n".join(["# Planted faults, " + options.precision, "", *lines]) + "\n")
+    print(f"\nTable: {options.output.with_suffix('.md')}, {options.output}")
+    return 0 if all(not row.get("failed") and row["caught"] and row["changed"] for row in rows) else 1
+
+
+def main(argv: list[str] | None = None) -> int:
+    try:
+        options = parse(argv)
+        if options.list:
+            print_catalogue()
+            return 0
+        choose(options)
+        if options.work_dir:
+            require_new_folder(options.work_dir, "--work_dir")
+            return run(options, options.work_dir.absolute())
+        with tempfile.TemporaryDirectory(prefix="lockstep-faults-") as name:
+            return run(options, Path(name))
+    except (UserError, TrainingFailure) as error:
+        print(f"run_faults.py: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("run_faults.py: interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,105 @@
+"""A sample of the catalogue in real distributed runs: caught, at the right tensor, with the right cause. And the proof
+that run_faults.py can fail."""
+
+import collections
+import dataclasses
+import json
+
+import pytest
+
+import run_faults
+from lockstep.faults import BUG_CLASSES, CATALOGUE
+
+SAMPLE = ["no_dp_reduction", "dp_ranks_replay_one_batch", "tp_peers_read_different_samples", "row_parallel_sum_dropped",
+          "one_replica_starts_elsewhere", "gradients_not_zeroed", "tie_broken", "one_side_does_not_clip"]  # fmt: skip
+IN_AUTOCAST = ["no_dp_reduction", "dp_ranks_replay_one_batch", "tp_peers_read_different_samples", "row_parallel_sum_dropped",
+               "one_side_does_not_clip"]  # fmt: skip
+
+
+def rows_of(folder, *arguments):
+    output = folder / "faults.json"
+    status = run_faults.main([*arguments, "--steps", "12", "--output", str(output)])
+    return status, json.loads(output.read_text())["rows"]
+
+
+@pytest.fixture(scope="module")
+def fp32(tmp_path_factory):
+    return rows_of(tmp_path_factory.mktemp("fp32"), *SAMPLE)
+
+
+@pytest.fixture(scope="module")
+def autocast(tmp_path_factory):
+    return rows_of(tmp_path_factory.mktemp("autocast"), *IN_AUTOCAST, "--strategy", "fsdp", "--precision", "autocast")
+
+
+def test_every_fault_is_caught_placed_and_named(fp32):
+    status, rows = fp32
+    assert status == 0 and len(rows) == 15
+    assert [(row["fault"], row["first"], row["cause"]) for row in rows if not (row["first_right"] and row["cause_right"])] == []
+    assert {row["yardstick"] for row in rows} == {"PASS"}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "autocast"])
+def test_the_loss_verdict_sees_the_grave_ones(precision, request):
+    """Within twelve steps: by loss, and by gradient norm but for clipping in autocast."""
+    _, rows = request.getfixturevalue(precision)
+    seen = {(row["fault"], what) for row in rows for what in ("loss", "grad_norm") if row[f"{what}_step"] is not None}
+    wanted = {(fault, what) for fault in IN_AUTOCAST for what in ("loss", "grad_norm")}
+    assert wanted - seen == ({("one_side_does_not_clip", "grad_norm")} if precision == "autocast" else set())
+
+
+def test_in_autocast(autocast):
+    status, rows = autocast
+    assert status == 0 and all(row["first_right"] for row in rows)
+
+
+def test_a_fault_without_effect_is_a_failure(tmp_path, monkeypatch, capsys):
+    """Multiplied with the tensor-parallel size, which is 1."""
+    without_effect = dataclasses.replace(CATALOGUE["loss_multiplied_by_tp"], mesh=(2, 1))
+    monkeypatch.setitem(CATALOGUE, "loss_multiplied_by_tp", without_effect)
+    status, (row,) = rows_of(tmp_path, "loss_multiplied_by_tp", "--strategy", "fsdp")
+    assert status == 1 and not row["changed"] and not row["caught"] and row["causes"] == []
+    out = capsys.readouterr().out
+    assert "CHANGED NOTHING: loss_multiplied_by_tp in fsdp" in out and "NOT CAUGHT: loss_multiplied_by_tp in fsdp" in out
+
+
+def test_the_catalogue_covers_what_was_shipped():
+    assert len(CATALOGUE) >= 32 and {fault.bug_class for fault in CATALOGUE.values()} == set(BUG_CLASSES)
+    for strategy in run_faults.SHARDED:
+        assert sum(strategy in fault.strategies for fault in CATALOGUE.values()) >= 12
+    assert all(fault.story and "/" in fault.seen_in for fault in CATALOGUE.values())
+
+
+def test_a_crash_costs_one_fault_only(tmp_path, monkeypatch):
+    """A job that fails is told apart from the others, which run all the same."""
+    pairs = [(CATALOGUE[name], "fsdp") for name in ("tie_broken", "no_dp_reduction")]
+    group = run_faults.Group(("tiny-qwen2", (), (2, 2)), tmp_path, run_faults.parse([]))
+    started = []
+
+    def start(size, jobs, folder, *, patience):
+        started.append([job.get("fault") for job in jobs])
+        folder.mkdir()
+        (folder / "log.txt").write_text("it broke")
+        return [1.0] * (started[-1].index("tie_broken") if "tie_broken" in started[-1] else len(jobs))
+
+    monkeypatch.setattr("lockstep.jobs.start", start)
+    monkeypatch.setattr("lockstep.jobs.start_all", lambda *_: None)
+    outcome = run_faults.train({group: pairs}, tmp_path)
+    assert outcome[group, "tie_broken", "fsdp"] == "it broke" and outcome[group, "no_dp_reduction", "fsdp"] == 1.0
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (["no_such_fault"], "there is no fault no_such_fault"),
+    (["tie_broken", "--steps", "1"], "train at least 2"),
+    (["kv_input_gradient_not_reduced", "--strategy", "fsdp"], "none of these faults applies"),
+    (["--precision", "bf16"], "invalid choice"),
+])  # fmt: skip
+def test_mistakes(arguments, message, capsys):
+    assert run_faults.main(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_list(capsys):
+    assert run_faults.main(["--list"]) == 0
+    out = capsys.readouterr().out
+    assert collections.Counter(line.split("  ")[0] for line in out.splitlines())["tie_broken"] == 1
