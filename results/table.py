@@ -22,7 +22,7 @@ for folder, what in RUNS.items():
             (abs(v["first_diff"]), bound["first"]),
             (v["max_abs_diff"], bound["maximum"]),
             (v["mean_abs_diff"], bound["mean"]),
-            (v["max_grad_norm_diff"], bound["grad_norm"]),
+            (v["max_grad_norm_diff"], max(bound["grad_norm"])),
         ]
         cells = " | ".join(f"{value:.1e} (<= {limit:.1e})" for value, limit in pairs)
         print(f"| {what} | {v['label'].split(' (')[0]} | {cells} | {'PASS' if v['passed'] else 'FAIL'} |")
