@@ -158,7 +158,7 @@ def test_a_killed_torchrun_leaves_every_step_so_far(tmp_path):
 
 def test_the_one_command(tmp_path):
     """run_verification_main.sh: three runs and the control in one Ray instance, a figure, a verdict, its exit status."""
-    settings = {"OUTPUT_DIR": str(tmp_path / "out"), "DEBUG_STEPS": "8", "PRECISION": "fp32", "DEVICE": "cpu"}
+    settings = {"OUTPUT_DIR": str(tmp_path / "out"), "DEBUG_STEPS": "4", "PRECISION": "fp32", "DEVICE": "cpu"}
     command = [ROOT / "run_verification_main.sh"]
     result = subprocess.run(command, env=environment(**settings), capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stdout + result.stderr

@@ -12,7 +12,6 @@ FIRST = {
     "none": None,
     "a flipped exponent bit": f"gradient/{FLIPPED}",
     "norm_weight_differs_on_one_tp_rank": "forward/model.layers.1.input_layernorm",
-    "samples_in_another_order": "batch/input_ids",
 }
 PRECISIONS = ("fp32", "autocast")
 
