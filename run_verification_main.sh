@@ -60,14 +60,23 @@ common=(
 sharded=(--tp_size "$TP_SIZE" --dp_size "$DP_SIZE" --num_workers $((TP_SIZE * DP_SIZE)))
 weights=(--init_weights_path "$INIT_WEIGHTS_PATH")
 
-# --- one local Ray instance for all three runs; it ends when this script does, however that comes about --------
+# --- one local Ray instance for all the runs; it and they end when this script does, however that comes about -------
 if [ -z "${RAY_ADDRESS:-}" ]; then
   export RAY_AUTH_MODE=token # what a local instance uses; whoever joins it has to say so
   coproc RAY { exec "$PYTHON" -m lockstep.launch; }
   ray_pid=$RAY_PID ray_stdin=${RAY[1]} ray_stdout=${RAY[0]}
-  end_ray() { eval "exec $ray_stdin>&-"; } # it waits for the end of its standard input
-  trap 'end_ray; wait "$ray_pid" || true' EXIT
 fi
+current="" next="" # process ids of training scripts
+end_ray() { [ -z "${ray_pid:-}" ] || eval "exec $ray_stdin>&-"; } # it waits for the end of its standard input
+stop() {
+  [ $1 -lt 128 ] || echo "$0: interrupted; the histories in $OUTPUT_DIR hold the steps so far" >&2
+  [ -z "$current$next" ] || kill -KILL $current $next 2>/dev/null || true # Ray ends the workers of a script that is gone
+  end_ray
+  wait 2>/dev/null || true
+}
+trap 'stop $?' EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
 
 # While it starts: a mistake in the settings is answered before anything is trained or removed; then nothing of an older run
 # is left to compare.
@@ -79,11 +88,21 @@ if [ -n "${ray_pid:-}" ]; then
   export RAY_ADDRESS
 fi
 
-"$PYTHON" train_ddp.py "${common[@]}" "${weights[@]}" --save_init_weights --dp_size "$DP_SIZE" --num_workers "$DP_SIZE"
-if [ "$NOISE_FLOOR" = 1 ]; then
-  "$PYTHON" train_ddp.py "${common[@]}" "${weights[@]}" --noise_control --dp_size "$DP_SIZE" --num_workers "$DP_SIZE"
-fi
-"$PYTHON" train_deepspeed.py "${common[@]}" "${weights[@]}" "${sharded[@]}"
-"$PYTHON" train_fsdp.py "${common[@]}" "${weights[@]}" "${sharded[@]}"
-[ -z "${ray_pid:-}" ] || end_ray # while the comparison runs
+# --- the runs, one after the other. To start a script takes seconds: it is started when the run before it has begun, and waits
+# for its turn (only a Ray instance of our own has turns; elsewhere it is started when the run before it has ended) -------------
+ended() { [ -z "$current" ] || wait "$current"; current=""; }
+train() { # NAME COMMAND...: comes back when the run has a history, so there are initial weights; fails if the one before it did
+  [ -n "${ray_pid:-}" ] || ended
+  "$PYTHON" "${@:2}" "${common[@]}" "${weights[@]}" &
+  next=$!
+  ended
+  current=$next next=""
+  while [ ! -e "$OUTPUT_DIR/loss_$1.json" ] && kill -0 "$current" 2>/dev/null; do sleep 0.2; done
+}
+train ddp train_ddp.py --save_init_weights --dp_size "$DP_SIZE" --num_workers "$DP_SIZE"
+[ "$NOISE_FLOOR" = 0 ] || train control train_ddp.py --noise_control --dp_size "$DP_SIZE" --num_workers "$DP_SIZE"
+train deepspeed train_deepspeed.py "${sharded[@]}"
+train fsdp train_fsdp.py "${sharded[@]}"
+ended
+end_ray # while the comparison runs
 "$PYTHON" plot_loss_curves.py --input_dir "$OUTPUT_DIR" --output "$OUTPUT_DIR/loss_curves.png" --json "$OUTPUT_DIR/verdict.json"

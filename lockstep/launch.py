@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import re
+import signal
 import socket
 import sys
 
@@ -22,8 +23,12 @@ RAY_ENVIRONMENT = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",  # the default of 2 s is also how late the end is noticed
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # one actor less to start; a preempted run is not resumed here
     "RAY_TRAIN_METRICS_ENABLED": "0",  # there is no dashboard to show them
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "86400",  # to wait for a turn, or for a cluster to grow, is no failure
 }
 CONNECT_TIMEOUT = 3.0  # seconds
+# A Ray instance of our own has one turn. A run takes all of it, so that a script started early trains after the one before
+# it, also where there are CPUs or GPUs for both.
+TURN = "lockstep_turn"
 
 
 def launch(strategy: str, make_strategy) -> int:
@@ -158,6 +163,10 @@ def _run_under_ray(config: Config, inputs, make_strategy) -> str:
     gpus = int(ray.cluster_resources().get("GPU", 0))
     if config.device == "cuda" and gpus < config.num_workers:
         print(f"{config.label}: waiting for {config.num_workers} GPUs, the cluster has {gpus} now", flush=True)
+    if TURN in ray.cluster_resources():
+        resources[TURN] = 10_000 // config.num_workers / 10_000  # Ray counts in ten-thousandths
+        if ray.available_resources().get(TURN, 0) < resources[TURN]:
+            print(f"{config.label}: waiting for the run before it to end", flush=True)
     try:
         trainer = TorchTrainer(
             _worker,
@@ -206,14 +215,17 @@ def _import_ray():
 def _connect(ray) -> None:
     """Join the cluster that RAY_ADDRESS names, or start a Ray instance that ends with this process."""
     address = os.environ.get("RAY_ADDRESS") or "local"
-    nobody = UserError(f"RAY_ADDRESS {address}: no Ray cluster answers there; start it, or unset RAY_ADDRESS")
+    nobody = UserError(
+        f"RAY_ADDRESS {address}: no Ray cluster answers there; "
+        "start it, set RAY_AUTH_MODE=token if it wants a token, or unset RAY_ADDRESS"
+    )
     host_and_port = re.fullmatch(r"(?:ray://)?([^:/]+):(\d+)", address)
     try:
         if host_and_port:  # ray.init would try for minutes
             socket.create_connection((host_and_port[1], int(host_and_port[2])), timeout=CONNECT_TIMEOUT).close()
         ray.init(
             address=address,
-            include_dashboard=False if address == "local" else None,
+            **({"include_dashboard": False, "resources": {TURN: 1}} if address == "local" else {}),
             logging_level=logging.ERROR,
             logging_config=ray.LoggingConfig(log_level="ERROR"),  # without a dashboard Ray warns every second
         )
@@ -225,6 +237,7 @@ def _hold_local_ray() -> None:
     """Start a local Ray instance, print its address, and keep it until standard input closes."""
     ray = _import_ray()
     _connect(ray)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the script, which closes the input
     print(ray.get_runtime_context().gcs_address, flush=True)
     sys.stdin.read()
     ray.shutdown()

@@ -47,13 +47,12 @@ def folders(path):
 
 
 class Run:
-    """A training script under Ray in its own process group, marked by an environment variable to find orphans."""
+    """A command in its own process group, marked by an environment variable to find orphans."""
 
-    def __init__(self, folder, *arguments):
+    def __init__(self, folder, command, **settings):
         self.folder, self.log = folder, folder / "log.txt"
-        command = [sys.executable, "train_ddp.py", *folders(folder), *arguments]
         self.process = subprocess.Popen(
-            command, cwd=ROOT, env=environment(LOCKSTEP_TEST=str(folder)), text=True,
+            command, cwd=ROOT, env=environment(LOCKSTEP_TEST=str(folder), **settings), text=True,
             stdout=open(self.log, "w"), stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
 
@@ -71,8 +70,12 @@ class Run:
 def run(tmp_path):
     started = []
 
-    def start(*arguments):
-        started.append(Run(tmp_path, *arguments))
+    def start(*arguments, **settings):
+        """train_ddp.py with these arguments, or run_verification_main.sh with these settings."""
+        train_ddp = [sys.executable, "train_ddp.py", *folders(tmp_path), *arguments]
+        script = [ROOT / "run_verification_main.sh"]
+        settings = {"OUTPUT_DIR": str(tmp_path), "DEVICE": "cpu", **settings} if settings else {}
+        started.append(Run(tmp_path, script if settings else train_ddp, **settings))
         return started[-1]
 
     yield start
@@ -165,6 +168,28 @@ def test_the_one_command(tmp_path):
     assert result.stdout.rstrip().endswith("PASS") and (tmp_path / "out" / "loss_curves.png").is_file()
     verdict = json.loads((tmp_path / "out" / "verdict.json").read_text())
     assert verdict["passed"] and verdict["control"] == "DDP (TP=1, DP=2), control"
+    assert gone(tmp_path) is True
+
+
+def test_the_one_command_interrupted(run, tmp_path):
+    """While one script trains and the next one waits: nothing is left of either but the steps so far."""
+    one = run(DEBUG_STEPS="100000")
+    deadline = time.monotonic() + 120
+    while "control: waiting for the run before it" not in one.log.read_text() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    os.killpg(one.process.pid, signal.SIGINT)
+    assert one.process.wait(60) == 130, one.log.read_text()
+    assert one.log.read_text().splitlines()[-1].endswith(f"interrupted; the histories in {tmp_path} hold the steps so far")
+    assert [path.name for path in tmp_path.glob("*.json")] == ["loss_ddp.json"]
+    assert len(history.read(tmp_path / "loss_ddp.json").steps) >= 1
+    assert gone(tmp_path) is True
+
+
+def test_the_one_command_stops_with_the_first_run_that_fails(run, tmp_path):
+    one = run(NOISE_FLOOR="0", LEARNING_RATE="1e30", OPTIMIZER="sgd", MAX_GRAD_NORM="0")
+    assert one.process.wait(120) == 1
+    assert one.log.read_text().splitlines()[-1].startswith("train_ddp.py: step 2: the "), "the last word is the reason"
+    assert [path.name for path in tmp_path.glob("*.json")] == ["loss_ddp.json"]
     assert gone(tmp_path) is True
 
 
