@@ -1,9 +1,10 @@
 """./run_verification_main.sh against the same three trainings started by plain torchrun one after the other.
 
-    python benchmarks/whole_job.py --repeats 3 --output results/whole_job.json
+    python benchmarks/whole_job.py --repeats 5 --output results/whole_job.json
 
-Without the control run, which the other side does not make. Everything is installed and DeepSpeed's extension built. Whole wall-clock seconds, in alternation; prints the ratio pair
-by pair, and where the script's time goes by the times at which its lines appear.
+Without the control run, which the other side does not make. Everything is installed and DeepSpeed's extension built. Whole
+wall-clock seconds, in alternation; prints the ratio pair by pair, and where the script's time goes by the times at which its
+lines appear.
 """
 
 import argparse
@@ -19,9 +20,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
 ENVIRONMENT = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "DEVICE": "cpu", "NOISE_FLOOR": "0"}
-LANDMARKS = {  # what a phase ends with, in the order of a run
-    "script and checks": "workers on",
-    "driver: import ray.train, controller": "Requesting resources",
+# What a phase ends with, in the order of a run. The later scripts start while the run before them trains.
+FIRST_SCRIPT = {"Ray's start, checks": "workers on", "first script: import ray.train, controller": "Requesting resources"}
+EVERY_RUN = {
     "workers: start, import torch, process group": "Setting up process group",
     "workers: import transformers, load weights": "Loaded initial weights",
     "strategy set-up and first step": "step 1/",
@@ -32,14 +33,14 @@ LANDMARKS = {  # what a phase ends with, in the order of a run
 def script(folder: Path) -> tuple[float, dict[str, float]]:
     """Seconds of the whole script, and of each phase summed over the three runs."""
     start = last = time.perf_counter()
-    phases = dict.fromkeys([*LANDMARKS, "comparison and end"], 0.0)
+    phases = dict.fromkeys([*FIRST_SCRIPT, *EVERY_RUN, "comparison and end"], 0.0)
     process = subprocess.Popen(
         [ROOT / "run_verification_main.sh"], env={**ENVIRONMENT, "OUTPUT_DIR": str(folder)},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     for line in process.stdout:
-        for phase, mark in LANDMARKS.items():
-            if mark in line:
+        for phase, mark in (FIRST_SCRIPT | EVERY_RUN).items():
+            if mark in line and not (phase in FIRST_SCRIPT and phases[phase]):
                 now = time.perf_counter()
                 phases[phase] += now - last
                 last = now

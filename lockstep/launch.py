@@ -29,6 +29,10 @@ CONNECT_TIMEOUT = 3.0  # seconds
 # A Ray instance of our own has one turn. A run takes all of it, so that a script started early trains after the one before
 # it, also where there are CPUs or GPUs for both.
 TURN = "lockstep_turn"
+# What Ray Train starts an actor for, each with 1.5 s of CPU time, and we have no use for: there is no Ray Data here, and an
+# instance of our own, which ends with the run, needs no cleaning up. The names are private to Ray; where they are others, these
+# actors start again, and nothing else changes.
+NO_DATA, NO_CLEANING = "DatasetsCallback", "PlacementGroupCleanerCallback"
 
 
 def launch(strategy: str, make_strategy) -> int:
@@ -160,15 +164,22 @@ def _run_under_ray(config: Config, inputs, make_strategy) -> str:
     cpu = min(1, (os.cpu_count() or 1) / config.num_workers)
     resources = {"CPU": 1, "GPU": 1} if config.device == "cuda" else {"CPU": cpu}
     _connect(ray)
+    needless = {NO_DATA}
     gpus = int(ray.cluster_resources().get("GPU", 0))
     if config.device == "cuda" and gpus < config.num_workers:
         print(f"{config.label}: waiting for {config.num_workers} GPUs, the cluster has {gpus} now", flush=True)
     if TURN in ray.cluster_resources():
+        needless.add(NO_CLEANING)
         resources[TURN] = 10_000 // config.num_workers / 10_000  # Ray counts in ten-thousandths
         if ray.available_resources().get(TURN, 0) < resources[TURN]:
             print(f"{config.label}: waiting for the run before it to end", flush=True)
+
+    class Trainer(TorchTrainer):
+        def _create_default_callbacks(self) -> list:
+            return [callback for callback in super()._create_default_callbacks() if type(callback).__name__ not in needless]
+
     try:
-        trainer = TorchTrainer(
+        trainer = Trainer(
             _worker,
             train_loop_config={"config": config, "inputs": inputs, "make_strategy": make_strategy},
             torch_config=TorchConfig(backend=config.backend),

@@ -117,6 +117,16 @@ def test_divergence_stops_the_run_with_its_step(run, tmp_path):
     assert len(kept.steps) == 2 and "step 2" in kept.ended
 
 
+def test_what_we_leave_out_of_ray_train_is_there():
+    """The names are private to Ray: a version that has others starts actors that nobody needs."""
+    from ray.train.torch import TorchTrainer
+
+    from lockstep import launch
+
+    default = {type(callback).__name__ for callback in TorchTrainer(print)._create_default_callbacks()}
+    assert {launch.NO_DATA, launch.NO_CLEANING} < default
+
+
 def launcher(command, folder, *arguments):
     result = subprocess.run(
         [*command, *folders(folder), "--debug_steps", "3", *arguments],
