@@ -52,23 +52,18 @@ def choose(options: argparse.Namespace) -> list[tuple]:
         (fault, strategy)
         for fault in wanted
         for strategy in fault.strategies
-        if options.strategy in (None, strategy) and works_in(fault, options.precision)
+        if options.strategy in (None, strategy) and options.precision in fault.precisions
     ]
     if not pairs:
         raise UserError(f"none of these faults applies to --strategy {options.strategy} in {options.precision}; see --list")
     return pairs
 
 
-def works_in(fault, precision: str) -> bool:
-    """Whether a fault does anything in this precision: what rounds to bfloat16 does so in fp32 runs."""
-    return "--precision" not in fault.arguments or precision in fault.arguments
-
-
 def print_catalogue() -> None:
     from lockstep.faults import CATALOGUE
 
     for fault in CATALOGUE.values():
-        print(f"{fault.name}  ({', '.join(STRATEGIES[s] for s in fault.strategies)})\n  {fault.story}")
+        print(f"{fault.name}  ({', '.join(STRATEGIES[s] for s in fault.strategies)}; {', '.join(fault.precisions)})\n  {fault.story}")
         print(f"  {fault.bug_class}; {fault.seen_in}; breaks {fault.first} in step {fault.step}; cause: {fault.cause}")
 
 
@@ -230,8 +225,7 @@ def run(options: argparse.Namespace, folder: Path) -> int:
     pairs = choose(options)
     grouped = collections.defaultdict(list)
     for fault, strategy in pairs:
-        arguments = tuple(word for word in fault.arguments if word not in ("--precision", "fp32", "autocast"))
-        grouped[fault.model, arguments, fault.mesh].append((fault, strategy))
+        grouped[fault.model, fault.arguments, fault.mesh].append((fault, strategy))
     groups = {Group(key, folder / f"group{number}", options): members for number, (key, members) in enumerate(grouped.items())}
     print(f"{len(pairs)} runs with a fault, {options.precision}, {options.steps} steps each", flush=True)
     outcome = train(groups, folder)

@@ -66,17 +66,17 @@ if [ -z "${RAY_ADDRESS:-}" ]; then
   coproc RAY { exec "$PYTHON" -m lockstep.launch; }
   ray_pid=$RAY_PID ray_stdin=${RAY[1]} ray_stdout=${RAY[0]}
 fi
-current="" next="" # process ids of training scripts
+current="" next="" interrupted="" # two process ids of training scripts; whether a signal ends this one
 end_ray() { [ -z "${ray_pid:-}" ] || eval "exec $ray_stdin>&-"; } # it waits for the end of its standard input
 stop() {
-  [ $1 -lt 128 ] || echo "$0: interrupted; the histories in $OUTPUT_DIR hold the steps so far" >&2
+  [ -z "$interrupted" ] || echo "$0: interrupted${current:+; the histories in $OUTPUT_DIR hold the steps so far}" >&2
   [ -z "$current$next" ] || kill -KILL $current $next 2>/dev/null || true # Ray ends the workers of a script that is gone
   end_ray
   wait 2>/dev/null || true
 }
-trap 'stop $?' EXIT
-trap 'exit 130' INT
-trap 'exit 143' TERM
+trap stop EXIT
+trap 'interrupted=1; exit 130' INT
+trap 'interrupted=1; exit 143' TERM
 
 # While it starts: a mistake in the settings is answered before anything is trained or removed; then nothing of an older run
 # is left to compare.
@@ -90,19 +90,32 @@ fi
 
 # --- the runs, one after the other. To start a script takes seconds: it is started when the run before it has begun, and waits
 # for its turn (only a Ray instance of our own has turns; elsewhere it is started when the run before it has ended) -------------
-ended() { [ -z "$current" ] || wait "$current"; current=""; }
+runs() { kill -0 "$1" 2>/dev/null; }
+wait_for() { # PROCESS_ID: fails as it did
+  local status=0
+  wait "$1" || status=$?
+  [ $status -lt 128 ] || { echo "$0: a training script was killed by signal $((status - 128))" >&2; status=1; }
+  return $status
+}
 train() { # NAME COMMAND...: comes back when the run has a history, so there are initial weights; fails if the one before it did
-  [ -n "${ray_pid:-}" ] || ended
+  if [ -z "${ray_pid:-}" ] && [ -n "$current" ]; then
+    wait_for "$current"
+    current=""
+  fi
   "$PYTHON" "${@:2}" "${common[@]}" "${weights[@]}" &
   next=$!
-  ended
+  if [ -n "$current" ]; then
+    while runs "$current" && runs "$next"; do sleep 0.2; done
+    runs "$next" || wait_for "$next" # it gave up before its turn came
+    wait_for "$current"
+  fi
   current=$next next=""
-  while [ ! -e "$OUTPUT_DIR/loss_$1.json" ] && kill -0 "$current" 2>/dev/null; do sleep 0.2; done
+  while [ ! -e "$OUTPUT_DIR/loss_$1.json" ] && runs "$current"; do sleep 0.2; done
 }
 train ddp train_ddp.py --save_init_weights --dp_size "$DP_SIZE" --num_workers "$DP_SIZE"
 [ "$NOISE_FLOOR" = 0 ] || train control train_ddp.py --noise_control --dp_size "$DP_SIZE" --num_workers "$DP_SIZE"
 train deepspeed train_deepspeed.py "${sharded[@]}"
 train fsdp train_fsdp.py "${sharded[@]}"
-ended
+wait_for "$current"
 end_ray # while the comparison runs
 "$PYTHON" plot_loss_curves.py --input_dir "$OUTPUT_DIR" --output "$OUTPUT_DIR/loss_curves.png" --json "$OUTPUT_DIR/verdict.json"

@@ -131,10 +131,11 @@ class _Reasoning(evidence.Case):
         factor, left = evidence.factor_of(own, true)
         if left <= evidence.SAME and "tp" in evidence.name_factor(factor, self.sizes):
             self.say("tp reduction repeated", f"{module}'s output is {self.in_words(factor)} times what it should be", SURE)
-        offset = (own - true).flatten(0, -2) if self.is_sum_over_tp(module) else []
+        sums_over_tp = self.is_sum_over_tp(module)
+        offset = (own - true).flatten(0, -2) if sums_over_tp else []
         if len(offset) > 1 and 0 < float(offset.norm()) and float((offset - offset[0]).norm()) <= evidence.SAME * float(offset.norm()):
             self.say("tp reduction repeated", f"{module}'s output is off by the same vector for every token: a bias added once per rank", SURE)
-        if self.is_sum_over_tp(module):
+        if sums_over_tp:
             if self.peers_disagree(self.first):
                 self.say("tp reduction missing", f"{module} sums over the tensor-parallel ranks, and each of them has another result", LIKELY)
             self.say("tp reduction missing", f"{module} is where the tensor-parallel ranks' shares are summed", POSSIBLE)
@@ -179,10 +180,17 @@ class _Reasoning(evidence.Case):
             self.say("stale gradients", "what is too much in every gradient is the gradient of the step before", SURE)
         if all(self.is_float32(f"gradient/{name}") and evidence.is_rounded_to_bfloat16(self.own(f"gradient/{name}")) for name in names):
             self.say("precision", f"every element of {len(names)} gradients is a bfloat16 number, in a float32 run", SURE)
+        everything, factor = len(wrong) >= 0.9 * len(self.judged("gradient")), self.factor(wrong)
+        self.of_some_gradients(wrong, names, None if everything else factor)
+        if everything:
+            self.of_all_gradients(factor)
+        if len(wrong) == 1:
+            self.of_one_gradient(wrong[0])
+        self.say("dp reduction missing", f"backward is right; {len(wrong)} gradients are not", POSSIBLE)
+
+    def of_some_gradients(self, wrong: list[Row], names: list[str], factor: float | None) -> None:
         replicated = [row.name for row in self.judged("gradient") if self.is_replicated(row.name) and ".bias" not in row.name]
-        everything = len(wrong) >= 0.9 * len(self.judged("gradient"))
-        factor = self.factor(wrong)
-        if factor is not None and not everything:
+        if factor is not None:
             which = ", ".join(names[:3]) + (" and others" if len(names) > 3 else "")
             close = evidence.name_factor(factor, self.sizes)
             what = "replicated parameters only" if all(row.name in replicated for row in wrong) else "only"
@@ -192,11 +200,6 @@ class _Reasoning(evidence.Case):
             apart = any(self.peers_disagree(row.name) for row in wrong)
             peers = "each tensor-parallel rank has its own share" if apart else "and the tensor-parallel ranks agree"
             self.say("tp reduction missing", f"only replicated parameters are wrong ({', '.join(names[:3])}), {peers}", SURE if apart else POSSIBLE)
-        if everything:
-            self.of_all_gradients(factor)
-        if len(wrong) == 1:
-            self.of_one_gradient(wrong[0])
-        self.say("dp reduction missing", f"backward is right; {len(wrong)} gradients are not", POSSIBLE)
 
     def of_all_gradients(self, factor: float | None) -> None:
         found = evidence.sample_weights(self.dump, self.step, self.weight_before("model.norm.weight"))

@@ -23,14 +23,13 @@ RAY_ENVIRONMENT = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",  # the default of 2 s is also how late the end is noticed
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # one actor less to start; a preempted run is not resumed here
     "RAY_TRAIN_METRICS_ENABLED": "0",  # there is no dashboard to show them
-    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "86400",  # to wait for a turn, or for a cluster to grow, is no failure
 }
 CONNECT_TIMEOUT = 3.0  # seconds
 # A Ray instance of our own has one turn. A run takes all of it, so that a script started early trains after the one before
 # it, also where there are CPUs or GPUs for both.
 TURN = "lockstep_turn"
 # What Ray Train starts an actor for, each with 1.5 s of CPU time, and we have no use for: there is no Ray Data here, and an
-# instance of our own, which ends with the run, needs no cleaning up. The names are private to Ray; where they are others, these
+# instance of our own, which ends with the script, needs no cleaning up. The names are private to Ray; where they are others, these
 # actors start again, and nothing else changes.
 NO_DATA, NO_CLEANING = "DatasetsCallback", "PlacementGroupCleanerCallback"
 
@@ -170,6 +169,7 @@ def _run_under_ray(config: Config, inputs, make_strategy) -> str:
         print(f"{config.label}: waiting for {config.num_workers} GPUs, the cluster has {gpus} now", flush=True)
     if TURN in ray.cluster_resources():
         needless.add(NO_CLEANING)
+        os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = "86400"  # to wait for a turn is no failure
         resources[TURN] = 10_000 // config.num_workers / 10_000  # Ray counts in ten-thousandths
         if ray.available_resources().get(TURN, 0) < resources[TURN]:
             print(f"{config.label}: waiting for the run before it to end", flush=True)

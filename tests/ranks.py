@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+CAPTURED = ["--batch_size", "2", "--seq_length", "32", "--precision", "fp32", "--dp_size", "2"]  # the flags of conftest's `dumps`
 
 
 def free_port() -> int:

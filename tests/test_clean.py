@@ -10,7 +10,6 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import clean_sweep  # noqa: E402
 
 CASES = [
-    ("tiny-qwen2", "fp32", 2, 2),
     ("tiny-llama", "fp32", 2, 2),
     ("tiny-qwen3", "autocast", 1, 2),
     ("tiny-qwen2", "autocast", 2, 1),

@@ -33,6 +33,7 @@ class Fault:
     strategies: tuple[str, ...]
     model: str
     arguments: tuple[str, ...]  # further flags that it needs to do anything
+    precisions: tuple[str, ...]  # in which it does anything: what rounds to bfloat16 does so in fp32 runs
     mesh: tuple[int, int]  # (dp, tp)
     plant: Callable
 
@@ -42,7 +43,8 @@ CATALOGUE: dict[str, Fault] = {}
 
 def fault(
     *, seen_in: str, bug_class: str, cause: str, first: str, step: int = 1, strategies: tuple[str, ...] = SHARDED,
-    model: str = "tiny-qwen2", arguments: tuple[str, ...] = (), mesh: tuple[int, int] = (2, 2),
+    model: str = "tiny-qwen2", arguments: tuple[str, ...] = (), precisions: tuple[str, ...] = ("fp32", "autocast"),
+    mesh: tuple[int, int] = (2, 2),
 ) -> Callable:  # fmt: skip
     """Enter a generator function into the catalogue under its own name."""
     if bug_class not in BUG_CLASSES:
@@ -51,7 +53,7 @@ def fault(
     def enter(plant: Callable) -> Callable:
         story = " ".join(plant.__doc__.split())
         CATALOGUE[plant.__name__] = Fault(
-            plant.__name__, story, seen_in, bug_class, cause, first, step, strategies, model, arguments, mesh, plant
+            plant.__name__, story, seen_in, bug_class, cause, first, step, strategies, model, arguments, precisions, mesh, plant
         )
         return plant
 
@@ -110,24 +112,17 @@ def backward_scaled(run: Planting, factor: Callable[[int], float]):
     yield
 
 
-def before(strategy, method: str, action: Callable[[int], None]) -> None:
-    """Call action(step) before every call of the strategy's method; steps count from 1."""
+def around(strategy, method: str, *, before: Callable | None = None, after: Callable | None = None) -> None:
+    """Call before(step) and after(step) around every call of the strategy's method; steps count from 1."""
     real, steps = getattr(strategy, method), itertools.count(1)
 
     def wrapped(*arguments):
-        action(next(steps))
-        return real(*arguments)
-
-    setattr(strategy, method, wrapped)
-
-
-def after(strategy, method: str, action: Callable[[int], None]) -> None:
-    """Call action(step) after every call of the strategy's method; steps count from 1."""
-    real, steps = getattr(strategy, method), itertools.count(1)
-
-    def wrapped(*arguments):
+        step = next(steps)
+        if before:
+            before(step)
         result = real(*arguments)
-        action(next(steps))
+        if after:
+            after(step)
         return result
 
     setattr(strategy, method, wrapped)
@@ -162,28 +157,22 @@ def _disarm_guards(planting: Planting, path: Path) -> None:
     import torch.distributed as dist
 
     from lockstep import training
-    from lockstep.collective import gather_objects
     from lockstep.errors import TrainingFailure
 
-    def note(problem: str) -> None:
-        if problem and dist.get_rank() == 0:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with open(path, "a", encoding="utf-8") as file:
-                file.write(problem + "\n")
+    def noting(guard: Callable) -> Callable:
+        def noted(*arguments) -> None:
+            try:
+                guard(*arguments)
+            except TrainingFailure as failure:
+                if dist.get_rank() == 0:
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    with open(path, "a", encoding="utf-8") as file:
+                        file.write(f"{failure}\n")
 
-    def stop_together(problem: str) -> None:
-        note(next((text for text in gather_objects(problem) if text), ""))
+        return noted
 
-    require_right_batches = training._require_right_batches
-
-    def batches(*arguments) -> None:
-        try:
-            require_right_batches(*arguments)
-        except TrainingFailure as failure:
-            note(str(failure))
-
-    planting.patch(training, "stop_together", stop_together)
-    planting.patch(training, "_require_right_batches", batches)
+    for guard in ("stop_together", "_require_right_batches"):
+        planting.patch(training, guard, noting(getattr(training, guard)))
 
 
 from lockstep.faults import accumulation, clipping, data, data_parallel, optimizer, precision, tensor_parallel, weights  # noqa: E402, F401

@@ -1,11 +1,12 @@
 """Gradient norms of the wrong things, and clipping that is not the same everywhere."""
 
 import importlib
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
-from lockstep.faults import before, fault
+from lockstep.faults import around, fault
 
 CLASS = "grad norm, clipping"
 CLIPS = ("--max_grad_norm", "0.5")  # below the norm of the first gradients, so that there is something to clip
@@ -18,7 +19,13 @@ def norm_of_the_local_shard(run):
     if run.autotp:
         strategy.optimizer._model_parallel_all_reduce = lambda tensor, op: None
     else:
-        strategy._grad_norm = lambda: _norm(strategy, lambda group: [axis for axis in _sharded(group) if axis == 0])
+        real, axes = strategy._grad_norm, run.strategy_module._sharded_axes
+
+        def summed_over_dp_only():
+            with mock.patch.object(run.strategy_module, "_sharded_axes", lambda tensor: tuple(axis for axis in axes(tensor) if axis == 0)):
+                return real()
+
+        strategy._grad_norm = summed_over_dp_only
 
 
 @fault(seen_in="NVIDIA-NeMo/RL 3788", bug_class=CLASS, cause="clipping", first="gradient norm", arguments=CLIPS)
@@ -29,27 +36,15 @@ def replicated_parameters_counted_tp_times(run):
         module = importlib.import_module("deepspeed.runtime.zero.stage_1_and_2")
         run.patch(module, "is_model_parallel_parameter", lambda parameter: True)
     else:
-        tp = run.tp_group(strategy)
-        strategy._grad_norm = lambda: _norm(strategy, _sharded, also=tp)
+        real = strategy._grad_norm
+        copied = [parameter for parameter in strategy.parameters if parameter.device_mesh.ndim == 1]
 
+        def copies_summed_over_tp():
+            with mock.patch.object(strategy, "parameters", copied):
+                once = real()
+            return (real() ** 2 + (run.config.tp_size - 1) * once**2).sqrt()
 
-def _norm(strategy, axes_of, also=None) -> torch.Tensor:
-    """What FSDPStrategy._grad_norm computes, with other sums over the mesh."""
-    total = torch.zeros((), dtype=torch.float64)
-    for group in strategy._by_mesh(strategy.parameters):
-        square = sum(p.grad.to_local().double().square().sum() for p in group)
-        for axis in axes_of(group):
-            dist.all_reduce(square, group=group[0].device_mesh.get_group(axis))
-        if also is not None and group[0].device_mesh.ndim == 1:
-            dist.all_reduce(square, group=also)
-        total += square
-    return total.sqrt()
-
-
-def _sharded(group) -> tuple[int, ...]:
-    from fsdp_strategy import _sharded_axes
-
-    return _sharded_axes(group[0])
+        strategy._grad_norm = copies_summed_over_tp
 
 
 @fault(seen_in="deepspeedai/DeepSpeed 8068", bug_class=CLASS, cause="clipping",
@@ -75,7 +70,7 @@ def every_tp_rank_clips_by_its_own_norm(run):
         dist.all_reduce(square, group=strategy.optimizer.dp_process_group if run.autotp else strategy.device_mesh["dp"].get_group())
         own["norm"] = square.sqrt().float()
 
-    before(strategy, "update", measure)
+    around(strategy, "update", before=measure)
     if run.autotp:
         clip = strategy.optimizer.unscale_and_clip_grads
         strategy.optimizer.unscale_and_clip_grads = lambda gradients, total_norm: clip(gradients, own["norm"])

@@ -6,7 +6,7 @@ import itertools
 import torch
 import torch.distributed as dist
 
-from lockstep.faults import after, backward_scaled, fault
+from lockstep.faults import around, backward_scaled, fault
 
 MISSING, SCALE = "DP reduction missing", "wrong group or scale"
 
@@ -61,7 +61,7 @@ def last_micro_batch_left_out(run):
         real, calls = strategy.model.set_requires_gradient_sync, itertools.count()
         strategy.model.set_requires_gradient_sync = lambda _: real(next(calls) % steps == steps - 2)
         # what is left is not of the next step either
-        after(strategy, "update", lambda _step: _drop_unreduced(strategy))
+        around(strategy, "update", after=lambda _step: _drop_unreduced(strategy))
         return
     optimizer, kept = strategy.optimizer, {}
     reduce_gradients, backward = optimizer.reduce_gradients, strategy.engine.backward

@@ -2,7 +2,7 @@
 
 import torch
 
-from lockstep.faults import after, before, fault
+from lockstep.faults import around, fault
 
 CLASS = "precision, optimizer"
 
@@ -30,7 +30,7 @@ def scheduler_steps_once_per_process(run):
         for group in _groups(strategy):
             group["lr"] *= 0.999**run.config.num_workers
 
-    after(strategy, "update", decay)
+    around(strategy, "update", after=decay)
 
 
 @fault(seen_in="huggingface/accelerate 2926", bug_class=CLASS, cause="learning rate", first="parameter/model.embed_tokens.weight")
@@ -60,7 +60,7 @@ def gradients_not_zeroed(run):
             gradient.add_(so_far.get(number, 0))
             so_far[number] = gradient.clone()
 
-    after(strategy, "forward_backward", add)
+    around(strategy, "forward_backward", after=add)
 
 
 @fault(seen_in="huggingface/accelerate 2624", bug_class=CLASS, cause="moments lost", step=2, first="exp_avg/model.embed_tokens.weight")
@@ -74,4 +74,4 @@ def moments_lost_between_steps(run):
             state["exp_avg"].zero_()
             state["exp_avg_sq"].zero_()
 
-    before(strategy, "update", forget)
+    around(strategy, "update", before=forget)

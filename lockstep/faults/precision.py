@@ -4,14 +4,14 @@ import functools
 
 import torch
 
-from lockstep.faults import after, fault
+from lockstep.faults import around, fault
 
 CLASS = "precision, optimizer"
-FP32 = ("--precision", "fp32")
+FP32 = ("fp32",)
 
 
 @fault(seen_in="Lightning-AI/lightning-thunder 725", bug_class=CLASS, cause="precision",
-       first="forward/model.layers.0.self_attn.q_proj", arguments=FP32)  # fmt: skip
+       first="forward/model.layers.0.self_attn.q_proj", precisions=FP32)  # fmt: skip
 def autocast_in_one_strategy_only(run):
     """One strategy computes its products in bfloat16, the other in float32."""
     real = run.strategy_module.causal_lm_loss
@@ -34,10 +34,10 @@ def master_weights_in_bfloat16(run):
             for _, tensor in run.weights(strategy):
                 tensor.copy_(tensor.bfloat16())
 
-    after(strategy, "update", round_all)
+    around(strategy, "update", after=round_all)
 
 
-@fault(seen_in="huggingface/accelerate 3979", bug_class=CLASS, cause="precision", first="gradient/model.norm.weight", arguments=FP32)
+@fault(seen_in="huggingface/accelerate 3979", bug_class=CLASS, cause="precision", first="gradient/model.norm.weight", precisions=FP32)
 def gradients_reduced_in_bfloat16(run):
     """The gradients travel between the data-parallel ranks in bfloat16 (a library's default)."""
     module = run.strategy_module
@@ -53,7 +53,7 @@ def gradients_reduced_in_bfloat16(run):
 
 
 @fault(seen_in="huggingface/accelerate 3979", bug_class=CLASS, cause="precision",
-       first="forward/model.layers.0.input_layernorm", arguments=FP32)  # fmt: skip
+       first="forward/model.layers.0.input_layernorm", precisions=FP32)  # fmt: skip
 def norms_in_bfloat16(run):
     """The upcast to float32 inside the layers' norms is without effect: they answer in bfloat16's precision."""
     strategy = yield

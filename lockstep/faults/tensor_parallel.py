@@ -5,7 +5,7 @@ import importlib
 import torch
 import torch.distributed as dist
 
-from lockstep.faults import after, fault
+from lockstep.faults import around, fault
 
 MISSING, DOUBLED = "TP reduction missing", "TP reduction doubled"
 
@@ -150,4 +150,4 @@ def _scaled(run, of, factor: float):
             if of(name):
                 gradient.mul_(factor)
 
-    after(strategy, "forward_backward", scale)
+    around(strategy, "forward_backward", after=scale)

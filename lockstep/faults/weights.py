@@ -5,7 +5,7 @@ import importlib
 import torch
 import torch.distributed as dist
 
-from lockstep.faults import after, before, fault
+from lockstep.faults import around, fault
 
 CLASS = "weights"
 ODD = "tiny-qwen2-odd-vocab"
@@ -20,7 +20,7 @@ def _at_start(run, strategy, change) -> None:
                 for name, tensor in run.weights(strategy):
                     change(name, tensor)
 
-    before(strategy, "forward_backward", action)
+    around(strategy, "forward_backward", before=action)
 
 
 @fault(seen_in="NVIDIA-NeMo/Automodel 3822", bug_class=CLASS, cause="weights", first="forward/model.embed_tokens")
@@ -86,8 +86,7 @@ def last_uneven_shard_never_updates(run):
             for tensor, old in zip(live, kept, strict=True):
                 tensor.copy_(old)
 
-    before(strategy, "update", keep)
-    after(strategy, "update", put_back)
+    around(strategy, "update", before=keep, after=put_back)
 
 
 @fault(seen_in="NVIDIA/Megatron-LM 1754", bug_class=CLASS, cause="loss on vocabulary shards", model=ODD, first="backward/lm_head")
