@@ -66,17 +66,19 @@ if [ -z "${RAY_ADDRESS:-}" ]; then
   coproc RAY { exec "$PYTHON" -m lockstep.launch; }
   ray_pid=$RAY_PID ray_stdin=${RAY[1]} ray_stdout=${RAY[0]}
 fi
-current="" next="" interrupted="" # two process ids of training scripts; whether a signal ends this one
+current="" next="" # process ids of training scripts
+last_word=""
 end_ray() { [ -z "${ray_pid:-}" ] || eval "exec $ray_stdin>&-"; } # it waits for the end of its standard input
 stop() {
-  [ -z "$interrupted" ] || echo "$0: interrupted${current:+; the histories in $OUTPUT_DIR hold the steps so far}" >&2
   [ -z "$current$next" ] || kill -KILL $current $next 2>/dev/null || true # Ray ends the workers of a script that is gone
   end_ray
   wait 2>/dev/null || true
+  [ -z "$last_word" ] || echo "$0: $last_word" >&2
 }
+interrupted() { last_word="interrupted${current:+; the histories in $OUTPUT_DIR hold the steps so far}"; }
 trap stop EXIT
-trap 'interrupted=1; exit 130' INT
-trap 'interrupted=1; exit 143' TERM
+trap 'interrupted; exit 130' INT
+trap 'interrupted; exit 143' TERM
 
 # While it starts: a mistake in the settings is answered before anything is trained or removed; then nothing of an older run
 # is left to compare.
@@ -94,7 +96,8 @@ runs() { kill -0 "$1" 2>/dev/null; }
 wait_for() { # PROCESS_ID: fails as it did
   local status=0
   wait "$1" || status=$?
-  [ $status -lt 128 ] || { echo "$0: a training script was killed by signal $((status - 128))" >&2; status=1; }
+  [ $status = 0 ] || last_word="a training script failed; its own line above says why"
+  [ $status -lt 128 ] || { last_word="a training script was killed by signal $((status - 128))"; status=1; }
   return $status
 }
 train() { # NAME COMMAND...: comes back when the run has a history, so there are initial weights; fails if the one before it did
