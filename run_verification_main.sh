@@ -92,7 +92,6 @@ fi
 
 # --- the runs, one after the other. To start a script takes seconds: it is started when the run before it has begun, and waits
 # for its turn (only a Ray instance of our own has turns; elsewhere it is started when the run before it has ended) -------------
-runs() { kill -0 "$1" 2>/dev/null; }
 wait_for() { # PROCESS_ID: fails as it did
   local status=0
   wait "$1" || status=$?
@@ -107,13 +106,9 @@ train() { # NAME COMMAND...: comes back when the run has a history, so there are
   fi
   "$PYTHON" "${@:2}" "${common[@]}" "${weights[@]}" &
   next=$!
-  if [ -n "$current" ]; then
-    while runs "$current" && runs "$next"; do sleep 0.2; done
-    runs "$next" || wait_for "$next" # it gave up before its turn came
-    wait_for "$current"
-  fi
+  [ -z "$current" ] || wait_for "$current"
   current=$next next=""
-  while [ ! -e "$OUTPUT_DIR/loss_$1.json" ] && runs "$current"; do sleep 0.2; done
+  while [ ! -e "$OUTPUT_DIR/loss_$1.json" ] && kill -0 "$current" 2>/dev/null; do sleep 0.2; done
 }
 train ddp train_ddp.py --save_init_weights --dp_size "$DP_SIZE" --num_workers "$DP_SIZE"
 [ "$NOISE_FLOOR" = 0 ] || train control train_ddp.py --noise_control --dp_size "$DP_SIZE" --num_workers "$DP_SIZE"
