@@ -1,10 +1,74 @@
-"""Atomic writes: a reader sees the old file or the new one, never half of one."""
+"""Files: read strictly, written atomically. A reader sees the old file or the new one, never half of one."""
 
+import contextlib
+import json
+import math
 import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
-from lockstep.errors import UserError
+from lockstep.errors import UserError, first_line
+
+LARGEST_JSON = 1 << 28  # bytes; the manifest of a 70-billion-parameter model is a hundredth of it
+
+
+def require_regular(path: Path) -> int:
+    """The size in bytes of a regular file. Raises UserError for anything else: a FIFO would hang, /dev/zero never ends."""
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        raise UserError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
+    if not stat.S_ISREG(status.st_mode):
+        raise UserError(f"{path}: not a regular file; give a file")
+    return status.st_size
+
+
+def read_json(path: Path, *, limit: int = LARGEST_JSON):
+    """The value of a JSON file (RFC 8259, and the words NaN and Infinity, which a schema allows or not).
+
+    Raises UserError for what is no regular file, larger than `limit` bytes, not UTF-8, starts with a byte order mark, is
+    nested too deeply, has one key twice in an object, or a number that float64 does not have.
+    """
+    size = require_regular(path)
+    if size > limit:
+        raise UserError(f"{path}: {size} bytes of JSON, at most {limit} are read; it is not a file of this kind")
+    try:
+        text = path.read_bytes().decode("utf-8")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror or error})") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 ({error.reason} at byte {error.start})") from error
+    try:
+        return parse_json(text)
+    except ValueError as error:
+        raise UserError(f"{path}: not valid JSON ({first_line(error)})") from error
+
+
+def parse_json(text: str):
+    """The value of a JSON text, as strictly as `read_json`; raises ValueError."""
+    if text.startswith("\ufeff"):
+        raise ValueError("it starts with a byte order mark; save it as UTF-8 without one")
+    try:
+        return json.loads(text, object_pairs_hook=_without_duplicates, parse_float=_finite)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _without_duplicates(pairs: list[tuple]) -> dict:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen: set = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        raise ValueError(f"the key {twice!r} stands twice in one object")
+    return found
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:40]} is no number that float64 has")
+    return value
 
 
 def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
@@ -20,7 +84,8 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror or error}; free space or choose another folder") from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # it would hide the error above
+            temporary.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -34,13 +99,12 @@ def require_writable_folder(path: Path, option: str) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
         probe.write_bytes(b"x")
-    except OSError as error:
-        raise UserError(f"{option} {path}: cannot be written ({error.strerror or error}); choose another folder") from error
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{option} {path}: cannot be written ({reason}); choose another folder") from error
     finally:
-        try:
+        with contextlib.suppress(OSError, ValueError):  # the folder itself does not exist or is no folder: said above
             probe.unlink(missing_ok=True)
-        except OSError:  # the folder itself does not exist or is no folder: said above
-            pass
 
 
 def require_new_folder(path: Path, option: str) -> None:

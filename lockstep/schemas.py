@@ -1,0 +1,42 @@
+"""What JSON files must look like: one strict pydantic model for each kind of file, and one way to hold a file against it.
+
+Strict means: no 1.5 for a count, no `true` or "1" for a number, no NaN where none may stand, no unknown keys.
+"""
+
+from typing import Annotated, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from lockstep.errors import UserError, printable
+
+Count = Annotated[int, Field(ge=1, le=2**40)]
+Whole = Annotated[int, Field(ge=0, le=2**63 - 1)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+MayBreakDown = float  # NaN and Infinity may stand here: a run that broke down has them
+Name = Annotated[str, Field(min_length=1, max_length=512, pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]*$")]  # may be shown
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class Strict(BaseModel):
+    """The base of all schemas."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=True, frozen=True)
+
+
+Schema = TypeVar("Schema", bound=BaseModel)
+
+
+def validate(schema: type[Schema], content: object, where: object, remedy: str) -> Schema:
+    """`content`, of a JSON file, as an object of the schema.
+
+    Raises UserError: `where` it is, the first thing that is wrong and its place, and the `remedy`.
+    """
+    try:
+        return schema.model_validate(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        place = ".".join(str(part) for part in first["loc"]) or "the whole"
+        value = printable(repr(first["input"]), 60)
+        raise UserError(f"{where}: {printable(place, 200)} is {value}: {first['msg'].lower()}; {remedy}") from error
+    except RecursionError:
+        raise UserError(f"{where}: nested too deeply; {remedy}") from None

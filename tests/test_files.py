@@ -1,0 +1,87 @@
+"""Reading strictly, writing atomically, and the one line that every error becomes."""
+
+import os
+
+import pytest
+
+from lockstep import errors, files, schemas
+from lockstep.errors import TrainingFailure, UserError
+
+BAD_JSON = {
+    b"{": "not valid JSON",
+    b"[" * 100_000: "nested too deeply",
+    b"\xef\xbb\xbf{}": "byte order mark",
+    b'{"a": 1, "a": 2}': "the key 'a' stands twice",
+    b"[1e999]": "no number that float64 has",
+    b"\xff\xfe": "not UTF-8",
+    b"1" * 5000: "not valid JSON",
+}
+
+
+@pytest.mark.parametrize("content", BAD_JSON, ids=range(len(BAD_JSON)))
+def test_bad_json_is_named(tmp_path, content):
+    (tmp_path / "a.json").write_bytes(content)
+    with pytest.raises(UserError, match=BAD_JSON[content]):
+        files.read_json(tmp_path / "a.json")
+
+
+def test_only_regular_files_are_read(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    for path in (tmp_path / "fifo", tmp_path, "/dev/zero"):
+        with pytest.raises(UserError, match="not a regular file"):
+            files.read_json(tmp_path / path)
+    with pytest.raises(UserError, match="No such file"):
+        files.read_json(tmp_path / "gone.json")
+
+
+def test_a_file_too_large_is_not_read(tmp_path):
+    (tmp_path / "a.json").write_text("[" + "1," * 100 + "1]")
+    with pytest.raises(UserError, match="at most 100 are read"):
+        files.read_json(tmp_path / "a.json", limit=100)
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot write .*File exists"):
+        files.write_text(tmp_path / "file" / "a.json", "x")
+
+
+@pytest.mark.parametrize("error, status, line", [
+    (UserError("no \x1b[31mred"), 2, "p: no \\x1b[31mred"),
+    (TrainingFailure("it broke"), 1, "p: it broke"),
+    (KeyboardInterrupt(), 130, "p: interrupted"),
+    (BrokenPipeError(), 141, None),
+    (ZeroDivisionError("by zero"), 3, "p: internal error (ZeroDivisionError: by zero)"),
+])  # fmt: skip
+def test_every_error_has_its_status(capfd, monkeypatch, error, status, line):
+    def body():
+        raise error
+
+    monkeypatch.setattr(os, "dup2", lambda *_: None)  # standard output is pytest's
+    assert errors.run_program("p", body) == status
+    shown = capfd.readouterr().err.strip().splitlines()
+    assert shown[-1].startswith(line) if line else shown == []
+    assert len(shown) == 1 or status in (3, 141)
+
+
+def test_text_from_files_is_escaped_and_cut():
+    assert errors.printable("a\x1b]0;b\x07\n\u202e") == "a\\x1b]0;b\\x07\\n\\u202e"
+    assert len(errors.printable("x" * 10**6)) == errors.LONGEST
+
+
+class _Example(schemas.Strict):
+    count: schemas.Count
+    loss: schemas.Finite
+    label: schemas.Name
+
+
+@pytest.mark.parametrize("change, place", [
+    ({"count": 1.5}, "count is 1.5"), ({"count": True}, "count is True"), ({"count": "1"}, "count is '1'"), ({"count": 0}, "count is 0"),
+    ({"loss": float("nan")}, "loss is nan"), ({"label": "\x1b"}, "label is"), ({"more": 1}, "more is 1"),
+])  # fmt: skip
+def test_schemas_are_strict(change, place):
+    good = {"count": 1, "loss": 2.0, "label": "DDP (TP=1, DP=2)"}
+    assert schemas.validate(_Example, good, "a.json", "fix it").count == 1
+    with pytest.raises(UserError, match=f"a.json: {place}.*; fix it") as raised:
+        schemas.validate(_Example, {**good, **change}, "a.json", "fix it")
+    assert "\n" not in str(raised.value)
