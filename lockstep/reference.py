@@ -11,8 +11,7 @@ takes the flags of train_ddp.py and writes
 The replays are there because Adam divides noise by noise where a gradient is nearly zero: two correct runs differ
 visibly in a few weights after one step, and how far they differ is luck. From the same weights they must agree.
 
-Float64 throughout: transformers casts to float32 inside its norms, its softmax and its loss, so those are not used
-here. The rotary table alone is the model's own float32 table: it is an input, the same for all.
+Float64 throughout (lockstep/exact.py).
 """
 
 import dataclasses
@@ -30,46 +29,18 @@ from lockstep.compare import require_comparable
 from lockstep.config import BETAS, EPS, STRATEGIES, Config, Inputs
 from lockstep.data import global_batch_hash, micro_batches_hash
 from lockstep.errors import TrainingFailure, UserError
+from lockstep.exact import make_exact
 from lockstep.model import build_model, causal_lm_loss
 from lockstep.optim import held_whole, parameter_groups
 from lockstep.training import provenance
 
 LABEL = "float64 reference"
-ATTENTION = "lockstep_float64"
-
-
-def attention(module, query, key, value, attention_mask, scaling, **_):
-    """softmax(q k^T scaling, causal) v in the dtype of its input; (B, H, S, D) -> (B, S, H, D), and the weights."""
-    groups = query.shape[1] // key.shape[1]
-    key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
-    scores = query @ key.transpose(-2, -1) * scaling
-    later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-    probabilities = scores.masked_fill(later, -torch.inf).softmax(dim=-1)
-    wanted = probabilities if module.config.gives_attention_weights else None
-    return (probabilities @ value).transpose(1, 2).contiguous(), wanted
-
-
-def _norm_forward(module, hidden: torch.Tensor) -> torch.Tensor:
-    return module.weight * (hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + module.variance_epsilon))
-
-
-def _loss_per_token(logits, labels, vocab_size, shift_labels, **_):
-    return torch.nn.functional.cross_entropy(logits.flatten(0, -2), shift_labels.flatten(), reduction="none")
 
 
 def build_reference(inputs: Inputs, *, seed: int, attn_impl: str, init_weights_path) -> torch.nn.Module:
     """The model in float64."""
-    from transformers import AttentionInterface
-
     model, _ = build_model(inputs.architecture, seed=seed, attn_impl="sdpa", init_weights_path=init_weights_path)
-    model.double()
-    AttentionInterface.register(ATTENTION, attention)
-    model.config.gives_attention_weights = attn_impl == "eager"
-    model.config._attn_implementation = ATTENTION
-    for module in model.modules():
-        if type(module).__name__.endswith("RMSNorm"):
-            module.forward = _norm_forward.__get__(module)
-    model.loss_function = _loss_per_token
+    make_exact(model, attn_impl=attn_impl)
     return model
 
 
