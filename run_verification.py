@@ -9,12 +9,14 @@ Exit status: 0 every tensor is as close to the truth as a correct run's; 1 not, 
 """
 
 import argparse
+import dataclasses
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+from lockstep import architectures, memory
 from lockstep import config as config_module
 from lockstep.compare_losses import RULES
 from lockstep.config import STRATEGIES, Parser
@@ -72,6 +74,15 @@ def run(command: list[str], what: str) -> None:
         raise TrainingFailure(f"{what} failed with exit status {status} (see above)")
 
 
+def check_reference(config, inputs) -> None:
+    """Raise UserError if the reference would not fit into memory, or is not the model that a user brings."""
+    memory.require(dataclasses.replace(config, strategy="reference"), inputs.architecture, config.num_workers)
+    if not architectures.is_built_in(inputs.architecture_source):
+        from lockstep import model_check  # imports torch
+
+        model_check.check(config, inputs)
+
+
 def main(argv: list[str] | None = None) -> int:
     try:
         options, rest = parse(argv)
@@ -83,7 +94,9 @@ def main(argv: list[str] | None = None) -> int:
             config = config_module.parse_config(strategy, [*rest, *elsewhere, *(sharded if strategy != "ddp" else [])])
             if config.precision not in RULES:
                 raise UserError(f"no tolerance is derived for --precision {config.precision}; use {' or '.join(RULES)}")
-            config_module.check_environment(config, config_module.load_inputs(config).architecture)
+            inputs = config_module.load_inputs(config)
+            config_module.check_environment(config, inputs.architecture)
+        check_reference(config, inputs)
         empty(folder)
         rest += [*elsewhere, "--capture_steps", str(options.steps), "--capture_dir", str(folder)]
         rest += ["--init_weights_path", str(folder / "initial_weights.safetensors")]

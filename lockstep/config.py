@@ -12,7 +12,7 @@ import shutil
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from lockstep import architectures, data, files, history, weights
+from lockstep import architectures, data, files, history, memory, weights
 from lockstep.errors import UserError
 from lockstep.mesh import Mesh
 
@@ -126,7 +126,7 @@ def build_parser(strategy: str) -> argparse.ArgumentParser:
 
     built_in = ", ".join(architectures.BUILT_IN)
     add("model_name", str, f"built-in ({built_in}), a Hugging Face model folder, or a hub id; Qwen2, Qwen3 or Llama")
-    add("num_layers", positive, "cut the model to this depth (None: all layers)")
+    add("num_layers", lambda text: None if text == "all" else positive(text), "cut the model to this depth, or all (None: all)")
     add("num_workers", positive, "processes; must equal tp_size x dp_size (None: their product)")
     add("tp_size", positive, "tensor-parallel size (None: 1 for DDP, else 2)")
     add("dp_size", positive, "data-parallel size (None: num_workers / tp_size, else 2)")
@@ -265,6 +265,7 @@ def load_inputs(config: Config) -> Inputs:
     problem = architectures.tensor_parallel_problem(architecture, config.tp_size)
     if problem:
         raise UserError(problem)
+    architectures.try_out(architecture, source, config.model_name)
     longest = architecture["max_position_embeddings"]
     if config.seq_length > longest:
         raise UserError(f"--seq_length {config.seq_length}: {config.model_name} has positions for {longest} tokens")
@@ -293,6 +294,7 @@ def check_environment(config: Config, architecture: dict) -> None:
         files.require_writable_folder(config.init_weights_path.parent, "--init_weights_path")
     elif config.init_weights_path is not None:
         weights.check(config.init_weights_path, architecture)
+    memory.require(config, architecture, workers_here(config.num_workers) if launched_in_place() else config.num_workers)
     files.require_writable_folder(config.loss_output_dir, "--loss_output_dir")
     files.require_writable_folder(config.storage_path, "--storage_path")
     if config.capture_dir is not None:

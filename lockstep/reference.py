@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from lockstep import config as config_module
-from lockstep import dump, files, weights
+from lockstep import dump, files, model_check, weights
 from lockstep.capture import Capture
 from lockstep.collective import init_alone
 from lockstep.compare import require_comparable
@@ -158,6 +158,7 @@ def main() -> int:
             raise UserError("--capture_dir is missing: the folder to write the reference's dump into")
         inputs = config_module.load_inputs(config)
         config_module.check_environment(dataclasses.replace(config, strategy="reference"), inputs.architecture)
+        model_check.check(config, inputs)
         for strategy in STRATEGIES:
             files.require_new_folder(config.capture_dir / f"replay_{strategy}", "--capture_dir")
         init_alone()
