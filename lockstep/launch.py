@@ -14,6 +14,7 @@ import socket
 import sys
 
 from lockstep import config as config_module
+from lockstep import initial_weights
 from lockstep.config import Config
 from lockstep.errors import TrainingFailure, UserError, first_line
 
@@ -76,7 +77,7 @@ def banner(config: Config, inputs) -> str:
     gpus = config_module.local_gpus()
     return (
         f"{config.label}: {inputs.architecture_source}, {inputs.architecture['num_hidden_layers']} layers, "
-        f"{config.precision}, tokenizer {inputs.batches.corpus.tokenizer_name}; "
+        f"{initial_weights.describe(config)}, {config.precision}, tokenizer {inputs.batches.corpus.tokenizer_name}; "
         f"{config.num_workers} workers on {config.device} over {config.backend} "
         f"({gpus} GPUs, {os.cpu_count()} CPU cores here)"
     )

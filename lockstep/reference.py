@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 from lockstep import config as config_module
-from lockstep import dump, files, weights
+from lockstep import dump, files, initial_weights, weights
 from lockstep.capture import Capture
 from lockstep.collective import init_alone
 from lockstep.compare import require_comparable
@@ -109,7 +109,7 @@ class ReferenceStrategy:
 def run(config: Config, inputs: Inputs, also: list[Path] = ()) -> str:
     """Write the reference's dump and the replays, of other folders `also`; needs a process group of one."""
     model = build_reference(
-        inputs, seed=config.seed, attn_impl=config.attn_impl, init_weights_path=config.init_weights_path
+        inputs, seed=config.seed, attn_impl=config.attn_impl, init_weights_path=initial_weights.file_of(config)
     )
     strategy = ReferenceStrategy(model, config)
     initial = ((name, parameter.detach().float()) for name, parameter in model.named_parameters())
