@@ -149,7 +149,7 @@ def build_parser(strategy: str) -> argparse.ArgumentParser:
     add("init_weights_path", Path, "initial weights to start from: .safetensors, .safetensors.index.json or .pt, of this project or another")
     parser.add_argument("--save_init_weights", action="store_true", help="write them there first (train_ddp.py only)")
     parser.add_argument("--pretrained", action="store_true", help="start from the weights of --model_name's folder or hub id (else: random weights)")
-    parser.add_argument("--overwrite", action="store_true", help="replace output files that an earlier run has written: the initial weights, the captured steps")
+    parser.add_argument("--overwrite", action="store_true", help="replace initial weights and captured steps of an earlier run (its history is replaced anyway)")
     parser.add_argument("--noise_control", action="store_true", help="start one rounding of the compute dtype beside the initial weights, and write loss_control.json: how far rounding alone takes the loss (train_ddp.py only)")
     add("loss_output_dir", Path, f"where loss_{strategy}.json is written")
     add("storage_path", Path, "where Ray Train keeps its records of the run")
@@ -292,10 +292,11 @@ def check_environment(config: Config, architecture: dict) -> None:
     """Check the weights file, the folders and the tools a run needs, where it is started. Raises UserError."""
     initial_weights.check(config, architecture)
     files.require_writable_folder(config.loss_output_dir, "--loss_output_dir")
+    files.require_ours(config.history_path, "--loss_output_dir", history.BEGINS)  # an older run's is replaced
     files.require_writable_folder(config.storage_path, "--storage_path")
     if config.capture_dir is not None:
         files.require_writable_folder(config.capture_dir, "--capture_dir")
-        files.require_new_folder(config.capture_folder, "--capture_dir")
+        files.require_new_folder(config.capture_folder, "--capture_dir", overwrite=config.overwrite)
     if config.experiment_name is not None and (config.storage_path / config.experiment_name).exists():
         raise UserError(
             f"--experiment_name {config.experiment_name}: already used under {config.storage_path}; choose a new name"

@@ -1,5 +1,6 @@
 """Where a run's initial weights come from: a seed, a pretrained model, or a file; and the checks of that before the start."""
 
+import os
 from pathlib import Path
 
 from lockstep import files, weight_files, weights
@@ -18,8 +19,8 @@ def pretrained_file(model_name: str) -> Path:
     where = f"--pretrained: {model_name}"
     if model_name in BUILT_IN:
         raise UserError(f"{where} is an architecture that is built in, without weights; give a model folder or a hub id")
-    folder = Path(model_name).expanduser()
-    if folder.is_dir():
+    folder = Path(os.path.expanduser(model_name))
+    if os.path.isdir(folder):
         found = next((path for name in (_SINGLE, f"model{INDEX}") if (path := folder / name).exists()), None)
         if found is None:
             raise UserError(f"{where} has no {_SINGLE} and no model{INDEX}; save the model with save_pretrained")

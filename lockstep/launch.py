@@ -14,7 +14,7 @@ import socket
 import sys
 
 from lockstep import config as config_module
-from lockstep import initial_weights
+from lockstep import files, initial_weights
 from lockstep.config import Config
 from lockstep.errors import TrainingFailure, UserError, first_line
 
@@ -58,6 +58,8 @@ def _launch(strategy: str, make_strategy) -> int:
             return 0
         if first:
             config.history_path.unlink(missing_ok=True)  # an older run's proves nothing
+            if config.capture_dir is not None:
+                files.remove_captured(config.capture_folder)  # there are none without --overwrite
             print(banner(config, inputs), flush=True)
         run = _run_in_place if config_module.launched_in_place() else _run_under_ray
         line = run(config, inputs, make_strategy)

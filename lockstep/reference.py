@@ -187,8 +187,11 @@ def main() -> int:
             raise UserError("--capture_dir is missing: the folder to write the reference's dump into")
         inputs = config_module.load_inputs(config)
         config_module.check_environment(dataclasses.replace(config, strategy="reference"), inputs.architecture)
-        for strategy in STRATEGIES:
-            files.require_new_folder(config.capture_dir / f"replay_{strategy}", "--capture_dir")
+        replays = [config.capture_dir / f"replay_{strategy}" for strategy in STRATEGIES]
+        for folder in replays:
+            files.require_new_folder(folder, "--capture_dir", overwrite=config.overwrite)
+        for folder in (config.capture_dir / "reference", *replays):
+            files.remove_captured(folder)  # there are none without --overwrite
         init_alone()
         print(run(config, inputs))
         return 0

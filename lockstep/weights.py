@@ -7,6 +7,7 @@ of a `.pt`) and must match them; of a foreign file names, shapes and numbers are
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -60,7 +61,7 @@ def save(path: Path, model, architecture: dict, source: str, *, overwrite: bool 
     tensors = {name: parameter.detach().cpu().contiguous() for name, parameter in model.named_parameters()}
     sums = checksums(tensors.items())
     about = {"architecture": architecture, "sha256": sums, "source": source}
-    if path.exists() and not overwrite:
+    if os.path.lexists(path) and not overwrite:
         if weight_files.read(path, f"--init_weights_path {path}").about.sha256 == sums:
             return
         raise UserError(_occupied(path, f"holds other {source} than are drawn or read today"))
@@ -87,7 +88,7 @@ def check_new(path: Path, architecture: dict, source: str, *, overwrite: bool) -
     where = f"--init_weights_path {path}"
     if path.suffix not in (".safetensors", ".pt"):
         raise UserError(f"{where}: the name must end in .safetensors or .pt")
-    if not path.exists() and not path.is_symlink():
+    if not os.path.lexists(path):
         return
     try:
         about = weight_files.read(path, where).about
@@ -117,7 +118,7 @@ def check(path: Path, architecture: dict, *, option: str = "--init_weights_path"
     where = f"{option} {path}"
     if path.suffix not in (".safetensors", ".pt") and not path.name.endswith(INDEX):
         raise UserError(f"{where}: the name must end in .safetensors, {INDEX} or .pt")
-    if not path.exists():
+    if not os.path.exists(path):
         raise UserError(f"{where}: no such file; run train_ddp.py with --save_init_weights first")
     contents = weight_files.read(path, where, checksums=True)
     _check_names_and_shapes(contents, where, architecture, fewer_layers)
