@@ -25,7 +25,7 @@ from lockstep.errors import TrainingFailure, UserError
 ROOT = Path(__file__).parent
 OURS = ("ddp", "deepspeed", "fsdp", "reference", "replay_ddp", "replay_deepspeed", "replay_fsdp", "losses")
 OURS += ("initial_weights.safetensors", "report.md", "report.json")
-SET_HERE = ("--capture_dir", "--capture_steps", "--debug_steps", "--init_weights_path", "--save_init_weights", "--dry_run",
+SET_HERE = ("--capture_dir", "--capture_steps", "--debug_steps", "--save_init_weights", "--dry_run",
             "--num_workers", "--num_epochs", "--loss_output_dir", "--storage_path", "--experiment_name")  # fmt: skip
 
 
@@ -61,6 +61,15 @@ def check_folder(options: argparse.Namespace) -> Path:
     return folder
 
 
+def require_outside(folder: Path, config) -> None:
+    """What a run starts from must not lie in the folder that is emptied before it."""
+    inputs = {"--init_weights_path": config.init_weights_path, "--model_name": config.model_name, "--dataset_name": config.dataset_name}
+    for option, value in inputs.items():
+        path = os.path.realpath(os.path.expanduser(value or os.devnull))
+        if os.path.exists(path) and Path(path).is_relative_to(os.path.realpath(folder)):
+            raise UserError(f"{option} {value} lies in --output_dir {folder}, whose contents are replaced; choose another --output_dir")
+
+
 def empty(folder: Path) -> None:
     for path in list(folder.iterdir()) if folder.is_dir() else []:
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
@@ -94,16 +103,20 @@ def main(argv: list[str] | None = None) -> int:
             config = config_module.parse_config(strategy, [*rest, *elsewhere, *(sharded if strategy != "ddp" else [])])
             if config.precision not in RULES:
                 raise UserError(f"no tolerance is derived for --precision {config.precision}; use {' or '.join(RULES)}")
+            require_outside(folder, config)
             inputs = config_module.load_inputs(config)
             config_module.check_environment(config, inputs.architecture)
         check_reference(config, inputs)
         empty(folder)
         rest += [*elsewhere, "--capture_steps", str(options.steps), "--capture_dir", str(folder)]
-        rest += ["--init_weights_path", str(folder / "initial_weights.safetensors")]
+        rest = [argument for argument in rest if argument != "--pretrained"]  # DDP's run writes them down for all
+        save = ["--save_init_weights", *(["--pretrained"] if config.pretrained else [])] if config.init_weights_path is None else []
+        if save:
+            rest += ["--init_weights_path", str(folder / "initial_weights.safetensors")]
         for strategy in STRATEGIES:
             ranks = options.dp_size * (1 if strategy == "ddp" else options.tp_size)
             launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-            extra = ["--save_init_weights"] if strategy == "ddp" else sharded
+            extra = save if strategy == "ddp" else sharded
             run([sys.executable, *launcher, f"train_{strategy}.py", *rest, *extra], f"train_{strategy}.py, {ranks} ranks")
         run([sys.executable, "-m", "lockstep.reference", *rest], "float64 reference")
         from lockstep import compare  # torch is not needed to answer a mistake

@@ -40,12 +40,27 @@ MAX_GRAD_NORM=${MAX_GRAD_NORM:-1.0}
 GRADIENT_ACCUMULATION_STEPS=${GRADIENT_ACCUMULATION_STEPS:-1}
 ATTN_IMPL=${ATTN_IMPL:-sdpa}
 NOISE_FLOOR=${NOISE_FLOOR:-1} # 0: no control run; the tolerances are then those of docs/precision.md alone
-INIT_WEIGHTS_PATH=${INIT_WEIGHTS_PATH:-$OUTPUT_DIR/init_weights.safetensors}
+PRETRAINED=${PRETRAINED:-0}   # 1: from the weights of MODEL_NAME, a folder or hub id; 0: from random ones
+# Where the first run writes the weights for all. A file of your own that is there already is what they start from, instead.
+INIT_WEIGHTS_PATH=${INIT_WEIGHTS_PATH:-}
 
 if [ "$NOISE_FLOOR" != 0 ] && [ "$NOISE_FLOOR" != 1 ]; then
   echo "$0: NOISE_FLOOR=$NOISE_FLOOR; it is 1, with a control run, or 0, without" >&2
   exit 2
 fi
+if [ "$PRETRAINED" != 0 ] && [ "$PRETRAINED" != 1 ]; then
+  echo "$0: PRETRAINED=$PRETRAINED; it is 1, from the weights of MODEL_NAME, or 0, from random ones" >&2
+  exit 2
+fi
+if [ -z "$INIT_WEIGHTS_PATH" ]; then # the script's own file, which its next run replaces
+  INIT_WEIGHTS_PATH=$OUTPUT_DIR/init_weights.safetensors
+  save=(--save_init_weights --overwrite)
+elif [ -e "$INIT_WEIGHTS_PATH" ]; then # somebody's file: read, never written
+  save=()
+else
+  save=(--save_init_weights)
+fi
+[ "$PRETRAINED" = 0 ] || save+=(--pretrained)
 echo "Settings for $DEVICE ($gpus GPUs found): $MODEL_NAME, $NUM_LAYERS layers, batch $BATCH_SIZE, sequence $SEQ_LENGTH," \
   "learning rate $LEARNING_RATE, $PRECISION, $DEBUG_STEPS steps, TP=$TP_SIZE, DP=$DP_SIZE -> $OUTPUT_DIR"
 
@@ -57,6 +72,7 @@ common=(
   --seed "$SEED" --dataset_name "$DATASET_NAME" --log_interval "$LOG_INTERVAL"
   --loss_output_dir "$OUTPUT_DIR" --storage_path "$OUTPUT_DIR/ray" --device "$DEVICE"
 )
+alone=(--dp_size "$DP_SIZE" --num_workers "$DP_SIZE")
 sharded=(--tp_size "$TP_SIZE" --dp_size "$DP_SIZE" --num_workers $((TP_SIZE * DP_SIZE)))
 weights=(--init_weights_path "$INIT_WEIGHTS_PATH")
 
@@ -83,6 +99,8 @@ trap 'interrupted; exit 143' TERM
 # While it starts: a mistake in the settings is answered before anything is trained or removed; then nothing of an older run
 # is left to compare.
 "$PYTHON" train_deepspeed.py "${common[@]}" "${sharded[@]}" --dry_run >/dev/null
+[ ! -e "$INIT_WEIGHTS_PATH" ] && [ "$PRETRAINED" = 0 ] ||
+  "$PYTHON" train_ddp.py "${common[@]}" "${alone[@]}" "${weights[@]}" "${save[@]}" --dry_run >/dev/null
 rm -f "$OUTPUT_DIR"/{loss_ddp.json,loss_control.json,loss_deepspeed.json,loss_fsdp.json,loss_curves.png,verdict.json}
 
 if [ -n "${ray_pid:-}" ]; then
@@ -110,8 +128,8 @@ train() { # NAME COMMAND...: comes back when the run has a history, so there are
   current=$next next=""
   while [ ! -e "$OUTPUT_DIR/loss_$1.json" ] && kill -0 "$current" 2>/dev/null; do sleep 0.2; done
 }
-train ddp train_ddp.py --save_init_weights --dp_size "$DP_SIZE" --num_workers "$DP_SIZE"
-[ "$NOISE_FLOOR" = 0 ] || train control train_ddp.py --noise_control --dp_size "$DP_SIZE" --num_workers "$DP_SIZE"
+train ddp train_ddp.py "${save[@]}" "${alone[@]}"
+[ "$NOISE_FLOOR" = 0 ] || train control train_ddp.py --noise_control "${alone[@]}"
 train deepspeed train_deepspeed.py "${sharded[@]}"
 train fsdp train_fsdp.py "${sharded[@]}"
 wait_for "$current"

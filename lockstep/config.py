@@ -12,7 +12,7 @@ import shutil
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from lockstep import architectures, data, files, history, memory, weights
+from lockstep import architectures, data, files, history, initial_weights, memory
 from lockstep.errors import UserError
 from lockstep.mesh import Mesh
 
@@ -48,6 +48,8 @@ class Config:
     dataset_name: str = data.BUILT_IN_CORPUS
     init_weights_path: Path | None = None
     save_init_weights: bool = False
+    pretrained: bool = False
+    overwrite: bool = False
     noise_control: bool = False
     loss_output_dir: Path = Path("runs/loss_curves")
     storage_path: Path = Path("runs/ray")
@@ -144,8 +146,10 @@ def build_parser(strategy: str) -> argparse.ArgumentParser:
     add("attn_impl", str, "attention implementation of transformers", choices=("eager", "sdpa"))
     add("seed", _number(int, 0, high=2**32 - 1), "of the initial weights and of the order of the data")
     add("dataset_name", str, "builtin, a .txt file, a folder of them, or a Hugging Face data set id[:config]")
-    add("init_weights_path", Path, "initial weights (.safetensors or .pt) to start from")
+    add("init_weights_path", Path, "initial weights to start from: .safetensors, .safetensors.index.json or .pt, of this project or another")
     parser.add_argument("--save_init_weights", action="store_true", help="write them there first (train_ddp.py only)")
+    parser.add_argument("--pretrained", action="store_true", help="start from the weights of --model_name's folder or hub id (else: random weights)")
+    parser.add_argument("--overwrite", action="store_true", help="replace initial weights and captured steps of an earlier run (its history is replaced anyway)")
     parser.add_argument("--noise_control", action="store_true", help="start one rounding of the compute dtype beside the initial weights, and write loss_control.json: how far rounding alone takes the loss (train_ddp.py only)")
     add("loss_output_dir", Path, f"where loss_{strategy}.json is written")
     add("storage_path", Path, "where Ray Train keeps its records of the run")
@@ -169,6 +173,8 @@ def parse_config(strategy: str, argv: list[str] | None = None) -> Config:
         raise UserError(f"--autocast contradicts --precision {options['precision']}; give one of them")
     if options["noise_control"] and (strategy != "ddp" or options["save_init_weights"]):
         raise UserError("--noise_control: only train_ddp.py makes the control run, from weights that another run has saved")
+    if options["pretrained"] and options["init_weights_path"] and not options["save_init_weights"]:
+        raise UserError("--pretrained and --init_weights_path both say what to start from; give one of them, or add --save_init_weights")
     options.update(_resolve_mesh(strategy, options))
     options.update(_resolve_device(strategy, options))
     for name in ("init_weights_path", "loss_output_dir", "storage_path", "capture_dir"):  # workers run in other folders
@@ -285,21 +291,14 @@ def load_inputs(config: Config) -> Inputs:
 
 def check_environment(config: Config, architecture: dict) -> None:
     """Check the weights file, the folders and the tools a run needs, where it is started. Raises UserError."""
-    if config.save_init_weights:
-        if config.strategy != "ddp":
-            raise UserError("--save_init_weights: only train_ddp.py writes initial weights; run it first, then load them here")
-        if config.init_weights_path is None:
-            raise UserError("--save_init_weights needs --init_weights_path, the file to write")
-        weights.check_suffix(config.init_weights_path)
-        files.require_writable_folder(config.init_weights_path.parent, "--init_weights_path")
-    elif config.init_weights_path is not None:
-        weights.check(config.init_weights_path, architecture)
+    initial_weights.check(config, architecture)
     memory.require(config, architecture, workers_here(config.num_workers) if launched_in_place() else config.num_workers)
     files.require_writable_folder(config.loss_output_dir, "--loss_output_dir")
+    files.require_ours(config.history_path, "--loss_output_dir", history.BEGINS)  # an older run's is replaced
     files.require_writable_folder(config.storage_path, "--storage_path")
     if config.capture_dir is not None:
         files.require_writable_folder(config.capture_dir, "--capture_dir")
-        files.require_new_folder(config.capture_folder, "--capture_dir")
+        files.require_new_folder(config.capture_folder, "--capture_dir", overwrite=config.overwrite)
     if config.experiment_name is not None and (config.storage_path / config.experiment_name).exists():
         raise UserError(
             f"--experiment_name {config.experiment_name}: already used under {config.storage_path}; choose a new name"

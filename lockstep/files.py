@@ -4,12 +4,14 @@ import contextlib
 import json
 import math
 import os
+import re
 import stat
 from collections.abc import Callable
 from pathlib import Path
 
 from lockstep.errors import UserError, first_line
 
+CAPTURED = re.compile(r"manifest\.json|step_\d+\.safetensors(\.part)?")  # the files of a dump (lockstep/dump.py)
 LARGEST_JSON = 1 << 28  # bytes; the manifest of a 70-billion-parameter model is a hundredth of it
 
 
@@ -107,7 +109,42 @@ def require_writable_folder(path: Path, option: str) -> None:
             probe.unlink(missing_ok=True)
 
 
-def require_new_folder(path: Path, option: str) -> None:
-    """Raise UserError naming the option if there is something in the folder already, or if it is a file."""
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise UserError(f"{option}: {path} is there already, and nothing is overwritten; remove it, or choose another folder")
+def require_new_folder(path: Path, option: str, *, overwrite: bool = False) -> None:
+    """Raise UserError naming the option if there is something in the folder already, or if it is a file.
+
+    With `overwrite`, captured steps of an earlier run may be in it, and nothing else.
+    """
+    if not path.exists() or (path.is_dir() and not any(path.iterdir())):
+        return
+    foreign = "it" if not path.is_dir() else next((each.name for each in sorted(path.iterdir()) if not is_captured(each)), None)
+    if not overwrite:
+        ask = "choose another folder" + (", or add --overwrite" if foreign is None else "")
+        raise UserError(f"{option}: {path} is there already, and nothing is overwritten; {ask}")
+    if foreign is not None:
+        raise UserError(f"{option}: {path} is there already, and {foreign} is no captured step; choose another folder")
+
+
+def is_captured(path: Path) -> bool:
+    """Whether this is a file of a dump, by its name."""
+    return bool(CAPTURED.fullmatch(path.name)) and path.is_file() and not path.is_symlink()
+
+
+def remove_captured(folder: Path) -> None:
+    """Remove the captured steps of an earlier run, which `require_new_folder` has let pass."""
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        if is_captured(path):
+            path.unlink(missing_ok=True)
+
+
+def require_ours(path: Path, option: str, begins: bytes) -> None:
+    """Raise UserError if there is a file at `path` that this project did not write: ours `begins` so, and are replaced."""
+    if not path.exists() and not path.is_symlink():
+        return
+    try:
+        require_regular(path)
+        with open(path, "rb") as file:
+            ours = file.read(len(begins)) == begins
+    except (UserError, OSError):
+        ours = False
+    if not ours:
+        raise UserError(f"{option}: {path} was not written by this project and is not replaced; choose another folder")

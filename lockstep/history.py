@@ -15,6 +15,7 @@ from lockstep.errors import UserError
 from lockstep.files import write_text
 
 FORMAT = 1
+BEGINS = b'{"format": '  # every history file
 STEP_FIELDS = {
     "step": int,  # from 1
     "loss": float,  # mean over dp ranks (of the mean over tokens, of the mean over micro batches)

@@ -14,6 +14,7 @@ import socket
 import sys
 
 from lockstep import config as config_module
+from lockstep import files, initial_weights
 from lockstep.config import Config
 from lockstep.errors import TrainingFailure, UserError, first_line
 
@@ -57,6 +58,8 @@ def _launch(strategy: str, make_strategy) -> int:
             return 0
         if first:
             config.history_path.unlink(missing_ok=True)  # an older run's proves nothing
+            if config.capture_dir is not None:
+                files.remove_captured(config.capture_folder)  # there are none without --overwrite
             print(banner(config, inputs), flush=True)
         run = _run_in_place if config_module.launched_in_place() else _run_under_ray
         line = run(config, inputs, make_strategy)
@@ -76,7 +79,7 @@ def banner(config: Config, inputs) -> str:
     gpus = config_module.local_gpus()
     return (
         f"{config.label}: {inputs.architecture_source}, {inputs.architecture['num_hidden_layers']} layers, "
-        f"{config.precision}, tokenizer {inputs.batches.corpus.tokenizer_name}; "
+        f"{initial_weights.describe(config)}, {config.precision}, tokenizer {inputs.batches.corpus.tokenizer_name}; "
         f"{config.num_workers} workers on {config.device} over {config.backend} "
         f"({gpus} GPUs, {os.cpu_count()} CPU cores here)"
     )

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from lockstep import config as config_module
-from lockstep import dump, files, model_check, weights
+from lockstep import dump, files, initial_weights, model_check, weights
 from lockstep.capture import Capture
 from lockstep.collective import init_alone
 from lockstep.compare import require_comparable
@@ -80,7 +80,7 @@ class ReferenceStrategy:
 def run(config: Config, inputs: Inputs, also: list[Path] = ()) -> str:
     """Write the reference's dump and the replays, of other folders `also`; needs a process group of one."""
     model = build_reference(
-        inputs, seed=config.seed, attn_impl=config.attn_impl, init_weights_path=config.init_weights_path
+        inputs, seed=config.seed, attn_impl=config.attn_impl, init_weights_path=initial_weights.file_of(config)
     )
     strategy = ReferenceStrategy(model, config)
     initial = ((name, parameter.detach().float()) for name, parameter in model.named_parameters())
@@ -159,8 +159,11 @@ def main() -> int:
         inputs = config_module.load_inputs(config)
         config_module.check_environment(dataclasses.replace(config, strategy="reference"), inputs.architecture)
         model_check.check(config, inputs)
-        for strategy in STRATEGIES:
-            files.require_new_folder(config.capture_dir / f"replay_{strategy}", "--capture_dir")
+        replays = [config.capture_dir / f"replay_{strategy}" for strategy in STRATEGIES]
+        for folder in replays:
+            files.require_new_folder(folder, "--capture_dir", overwrite=config.overwrite)
+        for folder in (config.capture_dir / "reference", *replays):
+            files.remove_captured(folder)  # there are none without --overwrite
         init_alone()
         print(run(config, inputs))
         return 0
