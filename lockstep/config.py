@@ -12,7 +12,7 @@ import shutil
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from lockstep import architectures, data, files, history, weights
+from lockstep import architectures, data, files, history, texts, token_cache, tokenizer, weights
 from lockstep.errors import UserError
 from lockstep.mesh import Mesh
 
@@ -45,7 +45,8 @@ class Config:
     precision: str = "autocast"
     attn_impl: str = "sdpa"
     seed: int = 0
-    dataset_name: str = data.BUILT_IN_CORPUS
+    dataset_name: str = texts.BUILT_IN_CORPUS
+    data_cache_dir: Path | None = None
     init_weights_path: Path | None = None
     save_init_weights: bool = False
     noise_control: bool = False
@@ -144,6 +145,7 @@ def build_parser(strategy: str) -> argparse.ArgumentParser:
     add("attn_impl", str, "attention implementation of transformers", choices=("eager", "sdpa"))
     add("seed", _number(int, 0, high=2**32 - 1), "of the initial weights and of the order of the data")
     add("dataset_name", str, "builtin, a .txt file, a folder of them, or a Hugging Face data set id[:config]")
+    add("data_cache_dir", Path, "where the tokens of long texts are kept (None: lockstep/ in $XDG_CACHE_HOME or ~/.cache)")
     add("init_weights_path", Path, "initial weights (.safetensors or .pt) to start from")
     parser.add_argument("--save_init_weights", action="store_true", help="write them there first (train_ddp.py only)")
     parser.add_argument("--noise_control", action="store_true", help="start one rounding of the compute dtype beside the initial weights, and write loss_control.json: how far rounding alone takes the loss (train_ddp.py only)")
@@ -171,7 +173,8 @@ def parse_config(strategy: str, argv: list[str] | None = None) -> Config:
         raise UserError("--noise_control: only train_ddp.py makes the control run, from weights that another run has saved")
     options.update(_resolve_mesh(strategy, options))
     options.update(_resolve_device(strategy, options))
-    for name in ("init_weights_path", "loss_output_dir", "storage_path", "capture_dir"):  # workers run in other folders
+    options["data_cache_dir"] = options["data_cache_dir"] or token_cache.default_folder()
+    for name in ("init_weights_path", "loss_output_dir", "storage_path", "capture_dir", "data_cache_dir"):  # workers run in other folders
         if options[name] is not None:
             options[name] = Path(os.path.expanduser(options[name])).absolute()
     return Config(strategy=strategy, **options)
@@ -271,10 +274,10 @@ def load_inputs(config: Config) -> Inputs:
     windows_per_step = config.dp_size * config.batch_size * config.gradient_accumulation_steps
     corpus = data.load_corpus(
         config.dataset_name,
-        data.build_tokenizer(config.model_name, architecture),
+        tokenizer.build_tokenizer(config.model_name, architecture),
         seq_length=config.seq_length,
         windows_per_step=windows_per_step,
-        max_windows=windows_per_step * config.debug_steps or None,
+        cache_folder=config.data_cache_dir,
     )
     batches = data.Batches(
         corpus, config.seed, config.dp_size, config.batch_size, config.gradient_accumulation_steps
