@@ -82,7 +82,7 @@ def _name(tokenizer, of: dict) -> str:
 def _open(path: Path) -> tuple[InMemory | TokenFile, str] | None:
     """The tokens of a token file and their SHA-256; None where there is none, or it is damaged, which is said."""
     try:
-        found = tokens.open_file(path)
+        found = tokens.open_file(Path(os.path.realpath(path)))  # what a link leads to: a link is of this machine's files
         return tokens.held(found), found.about["sha256"]
     except FileNotFoundError:
         return None
@@ -97,16 +97,17 @@ def _open(path: Path) -> tuple[InMemory | TokenFile, str] | None:
 def _locked(entry: Path) -> Iterator[None]:
     """Held by one process at a time, and let go when that ends, however it ends."""
     path = entry.with_name(entry.name + ".lock")
-    try:
-        with open(path, "ab") as file:
+    with contextlib.ExitStack() as stack:
+        try:
+            file = stack.enter_context(open(path, "ab"))
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 _say(f"waiting for another process that tokenizes into {entry}")
                 fcntl.flock(file, fcntl.LOCK_EX)
-            yield
-    except OSError as error:
-        raise UserError(f"--data_cache_dir: {path} cannot be locked ({error.strerror or error}); choose another folder") from error
+        except OSError as error:
+            raise UserError(f"--data_cache_dir: {path} cannot be locked ({error.strerror or error}); choose another folder") from error
+        yield
 
 
 def _write(entry: Path, source: texts.Texts, tokenizer, content_sha256: str) -> tuple[InMemory | TokenFile, str]:

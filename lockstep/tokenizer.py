@@ -2,9 +2,9 @@
 
 import hashlib
 import importlib.metadata
+import itertools
 import os
 import re
-import subprocess
 import sys
 import unicodedata
 import zlib
@@ -17,17 +17,19 @@ from lockstep.files import require_regular
 SEPARATOR = 0  # token id between documents, where the model names none
 LARGEST = 1 << 27  # bytes of a tokenizer.json; that of Gemma 3 is a quarter of it
 TRIAL_SECONDS = 120
-WORDS_KEPT = 1 << 17
+KEPT = 1 << 17  # pieces without white space whose ids are remembered
 ROOT = Path(__file__).parents[1]
 _WORD = re.compile(r"\w+|[^\w\s]")
 
 
-class _Ids(dict):
-    def __init__(self, vocab_size: int):
-        self.vocab_size = vocab_size
+class _Remembered(dict):
+    """A function's results, each computed once."""
 
-    def __missing__(self, word: str) -> int:
-        self[word] = found = 1 + zlib.crc32(word.encode()) % (self.vocab_size - 1)
+    def __init__(self, function):
+        self._function = function
+
+    def __missing__(self, text: str):
+        self[text] = found = self._function(text)
         return found
 
 
@@ -46,12 +48,14 @@ class HashTokenizer:
         self.separator = SEPARATOR
         # what is a letter is Python's to say
         self.key = {"tokenizer": self.name, "vocab_size": vocab_size, "separator": SEPARATOR, "unicode": unicodedata.unidata_version}
-        self._ids = _Ids(vocab_size)
+        self._words = _Remembered(lambda word: 1 + zlib.crc32(word.encode()) % (vocab_size - 1))
+        self._pieces = _Remembered(lambda piece: tuple(map(self._words.__getitem__, _WORD.findall(piece))))
 
     def encode(self, text: str) -> list[int]:
-        if len(self._ids) > WORDS_KEPT:  # memory must not grow with the text
-            self._ids.clear()
-        return list(map(self._ids.__getitem__, _WORD.findall(text)))
+        if len(self._pieces) > KEPT:  # memory must not grow with the text
+            self._pieces.clear()
+            self._words.clear()
+        return list(itertools.chain.from_iterable(map(self._pieces.__getitem__, text.split())))  # no word has white space
 
 
 class FileTokenizer:
@@ -114,6 +118,8 @@ def raise_unless_ours(error: BaseException) -> None:
 
 def _try(path: Path) -> None:
     """Load the file in a process of its own first: a malformed one may take the library, and its process, down."""
+    import subprocess  # not needed to answer a usage error
+
     try:
         done = subprocess.run(
             [sys.executable, "-m", "lockstep.tokenizer_trial", str(path.absolute())],

@@ -52,20 +52,20 @@ def mixed(n, seeds):
     return fair and chi_square_is_plausible(steps[1:], steps[1:].mean()) and steps[0] == 0
 
 
-@pytest.mark.parametrize("n", [7, 16, 33, 64, 100])
+@pytest.mark.parametrize("n", [7, 33, 64])
 def test_as_well_mixed_as_chance(n):
-    assert mixed(n, 3000)
+    assert mixed(n, 600)
 
 
 def test_few_rounds_are_seen(monkeypatch):
     monkeypatch.setattr(order, "ROUNDS", 2)
-    assert not mixed(64, 3000)
+    assert not mixed(64, 600)
 
 
 def test_all_orders_of_five_windows():
-    counts = Counter(tuple(whole(5, seed).tolist()) for seed in range(12_000))
+    counts = Counter(tuple(whole(5, seed).tolist()) for seed in range(2400))
     assert len(counts) == math.factorial(5)
-    assert chi_square_is_plausible([counts[p] for p in itertools.permutations(range(5))], 100)
+    assert chi_square_is_plausible([counts[p] for p in itertools.permutations(range(5))], 20)
 
 
 def test_seeds_and_epochs_have_nothing_in_common():
