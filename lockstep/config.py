@@ -174,7 +174,8 @@ def parse_config(strategy: str, argv: list[str] | None = None) -> Config:
     options.update(_resolve_mesh(strategy, options))
     options.update(_resolve_device(strategy, options))
     options["data_cache_dir"] = options["data_cache_dir"] or token_cache.default_folder()
-    for name in ("init_weights_path", "loss_output_dir", "storage_path", "capture_dir", "data_cache_dir"):  # workers run in other folders
+    paths = ("init_weights_path", "loss_output_dir", "storage_path", "capture_dir", "data_cache_dir")
+    for name in paths:  # workers run in other folders
         if options[name] is not None:
             options[name] = Path(os.path.expanduser(options[name])).absolute()
     return Config(strategy=strategy, **options)
@@ -279,9 +280,7 @@ def load_inputs(config: Config) -> Inputs:
         windows_per_step=windows_per_step,
         cache_folder=config.data_cache_dir,
     )
-    batches = data.Batches(
-        corpus, config.seed, config.dp_size, config.batch_size, config.gradient_accumulation_steps
-    )
+    batches = data.Batches(corpus, config.seed, config.dp_size, config.batch_size, config.gradient_accumulation_steps)
     return Inputs(architecture, source, batches, config.debug_steps or config.num_epochs * batches.steps_per_epoch)
 
 
