@@ -12,7 +12,7 @@ import shutil
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from lockstep import architectures, data, files, history, initial_weights, memory
+from lockstep import architectures, data, files, history, initial_weights, memory, texts, token_cache, tokenizer
 from lockstep.errors import UserError
 from lockstep.mesh import Mesh
 
@@ -45,7 +45,8 @@ class Config:
     precision: str = "autocast"
     attn_impl: str = "sdpa"
     seed: int = 0
-    dataset_name: str = data.BUILT_IN_CORPUS
+    dataset_name: str = texts.BUILT_IN_CORPUS
+    data_cache_dir: Path | None = None
     init_weights_path: Path | None = None
     save_init_weights: bool = False
     pretrained: bool = False
@@ -146,6 +147,7 @@ def build_parser(strategy: str) -> argparse.ArgumentParser:
     add("attn_impl", str, "attention implementation of transformers", choices=("eager", "sdpa"))
     add("seed", _number(int, 0, high=2**32 - 1), "of the initial weights and of the order of the data")
     add("dataset_name", str, "builtin, a .txt file, a folder of them, or a Hugging Face data set id[:config]")
+    add("data_cache_dir", Path, "where the tokens of long texts are kept (None: lockstep/ in $XDG_CACHE_HOME or ~/.cache)")
     add("init_weights_path", Path, "initial weights to start from: .safetensors, .safetensors.index.json or .pt, of this project or another")
     parser.add_argument("--save_init_weights", action="store_true", help="write them there first (train_ddp.py only)")
     parser.add_argument("--pretrained", action="store_true", help="start from the weights of --model_name's folder or hub id (else: random weights)")
@@ -177,7 +179,9 @@ def parse_config(strategy: str, argv: list[str] | None = None) -> Config:
         raise UserError("--pretrained and --init_weights_path both say what to start from; give one of them, or add --save_init_weights")
     options.update(_resolve_mesh(strategy, options))
     options.update(_resolve_device(strategy, options))
-    for name in ("init_weights_path", "loss_output_dir", "storage_path", "capture_dir"):  # workers run in other folders
+    options["data_cache_dir"] = options["data_cache_dir"] or token_cache.default_folder()
+    paths = ("init_weights_path", "loss_output_dir", "storage_path", "capture_dir", "data_cache_dir")
+    for name in paths:  # workers run in other folders
         if options[name] is not None:
             options[name] = Path(os.path.expanduser(options[name])).absolute()
     return Config(strategy=strategy, **options)
@@ -278,14 +282,12 @@ def load_inputs(config: Config) -> Inputs:
     windows_per_step = config.dp_size * config.batch_size * config.gradient_accumulation_steps
     corpus = data.load_corpus(
         config.dataset_name,
-        data.build_tokenizer(config.model_name, architecture),
+        tokenizer.build_tokenizer(config.model_name, architecture),
         seq_length=config.seq_length,
         windows_per_step=windows_per_step,
-        max_windows=windows_per_step * config.debug_steps or None,
+        cache_folder=config.data_cache_dir,
     )
-    batches = data.Batches(
-        corpus, config.seed, config.dp_size, config.batch_size, config.gradient_accumulation_steps
-    )
+    batches = data.Batches(corpus, config.seed, config.dp_size, config.batch_size, config.gradient_accumulation_steps)
     return Inputs(architecture, source, batches, config.debug_steps or config.num_epochs * batches.steps_per_epoch)
 
 

@@ -237,7 +237,7 @@ def _live_checksums(strategy: Strategy, rank: int) -> dict[str, str] | None:
 
 
 def provenance(config: Config, inputs: Inputs) -> dict:
-    elsewhere = ("init_weights_path", "overwrite", "loss_output_dir", "storage_path", "experiment_name", "capture_dir", "dry_run")
+    elsewhere = ("init_weights_path", "overwrite", "loss_output_dir", "storage_path", "experiment_name", "capture_dir", "data_cache_dir", "dry_run")
     return {
         "label": config.label,
         "mesh": [config.dp_size, config.tp_size],
