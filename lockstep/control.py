@@ -15,6 +15,8 @@ NEIGHBOURS = 5  # steps before and after one that a lonely gap is held against
 GROWTH = 100  # times the largest gap so far; seen in correct runs: 23
 AMPLIFICATION = 240  # of the noise of the first loss; seen where training is stable: 60
 POWER = 0.5  # of the range of the loss: a tolerance beyond that would pass a run that learns nothing
+_AGAIN = "one of the two histories is wrong, or training is unstable: run both again, or lower --learning_rate"
+_CALMER = "lower --learning_rate or --debug_steps"
 
 
 @dataclass(frozen=True)
@@ -58,13 +60,13 @@ def damage(gaps: list[float], noise: Noise) -> str:
     for step, gap in enumerate(gaps, start=1):
         here = f"in step {step} the control's {noise.what} is {gap:.1e}{noise.unit} from DDP's"
         if step == 1 and not gap <= noise.first:
-            return f"{here}; weights one rounding off move it by at most {noise.first:.1e}"
+            return f"{here}; weights one rounding off move it by at most {noise.first:.1e}; {_AGAIN}"
         if not gap <= GROWTH * so_far:
-            return f"{here}, {gap / so_far:.0f} times the most before; training amplifies rounding by less than {GROWTH} in a step"
+            return f"{here}, {gap / so_far:.0f} times the most before; training amplifies rounding by less than {GROWTH} in a step; {_AGAIN}"
         before, after = gaps[max(0, step - 1 - NEIGHBOURS) : step - 1], gaps[step : step + NEIGHBOURS]
         around = max(noise.floor, *before, *after)
         if not gap <= noise.alone * around:
-            return f"{here}, {gap / around:.0f} times its neighbours; a single batch does less than {noise.alone:.0f}"
+            return f"{here}, {gap / around:.0f} times its neighbours; a single batch does less than {noise.alone:.0f}; {_AGAIN}"
         so_far = max(so_far, gap)
     return ""
 
@@ -73,8 +75,8 @@ def instability(gaps: list[float], noise: Noise, losses: list[float], usual: flo
     """Why rounding, amplified like this, is no measure for other runs, in words, or "". `usual` nats are always tolerated."""
     worst = max(gaps)
     if worst > AMPLIFICATION * noise.floor:
-        return f"training is unstable: it takes one rounding to {worst:.1e} nats, more than {AMPLIFICATION} times the first loss's noise"
+        return f"training is unstable: it takes one rounding to {worst:.1e} nats, more than {AMPLIFICATION} times the first loss's noise; {_CALMER}"
     scope = max(losses) - min(losses)
     if CONTROL_FACTOR * worst > max(usual, POWER * scope):
-        return f"a tolerance of {CONTROL_FACTOR * worst:.1e} nats is no test of a run whose loss covers {scope:.1e}"
+        return f"a tolerance of {CONTROL_FACTOR * worst:.1e} nats is no test of a run whose loss covers {scope:.1e}; {_CALMER}"
     return ""
