@@ -181,9 +181,9 @@ def _weights_problem(file: File) -> str:
     if bool(weights.moved) != (weights.final_sha256 != weights.initial_sha256):
         return f"{len(weights.moved)} weights moved, and initial and final sha256 say otherwise"
     stranger = next(iter(set(weights.moved) - parameter_shapes(architecture.model_dump()).keys()), None)
-    if stranger or len(set(weights.moved)) < len(weights.moved):
-        return f"moved has {stranger or 'a name'}, which {'the model does not have' if stranger else 'stands there twice'}"
-    return ""
+    if stranger:
+        return f"moved has {stranger}, which the model does not have"
+    return "" if weights.moved == sorted(set(weights.moved)) else "moved is not a sorted list of names"
 
 
 def _step_problem(file: File) -> str:

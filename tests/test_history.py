@@ -100,7 +100,7 @@ WRONG = {
     "other workers": (lambda c: c["run"]["config"].update(num_workers=3), "do not go together"),
     "another length": (lambda c: c["run"]["config"].update(debug_steps=4), "num_steps is 3, debug_steps 4"),
     "a stranger moved": (lambda c: c["weights"]["moved"].append("model.layers.2.bias"), "which the model does not have"),
-    "moved twice": (_twice, "stands there twice"),
+    "moved twice": (_twice, "moved is not a sorted list"),
     "moved, and the same": (lambda c: c["weights"].update(final_sha256="a" * 64), "say otherwise"),
     "not moved, and others": (lambda c: c["weights"].update(moved=[]), "say otherwise"),
     "moved without an end": (lambda c: c.update(ended="killed"), "when a run has finished, and not before"),
