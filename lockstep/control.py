@@ -7,6 +7,7 @@ docs/precision.md says what correct runs do and how these bounds were chosen.
 
 import heapq
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 CONTROL_FACTOR = 8  # twice WORST_RATIO
@@ -54,20 +55,25 @@ def envelope(gaps: list[float]) -> list[float]:
     return found
 
 
+def ratios(gaps: list[float], noise: Noise) -> Iterator[tuple[float, float]]:
+    """Of every step: its gap in units of the largest before, and in units of its neighbours' largest, or of the noise."""
+    so_far = noise.floor
+    for step, gap in enumerate(gaps):
+        around = [*gaps[max(0, step - NEIGHBOURS) : step], *gaps[step + 1 : step + 1 + NEIGHBOURS]]
+        yield gap / so_far, gap / max(noise.floor, *around)
+        so_far = max(so_far, gap)
+
+
 def damage(gaps: list[float], noise: Noise) -> str:
     """Why these gaps are not what rounding does, in words, or ""."""
-    so_far = noise.floor
-    for step, gap in enumerate(gaps, start=1):
+    for step, (gap, (growth, alone)) in enumerate(zip(gaps, ratios(gaps, noise), strict=True), start=1):
         here = f"in step {step} the control's {noise.what} is {gap:.1e}{noise.unit} from DDP's"
-        if step == 1 and not gap <= noise.first:
+        if step == 1 and not gap <= noise.first:  # "not <=": a NaN is no gap of rounding either
             return f"{here}; weights one rounding off move it by at most {noise.first:.1e}; {_AGAIN}"
-        if not gap <= GROWTH * so_far:
-            return f"{here}, {gap / so_far:.0f} times the most before; training amplifies rounding by less than {GROWTH} in a step; {_AGAIN}"
-        before, after = gaps[max(0, step - 1 - NEIGHBOURS) : step - 1], gaps[step : step + NEIGHBOURS]
-        around = max(noise.floor, *before, *after)
-        if not gap <= noise.alone * around:
-            return f"{here}, {gap / around:.0f} times its neighbours; a single batch does less than {noise.alone:.0f}; {_AGAIN}"
-        so_far = max(so_far, gap)
+        if not growth <= GROWTH:
+            return f"{here}, {growth:.0f} times the most before; training amplifies rounding by less than {GROWTH} in a step; {_AGAIN}"
+        if not alone <= noise.alone:
+            return f"{here}, {alone:.0f} times its neighbours; a single batch does less than {noise.alone:.0f}; {_AGAIN}"
     return ""
 
 

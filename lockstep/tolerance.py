@@ -87,7 +87,7 @@ def tolerance_for(baseline: History, control: History | None = None) -> Toleranc
     rounding leaves a doubt. Raises UserError where there is neither a rule nor a control run, and for a control run of
     something else.
     """
-    rule, noise, norm_noise = _rule_and_noise(baseline)
+    rule, noise, norm_noise = rule_and_noise(baseline)
     fixed = _derived(rule, noise.floor, len(baseline.steps)) if rule else None
     if control is None:
         if fixed is None:
@@ -135,7 +135,7 @@ def _derived(rule: Rule, first: float, steps: int) -> Tolerance:
     return Tolerance(losses, rule.mean_growth * first, (rule.grad_norm,) * steps, rule.reason, steps)
 
 
-def _rule_and_noise(baseline: History) -> tuple[Rule | None, Noise, Noise]:
+def rule_and_noise(baseline: History) -> tuple[Rule | None, Noise, Noise]:
     """The rule that holds for this run, if any, and what rounding does to its first loss and gradient norm."""
     config, step = baseline.run["config"], baseline.steps[0]
     precision, tokens = config["precision"], tokens_per_step(config)
