@@ -13,8 +13,8 @@ from dataclasses import dataclass
 CONTROL_FACTOR = 8  # twice WORST_RATIO
 WORST_RATIO = 4  # how far correct runs have gone beyond what one control run had shown
 NEIGHBOURS = 5  # steps before and after one that a lonely gap is held against
-GROWTH = 100  # times the largest gap so far; seen in correct runs: 23
-AMPLIFICATION = 240  # of the noise of the first loss; seen where training is stable: 60
+GROWTH = 100  # times the largest gap so far; seen where training is stable: 26
+AMPLIFICATION = 240  # of the noise of the first loss; seen where training is stable: 99, elsewhere from 290 on
 POWER = 0.5  # of the range of the loss: a tolerance beyond that would pass a run that learns nothing
 _AGAIN = "one of the two histories is wrong, or training is unstable: run both again, or lower --learning_rate"
 _CALMER = "lower --learning_rate or --debug_steps"
