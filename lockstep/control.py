@@ -15,6 +15,7 @@ WORST_RATIO = 4  # how far correct runs have gone beyond what one control run ha
 NEIGHBOURS = 5  # steps before and after one that a lonely gap is held against
 GROWTH = 100  # times the largest gap so far; seen where training is stable: 26
 AMPLIFICATION = 240  # of the noise of the first loss; seen where training is stable: 99, elsewhere from 290 on
+USUAL = 10  # amplification, which says nothing against a run, however short
 POWER = 0.5  # of the range of the loss: a tolerance beyond that would pass a run that learns nothing
 _AGAIN = "one of the two histories is wrong, or training is unstable: run both again, or lower --learning_rate"
 _CALMER = "lower --learning_rate or --debug_steps"
@@ -77,12 +78,12 @@ def damage(gaps: list[float], noise: Noise) -> str:
     return ""
 
 
-def instability(gaps: list[float], noise: Noise, losses: list[float], usual: float) -> str:
-    """Why rounding, amplified like this, is no measure for other runs, in words, or "". `usual` nats are always tolerated."""
+def instability(gaps: list[float], noise: Noise, losses: list[float]) -> str:
+    """Why rounding, amplified like this, is no measure for other runs, in words, or ""."""
     worst = max(gaps)
     if worst > AMPLIFICATION * noise.floor:
         return f"training is unstable: it takes one rounding to {worst:.1e} nats, more than {AMPLIFICATION} times the first loss's noise; {_CALMER}"
     scope = max(losses) - min(losses)
-    if CONTROL_FACTOR * worst > max(usual, POWER * scope):
+    if worst > USUAL * noise.floor and CONTROL_FACTOR * worst > POWER * scope:
         return f"a tolerance of {CONTROL_FACTOR * worst:.1e} nats is no test of a run whose loss covers {scope:.1e}; {_CALMER}"
     return ""

@@ -108,19 +108,13 @@ def tolerance_for(baseline: History, control: History | None = None) -> Toleranc
     mean = [sum(gaps) / len(gaps)]
     if fixed is None:
         shown = Tolerance(_bounds(envelope(gaps)), *_bounds(mean), _bounds(envelope(norms)), reason, len(pairs))
-        usual = 10 * noise.floor
     else:
-        usual = fixed.maximum
-        caps = (usual, fixed.mean, rule.grad_norm) if len(pairs) <= DERIVED_STEPS else (math.inf,) * 3
+        caps = (fixed.maximum, fixed.mean, rule.grad_norm) if len(pairs) <= DERIVED_STEPS else (math.inf,) * 3
         later = _bounds(envelope(gaps), fixed.first, caps[0])[1:]
         norm = _bounds(envelope(norms), rule.first_grad_norm, caps[2])
         shown = Tolerance((fixed.first, *later), *_bounds(mean, fixed.first, caps[1]), norm, f"{reason}; {rule.reason}", len(pairs))
-    doubt = damage(gaps, noise) or damage(norms, norm_noise) or instability(gaps, noise, _losses(baseline), usual)
+    doubt = damage(gaps, noise) or damage(norms, norm_noise) or instability(gaps, noise, [step["loss"] for step in baseline.steps])
     return replace(shown, doubt=doubt, certain=1 if fixed else 0) if doubt else shown
-
-
-def _losses(history: History) -> list[float]:
-    return [step["loss"] for step in history.steps]
 
 
 def _bounds(gaps: list[float], least: float = 0.0, cap: float = math.inf) -> tuple[float, ...]:
