@@ -144,7 +144,7 @@ def require_clean(group: Group, strategy: str) -> None:
     result, curve, _, _ = verdicts(group, CLEAN, strategy)
     if result.outcome != "PASS" or not curve.passed:
         why = [failure[2:] for name in result.dumps for failure in result.failures(name)[:1]]
-        raise TrainingFailure(f"without any fault {strategy} is {result.outcome}, losses {curve.passed}, on {group.model}: {why}")
+        raise TrainingFailure(f"without any fault {strategy} is {result.outcome}, losses {curve.outcome}, on {group.model}: {[*why, *curve.problems, curve.doubt]}")
 
 
 def judge(group: Group, fault, strategy: str) -> dict:

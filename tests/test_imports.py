@@ -43,7 +43,7 @@ def test_the_loop_knows_no_strategy_by_name():
     assert not any(f'"{name}"' in source for name in ("ddp", "deepspeed", "fsdp"))
 
 
-@pytest.mark.parametrize("module", ["config", "contract", "compare_losses", "history", "report", "data", "weights", "launch", "jobs"])
+@pytest.mark.parametrize("module", ["config", "contract", "compare_losses", "history", "history_schema", "report", "data", "weights", "launch", "jobs"])
 def test_what_answers_a_mistake_does_not_wait_for_torch(module):
     code = f"import sys, lockstep.{module}; sys.exit(bool({{'torch', 'transformers', 'ray', 'deepspeed'}} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
