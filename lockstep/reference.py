@@ -17,7 +17,6 @@ here. The rotary table alone is the model's own float32 table: it is an input, t
 
 import dataclasses
 import math
-import sys
 from pathlib import Path
 
 import torch
@@ -29,12 +28,12 @@ from lockstep.collective import init_alone
 from lockstep.compare import require_comparable
 from lockstep.config import BETAS, EPS, STRATEGIES, Config, Inputs
 from lockstep.data import global_batch_hash, micro_batches_hash
-from lockstep.errors import TrainingFailure, UserError
+from lockstep.errors import TrainingFailure, UserError, run_program
+from lockstep.manifest import REFERENCE_LABEL as LABEL
 from lockstep.model import build_model, causal_lm_loss
 from lockstep.optim import held_whole, parameter_groups
 from lockstep.training import provenance
 
-LABEL = "float64 reference"
 ATTENTION = "lockstep_float64"
 
 
@@ -181,7 +180,7 @@ def _one_step(config, inputs, strategy, capture, index: int, *, started_from: st
 
 
 def main() -> int:
-    try:
+    def body() -> int:
         config = config_module.parse_config("ddp")
         if config.capture_dir is None:
             raise UserError("--capture_dir is missing: the folder to write the reference's dump into")
@@ -192,9 +191,8 @@ def main() -> int:
         init_alone()
         print(run(config, inputs))
         return 0
-    except (UserError, TrainingFailure) as error:
-        print(f"lockstep.reference: {error}", file=sys.stderr)
-        return error.exit_code
+
+    return run_program("lockstep.reference", body)
 
 
 if __name__ == "__main__":
