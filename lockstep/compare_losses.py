@@ -3,7 +3,7 @@
 import math
 from dataclasses import asdict, dataclass
 
-from lockstep.comparable import require_comparable
+from lockstep.comparable_losses import require_comparable
 from lockstep.control import CONTROL_FACTOR, loss_gap, norm_gap
 from lockstep.history import History, not_finite
 from lockstep.tolerance import DERIVED_STEPS, RANK_SPACINGS, RULES, Tolerance, loss_noise, tolerance_for

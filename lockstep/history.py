@@ -17,9 +17,8 @@ from pathlib import Path
 from lockstep.errors import UserError
 from lockstep.files import read_json, write_text
 
-BEGINS = b'{"format": '  # every history file
-
 FORMAT = 2
+BEGINS = b'{"format": '  # every history file
 PARTS = ("run", "contract", "weights", "ended")  # of the file, beside its format, the steps and the seal
 
 CONTROL = "control"  # the name of the run that shows how far rounding alone takes the loss

@@ -16,7 +16,6 @@ Float64 throughout (lockstep/exact.py).
 
 import dataclasses
 import math
-import sys
 from pathlib import Path
 
 import torch
@@ -28,13 +27,12 @@ from lockstep.collective import init_alone
 from lockstep.compare import require_comparable
 from lockstep.config import BETAS, EPS, STRATEGIES, Config, Inputs
 from lockstep.data import global_batch_hash, micro_batches_hash
-from lockstep.errors import TrainingFailure, UserError
+from lockstep.errors import TrainingFailure, UserError, run_program
 from lockstep.exact import make_exact
+from lockstep.manifest import REFERENCE_LABEL as LABEL
 from lockstep.model import build_model, causal_lm_loss
 from lockstep.optim import held_whole, parameter_groups
 from lockstep.training import provenance
-
-LABEL = "float64 reference"
 
 
 def build_reference(inputs: Inputs, *, seed: int, attn_impl: str, init_weights_path) -> torch.nn.Module:
@@ -152,7 +150,7 @@ def _one_step(config, inputs, strategy, capture, index: int, *, started_from: st
 
 
 def main() -> int:
-    try:
+    def body() -> int:
         config = config_module.parse_config("ddp")
         if config.capture_dir is None:
             raise UserError("--capture_dir is missing: the folder to write the reference's dump into")
@@ -167,9 +165,8 @@ def main() -> int:
         init_alone()
         print(run(config, inputs))
         return 0
-    except (UserError, TrainingFailure) as error:
-        print(f"lockstep.reference: {error}", file=sys.stderr)
-        return error.exit_code
+
+    return run_program("lockstep.reference", body)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ docs/precision.md derives the numbers and measures the noise they are made of.
 import math
 from dataclasses import asdict, dataclass, replace
 
-from lockstep.comparable import require_control
+from lockstep.comparable_losses import require_control
 from lockstep.control import CONTROL_FACTOR, WORST_RATIO, Noise, damage, envelope, instability, loss_gap, norm_gap
 from lockstep.errors import UserError
 from lockstep.history import History, not_finite
