@@ -20,6 +20,10 @@ STRATEGIES = {"ddp": "DDP", "deepspeed": "DeepSpeed AutoTP", "fsdp": "FSDP+DTens
 SHARDED = tuple(name for name in STRATEGIES if name != "ddp")  # with tensor parallelism
 PRECISIONS = ("fp32", "autocast", "bf16")
 BETAS, EPS = (0.9, 0.999), 1e-8  # of AdamW, torch's defaults
+# Flags that say where things lie, not what a run computes: no part of a run's record.
+PLACES = (
+    "init_weights_path", "overwrite", "loss_output_dir", "storage_path", "experiment_name", "capture_dir", "data_cache_dir", "dry_run",
+)  # fmt: skip
 WORKERS_PER_CORE = 4  # more CPU processes than this on one core spend their time switching
 
 

@@ -5,8 +5,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field
 
-from lockstep.architectures import SUPPORTED_TYPES, parameter_shapes
+from lockstep.architectures import parameter_shapes
 from lockstep.errors import UserError
+from lockstep.model_config import FAMILIES
 from lockstep.schemas import Count, Finite, MayBreakDown, Name, Sha256, Strict, Whole, validate
 
 REMEDY = "run its training again"
@@ -105,6 +106,7 @@ class Run(Strict):
     config: RunConfig
     architecture: Architecture
     architecture_source: Text
+    initial_weights: Text | None = None  # where they came from, in words
     corpus_sha256: Sha256
     tokenizer: Text
     num_steps: Count
@@ -176,8 +178,8 @@ def _weights_problem(file: File) -> str:
     if weights.moved is None:
         return ""
     architecture = file.run.architecture
-    if architecture.model_type not in SUPPORTED_TYPES:
-        return f"model_type is {architecture.model_type!r}, and only {', '.join(SUPPORTED_TYPES)} can be trained here"
+    if architecture.model_type not in FAMILIES:
+        return f"model_type is {architecture.model_type!r}, and only {', '.join(FAMILIES)} can be trained here"
     if bool(weights.moved) != (weights.final_sha256 != weights.initial_sha256):
         return f"{len(weights.moved)} weights moved, and initial and final sha256 say otherwise"
     stranger = next(iter(set(weights.moved) - parameter_shapes(architecture.model_dump()).keys()), None)

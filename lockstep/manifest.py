@@ -114,6 +114,7 @@ class Run(Strict):
     config: Options
     architecture: Architecture
     architecture_source: Name
+    initial_weights: Name  # where they came from, in words
     corpus_sha256: Sha256
     tokenizer: Name
     num_steps: Count

@@ -16,7 +16,7 @@ from lockstep import history as history_file
 from lockstep import initial_weights, weights
 from lockstep.capture import Capture
 from lockstep.collective import stop_together
-from lockstep.config import Config, Inputs
+from lockstep.config import PLACES, Config, Inputs
 from lockstep.contract import contract_difference, expected_contract
 from lockstep.data import Batches, global_batch_hash, micro_batches_hash
 from lockstep.errors import TrainingFailure, UserError
@@ -237,11 +237,10 @@ def _live_checksums(strategy: Strategy, rank: int) -> dict[str, str] | None:
 
 
 def provenance(config: Config, inputs: Inputs) -> dict:
-    elsewhere = ("init_weights_path", "overwrite", "loss_output_dir", "storage_path", "experiment_name", "capture_dir", "data_cache_dir", "dry_run")
     return {
         "label": config.label,
         "mesh": [config.dp_size, config.tp_size],
-        "config": {key: value for key, value in config.as_dict().items() if key not in elsewhere},
+        "config": {key: value for key, value in config.as_dict().items() if key not in PLACES},
         "architecture": inputs.architecture,
         "architecture_source": inputs.architecture_source,
         "initial_weights": initial_weights.origin(config),

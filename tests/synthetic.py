@@ -4,11 +4,10 @@ import copy
 import json
 
 from lockstep.architectures import BUILT_IN, parameter_shapes
-from lockstep.config import Config
+from lockstep.config import PLACES, Config
 from lockstep.history import History, seal
 
 CONTRACT = {"optimizer": "AdamW", "max_grad_norm": 1.0, "biased_linear_dtype": ["torch.bfloat16"]}
-ELSEWHERE = ("init_weights_path", "loss_output_dir", "storage_path", "experiment_name", "capture_dir", "dry_run")
 
 
 def configuration(strategy="ddp", precision="fp32", steps=20, **changes):
@@ -23,7 +22,7 @@ def history(strategy="ddp", precision="fp32", steps=20, shift=0.0, **changes):
         run={
             "label": config.label,
             "mesh": [config.dp_size, config.tp_size],
-            "config": {key: value for key, value in config.as_dict().items() if key not in ELSEWHERE},
+            "config": {key: value for key, value in config.as_dict().items() if key not in PLACES},
             "architecture": copy.deepcopy(BUILT_IN["tiny-qwen2"]),
             "architecture_source": "built-in architecture tiny-qwen2",
             "corpus_sha256": "c" * 64,

@@ -3,10 +3,10 @@ import time
 from dataclasses import fields
 
 import pytest
-from synthetic import ELSEWHERE, history as made_up, rewrite, set_loss
+from synthetic import history as made_up, rewrite, set_loss
 
 from lockstep import history, history_schema
-from lockstep.config import Config, load_inputs, parse_config
+from lockstep.config import PLACES, Config, load_inputs, parse_config
 from lockstep.errors import UserError
 
 
@@ -48,7 +48,7 @@ def test_a_run_that_broke_down(tmp_path):
 def test_the_schema_knows_the_configuration():
     """A flag that is new belongs in the schema, or among the entries that only say where things lie."""
     known = set(history_schema.RunConfig.model_fields)
-    assert known - {"pretrained"} == {field.name for field in fields(Config)} - set(ELSEWHERE) - {"pretrained"}
+    assert known - {"pretrained"} == {field.name for field in fields(Config)} - set(PLACES) - {"pretrained"}
 
 
 def test_the_schema_knows_what_a_run_records(tmp_path):

@@ -54,6 +54,3 @@ def test_runs_without(name, absent):
     code = f"import sys; sys.modules[{absent!r}] = None; import {name}"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
-
-def test_files_stay_short():
-    assert {p.name: len(p.read_text().splitlines()) for p in FILES if len(p.read_text().splitlines()) > 310} == {}
