@@ -61,7 +61,7 @@ def ratios(gaps: list[float], noise: Noise) -> Iterator[tuple[float, float]]:
     so_far = noise.floor
     for step, gap in enumerate(gaps):
         around = [*gaps[max(0, step - NEIGHBOURS) : step], *gaps[step + 1 : step + 1 + NEIGHBOURS]]
-        yield gap / so_far, gap / max(noise.floor, *around)
+        yield gap / so_far, gap / max([noise.floor, *around])
         so_far = max(so_far, gap)
 
 
