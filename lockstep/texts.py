@@ -53,7 +53,10 @@ class Texts:
 
     def stamp(self) -> list:
         """What changes when a file does, without reading it. A change within one tick of the clock may leave it as it is."""
-        states = [(str(path.absolute()), os.stat(path)) for path in self.paths]
+        try:
+            states = [(str(path.absolute()), os.stat(path)) for path in self.paths]
+        except OSError as error:
+            raise UserError(f"--dataset_name {self.name}: {error.filename} cannot be read ({error.strerror})") from error
         return [[path, state.st_size, state.st_mtime_ns, state.st_ctime_ns] for path, state in states]
 
     def chunks(self, content: ContentHash, read: Callable[[int], None]) -> Iterator[tuple[str, bool]]:
