@@ -6,6 +6,9 @@ Exit status: 0 every strategy agrees with DDP within the tolerance; 1 one does n
 2 the runs cannot be compared (different weights, batches, length or contract), or a mistake in the command.
 """
 
+if __name__ == "__main__":
+    from lockstep import startup  # noqa: F401 - first: from now on Ctrl-C and a missing package are one line each
+
 import json
 import math
 import sys

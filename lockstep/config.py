@@ -6,6 +6,7 @@ Nothing here imports torch, transformers or ray, so that a wrong command line is
 import argparse
 import contextlib
 import importlib.metadata
+import importlib.util
 import math
 import os
 import shutil
@@ -125,7 +126,7 @@ def build_parser(strategy: str) -> argparse.ArgumentParser:
         parser.add_argument(f"--{name}", type=kind, default=defaults[name], help=text, **options)
 
     built_in = ", ".join(architectures.BUILT_IN)
-    add("model_name", str, f"built-in ({built_in}), a Hugging Face model folder, or a hub id; Qwen2, Qwen3 or Llama")
+    add("model_name", str, f"built-in ({built_in}), else a Hugging Face model folder, else a hub id; Qwen2, Qwen3 or Llama")
     add("num_layers", positive, "cut the model to this depth (None: all layers)")
     add("num_workers", positive, "processes; must equal tp_size x dp_size (None: their product)")
     add("tp_size", positive, "tensor-parallel size (None: 1 for DDP, else 2)")
@@ -143,7 +144,7 @@ def build_parser(strategy: str) -> argparse.ArgumentParser:
     parser.add_argument("--autocast", action="store_true", help="the same as --precision autocast")
     add("attn_impl", str, "attention implementation of transformers", choices=("eager", "sdpa"))
     add("seed", _number(int, 0, high=2**32 - 1), "of the initial weights and of the order of the data")
-    add("dataset_name", str, "builtin, a .txt file, a folder of them, or a Hugging Face data set id[:config]")
+    add("dataset_name", str, "builtin, else a .txt file, a folder of them, or a Hugging Face data set id[:config]")
     add("init_weights_path", Path, "initial weights (.safetensors or .pt) to start from")
     parser.add_argument("--save_init_weights", action="store_true", help="write them there first (train_ddp.py only)")
     parser.add_argument("--noise_control", action="store_true", help="start one rounding of the compute dtype beside the initial weights, and write loss_control.json: how far rounding alone takes the loss (train_ddp.py only)")
@@ -174,7 +175,28 @@ def parse_config(strategy: str, argv: list[str] | None = None) -> Config:
     for name in ("init_weights_path", "loss_output_dir", "storage_path", "capture_dir"):  # workers run in other folders
         if options[name] is not None:
             options[name] = Path(os.path.expanduser(options[name])).absolute()
+    options["model_name"] = _absolute(options["model_name"], architectures.BUILT_IN)
+    options["dataset_name"] = _absolute(options["dataset_name"], (data.BUILT_IN_CORPUS,))
     return Config(strategy=strategy, **options)
+
+
+def _absolute(name: str, built_in) -> str:
+    """A file or folder that is there, by its absolute path; any other name, and a built-in one in any case, as it is."""
+    path = Path(os.path.expanduser(name))
+    try:
+        return str(path.absolute()) if name and name not in built_in and path.exists() else name
+    except (OSError, ValueError):  # no name that a file could have
+        return name
+
+
+def shadowed(config: Config) -> list[str]:
+    """One line for each name that is built in and the name of something in the current folder: the built-in one is taken."""
+    pairs = (("model_name", config.model_name, architectures.BUILT_IN), ("dataset_name", config.dataset_name, (data.BUILT_IN_CORPUS,)))
+    return [
+        f"--{option} {name}: the built-in one is taken; write ./{name} for the one in this folder"
+        for option, name, built_in in pairs
+        if name in built_in and Path(name).exists()
+    ]
 
 
 def launched_in_place() -> bool:
@@ -283,26 +305,38 @@ def load_inputs(config: Config) -> Inputs:
 
 
 def check_environment(config: Config, architecture: dict) -> None:
-    """Check the weights file, the folders and the tools a run needs, where it is started. Raises UserError."""
+    """Check the weights file, the folders and the tools a run needs, where it is started. Raises UserError.
+
+    A dry run leaves no folder behind.
+    """
     if config.save_init_weights:
         if config.strategy != "ddp":
             raise UserError("--save_init_weights: only train_ddp.py writes initial weights; run it first, then load them here")
         if config.init_weights_path is None:
             raise UserError("--save_init_weights needs --init_weights_path, the file to write")
         weights.check_suffix(config.init_weights_path)
-        files.require_writable_folder(config.init_weights_path.parent, "--init_weights_path")
+        files.require_writable_file(config.init_weights_path, "--init_weights_path")
     elif config.init_weights_path is not None:
         weights.check(config.init_weights_path, architecture)
-    files.require_writable_folder(config.loss_output_dir, "--loss_output_dir")
-    files.require_writable_folder(config.storage_path, "--storage_path")
     if config.capture_dir is not None:
-        files.require_writable_folder(config.capture_dir, "--capture_dir")
         files.require_new_folder(config.capture_folder, "--capture_dir")
     if config.experiment_name is not None and (config.storage_path / config.experiment_name).exists():
         raise UserError(
             f"--experiment_name {config.experiment_name}: already used under {config.storage_path}; choose a new name"
         )
-    if config.strategy == "deepspeed" and config.device == "cpu" and not (
-        shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++")
-    ):
+    if config.strategy == "deepspeed":
+        _require_deepspeed(config)
+    if config.history_path.is_dir():
+        raise UserError(f"--loss_output_dir: {config.history_path} is a folder; remove it, or choose another folder")
+    for option in ("loss_output_dir", "capture_dir"):
+        if getattr(config, option) is not None:
+            files.require_writable_folder(getattr(config, option), f"--{option}", keep=not config.dry_run)
+    if not launched_in_place():  # Ray makes it, and it may stay empty
+        files.require_writable_folder(config.storage_path, "--storage_path", keep=False)
+
+
+def _require_deepspeed(config: Config) -> None:
+    if importlib.util.find_spec("deepspeed") is None:
+        raise UserError("train_deepspeed.py needs the package deepspeed, and it is not installed; install requirements.txt")
+    if config.device == "cpu" and not (shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++")):
         raise UserError("DeepSpeed builds a small C++ extension when it first runs on CPUs, and no C++ compiler (c++ or g++) is on the PATH; install one, e.g. the package g++")

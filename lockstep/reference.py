@@ -15,6 +15,9 @@ Float64 throughout: transformers casts to float32 inside its norms, its softmax 
 here. The rotary table alone is the model's own float32 table: it is an input, the same for all.
 """
 
+if __name__ == "__main__":
+    from lockstep import startup  # noqa: F401 - first: from now on Ctrl-C and a missing package are one line each
+
 import dataclasses
 import math
 import sys
