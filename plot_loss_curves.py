@@ -7,6 +7,9 @@ or NOT JUDGED, the control run is no measure of rounding; 2 the runs cannot be c
 or contract; a damaged file), or a usage error; 3 an internal error.
 """
 
+if __name__ == "__main__":
+    from lockstep import startup  # noqa: F401 - first: from now on Ctrl-C and a missing package are one line each
+
 import datetime
 import json
 import math

@@ -8,6 +8,9 @@
 Exit status: 0 every fault changed something and was caught by tensors; 1 one did not or was not; 2 a mistake.
 """
 
+if __name__ == "__main__":
+    from lockstep import startup  # noqa: F401 - first: from now on Ctrl-C and a missing package are one line each
+
 import argparse
 import collections
 import json

@@ -8,6 +8,9 @@ Runs the three training scripts under torchrun with --capture_dir, then the refe
 Exit status: 0 every tensor is as close to the truth as a correct run's; 1 not, or a run failed; 2 a mistake.
 """
 
+if __name__ == "__main__":
+    from lockstep import startup  # noqa: F401 - first: from now on Ctrl-C and a missing package are one line each
+
 import argparse
 import dataclasses
 import os

@@ -8,6 +8,9 @@ The yardstick is DDP's own distance from the float64 reference; docs/verificatio
 The order of the folders does not matter. Exit status: 0 PASS; 1 not; 2 a usage error, or dumps that cannot be compared.
 """
 
+if __name__ == "__main__":
+    from lockstep import startup  # noqa: F401 - first: from now on Ctrl-C and a missing package are one line each
+
 import functools
 import math
 from pathlib import Path

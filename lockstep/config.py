@@ -6,6 +6,7 @@ Nothing here imports torch, transformers or ray, so that a wrong command line is
 import argparse
 import contextlib
 import importlib.metadata
+import importlib.util
 import math
 import os
 import shutil
@@ -132,7 +133,7 @@ def build_parser(strategy: str) -> argparse.ArgumentParser:
         parser.add_argument(f"--{name}", type=kind, default=defaults[name], help=text, **options)
 
     built_in = ", ".join(architectures.BUILT_IN)
-    add("model_name", str, f"built-in ({built_in}), a Hugging Face model folder, or a hub id; Qwen2, Qwen3 or Llama")
+    add("model_name", str, f"built-in ({built_in}), else a Hugging Face model folder, else a hub id; Qwen2, Qwen3 or Llama")
     add("num_layers", lambda text: None if text == "all" else positive(text), "cut the model to this depth, or all (None: all)")
     add("num_workers", positive, "processes; must equal tp_size x dp_size (None: their product)")
     add("tp_size", positive, "tensor-parallel size (None: 1 for DDP, else 2)")
@@ -150,7 +151,7 @@ def build_parser(strategy: str) -> argparse.ArgumentParser:
     parser.add_argument("--autocast", action="store_true", help="the same as --precision autocast")
     add("attn_impl", str, "attention implementation of transformers", choices=("eager", "sdpa"))
     add("seed", _number(int, 0, high=2**32 - 1), "of the initial weights and of the order of the data")
-    add("dataset_name", str, "builtin, a .txt file, a folder of them, or a Hugging Face data set id[:config]")
+    add("dataset_name", str, "builtin, else a .txt file, a folder of them, or a Hugging Face data set id[:config]")
     add("data_cache_dir", Path, "where the tokens of long texts are kept (None: lockstep/ in $XDG_CACHE_HOME or ~/.cache)")
     add("init_weights_path", Path, "initial weights to start from: .safetensors, .safetensors.index.json or .pt, of this project or another")
     parser.add_argument("--save_init_weights", action="store_true", help="write them there first (train_ddp.py only)")
@@ -188,7 +189,28 @@ def parse_config(strategy: str, argv: list[str] | None = None) -> Config:
     for name in paths:  # workers run in other folders
         if options[name] is not None:
             options[name] = Path(os.path.expanduser(options[name])).absolute()
+    options["model_name"] = _absolute(options["model_name"], architectures.BUILT_IN)
+    options["dataset_name"] = _absolute(options["dataset_name"], (texts.BUILT_IN_CORPUS,))
     return Config(strategy=strategy, **options)
+
+
+def _absolute(name: str, built_in) -> str:
+    """A file or folder that is there, by its absolute path; any other name, and a built-in one in any case, as it is."""
+    path = Path(os.path.expanduser(name))
+    try:
+        return str(path.absolute()) if name and name not in built_in and path.exists() else name
+    except (OSError, ValueError):  # no name that a file could have
+        return name
+
+
+def shadowed(config: Config) -> list[str]:
+    """One line for each name that is built in and the name of something in the current folder: the built-in one is taken."""
+    pairs = (("model_name", config.model_name, architectures.BUILT_IN), ("dataset_name", config.dataset_name, (texts.BUILT_IN_CORPUS,)))
+    return [
+        f"--{option} {name}: the built-in one is taken; write ./{name} for the one in this folder"
+        for option, name, built_in in pairs
+        if name in built_in and Path(name).exists()
+    ]
 
 
 def launched_in_place() -> bool:
@@ -296,20 +318,32 @@ def load_inputs(config: Config) -> Inputs:
 
 
 def check_environment(config: Config, architecture: dict) -> None:
-    """Check the weights file, the folders and the tools a run needs, where it is started. Raises UserError."""
+    """Check the weights file, the folders and the tools a run needs, where it is started. Raises UserError.
+
+    A dry run leaves no folder behind.
+    """
     initial_weights.check(config, architecture)
     memory.require(config, architecture, workers_here(config.num_workers) if launched_in_place() else config.num_workers)
-    files.require_writable_folder(config.loss_output_dir, "--loss_output_dir")
     files.require_ours(config.history_path, "--loss_output_dir", history.BEGINS)  # an older run's is replaced
-    files.require_writable_folder(config.storage_path, "--storage_path")
     if config.capture_dir is not None:
-        files.require_writable_folder(config.capture_dir, "--capture_dir")
         files.require_new_folder(config.capture_folder, "--capture_dir", overwrite=config.overwrite)
     if config.experiment_name is not None and (config.storage_path / config.experiment_name).exists():
         raise UserError(
             f"--experiment_name {config.experiment_name}: already used under {config.storage_path}; choose a new name"
         )
-    if config.strategy == "deepspeed" and config.device == "cpu" and not (
-        shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++")
-    ):
+    if config.strategy == "deepspeed":
+        _require_deepspeed(config)
+    if config.history_path.is_dir():
+        raise UserError(f"--loss_output_dir: {config.history_path} is a folder; remove it, or choose another folder")
+    for option in ("loss_output_dir", "capture_dir"):
+        if getattr(config, option) is not None:
+            files.require_writable_folder(getattr(config, option), f"--{option}", keep=not config.dry_run)
+    if not launched_in_place():  # Ray makes it, and it may stay empty
+        files.require_writable_folder(config.storage_path, "--storage_path", keep=False)
+
+
+def _require_deepspeed(config: Config) -> None:
+    if importlib.util.find_spec("deepspeed") is None:
+        raise UserError("train_deepspeed.py needs the package deepspeed, and it is not installed; install requirements.txt")
+    if config.device == "cpu" and not (shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++")):
         raise UserError("DeepSpeed builds a small C++ extension when it first runs on CPUs, and no C++ compiler (c++ or g++) is on the PATH; install one, e.g. the package g++")

@@ -76,7 +76,7 @@ def check(config, architecture: dict) -> None:
         if path is None:
             raise UserError("--save_init_weights needs --init_weights_path, the file to write")
         weights.check_new(path, architecture, origin(config), overwrite=config.overwrite)
-        files.require_writable_folder(path.parent, "--init_weights_path")
+        files.require_writable_file(path, "--init_weights_path")
     start = file_of(config)
     if start is not None:
         option = "--pretrained" if config.pretrained else "--init_weights_path"

@@ -8,6 +8,9 @@ A job is {"strategy", "arguments", "fault"}: a training script with its flags, a
 those dumps too. `start` does the starting.
 """
 
+if __name__ == "__main__":
+    from lockstep import startup  # noqa: F401 - first: from now on Ctrl-C and a missing package are one line each
+
 import importlib
 import json
 import os

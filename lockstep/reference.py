@@ -14,6 +14,9 @@ visibly in a few weights after one step, and how far they differ is luck. From t
 Float64 throughout (lockstep/exact.py).
 """
 
+if __name__ == "__main__":
+    from lockstep import startup  # noqa: F401 - first: from now on Ctrl-C and a missing package are one line each
+
 import dataclasses
 import math
 from pathlib import Path
