@@ -113,7 +113,7 @@ def try_out(architecture: dict, source: str, model_name: str) -> None:
     if not is_built_in(source):
         from lockstep import model_check
 
-        model_check.try_out(architecture, model_name)
+        model_check.try_out(architecture, find(model_name)[0], model_name)
 
 
 def find(model_name: str) -> tuple[dict, str]:

@@ -25,9 +25,9 @@ def require(config, architecture: dict, workers_here: int) -> None:
     needed, has = least_bytes(config, parameters) * workers_here // config.num_workers, machine_bytes()
     if needed > has:
         raise UserError(
-            f"--model_name {config.model_name}: {parameters:.3g} parameters need at least {needed / 1e9:.3g} GB of memory, with their "
-            f"gradients and the optimizer's state over {config.num_workers} workers, and this machine has {has / 1e9:.3g} GB; "
-            "choose a smaller model or lower --num_layers"
+            f"--model_name {config.model_name}: {parameters:.3g} parameters, with gradients and optimizer state over "
+            f"{config.num_workers} workers, need at least {needed / 1e9:.3g} GB of memory, and this machine has "
+            f"{has / 1e9:.3g} GB; choose a smaller model or lower --num_layers"
         )
 
 

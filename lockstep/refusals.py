@@ -8,7 +8,7 @@ import re
 
 from lockstep.errors import UserError, printable
 
-OFF = (None, False, 0, 0.0, "", [], {})
+OFF = (None, False, 0, 0.0, [], {})
 _OTHER = "transformers' model of this family does not do that, nor does the reference; remove it, or choose another model"
 _PLAN = "every strategy here has a plan of its own; remove it"
 # key -> (values that ask for nothing, why any other is refused and what to do)
@@ -71,7 +71,8 @@ def refuse(content: dict, family: str, class_name: str, where: str) -> set[str]:
             raise UserError(f"{where}: {printable(key, 60)} is {printable(repr(value), 60)}: {why}")
         ruled.add(key)
     if family == "llama" and any(each != "full_attention" for each in _listed(content.get("layer_types"))):
-        raise UserError(f"{where}: layer_types is {printable(repr(content['layer_types']), 60)}: transformers' Llama has none; remove it")
+        types = printable(repr(content["layer_types"]), 60)
+        raise UserError(f"{where}: layer_types is {types}: transformers' Llama has none; remove it")
     named = _listed(content.get("architectures"))
     if any(name != class_name for name in named):
         raise UserError(

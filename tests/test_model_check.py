@@ -1,6 +1,7 @@
-"""A user's model is tried before a run: transformers takes it, it fits, and the reference is the model that transformers builds."""
+"""A user's model is tried before a run: transformers takes it, it fits, and the reference is transformers' model."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -12,12 +13,17 @@ from lockstep.architectures import BUILT_IN
 from lockstep.errors import UserError
 from lockstep.model import build_model, causal_lm_loss
 from lockstep.model_config import checked
+from ranks import ROOT
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import model_families  # noqa: E402
 
 QWEN2, QWEN3, LLAMA = (BUILT_IN[f"tiny-{family}"] for family in ("qwen2", "qwen3", "llama"))
 WINDOWS = {**QWEN2, "use_sliding_window": True, "sliding_window": 32, "max_window_layers": 1}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 MODELS = {
     "windows": WINDOWS,
+    "window of one": {**WINDOWS, "sliding_window": 1, "max_window_layers": 0},  # no attention, so no gradient of q and k
     "layer types": {**QWEN3, "use_sliding_window": True, "sliding_window": 5, "num_hidden_layers": 3,
                     "layer_types": ["full_attention", "full_attention", "sliding_attention"]},
     "llama3": {**LLAMA, "rope_scaling": LLAMA3, "rope_theta": 10000.0},
@@ -41,7 +47,7 @@ def test_the_reference_is_transformers_own_model(name, attn_impl):
 
 @pytest.mark.parametrize("name", hub.ALL)
 def test_models_of_the_hub(name):
-    model_check.try_out(checked(hub.ALL[name], "x")[0], name)
+    model_check.try_out(checked(hub.ALL[name], "x")[0], hub.ALL[name], name)
     assert difference(hub.ALL[name])[0] == ""
 
 
@@ -108,7 +114,7 @@ def folder(tmp_path, content):
 def test_only_models_of_users_are_checked(tmp_path, monkeypatch):
     monkeypatch.setattr(exact, "attention", None)
     config, inputs = folder(tmp_path, WINDOWS)
-    with pytest.raises(UserError, match="the reference is not the model that transformers builds from its config.json"):
+    with pytest.raises(UserError, match="the reference is not transformers' model of its config.json"):
         model_check.check(config, inputs)
     config = config_module.parse_config("ddp", [])
     model_check.check(config, config_module.load_inputs(config))
@@ -122,15 +128,21 @@ def test_what_transformers_refuses_is_one_line(tmp_path):
     assert folder(tmp_path, {**QWEN2, "hidden_size": 66, "head_dim": 16})[1].architecture["hidden_size"] == 66
 
 
-def test_other_parameters_than_planned_are_refused(monkeypatch):
+def test_other_parameters_than_planned_are_refused():
+    model_check.try_out(LLAMA, LLAMA, "x")
     with pytest.raises(UserError, match="has model.layers.0.self_attn.q_proj.bias of shape"):
-        model_check.try_out({**LLAMA, "attention_bias": True}, "x")
+        model_check.try_out(LLAMA, {**LLAMA, "attention_bias": True}, "x")
+
+
+def test_a_method_is_no_key(tmp_path):
+    with pytest.raises(UserError, match="to_dict would replace a method"):
+        folder(tmp_path, {**LLAMA, "to_dict": "x"})
 
 
 def test_a_model_that_does_not_fit(tmp_path, monkeypatch):
     huge = {**LLAMA, "hidden_size": 2**18, "intermediate_size": 2**20, "num_attention_heads": 2**11, "num_key_value_heads": 2, "num_hidden_layers": 1000}
     config, inputs = folder(tmp_path, huge)
-    with pytest.raises(UserError, match=r"9\.62e\+14 parameters need at least .* GB of memory"):
+    with pytest.raises(UserError, match=r"9\.62e\+14 parameters.* need at least .* GB of memory"):
         config_module.check_environment(config, inputs.architecture)
     parameters = sum(p.numel() for p in build_model(LLAMA, seed=0, attn_impl="sdpa", init_weights_path=None)[0].parameters())
     assert memory.least_bytes(config, parameters) == parameters * 16 * 2
@@ -146,3 +158,17 @@ def test_a_rope_leaves_the_architecture_as_it_is():
     before = json.dumps(MODELS["llama3"])
     build_model(MODELS["llama3"], seed=0, attn_impl="sdpa", init_weights_path=None)
     assert json.dumps(MODELS["llama3"]) == before
+
+
+@pytest.mark.parametrize("number", range(12))
+def test_drawn_by_chance(number):
+    """Each is computed right or refused by name (results/model_families.md has more of them)."""
+    outcome, why = model_families.judge(model_families.drawn(12, seed=1)[number])
+    assert outcome != model_families.WRONG, why
+
+
+def test_a_draw_can_be_wrong(monkeypatch):
+    """Negative control: a norm that leaves its epsilon out."""
+    monkeypatch.setattr(exact, "norm_forward", lambda module, hidden: module.weight * hidden / hidden.square().mean(-1, keepdim=True).sqrt())
+    outcomes = {model_families.judge(content)[0] for content in model_families.drawn(6, seed=1)}
+    assert model_families.RIGHT not in outcomes and model_families.WRONG in outcomes
