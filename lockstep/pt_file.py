@@ -14,7 +14,7 @@ from pathlib import Path
 from lockstep.errors import UserError, first_line, printable
 from lockstep.files import require_regular
 
-LARGEST_PICKLE = 1 << 24  # bytes; a tensor takes about 200 of them
+LARGEST_PICKLE = 1 << 21  # bytes; a tensor takes about 250 of them, and a dense model has some thousand
 MOST_MEMBERS = 200_000
 LARGEST_DIRECTORY = 1 << 25  # bytes
 DTYPES = {  # the class of a storage -> the name and the bytes that safetensors has for its dtype

@@ -19,7 +19,7 @@ INDEX = ".safetensors.index.json"
 HEADER = "lockstep"  # the key of our own entry in the metadata of a safetensors file
 FLOATS = {"F32": 4, "BF16": 2, "F16": 2}  # dtypes that float32 holds exactly -> bytes
 TORCH_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-LARGEST_HEADER = 1 << 24  # bytes; a tensor takes about 250 of them, with its checksum
+LARGEST_HEADER = 1 << 22  # bytes; a tensor takes about 250 of them, with its checksum, and a dense model has some thousand
 MOST_VALUES, DEEPEST = 1_000_000, 16  # in what a file says of itself: values, and how deep one may lie
 DAMAGED = "give a whole file, or save the weights again under another name"
 

@@ -2,6 +2,9 @@
 
 import json
 import os
+import subprocess
+import sys
+import time
 import zipfile
 
 import pytest
@@ -12,6 +15,7 @@ from lockstep import weights
 from lockstep.architectures import BUILT_IN
 from lockstep.errors import UserError
 from lockstep.model import build_model
+from ranks import ROOT
 
 TINY, UNTIED = BUILT_IN["tiny-qwen2"], BUILT_IN["tiny-llama"]
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -181,3 +185,31 @@ def test_an_index_that_does_not_fit(tmp_path, message):
     path.write_text(json.dumps({"weight_map": BROKEN[message](json.loads(path.read_text())["weight_map"])}))
     with pytest.raises(UserError, match=message):
         weights.check(path, TINY)
+
+
+LIST_OF_LISTS = b"]q\x00" + b"".join(b"]q%c(h%ch%ce" % (i + 1, i, i) for i in range(60))  # 2^60 lists, in 600 bytes
+PICKLES = {
+    "deep": b"\x80\x02)" + b"\x85" * 1_000_000 + b".",
+    "deep key": b"\x80\x02})" + b"\x85" * 1_000_000 + b"K\x01s.",
+    "a memo of 4 billion places": b"\x80\x02Nr\xff\xff\xff\xff.",
+    "a billion laughs": b"\x80\x02}(X\x0c\x00\x00\x00architecture}X\x01\x00\x00\x00a" + LIST_OF_LISTS + b"s.",
+    "in itself": b"\x80\x02}q\x00X\x01\x00\x00\x00ah\x00s.",
+    "no key": b"\x80\x02}X\x03\x00\x00\x00\xed\xa0\x80Ns.",
+}
+
+
+@pytest.mark.parametrize("name", PICKLES)
+def test_hostile_pickles_are_answered_at_once(tmp_path, name):
+    with zipfile.ZipFile(tmp_path / "x.pt", "w") as archive:
+        archive.writestr("x/data.pkl", PICKLES[name])
+    start = time.monotonic()
+    with pytest.raises(UserError):
+        weights.check(tmp_path / "x.pt", TINY)
+    assert time.monotonic() - start < 10
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_no_format_needs_torch(tmp_path, name):
+    path = write(tmp_path / name, state())
+    code = f"import sys; from pathlib import Path; from lockstep import weights, architectures; weights.check(Path({str(path)!r}), architectures.BUILT_IN['tiny-qwen2']); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

@@ -167,7 +167,7 @@ def safetensors_case(content: bytes, draw: random.Random) -> bytes:
         about = _vary(json.loads(header["__metadata__"]["lockstep"]), draw)
         header["__metadata__"]["lockstep"] = draw.choice([json.dumps(about)] * 5 + ["", "null", "[" * 100_000, '{"a":1,"a":1}', "\ufeff{}", "1" * 5000])
     elif kind == 11:
-        return join(json.dumps(header).encode(), data, draw.choice([0, 1, 8, 2**24 + 1, 2**40, 2**63, 2**64 - 1, len(json.dumps(header)) + 8]))
+        return join(json.dumps(header).encode(), data, draw.choice([0, 1, 8, 2**22 + 1, 2**40, 2**63, 2**64 - 1, len(json.dumps(header)) + 8]))
     elif kind == 12:
         text = json.dumps(header).encode()
         odd = [b"[]", b"null", b"", b"5", b"{}", b"[" * 100_000, b'{"a":' * 50_000, b"\xef\xbb\xbf" + text, text + b" " * 7, b" " + text, text[:-1], text + text,
