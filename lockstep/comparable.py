@@ -9,7 +9,7 @@ from lockstep.errors import UserError
 from lockstep.manifest import REMEDY, configuration
 
 SAME = ("optimizer", "learning_rate", "weight_decay", "max_grad_norm", "gradient_accumulation_steps", "precision",
-        "batch_size", "seq_length", "dp_size", "attn_impl")  # fmt: skip
+        "batch_size", "seq_length", "dp_size", "attn_impl", "seed")  # fmt: skip
 SUMMED = 1e-9  # relative: how far two float64 sums of the same numbers may be apart
 
 

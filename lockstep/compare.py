@@ -12,12 +12,14 @@ import functools
 import math
 from pathlib import Path
 
+import numpy as np
+
 from lockstep import tensor_report
 from lockstep.comparable import configuration_differences, require_comparable, require_its_batch, require_norms, require_summary
 from lockstep.compare_losses import RANK_SPACINGS, RULES, loss_noise
 from lockstep.config import STRATEGIES, Parser
 from lockstep.diagnose import diagnose
-from lockstep.distance import Distance, Size, clip_factor, on_all_cores, tensor_distances, update_distances
+from lockstep.distance import BLOCK, Distance, Size, clip_factor, on_all_cores, tensor_distances, update_distances
 from lockstep.dump import Dump, number_of_elements
 from lockstep.errors import UserError, run_program
 from lockstep.manifest import REMEDY
@@ -55,6 +57,12 @@ def compare(reference: Dump, dumps: dict[str, Dump], replays: dict[str, Dump]) -
             require_its_batch(truth, step)
         _judge_step(reference, dumps, truths, step, precision, result)
         result.losses += _losses(reference, dumps, step, precision, exact=True)
+    _verify([
+        (reference, int(step), name)
+        for step, entry in reference.steps.items()
+        for name in entry["tensors"]
+        if step != "0" and (step != "1" or name.split("/")[0] in UPDATE)
+    ])  # fmt: skip
     return result
 
 
@@ -83,7 +91,22 @@ def compare_two(one: Dump, other: Dump) -> Result:
             result.rows.append(judge(folder, 1, name, distance, measure, ROUNDING[entries[name]["dtype"]]))
     for folder, dump in dumps.items():
         _hold_records(folder, dump, 1, {row.name: row.distance for row in result.rows if row.strategy == folder}, result)
+    read = {(1, name) for name in names}
+    rest = [(dump, int(step), name) for dump in dumps.values() for step, entry in dump.steps.items() for name in entry["tensors"]]
+    _verify([(dump, step, name) for dump, step, name in rest if (step, name) not in read])
     return result
+
+
+def _verify(items: list[tuple[Dump, int, str]]) -> None:
+    """Verify the checksums of tensors that nothing is compared with: a dump is whole, or no verdict is given by it."""
+    sizes = [number_of_elements(dump.steps[str(step)]["tensors"][name]) for dump, step, name in items]
+    on_all_cores(_verify_one, items, sizes)
+
+
+def _verify_one(item: tuple[Dump, int, str]) -> None:
+    dump, step, name = item
+    for _ in dump.blocks(step, name, BLOCK, np.empty(8 * BLOCK, dtype=np.uint8)):
+        pass
 
 
 def _require_precision(precision: str) -> None:

@@ -18,6 +18,9 @@ def test_every_tensor_of_a_step_is_there(dumps):
     assert kinds == {"batch", "forward", "backward", "gradient", "exp_avg", "exp_avg_sq", "parameter"}
     modules = {name.removeprefix("forward/") for name in entry if name.startswith("forward/")}
     assert {"model.embed_tokens", "model.layers.1.mlp.act_fn", "model.layers.0.self_attn", "model.layers.1", "lm_head"} <= modules
+    assert entry["forward/model.layers.0.self_attn.o_proj.input"]["sharded"] == {"dp": 0, "tp": 2}
+    assert entry["backward/model.layers.0.mlp.down_proj.input"]["sharded"] == {"dp": 0, "tp": 2}
+    assert Dump(dumps / "fsdp").missing == []
     assert entry["forward/lm_head"]["shape"] == [8, 32, 2048]  # dp x accumulation x batch rows, the whole vocabulary
     assert entry["forward/lm_head"]["sharded"] == {"dp": 0, "tp": 2}
     assert entry["parameter/model.layers.0.self_attn.o_proj.weight"]["sharded"] == {"dp": 0, "tp": 1}
