@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from lockstep import tensor_report
-from lockstep.comparable import configuration_differences, require_comparable, require_its_batch, require_norms, require_summary
+from lockstep.comparable import configuration_differences, require_comparable, require_its_batch, require_norm, require_norms, require_summary
 from lockstep.compare_losses import RANK_SPACINGS, RULES, loss_noise
 from lockstep.config import STRATEGIES, Parser
 from lockstep.diagnose import diagnose
@@ -56,13 +56,12 @@ def compare(reference: Dump, dumps: dict[str, Dump], replays: dict[str, Dump]) -
         for truth in truths.values():
             require_its_batch(truth, step)
         _judge_step(reference, dumps, truths, step, precision, result)
-        result.losses += _losses(reference, dumps, step, precision, exact=True)
-    _verify([
-        (reference, int(step), name)
-        for step, entry in reference.steps.items()
-        for name in entry["tensors"]
-        if step != "0" and (step != "1" or name.split("/")[0] in UPDATE)
-    ])  # fmt: skip
+        result.losses += _losses(reference, dumps, step, precision, truths)
+    for step in (int(step) for step in reference.steps if step != "0"):  # of which the first update and the later steps were not read
+        names = [name for name in reference.expected(step) if step > 1 or name.split("/")[0] in UPDATE]
+        squares = _verify([(reference, step, name) for name in names])
+        if step > 1:
+            require_norm(reference, step, math.sqrt(sum(square for name, square in zip(names, squares, strict=True) if name.startswith("gradient/"))))
     return result
 
 
@@ -78,7 +77,7 @@ def compare_two(one: Dump, other: Dump) -> Result:
     precision = one.run["config"]["precision"]
     _require_precision(precision)
     dumps = {str(one.folder): one, str(other.folder): other}
-    result = Result(dumps, str(other.folder), [], _losses(other, dumps, 1, precision, exact=False), {}, dumps, [])
+    result = Result(dumps, str(other.folder), [], _losses(other, dumps, 1, precision, {}), {}, dumps, [])
     result.configuration = {name: configuration_differences(other, dump) for name, dump in dumps.items()}
     result.missing = [(name, *missing) for name, dump in dumps.items() for missing in dump.missing]
     names = [name for name in _names(other, 1) if one.has(1, name) and other.has(1, name)]
@@ -97,16 +96,18 @@ def compare_two(one: Dump, other: Dump) -> Result:
     return result
 
 
-def _verify(items: list[tuple[Dump, int, str]]) -> None:
-    """Verify the checksums of tensors that nothing is compared with: a dump is whole, or no verdict is given by it."""
+def _verify(items: list[tuple[Dump, int, str]]) -> list[float]:
+    """Verify the checksums of tensors that nothing is compared with: a dump is whole, or no verdict is given by it.
+
+    Returns the sum of squares of each.
+    """
     sizes = [number_of_elements(dump.steps[str(step)]["tensors"][name]) for dump, step, name in items]
-    on_all_cores(_verify_one, items, sizes)
+    return on_all_cores(_verify_one, items, sizes)
 
 
-def _verify_one(item: tuple[Dump, int, str]) -> None:
+def _verify_one(item: tuple[Dump, int, str]) -> float:
     dump, step, name = item
-    for _ in dump.blocks(step, name, BLOCK, np.empty(8 * BLOCK, dtype=np.uint8)):
-        pass
+    return sum(float(block.double().square().sum()) for block in dump.blocks(step, name, BLOCK, np.empty(8 * BLOCK, dtype=np.uint8)))
 
 
 def _require_precision(precision: str) -> None:
@@ -208,16 +209,18 @@ def _update(dumps: dict[str, Dump], reference: Dump, step: int, clips: dict[str,
     return update_distances(dumps[strategy], reference, step, clips[strategy], name)
 
 
-def _losses(baseline: Dump, dumps: dict[str, Dump], step: int, precision: str, *, exact: bool) -> list[Loss]:
-    """The losses of all DP ranks; `exact` says whether the baseline is the reference."""
+def _losses(baseline: Dump, dumps: dict[str, Dump], step: int, precision: str, truths: dict[str, Dump]) -> list[Loss]:
+    """The losses of all DP ranks. `truths` are the references of the runs; without them there is none."""
     config = baseline.run["config"]
     tokens = config["batch_size"] * config["gradient_accumulation_steps"] * config["seq_length"]
     growth = 1 if step == 1 else RULES[precision].growth
+    of_rank = lambda dump, rank: dump.steps[str(step)]["rank_losses"][rank]  # noqa: E731
     found = []
-    for dp_rank, loss in enumerate(baseline.steps[str(step)]["rank_losses"]):
+    for rank in range(config["dp_size"]):
+        loss = of_rank(baseline, rank)
         noise = loss_noise(precision, loss, baseline.run["architecture"], tokens, spacings=RANK_SPACINGS)
-        by_strategy = {name: dump.steps[str(step)]["rank_losses"][dp_rank] for name, dump in dumps.items()}
-        found.append(Loss(step, dp_rank, loss if exact else None, by_strategy, noise * growth, LIMIT[precision] * abs(loss)))
+        by_strategy, exact = ({name: of_rank(dump, rank) for name, dump in each.items()} for each in (dumps, truths))
+        found.append(Loss(step, rank, loss if truths else None, by_strategy, noise * growth, exact, LIMIT[precision] * abs(loss)))
     return found
 
 
