@@ -36,7 +36,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--precision", choices=("fp32", "autocast"), default="fp32", help="default: %(default)s, the proof")
     parser.add_argument("--steps", type=int, default=30, help="to train, for the loss verdict (default: %(default)s)")
     parser.add_argument("--output", type=Path, default=Path("runs/faults.json"), help="the table as data; .md beside it (default: %(default)s)")
-    parser.add_argument("--work_dir", type=Path, help="keep the runs there (default: a temporary folder)")
+    parser.add_argument("--work_dir", type=Path, help="keep the runs there, and beside each dump its report (default: a temporary folder)")
     parser.add_argument("--list", action="store_true", help="print the catalogue; run nothing")
     return parser.parse_args(argv)
 
@@ -152,12 +152,15 @@ def require_clean(group: Group, strategy: str) -> None:
 
 def judge(group: Group, fault, strategy: str) -> dict:
     """What the two verdicts and the diagnosis say of one planted fault."""
+    from lockstep import tensor_report
     from lockstep.diagnose import diagnose
     from lockstep.dump import Dump
 
     result, curve, reference, replays = verdicts(group, fault.name, strategy)
     failures, dump = result.failures(strategy), result.dumps[strategy]
     diagnosis = diagnose(result, strategy, reference, replays)
+    if group.options.work_dir:
+        tensor_report.write(result, {strategy: diagnosis}, dump.folder.with_name(f"report_{strategy}"))
     step, first = (failures[0][0], failures[0][2]) if failures else (None, None)
     guards = group.history_folder(strategy, fault.name) / "guards.txt"
     causes = [cause.name for cause in diagnosis.causes]

@@ -9,7 +9,7 @@ from lockstep.errors import UserError
 from lockstep.manifest import REMEDY, configuration
 
 SAME = ("optimizer", "learning_rate", "weight_decay", "max_grad_norm", "gradient_accumulation_steps", "precision",
-        "batch_size", "seq_length", "dp_size", "attn_impl")  # fmt: skip
+        "batch_size", "seq_length", "dp_size", "attn_impl", "seed")  # fmt: skip
 SUMMED = 1e-9  # relative: how far two float64 sums of the same numbers may be apart
 
 
@@ -79,10 +79,14 @@ def require_its_batch(reference: Dump, step: int) -> None:
 
 
 def require_norms(truths: dict[str, Dump], step: int, found: dict, parameters: list[str]) -> None:
-    """Raise UserError unless the gradient norm that a reference records is that of its gradients."""
+    """Hold the gradient norm that each run's reference records against its gradients, as the run's distances have them."""
     for strategy, truth in truths.items():
         if all(f"gradient/{name}" in found[strategy] for name in parameters):
-            held = math.hypot(*(found[strategy][f"gradient/{name}"].norm for name in parameters))
-            said = truth.steps[str(step)]["grad_norm"]
-            if not math.isclose(said, held, rel_tol=SUMMED):
-                raise UserError(f"{truth.folder}: step {step} records a gradient norm of {said:.9g}, its gradients have {held:.9g}; {REMEDY}")
+            require_norm(truth, step, math.hypot(*(found[strategy][f"gradient/{name}"].norm for name in parameters)))
+
+
+def require_norm(reference: Dump, step: int, held: float) -> None:
+    """Raise UserError unless the gradient norm that a reference records is that of its gradients, `held`."""
+    said = reference.steps[str(step)]["grad_norm"]
+    if not math.isclose(said, held, rel_tol=SUMMED):
+        raise UserError(f"{reference.folder}: step {step} records a gradient norm of {said:.9g}, its gradients have {held:.9g}; {REMEDY}")

@@ -15,12 +15,14 @@ import functools
 import math
 from pathlib import Path
 
+import numpy as np
+
 from lockstep import tensor_report
-from lockstep.comparable import configuration_differences, require_comparable, require_its_batch, require_norms, require_summary
+from lockstep.comparable import configuration_differences, require_comparable, require_its_batch, require_norm, require_norms, require_summary
 from lockstep.compare_losses import RANK_SPACINGS, RULES, loss_noise
 from lockstep.config import STRATEGIES, Parser
 from lockstep.diagnose import diagnose
-from lockstep.distance import Distance, Size, clip_factor, on_all_cores, tensor_distances, update_distances
+from lockstep.distance import BLOCK, Distance, Size, clip_factor, on_all_cores, tensor_distances, update_distances
 from lockstep.dump import Dump, number_of_elements
 from lockstep.errors import UserError, run_program
 from lockstep.manifest import REMEDY
@@ -57,7 +59,12 @@ def compare(reference: Dump, dumps: dict[str, Dump], replays: dict[str, Dump]) -
         for truth in truths.values():
             require_its_batch(truth, step)
         _judge_step(reference, dumps, truths, step, precision, result)
-        result.losses += _losses(reference, dumps, step, precision, exact=True)
+        result.losses += _losses(reference, dumps, step, precision, truths)
+    for step in (int(step) for step in reference.steps if step != "0"):  # of which the first update and the later steps were not read
+        names = [name for name in reference.expected(step) if step > 1 or name.split("/")[0] in UPDATE]
+        squares = _verify([(reference, step, name) for name in names])
+        if step > 1:
+            require_norm(reference, step, math.sqrt(sum(square for name, square in zip(names, squares, strict=True) if name.startswith("gradient/"))))
     return result
 
 
@@ -73,7 +80,7 @@ def compare_two(one: Dump, other: Dump) -> Result:
     precision = one.run["config"]["precision"]
     _require_precision(precision)
     dumps = {str(one.folder): one, str(other.folder): other}
-    result = Result(dumps, str(other.folder), [], _losses(other, dumps, 1, precision, exact=False), {}, dumps, [])
+    result = Result(dumps, str(other.folder), [], _losses(other, dumps, 1, precision, {}), {}, dumps, [])
     result.configuration = {name: configuration_differences(other, dump) for name, dump in dumps.items()}
     result.missing = [(name, *missing) for name, dump in dumps.items() for missing in dump.missing]
     names = [name for name in _names(other, 1) if one.has(1, name) and other.has(1, name)]
@@ -86,7 +93,24 @@ def compare_two(one: Dump, other: Dump) -> Result:
             result.rows.append(judge(folder, 1, name, distance, measure, ROUNDING[entries[name]["dtype"]]))
     for folder, dump in dumps.items():
         _hold_records(folder, dump, 1, {row.name: row.distance for row in result.rows if row.strategy == folder}, result)
+    read = {(1, name) for name in names}
+    rest = [(dump, int(step), name) for dump in dumps.values() for step, entry in dump.steps.items() for name in entry["tensors"]]
+    _verify([(dump, step, name) for dump, step, name in rest if (step, name) not in read])
     return result
+
+
+def _verify(items: list[tuple[Dump, int, str]]) -> list[float]:
+    """Verify the checksums of tensors that nothing is compared with: a dump is whole, or no verdict is given by it.
+
+    Returns the sum of squares of each.
+    """
+    sizes = [number_of_elements(dump.steps[str(step)]["tensors"][name]) for dump, step, name in items]
+    return on_all_cores(_verify_one, items, sizes)
+
+
+def _verify_one(item: tuple[Dump, int, str]) -> float:
+    dump, step, name = item
+    return sum(float(block.double().square().sum()) for block in dump.blocks(step, name, BLOCK, np.empty(8 * BLOCK, dtype=np.uint8)))
 
 
 def _require_precision(precision: str) -> None:
@@ -188,16 +212,18 @@ def _update(dumps: dict[str, Dump], reference: Dump, step: int, clips: dict[str,
     return update_distances(dumps[strategy], reference, step, clips[strategy], name)
 
 
-def _losses(baseline: Dump, dumps: dict[str, Dump], step: int, precision: str, *, exact: bool) -> list[Loss]:
-    """The losses of all DP ranks; `exact` says whether the baseline is the reference."""
+def _losses(baseline: Dump, dumps: dict[str, Dump], step: int, precision: str, truths: dict[str, Dump]) -> list[Loss]:
+    """The losses of all DP ranks. `truths` are the references of the runs; without them there is none."""
     config = baseline.run["config"]
     tokens = config["batch_size"] * config["gradient_accumulation_steps"] * config["seq_length"]
     growth = 1 if step == 1 else RULES[precision].growth
+    of_rank = lambda dump, rank: dump.steps[str(step)]["rank_losses"][rank]  # noqa: E731
     found = []
-    for dp_rank, loss in enumerate(baseline.steps[str(step)]["rank_losses"]):
+    for rank in range(config["dp_size"]):
+        loss = of_rank(baseline, rank)
         noise = loss_noise(precision, loss, baseline.run["architecture"], tokens, spacings=RANK_SPACINGS)
-        by_strategy = {name: dump.steps[str(step)]["rank_losses"][dp_rank] for name, dump in dumps.items()}
-        found.append(Loss(step, dp_rank, loss if exact else None, by_strategy, noise * growth, LIMIT[precision] * abs(loss)))
+        by_strategy, exact = ({name: of_rank(dump, rank) for name, dump in each.items()} for each in (dumps, truths))
+        found.append(Loss(step, rank, loss if truths else None, by_strategy, noise * growth, exact, LIMIT[precision] * abs(loss)))
     return found
 
 

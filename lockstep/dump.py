@@ -60,8 +60,8 @@ class Dump:
             self.layout: Layout = layout_of(self.run["architecture"], self.run["config"]["attn_impl"])
         except UserError as error:
             raise UserError(f"{path}: run.architecture: {error}; {REMEDY}") from error
-        self._places = {int(step): self._read_header(int(step)) for step in self.steps}
         self.missing = [(int(step), name) for step in self.steps for name in self._require_known(int(step))]
+        self._places = {int(step): self._read_header(int(step)) for step in self.steps}
         if self.exact and self.missing:
             step, name = self.missing[0]
             raise UserError(f"{path}: step {step} lacks {name}, and a reference must have every tensor of its model; {REMEDY}")

@@ -188,8 +188,8 @@ def _contradictions(manifest: dict):
         yield f"run.versions does not name {' and '.join(libraries)}"
     elif run["versions"]["transformers"] != importlib.metadata.version("transformers"):
         here = importlib.metadata.version("transformers")
-        yield (f"captured with transformers {run['versions']['transformers']}, and here is {here}, whose modules may be others; "
-               "compare where it was captured, or")  # fmt: skip
+        found = run["versions"]["transformers"]
+        yield f"captured with transformers {found}, and the modules of {here} here may be others; compare where it was captured, or use one version"
     numbers = sorted(map(int, steps))
     first = 1 if not exact else 0 if "0" in steps else 2
     last = options["capture_steps"] if exact else min(options["capture_steps"], run["num_steps"])

@@ -3,7 +3,6 @@
 import contextlib
 import importlib.metadata
 import math
-import platform
 import resource
 
 import torch
@@ -94,7 +93,7 @@ def torch_contract(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> 
 
 def versions() -> dict[str, str]:
     """Versions of the libraries that take part, of those installed; a difference between runs is one in the experiment."""
-    found = {"python": platform.python_version()}
+    found = {}
     for name in ("torch", "transformers", "deepspeed", "ray", "numpy", "safetensors", "accelerate"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)

@@ -20,8 +20,10 @@ def now() -> str:
 
 
 def command() -> str:
-    """The command line of this process, as a shell would take it."""
-    return printable(shlex.join(sys.argv), LONGEST_COMMAND)
+    """The command line of this process, as a shell would take it in the folder of the programs."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    program = ["-m", spec.name] if spec else [Path(sys.argv[0]).name]
+    return printable(shlex.join(["python", *program, *sys.argv[1:]]), LONGEST_COMMAND)
 
 
 @functools.cache

@@ -285,8 +285,7 @@ def as_data(result: Result, diagnoses: dict[str, Diagnosis]) -> dict:
 
 
 def _strict(loss: dict) -> dict:
-    by_strategy = {name: _finite(value) for name, value in loss["by_strategy"].items()}
-    return {**{key: _finite(value) for key, value in loss.items() if key != "by_strategy"}, "by_strategy": by_strategy}
+    return {key: {name: _finite(each) for name, each in value.items()} if isinstance(value, dict) else _finite(value) for key, value in loss.items()}
 
 
 def _finite(value: float | None) -> float | None:

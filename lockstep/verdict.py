@@ -128,13 +128,13 @@ class Loss:
     reference: float | None  # None without one
     by_strategy: dict[str, float]
     tolerated: float  # of the difference from DDP
-    limit: float = math.inf  # of DDP's own difference from the reference
+    exact: dict[str, float] = field(default_factory=dict)  # of the reference from the weights that each run itself had
+    limit: float = math.inf  # of the difference from that
 
-    def gap(self, strategy: str, baseline: str) -> tuple[float, str, float]:
+    def checks(self, strategy: str, baseline: str) -> list[tuple[float, str, float]]:
         """(the loss that this one is held against, whose it is, what difference is tolerated)."""
-        if strategy == baseline and self.reference is not None:
-            return self.reference, "the reference", self.limit
-        return self.by_strategy[baseline], baseline, self.tolerated
+        found = [(self.by_strategy[baseline], baseline, self.tolerated)]
+        return found + [(self.exact[name], "the reference", self.limit) for name in self.exact if name == strategy]
 
 
 @dataclass
@@ -187,9 +187,9 @@ class Result:
                 what = f"was recorded as {norm.recorded:.9g}; the gradients' is {norm.held:.9g}"
                 found.append((norm.step, last + 0.5, "gradient norm", what))
         for loss in self.losses:
-            base, whose, tolerated = loss.gap(strategy, self.baseline)
             mine = loss.by_strategy[strategy]
-            if not abs(mine - base) <= tolerated:  # a NaN fails
+            off = [check for check in loss.checks(strategy, self.baseline) if not abs(mine - check[0]) <= check[2]]  # a NaN fails
+            for base, whose, tolerated in off[:1]:
                 what = f"is {mine:.9f}, {whose}'s is {base:.9f}; {tolerated:.1e} is tolerated"
                 found.append((loss.step, len(order[loss.step]), f"loss of DP rank {loss.dp_rank}", what))
         return sorted(found)
