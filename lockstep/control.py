@@ -13,8 +13,7 @@ from dataclasses import dataclass
 CONTROL_FACTOR = 8  # twice WORST_RATIO
 WORST_RATIO = 4  # how far correct runs have gone beyond what one control run had shown
 NEIGHBOURS = 5  # steps before and after one that a lonely gap is held against
-GROWTH = 100  # times the largest gap so far; seen where training is stable: 26
-AMPLIFICATION = 240  # of the noise of the first loss; seen where training is stable: 99, elsewhere from 290 on
+AMPLIFICATION = 400  # of the noise of the first loss; seen where training is stable: 140
 USUAL = 10  # amplification, which says nothing against a run, however short
 POWER = 0.5  # of the range of the loss: a tolerance beyond that would pass a run that learns nothing
 _AGAIN = "one of the two histories is wrong, or training is unstable: run both again, or lower --learning_rate"
@@ -28,7 +27,8 @@ class Noise:
     what: str
     floor: float  # two correct runs may differ by so much at the first step
     first: float  # a control run by so much: its weights are others, too
-    alone: float  # times the largest gap of the NEIGHBOURS; seen in correct runs: a quarter of it
+    growth: float  # a step by so many times the largest gap so far
+    alone: float  # and by so many times the largest of the NEIGHBOURS; seen where training is stable: a third of both
     unit: str
 
 
@@ -71,8 +71,8 @@ def damage(gaps: list[float], noise: Noise) -> str:
         here = f"in step {step} the control's {noise.what} is {gap:.1e}{noise.unit} from DDP's"
         if step == 1 and not gap <= noise.first:  # "not <=": a NaN is no gap of rounding either
             return f"{here}; weights one rounding off move it by at most {noise.first:.1e}; {_AGAIN}"
-        if not growth <= GROWTH:
-            return f"{here}, {growth:.0f} times the most before; training amplifies rounding by less than {GROWTH} in a step; {_AGAIN}"
+        if not growth <= noise.growth:
+            return f"{here}, {growth:.0f} times the most before; training amplifies rounding by less than {noise.growth:.0f} in a step; {_AGAIN}"
         if not alone <= noise.alone:
             return f"{here}, {alone:.0f} times its neighbours; a single batch does less than {noise.alone:.0f}; {_AGAIN}"
     return ""

@@ -142,7 +142,7 @@ def rule_and_noise(baseline: History) -> tuple[Rule | None, Noise, Noise]:
     norm = FIRST_GRAD_NORM_BF16 if precision == "bf16" else RULES[precision].first_grad_norm
     half_spacing = 2.0**-24 if precision == "fp32" else 2.0**-8  # what a weight is moved by, relative to it
     first = WORST_RATIO * floor + half_spacing * step["grad_norm"]  # weights of at most 1, all moved as the gradient points
-    return rule, Noise("loss", floor, first, 64, " nats"), Noise("gradient norm", norm, 8 * norm, 190, " of it")
+    return rule, Noise("loss", floor, first, 100, 64, " nats"), Noise("gradient norm", norm, 8 * norm, 250, 250, " of it")
 
 
 def tokens_per_step(config: dict) -> int:
