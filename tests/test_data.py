@@ -127,3 +127,14 @@ def test_bad_corpora(tmp_path, name, content, message):
 def test_folder_without_text(tmp_path):
     with pytest.raises(UserError, match="no .txt file"):
         corpus(str(tmp_path))
+
+
+def test_where_tokens_are_kept_is_absolute_and_no_part_of_the_experiment(monkeypatch, tmp_path):
+    from lockstep.training import provenance
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    config = parse_config("ddp", [])
+    assert config.data_cache_dir == tmp_path / "lockstep"
+    assert parse_config("ddp", ["--data_cache_dir", "here"]).data_cache_dir == Path("here").absolute()
+    about = provenance(config, load_inputs(config))["config"]
+    assert "dataset_name" in about and "data_cache_dir" not in about
