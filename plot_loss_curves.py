@@ -7,7 +7,9 @@ Exit status: 0 every strategy agrees with DDP within the tolerance; 1 one does n
 """
 
 if __name__ == "__main__":
-    from lockstep import startup  # noqa: F401 - first: from now on Ctrl-C and a missing package are one line each
+    from lockstep import startup
+
+    startup.begin()  # first: from now on Ctrl-C and a missing package are one line each
 
 import json
 import math

@@ -16,7 +16,9 @@ here. The rotary table alone is the model's own float32 table: it is an input, t
 """
 
 if __name__ == "__main__":
-    from lockstep import startup  # noqa: F401 - first: from now on Ctrl-C and a missing package are one line each
+    from lockstep import startup
+
+    startup.begin()  # first: from now on Ctrl-C and a missing package are one line each
 
 import dataclasses
 import math
