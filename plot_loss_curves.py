@@ -8,7 +8,9 @@ or contract; a damaged file), or a usage error; 3 an internal error.
 """
 
 if __name__ == "__main__":
-    from lockstep import startup  # noqa: F401 - first: from now on Ctrl-C and a missing package are one line each
+    from lockstep import startup
+
+    startup.begin()  # first: from now on Ctrl-C and a missing package are one line each
 
 import datetime
 import json

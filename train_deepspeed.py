@@ -10,7 +10,9 @@ Writes loss_deepspeed.json under --loss_output_dir. All flags: --help. Exit stat
 """
 
 if __name__ == "__main__":
-    from lockstep import startup  # noqa: F401 - first: from now on Ctrl-C and a missing package are one line each
+    from lockstep import startup
+
+    startup.begin()  # first: from now on Ctrl-C and a missing package are one line each
 
 from lockstep.launch import launch
 

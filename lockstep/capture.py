@@ -13,10 +13,12 @@ Loss means the mean over the global batch, so what a DP rank computes for its ow
 (dim 0) are the global batch: DP rank by DP rank, micro batch by micro batch. Hooks exist only during captured steps.
 """
 
+import contextlib
 import functools
 import math
 import os
 from collections import Counter
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -25,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from lockstep import manifest, origin, step_file
 from lockstep.collective import gather_objects, stop_together
 from lockstep.errors import first_line
+from lockstep.files import why_not_written
 from lockstep.layout import BATCH, KINDS, NOT_WATCHED, SEQUENCE, layout_of, named_outputs
 from lockstep.mesh import share
 
@@ -45,6 +48,7 @@ class Capture:
         about = {"commit": origin.commit(), "date": origin.now(), "cpu": origin.cpu()}
         self.manifest = {"origin": about, "run": provenance, "steps": {}}
         self.writers: dict[str, bool] = {}
+        self.path: Path | None = None  # of the step that is being captured
 
     def begin(self, strategy, step: int) -> None:
         """Before the step's first forward pass: open the file, start to watch."""
@@ -58,7 +62,7 @@ class Capture:
                 self.handles.append(module.register_forward_hook(functools.partial(self._see_outputs, name)))
 
     def _open(self, strategy, step: int) -> None:
-        self.strategy, self.step, self.problem = strategy, step, ""
+        self.strategy, self.step, self.problem, self.no_room = strategy, step, "", None
         self.calls: Counter[str] = Counter()
         self.logits: list[float] = [0.0, 0.0, 0.0, 0.0]  # count, sum, sum of squares, largest
         self.path = step_file.step_path(self.folder, step).with_suffix(".safetensors.part")
@@ -94,8 +98,18 @@ class Capture:
         self.manifest["contract"] = contract
         manifest.write(self.folder, self.manifest)
 
+    def abandon(self) -> None:
+        """After a failure: remove the file of a step that was not finished. It is no use, and takes room."""
+        if self.rank == 0 and self.path is not None:
+            with contextlib.suppress(OSError):
+                self.path.unlink(missing_ok=True)
+                self.folder.rmdir()  # if no step was finished
+
     def _close(self, entry: dict) -> None:
         self._try(self.writer.close)
+        if self.no_room:  # now that all tensors have been asked for, the file's whole size is known
+            reason = why_not_written(self.no_room, self.path, self.writer.size)
+            self.problem = f"cannot write {self.path} (capture of step {self.step}, rank {self.rank}): {reason}; free space or choose another --capture_dir"
         parts = {name: slot.parts for name, slot in self.writer.slots.items()}
         layout = {name: (slot.shape, slot.dtype, slot.offset) for name, slot in self.writer.slots.items()}
         everyone = gather_objects((parts, layout, self.logits))
@@ -109,8 +123,9 @@ class Capture:
         try:
             return call(*arguments)
         except Exception as error:  # noqa: BLE001 - it is raised on every rank, by stop_together
-            what = getattr(error, "strerror", None) or first_line(error)
-            self.problem = self.problem or f"capture of step {self.step}, rank {self.rank}: {what} ({self.path})"
+            if not self.problem:
+                self.problem = f"capture of step {self.step}, rank {self.rank}: {first_line(error)} ({self.path})"
+                self.no_room = isinstance(error, OSError) and error
 
     def _see_batch(self, _model, _inputs, options: dict) -> None:
         micro = self.calls["batch"]

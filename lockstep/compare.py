@@ -9,7 +9,9 @@ The order of the folders does not matter. Exit status: 0 PASS; 1 not; 2 a usage 
 """
 
 if __name__ == "__main__":
-    from lockstep import startup  # noqa: F401 - first: from now on Ctrl-C and a missing package are one line each
+    from lockstep import startup
+
+    startup.begin()  # first: from now on Ctrl-C and a missing package are one line each
 
 import functools
 import math

@@ -25,14 +25,14 @@ class ChildFailure(TrainingFailure):
 
 
 def ranks(number: int) -> list[str]:
-    """The command that starts so many ranks on this machine, without the script. The caller's folder is not imported from."""
-    return [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(number)]
+    """The command that starts so many ranks on this machine, without the script."""
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(number)]
 
 
 def environment() -> dict[str, str]:
-    """This process's environment, one thread per rank, with the package on the path from any folder."""
+    """This process's environment, one thread per rank; modules are found from any folder, and not looked for in it."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    return {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
 
 
 def start(command: list[str], **options) -> subprocess.Popen:

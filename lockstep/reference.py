@@ -15,7 +15,9 @@ Float64 throughout (lockstep/exact.py).
 """
 
 if __name__ == "__main__":
-    from lockstep import startup  # noqa: F401 - first: from now on Ctrl-C and a missing package are one line each
+    from lockstep import startup
+
+    startup.begin()  # first: from now on Ctrl-C and a missing package are one line each
 
 import dataclasses
 import math

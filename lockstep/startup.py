@@ -3,7 +3,9 @@
 Every program begins with
 
     if __name__ == "__main__":
-        from lockstep import startup  # first
+        from lockstep import startup
+
+        startup.begin()
 
 From then on Ctrl-C ends it at once, with one line and status 130: libraries turn a KeyboardInterrupt into other errors, or
 lose it, and there is nothing to clean up while they are imported or while Ray starts (its processes end with this one). Where
@@ -30,10 +32,11 @@ def program():
 
 
 def stop_at_once(_signal=None, _frame=None):
-    """Say that the program was interrupted, and end it."""
+    """Say that the program was interrupted, once for all ranks of a launcher, and end it."""
     with contextlib.suppress(Exception):  # it may be what was interrupted
         sys.stdout.flush()
-    os.write(2, "{}: {}\n".format(program(), meaning).encode())
+    if os.environ.get("RANK", "0") == "0":
+        os.write(2, "{}: {}\n".format(program(), meaning).encode())
     os._exit(130)
 
 
@@ -71,6 +74,8 @@ def _require_environment():
         os._exit(2)
 
 
-if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where the parent ignores it, as a shell does for `&`
-    signal.signal(signal.SIGINT, stop_at_once)
-_require_environment()
+def begin():
+    """From now on Ctrl-C ends the program with one line. Ends it now, with status 2, if this is not an environment for it."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where the parent ignores it, as a shell does for `&`
+        signal.signal(signal.SIGINT, stop_at_once)
+    _require_environment()

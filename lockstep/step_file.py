@@ -65,6 +65,11 @@ class StepWriter:
         path.parent.mkdir(parents=True, exist_ok=True)
         os.close(os.open(path, os.O_CREAT | os.O_TRUNC | os.O_RDWR, 0o644))
 
+    @property
+    def size(self) -> int:
+        """Bytes of the file with all tensors that were asked for so far."""
+        return 8 + self.header_bytes + self._end
+
     def slot(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Slot:
         """The slot of this name; made at the end of the file when it is asked for the first time."""
         if name not in self.slots:

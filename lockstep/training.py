@@ -4,6 +4,7 @@ The loop knows nothing about how a strategy works; it feeds every rank its micro
 saw, and stops all ranks when something is wrong.
 """
 
+import contextlib
 import math
 import time
 from collections.abc import Iterator
@@ -74,10 +75,14 @@ def run(config: Config, inputs: Inputs, make_strategy, device: torch.device) -> 
         _train(config, inputs, strategy, rank, device, file_sums, record, path, capture)
     except BaseException as error:
         record.ended = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise
-    finally:
+        if capture:
+            capture.abandon()
         if rank == 0:
-            record.save(path)
+            with contextlib.suppress(UserError):  # on a full disk: the error above says which file filled it
+                record.save(path)
+        raise
+    if rank == 0:
+        record.save(path)
     last = record.steps[-1]
     return f"{config.label}: {len(record.steps)} steps, loss {record.steps[0]['loss']:.6f} -> {last['loss']:.6f}, {path}"
 

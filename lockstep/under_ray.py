@@ -111,20 +111,18 @@ def run(config: Config, inputs, make_strategy, begin: Callable[[], None]) -> str
         raise TrainingFailure(f"Ray stopped the run: {first_line(error)}") from error
     finally:
         _shutdown(ray, clean=went_well)
-        _remove_if_empty(kept, *([config.storage_path] if ours else []))
+        _remove_records(kept, *([config.storage_path] if ours else []))
     if not went_well:
         raise TrainingFailure(line)
     return line
 
 
-def _remove_if_empty(*folders: Path) -> None:
-    """Ray Train makes a folder for its records of each run; without checkpoints there are none."""
+def _remove_records(*folders: Path) -> None:
+    """Remove the folder that Ray Train makes for each run, if all that is in it is the file by which it tests the folder."""
     for folder in folders:
-        for inside, _, _ in os.walk(folder, topdown=False):
-            try:
-                os.rmdir(inside)
-            except OSError:  # something is in it
-                return
+        (folder / ".validate_storage_marker").unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # there is something in it
+            folder.rmdir()
 
 
 def _reason(error) -> str:
@@ -188,11 +186,14 @@ def _require_cluster(ray, address: str) -> None:
     found = ray._private.services.canonicalize_bootstrap_address_or_die(address)
     host, _, port = found.rpartition(":")
     socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT).close()
+    tokens = ray._raylet.AuthenticationTokenLoader.instance()
+    if os.environ.get("RAY_AUTH_MODE") == "token" and not tokens.has_token(ignore_auth_mode=True):
+        raise ray.exceptions.AuthenticationError("no token")  # the client would end the process
     try:
         with _quiet():
             ray._raylet.GcsClient(address=found)
     except ray.exceptions.AuthenticationError:
-        if "RAY_AUTH_MODE" in os.environ:
+        if "RAY_AUTH_MODE" in os.environ or not tokens.has_token(ignore_auth_mode=True):
             raise
         os.environ["RAY_AUTH_MODE"] = "token"
         ray._raylet.Config.initialize("")  # Ray has read the environment already
