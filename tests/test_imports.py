@@ -27,7 +27,7 @@ def users_of(package):
 
 
 def test_one_file_each():
-    assert users_of("ray") == {"launch.py"}
+    assert users_of("ray") == {"under_ray.py"}
     assert users_of("deepspeed") == {"autotp_strategy.py"}
 
 

@@ -3,7 +3,6 @@
 import importlib
 
 import torch
-import torch.distributed as dist
 
 from lockstep.faults import around, fault
 
