@@ -196,3 +196,33 @@ def test_all_strategies_and_the_reference_start_from_the_pretrained_weights(fold
     assert weights.checksums((name, value.detach().float()) for name, value in reference.named_parameters()) == expected
     config, inputs = check("fsdp", *common, *saved[:2])
     assert f"weights of {saved[1]} (pretrained weights of {folder})" in launch.banner(config, inputs)
+
+
+def test_a_verification_does_not_empty_what_it_starts_from(tmp_path, capsys):
+    import run_verification
+
+    path = tmp_path / "verify" / "initial_weights.safetensors"
+    weights.save(path, built(0), TINY, "random weights, seed 0")
+    arguments = ["--output_dir", str(path.parent), "--overwrite", "--init_weights_path"]
+    for spelled in (path, path.parent / ".." / "verify" / path.name):
+        assert run_verification.main([*arguments, str(spelled)]) == 2 and path.is_file()
+        assert "lies in --output_dir" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({}, "was not written by --save_init_weights and is never replaced"),
+        ({"INIT_WEIGHTS_PATH": "{}/init_weights.safetensors"}, "is missing"),
+        ({"INIT_WEIGHTS_PATH": "{}/init_weights.safetensors", "PRETRAINED": "1"}, "both say what to start from"),
+        ({"PRETRAINED": "yes"}, "PRETRAINED=yes; it is 1"),
+    ],
+)
+def test_the_one_command_does_not_replace_a_file_of_somebody(tmp_path, settings, message):
+    path = tmp_path / "init_weights.safetensors"
+    save_file({"a": torch.ones(1)}, path)
+    before = path.read_bytes()
+    settings = {"OUTPUT_DIR": str(tmp_path), "DEVICE": "cpu", **{key: value.format(tmp_path) for key, value in settings.items()}}
+    command = [ROOT / "run_verification_main.sh"]
+    result = subprocess.run(command, env=environment(**settings), capture_output=True, text=True, timeout=100)
+    assert result.returncode == 2 and message in result.stderr and path.read_bytes() == before, result.stderr
