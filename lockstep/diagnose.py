@@ -147,9 +147,8 @@ class _Reasoning(evidence.Case):
                 self.say("tp reduction missing", f"{module} sums over the tensor-parallel ranks, and each of them has another result", LIKELY)
             self.say("tp reduction missing", f"{module} is where the tensor-parallel ranks' shares are summed", POSSIBLE)
         seen = f"{what} is not right{self.computed_from(module)}"
-        if module.endswith("self_attn.o_proj.input"):
-            self.say("attention implementation", f"{seen}; between them lies the attention itself", POSSIBLE)
-        self.say("weights", seen, POSSIBLE)
+        inner = "attention implementation" if module.endswith("self_attn.o_proj.input") else "computation"
+        self.say(*((inner, f"{seen}; no weights lie between") if module.endswith(".input") else ("weights", seen)), POSSIBLE)
 
     def of_loss(self) -> None:
         losses = [loss for loss in self.result.losses if loss.step == self.step]

@@ -186,15 +186,19 @@ def test_what_a_captured_name_stands_for():
     assert evidence.in_words("model.layers.0.input_layernorm") == "model.layers.0.input_layernorm's output"
 
 
-def test_what_enters_is_called_right_only_where_it_was_seen():
+def test_what_enters_is_called_right_only_where_it_was_seen(monkeypatch):
     """The source of the last norm was not captured here; of one that was, the name is given."""
     wrong = {"forward/model.norm": lambda tensor: -tensor}
     assert "is right" not in " ".join(cause.evidence for cause in named_cause(wrong)[1].causes)
-    Written.layout.sources["model.norm"] = ("w",)
-    NAMES.append("forward/w")
-    try:
-        evidence_given = " ".join(cause.evidence for cause in named_cause(wrong)[1].causes)
-    finally:
-        NAMES.remove("forward/w")
-        Written.layout.sources["model.norm"] = ("model.layers.1",)
-    assert "what it is computed from is right: w's output" in evidence_given
+    monkeypatch.setitem(Written.layout.sources, "model.norm", ("w",))
+    monkeypatch.setitem(globals(), "NAMES", ["forward/w", *NAMES])
+    assert "what it is computed from is right: w's output" in " ".join(cause.evidence for cause in named_cause(wrong)[1].causes)
+
+
+@pytest.mark.parametrize("name, cause", [("l.self_attn.o_proj.input", "attention implementation"), ("l.mlp.down_proj.input", "computation")])
+def test_what_is_wrong_between_two_modules_is_no_weight(monkeypatch, name, cause):
+    """The output of the attention itself is seen where it enters o_proj."""
+    monkeypatch.setitem(Written.layout.sources, name, ("w",))
+    monkeypatch.setitem(globals(), "NAMES", ["forward/w", f"forward/{name}", *NAMES])
+    found, diagnosis = named_cause({f"forward/{name}": lambda tensor: 1.5 * tensor + 0.1})
+    assert found == cause and "no weights lie between" in diagnosis.causes[0].evidence and "w's output" in diagnosis.causes[0].evidence
