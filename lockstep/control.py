@@ -38,8 +38,8 @@ def loss_gap(mine: dict, theirs: dict) -> float:
 
 
 def norm_gap(mine: dict, theirs: dict) -> float:
-    """Difference of two gradient norms, relative to the first."""
-    return abs(theirs["grad_norm"] - mine["grad_norm"]) / (mine["grad_norm"] or math.nan)
+    """Difference of two gradient norms, relative to the smaller: relative to the larger it could never exceed 1."""
+    return abs(theirs["grad_norm"] - mine["grad_norm"]) / (min(mine["grad_norm"], theirs["grad_norm"]) or math.nan)
 
 
 def envelope(gaps: list[float]) -> list[float]:
