@@ -73,6 +73,14 @@ def test_a_nan_in_both_runs_fails():
     assert not result.passed and "step 7" in result.problems[0]
 
 
+@pytest.mark.parametrize("precision", ["fp32", "autocast"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_baseline_that_breaks_down_at_once_fails(precision, value):
+    baseline, other = spoil("ddp", precision, s1={"loss": value}), history("fsdp", precision)
+    assert verdict(other, baseline).outcome == "FAIL"
+    assert compare(baseline, other, tolerance_for(baseline, control(precision=precision))).outcome == "FAIL"
+
+
 def test_nothing_moves():
     other, baseline = history("fsdp"), history()
     for run in (other, baseline):
