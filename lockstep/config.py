@@ -146,10 +146,10 @@ def build_parser(strategy: str) -> argparse.ArgumentParser:
     add("attn_impl", str, "attention implementation of transformers", choices=("eager", "sdpa"))
     add("seed", _number(int, 0, high=2**32 - 1), "of the initial weights and of the order of the data")
     add("dataset_name", str, "builtin, a .txt file, a folder of them, or a Hugging Face data set id[:config]")
-    add("init_weights_path", Path, "initial weights to start from: .safetensors, .safetensors.index.json or .pt, of this project or another")
+    add("init_weights_path", Path, "initial weights to start from (.safetensors, .safetensors.index.json or .pt)")
     parser.add_argument("--save_init_weights", action="store_true", help="write them there first (train_ddp.py only)")
-    parser.add_argument("--pretrained", action="store_true", help="start from the weights of --model_name's folder or hub id (else: random weights)")
-    parser.add_argument("--overwrite", action="store_true", help="replace initial weights and captured steps of an earlier run (its history is replaced anyway)")
+    parser.add_argument("--pretrained", action="store_true", help="start from the weights that --model_name has, not from random ones")
+    parser.add_argument("--overwrite", action="store_true", help="replace an earlier run's initial weights and captured steps")
     parser.add_argument("--noise_control", action="store_true", help="start one rounding of the compute dtype beside the initial weights, and write loss_control.json: how far rounding alone takes the loss (train_ddp.py only)")
     add("loss_output_dir", Path, f"where loss_{strategy}.json is written")
     add("storage_path", Path, "where Ray Train keeps its records of the run")
@@ -174,7 +174,7 @@ def parse_config(strategy: str, argv: list[str] | None = None) -> Config:
     if options["noise_control"] and (strategy != "ddp" or options["save_init_weights"]):
         raise UserError("--noise_control: only train_ddp.py makes the control run, from weights that another run has saved")
     if options["pretrained"] and options["init_weights_path"] and not options["save_init_weights"]:
-        raise UserError("--pretrained and --init_weights_path both say what to start from; give one of them, or add --save_init_weights")
+        raise UserError("--pretrained and --init_weights_path both say what to start from; give one, or add --save_init_weights")
     options.update(_resolve_mesh(strategy, options))
     options.update(_resolve_device(strategy, options))
     for name in ("init_weights_path", "loss_output_dir", "storage_path", "capture_dir"):  # workers run in other folders
