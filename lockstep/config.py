@@ -153,10 +153,10 @@ def build_parser(strategy: str) -> argparse.ArgumentParser:
     add("seed", _number(int, 0, high=2**32 - 1), "of the initial weights and of the order of the data")
     add("dataset_name", str, "builtin, else a .txt file, a folder of them, or a Hugging Face data set id[:config]")
     add("data_cache_dir", Path, "where the tokens of long texts are kept (None: lockstep/ in $XDG_CACHE_HOME or ~/.cache)")
-    add("init_weights_path", Path, "initial weights to start from: .safetensors, .safetensors.index.json or .pt, of this project or another")
+    add("init_weights_path", Path, "initial weights to start from (.safetensors, .safetensors.index.json or .pt)")
     parser.add_argument("--save_init_weights", action="store_true", help="write them there first (train_ddp.py only)")
-    parser.add_argument("--pretrained", action="store_true", help="start from the weights of --model_name's folder or hub id (else: random weights)")
-    parser.add_argument("--overwrite", action="store_true", help="replace initial weights and captured steps of an earlier run (its history is replaced anyway)")
+    parser.add_argument("--pretrained", action="store_true", help="start from the weights that --model_name has, not from random ones")
+    parser.add_argument("--overwrite", action="store_true", help="replace an earlier run's initial weights and captured steps")
     parser.add_argument("--noise_control", action="store_true", help="start one rounding of the compute dtype beside the initial weights, and write loss_control.json: how far rounding alone takes the loss (train_ddp.py only)")
     add("loss_output_dir", Path, f"where loss_{strategy}.json is written")
     add("storage_path", Path, "where Ray Train keeps its records of the run")
@@ -181,7 +181,7 @@ def parse_config(strategy: str, argv: list[str] | None = None) -> Config:
     if options["noise_control"] and (strategy != "ddp" or options["save_init_weights"]):
         raise UserError("--noise_control: only train_ddp.py makes the control run, from weights that another run has saved")
     if options["pretrained"] and options["init_weights_path"] and not options["save_init_weights"]:
-        raise UserError("--pretrained and --init_weights_path both say what to start from; give one of them, or add --save_init_weights")
+        raise UserError("--pretrained and --init_weights_path both say what to start from; give one, or add --save_init_weights")
     options.update(_resolve_mesh(strategy, options))
     options.update(_resolve_device(strategy, options))
     options["data_cache_dir"] = options["data_cache_dir"] or token_cache.default_folder()

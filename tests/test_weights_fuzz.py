@@ -3,7 +3,7 @@
 import pytest
 
 from lockstep import weights
-from weights_mutations import run
+from weights_trials import run
 
 
 @pytest.mark.parametrize("suffix, count", [(".safetensors", 240), (".pt", 160)])
