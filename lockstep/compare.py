@@ -26,6 +26,7 @@ from lockstep.diagnose import diagnose
 from lockstep.distance import Distance, Size, clip_factor, on_all_cores, tensor_distances, update_distances
 from lockstep.dump import Dump, number_of_elements
 from lockstep.errors import UserError
+from lockstep.files import require_writable_folder
 from lockstep.verdict import PASSES, ROUNDING, UNIT, Loss, Norm, Result, is_vector_gradient, judge, judge_yardstick, typical_error, yardstick
 
 # Without a reference: the largest distance from it that DDP had, over the clean sweep and the real sizes (results/).
@@ -255,6 +256,8 @@ def main(argv: list[str] | None = None) -> int:
         options = parser.parse_args(argv)
         if len(options.dumps) < 2:
             raise UserError("give two dump folders or more")
+        if options.output_dir is not None:
+            require_writable_folder(options.output_dir, "--output_dir", keep=False)
         opened = [Dump(folder) for folder in options.dumps]
         if len(opened) == 2 and not any("0" in dump.steps for dump in opened):
             return tensor_report.show(compare_two(*opened), {}, options.output_dir)

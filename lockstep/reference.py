@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 
 from lockstep import config as config_module
-from lockstep import dump, files, weights
+from lockstep import dump, files, locks, weights
 from lockstep.capture import Capture
 from lockstep.collective import init_alone
 from lockstep.compare import require_comparable
@@ -194,8 +194,9 @@ def main() -> int:
         config_module.check_environment(dataclasses.replace(config, strategy="reference"), inputs.architecture)
         for strategy in STRATEGIES:
             files.require_new_folder(config.capture_dir / f"replay_{strategy}", "--capture_dir")
-        init_alone()
-        print(run(config, inputs))
+        with locks.held((config.capture_dir / "reference", "--capture_dir")):
+            init_alone()
+            print(run(config, inputs))
         return 0
     except (UserError, TrainingFailure) as error:
         print(f"lockstep.reference: {error}", file=sys.stderr)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lockstep.config import STRATEGIES
 from lockstep.diagnose import Diagnosis
-from lockstep.files import write_text
+from lockstep.files import write_result
 from lockstep.verdict import PASSES, Result
 
 SHORT = 12  # rows of a long table that are printed; the file has all
@@ -38,8 +38,8 @@ def show(result: Result, diagnoses: dict[str, Diagnosis], output_dir: Path | Non
         print("\n".join(["", title, "-" * len(title), *(lines if len(lines) <= SHORT + 3 else [*lines[:SHORT], *more])]))
     if output_dir is not None:
         text = "\n\n".join(f"## {title}\n\n" + "\n".join(map(_item, lines)) for title, lines in sections.items())
-        write_text(output_dir / "report.md", "# Tensor by tensor\n\n" + text + "\n")
-        write_text(output_dir / "report.json", json.dumps(as_data(result, diagnoses), indent=1) + "\n")
+        write_result(output_dir / "report.md", "# Tensor by tensor\n\n" + text + "\n")
+        write_result(output_dir / "report.json", json.dumps(as_data(result, diagnoses), indent=1) + "\n")
         print(f"\nReport: {output_dir / 'report.md'}, {output_dir / 'report.json'}")
     print(f"\n{result.outcome}")
     return 0 if result.outcome == "PASS" else 1
