@@ -25,7 +25,7 @@ from pathlib import Path
 
 from lockstep import architectures, memory
 from lockstep import config as config_module
-from lockstep import locks, processes, startup
+from lockstep import files, locks, processes, startup
 from lockstep.compare_losses import RULES
 from lockstep.config import STRATEGIES, Parser
 from lockstep.errors import UserError, printable, run_program
@@ -129,6 +129,7 @@ def verify(options: argparse.Namespace, rest: list[str]) -> int:
     rest = [*rest, "--dp_size", str(options.dp_size), "--debug_steps", str(options.steps)]
     sharded = ["--tp_size", str(options.tp_size)]
     folder = check_folder(options)
+    files.require_writable_folder(folder, "--output_dir", keep=False)
     elsewhere = ["--loss_output_dir", str(folder / "losses"), "--storage_path", str(folder / "losses")]
     configs = []
     for strategy in STRATEGIES:  # a usage error is answered before anything is removed or started

@@ -22,6 +22,7 @@ from lockstep import compare_losses, history, jobs
 from lockstep.compare import compare
 from lockstep.config import SHARDED
 from lockstep.dump import Dump
+from lockstep.files import require_writable_file, write_result
 
 MODELS = ["tiny-qwen2", "tiny-qwen2-odd-vocab", "tiny-qwen3", "tiny-llama"]
 PRECISIONS = ["fp32", "autocast"]
@@ -86,6 +87,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     parser.add_argument("--at_once", type=int, default=36, help="configurations per start of the workers (disk: 60 MB each)")
     options = parser.parse_args()
+    if options.output:
+        require_writable_file(options.output, "--output")
     rows, worst = [], collections.defaultdict(float)
     cases = {case: seed for seed, case in enumerate(everything())}
     while cases:
@@ -107,7 +110,7 @@ def main() -> None:
     if options.output:
         count = sum(bool(row["alarms"]) for row in rows)
         content = {"alarms": count, "configurations": rows, "worst_multiple_of_tolerated": worst, "cores": os.cpu_count()}
-        options.output.write_text(json.dumps(content, indent=1) + "\n")
+        write_result(options.output, json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":

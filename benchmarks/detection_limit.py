@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from lockstep.config import BETAS, EPS, SHARDED
 from lockstep.distance import Distance, Size, clip_factor
 from lockstep.dump import Dump
+from lockstep.files import require_writable_file, write_result
 from lockstep.optim import decays
 from lockstep.verdict import KINDS, ROUNDING, UPDATE, is_vector_gradient, judge, typical_error, yardstick
 
@@ -132,6 +133,8 @@ def main() -> None:
     parser.add_argument("folder", type=Path, nargs="+")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
+    if options.output:
+        require_writable_file(options.output, "--output")
     rows = []
     for folder in options.folder:
         run = Dump(folder / "ddp").run["config"]
@@ -143,7 +146,7 @@ def main() -> None:
                 print(" | ".join(f"{value:.1e}" if isinstance(value, float) else value for value in row.values()), flush=True)
     if options.output:
         finite = [{key: None if value == math.inf else value for key, value in row.items()} for row in rows]
-        options.output.write_text(json.dumps(finite, indent=1) + "\n")
+        write_result(options.output, json.dumps(finite, indent=1) + "\n")
         draw_figure(rows, options.output.with_suffix(".png"))
 
 
