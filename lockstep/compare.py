@@ -26,15 +26,10 @@ from lockstep.config import STRATEGIES, Parser
 from lockstep.diagnose import diagnose
 from lockstep.distance import BLOCK, Distance, Size, clip_factor, on_all_cores, tensor_distances, update_distances
 from lockstep.dump import Dump, number_of_elements
-<<<<<<< HEAD
 from lockstep.errors import UserError, run_program
+from lockstep.files import require_writable_folder
 from lockstep.manifest import REMEDY
 from lockstep.verdict import LIMIT, PASSES, ROUNDING, UNIT, UPDATE, Loss, Norm, Result, is_vector_gradient, judge, judge_yardstick, typical_error, yardstick
-=======
-from lockstep.errors import UserError
-from lockstep.files import require_writable_folder
-from lockstep.verdict import PASSES, ROUNDING, UNIT, Loss, Norm, Result, is_vector_gradient, judge, judge_yardstick, typical_error, yardstick
->>>>>>> programs
 
 # Without a reference: the largest distance from it that DDP had, over the clean sweep and the real sizes (results/).
 TYPICAL = {"fp32": 1.5e-6, "autocast": 2e-2}
@@ -287,12 +282,9 @@ def main(argv: list[str] | None = None) -> int:
         options = parser.parse_args(argv)
         if len(options.dumps) < 2:
             raise UserError("give two dump folders or more")
-<<<<<<< HEAD
         require_distinct(options.dumps)
-=======
         if options.output_dir is not None:
             require_writable_folder(options.output_dir, "--output_dir", keep=False)
->>>>>>> programs
         opened = [Dump(folder) for folder in options.dumps]
         replay = next((dump for dump in opened if dump.is_replay), None)
         if replay:

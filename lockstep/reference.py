@@ -26,11 +26,7 @@ from pathlib import Path
 import torch
 
 from lockstep import config as config_module
-<<<<<<< HEAD
-from lockstep import dump, files, initial_weights, model_check, weights
-=======
-from lockstep import dump, files, locks, weights
->>>>>>> programs
+from lockstep import dump, files, initial_weights, locks, model_check, weights
 from lockstep.capture import Capture
 from lockstep.collective import init_alone
 from lockstep.compare import require_comparable
@@ -165,22 +161,15 @@ def main() -> int:
             raise UserError("--capture_dir is missing: the folder to write the reference's dump into")
         inputs = config_module.load_inputs(config)
         config_module.check_environment(dataclasses.replace(config, strategy="reference"), inputs.architecture)
-<<<<<<< HEAD
         model_check.check(config, inputs)
         replays = [config.capture_dir / f"replay_{strategy}" for strategy in STRATEGIES]
         for folder in replays:
             files.require_new_folder(folder, "--capture_dir", overwrite=config.overwrite)
-        for folder in (config.capture_dir / "reference", *replays):
-            files.remove_captured(folder)  # there are none without --overwrite
-        init_alone()
-        print(run(config, inputs))
-=======
-        for strategy in STRATEGIES:
-            files.require_new_folder(config.capture_dir / f"replay_{strategy}", "--capture_dir")
         with locks.held((config.capture_dir / "reference", "--capture_dir")):
+            for folder in (config.capture_dir / "reference", *replays):
+                files.remove_captured(folder)  # there are none without --overwrite
             init_alone()
             print(run(config, inputs))
->>>>>>> programs
         return 0
 
     return run_program("lockstep.reference", body)

@@ -10,12 +10,8 @@ from pathlib import Path
 from lockstep import origin
 from lockstep.config import STRATEGIES
 from lockstep.diagnose import Diagnosis
-<<<<<<< HEAD
 from lockstep.errors import printable
-from lockstep.files import write_text
-=======
 from lockstep.files import write_result
->>>>>>> programs
 from lockstep.verdict import PASSES, Result
 
 SHORT = 12  # rows of a long table that are printed; the file has all
@@ -33,13 +29,7 @@ def show(result: Result, diagnoses: dict[str, Diagnosis], output_dir: Path | Non
         shown = lines if len(lines) <= SHORT + 3 else [*lines[:SHORT], *more]
         print("\n".join(["", title, "-" * len(title), *(printable(line, LONGEST) for line in _as_text(shown, lambda cell: cell))]))
     if output_dir is not None:
-<<<<<<< HEAD
         write(result, diagnoses, output_dir)
-=======
-        text = "\n\n".join(f"## {title}\n\n" + "\n".join(map(_item, lines)) for title, lines in sections.items())
-        write_result(output_dir / "report.md", "# Tensor by tensor\n\n" + text + "\n")
-        write_result(output_dir / "report.json", json.dumps(as_data(result, diagnoses), indent=1) + "\n")
->>>>>>> programs
         print(f"\nReport: {output_dir / 'report.md'}, {output_dir / 'report.json'}")
     print(f"\n{result.outcome}")
     return 0 if result.outcome == "PASS" else 1
@@ -49,8 +39,8 @@ def write(result: Result, diagnoses: dict[str, Diagnosis], folder: Path) -> None
     """Write report.md and report.json into a folder."""
     sections = _sections(result, diagnoses)
     text = "\n\n".join(f"## {title}\n\n" + "\n".join(map(_item, _as_text(lines, _escaped))) for title, lines in sections.items())
-    write_text(folder / "report.md", f"# Tensor by tensor: {result.outcome}\n\n" + text + "\n")
-    write_text(folder / "report.json", json.dumps(as_data(result, diagnoses), indent=1) + "\n")
+    write_result(folder / "report.md", f"# Tensor by tensor: {result.outcome}\n\n" + text + "\n")
+    write_result(folder / "report.json", json.dumps(as_data(result, diagnoses), indent=1) + "\n")
 
 
 def _sections(result: Result, diagnoses: dict[str, Diagnosis]) -> dict[str, list]:
