@@ -1,7 +1,6 @@
 """Comparing dumps: verdicts on edited copies, and how a damaged, half-written or foreign dump is recognised."""
 
 import itertools
-import json
 import os
 import shutil
 
