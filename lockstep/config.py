@@ -21,6 +21,11 @@ STRATEGIES = {"ddp": "DDP", "deepspeed": "DeepSpeed AutoTP", "fsdp": "FSDP+DTens
 SHARDED = tuple(name for name in STRATEGIES if name != "ddp")  # with tensor parallelism
 PRECISIONS = ("fp32", "autocast", "bf16")
 BETAS, EPS = (0.9, 0.999), 1e-8  # of AdamW, torch's defaults
+EPILOG = (
+    "Environment: RAY_ADDRESS is the cluster to join, HOST:PORT as `ray start --head` prints it, or auto (unset: a Ray instance of its "
+    "own); RAY_AUTH_MODE is token or disabled (unset: a token is shown where the cluster wants one). A built-in name wins over a folder "
+    "of that name."
+)
 WORKERS_PER_CORE = 4  # more CPU processes than this on one core spend their time switching
 
 
@@ -117,7 +122,7 @@ class Parser(argparse.ArgumentParser):
 
 def build_parser(strategy: str) -> argparse.ArgumentParser:
     """The parser of all three scripts: one set of flags, one meaning."""
-    parser = Parser(prog=f"train_{strategy}.py", allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = Parser(prog=f"train_{strategy}.py", allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter, epilog=EPILOG)
     defaults = {field.name: field.default for field in fields(Config)}
     positive, whole = _number(int, 1), _number(int, 0)
     amount, rate = _number(float, 0), _number(float, 0, open_low=True)
