@@ -86,7 +86,8 @@ def test_another_error_of_a_library_is_not_the_disks(tmp_path):
         files.write_atomically(tmp_path / "a", broken)
 
 
-def test_a_result_is_written_elsewhere_if_need_be(tmp_path):
+def test_a_result_is_written_elsewhere_if_need_be(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot write .*a.json: .*; the result is in ") as raised:
         files.write_result(tmp_path / "file" / "a.json", "result")
