@@ -215,6 +215,7 @@ def test_the_one_command(tmp_path):
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.rstrip().endswith("PASS") and (tmp_path / "out $x 'y'" / "loss_curves.png").is_file()
     verdict = json.loads((tmp_path / "out $x 'y'" / "verdict.json").read_text())
+    assert not (tmp_path / "out $x 'y'" / "ray").exists()
     assert verdict["passed"] and verdict["control"] == "DDP (TP=1, DP=2), control"
     assert gone(tmp_path) is True
 
