@@ -54,8 +54,9 @@ if [ "$NOISE_FLOOR" != 0 ] && [ "$NOISE_FLOOR" != 1 ]; then
   echo "$0: NOISE_FLOOR=$NOISE_FLOOR; it is 1, with a control run, or 0, without" >&2
   exit 2
 fi
-echo "Settings for $DEVICE ($gpus GPUs found): $MODEL_NAME, $NUM_LAYERS layers, batch $BATCH_SIZE, sequence $SEQ_LENGTH," \
-  "learning rate $LEARNING_RATE, $PRECISION, $DEBUG_STEPS steps, TP=$TP_SIZE, DP=$DP_SIZE -> $OUTPUT_DIR"
+settings="$MODEL_NAME, $NUM_LAYERS layers, batch $BATCH_SIZE, sequence $SEQ_LENGTH, learning rate $LEARNING_RATE, $PRECISION,"
+settings+=" $DEBUG_STEPS steps, TP=$TP_SIZE, DP=$DP_SIZE -> $OUTPUT_DIR"
+echo "Settings for ${DEVICE//[[:cntrl:]]/?} ($gpus GPUs found): ${settings//[[:cntrl:]]/?}"
 
 common=(
   --model_name "$MODEL_NAME" --num_layers "$NUM_LAYERS" --batch_size "$BATCH_SIZE" --seq_length "$SEQ_LENGTH"
