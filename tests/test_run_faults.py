@@ -72,7 +72,7 @@ def test_a_crash_costs_one_fault_only(tmp_path, monkeypatch):
     monkeypatch.setattr("lockstep.jobs.start", start)
     monkeypatch.setattr("lockstep.jobs.start_all", lambda *_: None)
     outcome = run_faults.train({group: pairs}, tmp_path)
-    assert outcome[group, "tie_broken", "fsdp"] == "it broke" and outcome[group, "no_dp_reduction", "fsdp"] == 1.0
+    assert outcome[group, "tie_broken", "fsdp"] == "exit status 1: it broke" and outcome[group, "no_dp_reduction", "fsdp"] == 1.0
 
 
 @pytest.mark.parametrize("arguments, message", [
