@@ -5,7 +5,6 @@ Nothing here imports torch, transformers or ray, so that a wrong command line is
 
 import argparse
 import contextlib
-import importlib.metadata
 import importlib.util
 import math
 import os
@@ -16,6 +15,7 @@ from pathlib import Path
 from lockstep import architectures, data, files, history, initial_weights, memory, texts, token_cache, tokenizer
 from lockstep.errors import UserError
 from lockstep.mesh import Mesh
+from lockstep.resources import launched_in_place, local_gpus, resolve_device, resolve_mesh, workers_here  # noqa: F401 - asked here
 
 STRATEGIES = {"ddp": "DDP", "deepspeed": "DeepSpeed AutoTP", "fsdp": "FSDP+DTensor"}
 SHARDED = tuple(name for name in STRATEGIES if name != "ddp")  # with tensor parallelism
@@ -25,7 +25,11 @@ BETAS, EPS = (0.9, 0.999), 1e-8  # of AdamW, torch's defaults
 PLACES = (
     "init_weights_path", "overwrite", "loss_output_dir", "storage_path", "experiment_name", "capture_dir", "data_cache_dir", "dry_run",
 )  # fmt: skip
-WORKERS_PER_CORE = 4  # more CPU processes than this on one core spend their time switching
+EPILOG = (
+    "Environment: RAY_ADDRESS is the cluster to join, HOST:PORT as `ray start --head` prints it, or auto (unset: a Ray instance of its "
+    "own); RAY_AUTH_MODE is token or disabled (unset: a token is shown where the cluster wants one). A built-in name wins over a folder "
+    "of that name."
+)
 
 
 @dataclass(frozen=True)
@@ -124,7 +128,7 @@ class Parser(argparse.ArgumentParser):
 
 def build_parser(strategy: str) -> argparse.ArgumentParser:
     """The parser of all three scripts: one set of flags, one meaning."""
-    parser = Parser(prog=f"train_{strategy}.py", allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = Parser(prog=f"train_{strategy}.py", allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter, epilog=EPILOG)
     defaults = {field.name: field.default for field in fields(Config)}
     positive, whole = _number(int, 1), _number(int, 0)
     amount, rate = _number(float, 0), _number(float, 0, open_low=True)
@@ -182,8 +186,8 @@ def parse_config(strategy: str, argv: list[str] | None = None) -> Config:
         raise UserError("--noise_control: only train_ddp.py makes the control run, from weights that another run has saved")
     if options["pretrained"] and options["init_weights_path"] and not options["save_init_weights"]:
         raise UserError("--pretrained and --init_weights_path both say what to start from; give one, or add --save_init_weights")
-    options.update(_resolve_mesh(strategy, options))
-    options.update(_resolve_device(strategy, options))
+    options.update(resolve_mesh(strategy, options))
+    options.update(resolve_device(strategy, options))
     options["data_cache_dir"] = options["data_cache_dir"] or token_cache.default_folder()
     paths = ("init_weights_path", "loss_output_dir", "storage_path", "capture_dir", "data_cache_dir")
     for name in paths:  # workers run in other folders
@@ -211,75 +215,6 @@ def shadowed(config: Config) -> list[str]:
         for option, name, built_in in pairs
         if name in built_in and Path(name).exists()
     ]
-
-
-def launched_in_place() -> bool:
-    """Whether torchrun or the deepspeed launcher started this process as one of several ranks."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
-def workers_here(total: int) -> int:
-    """How many of a launcher's ranks run on this machine; torchrun and deepspeed have different names for it."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or total)
-
-
-def _resolve_mesh(strategy: str, options: dict) -> dict:
-    workers, tp, dp = options["num_workers"], options["tp_size"], options["dp_size"]
-    if strategy == "ddp" and tp not in (None, 1):
-        raise UserError(f"--tp_size {tp}: DDP has no tensor parallelism; leave it out, or use train_fsdp.py")
-    tp = tp or (1 if strategy == "ddp" else 2)
-    started = int(os.environ["WORLD_SIZE"]) if launched_in_place() else None
-    dp = dp or (max(1, (workers or started) // tp) if workers or started else 2)
-    workers = workers or tp * dp
-    if workers != tp * dp:
-        raise UserError(
-            f"--num_workers {workers} is not tp_size x dp_size = {tp} x {dp} = {tp * dp}; change one of the three"
-        )
-    if started not in (None, workers):
-        raise UserError(
-            f"the launcher started {started} processes, the mesh has {tp} x {dp} = {workers}; "
-            f"start {workers}, or change --tp_size or --dp_size"
-        )
-    return {"num_workers": workers, "tp_size": tp, "dp_size": dp}
-
-
-def local_gpus() -> int:
-    """GPUs of this machine that CUDA_VISIBLE_DEVICES lets through (0 where torch has no CUDA)."""
-    if importlib.metadata.version("torch").endswith("+cpu"):
-        return 0
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
-    driver = Path("/proc/driver/nvidia/gpus")
-    return len(list(driver.iterdir())) if driver.is_dir() else 0
-
-
-def _resolve_device(strategy: str, options: dict) -> dict:
-    device, backend, workers = options["device"], options["backend"], options["num_workers"]
-    gpus, cores = local_gpus(), os.cpu_count() or 1
-    in_place = launched_in_place()
-    cluster = bool(os.environ.get("RAY_ADDRESS")) and not in_place  # its size is not this machine's
-    if in_place:
-        workers = workers_here(workers)
-    if device == "auto":
-        device = "cuda" if gpus >= workers and backend != "gloo" else "cpu"
-    if backend == "auto":
-        backend = "nccl" if device == "cuda" else "gloo"
-    if device == "cpu" and backend == "nccl":
-        raise UserError("--backend nccl needs --device cuda and one GPU per worker; use --backend gloo on CPUs")
-    if device == "cuda" and not cluster:
-        shared = backend == "gloo" and in_place and strategy != "deepspeed"  # ray and deepspeed give each rank its own
-        needed = 1 if shared else workers
-        if gpus < needed:
-            raise UserError(
-                f"--device cuda: {needed} GPUs needed for {workers} workers, {gpus} found; "
-                "use --device cpu, or lower --tp_size or --dp_size"
-            )
-    if device == "cpu" and not cluster and workers > WORKERS_PER_CORE * cores:
-        raise UserError(
-            f"{workers} workers on {cores} CPU cores: at most {WORKERS_PER_CORE} per core; lower --tp_size or --dp_size"
-        )
-    return {"device": device, "backend": backend}
 
 
 @dataclass(frozen=True)

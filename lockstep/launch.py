@@ -80,7 +80,7 @@ def _launch(strategy: str, make_strategy, run) -> int:
     with locks.held(*outputs(config)) if _first() else contextlib.nullcontext():
         line = run(config, inputs, make_strategy, lambda: _begin(config, inputs))
     if _first():
-        print(line)
+        print(printable(line))
     return 0
 
 
@@ -124,7 +124,7 @@ def describe(config: Config, inputs) -> str:
             banner(config, inputs),
             "",
             "configuration",
-            *(f"  {key:<28} {value}" for key, value in config.as_dict().items()),
+            *(f"  {key:<28} {printable(value)}" for key, value in config.as_dict().items()),
             f"  {'steps':<28} {inputs.num_steps}",
             f"  {'tokens per step':<28} {inputs.batches.windows_per_step * config.seq_length}",
             "",
