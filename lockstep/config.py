@@ -257,6 +257,8 @@ def check_environment(config: Config, architecture: dict) -> None:
 
     A dry run leaves no folder behind.
     """
+    if config.strategy == "deepspeed":
+        _require_deepspeed(config)
     initial_weights.check(config, architecture)
     memory.require(config, architecture, workers_here(config.num_workers) if launched_in_place() else config.num_workers)
     files.require_ours(config.history_path, "--loss_output_dir", history.BEGINS)  # an older run's is replaced
@@ -266,8 +268,6 @@ def check_environment(config: Config, architecture: dict) -> None:
         raise UserError(
             f"--experiment_name {config.experiment_name}: already used under {config.storage_path}; choose a new name"
         )
-    if config.strategy == "deepspeed":
-        _require_deepspeed(config)
     if config.history_path.is_dir():
         raise UserError(f"--loss_output_dir: {config.history_path} is a folder; remove it, or choose another folder")
     for option in ("loss_output_dir", "capture_dir"):
