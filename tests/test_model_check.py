@@ -180,7 +180,7 @@ def test_a_verification_ends_before_it_starts(tmp_path, monkeypatch, capsys):
 
     folder(tmp_path, WINDOWS)
     started = []
-    monkeypatch.setattr(run_verification, "run", lambda command, what: started.append(what) or (_ for _ in ()).throw(UserError("started")))
+    monkeypatch.setattr(run_verification, "run", lambda command, *_: started.append(command) or (_ for _ in ()).throw(UserError("started")))
     arguments = ["--model_name", str(tmp_path), "--output_dir", str(tmp_path / "out"), "--precision", "fp32"]
     assert run_verification.main(arguments) == 2 and len(started) == 1
     right = model_check.compare
