@@ -4,20 +4,16 @@ The only file that imports deepspeed.
 """
 
 import os
-import sys
-import time
 import warnings
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from lockstep.mesh import share
+from lockstep.deepspeed.build import build_extension
+from lockstep.mesh import Geometry, share
 from lockstep.model import causal_lm_loss
 from lockstep.observe import decay_by_name, model_contract, optimizer_contract
 from lockstep.optim import build_optimizer, keeps, parameter_groups
-
-STALE_LOCK_SECONDS = 120  # no file of the build was touched for this long: nobody is building
 
 
 def deepspeed_config(config, mesh) -> dict:
@@ -40,45 +36,8 @@ def deepspeed_config(config, mesh) -> dict:
             "bf16_optimizer_states": config.precision == "bf16",
         },
         # "true": embedding and head are sharded over the vocabulary and the loss computed on the shards, as in FSDP
-        "tensor_parallel": {"autotp_size": mesh.tp_size, "vocab_parallel_lm_head": mesh.tp_size > 1},
+        "tensor_parallel": {"autotp_size": mesh.tp, "vocab_parallel_lm_head": mesh.tp > 1},
     }
-
-
-def build_extension() -> None:
-    """Build DeepSpeed's shared-memory op, once per environment, and say so; the other ranks of the machine wait.
-
-    DeepSpeed would build it by itself, in silence, and wait for ever on the lock of a build that was interrupted.
-    """
-    from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
-    from torch.utils.cpp_extension import _get_build_directory
-
-    # The ninja installed beside this Python: another version on the PATH would build everything again.
-    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-        folder = Path(_get_build_directory(ShareMemCommBuilder.NAME, False))
-        _wait_for_lock(folder / "lock")
-        if not (folder / f"{ShareMemCommBuilder.NAME}.so").exists():
-            print("DeepSpeed: building its shared-memory op, once per environment; takes about a minute", flush=True)
-        ShareMemCommBuilder().load(verbose=False)
-    dist.barrier()
-
-
-def _wait_for_lock(lock: Path) -> None:
-    """Wait while another process builds; remove the lock once nobody has touched the folder for a while."""
-    if lock.exists():
-        print(f"DeepSpeed: another build of its shared-memory op holds {lock}; waiting for it", flush=True)
-    while lock.exists():
-        if time.time() - max(_touched(file) for file in [lock, *lock.parent.iterdir()]) > STALE_LOCK_SECONDS:
-            print(f"DeepSpeed: removing the lock of an interrupted build, {lock}", flush=True)
-            lock.unlink(missing_ok=True)
-        time.sleep(1)
-
-
-def _touched(file: Path) -> float:
-    try:
-        return file.stat().st_mtime
-    except FileNotFoundError:  # a builder at work removes files
-        return time.time()
 
 
 class AutoTPStrategy:
@@ -105,12 +64,10 @@ class AutoTPStrategy:
         )
         self.model = self.engine.module
 
-    def geometry(self) -> tuple[int, int, int, int]:
-        dp, tp = self.engine.data_parallel_group, self._tp_group()
-        tp_rank, tp_size = (dist.get_rank(tp), dist.get_world_size(tp)) if tp else (0, 1)
-        return dist.get_rank(dp), dist.get_world_size(dp), tp_rank, tp_size
+    def geometry(self) -> Geometry:
+        return Geometry.of_groups({"dp": self.engine.data_parallel_group, "tp": self.tp_group()})
 
-    def _tp_group(self):
+    def tp_group(self):
         """The tensor-parallel process group, None where AutoTP is off."""
         return self.engine.mpu.get_tensor_model_parallel_group() if self.engine.autotp_size() > 1 else None
 
@@ -119,10 +76,14 @@ class AutoTPStrategy:
         losses = []
         for index, (input_ids, labels) in enumerate(micro_batches):
             self.engine.set_gradient_accumulation_boundary(index == len(micro_batches) - 1)
-            loss = causal_lm_loss(self.engine, input_ids, labels)
+            loss = self.loss(input_ids, labels)
             self.engine.backward(loss)  # divides by gradient_accumulation_steps
             losses.append(loss.detach())
         return torch.stack(losses).mean()
+
+    def loss(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """This rank's mean loss over one micro batch, each (B, S); shape ()."""
+        return causal_lm_loss(self.engine, input_ids, labels)
 
     def update(self) -> float:
         self.engine.step()
@@ -141,7 +102,8 @@ class AutoTPStrategy:
             return
         if kind in ("exp_avg", "exp_avg_sq"):
             self._link_moments()
-        _, _, tp_rank, tp_size = self.geometry()
+        geometry = self.geometry()
+        tp_rank, tp_size = geometry.coordinates.tp, geometry.mesh.tp
         for name, parameter in self.model.named_parameters():
             if kind == "parameter":
                 shard = parameter.detach()
@@ -169,7 +131,7 @@ class AutoTPStrategy:
         if not dims:
             return shard
         (dim,) = dims
-        group = self._tp_group()
+        group = self.tp_group()
         parts = []
         for rank in range(dist.get_world_size(group)):  # shards of an odd dim differ in size: broadcast, not all_gather
             shape = list(shard.shape)
@@ -188,6 +150,6 @@ class AutoTPStrategy:
             "weight_decay": decay_by_name(self.model, [(members, group["weight_decay"]) for members, group in groups]),
             "max_grad_norm": self.optimizer.clip_grad,
             "gradient_accumulation_steps": self.engine.gradient_accumulation_steps(),
-            "loss_is_mean_over": [self.num_tokens, self.num_micro_batches, self.geometry()[1]],
+            "loss_is_mean_over": [self.num_tokens, self.num_micro_batches, self.geometry().mesh.dp],
             "reduction_dtype": sorted(dtypes),
         }

@@ -3,9 +3,9 @@
 import logging
 
 import torch
-import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -14,10 +14,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from lockstep.mesh import build_device_mesh, share
-from lockstep.model import causal_lm_loss
-from lockstep.observe import observed_max_grad_norm, torch_contract
-from lockstep.optim import build_optimizer, held_tensors, parameter_groups, total_norm
+from lockstep.mesh import share
+from lockstep.torch_strategy import TorchStrategy
 from lockstep.vocab_parallel_loss import vocab_parallel_cross_entropy
 
 # full_tensor() gathers over tp, then over dp, and is told each time that one collective would be faster.
@@ -78,129 +76,34 @@ def _pattern(name: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
-class FSDPStrategy:
-    """See `lockstep.training.Strategy` for the contract."""
+class FSDPStrategy(TorchStrategy):
+    """Weights cut over tp, then over dp; `lockstep.torch_strategy` has what it shares with other strategies in torch."""
 
-    def __init__(self, model: torch.nn.Module, config, mesh, device: torch.device):
-        self.config, self.device = config, device
-        self.device_mesh = device_mesh = build_device_mesh(mesh, device.type)
-        self.model = model.to(device=device, dtype=config.parameter_dtype)
-        if mesh.tp_size > 1:
-            self._shard_over_tp(device_mesh["tp"])
+    def parallelize(self, model: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
+        if device_mesh["tp"].size() > 1:
+            shard_over_tp(model, device_mesh["tp"])
         # Shards are gathered once per step: kept between forward and backward, as ZeRO-1 keeps whole parameters.
         # At dp 1 this gathers nothing and still makes every strategy run the same code.
-        for layer in self.model.model.layers:
+        for layer in model.model.layers:
             fully_shard(layer, mesh=device_mesh["dp"], reshard_after_forward=False)
-        fully_shard(self.model, mesh=device_mesh["dp"], reshard_after_forward=False)
-        self.parameters = list(self.model.parameters())
-        self.optimizer = build_optimizer(
-            [
-                group
-                for mesh_parameters in self._by_mesh(self.parameters)  # a fused step cannot mix device meshes
-                for group in parameter_groups(mesh_parameters, config.weight_decay)
-            ],
-            optimizer=config.optimizer,
-            learning_rate=config.learning_rate,
-        )
-
-    def _shard_over_tp(self, tp_mesh) -> None:
-        check_plan(self.model)
-        tied = self.model.lm_head.weight is self.model.model.embed_tokens.weight
-        here = {_pattern(name) for name, _ in self.model.named_modules()}
-        styles = {pattern: style for pattern, (_, style) in TP_PLAN.items() if pattern in here}
-        parallelize_module(self.model, tp_mesh, styles, src_data_rank=None)  # all ranks hold equal weights already
-        head = self.model.lm_head
-        if tied:  # parallelize_module makes a new Parameter of each; make them one again
-            head.weight = self.model.model.embed_tokens.weight
-        first_id, _ = share(head.out_features, tp_mesh.get_local_rank(), tp_mesh.size())
-        group = tp_mesh.get_group()
-
-        def loss_on_shards(logits, labels, vocab_size, shift_labels, **_):
-            local_logits = logits.to_local(grad_placements=logits.placements)
-            return vocab_parallel_cross_entropy(local_logits, shift_labels, first_id, group)
-
-        self.model.loss_function = loss_on_shards
-
-    @staticmethod
-    def _by_mesh(parameters) -> list[list[DTensor]]:
-        """Parameters grouped by mesh and placements: (dp, tp) for those in the plan, (dp,) for the norms."""
-        groups: dict = {}
-        for parameter in parameters:
-            groups.setdefault((parameter.device_mesh, _sharded_axes(parameter)), []).append(parameter)
-        return list(groups.values())
-
-    def geometry(self) -> tuple[int, int, int, int]:
-        dp, tp = self.device_mesh["dp"], self.device_mesh["tp"]
-        return dp.get_local_rank(), dp.size(), tp.get_local_rank(), tp.size()
-
-    def forward_backward(self, micro_batches: list[tuple]) -> torch.Tensor:
-        self.num_micro_batches, self.num_tokens = len(micro_batches), micro_batches[0][1].numel()
-        self.optimizer.zero_grad()
-        losses = []
-        for index, (input_ids, labels) in enumerate(micro_batches):
-            self.model.set_requires_gradient_sync(index == len(micro_batches) - 1)
-            with self.config.autocast(self.device):
-                loss = causal_lm_loss(self.model, input_ids, labels)
-            (loss / len(micro_batches)).backward()
-            losses.append(loss.detach())
-        return torch.stack(losses).mean()
-
-    def _grad_norm(self) -> torch.Tensor:
-        """The norm of the whole gradient: squares of the local shards, summed over every axis that shards them."""
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for group in self._by_mesh(self.parameters):
-            square = total_norm([p.grad.to_local() for p in group]) ** 2
-            for axis in _sharded_axes(group[0]):
-                dist.all_reduce(square, group=group[0].device_mesh.get_group(axis))
-            total += square
-        return total.sqrt()
-
-    def update(self) -> float:
-        grad_norm = self._grad_norm()
-        if self.config.max_grad_norm > 0:
-            for group in self._by_mesh(self.parameters):
-                torch.nn.utils.clip_grads_with_norm_(group, self.config.max_grad_norm, grad_norm)
-        self.optimizer.step()
-        self.grad_norm = float(grad_norm)
-        return self.grad_norm
-
-    def full_parameters(self):
-        for name, parameter in self.model.named_parameters():
-            yield name, parameter.detach().full_tensor().cpu()
-
-    def held(self, kind: str):
-        for name, tensor in held_tensors(self.model, self.optimizer, kind):
-            yield name, tensor.to_local(), tuple(tensor.shape), _start(tensor)
-
-    def effective_contract(self) -> dict:
-        return {
-            **torch_contract(self.model, self.optimizer),
-            "max_grad_norm": observed_max_grad_norm(
-                self.config.max_grad_norm, self.grad_norm, float(self._grad_norm())
-            ),
-            "gradient_accumulation_steps": self.num_micro_batches,
-            "loss_is_mean_over": [self.num_tokens, self.num_micro_batches, self.geometry()[1]],
-            "reduction_dtype": sorted({str(self._reduction_dtype(p)) for p in self.parameters}),
-        }
-
-    def _reduction_dtype(self, parameter: DTensor) -> torch.dtype:
-        """What fully_shard was told of the dtype in which gradients travel; by default their own."""
-        return self.model._get_fsdp_state()._mp_policy.reduce_dtype or parameter.grad.dtype
+        return fully_shard(model, mesh=device_mesh["dp"], reshard_after_forward=False)
 
 
-def _sharded_axes(tensor: DTensor) -> tuple[int, ...]:
-    """The mesh axes over which a tensor is cut, not copied."""
-    return tuple(axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate())
+def shard_over_tp(model: torch.nn.Module, tp_mesh: DeviceMesh) -> None:
+    """Cut the model by TP_PLAN, in place; its loss is then computed on shards of the vocabulary."""
+    check_plan(model)
+    tied = model.lm_head.weight is model.model.embed_tokens.weight
+    here = {_pattern(name) for name, _ in model.named_modules()}
+    styles = {pattern: style for pattern, (_, style) in TP_PLAN.items() if pattern in here}
+    parallelize_module(model, tp_mesh, styles, src_data_rank=None)  # all ranks hold equal weights already
+    head = model.lm_head
+    if tied:  # parallelize_module makes a new Parameter of each; make them one again
+        head.weight = model.model.embed_tokens.weight
+    first_id, _ = share(head.out_features, tp_mesh.get_local_rank(), tp_mesh.size())
+    group = tp_mesh.get_group()
 
+    def loss_on_shards(logits, labels, vocab_size, shift_labels, **_):
+        local_logits = logits.to_local(grad_placements=logits.placements)
+        return vocab_parallel_cross_entropy(local_logits, shift_labels, first_id, group)
 
-def _start(tensor: DTensor) -> tuple[int, ...]:
-    """Where this rank's shard begins in the full tensor: tp cut it first, then dp cut what tp had left."""
-    start, shape = [0] * tensor.ndim, list(tensor.shape)
-    mesh = tensor.device_mesh
-    for axis in reversed(_sharded_axes(tensor)):
-        dim = tensor.placements[axis].dim
-        first, shape[dim] = share(shape[dim], mesh.get_local_rank(axis), mesh.size(axis))
-        start[dim] += first
-    if shape != list(tensor.to_local().shape):
-        raise ValueError(f"a shard of {tuple(tensor.shape)} is {tuple(tensor.to_local().shape)}, expected {tuple(shape)}")
-    return tuple(start)
+    model.loss_function = loss_on_shards

@@ -40,7 +40,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def choose(options: argparse.Namespace) -> list[tuple]:
     """The (fault, strategy) pairs asked for. Raises UserError for an unknown name or an empty choice."""
-    from lockstep.faults import CATALOGUE
+    from lockstep.faults import CATALOGUE, applies_to
+    from lockstep.strategies import row_of
 
     unknown = next((name for name in options.faults if name not in CATALOGUE), None)
     if unknown:
@@ -51,8 +52,8 @@ def choose(options: argparse.Namespace) -> list[tuple]:
     pairs = [
         (fault, strategy)
         for fault in wanted
-        for strategy in fault.strategies
-        if options.strategy in (None, strategy) and options.precision in fault.precisions
+        for strategy in SHARDED
+        if options.strategy in (None, strategy) and options.precision in fault.precisions and applies_to(fault, row_of(strategy))
     ]
     if not pairs:
         raise UserError(f"none of these faults applies to --strategy {options.strategy} in {options.precision}; see --list")
@@ -60,10 +61,12 @@ def choose(options: argparse.Namespace) -> list[tuple]:
 
 
 def print_catalogue() -> None:
-    from lockstep.faults import CATALOGUE
+    from lockstep.faults import CATALOGUE, applies_to
+    from lockstep.strategies import row_of
 
     for fault in CATALOGUE.values():
-        print(f"{fault.name}  ({', '.join(STRATEGIES[s] for s in fault.strategies)}; {', '.join(fault.precisions)})\n  {fault.story}")
+        labels = [row.label for row in map(row_of, SHARDED) if applies_to(fault, row)]
+        print(f"{fault.name}  ({', '.join(labels)}; {', '.join(fault.precisions)})\n  {fault.story}")
         print(f"  {fault.bug_class}; {fault.seen_in}; breaks {fault.first} in step {fault.step}; cause: {fault.cause}")
 
 
@@ -71,7 +74,8 @@ class Group:
     """The runs that share a model, flags and mesh, and so DDP's run and the reference."""
 
     def __init__(self, key: tuple, folder: Path, options: argparse.Namespace):
-        self.model, self.arguments, (self.dp, self.tp) = key
+        self.model, self.arguments, mesh = key
+        self.dp, self.tp = mesh.dp, mesh.tp
         self.folder, self.options = folder, options
 
     def job(self, strategy: str, name: str) -> dict:

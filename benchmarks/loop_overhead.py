@@ -39,7 +39,7 @@ def bare_step(name, strategy, config, device, batch):
     else:
         strategy.optimizer.zero_grad()
         with config.autocast(device):
-            loss = causal_lm_loss(strategy.ddp if name == "ddp" else strategy.model, input_ids, labels)
+            loss = causal_lm_loss(strategy.wrapped, input_ids, labels)
         loss.backward()
         if name == "ddp":
             torch.nn.utils.clip_grad_norm_(strategy.parameters, config.max_grad_norm)
@@ -62,7 +62,7 @@ def main() -> None:
     device = torch.device("cpu")
     model, _ = build_model(inputs.architecture, seed=0, attn_impl=config.attn_impl, init_weights_path=None)
     strategy = MAKE[options.strategy](model, config, config.mesh, device)
-    dp_rank = config.mesh.coordinates(rank)[0]
+    dp_rank = config.mesh.sample_share(rank)
     in_memory = iter([inputs.batches.micro_batches(index, dp_rank, device)[0] for index in range(options.steps)])
     record = history.History(run={})
     path = Path(tempfile.mkdtemp()) / "history.json"

@@ -79,7 +79,8 @@ class Capture:
 
     def __init__(self, config, model: torch.nn.Module, provenance: dict):
         self.config, self.mesh, self.rank = config, config.mesh, dist.get_rank()
-        self.dp_rank, self.tp_rank = self.mesh.coordinates(self.rank)
+        here = self.mesh.coordinates(self.rank)
+        self.dp_rank, self.tp_rank = here.dp, here.tp
         self.folder = config.capture_folder
         self.full_shapes = output_shapes(model)
         self.num_tensors = 2 * len(self.full_shapes) + len(KINDS) * len(list(model.parameters())) + 2
@@ -170,7 +171,7 @@ class Capture:
             output.register_hook(functools.partial(self._see_gradient, module, micro))
 
     def _see_gradient(self, module: str, micro: int, gradient: torch.Tensor) -> None:
-        local = _local(gradient) / self.mesh.dp_size
+        local = _local(gradient) / self.mesh.dp
         self._write_output(f"backward/{module}", local, self.full_shapes[module], micro)
 
     def _summarise(self, logits: torch.Tensor) -> None:
@@ -207,7 +208,7 @@ class Capture:
         for dim in range(1, len(full)):
             if local.shape[dim] != full[dim] and not over_tp:
                 over_tp = True
-                start[dim], expected[dim] = share(full[dim], self.tp_rank, self.mesh.tp_size)
+                start[dim], expected[dim] = share(full[dim], self.tp_rank, self.mesh.tp)
         if list(local.shape) != expected:
             raise ValueError(f"{name} is {tuple(local.shape)}; the full tensor is {full}, and that is no share of it along one dim")
         self.writer.slot(name, full, local.dtype)
@@ -252,7 +253,7 @@ class Capture:
         self.writer.write_header(self.path)
         os.replace(self.path, dump.step_path(self.folder, self.step))
         by_rank = [logits for _, _, logits in everyone]
-        tp = self.mesh.tp_size
+        tp = self.mesh.tp
         logits = [_combine(by_rank[first : first + tp]) for first in range(0, len(by_rank), tp)]
         self.manifest["steps"][str(self.step)] = {
             **entry, "logits": logits, "tensors": tensors, "replicas_differ": replicas
@@ -275,10 +276,9 @@ class Capture:
     def _sharded(self, parts: list[list[dump.Part]]) -> dict[str, int]:
         """Mesh axis -> the dim that was cut along it, from where the ranks' parts really lie."""
         dims = {}
-        for axis, neighbour in (("dp", self.mesh.tp_size), ("tp", 1)):
-            if getattr(self.mesh, f"{axis}_size") > 1:
-                here, there = parts[0][0].start, parts[neighbour][0].start
-                dims.update({axis: dim for dim, (a, b) in enumerate(zip(here, there, strict=True)) if a != b})
+        for axis in self.mesh.axes:
+            here, there = parts[0][0].start, parts[self.mesh.neighbour(0, axis)][0].start
+            dims.update({axis: dim for dim, (a, b) in enumerate(zip(here, there, strict=True)) if a != b})
         return dims
 
 

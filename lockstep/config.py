@@ -61,7 +61,7 @@ class Config:
 
     @property
     def mesh(self) -> Mesh:
-        return Mesh(dp_size=self.dp_size, tp_size=self.tp_size)
+        return Mesh(dp=self.dp_size, tp=self.tp_size)
 
     @property
     def capture_folder(self) -> Path:

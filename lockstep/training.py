@@ -20,6 +20,7 @@ from lockstep.config import Config, Inputs
 from lockstep.contract import contract_difference, expected_contract
 from lockstep.data import Batches, global_batch_hash, micro_batches_hash
 from lockstep.errors import TrainingFailure
+from lockstep.mesh import Geometry, Mesh
 from lockstep.model import build_model
 from lockstep.observe import ComputeDtypes, peak_memory, versions
 
@@ -30,8 +31,8 @@ class Strategy(Protocol):
     model: torch.nn.Module  # under Hugging Face names, sharded or not
     optimizer: object  # anything with torch's `param_groups`
 
-    def geometry(self) -> tuple[int, int, int, int]:
-        """(dp_rank, dp_size, tp_rank, tp_size), read back from the live groups."""
+    def geometry(self) -> Geometry:
+        """Where this rank sits, read back from the live groups."""
 
     def forward_backward(self, micro_batches: list[tuple]) -> torch.Tensor:
         """Accumulate the gradient of the mean loss over the micro batches, averaged over dp, in place of the last
@@ -63,9 +64,7 @@ def run(config: Config, inputs: Inputs, make_strategy, device: torch.device) -> 
     about = provenance(config, inputs)
     capture = Capture(config, model, about) if config.capture_dir else None
     strategy: Strategy = make_strategy(model, config, config.mesh, device)
-    dp_rank, tp_rank = config.mesh.coordinates(rank)
-    expected = (dp_rank, config.dp_size, tp_rank, config.tp_size)
-    actual = strategy.geometry()
+    expected, actual = Geometry.of_rank(config.mesh, rank), strategy.geometry()
     stop_together(f"rank {rank}: the strategy sits at {actual}, the mesh says {expected}" if actual != expected else "")
 
     record = history_file.History(run=about)
@@ -130,8 +129,7 @@ def train_step(
 
     Raises TrainingFailure on every rank if TP peers saw different batches, or DP ranks the same.
     """
-    dp_rank, _ = config.mesh.coordinates(rank)
-    micro_batches = batches.micro_batches(index, dp_rank, device)
+    micro_batches = batches.micro_batches(index, config.mesh.sample_share(rank), device)
     start = time.perf_counter()
     if capture:
         capture.begin(strategy, index + 1)
@@ -143,10 +141,10 @@ def train_step(
     losses, hashes = [row[0] for row in everyone], [int(row[2]) for row in everyone]
     seconds = time.perf_counter() - start
     _require_right_batches(hashes, config.mesh, index + 1)
-    lead = [config.mesh.rank(dp, 0) for dp in range(config.dp_size)]
+    lead = [config.mesh.first_with_share(share) for share in range(config.mesh.num_sample_shares)]
     step = {
         "step": index + 1,
-        "loss": sum(losses[r] for r in lead) / config.dp_size,
+        "loss": sum(losses[r] for r in lead) / len(lead),
         "rank_losses": [losses[r] for r in lead],
         "grad_norm": grad_norm,
         "learning_rate": strategy.optimizer.param_groups[0]["lr"],
@@ -192,26 +190,25 @@ def _require_file_weights(live: dict | None, file_sums: dict | None, config: Con
     stop_together(f"after sharding, {wrong} is not what {config.init_weights_path} holds" if wrong else "")
 
 
-def _require_right_batches(hashes: list[int], mesh, step: int) -> None:
-    """TP peers share a batch, DP ranks do not."""
+def _require_right_batches(hashes: list[int], mesh: Mesh, step: int) -> None:
+    """Ranks with one share of the global batch see one batch, ranks with different shares do not."""
     for rank, value in enumerate(hashes):
-        dp_rank, _ = mesh.coordinates(rank)
-        lead = mesh.rank(dp_rank, 0)
+        share = mesh.sample_share(rank)
+        lead = mesh.first_with_share(share)
         if value != hashes[lead]:
-            raise TrainingFailure(f"step {step}: TP peers rank {lead} and rank {rank} (dp {dp_rank}) saw different batches")
-        twin = next((dp for dp in range(dp_rank) if hashes[mesh.rank(dp, 0)] == value), None)
+            raise TrainingFailure(f"step {step}: TP peers rank {lead} and rank {rank} (dp {share}) saw different batches")
+        twin = next((other for other in range(share) if hashes[mesh.first_with_share(other)] == value), None)
         if twin is not None:
             raise TrainingFailure(
-                f"step {step}: DP ranks {twin} and {dp_rank} saw the same batch; give a corpus that does not repeat itself"
+                f"step {step}: DP ranks {twin} and {share} saw the same batch; give a corpus that does not repeat itself"
             )
 
 
-def _require_finite(step: int, everyone: list[list[float]], mesh) -> None:
+def _require_finite(step: int, everyone: list[list[float]], mesh: Mesh) -> None:
     for rank, (loss, grad_norm, _) in enumerate(everyone):
         for what, value in (("loss", loss), ("gradient norm", grad_norm)):
             if not math.isfinite(value):
-                dp_rank, tp_rank = mesh.coordinates(rank)
-                raise TrainingFailure(f"step {step}: the {what} is {value} on rank {rank} (dp {dp_rank}, tp {tp_rank})")
+                raise TrainingFailure(f"step {step}: the {what} is {value} on rank {rank} ({Geometry.of_rank(mesh, rank)})")
 
 
 def _gather(mine: list[float], device) -> list[list[float]]:

@@ -60,9 +60,9 @@ def test_two_runs_in_which_nothing_moves_fail_although_they_agree(runs):
 
 
 STOPPED = {
-    "at another place in the mesh": ("ddp", 2, "rank 0: the strategy sits at (1, 2, 0, 1), the mesh says (0, 2, 0, 1)"),
+    "at another place in the mesh": ("ddp", 2, "rank 0: the strategy sits at dp 1 of 2, tp 0 of 1, the mesh says dp 0 of 2, tp 0 of 1"),
     "DP ranks really on the same batch": ("ddp", 2, "step 1: DP ranks 0 and 1 saw the same batch"),
-    "nan": ("ddp", 2, "step 3: the loss is nan on rank 1 (dp 1, tp 0)"),
+    "nan": ("ddp", 2, "step 3: the loss is nan on rank 1 (dp 1 of 2, tp 0 of 1)"),
     "one side clips, admitted": ("ddp", 2, "max_grad_norm is 0.0, not 1.0"),
     "weights changed after loading": ("ddp", 2, "model.embed_tokens.weight is not what"),
     "TP peers really on different batches": ("fsdp", 4, "step 1: TP peers rank 0 and rank 1 (dp 0) saw different batches"),

@@ -6,7 +6,7 @@ import itertools
 import torch
 import torch.distributed as dist
 
-from lockstep.faults import fault
+from lockstep.faults.catalogue import fault
 
 DATA, RANDOM = "data", "random state"
 
@@ -32,7 +32,8 @@ def dp_ranks_replay_one_batch(run):
     return _feed(lambda run, _, step: _of(run, step, 0))(run)
 
 
-@fault(seen_in="deepspeedai/DeepSpeed 7199", bug_class=DATA, cause="data", first="batch/input_ids", strategies=("fsdp",))
+@fault(seen_in="deepspeedai/DeepSpeed 7199", bug_class=DATA, cause="data", first="batch/input_ids",
+       axes=("tp",), needs=("batches_are_not_checked",))  # fmt: skip
 def tp_peers_read_different_samples(run):
     """The samples are chosen by the rank in the world, so tensor-parallel peers do not share theirs.
 
@@ -41,14 +42,13 @@ def tp_peers_read_different_samples(run):
     return _feed(lambda run, _, step: _of(run, step, dist.get_rank() % run.config.dp_size))(run)
 
 
-@fault(seen_in="verl-project/verl 4697", bug_class=DATA, cause="data", first="batch/input_ids")
+@fault(seen_in="verl-project/verl 4697", bug_class=DATA, cause="data", first="batch/input_ids", axes=("tp",))
 def sampler_counts_all_ranks(run):
     """The sampler takes the world size for the data-parallel size and skips the shares in between."""
     wide = dataclasses.replace(run.inputs.batches, dp_size=run.config.num_workers)
 
     def change(run, _, step):
-        dp_rank, _ = run.config.mesh.coordinates(dist.get_rank())
-        return _of(run, step, dp_rank * run.config.tp_size, wide)
+        return _of(run, step, run.config.mesh.sample_share(dist.get_rank()) * run.config.tp_size, wide)
 
     return _feed(change)(run)
 
@@ -58,8 +58,8 @@ def samples_in_another_order(run):
     """One data-parallel rank has its samples in another order: the same loss, and other tensors."""
 
     def change(run, micro_batches, _step):
-        dp_rank, _ = run.config.mesh.coordinates(dist.get_rank())
-        return [tuple(part.flip(0) for part in pair) for pair in micro_batches] if dp_rank == 1 else micro_batches
+        mine = run.config.mesh.sample_share(dist.get_rank()) == 1
+        return [tuple(part.flip(0) for part in pair) for pair in micro_batches] if mine else micro_batches
 
     return _feed(change)(run)
 
@@ -101,7 +101,8 @@ def _dropout(run, seed):
     dict(strategy.model.named_modules())["model.layers.0.self_attn.o_proj"].register_forward_hook(drop)
 
 
-@fault(seen_in="pytorch/pytorch 168058", bug_class=RANDOM, cause="random numbers", first="forward/model.layers.0.self_attn.o_proj")
+@fault(seen_in="pytorch/pytorch 168058", bug_class=RANDOM, cause="random numbers", first="forward/model.layers.0.self_attn.o_proj",
+       axes=("tp",))  # fmt: skip
 def dropout_differs_between_tp_peers(run):
     """Tensor-parallel peers draw different dropout masks for one and the same activation."""
     return _dropout(run, dist.get_rank)
@@ -110,7 +111,7 @@ def dropout_differs_between_tp_peers(run):
 @fault(seen_in="pytorch/pytorch 168058", bug_class=RANDOM, cause="random numbers", first="forward/model.layers.0.self_attn.o_proj")
 def dropout_in_one_strategy_only(run):
     """Dropout is on in one strategy and off in the other; tensor-parallel peers agree."""
-    return _dropout(run, lambda: run.config.mesh.coordinates(dist.get_rank())[0])
+    return _dropout(run, lambda: run.config.mesh.sample_share(dist.get_rank()))
 
 
 @fault(seen_in="pytorch/pytorch 168058", bug_class=RANDOM, cause="random numbers", first="forward/model.layers.0.self_attn.o_proj")

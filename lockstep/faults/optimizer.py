@@ -2,7 +2,8 @@
 
 import torch
 
-from lockstep.faults import around, fault
+from lockstep.faults.catalogue import fault
+from lockstep.faults.planting import around
 
 CLASS = "precision, optimizer"
 
@@ -49,25 +50,27 @@ def other_beta(run):
         group["betas"] = (group["betas"][0], 0.95)
 
 
-@fault(seen_in="karpathy/build-nanogpt 30", bug_class=CLASS, cause="stale gradients", step=2, first="gradient/model.norm.weight")
+@fault(seen_in="karpathy/build-nanogpt 30", bug_class=CLASS, cause="stale gradients", step=2, first="gradient/model.norm.weight",
+       needs=("gradients",))  # fmt: skip
 def gradients_not_zeroed(run):
     """zero_grad is missing: every step goes on with the sum of all gradients so far."""
     strategy = yield
     so_far: dict[int, torch.Tensor] = {}
 
     def add(_step):
-        for number, (_, gradient) in enumerate(run.gradients(strategy)):
+        for number, (_, gradient) in enumerate(run.handles.gradients()):
             gradient.add_(so_far.get(number, 0))
             so_far[number] = gradient.clone()
 
     around(strategy, "forward_backward", after=add)
 
 
-@fault(seen_in="huggingface/accelerate 2624", bug_class=CLASS, cause="moments lost", step=2, first="exp_avg/model.embed_tokens.weight")
+@fault(seen_in="huggingface/accelerate 2624", bug_class=CLASS, cause="moments lost", step=2, first="exp_avg/model.embed_tokens.weight",
+       needs=("torch_optimizer",))  # fmt: skip
 def moments_lost_between_steps(run):
     """The moments start from zero at every step, as after a resume that loads the step count alone."""
     strategy = yield
-    inner = strategy.optimizer.optimizer if run.autotp else strategy.optimizer
+    inner = run.handles.torch_optimizer()
 
     def forget(_step):
         for state in inner.state.values():

@@ -1,11 +1,9 @@
 """Weights that are not the file's, not the same on all ranks, not tied, or not updated."""
 
-import importlib
-
 import torch
-import torch.distributed as dist
 
-from lockstep.faults import around, fault
+from lockstep.faults.catalogue import fault
+from lockstep.faults.planting import around
 
 CLASS = "weights"
 ODD = "tiny-qwen2-odd-vocab"
@@ -17,21 +15,23 @@ def _at_start(run, strategy, change) -> None:
     def action(step):
         if step == 1:
             with torch.no_grad():
-                for name, tensor in run.weights(strategy):
+                for name, tensor in run.handles.weights():
                     change(name, tensor)
 
     around(strategy, "forward_backward", before=action)
 
 
-@fault(seen_in="NVIDIA-NeMo/Automodel 3822", bug_class=CLASS, cause="weights", first="forward/model.embed_tokens")
+@fault(seen_in="NVIDIA-NeMo/Automodel 3822", bug_class=CLASS, cause="weights", first="forward/model.embed_tokens",
+       needs=("weights",))  # fmt: skip
 def one_replica_starts_elsewhere(run):
     """What the second data-parallel rank holds of the weights (under FSDP, its shards) is one in a thousand larger."""
     strategy = yield
-    if strategy.geometry()[0] == 1:
+    if strategy.geometry().coordinates.dp == 1:
         _at_start(run, strategy, lambda name, tensor: tensor.mul_(1.001))
 
 
-@fault(seen_in="huggingface/transformers 17877", bug_class=CLASS, cause="weights", first="forward/model.layers.1.self_attn.q_proj")
+@fault(seen_in="huggingface/transformers 17877", bug_class=CLASS, cause="weights", first="forward/model.layers.1.self_attn.q_proj",
+       needs=("weights",))  # fmt: skip
 def reinitialised_after_loading(run):
     """One projection is drawn afresh after the weights were loaded (here its mirror image, as likely a draw)."""
     strategy = yield
@@ -43,7 +43,8 @@ def reinitialised_after_loading(run):
     _at_start(run, strategy, change)
 
 
-@fault(seen_in="NVIDIA-NeMo/Automodel 3822", bug_class=CLASS, cause="weights", first="forward/model.layers.1.input_layernorm")
+@fault(seen_in="NVIDIA-NeMo/Automodel 3822", bug_class=CLASS, cause="weights", first="forward/model.layers.1.input_layernorm",
+       axes=("tp",), needs=("weights",))  # fmt: skip
 def norm_weight_differs_on_one_tp_rank(run):
     """One replicated norm is one in a thousand larger on the second tensor-parallel rank."""
     strategy = yield
@@ -52,36 +53,32 @@ def norm_weight_differs_on_one_tp_rank(run):
         if name == "model.layers.1.input_layernorm.weight":
             tensor.mul_(1.001)
 
-    if strategy.geometry()[2] == 1:
+    if strategy.geometry().coordinates.tp == 1:
         _at_start(run, strategy, change)
 
 
-@fault(seen_in="pytorch/pytorch 176076", bug_class=CLASS, cause="tied weights", first="gradient/model.embed_tokens.weight")
+@fault(seen_in="pytorch/pytorch 176076", bug_class=CLASS, cause="tied weights", first="gradient/model.embed_tokens.weight",
+       needs=("detach_head_from_embedding",))  # fmt: skip
 def tie_broken(run):
     """Embedding and head are tied in name only: what the head learns does not reach the embedding."""
-    strategy = yield
-    head = strategy.model.lm_head
-    if run.autotp:
-        column_parallel = importlib.import_module("deepspeed.module_inject.layers").ColumnParallel
-        head.forward = lambda x: torch.matmul(column_parallel.apply(head.mp_group, x), head.weight.detach().transpose(-1, -2))
-    else:
-        head.forward = lambda x: torch.nn.functional.linear(x, head.weight.detach())
+    yield
+    run.handles.detach_head_from_embedding()
 
 
 @fault(seen_in="pytorch/pytorch 176076", bug_class=CLASS, cause="update left out", model=ODD,
-       first="parameter/model.embed_tokens.weight")  # fmt: skip
+       first="parameter/model.embed_tokens.weight", axes=("tp",), needs=("weights",))  # fmt: skip
 def last_uneven_shard_never_updates(run):
     """The last vocabulary shard, shorter than the others, keeps its first weights."""
     strategy = yield
-    if strategy.geometry()[2] != run.config.tp_size - 1:
+    if strategy.geometry().coordinates.tp != run.config.tp_size - 1:
         return
     kept = []
 
     def keep(_step):
-        kept[:] = [tensor.clone() for name, tensor in run.weights(strategy) if name == "model.embed_tokens.weight"]
+        kept[:] = [tensor.clone() for name, tensor in run.handles.weights() if name == "model.embed_tokens.weight"]
 
     def put_back(_step):
-        live = [tensor for name, tensor in run.weights(strategy) if name == "model.embed_tokens.weight"]
+        live = [tensor for name, tensor in run.handles.weights() if name == "model.embed_tokens.weight"]
         with torch.no_grad():
             for tensor, old in zip(live, kept, strict=True):
                 tensor.copy_(old)
@@ -89,23 +86,9 @@ def last_uneven_shard_never_updates(run):
     around(strategy, "update", before=keep, after=put_back)
 
 
-@fault(seen_in="NVIDIA/Megatron-LM 1754", bug_class=CLASS, cause="loss on vocabulary shards", model=ODD, first="backward/lm_head")
+@fault(seen_in="NVIDIA/Megatron-LM 1754", bug_class=CLASS, cause="loss on vocabulary shards", model=ODD, first="backward/lm_head",
+       axes=("tp",), needs=("shift_vocabulary_offset",))  # fmt: skip
 def vocabulary_offset_of_uneven_shards(run):
     """The last shard's first id is computed as if all shards were as long as the shortest: labels are off by one there."""
-    if run.autotp:
-        module = importlib.import_module("deepspeed.sequence.cross_entropy")
-        function = module._VocabParallelCrossEntropy
-        real = function.apply
-        shifted = lambda logits, target, group, start, end, *more: real(  # noqa: E731
-            logits, target, group, start - (start > 0), end - (start > 0), *more
-        )
-        run.patch(module, "_VocabParallelCrossEntropy", type("Shifted", (), {"apply": staticmethod(shifted)}))
-    else:
-        import fsdp_strategy
-
-        loss = fsdp_strategy.vocab_parallel_cross_entropy
-        run.patch(
-            fsdp_strategy, "vocab_parallel_cross_entropy",
-            lambda logits, labels, first_id, group: loss(logits, labels, first_id - (first_id > 0), group),
-        )  # fmt: skip
+    run.handles.shift_vocabulary_offset()
     yield

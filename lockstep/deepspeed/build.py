@@ -1,0 +1,47 @@
+"""DeepSpeed's shared-memory op, which it builds with a C++ compiler when it first runs on CPUs."""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+
+STALE_LOCK_SECONDS = 120  # no file of the build was touched for this long: nobody is building
+
+
+def build_extension() -> None:
+    """Build DeepSpeed's shared-memory op, once per environment, and say so; the other ranks of the machine wait.
+
+    DeepSpeed would build it by itself, in silence, and wait for ever on the lock of a build that was interrupted.
+    """
+    from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
+    from torch.utils.cpp_extension import _get_build_directory
+
+    # The ninja installed beside this Python: another version on the PATH would build everything again.
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+        folder = Path(_get_build_directory(ShareMemCommBuilder.NAME, False))
+        _wait_for_lock(folder / "lock")
+        if not (folder / f"{ShareMemCommBuilder.NAME}.so").exists():
+            print("DeepSpeed: building its shared-memory op, once per environment; takes about a minute", flush=True)
+        ShareMemCommBuilder().load(verbose=False)
+    dist.barrier()
+
+
+def _wait_for_lock(lock: Path) -> None:
+    """Wait while another process builds; remove the lock once nobody has touched the folder for a while."""
+    if lock.exists():
+        print(f"DeepSpeed: another build of its shared-memory op holds {lock}; waiting for it", flush=True)
+    while lock.exists():
+        if time.time() - max(_touched(file) for file in [lock, *lock.parent.iterdir()]) > STALE_LOCK_SECONDS:
+            print(f"DeepSpeed: removing the lock of an interrupted build, {lock}", flush=True)
+            lock.unlink(missing_ok=True)
+        time.sleep(1)
+
+
+def _touched(file: Path) -> float:
+    try:
+        return file.stat().st_mtime
+    except FileNotFoundError:  # a builder at work removes files
+        return time.time()

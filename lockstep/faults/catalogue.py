@@ -1,0 +1,57 @@
+"""The catalogue of planted bugs: each a small patch of a live strategy or of a library call, in the real distributed run.
+
+A fault is a generator function. What stands before its `yield` happens before the strategy is built, what stands after
+it to the strategy that the `yield` gives. Its docstring says what went wrong in a system that people used.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lockstep.mesh import Mesh
+
+BUG_CLASSES = (
+    "TP reduction missing", "TP reduction doubled", "DP reduction missing", "wrong group or scale",
+    "grad norm, clipping", "accumulation, normalisation", "data", "random state", "weights", "precision, optimizer",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One planted bug and what the verdict has to say of it."""
+
+    name: str
+    story: str  # one sentence
+    seen_in: str  # OWNER/REPO number of a public thread
+    bug_class: str
+    cause: str  # the cause that the diagnosis must name first
+    first: str  # the first tensor that it breaks
+    step: int  # in this step
+    model: str
+    arguments: tuple[str, ...]  # further flags that it needs to do anything
+    precisions: tuple[str, ...]  # in which it does anything: what rounds to bfloat16 does so in fp32 runs
+    axes: tuple[str, ...]  # the mesh axes that must have several ranks
+    needs: tuple[str, ...]  # the handles (handles.py) that the strategy must offer
+    mesh: Mesh  # as large as the strategy can use of it
+    plant: Callable
+
+
+CATALOGUE: dict[str, Fault] = {}
+
+
+def fault(
+    *, seen_in: str, bug_class: str, cause: str, first: str, step: int = 1, model: str = "tiny-qwen2",
+    arguments: tuple[str, ...] = (), precisions: tuple[str, ...] = ("fp32", "autocast"), axes: tuple[str, ...] = ("dp",),
+    needs: tuple[str, ...] = (), mesh: Mesh = Mesh(dp=2, tp=2),
+) -> Callable:  # fmt: skip
+    """Enter a generator function into the catalogue under its own name."""
+    if bug_class not in BUG_CLASSES:
+        raise ValueError(f"{bug_class!r} is no class of bugs; choose from {BUG_CLASSES}")
+
+    def enter(plant: Callable) -> Callable:
+        story = " ".join(plant.__doc__.split())
+        CATALOGUE[plant.__name__] = Fault(
+            plant.__name__, story, seen_in, bug_class, cause, first, step, model, arguments, precisions, axes, needs, mesh, plant
+        )
+        return plant
+
+    return enter

@@ -1,0 +1,213 @@
+"""Handles of strategies in plain torch: DDP and FSDP2 modules, plain tensors and DTensors."""
+
+import functools
+import itertools
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.parallel import DistributedDataParallel
+
+from lockstep import torch_strategy
+from lockstep.faults.handles import Handles
+from lockstep.faults.planting import around, reduce_again
+from lockstep.torch_strategy import local
+
+
+class OwnChunk:
+    """A reduce-scatter that keeps this rank's own chunk: nothing crosses the dp axis."""
+
+    def allocate(self, size, *, dtype, device):
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
+        output_tensor.copy_(input_tensor.chunk(dist.get_world_size(group))[dist.get_rank(group)])
+        return None
+
+
+class TorchHandles(Handles):
+    """For every `lockstep.torch_strategy.TorchStrategy`."""
+
+    def gradients(self):
+        for name, parameter in self.strategy.model.named_parameters():
+            yield name, local(parameter.grad)
+
+    def weights(self):
+        for name, parameter in self.strategy.model.named_parameters():
+            yield name, local(parameter.detach())
+
+    def torch_optimizer(self):
+        return self.strategy.optimizer
+
+    def group(self, axis: str):
+        return self.strategy.device_mesh.get_group(axis)
+
+    def norm_not_summed_over_tp(self) -> None:
+        real, axes = self.strategy.grad_norm, torch_strategy.sharded_axes
+
+        def without_tp(tensor):
+            return tuple(axis for axis in axes(tensor) if tensor.device_mesh.mesh_dim_names[axis] != "tp")
+
+        def summed_over_dp_only():
+            with mock.patch.object(torch_strategy, "sharded_axes", without_tp):
+                return real()
+
+        self.strategy.grad_norm = summed_over_dp_only
+
+    def count_replicas_in_norm(self) -> None:
+        real, strategy = self.strategy.grad_norm, self.strategy
+        copied = [p for p in strategy.parameters if not isinstance(p, DTensor) or "tp" not in p.device_mesh.mesh_dim_names]
+
+        def copies_summed_over_tp():
+            with mock.patch.object(strategy, "parameters", copied):
+                once = real()
+            return (real() ** 2 + (self.run.config.tp_size - 1) * once**2).sqrt()
+
+        strategy.grad_norm = copies_summed_over_tp
+
+    def do_not_clip(self) -> None:
+        self.run.patch(torch.nn.utils, "clip_grads_with_norm_", lambda *arguments: None)
+
+    def clip_by(self, norm) -> None:
+        real = torch.nn.utils.clip_grads_with_norm_
+        self.run.patch(torch.nn.utils, "clip_grads_with_norm_", lambda parameters, bound, _: real(parameters, bound, norm()))
+
+    def detach_head_from_embedding(self) -> None:
+        head = self.strategy.model.lm_head
+        head.forward = lambda x: torch.nn.functional.linear(x, head.weight.detach())
+
+    def batches_are_not_checked(self) -> None:
+        pass
+
+
+class DDPHandles(TorchHandles):
+    """For a model wrapped in DistributedDataParallel."""
+
+    def _hook(self, change) -> None:
+        """Let change(bucket's gradient buffer) take the place of the all-reduce and the division by dp."""
+        assert isinstance(self.strategy.wrapped, DistributedDataParallel)
+
+        def hook(_state, bucket):
+            done: torch.futures.Future = torch.futures.Future()
+            done.set_result(change(bucket.buffer()))
+            return done
+
+        self.strategy.wrapped.register_comm_hook(None, hook)
+
+    def skip_dp_reduction(self) -> None:
+        self._hook(lambda buffer: buffer)
+
+    def divide_gradients_by(self, divisor: int) -> None:
+        def divided(buffer):
+            dist.all_reduce(buffer, group=self.group("dp"))
+            return buffer.div_(divisor)
+
+        self._hook(divided)
+
+    def reduce_in_bfloat16(self) -> None:
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+
+        wrapped = DistributedDataParallel.__init__
+
+        def with_hook(module, *arguments, **options):
+            wrapped(module, *arguments, **options)
+            module.register_comm_hook(None, bf16_compress_hook)
+
+        self.run.patch(DistributedDataParallel, "__init__", with_hook)
+
+
+class FSDPHandles(TorchHandles):
+    """For fsdp_strategy.py: `fully_shard` over dp, `parallelize_module` over tp."""
+
+    def _fsdp_modules(self) -> list[FSDPModule]:
+        return [module for module in self.strategy.model.modules() if isinstance(module, FSDPModule)]
+
+    def _module(self, name: str) -> torch.nn.Module:
+        return self.strategy.model.get_submodule(name)
+
+    def skip_dp_reduction(self) -> None:
+        for module in self._fsdp_modules():
+            module.set_custom_reduce_scatter(OwnChunk())
+
+    def skip_dp_reduction_of(self, module: str) -> None:
+        self._module(module).set_custom_reduce_scatter(OwnChunk())
+
+    def divide_gradients_by(self, divisor: int) -> None:
+        for module in self._fsdp_modules():
+            module.set_gradient_divide_factor(float(divisor))
+            module.set_force_sum_reduction_for_comms(True)  # gloo cannot multiply while it reduces
+
+    def reduce_before_the_last_micro_batch(self) -> None:
+        steps = self.run.config.gradient_accumulation_steps
+        real, calls = self.strategy.model.set_requires_gradient_sync, itertools.count()
+        self.strategy.model.set_requires_gradient_sync = lambda _: real(next(calls) % steps == steps - 2)
+        # what is left is not of the next step either
+        around(self.strategy, "update", after=lambda _step: self._drop_unreduced())
+
+    def _drop_unreduced(self) -> None:
+        for module in self._fsdp_modules():
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                for parameter in group.fsdp_params:
+                    parameter.unsharded_accumulated_grad = None
+
+    def reduce_in_bfloat16(self) -> None:
+        import fsdp_strategy
+
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
+        self.run.patch(fsdp_strategy, "fully_shard", functools.partial(fsdp_strategy.fully_shard, mp_policy=policy))
+
+    def drop_sum_over_tp(self, module: str) -> None:
+        layer = self._module(module)
+        layer._forward_hooks.clear()
+        layer.register_forward_hook(lambda _module, _inputs, output: output.to_local())
+
+    def drop_embedding_sum(self) -> None:
+        from torch.distributed.tensor.placement_types import _MaskPartial
+
+        def masked_only(partial, tensor, mesh, mesh_dim):
+            partial.mask_buffer.apply_mask(tensor)
+            partial.mask_buffer.release_mask()
+            return tensor
+
+        self.run.patch(_MaskPartial, "_reduce_value", masked_only)
+
+    def drop_input_gradient_sum(self, module: str, *layers: str) -> None:
+        mesh = self.strategy.device_mesh["tp"]
+        block = self._module(module)
+        block._forward_pre_hooks.clear()
+        block.register_forward_pre_hook(lambda _module, inputs: (_EnterUnreduced.apply(inputs[0], mesh),))
+
+    def drop_head_norm_gradient_sum(self) -> None:
+        import fsdp_strategy
+
+        plan = {pattern: row for pattern, row in fsdp_strategy.TP_PLAN.items() if not pattern.endswith(("q_norm", "k_norm"))}
+        self.run.patch(fsdp_strategy, "TP_PLAN", plan)
+        self.run.patch(fsdp_strategy, "check_plan", lambda model: None)
+
+    def sum_partition_function_again(self) -> None:
+        from lockstep import vocab_parallel_loss
+
+        reduce_again(self.run, vocab_parallel_loss, calls_per_loss=2, which=1, row=0)
+
+    def shift_vocabulary_offset(self) -> None:
+        import fsdp_strategy
+
+        loss = fsdp_strategy.vocab_parallel_cross_entropy
+        self.run.patch(
+            fsdp_strategy, "vocab_parallel_cross_entropy",
+            lambda logits, labels, first_id, group: loss(logits, labels, first_id - (first_id > 0), group),
+        )  # fmt: skip
+
+
+class _EnterUnreduced(torch.autograd.Function):
+    """A replicated DTensor of x; in backward, this rank's own share of the gradient."""
+
+    @staticmethod
+    def forward(ctx, x, mesh):
+        return DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.to_local(), None

@@ -1,0 +1,118 @@
+"""The registry: one row per strategy, with all that others may ask of it. Nothing else in the project compares a strategy's name.
+
+A user's own strategy is a row made on the spot, from `path/to/file.py:Class`.
+"""
+
+import hashlib
+import importlib
+import importlib.util
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep.errors import UserError, first_line
+from lockstep.mesh import Mesh
+
+BASELINE = "ddp"  # what the others are held against; it writes the initial weights
+TORCH_HANDLES = "lockstep.faults.torch_handles:TorchHandles"
+FURTHER_COLORS = ("tab:green", "tab:purple", "tab:brown", "tab:pink", "tab:olive", "tab:cyan")
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is known about a strategy."""
+
+    name: str  # on the command line, in file names
+    label: str  # to people
+    color: str  # in figures
+    axes: tuple[str, ...]  # the mesh axes that it can use
+    factory: str  # "module:Class" or "/path/to/file.py:Class"; imported when it is built
+    handles: str = TORCH_HANDLES  # what planted faults take hold of
+    # What differs in it by design: the entry of the contract, and why
+    by_design: tuple[tuple[str, str], ...] = ()
+    ranks_share_gpus: bool = True  # over gloo, several ranks may use one GPU
+    requires: str = ""  # "module:function" that raises UserError where something that it needs is missing
+
+    @property
+    def is_baseline(self) -> bool:
+        return self.name == BASELINE
+
+    def largest(self, mesh: Mesh) -> Mesh:
+        """The mesh without the axes that the strategy cannot use."""
+        return Mesh(**{axis: size for axis, size in mesh.sizes.items() if axis in self.axes})
+
+    def build(self):
+        """The strategy's class. Raises UserError for a user's file that cannot be imported or has no such class."""
+        return load(self.factory)
+
+
+ROWS = {
+    row.name: row
+    for row in (
+        Row(
+            name=BASELINE, label="DDP", color="black", axes=("dp",), factory="ddp_strategy:DDPStrategy",
+            handles="lockstep.faults.torch_handles:DDPHandles",
+        ),
+        Row(
+            name="deepspeed", label="DeepSpeed AutoTP", color="tab:orange", axes=("dp", "tp"), factory="autotp_strategy:AutoTPStrategy",
+            handles="lockstep.deepspeed.handles:AutoTPHandles",
+            by_design=(("biased_linear_dtype", "under autocast AutoTP adds a float32 bias to a bfloat16 product and does not round again"),),
+            ranks_share_gpus=False,
+        ),
+        Row(
+            name="fsdp", label="FSDP+DTensor", color="tab:blue", axes=("dp", "tp"), factory="fsdp_strategy:FSDPStrategy",
+            handles="lockstep.faults.torch_handles:FSDPHandles",
+        ),
+    )
+}  # fmt: skip
+
+
+def row_of(name: str) -> Row:
+    """The row of a registered name, or of a user's `path/to/file.py:Class`. Raises UserError for anything else.
+
+    A class may have attributes of its own: `label`, `axes`, `handles`; what it has not are its name, every axis and TORCH_HANDLES.
+    """
+    if name in ROWS:
+        return ROWS[name]
+    path, separator, class_name = name.rpartition(":")
+    if not separator or not path.endswith(".py"):
+        raise UserError(f"there is no strategy {name}; choose from {', '.join(ROWS)}, or give your own as path/to/file.py:Class")
+    factory = f"{Path(path).expanduser().absolute()}:{class_name}"
+    own = load(factory)
+    number = int(hashlib.sha256(class_name.encode()).hexdigest(), 16)
+    return Row(
+        name=re.sub(r"\W", "_", class_name).lower(),
+        label=getattr(own, "label", class_name),
+        color=FURTHER_COLORS[number % len(FURTHER_COLORS)],
+        axes=tuple(getattr(own, "axes", ("dp", "tp"))),
+        factory=factory,
+        handles=getattr(own, "handles", TORCH_HANDLES),
+    )
+
+
+def load(place: str):
+    """What "module:Name" or "/path/to/file.py:Name" names. Raises UserError if it is not there."""
+    module_name, _, name = place.rpartition(":")
+    try:
+        module = _import_file(Path(module_name)) if module_name.endswith(".py") else importlib.import_module(module_name)
+    except (OSError, SyntaxError, ImportError) as error:
+        raise UserError(f"{module_name}: cannot be imported ({first_line(error)})") from error
+    if not hasattr(module, name):
+        raise UserError(f"{module_name} has no {name}; name the class of the strategy")
+    return getattr(module, name)
+
+
+def _import_file(path: Path):
+    """A user's file as a module, under a name that processes started later can import again."""
+    name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]
