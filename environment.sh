@@ -1,5 +1,10 @@
-# Sourced by run_verification_main.sh and run_tests.sh with the name of a requirements file; sets PYTHON.
+# Sourced by run_verification_main.sh and run_tests.sh with the name of a requirements file; sets PYTHON and ROOT, both absolute.
 # An environment that already satisfies the file is used as it is; otherwise .venv is made or brought up to date.
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+case ${PYTHON:-} in
+  */*) case $PYTHON in /*) ;; *) PYTHON=$PWD/$PYTHON ;; esac ;;
+esac
 
 _satisfied() { # PYTHON FILE: does this interpreter have every pinned version of the file (and those it includes)?
   "$1" - "$2" 2>/dev/null <<'PY'
@@ -39,10 +44,14 @@ _set_up() { # FILE
     PYTHON=$(command -v "$base")
     return
   fi
-  PYTHON=$PWD/.venv/bin/python
+  PYTHON=$ROOT/.venv/bin/python
   if ! _satisfied "$PYTHON" "$1"; then
-    echo "Installing $1 into .venv (a few minutes, once)"
-    if ! "$PYTHON" -m pip --version >/dev/null 2>&1 && ! "$base" -m venv --clear .venv; then
+    if ! { mkdir -p "$ROOT/.venv" && touch "$ROOT/.venv"; } 2>/dev/null; then
+      echo "$0: no Python here has what $1 asks for, and $ROOT/.venv cannot be written; set PYTHON to one that has" >&2
+      exit 2
+    fi
+    echo "Installing $1 into $ROOT/.venv (a few minutes, once)"
+    if ! "$PYTHON" -m pip --version >/dev/null 2>&1 && ! "$base" -m venv --clear "$ROOT/.venv"; then
       echo "$0: $base cannot make a virtual environment; install its venv module (Debian: python3-venv)" >&2
       exit 2
     fi
@@ -53,4 +62,4 @@ _set_up() { # FILE
   fi
 }
 
-_set_up "$1"
+_set_up "$ROOT/$1"

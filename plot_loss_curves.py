@@ -2,65 +2,111 @@
 
     python plot_loss_curves.py --input_dir runs/loss_curves --output runs/loss_curves/loss_curves.png
 
-Exit status: 0 every strategy agrees with DDP within the tolerance; 1 one does not, moves nothing, or has a NaN;
-2 the runs cannot be compared (different weights, batches, length or contract), or a mistake in the command.
+Exit status: 0 PASS, every strategy agrees with DDP within the tolerance; 1 FAIL, one does not, moves nothing, or has a NaN,
+or NOT JUDGED, the control run is no measure of rounding; 2 the runs cannot be compared (different weights, batches, length
+or contract; a damaged file), or a usage error; 3 an internal error.
 """
 
+if __name__ == "__main__":
+    from lockstep import startup
+
+    startup.begin()  # first: from now on Ctrl-C and a missing package are one line each
+
+import datetime
 import json
 import math
+import os
+import shlex
 import sys
 from pathlib import Path
 
 from lockstep import history, report
-from lockstep.compare_losses import RULES, compare, require_comparable, tolerance_for
+from lockstep.compare_losses import FAIL, NOT_JUDGED, PASS, compare, require_comparable, tolerance_for
 from lockstep.config import STRATEGIES, Parser
-from lockstep.errors import UserError
-from lockstep.files import write_text
+from lockstep.errors import UserError, printable, run_program
+from lockstep.files import require_writable_folder, write_text
+from lockstep.history import History
+from lockstep.mesh import Mesh
 
 FIGURES = (".png", ".pdf", ".svg")
 
 
 def main(argv: list[str] | None = None) -> int:
+    return run_program("plot_loss_curves.py", lambda: _main(argv))
+
+
+def _main(argv: list[str] | None) -> int:
     parser = Parser(prog="plot_loss_curves.py", description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--input_dir", type=Path, default=Path("runs/loss_curves"), help="folder with loss_*.json")
     parser.add_argument("--output", type=Path, help="figure to write (default: loss_curves.png in the folder)")
     parser.add_argument("--json", type=Path, help="write the same comparison as data to this file")
-    try:
-        options = parser.parse_args(argv)
-        output = options.output or options.input_dir / "loss_curves.png"
-        if output.suffix not in FIGURES:
-            raise UserError(f"--output {output}: the name must end in {', '.join(FIGURES)}")
-        if options.json:
-            options.json.unlink(missing_ok=True)  # an older verdict must not pass for this one
-        return run(options.input_dir, output, options.json)
-    except UserError as error:
-        print(f"plot_loss_curves.py: {error}", file=sys.stderr)
-        return error.exit_code
+    options = parser.parse_args(argv)
+    output = options.output or options.input_dir / "loss_curves.png"
+    _require_outputs(options.input_dir, output, options.json)
+    command = shlex.join(["plot_loss_curves.py", *(sys.argv[1:] if argv is None else argv)])
+    return run(options.input_dir, output, options.json, command)
 
 
-def run(input_dir: Path, output: Path, json_path: Path | None) -> int:
-    paths = {name: history.path_of(input_dir, name) for name in STRATEGIES}
-    histories = {name: history.read(path) for name, path in paths.items() if path.is_file()}
-    if not histories:
-        raise UserError(f"--input_dir {input_dir}: no loss_ddp.json, loss_deepspeed.json or loss_fsdp.json; train first")
-    for name, one in histories.items():
+def _require_outputs(input_dir: Path, output: Path, json_path: Path | None) -> None:
+    """Raise UserError for outputs that could not be written in the end; remove an older verdict, which must not pass for this one."""
+    if output.suffix not in FIGURES:
+        raise UserError(f"--output {output}: the name must end in {', '.join(FIGURES)}")
+    if not input_dir.is_dir():
+        raise UserError(f"--input_dir {input_dir}: no such folder; give the --loss_output_dir of the training runs")
+    inputs = {os.path.realpath(path) for path in _paths(input_dir).values()}
+    for option, path in (("--output", output), ("--json", json_path)):
+        if path is None:
+            continue
+        require_writable_folder(path.parent, option)
+        if path.is_dir():
+            raise UserError(f"{option} {path}: is a folder; give the name of a file")
+        if os.path.realpath(path) in inputs:
+            raise UserError(f"{option} {path}: is a loss history, which is read and not written; choose another name")
+    if json_path is not None:
+        if os.path.realpath(json_path) == os.path.realpath(output):
+            raise UserError(f"--json {json_path}: is the figure's name, too; choose another name")
+        json_path.unlink(missing_ok=True)
+
+
+def _paths(input_dir: Path) -> dict[str, Path]:
+    return {name: history.path_of(input_dir, name) for name in (*STRATEGIES, history.CONTROL)}
+
+
+def _read(input_dir: Path) -> tuple[dict[str, History], History | None]:
+    """The strategies' histories, in their order, and the control's. Raises UserError for one that is not what its name says."""
+    found = {name: history.read(path) for name, path in _paths(input_dir).items() if os.path.lexists(path)}
+    if not found.keys() & STRATEGIES.keys():
+        raise UserError(f"--input_dir {input_dir}: no {', '.join(path.name for path in _paths(input_dir).values())}; train first")
+    for name, one in found.items():
+        path, run = _paths(input_dir)[name], one.run
+        strategy, mine = ("ddp" if name == history.CONTROL else name), run["config"]["strategy"]
+        if mine != strategy or run["config"]["noise_control"] != (name == history.CONTROL):
+            what = f"{mine}'s" + (" control" if run["config"]["noise_control"] else "")
+            raise UserError(f"{path}: is a history of {what} run, and not what its name says; put each under its own name")
+        label = f"{STRATEGIES[strategy]} ({Mesh(*run['mesh']).label})" + (", control" if name == history.CONTROL else "")
+        if run["label"] != label:
+            raise UserError(f"{path}: label is {printable(run['label'], 80)!r}, it must be {label!r}; run its training again")
         if not one.steps:
-            raise UserError(f"{paths[name]}: no step was recorded ({one.ended or 'killed'}); run its training again")
+            raise UserError(f"{path}: no step was recorded ({printable(one.ended or 'killed', 200)}); run its training again")
+    control = found.pop(history.CONTROL, None)
+    return found, control
+
+
+def run(input_dir: Path, output: Path, json_path: Path | None, command: str) -> int:
+    histories, control = _read(input_dir)
     print(report.statistics(histories))
     baseline, others = histories.get("ddp"), [one for name, one in histories.items() if name != "ddp"]
-    comparable = baseline is not None and bool(others)
-    precision = next(iter(histories.values())).run["config"]["precision"]
-    control_path = history.path_of(input_dir, history.CONTROL)
-    control = history.read(control_path) if control_path.is_file() else None
-    judged = comparable and (precision in RULES or control is not None)
-    tolerance = tolerance_for(baseline, control) if judged else None
+    tolerance, why_none = None, UserError(f"--input_dir {input_dir}: only {', '.join(histories)}; a verdict needs DDP and another strategy")
+    if baseline is not None and others:
+        try:
+            tolerance = tolerance_for(baseline, control)
+        except UserError as error:
+            why_none = error
     report.draw(histories, control, tolerance, output)
-    print(f"\nFigure: {output}")
-    if not comparable:
-        raise UserError(f"--input_dir {input_dir}: only {', '.join(histories)}; a verdict needs DDP and another strategy")
-
+    print(f"\nFigure: {printable(output)}")
     if tolerance is None:
-        tolerance_for(baseline)  # says why there is none
+        raise why_none
+
     verdicts, refusals = [], []
     for other in others:
         try:
@@ -70,29 +116,35 @@ def run(input_dir: Path, output: Path, json_path: Path | None) -> int:
             refusals.append(str(error))
     if verdicts:
         print(report.differences(verdicts))
-        print(report.verdict_block(histories, verdicts, tolerance, precision, controlled=control is not None))
+        print(report.verdict_block(histories, verdicts, tolerance, controlled=control is not None))
     if refusals:
         raise UserError("; ".join(refusals))
-    passed = all(verdict.passed for verdict in verdicts)
-    print(f"\n{'PASS' if passed else 'FAIL'}")
+    outcomes = {verdict.outcome for verdict in verdicts}
+    outcome = next(word for word in (FAIL, NOT_JUDGED, PASS) if word in outcomes)
+    print(f"\n{outcome}")
     if json_path is not None:
+        everyone = histories | ({history.CONTROL: control} if control else {})
         content = {
-            "passed": passed,
-            "precision": precision,
+            "passed": outcome == PASS,
+            "outcome": outcome,
+            "precision": baseline.run["config"]["precision"],
             "tolerance": tolerance.as_dict(),
             "control": control.run["label"] if control else None,
             "runs": {name: one.run["label"] for name, one in histories.items()},
             "verdicts": [verdict.as_dict() for verdict in verdicts],
+            "command": command,
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "histories": {name: {"run": one.run, "weights": one.weights} for name, one in everyone.items()},
         }
         write_text(json_path, json.dumps(_strict(content), indent=2) + "\n")
-    return 0 if passed else 1
+    return 0 if outcome == PASS else 1
 
 
 def _strict(value):
     """The same data with null for numbers that JSON does not have."""
     if isinstance(value, dict):
         return {key: _strict(item) for key, item in value.items()}
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return [_strict(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 

@@ -5,21 +5,27 @@
     python run_faults.py --list                            what there is
     python run_faults.py --precision autocast --output results/faults-autocast.json
 
-Exit status: 0 every fault changed something and was caught by tensors; 1 one did not or was not; 2 a mistake.
+Exit status: 0 every fault changed something and was caught by tensors; 1 one did not or was not; 2 a usage error;
+3 an internal error.
 """
+
+if __name__ == "__main__":
+    from lockstep import startup
+
+    startup.begin()  # first: from now on Ctrl-C and a missing package are one line each
 
 import argparse
 import collections
+import contextlib
 import json
 import os
-import sys
 import tempfile
 from pathlib import Path
 
-from lockstep import history
+from lockstep import history, locks, startup
 from lockstep.config import SHARDED, STRATEGIES, Parser
-from lockstep.errors import TrainingFailure, UserError
-from lockstep.files import require_new_folder, write_text
+from lockstep.errors import TrainingFailure, UserError, run_program
+from lockstep.files import require_new_folder, require_writable_file, require_writable_folder, write_result
 
 CLEAN = "clean"  # the name of a run without a fault
 HANGS_AFTER = 120  # seconds without a finished job, tiny models
@@ -33,7 +39,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--precision", choices=("fp32", "autocast"), default="fp32", help="default: %(default)s, the proof")
     parser.add_argument("--steps", type=int, default=30, help="to train, for the loss verdict (default: %(default)s)")
     parser.add_argument("--output", type=Path, default=Path("runs/faults.json"), help="the table as data; .md beside it (default: %(default)s)")
-    parser.add_argument("--work_dir", type=Path, help="keep the runs there (default: a temporary folder)")
+    parser.add_argument("--work_dir", type=Path, help="keep the runs there, and beside each dump its report (default: a temporary folder)")
     parser.add_argument("--list", action="store_true", help="print the catalogue; run nothing")
     return parser.parse_args(argv)
 
@@ -117,7 +123,7 @@ def train(groups: dict[Group, list[tuple]], folder: Path) -> dict[tuple, float |
             for run, seconds in zip(left, finished, strict=False):
                 outcome[run] = seconds
             if len(finished) < len(left):
-                outcome[left[len(finished)]] = "\n".join((work / "log.txt").read_text(errors="replace").splitlines()[-40:])
+                outcome[left[len(finished)]] = jobs.why(work)
             left = left[len(finished) + 1 :]
     replays = []
     for group in groups:
@@ -148,17 +154,20 @@ def require_clean(group: Group, strategy: str) -> None:
     result, curve, _, _ = verdicts(group, CLEAN, strategy)
     if result.outcome != "PASS" or not curve.passed:
         why = [failure[2:] for name in result.dumps for failure in result.failures(name)[:1]]
-        raise TrainingFailure(f"without any fault {strategy} is {result.outcome}, losses {curve.passed}, on {group.model}: {why}")
+        raise TrainingFailure(f"without any fault {strategy} is {result.outcome}, losses {curve.outcome}, on {group.model}: {[*why, *curve.problems, curve.doubt]}")
 
 
 def judge(group: Group, fault, strategy: str) -> dict:
     """What the two verdicts and the diagnosis say of one planted fault."""
+    from lockstep import tensor_report
     from lockstep.diagnose import diagnose
     from lockstep.dump import Dump
 
     result, curve, reference, replays = verdicts(group, fault.name, strategy)
     failures, dump = result.failures(strategy), result.dumps[strategy]
     diagnosis = diagnose(result, strategy, reference, replays)
+    if group.options.work_dir:
+        tensor_report.write(result, {strategy: diagnosis}, dump.folder.with_name(f"report_{strategy}"))
     step, first = (failures[0][0], failures[0][2]) if failures else (None, None)
     guards = group.history_folder(strategy, fault.name) / "guards.txt"
     causes = [cause.name for cause in diagnosis.causes]
@@ -237,7 +246,7 @@ def run(options: argparse.Namespace, folder: Path) -> int:
     for group, members in groups.items():
         for name in ("ddp", history.CONTROL, *dict.fromkeys(strategy for _, strategy in members)):
             if isinstance(outcome[group, CLEAN, name], str):
-                raise TrainingFailure(f"without any fault {name} failed:\n{outcome[group, CLEAN, name]}")
+                raise TrainingFailure(f"without any fault {name} failed: {outcome[group, CLEAN, name]}")
             if name in SHARDED:
                 require_clean(group, name)
         for fault, strategy in members:
@@ -250,30 +259,56 @@ def run(options: argparse.Namespace, folder: Path) -> int:
     lines = [*table(rows), "", *summary(rows, options.steps)]
     print("\n".join(lines))
     content = {"precision": options.precision, "steps": options.steps, "cores": os.cpu_count(), "rows": rows}
-    write_text(options.output, json.dumps(content, indent=1) + "\n")
-    write_text(options.output.with_suffix(".md"), "\n".join(["# Planted faults, " + options.precision, "", *lines]) + "\n")
+    write_result(options.output, json.dumps(content, indent=1) + "\n")
+    write_result(options.output.with_suffix(".md"), "\n".join(["# Planted faults, " + options.precision, "", *lines]) + "\n")
+    if any(row.get("failed") for row in rows):
+        print(f"\nLogs of what did not run: {folder}")
     print(f"\nTable: {options.output.with_suffix('.md')}, {options.output}")
     return 0 if all(not row.get("failed") and row["caught"] and row["changed"] for row in rows) else 1
 
 
 def main(argv: list[str] | None = None) -> int:
+    return run_program("run_faults.py", lambda: checked(parse(argv)))
+
+
+def checked(options: argparse.Namespace) -> int:
+    """Everything that can be answered before a start; then the runs."""
+    if options.list:
+        print_catalogue()
+        return 0
+    choose(options)
+    for path in (options.output, options.output.with_suffix(".md")):
+        require_writable_file(path, "--output")
+    if options.work_dir is None:
+        with locks.held((options.output, "--output")), startup.cleaning_up():
+            return in_temporary_folder(options)
+    require_new_folder(options.work_dir, "--work_dir")
+    require_writable_folder(options.work_dir, "--work_dir", keep=False)
+    with locks.held((options.work_dir.absolute(), "--work_dir"), (options.output, "--output")), startup.cleaning_up():
+        require_new_folder(options.work_dir, "--work_dir")  # another run may have filled it before we had the lock
+        return run(options, options.work_dir.absolute())
+
+
+def in_temporary_folder(options: argparse.Namespace) -> int:
+    """`run`; of runs that failed the logs are kept, because the error names them."""
+    folder = Path(tempfile.mkdtemp(prefix="lockstep-faults-"))
+    failed = False
     try:
-        options = parse(argv)
-        if options.list:
-            print_catalogue()
-            return 0
-        choose(options)
-        if options.work_dir:
-            require_new_folder(options.work_dir, "--work_dir")
-            return run(options, options.work_dir.absolute())
-        with tempfile.TemporaryDirectory(prefix="lockstep-faults-") as name:
-            return run(options, Path(name))
-    except (UserError, TrainingFailure) as error:
-        print(f"run_faults.py: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("run_faults.py: interrupted", file=sys.stderr)
-        return 130
+        status = run(options, folder)
+        failed = status != 0
+        return status
+    except TrainingFailure:
+        failed = True
+        raise
+    finally:
+        for path in sorted(folder.rglob("*"), reverse=True):  # what is in a folder before the folder
+            with contextlib.suppress(OSError):  # a folder with a log in it
+                if path.is_dir():
+                    path.rmdir()
+                elif not (failed and path.name == "log.txt"):
+                    path.unlink()
+        with contextlib.suppress(OSError):
+            folder.rmdir()
 
 
 if __name__ == "__main__":

@@ -5,25 +5,37 @@
 
 Runs the three training scripts under torchrun with --capture_dir, then the reference, then the comparison
 (lockstep/compare.py), and writes report.md and report.json. All other flags are those of the training scripts.
-Exit status: 0 every tensor is as close to the truth as a correct run's; 1 not, or a run failed; 2 a mistake.
+Exit status: 0 every tensor is as close to the reference as a correct run's; 1 not, or a run failed; 2 a usage error;
+3 an internal error.
 """
 
+if __name__ == "__main__":
+    from lockstep import startup
+
+    startup.begin()  # first: from now on Ctrl-C and a missing package are one line each
+
 import argparse
+import dataclasses
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+from lockstep import architectures, memory
 from lockstep import config as config_module
+from lockstep import locks, processes, startup
 from lockstep.compare_losses import RULES
 from lockstep.config import STRATEGIES, Parser
-from lockstep.errors import TrainingFailure, UserError
+from lockstep.errors import UserError, printable, run_program
 
-ROOT = Path(__file__).parent
-OURS = ("ddp", "deepspeed", "fsdp", "reference", "replay_ddp", "replay_deepspeed", "replay_fsdp", "losses")
+ROOT = Path(__file__).resolve().parent
+NAME = "run_verification.py"
+INTERRUPTED = "interrupted; --overwrite starts again"
+OURS = ("ddp", "deepspeed", "fsdp", "reference", "replay_ddp", "replay_deepspeed", "replay_fsdp", "losses", "logs")
 OURS += ("initial_weights.safetensors", "report.md", "report.json")
-SET_HERE = ("--capture_dir", "--capture_steps", "--debug_steps", "--init_weights_path", "--save_init_weights", "--dry_run",
+SET_HERE = ("--capture_dir", "--capture_steps", "--debug_steps", "--save_init_weights", "--dry_run",
             "--num_workers", "--num_epochs", "--loss_output_dir", "--storage_path", "--experiment_name")  # fmt: skip
 
 
@@ -45,66 +57,119 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     return options, rest
 
 
+def ours(name: str) -> bool:
+    """Whether a verification wrote a file or folder of this name, perhaps one that was killed while it wrote or held it."""
+    unfinished = re.fullmatch(r"\.(.+)\.(lock|\d+\.tmp)", name)
+    return name in OURS or bool(unfinished) and unfinished[1] in (*OURS, "verification")
+
+
 def check_folder(options: argparse.Namespace) -> Path:
     """The output folder: empty, or with nothing but an older verification that may be removed."""
     folder = options.output_dir.expanduser().absolute()
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--output_dir {folder} is a file; choose a folder")
-    inside = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-    if inside and not options.overwrite:
+    try:
+        inside = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    except OSError as error:
+        raise UserError(f"--output_dir {folder}: cannot be read ({error.strerror}); choose another folder") from error
+    if any(not name.startswith(".") for name in inside) and not options.overwrite:
         raise UserError(f"--output_dir {folder} is not empty, and nothing is overwritten; choose another, or add --overwrite")
-    foreign = next((name for name in inside if name not in OURS), None)
+    foreign = next((name for name in inside if not ours(name)), None)
     if foreign:
         raise UserError(f"--output_dir {folder} holds {foreign}, which no verification wrote; choose another folder")
     return folder
 
 
+def require_outside(folder: Path, config) -> None:
+    """What a run starts from must not lie in the folder that is emptied before it."""
+    inputs = {"--init_weights_path": config.init_weights_path, "--model_name": config.model_name, "--dataset_name": config.dataset_name}
+    for option, value in inputs.items():
+        path = os.path.realpath(os.path.expanduser(value or os.devnull))
+        if os.path.exists(path) and Path(path).is_relative_to(os.path.realpath(folder)):
+            raise UserError(f"{option} {value} lies in --output_dir {folder}, whose contents are replaced; choose another --output_dir")
+
+
 def empty(folder: Path) -> None:
-    for path in list(folder.iterdir()) if folder.is_dir() else []:
+    """Remove an older verification. Locks stay: a run that goes on after its script was killed still holds them."""
+    for path in [path for path in folder.iterdir() if not path.name.endswith(".lock")]:
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
-def run(command: list[str], what: str) -> None:
+def run(command: list[str], program: str, what: str, folder: Path) -> None:
+    """Run a program; what it says on stderr, and its launcher, goes to a file. Raises ChildFailure with the line that counts."""
     print(f"\n== {what}", flush=True)
-    environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    status = subprocess.run(command, cwd=ROOT, env=environment).returncode
+    path = folder / "logs" / f"{program}.txt"
+    path.parent.mkdir(exist_ok=True)
+    with open(path, "w", encoding="utf-8") as log, startup.cleaning_up():
+        process = processes.start(command, stdin=subprocess.DEVNULL, stderr=log, env=processes.environment())
+        try:
+            status = process.wait()
+        except BaseException:
+            processes.end(process)
+            raise
     if status:
-        raise TrainingFailure(f"{what} failed with exit status {status} (see above)")
+        why, status = processes.failure(program, status, path.read_text(encoding="utf-8", errors="replace"))
+        raise processes.ChildFailure(f"{what} failed: {why}; all it said is in {path}", status)
+
+
+def check_reference(config, inputs) -> None:
+    """Raise UserError if the reference would not fit into memory, or is not the model that a user brings."""
+    memory.require(dataclasses.replace(config, strategy="reference"), inputs.architecture, config.num_workers)
+    if not architectures.is_built_in(inputs.architecture_source):
+        from lockstep import model_check  # imports torch
+
+        model_check.check(config, inputs)
 
 
 def main(argv: list[str] | None = None) -> int:
-    try:
-        options, rest = parse(argv)
-        rest = [*rest, "--dp_size", str(options.dp_size), "--debug_steps", str(options.steps)]
-        sharded = ["--tp_size", str(options.tp_size)]
-        folder = check_folder(options)
-        elsewhere = ["--loss_output_dir", str(folder / "losses"), "--storage_path", str(folder / "losses")]
-        for strategy in STRATEGIES:  # a mistake is answered before anything is removed or started
-            config = config_module.parse_config(strategy, [*rest, *elsewhere, *(sharded if strategy != "ddp" else [])])
-            if config.precision not in RULES:
-                raise UserError(f"no tolerance is derived for --precision {config.precision}; use {' or '.join(RULES)}")
-            config_module.check_environment(config, config_module.load_inputs(config).architecture)
-        empty(folder)
-        rest += [*elsewhere, "--capture_steps", str(options.steps), "--capture_dir", str(folder)]
-        rest += ["--init_weights_path", str(folder / "initial_weights.safetensors")]
-        for strategy in STRATEGIES:
-            ranks = options.dp_size * (1 if strategy == "ddp" else options.tp_size)
-            launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-            extra = ["--save_init_weights"] if strategy == "ddp" else sharded
-            run([sys.executable, *launcher, f"train_{strategy}.py", *rest, *extra], f"train_{strategy}.py, {ranks} ranks")
-        run([sys.executable, "-m", "lockstep.reference", *rest], "float64 reference")
-        from lockstep import compare  # torch is not needed to answer a mistake
-        from lockstep.dump import Dump
+    return run_program(NAME, lambda: verify(*parse(argv)), interrupted=INTERRUPTED)
 
-        print("\n== comparison", flush=True)
-        opened = [Dump(folder / name) for name in (*STRATEGIES, "reference")]
-        return compare.run(opened, folder)
-    except (UserError, TrainingFailure) as error:
-        print(f"run_verification.py: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("run_verification.py: interrupted; --overwrite starts again", file=sys.stderr)
-        return 130
+
+def verify(options: argparse.Namespace, rest: list[str]) -> int:
+    rest = [*rest, "--dp_size", str(options.dp_size), "--debug_steps", str(options.steps)]
+    sharded = ["--tp_size", str(options.tp_size)]
+    folder = check_folder(options)
+    elsewhere = ["--loss_output_dir", str(folder / "losses"), "--storage_path", str(folder / "losses")]
+    configs = []
+    for strategy in STRATEGIES:  # a usage error is answered before anything is removed or started
+        dry = ["--dry_run"]  # leaves no folder behind
+        config = config_module.parse_config(strategy, [*rest, *elsewhere, *dry, *(sharded if strategy != "ddp" else [])])
+        if config.precision not in RULES:
+            raise UserError(f"no tolerance is derived for --precision {config.precision}; use {' or '.join(RULES)}")
+        require_outside(folder, config)
+        inputs = config_module.load_inputs(config)
+        config_module.check_environment(config, inputs.architecture)
+        configs.append(config)
+    check_reference(config, inputs)
+    for line in config_module.shadowed(configs[0]):
+        print(printable(line), file=sys.stderr)
+    startup.meaning = INTERRUPTED
+    with locks.inside(folder, "verification", "--output_dir"):
+        check_folder(options)  # another run may have ended before we had the lock
+        with locks.held(*((folder / strategy, "--output_dir") for strategy in STRATEGIES)):
+            empty(folder)  # nor does a run that outlived its script write there
+        rest = [argument for argument in rest if argument != "--pretrained"]  # DDP's run writes them down for all
+        save = ["--save_init_weights", *(["--pretrained"] if config.pretrained else [])] if config.init_weights_path is None else []
+        if save:
+            rest += ["--init_weights_path", str(folder / "initial_weights.safetensors")]
+        return train_and_compare(options, [*rest, *elsewhere], save, sharded, folder)
+
+
+def train_and_compare(options: argparse.Namespace, rest: list[str], save: list[str], sharded: list[str], folder: Path) -> int:
+    """`save` are DDP's own flags, which write down the initial weights, `sharded` the others'."""
+    rest = [*rest, "--capture_steps", str(options.steps), "--capture_dir", str(folder)]
+    for strategy in STRATEGIES:
+        number = options.dp_size * (1 if strategy == "ddp" else options.tp_size)
+        extra = save if strategy == "ddp" else sharded
+        script = ROOT / f"train_{strategy}.py"
+        run([*processes.ranks(number), str(script), *rest, *extra], script.name, f"{script.name}, {number} ranks", folder)
+    run([sys.executable, "-m", "lockstep.reference", *rest], "lockstep.reference", "float64 reference", folder)
+    from lockstep import compare  # torch is not needed to answer a usage error
+    from lockstep.dump import Dump
+
+    print("\n== comparison", flush=True)
+    opened = [Dump(folder / name) for name in (*STRATEGIES, "reference")]
+    return compare.run(opened, folder)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,14 @@
     deepspeed --num_gpus 4 train_deepspeed.py           the same under DeepSpeed's launcher
     python train_deepspeed.py --dry_run                 configuration, mesh and contract; trains nothing
 
-Writes loss_deepspeed.json under --loss_output_dir. All flags: --help. Exit status: 0; 1 a run that failed; 2 a mistake.
+Writes loss_deepspeed.json under --loss_output_dir. All flags: --help. Exit status: 0; 1 a run that failed; 2 a usage error;
+3 an internal error.
 """
+
+if __name__ == "__main__":
+    from lockstep import startup
+
+    startup.begin()  # first: from now on Ctrl-C and a missing package are one line each
 
 from lockstep.launch import launch
 

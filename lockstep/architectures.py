@@ -5,13 +5,14 @@ Nothing here imports torch, so that a wrong model name is answered at once.
 
 import copy
 import http.client
-import json
 import os
 import urllib.error
 import urllib.request
 from pathlib import Path
 
-from lockstep.errors import UserError, first_line
+from lockstep import model_config
+from lockstep.errors import UserError, first_line, printable
+from lockstep.files import read_json
 
 # Everything that makes tensor parallelism go wrong, small: grouped KV heads, q/k/v biases, tied embeddings.
 TINY_QWEN2 = {
@@ -67,11 +68,8 @@ BUILT_IN = {
 }
 HUB_STAND_INS = {"Qwen/Qwen2.5-0.5B": "Qwen2.5-0.5B"}
 HUB_TIMEOUT = 2.0  # seconds
-REQUIRED = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "max_position_embeddings", "initializer_range",
-)  # fmt: skip
-SUPPORTED_TYPES = ("qwen2", "qwen3", "llama")
+LARGEST_CONFIG = 1 << 24  # bytes
+_BUILT_IN_SOURCE = "built-in architecture"
 SPLIT_BY_TP = {  # what every tp rank takes an equal share of
     "num_attention_heads": "attention heads",
     "num_key_value_heads": "KV heads",
@@ -82,48 +80,50 @@ SPLIT_BY_TP = {  # what every tp rank takes an equal share of
 def resolve(model_name: str, num_layers: int | None = None) -> tuple[dict, str]:
     """The config of a model as a dict, and a sentence on where it came from.
 
-    `num_layers` replaces the depth. Raises UserError for a name that is no built-in, no folder with a
-    config.json and not on the hub (or the hub cannot be reached), and for a family without a TP plan here.
+    Of a config.json, the dict holds what transformers builds the family's model from, and the sentence names the keys that
+    nobody knows (lockstep/model_config.py). `num_layers` replaces the depth. Raises UserError for a name that is no
+    built-in, no folder with a config.json and not on the hub (or the hub cannot be reached), and for a config.json that
+    asks for what is not done here.
     """
-    architecture, source = _find(model_name)
-    architecture = copy.deepcopy(architecture)
-    family = architecture.get("model_type")
-    if family not in SUPPORTED_TYPES:
-        raise UserError(
-            f"--model_name {model_name}: its model_type is {family!r}, and the tensor-parallel plan covers only "
-            f"{', '.join(SUPPORTED_TYPES)}; choose a Qwen2, Qwen2.5, Qwen3 or Llama model"
-        )
-    missing = next((key for key in REQUIRED if not isinstance(architecture.get(key), (int, float))), None)
-    if missing:
-        raise UserError(f"--model_name {model_name}: its config.json gives no {missing}; fetch the model again")
-    if family != "qwen2" and (architecture.get("attention_bias") or architecture.get("mlp_bias")):
-        key = "attention_bias" if architecture.get("attention_bias") else "mlp_bias"
-        raise UserError(
-            f"--model_name {model_name}: {key} is true in its config.json, and biases of row-parallel layers are not covered "
-            "by the tensor-parallel plan; choose a model without"
-        )
-    if architecture.get("attention_dropout"):
-        raise UserError(
-            f"--model_name {model_name}: attention_dropout is {architecture['attention_dropout']}, and every strategy "
-            "would drop other weights; set it to 0 in config.json"
-        )
+    architecture, source = find(model_name)
+    if is_built_in(source):
+        architecture = copy.deepcopy(architecture)
+    else:
+        architecture, unknown = model_config.checked(architecture, f"--model_name {model_name}: its config.json")
+        if unknown:
+            listed = printable(", ".join(unknown), 200)
+            source += f" (without {listed}: unknown to transformers' {architecture['model_type']})"
     if num_layers is not None:
         depth = architecture["num_hidden_layers"]
         if num_layers > depth:
-            raise UserError(f"--num_layers {num_layers}: {model_name} has {depth} layers; ask for 1 to {depth}")
+            raise UserError(f"--num_layers {num_layers}: {model_name} has {depth} layers; ask for 1 to {depth}, or for all")
         architecture["num_hidden_layers"] = num_layers
         if architecture.get("layer_types"):
             architecture["layer_types"] = architecture["layer_types"][:num_layers]
     return architecture, source
 
 
-def _find(model_name: str) -> tuple[dict, str]:
+def is_built_in(source: str) -> bool:
+    """Whether a model whose source `resolve` described so is one of BUILT_IN, which tests cover, and not a user's."""
+    return source.startswith(_BUILT_IN_SOURCE)
+
+
+def try_out(architecture: dict, source: str, model_name: str) -> None:
+    """Raise UserError if transformers cannot build a user's model as `parameter_shapes` says. Imports torch for that."""
+    if not is_built_in(source):
+        from lockstep import model_check
+
+        model_check.try_out(architecture, find(model_name)[0], model_name)
+
+
+def find(model_name: str) -> tuple[dict, str]:
+    """The content of a model's config.json as it is, unchecked, and where it came from; raises UserError."""
     if model_name in BUILT_IN:
-        return BUILT_IN[model_name], f"built-in architecture {model_name}"
+        return BUILT_IN[model_name], f"{_BUILT_IN_SOURCE} {model_name}"
     folder = Path(os.path.expanduser(model_name))
     if folder.is_dir():
         path = folder / "config.json"
-        if not path.is_file():
+        if not path.exists():
             raise UserError(f"--model_name {model_name}: the folder has no config.json; give a Hugging Face model folder")
         return _read_config(path), f"config of {folder}"
     path, problem = hub_file(model_name, "config.json")
@@ -131,7 +131,7 @@ def _find(model_name: str) -> tuple[dict, str]:
         return _read_config(path), f"config of {model_name} from the hub"
     if model_name in HUB_STAND_INS:
         name = HUB_STAND_INS[model_name]
-        return BUILT_IN[name], f"built-in architecture {name} ({model_name} cannot be read from the hub: {problem})"
+        return BUILT_IN[name], f"{_BUILT_IN_SOURCE} {name} ({model_name} cannot be read from the hub: {problem})"
     raise UserError(
         f"--model_name {model_name}: no built-in model, no such folder, and not to be had from the hub ({problem}); "
         f"built-in: {', '.join(BUILT_IN)}"
@@ -171,10 +171,7 @@ def hub_answers(url: str) -> bool:
 
 
 def _read_config(path: Path) -> dict:
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: not a readable config.json ({error}); fetch the model folder again") from error
+    config = read_json(path, limit=LARGEST_CONFIG)
     if not isinstance(config, dict):
         raise UserError(f"{path}: not a JSON object; fetch the model folder again")
     return config

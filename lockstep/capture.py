@@ -3,7 +3,8 @@
 For every captured step, in one file (lockstep/dump.py):
 
     forward/MODULE           the output of every module (MODULE.1 for the second tensor of a tuple)
-    backward/MODULE          the gradient of the loss with respect to that output
+    forward/MODULE.input     its input, where that is no output of another (lockstep/layout.py)
+    backward/...             the gradient of the loss with respect to each of these
     gradient/PARAMETER       before clipping
     exp_avg/PARAMETER  exp_avg_sq/PARAMETER  parameter/PARAMETER      after the update
     batch/input_ids  batch/labels          what the model was really called with
@@ -12,62 +13,23 @@ Loss means the mean over the global batch, so what a DP rank computes for its ow
 (dim 0) are the global batch: DP rank by DP rank, micro batch by micro batch. Hooks exist only during captured steps.
 """
 
+import contextlib
 import functools
+import math
 import os
 from collections import Counter
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from lockstep import dump
+from lockstep import manifest, origin, step_file
 from lockstep.collective import gather_objects, stop_together
 from lockstep.errors import first_line
+from lockstep.files import why_not_written
+from lockstep.layout import BATCH, KINDS, NOT_WATCHED, SEQUENCE, layout_of, named_outputs
 from lockstep.mesh import share
-
-KINDS = ("gradient", "exp_avg", "exp_avg_sq", "parameter")  # of what a strategy holds per parameter
-BATCH, SEQUENCE = "batch", "sequence"
-
-
-def output_shapes(model: torch.nn.Module) -> dict[str, tuple]:
-    """Name -> shape of every module output of the whole, unsharded model; "batch" and "sequence" stand for those dims.
-
-    Found by two tiny forward passes that differ in both.
-    """
-    seen: list[dict[str, tuple]] = []
-    for batch, sequence in ((2, 3), (4, 5)):
-        shapes: dict[str, tuple] = {}
-        handles = _watch(model, lambda name, tensor, shapes=shapes: shapes.update({name: tuple(tensor.shape)}))
-        with torch.no_grad():
-            model(input_ids=torch.zeros(batch, sequence, dtype=torch.int64), use_cache=False)
-        for handle in handles:
-            handle.remove()
-        seen.append(shapes)
-    symbols = {(2, 4): BATCH, (3, 5): SEQUENCE}
-    return {
-        name: tuple(a if a == b else symbols[(a, b)] for a, b in zip(shape, seen[1][name], strict=True))
-        for name, shape in seen[0].items()
-    }
-
-
-def _watch(model: torch.nn.Module, see) -> list:
-    """Call see(name, tensor) for every tensor that a module gives back; returns the hooks' handles.
-
-    Not for the model and its base model: what they give back are outputs of modules inside them.
-    """
-
-    def hook(name, _module, _inputs, output):
-        if isinstance(output, torch.Tensor):
-            see(name, output)
-        elif type(output) is tuple:
-            for number, tensor in enumerate(item for item in output if isinstance(item, torch.Tensor)):
-                see(f"{name}.{number}" if number else name, tensor)
-
-    return [
-        module.register_forward_hook(functools.partial(hook, name))
-        for name, module in model.named_modules()
-        if name not in ("", "model")
-    ]
 
 
 class Capture:
@@ -82,27 +44,33 @@ class Capture:
         here = self.mesh.coordinates(self.rank)
         self.dp_rank, self.tp_rank = here.dp, here.tp
         self.folder = config.capture_folder
-        self.full_shapes = output_shapes(model)
-        self.num_tensors = 2 * len(self.full_shapes) + len(KINDS) * len(list(model.parameters())) + 2
-        self.manifest = {"run": provenance, "steps": {}}
+        self.layout = layout_of(provenance["architecture"], config.attn_impl)
+        self.num_tensors = 2 * len(self.layout.outputs) + len(KINDS) * len(self.layout.parameters) + 2
+        about = {"commit": origin.commit(), "date": origin.now(), "cpu": origin.cpu()}
+        self.manifest = {"origin": about, "run": provenance, "steps": {}}
         self.writers: dict[str, bool] = {}
+        self.path: Path | None = None  # of the step that is being captured
 
     def begin(self, strategy, step: int) -> None:
         """Before the step's first forward pass: open the file, start to watch."""
         self._open(strategy, step)
-        self.handles = _watch(strategy.model, self._see)
-        self.handles.append(strategy.model.register_forward_pre_hook(self._see_batch, with_kwargs=True))
+        self.handles = [strategy.model.register_forward_pre_hook(self._see_batch, with_kwargs=True)]
+        modules = dict(strategy.model.named_modules())
+        for name in self.layout.inputs.keys() & modules.keys():
+            self.handles.append(modules[name].register_forward_pre_hook(functools.partial(self._see_inputs, name), with_kwargs=True))
+        for name, module in modules.items():
+            if name not in NOT_WATCHED:
+                self.handles.append(module.register_forward_hook(functools.partial(self._see_outputs, name)))
 
     def _open(self, strategy, step: int) -> None:
-        self.strategy, self.step, self.problem = strategy, step, ""
+        self.strategy, self.step, self.problem, self.no_room = strategy, step, "", None
         self.calls: Counter[str] = Counter()
-        self.order: list[str] = []
         self.logits: list[float] = [0.0, 0.0, 0.0, 0.0]  # count, sum, sum of squares, largest
-        self.path = dump.step_path(self.folder, step).with_suffix(".safetensors.part")
+        self.path = step_file.step_path(self.folder, step).with_suffix(".safetensors.part")
         if self.rank == 0:
-            self._try(dump.StepWriter.create, self.path)
+            self._try(step_file.StepWriter.create, self.path)
         stop_together(self.problem)
-        self.writer = self._try(dump.StepWriter, self.path, self.num_tensors)
+        self.writer = self._try(step_file.StepWriter, self.path, self.num_tensors)
         stop_together(self.problem)
         if not self.writers:
             self.writers = self._parameter_writers()
@@ -129,10 +97,20 @@ class Capture:
     def state_contract(self, contract: dict) -> None:
         """Write down what the run really runs with. Called once, by one rank, when a step has shown it."""
         self.manifest["contract"] = contract
-        dump.write_manifest(self.folder, self.manifest)
+        manifest.write(self.folder, self.manifest)
+
+    def abandon(self) -> None:
+        """After a failure: remove the file of a step that was not finished. It is no use, and takes room."""
+        if self.rank == 0 and self.path is not None:
+            with contextlib.suppress(OSError):
+                self.path.unlink(missing_ok=True)
+                self.folder.rmdir()  # if no step was finished
 
     def _close(self, entry: dict) -> None:
         self._try(self.writer.close)
+        if self.no_room:  # now that all tensors have been asked for, the file's whole size is known
+            reason = why_not_written(self.no_room, self.path, self.writer.size)
+            self.problem = f"cannot write {self.path} (capture of step {self.step}, rank {self.rank}): {reason}; free space or choose another --capture_dir"
         parts = {name: slot.parts for name, slot in self.writer.slots.items()}
         layout = {name: (slot.shape, slot.dtype, slot.offset) for name, slot in self.writer.slots.items()}
         everyone = gather_objects((parts, layout, self.logits))
@@ -146,33 +124,48 @@ class Capture:
         try:
             return call(*arguments)
         except Exception as error:  # noqa: BLE001 - it is raised on every rank, by stop_together
-            what = getattr(error, "strerror", None) or first_line(error)
-            self.problem = self.problem or f"capture of step {self.step}, rank {self.rank}: {what} ({self.path})"
+            if not self.problem:
+                self.problem = f"capture of step {self.step}, rank {self.rank}: {first_line(error)} ({self.path})"
+                self.no_room = isinstance(error, OSError) and error
 
     def _see_batch(self, _model, _inputs, options: dict) -> None:
         micro = self.calls["batch"]
         self.calls["batch"] += 1
         for name in ("input_ids", "labels"):
-            self._write_output(f"batch/{name}", options[name], (BATCH, SEQUENCE), micro)
+            self._try(self._write_placed, f"batch/{name}", options[name], (BATCH, SEQUENCE), micro)
 
-    def _see(self, module: str, output: torch.Tensor) -> None:
-        """Write a module's output, and its gradient when that is known."""
-        micro = self.calls[module]
-        self.calls[module] += 1
-        symbols = self.full_shapes[module]
+    def _see_inputs(self, module: str, _module, arguments: tuple, options: dict) -> None:
+        values = [*arguments, *options.values()]
+        for position, name in self.layout.inputs[module].items():
+            if position < len(values) and isinstance(values[position], torch.Tensor):
+                self._see(name, values[position])
+
+    def _see_outputs(self, module: str, _module, _arguments, output) -> None:
+        for name, tensor in named_outputs(module, output):
+            self._see(name, tensor)
+
+    def _see(self, name: str, tensor: torch.Tensor) -> None:
+        """Write what a module gave back or was given, and its gradient when that is known."""
+        if name not in self.layout.outputs:
+            self.problem = self.problem or f"capture of step {self.step}, rank {self.rank}: {name} is computed, and the model has no such module"
+            return
+        micro = self.calls[name]
+        self.calls[name] += 1
+        symbols = self.layout.outputs[name]
         if micro > 0 and symbols[0] != BATCH:
             return  # the same for every micro batch
-        local = _local(output)
-        if module == "lm_head":
+        local = _local(tensor)
+        if name == "lm_head":
             self._summarise(local)
-        self._write_output(f"forward/{module}", local, symbols, micro)
-        if output.requires_grad:  # its place is fixed now, in the order of the forward pass, which all ranks share
-            self._try(self._place, f"backward/{module}", local, symbols)
-            output.register_hook(functools.partial(self._see_gradient, module, micro))
+        self._try(self._write_placed, f"forward/{name}", local, symbols, micro)
+        if tensor.requires_grad and name in self.layout.backward:
+            # its place is fixed now, in the order of the forward pass, which all ranks share
+            self._try(self._place, f"backward/{name}", local, symbols)
+            tensor.register_hook(functools.partial(self._see_gradient, name, micro))
 
-    def _see_gradient(self, module: str, micro: int, gradient: torch.Tensor) -> None:
+    def _see_gradient(self, name: str, micro: int, gradient: torch.Tensor) -> None:
         local = _local(gradient) / self.mesh.dp
-        self._write_output(f"backward/{module}", local, self.full_shapes[module], micro)
+        self._try(self._write_placed, f"backward/{name}", local, self.layout.outputs[name], micro)
 
     def _summarise(self, logits: torch.Tensor) -> None:
         wide = logits.double()
@@ -181,10 +174,6 @@ class Capture:
             count + wide.numel(), total + float(wide.sum()), square + float(wide.square().sum()),
             max(largest, float(wide.abs().max())),
         ]  # fmt: skip
-
-    def _write_output(self, name: str, local: torch.Tensor, symbols: tuple, micro: int) -> None:
-        self.order.append(name)
-        self._try(self._write_placed, name, local, symbols, micro)
 
     def _write_placed(self, name: str, local: torch.Tensor, symbols: tuple, micro: int) -> None:
         start, is_writer = self._place(name, local, symbols)
@@ -238,12 +227,15 @@ class Capture:
         for rank, (_, layout, _) in enumerate(everyone):
             if layout != everyone[0][1]:
                 raise ValueError(f"rank {rank} and rank 0 did not see the same tensors in the same order")
-        for name in self._execution_order():
+        rows = self.config.batch_size * self.config.gradient_accumulation_steps * self.config.dp_size
+        for name in self.layout.of_step(KINDS, rows, self.config.seq_length):
+            if not any(ranks.get(name) for ranks, _, _ in everyone):
+                continue  # not computed in this step
             slot = self.writer.slots[name]
             parts = [ranks[name] for ranks, _, _ in everyone]
-            total, odd = dump.merge(name, parts, slot.shape, slot.dtype.itemsize)
+            total, odd = step_file.merge(name, parts, slot.shape, slot.dtype.itemsize)
             tensors[name] = {
-                "dtype": dump.DTYPES[slot.dtype],
+                "dtype": step_file.DTYPES[slot.dtype],
                 "shape": list(slot.shape),
                 "sharded": self._sharded(parts),
                 "checksum": total,
@@ -251,29 +243,15 @@ class Capture:
             if odd:
                 replicas[name] = odd
         self.writer.write_header(self.path)
-        os.replace(self.path, dump.step_path(self.folder, self.step))
-        by_rank = [logits for _, _, logits in everyone]
-        tp = self.mesh.tp
-        logits = [_combine(by_rank[first : first + tp]) for first in range(0, len(by_rank), tp)]
-        self.manifest["steps"][str(self.step)] = {
-            **entry, "logits": logits, "tensors": tensors, "replicas_differ": replicas
-        }  # fmt: skip
-        dump.write_manifest(self.folder, self.manifest)
+        os.replace(self.path, step_file.step_path(self.folder, self.step))
+        step = {**entry, "tensors": tensors, "replicas_differ": replicas}
+        if self.step > 0:
+            by_rank, tp = [logits for _, _, logits in everyone], self.mesh.tp
+            step["logits"] = [_combine(by_rank[first : first + tp]) for first in range(0, len(by_rank), tp)]
+        self.manifest["steps"][str(self.step)] = step
+        manifest.write(self.folder, self.manifest)
 
-    def _execution_order(self) -> list[str]:
-        """Forward; backward, each output gradient followed by the gradients of its module's own parameters; update."""
-        slots, order = self.writer.slots, []
-        for name in dict.fromkeys(self.order):
-            order.append(name)
-            if name.startswith("backward/"):
-                module = name.removeprefix("backward/")
-                own = f"gradient/{module}."
-                order += [key for key in slots if key.startswith(own) and "." not in key.removeprefix(own)]
-        parameters = [key.split("/", 1)[1] for key in slots if key.startswith(("gradient/", "parameter/"))]
-        order += [f"{kind}/{name}" for name in parameters for kind in KINDS]
-        return [name for name in dict.fromkeys(order) if name in slots]
-
-    def _sharded(self, parts: list[list[dump.Part]]) -> dict[str, int]:
+    def _sharded(self, parts: list[list[step_file.Part]]) -> dict[str, int]:
         """Mesh axis -> the dim that was cut along it, from where the ranks' parts really lie."""
         dims = {}
         for axis in self.mesh.axes:
@@ -286,7 +264,7 @@ def _combine(shards: list[list[float]]) -> dict[str, float]:
     """Summary of one DP rank's logits from those of its vocabulary shards (or of its copies)."""
     counts, totals, squares, largest = zip(*shards, strict=True)
     if not sum(counts):
-        return {}  # no forward pass was captured
+        return dict.fromkeys(("mean", "rms", "max_abs"), math.nan)  # the head was not called
     return {"mean": sum(totals) / sum(counts), "rms": (sum(squares) / sum(counts)) ** 0.5, "max_abs": max(largest)}
 
 

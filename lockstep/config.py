@@ -6,13 +6,14 @@ Nothing here imports torch, transformers or ray, so that a wrong command line is
 import argparse
 import contextlib
 import importlib.metadata
+import importlib.util
 import math
 import os
 import shutil
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from lockstep import architectures, data, files, history, weights
+from lockstep import architectures, data, files, history, initial_weights, memory, texts, token_cache, tokenizer
 from lockstep.errors import UserError
 from lockstep.mesh import Mesh
 
@@ -20,6 +21,10 @@ STRATEGIES = {"ddp": "DDP", "deepspeed": "DeepSpeed AutoTP", "fsdp": "FSDP+DTens
 SHARDED = tuple(name for name in STRATEGIES if name != "ddp")  # with tensor parallelism
 PRECISIONS = ("fp32", "autocast", "bf16")
 BETAS, EPS = (0.9, 0.999), 1e-8  # of AdamW, torch's defaults
+# Flags that say where things lie, not what a run computes: no part of a run's record.
+PLACES = (
+    "init_weights_path", "overwrite", "loss_output_dir", "storage_path", "experiment_name", "capture_dir", "data_cache_dir", "dry_run",
+)  # fmt: skip
 WORKERS_PER_CORE = 4  # more CPU processes than this on one core spend their time switching
 
 
@@ -45,9 +50,12 @@ class Config:
     precision: str = "autocast"
     attn_impl: str = "sdpa"
     seed: int = 0
-    dataset_name: str = data.BUILT_IN_CORPUS
+    dataset_name: str = texts.BUILT_IN_CORPUS
+    data_cache_dir: Path | None = None
     init_weights_path: Path | None = None
     save_init_weights: bool = False
+    pretrained: bool = False
+    overwrite: bool = False
     noise_control: bool = False
     loss_output_dir: Path = Path("runs/loss_curves")
     storage_path: Path = Path("runs/ray")
@@ -125,8 +133,8 @@ def build_parser(strategy: str) -> argparse.ArgumentParser:
         parser.add_argument(f"--{name}", type=kind, default=defaults[name], help=text, **options)
 
     built_in = ", ".join(architectures.BUILT_IN)
-    add("model_name", str, f"built-in ({built_in}), a Hugging Face model folder, or a hub id; Qwen2, Qwen3 or Llama")
-    add("num_layers", positive, "cut the model to this depth (None: all layers)")
+    add("model_name", str, f"built-in ({built_in}), else a Hugging Face model folder, else a hub id; Qwen2, Qwen3 or Llama")
+    add("num_layers", lambda text: None if text == "all" else positive(text), "cut the model to this depth, or all (None: all)")
     add("num_workers", positive, "processes; must equal tp_size x dp_size (None: their product)")
     add("tp_size", positive, "tensor-parallel size (None: 1 for DDP, else 2)")
     add("dp_size", positive, "data-parallel size (None: num_workers / tp_size, else 2)")
@@ -143,9 +151,12 @@ def build_parser(strategy: str) -> argparse.ArgumentParser:
     parser.add_argument("--autocast", action="store_true", help="the same as --precision autocast")
     add("attn_impl", str, "attention implementation of transformers", choices=("eager", "sdpa"))
     add("seed", _number(int, 0, high=2**32 - 1), "of the initial weights and of the order of the data")
-    add("dataset_name", str, "builtin, a .txt file, a folder of them, or a Hugging Face data set id[:config]")
-    add("init_weights_path", Path, "initial weights (.safetensors or .pt) to start from")
+    add("dataset_name", str, "builtin, else a .txt file, a folder of them, or a Hugging Face data set id[:config]")
+    add("data_cache_dir", Path, "where the tokens of long texts are kept (None: lockstep/ in $XDG_CACHE_HOME or ~/.cache)")
+    add("init_weights_path", Path, "initial weights to start from: .safetensors, .safetensors.index.json or .pt, of this project or another")
     parser.add_argument("--save_init_weights", action="store_true", help="write them there first (train_ddp.py only)")
+    parser.add_argument("--pretrained", action="store_true", help="start from the weights of --model_name's folder or hub id (else: random weights)")
+    parser.add_argument("--overwrite", action="store_true", help="replace initial weights and captured steps of an earlier run (its history is replaced anyway)")
     parser.add_argument("--noise_control", action="store_true", help="start one rounding of the compute dtype beside the initial weights, and write loss_control.json: how far rounding alone takes the loss (train_ddp.py only)")
     add("loss_output_dir", Path, f"where loss_{strategy}.json is written")
     add("storage_path", Path, "where Ray Train keeps its records of the run")
@@ -169,12 +180,37 @@ def parse_config(strategy: str, argv: list[str] | None = None) -> Config:
         raise UserError(f"--autocast contradicts --precision {options['precision']}; give one of them")
     if options["noise_control"] and (strategy != "ddp" or options["save_init_weights"]):
         raise UserError("--noise_control: only train_ddp.py makes the control run, from weights that another run has saved")
+    if options["pretrained"] and options["init_weights_path"] and not options["save_init_weights"]:
+        raise UserError("--pretrained and --init_weights_path both say what to start from; give one of them, or add --save_init_weights")
     options.update(_resolve_mesh(strategy, options))
     options.update(_resolve_device(strategy, options))
-    for name in ("init_weights_path", "loss_output_dir", "storage_path", "capture_dir"):  # workers run in other folders
+    options["data_cache_dir"] = options["data_cache_dir"] or token_cache.default_folder()
+    paths = ("init_weights_path", "loss_output_dir", "storage_path", "capture_dir", "data_cache_dir")
+    for name in paths:  # workers run in other folders
         if options[name] is not None:
             options[name] = Path(os.path.expanduser(options[name])).absolute()
+    options["model_name"] = _absolute(options["model_name"], architectures.BUILT_IN)
+    options["dataset_name"] = _absolute(options["dataset_name"], (texts.BUILT_IN_CORPUS,))
     return Config(strategy=strategy, **options)
+
+
+def _absolute(name: str, built_in) -> str:
+    """A file or folder that is there, by its absolute path; any other name, and a built-in one in any case, as it is."""
+    path = Path(os.path.expanduser(name))
+    try:
+        return str(path.absolute()) if name and name not in built_in and path.exists() else name
+    except (OSError, ValueError):  # no name that a file could have
+        return name
+
+
+def shadowed(config: Config) -> list[str]:
+    """One line for each name that is built in and the name of something in the current folder: the built-in one is taken."""
+    pairs = (("model_name", config.model_name, architectures.BUILT_IN), ("dataset_name", config.dataset_name, (texts.BUILT_IN_CORPUS,)))
+    return [
+        f"--{option} {name}: the built-in one is taken; write ./{name} for the one in this folder"
+        for option, name, built_in in pairs
+        if name in built_in and Path(name).exists()
+    ]
 
 
 def launched_in_place() -> bool:
@@ -265,44 +301,49 @@ def load_inputs(config: Config) -> Inputs:
     problem = architectures.tensor_parallel_problem(architecture, config.tp_size)
     if problem:
         raise UserError(problem)
+    architectures.try_out(architecture, source, config.model_name)
     longest = architecture["max_position_embeddings"]
     if config.seq_length > longest:
         raise UserError(f"--seq_length {config.seq_length}: {config.model_name} has positions for {longest} tokens")
     windows_per_step = config.dp_size * config.batch_size * config.gradient_accumulation_steps
     corpus = data.load_corpus(
         config.dataset_name,
-        data.build_tokenizer(config.model_name, architecture),
+        tokenizer.build_tokenizer(config.model_name, architecture),
         seq_length=config.seq_length,
         windows_per_step=windows_per_step,
-        max_windows=windows_per_step * config.debug_steps or None,
+        cache_folder=config.data_cache_dir,
     )
-    batches = data.Batches(
-        corpus, config.seed, config.dp_size, config.batch_size, config.gradient_accumulation_steps
-    )
+    batches = data.Batches(corpus, config.seed, config.dp_size, config.batch_size, config.gradient_accumulation_steps)
     return Inputs(architecture, source, batches, config.debug_steps or config.num_epochs * batches.steps_per_epoch)
 
 
 def check_environment(config: Config, architecture: dict) -> None:
-    """Check the weights file, the folders and the tools a run needs, where it is started. Raises UserError."""
-    if config.save_init_weights:
-        if config.strategy != "ddp":
-            raise UserError("--save_init_weights: only train_ddp.py writes initial weights; run it first, then load them here")
-        if config.init_weights_path is None:
-            raise UserError("--save_init_weights needs --init_weights_path, the file to write")
-        weights.check_suffix(config.init_weights_path)
-        files.require_writable_folder(config.init_weights_path.parent, "--init_weights_path")
-    elif config.init_weights_path is not None:
-        weights.check(config.init_weights_path, architecture)
-    files.require_writable_folder(config.loss_output_dir, "--loss_output_dir")
-    files.require_writable_folder(config.storage_path, "--storage_path")
+    """Check the weights file, the folders and the tools a run needs, where it is started. Raises UserError.
+
+    A dry run leaves no folder behind.
+    """
+    initial_weights.check(config, architecture)
+    memory.require(config, architecture, workers_here(config.num_workers) if launched_in_place() else config.num_workers)
+    files.require_ours(config.history_path, "--loss_output_dir", history.BEGINS)  # an older run's is replaced
     if config.capture_dir is not None:
-        files.require_writable_folder(config.capture_dir, "--capture_dir")
-        files.require_new_folder(config.capture_folder, "--capture_dir")
+        files.require_new_folder(config.capture_folder, "--capture_dir", overwrite=config.overwrite)
     if config.experiment_name is not None and (config.storage_path / config.experiment_name).exists():
         raise UserError(
             f"--experiment_name {config.experiment_name}: already used under {config.storage_path}; choose a new name"
         )
-    if config.strategy == "deepspeed" and config.device == "cpu" and not (
-        shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++")
-    ):
+    if config.strategy == "deepspeed":
+        _require_deepspeed(config)
+    if config.history_path.is_dir():
+        raise UserError(f"--loss_output_dir: {config.history_path} is a folder; remove it, or choose another folder")
+    for option in ("loss_output_dir", "capture_dir"):
+        if getattr(config, option) is not None:
+            files.require_writable_folder(getattr(config, option), f"--{option}", keep=not config.dry_run)
+    if not launched_in_place():  # Ray makes it, and it may stay empty
+        files.require_writable_folder(config.storage_path, "--storage_path", keep=False)
+
+
+def _require_deepspeed(config: Config) -> None:
+    if importlib.util.find_spec("deepspeed") is None:
+        raise UserError("train_deepspeed.py needs the package deepspeed, and it is not installed; install requirements.txt")
+    if config.device == "cpu" and not (shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++")):
         raise UserError("DeepSpeed builds a small C++ extension when it first runs on CPUs, and no C++ compiler (c++ or g++) is on the PATH; install one, e.g. the package g++")

@@ -76,7 +76,7 @@ class _Reasoning(evidence.Case):
 
     def stage(self) -> str:
         kind = self.first.split("/")[0]
-        if "/" in self.first and self.first not in self.rows:
+        if self.not_computed:  # evidence may need any tensor of the step, so that alone is said
             return "missing"
         if self.first == "backward/lm_head" or self.first.startswith("loss of"):
             return "loss"
@@ -87,12 +87,18 @@ class _Reasoning(evidence.Case):
         if stage == "missing":
             return []
         before = list(KINDS_OF) if self.first.startswith("loss of") else STAGES[: STAGES.index(stage)]
-        right = [what for what in before if what in KINDS_OF and not any(self.wrong(kind) for kind in KINDS_OF[what])]
-        said = [f"{what}: right in step {self.step}" for what in right]
+        said = []
+        for what in before:
+            rows = [row for row in self.rows.values() if row.kind in KINDS_OF.get(what, ())]
+            if rows and not any(row.too_far for row in rows):
+                small = sum(not row.judged for row in rows)
+                unseen = f" ({small} of {len(rows)} tensors too small to judge)" if small else ""
+                said.append(f"{what}: right in step {self.step}{unseen}")
         return said + ([f"steps 1 to {self.step - 1}: right throughout"] if self.step > 1 else [])
 
     def of_missing(self) -> None:
-        self.say("not computed", f"{self.first} is not in both runs: the model is another one, or does not run all of it", SURE)
+        more = f" and {len(self.not_computed) - 1} more tensors" if len(self.not_computed) > 1 else ""
+        self.say("not computed", f"{self.not_computed[0]}{more}: the model is another one, or does not run all of it", SURE)
 
     def of_batch(self) -> None:
         own, true = self.own(self.first), self.true(self.first)
@@ -113,11 +119,12 @@ class _Reasoning(evidence.Case):
 
     def of_forward(self) -> None:
         module = self.first.removeprefix("forward/")
+        what = evidence.in_words(module)
         own, true = self.own(self.first), self.true(self.first)
         dropped = evidence.dropped_elements(own, true)
         if dropped is not None:
             peers = ", not the same on tensor-parallel peers" if self.peers_disagree(self.first) else ""
-            self.say("random numbers", f"{100 * dropped:.1f} % of {module}'s output is zero, the rest too large by as much{peers}: dropout", SURE)
+            self.say("random numbers", f"{100 * dropped:.1f} % of {what} is zero, the rest too large by as much{peers}: dropout", SURE)
         own_weights = f"parameter/{module}."
         apart = [name for name in self.entry["replicas_differ"] if name.startswith(own_weights)]
         if apart:
@@ -127,19 +134,21 @@ class _Reasoning(evidence.Case):
             off = f"{weights[0].distance.relative:.1e}"
             self.say("weights", f"{weights[0].name.removeprefix('parameter/')} was {off} off before the step: its update is right, the sum is not", SURE)
         if self.is_float32(self.first) and evidence.is_rounded_to_bfloat16(own):
-            self.say("precision", f"every element of {module}'s output is a bfloat16 number, in a float32 run", SURE)
+            self.say("precision", f"every element of {what} is a bfloat16 number, in a float32 run", SURE)
         factor, left = evidence.factor_of(own, true)
         if left <= evidence.SAME and "tp" in evidence.name_factor(factor, self.sizes):
-            self.say("tp reduction repeated", f"{module}'s output is {self.in_words(factor)} times what it should be", SURE)
+            self.say("tp reduction repeated", f"{what} is {self.in_words(factor)} times what it should be", SURE)
         sums_over_tp = self.is_sum_over_tp(module)
         offset = (own - true).flatten(0, -2) if sums_over_tp else []
         if len(offset) > 1 and 0 < float(offset.norm()) and float((offset - offset[0]).norm()) <= evidence.SAME * float(offset.norm()):
-            self.say("tp reduction repeated", f"{module}'s output is off by the same vector for every token: a bias added once per rank", SURE)
+            self.say("tp reduction repeated", f"{what} is off by the same vector for every token: a bias added once per rank", SURE)
         if sums_over_tp:
             if self.peers_disagree(self.first):
                 self.say("tp reduction missing", f"{module} sums over the tensor-parallel ranks, and each of them has another result", LIKELY)
             self.say("tp reduction missing", f"{module} is where the tensor-parallel ranks' shares are summed", POSSIBLE)
-        self.say("weights", f"what enters {module} is right, what leaves it is not", POSSIBLE)
+        seen = f"{what} is not right{self.computed_from(module)}"
+        inner = "attention implementation" if module.endswith("self_attn.o_proj.input") else "computation"
+        self.say(*((inner, f"{seen}; no weights lie between") if module.endswith(".input") else ("weights", seen)), POSSIBLE)
 
     def of_loss(self) -> None:
         losses = [loss for loss in self.result.losses if loss.step == self.step]
@@ -160,14 +169,14 @@ class _Reasoning(evidence.Case):
             self.say("loss on vocabulary shards", "the logits are right, their gradient is not, and no factor explains it: labels or sums of a vocabulary shard", LIKELY)
 
     def of_backward(self) -> None:
-        module = self.first.removeprefix("backward/")
+        what = evidence.in_words(self.first.removeprefix("backward/"))
         if self.peers_disagree(self.first):
-            self.say("tp reduction missing", f"forward is right; tensor-parallel peers have different gradients of {module}'s output", SURE)
+            self.say("tp reduction missing", f"forward is right; tensor-parallel peers have different gradients of {what}", SURE)
         factor = self.factor([self.rows[self.first]])
         if factor is not None:
             name = "tp reduction repeated" if "tp" in evidence.name_factor(factor, self.sizes) else "gradient scale"
-            self.say(name, f"the gradient of {module}'s output is {self.in_words(factor)} times what it should be", LIKELY)
-        self.say("tp reduction missing", f"forward is right; the gradient of {module}'s output is the first that is not", POSSIBLE)
+            self.say(name, f"the gradient of {what} is {self.in_words(factor)} times what it should be", LIKELY)
+        self.say("tp reduction missing", f"forward is right; the gradient of {what} is the first that is not", POSSIBLE)
 
     def of_gradients(self) -> None:
         wrong = self.wrong("gradient")

@@ -129,6 +129,10 @@ class Tensor:
     last_two_identical: bool  # the same values, bit for bit, whatever their dtypes
 
 
+QUIET = np.errstate(over="ignore", invalid="ignore")  # what is not finite is counted as infinitely far, and said once
+
+
+@QUIET
 def tensor_distances(truths: list[Dump], dumps: list[Dump], step: int, name: str) -> Tensor:
     """One tensor of every dump against its truth (often one truth for all), reading each file once."""
     exact_dumps = list(dict.fromkeys(truths))
@@ -150,6 +154,7 @@ def tensor_distances(truths: list[Dump], dumps: list[Dump], step: int, name: str
     return Tensor(distances, [each.result() for each in apart], same)
 
 
+@QUIET
 def update_distances(dump: Dump, initial: Dump, step: int, clip: float, name: str) -> dict[str, Distance]:
     """What the optimizer made of this run's own gradient, moments and weights, against the same update in float64.
 

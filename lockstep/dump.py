@@ -1,173 +1,32 @@
 """A dump: what one run computed in its first steps, as full tensors on disk.
 
-    FOLDER/manifest.json            what ran, and for every step and tensor: order, shape, dtype, how it was sharded, checksum
+    FOLDER/manifest.json            what ran, and for every step and tensor: shape, dtype, how it was sharded, checksum
     FOLDER/step_1.safetensors       the tensors of a step, readable by any safetensors reader
     FOLDER/step_2.safetensors.part  a step that was not finished
 
-Every rank writes the part it holds into the one file, at its place: nothing is gathered, no rank ever holds more than
-it trains with. The manifest names a step only when its file is whole. torch only, no distributed.
+The manifest (lockstep/manifest.py) names a step only when its file is whole. Here a dump is read, and held against what
+the model must have computed (lockstep/layout.py). lockstep/capture.py writes one.
 """
 
+import functools
 import hashlib
 import json
 import math
-import os
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
 
-from lockstep.errors import UserError, first_line
-from lockstep.files import write_text
+from lockstep import manifest as manifest_file
+from lockstep.errors import UserError, first_line, printable
+from lockstep.files import parse_json, require_regular
+from lockstep.layout import KINDS, Layout, layout_of
+from lockstep.manifest import MANIFEST, REMEDY
+from lockstep.step_file import DTYPES, checksum, step_path
 
-FORMAT = 2
-MANIFEST = "manifest.json"
-HEADER_ENTRY = 320  # bytes reserved in the header for a tensor; a longer one is an error, not a corruption
-DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.int64: "I64"}
 TORCH = {text: dtype for dtype, text in DTYPES.items()}
 ITEMSIZE = {text: dtype.itemsize for dtype, text in DTYPES.items()}
-WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-_LARGEST_WRITE = 1 << 30
-
-
-@dataclass
-class Part:
-    """What one rank knows of one tensor: where its part lies, who it is equal to, what it wrote."""
-
-    start: tuple[int, ...]
-    shape: tuple[int, ...]
-    sha256: str
-    checksum: int | None = None  # None: another rank with the same part wrote it
-
-
-@dataclass
-class Slot:
-    """The place of a full tensor in the step's file."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    offset: int  # from the end of the header
-    parts: list[Part] = field(default_factory=list)
-
-
-def step_path(folder: Path, step: int) -> Path:
-    return folder / f"step_{step}.safetensors"
-
-
-class StepWriter:
-    """One rank's hand in the file of one step.
-
-    Every rank asks for the same slots in the same order, so all compute the same layout without a word. The file must
-    exist (`create` on one rank, before the others open it) and be the same one for all ranks: a shared folder.
-    """
-
-    def __init__(self, path: Path, num_tensors: int):
-        self.header_bytes = 8 * math.ceil(HEADER_ENTRY * num_tensors / 8)
-        self.slots: dict[str, Slot] = {}
-        self._end = 0
-        self._file = os.open(path, os.O_RDWR)
-
-    @staticmethod
-    def create(path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        os.close(os.open(path, os.O_CREAT | os.O_TRUNC | os.O_RDWR, 0o644))
-
-    def slot(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Slot:
-        """The slot of this name; made at the end of the file when it is asked for the first time."""
-        if name not in self.slots:
-            if dtype not in DTYPES:
-                raise ValueError(f"{name} is {dtype}; a dump holds {', '.join(map(str, DTYPES))}")
-            self.slots[name] = Slot(tuple(shape), dtype, self._end)
-            self._end += math.prod(shape) * dtype.itemsize
-        slot = self.slots[name]
-        if (slot.shape, slot.dtype) != (tuple(shape), dtype):
-            raise ValueError(f"{name} was {slot.shape} {slot.dtype}, now it is {tuple(shape)} {dtype}")
-        return slot
-
-    def write(self, name: str, start: tuple[int, ...], local: torch.Tensor, *, is_writer: bool) -> None:
-        """Note this rank's part of a tensor, and write it unless another rank that holds the same one does."""
-        slot = self.slots[name]
-        local = local.detach().cpu().contiguous()
-        data = local.reshape(-1).view(torch.uint8).numpy()
-        part = Part(tuple(start), tuple(local.shape), hashlib.sha256(data).hexdigest())
-        if is_writer:
-            part.checksum = checksum(data, slot.dtype.itemsize)
-            for begin, offset, length in _runs(slot.shape, part.start, part.shape, slot.dtype.itemsize):
-                self._write_all(data[begin : begin + length], 8 + self.header_bytes + slot.offset + offset)
-        slot.parts.append(part)
-
-    def _write_all(self, data: np.ndarray, offset: int) -> None:
-        written = 0
-        while written < len(data):
-            written += os.pwrite(self._file, data[written : written + _LARGEST_WRITE], offset + written)
-
-    def write_header(self, path: Path) -> None:
-        """Make the file a safetensors file. Called once, by one rank, when every rank has closed it."""
-        header = {
-            name: {
-                "dtype": DTYPES[slot.dtype],
-                "shape": slot.shape,
-                "data_offsets": [slot.offset, slot.offset + math.prod(slot.shape) * slot.dtype.itemsize],
-            }
-            for name, slot in self.slots.items()
-        }
-        text = json.dumps(header, separators=(",", ":")).encode()
-        if len(text) > self.header_bytes:
-            raise ValueError(f"the header takes {len(text)} bytes, {self.header_bytes} were reserved")
-        with open(path, "r+b") as file:
-            file.write(self.header_bytes.to_bytes(8, "little") + text.ljust(self.header_bytes))
-
-    def close(self) -> None:
-        os.close(self._file)
-
-
-def checksum(data: np.ndarray, itemsize: int) -> int:
-    """The sum of a tensor's words modulo 2^64: adds up over shards, so that nobody needs the whole tensor to know it.
-
-    Notices any changed bit, a cut and a hole; not words that have changed places.
-    """
-    return int(data.view(WORDS[itemsize]).sum(dtype=np.uint64))
-
-
-def _runs(full: tuple, start: tuple, shape: tuple, itemsize: int):
-    """(offset in the part, offset in the full tensor, length) in bytes of every contiguous run of a part."""
-    if math.prod(shape) == 0:
-        return
-    split = max((dim for dim in range(len(full)) if shape[dim] != full[dim]), default=0)
-    strides = [math.prod(full[dim + 1 :]) * itemsize for dim in range(len(full))]
-    if not full:
-        yield 0, 0, itemsize
-        return
-    length = shape[split] * strides[split]
-    offsets = np.full((), start[split] * strides[split], dtype=np.int64)
-    for dim in range(split):
-        offsets = offsets[..., None] + (start[dim] + np.arange(shape[dim])) * strides[dim]
-    for number, offset in enumerate(offsets.reshape(-1).tolist()):
-        yield number * length, offset, length
-
-
-def merge(name: str, parts_by_rank: list[list[Part]], full_shape: tuple, itemsize: int) -> tuple[int, list[int]]:
-    """(checksum of the full tensor, ranks whose part differs from another rank's of the same place).
-
-    Raises ValueError unless the written parts cover the full tensor exactly once.
-    """
-    written = [part for parts in parts_by_rank for part in parts if part.checksum is not None]
-    places = {(part.start, part.shape) for part in written}
-    covered = sum(math.prod(shape) for _, shape in places)
-    if len(places) != len(written) or covered != math.prod(full_shape):
-        raise ValueError(f"{name}: the ranks wrote {covered} of {math.prod(full_shape)} elements in {len(written)} parts")
-    digests: dict[tuple, str] = {}
-    odd = set()
-    for rank, parts in enumerate(parts_by_rank):
-        for part in parts:
-            if digests.setdefault((part.start, part.shape), part.sha256) != part.sha256:
-                odd.add(rank)
-    return sum(part.checksum for part in written) % 2**64, sorted(odd)
-
-
-def write_manifest(folder: Path, manifest: dict) -> None:
-    write_text(folder / MANIFEST, json.dumps({"format": FORMAT, **manifest}, indent=1) + "\n")
 
 
 def number_of_elements(entry: dict) -> int:
@@ -177,58 +36,95 @@ def number_of_elements(entry: dict) -> int:
 class Dump:
     """A dump that is there: its manifest, checked, and its tensors by name, read piece by piece.
 
-    Raises UserError for a folder without a readable manifest, or with a file that is missing, cut off or not the
-    manifest's.
+    Raises UserError for a folder without a readable manifest, with a file that is missing, cut off, damaged or not the
+    manifest's, or with tensors that its model does not have or has in another shape. A reference and a replay must have
+    all tensors of their steps; what a run lacks is in `missing`.
     """
 
     def __init__(self, folder: Path):
         self.folder = folder
         path = folder / MANIFEST
-        if not path.is_file():
-            unfinished = sorted(folder.glob("*.part")) if folder.is_dir() else []
+        unfinished = sorted(folder.glob("*.part")) if folder.is_dir() else []
+        if not path.exists():
             what = f"only the unfinished {unfinished[0].name}" if unfinished else "no dump"
             raise UserError(f"{folder}: {what} (no {MANIFEST}); run with --capture_dir again")
+        if unfinished:
+            raise UserError(f"{folder}: {unfinished[0].name} was not finished; the run was stopped or is still going on; {REMEDY}")
+        self.manifest = manifest_file.read(path)
+        self.run, self.steps, self.label = (self.manifest["run"], self.manifest["steps"], self.manifest["run"]["label"])
+        self.exact: bool = bool(self.run.get("exact"))
+        self.contract: dict = self.manifest.get("contract") or {}  # a reference has none
+        if not self.contract and not self.exact:
+            raise UserError(f"{folder}: the run was stopped before it said what it runs with; {REMEDY}")
         try:
-            self.manifest = json.loads(path.read_text(encoding="utf-8"))
-            if self.manifest["format"] != FORMAT:
-                raise ValueError(f"format {self.manifest['format']}, not {FORMAT}")
-            self.run, self.steps = self.manifest["run"], self.manifest["steps"]
-            self.label = self.run["label"]
-            for key in ("architecture", "versions", "config"):
-                self.run[key].items()
-            self.manifest["initial_sha256"].strip()
-            self.contract = self.manifest.get("contract", {})  # a reference has none
-            self.contract.items()
-            self._places = {int(step): self._read_header(int(step)) for step in self.steps}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{path}: damaged or not a dump's manifest ({first_line(error)}); capture again") from error
-        unfinished = sorted(folder.glob("*.part"))
-        if unfinished or not self.steps:
-            what = f"{unfinished[0].name} was not finished" if unfinished else "not one step was finished"
-            raise UserError(f"{folder}: {what}; the run was stopped or is still going on; capture again")
-        if not self.contract and not self.run.get("exact"):
-            raise UserError(f"{folder}: the run was stopped before it said what it runs with; capture again")
+            self.layout: Layout = layout_of(self.run["architecture"], self.run["config"]["attn_impl"])
+        except UserError as error:
+            raise UserError(f"{path}: run.architecture: {error}; {REMEDY}") from error
+        self.missing = [(int(step), name) for step in self.steps for name in self._require_known(int(step))]
+        self._places = {int(step): self._read_header(int(step)) for step in self.steps}
+        if self.exact and self.missing:
+            step, name = self.missing[0]
+            raise UserError(f"{path}: step {step} lacks {name}, and a reference must have every tensor of its model; {REMEDY}")
+
+    @property
+    def is_reference(self) -> bool:
+        return "0" in self.steps
+
+    @property
+    def is_replay(self) -> bool:
+        return self.exact and not self.is_reference
+
+    @functools.cache  # noqa: B019 - a dump lives as long as its comparison
+    def expected(self, step: int) -> dict[str, tuple[int, ...]]:
+        """Name -> shape of every tensor that the step must have, in order of execution."""
+        config = self.run["config"]
+        kinds = KINDS if config["optimizer"] == "adamw" else ("gradient", "parameter")  # SGD keeps no moments
+        kinds = ("parameter",) if step == 0 else ("gradient",) if self.is_replay else kinds
+        rows = config["batch_size"] * config["gradient_accumulation_steps"] * config["dp_size"]
+        return self.layout.of_step(kinds, rows, config["seq_length"])
+
+    def has(self, step: int, *names: str) -> bool:
+        """Whether a step has all of these tensors."""
+        return all(name in self.steps[str(step)]["tensors"] for name in names)
+
+    def _require_known(self, step: int) -> list[str]:
+        """What the step lacks; raises UserError for a tensor that its model does not have, or in another shape."""
+        path, expected, tensors = self.folder / MANIFEST, self.expected(step), self.steps[str(step)]["tensors"]
+        for name, entry in tensors.items():
+            if name not in expected:
+                raise UserError(f"{path}: step {step}: the model has no tensor {printable(name, 200)}; {REMEDY}")
+            if tuple(entry["shape"]) != expected[name]:
+                raise UserError(f"{path}: step {step}: {name} is {entry['shape']}, of this model and batch it is {list(expected[name])}; {REMEDY}")
+            if (entry["dtype"] == "I64") != name.startswith("batch/") or (self.exact and entry["dtype"] not in ("F64", "I64")):
+                raise UserError(f"{path}: step {step}: {name} cannot be {entry['dtype']}; {REMEDY}")
+        return [name for name in expected if name not in tensors]
 
     def _read_header(self, step: int) -> dict:
+        """Name -> (offset in the file, dtype, shape) of what both the step's file and the manifest have."""
         path = step_path(self.folder, step)
-        tensors = self.steps[str(step)]["tensors"]
+        tensors, expected = self.steps[str(step)]["tensors"], self.expected(step)
         try:
+            require_regular(path)
+        except UserError as error:
+            raise UserError(f"{error}; {REMEDY}") from error
+        try:
+            with safe_open(path, framework="numpy"):  # no holes, no overlaps, nothing cut off
+                pass
             with open(path, "rb") as file:
                 length = int.from_bytes(file.read(8), "little")
-                header = json.loads(file.read(min(length, 1 << 28)))
-                places = {
-                    name: (8 + length + entry["data_offsets"][0], entry["dtype"], tuple(entry["shape"]))
-                    for name, entry in header.items()
-                }
-            size = path.stat().st_size
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{path}: damaged or missing ({first_line(error)}); capture again") from error
+                header = parse_json(file.read(length).decode())
+        except (SafetensorError, OSError, ValueError) as error:
+            raise UserError(f"{path}: damaged or cut off ({first_line(error)}); {REMEDY}") from error
+        unknown = next((name for name in header if name not in expected), None)
+        if unknown is not None:
+            raise UserError(f"{path}: the model has no tensor {printable(unknown, 200)}; {REMEDY}")
+        places = {}
         for name, entry in tensors.items():
-            offset, dtype, shape = places.get(name, (0, None, None))
-            if (dtype, list(shape or ())) != (entry["dtype"], entry["shape"]):
-                raise UserError(f"{path}: {name} is not what {MANIFEST} says of it; capture again")
-            if offset + math.prod(shape) * ITEMSIZE[dtype] > size:
-                raise UserError(f"{path}: cut off inside {name}; capture again")
+            said = header.get(name)
+            if said is None or [said["dtype"], said["shape"]] != [entry["dtype"], entry["shape"]]:
+                what = "is missing" if said is None else f"is {said['dtype']} {said['shape']}, {MANIFEST} says {entry['dtype']} {entry['shape']}"
+                raise UserError(f"{path}: {printable(name, 200)} {what}; {REMEDY}")
+            places[name] = (8 + length + said["data_offsets"][0], entry["dtype"], tuple(entry["shape"]))
         return places
 
     def blocks(self, step: int, name: str, num_elements: int, buffer: np.ndarray):
@@ -236,21 +132,30 @@ class Dump:
 
         Raises UserError at the end if the bytes are not those that were written.
         """
+        path = step_path(self.folder, step)
         offset, dtype, shape = self._places[step][name]
-        itemsize, total = ITEMSIZE[dtype], 0
+        itemsize, total, first = ITEMSIZE[dtype], 0, 0
         left = math.prod(shape) * itemsize
-        with open(step_path(self.folder, step), "rb", buffering=0) as file:
-            file.seek(offset)
-            while left:
-                piece = buffer[: min(left, num_elements * itemsize)]
-                got = 0
-                while got < len(piece):
-                    got += file.readinto(piece[got:]) or self._cut_off(step, name)
-                total += checksum(piece, itemsize)
-                left -= len(piece)
-                yield torch.from_numpy(piece).view(TORCH[dtype])
+        try:
+            with open(path, "rb", buffering=0) as file:
+                file.seek(offset)
+                while left:
+                    piece = buffer[: min(left, num_elements * itemsize)]
+                    got = 0
+                    while got < len(piece):
+                        got += file.readinto(piece[got:]) or self._cut_off(path, name)
+                    total += checksum(piece, itemsize, first)
+                    first += len(piece) // itemsize
+                    left -= len(piece)
+                    yield torch.from_numpy(piece).view(TORCH[dtype])
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read ({error.strerror or error}); {REMEDY}") from error
         if total % 2**64 != self.steps[str(step)]["tensors"][name]["checksum"]:
-            raise UserError(f"{step_path(self.folder, step)}: {name} is damaged (its checksum does not match); capture again")
+            raise UserError(f"{path}: {name} is damaged (its checksum does not match); {REMEDY}")
+
+    @staticmethod
+    def _cut_off(path: Path, name: str):
+        raise UserError(f"{path}: cut off inside {name}; {REMEDY}")
 
     def parameter_digest(self, step: int) -> str:
         """What identifies the parameters after a step: a hash of their checksums."""
@@ -258,14 +163,14 @@ class Dump:
         sums = {name: entry["checksum"] for name, entry in tensors.items() if name.startswith("parameter/")}
         return hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()
 
-    def _cut_off(self, step: int, name: str):
-        raise UserError(f"{step_path(self.folder, step)}: cut off inside {name}; capture again")
-
     def tensor(self, step: int, name: str) -> torch.Tensor:
-        """A full tensor, in memory; checksum verified."""
+        """A full tensor, in memory; checksum verified. Raises UserError if it is damaged or the run did not compute it."""
+        if not self.has(step, name):
+            raise UserError(f"{self.folder}: step {step} has no {name}; {REMEDY}")
         _, dtype, shape = self._places[step][name]
         size = math.prod(shape)
+        whole = torch.empty(shape, dtype=TORCH[dtype])
         buffer = np.empty(size * ITEMSIZE[dtype], dtype=np.uint8)
-        for block in self.blocks(step, name, max(size, 1), buffer):
-            return block.reshape(shape)
-        return torch.empty(shape, dtype=TORCH[dtype])
+        for block in self.blocks(step, name, max(size, 1), buffer):  # to its end: only there is the checksum verified
+            whole = block.reshape(shape)
+        return whole

@@ -5,6 +5,7 @@ the numbers mean.
 """
 
 import math
+import re
 
 import torch
 
@@ -54,6 +55,14 @@ def name_factor(factor: float, sizes: dict[str, int]) -> list[str]:
         known["sqrt(tp)"] = math.sqrt(sizes["tp"])
     known |= {f"1/{name}" if " x " not in name else f"1/({name})": 1 / value for name, value in known.items()}
     return [name for name, value in known.items() if abs(factor - value) <= NEAR * value]
+
+
+def in_words(name: str) -> str:
+    """What a captured name stands for: a module's output, its input, or a further one."""
+    entering, further = re.fullmatch(r"(.*)\.input(\.\d+)?", name), re.fullmatch(r"(.*(?<!layers))\.(\d+)", name)
+    if entering:
+        return f"{entering[1]}'s input"
+    return f"output {further[2]} of {further[1]}" if further else f"{name}'s output"
 
 
 def relative_error(own: list[torch.Tensor], true: list[torch.Tensor]) -> float:
@@ -117,6 +126,7 @@ class Case:
             self.step, _, self.first, _ = self.failures[0]
             self.entry = self.dump.steps[str(self.step)]
             self.rows = {row.name: row for row in result.rows if row.strategy == strategy and row.step == self.step}
+            self.not_computed = [name for run, step, name in result.missing if (run, step) == (strategy, self.step)]
 
     def own(self, name: str, step: int | None = None) -> torch.Tensor:
         return self.dump.tensor(step or self.step, name).double()
@@ -174,6 +184,12 @@ class Case:
             if all(error < 1e-3 * errors[worst] for rank, error in enumerate(errors) if rank != worst):
                 return axis, worst, self.sizes[axis]
         return None
+
+    def computed_from(self, module: str) -> str:
+        """A half sentence that names what an output is computed from, where that was captured and is right; or ""."""
+        rows = {name: self.rows.get(f"forward/{name}") for name in self.dump.layout.sources[module]}
+        seen = [in_words(name) for name, row in rows.items() if row is not None and row.judged and not row.too_far]
+        return f", and what it is computed from is right: {', '.join(seen)}" if seen and len(seen) == len(rows) else ""
 
     def wrong_moments(self, parameter: str) -> bool:
         name = parameter.removeprefix("parameter/")

@@ -1,15 +1,20 @@
 """Files: read strictly, written atomically. A reader sees the old file or the new one, never half of one."""
 
 import contextlib
+import errno
 import json
 import math
 import os
+import re
+import shutil
 import stat
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 from lockstep.errors import UserError, first_line
 
+CAPTURED = re.compile(r"manifest\.json|step_\d+\.safetensors(\.part)?")  # the files of a dump (lockstep/dump.py)
 LARGEST_JSON = 1 << 28  # bytes; the manifest of a 70-billion-parameter model is a hundredth of it
 
 
@@ -71,43 +76,149 @@ def _finite(text: str) -> float:
     return value
 
 
-def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
+def write_atomically(path: Path, write: Callable[[Path], None], *, size: int | None = None) -> None:
     """Let `write` fill a temporary file beside `path`, then rename it into place.
 
-    Raises UserError naming the file when the disk is full or the folder cannot be written.
+    Raises UserError naming the file when the disk is full (with the `size` wanted, in bytes, if it is known) or the folder
+    cannot be written.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write(temporary)
         os.replace(temporary, path)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror or error}; free space or choose another folder") from error
+    except Exception as error:
+        with contextlib.suppress(OSError):  # what was written of it is no use, and takes room
+            temporary.unlink(missing_ok=True)
+        reason = why_not_written(error, temporary, size)
+        if reason is None:
+            raise
+        raise UserError(f"cannot write {path}: {reason}; free space or choose another folder") from error
     finally:
         with contextlib.suppress(OSError):  # it would hide the error above
             temporary.unlink(missing_ok=True)
 
 
+def why_not_written(error: Exception, path: Path, size: int | None = None) -> str | None:
+    """Why a file could not be written, in a few words, from the error that writing it raised; None for any other error.
+
+    On a full disk that is the `size` wanted, in bytes, and what is free besides what there is of the file. safetensors and
+    torch raise errors of their own, with the system's number or without one.
+    """
+    code = getattr(error, "errno", None) if isinstance(error, OSError) else None
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    if code is None and found:
+        code = int(found[1])
+    if code is None and not isinstance(error, OSError):
+        if "PytorchStreamWriter" not in str(error) and "file write failed" not in str(error):
+            return None
+        code = errno.ENOSPC if _room(path) < 1 << 20 else errno.EIO
+    reason = os.strerror(code) if code else first_line(error)
+    if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        wanted = "" if size is None else f"{size:,} bytes are wanted, "
+        reason += f" ({wanted}{_room(path):,} are free)"
+    return reason
+
+
+def _room(path: Path) -> int:
+    """Bytes free on the disk of a file, were the file not there."""
+    folder = path.parent
+    while not folder.exists():
+        folder = folder.parent
+    taken = path.stat().st_blocks * 512 if path.is_file() else 0
+    return shutil.disk_usage(folder).free + taken
+
+
 def write_text(path: Path, text: str) -> None:
     """Replace `path` with UTF-8 text, atomically."""
-    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    content = text.encode("utf-8")
+    write_atomically(path, lambda temporary: temporary.write_bytes(content), size=len(content))
 
 
-def require_writable_folder(path: Path, option: str) -> None:
-    """Make the folder if need be; raise UserError naming the option when nothing can be written there."""
+def write_result(path: Path, text: str) -> None:
+    """`write_text` for what took minutes to compute: where it cannot be written, it is written into a temporary folder.
+
+    Then raises UserError that says where it is.
+    """
+    try:
+        write_text(path, text)
+    except UserError as error:
+        elsewhere = Path(tempfile.mkdtemp(prefix="lockstep-")) / path.name
+        elsewhere.write_text(text, encoding="utf-8")
+        raise UserError(f"{error}; the result is in {elsewhere}") from error
+
+
+def require_writable_folder(path: Path, option: str, *, keep: bool = True) -> None:
+    """Make the folder if need be; raise UserError naming the option when nothing can be written there.
+
+    Without `keep`, folders that were made for the test are removed again.
+    """
+    for last in (False, False, True):
+        try:
+            return _try_to_write(path, keep)
+        except (OSError, ValueError) as error:
+            if last or not isinstance(error, FileNotFoundError):  # another program's test may have removed the folder
+                reason = getattr(error, "strerror", None) or error
+                raise UserError(f"{option} {path}: cannot be written ({reason}); choose another folder") from error
+
+
+def _try_to_write(path: Path, keep: bool) -> None:
     probe = path / f".lockstep-write-test.{os.getpid()}"
+    made = [folder for folder in (path, *path.parents) if not folder.exists()]
     try:
         path.mkdir(parents=True, exist_ok=True)
         probe.write_bytes(b"x")
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(f"{option} {path}: cannot be written ({reason}); choose another folder") from error
     finally:
-        with contextlib.suppress(OSError, ValueError):  # the folder itself does not exist or is no folder: said above
+        with contextlib.suppress(OSError, ValueError):  # it would hide the error
             probe.unlink(missing_ok=True)
+        for folder in () if keep else made:
+            with contextlib.suppress(OSError):  # somebody else's file is in it by now
+                folder.rmdir()
 
 
-def require_new_folder(path: Path, option: str) -> None:
-    """Raise UserError naming the option if there is something in the folder already, or if it is a file."""
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise UserError(f"{option}: {path} is there already, and nothing is overwritten; remove it, or choose another folder")
+def require_writable_file(path: Path, option: str) -> None:
+    """Raise UserError naming the option unless a file can be put there; for outputs, before the work starts."""
+    if path.is_dir():
+        raise UserError(f"{option} {path}: is a folder; give the name of a file")
+    require_writable_folder(path.absolute().parent, option, keep=False)
+
+
+def require_new_folder(path: Path, option: str, *, overwrite: bool = False) -> None:
+    """Raise UserError naming the option if there is something in the folder already, or if it is a file.
+
+    With `overwrite`, captured steps of an earlier run may be in it, and nothing else.
+    """
+    if not path.exists() or (path.is_dir() and not any(path.iterdir())):
+        return
+    foreign = "it" if not path.is_dir() else next((each.name for each in sorted(path.iterdir()) if not is_captured(each)), None)
+    if not overwrite:
+        ask = "choose another folder" + (", or add --overwrite" if foreign is None else "")
+        raise UserError(f"{option}: {path} is there already, and nothing is overwritten; {ask}")
+    if foreign is not None:
+        raise UserError(f"{option}: {path} is there already, and {foreign} is no captured step; choose another folder")
+
+
+def is_captured(path: Path) -> bool:
+    """Whether this is a file of a dump, by its name."""
+    return bool(CAPTURED.fullmatch(path.name)) and path.is_file() and not path.is_symlink()
+
+
+def remove_captured(folder: Path) -> None:
+    """Remove the captured steps of an earlier run, which `require_new_folder` has let pass."""
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        if is_captured(path):
+            path.unlink(missing_ok=True)
+
+
+def require_ours(path: Path, option: str, begins: bytes) -> None:
+    """Raise UserError if there is a file at `path` that this project did not write: ours `begins` so, and are replaced."""
+    if not path.exists() and not path.is_symlink():
+        return
+    try:
+        require_regular(path)
+        with open(path, "rb") as file:
+            ours = file.read(len(begins)) == begins
+    except (UserError, OSError):
+        ours = False
+    if not ours:
+        raise UserError(f"{option}: {path} was not written by this project and is not replaced; choose another folder")

@@ -1,33 +1,25 @@
-"""The loss history: one JSON file per run, rewritten whole after every step, read strictly.
+"""The loss history: one JSON file per run, rewritten whole after every step, sealed, read strictly.
 
-    {"format": 1, "run": {...}, "contract": {...} | null, "ended": null | "finished" | "why it stopped",
-     "weights": {...}, "steps": [{"step": 1, "loss": ..., ...}, ...]}
+    {"format": 2, "run": {...}, "contract": {...} | null, "weights": {...} | null,
+     "ended": null | "finished" | "why it stopped", "steps": [{"step": 1, "loss": ..., ...}, ...], "sha256": "..."}
 
 `ended` is null while the run goes on, and stays null when it is killed: what was reached is still there.
+`sha256` is the seal: SHA-256 of the rest as `json.dumps` writes it, so that damage is found wherever it is.
+The fields: lockstep/history_schema.py.
 """
 
+import hashlib
 import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from lockstep.errors import UserError
-from lockstep.files import write_text
+from lockstep.files import read_json, write_text
 
-FORMAT = 1
-STEP_FIELDS = {
-    "step": int,  # from 1
-    "loss": float,  # mean over dp ranks (of the mean over tokens, of the mean over micro batches)
-    "rank_losses": list,  # one per dp rank
-    "grad_norm": float,  # of the whole model's averaged gradient, before clipping
-    "learning_rate": float,
-    "tokens": int,  # of the global batch
-    "seconds": float,
-    "batch_hash": str,
-}
-
-RUN_FIELDS = ("label", "config", "architecture", "num_steps", "versions")
-
+FORMAT = 2
+BEGINS = b'{"format": '  # every history file
+PARTS = ("run", "contract", "weights", "ended")  # of the file, beside its format, the steps and the seal
 
 CONTROL = "control"  # the name of the run that shows how far rounding alone takes the loss
 
@@ -52,46 +44,31 @@ class History:
         self.steps.append(step)
 
     def save(self, path: Path) -> None:
+        """Write the history so far, sealed. Raises UserError naming the file when the disk is full."""
         self._lines.extend(json.dumps(step) for step in self.steps[len(self._lines) :])
-        parts = [
-            f'"format": {FORMAT}',
-            *(f'"{key}": {json.dumps(getattr(self, key))}' for key in ("run", "contract", "weights", "ended")),
-            '"steps": [\n' + ",\n".join(self._lines) + "\n]",
-        ]
+        head = [f'"format": {FORMAT}', *(f'"{key}": {json.dumps(getattr(self, key))}' for key in PARTS)]
+        sealed = hashlib.sha256(f'{{{", ".join(head)}, "steps": [{", ".join(self._lines)}]}}'.encode()).hexdigest()
+        parts = [*head, '"steps": [\n' + ",\n".join(self._lines) + "\n]", f'"sha256": "{sealed}"']
         write_text(path, "{" + ",\n".join(parts) + "}\n")
 
 
+def seal(content: dict) -> str:
+    """The SHA-256 of the content of a history file but for the seal itself; the order of keys counts."""
+    return hashlib.sha256(json.dumps({k: v for k, v in content.items() if k != "sha256"}).encode()).hexdigest()
+
+
 def read(path: Path) -> History:
-    """Read a history file. Raises UserError saying what is wrong with it: not JSON, not ours, a step missing."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: not a readable history file ({error}); run its training again") from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
+    """Read a history file. Raises UserError saying what is wrong with it: not ours, changed since, contradicting itself."""
+    from lockstep import history_schema  # pydantic is for those who read
+
+    content = read_json(path)
+    if not isinstance(content, dict) or content.get("format") != FORMAT or isinstance(content["format"], bool):
         raise UserError(f"{path}: not a loss history of format {FORMAT}; run its training again with this version")
-    try:
-        missing = next((key for key in RUN_FIELDS if key not in content["run"]), None)
-        if missing or not isinstance(content["weights"], (dict, type(None))):
-            raise UserError(f"{path}: says nothing of {missing or 'its weights'}; run its training again with this version")
-        history = History(
-            run=dict(content["run"]),
-            steps=list(content["steps"]),
-            contract=content["contract"],
-            weights=content["weights"],
-            ended=content["ended"],
-        )
-        for position, step in enumerate(history.steps, start=1):
-            for key, kind in STEP_FIELDS.items():
-                value = step[key]
-                if not isinstance(value, kind) and not (kind is float and isinstance(value, int)):
-                    raise UserError(f"{path}: step {position} has {key} = {value!r}; run its training again")
-            if step["step"] != position:
-                raise UserError(f"{path}: step {position} is missing; run its training again")
-    except (KeyError, TypeError, ValueError) as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(f"{path}: incomplete history file (no {error}); run its training again") from error
-    return history
+    file = history_schema.parse(content, path)
+    if content["sha256"] != seal(content):
+        raise UserError(f"{path}: its content was changed since it was written (the seal, sha256, is of other content); run its training again")
+    history_schema.require_consistent(file, path)
+    return History(steps=content["steps"], **{key: content[key] for key in PARTS})
 
 
 def not_finite(step: dict) -> bool:

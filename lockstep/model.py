@@ -1,6 +1,7 @@
 """Build the model: a Hugging Face causal LM in float32 on the CPU, unsharded, from a seed or from a weights file."""
 
 import contextlib
+import copy
 from pathlib import Path
 
 import torch
@@ -15,11 +16,10 @@ def build_model(
 
     Every rank that calls this with the same arguments holds the same weights; sharding comes later.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
-    fields = {key: value for key, value in architecture.items() if key not in ("model_type", "dtype", "torch_dtype")}
-    config = AutoConfig.for_model(architecture["model_type"], **fields)
+    config = transformers_config(architecture)
     torch.manual_seed(seed)
     with no_init_weights() if init_weights_path else contextlib.nullcontext():
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attn_impl)
@@ -27,6 +27,14 @@ def build_model(
     model.train()
     sums = weights.load(init_weights_path, model) if init_weights_path else None
     return model, sums
+
+
+def transformers_config(architecture: dict):
+    """The config of a model as transformers has it. Raises whatever transformers raises for what it does not want."""
+    from transformers import AutoConfig
+
+    fields = {key: value for key, value in architecture.items() if key not in ("model_type", "dtype", "torch_dtype")}
+    return AutoConfig.for_model(architecture["model_type"], **copy.deepcopy(fields))  # it writes into the rope's dict
 
 
 def causal_lm_loss(model: torch.nn.Module, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """Read back what a run really does from its live objects: dtypes, optimizer, decay groups, versions, memory."""
 
+import contextlib
 import importlib.metadata
 import math
 import resource
@@ -91,8 +92,12 @@ def torch_contract(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> 
 
 
 def versions() -> dict[str, str]:
-    """Versions of the libraries that compute; a difference between runs is a difference in the experiment."""
-    return {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
+    """Versions of the libraries that take part, of those installed; a difference between runs is one in the experiment."""
+    found = {}
+    for name in ("torch", "transformers", "deepspeed", "ray", "numpy", "safetensors", "accelerate"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def peak_memory(device: torch.device) -> dict:

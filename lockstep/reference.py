@@ -11,65 +11,39 @@ takes the flags of train_ddp.py and writes
 The replays are there because Adam divides noise by noise where a gradient is nearly zero: two correct runs differ
 visibly in a few weights after one step, and how far they differ is luck. From the same weights they must agree.
 
-Float64 throughout: transformers casts to float32 inside its norms, its softmax and its loss, so those are not used
-here. The rotary table alone is the model's own float32 table: it is an input, the same for all.
+Float64 throughout (lockstep/exact.py).
 """
+
+if __name__ == "__main__":
+    from lockstep import startup
+
+    startup.begin()  # first: from now on Ctrl-C and a missing package are one line each
 
 import dataclasses
 import math
-import sys
 from pathlib import Path
 
 import torch
 
 from lockstep import config as config_module
-from lockstep import dump, files, weights
+from lockstep import dump, files, initial_weights, model_check, weights
 from lockstep.capture import Capture
 from lockstep.collective import init_alone
 from lockstep.compare import require_comparable
 from lockstep.config import BETAS, EPS, STRATEGIES, Config, Inputs
 from lockstep.data import global_batch_hash, micro_batches_hash
-from lockstep.errors import TrainingFailure, UserError
+from lockstep.errors import TrainingFailure, UserError, run_program
+from lockstep.exact import make_exact
+from lockstep.manifest import REFERENCE_LABEL as LABEL
 from lockstep.model import build_model, causal_lm_loss
 from lockstep.optim import held_whole, parameter_groups
 from lockstep.training import provenance
 
-LABEL = "float64 reference"
-ATTENTION = "lockstep_float64"
-
-
-def attention(module, query, key, value, attention_mask, scaling, **_):
-    """softmax(q k^T scaling, causal) v in the dtype of its input; (B, H, S, D) -> (B, S, H, D), and the weights."""
-    groups = query.shape[1] // key.shape[1]
-    key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
-    scores = query @ key.transpose(-2, -1) * scaling
-    later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-    probabilities = scores.masked_fill(later, -torch.inf).softmax(dim=-1)
-    wanted = probabilities if module.config.gives_attention_weights else None
-    return (probabilities @ value).transpose(1, 2).contiguous(), wanted
-
-
-def _norm_forward(module, hidden: torch.Tensor) -> torch.Tensor:
-    return module.weight * (hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + module.variance_epsilon))
-
-
-def _loss_per_token(logits, labels, vocab_size, shift_labels, **_):
-    return torch.nn.functional.cross_entropy(logits.flatten(0, -2), shift_labels.flatten(), reduction="none")
-
 
 def build_reference(inputs: Inputs, *, seed: int, attn_impl: str, init_weights_path) -> torch.nn.Module:
     """The model in float64."""
-    from transformers import AttentionInterface
-
     model, _ = build_model(inputs.architecture, seed=seed, attn_impl="sdpa", init_weights_path=init_weights_path)
-    model.double()
-    AttentionInterface.register(ATTENTION, attention)
-    model.config.gives_attention_weights = attn_impl == "eager"
-    model.config._attn_implementation = ATTENTION
-    for module in model.modules():
-        if type(module).__name__.endswith("RMSNorm"):
-            module.forward = _norm_forward.__get__(module)
-    model.loss_function = _loss_per_token
+    make_exact(model, attn_impl=attn_impl)
     return model
 
 
@@ -109,7 +83,7 @@ class ReferenceStrategy:
 def run(config: Config, inputs: Inputs, also: list[Path] = ()) -> str:
     """Write the reference's dump and the replays, of other folders `also`; needs a process group of one."""
     model = build_reference(
-        inputs, seed=config.seed, attn_impl=config.attn_impl, init_weights_path=config.init_weights_path
+        inputs, seed=config.seed, attn_impl=config.attn_impl, init_weights_path=initial_weights.file_of(config)
     )
     strategy = ReferenceStrategy(model, config)
     initial = ((name, parameter.detach().float()) for name, parameter in model.named_parameters())
@@ -181,20 +155,23 @@ def _one_step(config, inputs, strategy, capture, index: int, *, started_from: st
 
 
 def main() -> int:
-    try:
+    def body() -> int:
         config = config_module.parse_config("ddp")
         if config.capture_dir is None:
             raise UserError("--capture_dir is missing: the folder to write the reference's dump into")
         inputs = config_module.load_inputs(config)
         config_module.check_environment(dataclasses.replace(config, strategy="reference"), inputs.architecture)
-        for strategy in STRATEGIES:
-            files.require_new_folder(config.capture_dir / f"replay_{strategy}", "--capture_dir")
+        model_check.check(config, inputs)
+        replays = [config.capture_dir / f"replay_{strategy}" for strategy in STRATEGIES]
+        for folder in replays:
+            files.require_new_folder(folder, "--capture_dir", overwrite=config.overwrite)
+        for folder in (config.capture_dir / "reference", *replays):
+            files.remove_captured(folder)  # there are none without --overwrite
         init_alone()
         print(run(config, inputs))
         return 0
-    except (UserError, TrainingFailure) as error:
-        print(f"lockstep.reference: {error}", file=sys.stderr)
-        return error.exit_code
+
+    return run_program("lockstep.reference", body)
 
 
 if __name__ == "__main__":

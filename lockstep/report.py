@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
-from lockstep.compare_losses import DERIVED_STEPS, Tolerance, Verdict
+from lockstep.compare_losses import DERIVED_STEPS, FAIL, NOT_JUDGED, PASS, Tolerance, Verdict
 from lockstep.contract import KNOWN_DIFFERENCES
+from lockstep.errors import printable
 from lockstep.files import write_atomically
 from lockstep.history import History
 
@@ -40,40 +41,61 @@ def differences(verdicts: list[Verdict]) -> str:
     return "\n".join(lines)
 
 
-def verdict_block(histories: dict[str, History], verdicts: list[Verdict], tolerance: Tolerance, precision: str, *, controlled: bool) -> str:
-    """PASS or FAIL for loss and gradient norm of each strategy, each number beside what is tolerated."""
-    lines = ["", _RULE, f"Verdict ({precision}; docs/precision.md). Tolerated: {tolerance.reason}"]
+def verdict_block(histories: dict[str, History], verdicts: list[Verdict], tolerance: Tolerance, *, controlled: bool) -> str:
+    """The verdict on loss and gradient norm of each strategy, each number beside what is tolerated, and what was trained."""
+    run = histories["ddp"].run
+    versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
+    lines = ["", _RULE, f"{_title(run)}, {run['num_steps']} steps; {printable(versions, 300)}"]
+    lines += [f"Verdict (docs/precision.md). Tolerated: {tolerance.reason}"]
     for verdict in verdicts:
         lines += [
             "",
-            f"{verdict.label}: {_word(verdict.passed)}",
-            f"  loss       {_word(verdict.loss_passed)}  "
+            f"{verdict.label}: {verdict.outcome}",
+            f"  loss       {_word(verdict, verdict.red_loss_step)}  "
             f"first {abs(verdict.first_diff):.1e} (<= {tolerance.first:.1e})  "
             f"max {verdict.max_abs_diff:.1e} (<= {tolerance.maximum:.1e}) at step {verdict.worst_step}  "
             f"mean {verdict.mean_abs_diff:.1e} (<= {tolerance.mean:.1e})",
-            f"  grad norm  {_word(verdict.grad_norm_passed)}  "
+            f"  grad norm  {_word(verdict, verdict.red_grad_norm_step)}  "
             f"max relative {verdict.max_grad_norm_diff:.1e} (<= {max(tolerance.grad_norm):.1e}) "
             f"at step {verdict.worst_grad_norm_step}",
             *(
                 f"  {what} too far from step {step} on"
                 for what, step in (("loss", verdict.red_loss_step), ("grad norm", verdict.red_grad_norm_step))
-                if step is not None
+                if step is not None and step <= verdict.certain
             ),
-            *(f"  FAIL  {problem}" for problem in verdict.problems),
+            *(f"  FAIL  {printable(problem, 400)}" for problem in verdict.problems),
         ]
+    if tolerance.doubt:
+        lines += ["", f"Not judged: {tolerance.doubt}"]
     longest = max(len(history.steps) for history in histories.values())
     if longest > DERIVED_STEPS and not controlled:
         lines += ["", f"Note: the tolerances are derived for {DERIVED_STEPS} steps; in {longest}, correct runs may drift further."]
     contracts = {history.run["label"]: history.contract for history in histories.values() if history.contract}
     for key in KNOWN_DIFFERENCES:
-        values = {label: contract[key] for label, contract in contracts.items()}
+        values = {label: contract.get(key) for label, contract in contracts.items()}
         if len({str(value) for value in values.values()}) > 1:
-            lines += ["", f"Note: {key} differs by strategy ({values}); see docs/findings.md."]
+            lines += ["", f"Note: {key} differs by strategy ({printable(values, 400)}); see docs/findings.md."]
     return "\n".join(lines)
 
 
-def _word(passed: bool) -> str:
-    return "PASS" if passed else "FAIL"
+def _word(verdict: Verdict, red: int | None) -> str:
+    if red is not None and red <= verdict.certain:
+        return FAIL
+    return NOT_JUDGED if verdict.doubt else PASS
+
+
+def _title(run: dict) -> str:
+    """What was trained, in a line that a terminal can be given."""
+    config = run["config"]
+    return (
+        f"{printable(config['model_name'], 60)}, {run['architecture']['num_hidden_layers']} layers, "
+        f"{config['precision']}, learning rate {config['learning_rate']:g}"
+    )
+
+
+def _drawable(text: str) -> str:
+    """Text that matplotlib shows as it is: no formula between two dollars, no character that its font lacks."""
+    return text.encode("ascii", "backslashreplace").decode().replace("$", r"\$")
 
 
 # a log axis has no zero: exact agreement is drawn at the bottom, one float64 rounding of the loss
@@ -100,21 +122,17 @@ def draw(histories: dict[str, History], control: History | None, tolerance: Tole
     for name, history in histories.items():
         steps = [step["step"] for step in history.steps]
         losses = [step["loss"] for step in history.steps]
-        top.plot(steps, losses, color=COLORS[name], linewidth=widths[name], label=history.run["label"])
+        top.plot(steps, losses, color=COLORS[name], linewidth=widths[name], label=_drawable(history.run["label"]))
         if name != "ddp" and "ddp" in histories:
             gaps = _gaps(histories["ddp"], history)
-            bottom.plot(steps[: len(gaps)], gaps, ".", markersize=4, color=COLORS[name], label=history.run["label"])
+            bottom.plot(steps[: len(gaps)], gaps, ".", markersize=4, color=COLORS[name], label=_drawable(history.run["label"]))
     if control is not None and "ddp" in histories:
         lowest = bottom.dataLim.y0 if bottom.lines else LOWEST
         gaps = [max(gap, lowest) for gap in _gaps(histories["ddp"], control)]
         label = "noise floor: DDP, weights one rounding off"
         bottom.fill_between(range(1, len(gaps) + 1), lowest, gaps, color="0.85", step="mid", label=label, zorder=0)
     top.set_ylabel("loss, mean over DP ranks (nats)")
-    first = next(iter(histories.values())).run
-    top.set_title(
-        f"{first['config']['model_name']}, {first['architecture']['num_hidden_layers']} layers, "
-        f"{first['config']['precision']}, learning rate {first['config']['learning_rate']:g}"
-    )
+    top.set_title(_drawable(_title(next(iter(histories.values())).run)))
     top.legend()
     if tolerance is not None:
         steps = range(1, len(tolerance.loss) + 1)

@@ -37,6 +37,8 @@ def validate(schema: type[Schema], content: object, where: object, remedy: str) 
         first = error.errors(include_url=False, include_context=False)[0]
         place = ".".join(str(part) for part in first["loc"]) or "the whole"
         value = printable(repr(first["input"]), 60)
+        if first["type"] == "missing":  # the input is then all that is around it
+            raise UserError(f"{where}: {printable(place, 200)} is missing; {remedy}") from error
         raise UserError(f"{where}: {printable(place, 200)} is {value}: {first['msg'].lower()}; {remedy}") from error
     except RecursionError:
         raise UserError(f"{where}: nested too deeply; {remedy}") from None

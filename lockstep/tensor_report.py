@@ -2,16 +2,20 @@
 
 import json
 import math
+import re
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
+from lockstep import origin
 from lockstep.config import STRATEGIES
 from lockstep.diagnose import Diagnosis
+from lockstep.errors import printable
 from lockstep.files import write_text
 from lockstep.verdict import PASSES, Result
 
 SHORT = 12  # rows of a long table that are printed; the file has all
+LONGEST = 100_000  # characters of a line
 
 
 def show(result: Result, diagnoses: dict[str, Diagnosis], output_dir: Path | None) -> int:
@@ -19,34 +23,93 @@ def show(result: Result, diagnoses: dict[str, Diagnosis], output_dir: Path | Non
 
     `diagnoses` has one of every run that failed.
     """
-    sections = {
-        "Verdict": verdict(result),
-        "Configuration": configuration(result),
-        "First tensor that is too far": first_tensors(result),
-        "Likely cause": causes(result, diagnoses),
-        "Loss by DP rank": losses(result),
-        "Layer output norms": norms(result, "forward"),
-        "Gradient norms": norms(result, "backward") + norms(result, "gradient")[2:],
-        "Largest distances from the reference": worst(result),
-        "Largest differences from the first": differences(result),
-        "Bit-identical tensors": identical(result),
-        "Replicas": replicas(result),
-    }
-    for title, lines in sections.items():
+    for title, lines in _sections(result, diagnoses).items():
         lines = lines[: lines.index("")] if "" in lines else lines
         more = [f"... {len(lines) - SHORT} more rows" + (" in report.md" if output_dir else "; --output_dir writes all")]
-        print("\n".join(["", title, "-" * len(title), *(lines if len(lines) <= SHORT + 3 else [*lines[:SHORT], *more])]))
+        shown = lines if len(lines) <= SHORT + 3 else [*lines[:SHORT], *more]
+        print("\n".join(["", title, "-" * len(title), *(printable(line, LONGEST) for line in _as_text(shown, lambda cell: cell))]))
     if output_dir is not None:
-        text = "\n\n".join(f"## {title}\n\n" + "\n".join(map(_item, lines)) for title, lines in sections.items())
-        write_text(output_dir / "report.md", "# Tensor by tensor\n\n" + text + "\n")
-        write_text(output_dir / "report.json", json.dumps(as_data(result, diagnoses), indent=1) + "\n")
+        write(result, diagnoses, output_dir)
         print(f"\nReport: {output_dir / 'report.md'}, {output_dir / 'report.json'}")
     print(f"\n{result.outcome}")
     return 0 if result.outcome == "PASS" else 1
 
 
+def write(result: Result, diagnoses: dict[str, Diagnosis], folder: Path) -> None:
+    """Write report.md and report.json into a folder."""
+    sections = _sections(result, diagnoses)
+    text = "\n\n".join(f"## {title}\n\n" + "\n".join(map(_item, _as_text(lines, _escaped))) for title, lines in sections.items())
+    write_text(folder / "report.md", f"# Tensor by tensor: {result.outcome}\n\n" + text + "\n")
+    write_text(folder / "report.json", json.dumps(as_data(result, diagnoses), indent=1) + "\n")
+
+
+def _sections(result: Result, diagnoses: dict[str, Diagnosis]) -> dict[str, list]:
+    """Title -> lines of text, and rows of tables as tuples, the head first."""
+    return {
+        "Verdict": verdict(result),
+        "What was compared": [f"{what}: {value}" for what, value in about(result).items()],
+        "Configuration": configuration(result),
+        "First tensor that is too far": first_tensors(result),
+        "Likely cause": causes(result, diagnoses),
+        "Loss by DP rank": losses(result),
+        "Layer output norms": norms(result, "forward"),
+        "Gradient norms": norms(result, "backward") + norms(result, "gradient")[1:],
+        "Largest distances from the reference" if result.has_reference else "Largest distances from each other": worst(result),
+        "Largest differences from the first": differences(result),
+        "Bit-identical tensors": identical(result),
+        "Replicas": replicas(result),
+    }
+
+
+def _as_text(lines: list, escape) -> list[str]:
+    """Rows of tables as Markdown tables; `escape` is applied to each cell and to each other line."""
+    text: list[str] = []
+    for number, line in enumerate(lines):
+        if isinstance(line, str):
+            text.append(escape(line))
+            continue
+        text.append(f"| {' | '.join(map(escape, line))} |")
+        if number == 0 or isinstance(lines[number - 1], str):
+            text.append(f"|{'---|' * len(line)}")
+    return text
+
+
+def _escaped(text: str) -> str:
+    """For a Markdown page: labels and paths come from files and command lines."""
+    return re.sub(r"([\\`|<>*\[\]])", r"\\\1", printable(text, LONGEST))
+
+
 def _item(line: str) -> str:
     return line if line.startswith(("|", "-", " ")) or not line else f"- {line}"
+
+
+def about(result: Result) -> dict[str, str]:
+    """What a report needs to be filed: the model, the options, the meshes, versions, commits, machines, dates."""
+    dumps = result.columns
+    run = next(iter(dumps.values())).run
+    config, architecture = run["config"], run["architecture"]
+    alike = lambda of: _alike({_label(result, name): of(dump) for name, dump in dumps.items()})  # noqa: E731
+    options = ("optimizer", "learning_rate", "weight_decay", "max_grad_norm", "batch_size", "seq_length", "gradient_accumulation_steps", "attn_impl")
+    return {
+        "model": f"{config['model_name']}, {architecture['num_hidden_layers']} layers ({run['architecture_source']})",
+        "precision": config["precision"],
+        "mesh": alike(lambda dump: f"tp {dump.run['mesh'][1]} x dp {dump.run['mesh'][0]} on {dump.run['config']['device']}"),
+        "seed": alike(lambda dump: str(dump.run["config"]["seed"])),
+        "steps": f"{', '.join(next(iter(dumps.values())).steps)} captured of {alike(lambda dump: str(dump.run['num_steps']))}",
+        "options": ", ".join(f"{key} {config[key]}" for key in options),
+        "dataset": f"{alike(lambda dump: dump.run['config']['dataset_name'])} (SHA-256 of the tokens {run['corpus_sha256'][:16]}), tokenizer {run['tokenizer']}",
+        "versions": ", ".join(f"{name} {version}" for name, version in run["versions"].items()),
+        "Lockstep": f"captured at {alike(lambda dump: dump.manifest['origin']['commit'])}; compared at {origin.commit()}",
+        "processor": alike(lambda dump: dump.manifest["origin"]["cpu"]),
+        "captured": alike(lambda dump: dump.manifest["origin"]["date"]),
+        "compared": f"{origin.now()} by {origin.command()}",
+    }
+
+
+def _alike(found: dict[str, str]) -> str:
+    """One value where all are the same, else each with its label."""
+    values = set(found.values())
+    return values.pop() if len(values) == 1 else ", ".join(f"{label}: {value}" for label, value in found.items())
 
 
 def _label(result: Result, name: str) -> str:
@@ -64,7 +127,7 @@ def verdict(result: Result) -> list[str]:
         unjudged = result.unjudged(name)
         if unjudged:
             lines.append(f"  nothing is large enough to judge in: {', '.join(unjudged)}; agreement proves nothing there")
-    if result.baseline != "ddp":
+    if not result.has_reference:
         lines.append("Without a reference: batch, forward, backward and gradients of step 1 only; updates and later steps were not compared")
     return lines
 
@@ -100,8 +163,8 @@ def causes(result: Result, diagnoses: dict[str, Diagnosis]) -> list[str]:
     return lines or ["nothing to explain"]
 
 
-def _table(head: list[str], rows: list[list[str]]) -> list[str]:
-    return [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}", *(f"| {' | '.join(row)} |" for row in rows)]
+def _table(head: list[str], rows: list[list[str]]) -> list[tuple]:
+    return [tuple(head), *map(tuple, rows)]
 
 
 def losses(result: Result) -> list[str]:
@@ -109,10 +172,15 @@ def losses(result: Result) -> list[str]:
     rows = []
     for loss in result.losses:
         base = loss.by_strategy[result.baseline]
-        row = [str(loss.step), str(loss.dp_rank), f"{loss.reference:.9f}"]
-        row += [f"{loss.by_strategy[name]:.9f} ({abs(loss.by_strategy[name] - base) / base:.1e})" for name in names]
-        rows.append([*row, f"{loss.tolerated / base:.1e}"])
-    return _table(["step", "DP rank", "reference", *(_label(result, name) for name in names), "tolerated"], rows)
+        row = [str(loss.step), str(loss.dp_rank), *([f"{loss.reference:.9f}"] if result.has_reference else [])]
+        row += [f"{loss.by_strategy[name]:.9f} ({_ratio(abs(loss.by_strategy[name] - base), base):.1e})" for name in names]
+        rows.append([*row, f"{_ratio(loss.tolerated, base):.1e}"])
+    reference = ["reference"] if result.has_reference else []
+    return _table(["step", "DP rank", *reference, *(_label(result, name) for name in names), "tolerated"], rows)
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / abs(whole) if whole else math.inf
 
 
 def norms(result: Result, kind: str) -> list[str]:
@@ -187,6 +255,7 @@ def as_data(result: Result, diagnoses: dict[str, Diagnosis]) -> dict:
     """The same as JSON: null for numbers that JSON does not have."""
     return {
         "verdict": result.outcome,
+        "about": about(result),
         "runs": {
             name: {
                 "label": dump.label,
@@ -194,6 +263,8 @@ def as_data(result: Result, diagnoses: dict[str, Diagnosis]) -> dict:
                 "config": dump.run["config"],
                 "configured_differently": result.configuration.get(name, {}),
                 "versions": dump.run["versions"],
+                "origin": dump.manifest["origin"],
+                "missing": [[step, tensor] for run, step, tensor in result.missing if run == name],
                 "first_failure": list(result.failures(name)[:1]),
                 "causes": [asdict(cause) for cause in diagnoses[name].causes] if name in diagnoses else [],
                 "num_failures": len(result.failures(name)),
@@ -214,9 +285,8 @@ def as_data(result: Result, diagnoses: dict[str, Diagnosis]) -> dict:
 
 
 def _strict(loss: dict) -> dict:
-    by_strategy = {name: _finite(value) for name, value in loss["by_strategy"].items()}
-    return {**{key: _finite(value) for key, value in loss.items() if key != "by_strategy"}, "by_strategy": by_strategy}
+    return {key: {name: _finite(each) for name, each in value.items()} if isinstance(value, dict) else _finite(value) for key, value in loss.items()}
 
 
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None

@@ -4,6 +4,7 @@ The loop knows nothing about how a strategy works; it feeds every rank its micro
 saw, and stops all ranks when something is wrong.
 """
 
+import contextlib
 import math
 import time
 from collections.abc import Iterator
@@ -13,13 +14,13 @@ import torch
 import torch.distributed as dist
 
 from lockstep import history as history_file
-from lockstep import weights
+from lockstep import initial_weights, weights
 from lockstep.capture import Capture
 from lockstep.collective import stop_together
-from lockstep.config import Config, Inputs
+from lockstep.config import PLACES, Config, Inputs
 from lockstep.contract import contract_difference, expected_contract
 from lockstep.data import Batches, global_batch_hash, micro_batches_hash
-from lockstep.errors import TrainingFailure
+from lockstep.errors import TrainingFailure, UserError
 from lockstep.mesh import Geometry, Mesh
 from lockstep.model import build_model
 from lockstep.observe import ComputeDtypes, peak_memory, versions
@@ -73,10 +74,14 @@ def run(config: Config, inputs: Inputs, make_strategy, device: torch.device) -> 
         _train(config, inputs, strategy, rank, device, file_sums, record, path, capture)
     except BaseException as error:
         record.ended = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise
-    finally:
+        if capture:
+            capture.abandon()
         if rank == 0:
-            record.save(path)
+            with contextlib.suppress(UserError):  # on a full disk: the error above says which file filled it
+                record.save(path)
+        raise
+    if rank == 0:
+        record.save(path)
     last = record.steps[-1]
     return f"{config.label}: {len(record.steps)} steps, loss {record.steps[0]['loss']:.6f} -> {last['loss']:.6f}, {path}"
 
@@ -160,13 +165,18 @@ def train_step(
 
 def _initial_model(config: Config, inputs: Inputs, rank: int):
     arguments = {"seed": config.seed, "attn_impl": config.attn_impl}
-    path = config.init_weights_path
+    path = initial_weights.file_of(config)
     if config.save_init_weights:
+        problem = ""
         if rank == 0:
-            model, _ = build_model(inputs.architecture, init_weights_path=None, **arguments)
-            weights.save(path, model, inputs.architecture)
-            print(f"Saved initial weights to {path}", flush=True)
-        dist.barrier()
+            model, _ = build_model(inputs.architecture, init_weights_path=path, **arguments)
+            try:
+                weights.save(config.init_weights_path, model, inputs.architecture, initial_weights.origin(config), overwrite=config.overwrite)
+                print(f"Saved initial weights to {config.init_weights_path}", flush=True)
+            except UserError as error:
+                problem = str(error)
+        stop_together(problem)
+        path = config.init_weights_path
     model, sums = build_model(inputs.architecture, init_weights_path=path, **arguments)
     if path and rank == 0:
         print(f"Loaded initial weights from {path}", flush=True)
@@ -187,7 +197,7 @@ def _require_file_weights(live: dict | None, file_sums: dict | None, config: Con
     if live is not None:
         names = sorted(live.keys() | file_sums.keys())
         wrong = next((name for name in names if live.get(name) != file_sums.get(name)), None)
-    stop_together(f"after sharding, {wrong} is not what {config.init_weights_path} holds" if wrong else "")
+    stop_together(f"after sharding, {wrong} is not what {config.init_weights_path or config.model_name} holds" if wrong else "")
 
 
 def _require_right_batches(hashes: list[int], mesh: Mesh, step: int) -> None:
@@ -229,13 +239,13 @@ def _live_checksums(strategy: Strategy, rank: int) -> dict[str, str] | None:
 
 
 def provenance(config: Config, inputs: Inputs) -> dict:
-    elsewhere = ("init_weights_path", "loss_output_dir", "storage_path", "experiment_name", "capture_dir", "dry_run")
     return {
         "label": config.label,
         "mesh": [config.dp_size, config.tp_size],
-        "config": {key: value for key, value in config.as_dict().items() if key not in elsewhere},
+        "config": {key: value for key, value in config.as_dict().items() if key not in PLACES},
         "architecture": inputs.architecture,
         "architecture_source": inputs.architecture_source,
+        "initial_weights": initial_weights.origin(config),
         "corpus_sha256": inputs.batches.corpus.sha256,
         "tokenizer": inputs.batches.corpus.tokenizer_name,
         "num_steps": inputs.num_steps,

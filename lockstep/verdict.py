@@ -87,7 +87,7 @@ def judge(strategy: str, step: int, name: str, distance: Distance, measure: Size
     """A row with its tolerances. `measure` is DDP's `yardstick`, `rounding` the unit roundoff of the tensor's dtype.
 
     The batch must be equal; an optimizer step may make a few roundings of its own input; everything else may be
-    MULTIPLE times as far from the truth as the yardstick, DDP.
+    MULTIPLE times as far from the reference as the yardstick, DDP.
     """
     kind = name.split("/")[0]
     if kind == "batch":
@@ -125,9 +125,16 @@ class Loss:
 
     step: int
     dp_rank: int
-    reference: float
+    reference: float | None  # None without one
     by_strategy: dict[str, float]
     tolerated: float  # of the difference from DDP
+    exact: dict[str, float] = field(default_factory=dict)  # of the reference from the weights that each run itself had
+    limit: float = math.inf  # of the difference from that
+
+    def checks(self, strategy: str, baseline: str) -> list[tuple[float, str, float]]:
+        """(the loss that this one is held against, whose it is, what difference is tolerated)."""
+        found = [(self.by_strategy[baseline], baseline, self.tolerated)]
+        return found + [(self.exact[name], "the reference", self.limit) for name in self.exact if name == strategy]
 
 
 @dataclass
@@ -155,6 +162,7 @@ class Result:
     pairs: dict[str, Tensor]  # of step 1, every tensor but the update's
     columns: dict[str, Dump]  # the dumps that `pairs` speak of, in order
     missing: list[tuple[str, int, str]]  # (run, step, tensor) that the run should have computed and did not
+    has_reference: bool = False
     norms: list[Norm] = field(default_factory=list)
     # run -> entry of the effective contract -> "entry is a, not b", where it is not the baseline's
     configuration: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -162,27 +170,28 @@ class Result:
     def failures(self, strategy: str) -> list[tuple[int, float, str, str]]:
         """(step, position, tensor, what is wrong), the first in execution order first."""
         dump = self.dumps[strategy]
-        order = {step: {name: at for at, name in enumerate(entry["tensors"])} for step, entry in dump.steps.items()}
+        order = {int(step): {name: at for at, name in enumerate(dump.expected(int(step)))} for step in dump.steps}
         found = [
-            (row.step, order[str(row.step)][row.name], row.name, describe(row))
+            (row.step, order[row.step][row.name], row.name, describe(row))
             for row in self.rows
             if row.strategy == strategy and row.too_far
         ]
         for step, entry in dump.steps.items():
             for name, ranks in entry["replicas_differ"].items():
                 where = ", ".join(f"rank {rank}" for rank in ranks)
-                found.append((int(step), order[step][name], name, f"is not the same on all ranks that hold it: {where} differs"))
-        found += [(step, -1, name, "was not computed") for run, step, name in self.missing if run == strategy]
+                found.append((int(step), order[int(step)][name], name, f"is not the same on all ranks that hold it: {where} differs"))
+        found += [(step, order[step][name], name, "was not computed") for run, step, name in self.missing if run == strategy]
         for norm in self.norms:
             if norm.strategy == strategy and norm.off:
-                last = max(at for name, at in order[str(norm.step)].items() if name.startswith("gradient/"))
+                last = max(at for name, at in order[norm.step].items() if name.startswith("gradient/"))
                 what = f"was recorded as {norm.recorded:.9g}; the gradients' is {norm.held:.9g}"
                 found.append((norm.step, last + 0.5, "gradient norm", what))
         for loss in self.losses:
-            if not abs(loss.by_strategy[strategy] - loss.by_strategy[self.baseline]) <= loss.tolerated:  # a NaN fails
-                mine, base = loss.by_strategy[strategy], loss.by_strategy[self.baseline]
-                what = f"is {mine:.9f}, {self.baseline}'s is {base:.9f}; {loss.tolerated:.1e} is tolerated"
-                found.append((loss.step, len(order[str(loss.step)]), f"loss of DP rank {loss.dp_rank}", what))
+            mine = loss.by_strategy[strategy]
+            off = [check for check in loss.checks(strategy, self.baseline) if not abs(mine - check[0]) <= check[2]]  # a NaN fails
+            for base, whose, tolerated in off[:1]:
+                what = f"is {mine:.9f}, {whose}'s is {base:.9f}; {tolerated:.1e} is tolerated"
+                found.append((loss.step, len(order[loss.step]), f"loss of DP rank {loss.dp_rank}", what))
         return sorted(found)
 
     def unjudged(self, strategy: str) -> list[str]:

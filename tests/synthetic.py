@@ -1,37 +1,77 @@
 """Histories made up for the tests of the comparison: the smallest thing that passes, to be spoilt one way at a time."""
 
 import copy
+import json
 
-from lockstep.architectures import BUILT_IN
-from lockstep.history import History
+from lockstep.architectures import BUILT_IN, parameter_shapes
+from lockstep.config import PLACES, Config
+from lockstep.history import History, seal
 
 CONTRACT = {"optimizer": "AdamW", "max_grad_norm": 1.0, "biased_linear_dtype": ["torch.bfloat16"]}
 
 
-def history(strategy="ddp", precision="fp32", steps=20, shift=0.0):
-    labels = {"ddp": "DDP (TP=1, DP=2)", "deepspeed": "DeepSpeed AutoTP (TP=2, DP=2)", "fsdp": "FSDP+DTensor (TP=2, DP=2)"}
-    return History(
+def configuration(strategy="ddp", precision="fp32", steps=20, **changes):
+    tp = 1 if strategy == "ddp" else 2
+    mesh = {"num_workers": 2 * tp, "tp_size": tp, "dp_size": 2, "device": "cpu", "backend": "gloo"}
+    return Config(strategy=strategy, precision=precision, debug_steps=steps, num_layers=2, **{**mesh, **changes})
+
+
+def history(strategy="ddp", precision="fp32", steps=20, shift=0.0, **changes):
+    config = configuration(strategy, precision, steps, **changes)
+    record = History(
         run={
-            "label": labels[strategy],
+            "label": config.label,
+            "mesh": [config.dp_size, config.tp_size],
+            "config": {key: value for key, value in config.as_dict().items() if key not in PLACES},
+            "architecture": copy.deepcopy(BUILT_IN["tiny-qwen2"]),
+            "architecture_source": "built-in architecture tiny-qwen2",
+            "corpus_sha256": "c" * 64,
+            "tokenizer": "word-crc32",
             "num_steps": steps,
             "versions": {"torch": "2"},
-            "architecture": BUILT_IN["tiny-qwen2"],
-            "config": {"precision": precision, "model_name": "tiny-qwen2", "learning_rate": 1e-3},
         },
         contract=copy.deepcopy(CONTRACT),
-        weights={"initial_sha256": "a", "final_sha256": "b", "moved": ["w"]},
+        weights={"initial_sha256": "a" * 64, "final_sha256": "b" * 64, "moved": sorted(parameter_shapes(BUILT_IN["tiny-qwen2"]))},
         ended="finished",
         steps=[
             {
                 "step": n,
-                "loss": 7.5 - 0.1 * n + shift,
-                "rank_losses": [7.5, 7.5],
+                "loss": 0.0,
+                "rank_losses": [],
                 "grad_norm": 1.5,
                 "learning_rate": 1e-3,
-                "tokens": 2048,
+                "tokens": config.dp_size * config.batch_size * config.gradient_accumulation_steps * config.seq_length,
                 "seconds": 0.1,
-                "batch_hash": f"h{n}",
+                "batch_hash": f"{n:016x}",
             }
             for n in range(1, steps + 1)
         ],
     )
+    for step in record.steps:
+        set_loss(step, 7.5 - 0.1 * step["step"] + shift)
+    return record
+
+
+def set_loss(step, value):
+    """Let every rank, and so the mean, have this loss."""
+    step.update(loss=value, rank_losses=[value, value])
+
+
+def control(gap=lambda step: 4e-7, precision="fp32", steps=20, **norms):
+    """A control run whose loss is off by gap(step), and whose gradient norms are as given: s5=1.6."""
+    run = history(precision=precision, steps=steps, noise_control=True)
+    run.weights["initial_sha256"] = "d" * 64
+    for step in run.steps:
+        set_loss(step, step["loss"] + gap(step["step"]))
+    for name, value in norms.items():
+        run.steps[int(name[1:]) - 1]["grad_norm"] = value
+    return run
+
+
+def rewrite(path, change, *, sealed=True):
+    """Change a history file: its content by change(content), sealed again, or not as damage would be."""
+    content = json.loads(path.read_text())
+    change(content)
+    if sealed:
+        content["sha256"] = seal(content)
+    path.write_text(json.dumps(content))

@@ -2,6 +2,7 @@ import json
 
 import pytest
 
+from lockstep import config as config_module
 from lockstep.architectures import BUILT_IN, parameter_shapes, resolve, tensor_parallel_problem
 from lockstep.errors import UserError
 from lockstep.model import build_model
@@ -42,6 +43,19 @@ def test_local_folder(tmp_path):
     assert resolve(str(tmp_path))[0] == BUILT_IN["tiny-qwen2"]
 
 
+def test_what_nobody_knows_is_named(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({**BUILT_IN["tiny-qwen2"], "torch_dtype": "bfloat16", "colour": "blue\u001b[2J"}))
+    architecture, source = resolve(str(tmp_path))
+    assert architecture == BUILT_IN["tiny-qwen2"] and source.endswith("(without colour: unknown to transformers' qwen2)")
+
+
+@pytest.mark.parametrize("number", ["3", "all"])
+def test_all_layers_can_be_asked_for(tmp_path, number):
+    (tmp_path / "config.json").write_text(json.dumps({**BUILT_IN["tiny-qwen2"], "num_hidden_layers": 3}))
+    config = config_module.parse_config("ddp", ["--model_name", str(tmp_path), "--num_layers", number])
+    assert config_module.load_inputs(config).architecture["num_hidden_layers"] == 3
+
+
 def test_depth_is_cut_with_its_layer_types(tmp_path):
     config = {**BUILT_IN["tiny-qwen2"], "layer_types": ["full_attention"] * 2}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -50,7 +64,7 @@ def test_depth_is_cut_with_its_layer_types(tmp_path):
 
 @pytest.mark.parametrize(
     "content, message",
-    [(None, "no config.json"), ("{", "not a readable"), ("[]", "not a JSON object"), ('{"model_type": "gemma2"}', "'gemma2'"), ('{"model_type": "qwen2"}', "gives no vocab_size")],
+    [(None, "no config.json"), ("{", "not valid JSON"), ("[]", "not a JSON object"), ('{"model_type": "gemma2"}', "'gemma2'"), ('{"model_type": "qwen2"}', "gives no vocab_size")],
 )
 def test_bad_folders(tmp_path, content, message):
     if content is not None:
@@ -72,16 +86,3 @@ def test_what_tp_must_divide(tp, key, value, words):
     architecture = {**BUILT_IN["tiny-qwen2"], "num_attention_heads": 8, "num_key_value_heads": 4}
     assert tensor_parallel_problem(architecture, tp) is None
     assert words in tensor_parallel_problem({**architecture, key: value}, tp)
-
-
-def test_dropout_is_refused(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({**BUILT_IN["tiny-qwen2"], "attention_dropout": 0.1}))
-    with pytest.raises(UserError, match="would drop other weights"):
-        resolve(str(tmp_path))
-
-
-@pytest.mark.parametrize("name, key", [("tiny-llama", "attention_bias"), ("tiny-qwen3", "attention_bias"), ("tiny-llama", "mlp_bias")])
-def test_biases_of_row_parallel_layers_are_refused(tmp_path, name, key):
-    (tmp_path / "config.json").write_text(json.dumps({**BUILT_IN[name], key: True}))
-    with pytest.raises(UserError, match=f"{key} is true in its config.json"):
-        resolve(str(tmp_path))

@@ -1,15 +1,19 @@
 """What a captured run writes down, for whom, and when it refuses to."""
 
+import shutil
 import signal
+import subprocess
+import sys
 
 import pytest
 import torch
 from safetensors import safe_open
 
+from edited import flip_byte
 from lockstep.dump import Dump
 from lockstep.errors import UserError
 from lockstep.files import require_new_folder
-from ranks import CAPTURED, run_ranks
+from ranks import CAPTURED, ROOT, run_ranks
 
 
 def test_every_tensor_of_a_step_is_there(dumps):
@@ -18,6 +22,9 @@ def test_every_tensor_of_a_step_is_there(dumps):
     assert kinds == {"batch", "forward", "backward", "gradient", "exp_avg", "exp_avg_sq", "parameter"}
     modules = {name.removeprefix("forward/") for name in entry if name.startswith("forward/")}
     assert {"model.embed_tokens", "model.layers.1.mlp.act_fn", "model.layers.0.self_attn", "model.layers.1", "lm_head"} <= modules
+    assert entry["forward/model.layers.0.self_attn.o_proj.input"]["sharded"] == {"dp": 0, "tp": 2}
+    assert entry["backward/model.layers.0.mlp.down_proj.input"]["sharded"] == {"dp": 0, "tp": 2}
+    assert Dump(dumps / "fsdp").missing == []
     assert entry["forward/lm_head"]["shape"] == [8, 32, 2048]  # dp x accumulation x batch rows, the whole vocabulary
     assert entry["forward/lm_head"]["sharded"] == {"dp": 0, "tp": 2}
     assert entry["parameter/model.layers.0.self_attn.o_proj.weight"]["sharded"] == {"dp": 0, "tp": 1}
@@ -68,3 +75,15 @@ def test_a_full_disk_stops_every_rank(tmp_path):
         assert "capture of step 1, rank 1: File too large" in (tmp_path / "work" / f"error{rank}.txt").read_text()
     with pytest.raises(UserError, match="only the unfinished"):
         Dump(tmp_path / "fsdp")
+
+
+def test_no_reference_is_made_from_a_damaged_dump(dumps, tmp_path):
+    """The replay starts from the parameters of the dump: one flipped byte, and there is none. (The fixture is the negative control.)"""
+    shutil.copytree(dumps / "ddp", tmp_path / "ddp")
+    offset, _, _ = Dump(tmp_path / "ddp")._places[1]["parameter/model.norm.weight"]
+    flip_byte(tmp_path / "ddp" / "step_1.safetensors", offset)
+    arguments = [*CAPTURED, "--debug_steps", "2", "--capture_steps", "2", "--gradient_accumulation_steps", "2"]
+    command = [sys.executable, "-m", "lockstep.reference", *arguments, "--capture_dir", str(tmp_path), "--loss_output_dir", str(tmp_path), "--storage_path", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+    assert "parameter/model.norm.weight is damaged" in done.stderr and not (tmp_path / "replay_ddp").exists()

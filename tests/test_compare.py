@@ -1,12 +1,19 @@
 """Comparing dumps: verdicts on edited copies, and how a damaged, half-written or foreign dump is recognised."""
 
-import json
+import itertools
+import os
 import shutil
 
+import numpy as np
 import pytest
 
+from edited import edit, flip_byte, overwrite, take_out
 from lockstep import compare
+from lockstep.contract import expected_contract
 from lockstep.dump import Dump
+from lockstep.errors import UserError
+from lockstep.manifest import configuration
+from lockstep.step_file import checksum
 
 
 @pytest.fixture
@@ -21,12 +28,6 @@ def all_copied(dumps, tmp_path):
         if (folder / "manifest.json").is_file():
             shutil.copytree(folder, tmp_path / folder.name)
     return tmp_path
-
-
-def edit(folder, change):
-    manifest = json.loads((folder / "manifest.json").read_text())
-    change(manifest)
-    (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
 def verdict(capsys, *folders):
@@ -47,24 +48,47 @@ def test_accumulated_steps_pass(dumps, capsys):
 
 
 def test_a_damaged_byte_is_found(dumps, copy, capsys):
-    with open(copy / "step_1.safetensors", "r+b") as file:
-        file.seek(-100, 2)
-        byte = file.read(1)
-        file.seek(-100, 2)
-        file.write(bytes([byte[0] ^ 1]))
+    flip_byte(copy / "step_1.safetensors", -100)
     error = refused(capsys, copy, dumps / "reference")
     assert "is damaged (its checksum does not match)" in error and "step_1" in error
+
+
+def test_words_that_changed_places_are_found():
+    data = np.random.default_rng(0).integers(0, 256, 64_000, dtype=np.uint8)
+    for itemsize in (2, 4, 8):
+        swapped = data.copy().reshape(-1, itemsize)
+        swapped[[3, 7000]] = swapped[[7000, 3]]
+        assert checksum(swapped.reshape(-1), itemsize) != checksum(data, itemsize)
+        parts = [checksum(data[begin : begin + 16_000], itemsize, begin // itemsize) for begin in range(0, 64_000, 16_000)]
+        assert sum(parts) % 2**64 == checksum(data, itemsize)  # negative control, and parts add up
+
+
+def test_one_tensor_alone_is_verified_too(dumps, copy):
+    name = list(Dump(copy).steps["1"]["tensors"])[0]
+    offset, _, _ = Dump(copy)._places[1][name]
+    Dump(copy).tensor(1, name)
+    flip_byte(copy / "step_1.safetensors", offset)
+    with pytest.raises(UserError, match="is damaged"):
+        Dump(copy).tensor(1, name)
 
 
 def test_a_cut_file_is_found(dumps, copy, capsys):
     with open(copy / "step_2.safetensors", "r+b") as file:
         file.truncate(file.seek(0, 2) - 1000)
-    assert "cut off inside" in refused(capsys, copy, dumps / "reference")
+    assert "damaged or cut off" in refused(capsys, copy, dumps / "reference")
 
 
 def test_a_missing_file_is_found(dumps, copy, capsys):
     (copy / "step_2.safetensors").unlink()
-    assert "damaged or missing" in refused(capsys, copy, dumps / "reference")
+    assert "step_2.safetensors: cannot be read" in refused(capsys, copy, dumps / "reference")
+
+
+@pytest.mark.parametrize("name", ["step_2.safetensors", "manifest.json"])
+def test_what_is_no_regular_file_is_not_opened(dumps, copy, capsys, name):
+    (copy / name).unlink()
+    os.mkfifo(copy / name)
+    error = refused(capsys, copy, dumps / "reference")
+    assert f"{name}: not a regular file" in error and error.count("capture again") == 1
 
 
 def test_a_swapped_file_is_found(dumps, copy, capsys):
@@ -72,10 +96,69 @@ def test_a_swapped_file_is_found(dumps, copy, capsys):
     assert "damaged" in refused(capsys, copy, dumps / "reference")
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 99}', '{"format": 1, "run": {}}'])
-def test_a_broken_manifest_is_found(dumps, copy, capsys, text):
+@pytest.mark.parametrize("text, message", [
+    ("", "not valid JSON"), ("{", "not valid JSON"), ("[]", "it names no format"), ("{}", "it names no format"),
+    ('{"format": 99}', "format 99, this version reads 3"), ('{"format": 3, "run": {}}', "not what its sha256 says"),
+    ("[" * 100_000, "nested too deeply"),
+])  # fmt: skip
+def test_a_broken_manifest_is_found(dumps, copy, capsys, text, message):
     (copy / "manifest.json").write_text(text)
-    assert "not a dump's manifest" in refused(capsys, copy, dumps / "reference")
+    error = refused(capsys, copy, dumps / "reference")
+    assert message in error and error.count("manifest.json") == 1 and error.count("capture again") == 1
+
+
+def test_any_edit_that_is_not_sealed_is_found(dumps, copy, capsys):
+    text = (copy / "manifest.json").read_text()
+    (copy / "manifest.json").write_text(text.replace('"seed": 0', '"seed": 1'))
+    assert "not what its sha256 says" in refused(capsys, copy, dumps / "reference")
+    (copy / "manifest.json").write_text(text)
+    assert compare.main([str(copy), str(dumps / "fsdp")]) == 0  # negative control
+
+
+def _first(manifest, kind="forward/lm_head"):
+    return manifest["steps"]["1"]["tensors"][kind]
+
+
+CONTRADICTIONS = {
+    "step 1: forward/lm_head is [8, 32, 2047], of this model": lambda m: _first(m).update(shape=[8, 32, 2047]),
+    "forward/lm_head.shape.0 is -8": lambda m: _first(m).update(shape=[-8, 32, 2048]),
+    "the model has no tensor forward/model.extra": lambda m: m["steps"]["1"]["tensors"].update({"forward/model.extra": _first(m)}),
+    "cut along tp in dim 5": lambda m: _first(m).update(sharded={"tp": 5}),
+    "checksum is -1": lambda m: _first(m).update(checksum=-1),
+    "run.mesh is 4 x 1, its configuration says 2 x 2": lambda m: m["run"].update(mesh=[4, 1]),
+    "run.config.batch_size is '2'": lambda m: m["run"]["config"].update(batch_size="2"),
+    "run.config.dp_size is True": lambda m: m["run"]["config"].update(dp_size=True),
+    "run.config.learning_rate is nan": lambda m: m["run"]["config"].update(learning_rate=float("nan")),
+    "run.label is 'other'": lambda m: m["run"].update(label="other"),
+    "is 'one': string should match": lambda m: m["steps"].update(one=m["steps"].pop("1")),
+    "it has the steps 1, 3": lambda m: m["steps"].update({"3": m["steps"].pop("2")}),
+    "step 2: loss is missing": lambda m: m["steps"]["2"].pop("loss"),
+    "step 2: grad_norm is '1'": lambda m: m["steps"]["2"].update(grad_norm="1"),
+    "step 2: loss is 7.0, the mean of its rank_losses": lambda m: m["steps"]["2"].update(loss=7.0),
+    "3 rank_losses of 2 DP ranks": lambda m: m["steps"]["2"].update(rank_losses=[m["steps"]["2"]["loss"]] * 3),
+    "step 2: batch_hash is '0'": lambda m: m["steps"]["2"].update(batch_hash="0"),
+    "replicas_differ has ranks [9]": lambda m: m["steps"]["2"]["replicas_differ"].update({"forward/lm_head": [9]}),
+    "replicas_differ names x": lambda m: m["steps"]["2"]["replicas_differ"].update(x=[1]),
+    "records logits of root mean square": lambda m: m["steps"]["2"]["logits"][0].update(rms=m["steps"]["2"]["logits"][0]["rms"] * 0.999),
+    "has 1000000000 layers": lambda m: m["run"]["architecture"].update(num_hidden_layers=10**9),
+    "no model can be built": lambda m: m["run"]["architecture"].update(hidden_act="none"),
+    "contract: betas is missing": lambda m: m["contract"].pop("betas"),
+    "versions does not name torch": lambda m: m["run"]["versions"].pop("torch"),
+    "captured with transformers 1": lambda m: m["run"]["versions"].update(transformers="1"),
+    "run.unknown": lambda m: m["run"].update(unknown=1),
+    "run.tokenizer is 'a\\x1b[2J'": lambda m: m["run"].update(tokenizer="a\x1b[2J"),
+}
+
+
+@pytest.mark.parametrize("message", CONTRADICTIONS)
+def test_a_manifest_that_does_not_agree_with_itself_or_its_model(all_copied, capsys, message):
+    """Sealed again: what no damage makes, but another program may. On every path: with and without a reference."""
+    edit(all_copied / "fsdp", CONTRADICTIONS[message])
+    for other in ("reference", "ddp"):
+        if other == "ddp" and "root mean square" in message:
+            continue  # of the second step, whose tensors are not read then
+        error = refused(capsys, all_copied / "fsdp", all_copied / other)
+        assert message in error and error.count("capture again") == 1, error
 
 
 def test_a_half_written_dump_is_recognised(dumps, copy, capsys):
@@ -89,27 +172,73 @@ def test_a_folder_without_a_dump(dumps, tmp_path, capsys):
 
 
 CHANGES = {
-    "their models differ": lambda manifest: manifest["run"]["architecture"].update(num_hidden_layers=3),
-    "different weights": lambda manifest: manifest.update(initial_sha256="0"),
-    "step 2 was trained on different batches": lambda manifest: manifest["steps"]["2"].update(batch_hash="0"),
-    "learning_rate is 0.5 in one": lambda manifest: manifest["run"]["config"].update(learning_rate=0.5),
-    "steps 1 against 1, 2": lambda manifest: manifest["steps"].pop("2"),
+    "their models differ": lambda manifest: manifest["run"]["architecture"].update(rope_theta=5.0),
+    "different weights": lambda manifest: manifest.update(initial_sha256=64 * "0"),
+    "step 2 was trained on different batches": lambda manifest: manifest["steps"]["2"].update(batch_hash=16 * "0"),
+    "learning_rate is 0.5 in ": lambda manifest: manifest["run"]["config"].update(learning_rate=0.5),
+    "it has 1 of 2 steps: the run was stopped": lambda manifest: manifest["steps"].pop("2"),
     "versions": lambda manifest: manifest["run"]["versions"].update(torch="1"),
+    "their tokenizers differ": lambda manifest: manifest["run"].update(tokenizer="another"),
 }
 
 
 @pytest.mark.parametrize("message", CHANGES)
 def test_what_cannot_be_compared_is_refused(dumps, copy, capsys, message):
-    manifest = json.loads((copy / "manifest.json").read_text())
-    CHANGES[message](manifest)
-    (copy / "manifest.json").write_text(json.dumps(manifest))
-    assert message in refused(capsys, copy, dumps / "ddp")
+    edit(copy, CHANGES[message])
+    assert message in refused(capsys, copy, dumps / "ddp") and message in refused(capsys, dumps / "ddp", copy)
 
 
 def test_two_dumps_without_a_reference(dumps, copy, capsys):
     assert compare.main([str(dumps / "fsdp"), str(dumps / "ddp")]) == 0
+    assert "| reference |" not in capsys.readouterr().out
     assert compare.main([str(copy), str(dumps / "fsdp")]) == 0
-    assert "29 of 29 tensors bit-identical" in capsys.readouterr().out
+    assert "37 of 37 tensors bit-identical" in capsys.readouterr().out
+    assert compare.main([str(dumps / "fsdp"), str(dumps / "reference")]) == 0
+    assert "| reference |" in capsys.readouterr().out  # negative control
+
+
+def test_one_folder_named_twice_is_refused(dumps, tmp_path, capsys):
+    (tmp_path / "link").symlink_to(dumps / "fsdp")
+    for other in (dumps / "fsdp", tmp_path / "link", dumps / "ddp" / ".." / "fsdp"):
+        assert "are one folder" in refused(capsys, dumps / "fsdp", other)
+        assert "are one folder" in refused(capsys, dumps / "fsdp", dumps / "reference", other)
+
+
+LACKING = {"one tensor": lambda name: name == "backward/model.layers.0", "all that is not held": lambda name: name.startswith(("forward/", "backward/", "batch/")),
+           "a gradient": lambda name: name == "gradient/model.norm.weight", "parameters": lambda name: name.startswith("parameter/")}  # fmt: skip
+
+
+@pytest.mark.parametrize("lacking", LACKING)
+@pytest.mark.parametrize("whose", ["ddp", "fsdp"])
+def test_what_one_dump_lacks_is_a_failure_in_every_order(dumps, all_copied, capsys, whose, lacking):
+    assert take_out(all_copied / whose, LACKING[lacking]) > 0
+    outcomes = {verdict(capsys, *(all_copied / name for name in order))[0] for order in itertools.permutations(("ddp", "fsdp"))}
+    assert outcomes == {1}
+
+
+@pytest.mark.parametrize("lacking", LACKING)
+def test_what_a_run_lacks_is_a_failure_and_what_its_yardstick_lacks_an_error(dumps, all_copied, capsys, lacking):
+    """Whatever the order of the arguments. A later step has no reference if the parameters before it are not there."""
+    folders = {name: all_copied / name for name in ("ddp", "fsdp", "reference")}
+    orders = list(itertools.permutations(folders.values()))
+    assert {verdict(capsys, *order)[0] for order in orders} == {0}  # negative control
+    take_out(folders["fsdp"], LACKING[lacking])
+    assert {verdict(capsys, *order)[0] for order in orders} == {2 if lacking == "parameters" else 1}
+    take_out(folders["fsdp"], LACKING[lacking], steps=())
+    for name in ("ddp", "reference", "replay_fsdp"):
+        shutil.rmtree(all_copied / "fsdp")
+        shutil.copytree(dumps / "fsdp", all_copied / "fsdp")
+        if take_out(all_copied / name, LACKING[lacking]):
+            assert {verdict(capsys, *order)[0] for order in orders} == {2}, name
+        shutil.rmtree(all_copied / name)
+        shutil.copytree(dumps / name, all_copied / name)
+
+
+def test_the_same_tensors_taken_out_of_all_dumps(all_copied, capsys):
+    """What must be there is the model's, not what the files list."""
+    for folder in all_copied.iterdir():
+        take_out(folder, lambda name: name.startswith(("forward/", "backward/", "batch/")))
+    assert "lacks batch/input_ids" in refused(capsys, all_copied / "fsdp", all_copied / "reference")
 
 
 def test_a_later_step_needs_its_replay(dumps, tmp_path, capsys):
@@ -128,8 +257,17 @@ def test_without_the_yardstick_there_is_no_verdict(dumps, tmp_path, capsys):
                                                   ("max_grad_norm", 0.9, "exp_avg of")])  # fmt: skip
 def test_an_update_that_is_not_what_was_asked_for(all_copied, capsys, option, value, first):
     """All runs alike, DDP too: what they did is not what their configuration says."""
+
+    def change(manifest):
+        manifest["run"]["config"][option] = value
+        if "contract" in manifest:
+            demanded = expected_contract(configuration(manifest["run"]), manifest["run"]["architecture"])
+            manifest["contract"].update({key: demanded[key] for key in ("learning_rates", "weight_decay", "max_grad_norm")})
+        for entry in manifest["steps"].values() if option == "learning_rate" else ():
+            entry.update({option: value} if option in entry else {})
+
     for name in ("ddp", "fsdp", "reference", "replay_ddp", "replay_fsdp"):
-        edit(all_copied / name, lambda manifest: manifest["run"]["config"].update({option: value}))
+        edit(all_copied / name, change)
     status, output = verdict(capsys, *(all_copied / name for name in ("ddp", "fsdp", "reference")))
     assert status == 1 and output.out.endswith("FAIL\n")
     assert output.out.count(f"step 1, update pass, {first}") == 2, output.out[:2000]
@@ -138,17 +276,7 @@ def test_an_update_that_is_not_what_was_asked_for(all_copied, capsys, option, va
 def test_a_nan_in_every_run_is_found(all_copied, capsys):
     """The last parameters of a run are read by nobody else."""
     for name in ("ddp", "fsdp"):
-        folder = all_copied / name
-        mine = Dump(folder)
-        offset, _, _ = mine._places[2]["parameter/model.norm.weight"]
-        with open(folder / "step_2.safetensors", "r+b") as file:
-            file.seek(offset)
-            old = int.from_bytes(file.read(4), "little")
-            file.seek(offset)
-            file.write((0x7FC00000).to_bytes(4, "little"))
-        change = (0x7FC00000 - old) % 2**64
-        entry = "parameter/model.norm.weight"
-        edit(folder, lambda m, c=change: m["steps"]["2"]["tensors"][entry].update(checksum=(m["steps"]["2"]["tensors"][entry]["checksum"] + c) % 2**64))
+        overwrite(all_copied / name, 2, "parameter/model.norm.weight", 0, 0x7FC00000)
     status, output = verdict(capsys, *(all_copied / name for name in ("ddp", "fsdp", "reference")))
     assert status == 1 and output.out.count("step 2, update pass, parameter of model.norm.weight") == 2
 
@@ -185,18 +313,24 @@ def test_the_replay_of_another_run_is_refused(all_copied, capsys):
 
 def test_a_reference_with_fewer_steps_is_refused(all_copied, capsys):
     edit(all_copied / "reference", lambda manifest: manifest["steps"].pop("2"))
-    assert "capture the same steps" in refused(capsys, all_copied / "fsdp", all_copied / "reference")
+    assert "it has 1 of 2 steps" in refused(capsys, all_copied / "fsdp", all_copied / "reference")
 
 
 def test_a_replay_is_no_reference(dumps, capsys):
-    assert "cannot be compared" in refused(capsys, dumps / "fsdp", dumps / "replay_fsdp")
+    assert "a replay, which is found beside the reference" in refused(capsys, dumps / "fsdp", dumps / "replay_fsdp")
 
 
 def test_a_tensor_that_was_not_computed_is_a_failure(all_copied, capsys):
-    name = "backward/model.layers.0"
-    edit(all_copied / "fsdp", lambda manifest: manifest["steps"]["1"]["tensors"].pop(name))
+    take_out(all_copied / "fsdp", lambda name: name == "backward/model.layers.0", steps=("1",))
     status, output = verdict(capsys, all_copied / "fsdp", all_copied / "reference")
     assert status == 1 and "backward of model.layers.0: was not computed" in output.out and "1. not computed" in output.out
+
+
+def test_a_baseline_that_ran_with_something_else_than_its_options(all_copied, capsys):
+    edit(all_copied / "ddp", lambda m: m["contract"].update(max_grad_norm=0.5))
+    edit(all_copied / "fsdp", lambda m: m["contract"].update(max_grad_norm=0.5))
+    status, output = verdict(capsys, all_copied / "fsdp", all_copied / "reference")
+    assert status == 1 and "DDP (TP=1, DP=2): max_grad_norm is 0.5, not 1.0" in output.out
 
 
 @pytest.mark.parametrize("change, sentence", [

@@ -1,14 +1,25 @@
+import pickle
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
 from lockstep.architectures import BUILT_IN
-from lockstep.data import Batches, HashTokenizer, build_tokenizer, documents, global_batch_hash, load_corpus, micro_batches_hash
+from lockstep.config import load_inputs, parse_config
+from lockstep.data import Batches, global_batch_hash, load_corpus, micro_batches_hash
 from lockstep.errors import UserError
+from lockstep.tokenizer import HashTokenizer
+
+NOWHERE = Path("/proc/nothing can be written here")
 
 
-def corpus(dataset="builtin", vocab=2048, seq=64, need=4, most=None):
-    return load_corpus(dataset, HashTokenizer(vocab), seq_length=seq, windows_per_step=need, max_windows=most)
+def corpus(dataset="builtin", vocab=2048, seq=64, need=4, cache=NOWHERE):
+    return load_corpus(dataset, HashTokenizer(vocab), seq_length=seq, windows_per_step=need, cache_folder=cache)
+
+
+def all_windows(one):
+    return one.windows(np.arange(one.num_windows))
 
 
 def batches(dp_size=2, batch_size=4, micro=2, seed=0, **options):
@@ -36,6 +47,35 @@ def test_seed_and_dp_size_matter():
     assert (together == apart).all(), "the global batch must not depend on how it is shared out"
 
 
+def flags(*more):
+    return ["--batch_size", "2", "--seq_length", "32", *more]
+
+
+@pytest.mark.parametrize("longer", [["--debug_steps", "2"], ["--debug_steps", "300"], ["--debug_steps", "0"]])
+def test_the_batches_do_not_depend_on_how_long_a_run_trains(longer):
+    """What one captured step proves must hold for step 1 of a long run."""
+    short, long = (load_inputs(parse_config("ddp", flags(*steps))) for steps in (["--debug_steps", "1"], longer))
+    assert short.num_steps != long.num_steps and short.batches.corpus.sha256 == long.batches.corpus.sha256
+    for dp_rank in (0, 1):
+        assert (short.batches.windows(0, dp_rank) == long.batches.windows(0, dp_rank)).all()
+
+
+def test_the_first_step_takes_from_the_whole_corpus():
+    b = batches(dp_size=2, batch_size=32, micro=1)
+    order = {window.tobytes(): place for place, window in enumerate(all_windows(b.corpus))}
+    found = [order[window.tobytes()] for dp in (0, 1) for window in b.windows(0, dp)[0]]
+    assert np.histogram(found, bins=4, range=(0, b.corpus.num_windows))[0].min() > 4
+
+
+def test_the_corpus_hash_does_not_depend_on_the_windows():
+    assert corpus(seq=64).sha256 == corpus(seq=100).sha256 != corpus(vocab=2047).sha256
+
+
+def test_batches_can_be_sent_to_another_process():
+    b = batches()
+    assert (pickle.loads(pickle.dumps(b)).windows(3, 1) == b.windows(3, 1)).all()
+
+
 def test_labels_are_the_next_tokens_and_nothing_is_padded():
     ids, labels = batches().micro_batches(0, 0, "cpu")[0]
     assert ids.shape == labels.shape == (4, 64) and ids.dtype == torch.int64
@@ -45,7 +85,7 @@ def test_labels_are_the_next_tokens_and_nothing_is_padded():
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_every_quarter_of_the_vocabulary_is_used(name):
     vocab = BUILT_IN[name]["vocab_size"]
-    tokens = corpus(vocab=vocab).windows
+    tokens = all_windows(corpus(vocab=vocab))
     share = np.histogram(np.unique(tokens), bins=4, range=(0, vocab))[0] / len(np.unique(tokens))
     assert (share > 0.15).all()
     if vocab == 2048:
@@ -64,8 +104,7 @@ def test_hash_sees_one_changed_token():
 def test_text_file_and_folder(tmp_path):
     (tmp_path / "a.txt").write_text("one two three. " * 200)
     (tmp_path / "b.txt").write_text("four five six! " * 200)
-    assert len(corpus(str(tmp_path)).windows) > len(corpus(str(tmp_path / "a.txt")).windows)
-    assert len(corpus(str(tmp_path), most=5).windows) >= 5
+    assert corpus(str(tmp_path)).num_windows == 2 * corpus(str(tmp_path / "a.txt")).num_windows == 2 * (801 // 65)
 
 
 @pytest.mark.parametrize(
@@ -90,40 +129,12 @@ def test_folder_without_text(tmp_path):
         corpus(str(tmp_path))
 
 
-def test_hugging_face_data_set(tmp_path):
-    """The real reader, on a data set stored in a folder."""
-    import pyarrow
-    from pyarrow import parquet
+def test_where_tokens_are_kept_is_absolute_and_no_part_of_the_experiment(monkeypatch, tmp_path):
+    from lockstep.training import provenance
 
-    from lockstep.data import _dataset_texts
-
-    parquet.write_table(pyarrow.table({"text": ["some words here"] * 3}), tmp_path / "train.parquet")
-    assert list(_dataset_texts(str(tmp_path))) == ["some words here"] * 3
-    parquet.write_table(pyarrow.table({"words": ["x"]}), tmp_path / "train.parquet")
-    with pytest.raises(UserError, match="no column 'text'"):
-        list(_dataset_texts(str(tmp_path)))
-
-
-def test_missing_data_set(monkeypatch):
-    monkeypatch.setattr("lockstep.data.hub_answers", lambda url: False)
-    with pytest.raises(UserError, match="the hub cannot be reached"):
-        next(documents("nobody/nothing-of-this-name"))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-    with pytest.raises(UserError, match="no such data set"):
-        next(documents("nobody/nothing-of-this-name"))
-
-
-def test_tokenizer_of_a_model_folder(tmp_path):
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    words = Tokenizer(models.WordLevel({"<end>": 0, "a": 1, "b": 2}, unk_token="<end>"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    words.save(str(tmp_path / "tokenizer.json"))
-    architecture = {**BUILT_IN["tiny-qwen2"], "eos_token_id": 0}
-    assert build_tokenizer(str(tmp_path), architecture).encode("a b b") == [1, 2, 2]
-    tokenizer = build_tokenizer(str(tmp_path), {**architecture, "vocab_size": 2})
-    (tmp_path / "t.txt").write_text("a b " * 100)
-    with pytest.raises(UserError, match="do not belong together"):
-        load_corpus(str(tmp_path / "t.txt"), tokenizer, seq_length=8, windows_per_step=1, max_windows=None)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    config = parse_config("ddp", [])
+    assert config.data_cache_dir == tmp_path / "lockstep"
+    assert parse_config("ddp", ["--data_cache_dir", "here"]).data_cache_dir == Path("here").absolute()
+    about = provenance(config, load_inputs(config))["config"]
+    assert "dataset_name" in about and "data_cache_dir" not in about

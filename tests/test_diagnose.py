@@ -1,6 +1,7 @@
 """Single pieces of evidence: each is found where it is, and not where it is not. What is made of them."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -89,6 +90,7 @@ class Written:
     """What a diagnosis reads of a dump: tensors by name, of one step."""
 
     label, contract = "FSDP", {"tied_embeddings": False}
+    layout = SimpleNamespace(sources={"model.norm": ("model.layers.1",)})
     run = {"config": {"tp_size": 2, "dp_size": 2, "gradient_accumulation_steps": 1, "precision": "fp32"}}
 
     def __init__(self, tensors, sharded=None, replicas_differ=None):
@@ -97,6 +99,9 @@ class Written:
 
     def tensor(self, step, name):
         return self.tensors[name]
+
+    def expected(self, step):
+        return self.tensors
 
 
 NAMES = ["forward/model.norm", "backward/model.norm", "gradient/model.norm.weight", "gradient/w", "gradient/v", "parameter/w", "parameter/v"]
@@ -139,12 +144,13 @@ def test_noise_in_a_gradient_is_not_called_a_factor():
 def test_a_factor_in_every_gradient():
     cause, found = named_cause({name: lambda tensor: 2 * tensor for name in NAMES if name.startswith("gradient")})
     assert cause == "gradient scale" and "2 = tp or dp" in found.causes[0].evidence
-    assert found.excluded == ["batch: right in step 1", "forward: right in step 1", "backward: right in step 1"]
+    assert found.excluded == ["forward: right in step 1", "backward: right in step 1"]  # no batch was captured: nothing is said of it
 
 
 def test_what_is_wrong_as_well_is_not_excluded():
-    _, found = named_cause({"backward/model.norm": lambda tensor: -tensor, "forward/model.norm": lambda tensor: -tensor})
-    assert found.excluded == ["batch: right in step 1"]
+    _, found = named_cause({"backward/model.norm": lambda tensor: -tensor, "gradient/w": lambda tensor: -tensor})
+    assert found.excluded == ["forward: right in step 1"]
+    assert named_cause({"backward/model.norm": lambda tensor: -tensor, "forward/model.norm": lambda tensor: -tensor})[1].excluded == []
 
 
 def test_a_gradient_that_is_not_finite():
@@ -172,3 +178,27 @@ def test_the_share_that_did_not_change():
 
     cause, found = named_cause({"parameter/w": kept}, sharded={"parameter/w": {"dp": 0, "tp": 0}})
     assert cause == "update left out" and "share of dp rank 1 of 2" in found.causes[0].evidence
+
+
+def test_what_a_captured_name_stands_for():
+    assert evidence.in_words("model.layers.1.self_attn.o_proj.input") == "model.layers.1.self_attn.o_proj's input"
+    assert evidence.in_words("model.layers.1") == "model.layers.1's output" and evidence.in_words("model.rotary_emb.1") == "output 1 of model.rotary_emb"
+    assert evidence.in_words("model.layers.0.input_layernorm") == "model.layers.0.input_layernorm's output"
+
+
+def test_what_enters_is_called_right_only_where_it_was_seen(monkeypatch):
+    """The source of the last norm was not captured here; of one that was, the name is given."""
+    wrong = {"forward/model.norm": lambda tensor: -tensor}
+    assert "is right" not in " ".join(cause.evidence for cause in named_cause(wrong)[1].causes)
+    monkeypatch.setitem(Written.layout.sources, "model.norm", ("w",))
+    monkeypatch.setitem(globals(), "NAMES", ["forward/w", *NAMES])
+    assert "what it is computed from is right: w's output" in " ".join(cause.evidence for cause in named_cause(wrong)[1].causes)
+
+
+@pytest.mark.parametrize("name, cause", [("l.self_attn.o_proj.input", "attention implementation"), ("l.mlp.down_proj.input", "computation")])
+def test_what_is_wrong_between_two_modules_is_no_weight(monkeypatch, name, cause):
+    """The output of the attention itself is seen where it enters o_proj."""
+    monkeypatch.setitem(Written.layout.sources, name, ("w",))
+    monkeypatch.setitem(globals(), "NAMES", ["forward/w", f"forward/{name}", *NAMES])
+    found, diagnosis = named_cause({f"forward/{name}": lambda tensor: 1.5 * tensor + 0.1})
+    assert found == cause and "no weights lie between" in diagnosis.causes[0].evidence and "w's output" in diagnosis.causes[0].evidence

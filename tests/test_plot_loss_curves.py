@@ -1,15 +1,22 @@
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
-from synthetic import history
+from synthetic import control, history, rewrite, set_loss
 
 import plot_loss_curves
+from lockstep import report
 from lockstep.history import path_of
 
 
 def folder(tmp_path, **changed):
     for strategy in ("ddp", "deepspeed", "fsdp"):
-        changed.get(strategy, history(strategy)).save(path_of(tmp_path, strategy))
+        changed.pop(strategy, history(strategy)).save(path_of(tmp_path, strategy))
+    for name, run in changed.items():
+        run.save(path_of(tmp_path, name))
     return tmp_path
 
 
@@ -23,7 +30,10 @@ def test_pass(tmp_path, capsys):
     assert out.startswith("=" * 60 + "\nLOSS CURVE STATISTICS\n" + "=" * 60 + "\n\nDDP (TP=1, DP=2):\n  Initial loss: 7.400000")
     assert "Differences from DDP baseline:" in out and out.rstrip().endswith("PASS")
     data = json.loads((tmp_path / "v.json").read_text())
-    assert data["passed"] and {v["label"] for v in data["verdicts"]} == {
+    assert data["passed"] and data["outcome"] == "PASS" and data["command"].startswith("plot_loss_curves.py --input_dir")
+    assert data["date"].endswith("+00:00") and data["histories"]["fsdp"]["run"]["config"]["model_name"] == "tiny-qwen2"
+    assert "tiny-qwen2, 2 layers, fp32, learning rate 0.001, 20 steps; torch 2\n" in out
+    assert {v["label"] for v in data["verdicts"]} == {
         "DeepSpeed AutoTP (TP=2, DP=2)",
         "FSDP+DTensor (TP=2, DP=2)",
     }
@@ -38,7 +48,7 @@ def test_fail_is_exit_1_and_says_who(tmp_path, capsys):
 
 def test_refusal_is_exit_2(tmp_path, capsys):
     other = history("fsdp")
-    other.weights["initial_sha256"] = "x"
+    other.weights["initial_sha256"] = "9" * 64
     assert plot(folder(tmp_path, fsdp=other)) == 2
     assert "different weights" in capsys.readouterr().err
 
@@ -75,13 +85,100 @@ def test_the_control_run_is_used_and_drawn(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(Figure, "savefig", lambda self, path, **_: (drawn.append(self), path.write_bytes(b"x")))
     folder(tmp_path, fsdp=history("fsdp", shift=8e-7))
     assert plot(tmp_path) == 0
-    quiet = history(shift=1e-9)
-    quiet.run["label"], quiet.weights["initial_sha256"] = "control", "c"
-    quiet.save(path_of(tmp_path, "control"))
+    control(lambda step: 1e-9).save(path_of(tmp_path, "control"))
     noisy = history("fsdp", shift=8e-7)
-    noisy.steps[4]["loss"] += 4e-6
+    set_loss(noisy.steps[4], noisy.steps[4]["loss"] + 4e-6)
     noisy.save(path_of(tmp_path, "fsdp"))
     assert plot(tmp_path, "--json", str(tmp_path / "v.json")) == 1  # 5e-6 is within the rule, not within the noise
     assert "loss too far from step 5 on" in capsys.readouterr().out
-    assert json.loads((tmp_path / "v.json").read_text())["control"] == "control"
+    assert json.loads((tmp_path / "v.json").read_text())["control"] == "DDP (TP=1, DP=2), control"
     assert any("noise floor" in str(patch.get_label()) for patch in drawn[-1].axes[1].collections)
+
+
+def spiked(run, step, value):
+    set_loss(run.steps[step - 1], value)
+    return run
+
+
+def test_a_spike_in_ddps_own_history_is_not_judged(tmp_path, capsys):
+    """It would be as large in the control's difference, and be tolerated."""
+    runs = {name: history(name) for name in ("deepspeed", "fsdp")}
+    folder(tmp_path, ddp=spiked(history(), 6, 0.001), control=control(), **runs)
+    assert plot(tmp_path, "--json", str(tmp_path / "v.json")) == 1
+    out = capsys.readouterr().out
+    assert out.rstrip().endswith("\nNOT JUDGED") and "Not judged: in step 6 the control's loss is 6.9e+00 nats from DDP's" in out
+    assert json.loads((tmp_path / "v.json").read_text())["outcome"] == "NOT JUDGED"
+    path_of(tmp_path, "control").unlink()
+    assert plot(tmp_path) == 1 and capsys.readouterr().out.rstrip().endswith("\nFAIL")
+    folder(tmp_path, control=control())
+    assert plot(tmp_path) == 0
+
+
+def test_a_control_far_off_in_one_step_opens_nothing(tmp_path, capsys):
+    wrong = history("fsdp")
+    for step in wrong.steps[2:]:
+        set_loss(step, step["loss"] + 0.4)
+    folder(tmp_path, fsdp=wrong, control=spiked(control(), 2, 57.3))
+    assert plot(tmp_path) == 1 and capsys.readouterr().out.rstrip().endswith("\nNOT JUDGED")
+    folder(tmp_path, fsdp=wrong, control=control())
+    assert plot(tmp_path) == 1 and "FSDP+DTensor (TP=2, DP=2): FAIL" in capsys.readouterr().out
+
+
+def test_a_history_under_another_name_is_refused(tmp_path, capsys):
+    """A copy of DDP's own history agrees with it."""
+    folder(tmp_path)
+    path_of(tmp_path, "fsdp").write_bytes(path_of(tmp_path, "ddp").read_bytes())
+    assert plot(tmp_path) == 2 and "is a history of ddp's run" in capsys.readouterr().err
+    folder(tmp_path)
+    rewrite(path_of(tmp_path, "fsdp"), lambda c: c["run"].update(label="DeepSpeed AutoTP (TP=2, DP=2)"))
+    assert plot(tmp_path) == 2 and "it must be 'FSDP+DTensor (TP=2, DP=2)'" in capsys.readouterr().err
+
+
+def test_what_a_file_says_is_shown_harmlessly(tmp_path, capsys):
+    """Two dollars begin a formula in matplotlib; an escape character begins a command to a terminal."""
+    folder(tmp_path)
+    for name in ("ddp", "deepspeed", "fsdp"):
+        rewrite(path_of(tmp_path, name), lambda c: c["run"]["config"].update(model_name="a$\\b{$\x1b[2J\n\u4e2d" + "x" * 99))
+    assert plot(tmp_path) == 0
+    out = capsys.readouterr()
+    assert "a$\\b{$\\x1b[2J\\n" in out.out and "\x1b" not in out.out + out.err
+
+
+def test_text_in_a_figure():
+    assert report._drawable("a $x^2$ \u4e2d") == r"a \$x^2\$ \u4e2d"
+
+
+@pytest.mark.parametrize("option, name, message", [
+    ("--output", "loss.png/x/loss.png", "cannot be written"),
+    ("--json", "loss.png/v.json", "cannot be written"),
+    ("--json", "loss_ddp.json", "is a loss history"),
+    ("--json", "folder", "is a folder"),
+    ("--output", "loss.txt", "must end in .png"),
+])  # fmt: skip
+def test_outputs_are_checked_first(tmp_path, capsys, option, name, message):
+    folder(tmp_path)
+    (tmp_path / "loss.png").write_text("a file, no folder")
+    (tmp_path / "folder").mkdir()
+    assert plot(tmp_path, option, str(tmp_path / name)) == 2
+    out = capsys.readouterr()
+    assert out.out == "" and f"plot_loss_curves.py: {option} " in out.err and message in out.err
+    assert path_of(tmp_path, "ddp").is_file()
+
+
+def test_a_fifo_is_no_history(tmp_path, capsys):
+    folder(tmp_path)
+    path_of(tmp_path, "fsdp").unlink()
+    os.mkfifo(path_of(tmp_path, "fsdp"))
+    assert plot(tmp_path) == 2 and "not a regular file" in capsys.readouterr().err
+
+
+def test_an_internal_error_is_no_verdict(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(report, "statistics", lambda _: 1 / 0)
+    assert plot(folder(tmp_path)) == 3 and "this is no verdict" in capsys.readouterr().err
+
+
+def test_a_reader_that_leaves_early(tmp_path):
+    script = Path(__file__).parents[1] / "plot_loss_curves.py"
+    with subprocess.Popen([sys.executable, script, "--input_dir", folder(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b"" and process.wait(60) == 141

@@ -81,8 +81,8 @@ def test_a_parameter_is_judged_by_its_update():
 
 
 def result(rows, losses=(), replicas=None):
-    entry = {"tensors": {one.name: {} for one in rows}, "replicas_differ": replicas or {}}
-    return Result({"fsdp": SimpleNamespace(steps={"1": entry}, label="FSDP")}, "ddp", rows, list(losses), {}, {}, [])
+    dump = SimpleNamespace(steps={"1": {"replicas_differ": replicas or {}}}, label="FSDP", expected=lambda step: {one.name: () for one in rows})
+    return Result({"fsdp": dump}, "ddp", rows, list(losses), {}, {}, [])
 
 
 def test_all_too_small_is_not_a_pass():
@@ -115,3 +115,13 @@ def test_a_single_draw_that_came_out_small_is_no_measure():
     lucky, usual = size(1e-9, 2.0), size(1e-6, 2.0)
     assert measure_of(lucky, typical) == pytest.approx((4e-7, 4e-8)) and measure_of(usual, typical) == usual.errors
     assert measure_of(lucky) == lucky.errors and typical_error([]) == Size(0.0, 0.0)
+
+
+@pytest.mark.parametrize("loss, outcome", [(7.0, "PASS"), (7.00006, "PASS"), (7.0001, "FAIL"), (math.nan, "FAIL")])
+def test_the_loss_of_every_run_against_its_own_reference(loss, outcome):
+    """DDP's, too, which is held against no other run's."""
+    found = result([row(1e-7)], [Loss(1, 0, 7.0, {"fsdp": loss}, 1e-6, {"fsdp": 7.0}, 7.0 * LIMIT["fp32"])])
+    found.baseline = "fsdp"
+    assert found.outcome == outcome
+    found.losses[0].exact = {}  # without a reference there is nothing to hold it against
+    assert found.outcome == "PASS" or math.isnan(loss)

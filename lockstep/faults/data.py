@@ -114,7 +114,7 @@ def dropout_in_one_strategy_only(run):
     return _dropout(run, lambda: run.config.mesh.sample_share(dist.get_rank()))
 
 
-@fault(seen_in="pytorch/pytorch 168058", bug_class=RANDOM, cause="random numbers", first="forward/model.layers.0.self_attn.o_proj")
+@fault(seen_in="pytorch/pytorch 168058", bug_class=RANDOM, cause="random numbers", first="forward/model.layers.0.self_attn.o_proj.input")
 def attention_dropout_in_one_strategy_only(run):
     """The attention layers drop a tenth of their probabilities, though the configuration says none."""
     strategy = yield

@@ -1,0 +1,89 @@
+"""The control run: DDP once more from weights one rounding off. What it shows of rounding, and when it shows something else.
+
+Rounding enters a run at its first step and training amplifies it: step by step, everywhere at once. What jumps, stands alone,
+is there from the start or is amplified without end is damage, or training that is unstable: no measure for other runs.
+docs/precision.md says what correct runs do and how these bounds were chosen.
+"""
+
+import heapq
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+CONTROL_FACTOR = 8  # twice WORST_RATIO
+WORST_RATIO = 4  # how far correct runs have gone beyond what one control run had shown
+NEIGHBOURS = 5  # steps before and after one that a lonely gap is held against
+AMPLIFICATION = 400  # of the noise of the first loss; seen where training is stable: 140
+USUAL = 10  # amplification, which says nothing against a run, however short
+POWER = 0.5  # of the range of the loss: a tolerance beyond that would pass a run that learns nothing
+_AGAIN = "one of the two histories is wrong, or training is unstable: run both again, or lower --learning_rate"
+_CALMER = "lower --learning_rate or --debug_steps"
+
+
+@dataclass(frozen=True)
+class Noise:
+    """What rounding does to one quantity of a run's first step, and what a gap of the control may be in units of others'."""
+
+    what: str
+    floor: float  # two correct runs may differ by so much at the first step
+    first: float  # a control run by so much: its weights are others, too
+    growth: float  # a step by so many times the largest gap so far
+    alone: float  # and by so many times the largest of the NEIGHBOURS; seen where training is stable: a third of both
+    unit: str
+
+
+def loss_gap(mine: dict, theirs: dict) -> float:
+    """Difference of two losses in nats."""
+    return abs(theirs["loss"] - mine["loss"])
+
+
+def norm_gap(mine: dict, theirs: dict) -> float:
+    """Difference of two gradient norms, relative to the first."""
+    return abs(theirs["grad_norm"] - mine["grad_norm"]) / (mine["grad_norm"] or math.nan)
+
+
+def envelope(gaps: list[float]) -> list[float]:
+    """How far rounding has taken the control run by each step: the third largest gap so far, or what this step or the last
+    one shows. So one outlier, which a single batch can make, opens nothing but its own place. The first three steps share
+    what they show: a single draw can be small by chance."""
+    largest: list[float] = []
+    found = []
+    for step, gap in enumerate(gaps):
+        heapq.heappush(largest, gap)
+        if len(largest) > 3:
+            heapq.heappop(largest)
+        found.append(max(gaps[:3]) if step < 3 else max(largest[0], gaps[step - 1], gap))
+    return found
+
+
+def ratios(gaps: list[float], noise: Noise) -> Iterator[tuple[float, float]]:
+    """Of every step: its gap in units of the largest before, and in units of its neighbours' largest, or of the noise."""
+    so_far = noise.floor
+    for step, gap in enumerate(gaps):
+        around = [*gaps[max(0, step - NEIGHBOURS) : step], *gaps[step + 1 : step + 1 + NEIGHBOURS]]
+        yield gap / so_far, gap / max([noise.floor, *around])
+        so_far = max(so_far, gap)
+
+
+def damage(gaps: list[float], noise: Noise) -> str:
+    """Why these gaps are not what rounding does, in words, or ""."""
+    for step, (gap, (growth, alone)) in enumerate(zip(gaps, ratios(gaps, noise), strict=True), start=1):
+        here = f"in step {step} the control's {noise.what} is {gap:.1e}{noise.unit} from DDP's"
+        if step == 1 and not gap <= noise.first:  # "not <=": a NaN is no gap of rounding either
+            return f"{here}; weights one rounding off move it by at most {noise.first:.1e}; {_AGAIN}"
+        if not growth <= noise.growth:
+            return f"{here}, {growth:.0f} times the most before; training amplifies rounding by less than {noise.growth:.0f} in a step; {_AGAIN}"
+        if not alone <= noise.alone:
+            return f"{here}, {alone:.0f} times its neighbours; a single batch does less than {noise.alone:.0f}; {_AGAIN}"
+    return ""
+
+
+def instability(gaps: list[float], noise: Noise, losses: list[float]) -> str:
+    """Why rounding, amplified like this, is no measure for other runs, in words, or ""."""
+    worst = max(gaps)
+    if worst > AMPLIFICATION * noise.floor:
+        return f"training is unstable: it takes one rounding to {worst:.1e} nats, more than {AMPLIFICATION} times the first loss's noise; {_CALMER}"
+    scope = max(losses) - min(losses)
+    if worst > USUAL * noise.floor and CONTROL_FACTOR * worst > POWER * scope:
+        return f"a tolerance of {CONTROL_FACTOR * worst:.1e} nats is no test of a run whose loss covers {scope:.1e}; {_CALMER}"
+    return ""

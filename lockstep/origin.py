@@ -1,0 +1,49 @@
+"""Where something was computed: the commit, the processor, the time. What a report needs to be filed."""
+
+import datetime
+import functools
+import platform
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+from lockstep.errors import printable
+
+ROOT = Path(__file__).parents[1]
+LONGEST_COMMAND = 4000  # characters
+
+
+def now() -> str:
+    """The time in UTC, as ISO 8601 writes it."""
+    return f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%dT%H:%M:%SZ}"
+
+
+def command() -> str:
+    """The command line of this process, as a shell would take it in the folder of the programs."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    program = ["-m", spec.name] if spec else [Path(sys.argv[0]).name]
+    return printable(shlex.join(["python", *program, *sys.argv[1:]]), LONGEST_COMMAND)
+
+
+@functools.cache
+def commit() -> str:
+    """Lockstep's commit, ending in "-dirty" where files differ from it; "unknown" outside a git checkout of its own."""
+    if not (ROOT / ".git").exists():  # an enclosing checkout is somebody else's
+        return "unknown"
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"], capture_output=True, text=True, timeout=20
+        )
+    except (OSError, subprocess.TimeoutExpired):  # no git here
+        return "unknown"
+    return printable(done.stdout.strip(), 200) if done.returncode == 0 and done.stdout.strip() else "unknown"
+
+
+@functools.cache
+def cpu() -> str:
+    """The model of the processor."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
+    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name") and ":" in line]
+    return printable(next(filter(None, [*models, platform.processor(), platform.machine()]), "unknown"), 200)

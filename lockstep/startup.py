@@ -1,0 +1,81 @@
+"""What a program does before it imports anything that takes time: Ctrl-C and a missing package are one line each.
+
+Every program begins with
+
+    if __name__ == "__main__":
+        from lockstep import startup
+
+        startup.begin()
+
+From then on Ctrl-C ends it at once, with one line and status 130: libraries turn a KeyboardInterrupt into other errors, or
+lose it, and there is nothing to clean up while they are imported or while Ray starts (its processes end with this one). Where
+there is something, `cleaning_up` raises KeyboardInterrupt instead. This file must be readable by any Python 3.
+"""
+
+import contextlib
+import importlib.util
+import os
+import signal
+import sys
+
+PACKAGES = ("numpy", "pydantic", "safetensors", "torch", "transformers")  # what every program needs
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+meaning = "interrupted"  # what is said after Ctrl-C; a program may have more to say
+
+
+def program():
+    """The name of the running program, as its error messages have it."""
+    if sys.argv[0] == "-m":  # while the package is imported for `python -m lockstep.NAME`
+        return sys.orig_argv[sys.orig_argv.index("-m") + 1]
+    folder, name = os.path.split(os.path.abspath(sys.argv[0]))
+    return "lockstep." + name[:-3] if folder == os.path.join(ROOT, "lockstep") else name
+
+
+def stop_at_once(_signal=None, _frame=None):
+    """Say that the program was interrupted, once for all ranks of a launcher, and end it."""
+    with contextlib.suppress(Exception):  # it may be what was interrupted
+        sys.stdout.flush()
+    if os.environ.get("RANK", "0") == "0":
+        os.write(2, "{}: {}\n".format(program(), meaning).encode())
+    os._exit(130)
+
+
+def _stop_cleanly(_signal, _frame):
+    signal.signal(signal.SIGINT, stop_at_once)  # the second Ctrl-C does not wait for the cleaning up
+    raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def cleaning_up():
+    """Ctrl-C raises KeyboardInterrupt in here: there are files to remove or processes to end."""
+    ours = signal.getsignal(signal.SIGINT) is stop_at_once
+    if ours:
+        signal.signal(signal.SIGINT, _stop_cleanly)
+    try:
+        yield
+    finally:
+        if ours:
+            signal.signal(signal.SIGINT, stop_at_once)
+
+
+def _require_environment():
+    """End with status 2 and one line unless this Python is recent enough and has the packages."""
+    problem = ""
+    if sys.version_info < (3, 11):
+        problem = "this is Python {}.{}, and 3.11 or later is needed".format(*sys.version_info[:2])
+    else:
+        missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+        if missing:
+            problem = "{} has no package {}".format(sys.executable or "this Python", missing[0])
+    if problem:
+        activate = os.path.join(ROOT, ".venv", "bin", "activate")
+        enter = "source " + os.path.relpath(activate) if os.path.exists(activate) else "run ./run_verification_main.sh, which makes .venv, then source .venv/bin/activate"
+        os.write(2, "{}: {}; enter the environment first: {}\n".format(program(), problem, enter).encode())
+        os._exit(2)
+
+
+def begin():
+    """From now on Ctrl-C ends the program with one line. Ends it now, with status 2, if this is not an environment for it."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where the parent ignores it, as a shell does for `&`
+        signal.signal(signal.SIGINT, stop_at_once)
+    _require_environment()

@@ -1,0 +1,52 @@
+"""Dumps that a test has changed: the one way to edit a manifest, which is sealed, and a step's file."""
+
+import json
+from pathlib import Path
+
+from lockstep import manifest as manifest_file
+from lockstep.dump import Dump
+from lockstep.step_file import WORDS, checksum
+
+
+def edit(folder: Path, change) -> None:
+    """change(manifest), which is then sealed again: what an honest writer of other content would have written."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    change(manifest)
+    manifest_file.write(folder, manifest)
+
+
+def take_out(folder: Path, chosen, *, steps=("1", "2")) -> int:
+    """Take the tensors with chosen(name) out of the manifest; returns how many."""
+    taken = []
+
+    def change(manifest):
+        for step in steps:
+            tensors = manifest["steps"].get(step, {"tensors": {}})["tensors"]
+            taken.extend(tensors.pop(name) for name in list(tensors) if chosen(name))
+
+    edit(folder, change)
+    return len(taken)
+
+
+def overwrite(folder: Path, step: int, name: str, word: int, bits: int) -> None:
+    """Write other bits into one word of a tensor, and their checksum into the manifest: an honest dump of other numbers."""
+    offset, dtype, shape = Dump(folder)._places[step][name]
+    itemsize = {"F64": 8, "F32": 4, "BF16": 2, "I64": 8}[dtype]
+    import numpy as np
+
+    with open(folder / f"step_{step}.safetensors", "r+b") as file:
+        file.seek(offset + word * itemsize)
+        file.write(bits.to_bytes(itemsize, "little"))
+        file.seek(offset)
+        data = np.frombuffer(file.read(int(np.prod(shape)) * itemsize), dtype=np.uint8)
+    assert WORDS[itemsize]
+    edit(folder, lambda manifest: manifest["steps"][str(step)]["tensors"][name].update(checksum=checksum(data, itemsize)))
+
+
+def flip_byte(path: Path, place: int) -> None:
+    """Change one byte of a file; a negative place counts from its end."""
+    with open(path, "r+b") as file:
+        file.seek(place, 2 if place < 0 else 0)
+        byte = file.read(1)
+        file.seek(place, 2 if place < 0 else 0)
+        file.write(bytes([byte[0] ^ 1]))

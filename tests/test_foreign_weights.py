@@ -1,0 +1,215 @@
+"""Weights files that other programs wrote: single, with an index, state dicts; half precision, tied heads, cut models."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+import zipfile
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from lockstep import weights
+from lockstep.architectures import BUILT_IN
+from lockstep.errors import UserError
+from lockstep.model import build_model
+from ranks import ROOT
+
+TINY, UNTIED = BUILT_IN["tiny-qwen2"], BUILT_IN["tiny-llama"]
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+def build(architecture=TINY, path=None, seed=3):
+    return build_model(architecture, seed=seed, attn_impl="sdpa", init_weights_path=path)
+
+
+def state(architecture=TINY, dtype=torch.float32):
+    return {name: value.detach().to(dtype) for name, value in build(architecture)[0].named_parameters()}
+
+
+def write(path, tensors):
+    """As the other programs do: one file, or two and an index, or torch.save."""
+    if path.suffix == ".pt":
+        torch.save(tensors, path)
+    elif path.suffix == ".json":
+        names, place = sorted(tensors), {}
+        for number, part in enumerate((names[:5], names[5:]), start=1):
+            shard = f"model-{number:05}-of-00002.safetensors"
+            save_file({name: tensors[name] for name in part}, path.with_name(shard), {"format": "pt"})
+            place.update(dict.fromkeys(part, shard))
+        path.write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": place}))
+    else:
+        save_file(tensors, path, {"format": "pt"})
+    return path
+
+
+FORMATS = ["model.safetensors", "model.safetensors.index.json", "state.pt"]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("architecture", [TINY, UNTIED], ids=["tied", "untied"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_they_are_read(tmp_path, name, architecture, dtype):
+    tensors = state(architecture, dtype)
+    path = write(tmp_path / name, tensors)
+    weights.check(path, architecture)
+    model, sums = build(architecture, path, seed=9)
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype == torch.float32 and torch.equal(parameter, tensors[name].float()), name
+    assert sums == weights.checksums((name, tensor.float()) for name, tensor in tensors.items())
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_head_of_a_tied_model(tmp_path, name):
+    tensors = state()
+    tensors[HEAD] = tensors[EMBEDDING].clone()
+    weights.check(write(tmp_path / name, tensors), TINY)
+    tensors[HEAD][0, 0] += 1
+    with pytest.raises(UserError, match="lm_head.weight is not model.embed_tokens.weight"):
+        weights.check(write(tmp_path / name, tensors), TINY)
+    with pytest.raises(UserError, match="lm_head.weight is missing"):
+        weights.check(write(tmp_path / name, state()), {**TINY, "tie_word_embeddings": False})
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_layers_are_left_out_only_when_asked(tmp_path, name):
+    path, cut = write(tmp_path / name, state()), {**TINY, "num_hidden_layers": 1}
+    with pytest.raises(UserError, match="model.layers.1.input_layernorm.weight is not part of the model; add --num_layers"):
+        weights.check(path, cut)
+    weights.check(path, cut, fewer_layers=True)
+    model, sums = build(cut, path)
+    assert all(torch.equal(value, state()[name]) for name, value in model.named_parameters()) and len(sums) < len(state())
+    with pytest.raises(UserError, match="other.weight is not part"):
+        weights.check(write(tmp_path / name, {**state(), "other.weight": torch.ones(1)}), cut, fewer_layers=True)
+
+
+def test_views_of_one_storage(tmp_path):
+    """A transposed tensor, and two slices of one, as torch.save writes them."""
+    tensors, name, two = state(), "model.layers.0.mlp.up_proj.weight", "model.norm.weight"
+    both = torch.stack([tensors[two], tensors["model.layers.0.input_layernorm.weight"] + 0.5])
+    changed = {**tensors, name: tensors[name].t().contiguous().t(), two: both[0], "model.layers.0.input_layernorm.weight": both[1]}
+    path = write(tmp_path / "state.pt", changed)
+    weights.check(path, TINY)
+    expected = torch.load(path, weights_only=True)
+    assert all(torch.equal(value, expected[each]) for each, value in build(path=path)[0].named_parameters())
+
+
+NORM = "model.norm.weight"
+ODD = {
+    "is an expanded view": lambda: torch.ones(1).expand(64),
+    "_rebuild_sparse_tensor": lambda: torch.eye(64).to_sparse(),
+    "_rebuild_meta_tensor": lambda: torch.empty(64, device="meta"),
+    "ComplexFloatStorage": lambda: torch.zeros(64, dtype=torch.complex64),
+    "is F64, initial weights are float32, bfloat16 or float16": lambda: torch.zeros(64).double(),
+    "is I64": lambda: torch.zeros(64, dtype=torch.int64),
+    "holds a NaN or an infinity": lambda: torch.full((64,), float("inf")),
+    "tensor model.norm.weight holds a NaN": lambda: torch.tensor([float("nan")] * 64, dtype=torch.bfloat16),
+    "is a list, not a tensor": lambda: [1.0] * 64,
+    "is a dict, not a tensor": lambda: {"a": torch.ones(1)},
+}
+
+
+@pytest.mark.parametrize("message", ODD)
+def test_what_is_no_plain_float_tensor(tmp_path, message):
+    path = write(tmp_path / "state.pt", {**state(), NORM: ODD[message]()})
+    with pytest.raises(UserError, match=message) as caught:
+        weights.check(path, TINY)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_nan_is_named(tmp_path, name):
+    tensors = state()
+    tensors[NORM][3] = float("nan")
+    with pytest.raises(UserError, match="tensor model.norm.weight holds a NaN"):
+        weights.check(write(tmp_path / name, tensors), TINY)
+
+
+def test_compressed_archives_and_bombs(tmp_path):
+    path, bomb = write(tmp_path / "state.pt", state()), tmp_path / "bomb.pt"
+    with zipfile.ZipFile(path) as archive, zipfile.ZipFile(bomb, "w", zipfile.ZIP_DEFLATED) as packed:
+        for info in archive.infolist():
+            packed.writestr(info.filename, archive.read(info))
+    assert torch.load(bomb, weights_only=True).keys() == state().keys(), "torch itself unpacks it"
+    with pytest.raises(UserError, match="is compressed or encrypted, which torch.save never does"):
+        weights.check(bomb, TINY)
+
+
+def test_old_files_of_torch(tmp_path):
+    torch.save(state(), tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    with pytest.raises(UserError, match="no end of a zip archive"):
+        weights.check(tmp_path / "old.pt", TINY)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_only_regular_files(tmp_path, name):
+    """A FIFO would wait for ever, /dev/zero never ends."""
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(UserError, match="not a regular file"):
+        weights.check(tmp_path / name, TINY)
+    os.remove(tmp_path / name)
+    (tmp_path / name).symlink_to("/dev/zero")
+    with pytest.raises(UserError, match="not a regular file"):
+        weights.check(tmp_path / name, TINY)
+    os.remove(tmp_path / name)
+    (tmp_path / name).mkdir()
+    with pytest.raises(UserError, match="not a regular file"):
+        weights.check(tmp_path / name, TINY)
+
+
+def test_overlapping_entries_at_once(tmp_path):
+    header = {f"t{i}": {"dtype": "F32", "shape": [1000], "data_offsets": [0, 4000]} for i in range(20_000)}
+    text = json.dumps(header).encode()
+    (tmp_path / "x.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(4000))
+    with pytest.raises(UserError, match="no safetensors file .*invalid offset"):
+        weights.check(tmp_path / "x.safetensors", TINY)
+
+
+INDEX = FORMATS[1]
+BROKEN = {
+    "names ../model.safetensors, which is no .safetensors file beside it": lambda m: {**m, NORM: "../model.safetensors"},
+    "names /etc/passwd, which is no": lambda m: {**m, NORM: "/etc/passwd"},
+    "gone.safetensors: cannot be read": lambda m: {**m, NORM: "gone.safetensors"},
+    "lacks tensor extra": lambda m: {**m, "extra": m[NORM]},
+    "holds, against the index, tensor model.norm.weight": lambda m: {name: place for name, place in m.items() if name != NORM},
+    "weight_map is": lambda m: [],
+    "weight_map.model.norm.weight is": lambda m: {**m, NORM: 5},
+}
+
+
+@pytest.mark.parametrize("message", BROKEN)
+def test_an_index_that_does_not_fit(tmp_path, message):
+    path = write(tmp_path / INDEX, state())
+    path.write_text(json.dumps({"weight_map": BROKEN[message](json.loads(path.read_text())["weight_map"])}))
+    with pytest.raises(UserError, match=message):
+        weights.check(path, TINY)
+
+
+LIST_OF_LISTS = b"]q\x00" + b"".join(b"]q%c(h%ch%ce" % (i + 1, i, i) for i in range(60))  # 2^60 lists, in 600 bytes
+PICKLES = {
+    "deep": b"\x80\x02)" + b"\x85" * 1_000_000 + b".",
+    "deep key": b"\x80\x02})" + b"\x85" * 1_000_000 + b"K\x01s.",
+    "a memo of 4 billion places": b"\x80\x02Nr\xff\xff\xff\xff.",
+    "a billion laughs": b"\x80\x02}(X\x0c\x00\x00\x00architecture}X\x01\x00\x00\x00a" + LIST_OF_LISTS + b"s.",
+    "in itself": b"\x80\x02}q\x00X\x01\x00\x00\x00ah\x00s.",
+    "no key": b"\x80\x02}X\x03\x00\x00\x00\xed\xa0\x80Ns.",
+}
+
+
+@pytest.mark.parametrize("name", PICKLES)
+def test_hostile_pickles_are_answered_at_once(tmp_path, name):
+    with zipfile.ZipFile(tmp_path / "x.pt", "w") as archive:
+        archive.writestr("x/data.pkl", PICKLES[name])
+    start = time.monotonic()
+    with pytest.raises(UserError):
+        weights.check(tmp_path / "x.pt", TINY)
+    assert time.monotonic() - start < 10
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_no_format_needs_torch(tmp_path, name):
+    path = write(tmp_path / name, state())
+    code = f"import sys; from pathlib import Path; from lockstep import weights, architectures; weights.check(Path({str(path)!r}), architectures.BUILT_IN['tiny-qwen2']); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

@@ -1,0 +1,195 @@
+"""Damaged histories, made by the hundred: each is read, or refused in one line; none hangs, none that is wrong passes.
+
+python tests/test_history_fuzz.py 1000 prints how many cases of each reader ended how.
+"""
+
+import collections
+import contextlib
+import copy
+import io
+import json
+import random
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from synthetic import control, history, rewrite
+
+import plot_loss_curves
+from lockstep.contract import KNOWN_DIFFERENCES
+from lockstep.errors import UserError
+from lockstep.history import path_of, read
+
+SECONDS = 20  # a case may take
+NAMES = ("ddp", "deepspeed", "fsdp", "control")
+ODD = [None, True, False, "", "x", "\x1b[2J", "\ud800", "9" * 70000, 0, -1, 1.5, 1e308, -1e308, 5e-324, 2**70, 10**400, -(10**400),
+       float("nan"), float("inf"), float("-inf"), [], {}, [[]], {"a": {"b": {"c": None}}}]  # fmt: skip
+# what a verdict rests on: a change of more than a thousandth here, sealed again, must not be a PASS
+JUDGED = ("loss", "rank_losses", "grad_norm", "learning_rate", "tokens", "batch_hash", "contract", "weights", "ended", "num_steps", "step")
+
+
+def places(value, path=()):
+    """Every (path, value) of a JSON value below the root."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        yield (*path, key), item
+        yield from places(item, (*path, key))
+
+
+def mutate(content, chance):
+    """Change one thing; returns the path of it."""
+    path, value = chance.choice(list(places(content)))
+    *above, key = path
+    parent = content
+    for part in above:
+        parent = parent[part]
+    kind = chance.choice(["odd", "odd", "number", "remove", "add", "swap", "copy"])
+    if kind == "number" and isinstance(value, int | float) and not isinstance(value, bool):
+        parent[key] = chance.choice([-value, value * 10, value + 1, value * 1.01, int(value), float(value), str(value)])
+    elif kind == "remove":
+        del parent[key]
+    elif kind == "add" and isinstance(value, dict | list):
+        value.update({"new": 1}) if isinstance(value, dict) else value.append(copy.deepcopy(chance.choice(value or ODD)))
+    elif kind == "swap" and isinstance(parent, list):
+        other = chance.randrange(len(parent))
+        parent[key], parent[other] = parent[other], parent[key]
+    elif kind == "copy":
+        parent[key] = copy.deepcopy(chance.choice([item for _, item in places(content)]))
+    else:
+        parent[key] = copy.deepcopy(chance.choice(ODD))
+    return path
+
+
+def damage(data, chance):
+    """The bytes of a file, changed without regard to what they say."""
+    place = chance.randrange(len(data))
+    return chance.choice([
+        lambda: data[:place],
+        lambda: data[:place] + bytes([data[place] ^ (1 << chance.randrange(8))]) + data[place + 1 :],
+        lambda: data[:place] + chance.randbytes(3) + data[place:],
+        lambda: data[:place] + data[place + chance.randrange(1, 50) :],
+        lambda: data + data,
+        lambda: b"\xef\xbb\xbf" + data,
+        lambda: b'{"format": 2, ' + data[1:],
+        lambda: b"[" * 100_000,
+        lambda: data.replace(b"0.1", b"1" * 5000, 1),
+        lambda: b"",
+    ])()  # fmt: skip
+
+
+def case(folder, seed):
+    """Four histories that pass, and one of them changed; returns (its path, whether it must be refused, whether it must not pass)."""
+    chance = random.Random(seed)
+    precision = chance.choice(["fp32", "autocast"])
+    for name in NAMES:
+        run = control(precision=precision, steps=6) if name == "control" else history(name, precision, steps=6)
+        run.save(path_of(folder, name))
+    path = path_of(folder, chance.choice(NAMES))
+    before = path.read_bytes()
+    if chance.random() < 0.3:
+        path.write_bytes(damage(before, chance))
+        try:
+            same = json.dumps(json.loads(path.read_text())) == json.dumps(json.loads(before))
+        except (ValueError, RecursionError):
+            same = False
+        return path, not same, not same
+    changed, sealed = [], chance.random() < 0.5
+    rewrite(path, lambda content: changed.append(mutate(content, chance)), sealed=sealed)
+    then, now = json.loads(before), json.loads(path.read_text())
+    then["sha256"] = now.get("sha256")
+    same = json.dumps(then) == json.dumps(now)
+    matters = bool(set(changed[0]) & set(JUDGED)) and not set(changed[0]) & set(KNOWN_DIFFERENCES) and large(then, now, changed[0])
+    return path, not same and not sealed, not same and (matters or not sealed)
+
+
+def large(then, now, path):
+    """Whether a number changed by more than a thousandth of it; anything else that changes is large."""
+    try:
+        for part in path:
+            then, now = then[part], now[part]
+        return not abs(now - then) <= 1e-3 * abs(then)
+    except (KeyError, IndexError, TypeError, OverflowError):
+        return True
+
+
+@contextlib.contextmanager
+def limited():
+    def too_long(*_):
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, too_long)
+    signal.alarm(SECONDS)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def reader(folder, seed):
+    """How reading one damaged history ends, in a word."""
+    path, refused, _ = case(folder, seed)
+    try:
+        with limited():
+            read(path)
+    except UserError as error:
+        return "refused" if "\n" not in str(error) else "more than a line"
+    except TimeoutError:
+        return "hang"
+    except Exception as error:  # noqa: BLE001 - what is counted here
+        return f"traceback {type(error).__name__}: {error}"[:200]
+    return "accepted wrong" if refused else "read"
+
+
+def plotter(folder, seed):
+    """How comparing a folder with one damaged history ends, in a word."""
+    _, refused, unequal = case(folder, seed)
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            with limited():
+                status = plot_loss_curves.main(["--input_dir", str(folder), "--json", str(folder / "v.json")])
+        except TimeoutError:
+            return "hang"
+    if status not in (0, 1, 2) or "TimeoutError" in err.getvalue():
+        return f"traceback {err.getvalue()[-300:]}"
+    if (status == 2) != (err.getvalue().count("\n") == 1) or "\x1b" in out.getvalue() + err.getvalue():
+        return "not one line"
+    if status == 0 and unequal or status != 2 and refused:
+        return "accepted wrong"
+    return {0: "PASS", 1: out.getvalue().rstrip("\n").split("\n")[-1], 2: "refused"}[status]
+
+
+def table(check, seeds):
+    counts = collections.Counter()
+    for seed in seeds:
+        with tempfile.TemporaryDirectory() as folder:
+            word = check(Path(folder), seed)
+        counts[word] += 1
+        if word.split(" ")[0] not in FINE:
+            print(f"{check.__name__} {seed}: {word}")
+    return counts
+
+
+FINE = {"refused", "read", "PASS", "FAIL", "NOT"}
+
+
+@pytest.mark.parametrize("check, count", [(reader, 300), (plotter, 120)])
+def test_damaged_histories(check, count):
+    counts = table(check, range(count))
+    assert {word.split(" ")[0] for word in counts} <= FINE, counts
+    assert counts["refused"] > count / 2
+
+
+def test_the_untouched_case_passes(tmp_path, monkeypatch):
+    """The negative control: without the damage nothing is refused."""
+    monkeypatch.setattr(sys.modules[__name__], "damage", lambda data, _: data)
+    monkeypatch.setattr(sys.modules[__name__], "mutate", lambda content, _: ("run",))
+    assert {reader(tmp_path, seed) for seed in range(4)} == {"read"} and plotter(tmp_path, 5) == "PASS"
+
+
+if __name__ == "__main__":
+    for each in (reader, plotter):
+        print(each.__name__, dict(table(each, range(int(sys.argv[1])))))

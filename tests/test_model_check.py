@@ -1,0 +1,174 @@
+"""A user's model is tried before a run: transformers takes it, it fits, and the reference is transformers' model."""
+
+import json
+import sys
+
+import pytest
+import torch
+
+import hub
+from lockstep import config as config_module
+from lockstep import exact, memory, model_check
+from lockstep.architectures import BUILT_IN
+from lockstep.errors import UserError
+from lockstep.model import build_model, causal_lm_loss
+from lockstep.model_config import checked
+from ranks import ROOT
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import model_families  # noqa: E402
+
+QWEN2, QWEN3, LLAMA = (BUILT_IN[f"tiny-{family}"] for family in ("qwen2", "qwen3", "llama"))
+WINDOWS = {**QWEN2, "use_sliding_window": True, "sliding_window": 32, "max_window_layers": 1}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+MODELS = {
+    "windows": WINDOWS,
+    "window of one": {**WINDOWS, "sliding_window": 1, "max_window_layers": 0},  # no attention, so no gradient of q and k
+    "layer types": {**QWEN3, "use_sliding_window": True, "sliding_window": 5, "num_hidden_layers": 3,
+                    "layer_types": ["full_attention", "full_attention", "sliding_attention"]},
+    "llama3": {**LLAMA, "rope_scaling": LLAMA3, "rope_theta": 10000.0},
+    "longrope": {**QWEN3, "rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "original_max_position_embeddings": 40}},
+    "wide heads": {**QWEN2, "head_dim": 32},
+    "padding": {**LLAMA, "pad_token_id": 7},
+    "gelu": {**LLAMA, "hidden_act": "gelu_new", "rms_norm_eps": 1e-3},
+}  # fmt: skip
+
+
+def difference(content, **options):
+    return model_check.compare(checked(content, "x")[0], content, options.pop("seq_length", 64), **options)
+
+
+@pytest.mark.parametrize("attn_impl", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_reference_is_transformers_own_model(name, attn_impl):
+    first, worst = difference(MODELS[name], attn_impl=attn_impl)
+    assert first == "" and worst < model_check.TOLERANCE / 100
+
+
+@pytest.mark.parametrize("name", hub.ALL)
+def test_models_of_the_hub(name):
+    model_check.try_out(checked(hub.ALL[name], "x")[0], hub.ALL[name], name)
+    assert difference(hub.ALL[name])[0] == ""
+
+
+def test_the_check_sees_a_window_that_is_left_out(monkeypatch):
+    full = exact.attention
+    monkeypatch.setattr(exact, "attention", lambda *inputs, sliding_window=None, **options: full(*inputs, **options))
+    assert difference(WINDOWS)[0].startswith("the output of model.layers.1.self_attn.o_proj differs by")
+    assert difference(QWEN2)[0] == ""
+
+
+def test_the_check_sees_a_window_that_is_one_too_wide(monkeypatch):
+    full = exact.attention
+    wider = lambda *inputs, sliding_window=None, **options: full(*inputs, sliding_window=sliding_window and sliding_window + 1, **options)  # noqa: E731
+    monkeypatch.setattr(exact, "attention", wider)
+    assert "layers.1.self_attn" in difference(WINDOWS)[0]
+
+
+def test_the_check_sees_another_scale(monkeypatch):
+    full = exact.attention
+    monkeypatch.setattr(exact, "attention", lambda *inputs, scaling, **options: full(*inputs, scaling=scaling * (1 + 1e-6), **options))
+    assert "layers.0.self_attn" in difference(QWEN2)[0]
+
+
+def test_the_check_sees_heads_in_another_order(monkeypatch):
+    full = exact.attention
+    monkeypatch.setattr(exact, "attention", lambda module, query, key, value, *rest, **options: full(module, query, key.flip(1), value.flip(1), *rest, **options))
+    assert "layers.0.self_attn" in difference(QWEN2)[0]
+
+
+@pytest.mark.parametrize(
+    "key, value, module",
+    [
+        ("rms_norm_eps", 1e-5, "the output of model.layers.0.input_layernorm"),
+        ("hidden_act", "gelu", "the output of model.layers.0.mlp.act_fn"),
+        ("rope_theta", 10000.0, "the output of model.rotary_emb"),
+        ("pad_token_id", 7, "gradient of model.embed_tokens.weight"),
+        ("is_causal", False, "the output of model.layers.0.self_attn.o_proj"),
+        ("attention_bias", True, "it has model.layers.0.self_attn.q_proj.bias"),
+        ("partial_rotary_factor", 0.5, ""),  # transformers' own model passes over it, too
+    ],
+)
+def test_the_check_sees_a_key_that_is_left_out(key, value, module):
+    """What the reference does not know of, and transformers does: a difference there, whatever the key is called."""
+    first, _ = model_check.compare(checked(LLAMA, "x")[0], {**LLAMA, key: value}, 64)
+    assert first.startswith(module) and bool(first) == bool(module)
+
+
+def test_casts_to_float32_are_all_that_is_changed():
+    """The model that the check holds the reference against gives what transformers' own does, up to float32."""
+    model, _ = build_model(QWEN3, seed=0, attn_impl="eager", init_weights_path=None)
+    ids = torch.arange(32)[None]
+    loss = causal_lm_loss(model.double(), ids, ids).item()
+    with model_check._Float64Casts():
+        exactly = causal_lm_loss(model, ids, ids)
+    assert exactly.dtype == torch.float64 and 0 < abs(exactly.item() - loss) < 1e-6
+
+
+def folder(tmp_path, content):
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    config = config_module.parse_config("ddp", ["--model_name", str(tmp_path), "--seq_length", "64"])
+    return config, config_module.load_inputs(config)
+
+
+def test_only_models_of_users_are_checked(tmp_path, monkeypatch):
+    monkeypatch.setattr(exact, "attention", None)
+    config, inputs = folder(tmp_path, WINDOWS)
+    with pytest.raises(UserError, match="the reference is not transformers' model of its config.json"):
+        model_check.check(config, inputs)
+    config = config_module.parse_config("ddp", [])
+    model_check.check(config, config_module.load_inputs(config))
+
+
+def test_what_transformers_refuses_is_one_line(tmp_path):
+    heads = {**LLAMA, "hidden_size": 66, "head_dim": 16}  # Llama wants a multiple, whatever head_dim says
+    with pytest.raises(UserError, match="transformers cannot build its config.json") as error:
+        folder(tmp_path, heads)
+    assert "\n" not in str(error.value)
+    assert folder(tmp_path, {**QWEN2, "hidden_size": 66, "head_dim": 16})[1].architecture["hidden_size"] == 66
+
+
+def test_other_parameters_than_planned_are_refused():
+    model_check.try_out(LLAMA, LLAMA, "x")
+    with pytest.raises(UserError, match="has model.layers.0.self_attn.q_proj.bias of shape"):
+        model_check.try_out(LLAMA, {**LLAMA, "attention_bias": True}, "x")
+
+
+def test_a_method_is_no_key(tmp_path):
+    with pytest.raises(UserError, match="to_dict would replace a method"):
+        folder(tmp_path, {**LLAMA, "to_dict": "x"})
+
+
+def test_a_model_that_does_not_fit(tmp_path, monkeypatch):
+    huge = {**LLAMA, "hidden_size": 2**18, "intermediate_size": 2**20, "num_attention_heads": 2**11, "num_key_value_heads": 2, "num_hidden_layers": 1000}
+    config, inputs = folder(tmp_path, huge)
+    with pytest.raises(UserError, match=r"9\.62e\+14 parameters.* need at least .* GB of memory"):
+        config_module.check_environment(config, inputs.architecture)
+    parameters = sum(p.numel() for p in build_model(LLAMA, seed=0, attn_impl="sdpa", init_weights_path=None)[0].parameters())
+    assert memory.least_bytes(config, parameters) == parameters * 16 * 2
+    monkeypatch.setattr(memory, "machine_bytes", lambda: parameters * 16 * 2)
+    memory.require(config, LLAMA, 2)
+    monkeypatch.setattr(memory, "machine_bytes", lambda: parameters * 16 * 2 - 1)
+    with pytest.raises(UserError, match="choose a smaller model"):
+        memory.require(config, LLAMA, 2)
+
+
+def test_a_rope_leaves_the_architecture_as_it_is():
+    """transformers writes into the dict that it is given; what is recorded of a run must not depend on when it is recorded."""
+    before = json.dumps(MODELS["llama3"])
+    build_model(MODELS["llama3"], seed=0, attn_impl="sdpa", init_weights_path=None)
+    assert json.dumps(MODELS["llama3"]) == before
+
+
+@pytest.mark.parametrize("number", range(12))
+def test_drawn_by_chance(number):
+    """Each is computed right or refused by name (results/model_families.md has more of them)."""
+    outcome, why = model_families.judge(model_families.drawn(12, seed=1)[number])
+    assert outcome != model_families.WRONG, why
+
+
+def test_a_draw_can_be_wrong(monkeypatch):
+    """Negative control: a norm that leaves its epsilon out."""
+    monkeypatch.setattr(exact, "norm_forward", lambda module, hidden: module.weight * hidden / hidden.square().mean(-1, keepdim=True).sqrt())
+    outcomes = {model_families.judge(content)[0] for content in model_families.drawn(6, seed=1)}
+    assert model_families.RIGHT not in outcomes and model_families.WRONG in outcomes
