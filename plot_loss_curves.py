@@ -83,7 +83,7 @@ def _read(input_dir: Path) -> tuple[dict[str, History], History | None]:
         if mine != strategy or run["config"]["noise_control"] != (name == history.CONTROL):
             what = f"{mine}'s" + (" control" if run["config"]["noise_control"] else "")
             raise UserError(f"{path}: is a history of {what} run, and not what its name says; put each under its own name")
-        label = f"{STRATEGIES[strategy]} ({Mesh(*run['mesh']).label})" + (", control" if name == history.CONTROL else "")
+        label = f"{STRATEGIES[strategy]} ({Mesh(dp=run['mesh'][0], tp=run['mesh'][1]).label})" + (", control" if name == history.CONTROL else "")
         if run["label"] != label:
             raise UserError(f"{path}: label is {printable(run['label'], 80)!r}, it must be {label!r}; run its training again")
         if not one.steps:
