@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from lockstep.deepspeed.build import build_extension
+from lockstep.inputs.model import causal_lm_loss
 from lockstep.mesh import Geometry, share
-from lockstep.model import causal_lm_loss
-from lockstep.observe import decay_by_name, model_contract, optimizer_contract
-from lockstep.optim import build_optimizer, keeps, parameter_groups
+from lockstep.training.observe import decay_by_name, model_contract, optimizer_contract
+from lockstep.training.optim import build_optimizer, keeps, parameter_groups
 
 
 def deepspeed_config(config, mesh) -> dict:
@@ -41,7 +41,7 @@ def deepspeed_config(config, mesh) -> dict:
 
 
 class AutoTPStrategy:
-    """See `lockstep.training.Strategy` for the contract."""
+    """See `lockstep.training.loop.Strategy` for the contract."""
 
     def __init__(self, model: torch.nn.Module, config, mesh, device: torch.device):
         if device.type == "cpu":

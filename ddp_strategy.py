@@ -4,11 +4,11 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.torch_strategy import TorchStrategy
+from lockstep.training.torch_strategy import TorchStrategy
 
 
 class DDPStrategy(TorchStrategy):
-    """Whole replicas; `lockstep.torch_strategy` has what it shares with other strategies in torch."""
+    """Whole replicas; `lockstep.training.torch_strategy` has what it shares with other strategies in torch."""
 
     def parallelize(self, model: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
         return DistributedDataParallel(model, process_group=device_mesh["dp"].get_group(), gradient_as_bucket_view=True)

@@ -15,8 +15,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 from lockstep.mesh import share
-from lockstep.torch_strategy import TorchStrategy
-from lockstep.vocab_parallel_loss import vocab_parallel_cross_entropy
+from lockstep.training.torch_strategy import TorchStrategy
+from lockstep.training.vocab_parallel_loss import vocab_parallel_cross_entropy
 
 # full_tensor() gathers over tp, then over dp, and is told each time that one collective would be faster.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
@@ -77,7 +77,7 @@ def _pattern(name: str) -> str:
 
 
 class FSDPStrategy(TorchStrategy):
-    """Weights cut over tp, then over dp; `lockstep.torch_strategy` has what it shares with other strategies in torch."""
+    """Weights cut over tp, then over dp; `lockstep.training.torch_strategy` has what it shares with other strategies in torch."""
 
     def parallelize(self, model: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
         if device_mesh["tp"].size() > 1:

@@ -20,13 +20,21 @@ import shlex
 import sys
 from pathlib import Path
 
-from lockstep import history, report
-from lockstep.compare_losses import FAIL, NOT_JUDGED, PASS, compare, require_comparable, tolerance_for
 from lockstep.config import STRATEGIES, Parser
 from lockstep.errors import UserError, printable, run_program
 from lockstep.files import require_writable_folder, write_text
-from lockstep.history import History
+from lockstep.losses import curve_report as report
+from lockstep.losses.curves import (
+    FAIL,
+    NOT_JUDGED,
+    PASS,
+    compare,
+    require_comparable,
+    tolerance_for,
+)
 from lockstep.mesh import Mesh
+from lockstep.training import history
+from lockstep.training.history import History
 
 FIGURES = (".png", ".pdf", ".svg")
 

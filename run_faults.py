@@ -22,10 +22,17 @@ import os
 import tempfile
 from pathlib import Path
 
-from lockstep import history, locks, startup
+from lockstep import startup
 from lockstep.config import SHARDED, STRATEGIES, Parser
 from lockstep.errors import TrainingFailure, UserError, run_program
-from lockstep.files import require_new_folder, require_writable_file, require_writable_folder, write_result
+from lockstep.files import (
+    require_new_folder,
+    require_writable_file,
+    require_writable_folder,
+    write_result,
+)
+from lockstep.running import locks
+from lockstep.training import history
 
 CLEAN = "clean"  # the name of a run without a fault
 HANGS_AFTER = 120  # seconds without a finished job, tiny models
@@ -85,7 +92,7 @@ class Group:
         self.folder, self.options = folder, options
 
     def job(self, strategy: str, name: str) -> dict:
-        """One run for lockstep/jobs.py; its dump goes to FOLDER/NAME/STRATEGY, its losses beside it. "control" is DDP's."""
+        """One run for lockstep/running/jobs.py; its dump goes to FOLDER/NAME/STRATEGY, its losses beside it. "control" is DDP's."""
         arguments = ["--model_name", self.model, "--precision", self.options.precision, "--dp_size", str(self.dp)]
         arguments += ["--batch_size", "2", "--seq_length", "64", "--debug_steps", str(self.options.steps)]
         arguments += ["--loss_output_dir", str(self.history_folder(strategy, name)), "--storage_path", str(self.folder), *self.arguments]
@@ -107,7 +114,7 @@ class Group:
 
 def train(groups: dict[Group, list[tuple]], folder: Path) -> dict[tuple, float | str]:
     """Run everything. Returns seconds, or why it failed, by (group, fault name, strategy)."""
-    from lockstep import jobs
+    from lockstep.running import jobs
 
     outcome: dict[tuple, float | str] = {}
     by_mesh = collections.defaultdict(list)  # DeepSpeed cannot change its mesh within a process
@@ -136,9 +143,9 @@ def train(groups: dict[Group, list[tuple]], folder: Path) -> dict[tuple, float |
 
 def verdicts(group: Group, name: str, strategy: str):
     """(comparison of the tensors, of the losses, the reference, the replays) of one run."""
-    from lockstep import compare_losses
-    from lockstep.compare import compare
-    from lockstep.dump import Dump
+    from lockstep.losses import curves as compare_losses
+    from lockstep.tensors.comparison import compare
+    from lockstep.tensors.dump import Dump
 
     clean, mine = group.folder / CLEAN, group.dump(strategy, name)
     reference, ddp, dump = Dump(clean / "reference"), Dump(clean / "ddp"), Dump(mine)
@@ -159,9 +166,9 @@ def require_clean(group: Group, strategy: str) -> None:
 
 def judge(group: Group, fault, strategy: str) -> dict:
     """What the two verdicts and the diagnosis say of one planted fault."""
-    from lockstep import tensor_report
-    from lockstep.diagnose import diagnose
-    from lockstep.dump import Dump
+    from lockstep.diagnosis.diagnose import diagnose
+    from lockstep.tensors import report as tensor_report
+    from lockstep.tensors.dump import Dump
 
     result, curve, reference, replays = verdicts(group, fault.name, strategy)
     failures, dump = result.failures(strategy), result.dumps[strategy]

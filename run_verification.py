@@ -4,7 +4,7 @@
     python run_verification.py --model_name Qwen/Qwen2.5-0.5B --num_layers 2 --batch_size 2 --seq_length 128
 
 Runs the three training scripts under torchrun with --capture_dir, then the reference, then the comparison
-(lockstep/compare.py), and writes report.md and report.json. All other flags are those of the training scripts.
+(lockstep/tensors/comparison.py), and writes report.md and report.json. All other flags are those of the training scripts.
 Exit status: 0 every tensor is as close to the reference as a correct run's; 1 not, or a run failed; 2 a usage error;
 3 an internal error.
 """
@@ -23,12 +23,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from lockstep import architectures, memory
 from lockstep import config as config_module
-from lockstep import locks, processes, startup
-from lockstep.compare_losses import RULES
+from lockstep import startup
 from lockstep.config import STRATEGIES, Parser
 from lockstep.errors import UserError, printable, run_program
+from lockstep.inputs import architectures, memory
+from lockstep.losses.curves import RULES
+from lockstep.running import locks, processes
 
 ROOT = Path(__file__).resolve().parent
 NAME = "run_verification.py"
@@ -116,7 +117,7 @@ def check_reference(config, inputs) -> None:
     """Raise UserError if the reference would not fit into memory, or is not the model that a user brings."""
     memory.require(dataclasses.replace(config, strategy="reference"), inputs.architecture, config.num_workers)
     if not architectures.is_built_in(inputs.architecture_source):
-        from lockstep import model_check  # imports torch
+        from lockstep.inputs import model_check  # imports torch
 
         model_check.check(config, inputs)
 
@@ -164,8 +165,10 @@ def train_and_compare(options: argparse.Namespace, rest: list[str], save: list[s
         script = ROOT / f"train_{strategy}.py"
         run([*processes.ranks(number), str(script), *rest, *extra], script.name, f"{script.name}, {number} ranks", folder)
     run([sys.executable, "-m", "lockstep.reference", *rest], "lockstep.reference", "float64 reference", folder)
-    from lockstep import compare  # torch is not needed to answer a usage error
-    from lockstep.dump import Dump
+    from lockstep.tensors import (
+        comparison as compare,  # torch is not needed to answer a usage error
+    )
+    from lockstep.tensors.dump import Dump
 
     print("\n== comparison", flush=True)
     opened = [Dump(folder / name) for name in (*STRATEGIES, "reference")]

@@ -87,7 +87,7 @@ weights=(--init_weights_path "$INIT_WEIGHTS_PATH")
 # --- one local Ray instance for all the runs; it and they end when this script does, however that comes about -------
 if [ -z "${RAY_ADDRESS:-}" ]; then
   export RAY_AUTH_MODE=token # what a local instance uses; whoever joins it has to say so
-  coproc RAY { exec "$PYTHON" -m lockstep.under_ray; }
+  coproc RAY { exec "$PYTHON" -m lockstep.running.under_ray; }
   ray_pid=$RAY_PID ray_stdin=${RAY[1]} ray_stdout=${RAY[0]}
 fi
 current="" next="" checks="" # process ids of training scripts
@@ -124,7 +124,7 @@ wait_for $checks
 checks=""
 mkdir -p "$OUTPUT_DIR"
 exec {lock}>>"$OUTPUT_DIR/.run_verification_main.lock"
-(trap '' INT; exec "$PYTHON" -m lockstep.locks $lock "$OUTPUT_DIR")
+(trap '' INT; exec "$PYTHON" -m lockstep.running.locks $lock "$OUTPUT_DIR")
 rm -f "$OUTPUT_DIR"/{loss_ddp.json,loss_control.json,loss_deepspeed.json,loss_fsdp.json,loss_curves.png,verdict.json}
 
 if [ -n "${ray_pid:-}" ]; then

@@ -18,8 +18,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
-from lockstep import compare, history  # noqa: E402
-from lockstep.dump import Dump  # noqa: E402
+from lockstep.tensors import comparison as compare  # noqa: E402
+from lockstep.tensors.dump import Dump  # noqa: E402
+from lockstep.training import history  # noqa: E402
 
 RANKS = {"ddp": 2, "deepspeed": 4, "fsdp": 4}
 CAPTURED, PLAIN = 3, 4

@@ -18,10 +18,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from lockstep import compare_losses, history, jobs
-from lockstep.compare import compare
 from lockstep.config import SHARDED
-from lockstep.dump import Dump
+from lockstep.losses import curves as compare_losses
+from lockstep.running import jobs
+from lockstep.tensors.comparison import compare
+from lockstep.tensors.dump import Dump
+from lockstep.training import history
 
 MODELS = ["tiny-qwen2", "tiny-qwen2-odd-vocab", "tiny-qwen3", "tiny-llama"]
 PRECISIONS = ["fp32", "autocast"]

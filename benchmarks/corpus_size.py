@@ -21,7 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from lockstep import config as config_module  # noqa: E402
-from lockstep.architectures import TINY_QWEN2  # noqa: E402
+from lockstep.inputs.architectures import TINY_QWEN2  # noqa: E402
 
 SIZES, SIZES_BPE = (1, 10, 100, 1000), (1, 10, 100)  # MB
 STEPS = 100
@@ -41,6 +41,7 @@ def write_text(path: Path, size: int) -> None:
 def write_bpe(folder: Path) -> None:
     """A model folder with a tokenizer.json of 2,000 tokens."""
     from pydoc_data.topics import topics
+
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())

@@ -21,10 +21,18 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from lockstep.config import BETAS, EPS, SHARDED
-from lockstep.distance import Distance, Size, clip_factor
-from lockstep.dump import Dump
-from lockstep.optim import decays
-from lockstep.verdict import KINDS, ROUNDING, UPDATE, is_vector_gradient, judge, typical_error, yardstick
+from lockstep.tensors.distance import Distance, Size, clip_factor
+from lockstep.tensors.dump import Dump
+from lockstep.tensors.judgement import (
+    KINDS,
+    ROUNDING,
+    UPDATE,
+    is_vector_gradient,
+    judge,
+    typical_error,
+    yardstick,
+)
+from lockstep.training.optim import decays
 
 TRIALS = 100
 SPOILT = ("all of it", "one middling element")

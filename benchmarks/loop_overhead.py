@@ -23,8 +23,9 @@ import train_ddp  # noqa: E402
 import train_deepspeed  # noqa: E402
 import train_fsdp  # noqa: E402
 from lockstep import config as config_module  # noqa: E402
-from lockstep import history, training  # noqa: E402
-from lockstep.model import build_model, causal_lm_loss  # noqa: E402
+from lockstep.inputs.model import build_model, causal_lm_loss  # noqa: E402
+from lockstep.training import history  # noqa: E402
+from lockstep.training import loop as training
 
 MAKE = {"ddp": train_ddp.make_strategy, "deepspeed": train_deepspeed.make_strategy, "fsdp": train_fsdp.make_strategy}
 

@@ -3,7 +3,7 @@
     python benchmarks/model_families.py --number 240 --output results/model_families.json
 
 Draws configurations by chance: sizes, windows, layer types, rope variants, head widths, activations, epsilons, tied weights, the
-token that pads, and in every other one something odd or wrong. Each is either computed right (lockstep/model_check.py, and a
+token that pads, and in every other one something odd or wrong. Each is either computed right (lockstep/inputs/model_check.py, and a
 forward and backward pass of the drawn model itself) or refused by name. Exit status 1 if one is neither.
 """
 
@@ -17,11 +17,11 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from lockstep import model_check, model_config  # noqa: E402
 from lockstep.errors import UserError  # noqa: E402
-from lockstep.exact import make_exact  # noqa: E402
 from lockstep.files import write_text  # noqa: E402
-from lockstep.model import build_model, causal_lm_loss  # noqa: E402
+from lockstep.inputs import model_check, model_config  # noqa: E402
+from lockstep.inputs.model import build_model, causal_lm_loss  # noqa: E402
+from lockstep.tensors.exact import make_exact  # noqa: E402
 
 RIGHT, REFUSED, WRONG = "computed right", "refused", "WRONG"
 SEQUENCE = 64

@@ -1,4 +1,4 @@
-"""What does a control run show, and how far do correct runs go beyond it? What the bounds in lockstep/control.py are made of.
+"""What does a control run show, and how far do correct runs go beyond it? What the bounds in lockstep/losses/control.py are made of.
 
     python benchmarks/noise_floor.py --work_dir runs/noise --output results/noise_floor.json          about 20 minutes
 
@@ -19,11 +19,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from lockstep import history, jobs
-from lockstep.compare_losses import compare, tolerance_for
 from lockstep.config import SHARDED
-from lockstep.control import CONTROL_FACTOR, envelope, loss_gap, norm_gap, ratios
-from lockstep.tolerance import rule_and_noise
+from lockstep.losses.control import CONTROL_FACTOR, envelope, loss_gap, norm_gap, ratios
+from lockstep.losses.curves import compare, tolerance_for
+from lockstep.losses.tolerance import rule_and_noise
+from lockstep.running import jobs
+from lockstep.training import history
 
 SHAPES = {"8x128": ("8", "128"), "2x64": ("2", "64"), "1x32": ("1", "32")}
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
-from lockstep import history  # noqa: E402
+from lockstep.training import history  # noqa: E402
 
 WARM_UP = 3
 RANKS = {"ddp": 2, "deepspeed": 4, "fsdp": 4}

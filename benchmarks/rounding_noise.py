@@ -11,8 +11,14 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from lockstep import architectures, data, texts, token_cache, tokenizer  # noqa: E402
-from lockstep.model import build_model  # noqa: E402
+from lockstep.inputs import (  # noqa: E402
+    architectures,
+    data,
+    texts,
+    token_cache,
+    tokenizer,
+)
+from lockstep.inputs.model import build_model  # noqa: E402
 
 MODELS = {
     "tiny-qwen2": ("tiny-qwen2", {}),

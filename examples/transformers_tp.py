@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from transformers.distributed import DistributedConfig
 
-from lockstep.torch_strategy import TorchStrategy
+from lockstep.training.torch_strategy import TorchStrategy
 
 
 class TransformersTP(TorchStrategy):

@@ -13,9 +13,19 @@ import shutil
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from lockstep import architectures, data, files, history, initial_weights, memory, texts, token_cache, tokenizer
+from lockstep import files
 from lockstep.errors import UserError
+from lockstep.inputs import (
+    architectures,
+    data,
+    initial_weights,
+    memory,
+    texts,
+    token_cache,
+    tokenizer,
+)
 from lockstep.mesh import Mesh
+from lockstep.training import history
 
 STRATEGIES = {"ddp": "DDP", "deepspeed": "DeepSpeed AutoTP", "fsdp": "FSDP+DTensor"}
 SHARDED = tuple(name for name in STRATEGIES if name != "ddp")  # with tensor parallelism

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from lockstep.errors import UserError, first_line
 
-CAPTURED = re.compile(r"manifest\.json|step_\d+\.safetensors(\.part)?")  # the files of a dump (lockstep/dump.py)
+CAPTURED = re.compile(r"manifest\.json|step_\d+\.safetensors(\.part)?")  # the files of a dump (lockstep/tensors/dump.py)
 LARGEST_JSON = 1 << 28  # bytes; the manifest of a 70-billion-parameter model is a hundredth of it
 
 

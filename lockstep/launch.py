@@ -1,4 +1,4 @@
-"""From a command line to a run: under Ray Train (lockstep/under_ray.py), or in place under torchrun and the deepspeed launcher."""
+"""From a command line to a run: under Ray Train (lockstep/running/under_ray.py), or in place under torchrun and the deepspeed launcher."""
 
 import contextlib
 import gc
@@ -10,9 +10,18 @@ import time
 import traceback
 
 from lockstep import config as config_module
-from lockstep import files, initial_weights, locks, processes, startup
+from lockstep import files, startup
 from lockstep.config import Config
-from lockstep.errors import INTERRUPTED, TrainingFailure, UserError, first_line, printable, run_program
+from lockstep.errors import (
+    INTERRUPTED,
+    TrainingFailure,
+    UserError,
+    first_line,
+    printable,
+    run_program,
+)
+from lockstep.inputs import initial_weights
+from lockstep.running import locks, processes
 
 PATIENCE = 15.0  # seconds that a rank waits for rank 0 to say what both have found
 
@@ -57,7 +66,7 @@ def _one_of_many(body) -> int:
 
 
 def _under_ray(config: Config, inputs, make_strategy, begin) -> str:
-    from lockstep import under_ray
+    from lockstep.running import under_ray
 
     return under_ray.run(config, inputs, make_strategy, begin)
 
@@ -116,7 +125,7 @@ def banner(config: Config, inputs) -> str:
 
 def describe(config: Config, inputs) -> str:
     """What --dry_run prints: the resolved configuration, the mesh as a grid, the contract."""
-    from lockstep.contract import expected_contract
+    from lockstep.training.contract import expected_contract
 
     contract = expected_contract(config, inputs.architecture)
     return "\n".join(
@@ -144,7 +153,7 @@ def _run_in_place(config: Config, inputs, make_strategy, begin) -> str:
     import torch
     import torch.distributed as dist
 
-    from lockstep import training
+    from lockstep.training import loop as training
 
     set_threads(config, config_module.workers_here(config.num_workers))
     device = torch.device("cpu")

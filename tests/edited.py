@@ -3,9 +3,9 @@
 import json
 from pathlib import Path
 
-from lockstep import manifest as manifest_file
-from lockstep.dump import Dump
-from lockstep.step_file import WORDS, checksum
+from lockstep.tensors import manifest as manifest_file
+from lockstep.tensors.dump import Dump
+from lockstep.tensors.step_file import WORDS, checksum
 
 
 def edit(folder: Path, change) -> None:

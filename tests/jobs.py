@@ -10,8 +10,8 @@ import train_ddp
 import train_deepspeed
 import train_fsdp
 from lockstep import config as config_module
-from lockstep import training
-from lockstep.vocab_parallel_loss import vocab_parallel_cross_entropy
+from lockstep.training import loop as training
+from lockstep.training.vocab_parallel_loss import vocab_parallel_cross_entropy
 
 MAKE = {"ddp": train_ddp.make_strategy, "deepspeed": train_deepspeed.make_strategy, "fsdp": train_fsdp.make_strategy}
 
@@ -34,7 +34,7 @@ def histories(folder: Path, argument: dict) -> None:
 
 def reference(folder: Path, argument: list[str]) -> None:
     """The float64 reference under the flags of train_ddp.py."""
-    from lockstep import reference as reference_module
+    from lockstep.tensors import exact_run as reference_module
 
     reference_module.run(*configuration("ddp", argument))
 

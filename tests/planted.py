@@ -15,6 +15,7 @@ import torch.distributed as dist
 from lockstep.faults import CATALOGUE, planted
 from lockstep.mesh import Geometry
 
+
 @contextlib.contextmanager
 def fault(name: str, config, inputs, make_strategy):
     """Yields make_strategy with the fault in what it makes."""
@@ -94,7 +95,7 @@ def _wrong_data(pick):
 
     @contextlib.contextmanager
     def context(config, inputs):
-        from lockstep.data import Batches
+        from lockstep.inputs.data import Batches
 
         real = Batches.micro_batches
 

@@ -3,9 +3,9 @@
 import copy
 import json
 
-from lockstep.architectures import BUILT_IN, parameter_shapes
 from lockstep.config import PLACES, Config
-from lockstep.history import History, seal
+from lockstep.inputs.architectures import BUILT_IN, parameter_shapes
+from lockstep.training.history import History, seal
 
 CONTRACT = {"optimizer": "AdamW", "max_grad_norm": 1.0, "biased_linear_dtype": ["torch.bfloat16"]}
 

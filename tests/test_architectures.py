@@ -3,9 +3,14 @@ import json
 import pytest
 
 from lockstep import config as config_module
-from lockstep.architectures import BUILT_IN, parameter_shapes, resolve, tensor_parallel_problem
 from lockstep.errors import UserError
-from lockstep.model import build_model
+from lockstep.inputs.architectures import (
+    BUILT_IN,
+    parameter_shapes,
+    resolve,
+    tensor_parallel_problem,
+)
+from lockstep.inputs.model import build_model
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -32,7 +37,7 @@ def test_published_size_of_the_half_billion_model():
 
 
 def test_hub_name_resolves_to_the_built_in_without_a_hub(monkeypatch):
-    monkeypatch.setattr("lockstep.architectures.hub_file", lambda repo, name: (None, "no network"))
+    monkeypatch.setattr("lockstep.inputs.architectures.hub_file", lambda repo, name: (None, "no network"))
     architecture, source = resolve("Qwen/Qwen2.5-0.5B", 2)
     assert architecture["num_hidden_layers"] == 2 and architecture["vocab_size"] == 151936
     assert "built-in" in source and "no network" in source

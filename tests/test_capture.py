@@ -7,13 +7,13 @@ import sys
 
 import pytest
 import torch
+from edited import flip_byte
+from ranks import CAPTURED, ROOT, run_ranks
 from safetensors import safe_open
 
-from edited import flip_byte
-from lockstep.dump import Dump
 from lockstep.errors import UserError
 from lockstep.files import require_new_folder
-from ranks import CAPTURED, ROOT, run_ranks
+from lockstep.tensors.dump import Dump
 
 
 def test_every_tensor_of_a_step_is_there(dumps):

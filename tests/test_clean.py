@@ -3,7 +3,6 @@
 import sys
 
 import pytest
-
 from ranks import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))

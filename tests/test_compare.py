@@ -6,14 +6,14 @@ import shutil
 
 import numpy as np
 import pytest
-
 from edited import edit, flip_byte, overwrite, take_out
-from lockstep import compare
-from lockstep.contract import expected_contract
-from lockstep.dump import Dump
+
 from lockstep.errors import UserError
-from lockstep.manifest import configuration
-from lockstep.step_file import checksum
+from lockstep.tensors import comparison as compare
+from lockstep.tensors.dump import Dump
+from lockstep.tensors.manifest import configuration
+from lockstep.tensors.step_file import checksum
+from lockstep.training.contract import expected_contract
 
 
 @pytest.fixture

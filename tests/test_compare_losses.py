@@ -4,8 +4,8 @@ import re
 import pytest
 from synthetic import control, history, set_loss
 
-from lockstep.compare_losses import compare, require_comparable, tolerance_for
 from lockstep.errors import UserError
+from lockstep.losses.curves import compare, require_comparable, tolerance_for
 
 
 def verdict(other, baseline=None):

@@ -5,11 +5,16 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.architectures import BUILT_IN
 from lockstep.config import load_inputs, parse_config
-from lockstep.data import Batches, global_batch_hash, load_corpus, micro_batches_hash
 from lockstep.errors import UserError
-from lockstep.tokenizer import HashTokenizer
+from lockstep.inputs.architectures import BUILT_IN
+from lockstep.inputs.data import (
+    Batches,
+    global_batch_hash,
+    load_corpus,
+    micro_batches_hash,
+)
+from lockstep.inputs.tokenizer import HashTokenizer
 
 NOWHERE = Path("/proc/nothing can be written here")
 
@@ -130,7 +135,7 @@ def test_folder_without_text(tmp_path):
 
 
 def test_where_tokens_are_kept_is_absolute_and_no_part_of_the_experiment(monkeypatch, tmp_path):
-    from lockstep.training import provenance
+    from lockstep.training.loop import provenance
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     config = parse_config("ddp", [])

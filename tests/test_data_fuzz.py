@@ -15,10 +15,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from lockstep.data import load_corpus
 from lockstep.errors import UserError
-from lockstep.texts import ContentHash, find
-from lockstep.tokenizer import FileTokenizer, HashTokenizer, build_tokenizer
+from lockstep.inputs.data import load_corpus
+from lockstep.inputs.texts import ContentHash, find
+from lockstep.inputs.tokenizer import FileTokenizer, HashTokenizer, build_tokenizer
 
 SECONDS, MEMORY, VOCABULARY = 30, 4 << 30, 400
 TEXT = ["the quick brown fox jumps over the lazy dog. " * 5, "Hello, World! 123 é ü"] * 10

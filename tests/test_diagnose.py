@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lockstep import evidence
-from lockstep.compare import judge
-from lockstep.diagnose import diagnose
-from lockstep.distance import Distance, Size
-from lockstep.verdict import ROUNDING, Result
+from lockstep.diagnosis import evidence
+from lockstep.diagnosis.diagnose import diagnose
+from lockstep.tensors.comparison import judge
+from lockstep.tensors.distance import Distance, Size
+from lockstep.tensors.judgement import ROUNDING, Result
 
 TRUE = torch.randn(40, 30, generator=torch.Generator().manual_seed(0)).double()
 NOISE = torch.randn(40, 30, generator=torch.Generator().manual_seed(1)).double()

@@ -17,9 +17,9 @@ import tempfile
 from pathlib import Path
 
 import pytest
-
 from edited import edit
-from lockstep import compare
+
+from lockstep.tensors import comparison as compare
 
 SECONDS = 20  # for one comparison, which takes a fifth of a second
 FOLDERS = ("ddp", "fsdp", "reference", "replay_ddp", "replay_fsdp")
@@ -235,7 +235,7 @@ def test_no_damage_crashes_hangs_or_passes(dumps, seed):
 
 def test_the_campaign_can_fail(dumps, monkeypatch):
     """Negative control: without the seal and the checksums damage is accepted."""
-    from lockstep import dump, manifest
+    from lockstep.tensors import dump, manifest
 
     monkeypatch.setattr(manifest, "_seal", lambda content: content.get("sha256"))
     monkeypatch.setattr(manifest, "read", lambda path: json.loads(path.read_text()))

@@ -1,11 +1,11 @@
 """Negative controls of the loss verdict and of the loop's own guards. Faults of AutoTP and FSDP: test_run_faults.py."""
 
 import pytest
-
-from lockstep import history
-from lockstep.compare_losses import compare, require_comparable, tolerance_for
-from lockstep.errors import UserError
 from ranks import run_ranks
+
+from lockstep.errors import UserError
+from lockstep.losses.curves import compare, require_comparable, tolerance_for
+from lockstep.training import history
 
 COMMON = ["--batch_size", "4", "--seq_length", "64", "--debug_steps", "12"]
 BOTH = {"loss", "grad norm"}

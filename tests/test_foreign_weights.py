@@ -9,13 +9,13 @@ import zipfile
 
 import pytest
 import torch
+from ranks import ROOT
 from safetensors.torch import save_file
 
-from lockstep import weights
-from lockstep.architectures import BUILT_IN
 from lockstep.errors import UserError
-from lockstep.model import build_model
-from ranks import ROOT
+from lockstep.inputs import weights
+from lockstep.inputs.architectures import BUILT_IN
+from lockstep.inputs.model import build_model
 
 TINY, UNTIED = BUILT_IN["tiny-qwen2"], BUILT_IN["tiny-llama"]
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"

@@ -3,8 +3,8 @@
 import pytest
 
 import fsdp_strategy
-from lockstep.architectures import BUILT_IN
-from lockstep.model import build_model
+from lockstep.inputs.architectures import BUILT_IN
+from lockstep.inputs.model import build_model
 
 
 @pytest.fixture(scope="module")

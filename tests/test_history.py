@@ -3,11 +3,12 @@ import time
 from dataclasses import fields
 
 import pytest
-from synthetic import history as made_up, rewrite, set_loss
+from synthetic import history as made_up
+from synthetic import rewrite, set_loss
 
-from lockstep import history, history_schema
 from lockstep.config import PLACES, Config, load_inputs, parse_config
 from lockstep.errors import UserError
+from lockstep.training import history, history_schema
 
 
 def written(tmp_path, **changes):
@@ -52,7 +53,7 @@ def test_the_schema_knows_the_configuration():
 
 
 def test_the_schema_knows_what_a_run_records(tmp_path):
-    from lockstep import training
+    from lockstep.training import loop as training
 
     config = parse_config("ddp", ["--loss_output_dir", str(tmp_path), "--debug_steps", "1", "--device", "cpu"])
     record = history.History(run=training.provenance(config, load_inputs(config)))

@@ -18,9 +18,9 @@ import pytest
 from synthetic import control, history, rewrite
 
 import plot_loss_curves
-from lockstep.contract import KNOWN_DIFFERENCES
 from lockstep.errors import UserError
-from lockstep.history import path_of, read
+from lockstep.training.contract import KNOWN_DIFFERENCES
+from lockstep.training.history import path_of, read
 
 SECONDS = 20  # a case may take
 NAMES = ("ddp", "deepspeed", "fsdp", "control")

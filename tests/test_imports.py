@@ -33,23 +33,23 @@ def test_one_file_each():
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_strategies_stay_below_the_loop(name):
-    forbidden = {"lockstep.training", "lockstep.launch", "ray", *STRATEGIES} - {name}
+    forbidden = {"lockstep.training.loop", "lockstep.launch", "ray", *STRATEGIES} - {name}
     assert not imports(ROOT / f"{name}.py") & forbidden
 
 
 def test_the_loop_knows_no_strategy_by_name():
-    source = (ROOT / "lockstep/training.py").read_text()
-    assert "hasattr" not in source and not imports(ROOT / "lockstep/training.py") & {*STRATEGIES, "ray", "deepspeed"}
+    source = (ROOT / "lockstep/training/loop.py").read_text()
+    assert "hasattr" not in source and not imports(ROOT / "lockstep/training/loop.py") & {*STRATEGIES, "ray", "deepspeed"}
     assert not any(f'"{name}"' in source for name in ("ddp", "deepspeed", "fsdp"))
 
 
-@pytest.mark.parametrize("module", ["config", "contract", "compare_losses", "history", "history_schema", "report", "data", "weights", "launch", "jobs"])
+@pytest.mark.parametrize("module", ["config", "training.contract", "losses.curves", "training.history", "training.history_schema", "losses.curve_report", "inputs.data", "inputs.weights", "launch", "running.jobs"])
 def test_what_answers_a_mistake_does_not_wait_for_torch(module):
     code = f"import sys, lockstep.{module}; sys.exit(bool({{'torch', 'transformers', 'ray', 'deepspeed'}} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
-@pytest.mark.parametrize("name, absent", [("ddp_strategy", "deepspeed"), ("fsdp_strategy", "deepspeed"), ("lockstep.training", "ray")])
+@pytest.mark.parametrize("name, absent", [("ddp_strategy", "deepspeed"), ("fsdp_strategy", "deepspeed"), ("lockstep.training.loop", "ray")])
 def test_runs_without(name, absent):
     code = f"import sys; sys.modules[{absent!r}] = None; import {name}"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

@@ -6,15 +6,16 @@ import sys
 
 import pytest
 import torch
+from ranks import CAPTURED, ROOT, run_ranks
 from safetensors.torch import save_file
+from test_launch import environment
 
 from lockstep import config as config_module
-from lockstep import initial_weights, launch, weights
-from lockstep.architectures import BUILT_IN
+from lockstep import launch
 from lockstep.errors import UserError
-from lockstep.model import build_model
-from ranks import CAPTURED, ROOT, run_ranks
-from test_launch import environment
+from lockstep.inputs import initial_weights, weights
+from lockstep.inputs.architectures import BUILT_IN
+from lockstep.inputs.model import build_model
 
 TINY = BUILT_IN["tiny-qwen2"]
 
@@ -189,7 +190,7 @@ def test_all_strategies_and_the_reference_start_from_the_pretrained_weights(fold
     for record in records:
         assert record["weights"]["initial_sha256"] == weights.combined_sha256(expected)
         assert record["run"]["initial_weights"] == f"pretrained weights of {folder}" and record["ended"] == "finished"
-    from lockstep.reference import build_reference
+    from lockstep.tensors.exact_run import build_reference
 
     config, inputs = check("ddp", *common, "--pretrained")
     reference = build_reference(inputs, seed=0, attn_impl="sdpa", init_weights_path=initial_weights.file_of(config))

@@ -9,9 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
-
-from lockstep import history
 from ranks import ROOT, free_port
+
+from lockstep.training import history
 
 BIN = Path(sys.executable).parent
 

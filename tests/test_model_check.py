@@ -3,17 +3,18 @@
 import json
 import sys
 
+import hub
 import pytest
 import torch
-
-import hub
-from lockstep import config as config_module
-from lockstep import exact, memory, model_check
-from lockstep.architectures import BUILT_IN
-from lockstep.errors import UserError
-from lockstep.model import build_model, causal_lm_loss
-from lockstep.model_config import checked
 from ranks import ROOT
+
+from lockstep import config as config_module
+from lockstep.errors import UserError
+from lockstep.inputs import memory, model_check
+from lockstep.inputs.architectures import BUILT_IN
+from lockstep.inputs.model import build_model, causal_lm_loss
+from lockstep.inputs.model_config import checked
+from lockstep.tensors import exact
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import model_families  # noqa: E402

@@ -1,13 +1,13 @@
 """config.json: real ones are accepted, what is not computed here is refused by name."""
 
+import hub
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import hub
-from lockstep.architectures import BUILT_IN
 from lockstep.errors import UserError
-from lockstep.model_config import checked
+from lockstep.inputs.architectures import BUILT_IN
+from lockstep.inputs.model_config import checked
 
 TINY = {family: BUILT_IN[f"tiny-{family}"] for family in ("qwen2", "qwen3", "llama")}
 YARN = {"rope_type": "yarn", "factor": 4.0}

@@ -5,8 +5,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from lockstep import order
-from lockstep.order import permuted
+from lockstep.inputs import order
+from lockstep.inputs.order import permuted
 
 
 def whole(n, seed=0, epoch=0):

@@ -8,8 +8,8 @@ import pytest
 from synthetic import control, history, rewrite, set_loss
 
 import plot_loss_curves
-from lockstep import report
-from lockstep.history import path_of
+from lockstep.losses import curve_report as report
+from lockstep.training.history import path_of
 
 
 def folder(tmp_path, **changed):

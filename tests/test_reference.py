@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from lockstep import config as config_module
-from lockstep.architectures import BUILT_IN
-from lockstep.model import build_model, causal_lm_loss
-from lockstep.reference import ReferenceStrategy, build_reference
+from lockstep.inputs.architectures import BUILT_IN
+from lockstep.inputs.model import build_model, causal_lm_loss
+from lockstep.tensors.exact_run import ReferenceStrategy, build_reference
 
 MODELS = [name for name in BUILT_IN if name.startswith("tiny")]
 

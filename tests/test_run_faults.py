@@ -71,8 +71,8 @@ def test_a_crash_costs_one_fault_only(tmp_path, monkeypatch):
         (folder / "log.txt").write_text("it broke")
         return [1.0] * (started[-1].index("tie_broken") if "tie_broken" in started[-1] else len(jobs))
 
-    monkeypatch.setattr("lockstep.jobs.start", start)
-    monkeypatch.setattr("lockstep.jobs.start_all", lambda *_: None)
+    monkeypatch.setattr("lockstep.running.jobs.start", start)
+    monkeypatch.setattr("lockstep.running.jobs.start_all", lambda *_: None)
     outcome = run_faults.train({group: pairs}, tmp_path)
     assert outcome[group, "tie_broken", "fsdp"] == "it broke" and outcome[group, "no_dp_reduction", "fsdp"] == 1.0
 

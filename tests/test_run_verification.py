@@ -5,7 +5,6 @@ import subprocess
 import sys
 
 import pytest
-
 from ranks import ROOT
 from test_launch import environment
 

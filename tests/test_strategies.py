@@ -5,13 +5,13 @@ import functools
 
 import pytest
 import torch
+from ranks import run_ranks
 
 from lockstep import config as config_module
-from lockstep import weights
 from lockstep.config import BETAS, EPS
-from lockstep.dump import Dump
-from lockstep.model import build_model, causal_lm_loss
-from ranks import run_ranks
+from lockstep.inputs import weights
+from lockstep.inputs.model import build_model, causal_lm_loss
+from lockstep.tensors.dump import Dump
 
 STEPS = 3
 ARGUMENTS = [

@@ -1,11 +1,11 @@
 """Bugs planted in real distributed runs: the tensor-level verdict finds each, and names the right tensor first."""
 
 import pytest
-
-from lockstep.compare import compare
-from lockstep.dump import Dump
 from planted import FLIPPED
 from ranks import run_alone, run_ranks
+
+from lockstep.tensors.comparison import compare
+from lockstep.tensors.dump import Dump
 
 COMMON = ["--batch_size", "2", "--seq_length", "64", "--debug_steps", "1", "--dp_size", "2"]
 FIRST = {

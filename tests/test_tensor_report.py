@@ -4,9 +4,10 @@ import json
 import re
 
 import pytest
-
 from edited import edit
-from lockstep import compare, tensor_report
+
+from lockstep.tensors import comparison as compare
+from lockstep.tensors import report as tensor_report
 
 
 @pytest.fixture(scope="module")

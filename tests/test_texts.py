@@ -3,10 +3,10 @@ import random
 
 import pytest
 
-from lockstep import texts
 from lockstep.errors import UserError
-from lockstep.texts import ContentHash, DataSet, find
-from lockstep.tokenizer import HashTokenizer
+from lockstep.inputs import texts
+from lockstep.inputs.texts import ContentHash, DataSet, find
+from lockstep.inputs.tokenizer import HashTokenizer
 
 
 def chunks(source):
@@ -155,7 +155,7 @@ def test_rows_without_text(monkeypatch, row):
 
 
 def test_missing_data_set(monkeypatch):
-    monkeypatch.setattr("lockstep.texts.hub_answers", lambda url: False)
+    monkeypatch.setattr("lockstep.inputs.texts.hub_answers", lambda url: False)
     with pytest.raises(UserError, match="the hub cannot be reached"):
         chunks(find("nobody/nothing-of-this-name"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lockstep import data, texts, token_cache, tokens
-from lockstep.data import load_corpus
 from lockstep.errors import UserError
-from lockstep.token_cache import corpus_tokens
-from lockstep.tokenizer import HashTokenizer
-from lockstep.tokens import InMemory, TokenFile
+from lockstep.inputs import data, texts, token_cache, tokens
+from lockstep.inputs.data import load_corpus
+from lockstep.inputs.token_cache import corpus_tokens
+from lockstep.inputs.tokenizer import HashTokenizer
+from lockstep.inputs.tokens import InMemory, TokenFile
 
 ROOT = Path(__file__).parents[1]
 
@@ -199,9 +199,9 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(text, tmp_path):
     code = f"""
 import resource, signal, sys
 from pathlib import Path
-from lockstep import token_cache
+from lockstep.inputs import token_cache
 from lockstep.errors import run_program
-from lockstep.tokenizer import HashTokenizer
+from lockstep.inputs.tokenizer import HashTokenizer
 token_cache.SHORT = 0
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000,) * 2)
@@ -215,8 +215,8 @@ sys.exit(run_program("here", lambda: bool(token_cache.corpus_tokens({str(text)!r
 SLOW = """
 import sys, time
 from pathlib import Path
-from lockstep import token_cache
-from lockstep.tokenizer import HashTokenizer
+from lockstep.inputs import token_cache
+from lockstep.inputs.tokenizer import HashTokenizer
 class Slow(HashTokenizer):
     def encode(self, text):
         print("tokenizing", flush=True)
@@ -285,7 +285,7 @@ def test_a_tokenizer_that_starts_slowly_is_asked_once(tmp_path):
 
 
 def test_progress(monkeypatch, capsys):
-    from lockstep import progress
+    from lockstep.running import progress
 
     now = [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])

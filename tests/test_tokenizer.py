@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from lockstep import tokenizer as tokenizer_module
-from lockstep.architectures import BUILT_IN
-from lockstep.data import load_corpus
 from lockstep.errors import UserError
-from lockstep.tokenizer import FileTokenizer, HashTokenizer, build_tokenizer
+from lockstep.inputs import tokenizer as tokenizer_module
+from lockstep.inputs.architectures import BUILT_IN
+from lockstep.inputs.data import load_corpus
+from lockstep.inputs.tokenizer import FileTokenizer, HashTokenizer, build_tokenizer
 
 ARCHITECTURE = {**BUILT_IN["tiny-qwen2"], "eos_token_id": 0}
 

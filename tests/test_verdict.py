@@ -5,10 +5,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from lockstep.distance import Distance, Size
-from lockstep.verdict import LIMIT, ROUNDING, Loss, Result, judge, judge_yardstick
-from lockstep.verdict import typical_error
-from lockstep.verdict import yardstick as measure_of
+from lockstep.tensors.distance import Distance, Size
+from lockstep.tensors.judgement import (
+    LIMIT,
+    ROUNDING,
+    Loss,
+    Result,
+    judge,
+    judge_yardstick,
+    typical_error,
+)
+from lockstep.tensors.judgement import yardstick as measure_of
 
 F32 = ROUNDING["F32"]
 INF = math.inf

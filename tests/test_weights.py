@@ -4,10 +4,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lockstep import weights
-from lockstep.architectures import BUILT_IN
 from lockstep.errors import UserError
-from lockstep.model import build_model
+from lockstep.inputs import weights
+from lockstep.inputs.architectures import BUILT_IN
+from lockstep.inputs.model import build_model
 
 TINY = BUILT_IN["tiny-qwen2"]
 FORMATS = ["init.safetensors", "init.pt"]

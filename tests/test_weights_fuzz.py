@@ -1,9 +1,9 @@
 """Damaged and hostile weights files: refused in one line, or accepted and loaded as they were meant; nothing else."""
 
 import pytest
-
-from lockstep import weights
 from weights_mutations import run
+
+from lockstep.inputs import weights
 
 
 @pytest.mark.parametrize("suffix, count", [(".safetensors", 240), (".pt", 160)])

@@ -27,9 +27,9 @@ from safetensors.torch import save_file
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parents[1])]
 
-from lockstep import weights
-from lockstep.architectures import BUILT_IN, parameter_shapes
 from lockstep.errors import UserError
+from lockstep.inputs import weights
+from lockstep.inputs.architectures import BUILT_IN, parameter_shapes
 
 SMALL = {**BUILT_IN["tiny-qwen2"], "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32}
 SECONDS, MEMORY = 5, 6 << 30  # of a case; address space, most of it torch's libraries

@@ -5,7 +5,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lockstep import strategies
-from lockstep.faults import accumulation, clipping, data, data_parallel, optimizer, precision, tensor_parallel, weights  # noqa: F401
+from lockstep.faults import (  # noqa: F401
+    accumulation,
+    clipping,
+    data,
+    data_parallel,
+    optimizer,
+    precision,
+    tensor_parallel,
+    weights,
+)
 from lockstep.faults.catalogue import CATALOGUE, Fault
 from lockstep.faults.planting import Planting
 
@@ -45,8 +54,8 @@ def planted(name: str | None, config, inputs, make_strategy: Callable):
 def _disarm_guards(planting: Planting, path: Path) -> None:
     import torch.distributed as dist
 
-    from lockstep import training
     from lockstep.errors import TrainingFailure
+    from lockstep.training import loop as training
 
     def noting(guard: Callable) -> Callable:
         def noted(*arguments) -> None:

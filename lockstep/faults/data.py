@@ -77,7 +77,7 @@ def labels_shifted_twice(run):
 @fault(seen_in="ray-project/ray 31409", bug_class=DATA, cause="reported loss", first="loss of DP rank 1")
 def only_the_first_rank_reports(run):
     """The loss of every rank is reported as the first one's; training is right."""
-    from lockstep import training
+    from lockstep.training import loop as training
 
     gather = training._gather
 

@@ -10,10 +10,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep import torch_strategy
 from lockstep.faults.handles import Handles
 from lockstep.faults.planting import around, reduce_again
-from lockstep.torch_strategy import local
+from lockstep.training import torch_strategy
+from lockstep.training.torch_strategy import local
 
 
 class OwnChunk:
@@ -28,7 +28,7 @@ class OwnChunk:
 
 
 class TorchHandles(Handles):
-    """For every `lockstep.torch_strategy.TorchStrategy`."""
+    """For every `lockstep.training.torch_strategy.TorchStrategy`."""
 
     def gradients(self):
         for name, parameter in self.strategy.model.named_parameters():
@@ -107,7 +107,9 @@ class DDPHandles(TorchHandles):
         self._hook(divided)
 
     def reduce_in_bfloat16(self) -> None:
-        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
+            bf16_compress_hook,
+        )
 
         wrapped = DistributedDataParallel.__init__
 
@@ -187,7 +189,7 @@ class FSDPHandles(TorchHandles):
         self.run.patch(fsdp_strategy, "check_plan", lambda model: None)
 
     def sum_partition_function_again(self) -> None:
-        from lockstep import vocab_parallel_loss
+        from lockstep.training import vocab_parallel_loss
 
         reduce_again(self.run, vocab_parallel_loss, calls_per_loss=2, which=1, row=0)
 

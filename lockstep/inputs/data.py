@@ -1,0 +1,98 @@
+"""Corpus -> tokens -> packed windows -> the batch of one step and one DP rank.
+
+Everything is a function of (corpus, tokenizer, seq_length, seed, step, dp_rank): TP peers get the same batch, DP ranks get
+disjoint ones, no strategy is asked which, and how long a run trains does not matter. Documents are joined with a separator and
+cut into windows of seq_length + 1 tokens; there is no padding. Nothing here imports torch before a batch is made.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from lockstep.errors import UserError
+from lockstep.inputs.order import places
+from lockstep.inputs.token_cache import corpus_tokens
+from lockstep.inputs.tokens import InMemory, TokenFile
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A corpus cut into windows of `width` = seq_length + 1 tokens; what is left at its end is not used."""
+
+    tokens: InMemory | TokenFile
+    width: int
+    tokenizer_name: str
+    sha256: str  # of all tokens
+
+    @property
+    def num_windows(self) -> int:
+        return len(self.tokens) // self.width
+
+    def windows(self, indices: np.ndarray) -> np.ndarray:
+        """The windows (len(indices), width) int32."""
+        return np.stack([self.tokens.read(index * self.width, self.width) for index in indices.tolist()])
+
+
+def load_corpus(dataset_name: str, tokenizer, *, seq_length: int, windows_per_step: int, cache_folder: Path) -> Corpus:
+    """Tokenize and pack a whole corpus, or find its tokens in the cache folder (lockstep/inputs/token_cache.py).
+
+    Raises UserError when the text is missing, empty, or too short for the windows of one step.
+    """
+    tokens, sha256 = corpus_tokens(dataset_name, tokenizer, cache_folder)
+    corpus = Corpus(tokens, seq_length + 1, tokenizer.name, sha256)
+    if corpus.num_windows < windows_per_step:
+        raise UserError(
+            f"--dataset_name {dataset_name}: {len(tokens)} tokens are {corpus.num_windows} windows of {corpus.width}, one step "
+            f"needs {windows_per_step}; give more text, or lower --batch_size, --seq_length or --gradient_accumulation_steps"
+        )
+    return corpus
+
+
+@dataclass(frozen=True)
+class Batches:
+    """The windows of each step: a fresh permutation per epoch, cut into global batches, cut into DP shares."""
+
+    corpus: Corpus
+    seed: int
+    dp_size: int
+    batch_size: int
+    num_micro_batches: int
+
+    @property
+    def windows_per_step(self) -> int:
+        return self.dp_size * self.batch_size * self.num_micro_batches
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self.corpus.num_windows // self.windows_per_step
+
+    def windows(self, step: int, dp_rank: int) -> np.ndarray:
+        """The windows (num_micro_batches, batch_size, seq_length + 1) of one step (from 0) and one DP rank."""
+        epoch, position = divmod(step, self.steps_per_epoch)
+        share = self.batch_size * self.num_micro_batches
+        first = position * self.windows_per_step + dp_rank * share
+        chosen = self.corpus.windows(places(first, share, self.corpus.num_windows, seed=self.seed, epoch=epoch))
+        return chosen.reshape(self.num_micro_batches, self.batch_size, -1)
+
+    def micro_batches(self, step: int, dp_rank: int, device) -> list[tuple]:
+        """(input_ids, labels), each (batch_size, seq_length) int64 on the device, one pair per micro batch."""
+        import torch
+
+        windows = torch.from_numpy(self.windows(step, dp_rank).astype(np.int64)).to(device)
+        return [(window[:, :-1].contiguous(), window[:, 1:].contiguous()) for window in windows]
+
+
+def micro_batches_hash(micro_batches: list[tuple]) -> int:
+    """48 bits of SHA-256 over what a rank really feeds its model (48 so that a float64 can carry it)."""
+    digest = hashlib.sha256()
+    for input_ids, labels in micro_batches:
+        digest.update(input_ids.cpu().numpy().tobytes())
+        digest.update(labels.cpu().numpy().tobytes())
+    return int.from_bytes(digest.digest()[:6], "big")
+
+
+def global_batch_hash(hashes_by_dp_rank: list[int]) -> str:
+    """Hash of a step's global batch from the hashes of its DP shares, in order."""
+    return hashlib.sha256(" ".join(map(str, hashes_by_dp_rank)).encode()).hexdigest()[:16]

@@ -1,0 +1,84 @@
+"""Where a run's initial weights come from: a seed, a pretrained model, or a file; and the checks of that before the start."""
+
+import os
+from pathlib import Path
+
+from lockstep import files
+from lockstep.errors import UserError
+from lockstep.inputs import weight_files, weights
+from lockstep.inputs.architectures import BUILT_IN, hub_file
+from lockstep.inputs.weight_files import INDEX, TORCH_NAMES
+
+_SINGLE = "model.safetensors"
+
+
+def pretrained_file(model_name: str) -> Path:
+    """The weights of a model folder or hub id: model.safetensors, or the index of several files, all of them fetched.
+
+    Raises UserError where there are none.
+    """
+    where = f"--pretrained: {model_name}"
+    if model_name in BUILT_IN:
+        raise UserError(f"{where} is an architecture that is built in, without weights; give a model folder or a hub id")
+    folder = Path(os.path.expanduser(model_name))
+    if os.path.isdir(folder):
+        found = next((path for name in (_SINGLE, f"model{INDEX}") if (path := folder / name).exists()), None)
+        if found is None:
+            raise UserError(f"{where} has no {_SINGLE} and no model{INDEX}; save the model with save_pretrained")
+        return found.absolute()
+    single, problem = hub_file(model_name, _SINGLE)
+    if single is not None:
+        return single
+    index, _ = hub_file(model_name, f"model{INDEX}")
+    if index is None:
+        raise UserError(f"{where} has no weights to be had from the hub ({problem}); give a model folder with {_SINGLE}")
+    for shard in weight_files.shards(index, f"{where}, {index.name}"):
+        path, problem = hub_file(model_name, shard)
+        if path is None:
+            raise UserError(f"{where}: {shard} is not to be had from the hub ({problem}); fetch the model and give its folder")
+    return index
+
+
+def file_of(config) -> Path | None:
+    """The file that a run's weights are read from, before it saves them; None: they are drawn from the seed."""
+    if config.pretrained:
+        return pretrained_file(config.model_name)
+    return None if config.save_init_weights else config.init_weights_path
+
+
+def origin(config) -> str:
+    """Where a run's initial weights come from, in words that name no place on this machine (but a model folder)."""
+    if config.pretrained:
+        return f"pretrained weights of {config.model_name}"
+    path = file_of(config)
+    if path is None:
+        return f"random weights, seed {config.seed}"
+    about = weight_files.read(path, f"--init_weights_path {path}").about
+    return (about and about.source) or "weights of a file"
+
+
+def describe(config) -> str:
+    """The same for the first line of a run, with the file, and what is cast."""
+    path, shown = file_of(config), origin(config)
+    if path is None:
+        return shown
+    if not config.pretrained:
+        shown = f"weights of {path}" + ("" if shown == "weights of a file" else f" ({shown})")
+    dtypes = {stored.dtype for stored in weight_files.read(path, str(path)).tensors.values()} & TORCH_NAMES.keys() - {"F32"}
+    return shown + (f", {' and '.join(sorted(TORCH_NAMES[dtype] for dtype in dtypes))} cast to float32" if dtypes else "")
+
+
+def check(config, architecture: dict) -> None:
+    """Raise UserError unless this run can start from what it is asked to start from, and save what it is asked to save."""
+    path = config.init_weights_path
+    if config.save_init_weights:
+        if config.strategy != "ddp":
+            raise UserError("--save_init_weights: only train_ddp.py writes initial weights; run it first, then load them here")
+        if path is None:
+            raise UserError("--save_init_weights needs --init_weights_path, the file to write")
+        weights.check_new(path, architecture, origin(config), overwrite=config.overwrite)
+        files.require_writable_file(path, "--init_weights_path")
+    start = file_of(config)
+    if start is not None:
+        option = "--pretrained" if config.pretrained else "--init_weights_path"
+        weights.check(start, architecture, option=option, fewer_layers=config.num_layers is not None)

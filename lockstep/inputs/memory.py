@@ -1,0 +1,58 @@
+"""Does the model fit? The least that its parameters, gradients and optimizer state take, against what this machine has.
+
+A lower bound: activations and what torch itself takes come on top. A model far too large is refused at once, in one line,
+and not by a kill from the kernel once the workers have started. Nothing here imports torch.
+"""
+
+import math
+import os
+from pathlib import Path
+
+from lockstep.errors import UserError
+from lockstep.inputs.architectures import parameter_shapes
+
+CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # of versions 2 and 1
+
+
+def require(config, architecture: dict, workers_here: int) -> None:
+    """Raise UserError if this machine has less memory than the run's workers here are sure to need.
+
+    Looks at main memory only, and not where RAY_ADDRESS names a cluster, whose size is not this machine's.
+    """
+    if os.environ.get("RAY_ADDRESS"):
+        return
+    parameters = sum(math.prod(shape) for shape in parameter_shapes(architecture).values())
+    needed, has = least_bytes(config, parameters) * workers_here // config.num_workers, machine_bytes()
+    if needed > has:
+        raise UserError(
+            f"--model_name {config.model_name}: {parameters:.3g} parameters, with gradients and optimizer state over "
+            f"{config.num_workers} workers, need at least {needed / 1e9:.3g} GB of memory, and this machine has "
+            f"{has / 1e9:.3g} GB; choose a smaller model or lower --num_layers"
+        )
+
+
+def least_bytes(config, parameters: int) -> int:
+    """Bytes of main memory that all workers of a run with so many parameters need together, at the least.
+
+    Every worker builds the whole model in float32 first. Then DDP holds everything in each worker, the other two at least once
+    over all; the reference is one process in float64. On GPUs, training takes none of it.
+    """
+    copies = 4 if config.optimizer == "adamw" else 2  # parameters, gradients, two moments
+    if config.strategy == "reference":
+        return parameters * 8 * copies
+    build = parameters * 4 * config.num_workers
+    if config.device == "cuda":
+        return build
+    size = 2 if config.precision == "bf16" else 4
+    return max(build, parameters * size * copies * (config.dp_size if config.strategy == "ddp" else 1))
+
+
+def machine_bytes() -> int:
+    """Main memory of this machine, or of the container that this process runs in."""
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for path in CGROUP_LIMITS:
+        try:
+            limits.append(int(Path(path).read_text()))
+        except (OSError, ValueError):  # another version of cgroups, or "max"
+            continue
+    return min(limits)

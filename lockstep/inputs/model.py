@@ -1,0 +1,45 @@
+"""Build the model: a Hugging Face causal LM in float32 on the CPU, unsharded, from a seed or from a weights file."""
+
+import contextlib
+import copy
+from pathlib import Path
+
+import torch
+
+from lockstep.inputs import weights
+
+
+def build_model(
+    architecture: dict, *, seed: int, attn_impl: str, init_weights_path: Path | None
+) -> tuple[torch.nn.Module, dict[str, str] | None]:
+    """The model, and the checksums of the weights file it was filled from (None if it came from the seed).
+
+    Every rank that calls this with the same arguments holds the same weights; sharding comes later.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    config = transformers_config(architecture)
+    torch.manual_seed(seed)
+    with no_init_weights() if init_weights_path else contextlib.nullcontext():
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attn_impl)
+    model.tie_weights()
+    model.train()
+    sums = weights.load(init_weights_path, model) if init_weights_path else None
+    return model, sums
+
+
+def transformers_config(architecture: dict):
+    """The config of a model as transformers has it. Raises whatever transformers raises for what it does not want."""
+    from transformers import AutoConfig
+
+    fields = {key: value for key, value in architecture.items() if key not in ("model_type", "dtype", "torch_dtype")}
+    return AutoConfig.for_model(architecture["model_type"], **copy.deepcopy(fields))  # it writes into the rope's dict
+
+
+def causal_lm_loss(model: torch.nn.Module, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy over all B x S positions, in float32; `labels` (B, S) are already shifted by one.
+
+    Goes through the model's own `loss_function`, which a strategy with sharded logits replaces.
+    """
+    return model(input_ids=input_ids, labels=labels, shift_labels=labels, use_cache=False).loss

@@ -1,0 +1,223 @@
+"""config.json: what it must say for a model that is computed here, and what it may say that would be another model.
+
+A key is one of four things:
+
+    known       what transformers builds the family's model from: checked here, and all that is passed on
+    harmless    about files, labels, outputs or generation: nothing that training computes
+    refused     what would be another model, or what no strategy here does (lockstep/inputs/refusals.py)
+    unknown     anything else. transformers builds the model without it, and so do the strategies and the reference; the
+                banner of a run names them, and lockstep/inputs/model_check.py holds the reference against transformers' own model
+                built with them
+
+Nothing here imports torch or transformers.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, Field
+
+from lockstep.errors import UserError, printable
+from lockstep.inputs import refusals
+from lockstep.schemas import Strict, validate
+
+REMEDY = "correct it, or fetch the model again"
+FAMILIES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
+REQUIRED = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "max_position_embeddings", "initializer_range",
+)  # fmt: skip
+QWEN3_HEAD_DIM = 128  # of transformers' Qwen3Config, where the file has none
+# Elementwise, without parameters, in the dtype of their input: what a tensor-parallel shard and float64 can do as well.
+# Not xielu and prelu, which have parameters.
+ACTIVATIONS = (
+    "gelu", "gelu_10", "gelu_accurate", "gelu_fast", "gelu_new", "gelu_python", "gelu_python_tanh", "gelu_pytorch_tanh",
+    "hardswish", "laplace", "leaky_relu", "linear", "mish", "quick_gelu", "relu", "relu2", "relu6", "sigmoid", "silu",
+    "sqrtsoftplus", "swish", "tanh",
+)  # fmt: skip
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+Positive = Annotated[float, Field(gt=0, le=1e30, allow_inf_nan=False)]
+TokenId = Annotated[int, Field(ge=0, lt=2**24)]
+TokenIds = TokenId | Annotated[list[TokenId], Field(min_length=1, max_length=1024)] | None
+Length = Annotated[int, Field(ge=1, le=2**31)]
+Heads = Annotated[int, Field(ge=1, le=2**12)]
+HeadDim = Annotated[int, Field(ge=2, le=2**12)]
+RopeType = Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional"]
+Factors = Annotated[list[Positive], Field(min_length=1, max_length=2**11)]
+
+
+class Rope(Strict):
+    """`rope_parameters`, or `rope_scaling` as it was called before. Which keys go with which type: ROPE_KEYS."""
+
+    rope_type: RopeType | None = None
+    type: RopeType | None = None
+    rope_theta: Annotated[Positive, Field(gt=1)] | None = None
+    factor: Annotated[Positive, Field(ge=1)] | None = None
+    original_max_position_embeddings: Annotated[int, Field(ge=2, le=2**31)] | None = None
+    attention_factor: Positive | None = None
+    beta_fast: Positive | None = None
+    beta_slow: Positive | None = None
+    mscale: Positive | None = None
+    mscale_all_dim: Positive | None = None
+    truncate: bool | None = None
+    short_factor: Factors | None = None
+    long_factor: Factors | None = None
+    low_freq_factor: Positive | None = None
+    high_freq_factor: Positive | None = None
+    partial_rotary_factor: Annotated[Positive, Field(le=1)] | None = None
+
+
+# type -> (keys that must be there, keys that may be). transformers passes over a key of another type with a warning.
+ROPE_KEYS = {
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "dynamic": (("factor",), ()),
+    "yarn": (("factor",), ("original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
+                           "mscale_all_dim", "truncate")),
+    "longrope": (("short_factor", "long_factor"), ("factor", "original_max_position_embeddings", "attention_factor")),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor"), ("original_max_position_embeddings",)),
+    "proportional": ((), ("factor", "partial_rotary_factor")),
+}  # fmt: skip
+
+
+class _Common(Strict):
+    """What transformers builds all three families from."""
+
+    model_config = ConfigDict(extra="ignore")  # the unknown keys: see above
+
+    model_type: Literal[tuple(FAMILIES)]
+    vocab_size: Annotated[int, Field(ge=2, le=2**24)]
+    hidden_size: Annotated[int, Field(ge=1, le=2**18)]
+    intermediate_size: Annotated[int, Field(ge=1, le=2**20)]
+    num_hidden_layers: Annotated[int, Field(ge=1, le=1024)]
+    num_attention_heads: Heads
+    num_key_value_heads: Heads | None
+    hidden_act: Literal[ACTIVATIONS] = "silu"
+    max_position_embeddings: Length
+    initializer_range: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
+    rms_norm_eps: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 1e-6
+    tie_word_embeddings: bool = False
+    rope_theta: Annotated[Positive, Field(gt=1)] = 10000.0
+    rope_parameters: Rope | None = None
+    rope_scaling: Rope | None = None
+    original_max_position_embeddings: Annotated[int, Field(ge=2, le=2**31)] = 2
+    attention_dropout: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.0
+    pad_token_id: TokenId | None = None
+    bos_token_id: TokenIds = None
+    eos_token_id: TokenIds = None
+
+
+class _Windowed(_Common):
+    use_sliding_window: bool = False
+    sliding_window: Length | None = 4096
+    max_window_layers: Annotated[int, Field(ge=0, le=2**31)] = 28
+    layer_types: Annotated[list[Literal[FULL, SLIDING]], Field(max_length=1024)] | None = None
+
+
+class Qwen2(_Windowed):
+    head_dim: HeadDim = 2  # not a field of Qwen2Config, and read by Qwen2Attention all the same
+
+
+class Qwen3(_Windowed):
+    head_dim: HeadDim = QWEN3_HEAD_DIM
+    attention_bias: bool = False
+
+
+class Llama(_Common):
+    head_dim: HeadDim | None = None
+    attention_bias: bool = False
+    mlp_bias: bool = False
+
+
+SCHEMAS = {"qwen2": Qwen2, "qwen3": Qwen3, "llama": Llama}
+HARMLESS = frozenset((
+    "architectures", "transformers_version", "torch_dtype", "dtype", "_name_or_path", "name_or_path", "use_cache",
+    "return_dict", "output_attentions", "output_hidden_states", "problem_type", "id2label", "label2id", "num_labels",
+    "attn_implementation", "_attn_implementation", "_attn_implementation_autoset", "_attn_implementation_internal",
+    "gradient_checkpointing", "pretraining_tp", "tokenizer_class", "_commit_hash",
+))  # fmt: skip
+
+
+def checked(content: dict, where: str) -> tuple[dict, list[str]]:
+    """The known keys of a config.json, as given there, and the names of its unknown keys.
+
+    `num_key_value_heads` and `head_dim` are filled in where transformers' default is not hidden_size / heads. Raises
+    UserError, beginning with `where`, for the first thing that is wrong, that no strategy does, or that contradicts itself.
+    """
+    family = content.get("model_type")
+    if not isinstance(family, str) or family not in FAMILIES:
+        raise UserError(
+            f"{where}: model_type is {printable(repr(family), 60)}, and the tensor-parallel plan covers only "
+            f"{', '.join(FAMILIES)}; choose a Qwen2, Qwen2.5, Qwen3 or Llama model"
+        )
+    optional = ("num_key_value_heads",) if family == "llama" else ()
+    missing = next((key for key in REQUIRED if key not in content and key not in optional), None)
+    if missing:
+        raise UserError(f"{where} gives no {missing}; fetch the model again")
+    ruled = refusals.refuse(content, family, FAMILIES[family], where)
+    model = validate(SCHEMAS[family], {"num_key_value_heads": None, **content}, where, REMEDY)
+    known = {key: content[key] for key in type(model).model_fields if key in content}
+    if model.num_key_value_heads is None:
+        known["num_key_value_heads"] = model.num_attention_heads
+    if family == "qwen3":
+        known["head_dim"] = model.head_dim
+    _consistent(model, known, where)
+    return known, sorted(set(content) - set(known) - HARMLESS - ruled)
+
+
+def _consistent(model: _Common, known: dict, where: str) -> None:
+    """Raise UserError for values that are right each for itself and do not go together."""
+
+    def refuse(key: str, why: str) -> None:
+        raise UserError(f"{where}: {key} is {printable(repr(known[key]), 60)}: {why}; {REMEDY}")
+
+    heads, hidden = model.num_attention_heads, model.hidden_size
+    if heads % known["num_key_value_heads"]:
+        refuse("num_key_value_heads", f"it does not divide num_attention_heads, {heads}")
+    if "head_dim" not in known and hidden % heads:
+        refuse("hidden_size", f"num_attention_heads, {heads}, does not divide it, and there is no head_dim")
+    head_dim = known.get("head_dim") or hidden // heads
+    if head_dim % 2:
+        refuse("head_dim" if known.get("head_dim") else "hidden_size", f"heads of {head_dim} cannot be rotated in pairs")
+    for key in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        ids = known.get(key)
+        if any(each >= model.vocab_size for each in (ids if isinstance(ids, list) else [ids]) if each is not None):
+            refuse(key, f"the vocabulary has {model.vocab_size} entries, from 0 on")
+    if isinstance(model, _Windowed):
+        _consistent_windows(model, refuse)
+    if model.rope_parameters and model.rope_scaling and known["rope_parameters"] != known["rope_scaling"]:
+        refuse("rope_scaling", "rope_parameters says something else; keep one of them")
+    for key in ("rope_parameters", "rope_scaling"):
+        if known.get(key):
+            _consistent_rope(getattr(model, key), head_dim, lambda why, key=key: refuse(key, why))
+
+
+def _consistent_windows(model: _Windowed, refuse) -> None:
+    if model.use_sliding_window and model.sliding_window is None:
+        refuse("use_sliding_window", "there is no sliding_window; set use_sliding_window to false, or give one")
+    if model.layer_types is not None:
+        if len(model.layer_types) != model.num_hidden_layers:
+            refuse("layer_types", f"{len(model.layer_types)} layers, and num_hidden_layers is {model.num_hidden_layers}")
+        if SLIDING in model.layer_types and not model.use_sliding_window:
+            refuse("layer_types", f"{SLIDING} without use_sliding_window; set it to true, or have {FULL} only")
+
+
+def _consistent_rope(rope: Rope, head_dim: int, refuse) -> None:
+    kind = rope.rope_type or rope.type or "default"
+    if rope.type not in (None, kind):
+        refuse(f"its type is {rope.type}, its rope_type {kind}")
+    must, may = ROPE_KEYS[kind]
+    given = {key for key in rope.model_fields_set if key not in ("rope_type", "type", "rope_theta")}
+    missing = next((key for key in must if getattr(rope, key) is None), None)
+    foreign = next((key for key in sorted(given - {*must, *may}) if getattr(rope, key) is not None), None)
+    if missing:
+        refuse(f"rope type {kind} needs {missing}")
+    if foreign:
+        refuse(f"{foreign} means nothing to rope type {kind}")
+    if kind == "llama3" and rope.high_freq_factor <= rope.low_freq_factor:
+        refuse("high_freq_factor must be above low_freq_factor")
+    if kind == "yarn" and (rope.beta_fast or 32) <= (rope.beta_slow or 1):
+        refuse("beta_fast (32 where it is missing) must be above beta_slow (1)")
+    for key in ("short_factor", "long_factor") if kind == "longrope" else ():
+        if len(getattr(rope, key)) != head_dim // 2:
+            refuse(f"{key} has {len(getattr(rope, key))} numbers, and heads of {head_dim} need {head_dim // 2}")

@@ -1,0 +1,71 @@
+"""May two runs be compared at all? What must agree before any verdict on their losses."""
+
+from lockstep.errors import UserError
+from lockstep.training.contract import KNOWN_DIFFERENCES, contract_difference
+from lockstep.training.history import History, not_finite
+
+# Entries of the configuration that are one meaning of "the same training"; strategy and mesh may differ, paths may, too.
+SAME = (
+    "precision", "optimizer", "learning_rate", "weight_decay", "max_grad_norm", "gradient_accumulation_steps",
+    "dp_size", "batch_size", "seq_length",
+)  # fmt: skip
+
+
+def require_comparable(baseline: History, other: History, *, same_weights: bool = True) -> None:
+    """Raise UserError naming the first thing in which two runs differ that no verdict may overlook.
+
+    Initial weights (`same_weights=False`: may differ), batches, length and contract. A run that ended in a NaN is comparable: it fails.
+    """
+    pair = f"{other.run['label']} and {baseline.run['label']} cannot be compared"
+    for history in (baseline, other):
+        broken = any(not_finite(step) for step in history.steps)
+        whole = history.ended == "finished" and len(history.steps) == history.run["num_steps"]
+        if not whole and not broken:
+            why = history.ended or "it was killed or is still running"
+            raise UserError(
+                f"{pair}: {history.run['label']} has {len(history.steps)} of {history.run['num_steps']} steps "
+                f"({why}); run it again"
+            )
+    if other.run["num_steps"] != baseline.run["num_steps"]:
+        raise UserError(f"{pair}: {other.run['num_steps']} steps against {baseline.run['num_steps']}; use one --debug_steps")
+    if same_weights and other.weights["initial_sha256"] != baseline.weights["initial_sha256"]:
+        raise UserError(f"{pair}: they started from different weights; give all runs one --init_weights_path")
+    for mine, theirs in zip(other.steps, baseline.steps, strict=False):
+        if mine["batch_hash"] != theirs["batch_hash"]:
+            raise UserError(
+                f"{pair}: step {mine['step']} was trained on different batches; use one corpus, seed, batch size and dp_size"
+            )
+    if other.run["architecture"] != baseline.run["architecture"]:
+        raise UserError(f"{pair}: their models differ; use one --model_name and --num_layers")
+    for key in SAME:
+        mine, theirs = other.run["config"][key], baseline.run["config"][key]
+        if mine != theirs:
+            raise UserError(f"{pair}: they were configured differently, {key} is {mine!r} against {theirs!r}; use one --{key}")
+    # a run that broke down in its first step has no contract; it fails for that
+    both = baseline.contract is not None and other.contract is not None
+    difference = contract_difference(baseline.contract, other.contract, KNOWN_DIFFERENCES) if both else ""
+    if difference:
+        raise UserError(f"{pair}: their effective contracts differ, {difference}; run both with the same options")
+    if other.run["versions"] != baseline.run["versions"]:
+        raise UserError(
+            f"{pair}: versions {other.run['versions']} against {baseline.run['versions']}; run both in one environment"
+        )
+
+
+def require_control(baseline: History, control: History) -> None:
+    """Raise UserError unless `control` is the baseline's run but for its initial weights."""
+    again = "make it again with train_ddp.py --noise_control and the baseline's flags"
+    try:
+        require_comparable(baseline, control, same_weights=False)
+    except UserError as error:
+        raise UserError(f"{error}; the control run is not the baseline's: {again}") from error
+    broken = next((step["step"] for step in control.steps if not_finite(step)), None)
+    if broken is not None:
+        raise UserError(f"{control.run['label']} broke down in step {broken} and shows no noise; lower --learning_rate, or leave it out")
+    for mine, theirs in zip(control.steps, baseline.steps, strict=True):
+        if mine["learning_rate"] != theirs["learning_rate"]:
+            raise UserError(f"{control.run['label']} has another learning rate in step {mine['step']} than the baseline; {again}")
+    if control.weights.get("moved") != baseline.weights.get("moved"):
+        raise UserError(f"{control.run['label']} trained other tensors than the baseline; {again}")
+    if control.weights["initial_sha256"] == baseline.weights["initial_sha256"]:
+        raise UserError(f"{control.run['label']} started from the baseline's own weights and shows no noise; {again}")

@@ -1,0 +1,156 @@
+"""What a person sees of a comparison: the statistics block and the figure."""
+
+from pathlib import Path
+
+from lockstep.errors import printable
+from lockstep.files import write_atomically
+from lockstep.losses.curves import (
+    DERIVED_STEPS,
+    FAIL,
+    NOT_JUDGED,
+    PASS,
+    Tolerance,
+    Verdict,
+)
+from lockstep.training.contract import KNOWN_DIFFERENCES
+from lockstep.training.history import History
+
+_WIDE, _RULE = "=" * 60, "-" * 60
+COLORS = {"ddp": "black", "deepspeed": "tab:orange", "fsdp": "tab:blue"}
+
+
+def statistics(histories: dict[str, History]) -> str:
+    """Initial, final, smallest and mean loss of each run."""
+    lines = [_WIDE, "LOSS CURVE STATISTICS", _WIDE]
+    for history in histories.values():
+        losses = [step["loss"] for step in history.steps]
+        lines += [
+            "",
+            f"{history.run['label']}:",
+            f"  Initial loss: {losses[0]:.6f}",
+            f"  Final loss:   {losses[-1]:.6f}",
+            f"  Min loss:     {min(losses):.6f}",
+            f"  Mean loss:    {sum(losses) / len(losses):.6f}",
+        ]
+    return "\n".join(lines)
+
+
+def differences(verdicts: list[Verdict]) -> str:
+    lines = ["", _RULE, "Differences from DDP baseline:"]
+    for verdict in verdicts:
+        lines += [
+            "",
+            f"{verdict.label}:",
+            f"  Max abs diff:  {verdict.max_abs_diff:.6f}",
+            f"  Mean abs diff: {verdict.mean_abs_diff:.6f}",
+            f"  Final diff:    {verdict.final_diff:.6f}",
+        ]
+    return "\n".join(lines)
+
+
+def verdict_block(histories: dict[str, History], verdicts: list[Verdict], tolerance: Tolerance, *, controlled: bool) -> str:
+    """The verdict on loss and gradient norm of each strategy, each number beside what is tolerated, and what was trained."""
+    run = histories["ddp"].run
+    versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
+    lines = ["", _RULE, f"{_title(run)}, {run['num_steps']} steps; {printable(versions, 300)}"]
+    lines += [f"Verdict (docs/precision.md). Tolerated: {tolerance.reason}"]
+    for verdict in verdicts:
+        lines += [
+            "",
+            f"{verdict.label}: {verdict.outcome}",
+            f"  loss       {_word(verdict, verdict.red_loss_step)}  "
+            f"first {abs(verdict.first_diff):.1e} (<= {tolerance.first:.1e})  "
+            f"max {verdict.max_abs_diff:.1e} (<= {tolerance.maximum:.1e}) at step {verdict.worst_step}  "
+            f"mean {verdict.mean_abs_diff:.1e} (<= {tolerance.mean:.1e})",
+            f"  grad norm  {_word(verdict, verdict.red_grad_norm_step)}  "
+            f"max relative {verdict.max_grad_norm_diff:.1e} (<= {max(tolerance.grad_norm):.1e}) "
+            f"at step {verdict.worst_grad_norm_step}",
+            *(
+                f"  {what} too far from step {step} on"
+                for what, step in (("loss", verdict.red_loss_step), ("grad norm", verdict.red_grad_norm_step))
+                if step is not None and step <= verdict.certain
+            ),
+            *(f"  FAIL  {printable(problem, 400)}" for problem in verdict.problems),
+        ]
+    if tolerance.doubt:
+        lines += ["", f"Not judged: {tolerance.doubt}"]
+    longest = max(len(history.steps) for history in histories.values())
+    if longest > DERIVED_STEPS and not controlled:
+        lines += ["", f"Note: the tolerances are derived for {DERIVED_STEPS} steps; in {longest}, correct runs may drift further."]
+    contracts = {history.run["label"]: history.contract for history in histories.values() if history.contract}
+    for key in KNOWN_DIFFERENCES:
+        values = {label: contract.get(key) for label, contract in contracts.items()}
+        if len({str(value) for value in values.values()}) > 1:
+            lines += ["", f"Note: {key} differs by strategy ({printable(values, 400)}); see docs/findings.md."]
+    return "\n".join(lines)
+
+
+def _word(verdict: Verdict, red: int | None) -> str:
+    if red is not None and red <= verdict.certain:
+        return FAIL
+    return NOT_JUDGED if verdict.doubt else PASS
+
+
+def _title(run: dict) -> str:
+    """What was trained, in a line that a terminal can be given."""
+    config = run["config"]
+    return (
+        f"{printable(config['model_name'], 60)}, {run['architecture']['num_hidden_layers']} layers, "
+        f"{config['precision']}, learning rate {config['learning_rate']:g}"
+    )
+
+
+def _drawable(text: str) -> str:
+    """Text that matplotlib shows as it is: no formula between two dollars, no character that its font lacks."""
+    return text.encode("ascii", "backslashreplace").decode().replace("$", r"\$")
+
+
+# a log axis has no zero: exact agreement is drawn at the bottom, one float64 rounding of the loss
+LOWEST = 2.0**-50
+
+
+def _gaps(baseline: History, other: History) -> list[float]:
+    pairs = zip(baseline.steps, other.steps, strict=False)
+    return [max(abs(theirs["loss"] - mine["loss"]), LOWEST) for mine, theirs in pairs]
+
+
+def draw(histories: dict[str, History], control: History | None, tolerance: Tolerance | None, path: Path) -> None:
+    """Two panels: the loss curves; the absolute difference from DDP on a log axis, with the tolerance.
+
+    A control run's difference is drawn as the noise floor.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (top, bottom) = pyplot.subplots(2, 1, figsize=(8, 7), sharex=True, height_ratios=(3, 2), layout="constrained")
+    widths = {"ddp": 3.5, "deepspeed": 2.0, "fsdp": 0.9}  # thinner on top: curves that agree stay visible
+    for name, history in histories.items():
+        steps = [step["step"] for step in history.steps]
+        losses = [step["loss"] for step in history.steps]
+        top.plot(steps, losses, color=COLORS[name], linewidth=widths[name], label=_drawable(history.run["label"]))
+        if name != "ddp" and "ddp" in histories:
+            gaps = _gaps(histories["ddp"], history)
+            bottom.plot(steps[: len(gaps)], gaps, ".", markersize=4, color=COLORS[name], label=_drawable(history.run["label"]))
+    if control is not None and "ddp" in histories:
+        lowest = bottom.dataLim.y0 if bottom.lines else LOWEST
+        gaps = [max(gap, lowest) for gap in _gaps(histories["ddp"], control)]
+        label = "noise floor: DDP, weights one rounding off"
+        bottom.fill_between(range(1, len(gaps) + 1), lowest, gaps, color="0.85", step="mid", label=label, zorder=0)
+    top.set_ylabel("loss, mean over DP ranks (nats)")
+    top.set_title(_drawable(_title(next(iter(histories.values())).run)))
+    top.legend()
+    if tolerance is not None:
+        steps = range(1, len(tolerance.loss) + 1)
+        bottom.plot(steps, tolerance.loss, color="tab:red", linestyle="--", label=f"tolerated: up to {tolerance.maximum:.1e}")
+        bottom.axhline(tolerance.mean, color="tab:red", linestyle=":", label=f"tolerated in the mean: {tolerance.mean:.1e}")
+    bottom.set_yscale("log")
+    bottom.set_ylabel("|loss - DDP's loss| (nats)")
+    bottom.set_xlabel("step")
+    if bottom.lines:
+        bottom.legend(fontsize="small")
+    for axes in (top, bottom):
+        axes.grid(alpha=0.3)
+    write_atomically(path, lambda temporary: figure.savefig(temporary, dpi=120, format=path.suffix[1:]))
+    pyplot.close(figure)

@@ -1,0 +1,185 @@
+"""How far may the losses of two correct runs be apart? Tolerances with their reasons. No distributed.
+
+docs/precision.md derives the numbers and measures the noise they are made of.
+"""
+
+import math
+from dataclasses import asdict, dataclass, replace
+
+from lockstep.errors import UserError
+from lockstep.losses.comparable_curves import require_control
+from lockstep.losses.control import (
+    CONTROL_FACTOR,
+    WORST_RATIO,
+    Noise,
+    damage,
+    envelope,
+    instability,
+    loss_gap,
+    norm_gap,
+)
+from lockstep.training.history import History, not_finite
+
+MEAN_SPACINGS, RANK_SPACINGS = 2, 5  # of float32, between the losses of two correct runs: mean over DP ranks, one rank
+DERIVED_STEPS = 100  # what the growth factors below were measured over
+TRAINED_SPREAD = 4.0  # standard deviation of a trained model's logits, at most
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Bounds on |loss - DDP's loss| in nats, of every step and of the mean over steps, and on the relative difference of
+    every step's gradient norm. `doubt` says why the control run is no measure of rounding: then only the bounds of the first
+    `certain` steps can fail a run, which hold without a control run."""
+
+    loss: tuple[float, ...]
+    mean: float
+    grad_norm: tuple[float, ...]
+    reason: str
+    certain: int
+    doubt: str = ""
+
+    @property
+    def first(self) -> float:
+        return self.loss[0]
+
+    @property
+    def maximum(self) -> float:
+        return max(self.loss)
+
+    def as_dict(self) -> dict:
+        return {**asdict(self), "first": self.first, "maximum": self.maximum}
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How a tolerance follows from a run: the first loss may be off by its rounding noise; training amplifies that."""
+
+    growth: float  # largest difference over up to 100 steps / first difference
+    mean_growth: float
+    grad_norm: float
+    first_grad_norm: float  # allowed at any step, however little the control run shows
+    reason: str
+
+
+# The one table of tolerances.
+RULES = {
+    "fp32": Rule(
+        growth=10,
+        mean_growth=2,
+        grad_norm=1e-5,
+        first_grad_norm=1e-6,
+        reason="only the order of float32 sums differs: two float32 spacings of the first loss, ten times that in "
+        "100 steps; the gradient norm is summed in float64 from gradients that differ by a few roundings of 6e-8",
+    ),
+    "autocast": Rule(
+        growth=10,
+        mean_growth=2.5,
+        grad_norm=1e-2,
+        first_grad_norm=1e-3,
+        reason="every bfloat16 product is rounded by a relative 2^-9: the mean loss of N tokens carries noise of at most "
+        "5 x 2^-9 x (spread of the logits) / sqrt(N); four standard deviations of the difference of two runs, ten "
+        "times that in 100 steps; the gradient norm starts within 3e-4 and is amplified likewise",
+    ),
+}
+
+
+FIRST_GRAD_NORM_BF16 = 8e-3  # bf16 has no rule; weights and residuals are rounded, too
+
+
+def tolerance_for(baseline: History, control: History | None = None) -> Tolerance:
+    """The tolerance for comparing other runs with this one; `control` is the same run from weights one rounding off.
+
+    With a control run every step is allowed CONTROL_FACTOR times as much as rounding has moved the control run by then.
+    RULES cap that, as long as correct runs can be expected to stay within them: where WORST_RATIO times the control's
+    difference does, and only for runs and lengths that they are derived for. What RULES give for the first step is always
+    allowed, and there no more: only the control run starts from other weights. A control run that shows something else than
+    rounding leaves a doubt. Raises UserError where there is neither a rule nor a control run, and for a control run of
+    something else.
+    """
+    rule, noise, norm_noise = rule_and_noise(baseline)
+    fixed = _derived(rule, noise.floor, len(baseline.steps)) if rule else None
+    if control is None:
+        if fixed is None:
+            precision = baseline.run["config"]["precision"]
+            kind = f"--precision {precision}" + (" and weights that are not fresh" if precision in RULES else "")
+            raise UserError(
+                f"no tolerance is derived for {kind}, so there is no verdict; add a control run "
+                f"(train_ddp.py --noise_control), or compare with --precision {'fp32' if precision in RULES else ' or '.join(RULES)}"
+            )
+        return fixed
+    require_control(baseline, control)
+    if any(not_finite(step) for step in baseline.steps):  # it fails by itself; its control says nothing
+        nothing = (0.0,) * len(baseline.steps)
+        return fixed or Tolerance(nothing, 0.0, nothing, "nothing: DDP broke down", len(nothing))
+    pairs = list(zip(baseline.steps, control.steps, strict=True))
+    gaps, norms = [loss_gap(*pair) for pair in pairs], [norm_gap(*pair) for pair in pairs]
+    reason = f"{CONTROL_FACTOR} times what one rounding of the initial weights did to DDP's own run by that step"
+    mean = [sum(gaps) / len(gaps)]
+    if fixed is None:
+        shown = Tolerance(_bounds(envelope(gaps)), *_bounds(mean), _bounds(envelope(norms)), reason, len(pairs))
+    else:
+        caps = (fixed.maximum, fixed.mean, rule.grad_norm) if len(pairs) <= DERIVED_STEPS else (math.inf,) * 3
+        later = _bounds(envelope(gaps), fixed.first, caps[0])[1:]
+        norm = _bounds(envelope(norms), rule.first_grad_norm, caps[2])
+        shown = Tolerance((fixed.first, *later), *_bounds(mean, fixed.first, caps[1]), norm, f"{reason}; {rule.reason}", len(pairs))
+    doubt = damage(gaps, noise) or damage(norms, norm_noise) or instability(gaps, noise, [step["loss"] for step in baseline.steps])
+    return replace(shown, doubt=doubt, certain=1 if fixed else 0) if doubt else shown
+
+
+def _bounds(gaps: list[float], least: float = 0.0, cap: float = math.inf) -> tuple[float, ...]:
+    """CONTROL_FACTOR times the gap, at least `least`, at most `cap` where WORST_RATIO times the gap is within."""
+    bounds = ((gap, max(CONTROL_FACTOR * gap, least)) for gap in gaps)
+    return tuple(min(bound, cap) if WORST_RATIO * gap <= cap else bound for gap, bound in bounds)
+
+
+def _derived(rule: Rule, first: float, steps: int) -> Tolerance:
+    """What RULES say when the first losses may be `first` nats apart."""
+    losses = (first, *[rule.growth * first] * (steps - 1))
+    return Tolerance(losses, rule.mean_growth * first, (rule.grad_norm,) * steps, rule.reason, steps)
+
+
+def rule_and_noise(baseline: History) -> tuple[Rule | None, Noise, Noise]:
+    """The rule that holds for this run, if any, and what rounding does to its first loss and gradient norm."""
+    config, step = baseline.run["config"], baseline.steps[0]
+    precision, tokens = config["precision"], tokens_per_step(config)
+    fresh = is_fresh(baseline)
+    rule = RULES.get(precision) if fresh or precision == "fp32" else None
+    if rule or fresh:
+        floor = loss_noise("fp32" if precision == "fp32" else "autocast", step["loss"], baseline.run["architecture"], tokens)
+    else:
+        floor = _bfloat16_noise(TRAINED_SPREAD, tokens)
+    norm = FIRST_GRAD_NORM_BF16 if precision == "bf16" else RULES[precision].first_grad_norm
+    half_spacing = 2.0**-24 if precision == "fp32" else 2.0**-8  # what a weight is moved by, relative to it
+    first = WORST_RATIO * floor + half_spacing * step["grad_norm"]  # weights of at most 1, all moved as the gradient points
+    return rule, Noise("loss", floor, first, 100, 64, " nats"), Noise("gradient norm", norm, 8 * norm, 250, 250, " of it")
+
+
+def tokens_per_step(config: dict) -> int:
+    """Tokens of a global batch."""
+    return config["dp_size"] * config["batch_size"] * config["gradient_accumulation_steps"] * config["seq_length"]
+
+
+def is_fresh(baseline: History) -> bool:
+    """Whether the model was random when the run began: its first loss is then that of logits that know nothing of the labels,
+    ln(vocabulary) + spread^2 / 2, give or take three times the spread. Of other weights the spread of the logits is not known.
+    """
+    architecture = baseline.run["architecture"]
+    spread = fresh_spread(architecture)
+    expected = math.log(architecture["vocab_size"]) + spread**2 / 2
+    return not baseline.run["config"].get("pretrained") and abs(baseline.steps[0]["loss"] - expected) <= 3 * spread
+
+
+def fresh_spread(architecture: dict) -> float:
+    """Standard deviation of the logits of a fresh model: normed activations times rows of initializer_range."""
+    return architecture["initializer_range"] * math.sqrt(architecture["hidden_size"])
+
+
+def loss_noise(precision: str, loss: float, architecture: dict, num_tokens: int, *, spacings: int = MEAN_SPACINGS) -> float:
+    """By how much the mean losses (nats) of two correct runs over the same tokens may differ by rounding alone."""
+    if precision == "fp32":
+        return spacings * 2.0 ** (math.floor(math.log2(loss)) - 23) if 0 < loss < math.inf else 2.0**-23
+    return _bfloat16_noise(fresh_spread(architecture), num_tokens)
+
+
+def _bfloat16_noise(spread: float, num_tokens: int) -> float:
+    return 4 * math.sqrt(2) * 5 * 2.0**-9 * spread / math.sqrt(num_tokens)

@@ -1,0 +1,175 @@
+"""The file of one captured step, written by all ranks: a safetensors file with full tensors.
+
+Every rank writes the part it holds into the one file, at its place: nothing is gathered, no rank ever holds more than
+it trains with. torch only, no distributed. lockstep/tensors/dump.py reads it.
+"""
+
+import hashlib
+import json
+import math
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+
+HEADER_ENTRY = 320  # bytes reserved in the header for a tensor; a longer one is an error, not a corruption
+DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.int64: "I64"}
+WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+_LARGEST_WRITE = 1 << 30
+_CHUNK = 1 << 13  # words that are weighed at a time: they stay in the cache
+_SPREAD = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: what neighbouring places are multiplied with lies far apart
+_PLACES = np.arange(_CHUNK, dtype=np.uint64) * np.uint64(_SPREAD)
+
+
+def step_path(folder: Path, step: int) -> Path:
+    return folder / f"step_{step}.safetensors"
+
+
+@dataclass
+class Part:
+    """What one rank knows of one tensor: where its part lies, who it is equal to, what it wrote."""
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    sha256: str
+    checksum: int | None = None  # None: another rank with the same part wrote it
+
+
+@dataclass
+class Slot:
+    """The place of a full tensor in the step's file."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int  # from the end of the header
+    parts: list[Part] = field(default_factory=list)
+
+
+class StepWriter:
+    """One rank's hand in the file of one step.
+
+    Every rank asks for the same slots in the same order, so all compute the same layout without a word. The file must
+    exist (`create` on one rank, before the others open it) and be the same one for all ranks: a shared folder.
+    """
+
+    def __init__(self, path: Path, num_tensors: int):
+        self.header_bytes = 8 * math.ceil(HEADER_ENTRY * num_tensors / 8)
+        self.slots: dict[str, Slot] = {}
+        self._end = 0
+        self._file = os.open(path, os.O_RDWR)
+
+    @staticmethod
+    def create(path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        os.close(os.open(path, os.O_CREAT | os.O_TRUNC | os.O_RDWR, 0o644))
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file with all tensors that were asked for so far."""
+        return 8 + self.header_bytes + self._end
+
+    def slot(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Slot:
+        """The slot of this name; made at the end of the file when it is asked for the first time."""
+        if name not in self.slots:
+            if dtype not in DTYPES:
+                raise ValueError(f"{name} is {dtype}; a dump holds {', '.join(map(str, DTYPES))}")
+            self.slots[name] = Slot(tuple(shape), dtype, self._end)
+            self._end += math.prod(shape) * dtype.itemsize
+        slot = self.slots[name]
+        if (slot.shape, slot.dtype) != (tuple(shape), dtype):
+            raise ValueError(f"{name} was {slot.shape} {slot.dtype}, now it is {tuple(shape)} {dtype}")
+        return slot
+
+    def write(self, name: str, start: tuple[int, ...], local: torch.Tensor, *, is_writer: bool) -> None:
+        """Note this rank's part of a tensor, and write it unless another rank that holds the same one does."""
+        slot = self.slots[name]
+        local = local.detach().cpu().contiguous()
+        data = local.reshape(-1).view(torch.uint8).numpy()
+        part = Part(tuple(start), tuple(local.shape), hashlib.sha256(data).hexdigest())
+        if is_writer:
+            part.checksum = 0
+            for begin, offset, length in _runs(slot.shape, part.start, part.shape, slot.dtype.itemsize):
+                run = data[begin : begin + length]
+                self._write_all(run, 8 + self.header_bytes + slot.offset + offset)
+                part.checksum += checksum(run, slot.dtype.itemsize, offset // slot.dtype.itemsize)
+        slot.parts.append(part)
+
+    def _write_all(self, data: np.ndarray, offset: int) -> None:
+        written = 0
+        while written < len(data):
+            written += os.pwrite(self._file, data[written : written + _LARGEST_WRITE], offset + written)
+
+    def write_header(self, path: Path) -> None:
+        """Make the file a safetensors file. Called once, by one rank, when every rank has closed it."""
+        header = {
+            name: {
+                "dtype": DTYPES[slot.dtype],
+                "shape": slot.shape,
+                "data_offsets": [slot.offset, slot.offset + math.prod(slot.shape) * slot.dtype.itemsize],
+            }
+            for name, slot in self.slots.items()
+        }
+        text = json.dumps(header, separators=(",", ":")).encode()
+        if len(text) > self.header_bytes:
+            raise ValueError(f"the header takes {len(text)} bytes, {self.header_bytes} were reserved")
+        with open(path, "r+b") as file:
+            file.write(self.header_bytes.to_bytes(8, "little") + text.ljust(self.header_bytes))
+            file.truncate(8 + self.header_bytes + self._end)  # also where the last tensors were never computed
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+def checksum(data: np.ndarray, itemsize: int, first: int = 0) -> int:
+    """Of consecutive words of a tensor, the first of them at place `first` of it: the sum of word x weight modulo 2^64.
+
+    The weight is an odd number made of the word's place, so one changed word is always noticed, and words that changed
+    places are. Sums of parts add up to the tensor's, so nobody needs the whole tensor to know it.
+    """
+    words, total = data.view(WORDS[itemsize]), 0
+    for begin in range(0, len(words), _CHUNK):
+        piece = words[begin : begin + _CHUNK]
+        weights = _PLACES[: len(piece)] + np.uint64((first + begin) * _SPREAD % 2**64)
+        weights ^= weights >> np.uint64(32)
+        weights |= np.uint64(1)
+        weights *= piece
+        total += int(weights.sum(dtype=np.uint64))
+    return total % 2**64
+
+
+def _runs(full: tuple, start: tuple, shape: tuple, itemsize: int):
+    """(offset in the part, offset in the full tensor, length) in bytes of every contiguous run of a part."""
+    if math.prod(shape) == 0:
+        return
+    split = max((dim for dim in range(len(full)) if shape[dim] != full[dim]), default=0)
+    strides = [math.prod(full[dim + 1 :]) * itemsize for dim in range(len(full))]
+    if not full:
+        yield 0, 0, itemsize
+        return
+    length = shape[split] * strides[split]
+    offsets = np.full((), start[split] * strides[split], dtype=np.int64)
+    for dim in range(split):
+        offsets = offsets[..., None] + (start[dim] + np.arange(shape[dim])) * strides[dim]
+    for number, offset in enumerate(offsets.reshape(-1).tolist()):
+        yield number * length, offset, length
+
+
+def merge(name: str, parts_by_rank: list[list[Part]], full_shape: tuple, itemsize: int) -> tuple[int, list[int]]:
+    """(checksum of the full tensor, ranks whose part differs from another rank's of the same place).
+
+    Raises ValueError unless the written parts cover the full tensor exactly once.
+    """
+    written = [part for parts in parts_by_rank for part in parts if part.checksum is not None]
+    places = {(part.start, part.shape) for part in written}
+    covered = sum(math.prod(shape) for _, shape in places)
+    if len(places) != len(written) or covered != math.prod(full_shape):
+        raise ValueError(f"{name}: the ranks wrote {covered} of {math.prod(full_shape)} elements in {len(written)} parts")
+    digests: dict[tuple, str] = {}
+    odd = set()
+    for rank, parts in enumerate(parts_by_rank):
+        for part in parts:
+            if digests.setdefault((part.start, part.shape), part.sha256) != part.sha256:
+                odd.add(rank)
+    return sum(part.checksum for part in written) % 2**64, sorted(odd)

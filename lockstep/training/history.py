@@ -1,0 +1,75 @@
+"""The loss history: one JSON file per run, rewritten whole after every step, sealed, read strictly.
+
+    {"format": 2, "run": {...}, "contract": {...} | null, "weights": {...} | null,
+     "ended": null | "finished" | "why it stopped", "steps": [{"step": 1, "loss": ..., ...}, ...], "sha256": "..."}
+
+`ended` is null while the run goes on, and stays null when it is killed: what was reached is still there.
+`sha256` is the seal: SHA-256 of the rest as `json.dumps` writes it, so that damage is found wherever it is.
+The fields: lockstep/training/history_schema.py.
+"""
+
+import hashlib
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lockstep.errors import UserError
+from lockstep.files import read_json, write_text
+
+FORMAT = 2
+BEGINS = b'{"format": '  # every history file
+PARTS = ("run", "contract", "weights", "ended")  # of the file, beside its format, the steps and the seal
+
+CONTROL = "control"  # the name of the run that shows how far rounding alone takes the loss
+
+
+def path_of(folder: Path, run: str) -> Path:
+    """Where the history of a strategy's run lies, or that of the control run."""
+    return folder / f"loss_{run}.json"
+
+
+@dataclass
+class History:
+    """One run. `save` is cheap enough for every step: each step is turned into text once."""
+
+    run: dict
+    steps: list[dict] = field(default_factory=list)
+    contract: dict | None = None
+    weights: dict | None = None
+    ended: str | None = None
+    _lines: list[str] = field(default_factory=list, repr=False)
+
+    def add(self, step: dict) -> None:
+        self.steps.append(step)
+
+    def save(self, path: Path) -> None:
+        """Write the history so far, sealed. Raises UserError naming the file when the disk is full."""
+        self._lines.extend(json.dumps(step) for step in self.steps[len(self._lines) :])
+        head = [f'"format": {FORMAT}', *(f'"{key}": {json.dumps(getattr(self, key))}' for key in PARTS)]
+        sealed = hashlib.sha256(f'{{{", ".join(head)}, "steps": [{", ".join(self._lines)}]}}'.encode()).hexdigest()
+        parts = [*head, '"steps": [\n' + ",\n".join(self._lines) + "\n]", f'"sha256": "{sealed}"']
+        write_text(path, "{" + ",\n".join(parts) + "}\n")
+
+
+def seal(content: dict) -> str:
+    """The SHA-256 of the content of a history file but for the seal itself; the order of keys counts."""
+    return hashlib.sha256(json.dumps({k: v for k, v in content.items() if k != "sha256"}).encode()).hexdigest()
+
+
+def read(path: Path) -> History:
+    """Read a history file. Raises UserError saying what is wrong with it: not ours, changed since, contradicting itself."""
+    from lockstep.training import history_schema  # pydantic is for those who read
+
+    content = read_json(path)
+    if not isinstance(content, dict) or content.get("format") != FORMAT or isinstance(content["format"], bool):
+        raise UserError(f"{path}: not a loss history of format {FORMAT}; run its training again with this version")
+    file = history_schema.parse(content, path)
+    if content["sha256"] != seal(content):
+        raise UserError(f"{path}: its content was changed since it was written (the seal, sha256, is of other content); run its training again")
+    history_schema.require_consistent(file, path)
+    return History(steps=content["steps"], **{key: content[key] for key in PARTS})
+
+
+def not_finite(step: dict) -> bool:
+    return not all(math.isfinite(value) for value in (step["loss"], step["grad_norm"], *step["rank_losses"]))

@@ -1,0 +1,253 @@
+"""The Strategy protocol and THE loop: seeding, one step, the loss record. No ray, no deepspeed.
+
+The loop knows nothing about how a strategy works; it feeds every rank its micro batches, gathers what every rank
+saw, and stops all ranks when something is wrong.
+"""
+
+import contextlib
+import math
+import time
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from lockstep.collective import stop_together
+from lockstep.config import PLACES, Config, Inputs
+from lockstep.errors import TrainingFailure, UserError
+from lockstep.inputs import initial_weights, weights
+from lockstep.inputs.data import Batches, global_batch_hash, micro_batches_hash
+from lockstep.inputs.model import build_model
+from lockstep.mesh import Geometry, Mesh
+from lockstep.tensors.capture import Capture
+from lockstep.training import history as history_file
+from lockstep.training.contract import contract_difference, expected_contract
+from lockstep.training.observe import ComputeDtypes, peak_memory, versions
+
+
+class Strategy(Protocol):
+    """What a strategy must do. All methods are collective: every rank calls them, in the same order."""
+
+    model: torch.nn.Module  # under Hugging Face names, sharded or not
+    optimizer: object  # anything with torch's `param_groups`
+
+    def geometry(self) -> Geometry:
+        """Where this rank sits, read back from the live groups."""
+
+    def forward_backward(self, micro_batches: list[tuple]) -> torch.Tensor:
+        """Accumulate the gradient of the mean loss over the micro batches, averaged over dp, in place of the last
+        step's. Returns this rank's mean loss, shape ()."""
+
+    def update(self) -> float:
+        """Clip, step the optimizer; returns the norm of the whole model's gradient before clipping."""
+
+    def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, whole CPU tensor), un-sharded over tp and dp, one at a time; tied tensors once."""
+
+    def held(self, kind: str) -> Iterator[tuple[str, torch.Tensor, tuple, tuple]]:
+        """(name, this rank's part, shape of the full tensor, where the part begins in it) of every parameter.
+
+        `kind` is "gradient" (between `forward_backward` and `update`), or "parameter", "exp_avg" or "exp_avg_sq".
+        """
+
+    def effective_contract(self) -> dict:
+        """What it really runs with, read from live objects after a first step (see lockstep/training/observe.py)."""
+
+
+def run(config: Config, inputs: Inputs, make_strategy, device: torch.device) -> str:
+    """Train in this process, on this device, as one rank of an initialised process group; returns a closing sentence.
+
+    `make_strategy(model, config, mesh, device)` builds the Strategy. Raises TrainingFailure on every rank.
+    """
+    rank = dist.get_rank()
+    model, file_sums = _initial_model(config, inputs, rank)
+    about = provenance(config, inputs)
+    capture = Capture(config, model, about) if config.capture_dir else None
+    strategy: Strategy = make_strategy(model, config, config.mesh, device)
+    expected, actual = Geometry.of_rank(config.mesh, rank), strategy.geometry()
+    stop_together(f"rank {rank}: the strategy sits at {actual}, the mesh says {expected}" if actual != expected else "")
+
+    record = history_file.History(run=about)
+    path = config.history_path
+    try:
+        _train(config, inputs, strategy, rank, device, file_sums, record, path, capture)
+    except BaseException as error:
+        record.ended = f"{type(error).__name__}: {error}".splitlines()[0]
+        if capture:
+            capture.abandon()
+        if rank == 0:
+            with contextlib.suppress(UserError):  # on a full disk: the error above says which file filled it
+                record.save(path)
+        raise
+    if rank == 0:
+        record.save(path)
+    last = record.steps[-1]
+    return f"{config.label}: {len(record.steps)} steps, loss {record.steps[0]['loss']:.6f} -> {last['loss']:.6f}, {path}"
+
+
+def _train(config, inputs, strategy, rank, device, file_sums, record, path, capture) -> None:
+    before = _live_checksums(strategy, rank)
+    _require_file_weights(before, file_sums, config)
+    if rank == 0:
+        record.weights = {"initial_sha256": weights.combined_sha256(before)}
+        if capture:
+            capture.manifest["initial_sha256"] = record.weights["initial_sha256"]
+        record.save(path)
+
+    for index in range(inputs.num_steps):
+        compute_dtypes = ComputeDtypes(strategy.model) if index == 0 else None
+        watching = capture if capture is not None and index < config.capture_steps else None
+        step, everyone = train_step(strategy, inputs.batches, config, rank, device, index, watching)
+        record.add(step)
+        _require_finite(step["step"], everyone, config.mesh)
+        if compute_dtypes is not None:
+            record.contract = {**strategy.effective_contract(), **compute_dtypes.stop()}
+            if rank == 0 and watching:
+                watching.state_contract(record.contract)
+            difference = contract_difference(expected_contract(config, inputs.architecture), record.contract)
+            stop_together(f"{config.label} does not run with what was asked for: {difference}" if difference else "")
+        if rank == 0:
+            record.save(path)
+            if index == 0 or (index + 1) % config.log_interval == 0:
+                print(
+                    f"{config.label}: step {index + 1}/{inputs.num_steps}  loss {step['loss']:.6f}  "
+                    f"grad norm {step['grad_norm']:.4f}  {step['seconds']:.3f} s",
+                    flush=True,
+                )
+
+    after = _live_checksums(strategy, rank)
+    memory = peak_memory(device)
+    if rank == 0:
+        record.weights["final_sha256"] = weights.combined_sha256(after)
+        record.weights["moved"] = sorted(name for name in after if after[name] != before[name])
+        record.run["peak_memory"] = memory
+        record.ended = "finished"
+
+
+def train_step(
+    strategy: Strategy, batches: Batches, config: Config, rank: int, device, index: int, capture: Capture | None = None
+) -> tuple[dict, list]:
+    """One step (from 0) of the loop: feed, update, gather what every rank saw; `capture` writes down all it computes.
+
+    Returns the record of the step, which keeps one loss per DP rank, and (loss, norm, batch hash) of every rank.
+
+    Raises TrainingFailure on every rank if TP peers saw different batches, or DP ranks the same.
+    """
+    micro_batches = batches.micro_batches(index, config.mesh.sample_share(rank), device)
+    start = time.perf_counter()
+    if capture:
+        capture.begin(strategy, index + 1)
+    loss = strategy.forward_backward(micro_batches)
+    if capture:
+        capture.gradients()
+    grad_norm = strategy.update()
+    everyone = _gather([float(loss), grad_norm, micro_batches_hash(micro_batches)], device)
+    losses, hashes = [row[0] for row in everyone], [int(row[2]) for row in everyone]
+    seconds = time.perf_counter() - start
+    _require_right_batches(hashes, config.mesh, index + 1)
+    lead = [config.mesh.first_with_share(share) for share in range(config.mesh.num_sample_shares)]
+    step = {
+        "step": index + 1,
+        "loss": sum(losses[r] for r in lead) / len(lead),
+        "rank_losses": [losses[r] for r in lead],
+        "grad_norm": grad_norm,
+        "learning_rate": strategy.optimizer.param_groups[0]["lr"],
+        "tokens": batches.windows_per_step * config.seq_length,
+        "seconds": seconds,
+        "batch_hash": global_batch_hash([hashes[r] for r in lead]),
+    }
+    if capture:
+        capture.end(step)
+        step["seconds"] = time.perf_counter() - start
+    return step, everyone
+
+
+def _initial_model(config: Config, inputs: Inputs, rank: int):
+    arguments = {"seed": config.seed, "attn_impl": config.attn_impl}
+    path = initial_weights.file_of(config)
+    if config.save_init_weights:
+        problem = ""
+        if rank == 0:
+            model, _ = build_model(inputs.architecture, init_weights_path=path, **arguments)
+            try:
+                weights.save(config.init_weights_path, model, inputs.architecture, initial_weights.origin(config), overwrite=config.overwrite)
+                print(f"Saved initial weights to {config.init_weights_path}", flush=True)
+            except UserError as error:
+                problem = str(error)
+        stop_together(problem)
+        path = config.init_weights_path
+    model, sums = build_model(inputs.architecture, init_weights_path=path, **arguments)
+    if path and rank == 0:
+        print(f"Loaded initial weights from {path}", flush=True)
+    if config.noise_control:
+        weights.perturb(model, "float32" if config.precision == "fp32" else "bfloat16", config.seed)
+        return model, None  # not the file's any more
+    return model, sums
+
+
+def _require_file_weights(live: dict | None, file_sums: dict | None, config: Config) -> None:
+    """The sharded, gathered-back weights must be the file's, bit for bit (unless they were cast to bfloat16).
+
+    Only rank 0 holds the checksums `live`; its finding is every rank's.
+    """
+    if file_sums is None or config.precision == "bf16":
+        return
+    wrong = None
+    if live is not None:
+        names = sorted(live.keys() | file_sums.keys())
+        wrong = next((name for name in names if live.get(name) != file_sums.get(name)), None)
+    stop_together(f"after sharding, {wrong} is not what {config.init_weights_path or config.model_name} holds" if wrong else "")
+
+
+def _require_right_batches(hashes: list[int], mesh: Mesh, step: int) -> None:
+    """Ranks with one share of the global batch see one batch, ranks with different shares do not."""
+    for rank, value in enumerate(hashes):
+        share = mesh.sample_share(rank)
+        lead = mesh.first_with_share(share)
+        if value != hashes[lead]:
+            raise TrainingFailure(f"step {step}: TP peers rank {lead} and rank {rank} (dp {share}) saw different batches")
+        twin = next((other for other in range(share) if hashes[mesh.first_with_share(other)] == value), None)
+        if twin is not None:
+            raise TrainingFailure(
+                f"step {step}: DP ranks {twin} and {share} saw the same batch; give a corpus that does not repeat itself"
+            )
+
+
+def _require_finite(step: int, everyone: list[list[float]], mesh: Mesh) -> None:
+    for rank, (loss, grad_norm, _) in enumerate(everyone):
+        for what, value in (("loss", loss), ("gradient norm", grad_norm)):
+            if not math.isfinite(value):
+                raise TrainingFailure(f"step {step}: the {what} is {value} on rank {rank} ({Geometry.of_rank(mesh, rank)})")
+
+
+def _gather(mine: list[float], device) -> list[list[float]]:
+    """Every rank's numbers, in rank order. float64 carries them exactly (the hash has 48 bits)."""
+    row = torch.tensor(mine, dtype=torch.float64, device=device)
+    everyone = [torch.empty_like(row) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, row)
+    return [row.tolist() for row in everyone]
+
+
+def _live_checksums(strategy: Strategy, rank: int) -> dict[str, str] | None:
+    """Checksums of the live weights, gathered whole; on rank 0 only, but every rank has to take part."""
+    if rank == 0:
+        return weights.checksums(strategy.full_parameters())
+    for _ in strategy.full_parameters():
+        pass
+    return None
+
+
+def provenance(config: Config, inputs: Inputs) -> dict:
+    return {
+        "label": config.label,
+        "mesh": [config.dp_size, config.tp_size],
+        "config": {key: value for key, value in config.as_dict().items() if key not in PLACES},
+        "architecture": inputs.architecture,
+        "architecture_source": inputs.architecture_source,
+        "initial_weights": initial_weights.origin(config),
+        "corpus_sha256": inputs.batches.corpus.sha256,
+        "tokenizer": inputs.batches.corpus.tokenizer_name,
+        "num_steps": inputs.num_steps,
+        "versions": versions(),
+    }
