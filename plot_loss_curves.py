@@ -20,7 +20,8 @@ import shlex
 import sys
 from pathlib import Path
 
-from lockstep.config import STRATEGIES, Parser
+from lockstep import strategies
+from lockstep.config import Parser
 from lockstep.errors import UserError, printable, run_program
 from lockstep.files import require_writable_folder, write_text
 from lockstep.losses import curve_report as report
@@ -33,6 +34,7 @@ from lockstep.losses.curves import (
     tolerance_for,
 )
 from lockstep.mesh import Mesh
+from lockstep.strategies import BASELINE, in_order
 from lockstep.training import history
 from lockstep.training.history import History
 
@@ -77,22 +79,26 @@ def _require_outputs(input_dir: Path, output: Path, json_path: Path | None) -> N
 
 
 def _paths(input_dir: Path) -> dict[str, Path]:
-    return {name: history.path_of(input_dir, name) for name in (*STRATEGIES, history.CONTROL)}
+    """Every loss_NAME.json of a folder by its NAME: the baseline's first, the control's last."""
+    names = {path.stem.removeprefix("loss_") for path in input_dir.glob("loss_*.json")}
+    ordered = in_order(names - {history.CONTROL})
+    return {name: history.path_of(input_dir, name) for name in (*ordered, *(names & {history.CONTROL}))}
 
 
 def _read(input_dir: Path) -> tuple[dict[str, History], History | None]:
     """The strategies' histories, in their order, and the control's. Raises UserError for one that is not what its name says."""
     found = {name: history.read(path) for name, path in _paths(input_dir).items() if os.path.lexists(path)}
-    if not found.keys() & STRATEGIES.keys():
-        raise UserError(f"--input_dir {input_dir}: no {', '.join(path.name for path in _paths(input_dir).values())}; train first")
+    if not found.keys() - {history.CONTROL}:
+        raise UserError(f"--input_dir {input_dir}: no {history.path_of(Path(), BASELINE)} and no other loss_NAME.json; train first")
     for name, one in found.items():
         path, run = _paths(input_dir)[name], one.run
-        strategy, mine = ("ddp" if name == history.CONTROL else name), run["config"]["strategy"]
-        if mine != strategy or run["config"]["noise_control"] != (name == history.CONTROL):
+        config = run["config"]
+        row, mine = strategies.recorded(config["strategy"]), config["run_name"] or config["strategy"]
+        if mine != (BASELINE if name == history.CONTROL else name) or run["config"]["noise_control"] != (name == history.CONTROL):
             what = f"{mine}'s" + (" control" if run["config"]["noise_control"] else "")
             raise UserError(f"{path}: is a history of {what} run, and not what its name says; put each under its own name")
-        label = f"{STRATEGIES[strategy]} ({Mesh(dp=run['mesh'][0], tp=run['mesh'][1]).label})" + (", control" if name == history.CONTROL else "")
-        if run["label"] != label:
+        label = f"{row.label} ({Mesh(dp=run['mesh'][0], tp=run['mesh'][1]).label})" + (", control" if name == history.CONTROL else "")
+        if run["label"] != label and row.factory:
             raise UserError(f"{path}: label is {printable(run['label'], 80)!r}, it must be {label!r}; run its training again")
         if not one.steps:
             raise UserError(f"{path}: no step was recorded ({printable(one.ended or 'killed', 200)}); run its training again")
@@ -103,8 +109,8 @@ def _read(input_dir: Path) -> tuple[dict[str, History], History | None]:
 def run(input_dir: Path, output: Path, json_path: Path | None, command: str) -> int:
     histories, control = _read(input_dir)
     print(report.statistics(histories))
-    baseline, others = histories.get("ddp"), [one for name, one in histories.items() if name != "ddp"]
-    tolerance, why_none = None, UserError(f"--input_dir {input_dir}: only {', '.join(histories)}; a verdict needs DDP and another strategy")
+    baseline, others = histories.get(BASELINE), [one for name, one in histories.items() if name != BASELINE]
+    tolerance, why_none = None, UserError(f"--input_dir {input_dir}: only {', '.join(histories)}; a verdict needs DDP and another run")
     if baseline is not None and others:
         try:
             tolerance = tolerance_for(baseline, control)

@@ -20,7 +20,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from lockstep.config import BETAS, EPS, SHARDED
+from lockstep.config import BETAS, EPS
+from lockstep.strategies import BASELINE, others
 from lockstep.tensors.distance import Distance, Size, clip_factor
 from lockstep.tensors.dump import Dump
 from lockstep.tensors.judgement import (
@@ -92,8 +93,8 @@ def limits_of(mine, exact, change, measure, name: str, sign: int, rounding: floa
 
 def limits(folder: Path, kind: str) -> dict[str, list[float]]:
     """The limits of all trials of one kind of tensor, sorted, by what is spoilt."""
-    reference, ddp = Dump(folder / "reference"), Dump(folder / "ddp")
-    dumps = {name: Dump(folder / name) for name in SHARDED}
+    reference, ddp = Dump(folder / "reference"), Dump(folder / BASELINE)
+    dumps = {name: Dump(folder / name) for name in others()}
     draw = random.Random(kind)
     entries = ddp.steps["1"]["tensors"]
     names = [name for name in entries if name.startswith(f"{kind}/")]
@@ -142,7 +143,7 @@ def main() -> None:
     options = parser.parse_args()
     rows = []
     for folder in options.folder:
-        run = Dump(folder / "ddp").run["config"]
+        run = Dump(folder / BASELINE).run["config"]
         for kind in KINDS:
             for what, values in limits(folder, kind).items():
                 row = {"run": f"{run['model_name']}, {run['precision']}", "kind": kind, "spoilt": what,

@@ -19,11 +19,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from lockstep.config import SHARDED
 from lockstep.losses.control import CONTROL_FACTOR, envelope, loss_gap, norm_gap, ratios
 from lockstep.losses.curves import compare, tolerance_for
 from lockstep.losses.tolerance import rule_and_noise
 from lockstep.running import jobs
+from lockstep.strategies import BASELINE, others
 from lockstep.training import history
 
 SHAPES = {"8x128": ("8", "128"), "2x64": ("2", "64"), "1x32": ("1", "32")}
@@ -72,8 +72,8 @@ def train(folder: Path) -> None:
     two, four = [], []
     for name, flags in cases().items():
         flags = [*flags, "--loss_output_dir", str(folder_of(folder, name)), "--storage_path", str(folder)]
-        two += [{"strategy": "ddp", "arguments": flags}, {"strategy": "ddp", "arguments": [*flags, "--noise_control"]}]
-        four += [{"strategy": strategy, "arguments": [*flags, "--tp_size", "2"]} for strategy in SHARDED if name.endswith("*")]
+        two += [{"strategy": BASELINE, "arguments": flags}, {"strategy": BASELINE, "arguments": [*flags, "--noise_control"]}]
+        four += [{"strategy": strategy, "arguments": [*flags, "--tp_size", "2"]} for strategy in others() if name.endswith("*")]
     jobs.start_all(2, two, folder / "ranks-2")
     jobs.start_all(4, four, folder / "ranks-4")
 
@@ -99,7 +99,7 @@ def ratio(baseline, control, other, gap, least: float) -> float:
 
 
 def comparison_row(name: str, runs: dict[str, history.History], strategy: str) -> dict:
-    baseline, control, other = runs["ddp"], runs[history.CONTROL], runs[strategy]
+    baseline, control, other = runs[BASELINE], runs[history.CONTROL], runs[strategy]
     rule, noise, norm_noise = rule_and_noise(baseline)
     least = [noise.floor, norm_noise.floor] if rule else [0.0, 0.0]
     return {
@@ -121,9 +121,9 @@ def main() -> None:
         train(folder)
     controls, comparisons = [], []
     for name in cases():
-        names = ("ddp", history.CONTROL, *(SHARDED if name.endswith("*") else ()))
+        names = (BASELINE, history.CONTROL, *(others() if name.endswith("*") else ()))
         runs = {each: history.read(history.path_of(folder_of(folder, name), each)) for each in names}
-        controls.append(control_row(name, runs["ddp"], runs[history.CONTROL]))
+        controls.append(control_row(name, runs[BASELINE], runs[history.CONTROL]))
         comparisons += [comparison_row(name, runs, strategy) for strategy in names[2:]]
     for row in controls:
         cells = [f"{row[what][key]:.2g}" for what in ("loss", "grad_norm") for key in ("first", "growth", "alone", "amplification")]

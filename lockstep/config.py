@@ -9,11 +9,11 @@ import importlib.metadata
 import importlib.util
 import math
 import os
-import shutil
+import re
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from lockstep import files
+from lockstep import files, strategies
 from lockstep.errors import UserError
 from lockstep.inputs import (
     architectures,
@@ -27,8 +27,6 @@ from lockstep.inputs import (
 from lockstep.mesh import Mesh
 from lockstep.training import history
 
-STRATEGIES = {"ddp": "DDP", "deepspeed": "DeepSpeed AutoTP", "fsdp": "FSDP+DTensor"}
-SHARDED = tuple(name for name in STRATEGIES if name != "ddp")  # with tensor parallelism
 PRECISIONS = ("fp32", "autocast", "bf16")
 BETAS, EPS = (0.9, 0.999), 1e-8  # of AdamW, torch's defaults
 # Flags that say where things lie, not what a run computes: no part of a run's record.
@@ -67,6 +65,7 @@ class Config:
     pretrained: bool = False
     overwrite: bool = False
     noise_control: bool = False
+    run_name: str | None = None
     loss_output_dir: Path = Path("runs/loss_curves")
     storage_path: Path = Path("runs/ray")
     experiment_name: str | None = None
@@ -82,16 +81,25 @@ class Config:
         return Mesh(dp=self.dp_size, tp=self.tp_size)
 
     @property
+    def row(self) -> strategies.Row:
+        return strategies.recorded(self.strategy)
+
+    @property
+    def name(self) -> str:
+        """The run's name in file names."""
+        return self.run_name or self.row.name
+
+    @property
     def capture_folder(self) -> Path:
-        return self.capture_dir / self.strategy
+        return self.capture_dir / self.name
 
     @property
     def label(self) -> str:
-        return f"{STRATEGIES[self.strategy]} ({self.mesh.label})" + (", control" if self.noise_control else "")
+        return f"{self.row.label} ({self.mesh.label})" + (", control" if self.noise_control else "")
 
     @property
     def history_path(self) -> Path:
-        return history.path_of(self.loss_output_dir, history.CONTROL if self.noise_control else self.strategy)
+        return history.path_of(self.loss_output_dir, history.CONTROL if self.noise_control else self.name)
 
     @property
     def parameter_dtype(self):
@@ -108,7 +116,9 @@ class Config:
         return torch.autocast(device.type, dtype=torch.bfloat16)
 
     def as_dict(self) -> dict:
-        return {key: str(value) if isinstance(value, Path) else value for key, value in asdict(self).items()}
+        """What a run records of its configuration: the strategy by name, not by the place of a file."""
+        content = {**asdict(self), "strategy": self.row.name}
+        return {key: str(value) if isinstance(value, Path) else value for key, value in content.items()}
 
 
 def _number(kind, low, *, open_low=False, high=math.inf):
@@ -133,8 +143,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def build_parser(strategy: str) -> argparse.ArgumentParser:
-    """The parser of all three scripts: one set of flags, one meaning."""
-    parser = Parser(prog=f"train_{strategy}.py", allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    """The parser of every strategy's script: one set of flags, one meaning."""
+    row = strategies.row_of(strategy)
+    parser = Parser(prog=row.program, allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     defaults = {field.name: field.default for field in fields(Config)}
     positive, whole = _number(int, 1), _number(int, 0)
     amount, rate = _number(float, 0), _number(float, 0, open_low=True)
@@ -168,7 +179,8 @@ def build_parser(strategy: str) -> argparse.ArgumentParser:
     parser.add_argument("--pretrained", action="store_true", help="start from the weights of --model_name's folder or hub id (else: random weights)")
     parser.add_argument("--overwrite", action="store_true", help="replace initial weights and captured steps of an earlier run (its history is replaced anyway)")
     parser.add_argument("--noise_control", action="store_true", help="start one rounding of the compute dtype beside the initial weights, and write loss_control.json: how far rounding alone takes the loss (train_ddp.py only)")
-    add("loss_output_dir", Path, f"where loss_{strategy}.json is written")
+    add("run_name", str, "the run's name in file names, so that runs of one strategy can lie side by side (None: the strategy's)")
+    add("loss_output_dir", Path, f"where loss_{row.name}.json is written")
     add("storage_path", Path, "where Ray Train keeps its records of the run")
     add("experiment_name", str, "name of the run under storage_path, not used before (None: strategy and time)")
     add("log_interval", positive, "print the loss every so many steps")
@@ -188,12 +200,15 @@ def parse_config(strategy: str, argv: list[str] | None = None) -> Config:
     autocast = options.pop("autocast")
     if autocast and options["precision"] != "autocast":
         raise UserError(f"--autocast contradicts --precision {options['precision']}; give one of them")
-    if options["noise_control"] and (strategy != "ddp" or options["save_init_weights"]):
+    row = strategies.row_of(strategy)
+    if options["run_name"] is not None:
+        _require_run_name(options["run_name"])
+    if options["noise_control"] and (not row.is_baseline or options["save_init_weights"]):
         raise UserError("--noise_control: only train_ddp.py makes the control run, from weights that another run has saved")
     if options["pretrained"] and options["init_weights_path"] and not options["save_init_weights"]:
         raise UserError("--pretrained and --init_weights_path both say what to start from; give one of them, or add --save_init_weights")
-    options.update(_resolve_mesh(strategy, options))
-    options.update(_resolve_device(strategy, options))
+    options.update(_resolve_mesh(row, options))
+    options.update(_resolve_device(row, options))
     options["data_cache_dir"] = options["data_cache_dir"] or token_cache.default_folder()
     paths = ("init_weights_path", "loss_output_dir", "storage_path", "capture_dir", "data_cache_dir")
     for name in paths:  # workers run in other folders
@@ -201,7 +216,15 @@ def parse_config(strategy: str, argv: list[str] | None = None) -> Config:
             options[name] = Path(os.path.expanduser(options[name])).absolute()
     options["model_name"] = _absolute(options["model_name"], architectures.BUILT_IN)
     options["dataset_name"] = _absolute(options["dataset_name"], (texts.BUILT_IN_CORPUS,))
-    return Config(strategy=strategy, **options)
+    return Config(strategy=row.place, **options)
+
+
+def _require_run_name(name: str) -> None:
+    taken = (history.CONTROL, "reference")
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}", name) or name in taken or name.startswith("replay_"):
+        raise UserError(
+            f"--run_name {name}: must be letters, digits, _, . and -, and not {', '.join(taken)} or replay_...; choose another name"
+        )
 
 
 def _absolute(name: str, built_in) -> str:
@@ -233,11 +256,13 @@ def workers_here(total: int) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or total)
 
 
-def _resolve_mesh(strategy: str, options: dict) -> dict:
+def _resolve_mesh(row: strategies.Row, options: dict) -> dict:
     workers, tp, dp = options["num_workers"], options["tp_size"], options["dp_size"]
-    if strategy == "ddp" and tp not in (None, 1):
-        raise UserError(f"--tp_size {tp}: DDP has no tensor parallelism; leave it out, or use train_fsdp.py")
-    tp = tp or (1 if strategy == "ddp" else 2)
+    for axis, size, what in (("tp", tp, "tensor"), ("dp", dp, "data")):
+        if axis not in row.axes and size not in (None, 1):
+            raise UserError(f"--{axis}_size {size}: {row.label} has no {what} parallelism; leave it out, or use another strategy")
+    tp = tp or (2 if "tp" in row.axes else 1)
+    dp = dp or (None if "dp" in row.axes else 1)
     started = int(os.environ["WORLD_SIZE"]) if launched_in_place() else None
     dp = dp or (max(1, (workers or started) // tp) if workers or started else 2)
     workers = workers or tp * dp
@@ -264,7 +289,7 @@ def local_gpus() -> int:
     return len(list(driver.iterdir())) if driver.is_dir() else 0
 
 
-def _resolve_device(strategy: str, options: dict) -> dict:
+def _resolve_device(row: strategies.Row, options: dict) -> dict:
     device, backend, workers = options["device"], options["backend"], options["num_workers"]
     gpus, cores = local_gpus(), os.cpu_count() or 1
     in_place = launched_in_place()
@@ -278,7 +303,7 @@ def _resolve_device(strategy: str, options: dict) -> dict:
     if device == "cpu" and backend == "nccl":
         raise UserError("--backend nccl needs --device cuda and one GPU per worker; use --backend gloo on CPUs")
     if device == "cuda" and not cluster:
-        shared = backend == "gloo" and in_place and strategy != "deepspeed"  # ray and deepspeed give each rank its own
+        shared = backend == "gloo" and in_place and row.ranks_share_gpus  # ray gives each rank its own
         needed = 1 if shared else workers
         if gpus < needed:
             raise UserError(
@@ -341,8 +366,8 @@ def check_environment(config: Config, architecture: dict) -> None:
         raise UserError(
             f"--experiment_name {config.experiment_name}: already used under {config.storage_path}; choose a new name"
         )
-    if config.strategy == "deepspeed":
-        _require_deepspeed(config)
+    if config.row.requires:
+        strategies.load(config.row.requires)(config)
     if config.history_path.is_dir():
         raise UserError(f"--loss_output_dir: {config.history_path} is a folder; remove it, or choose another folder")
     for option in ("loss_output_dir", "capture_dir"):
@@ -350,10 +375,3 @@ def check_environment(config: Config, architecture: dict) -> None:
             files.require_writable_folder(getattr(config, option), f"--{option}", keep=not config.dry_run)
     if not launched_in_place():  # Ray makes it, and it may stay empty
         files.require_writable_folder(config.storage_path, "--storage_path", keep=False)
-
-
-def _require_deepspeed(config: Config) -> None:
-    if importlib.util.find_spec("deepspeed") is None:
-        raise UserError("train_deepspeed.py needs the package deepspeed, and it is not installed; install requirements.txt")
-    if config.device == "cpu" and not (shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++")):
-        raise UserError("DeepSpeed builds a small C++ extension when it first runs on CPUs, and no C++ compiler (c++ or g++) is on the PATH; install one, e.g. the package g++")

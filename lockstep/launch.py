@@ -8,10 +8,11 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
 
 from lockstep import config as config_module
-from lockstep import files, startup
-from lockstep.config import Config
+from lockstep import files, startup, strategies
+from lockstep.config import Config, Inputs
 from lockstep.errors import (
     INTERRUPTED,
     TrainingFailure,
@@ -30,14 +31,15 @@ class RankFailure(TrainingFailure):
     """One rank alone failed, and says so itself."""
 
 
-def launch(strategy: str, make_strategy) -> int:
-    """Run one training script and return its exit status (lockstep/errors.py)."""
-    name = f"train_{strategy}.py"
+def launch(strategy: str, argv: list[str] | None = None) -> int:
+    """Train with a strategy, by the name of its row or as path/to/file.py:Class; returns the exit status (lockstep/errors.py)."""
+    row = strategies.ROWS.get(strategy)
+    name = row.program if row else "lockstep.train"
     if os.environ.get("LOCKSTEP_PARENT") == str(os.getppid()):  # run_verification_main.sh: killed, it takes its scripts along
         processes.end_with_parent(signal.SIGKILL)
     if not config_module.launched_in_place():
-        return run_program(name, lambda: _launch(strategy, make_strategy, _under_ray))
-    status = run_program(name, lambda: _one_of_many(lambda: _launch(strategy, make_strategy, _run_in_place)))
+        return run_program(name, lambda: _launch(strategy, argv, _under_ray))
+    status = run_program(name, lambda: _one_of_many(lambda: _launch(strategy, argv, _run_in_place)))
     # A thread of gloo that still wants the interpreter while it shuts down aborts the process, about once in fifty
     # runs: the launcher would take a finished run for a failed one.
     sys.stdout.flush()
@@ -65,18 +67,18 @@ def _one_of_many(body) -> int:
         raise
 
 
-def _under_ray(config: Config, inputs, make_strategy, begin) -> str:
+def _under_ray(config: Config, inputs: Inputs, begin: Callable[[], None]) -> str:
     from lockstep.running import under_ray
 
-    return under_ray.run(config, inputs, make_strategy, begin)
+    return under_ray.run(config, inputs, begin)
 
 
 def _first() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def _launch(strategy: str, make_strategy, run) -> int:
-    config = config_module.parse_config(strategy)
+def _launch(strategy: str, argv: list[str] | None, run: Callable) -> int:
+    config = config_module.parse_config(strategy, argv)
     inputs = config_module.load_inputs(config)
     if not _first() and config.dry_run:
         return 0
@@ -87,7 +89,7 @@ def _launch(strategy: str, make_strategy, run) -> int:
         print(describe(config, inputs))
         return 0
     with locks.held(*outputs(config)) if _first() else contextlib.nullcontext():
-        line = run(config, inputs, make_strategy, lambda: _begin(config, inputs))
+        line = run(config, inputs, lambda: _begin(config, inputs))
     if _first():
         print(line)
     return 0
@@ -146,7 +148,7 @@ def describe(config: Config, inputs) -> str:
     )
 
 
-def _run_in_place(config: Config, inputs, make_strategy, begin) -> str:
+def _run_in_place(config: Config, inputs: Inputs, begin: Callable[[], None]) -> str:
     """One rank of torchrun or deepspeed: the process group from the environment, then the loop."""
     if _first():
         begin()
@@ -163,7 +165,7 @@ def _run_in_place(config: Config, inputs, make_strategy, begin) -> str:
     with startup.cleaning_up():
         try:
             dist.init_process_group(config.backend)
-            return training.run(config, inputs, make_strategy, device)
+            return training.run(config, inputs, config.row.build(), device)
         except (UserError, TrainingFailure, BrokenPipeError):
             raise
         except Exception as error:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from lockstep import config
+from lockstep.strategies import ROWS
 
 ROOT = Path(__file__).parents[1]
 
@@ -54,7 +55,7 @@ def test_step_by_step_commands(strategy):
     assert (parsed.tp_size, parsed.dp_size) == ((1, 2) if strategy == "ddp" else (2, 2))
 
 
-@pytest.mark.parametrize("strategy", config.STRATEGIES)
+@pytest.mark.parametrize("strategy", ROWS)
 def test_job_files(strategy, monkeypatch):
     from anyscale.job.models import JobConfig
 
@@ -71,7 +72,7 @@ def test_job_files(strategy, monkeypatch):
 def test_jobs_compare_like_with_like():
     from anyscale.job.models import JobConfig
 
-    jobs = {s: JobConfig.from_yaml(str(ROOT / f"job_{s}.yaml")) for s in config.STRATEGIES}
+    jobs = {s: JobConfig.from_yaml(str(ROOT / f"job_{s}.yaml")) for s in ROWS}
     parsed = {s: vars(config.build_parser(s).parse_args(next(commands(j.entrypoint))[1])) for s, j in jobs.items()}
     own = {"tp_size", "dp_size", "num_workers", "save_init_weights"}
     assert {k: v for k, v in parsed["ddp"].items() if k not in own} == {k: v for k, v in parsed["fsdp"].items() if k not in own}

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from lockstep import config as config_module
+from lockstep import strategies
 from lockstep.errors import UserError
 
 ROOT = Path(__file__).parents[1]
@@ -94,7 +95,7 @@ def test_defaults_are_written_once():
 
 
 def test_one_set_of_flags():
-    flags = [{a.dest for a in config_module.build_parser(s)._actions} for s in config_module.STRATEGIES]
+    flags = [{a.dest for a in config_module.build_parser(s)._actions} for s in strategies.ROWS]
     assert flags[0] == flags[1] == flags[2]
 
 

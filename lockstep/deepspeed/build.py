@@ -1,13 +1,27 @@
 """DeepSpeed's shared-memory op, which it builds with a C++ compiler when it first runs on CPUs."""
 
+import importlib.util
 import os
+import shutil
 import sys
 import time
 from pathlib import Path
 
-import torch.distributed as dist
+from lockstep.config import Config
+from lockstep.errors import UserError
 
 STALE_LOCK_SECONDS = 120  # no file of the build was touched for this long: nobody is building
+
+
+def require(config: Config) -> None:
+    """Raise UserError where the package, or a compiler for its extension, is missing."""
+    if importlib.util.find_spec("deepspeed") is None:
+        raise UserError("train_deepspeed.py needs the package deepspeed, and it is not installed; install requirements.txt")
+    if config.device == "cpu" and not (shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++")):
+        raise UserError(
+            "DeepSpeed builds a small C++ extension when it first runs on CPUs, and no C++ compiler (c++ or g++) is on the PATH; "
+            "install one, e.g. the package g++"
+        )
 
 
 def build_extension() -> None:
@@ -15,6 +29,7 @@ def build_extension() -> None:
 
     DeepSpeed would build it by itself, in silence, and wait for ever on the lock of a build that was interrupted.
     """
+    import torch.distributed as dist
     from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
     from torch.utils.cpp_extension import _get_build_directory
 

@@ -12,11 +12,11 @@ from lockstep.losses.curves import (
     Tolerance,
     Verdict,
 )
+from lockstep.strategies import BASELINE, color_of
 from lockstep.training.contract import KNOWN_DIFFERENCES
 from lockstep.training.history import History
 
 _WIDE, _RULE = "=" * 60, "-" * 60
-COLORS = {"ddp": "black", "deepspeed": "tab:orange", "fsdp": "tab:blue"}
 
 
 def statistics(histories: dict[str, History]) -> str:
@@ -50,7 +50,7 @@ def differences(verdicts: list[Verdict]) -> str:
 
 def verdict_block(histories: dict[str, History], verdicts: list[Verdict], tolerance: Tolerance, *, controlled: bool) -> str:
     """The verdict on loss and gradient norm of each strategy, each number beside what is tolerated, and what was trained."""
-    run = histories["ddp"].run
+    run = histories[BASELINE].run
     versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
     lines = ["", _RULE, f"{_title(run)}, {run['num_steps']} steps; {printable(versions, 300)}"]
     lines += [f"Verdict (docs/precision.md). Tolerated: {tolerance.reason}"]
@@ -125,17 +125,17 @@ def draw(histories: dict[str, History], control: History | None, tolerance: Tole
     from matplotlib import pyplot
 
     figure, (top, bottom) = pyplot.subplots(2, 1, figsize=(8, 7), sharex=True, height_ratios=(3, 2), layout="constrained")
-    widths = {"ddp": 3.5, "deepspeed": 2.0, "fsdp": 0.9}  # thinner on top: curves that agree stay visible
-    for name, history in histories.items():
+    widths = [max(0.8, 3.5 - 1.3 * number) for number in range(len(histories))]  # thinner on top: curves that agree stay visible
+    for width, (name, history) in zip(widths, histories.items(), strict=True):
         steps = [step["step"] for step in history.steps]
         losses = [step["loss"] for step in history.steps]
-        top.plot(steps, losses, color=COLORS[name], linewidth=widths[name], label=_drawable(history.run["label"]))
-        if name != "ddp" and "ddp" in histories:
-            gaps = _gaps(histories["ddp"], history)
-            bottom.plot(steps[: len(gaps)], gaps, ".", markersize=4, color=COLORS[name], label=_drawable(history.run["label"]))
-    if control is not None and "ddp" in histories:
+        top.plot(steps, losses, color=color_of(name), linewidth=width, label=_drawable(history.run["label"]))
+        if name != BASELINE and BASELINE in histories:
+            gaps = _gaps(histories[BASELINE], history)
+            bottom.plot(steps[: len(gaps)], gaps, ".", markersize=4, color=color_of(name), label=_drawable(history.run["label"]))
+    if control is not None and BASELINE in histories:
         lowest = bottom.dataLim.y0 if bottom.lines else LOWEST
-        gaps = [max(gap, lowest) for gap in _gaps(histories["ddp"], control)]
+        gaps = [max(gap, lowest) for gap in _gaps(histories[BASELINE], control)]
         label = "noise floor: DDP, weights one rounding off"
         bottom.fill_between(range(1, len(gaps) + 1), lowest, gaps, color="0.85", step="mid", label=label, zorder=0)
     top.set_ylabel("loss, mean over DP ranks (nats)")

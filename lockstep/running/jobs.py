@@ -13,7 +13,6 @@ if __name__ == "__main__":
 
     startup.begin()  # first: from now on Ctrl-C and a missing package are one line each
 
-import importlib
 import json
 import os
 import subprocess
@@ -21,13 +20,13 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import Literal
 
 from lockstep import startup
 from lockstep.errors import TrainingFailure, UserError, first_line, run_program
 from lockstep.files import read_json
 from lockstep.running import processes
 from lockstep.schemas import Name, Strict, validate
+from lockstep.strategies import BASELINE
 
 NAME = "lockstep.running.jobs"
 
@@ -35,7 +34,7 @@ NAME = "lockstep.running.jobs"
 class Job(Strict):
     """One entry of JOBS.json."""
 
-    strategy: Literal["ddp", "deepspeed", "fsdp", "reference"]
+    strategy: Name  # as on a command line; or "reference"
     arguments: list[str]
     fault: Name | None = None
     replays: list[str] = []
@@ -93,14 +92,13 @@ def run(job: Job) -> None:
     from lockstep.tensors import exact_run as reference
     from lockstep.training import loop as training
 
-    strategy = job.strategy
-    config = config_module.parse_config("ddp" if strategy == "reference" else strategy, job.arguments)
+    is_reference = job.strategy == "reference"
+    config = config_module.parse_config(BASELINE if is_reference else job.strategy, job.arguments)
     inputs = config_module.load_inputs(config)
-    if strategy == "reference":
+    if is_reference:
         reference.run(config, inputs, also=[Path(folder) for folder in job.replays])
         return
-    make_strategy = importlib.import_module(f"train_{strategy}").make_strategy
-    with faults.planted(job.fault, config, inputs, make_strategy) as make:
+    with faults.planted(job.fault, config, inputs, config.row.build()) as make:
         training.run(config, inputs, make, torch.device("cpu"))
 
 

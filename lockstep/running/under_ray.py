@@ -52,12 +52,12 @@ def _worker(arguments: dict) -> tuple[bool, str]:
     context = train.get_context()
     set_threads(config, context.get_local_world_size())
     try:
-        return True, training.run(config, arguments["inputs"], arguments["make_strategy"], get_device())
+        return True, training.run(config, arguments["inputs"], config.row.build(), get_device())
     except TrainingFailure as error:
         return False, str(error)
 
 
-def run(config: Config, inputs, make_strategy, begin: Callable[[], None]) -> str:
+def run(config: Config, inputs, begin: Callable[[], None]) -> str:
     """Train under Ray Train; returns a closing sentence. Calls `begin` when there is a cluster to train in.
 
     Raises TrainingFailure, or UserError when no cluster is where RAY_ADDRESS says.
@@ -67,7 +67,7 @@ def run(config: Config, inputs, make_strategy, begin: Callable[[], None]) -> str
     from ray.train.torch import TorchConfig, TorchTrainer
     from ray.train.v2.api.exceptions import TrainingFailedError
 
-    name = config.experiment_name or f"{config.strategy}-{datetime.datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}"
+    name = config.experiment_name or f"{config.name}-{datetime.datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}"
     cpu = min(1, (os.cpu_count() or 1) / config.num_workers)
     resources = {"CPU": 1, "GPU": 1} if config.device == "cuda" else {"CPU": cpu}
     _connect(ray)
@@ -95,7 +95,7 @@ def run(config: Config, inputs, make_strategy, begin: Callable[[], None]) -> str
     try:
         trainer = Trainer(
             _worker,
-            train_loop_config={"config": config, "inputs": inputs, "make_strategy": make_strategy},
+            train_loop_config={"config": config, "inputs": inputs},
             torch_config=TorchConfig(backend=config.backend),
             scaling_config=ScalingConfig(
                 num_workers=config.num_workers, use_gpu=config.device == "cuda", resources_per_worker=resources

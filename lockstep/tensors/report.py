@@ -8,7 +8,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 from lockstep import origin
-from lockstep.config import STRATEGIES
 from lockstep.diagnosis.diagnose import Diagnosis
 from lockstep.errors import printable
 from lockstep.files import write_text
@@ -113,7 +112,7 @@ def _alike(found: dict[str, str]) -> str:
 
 
 def _label(result: Result, name: str) -> str:
-    return result.columns[name].label if name in STRATEGIES else name
+    return result.columns[name].label if result.has_reference else name
 
 
 def verdict(result: Result) -> list[str]:
