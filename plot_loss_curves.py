@@ -58,7 +58,7 @@ def _main(argv: list[str] | None) -> int:
 
 
 def _require_outputs(input_dir: Path, output: Path, json_path: Path | None) -> None:
-    """Raise UserError for outputs that could not be written in the end; remove an older verdict, which must not pass for this one."""
+    """Raise UserError for outputs that could not be written in the end. Remove an older verdict: it must not pass for it."""
     if output.suffix not in FIGURES:
         raise UserError(f"--output {output}: the name must end in {', '.join(FIGURES)}")
     if not input_dir.is_dir():
@@ -110,7 +110,8 @@ def run(input_dir: Path, output: Path, json_path: Path | None, command: str) -> 
     histories, control = _read(input_dir)
     print(report.statistics(histories))
     baseline, others = histories.get(BASELINE), [one for name, one in histories.items() if name != BASELINE]
-    tolerance, why_none = None, UserError(f"--input_dir {input_dir}: only {', '.join(histories)}; a verdict needs DDP and another run")
+    tolerance = None
+    why_none = UserError(f"--input_dir {input_dir}: only {', '.join(histories)}; a verdict needs DDP and another run")
     if baseline is not None and others:
         try:
             tolerance = tolerance_for(baseline, control)

@@ -293,6 +293,8 @@ def checked(options: argparse.Namespace) -> int:
         print_catalogue(options)
         return 0
     choose(options)
+    if options.output.suffix == ".md":
+        raise UserError(f"--output {options.output}: the table goes to a .md beside it; give another ending, such as .json")
     for path in (options.output, options.output.with_suffix(".md")):
         require_writable_file(path, "--output")
     if options.work_dir is None:

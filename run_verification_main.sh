@@ -69,8 +69,9 @@ else
   save=(--save_init_weights)
 fi
 [ "$PRETRAINED" = 0 ] || save+=(--pretrained)
-echo "Settings for $DEVICE ($gpus GPUs found): $MODEL_NAME, $NUM_LAYERS layers, batch $BATCH_SIZE, sequence $SEQ_LENGTH," \
-  "learning rate $LEARNING_RATE, $PRECISION, $DEBUG_STEPS steps, TP=$TP_SIZE, DP=$DP_SIZE -> $OUTPUT_DIR"
+settings="$MODEL_NAME, $NUM_LAYERS layers, batch $BATCH_SIZE, sequence $SEQ_LENGTH, learning rate $LEARNING_RATE, $PRECISION,"
+settings+=" $DEBUG_STEPS steps, TP=$TP_SIZE, DP=$DP_SIZE -> $OUTPUT_DIR"
+echo "Settings for ${DEVICE//[[:cntrl:]]/?} ($gpus GPUs found): ${settings//[[:cntrl:]]/?}"
 
 common=(
   --model_name "$MODEL_NAME" --num_layers "$NUM_LAYERS" --batch_size "$BATCH_SIZE" --seq_length "$SEQ_LENGTH"
@@ -86,21 +87,28 @@ weights=(--init_weights_path "$INIT_WEIGHTS_PATH")
 
 # --- one local Ray instance for all the runs; it and they end when this script does, however that comes about -------
 if [ -z "${RAY_ADDRESS:-}" ]; then
+  ray_folder=$(mktemp -d "${RAY_TMPDIR:-/tmp}/lockstep-XXXXXX") # short: the names of sockets must be
+  export RAY_TMPDIR=$ray_folder
   export RAY_AUTH_MODE=token # what a local instance uses; whoever joins it has to say so
-  coproc RAY { exec "$PYTHON" -m lockstep.running.under_ray; }
+  coproc RAY { trap '' INT; exec "$PYTHON" -m lockstep.running.under_ray; }
   ray_pid=$RAY_PID ray_stdin=${RAY[1]} ray_stdout=${RAY[0]}
 fi
 current="" next="" checks="" # process ids of training scripts
-last_word=""
-end_ray() { # [WHAT IT IS TOLD]: it waits for the end of its standard input
+last_word="" failed="a training script failed; its own line above says why"
+end_ray() { # tell it that all went well, and to end
+  [ -n "${ray_pid:-}" ] || return 0
   trap '' PIPE # it may be gone
-  [ -z "${ray_pid:-}" ] || { echo "${1:-}" >&"$ray_stdin"; eval "exec $ray_stdin>&-"; ray_pid=""; } 2>/dev/null || true
+  { echo "went well" >&"$ray_stdin"; eval "exec $ray_stdin>&-"; } 2>/dev/null || true
+  ray_pid=""
 }
-stop() {
-  [ -z "$current$next$checks" ] || kill -KILL $current $next $checks 2>/dev/null || true # Ray ends the workers of a script that is gone
-  end_ray
-  wait 2>/dev/null || true
-  [ -z "$last_word" ] || echo "$0: $last_word" >&2
+stop() { # Ray ends the workers of a script that is gone, and the kernel Ray's processes when theirs is
+  exec {terminal}>&2 2>/dev/null # bash would say of each what it was killed by
+  [ -z "$current$next$checks${ray_pid:-}" ] || kill -KILL $current $next $checks ${ray_pid:-} || true
+  wait || true
+  if [ "$last_word" != "$failed" ]; then # else Ray's logs may say more
+    for _ in 1 2 3 4 5; do rm -rf "${ray_folder:-}" && break || sleep 0.2; done # its processes are ending
+  fi
+  [ -z "$last_word" ] || echo "$0: $last_word" >&"$terminal"
 }
 interrupted() { last_word="interrupted${current:+; the histories in $OUTPUT_DIR hold the steps so far}"; }
 trap stop EXIT
@@ -109,7 +117,7 @@ trap 'interrupted; exit 143' TERM
 wait_for() { # PROCESS_ID: fails as it did
   local status=0
   wait "$1" || status=$?
-  [ $status -lt 128 ] || { last_word="a script was killed by signal $((status - 128))"; return 1; }
+  [ $status -lt 128 ] || { last_word="a script was killed by signal $((status - 128))" failed=$last_word; return 1; }
   return $status
 }
 
@@ -145,14 +153,14 @@ train() { # NAME COMMAND...: comes back when the run has a history, so there are
   current=$next next=""
   while [ ! -e "$OUTPUT_DIR/loss_$1.json" ] && kill -0 "$current" 2>/dev/null; do sleep 0.2; done
 }
-last_word="a training script failed; its own line above says why"
+last_word=$failed
 train ddp train_ddp.py "${save[@]}" "${alone[@]}"
 [ "$NOISE_FLOOR" = 0 ] || train control train_ddp.py --noise_control "${alone[@]}"
 train deepspeed train_deepspeed.py "${sharded[@]}"
 train fsdp train_fsdp.py "${sharded[@]}"
 wait_for "$current"
-current="" last_word=""
-end_ray "went well" # while the comparison runs
+current="" last_word="" failed="a training script failed; its own line above says why"
+end_ray # while the comparison runs
 "$PYTHON" "$ROOT/plot_loss_curves.py" --input_dir "$OUTPUT_DIR" --output "$OUTPUT_DIR/loss_curves.png" --json "$OUTPUT_DIR/verdict.json" &
 checks=$!
 status=0

@@ -76,7 +76,8 @@ def verdict_block(histories: dict[str, History], verdicts: list[Verdict], tolera
         lines += ["", f"Not judged: {tolerance.doubt}"]
     longest = max(len(history.steps) for history in histories.values())
     if longest > DERIVED_STEPS and not controlled:
-        lines += ["", f"Note: the tolerances are derived for {DERIVED_STEPS} steps; in {longest}, correct runs may drift further."]
+        drift = f"in {longest}, correct runs may drift further"
+        lines += ["", f"Note: the tolerances are derived for {DERIVED_STEPS} steps; {drift}."]
     contracts = {history.run["label"]: history.contract for history in histories.values() if history.contract}
     for key in KNOWN_DIFFERENCES:
         values = {label: contract.get(key) for label, contract in contracts.items()}
