@@ -295,6 +295,8 @@ def check_environment(config: Config, architecture: dict) -> None:
 
     A dry run leaves no folder behind.
     """
+    if config.row.requires:
+        strategies.load(config.row.requires)(config)
     initial_weights.check(config, architecture)
     memory.require(config, architecture, workers_here(config.num_workers) if launched_in_place() else config.num_workers)
     files.require_ours(config.history_path, "--loss_output_dir", history.BEGINS)  # an older run's is replaced
@@ -304,8 +306,6 @@ def check_environment(config: Config, architecture: dict) -> None:
         raise UserError(
             f"--experiment_name {config.experiment_name}: already used under {config.storage_path}; choose a new name"
         )
-    if config.row.requires:
-        strategies.load(config.row.requires)(config)
     if config.history_path.is_dir():
         raise UserError(f"--loss_output_dir: {config.history_path} is a folder; remove it, or choose another folder")
     for option in ("loss_output_dir", "capture_dir"):
