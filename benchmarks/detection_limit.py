@@ -13,12 +13,9 @@ import argparse
 import json
 import math
 import random
-import sys
 from pathlib import Path
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from lockstep.config import BETAS, EPS
 from lockstep.strategies import BASELINE, others

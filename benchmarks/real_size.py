@@ -16,9 +16,9 @@ import sys
 import tempfile
 from pathlib import Path
 
+from lockstep.training import history
+
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
-from lockstep.training import history  # noqa: E402
 
 WARM_UP = 3
 RANKS = {"ddp": 2, "deepspeed": 4, "fsdp": 4}

@@ -24,9 +24,6 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-if __name__ == "__main__":
-    sys.path[:0] = [str(Path(__file__).parents[1])]
-
 from lockstep.errors import UserError
 from lockstep.inputs import weights
 from lockstep.inputs.architectures import BUILT_IN, parameter_shapes
