@@ -20,7 +20,8 @@ def test_every_script_at_the_root_is_installed():
 
 
 def test_nobody_edits_sys_path():
-    assert [path.name for path in PYTHON_FILES if EDIT.search(path.read_text())] == []
+    files = [path for path in PYTHON_FILES if path != Path(__file__)]
+    assert [path.name for path in files if EDIT.search(path.read_text())] == []
 
 
 def test_an_edit_of_sys_path_would_be_seen():
