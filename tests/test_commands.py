@@ -113,7 +113,7 @@ def test_documented_verifications():
     found = 0
     for path in (ROOT / "README.md", ROOT / "run_verification.py", *ROOT.glob("docs/*.md")):
         for match in re.finditer(r"^ *python run_verification\.py(.*)$", path.read_text(), re.MULTILINE):
-            options, rest = run_verification.parse(shlex.split(match[1]))
+            options, rest = run_verification.parse(shlex.split(match[1].split("   ")[0]))
             config.parse_config("fsdp", [*rest, "--tp_size", str(options.tp_size), "--dp_size", str(options.dp_size)])
             found += 1
     assert found >= 3
