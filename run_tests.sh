@@ -3,4 +3,4 @@
 set -euo pipefail
 source "$(dirname "$0")/environment.sh" requirements.txt requirements-transformers-tp.txt requirements-test.txt
 cd "$ROOT"
-exec "$PYTHON" -m pytest tests "$@"
+exec "$PYTHON" -m pytest "$@"
