@@ -14,10 +14,7 @@ allowed), and the verdict.
 
 import argparse
 import json
-import sys
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from lockstep.losses.control import CONTROL_FACTOR, envelope, loss_gap, norm_gap, ratios
 from lockstep.losses.curves import compare, tolerance_for

@@ -14,9 +14,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-if __name__ == "__main__":
-    sys.path[:0] = [str(Path(__file__).parents[1])]
-
 import hub
 from test_history_fuzz import damage, mutate
 
