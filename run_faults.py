@@ -241,7 +241,7 @@ def summary(rows: list[dict], steps: int) -> list[str]:
     return [
         share("caught by tensors", sum(row["caught"] for row in ran)),
         share("first tensor right", sum(row["first_right"] for row in ran)),
-        *(share(f"cause {verdict}", sum(row["caught"] and row["named"] == which for row in ran)) for which, verdict in NAMED.items()),
+        *(share(verdict, sum(row["caught"] and row["named"] == which for row in ran)) for which, verdict in NAMED.items()),
         share(f"missed by the loss curve in {steps} steps", sum(row["loss_step"] is None for row in ran)),
         share("missed by loss and gradient norm", sum(row["loss_step"] is None and row["grad_norm_step"] is None for row in ran)),
         *(f"NOT CAUGHT: {row['fault']} in {row['strategy']}" for row in ran if not row["caught"]),

@@ -43,7 +43,7 @@ def print_table() -> None:
         for key in ("loss_step", "grad_norm_step"):
             cells += [cell(rows, step(key)), cell(others, step(key))]
         cells += [cell(rows, lambda row: "right" if row["first_right"] else f"WRONG: {row['first']}")]
-        cells += [cell(rows, lambda row: row["cause"] if row["cause_right"] else f"WRONG: {row['cause']}")]
+        cells += [cell(rows, lambda row: f"WRONG: {row['cause']}" if row["named"] == "wrong" else row["cause"] or "not explained")]
         print(f"| {' | '.join(cells)} |")
 
 

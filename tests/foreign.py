@@ -105,8 +105,11 @@ def other_rotary_theta(run, strategy):
 
 @bug
 def rotary_angles_one_position_late(run, strategy):
-    pre = lambda _module, arguments, options: (arguments, {**options, "position_ids": options["position_ids"] + 1})  # noqa: E731
-    _module(strategy, "model.rotary_emb").register_forward_pre_hook(pre, with_kwargs=True)
+    def late(_module, arguments, options):
+        x, positions = [*arguments, *options.values()]
+        return (x, positions + 1), {}
+
+    _module(strategy, "model.rotary_emb").register_forward_pre_hook(late, with_kwargs=True)
 
 
 @bug

@@ -25,27 +25,27 @@ SHARDED = {
     "rotary angles one position late": ("forward/model.rotary_emb", 1, None, "each position has what belongs to the one after it"),
     "rotary angles of one layer doubled": (ATTENTION, 1, None, "position 0 of 32 is right"),
     "two heads swapped": ("forward/model.layers.1.self_attn.q_proj", 1, None, "the heads are in another order: 1, 0, 3, 2"),
-    "bias left out": ("forward/model.layers.1.self_attn.k_proj", 1, None, ""),
+    "bias left out": ("gradient/model.layers.1.self_attn.k_proj.bias", 1, None, "zero throughout"),  # it is zero in the first step
     "residual added twice": ("forward/model.layers.1", 1, None, ""),
     "gelu for silu": ("forward/model.layers.1.mlp.act_fn", 1, None, ""),
     "last position zeroed": (f"forward/{INTO_MLP}", 1, None, "only position 31 of 32 is wrong"),
-    "embedding scaled": ("forward/model.embed_tokens", 1, None, "8 times the reference throughout"),
+    "embedding scaled": ("forward/model.embed_tokens", 1, None, "8 times the right one throughout"),
     "activations of one replica scaled": ("forward/model.layers.1.mlp.down_proj", 1, None, "only DP rank 1 of 2"),
     "share of one tp rank counted twice": ("forward/model.layers.1.mlp.down_proj", 1, None, ""),
     "loss of one replica counts twice": ("backward/lm_head", 1, None, "only DP rank 1 of 2"),
-    "gradient of one activation scaled": (f"backward/{INTO_MLP}", 1, None, ""),
-    "gradient of some positions lost": ("backward/model.layers.1.input_layernorm", 1, None, ""),
+    "gradient of one activation scaled": (f"gradient/{INTO_MLP}.weight", 1, None, "1.5 times the right one"),
+    "gradient of some positions lost": ("gradient/model.layers.1.input_layernorm.weight", 1, None, ""),
     "one stale gradient": (f"gradient/{UP}", 2, "stale gradients", ""),
     "gradient of one parameter zeroed": (f"gradient/{UP}", 1, None, "zero throughout"),
     "gradient of one tp rank negated": (f"gradient/{UP}", 1, None, "in the share of tp rank 1"),
     "one weight never updated": (f"parameter/{UP}", 1, "update left out", ""),
-    "updates of one weight doubled": (f"parameter/{UP}", 1, None, ""),
+    "updates of one weight doubled": (f"parameter/{UP}", 1, None, "its change is 2 = tp or dp times the right one"),
 }
 FSDP = {
     "sign of one gradient element": (f"gradient/{UP}", 1, None, "its sign is flipped"),
     "one dp rank has noise in its gradient": (f"gradient/{UP}", 1, None, ""),
     "sign of one weight element": (f"parameter/{UP}", 1, None, "its sign is flipped"),
-    "first moment of one parameter lost": ("exp_avg/", 2, None, ""),
+    "first moment of one parameter lost": ("exp_avg/", 2, "moments lost", ""),
     "replica missed one update": ("parameter/model.embed_tokens.weight", 2, "update left out", "share of dp rank 1 of 2"),
 }
 DDP = {

@@ -65,7 +65,7 @@ def own_heads_only(case: Case) -> Cause | None:
 def one_rank_only(case: Case) -> Cause | None:
     """Whoever holds a part of the gradients learns from one DP rank's samples, as if there were no others."""
     found = _some_known(case)
-    if not found or case.mesh.num_sample_shares == 1:
+    if not found or case.mesh.num_sample_shares == 1 or case.wrong("backward"):
         return None
     shown = []
     for contributions in found:
@@ -83,7 +83,7 @@ def one_rank_only(case: Case) -> Cause | None:
 
 def uneven_samples(case: Case) -> Cause | None:
     """Every wrong gradient is right but for how often the micro batches count."""
-    if len(_wrong(case)) < len(case.judged("gradient")) / 2:
+    if len(_wrong(case)) < len(case.judged("gradient")) / 2 or case.wrong("backward"):
         return None
     found = _some_known(case)
     weights = []

@@ -21,6 +21,8 @@ def oddities(case: Case) -> list[str]:
     own, exact = case.own(case.first), case.right(case.first)
     if not bool(own.isfinite().all()):
         return [*said, f"{int((~own.isfinite()).sum())} of {own.numel()} elements are not finite"]
+    if not bool(own.any()):
+        return [*said, "it is zero throughout"]
     return said + _elements(case, own, exact) + _places(case, own, exact) + _likeness(case, own, exact) + _samples(case)
 
 
@@ -47,12 +49,10 @@ def _elements(case: Case, own: torch.Tensor, exact: torch.Tensor) -> list[str]:
         places = [tuple(place) for place in wrong.nonzero().tolist()]
         shown = [f"{list(place)} is {float(own[place]):.6g}, not {float(exact[place]):.6g}{_sign(own[place], exact[place])}" for place in places]
         return [f"only {count} of {own.numel()} elements {'is' if count == 1 else 'are'} wrong: {'; '.join(shown)}"]
-    if not bool(own.any()):
-        return ["it is zero throughout"]
     zeros = wrong & (own == 0)
     if count and bool((zeros == wrong).all()):
         return [f"{count} of {own.numel()} elements are wrong, and all of them are zero"]
-    return [f"{count} of {own.numel()} elements are wrong"] if count < own.numel() / 2 else []
+    return [f"{count} of {own.numel()} elements are wrong"]
 
 
 def _sign(own: torch.Tensor, exact: torch.Tensor) -> str:
@@ -127,11 +127,10 @@ def _spans(places: list[int]) -> str:
 
 def _likeness(case: Case, own: torch.Tensor, exact: torch.Tensor) -> list[str]:
     """Whether it is a multiple of the right one, throughout or head by head, has its heads or rows in another order, or is moved."""
-    if not bool(own.any()):
-        return []
-    factor = case.factor([case.rows[case.first]]) if not case.first.startswith("parameter/") else None
+    factor = case.factor([case.rows[case.first]])
     if factor is not None:
-        return [f"it is {case.in_words(factor)} times the reference throughout"]
+        what = "its change is" if case.first.startswith("parameter/") else "it is"
+        return [f"{what} {case.in_words(factor)} times the right one throughout"]
     said, heads = [], _heads(case, own)
     if heads:
         mine, right = (tensor.unflatten(-1, (heads, -1)).movedim(-2, 0).flatten(1) for tensor in (own, exact))

@@ -74,7 +74,8 @@ def moments_lost(case: Case) -> Cause | None:
         gradient = case.clip * case.own(f"gradient/{_parameter(row)}")
         if not case.explains(row.name, (1 - b1) * gradient if row.kind == "exp_avg" else (1 - b2) * gradient.square()):
             return None
-    return Cause("moments lost", f"the moments of {len(first)} parameters are those of a first step: what they had gathered is gone")
+    names = listed([row.name for row in [*first, *second]])
+    return Cause("moments lost", f"{names}: they are those of a first step; what they had gathered is gone")
 
 
 def other_betas(case: Case) -> Cause | None:
