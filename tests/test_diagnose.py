@@ -227,6 +227,8 @@ def test_weights_are_named_where_they_are_shown_to_be_off():
 def test_weights_are_not_named_where_they_are_right():
     assert diagnosed({"forward/row": lambda t, e: t + 1})[0] == []
     assert diagnosed({"forward/row": lambda t, e: t + 1, "parameter/col.weight": other_weight})[0] == []  # of another module
+    frozen = {"forward/row": lambda t, e: t + 1, "parameter/row.weight": lambda t, e: before_of("row.weight")}
+    assert diagnosed(frozen)[0] == []
 
 
 def test_replicas_of_weights_that_differ():

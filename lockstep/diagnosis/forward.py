@@ -50,7 +50,8 @@ def other_weights(case: Case) -> Cause | None:
         key = f"parameter/{name}"
         if key not in case.rows:
             continue
-        if case.is_wrong(key) and not any(map(case.is_wrong, inner[1:])):
+        is_update = case.factor([case.rows[key]]) is not None  # left out, say: then nothing is known of before
+        if case.is_wrong(key) and not is_update and not any(map(case.is_wrong, inner[1:])):
             off = f"{case.rows[key].distance.relative:.1e}"
             return Cause("weights", f"{name} was {off} off before the step: its update is right, and what it led to is not")
         if case.odd_ranks(key) and not any(map(case.odd_ranks, inner)):
