@@ -1,6 +1,6 @@
-"""Bugs that the catalogue (lockstep/faults) does not have, planted in the live strategy: whatever is said of them must be true.
+"""Bugs that the catalogue (lockstep/faults) does not have: whatever is said of them must be true.
 
-Each is a function of a `Planting` and the strategy. tests/test_foreign_bugs.py says which tensor each breaks first.
+Each is a function of a `Planting` and the live strategy. test_foreign_bugs.py says what each breaks first.
 """
 
 import contextlib
@@ -130,7 +130,9 @@ def two_heads_swapped(run, strategy):
 
 @bug
 def bias_left_out(run, strategy):
-    _changes_output(strategy, f"{LAYER}.self_attn.k_proj", lambda module, _x, output: output - local(module.bias))
+    _changes_output(
+        strategy, f"{LAYER}.self_attn.k_proj", lambda module, _x, output: output - local(module.bias)
+    )
 
 
 @bug
@@ -239,7 +241,11 @@ def sign_of_one_gradient_element(run, strategy):
 
 @bug
 def gradient_of_one_tp_rank_negated(run, strategy):
-    _after_backward(run, strategy, lambda _step, name, gradient: gradient.neg_() if name == UP and _at(strategy, "tp") == 1 else None)
+    _after_backward(
+        run,
+        strategy,
+        lambda _step, name, gradient: gradient.neg_() if name == UP and _at(strategy, "tp") == 1 else None,
+    )
 
 
 @bug
@@ -259,7 +265,11 @@ def one_dp_rank_has_noise_in_its_gradient(run, strategy):
 @bug
 def sign_of_one_weight_element(run, strategy):
     def flip(step):
-        if step == 1 and _at(strategy, "tp") == 0 and (run.config.strategy != "fsdp" or _at(strategy, "dp") == 0):
+        if (
+            step == 1
+            and _at(strategy, "tp") == 0
+            and (run.config.strategy != "fsdp" or _at(strategy, "dp") == 0)
+        ):
             for name, tensor in run.handles.weights():
                 if name == UP and tensor.ndim == 2:
                     tensor[3, 4].neg_()

@@ -1,4 +1,4 @@
-"""Single pieces of evidence: each is found where it is, and not where it is not. What is named, and what is not."""
+"""Evidence is found where it is, and not where it is not; a cause is named on evidence, and not without."""
 
 import json
 import math
@@ -21,8 +21,13 @@ SIZES = {"tp": 2, "dp": 3, "accumulation steps": 5}
 
 
 def test_a_multiple():
-    assert evidence.multiple_of(2 * EXACT, EXACT) == pytest.approx(2.0) and abs(evidence.multiple_of(EXACT, NOISE)) < 0.2
-    assert math.isnan(evidence.multiple_of(EXACT, 0 * EXACT)) and math.isnan(evidence.multiple_of(EXACT * math.nan, EXACT))
+    assert (
+        evidence.multiple_of(2 * EXACT, EXACT) == pytest.approx(2.0)
+        and abs(evidence.multiple_of(EXACT, NOISE)) < 0.2
+    )
+    assert math.isnan(evidence.multiple_of(EXACT, 0 * EXACT)) and math.isnan(
+        evidence.multiple_of(EXACT * math.nan, EXACT)
+    )
 
 
 @pytest.mark.parametrize("factor, names", [
@@ -56,24 +61,47 @@ def test_zeros_in_a_block_are_no_dropout():
 def test_rounded_to_bfloat16():
     rounded = EXACT.bfloat16().double()
     assert evidence.are_rounded_to_bfloat16([(rounded, EXACT)])
-    assert evidence.are_rounded_to_bfloat16([(rounded, EXACT), (torch.ones(9).double(), torch.ones(9).double())])
+    assert evidence.are_rounded_to_bfloat16(
+        [(rounded, EXACT), (torch.ones(9).double(), torch.ones(9).double())]
+    )
     assert not evidence.are_rounded_to_bfloat16([(EXACT.float().double(), EXACT)])
-    assert not evidence.are_rounded_to_bfloat16([(torch.ones(99).double(), torch.ones(99).double())])  # telling nothing
-    assert not evidence.are_rounded_to_bfloat16([(rounded, 2 * EXACT)]) and not evidence.are_rounded_to_bfloat16([])
+    assert not evidence.are_rounded_to_bfloat16(
+        [(torch.ones(99).double(), torch.ones(99).double())]
+    )  # telling nothing
+    assert not evidence.are_rounded_to_bfloat16(
+        [(rounded, 2 * EXACT)]
+    ) and not evidence.are_rounded_to_bfloat16([])
 
 
 def test_what_a_captured_name_stands_for():
     assert describe("model.layers.1.self_attn.o_proj.input") == "model.layers.1.self_attn.o_proj's input"
-    assert describe("model.layers.1") == "model.layers.1's output" and describe("model.rotary_emb.1") == "output 1 of model.rotary_emb"
+    assert (
+        describe("model.layers.1") == "model.layers.1's output"
+        and describe("model.rotary_emb.1") == "output 1 of model.rotary_emb"
+    )
     assert describe("model.layers.0.input_layernorm") == "model.layers.0.input_layernorm's output"
 
 
-# A run of two layers on tp 2 x dp 2: norm -> col, column-parallel with a bias -> row, row-parallel; 4 samples of 8 tokens
+# A run on tp 2 x dp 2: norm -> col, column-parallel with a bias -> row, row-parallel; 4 samples of 8 tokens
 
 RATE, CHANNELS = 1e-2, 64
-PARAMETERS = {"norm.weight": (CHANNELS,), "col.weight": (CHANNELS, CHANNELS), "col.bias": (CHANNELS,), "row.weight": (CHANNELS, CHANNELS)}
-SHARDED = {"parameter/col.weight": {"tp": 0}, "parameter/col.bias": {"tp": 0}, "parameter/row.weight": {"tp": 1}, "forward/col": {"tp": 2}}
-SHARDED |= {name.replace("parameter", kind): dims for name, dims in SHARDED.items() for kind in ("gradient", "exp_avg", "exp_avg_sq")}
+PARAMETERS = {
+    "norm.weight": (CHANNELS,),
+    "col.weight": (CHANNELS, CHANNELS),
+    "col.bias": (CHANNELS,),
+    "row.weight": (CHANNELS, CHANNELS),
+}
+SHARDED = {
+    "parameter/col.weight": {"tp": 0},
+    "parameter/col.bias": {"tp": 0},
+    "parameter/row.weight": {"tp": 1},
+    "forward/col": {"tp": 2},
+}
+SHARDED |= {
+    name.replace("parameter", kind): dims
+    for name, dims in SHARDED.items()
+    for kind in ("gradient", "exp_avg", "exp_avg_sq")
+}
 MODULES = ("norm", "col", "row")
 
 
@@ -97,7 +125,10 @@ class Written:
         self.by_step = steps
         self.steps = {
             str(step): {
-                "tensors": {name: {"dtype": "F32", "shape": list(t.shape), "sharded": SHARDED.get(name, {})} for name, t in tensors.items()},
+                "tensors": {
+                    name: {"dtype": "F32", "shape": list(t.shape), "sharded": SHARDED.get(name, {})}
+                    for name, t in tensors.items()
+                },
                 "replicas_differ": replicas_differ or {},
             }
             for step, tensors in steps.items()
@@ -115,7 +146,10 @@ def update(tensors, before):
     b1, b2 = BETAS
     for name in PARAMETERS:
         gradient = tensors[f"gradient/{name}"]
-        tensors[f"exp_avg/{name}"], tensors[f"exp_avg_sq/{name}"] = (1 - b1) * gradient, (1 - b2) * gradient.square()
+        tensors[f"exp_avg/{name}"], tensors[f"exp_avg_sq/{name}"] = (
+            (1 - b1) * gradient,
+            (1 - b2) * gradient.square(),
+        )
         tensors[f"parameter/{name}"] = before[f"parameter/{name}"] - RATE * gradient / (gradient.abs() + EPS)
 
 
@@ -124,7 +158,10 @@ def step_one():
     generator = torch.Generator().manual_seed(5)
     draw = lambda *shape: torch.randn(*shape, generator=generator).double()  # noqa: E731
     before = {f"parameter/{name}": draw(*shape) for name, shape in PARAMETERS.items()}
-    z, output = draw(4, 8, CHANNELS), draw(4, 8, CHANNELS)  # normed input, and the gradient of what row gives back
+    z, output = (
+        draw(4, 8, CHANNELS),
+        draw(4, 8, CHANNELS),
+    )  # normed input, and the gradient of what row gives back
     w = {name: before[f"parameter/{name}"] for name in PARAMETERS}
     run = {"forward/norm": z * w["norm.weight"]}
     run["forward/col"] = run["forward/norm"] @ w["col.weight"].T + w["col.bias"]
@@ -141,11 +178,17 @@ def step_one():
 
 
 def diagnosed(changes, *, replicas_differ=None, recorded_norm=None, configuration=None):
-    """(causes, diagnosis) of a run in which `changes` was made: name -> what its tensor is instead, given (it, all)."""
+    """(causes, diagnosis) of a run with changes: name -> what its tensor is instead, given it and all."""
     exact, before = step_one()
-    own = {name: changes[name](tensor, exact) if name in changes else tensor for name, tensor in exact.items()}
+    own = {
+        name: changes[name](tensor, exact) if name in changes else tensor for name, tensor in exact.items()
+    }
     update(own, before)  # follows from the run's own gradients
-    follows = {name: tensor for name, tensor in own.items() if name.split("/")[0] in ("exp_avg", "exp_avg_sq", "parameter")}
+    follows = {
+        name: tensor
+        for name, tensor in own.items()
+        if name.split("/")[0] in ("exp_avg", "exp_avg_sq", "parameter")
+    }
     own |= {name: changes[name](tensor, exact) for name, tensor in follows.items() if name in changes}
     rows = []
     for name, tensor in own.items():
@@ -154,11 +197,27 @@ def diagnosed(changes, *, replicas_differ=None, recorded_norm=None, configuratio
         square = float((change * change).sum())
         scale = 1 + float((error * change).sum()) / square if square else math.nan
         sizes = [(float(t.norm()), float(t.abs().max())) for t in (error, aim)]
-        distance = Distance(*sizes[0], *sizes[1], float(tensor.norm()), float(change.norm()), float(change.abs().max()), scale)
-        rows.append(judge("fsdp", 1, name, distance, Size(1e-6 * sizes[1][0], 1e-6 * sizes[1][1]), ROUNDING["F32"]))
-    held = math.sqrt(sum(float(tensor.square().sum()) for name, tensor in own.items() if name.startswith("gradient/")))
+        distance = Distance(
+            *sizes[0], *sizes[1], float(tensor.norm()), float(change.norm()), float(change.abs().max()), scale
+        )
+        rows.append(
+            judge("fsdp", 1, name, distance, Size(1e-6 * sizes[1][0], 1e-6 * sizes[1][1]), ROUNDING["F32"])
+        )
+    held = math.sqrt(
+        sum(float(tensor.square().sum()) for name, tensor in own.items() if name.startswith("gradient/"))
+    )
     norms = [Norm("fsdp", 1, held * (recorded_norm or 1), held)]
-    result = Result({"fsdp": Written({1: own}, replicas_differ)}, "ddp", rows, [], {}, {}, [], norms=norms, configuration=configuration or {})
+    result = Result(
+        {"fsdp": Written({1: own}, replicas_differ)},
+        "ddp",
+        rows,
+        [],
+        {},
+        {},
+        [],
+        norms=norms,
+        configuration=configuration or {},
+    )
     found = diagnose(result, "fsdp", Written({0: before, 1: exact}), {})
     return [cause.name for cause in found.causes], found
 
@@ -172,7 +231,10 @@ def test_nothing_wrong_nothing_named():
 
 def test_noise_is_not_explained():
     """In every gradient alike, and in none a factor."""
-    noisy = lambda tensor, _all: tensor + 1e-3 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(6)).double()  # noqa: E731
+    noisy = (
+        lambda tensor, _all: tensor
+        + 1e-3 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(6)).double()
+    )  # noqa: E731
     assert diagnosed(dict.fromkeys(GRADIENTS, noisy))[0] == []
     assert diagnosed({"forward/row": noisy})[0] == [] and diagnosed({"backward/norm": noisy})[0] == []
 
@@ -199,9 +261,13 @@ def test_one_ranks_share_of_a_sum(name, rank):
 
 @pytest.mark.parametrize("name", ["forward/row", "backward/norm"])
 def test_what_is_no_share_is_no_missing_sum(name):
-    """Half of it, another sign of one share, replicas that differ: the sum over tp is where it went wrong, and not why."""
+    """Half of it, another sign of one share, replicas that differ: that is where it went wrong, and not why."""
     kind = name.split("/")[0]
-    for change in (lambda t, e: 0.5 * t, lambda t, e: t - 2 * share(1, kind)(t, e), lambda t, e: 0.9 * share(0, kind)(t, e)):
+    for change in (
+        lambda t, e: 0.5 * t,
+        lambda t, e: t - 2 * share(1, kind)(t, e),
+        lambda t, e: 0.9 * share(0, kind)(t, e),
+    ):
         assert diagnosed({name: change}, replicas_differ={name: [1, 3]})[0] == []
 
 
@@ -226,7 +292,9 @@ def test_weights_are_named_where_they_are_shown_to_be_off():
 
 def test_weights_are_not_named_where_they_are_right():
     assert diagnosed({"forward/row": lambda t, e: t + 1})[0] == []
-    assert diagnosed({"forward/row": lambda t, e: t + 1, "parameter/col.weight": other_weight})[0] == []  # of another module
+    assert (
+        diagnosed({"forward/row": lambda t, e: t + 1, "parameter/col.weight": other_weight})[0] == []
+    )  # of another module
     frozen = {"forward/row": lambda t, e: t + 1, "parameter/row.weight": lambda t, e: before_of("row.weight")}
     assert diagnosed(frozen)[0] == []
 
@@ -241,13 +309,20 @@ def test_replicas_of_weights_that_differ():
 def test_replicas_that_differ_though_the_one_that_was_written_is_right():
     for name in ("gradient/norm.weight", "parameter/norm.weight", "forward/row"):
         names, found = diagnosed({}, replicas_differ={name: [1, 3]})
-        assert names == [] and "rank 1 (dp 0, tp 1), 3 (dp 1, tp 1)" in found.odd[0] and "it is right" in found.odd[0]
+        assert (
+            names == []
+            and "rank 1 (dp 0, tp 1), 3 (dp 1, tp 1)" in found.odd[0]
+            and "it is right" in found.odd[0]
+        )
 
 
 def test_a_factor_in_every_gradient():
     names, found = diagnosed({name: lambda tensor, _all: 2 * tensor for name in GRADIENTS})
     assert names == ["gradient scale"] and "2 = tp or dp" in found.causes[0].evidence
-    assert found.excluded == ["forward: right in step 1", "backward: right in step 1"]  # no batch was captured: nothing is said of it
+    assert found.excluded == [
+        "forward: right in step 1",
+        "backward: right in step 1",
+    ]  # no batch was captured: nothing is said of it
 
 
 def test_a_factor_in_one_gradient():
@@ -262,7 +337,9 @@ def test_a_factor_in_one_gradient():
 
 def of_samples(rows, factor):
     """A weight's gradient from some samples only."""
-    return lambda _t, e: factor * e["backward/col"][rows].flatten(0, 1).T @ e["forward/norm"][rows].flatten(0, 1)
+    return (
+        lambda _t, e: factor * e["backward/col"][rows].flatten(0, 1).T @ e["forward/norm"][rows].flatten(0, 1)
+    )
 
 
 def test_gradients_of_one_dp_ranks_samples():
@@ -299,14 +376,21 @@ def test_one_flipped_sign():
 
 def test_what_is_wrong_as_well_is_not_excluded():
     flipped = lambda tensor, _all: -tensor  # noqa: E731
-    assert diagnosed({"backward/norm": flipped, "gradient/col.weight": flipped})[1].excluded == ["forward: right in step 1"]
+    assert diagnosed({"backward/norm": flipped, "gradient/col.weight": flipped})[1].excluded == [
+        "forward: right in step 1"
+    ]
     found = diagnosed({"backward/norm": flipped, "forward/norm": flipped})[1]
     assert found.excluded == []
 
 
 def test_what_enters_is_called_right_where_it_was_seen():
-    assert "what row's output is computed from is right: col's output" in diagnosed({"forward/row": lambda t, e: t + 1})[1].excluded
-    assert not any("computed from" in one for one in diagnosed({"forward/norm": lambda t, e: t + 1})[1].excluded)
+    assert (
+        "what row's output is computed from is right: col's output"
+        in diagnosed({"forward/row": lambda t, e: t + 1})[1].excluded
+    )
+    assert not any(
+        "computed from" in one for one in diagnosed({"forward/norm": lambda t, e: t + 1})[1].excluded
+    )
 
 
 def test_a_gradient_that_is_not_finite():
@@ -346,10 +430,15 @@ def test_a_parameter_that_did_not_change_and_is_wrong_elsewhere():
 
 
 def test_weight_decay_is_a_multiple_of_the_weights():
-    decayed = {f"parameter/{name}": lambda t, e, name=name: t - RATE * 0.1 * before_of(name) for name in ("norm.weight", "col.bias")}
+    decayed = {
+        f"parameter/{name}": lambda t, e, name=name: t - RATE * 0.1 * before_of(name)
+        for name in ("norm.weight", "col.bias")
+    }
     names, found = diagnosed(decayed)
     assert names == ["weight decay"] and "+0.1 more" in found.causes[0].evidence
-    assert diagnosed({"parameter/norm.weight": lambda t, e: t - 1e-3})[0] == []  # a vector that is off otherwise
+    assert (
+        diagnosed({"parameter/norm.weight": lambda t, e: t - 1e-3})[0] == []
+    )  # a vector that is off otherwise
 
 
 def test_the_learning_rate_is_a_factor_of_every_update():
@@ -378,7 +467,8 @@ def test_the_norm():
     names, found = diagnosed({}, recorded_norm=copied)
     assert names == ["clipping"] and "counted tp times" in found.causes[0].evidence
     half = squares["norm.weight"] + sum(
-        float(exact[f"gradient/{name}"].chunk(2, dim)[1].square().sum()) for name, dim in (("col.weight", 0), ("col.bias", 0), ("row.weight", 1))
+        float(exact[f"gradient/{name}"].chunk(2, dim)[1].square().sum())
+        for name, dim in (("col.weight", 0), ("col.bias", 0), ("row.weight", 1))
     )
     names, found = diagnosed({}, recorded_norm=math.sqrt(half / total))
     assert names == ["clipping"] and "tp rank 1's shards alone" in found.causes[0].evidence
@@ -388,11 +478,21 @@ def test_the_norm():
 # What a run was configured with
 
 
-@pytest.mark.parametrize("entry, name", [("attention", "attention implementation"), ("learning_rates", "learning rate"), ("eps", "optimizer settings")])
+@pytest.mark.parametrize(
+    "entry, name",
+    [
+        ("attention", "attention implementation"),
+        ("learning_rates", "learning rate"),
+        ("eps", "optimizer settings"),
+    ],
+)
 def test_a_difference_in_the_configuration_is_the_cause_only_of_what_it_can_break(entry, name):
     configured = {"fsdp": {entry: f"{entry} is a, not b"}}
     doubled = {f"parameter/{name}": lambda t, e, name=name: 2 * t - before_of(name) for name in PARAMETERS}
     assert name in diagnosed(doubled, configuration=configured)[0]
     names, found = diagnosed({"forward/row": lambda t, e: t + 1}, configuration=configured)
     early = entry == "attention"
-    assert names == ([name] if early else []) and ("of no effect so early" in json.dumps(found.excluded)) is not early
+    assert (
+        names == ([name] if early else [])
+        and ("of no effect so early" in json.dumps(found.excluded)) is not early
+    )

@@ -17,17 +17,26 @@ def reported_loss(case: Case) -> Cause | None:
         return None
     losses = [loss for loss in case.result.losses if loss.step == case.step]
     mine = [loss.by_strategy[case.strategy] for loss in losses]
-    gaps = [one - loss.reference for one, loss in zip(mine, losses, strict=True)]
+    gaps = _gaps(case)
     equal = len(set(mine)) == 1 and len(mine) > 1
-    what = "all DP ranks report one and the same loss" if equal else f"{case.first} is off by {max(gaps, key=abs):.3g}"
+    what = (
+        "all DP ranks report one and the same loss"
+        if equal
+        else f"{case.first} is off by {max(gaps, key=abs):.3g}"
+    )
     return Cause("reported loss", f"every tensor is right, but {what}")
 
 
-def partition_function(case: Case) -> Cause | None:
-    """The sum of exponentials is tp times too large: so says the loss, and so does the gradient of the logits."""
-    tp = case.mesh.tp
+def _gaps(case: Case) -> list[float]:
+    """How far the loss of each DP rank is from the reference's."""
     losses = [loss for loss in case.result.losses if loss.step == case.step]
-    gaps = [loss.by_strategy[case.strategy] - loss.reference for loss in losses]
+    return [loss.by_strategy[case.strategy] - loss.reference for loss in losses if loss.reference is not None]
+
+
+def partition_function(case: Case) -> Cause | None:
+    """The sum of exponentials is tp times too large: the loss and the gradient of the logits both say so."""
+    tp = case.mesh.tp
+    gaps = _gaps(case)
     if case.first != HEAD_GRADIENT or tp == 1 or not all(abs(gap - math.log(tp)) <= 1e-3 for gap in gaps):
         return None
     logits, labels = case.own(HEAD), case.own("batch/labels").long()
@@ -38,15 +47,20 @@ def partition_function(case: Case) -> Cause | None:
         return None
     return Cause(
         "loss on vocabulary shards",
-        f"the loss is off by {gaps[0]:.4f} = log(tp), and the gradient of the logits is that of a sum of exponentials that is tp times too large",
+        f"the loss is off by {gaps[0]:.4f} = log(tp), and the gradient of the logits is that of a sum of "
+        "exponentials that is tp times too large",
     )
 
 
 def labels_of_a_shard(case: Case) -> Cause | None:
-    """The gradients of just those tokens are wrong whose labels lie in some tp ranks' shards of the vocabulary."""
+    """The gradient is wrong for just those tokens whose labels lie in some shards of the vocabulary."""
     if case.first != HEAD_GRADIENT or "tp" not in case.sharded(HEAD_GRADIENT):
         return None
-    own, exact, labels = case.own(HEAD_GRADIENT), case.exact(HEAD_GRADIENT), case.own("batch/labels").long().flatten()
+    own, exact, labels = (
+        case.own(HEAD_GRADIENT),
+        case.exact(HEAD_GRADIENT),
+        case.own("batch/labels").long().flatten(),
+    )
     error = (own - exact).flatten(0, -2).norm(dim=1)
     is_wrong = error > LEFT * float(error.max())
     each = -(-own.shape[-1] // case.mesh.tp)
@@ -57,7 +71,8 @@ def labels_of_a_shard(case: Case) -> Cause | None:
         return None
     return Cause(
         "loss on vocabulary shards",
-        f"the logits are right; their gradient is wrong for all tokens whose label is in the shard of tp rank {sorted(wrong)}, and for no other",
+        "the logits are right; their gradient is wrong for all tokens whose label is in the shard of tp rank "
+        f"{', '.join(map(str, sorted(wrong)))}, and for no other",
     )
 
 
@@ -66,9 +81,15 @@ def weights_of_samples(case: Case) -> Cause | None:
     if case.first != HEAD_GRADIENT:
         return None
     shares, micro = case.mesh.num_sample_shares, case.micro_batches
-    own, exact = (tensor.chunk(shares * micro) for tensor in (case.own(HEAD_GRADIENT), case.exact(HEAD_GRADIENT)))
-    factors = torch.tensor([evidence.multiple_of(a, b) for a, b in zip(own, exact, strict=True)], dtype=torch.float64)
-    if not case.explains(case.first, torch.cat([factor * b for factor, b in zip(factors, exact, strict=True)])):
+    own, exact = (
+        tensor.chunk(shares * micro) for tensor in (case.own(HEAD_GRADIENT), case.exact(HEAD_GRADIENT))
+    )
+    factors = torch.tensor(
+        [evidence.multiple_of(a, b) for a, b in zip(own, exact, strict=True)], dtype=torch.float64
+    )
+    if not case.explains(
+        case.first, torch.cat([factor * b for factor, b in zip(factors, exact, strict=True)])
+    ):
         return None
     return cause_of_weights(case, factors.view(shares, micro), "the gradient of the logits")
 
@@ -80,7 +101,10 @@ def cause_of_weights(case: Case, weights: torch.Tensor, what: str) -> Cause | No
         return None  # that a rank's samples do not count as others' do says not why
     if not _even(by_micro):
         shown = ", ".join(f"{value:.3g}" for value in by_micro.tolist())
-        return Cause("accumulation", f"the micro batches do not count alike in {what} ({shown} times; 1 is right), and the DP ranks do")
+        return Cause(
+            "accumulation",
+            f"in {what} the micro batches do not count alike ({shown} times; 1 is right), the DP ranks do",
+        )
     factor = float(weights.mean())
     close = evidence.name_factor(factor, case.sizes)
     if not factor > 0 or abs(factor - 1) <= evidence.SAME:
@@ -94,7 +118,7 @@ def _even(values: torch.Tensor) -> bool:
 
 
 def input_gradient(case: Case) -> Cause | None:
-    """The gradient of what enters column-parallel layers lacks the sum over tp of some of them, or has it tp times."""
+    """The gradient of what enters column-parallel layers lacks the sum over tp, or has it tp times."""
     shares = recompute.backward_shares(case, case.first.removeprefix("backward/"))
     what = f"the gradient of {describe(case.first.removeprefix('backward/'))}"
     if not shares or case.mesh.tp == 1:
@@ -102,12 +126,19 @@ def input_gradient(case: Case) -> Cause | None:
     whole = {module: torch.stack(each).sum(0) for module, each in shares.items()}
     groups = [group for size in range(len(shares), 0, -1) for group in itertools.combinations(shares, size)]
     for rank, group in itertools.product(range(case.mesh.tp), groups):
-        value = torch.stack([shares[module][rank] if module in group else whole[module] for module in shares]).sum(0)
+        value = torch.stack(
+            [shares[module][rank] if module in group else whole[module] for module in shares]
+        ).sum(0)
         if case.explains(case.first, value):
             through = ", ".join(group)
-            return Cause("tp reduction missing", f"{what} is tp rank {rank}'s share alone of what comes back through {through}, computed again from it")
+            return Cause(
+                "tp reduction missing",
+                f"{what} is tp rank {rank}'s share alone of what comes back through {through}, computed again",
+            )
     if case.explains(case.first, case.mesh.tp * torch.stack(list(whole.values())).sum(0)):
-        return Cause("tp reduction repeated", f"{what}, a sum over tp, is {case.mesh.tp} = tp times what it should be")
+        return Cause(
+            "tp reduction repeated", f"{what}, a sum over tp, is {case.mesh.tp} = tp times what it should be"
+        )
     return None
 
 

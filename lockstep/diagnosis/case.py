@@ -1,4 +1,4 @@
-"""One run that failed, and its first wrong tensor: what its dump and its reference hold, and whether a value explains it."""
+"""One run that failed, and its first wrong tensor: what was captured, and whether a value explains it."""
 
 import math
 import re
@@ -28,21 +28,30 @@ class Cause:
 class Case:
     """A run of a finished comparison with at least one failure.
 
-    `first` is the first wrong tensor, in step `step`; `rows` has all judged tensors of that step by name, and `entry` what
-    the manifest says of the step. Tensors are given whole, in float64.
+    `first` is the first wrong tensor, in step `step`. `rows` has all judged tensors of that step by name,
+    `entry` is what the manifest says of the step. Tensors are given whole, in float64.
     """
 
     def __init__(self, result: Result, strategy: str, reference: Dump, replay: Dump | None):
-        self.result, self.strategy, self.dump, self.reference = result, strategy, result.dumps[strategy], reference
+        self.result, self.strategy, self.dump, self.reference = (
+            result,
+            strategy,
+            result.dumps[strategy],
+            reference,
+        )
         self.step, _, self.first, _ = result.failures(strategy)[0]
         self.options = self.dump.run["config"]
         self.mesh = Mesh(dp=self.options["dp_size"], tp=self.options["tp_size"])
         self.micro_batches: int = self.options["gradient_accumulation_steps"]
         self.sizes = {"tp": self.mesh.tp, "dp": self.mesh.dp, "accumulation steps": self.micro_batches}
         self.entry = self.dump.steps[str(self.step)]
-        self.rows = {row.name: row for row in result.rows if row.strategy == strategy and row.step == self.step}
-        self.not_computed = [name for run, step, name in result.missing if (run, step) == (strategy, self.step)]
-        self._right_dump = reference if self.step == 1 else replay
+        self.rows = {
+            row.name: row for row in result.rows if row.strategy == strategy and row.step == self.step
+        }
+        self.not_computed = [
+            name for run, step, name in result.missing if (run, step) == (strategy, self.step)
+        ]
+        self._right_dump = replay if replay is not None and self.step > 1 else reference
 
     # Tensors
 
@@ -55,7 +64,7 @@ class Case:
         return self._right_dump.tensor(self.step, name).double()
 
     def before(self, parameter: str) -> torch.Tensor:
-        """A parameter as it must have been before the step: the initial one, or what the run's last step left."""
+        """A parameter as it must have been before the step: the initial one, or what the last step left."""
         source = self.reference if self.step == 1 else self.dump
         return source.tensor(self.step - 1, f"parameter/{parameter}").double()
 
@@ -72,7 +81,7 @@ class Case:
         return before * (1 - rate * decay) - rate * direction
 
     def right(self, name: str) -> torch.Tensor:
-        """What any tensor of the step must be: the reference's, or, behind the gradients, what the run's own make of it."""
+        """What a tensor must be: the reference's, or, behind the gradients, what follows from the run's own."""
         kind, _, parameter = name.partition("/")
         if kind == "parameter":
             return self.updated(parameter)
@@ -88,7 +97,11 @@ class Case:
     @property
     def clip(self) -> float:
         """What the gradients must have been multiplied with before the update."""
-        norms = [norm.held for norm in self.result.norms if (norm.strategy, norm.step) == (self.strategy, self.step)]
+        norms = [
+            norm.held
+            for norm in self.result.norms
+            if (norm.strategy, norm.step) == (self.strategy, self.step)
+        ]
         return clip_factor(self.options, norms[0]) if norms else math.nan
 
     # Rows
@@ -105,21 +118,21 @@ class Case:
     # Does this value explain what is wrong?
 
     def explains(self, name: str, value: torch.Tensor) -> bool:
-        """Whether a wrong tensor of the run is this value, as exactly as a right one would be the reference's."""
+        """Whether a wrong tensor is this value, as exactly as a right one would be the reference's."""
         return self.is_wrong(name) and self.leaves_little(name, float((self.own(name) - value).norm()))
 
     def leaves_little(self, name: str, left: float) -> bool:
-        """Whether an explanation of a wrong tensor that leaves so much of its error leaves no more than is tolerated.
+        """Whether so much of a wrong tensor's error may be left by what explains it.
 
-        A tensor larger than the right one may be off by more in proportion. Where the error is itself little more than what
-        is tolerated, nearly all of it must be explained besides.
+        No more than is tolerated of a right tensor; in proportion where it is larger than the right one. If the
+        error is itself little more than that, nearly all of it must be explained besides.
         """
         row = self.rows[name]
         size = max(1.0, row.distance.own_norm / row.distance.norm) if row.distance.norm > 0 else 1.0
         return left <= min(row.tolerated * size, LEFT * row.distance.error)
 
     def factor(self, rows: list[Row]) -> float | None:
-        """The one factor that these tensors are of their references (parameters: their changes), all of them; else None."""
+        """The factor that all these tensors are of their references (parameters: their changes), or None."""
         factors = []
         for row in rows:
             distance = row.distance
@@ -132,7 +145,10 @@ class Case:
         if not factors:
             return None
         surest, _ = min(factors, key=lambda found: found[1])
-        same = all(abs(one - surest) <= max(off, 1e-6 * abs(surest)) and off <= abs(surest - 1) / 2 for one, off in factors)
+        same = all(
+            abs(one - surest) <= max(off, 1e-6 * abs(surest)) and off <= abs(surest - 1) / 2
+            for one, off in factors
+        )
         return surest if same else None
 
     def in_words(self, factor: float) -> str:
@@ -150,7 +166,7 @@ class Case:
         return self.mesh.tp > 1 and "tp" not in self.sharded(name)
 
     def shares(self, name: str, axis: str, tensor: torch.Tensor) -> list[list[torch.Tensor]]:
-        """By rank along a mesh axis, the pieces of a tensor that it holds: each axis cuts what those inside it have left."""
+        """By rank along an axis, the pieces of a tensor that it holds: it cuts what the axes inside have left."""
         pieces = [tensor]
         for other, dim in self.sharded(name).items():
             if other == axis:
@@ -183,7 +199,11 @@ class Case:
     def is_linear(self, module: str) -> bool:
         """Whether a module is y = x W^T + b of one captured x."""
         weight = self.weight_of(module)
-        return weight is not None and self.source(module) is not None and len(self.dump.layout.parameters[weight]) == 2
+        return (
+            weight is not None
+            and self.source(module) is not None
+            and len(self.dump.layout.parameters[weight]) == 2
+        )
 
     def consumers(self, module: str) -> list[str]:
         """What is directly computed from a captured tensor."""
@@ -191,12 +211,18 @@ class Case:
 
     def has(self, *names: str) -> bool:
         """Whether the run and its reference have all of these tensors of the step."""
-        return all(name in self.entry["tensors"] and name in self._right_dump.steps[str(self.step)]["tensors"] for name in names)
+        return all(
+            name in self.entry["tensors"] and name in self._right_dump.steps[str(self.step)]["tensors"]
+            for name in names
+        )
 
 
 def describe(name: str) -> str:
     """What a captured name stands for, in words: a module's output, its input, or a further one."""
-    entering, further = re.fullmatch(r"(.*)\.input(\.\d+)?", name), re.fullmatch(r"(.*(?<!layers))\.(\d+)", name)
+    entering, further = (
+        re.fullmatch(r"(.*)\.input(\.\d+)?", name),
+        re.fullmatch(r"(.*(?<!layers))\.(\d+)", name),
+    )
     if entering:
         return f"{entering[1]}'s input"
     return f"output {further[2]} of {further[1]}" if further else f"{name}'s output"

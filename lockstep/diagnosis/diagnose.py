@@ -1,9 +1,10 @@
-"""From the first wrong tensor to its cause: named on evidence that convinces, else what is excluded and what is odd.
+"""From the first wrong tensor to its cause: named on evidence, else what is excluded and what is odd.
 
-A step runs batch -> forward -> loss -> backward -> gradients -> norm -> moments -> parameters, and everything behind
-the first wrong tensor is wrong with it. So only the first wrong stage is looked into; what came before is excluded.
+A step runs batch -> forward -> loss -> backward -> gradients -> norm -> moments -> parameters, and everything
+behind the first wrong tensor is wrong with it. So only the first wrong stage is looked into.
 """
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -17,7 +18,7 @@ Rule = Callable[[Case], Cause | None]
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of a step: the kinds of tensors that it makes, and what may be the cause if the first wrong one is among them."""
+    """A part of a step: the kinds of tensors that it makes, and the rules for a first wrong one among them."""
 
     kinds: tuple[str, ...]
     rules: tuple[Rule, ...]  # the first that names a cause is believed
@@ -56,7 +57,7 @@ OTHER_SETTING = ("optimizer settings", "moments")
 
 @dataclass
 class Diagnosis:
-    """Causes that are shown, none where the failure is not explained; what is excluded; what is odd about the first wrong tensor."""
+    """Causes (none: not explained), what is excluded, what is odd about the first wrong tensor."""
 
     causes: list[Cause] = field(default_factory=list)
     excluded: list[str] = field(default_factory=list)
@@ -71,17 +72,27 @@ def diagnose(result: Result, strategy: str, reference: Dump, replays: dict[str, 
     """Why a run of a finished comparison failed. `reference` and `replays` are what it was compared with."""
     configured = result.configuration.get(strategy, {})
     if not result.failures(strategy):
-        causes = [Cause(CONTRACT.get(entry, OTHER_SETTING)[0], f"configured differently: {what}") for entry, what in configured.items()]
+        causes = [
+            Cause(CONTRACT.get(entry, OTHER_SETTING)[0], f"configured differently: {what}")
+            for entry, what in configured.items()
+        ]
         return Diagnosis(_once(causes), ["every tensor of every step is right"])
     case = Case(result, strategy, reference, replays.get(strategy))
     if case.not_computed:  # evidence may need any tensor of the step, so that alone is said
         more = f" and {len(case.not_computed) - 1} more tensors" if len(case.not_computed) > 1 else ""
-        return Diagnosis([Cause("not computed", f"{case.not_computed[0]}{more}: the model is another one, or does not run all of it")])
+        return Diagnosis(
+            [
+                Cause(
+                    "not computed",
+                    f"{case.not_computed[0]}{more}: the model is another one, or does not run all of it",
+                )
+            ]
+        )
     stage = _stage(case)
     causes, excluded = _configured_differently(configured, stage)
     rules = (rule(case) for rule in STAGES[stage].rules)
-    causes += [next((cause for cause in rules if cause is not None), None)]
-    return Diagnosis(_once([cause for cause in causes if cause is not None]), excluded + _excluded(case, stage), odd.oddities(case))
+    causes += itertools.islice((cause for cause in rules if cause is not None), 1)
+    return Diagnosis(_once(causes), excluded + _excluded(case, stage), odd.oddities(case))
 
 
 def _stage(case: Case) -> str:
@@ -91,9 +102,11 @@ def _stage(case: Case) -> str:
     return next((name for name, stage in STAGES.items() if kind in stage.kinds), kind)
 
 
-def _configured_differently(configured: dict[str, str], stage: str) -> tuple[list[Cause | None], list[str]]:
+def _configured_differently(configured: dict[str, str], stage: str) -> tuple[list[Cause], list[str]]:
     """The differences that can break this stage, as causes, and the others, which cannot, as excluded."""
-    order, causes, excluded = list(STAGES), [], []
+    order = list(STAGES)
+    causes: list[Cause] = []
+    excluded: list[str] = []
     for entry, what in configured.items():
         name, earliest = CONTRACT.get(entry, OTHER_SETTING)
         if order.index(earliest) <= order.index(stage):

@@ -1,4 +1,4 @@
-"""Single statements about tensors in float64: multiples, named factors, dropout, rounding. What they mean is said in the rules."""
+"""Single statements about tensors in float64: multiples, dropout, rounding. What they mean, the rules say."""
 
 import math
 from collections.abc import Iterable
@@ -10,13 +10,13 @@ SAME = 1e-2  # how near to each other two measured factors must be to be one
 
 
 def multiple_of(own: torch.Tensor, base: torch.Tensor) -> float:
-    """The best factor c in own = c base; NaN where there is none: `base` is zero, or something is not finite."""
+    """The best factor c in own = c base; NaN where `base` is zero or something is not finite."""
     square, along = float((base * base).sum()), float((own * base).sum())
     return along / square if 0 < square < math.inf and math.isfinite(along) else math.nan
 
 
 def name_factor(factor: float, sizes: dict[str, int]) -> list[str]:
-    """What a factor may be, from the sizes of the run ("tp", "dp", "accumulation steps"); [] where nothing is near."""
+    """What a factor may be: "tp", "1/dp", "accumulation steps", ...; [] if nothing is near."""
     sizes = {name: size for name, size in sizes.items() if size > 1}
     known = {name: float(size) for name, size in sizes.items()}
     if "tp" in sizes and "dp" in sizes:
@@ -43,8 +43,8 @@ def relative_error(own: list[torch.Tensor], exact: list[torch.Tensor]) -> float:
 def dropped_elements(own: torch.Tensor, exact: torch.Tensor) -> float | None:
     """The share of elements that dropout has zeroed: scattered, and the rest is larger by as much. Else None.
 
-    The mask is drawn anew for every element, so the share is off by chance; the rest must be 1 / (1 - p) times the
-    reference for a p as near to the share as chance allows. Zeros that fill whole rows or columns are no dropout.
+    The mask is drawn anew for every element, so the share is off by chance: the rest must be 1 / (1 - p) times
+    the reference for a p as near to the share as chance allows. Zeros that fill rows or columns are no dropout.
     """
     zeros = (own == 0) & (exact != 0)
     count, share = int(zeros.sum()), float(zeros.double().mean())
@@ -53,17 +53,21 @@ def dropped_elements(own: torch.Tensor, exact: torch.Tensor) -> float | None:
     rest = ~zeros & (exact != 0)
     factor = multiple_of(own[rest], exact[rest])
     left = relative_error([own[rest]], [factor * exact[rest]]) if math.isfinite(factor) else math.inf
-    if not (factor > 1 and left <= SAME and abs((1 - 1 / factor) - share) <= 5 * math.sqrt(share / own.numel())):
+    if not (
+        factor > 1 and left <= SAME and abs((1 - 1 / factor) - share) <= 5 * math.sqrt(share / own.numel())
+    ):
         return None
     rows, columns = zeros.flatten(0, -2).double().mean(1), zeros.flatten(0, -2).double().mean(0)
-    scattered = float(columns.max()) < 1 and float((rows > 0).double().mean()) > min(0.5, share * own.shape[-1] / 2)
+    scattered = float(columns.max()) < 1 and float((rows > 0).double().mean()) > min(
+        0.5, share * own.shape[-1] / 2
+    )
     return share if scattered else None
 
 
 def are_rounded_to_bfloat16(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> bool:
-    """Of pairs of a tensor and its reference: whether all elements are bfloat16 numbers and as far off as those are.
+    """Of pairs of a tensor and its reference: whether all are bfloat16 numbers, off by as much as rounding.
 
-    By chance not all of many float32 numbers are; zeros and ones are, so some tensor must have more values than a few.
+    By chance not all of many float32 numbers are. Zeros and ones are, so some tensor must have many values.
     """
     telling = False
     for own, exact in pairs:

@@ -1,4 +1,4 @@
-"""Rules for a first wrong gradient: forward and backward are right, what is made of them for the parameters is not."""
+"""Rules for a first wrong gradient of a parameter: what it is made of, in forward and backward, is right."""
 
 import torch
 
@@ -19,8 +19,13 @@ def stale(case: Case) -> Cause | None:
     if case.step == 1 or not names:
         return None
     previous = {name: case.own(f"gradient/{name}", case.step - 1) for name in names}
-    if all(case.explains(f"gradient/{name}", case.exact(f"gradient/{name}") + previous[name]) for name in names):
-        return Cause("stale gradients", f"what is too much in {listed(names)} is just the gradient of the step before: it was not zeroed")
+    if all(
+        case.explains(f"gradient/{name}", case.exact(f"gradient/{name}") + previous[name]) for name in names
+    ):
+        return Cause(
+            "stale gradients",
+            f"what is too much in {listed(names)} is just the gradient of the step before: it was not zeroed",
+        )
     if all(case.explains(f"gradient/{name}", previous[name]) for name in names):
         return Cause("stale gradients", f"the gradient of {listed(names)} is the one of the step before")
     return None
@@ -32,7 +37,9 @@ def rounded(case: Case) -> Cause | None:
     if not names or case.options["precision"] != "fp32":
         return None
     if evidence.are_rounded_to_bfloat16((case.own(name), case.exact(name)) for name in names):
-        return Cause("precision", f"every element of {len(names)} gradients is a bfloat16 number, in a float32 run")
+        return Cause(
+            "precision", f"every element of {len(names)} gradients is a bfloat16 number, in a float32 run"
+        )
     return None
 
 
@@ -45,7 +52,10 @@ def broken_tie(case: Case) -> Cause | None:
     gradient, entering = (case.own(name).flatten(0, -2) for name in needed)
     head = gradient.T @ entering
     if case.explains(f"gradient/{tied}", case.exact(f"gradient/{tied}") - head):
-        return Cause("tied weights", "the gradient of the tied weight is what the embedding contributes; just what the head does is not in it")
+        return Cause(
+            "tied weights",
+            "the gradient of the tied weight is what the embedding contributes; the head's part is not in it",
+        )
     if case.explains(f"gradient/{tied}", head):
         return Cause("tied weights", "the gradient of the tied weight is what the head contributes, alone")
     return None
@@ -56,10 +66,13 @@ def own_heads_only(case: Case) -> Cause | None:
     parts = {name: recompute.norm_gradient_shares(case, name) for name in _wrong(case)}
     if not parts or not all(parts.values()):
         return None
-    for rank in range(case.mesh.tp):
-        if all(case.explains(f"gradient/{name}", shares[rank]) for name, shares in parts.items()):
-            return Cause("tp reduction missing", f"the gradient of {listed(list(parts))} is that of tp rank {rank}'s heads alone, computed again from them")
-    return None
+    for name, shares in parts.items():  # the ranks take turns in writing them
+        if not any(case.explains(f"gradient/{name}", share) for share in shares):
+            return None
+    return Cause(
+        "tp reduction missing",
+        f"the gradient of {listed(list(parts))} is that of one tp rank's heads alone, computed again",
+    )
 
 
 def one_rank_only(case: Case) -> Cause | None:
@@ -77,7 +90,8 @@ def one_rank_only(case: Case) -> Cause | None:
     times = case.mesh.num_sample_shares
     return Cause(
         "dp reduction missing",
-        f"each part of these gradients holds one DP rank's samples alone, {times} = dp times, and none of the others', computed again from them ({'; '.join(shown)})",
+        f"each part of these gradients holds one DP rank's samples alone, {times} = dp times, and none of the "
+        f"others', computed again from them ({'; '.join(shown)})",
     )
 
 
@@ -100,8 +114,8 @@ def uneven_samples(case: Case) -> Cause | None:
 def one_factor(case: Case) -> Cause | None:
     """All wrong gradients are one multiple of the right ones.
 
-    Of all of them, that is the cause. Of some of them, a factor that may be tp or something else says little, unless they
-    are just those parameters that every tp rank holds.
+    Of all gradients, that is the cause. Of some, a factor that may be tp or something else says little, unless
+    they are those of just the parameters that every tp rank holds.
     """
     wrong = case.wrong("gradient")
     factor = case.factor(wrong)
@@ -114,17 +128,31 @@ def one_factor(case: Case) -> Cause | None:
     replicated = [row.name for row in judged if case.is_replicated(row.name)]
     if replicated and {row.name for row in wrong} == set(replicated):
         name = "tp reduction repeated" if "tp" in close else "gradient scale"
-        return Cause(name, f"the gradients of just those parameters that every tp rank holds are {case.in_words(factor)} times what they should be")
+        return Cause(
+            name,
+            "the gradients of just those parameters that every tp rank holds are "
+            f"{case.in_words(factor)} times what they should be",
+        )
     if close == ["tp"]:
-        return Cause("tp reduction repeated", f"the gradient of {listed(names)} is {case.in_words(factor)} times what it should be")
+        return Cause(
+            "tp reduction repeated",
+            f"the gradient of {listed(names)} is {case.in_words(factor)} times what it should be",
+        )
     if not close:
-        return Cause("gradient scale", f"the gradient of {listed(names)} is {case.in_words(factor)} times what it should be")
+        return Cause(
+            "gradient scale",
+            f"the gradient of {listed(names)} is {case.in_words(factor)} times what it should be",
+        )
     return None
 
 
 def _some_known(case: Case) -> list[recompute.Contributions]:
     """Of the wrong gradients whose parts are known the first, the middle and the last one."""
-    known = [one for one in (recompute.Contributions(case, name) for name in _wrong(case)) if one.known and _size(case, one.parameter) <= MANY]
+    known = [
+        one
+        for one in (recompute.Contributions(case, name) for name in _wrong(case))
+        if one.known and _size(case, one.parameter) <= MANY
+    ]
     return [known[at] for at in sorted({0, len(known) // 2, len(known) - 1})] if known else []
 
 

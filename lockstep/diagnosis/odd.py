@@ -1,4 +1,4 @@
-"""What is odd about a wrong tensor: which elements, ranks, samples, positions, heads and columns. Facts, no causes."""
+"""What is odd about a wrong tensor: elements, ranks, samples, positions, heads, columns. Facts, no causes."""
 
 import math
 
@@ -23,20 +23,31 @@ def oddities(case: Case) -> list[str]:
         return [*said, f"{int((~own.isfinite()).sum())} of {own.numel()} elements are not finite"]
     if not bool(own.any()):
         return [*said, "it is zero throughout"]
-    return said + _elements(case, own, exact) + _places(case, own, exact) + _likeness(case, own, exact) + _samples(case)
+    return (
+        said
+        + _elements(case, own, exact)
+        + _places(case, own, exact)
+        + _likeness(case, own, exact)
+        + _samples(case)
+    )
 
 
 def _ranks(case: Case) -> list[str]:
     ranks = case.odd_ranks(case.first)
     if not ranks:
         return []
-    where = ", ".join(f"{rank} (" + ", ".join(f"{axis} {case.mesh.coordinates(rank).along(axis)}" for axis in case.mesh.axes) + ")" for rank in ranks)
+    where = ", ".join(
+        f"{rank} ("
+        + ", ".join(f"{axis} {case.mesh.coordinates(rank).along(axis)}" for axis in case.mesh.axes)
+        + ")"
+        for rank in ranks
+    )
     right = "" if case.is_wrong(case.first) else "; on the rank that wrote it, it is right"
     return [f"not the same on all ranks that hold it: different on rank {where}{right}"]
 
 
 def _wrong_elements(case: Case, own: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
-    """A mask: farther off than is tolerated of one element, or, if none is, than is tolerated of the norm, spread evenly."""
+    """A mask: farther off than is tolerated of one element; if none is, than of the norm, spread evenly."""
     row, error = case.rows[case.first], (own - exact).abs()
     found = error > row.tolerated_largest
     return found if bool(found.any()) else error > 2 * row.tolerated / math.sqrt(max(own.numel(), 1))
@@ -47,8 +58,13 @@ def _elements(case: Case, own: torch.Tensor, exact: torch.Tensor) -> list[str]:
     count = int(wrong.sum())
     if 0 < count <= FEW:
         places = [tuple(place) for place in wrong.nonzero().tolist()]
-        shown = [f"{list(place)} is {float(own[place]):.6g}, not {float(exact[place]):.6g}{_sign(own[place], exact[place])}" for place in places]
-        return [f"only {count} of {own.numel()} elements {'is' if count == 1 else 'are'} wrong: {'; '.join(shown)}"]
+        shown = [
+            f"{list(place)} is {float(own[place]):.6g}, not {float(exact[place]):.6g}{_sign(own[place], exact[place])}"
+            for place in places
+        ]
+        return [
+            f"only {count} of {own.numel()} elements {'is' if count == 1 else 'are'} wrong: {'; '.join(shown)}"
+        ]
     zeros = wrong & (own == 0)
     if count and bool((zeros == wrong).all()):
         return [f"{count} of {own.numel()} elements are wrong, and all of them are zero"]
@@ -88,7 +104,7 @@ def _places(case: Case, own: torch.Tensor, exact: torch.Tensor) -> list[str]:
 
 
 def _heads(case: Case, own: torch.Tensor) -> int:
-    """The number of heads in the last dim of a projection or of the attention's output; 0 for anything else."""
+    """The number of heads in the last dim of a projection or of what enters o_proj; 0 for anything else."""
     if ".self_attn." not in case.first or case.first.endswith("o_proj") or own.ndim != 3:
         return 0
     architecture = case.dump.run["architecture"]
@@ -105,11 +121,18 @@ def _along(wrong: torch.Tensor, dim: int, word: str, case: Case) -> list[str]:
     right = (~hit).nonzero()[:, 0].tolist()
     tp = case.mesh.tp
     share = ""
-    if word in ("column", "row", "element") and tp > 1 and len(hit) % tp == 0 and case.sharded(case.first).get("tp") == dim:
+    if (
+        word in ("column", "row", "element")
+        and tp > 1
+        and len(hit) % tp == 0
+        and case.sharded(case.first).get("tp") == dim
+    ):
         ranks = {place // (len(hit) // tp) for place in places}
         share = f", in the share of tp rank {ranks.pop()}" if len(ranks) == 1 else ""
     if len(right) <= FEW < len(places):
-        return [f"{word} {_spans(right)} of {len(hit)} {'is' if len(right) == 1 else 'are'} right, all others wrong"]
+        return [
+            f"{word} {_spans(right)} of {len(hit)} {'is' if len(right) == 1 else 'are'} right, all others wrong"
+        ]
     return [f"only {word} {_spans(places)} of {len(hit)} {'is' if len(places) == 1 else 'are'} wrong{share}"]
 
 
@@ -126,7 +149,7 @@ def _spans(places: list[int]) -> str:
 
 
 def _likeness(case: Case, own: torch.Tensor, exact: torch.Tensor) -> list[str]:
-    """Whether it is a multiple of the right one, throughout or head by head, has its heads or rows in another order, or is moved."""
+    """Whether it is a multiple of the right one, throughout or by head, has another order, or is moved."""
     factor = case.factor([case.rows[case.first]])
     if factor is not None:
         what = "its change is" if case.first.startswith("parameter/") else "it is"
@@ -136,10 +159,14 @@ def _likeness(case: Case, own: torch.Tensor, exact: torch.Tensor) -> list[str]:
         mine, right = (tensor.unflatten(-1, (heads, -1)).movedim(-2, 0).flatten(1) for tensor in (own, exact))
         factors = [evidence.multiple_of(a, b) for a, b in zip(mine, right, strict=True)]
         if case.explains(case.first, _scaled(exact, heads, factors)):
-            said.append(f"each head is the reference's, times {', '.join(f'{factor:.4g}' for factor in factors)}")
+            said.append(
+                f"each head is the reference's, times {', '.join(f'{factor:.4g}' for factor in factors)}"
+            )
         else:
             order = _order(mine, right)
-            if order and case.explains(case.first, exact.unflatten(-1, (heads, -1))[..., order, :].flatten(-2)):
+            if order and case.explains(
+                case.first, exact.unflatten(-1, (heads, -1))[..., order, :].flatten(-2)
+            ):
                 said.append(f"the heads are in another order: {', '.join(map(str, order))}")
     elif own.ndim == 2 and len(own) <= 1024 and not case.first.startswith(("forward/", "backward/")):
         order = _order(own, exact)
@@ -147,7 +174,10 @@ def _likeness(case: Case, own: torch.Tensor, exact: torch.Tensor) -> list[str]:
             moved = [row for row, place in enumerate(order) if row != place]
             said.append(f"rows are in another order: {_spans(moved)} have moved")
     if own.ndim == 3 and own.shape[1] > 2 and case.first.startswith("forward/"):
-        for what, mine, right in (("before", own[:, 1:], exact[:, :-1]), ("after", own[:, :-1], exact[:, 1:])):
+        for what, mine, right in (
+            ("before", own[:, 1:], exact[:, :-1]),
+            ("after", own[:, :-1], exact[:, 1:]),
+        ):
             if evidence.relative_error([mine], [right]) <= 1e-4 < evidence.relative_error([own], [exact]):
                 said.append(f"each position has what belongs to the one {what} it")
     return said
@@ -162,7 +192,10 @@ def _samples(case: Case) -> list[str]:
         return []
     if float((solved[0] - solved[0].mean()).abs().max()) <= evidence.SAME:
         return []  # a factor, which is seen without this
-    shown = "; ".join(f"DP rank {rank}: {', '.join(f'{value:.3g}' for value in row)}" for rank, row in enumerate((solved[0] + 0.0).tolist()))
+    shown = "; ".join(
+        f"DP rank {rank}: {', '.join(f'{value:.3g}' for value in row)}"
+        for rank, row in enumerate((solved[0] + 0.0).tolist())
+    )
     return [f"it is right but for how often the micro batches count in it: {shown} times"]
 
 

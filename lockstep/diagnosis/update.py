@@ -18,32 +18,52 @@ FACTOR = 1e-3  # and two factors of moments
 
 
 def norm_of_other_gradients(case: Case) -> Cause | None:
-    """The recorded norm is not that of the gradients, but of some of them, or of some counted more than once."""
-    norm = next(norm for norm in case.result.norms if (norm.strategy, norm.step) == (case.strategy, case.step))
+    """The recorded norm is that of a part of the gradients, or has a part of them more than once."""
+    norm = next(
+        norm for norm in case.result.norms if (norm.strategy, norm.step) == (case.strategy, case.step)
+    )
     held, tp, copied = norm.held, case.mesh.tp, _square_of_replicated(case)
     if tp > 1 and math.isclose(norm.recorded, math.sqrt(held**2 + (tp - 1) * copied), rel_tol=NORM):
         ratio = norm.recorded / held
-        return Cause("clipping", f"the norm is {ratio:.5f} times that of the gradients: just as with the parameters that every tp rank holds counted tp times")
+        return Cause(
+            "clipping",
+            f"the norm is {ratio:.5f} times that of the gradients: just as if the parameters that every tp rank "
+            "holds were counted tp times",
+        )
     for axis in case.mesh.axes:
         for rank, own in enumerate(norms_by_rank(case, axis)):
             if not math.isclose(own, held, rel_tol=NORM) and math.isclose(norm.recorded, own, rel_tol=NORM):
-                return Cause("clipping", f"the norm is {norm.recorded / held:.4f} times that of the gradients: it is that of {axis} rank {rank}'s shards alone")
+                return Cause(
+                    "clipping",
+                    f"the norm is {norm.recorded / held:.4f} times that of the gradients: it is that of {axis} "
+                    f"rank {rank}'s shards alone",
+                )
     return None
 
 
 def clipped_by_the_recorded_norm(case: Case) -> Cause | None:
     """The recorded norm is not that of the gradients, and it was clipped by."""
-    norm = next(norm for norm in case.result.norms if (norm.strategy, norm.step) == (case.strategy, case.step))
+    norm = next(
+        norm for norm in case.result.norms if (norm.strategy, norm.step) == (case.strategy, case.step)
+    )
     expected = clip_factor(case.options, norm.recorded) / clip_factor(case.options, norm.held)
     found = case.factor(case.judged("exp_avg"))
-    if case.step > 1 or found is None or abs(expected - 1) <= evidence.SAME or not math.isclose(found, expected, rel_tol=FACTOR):
+    if (
+        case.step > 1
+        or found is None
+        or abs(expected - 1) <= evidence.SAME
+        or not math.isclose(found, expected, rel_tol=FACTOR)
+    ):
         return None
     times = case.in_words(norm.recorded / norm.held)
-    return Cause("clipping", f"the norm is {times} times that of the gradients, and the moments show that it was clipped by")
+    return Cause(
+        "clipping",
+        f"the norm is {times} times that of the gradients, and the moments show that it was clipped by",
+    )
 
 
 def norms_by_rank(case: Case, axis: str) -> list[float]:
-    """The norm of all that each rank along an axis holds of the gradients: its shards, and what is not cut; [] if nothing is."""
+    """The norm of what each rank along an axis holds of the gradients, shards and wholes; [] if none are cut."""
     squares, cut = [0.0] * case.mesh.size(axis), False
     for row in case.rows.values():
         if row.kind != "gradient":
@@ -58,7 +78,11 @@ def norms_by_rank(case: Case, axis: str) -> list[float]:
 
 
 def _square_of_replicated(case: Case) -> float:
-    return sum(row.distance.own_norm**2 for row in case.rows.values() if row.kind == "gradient" and case.is_replicated(row.name))
+    return sum(
+        row.distance.own_norm**2
+        for row in case.rows.values()
+        if row.kind == "gradient" and case.is_replicated(row.name)
+    )
 
 
 # The moments
@@ -72,14 +96,16 @@ def moments_lost(case: Case) -> Cause | None:
     b1, b2 = BETAS
     for row in [*first, *second]:
         gradient = case.clip * case.own(f"gradient/{_parameter(row)}")
-        if not case.explains(row.name, (1 - b1) * gradient if row.kind == "exp_avg" else (1 - b2) * gradient.square()):
+        if not case.explains(
+            row.name, (1 - b1) * gradient if row.kind == "exp_avg" else (1 - b2) * gradient.square()
+        ):
             return None
     names = listed([row.name for row in [*first, *second]])
     return Cause("moments lost", f"{names}: they are those of a first step; what they had gathered is gone")
 
 
 def other_betas(case: Case) -> Cause | None:
-    """In a first step, of two moments just one is wrong, and by one factor in all parameters: another 1 - beta."""
+    """In a first step, just one moment is wrong, by one factor in all parameters: another 1 - beta."""
     if case.step > 1:
         return None
     for kind, other, number in (("exp_avg", "exp_avg_sq", 0), ("exp_avg_sq", "exp_avg", 1)):
@@ -88,7 +114,11 @@ def other_betas(case: Case) -> Cause | None:
         factor = case.factor(case.judged(kind))
         if factor is not None and 0 < factor * (1 - BETAS[number]) <= 1:
             beta = 1 - factor * (1 - BETAS[number])
-            return Cause("betas", f"{other} is right; {kind} is {factor:.4g} times what it should be in all parameters: beta {number + 1} is {beta:.4g}")
+            return Cause(
+                "betas",
+                f"{other} is right; {kind} is {factor:.4g} times what it should be in all parameters: "
+                f"beta {number + 1} is {beta:.4g}",
+            )
     return None
 
 
@@ -97,8 +127,13 @@ def not_clipped(case: Case) -> Cause | None:
     first, second = case.factor(case.judged("exp_avg")), case.factor(case.judged("exp_avg_sq"))
     if case.step > 1 or first is None or second is None or abs(case.clip - 1) <= evidence.SAME:
         return None
-    if math.isclose(first * case.clip, 1, rel_tol=FACTOR) and math.isclose(second, first**2, rel_tol=2 * FACTOR):
-        return Cause("clipping", f"the moments are those of gradients that were not clipped: {first:.4g} times what they should be")
+    if math.isclose(first * case.clip, 1, rel_tol=FACTOR) and math.isclose(
+        second, first**2, rel_tol=2 * FACTOR
+    ):
+        return Cause(
+            "clipping",
+            f"the moments are those of gradients that were not clipped: {first:.4g} times too large",
+        )
     return None
 
 
@@ -108,18 +143,27 @@ def clipped_by_rank(case: Case) -> Cause | None:
         return None
     by_rank = norms_by_rank(case, "tp")
     factors = [clip_factor(case.options, norm) / case.clip for norm in by_rank]
-    if not factors or max(factors) - min(factors) <= evidence.SAME:
+    if (
+        not factors
+        or max(factors) - min(factors) <= NORM
+        or min(abs(factor - 1) for factor in factors) <= NORM
+    ):
         return None
     b1 = BETAS[0]
     for row in (row for row in case.wrong("exp_avg") if "tp" in case.sharded(row.name)):
         exact = (1 - b1) * case.clip * case.own(f"gradient/{_parameter(row)}")
-        pairs = zip(*(case.shares(row.name, "tp", tensor) for tensor in (case.own(row.name), exact)), strict=True)
+        pairs = zip(
+            *(case.shares(row.name, "tp", tensor) for tensor in (case.own(row.name), exact)), strict=True
+        )
         for factor, (mine, right) in zip(factors, pairs, strict=True):
             expected = [factor * piece for piece in right]
-            if evidence.relative_error(mine, expected) > max(LEFT * abs(factor - 1), row.tolerated / row.distance.norm):
+            if not evidence.relative_error(mine, expected) <= row.tolerated / row.distance.norm:
                 return None
     shown = ", ".join(f"{factor:.4g}" for factor in factors)
-    return Cause("clipping", f"each tp rank's moments are {shown} times what they should be: each was clipped by the norm of its own shards")
+    return Cause(
+        "clipping",
+        f"the tp ranks' moments are {shown} times what they should be: each clipped by its own norm",
+    )
 
 
 # The parameters
@@ -129,7 +173,7 @@ def rounded(case: Case) -> Cause | None:
     """Every element is a bfloat16 number, though parameters are float32."""
     names = [_parameter(row) for row in case.wrong("parameter")]
     if case.options["precision"] != "bf16" and evidence.are_rounded_to_bfloat16(
-        (case.own(f"parameter/{name}"), case.before(name)) for name in names
+        (case.own(f"parameter/{name}"), case.updated(name)) for name in names
     ):
         return Cause("precision", f"every element of {len(names)} parameters is a bfloat16 number")
     return None
@@ -146,10 +190,21 @@ def update_left_out(case: Case) -> Cause | None:
         if not bool(is_wrong.any()) or bool((is_wrong & ~kept).any()):
             return None
         share = next((what for what in _shares_kept(case, row.name, own, before)), "")
-        shown.append(name + (f" in the share of {share}" if share else "" if bool(kept.all()) else f" in {int(kept.sum())} of {kept.numel()} elements"))
+        shown.append(
+            name
+            + (
+                f" in the share of {share}"
+                if share
+                else ""
+                if bool(kept.all())
+                else f" in {int(kept.sum())} of {kept.numel()} elements"
+            )
+        )
     if not wrong:
         return None
-    return Cause("update left out", f"moments right; unchanged, bit for bit: {listed(shown)}; all else is right")
+    return Cause(
+        "update left out", f"moments right; unchanged, bit for bit: {listed(shown)}; all else is right"
+    )
 
 
 def _shares_kept(case: Case, name: str, own: torch.Tensor, before: torch.Tensor):
@@ -162,7 +217,7 @@ def _shares_kept(case: Case, name: str, own: torch.Tensor, before: torch.Tensor)
 
 
 def other_decay(case: Case) -> Cause | None:
-    """What is wrong with the parameters is one multiple of themselves: weight decay has that form, and an update has not."""
+    """The error of the parameters is a multiple of themselves: weight decay has that form, an update has not."""
     wrong, found = case.wrong("parameter"), []
     for row in wrong:
         before, updated = case.before(_parameter(row)), case.updated(_parameter(row))
@@ -182,7 +237,9 @@ def other_rate(case: Case) -> Cause | None:
     factor = case.factor(judged)
     if factor is None or factor <= 0 or len(case.wrong("parameter")) < len(judged):
         return None
-    return Cause("learning rate", f"moments right; every update is {case.in_words(factor)} times what it should be")
+    return Cause(
+        "learning rate", f"moments right; every update is {case.in_words(factor)} times what it should be"
+    )
 
 
 def _parameter(row: Row) -> str:
