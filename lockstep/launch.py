@@ -22,7 +22,7 @@ from lockstep.errors import (
     run_program,
 )
 from lockstep.inputs import initial_weights
-from lockstep.running import locks, processes
+from lockstep.running import locks, processes, progress
 
 PATIENCE = 15.0  # seconds that a rank waits for rank 0 to say what both have found
 
@@ -91,7 +91,7 @@ def _launch(strategy: str, argv: list[str] | None, run: Callable) -> int:
     with locks.held(*outputs(config)) if _first() else contextlib.nullcontext():
         line = run(config, inputs, lambda: _begin(config, inputs))
     if _first():
-        print(line)
+        progress.screen.note(line)
     return 0
 
 
@@ -100,14 +100,20 @@ def _begin(config: Config, inputs) -> None:
     if config.capture_dir is not None:  # another run may have filled it before we had the lock
         files.require_new_folder(config.capture_folder, "--capture_dir", overwrite=config.overwrite)
         files.remove_captured(config.capture_folder)  # there are none without --overwrite
-    config.history_path.unlink(missing_ok=True)
-    print(banner(config, inputs), flush=True)
+    for run in runs(config):
+        run.history_path.unlink(missing_ok=True)
+    progress.screen.note(banner(config, inputs))
     startup.meaning = "interrupted; the history holds the steps so far"
+
+
+def runs(config: Config) -> list[Config]:
+    """The runs that one start of the workers makes."""
+    return [config, config.of_control()] if config.control else [config]
 
 
 def outputs(config: Config) -> list[tuple]:
     """What a run writes and no other run may write meanwhile, with the flags that name it."""
-    found = [(config.history_path, "--loss_output_dir")]
+    found = [(run.history_path, "--loss_output_dir") for run in runs(config)]
     if config.capture_dir is not None:
         found.append((config.capture_folder, "--capture_dir"))
     if config.save_init_weights:
@@ -165,7 +171,7 @@ def _run_in_place(config: Config, inputs: Inputs, begin: Callable[[], None]) -> 
     with startup.cleaning_up():
         try:
             dist.init_process_group(config.backend)
-            return training.run(config, inputs, config.row.build(), device)
+            return training.run_with_control(config, inputs, config.row.build(), device)
         except (UserError, TrainingFailure, BrokenPipeError):
             raise
         except Exception as error:
