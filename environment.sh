@@ -33,6 +33,17 @@ _newest_python() { # a Python of 3.11 or later, by trying
   done
 }
 
+_shown() { # pip's lines: one that moves on a terminal; elsewhere what takes time; errors in any case
+  local line
+  while IFS= read -r line; do
+    case $line in
+      *ERROR* | *error:*) printf '%s\n' "$line" >&2 ;;
+      *) if [ -t 1 ]; then printf '\r\033[K%.*s' "$((${COLUMNS:-80} - 1))" "$line"; else case $line in *Downloading* | Installing*) printf '%.200s\n' "$line" ;; esac; fi ;;
+    esac
+  done
+  [ ! -t 1 ] || printf '\r\033[K'
+}
+
 _set_up() { # FILE
   local base
   base=$(_newest_python)
@@ -50,15 +61,17 @@ _set_up() { # FILE
       echo "$0: no Python here has what $1 asks for, and $ROOT/.venv cannot be written; set PYTHON to one that has" >&2
       exit 2
     fi
-    echo "Installing $1 into $ROOT/.venv (a few minutes, once)"
+    local begin=$SECONDS
+    echo "Installing $1 into $ROOT/.venv, once; it takes a few minutes"
     if ! "$PYTHON" -m pip --version >/dev/null 2>&1 && ! "$base" -m venv --clear "$ROOT/.venv"; then
       echo "$0: $base cannot make a virtual environment; install its venv module (Debian: python3-venv)" >&2
       exit 2
     fi
-    if ! "$PYTHON" -m pip install --quiet --disable-pip-version-check -r "$1"; then
+    if ! "$PYTHON" -m pip install --disable-pip-version-check --progress-bar off -r "$1" 2>&1 | _shown; then
       echo "$0: installing $1 failed (see above); check the network and the free disk space, then run this again" >&2
       exit 2
     fi
+    echo "Installed in $((SECONDS - begin)) s"
   fi
 }
 

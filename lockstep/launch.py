@@ -158,16 +158,11 @@ def _run_in_place(config: Config, inputs: Inputs, begin: Callable[[], None]) -> 
     """One rank of torchrun or deepspeed: the process group from the environment, then the loop."""
     if _first():
         begin()
-    import torch
     import torch.distributed as dist
 
     from lockstep.training import loop as training
 
-    set_threads(config, config_module.workers_here(config.num_workers))
-    device = torch.device("cpu")
-    if config.device == "cuda":  # over gloo, ranks may share a GPU
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-        torch.cuda.set_device(device)
+    device = training_device(config)
     with startup.cleaning_up():
         try:
             dist.init_process_group(config.backend)
@@ -181,6 +176,18 @@ def _run_in_place(config: Config, inputs: Inputs, begin: Callable[[], None]) -> 
             gc.collect()  # strategies hold cycles; their process groups must go before the default one
             if dist.is_initialized():
                 dist.destroy_process_group()
+
+
+def training_device(config: Config):
+    """The device of this rank of a launcher, made ready: its share of the cores, or its GPU."""
+    import torch
+
+    set_threads(config, config_module.workers_here(config.num_workers))
+    if config.device != "cuda":
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())  # over gloo, ranks may share a GPU
+    torch.cuda.set_device(device)
+    return device
 
 
 def set_threads(config: Config, workers_here: int) -> None:
