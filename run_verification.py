@@ -114,7 +114,7 @@ def verify(options: argparse.Namespace, rest: list[str]) -> int:
         config_module.check_environment(config, inputs.architecture)
         configs.append(config)
     check_reference(config, inputs)
-    for line in config_module.shadowed(configs[0]):
+    for line in [*config_module.shadowed(configs[0]), *config_module.emulated(configs[0])]:
         print(printable(line), file=sys.stderr)
     startup.meaning = INTERRUPTED
     with locks.inside(folder, "verification", "--output_dir"):

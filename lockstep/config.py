@@ -13,7 +13,7 @@ import re
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
-from lockstep import files, strategies
+from lockstep import files, origin, strategies
 from lockstep.errors import UserError
 from lockstep.inputs import (
     architectures,
@@ -256,6 +256,13 @@ def shadowed(config: Config) -> list[str]:
         for option, name, built_in in pairs
         if name in built_in and Path(name).exists()
     ]
+
+
+def emulated(config: Config) -> list[str]:
+    """One line if this processor has to emulate the run's precision."""
+    if config.precision == "fp32" or config.device != "cpu" or origin.has_bfloat16():
+        return []
+    return [f"--precision {config.precision}: this processor has no bfloat16 instructions and emulates them, several times slower than fp32"]
 
 
 def launched_in_place() -> bool:

@@ -83,7 +83,7 @@ def _launch(strategy: str, argv: list[str] | None, run: Callable) -> int:
     if not _first() and config.dry_run:
         return 0
     config_module.check_environment(config, inputs.architecture)
-    for line in config_module.shadowed(config) if _first() else ():
+    for line in [*config_module.shadowed(config), *config_module.emulated(config)] if _first() else ():
         print(line, file=sys.stderr)
     if config.dry_run:
         print(describe(config, inputs))

@@ -68,8 +68,6 @@ def plan(options: argparse.Namespace, flags: list[str]) -> int:
         if config.precision not in RULES:
             raise UserError(f"--precision {config.precision}: no tolerance is derived for its tensors; leave them out (TENSORS=0)")
         check_reference(config, inputs)
-    for line in config_module.shadowed(config):
-        print(printable(line), file=sys.stderr)
     for row in rows:
         print(row.name, tp_size(row, options), row.place)
     return 0
