@@ -57,7 +57,7 @@ _set_up() { # FILE
   fi
   PYTHON=$ROOT/.venv/bin/python
   if ! _satisfied "$PYTHON" "$1"; then
-    if ! { mkdir -p "$ROOT/.venv" && touch "$ROOT/.venv"; } 2>/dev/null; then
+    if ! { mkdir -p "$ROOT/.venv" && touch "$ROOT/.venv/.writable" && rm "$ROOT/.venv/.writable"; } 2>/dev/null; then
       echo "$0: no Python here has what $1 asks for, and $ROOT/.venv cannot be written; set PYTHON to one that has" >&2
       exit 2
     fi

@@ -46,7 +46,7 @@ def _main(argv: list[str] | None) -> int:
 
 
 def _require_outputs(input_dir: Path, output: Path, json_path: Path | None) -> None:
-    """Raise UserError for outputs that could not be written in the end; remove an older verdict, which must not pass for this one."""
+    """Raise UserError for outputs that could not be written in the end. Remove an older verdict: it must not pass for it."""
     if output.suffix not in FIGURES:
         raise UserError(f"--output {output}: the name must end in {', '.join(FIGURES)}")
     if not input_dir.is_dir():

@@ -130,7 +130,7 @@ def train(groups: dict[Group, list[tuple]], folder: Path) -> dict[tuple, float |
         by_mesh[group.mesh.dp, 1] += [(group, CLEAN, BASELINE), (group, CLEAN, history.CONTROL)]
         for row in dict.fromkeys(row for _, row in pairs):
             mesh = row.largest(group.mesh)
-            faulty = [(group, fault.name, row.name) for fault, other in pairs if other is row]
+            faulty = [(group, fault.name, row.name) for fault, other in pairs if other == row]
             by_mesh[mesh.dp, mesh.tp] += [(group, CLEAN, row.name), *faulty]
     for (dp, tp), left in sorted(by_mesh.items()):
         while left:
@@ -293,6 +293,8 @@ def checked(options: argparse.Namespace) -> int:
         print_catalogue(options)
         return 0
     choose(options)
+    if options.output.suffix == ".md":
+        raise UserError(f"--output {options.output}: the table goes to a .md beside it; give another ending, such as .json")
     for path in (options.output, options.output.with_suffix(".md")):
         require_writable_file(path, "--output")
     if options.work_dir is None:

@@ -102,6 +102,7 @@ def main(argv: list[str] | None = None) -> int:
 def verify(options: argparse.Namespace, rest: list[str]) -> int:
     rest = [*rest, "--dp_size", str(options.dp_size), "--debug_steps", str(options.steps)]
     folder, rows = check_folder(options), rows_of(options.strategies)
+    files.require_writable_folder(folder, "--output_dir", keep=False)
     elsewhere = ["--loss_output_dir", str(folder / "losses"), "--storage_path", str(folder / "losses")]
     configs = []
     for row in rows:  # a usage error is answered before anything is removed or started

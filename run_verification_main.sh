@@ -91,9 +91,13 @@ rm -f "$OUTPUT_DIR"/{loss_control.json,loss_curves.png,verdict.json} "$OUTPUT_DI
 while read -r name _; do
   rm -f "$OUTPUT_DIR/loss_$name.json" "$OUTPUT_DIR/tensors/$name"/{manifest.json,step_*.safetensors}
 done <<<"$plan"
-echo "$MODEL_NAME, $NUM_LAYERS layers, $PRECISION, $DEBUG_STEPS steps, TP=$TP_SIZE, DP=$DP_SIZE on $DEVICE ($gpus GPUs here) -> $OUTPUT_DIR"
+settings="$MODEL_NAME, $NUM_LAYERS layers, $PRECISION, $DEBUG_STEPS steps, TP=$TP_SIZE, DP=$DP_SIZE on $DEVICE ($gpus GPUs here) -> $OUTPUT_DIR"
+echo "${settings//[[:cntrl:]]/?}"
 
 # --- the runs, one after the other, each in a Ray instance of its own; then the verdict --------------------------------------------
+RAY_TMPDIR=$(mktemp -d "${RAY_TMPDIR:-/tmp}/lockstep-XXXXXX") # short: the names of sockets must be
+export RAY_TMPDIR
+trap 'rm -rf "$RAY_TMPDIR" 2>/dev/null || true' EXIT
 trap 'echo "$0: interrupted; the histories in $OUTPUT_DIR hold the steps so far" >&2; exit 130' INT
 while read -r name tp strategy <&3; do
   "$PYTHON" -m lockstep.train --strategy "$strategy" --tp_size "$tp" "${common[@]}" "${weights[@]}" "${first[@]}" || {

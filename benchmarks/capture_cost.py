@@ -18,6 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
+from lockstep.files import require_writable_file, write_result  # noqa: E402
 from lockstep.tensors import comparison as compare  # noqa: E402
 from lockstep.tensors.dump import Dump  # noqa: E402
 from lockstep.training import history  # noqa: E402
@@ -71,6 +72,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
+    if options.output:
+        require_writable_file(options.output, "--output")
     model = ["--model_name", "Qwen2.5-0.5B", "--num_layers", "2", "--seq_length", "128", "--batch_size", "2"]
     model += ["--dp_size", "2", "--precision", "autocast", "--learning_rate", "1e-5"]
     content: dict = {"cores": os.cpu_count()}
@@ -93,7 +96,7 @@ def main() -> None:
                 content[strategy] = train(strategy, Path(folder), model)
             print(strategy, content[strategy], flush=True)
     if options.output:
-        options.output.write_text(json.dumps(content, indent=1) + "\n")
+        write_result(options.output, json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":

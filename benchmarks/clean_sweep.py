@@ -18,6 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from lockstep.files import require_writable_file, write_result
 from lockstep.losses import curves as compare_losses
 from lockstep.running import jobs
 from lockstep.strategies import BASELINE, others
@@ -88,6 +89,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     parser.add_argument("--at_once", type=int, default=36, help="configurations per start of the workers (disk: 60 MB each)")
     options = parser.parse_args()
+    if options.output:
+        require_writable_file(options.output, "--output")
     rows, worst = [], collections.defaultdict(float)
     cases = {case: seed for seed, case in enumerate(everything())}
     while cases:
@@ -109,7 +112,7 @@ def main() -> None:
     if options.output:
         count = sum(bool(row["alarms"]) for row in rows)
         content = {"alarms": count, "configurations": rows, "worst_multiple_of_tolerated": worst, "cores": os.cpu_count()}
-        options.output.write_text(json.dumps(content, indent=1) + "\n")
+        write_result(options.output, json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from lockstep.config import BETAS, EPS
+from lockstep.files import require_writable_file, write_result
 from lockstep.strategies import BASELINE, others
 from lockstep.tensors.distance import Distance, Size, clip_factor
 from lockstep.tensors.dump import Dump
@@ -141,6 +142,8 @@ def main() -> None:
     parser.add_argument("folder", type=Path, nargs="+")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
+    if options.output:
+        require_writable_file(options.output, "--output")
     rows = []
     for folder in options.folder:
         run = Dump(folder / BASELINE).run["config"]
@@ -152,7 +155,7 @@ def main() -> None:
                 print(" | ".join(f"{value:.1e}" if isinstance(value, float) else value for value in row.values()), flush=True)
     if options.output:
         finite = [{key: None if value == math.inf else value for key, value in row.items()} for row in rows]
-        options.output.write_text(json.dumps(finite, indent=1) + "\n")
+        write_result(options.output, json.dumps(finite, indent=1) + "\n")
         draw_figure(rows, options.output.with_suffix(".png"))
 
 

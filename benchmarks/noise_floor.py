@@ -126,14 +126,14 @@ def main() -> None:
         controls.append(control_row(name, runs[BASELINE], runs[history.CONTROL]))
         comparisons += [comparison_row(name, runs, strategy) for strategy in names[2:]]
     for row in controls:
-        cells = [f"{row[what][key]:.2g}" for what in ("loss", "grad_norm") for key in ("first", "growth", "alone", "amplification")]
+        cells = [f"{value:.2g}" for what in ("loss", "grad_norm") for value in row[what].values()]
         print(" | ".join([row["case"], *cells, f"{row['tolerated_of_range']:.2g}", row["doubt"][:60]]))
     for row in comparisons:
         print(" | ".join(f"{value:.2f}" if isinstance(value, float) else str(value) for value in row.values()))
     calm = {row["case"] for row in controls if not row["doubt"]}
     print(f"{len(calm)} of {len(controls)} control runs are a tolerance; of these:")
     for what in ("loss", "grad_norm"):
-        found = {key: max(row[what][key] for row in controls if row["case"] in calm) for key in ("first", "growth", "alone", "amplification")}
+        found = {key: max(row[what][key] for row in controls if row["case"] in calm) for key in controls[0][what]}
         largest = max(row[f"{what}_ratio"] for row in comparisons if row["case"] in calm)
         print(f"{what}: {found}, other runs went to {largest:.2f} of the envelope")
     for what in ("without_control", "with_control"):

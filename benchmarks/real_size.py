@@ -18,6 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
+from lockstep.files import require_writable_file, write_result  # noqa: E402
 from lockstep.training import history  # noqa: E402
 
 WARM_UP = 3
@@ -53,6 +54,8 @@ def main() -> None:
     parser.add_argument("--strategies", nargs="+", default=["deepspeed", "fsdp", "ddp"], choices=RANKS)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
+    if options.output:
+        require_writable_file(options.output, "--output")
     runs = {strategy: [] for strategy in options.strategies}
     for repeat in range(options.repeats):
         for strategy in options.strategies:
@@ -67,7 +70,7 @@ def main() -> None:
     if options.output:
         machine = {"cores": os.cpu_count(), "processor": platform.machine(), "batch_size": options.batch_size}
         content = {"machine": machine, "runs": runs, "median_seconds": summary, "fsdp_over_autotp": ratios}
-        options.output.write_text(json.dumps(content, indent=1) + "\n")
+        write_result(options.output, json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":

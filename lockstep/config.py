@@ -5,8 +5,6 @@ Nothing here imports torch, transformers or ray, so that a wrong command line is
 
 import argparse
 import contextlib
-import importlib.metadata
-import importlib.util
 import math
 import os
 import re
@@ -25,6 +23,13 @@ from lockstep.inputs import (
     tokenizer,
 )
 from lockstep.mesh import Mesh
+from lockstep.resources import (  # noqa: F401 - asked here
+    launched_in_place,
+    local_gpus,
+    resolve_device,
+    resolve_mesh,
+    workers_here,
+)
 from lockstep.training import history
 
 PRECISIONS = ("fp32", "autocast", "bf16")
@@ -34,7 +39,11 @@ PLACES = (
     "init_weights_path", "overwrite", "loss_output_dir", "storage_path", "experiment_name", "capture_dir", "data_cache_dir", "dry_run",
     "control",  # it asks for another run
 )  # fmt: skip
-WORKERS_PER_CORE = 4  # more CPU processes than this on one core spend their time switching
+EPILOG = (
+    "Environment: RAY_ADDRESS is the cluster to join, HOST:PORT as `ray start --head` prints it, or auto (unset: a Ray instance of its "
+    "own); RAY_AUTH_MODE is token or disabled (unset: a token is shown where the cluster wants one). A built-in name wins over a folder "
+    "of that name."
+)
 
 
 @dataclass(frozen=True)
@@ -152,7 +161,7 @@ class Parser(argparse.ArgumentParser):
 def build_parser(strategy: str) -> argparse.ArgumentParser:
     """The parser of every strategy's script: one set of flags, one meaning."""
     row = strategies.row_of(strategy)
-    parser = Parser(prog=row.program, allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = Parser(prog=row.program, allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter, epilog=EPILOG)
     defaults = {field.name: field.default for field in fields(Config)}
     positive, whole = _number(int, 1), _number(int, 0)
     amount, rate = _number(float, 0), _number(float, 0, open_low=True)
@@ -181,10 +190,10 @@ def build_parser(strategy: str) -> argparse.ArgumentParser:
     add("seed", _number(int, 0, high=2**32 - 1), "of the initial weights and of the order of the data")
     add("dataset_name", str, "builtin, else a .txt file, a folder of them, or a Hugging Face data set id[:config]")
     add("data_cache_dir", Path, "where the tokens of long texts are kept (None: lockstep/ in $XDG_CACHE_HOME or ~/.cache)")
-    add("init_weights_path", Path, "initial weights to start from: .safetensors, .safetensors.index.json or .pt, of this project or another")
+    add("init_weights_path", Path, "initial weights to start from (.safetensors, .safetensors.index.json or .pt)")
     parser.add_argument("--save_init_weights", action="store_true", help="write them there first (train_ddp.py only)")
-    parser.add_argument("--pretrained", action="store_true", help="start from the weights of --model_name's folder or hub id (else: random weights)")
-    parser.add_argument("--overwrite", action="store_true", help="replace initial weights and captured steps of an earlier run (its history is replaced anyway)")
+    parser.add_argument("--pretrained", action="store_true", help="start from the weights that --model_name has, not from random ones")
+    parser.add_argument("--overwrite", action="store_true", help="replace an earlier run's initial weights and captured steps")
     parser.add_argument("--control", action="store_true", help="after this run, train the control run (--noise_control) with the same workers (train_ddp.py only)")
     parser.add_argument("--noise_control", action="store_true", help="start one rounding of the compute dtype beside the initial weights, and write loss_control.json: how far rounding alone takes the loss (train_ddp.py only)")
     add("run_name", str, "the run's name in file names, so that runs of one strategy can lie side by side (None: the strategy's)")
@@ -218,9 +227,9 @@ def parse_config(strategy: str, argv: list[str] | None = None) -> Config:
     if options["control"] and (not row.is_baseline or options["noise_control"]):
         raise UserError("--control: only train_ddp.py trains the control run, after its own; leave it out")
     if options["pretrained"] and options["init_weights_path"] and not options["save_init_weights"]:
-        raise UserError("--pretrained and --init_weights_path both say what to start from; give one of them, or add --save_init_weights")
-    options.update(_resolve_mesh(row, options))
-    options.update(_resolve_device(row, options))
+        raise UserError("--pretrained and --init_weights_path both say what to start from; give one, or add --save_init_weights")
+    options.update(resolve_mesh(row, options))
+    options.update(resolve_device(row, options))
     options["data_cache_dir"] = options["data_cache_dir"] or token_cache.default_folder()
     paths = ("init_weights_path", "loss_output_dir", "storage_path", "capture_dir", "data_cache_dir")
     for name in paths:  # workers run in other folders
@@ -265,77 +274,6 @@ def emulated(config: Config) -> list[str]:
     return [f"--precision {config.precision}: this processor has no bfloat16 instructions and emulates them, several times slower than fp32"]
 
 
-def launched_in_place() -> bool:
-    """Whether torchrun or the deepspeed launcher started this process as one of several ranks."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
-def workers_here(total: int) -> int:
-    """How many of a launcher's ranks run on this machine; torchrun and deepspeed have different names for it."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or total)
-
-
-def _resolve_mesh(row: strategies.Row, options: dict) -> dict:
-    workers, tp, dp = options["num_workers"], options["tp_size"], options["dp_size"]
-    for axis, size, what in (("tp", tp, "tensor"), ("dp", dp, "data")):
-        if axis not in row.axes and size not in (None, 1):
-            raise UserError(f"--{axis}_size {size}: {row.label} has no {what} parallelism; leave it out, or use another strategy")
-    tp = tp or (2 if "tp" in row.axes else 1)
-    dp = dp or (None if "dp" in row.axes else 1)
-    started = int(os.environ["WORLD_SIZE"]) if launched_in_place() else None
-    dp = dp or (max(1, (workers or started) // tp) if workers or started else 2)
-    workers = workers or tp * dp
-    if workers != tp * dp:
-        raise UserError(
-            f"--num_workers {workers} is not tp_size x dp_size = {tp} x {dp} = {tp * dp}; change one of the three"
-        )
-    if started not in (None, workers):
-        raise UserError(
-            f"the launcher started {started} processes, the mesh has {tp} x {dp} = {workers}; "
-            f"start {workers}, or change --tp_size or --dp_size"
-        )
-    return {"num_workers": workers, "tp_size": tp, "dp_size": dp}
-
-
-def local_gpus() -> int:
-    """GPUs of this machine that CUDA_VISIBLE_DEVICES lets through (0 where torch has no CUDA)."""
-    if importlib.metadata.version("torch").endswith("+cpu"):
-        return 0
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
-    driver = Path("/proc/driver/nvidia/gpus")
-    return len(list(driver.iterdir())) if driver.is_dir() else 0
-
-
-def _resolve_device(row: strategies.Row, options: dict) -> dict:
-    device, backend, workers = options["device"], options["backend"], options["num_workers"]
-    gpus, cores = local_gpus(), os.cpu_count() or 1
-    in_place = launched_in_place()
-    cluster = bool(os.environ.get("RAY_ADDRESS")) and not in_place  # its size is not this machine's
-    if in_place:
-        workers = workers_here(workers)
-    if device == "auto":
-        device = "cuda" if gpus >= workers and backend != "gloo" else "cpu"
-    if backend == "auto":
-        backend = "nccl" if device == "cuda" else "gloo"
-    if device == "cpu" and backend == "nccl":
-        raise UserError("--backend nccl needs --device cuda and one GPU per worker; use --backend gloo on CPUs")
-    if device == "cuda" and not cluster:
-        shared = backend == "gloo" and in_place and row.ranks_share_gpus  # ray gives each rank its own
-        needed = 1 if shared else workers
-        if gpus < needed:
-            raise UserError(
-                f"--device cuda: {needed} GPUs needed for {workers} workers, {gpus} found; "
-                "use --device cpu, or lower --tp_size or --dp_size"
-            )
-    if device == "cpu" and not cluster and workers > WORKERS_PER_CORE * cores:
-        raise UserError(
-            f"{workers} workers on {cores} CPU cores: at most {WORKERS_PER_CORE} per core; lower --tp_size or --dp_size"
-        )
-    return {"device": device, "backend": backend}
-
-
 @dataclass(frozen=True)
 class Inputs:
     """What a checked configuration resolves to: the architecture, where it came from, and the steps to train."""
@@ -376,6 +314,8 @@ def check_environment(config: Config, architecture: dict) -> None:
 
     A dry run leaves no folder behind.
     """
+    if config.row.requires:
+        strategies.load(config.row.requires)(config)
     initial_weights.check(config, architecture)
     memory.require(config, architecture, workers_here(config.num_workers) if launched_in_place() else config.num_workers)
     files.require_ours(config.history_path, "--loss_output_dir", history.BEGINS)  # an older run's is replaced
@@ -385,8 +325,6 @@ def check_environment(config: Config, architecture: dict) -> None:
         raise UserError(
             f"--experiment_name {config.experiment_name}: already used under {config.storage_path}; choose a new name"
         )
-    if config.row.requires:
-        strategies.load(config.row.requires)(config)
     if config.history_path.is_dir():
         raise UserError(f"--loss_output_dir: {config.history_path} is a folder; remove it, or choose another folder")
     for option in ("loss_output_dir", "capture_dir"):

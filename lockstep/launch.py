@@ -91,7 +91,7 @@ def _launch(strategy: str, argv: list[str] | None, run: Callable) -> int:
     with locks.held(*outputs(config)) if _first() else contextlib.nullcontext():
         line = run(config, inputs, lambda: _begin(config, inputs))
     if _first():
-        progress.screen.note(line)
+        progress.screen.note(printable(line))
     return 0
 
 
@@ -141,7 +141,7 @@ def describe(config: Config, inputs) -> str:
             banner(config, inputs),
             "",
             "configuration",
-            *(f"  {key:<28} {value}" for key, value in config.as_dict().items()),
+            *(f"  {key:<28} {printable(value)}" for key, value in config.as_dict().items()),
             f"  {'steps':<28} {inputs.num_steps}",
             f"  {'tokens per step':<28} {inputs.batches.windows_per_step * config.seq_length}",
             "",

@@ -8,6 +8,7 @@ import json
 import pytest
 
 import run_faults
+from lockstep.errors import TrainingFailure
 from lockstep.faults import CATALOGUE, applies_to
 from lockstep.faults.catalogue import BUG_CLASSES
 from lockstep.mesh import Mesh
@@ -74,7 +75,7 @@ def test_a_crash_costs_one_fault_only(tmp_path, monkeypatch):
     monkeypatch.setattr("lockstep.running.jobs.start", start)
     monkeypatch.setattr("lockstep.running.jobs.start_all", lambda *_: None)
     outcome = run_faults.train({group: pairs}, tmp_path)
-    assert outcome[group, "tie_broken", "fsdp"] == "it broke" and outcome[group, "no_dp_reduction", "fsdp"] == 1.0
+    assert outcome[group, "tie_broken", "fsdp"] == "exit status 1: it broke" and outcome[group, "no_dp_reduction", "fsdp"] == 1.0
 
 
 @pytest.mark.parametrize("arguments, message", [
@@ -82,8 +83,11 @@ def test_a_crash_costs_one_fault_only(tmp_path, monkeypatch):
     (["tie_broken", "--steps", "1"], "train at least 2"),
     (["kv_input_gradient_not_reduced", "--strategy", "fsdp"], "none of these faults applies"),
     (["--precision", "bf16"], "invalid choice"),
+    (["--output", "a.md"], "give another ending"),
+    (["--output", "/proc/nothing/a.json"], "--output /proc/nothing: cannot be written"),
+    (["--work_dir", "/proc/nothing"], "--work_dir /proc/nothing: cannot be written"),
 ])  # fmt: skip
-def test_mistakes(arguments, message, capsys):
+def test_usage_errors(arguments, message, capsys):
     assert run_faults.main(arguments) == 2
     assert message in capsys.readouterr().err
 
@@ -92,3 +96,23 @@ def test_list(capsys):
     assert run_faults.main(["--list"]) == 0
     out = capsys.readouterr().out
     assert collections.Counter(line.split("  ")[0] for line in out.splitlines())["tie_broken"] == 1
+
+
+def test_a_temporary_folder_keeps_only_the_logs_that_an_error_names(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    outcome = {"error": TrainingFailure("it broke")}
+
+    def run(options, folder):
+        (folder / "jobs").mkdir()
+        for name in ("log.txt", "tensors"):
+            (folder / "jobs" / name).write_text("x")
+        if "error" in outcome:
+            raise outcome.pop("error")
+        return 0
+
+    monkeypatch.setattr(run_faults, "run", run)
+    with pytest.raises(TrainingFailure):
+        run_faults.in_temporary_folder(run_faults.parse([]))
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["log.txt"]
+    (left,) = tmp_path.iterdir()
+    assert run_faults.in_temporary_folder(run_faults.parse([])) == 0 and list(tmp_path.iterdir()) == [left]

@@ -71,7 +71,8 @@ def notes(judged: Judged) -> list[str]:
     lines = [f"Not judged: {judged.tolerance.doubt}"] if judged.tolerance.doubt else []
     longest = max(len(history.steps) for history in judged.histories.values())
     if longest > DERIVED_STEPS and judged.control is None:
-        lines.append(f"Note: the tolerances are derived for {DERIVED_STEPS} steps; in {longest}, correct runs may drift further.")
+        drift = f"in {longest}, correct runs may drift further"
+        lines.append(f"Note: the tolerances are derived for {DERIVED_STEPS} steps; {drift}.")
     contracts = {history.run["label"]: history.contract for history in judged.histories.values() if history.contract}
     for key in KNOWN_DIFFERENCES:
         values = {label: contract.get(key) for label, contract in contracts.items()}

@@ -118,8 +118,8 @@ def start_all_groups(groups: list[tuple[int | None, list[dict]]], folder: Path, 
     seconds, status = start_groups(groups, folder, shown=shown)
     jobs = [job for _, group in groups for job in group]
     if len(seconds) < len(jobs):
-        failed = jobs[len(seconds)]["strategy"]
-        raise JobFailed(f"{failed} failed (job {len(seconds) + 1} of {len(jobs)}): {why(folder, status)}; all it said is in {folder / 'log.txt'}", status)
+        failed = f"job {len(seconds) + 1} of {len(jobs)}, {jobs[len(seconds)]['strategy']}, failed"
+        raise JobFailed(f"{failed}: {why(folder, status)}; all it said is in {folder / 'log.txt'}", status)
 
 
 def why(folder: Path, status: int = 1) -> str:
@@ -159,6 +159,8 @@ def read(path: Path) -> list[Group]:
 
     groups = validate(Groups, {"groups": read_json(path)}, path, "see lockstep/running/jobs.py").groups
     faults = [job.fault for group in groups for job in group.jobs]
+    for job in (job for group in groups for job in group.jobs if job.strategy != REFERENCE):
+        strategies.row_of(job.strategy)
     unknown = next((fault for fault in faults if fault is not None and fault not in CATALOGUE), None)
     if unknown:
         raise UserError(f"{path}: there is no fault {unknown}; see run_faults.py --list")

@@ -61,11 +61,11 @@ def run(config: Config, inputs, begin: Callable[[], None]) -> str:
     Raises TrainingFailure, or UserError when no cluster is where RAY_ADDRESS says.
     """
     ray = _import_ray()
+    training_library = _in_background(_import_ray_train)  # it takes as long as Ray takes to start
+    _connect(ray)
+    training_library.result()
     with _log_at(config.loss_output_dir / "logs" / f"{config.history_path.stem}.txt") as path:
-        training_library = _in_background(_import_ray_train)  # it takes as long as Ray takes to start
-        _connect(ray)
         begin()
-        training_library.result()
         try:
             return _train(ray, config, inputs)
         except WorkersLost as error:

@@ -22,6 +22,7 @@ import numpy as np
 from lockstep.config import Parser
 from lockstep.diagnosis.diagnose import diagnose
 from lockstep.errors import UserError, run_program
+from lockstep.files import require_writable_folder
 from lockstep.losses.curves import RANK_SPACINGS, RULES, loss_noise
 from lockstep.strategies import BASELINE, in_order
 from lockstep.tensors import report as tensor_report
@@ -315,6 +316,8 @@ def main(argv: list[str] | None = None) -> int:
         if len(options.dumps) < 2:
             raise UserError("give two dump folders or more")
         require_distinct(options.dumps)
+        if options.output_dir is not None:
+            require_writable_folder(options.output_dir, "--output_dir", keep=False)
         opened = [Dump(folder) for folder in options.dumps]
         replay = next((dump for dump in opened if dump.is_replay), None)
         if replay:

@@ -33,6 +33,7 @@ from lockstep.errors import TrainingFailure, UserError, run_program
 from lockstep.inputs import initial_weights, model_check, weights
 from lockstep.inputs.data import global_batch_hash, micro_batches_hash
 from lockstep.inputs.model import build_model, causal_lm_loss
+from lockstep.running import locks
 from lockstep.strategies import BASELINE
 from lockstep.tensors import dump
 from lockstep.tensors.capture import Capture
@@ -173,10 +174,11 @@ def main() -> int:
         replays = [folder.with_name(f"replay_{folder.name}") for folder in captured(config.capture_dir)]
         for folder in replays:
             files.require_new_folder(folder, "--capture_dir", overwrite=config.overwrite)
-        for folder in (config.capture_dir / "reference", *replays):
-            files.remove_captured(folder)  # there are none without --overwrite
-        init_alone()
-        print(run(config, inputs))
+        with locks.held((config.capture_dir / "reference", "--capture_dir")):
+            for folder in (config.capture_dir / "reference", *replays):
+                files.remove_captured(folder)  # there are none without --overwrite
+            init_alone()
+            print(run(config, inputs))
         return 0
 
     return run_program("lockstep.reference", body)
