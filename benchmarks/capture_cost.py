@@ -10,7 +10,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -19,6 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 from lockstep.files import require_writable_file, write_result  # noqa: E402
+from lockstep.running import jobs  # noqa: E402
 from lockstep.tensors import comparison as compare  # noqa: E402
 from lockstep.tensors.dump import Dump  # noqa: E402
 from lockstep.training import history  # noqa: E402
@@ -28,10 +28,9 @@ CAPTURED, PLAIN = 3, 4
 
 
 def train(strategy: str, folder: Path, model: list[str]) -> dict:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(RANKS[strategy])]
-    command += [f"train_{strategy}.py", *model, "--debug_steps", str(CAPTURED + PLAIN), "--capture_steps", str(CAPTURED)]
-    command += ["--capture_dir", str(folder), "--loss_output_dir", str(folder / "losses"), "--storage_path", str(folder)]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    arguments = [*model, "--debug_steps", str(CAPTURED + PLAIN), "--capture_steps", str(CAPTURED)]
+    arguments += ["--capture_dir", str(folder), "--loss_output_dir", str(folder / "losses"), "--storage_path", str(folder)]
+    jobs.start_all(RANKS[strategy], [{"strategy": strategy, "arguments": arguments}], folder / "work")
     record = history.read(history.path_of(folder / "losses", strategy))
     seconds = [step["seconds"] for step in record.steps]
     captured, plain = statistics.median(seconds[1:CAPTURED]), statistics.median(seconds[CAPTURED + 1 :])
