@@ -34,6 +34,17 @@ _newest_python() { # a Python of 3.11 or later, by trying
   done
 }
 
+_shown() { # pip's lines: one that moves on a terminal; elsewhere what takes time; errors in any case
+  local line
+  while IFS= read -r line; do
+    case $line in
+      *ERROR* | *error:*) printf '%s\n' "$line" >&2 ;;
+      *) if [ -t 1 ]; then printf '\r\033[K%.*s' "$((${COLUMNS:-80} - 1))" "$line"; else case $line in *Downloading* | Installing*) printf '%.200s\n' "$line" ;; esac; fi ;;
+    esac
+  done
+  [ ! -t 1 ] || printf '\r\033[K'
+}
+
 _set_up() { # FILE...
   local base file wanted=()
   base=$(_newest_python)
@@ -51,17 +62,19 @@ _set_up() { # FILE...
       echo "$0: no Python here has what ${*#"$ROOT/"} asks for, and $ROOT/.venv cannot be written; set PYTHON to one that has" >&2
       exit 2
     fi
-    echo "Installing ${*#"$ROOT/"} into $ROOT/.venv (a few minutes, once)"
+    local begin=$SECONDS
+    echo "Installing ${*#"$ROOT/"} into $ROOT/.venv, once; it takes a few minutes"
     if ! "$PYTHON" -m pip --version >/dev/null 2>&1 && ! "$base" -m venv --clear "$ROOT/.venv"; then
       echo "$0: $base cannot make a virtual environment; install its venv module (Debian: python3-venv)" >&2
       exit 2
     fi
     for file; do wanted+=(-r "$file"); done
-    if ! "$PYTHON" -m pip install --quiet --disable-pip-version-check "${wanted[@]}" ||
+    if ! "$PYTHON" -m pip install --disable-pip-version-check --progress-bar off "${wanted[@]}" 2>&1 | _shown ||
       ! "$PYTHON" -m pip install --quiet --disable-pip-version-check --no-deps --editable "$ROOT"; then
       echo "$0: installing ${*#"$ROOT/"} failed (see above); check the network and the free disk space, then run this again" >&2
       exit 2
     fi
+    echo "Installed in $((SECONDS - begin)) s"
   fi
 }
 

@@ -3,8 +3,8 @@
     python run_verification.py --output_dir runs/verify
     python run_verification.py --model_name Qwen/Qwen2.5-0.5B --num_layers 2 --batch_size 2 --seq_length 128
 
-Runs the three training scripts under torchrun with --capture_dir, then the reference, then the comparison
-(lockstep/tensors/comparison.py), and writes report.md and report.json. All other flags are those of the training scripts.
+Trains with every strategy and --capture_dir, one start of the workers for each number of ranks, then the reference, then the
+comparison (lockstep/tensors/comparison.py), and writes report.md and report.json. All other flags are those of the training scripts.
 Exit status: 0 every tensor is as close to the reference as a correct run's; 1 not, or a run failed; 2 a usage error;
 3 an internal error.
 """
@@ -15,11 +15,9 @@ if __name__ == "__main__":
     startup.begin()  # first: from now on Ctrl-C and a missing package are one line each
 
 import argparse
-import dataclasses
 import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -27,12 +25,11 @@ from lockstep import config as config_module
 from lockstep import files, startup
 from lockstep.config import Parser
 from lockstep.errors import UserError, printable, run_program
-from lockstep.inputs import architectures, memory
 from lockstep.losses.curves import RULES
-from lockstep.running import locks, processes
-from lockstep.strategies import BASELINE, ROWS, Row, row_of
+from lockstep.running import jobs, locks
+from lockstep.strategies import ROWS, Row
+from lockstep.verification import check_reference, rows_of
 
-ROOT = Path(__file__).resolve().parent
 NAME = "run_verification.py"
 INTERRUPTED = "interrupted; --overwrite starts again"
 OURS = ("reference", "losses", "logs", "initial_weights.safetensors", "report.md", "report.json")
@@ -57,15 +54,6 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     if options.steps < 1:
         raise UserError(f"--steps {options.steps}: compare at least one step")
     return options, rest
-
-
-def rows_of(options: argparse.Namespace) -> list[Row]:
-    """The strategies asked for, the baseline first. Raises UserError for an unknown one, or one named twice."""
-    asked = [row_of(name) for name in options.strategies.split(",") if name]
-    rows = list({row.name: row for row in [row_of(BASELINE), *asked]}.values())
-    if len(rows) < len(asked) or len(rows) == 1:
-        raise UserError(f"--strategies {options.strategies}: name one strategy or more beside {BASELINE}, each once")
-    return rows
 
 
 def ours(path: Path) -> bool:
@@ -107,39 +95,13 @@ def empty(folder: Path) -> None:
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
-def run(command: list[str], program: str, what: str, folder: Path) -> None:
-    """Run a program; what it says on stderr, and its launcher, goes to a file. Raises ChildFailure with the line that counts."""
-    print(f"\n== {what}", flush=True)
-    path = folder / "logs" / f"{re.sub(r'[^A-Za-z0-9]+', '_', what)}.txt"
-    path.parent.mkdir(exist_ok=True)
-    with open(path, "w", encoding="utf-8") as log, startup.cleaning_up():
-        process = processes.start(command, stdin=subprocess.DEVNULL, stderr=log, env=processes.environment())
-        try:
-            status = process.wait()
-        except BaseException:
-            processes.end(process)
-            raise
-    if status:
-        why, status = processes.failure(program, status, path.read_text(encoding="utf-8", errors="replace"))
-        raise processes.ChildFailure(f"{what} failed: {why}; all it said is in {path}", status)
-
-
-def check_reference(config, inputs) -> None:
-    """Raise UserError if the reference would not fit into memory, or is not the model that a user brings."""
-    memory.require(dataclasses.replace(config, run_name="reference"), inputs.architecture, config.num_workers)
-    if not architectures.is_built_in(inputs.architecture_source):
-        from lockstep.inputs import model_check  # imports torch
-
-        model_check.check(config, inputs)
-
-
 def main(argv: list[str] | None = None) -> int:
     return run_program(NAME, lambda: verify(*parse(argv)), interrupted=INTERRUPTED)
 
 
 def verify(options: argparse.Namespace, rest: list[str]) -> int:
     rest = [*rest, "--dp_size", str(options.dp_size), "--debug_steps", str(options.steps)]
-    folder, rows = check_folder(options), rows_of(options)
+    folder, rows = check_folder(options), rows_of(options.strategies)
     files.require_writable_folder(folder, "--output_dir", keep=False)
     elsewhere = ["--loss_output_dir", str(folder / "losses"), "--storage_path", str(folder / "losses")]
     configs = []
@@ -153,18 +115,18 @@ def verify(options: argparse.Namespace, rest: list[str]) -> int:
         config_module.check_environment(config, inputs.architecture)
         configs.append(config)
     check_reference(config, inputs)
-    for line in config_module.shadowed(configs[0]):
+    for line in [*config_module.shadowed(configs[0]), *config_module.emulated(configs[0])]:
         print(printable(line), file=sys.stderr)
     startup.meaning = INTERRUPTED
     with locks.inside(folder, "verification", "--output_dir"):
         check_folder(options)  # another run may have ended before we had the lock
         with locks.held(*((folder / row.name, "--output_dir") for row in rows)):
             empty(folder)  # nor does a run that outlived its script write there
-        rest = [argument for argument in rest if argument != "--pretrained"]  # DDP's run writes them down for all
-        save = ["--save_init_weights", *(["--pretrained"] if config.pretrained else [])] if config.init_weights_path is None else []
-        if save:
-            rest += ["--init_weights_path", str(folder / "initial_weights.safetensors")]
-        return train_and_compare(options, rows, [*rest, *elsewhere], save, folder)
+            rest = [argument for argument in rest if argument != "--pretrained"]  # the baseline's run writes them down for all
+            save = ["--save_init_weights", *(["--pretrained"] if config.pretrained else [])] if config.init_weights_path is None else []
+            if save:
+                rest += ["--init_weights_path", str(folder / "initial_weights.safetensors")]
+            return train_and_compare(options, rows, [*rest, *elsewhere], save, folder)
 
 
 def tensor_parallel(row: Row, options: argparse.Namespace) -> list[str]:
@@ -174,18 +136,18 @@ def tensor_parallel(row: Row, options: argparse.Namespace) -> list[str]:
 def train_and_compare(options: argparse.Namespace, rows: list[Row], rest: list[str], save: list[str], folder: Path) -> int:
     """`save` are the baseline's own flags, which write down the initial weights."""
     rest = [*rest, "--capture_steps", str(options.steps), "--capture_dir", str(folder)]
+    groups: dict[int | None, list[dict]] = {}  # by number of ranks, the baseline's first
     for row in rows:
         number = options.dp_size * (options.tp_size if "tp" in row.axes else 1)
         own = [*(save if row.is_baseline else []), *tensor_parallel(row, options)]
-        command = [*processes.ranks(number), "-m", "lockstep.train", "--strategy", row.place, *rest, *own]
-        run(command, "lockstep.train", f"{row.label}, {number} ranks", folder)
-    run([sys.executable, "-m", "lockstep.reference", *rest], "lockstep.reference", "float64 reference", folder)
+        groups.setdefault(number, []).append({"strategy": row.place, "arguments": [*rest, *own]})
+    groups[None] = [{"strategy": jobs.REFERENCE, "arguments": rest}]
+    jobs.start_all_groups(list(groups.items()), folder / "logs", shown=True)
     from lockstep.tensors import (
         comparison as compare,  # torch is not needed to answer a usage error
     )
     from lockstep.tensors.dump import Dump
 
-    print("\n== comparison", flush=True)
     opened = [Dump(folder / name) for name in (*(row.name for row in rows), "reference")]
     return compare.run(opened, folder)
 

@@ -10,8 +10,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -22,16 +20,16 @@ from lockstep.training import history
 
 ROOT = Path(__file__).parents[1]
 from lockstep.files import require_writable_file, write_result
+from lockstep.running import jobs
 
 RANKS = {"ddp": 2, "deepspeed": 4, "fsdp": 4}
 CAPTURED, PLAIN = 3, 4
 
 
 def train(strategy: str, folder: Path, model: list[str]) -> dict:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(RANKS[strategy])]
-    command += [f"train_{strategy}.py", *model, "--debug_steps", str(CAPTURED + PLAIN), "--capture_steps", str(CAPTURED)]
-    command += ["--capture_dir", str(folder), "--loss_output_dir", str(folder / "losses"), "--storage_path", str(folder)]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    arguments = [*model, "--debug_steps", str(CAPTURED + PLAIN), "--capture_steps", str(CAPTURED)]
+    arguments += ["--capture_dir", str(folder), "--loss_output_dir", str(folder / "losses"), "--storage_path", str(folder)]
+    jobs.start_all(RANKS[strategy], [{"strategy": strategy, "arguments": arguments}], folder / "work")
     record = history.read(history.path_of(folder / "losses", strategy))
     seconds = [step["seconds"] for step in record.steps]
     captured, plain = statistics.median(seconds[1:CAPTURED]), statistics.median(seconds[CAPTURED + 1 :])

@@ -8,10 +8,10 @@ import contextlib
 import math
 import os
 import re
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
-from lockstep import files, strategies
+from lockstep import files, origin, strategies
 from lockstep.errors import UserError
 from lockstep.inputs import (
     architectures,
@@ -37,6 +37,7 @@ BETAS, EPS = (0.9, 0.999), 1e-8  # of AdamW, torch's defaults
 # Flags that say where things lie, not what a run computes: no part of a run's record.
 PLACES = (
     "init_weights_path", "overwrite", "loss_output_dir", "storage_path", "experiment_name", "capture_dir", "data_cache_dir", "dry_run",
+    "control",  # it asks for another run
 )  # fmt: skip
 EPILOG = (
     "Environment: RAY_ADDRESS is the cluster to join, HOST:PORT as `ray start --head` prints it, or auto (unset: a Ray instance of its "
@@ -64,7 +65,7 @@ class Config:
     weight_decay: float = 0.01
     max_grad_norm: float = 1.0
     gradient_accumulation_steps: int = 1
-    precision: str = "autocast"
+    precision: str = "fp32"
     attn_impl: str = "sdpa"
     seed: int = 0
     dataset_name: str = texts.BUILT_IN_CORPUS
@@ -73,6 +74,7 @@ class Config:
     save_init_weights: bool = False
     pretrained: bool = False
     overwrite: bool = False
+    control: bool = False
     noise_control: bool = False
     run_name: str | None = None
     loss_output_dir: Path = Path("runs/loss_curves")
@@ -123,6 +125,11 @@ class Config:
         if self.precision != "autocast":
             return contextlib.nullcontext()
         return torch.autocast(device.type, dtype=torch.bfloat16)
+
+    def of_control(self) -> "Config":
+        """The control run of this run: from the same weights one rounding off, which this run has saved if it saves any."""
+        saved = {"save_init_weights": False, "pretrained": False} if self.save_init_weights else {}
+        return replace(self, control=False, noise_control=True, capture_dir=None, **saved)
 
     def as_dict(self) -> dict:
         """What a run records of its configuration: the strategy by name, not by the place of a file."""
@@ -177,7 +184,7 @@ def build_parser(strategy: str) -> argparse.ArgumentParser:
     add("weight_decay", amount, "on matrices; norms and biases are not decayed")
     add("max_grad_norm", amount, "clip the whole model's gradient to this norm (0: do not clip)")
     add("gradient_accumulation_steps", positive, "micro batches per step; the gradient is their mean")
-    add("precision", str, "autocast: fp32 weights and state, bf16 compute; bf16: everything bf16", choices=PRECISIONS)
+    parser.add_argument("--precision", choices=PRECISIONS, default=argparse.SUPPRESS, help=f"autocast: fp32 weights and state, bf16 compute; bf16: everything bf16 (default: {defaults['precision']})")
     parser.add_argument("--autocast", action="store_true", help="the same as --precision autocast")
     add("attn_impl", str, "attention implementation of transformers", choices=("eager", "sdpa"))
     add("seed", _number(int, 0, high=2**32 - 1), "of the initial weights and of the order of the data")
@@ -187,6 +194,7 @@ def build_parser(strategy: str) -> argparse.ArgumentParser:
     parser.add_argument("--save_init_weights", action="store_true", help="write them there first (train_ddp.py only)")
     parser.add_argument("--pretrained", action="store_true", help="start from the weights that --model_name has, not from random ones")
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier run's initial weights and captured steps")
+    parser.add_argument("--control", action="store_true", help="after this run, train the control run (--noise_control) with the same workers (train_ddp.py only)")
     parser.add_argument("--noise_control", action="store_true", help="start one rounding of the compute dtype beside the initial weights, and write loss_control.json: how far rounding alone takes the loss (train_ddp.py only)")
     add("run_name", str, "the run's name in file names, so that runs of one strategy can lie side by side (None: the strategy's)")
     add("loss_output_dir", Path, f"where loss_{row.name}.json is written")
@@ -207,13 +215,17 @@ def parse_config(strategy: str, argv: list[str] | None = None) -> Config:
     options = vars(build_parser(strategy).parse_args(argv))
     options.pop("local_rank")
     autocast = options.pop("autocast")
-    if autocast and options["precision"] != "autocast":
-        raise UserError(f"--autocast contradicts --precision {options['precision']}; give one of them")
+    precision = options.get("precision", "autocast" if autocast else Config.precision)
+    if autocast and precision != "autocast":
+        raise UserError(f"--autocast contradicts --precision {precision}; give one of them")
+    options["precision"] = precision
     row = strategies.row_of(strategy)
     if options["run_name"] is not None:
         _require_run_name(options["run_name"])
     if options["noise_control"] and (not row.is_baseline or options["save_init_weights"]):
         raise UserError("--noise_control: only train_ddp.py makes the control run, from weights that another run has saved")
+    if options["control"] and (not row.is_baseline or options["noise_control"]):
+        raise UserError("--control: only train_ddp.py trains the control run, after its own; leave it out")
     if options["pretrained"] and options["init_weights_path"] and not options["save_init_weights"]:
         raise UserError("--pretrained and --init_weights_path both say what to start from; give one, or add --save_init_weights")
     options.update(resolve_mesh(row, options))
@@ -253,6 +265,13 @@ def shadowed(config: Config) -> list[str]:
         for option, name, built_in in pairs
         if name in built_in and Path(name).exists()
     ]
+
+
+def emulated(config: Config) -> list[str]:
+    """One line if this processor has to emulate the run's precision."""
+    if config.precision == "fp32" or config.device != "cpu" or origin.has_bfloat16():
+        return []
+    return [f"--precision {config.precision}: this processor has no bfloat16 instructions and emulates them, several times slower than fp32"]
 
 
 @dataclass(frozen=True)

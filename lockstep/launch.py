@@ -22,7 +22,7 @@ from lockstep.errors import (
     run_program,
 )
 from lockstep.inputs import initial_weights
-from lockstep.running import locks, processes
+from lockstep.running import locks, processes, progress
 
 PATIENCE = 15.0  # seconds that a rank waits for rank 0 to say what both have found
 
@@ -83,7 +83,7 @@ def _launch(strategy: str, argv: list[str] | None, run: Callable) -> int:
     if not _first() and config.dry_run:
         return 0
     config_module.check_environment(config, inputs.architecture)
-    for line in config_module.shadowed(config) if _first() else ():
+    for line in [*config_module.shadowed(config), *config_module.emulated(config)] if _first() else ():
         print(line, file=sys.stderr)
     if config.dry_run:
         print(describe(config, inputs))
@@ -91,7 +91,7 @@ def _launch(strategy: str, argv: list[str] | None, run: Callable) -> int:
     with locks.held(*outputs(config)) if _first() else contextlib.nullcontext():
         line = run(config, inputs, lambda: _begin(config, inputs))
     if _first():
-        print(printable(line))
+        progress.screen.note(printable(line))
     return 0
 
 
@@ -100,14 +100,20 @@ def _begin(config: Config, inputs) -> None:
     if config.capture_dir is not None:  # another run may have filled it before we had the lock
         files.require_new_folder(config.capture_folder, "--capture_dir", overwrite=config.overwrite)
         files.remove_captured(config.capture_folder)  # there are none without --overwrite
-    config.history_path.unlink(missing_ok=True)
-    print(banner(config, inputs), flush=True)
+    for run in runs(config):
+        run.history_path.unlink(missing_ok=True)
+    progress.screen.note(banner(config, inputs))
     startup.meaning = "interrupted; the history holds the steps so far"
+
+
+def runs(config: Config) -> list[Config]:
+    """The runs that one start of the workers makes."""
+    return [config, config.of_control()] if config.control else [config]
 
 
 def outputs(config: Config) -> list[tuple]:
     """What a run writes and no other run may write meanwhile, with the flags that name it."""
-    found = [(config.history_path, "--loss_output_dir")]
+    found = [(run.history_path, "--loss_output_dir") for run in runs(config)]
     if config.capture_dir is not None:
         found.append((config.capture_folder, "--capture_dir"))
     if config.save_init_weights:
@@ -152,20 +158,15 @@ def _run_in_place(config: Config, inputs: Inputs, begin: Callable[[], None]) -> 
     """One rank of torchrun or deepspeed: the process group from the environment, then the loop."""
     if _first():
         begin()
-    import torch
     import torch.distributed as dist
 
     from lockstep.training import loop as training
 
-    set_threads(config, config_module.workers_here(config.num_workers))
-    device = torch.device("cpu")
-    if config.device == "cuda":  # over gloo, ranks may share a GPU
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-        torch.cuda.set_device(device)
+    device = training_device(config)
     with startup.cleaning_up():
         try:
             dist.init_process_group(config.backend)
-            return training.run(config, inputs, config.row.build(), device)
+            return training.run_with_control(config, inputs, config.row.build(), device)
         except (UserError, TrainingFailure, BrokenPipeError):
             raise
         except Exception as error:
@@ -175,6 +176,18 @@ def _run_in_place(config: Config, inputs: Inputs, begin: Callable[[], None]) -> 
             gc.collect()  # strategies hold cycles; their process groups must go before the default one
             if dist.is_initialized():
                 dist.destroy_process_group()
+
+
+def training_device(config: Config):
+    """The device of this rank of a launcher, made ready: its share of the cores, or its GPU."""
+    import torch
+
+    set_threads(config, config_module.workers_here(config.num_workers))
+    if config.device != "cuda":
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())  # over gloo, ranks may share a GPU
+    torch.cuda.set_device(device)
+    return device
 
 
 def set_threads(config: Config, workers_here: int) -> None:

@@ -37,8 +37,8 @@ def test_there_are_documented_commands():
 
 
 STEP_BY_STEP = {  # the step-by-step verification: model and data flags common to the three
-    "ddp": "--num_workers 2 --save_init_weights",
-    "deepspeed": "--tp_size 2 --dp_size 2 --num_workers 4",
+    "ddp": "--num_workers 2 --save_init_weights --precision autocast",
+    "deepspeed": "--tp_size 2 --dp_size 2 --num_workers 4 --precision autocast",
     "fsdp": "--tp_size 2 --dp_size 2 --num_workers 4 --autocast",
 }
 

@@ -13,6 +13,7 @@ PROGRAMS = {
     "train_ddp.py": ["train_ddp.py"], "run_verification.py": ["run_verification.py"], "run_faults.py": ["run_faults.py"],
     "plot_loss_curves.py": ["plot_loss_curves.py"], "lockstep.compare": ["-m", "lockstep.compare"],
     "lockstep.reference": ["-m", "lockstep.reference"], "lockstep.running.jobs": ["-m", "lockstep.running.jobs"],
+    "lockstep.verification": ["-m", "lockstep.verification"],
 }  # fmt: skip
 INTERRUPTS_ITSELF = """
 import os, signal, time

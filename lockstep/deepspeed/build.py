@@ -1,5 +1,6 @@
 """DeepSpeed's shared-memory op, which it builds with a C++ compiler when it first runs on CPUs."""
 
+import contextlib
 import importlib.util
 import os
 import shutil
@@ -9,6 +10,7 @@ from pathlib import Path
 
 from lockstep.config import Config
 from lockstep.errors import UserError
+from lockstep.running import progress
 
 STALE_LOCK_SECONDS = 120  # no file of the build was touched for this long: nobody is building
 
@@ -38,19 +40,20 @@ def build_extension() -> None:
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
         folder = Path(_get_build_directory(ShareMemCommBuilder.NAME, False))
         _wait_for_lock(folder / "lock")
-        if not (folder / f"{ShareMemCommBuilder.NAME}.so").exists():
-            print("DeepSpeed: building its shared-memory op, once per environment; takes about a minute", flush=True)
-        ShareMemCommBuilder().load(verbose=False)
+        built = (folder / f"{ShareMemCommBuilder.NAME}.so").exists()
+        announced = contextlib.nullcontext() if built else progress.working("DeepSpeed builds its shared-memory op, once per environment (about a minute)")
+        with announced:
+            ShareMemCommBuilder().load(verbose=False)
     dist.barrier()
 
 
 def _wait_for_lock(lock: Path) -> None:
     """Wait while another process builds; remove the lock once nobody has touched the folder for a while."""
     if lock.exists():
-        print(f"DeepSpeed: another build of its shared-memory op holds {lock}; waiting for it", flush=True)
+        progress.screen.note(f"DeepSpeed: another build of its shared-memory op holds {lock}; waiting for it")
     while lock.exists():
         if time.time() - max(_touched(file) for file in [lock, *lock.parent.iterdir()]) > STALE_LOCK_SECONDS:
-            print(f"DeepSpeed: removing the lock of an interrupted build, {lock}", flush=True)
+            progress.screen.note(f"DeepSpeed: removing the lock of an interrupted build, {lock}")
             lock.unlink(missing_ok=True)
         time.sleep(1)
 
