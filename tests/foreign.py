@@ -286,9 +286,10 @@ def _keeps_weights(run, strategy, of: Callable, step: int) -> None:
 
     def put_back(here):
         live = [tensor for name, tensor in run.handles.weights() if of(name)]
-        for tensor, old in zip(live, kept, strict=True):
-            if here == step:
-                tensor.copy_(old)
+        with torch.no_grad():
+            for tensor, old in zip(live, kept, strict=True):
+                if here == step:
+                    tensor.copy_(old)
 
     around(strategy, "update", before=keep, after=put_back)
 

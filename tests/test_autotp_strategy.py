@@ -35,7 +35,7 @@ def build(tmp_path, monkeypatch):
 
 def test_the_wait_is_announced(build, capsys):
     _, run = build
-    assert run() == [1] and "building its shared-memory op, once per environment" in capsys.readouterr().out
+    assert run() == [1] and "builds its shared-memory op, once per environment" in capsys.readouterr().out
 
 
 def test_a_finished_build_is_silent(build, capsys):

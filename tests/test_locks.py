@@ -12,7 +12,7 @@ from test_config import script
 from lockstep.errors import UserError
 from lockstep.running import locks
 
-HOLDS = "import sys, time; from pathlib import Path; from lockstep import locks\nwith locks.held((Path(sys.argv[1]), '--x')): print(1, flush=True); time.sleep(60)"
+HOLDS = "import sys, time; from pathlib import Path; from lockstep.running import locks\nwith locks.held((Path(sys.argv[1]), '--x')): print(1, flush=True); time.sleep(60)"
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ class AutoTPHandles(Handles):
         for name, parameter in self.strategy.model.named_parameters():
             yield name, parameter.data
             if parameter._hp_mapping is not None:
-                yield name, parameter._hp_mapping.get_hp_fragment()
+                yield name, parameter._hp_mapping.get_hp_fragment().detach()
 
     def torch_optimizer(self):
         return self.strategy.optimizer.optimizer
