@@ -129,23 +129,32 @@ def _along(wrong: torch.Tensor, dim: int, word: str, case: Case) -> list[str]:
     ):
         ranks = {place // (len(hit) // tp) for place in places}
         share = f", in the share of tp rank {ranks.pop()}" if len(ranks) == 1 else ""
+    of = f"of {len(hit)}"
     if len(right) <= FEW < len(places):
-        return [
-            f"{word} {_spans(right)} of {len(hit)} {'is' if len(right) == 1 else 'are'} right, all others wrong"
-        ]
-    return [f"only {word} {_spans(places)} of {len(hit)} {'is' if len(places) == 1 else 'are'} wrong{share}"]
+        return [f"{word} {_spans(right)} {of} {_are(right)} right, all others wrong"]
+    if len(_runs(places)) > FEW:
+        return [f"{len(right)} {word}s {of} are right, scattered"] if len(right) > FEW else []
+    return [f"only {word} {_spans(places)} {of} {_are(places)} wrong{share}"]
+
+
+def _are(places: list[int]) -> str:
+    return "is" if len(places) == 1 else "are"
+
+
+def _runs(places: list[int]) -> list[list[int]]:
+    """Sorted numbers as [first, last], or [number] for one alone."""
+    runs: list[list[int]] = []
+    for place in places:
+        if runs and place == runs[-1][-1] + 1:
+            runs[-1] = [runs[-1][0], place]
+        else:
+            runs.append([place])
+    return runs
 
 
 def _spans(places: list[int]) -> str:
-    """ "0 to 3, 7": sorted numbers in words; of many spans the first three."""
-    spans: list[list[int]] = []
-    for place in places:
-        if spans and place == spans[-1][-1] + 1:
-            spans[-1] = [spans[-1][0], place]
-        else:
-            spans.append([place])
-    shown = [" to ".join(map(str, span)) for span in spans[:FEW]]
-    return ", ".join(shown) + (", ..." if len(spans) > FEW else "")
+    """ "0 to 3, 7": sorted numbers in words."""
+    return ", ".join(" to ".join(map(str, run)) for run in _runs(places))
 
 
 def _likeness(case: Case, own: torch.Tensor, exact: torch.Tensor) -> list[str]:
@@ -172,7 +181,9 @@ def _likeness(case: Case, own: torch.Tensor, exact: torch.Tensor) -> list[str]:
         order = _order(own, exact)
         if order and case.explains(case.first, exact[order]):
             moved = [row for row, place in enumerate(order) if row != place]
-            said.append(f"rows are in another order: {_spans(moved)} have moved")
+            said.append(
+                f"rows are in another order: {_spans(moved[:FEW])}{', ...' if len(moved) > FEW else ''} have moved"
+            )
     if own.ndim == 3 and own.shape[1] > 2 and case.first.startswith("forward/"):
         for what, mine, right in (
             ("before", own[:, 1:], exact[:, :-1]),
@@ -194,7 +205,7 @@ def _samples(case: Case) -> list[str]:
         return []  # a factor, which is seen without this
     shown = "; ".join(
         f"DP rank {rank}: {', '.join(f'{value:.3g}' for value in row)}"
-        for rank, row in enumerate((solved[0] + 0.0).tolist())
+        for rank, row in enumerate((solved[0].round(decimals=3) + 0.0).tolist())
     )
     return [f"it is right but for how often the micro batches count in it: {shown} times"]
 
