@@ -12,29 +12,19 @@ if __name__ == "__main__":
 
     startup.begin()  # first: from now on Ctrl-C and a missing package are one line each
 
-import datetime
-import json
-import math
 import os
 import shlex
 import sys
 from pathlib import Path
 
-from lockstep.config import STRATEGIES, Parser
+from lockstep.config import Parser
 from lockstep.errors import UserError, printable, run_program
-from lockstep.files import require_writable_folder, write_text
+from lockstep.files import require_writable_folder
 from lockstep.losses import curve_report as report
-from lockstep.losses.curves import (
-    FAIL,
-    NOT_JUDGED,
-    PASS,
-    compare,
-    require_comparable,
-    tolerance_for,
-)
-from lockstep.mesh import Mesh
+from lockstep.losses import folder
+from lockstep.losses.curves import PASS
+from lockstep.strategies import BASELINE
 from lockstep.training import history
-from lockstep.training.history import History
 
 FIGURES = (".png", ".pdf", ".svg")
 
@@ -56,12 +46,12 @@ def _main(argv: list[str] | None) -> int:
 
 
 def _require_outputs(input_dir: Path, output: Path, json_path: Path | None) -> None:
-    """Raise UserError for outputs that could not be written in the end; remove an older verdict, which must not pass for this one."""
+    """Raise UserError for outputs that could not be written in the end. Remove an older verdict: it must not pass for it."""
     if output.suffix not in FIGURES:
         raise UserError(f"--output {output}: the name must end in {', '.join(FIGURES)}")
     if not input_dir.is_dir():
         raise UserError(f"--input_dir {input_dir}: no such folder; give the --loss_output_dir of the training runs")
-    inputs = {os.path.realpath(path) for path in _paths(input_dir).values()}
+    inputs = {os.path.realpath(path) for path in folder.paths(input_dir).values()}
     for option, path in (("--output", output), ("--json", json_path)):
         if path is None:
             continue
@@ -76,85 +66,22 @@ def _require_outputs(input_dir: Path, output: Path, json_path: Path | None) -> N
         json_path.unlink(missing_ok=True)
 
 
-def _paths(input_dir: Path) -> dict[str, Path]:
-    return {name: history.path_of(input_dir, name) for name in (*STRATEGIES, history.CONTROL)}
-
-
-def _read(input_dir: Path) -> tuple[dict[str, History], History | None]:
-    """The strategies' histories, in their order, and the control's. Raises UserError for one that is not what its name says."""
-    found = {name: history.read(path) for name, path in _paths(input_dir).items() if os.path.lexists(path)}
-    if not found.keys() & STRATEGIES.keys():
-        raise UserError(f"--input_dir {input_dir}: no {', '.join(path.name for path in _paths(input_dir).values())}; train first")
-    for name, one in found.items():
-        path, run = _paths(input_dir)[name], one.run
-        strategy, mine = ("ddp" if name == history.CONTROL else name), run["config"]["strategy"]
-        if mine != strategy or run["config"]["noise_control"] != (name == history.CONTROL):
-            what = f"{mine}'s" + (" control" if run["config"]["noise_control"] else "")
-            raise UserError(f"{path}: is a history of {what} run, and not what its name says; put each under its own name")
-        label = f"{STRATEGIES[strategy]} ({Mesh(dp=run['mesh'][0], tp=run['mesh'][1]).label})" + (", control" if name == history.CONTROL else "")
-        if run["label"] != label:
-            raise UserError(f"{path}: label is {printable(run['label'], 80)!r}, it must be {label!r}; run its training again")
-        if not one.steps:
-            raise UserError(f"{path}: no step was recorded ({printable(one.ended or 'killed', 200)}); run its training again")
-    control = found.pop(history.CONTROL, None)
-    return found, control
-
-
 def run(input_dir: Path, output: Path, json_path: Path | None, command: str) -> int:
-    histories, control = _read(input_dir)
+    histories, control = folder.read(folder.paths(input_dir))
+    if not histories:
+        raise UserError(f"--input_dir {input_dir}: no {history.path_of(Path(), BASELINE)} and no other loss_NAME.json; train first")
     print(report.statistics(histories))
-    baseline, others = histories.get("ddp"), [one for name, one in histories.items() if name != "ddp"]
-    tolerance, why_none = None, UserError(f"--input_dir {input_dir}: only {', '.join(histories)}; a verdict needs DDP and another strategy")
-    if baseline is not None and others:
-        try:
-            tolerance = tolerance_for(baseline, control)
-        except UserError as error:
-            why_none = error
-    report.draw(histories, control, tolerance, output)
+    judged = folder.judge(input_dir, histories, control)
+    report.draw(histories, control, judged.tolerance, output)
     print(f"\nFigure: {printable(output)}")
-    if tolerance is None:
-        raise why_none
-
-    verdicts, refusals = [], []
-    for other in others:
-        try:
-            require_comparable(baseline, other)
-            verdicts.append(compare(baseline, other, tolerance))
-        except UserError as error:
-            refusals.append(str(error))
-    if verdicts:
-        print(report.differences(verdicts))
-        print(report.verdict_block(histories, verdicts, tolerance, controlled=control is not None))
-    if refusals:
-        raise UserError("; ".join(refusals))
-    outcomes = {verdict.outcome for verdict in verdicts}
-    outcome = next(word for word in (FAIL, NOT_JUDGED, PASS) if word in outcomes)
-    print(f"\n{outcome}")
+    if judged.verdicts:
+        print(report.verdict_block(judged))
+    if judged.problem:
+        raise UserError(judged.problem)
+    print(f"\n{judged.outcome}")
     if json_path is not None:
-        everyone = histories | ({history.CONTROL: control} if control else {})
-        content = {
-            "passed": outcome == PASS,
-            "outcome": outcome,
-            "precision": baseline.run["config"]["precision"],
-            "tolerance": tolerance.as_dict(),
-            "control": control.run["label"] if control else None,
-            "runs": {name: one.run["label"] for name, one in histories.items()},
-            "verdicts": [verdict.as_dict() for verdict in verdicts],
-            "command": command,
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "histories": {name: {"run": one.run, "weights": one.weights} for name, one in everyone.items()},
-        }
-        write_text(json_path, json.dumps(_strict(content), indent=2) + "\n")
-    return 0 if outcome == PASS else 1
-
-
-def _strict(value):
-    """The same data with null for numbers that JSON does not have."""
-    if isinstance(value, dict):
-        return {key: _strict(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_strict(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        folder.write(judged, json_path, command)
+    return 0 if judged.outcome == PASS else 1
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ import tempfile
 from pathlib import Path
 
 from lockstep import startup
-from lockstep.config import SHARDED, STRATEGIES, Parser
+from lockstep.config import Parser
 from lockstep.errors import TrainingFailure, UserError, run_program
 from lockstep.files import (
     require_new_folder,
@@ -32,9 +32,11 @@ from lockstep.files import (
     write_result,
 )
 from lockstep.running import locks
+from lockstep.strategies import BASELINE, Row, others, recorded, row_of
 from lockstep.training import history
 
 CLEAN = "clean"  # the name of a run without a fault
+REFERENCE = "reference"  # the name of the job that writes it
 HANGS_AFTER = 120  # seconds without a finished job, tiny models
 COLUMNS = ("fault", "strategy", "loss", "grad norm", "first tensor", "right", "cause", "named", "s")
 RIGHT, NOT_EXPLAINED, WRONG = "right", "not explained", "wrong"  # what can be said of the name of a cause
@@ -44,7 +46,7 @@ NAMED = {RIGHT: "named right", NOT_EXPLAINED: "not explained", WRONG: "named wro
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(prog="run_faults.py", description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("faults", nargs="*", help="names of faults (default: all)")
-    parser.add_argument("--strategy", choices=SHARDED, help="only in this one (default: both)")
+    parser.add_argument("--strategy", help="only in this one, by its name or as path/to/file.py:Class (default: all but the baseline)")
     parser.add_argument("--precision", choices=("fp32", "autocast"), default="fp32", help="default: %(default)s, the proof")
     parser.add_argument("--steps", type=int, default=30, help="to train, for the loss verdict (default: %(default)s)")
     parser.add_argument("--output", type=Path, default=Path("runs/faults.json"), help="the table as data; .md beside it (default: %(default)s)")
@@ -53,10 +55,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def rows_of(options: argparse.Namespace) -> dict[str, Row]:
+    """The strategies to plant in, by name."""
+    return {row.name: row for row in map(row_of, [options.strategy] if options.strategy else others())}
+
+
 def choose(options: argparse.Namespace) -> list[tuple]:
     """The (fault, strategy) pairs asked for. Raises UserError for an unknown name or an empty choice."""
     from lockstep.faults import CATALOGUE, applies_to
-    from lockstep.strategies import row_of
 
     unknown = next((name for name in options.faults if name not in CATALOGUE), None)
     if unknown:
@@ -65,22 +71,21 @@ def choose(options: argparse.Namespace) -> list[tuple]:
         raise UserError(f"--steps {options.steps}: some faults show in the second step; train at least 2")
     wanted = [CATALOGUE[name] for name in options.faults or CATALOGUE]
     pairs = [
-        (fault, strategy)
+        (fault, row)
         for fault in wanted
-        for strategy in SHARDED
-        if options.strategy in (None, strategy) and options.precision in fault.precisions and applies_to(fault, row_of(strategy))
+        for row in rows_of(options).values()
+        if options.precision in fault.precisions and applies_to(fault, row)
     ]
     if not pairs:
         raise UserError(f"none of these faults applies to --strategy {options.strategy} in {options.precision}; see --list")
     return pairs
 
 
-def print_catalogue() -> None:
+def print_catalogue(options: argparse.Namespace) -> None:
     from lockstep.faults import CATALOGUE, applies_to
-    from lockstep.strategies import row_of
 
     for fault in CATALOGUE.values():
-        labels = [row.label for row in map(row_of, SHARDED) if applies_to(fault, row)]
+        labels = [row.label for row in rows_of(options).values() if applies_to(fault, row)]
         print(f"{fault.name}  ({', '.join(labels)}; {', '.join(fault.precisions)})\n  {fault.story}")
         print(f"  {fault.bug_class}; {fault.seen_in}; breaks {fault.first} in step {fault.step}; cause: {fault.cause}")
 
@@ -89,20 +94,23 @@ class Group:
     """The runs that share a model, flags and mesh, and so DDP's run and the reference."""
 
     def __init__(self, key: tuple, folder: Path, options: argparse.Namespace):
-        self.model, self.arguments, mesh = key
-        self.dp, self.tp = mesh.dp, mesh.tp
+        self.model, self.arguments, self.mesh = key
+        self.rows = {**rows_of(options), BASELINE: row_of(BASELINE)}
         self.folder, self.options = folder, options
 
     def job(self, strategy: str, name: str) -> dict:
         """One run for lockstep/running/jobs.py; its dump goes to FOLDER/NAME/STRATEGY, its losses beside it. "control" is DDP's."""
-        arguments = ["--model_name", self.model, "--precision", self.options.precision, "--dp_size", str(self.dp)]
+        arguments = ["--model_name", self.model, "--precision", self.options.precision, "--dp_size", str(self.mesh.dp)]
         arguments += ["--batch_size", "2", "--seq_length", "64", "--debug_steps", str(self.options.steps)]
         arguments += ["--loss_output_dir", str(self.history_folder(strategy, name)), "--storage_path", str(self.folder), *self.arguments]
         if strategy == history.CONTROL:
-            return {"strategy": "ddp", "arguments": [*arguments, "--noise_control"]}
+            return {"strategy": BASELINE, "arguments": [*arguments, "--noise_control"]}
         arguments += ["--capture_steps", "2", "--capture_dir", str(self.folder / name)]
-        arguments += ["--tp_size", str(self.tp)] if strategy in SHARDED else []
-        return {"strategy": strategy, "fault": None if name == CLEAN else name, "arguments": arguments}
+        if strategy == REFERENCE:
+            return {"strategy": REFERENCE, "arguments": arguments}
+        row = self.rows[strategy]
+        arguments += ["--tp_size", str(row.largest(self.mesh).tp)]
+        return {"strategy": row.place, "fault": None if name == CLEAN else name, "arguments": arguments}
 
     def dump(self, strategy: str, name: str) -> Path:
         return self.folder / name / strategy
@@ -121,10 +129,11 @@ def train(groups: dict[Group, list[tuple]], folder: Path) -> dict[tuple, float |
     outcome: dict[tuple, float | str] = {}
     by_mesh = collections.defaultdict(list)  # DeepSpeed cannot change its mesh within a process
     for group, pairs in groups.items():
-        by_mesh[group.dp, 1] += [(group, CLEAN, "ddp"), (group, CLEAN, history.CONTROL)]
-        strategies = list(dict.fromkeys(strategy for _, strategy in pairs))
-        sharded = [(group, CLEAN, strategy) for strategy in strategies]
-        by_mesh[group.dp, group.tp] += sharded + [(group, fault.name, strategy) for fault, strategy in pairs]
+        by_mesh[group.mesh.dp, 1] += [(group, CLEAN, BASELINE), (group, CLEAN, history.CONTROL)]
+        for row in dict.fromkeys(row for _, row in pairs):
+            mesh = row.largest(group.mesh)
+            faulty = [(group, fault.name, row.name) for fault, other in pairs if other == row]
+            by_mesh[mesh.dp, mesh.tp] += [(group, CLEAN, row.name), *faulty]
     for (dp, tp), left in sorted(by_mesh.items()):
         while left:
             work = folder / f"jobs_{dp}_{tp}_{len(left)}"
@@ -136,9 +145,9 @@ def train(groups: dict[Group, list[tuple]], folder: Path) -> dict[tuple, float |
             left = left[len(finished) + 1 :]
     replays = []
     for group in groups:
-        finished = [run for run, seconds in outcome.items() if run[0] is group and run[2] in SHARDED and not isinstance(seconds, str)]
+        finished = [run for run, seconds in outcome.items() if run[0] is group and run[2] not in (BASELINE, history.CONTROL) and not isinstance(seconds, str)]
         dumps = [str(group.dump(strategy, name)) for _, name, strategy in finished]
-        replays.append({**group.job("reference", CLEAN), "replays": dumps})
+        replays.append({**group.job(REFERENCE, CLEAN), "replays": dumps})
     jobs.start_all(None, replays, folder / "reference")
     return outcome
 
@@ -150,12 +159,12 @@ def verdicts(group: Group, name: str, strategy: str):
     from lockstep.tensors.dump import Dump
 
     clean, mine = group.folder / CLEAN, group.dump(strategy, name)
-    reference, ddp, dump = Dump(clean / "reference"), Dump(clean / "ddp"), Dump(mine)
-    replays = {"ddp": Dump(clean / "replay_ddp"), strategy: Dump(mine.with_name(f"replay_{strategy}"))}
-    baseline = group.losses("ddp", CLEAN)
+    reference, ddp, dump = Dump(clean / "reference"), Dump(clean / BASELINE), Dump(mine)
+    replays = {BASELINE: Dump(clean / f"replay_{BASELINE}"), strategy: Dump(mine.with_name(f"replay_{strategy}"))}
+    baseline = group.losses(BASELINE, CLEAN)
     tolerance = compare_losses.tolerance_for(baseline, group.losses(history.CONTROL, CLEAN))
     curve = compare_losses.compare(baseline, group.losses(strategy, name), tolerance)
-    return compare(reference, {"ddp": ddp, strategy: dump}, replays), curve, reference, replays
+    return compare(reference, {BASELINE: ddp, strategy: dump}, replays), curve, reference, replays
 
 
 def require_clean(group: Group, strategy: str) -> None:
@@ -212,7 +221,7 @@ def differ(one, other) -> bool:
 def table(rows: list[dict]) -> list[str]:
     lines = [f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
     for row in rows:
-        cells = [row["fault"], STRATEGIES[row["strategy"]]]
+        cells = [row["fault"], recorded(row["strategy"]).label]
         if row.get("failed"):
             cells += ["did not run", "", "", "", "", ""]
         else:
@@ -254,23 +263,23 @@ def summary(rows: list[dict], steps: int) -> list[str]:
 def run(options: argparse.Namespace, folder: Path) -> int:
     pairs = choose(options)
     grouped = collections.defaultdict(list)
-    for fault, strategy in pairs:
-        grouped[fault.model, fault.arguments, fault.mesh].append((fault, strategy))
+    for fault, row in pairs:
+        grouped[fault.model, fault.arguments, fault.mesh].append((fault, row))
     groups = {Group(key, folder / f"group{number}", options): members for number, (key, members) in enumerate(grouped.items())}
     print(f"{len(pairs)} runs with a fault, {options.precision}, {options.steps} steps each", flush=True)
     outcome = train(groups, folder)
     rows = []
     for group, members in groups.items():
-        for name in ("ddp", history.CONTROL, *dict.fromkeys(strategy for _, strategy in members)):
+        for name in (BASELINE, history.CONTROL, *dict.fromkeys(row.name for _, row in members)):
             if isinstance(outcome[group, CLEAN, name], str):
                 raise TrainingFailure(f"without any fault {name} failed: {outcome[group, CLEAN, name]}")
-            if name in SHARDED:
+            if name not in (BASELINE, history.CONTROL):
                 require_clean(group, name)
-        for fault, strategy in members:
-            seconds = outcome[group, fault.name, strategy]
-            failed = {"fault": fault.name, "strategy": strategy, "failed": seconds, "seconds": "-"}
+        for fault, row in members:
+            seconds = outcome[group, fault.name, row.name]
+            failed = {"fault": fault.name, "strategy": row.name, "failed": seconds, "seconds": "-"}
             try:
-                rows.append(failed if isinstance(seconds, str) else {**judge(group, fault, strategy), "seconds": round(seconds, 1)})
+                rows.append(failed if isinstance(seconds, str) else {**judge(group, fault, row.name), "seconds": round(seconds, 1)})
             except UserError as error:  # a run that ended early has no dump to judge
                 rows.append({**failed, "failed": str(error)})
     lines = [*table(rows), "", *summary(rows, options.steps)]
@@ -292,9 +301,11 @@ def main(argv: list[str] | None = None) -> int:
 def checked(options: argparse.Namespace) -> int:
     """Everything that can be answered before a start; then the runs."""
     if options.list:
-        print_catalogue()
+        print_catalogue(options)
         return 0
     choose(options)
+    if options.output.suffix == ".md":
+        raise UserError(f"--output {options.output}: the table goes to a .md beside it; give another ending, such as .json")
     for path in (options.output, options.output.with_suffix(".md")):
         require_writable_file(path, "--output")
     if options.work_dir is None:

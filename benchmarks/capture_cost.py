@@ -10,27 +10,26 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 
+from lockstep.tensors import comparison as compare
+from lockstep.tensors.dump import Dump
+from lockstep.training import history
+
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
-from lockstep.tensors import comparison as compare  # noqa: E402
-from lockstep.tensors.dump import Dump  # noqa: E402
-from lockstep.training import history  # noqa: E402
+from lockstep.files import require_writable_file, write_result
+from lockstep.running import jobs
 
 RANKS = {"ddp": 2, "deepspeed": 4, "fsdp": 4}
 CAPTURED, PLAIN = 3, 4
 
 
 def train(strategy: str, folder: Path, model: list[str]) -> dict:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(RANKS[strategy])]
-    command += [f"train_{strategy}.py", *model, "--debug_steps", str(CAPTURED + PLAIN), "--capture_steps", str(CAPTURED)]
-    command += ["--capture_dir", str(folder), "--loss_output_dir", str(folder / "losses"), "--storage_path", str(folder)]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    arguments = [*model, "--debug_steps", str(CAPTURED + PLAIN), "--capture_steps", str(CAPTURED)]
+    arguments += ["--capture_dir", str(folder), "--loss_output_dir", str(folder / "losses"), "--storage_path", str(folder)]
+    jobs.start_all(RANKS[strategy], [{"strategy": strategy, "arguments": arguments}], folder / "work")
     record = history.read(history.path_of(folder / "losses", strategy))
     seconds = [step["seconds"] for step in record.steps]
     captured, plain = statistics.median(seconds[1:CAPTURED]), statistics.median(seconds[CAPTURED + 1 :])
@@ -71,6 +70,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
+    if options.output:
+        require_writable_file(options.output, "--output")
     model = ["--model_name", "Qwen2.5-0.5B", "--num_layers", "2", "--seq_length", "128", "--batch_size", "2"]
     model += ["--dp_size", "2", "--precision", "autocast", "--learning_rate", "1e-5"]
     content: dict = {"cores": os.cpu_count()}
@@ -93,7 +94,7 @@ def main() -> None:
                 content[strategy] = train(strategy, Path(folder), model)
             print(strategy, content[strategy], flush=True)
     if options.output:
-        options.output.write_text(json.dumps(content, indent=1) + "\n")
+        write_result(options.output, json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -12,15 +12,13 @@ import collections
 import itertools
 import json
 import os
-import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from lockstep.config import SHARDED
+from lockstep.files import require_writable_file, write_result
 from lockstep.losses import curves as compare_losses
 from lockstep.running import jobs
+from lockstep.strategies import BASELINE, others
 from lockstep.tensors.comparison import compare
 from lockstep.tensors.dump import Dump
 from lockstep.training import history
@@ -48,8 +46,8 @@ def train(cases: dict[tuple, int], folder: Path) -> None:
         common = ["--model_name", model, "--precision", precision, "--seed", str(seed), "--dp_size", str(dp)]
         common += ["--batch_size", "2", "--seq_length", "64", "--debug_steps", "2", "--capture_steps", "2", *more]
         common += ["--capture_dir", own, "--loss_output_dir", own + "-losses", "--storage_path", str(folder)]
-        runs[dp, 1].append({"strategy": "ddp", "arguments": common})
-        runs[dp, tp] += [{"strategy": strategy, "arguments": [*common, "--tp_size", str(tp)]} for strategy in SHARDED]
+        runs[dp, 1].append({"strategy": BASELINE, "arguments": common})
+        runs[dp, tp] += [{"strategy": strategy, "arguments": [*common, "--tp_size", str(tp)]} for strategy in others()]
         runs[None].append({"strategy": "reference", "arguments": common})
     references = runs.pop(None)
     for (dp, tp), group in runs.items():  # DeepSpeed cannot change its mesh within a process
@@ -64,7 +62,7 @@ def folder_of(folder: Path, *case) -> Path:
 def judge(folder: Path) -> tuple[list[dict], list[str], dict[str, dict[str, float]]]:
     """Alarms of one configuration, tensors too small to judge, and the worst multiple of what is tolerated, by strategy
     and kind of tensor."""
-    dumps = {name: Dump(folder / name) for name in ("ddp", *SHARDED)}
+    dumps = {name: Dump(folder / name) for name in (BASELINE, *others())}
     replays = {name: Dump(folder / f"replay_{name}") for name in dumps}
     result = compare(Dump(folder / "reference"), dumps, replays)
     worst: dict[str, dict[str, float]] = {name: collections.defaultdict(float) for name in dumps}
@@ -76,9 +74,9 @@ def judge(folder: Path) -> tuple[list[dict], list[str], dict[str, dict[str, floa
         if result.verdict(name) != "PASS"
     ]
     losses = {name: history.read(history.path_of(Path(f"{folder}-losses"), name)) for name in dumps}
-    for name in SHARDED:
-        compare_losses.require_comparable(losses["ddp"], losses[name])
-        curve = compare_losses.compare(losses["ddp"], losses[name], compare_losses.tolerance_for(losses["ddp"]))
+    for name in others():
+        compare_losses.require_comparable(losses[BASELINE], losses[name])
+        curve = compare_losses.compare(losses[BASELINE], losses[name], compare_losses.tolerance_for(losses[BASELINE]))
         alarms += [] if curve.passed else [{"strategy": name, "losses": curve.as_dict()}]
     return alarms, sorted({row.name for row in result.rows if not row.judged}), worst
 
@@ -88,6 +86,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     parser.add_argument("--at_once", type=int, default=36, help="configurations per start of the workers (disk: 60 MB each)")
     options = parser.parse_args()
+    if options.output:
+        require_writable_file(options.output, "--output")
     rows, worst = [], collections.defaultdict(float)
     cases = {case: seed for seed, case in enumerate(everything())}
     while cases:
@@ -109,7 +109,7 @@ def main() -> None:
     if options.output:
         count = sum(bool(row["alarms"]) for row in rows)
         content = {"alarms": count, "configurations": rows, "worst_multiple_of_tolerated": worst, "cores": os.cpu_count()}
-        options.output.write_text(json.dumps(content, indent=1) + "\n")
+        write_result(options.output, json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -13,14 +13,13 @@ import argparse
 import json
 import math
 import random
-import sys
 from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from lockstep.config import BETAS, EPS, SHARDED
+from lockstep.config import BETAS, EPS
+from lockstep.files import require_writable_file, write_result
+from lockstep.strategies import BASELINE, others
 from lockstep.tensors.distance import Distance, Size, clip_factor
 from lockstep.tensors.dump import Dump
 from lockstep.tensors.judgement import (
@@ -92,8 +91,8 @@ def limits_of(mine, exact, change, measure, name: str, sign: int, rounding: floa
 
 def limits(folder: Path, kind: str) -> dict[str, list[float]]:
     """The limits of all trials of one kind of tensor, sorted, by what is spoilt."""
-    reference, ddp = Dump(folder / "reference"), Dump(folder / "ddp")
-    dumps = {name: Dump(folder / name) for name in SHARDED}
+    reference, ddp = Dump(folder / "reference"), Dump(folder / BASELINE)
+    dumps = {name: Dump(folder / name) for name in others()}
     draw = random.Random(kind)
     entries = ddp.steps["1"]["tensors"]
     names = [name for name in entries if name.startswith(f"{kind}/")]
@@ -122,16 +121,20 @@ def draw_figure(rows: list[dict], path: Path) -> None:
     from matplotlib import pyplot
 
     runs = list(dict.fromkeys(row["run"] for row in rows))
-    figure, axes = pyplot.subplots(figsize=(8, 4), layout="constrained")
-    for number, run in enumerate(runs):
-        mine = [row for row in rows if row["run"] == run and row["spoilt"] == SPOILT[0]]
-        places = [index + 0.8 * (number + 0.5) / len(runs) - 0.4 for index in range(len(mine))]
-        axes.bar(places, [row["caught_99_of_100"] for row in mine], 0.8 / len(runs), label=run)
-    axes.axhline(1e-5, color="tab:red", linestyle="--", linewidth=0.8)
-    axes.set_yscale("log")
-    axes.set_xticks(range(len(KINDS)), KINDS)
-    axes.set_ylabel("relative error caught 99 times in 100")
-    axes.legend(fontsize="small")
+    figure, panels = pyplot.subplots(2, 1, figsize=(8, 6), sharex=True, layout="constrained")
+    for axes, spoilt in zip(panels, SPOILT, strict=True):
+        for number, run in enumerate(runs):
+            mine = [row for row in rows if row["run"] == run and row["spoilt"] == spoilt]
+            places = [index + 0.8 * (number + 0.5) / len(runs) - 0.4 for index in range(len(mine))]
+            axes.bar(places, [row["caught_99_of_100"] for row in mine], 0.8 / len(runs), label=run if axes is panels[0] else None)
+        axes.set_yscale("log")
+        axes.set_title(spoilt)
+        axes.grid(axis="y", alpha=0.3)
+        axes.set_axisbelow(True)
+    panels[1].set_xticks(range(len(KINDS)), KINDS)
+    figure.supylabel("relative error caught 99 times in 100")
+    figure.get_layout_engine().set(h_pad=0.1)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)
     figure.savefig(path, dpi=120)
 
 
@@ -140,9 +143,11 @@ def main() -> None:
     parser.add_argument("folder", type=Path, nargs="+")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
+    if options.output:
+        require_writable_file(options.output, "--output")
     rows = []
     for folder in options.folder:
-        run = Dump(folder / "ddp").run["config"]
+        run = Dump(folder / BASELINE).run["config"]
         for kind in KINDS:
             for what, values in limits(folder, kind).items():
                 row = {"run": f"{run['model_name']}, {run['precision']}", "kind": kind, "spoilt": what,
@@ -151,7 +156,7 @@ def main() -> None:
                 print(" | ".join(f"{value:.1e}" if isinstance(value, float) else value for value in row.values()), flush=True)
     if options.output:
         finite = [{key: None if value == math.inf else value for key, value in row.items()} for row in rows]
-        options.output.write_text(json.dumps(finite, indent=1) + "\n")
+        write_result(options.output, json.dumps(finite, indent=1) + "\n")
         draw_figure(rows, options.output.with_suffix(".png"))
 
 

@@ -10,7 +10,6 @@ write: zero_grad, forward, backward, clip, step on batches in memory, the same a
 
 import argparse
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -18,16 +17,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-import train_ddp  # noqa: E402
-import train_deepspeed  # noqa: E402
-import train_fsdp  # noqa: E402
-from lockstep import config as config_module  # noqa: E402
-from lockstep.inputs.model import build_model, causal_lm_loss  # noqa: E402
-from lockstep.training import history  # noqa: E402
+from lockstep import config as config_module
+from lockstep.inputs.model import build_model, causal_lm_loss
+from lockstep.strategies import ROWS
+from lockstep.training import history
 from lockstep.training import loop as training
-
-MAKE = {"ddp": train_ddp.make_strategy, "deepspeed": train_deepspeed.make_strategy, "fsdp": train_fsdp.make_strategy}
 
 
 def bare_step(name, strategy, config, device, batch):
@@ -52,7 +46,7 @@ def bare_step(name, strategy, config, device, batch):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("strategy", choices=MAKE)
+    parser.add_argument("strategy", choices=ROWS)
     parser.add_argument("--steps", type=int, default=200)
     options, flags = parser.parse_known_args()
     config = config_module.parse_config(options.strategy, flags)
@@ -62,7 +56,7 @@ def main() -> None:
     rank = dist.get_rank()
     device = torch.device("cpu")
     model, _ = build_model(inputs.architecture, seed=0, attn_impl=config.attn_impl, init_weights_path=None)
-    strategy = MAKE[options.strategy](model, config, config.mesh, device)
+    strategy = config.row.build()(model, config, config.mesh, device)
     dp_rank = config.mesh.sample_share(rank)
     in_memory = iter([inputs.batches.micro_batches(index, dp_rank, device)[0] for index in range(options.steps)])
     record = history.History(run={})

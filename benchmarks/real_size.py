@@ -2,7 +2,7 @@
 
     python benchmarks/real_size.py --repeats 3 --steps 8 --output results/real_size.json
 
-Each run is a fresh torchrun; the first three steps are left out; medians over the rest. Prints step time, tokens per
+Each run has a start of its own; the first three steps are left out; medians over the rest. Prints step time, tokens per
 second and peak memory per rank, and FSDP's step time as a ratio of AutoTP's, pair by pair.
 """
 
@@ -11,14 +11,14 @@ import json
 import os
 import platform
 import statistics
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
+from lockstep.training import history
+
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
-from lockstep.training import history  # noqa: E402
+from lockstep.files import require_writable_file, write_result
+from lockstep.running import jobs
 
 WARM_UP = 3
 RANKS = {"ddp": 2, "deepspeed": 4, "fsdp": 4}
@@ -26,12 +26,10 @@ RANKS = {"ddp": 2, "deepspeed": 4, "fsdp": 4}
 
 def measure(strategy: str, steps: int, batch_size: int) -> dict:
     with tempfile.TemporaryDirectory() as folder:
-        torchrun = Path(sys.executable).parent / "torchrun"
-        command = [torchrun, "--nproc_per_node", str(RANKS[strategy]), f"train_{strategy}.py"]
-        command += ["--model_name", "Qwen2.5-0.5B", "--num_layers", "2", "--seq_length", "256", "--dp_size", "2"]
-        command += ["--batch_size", str(batch_size), "--precision", "autocast", "--learning_rate", "1e-5"]
-        command += ["--debug_steps", str(WARM_UP + steps), "--loss_output_dir", folder, "--storage_path", folder]
-        subprocess.run(command, cwd=ROOT, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        arguments = ["--model_name", "Qwen2.5-0.5B", "--num_layers", "2", "--seq_length", "256", "--dp_size", "2"]
+        arguments += ["--batch_size", str(batch_size), "--precision", "autocast", "--learning_rate", "1e-5"]
+        arguments += ["--debug_steps", str(WARM_UP + steps), "--loss_output_dir", folder, "--storage_path", folder]
+        jobs.start_all(RANKS[strategy], [{"strategy": strategy, "arguments": arguments}], Path(folder) / "work")
         record = history.read(history.path_of(Path(folder), strategy))
     assert record.contract["fused"], "the optimizer must be fused"
     seconds = statistics.median(step["seconds"] for step in record.steps[WARM_UP:])
@@ -53,6 +51,8 @@ def main() -> None:
     parser.add_argument("--strategies", nargs="+", default=["deepspeed", "fsdp", "ddp"], choices=RANKS)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
+    if options.output:
+        require_writable_file(options.output, "--output")
     runs = {strategy: [] for strategy in options.strategies}
     for repeat in range(options.repeats):
         for strategy in options.strategies:
@@ -67,7 +67,7 @@ def main() -> None:
     if options.output:
         machine = {"cores": os.cpu_count(), "processor": platform.machine(), "batch_size": options.batch_size}
         content = {"machine": machine, "runs": runs, "median_seconds": summary, "fsdp_over_autotp": ratios}
-        options.output.write_text(json.dumps(content, indent=1) + "\n")
+        write_result(options.output, json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -5,15 +5,13 @@ Nothing here imports torch, transformers or ray, so that a wrong command line is
 
 import argparse
 import contextlib
-import importlib.metadata
-import importlib.util
 import math
 import os
-import shutil
-from dataclasses import asdict, dataclass, fields
+import re
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
-from lockstep import files
+from lockstep import files, origin, strategies
 from lockstep.errors import UserError
 from lockstep.inputs import (
     architectures,
@@ -25,17 +23,27 @@ from lockstep.inputs import (
     tokenizer,
 )
 from lockstep.mesh import Mesh
+from lockstep.resources import (  # noqa: F401 - asked here
+    launched_in_place,
+    local_gpus,
+    resolve_device,
+    resolve_mesh,
+    workers_here,
+)
 from lockstep.training import history
 
-STRATEGIES = {"ddp": "DDP", "deepspeed": "DeepSpeed AutoTP", "fsdp": "FSDP+DTensor"}
-SHARDED = tuple(name for name in STRATEGIES if name != "ddp")  # with tensor parallelism
 PRECISIONS = ("fp32", "autocast", "bf16")
 BETAS, EPS = (0.9, 0.999), 1e-8  # of AdamW, torch's defaults
 # Flags that say where things lie, not what a run computes: no part of a run's record.
 PLACES = (
     "init_weights_path", "overwrite", "loss_output_dir", "storage_path", "experiment_name", "capture_dir", "data_cache_dir", "dry_run",
+    "control",  # it asks for another run
 )  # fmt: skip
-WORKERS_PER_CORE = 4  # more CPU processes than this on one core spend their time switching
+EPILOG = (
+    "Environment: RAY_ADDRESS is the cluster to join, HOST:PORT as `ray start --head` prints it, or auto (unset: a Ray instance of its "
+    "own); RAY_AUTH_MODE is token or disabled (unset: a token is shown where the cluster wants one). A built-in name wins over a folder "
+    "of that name."
+)
 
 
 @dataclass(frozen=True)
@@ -57,7 +65,7 @@ class Config:
     weight_decay: float = 0.01
     max_grad_norm: float = 1.0
     gradient_accumulation_steps: int = 1
-    precision: str = "autocast"
+    precision: str = "fp32"
     attn_impl: str = "sdpa"
     seed: int = 0
     dataset_name: str = texts.BUILT_IN_CORPUS
@@ -66,7 +74,9 @@ class Config:
     save_init_weights: bool = False
     pretrained: bool = False
     overwrite: bool = False
+    control: bool = False
     noise_control: bool = False
+    run_name: str | None = None
     loss_output_dir: Path = Path("runs/loss_curves")
     storage_path: Path = Path("runs/ray")
     experiment_name: str | None = None
@@ -82,16 +92,25 @@ class Config:
         return Mesh(dp=self.dp_size, tp=self.tp_size)
 
     @property
+    def row(self) -> strategies.Row:
+        return strategies.recorded(self.strategy)
+
+    @property
+    def name(self) -> str:
+        """The run's name in file names."""
+        return self.run_name or self.row.name
+
+    @property
     def capture_folder(self) -> Path:
-        return self.capture_dir / self.strategy
+        return self.capture_dir / self.name
 
     @property
     def label(self) -> str:
-        return f"{STRATEGIES[self.strategy]} ({self.mesh.label})" + (", control" if self.noise_control else "")
+        return f"{self.row.label} ({self.mesh.label})" + (", control" if self.noise_control else "")
 
     @property
     def history_path(self) -> Path:
-        return history.path_of(self.loss_output_dir, history.CONTROL if self.noise_control else self.strategy)
+        return history.path_of(self.loss_output_dir, history.CONTROL if self.noise_control else self.name)
 
     @property
     def parameter_dtype(self):
@@ -107,8 +126,15 @@ class Config:
             return contextlib.nullcontext()
         return torch.autocast(device.type, dtype=torch.bfloat16)
 
+    def of_control(self) -> "Config":
+        """The control run of this run: from the same weights one rounding off, which this run has saved if it saves any."""
+        saved = {"save_init_weights": False, "pretrained": False} if self.save_init_weights else {}
+        return replace(self, control=False, noise_control=True, capture_dir=None, **saved)
+
     def as_dict(self) -> dict:
-        return {key: str(value) if isinstance(value, Path) else value for key, value in asdict(self).items()}
+        """What a run records of its configuration: the strategy by name, not by the place of a file."""
+        content = {**asdict(self), "strategy": self.row.name}
+        return {key: str(value) if isinstance(value, Path) else value for key, value in content.items()}
 
 
 def _number(kind, low, *, open_low=False, high=math.inf):
@@ -133,8 +159,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def build_parser(strategy: str) -> argparse.ArgumentParser:
-    """The parser of all three scripts: one set of flags, one meaning."""
-    parser = Parser(prog=f"train_{strategy}.py", allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    """The parser of every strategy's script: one set of flags, one meaning."""
+    row = strategies.row_of(strategy)
+    parser = Parser(prog=row.program, allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter, epilog=EPILOG)
     defaults = {field.name: field.default for field in fields(Config)}
     positive, whole = _number(int, 1), _number(int, 0)
     amount, rate = _number(float, 0), _number(float, 0, open_low=True)
@@ -157,18 +184,20 @@ def build_parser(strategy: str) -> argparse.ArgumentParser:
     add("weight_decay", amount, "on matrices; norms and biases are not decayed")
     add("max_grad_norm", amount, "clip the whole model's gradient to this norm (0: do not clip)")
     add("gradient_accumulation_steps", positive, "micro batches per step; the gradient is their mean")
-    add("precision", str, "autocast: fp32 weights and state, bf16 compute; bf16: everything bf16", choices=PRECISIONS)
+    parser.add_argument("--precision", choices=PRECISIONS, default=argparse.SUPPRESS, help=f"autocast: fp32 weights and state, bf16 compute; bf16: everything bf16 (default: {defaults['precision']})")
     parser.add_argument("--autocast", action="store_true", help="the same as --precision autocast")
     add("attn_impl", str, "attention implementation of transformers", choices=("eager", "sdpa"))
     add("seed", _number(int, 0, high=2**32 - 1), "of the initial weights and of the order of the data")
     add("dataset_name", str, "builtin, else a .txt file, a folder of them, or a Hugging Face data set id[:config]")
     add("data_cache_dir", Path, "where the tokens of long texts are kept (None: lockstep/ in $XDG_CACHE_HOME or ~/.cache)")
-    add("init_weights_path", Path, "initial weights to start from: .safetensors, .safetensors.index.json or .pt, of this project or another")
+    add("init_weights_path", Path, "initial weights to start from (.safetensors, .safetensors.index.json or .pt)")
     parser.add_argument("--save_init_weights", action="store_true", help="write them there first (train_ddp.py only)")
-    parser.add_argument("--pretrained", action="store_true", help="start from the weights of --model_name's folder or hub id (else: random weights)")
-    parser.add_argument("--overwrite", action="store_true", help="replace initial weights and captured steps of an earlier run (its history is replaced anyway)")
+    parser.add_argument("--pretrained", action="store_true", help="start from the weights that --model_name has, not from random ones")
+    parser.add_argument("--overwrite", action="store_true", help="replace an earlier run's initial weights and captured steps")
+    parser.add_argument("--control", action="store_true", help="after this run, train the control run (--noise_control) with the same workers (train_ddp.py only)")
     parser.add_argument("--noise_control", action="store_true", help="start one rounding of the compute dtype beside the initial weights, and write loss_control.json: how far rounding alone takes the loss (train_ddp.py only)")
-    add("loss_output_dir", Path, f"where loss_{strategy}.json is written")
+    add("run_name", str, "the run's name in file names, so that runs of one strategy can lie side by side (None: the strategy's)")
+    add("loss_output_dir", Path, f"where loss_{row.name}.json is written")
     add("storage_path", Path, "where Ray Train keeps its records of the run")
     add("experiment_name", str, "name of the run under storage_path, not used before (None: strategy and time)")
     add("log_interval", positive, "print the loss every so many steps")
@@ -186,14 +215,21 @@ def parse_config(strategy: str, argv: list[str] | None = None) -> Config:
     options = vars(build_parser(strategy).parse_args(argv))
     options.pop("local_rank")
     autocast = options.pop("autocast")
-    if autocast and options["precision"] != "autocast":
-        raise UserError(f"--autocast contradicts --precision {options['precision']}; give one of them")
-    if options["noise_control"] and (strategy != "ddp" or options["save_init_weights"]):
+    precision = options.get("precision", "autocast" if autocast else Config.precision)
+    if autocast and precision != "autocast":
+        raise UserError(f"--autocast contradicts --precision {precision}; give one of them")
+    options["precision"] = precision
+    row = strategies.row_of(strategy)
+    if options["run_name"] is not None:
+        _require_run_name(options["run_name"])
+    if options["noise_control"] and (not row.is_baseline or options["save_init_weights"]):
         raise UserError("--noise_control: only train_ddp.py makes the control run, from weights that another run has saved")
+    if options["control"] and (not row.is_baseline or options["noise_control"]):
+        raise UserError("--control: only train_ddp.py trains the control run, after its own; leave it out")
     if options["pretrained"] and options["init_weights_path"] and not options["save_init_weights"]:
-        raise UserError("--pretrained and --init_weights_path both say what to start from; give one of them, or add --save_init_weights")
-    options.update(_resolve_mesh(strategy, options))
-    options.update(_resolve_device(strategy, options))
+        raise UserError("--pretrained and --init_weights_path both say what to start from; give one, or add --save_init_weights")
+    options.update(resolve_mesh(row, options))
+    options.update(resolve_device(row, options))
     options["data_cache_dir"] = options["data_cache_dir"] or token_cache.default_folder()
     paths = ("init_weights_path", "loss_output_dir", "storage_path", "capture_dir", "data_cache_dir")
     for name in paths:  # workers run in other folders
@@ -201,7 +237,15 @@ def parse_config(strategy: str, argv: list[str] | None = None) -> Config:
             options[name] = Path(os.path.expanduser(options[name])).absolute()
     options["model_name"] = _absolute(options["model_name"], architectures.BUILT_IN)
     options["dataset_name"] = _absolute(options["dataset_name"], (texts.BUILT_IN_CORPUS,))
-    return Config(strategy=strategy, **options)
+    return Config(strategy=row.place, **options)
+
+
+def _require_run_name(name: str) -> None:
+    taken = (history.CONTROL, "reference")
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}", name) or name in taken or name.startswith("replay_"):
+        raise UserError(
+            f"--run_name {name}: must be letters, digits, _, . and -, and not {', '.join(taken)} or replay_...; choose another name"
+        )
 
 
 def _absolute(name: str, built_in) -> str:
@@ -223,73 +267,11 @@ def shadowed(config: Config) -> list[str]:
     ]
 
 
-def launched_in_place() -> bool:
-    """Whether torchrun or the deepspeed launcher started this process as one of several ranks."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
-def workers_here(total: int) -> int:
-    """How many of a launcher's ranks run on this machine; torchrun and deepspeed have different names for it."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or total)
-
-
-def _resolve_mesh(strategy: str, options: dict) -> dict:
-    workers, tp, dp = options["num_workers"], options["tp_size"], options["dp_size"]
-    if strategy == "ddp" and tp not in (None, 1):
-        raise UserError(f"--tp_size {tp}: DDP has no tensor parallelism; leave it out, or use train_fsdp.py")
-    tp = tp or (1 if strategy == "ddp" else 2)
-    started = int(os.environ["WORLD_SIZE"]) if launched_in_place() else None
-    dp = dp or (max(1, (workers or started) // tp) if workers or started else 2)
-    workers = workers or tp * dp
-    if workers != tp * dp:
-        raise UserError(
-            f"--num_workers {workers} is not tp_size x dp_size = {tp} x {dp} = {tp * dp}; change one of the three"
-        )
-    if started not in (None, workers):
-        raise UserError(
-            f"the launcher started {started} processes, the mesh has {tp} x {dp} = {workers}; "
-            f"start {workers}, or change --tp_size or --dp_size"
-        )
-    return {"num_workers": workers, "tp_size": tp, "dp_size": dp}
-
-
-def local_gpus() -> int:
-    """GPUs of this machine that CUDA_VISIBLE_DEVICES lets through (0 where torch has no CUDA)."""
-    if importlib.metadata.version("torch").endswith("+cpu"):
-        return 0
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
-    driver = Path("/proc/driver/nvidia/gpus")
-    return len(list(driver.iterdir())) if driver.is_dir() else 0
-
-
-def _resolve_device(strategy: str, options: dict) -> dict:
-    device, backend, workers = options["device"], options["backend"], options["num_workers"]
-    gpus, cores = local_gpus(), os.cpu_count() or 1
-    in_place = launched_in_place()
-    cluster = bool(os.environ.get("RAY_ADDRESS")) and not in_place  # its size is not this machine's
-    if in_place:
-        workers = workers_here(workers)
-    if device == "auto":
-        device = "cuda" if gpus >= workers and backend != "gloo" else "cpu"
-    if backend == "auto":
-        backend = "nccl" if device == "cuda" else "gloo"
-    if device == "cpu" and backend == "nccl":
-        raise UserError("--backend nccl needs --device cuda and one GPU per worker; use --backend gloo on CPUs")
-    if device == "cuda" and not cluster:
-        shared = backend == "gloo" and in_place and strategy != "deepspeed"  # ray and deepspeed give each rank its own
-        needed = 1 if shared else workers
-        if gpus < needed:
-            raise UserError(
-                f"--device cuda: {needed} GPUs needed for {workers} workers, {gpus} found; "
-                "use --device cpu, or lower --tp_size or --dp_size"
-            )
-    if device == "cpu" and not cluster and workers > WORKERS_PER_CORE * cores:
-        raise UserError(
-            f"{workers} workers on {cores} CPU cores: at most {WORKERS_PER_CORE} per core; lower --tp_size or --dp_size"
-        )
-    return {"device": device, "backend": backend}
+def emulated(config: Config) -> list[str]:
+    """One line if this processor has to emulate the run's precision."""
+    if config.precision == "fp32" or config.device != "cpu" or origin.has_bfloat16():
+        return []
+    return [f"--precision {config.precision}: this processor has no bfloat16 instructions and emulates them, several times slower than fp32"]
 
 
 @dataclass(frozen=True)
@@ -305,7 +287,7 @@ class Inputs:
 def load_inputs(config: Config) -> Inputs:
     """Check everything that the configuration points to and load the corpus. Raises UserError.
 
-    Runs where the run is started, so that mistakes are found there; Ray's workers are handed the result.
+    Runs where the run is started, so that usage errors are found there; Ray's workers are handed the result.
     """
     architecture, source = architectures.resolve(config.model_name, config.num_layers)
     problem = architectures.tensor_parallel_problem(architecture, config.tp_size)
@@ -332,6 +314,8 @@ def check_environment(config: Config, architecture: dict) -> None:
 
     A dry run leaves no folder behind.
     """
+    if config.row.requires:
+        strategies.load(config.row.requires)(config)
     initial_weights.check(config, architecture)
     memory.require(config, architecture, workers_here(config.num_workers) if launched_in_place() else config.num_workers)
     files.require_ours(config.history_path, "--loss_output_dir", history.BEGINS)  # an older run's is replaced
@@ -341,8 +325,6 @@ def check_environment(config: Config, architecture: dict) -> None:
         raise UserError(
             f"--experiment_name {config.experiment_name}: already used under {config.storage_path}; choose a new name"
         )
-    if config.strategy == "deepspeed":
-        _require_deepspeed(config)
     if config.history_path.is_dir():
         raise UserError(f"--loss_output_dir: {config.history_path} is a folder; remove it, or choose another folder")
     for option in ("loss_output_dir", "capture_dir"):
@@ -350,10 +332,3 @@ def check_environment(config: Config, architecture: dict) -> None:
             files.require_writable_folder(getattr(config, option), f"--{option}", keep=not config.dry_run)
     if not launched_in_place():  # Ray makes it, and it may stay empty
         files.require_writable_folder(config.storage_path, "--storage_path", keep=False)
-
-
-def _require_deepspeed(config: Config) -> None:
-    if importlib.util.find_spec("deepspeed") is None:
-        raise UserError("train_deepspeed.py needs the package deepspeed, and it is not installed; install requirements.txt")
-    if config.device == "cpu" and not (shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++")):
-        raise UserError("DeepSpeed builds a small C++ extension when it first runs on CPUs, and no C++ compiler (c++ or g++) is on the PATH; install one, e.g. the package g++")

@@ -110,7 +110,7 @@ def why_not_written(error: Exception, path: Path, size: int | None = None) -> st
     if code is None and found:
         code = int(found[1])
     if code is None and not isinstance(error, OSError):
-        if "PytorchStreamWriter" not in str(error) and "file write failed" not in str(error):
+        if not re.search("inline_container|PytorchStreamWriter|iostream error", str(error)):
             return None
         code = errno.ENOSPC if _room(path) < 1 << 20 else errno.EIO
     reason = os.strerror(code) if code else first_line(error)

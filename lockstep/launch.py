@@ -8,10 +8,11 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
 
 from lockstep import config as config_module
-from lockstep import files, startup
-from lockstep.config import Config
+from lockstep import files, startup, strategies
+from lockstep.config import Config, Inputs
 from lockstep.errors import (
     INTERRUPTED,
     TrainingFailure,
@@ -21,7 +22,7 @@ from lockstep.errors import (
     run_program,
 )
 from lockstep.inputs import initial_weights
-from lockstep.running import locks, processes
+from lockstep.running import locks, processes, progress
 
 PATIENCE = 15.0  # seconds that a rank waits for rank 0 to say what both have found
 
@@ -30,14 +31,15 @@ class RankFailure(TrainingFailure):
     """One rank alone failed, and says so itself."""
 
 
-def launch(strategy: str, make_strategy) -> int:
-    """Run one training script and return its exit status (lockstep/errors.py)."""
-    name = f"train_{strategy}.py"
+def launch(strategy: str, argv: list[str] | None = None) -> int:
+    """Train with a strategy, by the name of its row or as path/to/file.py:Class; returns the exit status (lockstep/errors.py)."""
+    row = strategies.ROWS.get(strategy)
+    name = row.program if row else "lockstep.train"
     if os.environ.get("LOCKSTEP_PARENT") == str(os.getppid()):  # run_verification_main.sh: killed, it takes its scripts along
         processes.end_with_parent(signal.SIGKILL)
     if not config_module.launched_in_place():
-        return run_program(name, lambda: _launch(strategy, make_strategy, _under_ray))
-    status = run_program(name, lambda: _one_of_many(lambda: _launch(strategy, make_strategy, _run_in_place)))
+        return run_program(name, lambda: _launch(strategy, argv, _under_ray))
+    status = run_program(name, lambda: _one_of_many(lambda: _launch(strategy, argv, _run_in_place)))
     # A thread of gloo that still wants the interpreter while it shuts down aborts the process, about once in fifty
     # runs: the launcher would take a finished run for a failed one.
     sys.stdout.flush()
@@ -65,31 +67,31 @@ def _one_of_many(body) -> int:
         raise
 
 
-def _under_ray(config: Config, inputs, make_strategy, begin) -> str:
+def _under_ray(config: Config, inputs: Inputs, begin: Callable[[], None]) -> str:
     from lockstep.running import under_ray
 
-    return under_ray.run(config, inputs, make_strategy, begin)
+    return under_ray.run(config, inputs, begin)
 
 
 def _first() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def _launch(strategy: str, make_strategy, run) -> int:
-    config = config_module.parse_config(strategy)
+def _launch(strategy: str, argv: list[str] | None, run: Callable) -> int:
+    config = config_module.parse_config(strategy, argv)
     inputs = config_module.load_inputs(config)
     if not _first() and config.dry_run:
         return 0
     config_module.check_environment(config, inputs.architecture)
-    for line in config_module.shadowed(config) if _first() else ():
+    for line in [*config_module.shadowed(config), *config_module.emulated(config)] if _first() else ():
         print(line, file=sys.stderr)
     if config.dry_run:
         print(describe(config, inputs))
         return 0
     with locks.held(*outputs(config)) if _first() else contextlib.nullcontext():
-        line = run(config, inputs, make_strategy, lambda: _begin(config, inputs))
+        line = run(config, inputs, lambda: _begin(config, inputs))
     if _first():
-        print(line)
+        progress.screen.note(printable(line))
     return 0
 
 
@@ -98,14 +100,20 @@ def _begin(config: Config, inputs) -> None:
     if config.capture_dir is not None:  # another run may have filled it before we had the lock
         files.require_new_folder(config.capture_folder, "--capture_dir", overwrite=config.overwrite)
         files.remove_captured(config.capture_folder)  # there are none without --overwrite
-    config.history_path.unlink(missing_ok=True)
-    print(banner(config, inputs), flush=True)
+    for run in runs(config):
+        run.history_path.unlink(missing_ok=True)
+    progress.screen.note(banner(config, inputs))
     startup.meaning = "interrupted; the history holds the steps so far"
+
+
+def runs(config: Config) -> list[Config]:
+    """The runs that one start of the workers makes."""
+    return [config, config.of_control()] if config.control else [config]
 
 
 def outputs(config: Config) -> list[tuple]:
     """What a run writes and no other run may write meanwhile, with the flags that name it."""
-    found = [(config.history_path, "--loss_output_dir")]
+    found = [(run.history_path, "--loss_output_dir") for run in runs(config)]
     if config.capture_dir is not None:
         found.append((config.capture_folder, "--capture_dir"))
     if config.save_init_weights:
@@ -133,7 +141,7 @@ def describe(config: Config, inputs) -> str:
             banner(config, inputs),
             "",
             "configuration",
-            *(f"  {key:<28} {value}" for key, value in config.as_dict().items()),
+            *(f"  {key:<28} {printable(value)}" for key, value in config.as_dict().items()),
             f"  {'steps':<28} {inputs.num_steps}",
             f"  {'tokens per step':<28} {inputs.batches.windows_per_step * config.seq_length}",
             "",
@@ -146,24 +154,19 @@ def describe(config: Config, inputs) -> str:
     )
 
 
-def _run_in_place(config: Config, inputs, make_strategy, begin) -> str:
+def _run_in_place(config: Config, inputs: Inputs, begin: Callable[[], None]) -> str:
     """One rank of torchrun or deepspeed: the process group from the environment, then the loop."""
     if _first():
         begin()
-    import torch
     import torch.distributed as dist
 
     from lockstep.training import loop as training
 
-    set_threads(config, config_module.workers_here(config.num_workers))
-    device = torch.device("cpu")
-    if config.device == "cuda":  # over gloo, ranks may share a GPU
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-        torch.cuda.set_device(device)
+    device = training_device(config)
     with startup.cleaning_up():
         try:
             dist.init_process_group(config.backend)
-            return training.run(config, inputs, make_strategy, device)
+            return training.run_with_control(config, inputs, config.row.build(), device)
         except (UserError, TrainingFailure, BrokenPipeError):
             raise
         except Exception as error:
@@ -173,6 +176,18 @@ def _run_in_place(config: Config, inputs, make_strategy, begin) -> str:
             gc.collect()  # strategies hold cycles; their process groups must go before the default one
             if dist.is_initialized():
                 dist.destroy_process_group()
+
+
+def training_device(config: Config):
+    """The device of this rank of a launcher, made ready: its share of the cores, or its GPU."""
+    import torch
+
+    set_threads(config, config_module.workers_here(config.num_workers))
+    if config.device != "cuda":
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())  # over gloo, ranks may share a GPU
+    torch.cuda.set_device(device)
+    return device
 
 
 def set_threads(config: Config, workers_here: int) -> None:

@@ -27,8 +27,10 @@ def program():
     """The name of the running program, as its error messages have it."""
     if sys.argv[0] == "-m":  # while the package is imported for `python -m lockstep.NAME`
         return sys.orig_argv[sys.orig_argv.index("-m") + 1]
-    folder, name = os.path.split(os.path.abspath(sys.argv[0]))
-    return "lockstep." + name[:-3] if folder == os.path.join(ROOT, "lockstep") else name
+    path = os.path.abspath(sys.argv[0])
+    if path.startswith(os.path.join(ROOT, "lockstep", "")):
+        return os.path.relpath(path, ROOT)[: -len(".py")].replace(os.sep, ".")
+    return os.path.basename(path)
 
 
 def stop_at_once(_signal=None, _frame=None):

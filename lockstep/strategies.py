@@ -8,11 +8,12 @@ import importlib
 import importlib.util
 import re
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.errors import UserError, first_line
-from lockstep.mesh import Mesh
+from lockstep.mesh import AXES, Mesh
 
 BASELINE = "ddp"  # what the others are held against; it writes the initial weights
 TORCH_HANDLES = "lockstep.faults.torch_handles:TorchHandles"
@@ -29,14 +30,22 @@ class Row:
     axes: tuple[str, ...]  # the mesh axes that it can use
     factory: str  # "module:Class" or "/path/to/file.py:Class"; imported when it is built
     handles: str = TORCH_HANDLES  # what planted faults take hold of
-    # What differs in it by design: the entry of the contract, and why
-    by_design: tuple[tuple[str, str], ...] = ()
+    program: str = "python -m lockstep.train"  # what starts it
+    whole_replicas: bool = False  # every rank holds all weights, gradients and moments
+    # By design, and no reason to refuse a comparison (docs/findings.md): under autocast with tensor parallelism a float32 bias is
+    # added to a bfloat16 product, and the sum is not rounded again
+    float32_biases_under_autocast: bool = False
     ranks_share_gpus: bool = True  # over gloo, several ranks may use one GPU
-    requires: str = ""  # "module:function" that raises UserError where something that it needs is missing
+    requires: str = ""  # "module:function" of a configuration that raises UserError where something that it needs is missing
 
     @property
     def is_baseline(self) -> bool:
         return self.name == BASELINE
+
+    @property
+    def place(self) -> str:
+        """What names it on a command line, from any folder."""
+        return self.name if self.name in ROWS else self.factory
 
     def largest(self, mesh: Mesh) -> Mesh:
         """The mesh without the axes that the strategy cannot use."""
@@ -52,17 +61,16 @@ ROWS = {
     for row in (
         Row(
             name=BASELINE, label="DDP", color="black", axes=("dp",), factory="ddp_strategy:DDPStrategy",
-            handles="lockstep.faults.torch_handles:DDPHandles",
+            handles="lockstep.faults.torch_handles:DDPHandles", program="train_ddp.py", whole_replicas=True,
         ),
         Row(
             name="deepspeed", label="DeepSpeed AutoTP", color="tab:orange", axes=("dp", "tp"), factory="autotp_strategy:AutoTPStrategy",
-            handles="lockstep.deepspeed.handles:AutoTPHandles",
-            by_design=(("biased_linear_dtype", "under autocast AutoTP adds a float32 bias to a bfloat16 product and does not round again"),),
-            ranks_share_gpus=False,
+            handles="lockstep.deepspeed.handles:AutoTPHandles", program="train_deepspeed.py", float32_biases_under_autocast=True,
+            ranks_share_gpus=False, requires="lockstep.deepspeed.build:require",
         ),
         Row(
             name="fsdp", label="FSDP+DTensor", color="tab:blue", axes=("dp", "tp"), factory="fsdp_strategy:FSDPStrategy",
-            handles="lockstep.faults.torch_handles:FSDPHandles",
+            handles="lockstep.faults.torch_handles:FSDPHandles", program="train_fsdp.py",
         ),
     )
 }  # fmt: skip
@@ -80,15 +88,38 @@ def row_of(name: str) -> Row:
         raise UserError(f"there is no strategy {name}; choose from {', '.join(ROWS)}, or give your own as path/to/file.py:Class")
     factory = f"{Path(path).expanduser().absolute()}:{class_name}"
     own = load(factory)
-    number = int(hashlib.sha256(class_name.encode()).hexdigest(), 16)
     return Row(
         name=re.sub(r"\W", "_", class_name).lower(),
         label=getattr(own, "label", class_name),
-        color=FURTHER_COLORS[number % len(FURTHER_COLORS)],
+        color=color_of(class_name),
         axes=tuple(getattr(own, "axes", ("dp", "tp"))),
         factory=factory,
         handles=getattr(own, "handles", TORCH_HANDLES),
     )
+
+
+def recorded(name: str) -> Row:
+    """The row of a strategy that a run was recorded with; of a user's own, whose file may be gone, what its name tells."""
+    if name in ROWS or ":" in name:
+        return row_of(name)
+    return Row(name=name, label=name, color=color_of(name), axes=tuple(AXES), factory="")
+
+
+def color_of(name: str) -> str:
+    """The colour of a run in figures: its strategy's, or one that its name picks."""
+    number = int(hashlib.sha256(name.encode()).hexdigest(), 16)
+    return ROWS[name].color if name in ROWS else FURTHER_COLORS[number % len(FURTHER_COLORS)]
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """Names of runs: the baseline first, then in the registry's order, then by name."""
+    order = list(ROWS)
+    return sorted(names, key=lambda name: (order.index(name) if name in ROWS else len(order), name))
+
+
+def others() -> list[str]:
+    """The registered strategies that are held against the baseline."""
+    return [name for name in ROWS if name != BASELINE]
 
 
 def load(place: str):

@@ -3,9 +3,11 @@
 import json
 from pathlib import Path
 
+import numpy as np
+
 from lockstep.tensors import manifest as manifest_file
-from lockstep.tensors.dump import Dump
-from lockstep.tensors.step_file import WORDS, checksum
+from lockstep.tensors.dump import ITEMSIZE, Dump
+from lockstep.tensors.step_file import checksum
 
 
 def edit(folder: Path, change) -> None:
@@ -31,15 +33,12 @@ def take_out(folder: Path, chosen, *, steps=("1", "2")) -> int:
 def overwrite(folder: Path, step: int, name: str, word: int, bits: int) -> None:
     """Write other bits into one word of a tensor, and their checksum into the manifest: an honest dump of other numbers."""
     offset, dtype, shape = Dump(folder)._places[step][name]
-    itemsize = {"F64": 8, "F32": 4, "BF16": 2, "I64": 8}[dtype]
-    import numpy as np
-
+    itemsize = ITEMSIZE[dtype]
     with open(folder / f"step_{step}.safetensors", "r+b") as file:
         file.seek(offset + word * itemsize)
         file.write(bits.to_bytes(itemsize, "little"))
         file.seek(offset)
         data = np.frombuffer(file.read(int(np.prod(shape)) * itemsize), dtype=np.uint8)
-    assert WORDS[itemsize]
     edit(folder, lambda manifest: manifest["steps"][str(step)]["tensors"][name].update(checksum=checksum(data, itemsize)))
 
 

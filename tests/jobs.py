@@ -6,14 +6,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-import train_ddp
-import train_deepspeed
-import train_fsdp
 from lockstep import config as config_module
 from lockstep.training import loop as training
 from lockstep.training.vocab_parallel_loss import vocab_parallel_cross_entropy
-
-MAKE = {"ddp": train_ddp.make_strategy, "deepspeed": train_deepspeed.make_strategy, "fsdp": train_fsdp.make_strategy}
 
 
 def configuration(strategy: str, arguments: list[str]):
@@ -28,7 +23,7 @@ def histories(folder: Path, argument: dict) -> None:
     for run in argument["runs"]:
         config, inputs = configuration(run["strategy"], run["arguments"])
         config = dataclasses.replace(config, loss_output_dir=folder / run["name"])
-        with planted.fault(run["fault"], config, inputs, MAKE[run["strategy"]]) as make:
+        with planted.fault(run["fault"], config, inputs, config.row.build()) as make:
             training.run(config, inputs, make, torch.device("cpu"))
 
 
@@ -46,7 +41,7 @@ def refused(folder: Path, argument: dict) -> None:
     config, inputs = configuration(argument["strategy"], argument["arguments"])
     config = dataclasses.replace(config, loss_output_dir=folder)
     try:
-        with planted.fault(argument["fault"], config, inputs, MAKE[argument["strategy"]]) as make:
+        with planted.fault(argument["fault"], config, inputs, config.row.build()) as make:
             training.run(config, inputs, make, torch.device("cpu"))
         message = "not stopped"
     except training.TrainingFailure as error:

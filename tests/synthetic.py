@@ -57,6 +57,13 @@ def set_loss(step, value):
     step.update(loss=value, rank_losses=[value, value])
 
 
+def spoil(strategy="fsdp", precision="fp32", **changes):
+    other = history(strategy, precision)
+    for step, values in changes.items():
+        other.steps[int(step[1:]) - 1].update(values)
+    return other
+
+
 def control(gap=lambda step: 4e-7, precision="fp32", steps=20, **norms):
     """A control run whose loss is off by gap(step), and whose gradient norms are as given: s5=1.6."""
     run = history(precision=precision, steps=steps, noise_control=True)

@@ -1,4 +1,6 @@
 import json
+import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -91,3 +93,19 @@ def test_what_tp_must_divide(tp, key, value, words):
     architecture = {**BUILT_IN["tiny-qwen2"], "num_attention_heads": 8, "num_key_value_heads": 4}
     assert tensor_parallel_problem(architecture, tp) is None
     assert words in tensor_parallel_problem({**architecture, key: value}, tp)
+
+
+@pytest.mark.parametrize(
+    "settings, layers",
+    [
+        ("DEVICE=cuda", "2"), ("DEVICE=cuda MODEL_NAME=mine", "all"), ("DEVICE=cuda NUM_LAYERS=5", "5"),
+        ("DEVICE=cuda NUM_LAYERS=all", "all"), ("DEVICE=cpu", "all"), ("DEVICE=cpu MODEL_NAME=mine NUM_LAYERS=3", "3"),
+    ],
+)  # fmt: skip
+def test_the_script_cuts_no_model_that_somebody_chose(settings, layers):
+    script = (Path(__file__).parents[1] / "run_verification_main.sh").read_text()
+    start = script.index('if [ "$DEVICE" = cuda ]')
+    defaults = script[start : script.index("\nfi\n", start) + 4]
+    environment = dict(each.split("=") for each in settings.split())
+    done = subprocess.run(["bash", "-euc", defaults + 'echo "$NUM_LAYERS"'], env=environment, capture_output=True, text=True)
+    assert done.stdout.strip() == layers, done.stderr

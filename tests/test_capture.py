@@ -68,12 +68,15 @@ def test_a_file_in_the_place_of_the_folder(tmp_path):
 
 @pytest.mark.skipif(not hasattr(signal, "SIGXFSZ"), reason="needs a limit on file sizes")
 def test_a_full_disk_stops_every_rank(tmp_path):
-    """One rank cannot write: all say so, and no manifest names the step."""
+    """One rank cannot write: all say so, and nothing is left that looks like a dump. The history is not blamed."""
     run = {"strategy": "fsdp", "fault": "no room for files on rank 1", "arguments": [*CAPTURED, "--capture_dir", str(tmp_path)]}
     run_ranks(4, "jobs:refused", tmp_path / "work", run)
     for rank in range(4):
-        assert "capture of step 1, rank 1: File too large" in (tmp_path / "work" / f"error{rank}.txt").read_text()
-    with pytest.raises(UserError, match="only the unfinished"):
+        said = (tmp_path / "work" / f"error{rank}.txt").read_text()
+        assert said.startswith(f"cannot write {tmp_path / 'fsdp' / 'step_1.safetensors.part'} (capture of step 1, rank 1): File too large (")
+        assert "bytes are wanted" in said and "are free); free space or choose another --capture_dir" in said
+    assert not (tmp_path / "fsdp").exists()
+    with pytest.raises(UserError, match="no dump"):
         Dump(tmp_path / "fsdp")
 
 

@@ -1,5 +1,6 @@
-"""Mistakes: one line, exit status 2, before anything is started. Through the real scripts, in real processes."""
+"""Usage errors: one line, exit status 2, before anything is started. Through the real scripts, in real processes."""
 
+import json
 import os
 import subprocess
 import sys
@@ -8,15 +9,17 @@ from pathlib import Path
 import pytest
 
 from lockstep import config as config_module
+from lockstep import strategies
 from lockstep.errors import UserError
+from lockstep.inputs.architectures import BUILT_IN
 
 ROOT = Path(__file__).parents[1]
 
 
-def script(name, *arguments, **environment):
+def script(name, *arguments, cwd=ROOT, **environment):
     return subprocess.run(
-        [sys.executable, f"train_{name}.py", *arguments],
-        cwd=ROOT, capture_output=True, text=True, timeout=60, env={**os.environ, **environment},
+        [sys.executable, ROOT / f"train_{name}.py", *arguments],
+        cwd=cwd, capture_output=True, text=True, timeout=60, env={**os.environ, **environment},
     )  # fmt: skip
 
 
@@ -53,11 +56,12 @@ CASES = [
 
 
 @pytest.mark.parametrize("strategy, arguments, message", CASES)
-def test_mistakes_are_one_line_and_exit_2(tmp_path, strategy, arguments, message):
+def test_usage_errors_are_one_line_and_exit_2(tmp_path, strategy, arguments, message):
     result = script(strategy, "--loss_output_dir", str(tmp_path / "l"), "--storage_path", str(tmp_path / "s"), *arguments.split())
     assert result.returncode == 2
     assert message in result.stderr and len(result.stderr.strip().splitlines()) == 1, result.stderr
     assert result.stdout == "", "something was started"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_no_compiler(tmp_path):
@@ -75,26 +79,85 @@ def test_a_used_experiment_name_is_refused(tmp_path):
 def test_no_cluster_at_the_address(tmp_path):
     """The one mistake that only ray can find."""
     result = script("ddp", "--loss_output_dir", str(tmp_path), "--storage_path", str(tmp_path), RAY_ADDRESS="127.0.0.1:1")
-    assert result.returncode == 2 and "no Ray cluster answers there" in result.stderr.splitlines()[-1]
+    assert result.returncode == 2 and "no Ray cluster answers there" in result.stderr and len(result.stderr.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == [], "something was removed or written"
 
 
-def test_dry_run_shows_what_would_happen_and_writes_no_history(tmp_path):
-    result = script("fsdp", "--dry_run", "--loss_output_dir", str(tmp_path), "--storage_path", str(tmp_path))
-    assert result.returncode == 0 and list(tmp_path.iterdir()) == []
+def test_dry_run_shows_what_would_happen_and_writes_nothing(tmp_path):
+    folders = ["--loss_output_dir", "a/l", "--storage_path", "b/s", "--capture_dir", "c", "--init_weights_path", "d/w.pt", "--save_init_weights"]
+    result = script("fsdp", "--dry_run", *folders[:6], cwd=tmp_path)
     for words in ("dp 1  rank 2   rank 3", "max_grad_norm                1.0", "tokens per step", "FSDP+DTensor (TP=2, DP=2)"):
         assert words in result.stdout
+    assert result.returncode == 0 and list(tmp_path.iterdir()) == []
+    assert script("ddp", "--dry_run", *folders, cwd=tmp_path).returncode == 0 and list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """The current folder, with a model and a text in it under awkward names."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("tiny-qwen2", "my models/a $x 'b'"):
+        Path(name).mkdir(parents=True)
+        (Path(name) / "config.json").write_text(json.dumps(BUILT_IN["tiny-llama"]))
+    Path("builtin").write_text("")
+    Path("texts").mkdir()
+    (Path("texts") / "a.txt").write_text(" ".join(f"word{number}" for number in range(20_000)))
+    return tmp_path
+
+
+def test_names_in_the_callers_folder_are_made_absolute(here):
+    config = config_module.parse_config("ddp", ["--model_name", "my models/a $x 'b'", "--dataset_name", "texts"])
+    assert (config.model_name, config.dataset_name) == (str(here / "my models/a $x 'b'"), str(here / "texts"))
+    assert not config_module.shadowed(config)
+    config = config_module.parse_config("ddp", ["--model_name", "Qwen/Qwen2.5-0.5B", "--dataset_name", "owner/data:x"])
+    assert (config.model_name, config.dataset_name) == ("Qwen/Qwen2.5-0.5B", "owner/data:x")
+
+
+def test_a_built_in_name_wins_and_says_so(here):
+    result = script("ddp", "--dry_run", cwd=here)
+    assert "built-in architecture tiny-qwen2" in result.stdout and result.returncode == 0
+    assert result.stderr.splitlines() == [
+        f"--{option} {name}: the built-in one is taken; write ./{name} for the one in this folder"
+        for option, name in (("model_name", "tiny-qwen2"), ("dataset_name", "builtin"))
+    ]
+    result = script("ddp", "--dry_run", "--model_name", "./tiny-qwen2", "--dataset_name", "texts", cwd=here)
+    assert f"config of {here / 'tiny-qwen2'}" in result.stdout and result.stderr == ""
+
+
+def test_without_deepspeed(tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    config = config_module.parse_config("deepspeed", ["--dry_run", "--loss_output_dir", str(tmp_path)])
+    with pytest.raises(UserError, match="needs the package deepspeed"):
+        config_module.check_environment(config, {})
+
+
+def test_every_rank_finds_it_and_rank_0_says_it():
+    """torchrun kills all ranks when one ends: one that is not rank 0 waits until it has spoken."""
+    ranks = [
+        subprocess.Popen([sys.executable, ROOT / "train_fsdp.py", "--tp_size", "3"], stderr=subprocess.PIPE, text=True,
+                         env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "6"})
+        for rank in range(2)
+    ]  # fmt: skip
+    said = ranks[0].communicate(timeout=60)[1]
+    assert ranks[0].returncode == 2 and said.startswith("train_fsdp.py: --tp_size 3 does not divide") and len(said.splitlines()) == 1
+    with pytest.raises(subprocess.TimeoutExpired):
+        ranks[1].wait(2)
+    ranks[1].kill()
+    assert ranks[1].communicate()[1] == ""
 
 
 def test_defaults_are_written_once():
     parser = config_module.build_parser("ddp")
     fields = config_module.Config.__dataclass_fields__
     for action in parser._actions:
-        if action.dest in fields and action.dest not in ("save_init_weights", "dry_run"):
+        if action.dest == "precision":  # left out where it is not given, so that --autocast can tell
+            assert action.help.endswith(f"(default: {fields[action.dest].default})")
+        elif action.dest in fields and action.dest not in ("save_init_weights", "dry_run"):
             assert action.default == fields[action.dest].default, action.dest
 
 
 def test_one_set_of_flags():
-    flags = [{a.dest for a in config_module.build_parser(s)._actions} for s in config_module.STRATEGIES]
+    flags = [{a.dest for a in config_module.build_parser(s)._actions} for s in strategies.ROWS]
     assert flags[0] == flags[1] == flags[2]
 
 

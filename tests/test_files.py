@@ -1,6 +1,7 @@
 """Reading strictly, writing atomically, and the one line that every error becomes."""
 
 import os
+import subprocess
 
 import pytest
 
@@ -44,6 +45,64 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot write .*File exists"):
         files.write_text(tmp_path / "file" / "a.json", "x")
+
+
+@pytest.fixture
+def full_disk(tmp_path):
+    """A folder on a disk of 64 KiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", folder], capture_output=True).returncode:
+        pytest.skip("nothing can be mounted here")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+def test_a_full_disk_is_said_with_what_is_wanted_and_free(full_disk):
+    (full_disk / "fill").write_bytes(b"x" * 40_000)
+    with pytest.raises(UserError, match=r"cannot write .*a.json: No space left on device \(100,000 bytes are wanted, [\d,]+ are free\)"):
+        files.write_text(full_disk / "a.json", "x" * 100_000)
+    assert [path.name for path in full_disk.iterdir()] == ["fill"]
+    files.write_text(full_disk / "a.json", "x")
+
+
+@pytest.mark.parametrize("library", ["safetensors", "torch"])
+def test_a_full_disk_under_a_library(full_disk, library):
+    import torch
+    from safetensors.torch import save_file
+
+    tensors = {"a": torch.zeros(100_000)}
+    save = {"safetensors": lambda path: save_file(tensors, path), "torch": lambda path: torch.save(tensors, path)}[library]
+    with pytest.raises(UserError, match=r"cannot write .*a.bin: No space left on device \([\d,]+ are free\)"):
+        files.write_atomically(full_disk / "a.bin", save)
+    assert list(full_disk.iterdir()) == []
+
+
+def test_another_error_of_a_library_is_not_the_disks(tmp_path):
+    def broken(_path):
+        raise RuntimeError("it broke")
+
+    with pytest.raises(RuntimeError, match="it broke"):
+        files.write_atomically(tmp_path / "a", broken)
+
+
+def test_a_result_is_written_elsewhere_if_need_be(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot write .*a.json: .*; the result is in ") as raised:
+        files.write_result(tmp_path / "file" / "a.json", "result")
+    with open(str(raised.value).rsplit(" ", 1)[1]) as elsewhere:
+        assert elsewhere.read() == "result"
+
+
+def test_trying_a_folder_leaves_nothing(tmp_path):
+    files.require_writable_folder(tmp_path / "a" / "b", "--x", keep=False)
+    files.require_writable_file(tmp_path / "a" / "b.json", "--x")
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(UserError, match="--x /proc/nothing: cannot be written"):
+        files.require_writable_file(files.Path("/proc/nothing/x"), "--x")
+    with pytest.raises(UserError, match="is a folder"):
+        files.require_writable_file(tmp_path, "--x")
 
 
 @pytest.mark.parametrize("error, status, line", [

@@ -89,7 +89,8 @@ def test_views_of_one_storage(tmp_path):
     """A transposed tensor, and two slices of one, as torch.save writes them."""
     tensors, name, two = state(), "model.layers.0.mlp.up_proj.weight", "model.norm.weight"
     both = torch.stack([tensors[two], tensors["model.layers.0.input_layernorm.weight"] + 0.5])
-    changed = {**tensors, name: tensors[name].t().contiguous().t(), two: both[0], "model.layers.0.input_layernorm.weight": both[1]}
+    changed = {**tensors, name: tensors[name].t().contiguous().t()}
+    changed.update({two: both[0], "model.layers.0.input_layernorm.weight": both[1]})
     path = write(tmp_path / "state.pt", changed)
     weights.check(path, TINY)
     expected = torch.load(path, weights_only=True)
@@ -211,5 +212,8 @@ def test_hostile_pickles_are_answered_at_once(tmp_path, name):
 @pytest.mark.parametrize("name", FORMATS)
 def test_no_format_needs_torch(tmp_path, name):
     path = write(tmp_path / name, state())
-    code = f"import sys; from pathlib import Path; from lockstep import weights, architectures; weights.check(Path({str(path)!r}), architectures.BUILT_IN['tiny-qwen2']); sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+    code = (
+        "import sys; from pathlib import Path; from lockstep import architectures, weights; "
+        "weights.check(Path(sys.argv[1]), architectures.BUILT_IN['tiny-qwen2']); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code, path], cwd=ROOT).returncode == 0

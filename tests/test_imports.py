@@ -43,10 +43,20 @@ def test_the_loop_knows_no_strategy_by_name():
     assert not any(f'"{name}"' in source for name in ("ddp", "deepspeed", "fsdp"))
 
 
-@pytest.mark.parametrize("module", ["config", "training.contract", "losses.curves", "training.history", "training.history_schema", "losses.curve_report", "inputs.data", "inputs.weights", "launch", "running.jobs"])
+@pytest.mark.parametrize(
+    "module",
+    ["config", "training.contract", "losses.curves", "training.history", "training.history_schema", "losses.curve_report", "inputs.data",
+     "inputs.weights", "launch", "running.jobs", "running.locks", "running.processes", "strategies"],
+)  # fmt: skip
 def test_what_answers_a_mistake_does_not_wait_for_torch(module):
     code = f"import sys, lockstep.{module}; sys.exit(bool({{'torch', 'transformers', 'ray', 'deepspeed'}} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_what_starts_first_needs_nothing():
+    """It answers in a Python that has no packages, or is too old for the rest."""
+    standard = {"contextlib", "importlib.util", "os", "signal", "sys"}
+    assert imports(ROOT / "lockstep/startup.py") == standard and not imports(ROOT / "lockstep/__init__.py")
 
 
 @pytest.mark.parametrize("name, absent", [("ddp_strategy", "deepspeed"), ("fsdp_strategy", "deepspeed"), ("lockstep.training.loop", "ray")])

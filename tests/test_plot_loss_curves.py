@@ -179,6 +179,7 @@ def test_an_internal_error_is_no_verdict(tmp_path, monkeypatch, capsys):
 
 def test_a_reader_that_leaves_early(tmp_path):
     script = Path(__file__).parents[1] / "plot_loss_curves.py"
-    with subprocess.Popen([sys.executable, script, "--input_dir", folder(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    command = [sys.executable, script, "--input_dir", folder(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         process.stdout.close()
         assert process.stderr.read() == b"" and process.wait(60) == 141

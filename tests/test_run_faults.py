@@ -8,10 +8,11 @@ import json
 import pytest
 
 import run_faults
+from lockstep.errors import TrainingFailure
 from lockstep.faults import CATALOGUE, applies_to
 from lockstep.faults.catalogue import BUG_CLASSES
 from lockstep.mesh import Mesh
-from lockstep.strategies import row_of
+from lockstep.strategies import others, row_of
 
 SAMPLE = ["no_dp_reduction", "dp_ranks_replay_one_batch", "tp_peers_read_different_samples", "row_parallel_sum_dropped",
           "gradients_not_zeroed", "one_side_does_not_clip"]  # fmt: skip
@@ -68,7 +69,7 @@ def test_what_can_be_said_of_a_name(causes, named):
 
 def test_the_catalogue_covers_what_was_shipped():
     assert len(CATALOGUE) >= 32 and {fault.bug_class for fault in CATALOGUE.values()} == set(BUG_CLASSES)
-    for strategy in run_faults.SHARDED:
+    for strategy in others():
         assert sum(applies_to(fault, row_of(strategy)) for fault in CATALOGUE.values()) >= 12
     assert all(fault.story and "/" in fault.seen_in for fault in CATALOGUE.values())
 
@@ -88,7 +89,7 @@ def test_a_crash_costs_one_fault_only(tmp_path, monkeypatch):
     monkeypatch.setattr("lockstep.running.jobs.start", start)
     monkeypatch.setattr("lockstep.running.jobs.start_all", lambda *_: None)
     outcome = run_faults.train({group: pairs}, tmp_path)
-    assert outcome[group, "tie_broken", "fsdp"] == "it broke" and outcome[group, "no_dp_reduction", "fsdp"] == 1.0
+    assert outcome[group, "tie_broken", "fsdp"] == "exit status 1: it broke" and outcome[group, "no_dp_reduction", "fsdp"] == 1.0
 
 
 @pytest.mark.parametrize("arguments, message", [
@@ -96,8 +97,11 @@ def test_a_crash_costs_one_fault_only(tmp_path, monkeypatch):
     (["tie_broken", "--steps", "1"], "train at least 2"),
     (["kv_input_gradient_not_reduced", "--strategy", "fsdp"], "none of these faults applies"),
     (["--precision", "bf16"], "invalid choice"),
+    (["--output", "a.md"], "give another ending"),
+    (["--output", "/proc/nothing/a.json"], "--output /proc/nothing: cannot be written"),
+    (["--work_dir", "/proc/nothing"], "--work_dir /proc/nothing: cannot be written"),
 ])  # fmt: skip
-def test_mistakes(arguments, message, capsys):
+def test_usage_errors(arguments, message, capsys):
     assert run_faults.main(arguments) == 2
     assert message in capsys.readouterr().err
 
@@ -106,3 +110,23 @@ def test_list(capsys):
     assert run_faults.main(["--list"]) == 0
     out = capsys.readouterr().out
     assert collections.Counter(line.split("  ")[0] for line in out.splitlines())["tie_broken"] == 1
+
+
+def test_a_temporary_folder_keeps_only_the_logs_that_an_error_names(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    outcome = {"error": TrainingFailure("it broke")}
+
+    def run(options, folder):
+        (folder / "jobs").mkdir()
+        for name in ("log.txt", "tensors"):
+            (folder / "jobs" / name).write_text("x")
+        if "error" in outcome:
+            raise outcome.pop("error")
+        return 0
+
+    monkeypatch.setattr(run_faults, "run", run)
+    with pytest.raises(TrainingFailure):
+        run_faults.in_temporary_folder(run_faults.parse([]))
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["log.txt"]
+    (left,) = tmp_path.iterdir()
+    assert run_faults.in_temporary_folder(run_faults.parse([])) == 0 and list(tmp_path.iterdir()) == [left]

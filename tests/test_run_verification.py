@@ -1,23 +1,34 @@
-"""run_verification.py from end to end, and what it says to mistakes."""
+"""run_verification.py from end to end, and what it says to usage errors."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from ranks import ROOT
-from test_launch import environment
+from test_launch import environment, gone
+
+import run_verification
+from lockstep.inputs.architectures import BUILT_IN
 
 
-def verify(*arguments):
-    command = [sys.executable, "run_verification.py", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=280)
+def verify(*arguments, cwd=ROOT):
+    command = [sys.executable, ROOT / "run_verification.py", *map(str, arguments)]
+    return subprocess.run(command, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=280)
 
 
 def test_from_end_to_end(tmp_path):
-    folder = tmp_path / "verify"
-    arguments = ["--output_dir", folder, "--batch_size", "2", "--seq_length", "64", "--steps", "2", "--model_name", "tiny-qwen3"]
-    done = verify(*arguments)
+    """From another folder, with a model and an output folder of that folder."""
+    folder = tmp_path / "the output"
+    (tmp_path / "models" / "a model").mkdir(parents=True)
+    (tmp_path / "models" / "a model" / "config.json").write_text(json.dumps(BUILT_IN["tiny-qwen3"]))
+    arguments = ["--output_dir", "the output", "--batch_size", "2", "--seq_length", "64", "--steps", "2", "--model_name", "models/a model"]
+    done = verify(*arguments, cwd=tmp_path)
+    assert done.stderr == "" and sorted(path.name for path in (folder / "logs").iterdir()) == [
+        "lockstep.tensors.exact_run.txt", "train_ddp.py.txt", "train_deepspeed.py.txt", "train_fsdp.py.txt"]  # fmt: skip
     assert done.returncode == 0 and done.stdout.endswith("PASS\n"), done.stdout[-3000:] + done.stderr[-3000:]
     report = json.loads((folder / "report.json").read_text())
     assert report["verdict"] == "PASS" and {run["verdict"] for run in report["runs"].values()} == {"PASS"}
@@ -26,11 +37,11 @@ def test_from_end_to_end(tmp_path):
     order = ["Verdict", "First tensor that is too far", "Loss by DP rank", "Layer output norms", "Gradient norms",
              "Largest distances", "Largest differences", "Bit-identical tensors", "Replicas"]  # fmt: skip
     places = [text.index(f"## {title}") for title in order]
-    assert places == sorted(places) and "forward: 39 of 39 tensors bit-identical" in text
-    again = verify(*arguments)
+    assert places == sorted(places) and "forward: 41 of 41 tensors bit-identical" in text
+    again = verify(*arguments, cwd=tmp_path)
     assert again.returncode == 2 and "nothing is overwritten" in again.stderr
     (folder / "thesis.tex").write_text("")
-    again = verify(*arguments, "--overwrite")
+    again = verify(*arguments, "--overwrite", cwd=tmp_path)
     assert again.returncode == 2 and "holds thesis.tex, which no verification wrote" in again.stderr
     assert (folder / "report.md").exists()
 
@@ -46,7 +57,41 @@ def test_from_end_to_end(tmp_path):
         (["--capture_dir", "x"], "is set by run_verification.py itself"),
     ],
 )
-def test_mistakes_are_one_line_and_exit_2(tmp_path, arguments, message):
+def test_usage_errors_are_one_line_and_exit_2(tmp_path, arguments, message):
     done = verify("--output_dir", tmp_path / "verify", *arguments)
     assert done.returncode == 2 and message in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
     assert not list((tmp_path / "verify").rglob("*.*"))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name, ours", [
+    ("ddp", True), (".ddp.lock", True), (".verification.lock", True), (".report.md.42.tmp", True), (".initial_weights.safetensors.7.tmp", True),
+    ("thesis.tex", False), (".thesis.lock", False), (".ssh", False), (".report.md.tmp", False),
+])  # fmt: skip
+def test_what_a_killed_verification_leaves_is_its_own(name, ours):
+    assert run_verification.ours(name) is ours
+
+
+def test_a_script_that_fails_is_one_line_with_its_status(tmp_path):
+    """The launcher's own words go to the file that is named."""
+    done = verify("--output_dir", tmp_path / "v", "--learning_rate", "1e30", "--optimizer", "sgd", "--max_grad_norm", "0", "--steps", "3")
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1, done.stderr
+    log = tmp_path / "v" / "logs" / "train_ddp.py.txt"
+    assert done.stderr.startswith("run_verification.py: train_ddp.py, 2 ranks failed: step 2: the ") and done.stderr.endswith(f"all it said is in {log}\n")
+    assert "ChildFailedError" in log.read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_it_takes_its_ranks_along(tmp_path, number):
+    command = [sys.executable, ROOT / "run_verification.py", "--output_dir", str(tmp_path / "v"), "--steps", "50"]
+    process = subprocess.Popen(
+        command, env=environment(LOCKSTEP_TEST=str(tmp_path)), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 100
+    while not list(tmp_path.glob("v/ddp/*")) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    os.kill(process.pid, number)
+    _, said = process.communicate(timeout=60)
+    expected = {signal.SIGINT: (130, "run_verification.py: interrupted; --overwrite starts again\n"), signal.SIGKILL: (-9, "")}
+    assert (process.returncode, said) == expected[number]
+    assert gone(tmp_path, 40) is True

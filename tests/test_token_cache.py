@@ -292,7 +292,7 @@ def test_progress(monkeypatch, capsys):
 
     def lines(seconds, terminal):
         monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
-        shown = progress.Progress("tokenizing x", 200_000_000)
+        shown = progress.Bytes("tokenizing x", 200_000_000)
         for _ in range(100):
             now[0] += seconds / 100
             shown.add(2_000_000)

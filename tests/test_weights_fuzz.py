@@ -1,7 +1,7 @@
 """Damaged and hostile weights files: refused in one line, or accepted and loaded as they were meant; nothing else."""
 
 import pytest
-from weights_mutations import run
+from weights_trials import run
 
 from lockstep.inputs import weights
 

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from collections.abc import Callable
 from unittest import mock
 
 import torch
@@ -85,39 +86,40 @@ class TorchHandles(Handles):
 class DDPHandles(TorchHandles):
     """For a model wrapped in DistributedDataParallel."""
 
-    def _hook(self, change) -> None:
-        """Let change(bucket's gradient buffer) take the place of the all-reduce and the division by dp."""
-        assert isinstance(self.strategy.wrapped, DistributedDataParallel)
-
-        def hook(_state, bucket):
-            done: torch.futures.Future = torch.futures.Future()
-            done.set_result(change(bucket.buffer()))
-            return done
-
-        self.strategy.wrapped.register_comm_hook(None, hook)
-
     def skip_dp_reduction(self) -> None:
-        self._hook(lambda buffer: buffer)
+        reduce_by(self.strategy.wrapped, lambda buffer, group: buffer)
 
     def divide_gradients_by(self, divisor: int) -> None:
-        def divided(buffer):
-            dist.all_reduce(buffer, group=self.group("dp"))
+        def divided(buffer, group):
+            dist.all_reduce(buffer, group=group)
             return buffer.div_(divisor)
 
-        self._hook(divided)
+        reduce_by(self.strategy.wrapped, divided)
 
     def reduce_in_bfloat16(self) -> None:
-        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
-            bf16_compress_hook,
-        )
+        wrap = DistributedDataParallel.__init__
 
-        wrapped = DistributedDataParallel.__init__
+        def rounded(buffer, group):
+            small = buffer.bfloat16()
+            dist.all_reduce(small, group=group)
+            return buffer.copy_(small).div_(dist.get_world_size(group))
 
         def with_hook(module, *arguments, **options):
-            wrapped(module, *arguments, **options)
-            module.register_comm_hook(None, bf16_compress_hook)
+            wrap(module, *arguments, **options)
+            reduce_by(module, rounded)
 
         self.run.patch(DistributedDataParallel, "__init__", with_hook)
+
+
+def reduce_by(module: DistributedDataParallel, change: Callable) -> None:
+    """Let change(bucket of gradients, dp group) take the place of DDP's all-reduce and division."""
+
+    def hook(_state, bucket):
+        done: torch.futures.Future = torch.futures.Future()
+        done.set_result(change(bucket.buffer(), module.process_group))
+        return done
+
+    module.register_comm_hook(None, hook)
 
 
 class FSDPHandles(TorchHandles):

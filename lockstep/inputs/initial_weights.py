@@ -72,7 +72,7 @@ def check(config, architecture: dict) -> None:
     """Raise UserError unless this run can start from what it is asked to start from, and save what it is asked to save."""
     path = config.init_weights_path
     if config.save_init_weights:
-        if config.strategy != "ddp":
+        if not config.row.is_baseline:
             raise UserError("--save_init_weights: only train_ddp.py writes initial weights; run it first, then load them here")
         if path is None:
             raise UserError("--save_init_weights needs --init_weights_path, the file to write")

@@ -38,13 +38,13 @@ def least_bytes(config, parameters: int) -> int:
     over all; the reference is one process in float64. On GPUs, training takes none of it.
     """
     copies = 4 if config.optimizer == "adamw" else 2  # parameters, gradients, two moments
-    if config.strategy == "reference":
+    if config.run_name == "reference":
         return parameters * 8 * copies
     build = parameters * 4 * config.num_workers
     if config.device == "cuda":
         return build
     size = 2 if config.precision == "bf16" else 4
-    return max(build, parameters * size * copies * (config.dp_size if config.strategy == "ddp" else 1))
+    return max(build, parameters * size * copies * (config.dp_size if config.row.whole_replicas else 1))
 
 
 def machine_bytes() -> int:

@@ -23,7 +23,8 @@ DTYPES = {  # the class of a storage -> the name and the bytes that safetensors 
     "ByteStorage": ("U8", 1), "BoolStorage": ("BOOL", 1),
 }  # fmt: skip
 _MEMBERS = re.compile(r"data\.pkl|data/\d+|byteorder|version|\.format_version|\.storage_alignment|\.data/serialization_id")
-_ORDERED_DICT, _TENSOR, _PARAMETER = "collections OrderedDict", "torch._utils _rebuild_tensor_v2", "torch._utils _rebuild_parameter"
+_ORDERED_DICT = "collections OrderedDict"
+_TENSOR, _PARAMETER = "torch._utils _rebuild_tensor_v2", "torch._utils _rebuild_parameter"
 _GLOBALS = {_ORDERED_DICT, _TENSOR, _PARAMETER, *(f"torch {name}" for name in DTYPES)}
 _PUSHES = {"EMPTY_DICT": dict, "EMPTY_LIST": list, "EMPTY_TUPLE": tuple, "NONE": lambda: None,
            "NEWTRUE": lambda: True, "NEWFALSE": lambda: False}  # fmt: skip

@@ -24,7 +24,7 @@ from lockstep import files
 from lockstep.errors import UserError
 from lockstep.inputs import texts, tokens
 from lockstep.inputs.tokens import InMemory, TokenFile
-from lockstep.running.progress import Progress
+from lockstep.running.progress import Bytes
 
 SHORT = 1 << 20  # bytes of text
 SETTLED = 2.0  # seconds: a file changed this lately may change again and keep its time
@@ -51,7 +51,7 @@ def corpus_tokens(dataset_name: str, tokenizer, folder: Path) -> tuple[InMemory 
     link = folder / f"{_name(tokenizer, {'stamp': stamp})}.link"
     found = _open(link)
     if found is None:
-        progress = Progress(f"reading {source.name}", source.size)
+        progress = Bytes(f"reading {source.name}", source.size)
         content = source.content_sha256(progress.add)
         progress.end()
         entry = folder / f"{_name(tokenizer, {'content': content})}.tokens"
@@ -128,7 +128,7 @@ def _write(entry: Path, source: texts.Texts, tokenizer, content_sha256: str) -> 
 
 def _tokenize(path: Path, source, tokenizer, content, check: Callable[[], None] = lambda: None) -> dict:
     """Write the token file of a corpus; nothing is left there when `check` raises behind its last word. Returns its header."""
-    progress = Progress(f"tokenizing {source.name}", source.size)
+    progress = Bytes(f"tokenizing {source.name}", source.size)
     about: dict = {}
 
     def write(temporary: Path) -> None:

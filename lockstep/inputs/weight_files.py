@@ -40,7 +40,8 @@ class Stored:
 
         itemsize = FLOATS[self.dtype]
         span = 1 + sum((length - 1) * step for length, step in zip(self.shape, self.stride, strict=True))
-        raw = np.memmap(self.path, np.uint8, mode="c", offset=self.begin, shape=(span * itemsize,))  # "c": torch wants it writable
+        # mode "c": torch wants what it copies from to be writable; nothing is written to the file
+        raw = np.memmap(self.path, np.uint8, mode="c", offset=self.begin, shape=(span * itemsize,))
         raw = raw if self.begin % itemsize == 0 else raw.copy()
         kind = {"F32": "<f4", "BF16": "<u2", "F16": "<f2"}[self.dtype]
         values = np.lib.stride_tricks.as_strided(raw.view(kind), self.shape, [step * itemsize for step in self.stride])

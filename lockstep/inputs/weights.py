@@ -10,12 +10,16 @@ import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lockstep.errors import UserError, printable
 from lockstep.files import write_atomically
 from lockstep.inputs import weight_files
 from lockstep.inputs.architectures import parameter_shapes
 from lockstep.inputs.weight_files import FLOATS, INDEX, Contents
+
+if TYPE_CHECKING:
+    import torch
 
 _ANOTHER = "write a file for this model under another name with train_ddp.py --save_init_weights"
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -175,11 +179,12 @@ def _check_names_and_shapes(contents: Contents, where: str, architecture: dict, 
         raise UserError(f"{where}: tensor {printable(name, 200)} is not part of the model{hint}; {remedy}")
     if contents.about is not None and contents.about.sha256.keys() != found.keys():
         name = min(contents.about.sha256.keys() ^ found.keys())
-        raise UserError(f"{where}: tensor {printable(name, 200)} is damaged (it and its checksum are not both there); {weight_files.DAMAGED}")
+        what = "is damaged (it and its checksum are not both there)"
+        raise UserError(f"{where}: tensor {printable(name, 200)} {what}; {weight_files.DAMAGED}")
 
 
 def _may_be_left_out(name: str, depth: int, architecture: dict, fewer_layers: bool) -> bool:
-    """Of a foreign file: layers that were cut off, the head of a tied model, and the rotary table, which follows from the config."""
+    """Of a foreign file: layers that were cut off, the head of a tied model, the rotary table (it follows from the config)."""
     tied_head = name == _HEAD and architecture.get("tie_word_embeddings", False)
     return tied_head or name.endswith(".rotary_emb.inv_freq") or (fewer_layers and _layer(name) >= depth)
 

@@ -14,7 +14,8 @@ SAME = (
 def require_comparable(baseline: History, other: History, *, same_weights: bool = True) -> None:
     """Raise UserError naming the first thing in which two runs differ that no verdict may overlook.
 
-    Initial weights (`same_weights=False`: may differ), batches, length and contract. A run that ended in a NaN is comparable: it fails.
+    Initial weights (`same_weights=False`: may differ), batches, length, configuration and contract. A run that ended in a NaN is
+    comparable: it fails.
     """
     pair = f"{other.run['label']} and {baseline.run['label']} cannot be compared"
     for history in (baseline, other):
@@ -61,7 +62,9 @@ def require_control(baseline: History, control: History) -> None:
         raise UserError(f"{error}; the control run is not the baseline's: {again}") from error
     broken = next((step["step"] for step in control.steps if not_finite(step)), None)
     if broken is not None:
-        raise UserError(f"{control.run['label']} broke down in step {broken} and shows no noise; lower --learning_rate, or leave it out")
+        raise UserError(
+            f"{control.run['label']} broke down in step {broken} and shows no noise; lower --learning_rate, or leave it out"
+        )
     for mine, theirs in zip(control.steps, baseline.steps, strict=True):
         if mine["learning_rate"] != theirs["learning_rate"]:
             raise UserError(f"{control.run['label']} has another learning rate in step {mine['step']} than the baseline; {again}")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 CONTROL_FACTOR = 8  # twice WORST_RATIO
 WORST_RATIO = 4  # how far correct runs have gone beyond what one control run had shown
 NEIGHBOURS = 5  # steps before and after one that a lonely gap is held against
-AMPLIFICATION = 400  # of the noise of the first loss; seen where training is stable: 140
+AMPLIFICATION = 400  # of the noise of the first loss; seen where the control was a measure: 290
 USUAL = 10  # amplification, which says nothing against a run, however short
 POWER = 0.5  # of the range of the loss: a tolerance beyond that would pass a run that learns nothing
 _AGAIN = "one of the two histories is wrong, or training is unstable: run both again, or lower --learning_rate"
@@ -38,8 +38,8 @@ def loss_gap(mine: dict, theirs: dict) -> float:
 
 
 def norm_gap(mine: dict, theirs: dict) -> float:
-    """Difference of two gradient norms, relative to the first."""
-    return abs(theirs["grad_norm"] - mine["grad_norm"]) / (mine["grad_norm"] or math.nan)
+    """Difference of two gradient norms, relative to the smaller: relative to the larger it could never exceed 1."""
+    return abs(theirs["grad_norm"] - mine["grad_norm"]) / (min(mine["grad_norm"], theirs["grad_norm"]) or math.nan)
 
 
 def envelope(gaps: list[float]) -> list[float]:
@@ -72,7 +72,8 @@ def damage(gaps: list[float], noise: Noise) -> str:
         if step == 1 and not gap <= noise.first:  # "not <=": a NaN is no gap of rounding either
             return f"{here}; weights one rounding off move it by at most {noise.first:.1e}; {_AGAIN}"
         if not growth <= noise.growth:
-            return f"{here}, {growth:.0f} times the most before; training amplifies rounding by less than {noise.growth:.0f} in a step; {_AGAIN}"
+            less = f"training amplifies rounding by less than {noise.growth:.0f} in a step"
+            return f"{here}, {growth:.0f} times the most before; {less}; {_AGAIN}"
         if not alone <= noise.alone:
             return f"{here}, {alone:.0f} times its neighbours; a single batch does less than {noise.alone:.0f}; {_AGAIN}"
     return ""
@@ -82,7 +83,8 @@ def instability(gaps: list[float], noise: Noise, losses: list[float]) -> str:
     """Why rounding, amplified like this, is no measure for other runs, in words, or ""."""
     worst = max(gaps)
     if worst > AMPLIFICATION * noise.floor:
-        return f"training is unstable: it takes one rounding to {worst:.1e} nats, more than {AMPLIFICATION} times the first loss's noise; {_CALMER}"
+        more = f"more than {AMPLIFICATION} times the first loss's noise"
+        return f"training is unstable: it takes one rounding to {worst:.1e} nats, {more}; {_CALMER}"
     scope = max(losses) - min(losses)
     if worst > USUAL * noise.floor and CONTROL_FACTOR * worst > POWER * scope:
         return f"a tolerance of {CONTROL_FACTOR * worst:.1e} nats is no test of a run whose loss covers {scope:.1e}; {_CALMER}"

@@ -12,11 +12,12 @@ from lockstep.losses.curves import (
     Tolerance,
     Verdict,
 )
+from lockstep.losses.folder import Judged
+from lockstep.strategies import BASELINE, color_of
 from lockstep.training.contract import KNOWN_DIFFERENCES
 from lockstep.training.history import History
 
 _WIDE, _RULE = "=" * 60, "-" * 60
-COLORS = {"ddp": "black", "deepspeed": "tab:orange", "fsdp": "tab:blue"}
 
 
 def statistics(histories: dict[str, History]) -> str:
@@ -35,54 +36,49 @@ def statistics(histories: dict[str, History]) -> str:
     return "\n".join(lines)
 
 
-def differences(verdicts: list[Verdict]) -> str:
-    lines = ["", _RULE, "Differences from DDP baseline:"]
-    for verdict in verdicts:
-        lines += [
-            "",
-            f"{verdict.label}:",
-            f"  Max abs diff:  {verdict.max_abs_diff:.6f}",
-            f"  Mean abs diff: {verdict.mean_abs_diff:.6f}",
-            f"  Final diff:    {verdict.final_diff:.6f}",
-        ]
-    return "\n".join(lines)
-
-
-def verdict_block(histories: dict[str, History], verdicts: list[Verdict], tolerance: Tolerance, *, controlled: bool) -> str:
+def verdict_block(judged: Judged) -> str:
     """The verdict on loss and gradient norm of each strategy, each number beside what is tolerated, and what was trained."""
-    run = histories["ddp"].run
+    run, tolerance = judged.histories[BASELINE].run, judged.tolerance
     versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
     lines = ["", _RULE, f"{_title(run)}, {run['num_steps']} steps; {printable(versions, 300)}"]
-    lines += [f"Verdict (docs/precision.md). Tolerated: {tolerance.reason}"]
-    for verdict in verdicts:
+    lines += ["Differences from DDP baseline: in brackets what is tolerated (docs/precision.md)"]
+    for verdict in judged.verdicts.values():
         lines += [
             "",
             f"{verdict.label}: {verdict.outcome}",
             f"  loss       {_word(verdict, verdict.red_loss_step)}  "
             f"first {abs(verdict.first_diff):.1e} (<= {tolerance.first:.1e})  "
             f"max {verdict.max_abs_diff:.1e} (<= {tolerance.maximum:.1e}) at step {verdict.worst_step}  "
-            f"mean {verdict.mean_abs_diff:.1e} (<= {tolerance.mean:.1e})",
+            f"mean {verdict.mean_abs_diff:.1e} (<= {tolerance.mean:.1e})  "
+            f"final {abs(verdict.final_diff):.1e}",
             f"  grad norm  {_word(verdict, verdict.red_grad_norm_step)}  "
             f"max relative {verdict.max_grad_norm_diff:.1e} (<= {max(tolerance.grad_norm):.1e}) "
             f"at step {verdict.worst_grad_norm_step}",
-            *(
-                f"  {what} too far from step {step} on"
-                for what, step in (("loss", verdict.red_loss_step), ("grad norm", verdict.red_grad_norm_step))
-                if step is not None and step <= verdict.certain
-            ),
-            *(f"  FAIL  {printable(problem, 400)}" for problem in verdict.problems),
+            *(f"  {line}" for line in reasons(verdict)),
         ]
-    if tolerance.doubt:
-        lines += ["", f"Not judged: {tolerance.doubt}"]
-    longest = max(len(history.steps) for history in histories.values())
-    if longest > DERIVED_STEPS and not controlled:
-        lines += ["", f"Note: the tolerances are derived for {DERIVED_STEPS} steps; in {longest}, correct runs may drift further."]
-    contracts = {history.run["label"]: history.contract for history in histories.values() if history.contract}
+    return "\n".join([*lines, *(line for note in notes(judged) for line in ("", note))])
+
+
+def reasons(verdict: Verdict) -> list[str]:
+    """Why a run fails, a line each."""
+    red = (("loss", verdict.red_loss_step), ("grad norm", verdict.red_grad_norm_step))
+    lines = [f"{what} too far from step {step} on" for what, step in red if step is not None and step <= verdict.certain]
+    return [*lines, *(f"FAIL  {printable(problem, 400)}" for problem in verdict.problems)]
+
+
+def notes(judged: Judged) -> list[str]:
+    """What is to be known about the verdict as a whole."""
+    lines = [f"Not judged: {judged.tolerance.doubt}"] if judged.tolerance.doubt else []
+    longest = max(len(history.steps) for history in judged.histories.values())
+    if longest > DERIVED_STEPS and judged.control is None:
+        drift = f"in {longest}, correct runs may drift further"
+        lines.append(f"Note: the tolerances are derived for {DERIVED_STEPS} steps; {drift}.")
+    contracts = {history.run["label"]: history.contract for history in judged.histories.values() if history.contract}
     for key in KNOWN_DIFFERENCES:
         values = {label: contract.get(key) for label, contract in contracts.items()}
         if len({str(value) for value in values.values()}) > 1:
-            lines += ["", f"Note: {key} differs by strategy ({printable(values, 400)}); see docs/findings.md."]
-    return "\n".join(lines)
+            lines.append(f"Note: {key} differs by strategy ({printable(values, 400)}); see docs/findings.md.")
+    return lines
 
 
 def _word(verdict: Verdict, red: int | None) -> str:
@@ -125,22 +121,21 @@ def draw(histories: dict[str, History], control: History | None, tolerance: Tole
     from matplotlib import pyplot
 
     figure, (top, bottom) = pyplot.subplots(2, 1, figsize=(8, 7), sharex=True, height_ratios=(3, 2), layout="constrained")
-    widths = {"ddp": 3.5, "deepspeed": 2.0, "fsdp": 0.9}  # thinner on top: curves that agree stay visible
-    for name, history in histories.items():
+    widths = [max(0.8, 3.5 - 1.3 * number) for number in range(len(histories))]  # thinner on top: curves that agree stay visible
+    for width, (name, history) in zip(widths, histories.items(), strict=True):
         steps = [step["step"] for step in history.steps]
         losses = [step["loss"] for step in history.steps]
-        top.plot(steps, losses, color=COLORS[name], linewidth=widths[name], label=_drawable(history.run["label"]))
-        if name != "ddp" and "ddp" in histories:
-            gaps = _gaps(histories["ddp"], history)
-            bottom.plot(steps[: len(gaps)], gaps, ".", markersize=4, color=COLORS[name], label=_drawable(history.run["label"]))
-    if control is not None and "ddp" in histories:
+        top.plot(steps, losses, color=color_of(name), linewidth=width, label=_drawable(history.run["label"]))
+        if name != BASELINE and BASELINE in histories:
+            gaps = _gaps(histories[BASELINE], history)
+            bottom.plot(steps[: len(gaps)], gaps, ".", markersize=4, color=color_of(name))
+    if control is not None and BASELINE in histories:
         lowest = bottom.dataLim.y0 if bottom.lines else LOWEST
-        gaps = [max(gap, lowest) for gap in _gaps(histories["ddp"], control)]
+        gaps = [max(gap, lowest) for gap in _gaps(histories[BASELINE], control)]
         label = "noise floor: DDP, weights one rounding off"
         bottom.fill_between(range(1, len(gaps) + 1), lowest, gaps, color="0.85", step="mid", label=label, zorder=0)
     top.set_ylabel("loss, mean over DP ranks (nats)")
     top.set_title(_drawable(_title(next(iter(histories.values())).run)))
-    top.legend()
     if tolerance is not None:
         steps = range(1, len(tolerance.loss) + 1)
         bottom.plot(steps, tolerance.loss, color="tab:red", linestyle="--", label=f"tolerated: up to {tolerance.maximum:.1e}")
@@ -148,8 +143,8 @@ def draw(histories: dict[str, History], control: History | None, tolerance: Tole
     bottom.set_yscale("log")
     bottom.set_ylabel("|loss - DDP's loss| (nats)")
     bottom.set_xlabel("step")
-    if bottom.lines:
-        bottom.legend(fontsize="small")
+    figure.get_layout_engine().set(h_pad=0.1)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)  # beside the panels: it hides nothing
     for axes in (top, bottom):
         axes.grid(alpha=0.3)
     write_atomically(path, lambda temporary: figure.savefig(temporary, dpi=120, format=path.suffix[1:]))

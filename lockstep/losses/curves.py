@@ -117,7 +117,8 @@ def _own_problems(history: History) -> list[str]:
         return [f"{label}: step {broken} has a loss or gradient norm that is not finite"]
     for step in history.steps:
         if step["learning_rate"] != rate:
-            return [f"{label}: the learning rate of step {step['step']} is {step['learning_rate']!r}, its configuration says {rate!r}"]
+            what = f"the learning rate of step {step['step']} is {step['learning_rate']!r}"
+            return [f"{label}: {what}, its configuration says {rate!r}"]
         if step["loss"] < 0:
             return [f"{label}: the loss of step {step['step']} is {step['loss']!r}, and a cross entropy is not negative"]
     if not history.weights.get("moved"):

@@ -1,11 +1,11 @@
-"""Many runs in one start of the workers: starting takes ten seconds, a tiny run one.
+"""Many runs in one start: to start the workers of a run takes ten seconds, a step of a tiny model a tenth of one.
 
-    python -m lockstep.running.jobs JOBS.json                                                       one process
-    python -m torch.distributed.run --standalone --nproc_per_node 4 -m lockstep.running.jobs JOBS.json
+    python -m lockstep.running.jobs JOBS.json
 
-A job is {"strategy", "arguments", "fault"}: a training script with its flags, and the name of a fault to plant or null;
-"reference" stands for lockstep.tensors.exact_run with the flags of train_ddp.py; with "replays", a list of folders, it replays
-those dumps too. `start` does the starting.
+JOBS.json holds groups, {"num_ranks", "jobs"}, one after the other: the jobs of a group share its ranks (lockstep/running/ranks.py),
+or, where num_ranks is null, one process outside any launcher. A job is {"strategy", "arguments", "fault"}: a training script with its
+flags, and the name of a fault to plant or null; "reference" stands for lockstep.tensors.exact_run with the flags of train_ddp.py;
+with "replays", a list of folders, it replays those dumps too. `start` and its siblings do the starting.
 """
 
 if __name__ == "__main__":
@@ -13,121 +13,185 @@ if __name__ == "__main__":
 
     startup.begin()  # first: from now on Ctrl-C and a missing package are one line each
 
-import importlib
+import functools
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
 import traceback
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, TextIO
 
-from lockstep import startup
+from pydantic import Field
+
+from lockstep import config as config_module
+from lockstep import startup, strategies
 from lockstep.errors import TrainingFailure, UserError, first_line, run_program
 from lockstep.files import read_json
-from lockstep.running import processes
+from lockstep.launch import training_device
+from lockstep.running import processes, progress, ranks
 from lockstep.schemas import Name, Strict, validate
+from lockstep.strategies import BASELINE
 
 NAME = "lockstep.running.jobs"
+REFERENCE = "reference"
 
 
 class Job(Strict):
     """One entry of JOBS.json."""
 
-    strategy: Literal["ddp", "deepspeed", "fsdp", "reference"]
+    strategy: Name  # as on a command line; or "reference"
     arguments: list[str]
     fault: Name | None = None
     replays: list[str] = []
 
 
-class Jobs(Strict):
-    """JOBS.json, which is the list alone."""
+class Group(Strict):
+    """Jobs that share a start of the ranks."""
 
+    num_ranks: Annotated[int, Field(ge=1)] | None
     jobs: list[Job]
 
 
-def start(num_ranks: int | None, jobs: list[dict], folder: Path, *, patience: float = 1800) -> list[float]:
-    """Run the jobs in so many ranks, or, without a number, in one process outside any launcher.
+class Groups(Strict):
+    """JOBS.json, which is the list alone."""
 
-    Returns the seconds of each finished job; there are fewer than jobs when one failed, or was not finished within
-    `patience` seconds. FOLDER/log.txt has what the ranks said.
+    groups: list[Group]
+
+
+class JobFailed(TrainingFailure):
+    """A job has failed; `exit_code` is its rank's."""
+
+    def __init__(self, message: str, status: int):
+        super().__init__(message)
+        self.exit_code = status if status in (1, 2, 3) else 1
+
+
+def start_groups(
+    groups: list[tuple[int | None, list[dict]]], folder: Path, *, patience: float = 1800, shown: bool = False
+) -> tuple[list[float], int]:
+    """Run the jobs of (number of ranks, jobs), group after group, until one fails.
+
+    Returns the seconds of each finished job, and the exit status; there are fewer than jobs when one failed, or was not finished
+    within `patience` seconds. FOLDER/log.txt has what the ranks said; what is meant for a person is shown, if `shown`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path, done = folder / "jobs.json", folder / "done.txt"
-    path.write_text(json.dumps(jobs), encoding="utf-8")
+    path.write_text(json.dumps([{"num_ranks": number, "jobs": jobs} for number, jobs in groups]), encoding="utf-8")
     done.write_text("")
-    launcher = processes.ranks(num_ranks) if num_ranks else [sys.executable]
     environment = {**processes.environment(), "OMP_NUM_THREADS": "1"}
-    with open(folder / "log.txt", "w", encoding="utf-8") as log, startup.cleaning_up():
-        process = processes.start(
-            [*launcher, "-m", NAME, str(path)], env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
-        )
-        try:
-            while process.poll() is None and time.time() - done.stat().st_mtime < patience:
-                time.sleep(0.1)
-        finally:
-            processes.end(process)
-    return [float(line) for line in done.read_text().splitlines()]
+    with open(folder / "log.txt", "w", encoding="utf-8") as log, open(folder / "log.txt", encoding="utf-8", errors="replace") as said:
+        with startup.cleaning_up():
+            process = processes.start(
+                [sys.executable, "-m", NAME, str(path)], env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
+            try:
+                while process.poll() is None and time.time() - done.stat().st_mtime < patience:
+                    time.sleep(0.1)
+                    _show(said, shown)
+            finally:
+                processes.end(process)
+        _show(said, shown)
+    return [float(line) for line in done.read_text().splitlines()], process.returncode
+
+
+def _show(said: TextIO, shown: bool) -> None:
+    """Show the marked lines that a log has grown by."""
+    for line in said if shown else ():
+        progress.screen.take(line)
+
+
+def start(num_ranks: int | None, jobs: list[dict], folder: Path, *, patience: float = 1800) -> list[float]:
+    """`start_groups` of one group; returns the seconds of each finished job."""
+    return start_groups([(num_ranks, jobs)], folder, patience=patience)[0]
 
 
 def start_all(num_ranks: int | None, jobs: list[dict], folder: Path) -> None:
-    """Like `start`; raises TrainingFailure with the line that says why, if a job failed."""
-    finished = len(start(num_ranks, jobs, folder))
-    if finished < len(jobs):
-        raise TrainingFailure(f"job {finished + 1} of {len(jobs)}, {jobs[finished]['strategy']}, failed: {why(folder)}; all it said is in {folder / 'log.txt'}")
+    """Like `start`; raises JobFailed with the line that says why, if a job failed."""
+    start_all_groups([(num_ranks, jobs)], folder)
 
 
-def why(folder: Path) -> str:
+def start_all_groups(groups: list[tuple[int | None, list[dict]]], folder: Path, *, shown: bool = False) -> None:
+    """Like `start_groups`; raises JobFailed with the line that says why, if a job failed."""
+    seconds, status = start_groups(groups, folder, shown=shown)
+    jobs = [job for _, group in groups for job in group]
+    if len(seconds) < len(jobs):
+        failed = f"job {len(seconds) + 1} of {len(jobs)}, {jobs[len(seconds)]['strategy']}, failed"
+        raise JobFailed(f"{failed}: {why(folder, status)}; all it said is in {folder / 'log.txt'}", status)
+
+
+def why(folder: Path, status: int = 1) -> str:
     """One line on why the first unfinished job of a folder failed."""
-    text, _ = processes.failure(NAME, 1, (folder / "log.txt").read_text(encoding="utf-8", errors="replace"))
-    return text
+    return processes.failure(NAME, status, (folder / "log.txt").read_text(encoding="utf-8", errors="replace"))
+
+
+def configured(job: Job):
+    """The configuration of a job, as one rank of the ranks that are there."""
+    return config_module.parse_config(BASELINE if job.strategy == REFERENCE else job.strategy, job.arguments)
 
 
 def run(job: Job) -> None:
     """One job, in this process as one rank of the process group that is there."""
     import torch
 
-    from lockstep import config as config_module
     from lockstep import faults
     from lockstep.tensors import exact_run as reference
     from lockstep.training import loop as training
 
-    strategy = job.strategy
-    config = config_module.parse_config("ddp" if strategy == "reference" else strategy, job.arguments)
+    config = configured(job)
     inputs = config_module.load_inputs(config)
-    if strategy == "reference":
-        reference.run(config, inputs, also=[Path(folder) for folder in job.replays])
-        return
-    make_strategy = importlib.import_module(f"train_{strategy}").make_strategy
-    with faults.planted(job.fault, config, inputs, make_strategy) as make:
-        training.run(config, inputs, make, torch.device("cpu"))
+    if job.strategy == REFERENCE:
+        torch.set_num_threads(os.cpu_count() or 1)
+        line = reference.run(config, inputs, also=[Path(folder) for folder in job.replays])
+    else:
+        device = training_device(config)
+        with faults.planted(job.fault, config, inputs, config.row.build()) as make:
+            line = training.run_with_control(config, inputs, make, device)
+    if os.environ.get("RANK", "0") == "0":
+        progress.screen.note(line)
 
 
-def read(path: Path) -> list[Job]:
-    """The jobs of a file. Raises UserError for one that does not hold jobs, or names an unknown fault."""
+def read(path: Path) -> list[Group]:
+    """The groups of a file. Raises UserError for one that does not hold jobs, or names an unknown fault."""
     from lockstep.faults import CATALOGUE
 
-    jobs = validate(Jobs, {"jobs": read_json(path)}, path, "see lockstep/running/jobs.py").jobs
-    unknown = next((job.fault for job in jobs if job.fault is not None and job.fault not in CATALOGUE), None)
+    groups = validate(Groups, {"groups": read_json(path)}, path, "see lockstep/running/jobs.py").groups
+    faults = [job.fault for group in groups for job in group.jobs]
+    for job in (job for group in groups for job in group.jobs if job.strategy != REFERENCE):
+        strategies.row_of(job.strategy)
+    unknown = next((fault for fault in faults if fault is not None and fault not in CATALOGUE), None)
     if unknown:
         raise UserError(f"{path}: there is no fault {unknown}; see run_faults.py --list")
-    return jobs
+    return groups
 
 
-def main() -> int:
-    if len(sys.argv) != 2:
-        raise UserError("give one file of jobs")
-    path = Path(sys.argv[1])
-    jobs = read(path)
-    import torch
+def preload(groups: list[Group]) -> None:
+    """Import what the ranks need, unless they are to use GPUs: a library may touch CUDA while it is imported."""
+    jobs = [job for group in groups for job in group.jobs]
+    if any(word == "cuda" or word == "--device=cuda" for job in jobs for word in job.arguments) or config_module.local_gpus():
+        return
+    import transformers.modeling_utils  # noqa: F401
+
+    from lockstep.tensors import exact_run  # noqa: F401
+    from lockstep.training import loop  # noqa: F401
+
+    for strategy in {job.strategy for job in jobs} - {REFERENCE}:
+        strategies.row_of(strategy).build()
+
+
+def run_group(jobs: list[Job], done: Path, listener: socket.socket | None) -> int:
+    """The jobs of a group, in one rank of it; `listener` is None outside any launcher."""
     import torch.distributed as dist
 
     from lockstep.collective import init_alone
-    from lockstep.config import launched_in_place
 
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo") if launched_in_place() else init_alone()
+    progress.relay()
+    if listener is None:
+        init_alone()
+    else:
+        ranks.join(listener, configured(jobs[0]).backend)
     for job in jobs:
         begin = time.perf_counter()
         try:
@@ -139,12 +203,30 @@ def main() -> int:
             raise TrainingFailure(f"rank {dist.get_rank()} failed: {type(error).__name__}: {first_line(error)}") from error
         dist.barrier()
         if dist.get_rank() == 0:
-            with open(path.with_name("done.txt"), "a") as file:
+            with open(done, "a") as file:
                 file.write(f"{time.perf_counter() - begin:.2f}\n")
     return 0
 
 
+def main() -> int:
+    if len(sys.argv) != 2:
+        raise UserError("give one file of jobs")
+    path = Path(sys.argv[1])
+    groups = read(path)
+    preload(groups)
+    for group in groups:
+        status = ranks.fork(group.num_ranks or 1, functools.partial(_rank, group, path.with_name("done.txt")), NAME)
+        if status:
+            return status
+    return 0
+
+
+def _rank(group: Group, done: Path, listener: socket.socket) -> int:
+    if group.num_ranks is None:
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            del os.environ[name]
+    return run_program(NAME, lambda: run_group(group.jobs, done, listener if group.num_ranks else None))
+
+
 if __name__ == "__main__":
-    status = run_program(NAME, main)
-    sys.stdout.flush()
-    os._exit(status)  # the groups of many strategies are not worth taking down one by one
+    raise SystemExit(run_program(NAME, main))

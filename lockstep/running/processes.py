@@ -2,31 +2,16 @@
 
 import ctypes
 import os
-import re
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
-from lockstep.errors import TrainingFailure, printable
+from lockstep.errors import printable
 
 ROOT = Path(__file__).parents[2]
-PATIENCE = 30  # seconds for a launcher to end its ranks
+PATIENCE = 30  # seconds for a program to end
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
-
-
-class ChildFailure(TrainingFailure):
-    """A program that this one started has failed; `exit_code` is that program's, where it is one of Lockstep's."""
-
-    def __init__(self, message: str, status: int):
-        super().__init__(message)
-        self.exit_code = status if status in (1, 2, 3) else 1
-
-
-def ranks(number: int) -> list[str]:
-    """The command that starts so many ranks on this machine, without the script."""
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(number)]
 
 
 def environment() -> dict[str, str]:
@@ -46,7 +31,7 @@ def end_with_parent(by: int = signal.SIGTERM) -> None:
 
 
 def end(process: subprocess.Popen) -> None:
-    """End a process that `start` started; a launcher ends its ranks."""
+    """End a process that `start` started; its ranks end with it."""
     process.terminate()
     try:
         process.wait(PATIENCE)
@@ -55,19 +40,18 @@ def end(process: subprocess.Popen) -> None:
         process.wait()
 
 
-def failure(program: str, status: int, log: str) -> tuple[str, int]:
-    """Why a program failed, in one line, and its exit status, from its own status and all that it and its launcher said.
+def killed_by(number: int) -> str:
+    """ "killed by SIGTERM", with what it may mean."""
+    return f"killed by {signal.Signals(number).name}" + (" (the machine may be short of memory)" if number == signal.SIGKILL else "")
 
-    torchrun's own status is 1 whatever its ranks' are; it names theirs.
-    """
+
+def failure(program: str, status: int, log: str) -> str:
+    """Why a program failed, in one line, from its exit status and all that it said."""
     said = [line.removeprefix(f"{program}: ") for line in log.splitlines() if line.startswith(f"{program}: ")]
-    codes = [int(code) for code in re.findall(r"exitcode: (-?\d+)\) local_rank", log)]
-    status = codes[0] if codes else status
     if said:
         first = min(range(len(said)), key=lambda index: ("closed by peer" in said[index], index))
-        return printable(said[first]), status
+        return printable(said[first])
     if status < 0:
-        killed = " (the machine may be short of memory)" if status == -signal.SIGKILL else ""
-        return f"killed by {signal.Signals(-status).name}{killed}", status
+        return killed_by(-status)
     last = next((line for line in reversed(log.splitlines()) if line.strip()), "it said nothing")
-    return printable(f"exit status {status}: {last.strip()}", 300), status
+    return printable(f"exit status {status}: {last.strip()}", 300)

@@ -1,11 +1,157 @@
-"""How far a long piece of work is: a line that moves on a terminal, a line now and then elsewhere, nothing when it is short."""
+"""What a person sees while something runs: one line that moves on a terminal, plain lines elsewhere.
 
+`screen` shows the lines of this process. A process whose output goes into a log calls `relay` first: its lines then carry a mark, and
+whoever reads the log hands them to its own screen (`Screen.take`).
+"""
+
+import contextlib
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from typing import TextIO
+
+MARK = "@lockstep "
+OFTEN = 0.2  # seconds between two states of the moving line
 
 
-class Progress:
-    """`add` what has been done, of `total` in the same unit (None: nobody knows); `end` when it is over. Writes to stderr."""
+class Screen:
+    """Shows lines on `stream`, or on standard output as it is at the time."""
+
+    def __init__(self, stream: TextIO | None = None):
+        self._stream, self._lock, self._moving = stream, threading.Lock(), False
+
+    @property
+    def stream(self) -> TextIO:
+        return self._stream or sys.stdout
+
+    def note(self, line: str) -> None:
+        """A line that stays; it takes the place of a moving one."""
+        self._write(line, stays=True)
+
+    def state(self, line: str, *, stays: bool) -> None:
+        """How far something is. On a terminal it replaces the state before; elsewhere it is shown if it `stays`."""
+        if self.stream.isatty():
+            self._write(line, stays=False)
+        elif stays:
+            self._write(line, stays=True)
+
+    def take(self, text: str) -> bool:
+        """Show a line of a log that `Relay` marked; returns whether it was one."""
+        _, mark, rest = text.rstrip("\n").partition(MARK)
+        kind, _, line = rest.partition(" ")
+        if not mark:
+            return False
+        if kind == "note":
+            self.note(line)
+        else:
+            self.state(line, stays=kind == "step")
+        return True
+
+    def _write(self, line: str, *, stays: bool) -> None:
+        with self._lock:
+            begin = "\r\x1b[K" if self._moving or not stays else ""
+            self._moving = not stays
+            self.stream.write(begin + line + ("\n" if stays else ""))
+            self.stream.flush()
+
+    def end(self) -> None:
+        """Leave the moving line as it is: what follows is somebody else's."""
+        with self._lock:
+            if self._moving:
+                self.stream.write("\n")
+                self.stream.flush()
+            self._moving = False
+
+
+class Relay(Screen):
+    """Writes marked lines into a log, for another process's screen."""
+
+    def note(self, line: str) -> None:
+        print(f"{MARK}note {line}", flush=True)
+
+    def state(self, line: str, *, stays: bool) -> None:
+        print(f"{MARK}{'step' if stays else 'state'} {line}", flush=True)
+
+
+screen = Screen()
+
+
+def relay() -> None:
+    """From now on this process's lines are for another one, which reads its standard output."""
+    global screen
+    screen = Relay()
+
+
+@contextlib.contextmanager
+def shown_on(other: Screen) -> Iterator[None]:
+    """Use another screen for a while."""
+    global screen
+    before, screen = screen, other
+    try:
+        yield
+    finally:
+        screen = before
+
+
+class Steps:
+    """How far a run is: a state for every step, of which every `interval`th stays where lines do not move."""
+
+    def __init__(self, label: str, total: int, interval: int):
+        self._label, self._total, self._interval = label, total, interval
+        self._begin: float | None = None  # when the first step was done: it takes longer than the others
+        self._shown = -OFTEN
+
+    def add(self, step: dict) -> None:
+        """Show a step of the history."""
+        number, now = step["step"], time.monotonic()
+        stays = number == 1 or number % self._interval == 0
+        if self._begin is None:
+            self._begin = now
+        if not stays and now - self._shown < OFTEN:
+            return
+        self._shown = now
+        line = f"{self._label}: step {number}/{self._total}  loss {step['loss']:.6f}  grad norm {step['grad_norm']:.4f}"
+        each = (now - self._begin) / (number - 1) if number > 1 else 0.0
+        if each:
+            line += f"  {step['tokens'] / each:.0f} tokens/s  {duration((self._total - number) * each)} left"
+        screen.state(line, stays=stays)
+
+
+@contextlib.contextmanager
+def working(what: str) -> Iterator[None]:
+    """Say what is being done, on a terminal for how long so far, and at the end how long it took."""
+    begin, done = time.monotonic(), threading.Event()
+    screen.state(what, stays=True)
+
+    def count() -> None:
+        while not done.wait(1):
+            screen.state(f"{what}: {duration(time.monotonic() - begin)}", stays=False)
+
+    thread = threading.Thread(target=count, daemon=True)
+    thread.start()
+    try:
+        yield
+        done.set()
+        thread.join()
+        screen.note(f"{what}: done in {duration(time.monotonic() - begin)}")
+    finally:
+        done.set()
+
+
+def duration(seconds: float) -> str:
+    """ "7 s", "3 min 20 s", "2 h 5 min"."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+class Bytes:
+    """How far a long reading is, in MB. `add` what has been done, of `total` bytes (None: nobody knows); `end` when it is over.
+
+    Writes to stderr, and nothing when it is short."""
 
     def __init__(self, what: str, total: int | None):
         self._what, self._total, self._done, self._said = what, total, 0, False

@@ -1,23 +1,28 @@
 """A run under Ray Train: in a Ray instance of its own, or in the cluster that RAY_ADDRESS names. The only file that imports ray.
 
-    python -m lockstep.running.under_ray        starts a local Ray instance and prints its address; it ends when standard input closes
+What Ray and the workers say goes into a log beside the history; a person sees the lines that the loop means for them.
 """
 
+import concurrent.futures
 import contextlib
 import datetime
+import importlib
+import io
 import logging
 import os
 import re
 import shutil
-import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TextIO
 
 from lockstep.config import Config
-from lockstep.errors import TrainingFailure, UserError, first_line, run_program
+from lockstep.errors import TrainingFailure, UserError, first_line
 from lockstep.launch import set_threads
+from lockstep.running import progress
 
 RAY_ENVIRONMENT = {
     "RAY_CHDIR_TO_TRIAL_DIR": "0",  # workers stay where the scripts are
@@ -27,14 +32,6 @@ RAY_ENVIRONMENT = {
     "RAY_TRAIN_METRICS_ENABLED": "0",  # there is no dashboard to show them
 }
 CONNECT_TIMEOUT = 3.0  # seconds
-# A Ray instance of our own has one turn. A run takes all of it, so that a script started early trains after the one before
-# it, also where there are CPUs or GPUs for both.
-TURN = "lockstep_turn"
-# What Ray Train starts an actor for, each with 1.5 s of CPU time, and we have no use for: there is no Ray Data here, and an
-# instance of our own, which ends with the script, needs no cleaning up. The names are private to Ray; where they are others, these
-# actors start again, and nothing else changes.
-NO_DATA, NO_CLEANING = "DatasetsCallback", "PlacementGroupCleanerCallback"
-WENT_WELL = "went well"  # what the shell script says to the instance that it holds, before it closes its input
 
 
 def _worker(arguments: dict) -> tuple[bool, str]:
@@ -48,54 +45,54 @@ def _worker(arguments: dict) -> tuple[bool, str]:
 
     from lockstep.training import loop as training
 
+    progress.relay()
     config = arguments["config"]
     context = train.get_context()
     set_threads(config, context.get_local_world_size())
     try:
-        return True, training.run(config, arguments["inputs"], arguments["make_strategy"], get_device())
+        return True, training.run_with_control(config, arguments["inputs"], config.row.build(), get_device())
     except TrainingFailure as error:
         return False, str(error)
 
 
-def run(config: Config, inputs, make_strategy, begin: Callable[[], None]) -> str:
+def run(config: Config, inputs, begin: Callable[[], None]) -> str:
     """Train under Ray Train; returns a closing sentence. Calls `begin` when there is a cluster to train in.
 
     Raises TrainingFailure, or UserError when no cluster is where RAY_ADDRESS says.
     """
-    ray = _import_ray(train=True)
+    ray = _import_ray()
+    training_library = _in_background(_import_ray_train)  # it takes as long as Ray takes to start
+    _connect(ray)
+    training_library.result()
+    with _log_at(config.loss_output_dir / "logs" / f"{config.history_path.stem}.txt") as path:
+        begin()
+        try:
+            return _train(ray, config, inputs)
+        except WorkersLost as error:
+            raise TrainingFailure(f"{error}; all that was said is in {path}") from error
+
+
+class WorkersLost(TrainingFailure):
+    """Ray or a worker ended the run, and not the loop: its log says more."""
+
+
+def _train(ray, config: Config, inputs) -> str:
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
     from ray.train.v2.api.exceptions import TrainingFailedError
 
-    name = config.experiment_name or f"{config.strategy}-{datetime.datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}"
+    name = config.experiment_name or f"{config.name}-{datetime.datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}"
     cpu = min(1, (os.cpu_count() or 1) / config.num_workers)
     resources = {"CPU": 1, "GPU": 1} if config.device == "cuda" else {"CPU": cpu}
-    _connect(ray)
-    begin()
-    needless = {NO_DATA}
     gpus = int(ray.cluster_resources().get("GPU", 0))
     if config.device == "cuda" and gpus < config.num_workers:
-        print(f"{config.label}: waiting for {config.num_workers} GPUs, the cluster has {gpus} now", flush=True)
-    if TURN in ray.cluster_resources():
-        needless.add(NO_CLEANING)
-        os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = "86400"  # to wait for a turn is no failure
-        resources[TURN] = 10_000 // config.num_workers / 10_000  # Ray counts in ten-thousandths
-        if ray.available_resources().get(TURN, 0) < resources[TURN]:
-            print(f"{config.label}: waiting for the run before it to end", flush=True)
-
-    class Trainer(TorchTrainer):
-        def _create_default_callbacks(self) -> list:
-            return [callback for callback in super()._create_default_callbacks() if type(callback).__name__ not in needless]
-
-        def _register_sigint_handler(self, controller) -> None:
-            """Ctrl-C ends this process (lockstep/startup.py), and Ray ends what it started."""
-
+        progress.screen.note(f"{config.label}: waiting for {config.num_workers} GPUs, the cluster has {gpus} now")
     kept, ours = config.storage_path / name, not config.storage_path.exists()
     went_well = False
     try:
-        trainer = Trainer(
+        trainer = TorchTrainer(
             _worker,
-            train_loop_config={"config": config, "inputs": inputs, "make_strategy": make_strategy},
+            train_loop_config={"config": config, "inputs": inputs},
             torch_config=TorchConfig(backend=config.backend),
             scaling_config=ScalingConfig(
                 num_workers=config.num_workers, use_gpu=config.device == "cuda", resources_per_worker=resources
@@ -104,17 +101,63 @@ def run(config: Config, inputs, make_strategy, begin: Callable[[], None]) -> str
                 name=name, storage_path=str(config.storage_path), failure_config=FailureConfig(max_failures=0)
             ),
         )
-        went_well, line = trainer.fit().return_value
+        # Only in the main thread does Ray Train take Ctrl-C for itself. It ends this process (lockstep/startup.py), and Ray
+        # ends what it started.
+        went_well, line = _in_background(trainer.fit).result().return_value
     except TrainingFailedError as error:
-        raise TrainingFailure(_reason(error)) from error
+        raise WorkersLost(_reason(error)) from error
     except ray.exceptions.RayError as error:
-        raise TrainingFailure(f"Ray stopped the run: {first_line(error)}") from error
+        raise WorkersLost(f"Ray stopped the run: {first_line(error)}") from error
     finally:
         _shutdown(ray, clean=went_well)
         _remove_records(kept, *([config.storage_path] if ours else []))
     if not went_well:
         raise TrainingFailure(line)
     return line
+
+
+def _in_background(function: Callable) -> concurrent.futures.Future:
+    """Call the function in a thread that ends with this process."""
+    future: concurrent.futures.Future = concurrent.futures.Future()
+
+    def call() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:  # noqa: BLE001 - whoever asks for the result gets it
+            future.set_exception(error)
+
+    threading.Thread(target=call, daemon=True).start()
+    return future
+
+
+class _Log(io.TextIOBase):
+    """Takes what is printed: lines that are meant for a person to the screen, all others to a file."""
+
+    def __init__(self, file: TextIO):
+        self._file, self._lock, self._unfinished = file, threading.Lock(), ""
+
+    def write(self, text: str) -> int:
+        with self._lock:  # Ray prints from a thread
+            *lines, self._unfinished = (self._unfinished + text).split("\n")
+            for line in lines:
+                if not progress.screen.take(line):
+                    self._file.write(line + "\n")
+            self._file.flush()
+        return len(text)
+
+
+@contextlib.contextmanager
+def _log_at(path: Path) -> Iterator[Path]:
+    """While this lasts, what Ray prints, for itself and for its workers, goes to a file, and marked lines to the screen."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = open(path, "w", encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise UserError(f"--loss_output_dir: {path} cannot be written ({error.strerror}); choose another folder") from error
+    log = _Log(file)
+    with file, progress.shown_on(progress.Screen(sys.stdout)):
+        with contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
+            yield path
 
 
 def _remove_records(*folders: Path) -> None:
@@ -137,18 +180,22 @@ def _reason(error) -> str:
     return f"worker {rank} failed: {re.sub(r'^lockstep[.]errors[.][A-Za-z]+: ', '', lines[rank])}"
 
 
-def _import_ray(*, train: bool = False):
+def _import_ray():
     """ray, with the settings that must be in the environment before it is imported."""
     for key, value in RAY_ENVIRONMENT.items():
         os.environ.setdefault(key, value)
-    try:
-        import ray
+    return _import("ray")
 
-        if train:
-            import ray.train.torch
+
+def _import_ray_train():
+    return _import("ray.train.torch")
+
+
+def _import(name: str):
+    try:
+        return importlib.import_module(name)
     except ImportError as error:
         raise UserError(f"ray cannot be imported ({first_line(error)}); install requirements.txt, or use torchrun") from error
-    return ray
 
 
 def _connect(ray) -> None:
@@ -161,7 +208,7 @@ def _connect(ray) -> None:
             _require_cluster(ray, address)
         ray.init(
             address=address,
-            **({"include_dashboard": False, "resources": {TURN: 1}} if address == "local" else {}),
+            **({"include_dashboard": False} if address == "local" else {}),
             logging_level=logging.ERROR,
             logging_config=ray.LoggingConfig(log_level="ERROR"),  # without a dashboard Ray warns every second
         )
@@ -225,17 +272,3 @@ def _shutdown(ray, *, clean: bool) -> None:
         latest = session.with_name("session_latest")
         if latest.is_symlink() and not latest.exists():
             latest.unlink(missing_ok=True)
-
-
-def _hold_local_ray() -> int:
-    """Start a local Ray instance, print its address, and keep it until standard input closes."""
-    ray = _import_ray()
-    _connect(ray)
-    print(ray.get_runtime_context().gcs_address, flush=True)
-    _shutdown(ray, clean=sys.stdin.read().strip() == WENT_WELL)
-    return 0
-
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the script, which closes the input
-    raise SystemExit(run_program("lockstep.running.under_ray", _hold_local_ray))

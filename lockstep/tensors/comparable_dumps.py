@@ -39,7 +39,7 @@ def require_comparable(one: Dump, other: Dump, *, same_steps: bool = True) -> No
         raise UserError(f"{pair}: steps {', '.join(sorted(steps))} against {', '.join(sorted(others))}; capture the same steps")
     for step in sorted(steps & others, key=int):
         if one.steps[step]["batch_hash"] != other.steps[step]["batch_hash"]:
-            raise UserError(f"{pair}: step {step} was trained on different batches; use one corpus, one --seed and one --debug_steps")
+            raise UserError(f"{pair}: step {step} was trained on different batches; use one corpus, one --seed and one --seq_length")
     if one.run["versions"] != other.run["versions"]:
         raise UserError(f"{pair}: versions {one.run['versions']} against {other.run['versions']}; use one environment")
 

@@ -19,10 +19,12 @@ from pathlib import Path
 
 import numpy as np
 
-from lockstep.config import STRATEGIES, Parser
+from lockstep.config import Parser
 from lockstep.diagnosis.diagnose import diagnose
 from lockstep.errors import UserError, run_program
+from lockstep.files import require_writable_folder
 from lockstep.losses.curves import RANK_SPACINGS, RULES, loss_noise
+from lockstep.strategies import BASELINE, in_order
 from lockstep.tensors import report as tensor_report
 from lockstep.tensors.comparable_dumps import (
     configuration_differences,
@@ -69,23 +71,24 @@ def compare(reference: Dump, dumps: dict[str, Dump], replays: dict[str, Dump]) -
     `replays` are the references of later steps, by strategy. A run that lacks tensors of its model fails. Raises UserError
     for dumps that cannot be compared, for a step without its reference, for an incomplete yardstick and for damaged files.
     """
-    if "ddp" not in dumps:
+    if BASELINE not in dumps:
         raise UserError("the yardstick is DDP's own distance from the reference; capture train_ddp.py too and name its dump")
     if not reference.is_reference:
-        raise UserError(f"{reference.folder}: not a reference; run lockstep.tensors.exact_run, and name what it writes")
-    dumps = {name: dumps[name] for name in STRATEGIES if name in dumps}  # so that nothing depends on their order
-    if dumps["ddp"].missing:
-        step, name = dumps["ddp"].missing[0]
-        raise UserError(f"{dumps['ddp'].folder}: step {step} lacks {name}; the yardstick must have every tensor; {REMEDY}")
+        raise UserError(f"{reference.folder}: not a reference; run python -m lockstep.reference, and name what it writes")
+    dumps = {name: dumps[name] for name in in_order(dumps)}  # so that nothing depends on their order
+    baseline = dumps[BASELINE]
+    if baseline.missing:
+        step, name = baseline.missing[0]
+        raise UserError(f"{baseline.folder}: step {step} lacks {name}; the yardstick must have every tensor; {REMEDY}")
     precision = reference.run["config"]["precision"]
     _require_precision(precision)
     for dump in dumps.values():
         require_comparable(dump, reference)
-        require_comparable(dumps["ddp"], dump)
-    result = Result(dumps, "ddp", [], [], {}, dumps, [], has_reference=True)
-    result.configuration = {name: configuration_differences(dumps["ddp"], dump) for name, dump in dumps.items()}
+        require_comparable(baseline, dump)
+    result = Result(dumps, BASELINE, [], [], {}, dumps, [], has_reference=True)
+    result.configuration = {name: configuration_differences(baseline, dump) for name, dump in dumps.items()}
     result.missing = [(name, *missing) for name, dump in dumps.items() for missing in dump.missing]
-    for step in sorted(int(step) for step in dumps["ddp"].steps):
+    for step in sorted(int(step) for step in baseline.steps):
         truths = {name: reference if step == 1 else _replay(replays, dump, name, step) for name, dump in dumps.items()}
         for truth in truths.values():
             require_its_batch(truth, step)
@@ -105,8 +108,8 @@ def compare_two(one: Dump, other: Dump) -> Result:
     Two correct runs, each within MULTIPLE times DDP's distance from the reference, are within twice that of each other.
     What one of them has and the other lacks is a failure. The order of the two does not matter.
     """
-    order = list(STRATEGIES)
-    other, one = sorted((one, other), key=lambda dump: (order.index(dump.run["config"]["strategy"]), str(dump.folder.resolve())))
+    order = in_order({one.name, other.name})
+    other, one = sorted((one, other), key=lambda dump: (order.index(dump.name), str(dump.folder.resolve())))
     require_comparable(one, other)
     precision = one.run["config"]["precision"]
     _require_precision(precision)
@@ -187,7 +190,7 @@ def _replay(replays: dict[str, Dump], dump: Dump, name: str, step: int) -> Dump:
 
 
 def _judge_step(reference: Dump, dumps: dict, truths: dict, step: int, precision: str, result: Result) -> None:
-    ddp = dumps["ddp"]
+    ddp = dumps[BASELINE]
     names, parameters, entries = _names(ddp, step), list(ddp.layout.parameters), ddp.steps[str(step)]["tensors"]
     found: dict[str, dict[str, Distance]] = {strategy: {} for strategy in dumps}
     for name, tensor in zip(names, _measure(names, truths, dumps, step), strict=True):
@@ -207,16 +210,16 @@ def _judge_step(reference: Dump, dumps: dict, truths: dict, step: int, precision
     for (strategy, name), kinds in zip(items, updates, strict=True):
         found[strategy].update({f"{kind}/{name}": distance for kind, distance in kinds.items()})
 
-    noise = _noise(found["ddp"], entries, precision)
-    typical = typical_error([found["ddp"][name] for name in found["ddp"] if is_vector_gradient(name, entries[name])])
+    noise = _noise(found[BASELINE], entries, precision)
+    typical = typical_error([found[BASELINE][name] for name in found[BASELINE] if is_vector_gradient(name, entries[name])])
     for strategy in dumps:
         for name in (name for name in ddp.expected(step) if name in found[strategy]):
             distance, which = found[strategy][name], PASSES[name.split("/")[0]]
-            if strategy == "ddp" and which in noise:
+            if strategy == BASELINE and which in noise:
                 result.rows.append(judge_yardstick(strategy, step, name, distance, precision, noise[which][name]))
             else:
                 rounding = ROUNDING[entries[name]["dtype"]]
-                measure = yardstick(found["ddp"][name], typical if is_vector_gradient(name, entries[name]) else None)
+                measure = yardstick(found[BASELINE][name], typical if is_vector_gradient(name, entries[name]) else None)
                 result.rows.append(judge(strategy, step, name, distance, measure, rounding))
 
 
@@ -268,14 +271,16 @@ def arrange(opened: list[Dump]) -> tuple[Dump, dict[str, Dump], dict[str, Dump]]
         raise UserError(f"{len(references)} of the {len(opened)} dumps are references; more than two dumps are compared through just one")
     (reference,), dumps = references, {}
     for dump in opened:
-        name = dump.run["config"]["strategy"]
+        name = dump.name
         if dump is not reference and name in dumps:
-            raise UserError(f"{dumps[name].folder} and {dump.folder} are both dumps of {name}; name one dump for each strategy")
+            raise UserError(
+                f"{dumps[name].folder} and {dump.folder} are both dumps of {name}; name one dump for each strategy, or capture with --run_name"
+            )
         if dump is not reference:
             dumps[name] = dump
     beside = reference.folder.resolve().parent
-    if "ddp" not in dumps:
-        dumps["ddp"] = Dump(beside / "ddp")
+    if BASELINE not in dumps:
+        dumps[BASELINE] = Dump(beside / BASELINE)
     replays = {name: beside / f"replay_{name}" for name in dumps}
     return reference, dumps, {name: Dump(folder) for name, folder in replays.items() if folder.is_dir()}
 
@@ -311,6 +316,8 @@ def main(argv: list[str] | None = None) -> int:
         if len(options.dumps) < 2:
             raise UserError("give two dump folders or more")
         require_distinct(options.dumps)
+        if options.output_dir is not None:
+            require_writable_folder(options.output_dir, "--output_dir", keep=False)
         opened = [Dump(folder) for folder in options.dumps]
         replay = next((dump for dump in opened if dump.is_replay), None)
         if replay:

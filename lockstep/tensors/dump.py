@@ -67,6 +67,11 @@ class Dump:
             raise UserError(f"{path}: step {step} lacks {name}, and a reference must have every tensor of its model; {REMEDY}")
 
     @property
+    def name(self) -> str:
+        """The run's name: that of its strategy, unless it was given another."""
+        return self.run["config"].get("run_name") or self.run["config"]["strategy"]
+
+    @property
     def is_reference(self) -> bool:
         return "0" in self.steps
 

@@ -28,11 +28,13 @@ import torch
 from lockstep import config as config_module
 from lockstep import files
 from lockstep.collective import init_alone
-from lockstep.config import BETAS, EPS, STRATEGIES, Config, Inputs
+from lockstep.config import BETAS, EPS, Config, Inputs
 from lockstep.errors import TrainingFailure, UserError, run_program
 from lockstep.inputs import initial_weights, model_check, weights
 from lockstep.inputs.data import global_batch_hash, micro_batches_hash
 from lockstep.inputs.model import build_model, causal_lm_loss
+from lockstep.running import locks
+from lockstep.strategies import BASELINE
 from lockstep.tensors import dump
 from lockstep.tensors.capture import Capture
 from lockstep.tensors.comparison import require_comparable
@@ -94,11 +96,16 @@ def run(config: Config, inputs: Inputs, also: list[Path] = ()) -> str:
     capture.only_parameters(strategy)
     for index in range(config.capture_steps):
         loss = _one_step(config, inputs, strategy, capture, index)
-    beside = [folder for folder in sorted(config.capture_dir.iterdir()) if folder.name in STRATEGIES]
-    for folder in [*beside, *also]:
+    for folder in [*captured(config.capture_dir), *also]:
         if (folder / dump.MANIFEST).is_file():
             replay(config, inputs, strategy, folder, dump.Dump(capture.folder))
     return f"{LABEL}: {config.capture_steps} steps, last loss {loss:.9f}, {capture.folder}"
+
+
+def captured(folder: Path) -> list[Path]:
+    """The dumps of runs in a folder, without the references in it."""
+    inside = sorted(folder.iterdir()) if folder.is_dir() else []
+    return [each for each in inside if (each / dump.MANIFEST).is_file() and each.name != "reference" and not each.name.startswith("replay_")]
 
 
 def replay(config: Config, inputs: Inputs, strategy: "ReferenceStrategy", folder: Path, reference: dump.Dump) -> None:
@@ -121,7 +128,7 @@ def replay(config: Config, inputs: Inputs, strategy: "ReferenceStrategy", folder
 
 def _capture(config: Config, inputs: Inputs, name: str, model: torch.nn.Module, initial_sha256: str) -> Capture:
     alone = dataclasses.replace(
-        config, strategy=name, num_workers=1, dp_size=1, batch_size=inputs.batches.windows_per_step,
+        config, run_name=name, num_workers=1, dp_size=1, batch_size=inputs.batches.windows_per_step,
         gradient_accumulation_steps=1,
     )  # fmt: skip
     capture = Capture(alone, model, {**provenance(config, inputs), "label": LABEL, "exact": True})
@@ -158,19 +165,20 @@ def _one_step(config, inputs, strategy, capture, index: int, *, started_from: st
 
 def main() -> int:
     def body() -> int:
-        config = config_module.parse_config("ddp")
+        config = config_module.parse_config(BASELINE)
         if config.capture_dir is None:
             raise UserError("--capture_dir is missing: the folder to write the reference's dump into")
         inputs = config_module.load_inputs(config)
-        config_module.check_environment(dataclasses.replace(config, strategy="reference"), inputs.architecture)
+        config_module.check_environment(dataclasses.replace(config, run_name="reference"), inputs.architecture)
         model_check.check(config, inputs)
-        replays = [config.capture_dir / f"replay_{strategy}" for strategy in STRATEGIES]
+        replays = [folder.with_name(f"replay_{folder.name}") for folder in captured(config.capture_dir)]
         for folder in replays:
             files.require_new_folder(folder, "--capture_dir", overwrite=config.overwrite)
-        for folder in (config.capture_dir / "reference", *replays):
-            files.remove_captured(folder)  # there are none without --overwrite
-        init_alone()
-        print(run(config, inputs))
+        with locks.held((config.capture_dir / "reference", "--capture_dir")):
+            for folder in (config.capture_dir / "reference", *replays):
+                files.remove_captured(folder)  # there are none without --overwrite
+            init_alone()
+            print(run(config, inputs))
         return 0
 
     return run_program("lockstep.reference", body)

@@ -8,10 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from lockstep import origin
-from lockstep.config import STRATEGIES
 from lockstep.diagnosis.diagnose import Diagnosis
 from lockstep.errors import printable
-from lockstep.files import write_text
+from lockstep.files import write_result
 from lockstep.tensors.judgement import PASSES, Result
 
 SHORT = 12  # rows of a long table that are printed; the file has all
@@ -39,8 +38,8 @@ def write(result: Result, diagnoses: dict[str, Diagnosis], folder: Path) -> None
     """Write report.md and report.json into a folder."""
     sections = _sections(result, diagnoses)
     text = "\n\n".join(f"## {title}\n\n" + "\n".join(map(_item, _as_text(lines, _escaped))) for title, lines in sections.items())
-    write_text(folder / "report.md", f"# Tensor by tensor: {result.outcome}\n\n" + text + "\n")
-    write_text(folder / "report.json", json.dumps(as_data(result, diagnoses), indent=1) + "\n")
+    write_result(folder / "report.md", f"# Tensor by tensor: {result.outcome}\n\n" + text + "\n")
+    write_result(folder / "report.json", json.dumps(as_data(result, diagnoses), indent=1) + "\n")
 
 
 def _sections(result: Result, diagnoses: dict[str, Diagnosis]) -> dict[str, list]:
@@ -113,7 +112,7 @@ def _alike(found: dict[str, str]) -> str:
 
 
 def _label(result: Result, name: str) -> str:
-    return result.columns[name].label if name in STRATEGIES else name
+    return result.columns[name].label if result.has_reference else name
 
 
 def verdict(result: Result) -> list[str]:

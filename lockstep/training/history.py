@@ -66,7 +66,9 @@ def read(path: Path) -> History:
         raise UserError(f"{path}: not a loss history of format {FORMAT}; run its training again with this version")
     file = history_schema.parse(content, path)
     if content["sha256"] != seal(content):
-        raise UserError(f"{path}: its content was changed since it was written (the seal, sha256, is of other content); run its training again")
+        raise UserError(
+            f"{path}: its content was changed since it was written (the seal, sha256, is another); run its training again"
+        )
     history_schema.require_consistent(file, path)
     return History(steps=content["steps"], **{key: content[key] for key in PARTS})
 

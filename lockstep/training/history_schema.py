@@ -80,6 +80,7 @@ class RunConfig(Strict):
     dataset_name: Text
     save_init_weights: bool
     pretrained: bool = False
+    run_name: Name | None = None
     noise_control: bool
     log_interval: Count
     capture_steps: Count

@@ -5,6 +5,7 @@ saw, and stops all ranks when something is wrong.
 """
 
 import contextlib
+import gc
 import math
 import time
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from lockstep.inputs import initial_weights, weights
 from lockstep.inputs.data import Batches, global_batch_hash, micro_batches_hash
 from lockstep.inputs.model import build_model
 from lockstep.mesh import Geometry, Mesh
+from lockstep.running import progress
 from lockstep.tensors.capture import Capture
 from lockstep.training import history as history_file
 from lockstep.training.contract import contract_difference, expected_contract
@@ -55,11 +57,23 @@ class Strategy(Protocol):
         """What it really runs with, read from live objects after a first step (see lockstep/training/observe.py)."""
 
 
+def run_with_control(config: Config, inputs: Inputs, make_strategy, device: torch.device) -> str:
+    """`run`, and after it, if --control asks for it, the control run in the same process; returns the last one's sentence."""
+    line = run(config, inputs, make_strategy, device)
+    if not config.control:
+        return line
+    if dist.get_rank() == 0:
+        progress.screen.note(line)
+    gc.collect()  # strategies hold cycles; the first model must be gone before the second is made
+    return run(config.of_control(), inputs, make_strategy, device)
+
+
 def run(config: Config, inputs: Inputs, make_strategy, device: torch.device) -> str:
     """Train in this process, on this device, as one rank of an initialised process group; returns a closing sentence.
 
     `make_strategy(model, config, mesh, device)` builds the Strategy. Raises TrainingFailure on every rank.
     """
+    begin = time.monotonic()
     rank = dist.get_rank()
     model, file_sums = _initial_model(config, inputs, rank)
     about = provenance(config, inputs)
@@ -83,7 +97,8 @@ def run(config: Config, inputs: Inputs, make_strategy, device: torch.device) -> 
     if rank == 0:
         record.save(path)
     last = record.steps[-1]
-    return f"{config.label}: {len(record.steps)} steps, loss {record.steps[0]['loss']:.6f} -> {last['loss']:.6f}, {path}"
+    took = progress.duration(time.monotonic() - begin)
+    return f"{config.label}: {len(record.steps)} steps in {took}, loss {record.steps[0]['loss']:.6f} -> {last['loss']:.6f}, {path}"
 
 
 def _train(config, inputs, strategy, rank, device, file_sums, record, path, capture) -> None:
@@ -95,6 +110,7 @@ def _train(config, inputs, strategy, rank, device, file_sums, record, path, capt
             capture.manifest["initial_sha256"] = record.weights["initial_sha256"]
         record.save(path)
 
+    shown = progress.Steps(config.label, inputs.num_steps, config.log_interval)
     for index in range(inputs.num_steps):
         compute_dtypes = ComputeDtypes(strategy.model) if index == 0 else None
         watching = capture if capture is not None and index < config.capture_steps else None
@@ -109,12 +125,7 @@ def _train(config, inputs, strategy, rank, device, file_sums, record, path, capt
             stop_together(f"{config.label} does not run with what was asked for: {difference}" if difference else "")
         if rank == 0:
             record.save(path)
-            if index == 0 or (index + 1) % config.log_interval == 0:
-                print(
-                    f"{config.label}: step {index + 1}/{inputs.num_steps}  loss {step['loss']:.6f}  "
-                    f"grad norm {step['grad_norm']:.4f}  {step['seconds']:.3f} s",
-                    flush=True,
-                )
+            shown.add(step)
 
     after = _live_checksums(strategy, rank)
     memory = peak_memory(device)

@@ -1,0 +1,83 @@
+"""Where a run can take place: the launcher's ranks, this machine's cores and GPUs. Needs no torch."""
+
+import importlib.metadata
+import os
+from pathlib import Path
+
+from lockstep.errors import UserError
+from lockstep.strategies import Row
+
+WORKERS_PER_CORE = 4  # more CPU processes than this on one core spend their time switching
+
+
+def launched_in_place() -> bool:
+    """Whether torchrun or the deepspeed launcher started this process as one of several ranks."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def workers_here(total: int) -> int:
+    """How many of a launcher's ranks run on this machine; torchrun and deepspeed have different names for it."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or total)
+
+
+def resolve_mesh(row: Row, options: dict) -> dict:
+    """num_workers, tp_size and dp_size, from the flags and the launcher. Raises UserError where they contradict each other."""
+    workers, tp, dp = options["num_workers"], options["tp_size"], options["dp_size"]
+    for axis, size, what in (("tp", tp, "tensor"), ("dp", dp, "data")):
+        if axis not in row.axes and size not in (None, 1):
+            raise UserError(f"--{axis}_size {size}: {row.label} has no {what} parallelism; leave it out, or use another strategy")
+    tp = tp or (2 if "tp" in row.axes else 1)
+    dp = dp or (None if "dp" in row.axes else 1)
+    started = int(os.environ["WORLD_SIZE"]) if launched_in_place() else None
+    dp = dp or (max(1, (workers or started) // tp) if workers or started else 2)
+    workers = workers or tp * dp
+    if workers != tp * dp:
+        raise UserError(
+            f"--num_workers {workers} is not tp_size x dp_size = {tp} x {dp} = {tp * dp}; change one of the three"
+        )
+    if started not in (None, workers):
+        raise UserError(
+            f"the launcher started {started} processes, the mesh has {tp} x {dp} = {workers}; "
+            f"start {workers}, or change --tp_size or --dp_size"
+        )
+    return {"num_workers": workers, "tp_size": tp, "dp_size": dp}
+
+
+def local_gpus() -> int:
+    """GPUs of this machine that CUDA_VISIBLE_DEVICES lets through (0 where torch has no CUDA)."""
+    if importlib.metadata.version("torch").endswith("+cpu"):
+        return 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
+    driver = Path("/proc/driver/nvidia/gpus")
+    return len(list(driver.iterdir())) if driver.is_dir() else 0
+
+
+def resolve_device(row: Row, options: dict) -> dict:
+    """device and backend, from the flags and what there is. Raises UserError for more workers than there is room for."""
+    device, backend, workers = options["device"], options["backend"], options["num_workers"]
+    gpus, cores = local_gpus(), os.cpu_count() or 1
+    in_place = launched_in_place()
+    cluster = bool(os.environ.get("RAY_ADDRESS")) and not in_place  # its size is not this machine's
+    if in_place:
+        workers = workers_here(workers)
+    if device == "auto":
+        device = "cuda" if gpus >= workers and backend != "gloo" else "cpu"
+    if backend == "auto":
+        backend = "nccl" if device == "cuda" else "gloo"
+    if device == "cpu" and backend == "nccl":
+        raise UserError("--backend nccl needs --device cuda and one GPU per worker; use --backend gloo on CPUs")
+    if device == "cuda" and not cluster:
+        shared = backend == "gloo" and in_place and row.ranks_share_gpus  # ray gives each rank its own
+        needed = 1 if shared else workers
+        if gpus < needed:
+            raise UserError(
+                f"--device cuda: {needed} GPUs needed for {workers} workers, {gpus} found; "
+                "use --device cpu, or lower --tp_size or --dp_size"
+            )
+    if device == "cpu" and not cluster and workers > WORKERS_PER_CORE * cores:
+        raise UserError(
+            f"{workers} workers on {cores} CPU cores: at most {WORKERS_PER_CORE} per core; lower --tp_size or --dp_size"
+        )
+    return {"device": device, "backend": backend}

@@ -1,0 +1,189 @@
+"""The two ends of run_verification_main.sh: what is checked before its runs, and the verdict after them.
+
+    python -m lockstep.verification plan --strategies ddp,fsdp --tp_size 2 FLAGS      a line "NAME TP_SIZE PLACE" for every run
+    python -m lockstep.verification verdict --strategies ddp,fsdp --tp_size 2 FLAGS   the table, the figure, the reports
+
+FLAGS are those of all the training scripts; those that only the baseline is given, which writes the initial weights, are told apart.
+With --capture_dir the tensors of the captured steps are judged as well.
+"""
+
+if __name__ == "__main__":
+    from lockstep import startup
+
+    startup.begin()  # first: from now on Ctrl-C and a missing package are one line each
+
+import argparse
+import dataclasses
+import os
+import signal
+
+from lockstep import config as config_module
+from lockstep.config import Config, Inputs, Parser
+from lockstep.errors import UserError, printable, run_program
+from lockstep.files import remove_captured, require_writable_folder
+from lockstep.inputs import architectures, memory
+from lockstep.losses.curves import RULES
+from lockstep.running import processes, progress
+from lockstep.strategies import BASELINE, ROWS, Row, row_of
+from lockstep.training import history
+
+NAME = "lockstep.verification"
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = Parser(prog=f"python -m {NAME}", description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("what", choices=("plan", "verdict"))
+    parser.add_argument("--strategies", default=",".join(ROWS))
+    parser.add_argument("--tp_size", default="2")
+    for flag in ("--save_init_weights", "--pretrained", "--control"):  # the baseline's alone
+        parser.add_argument(flag, action="store_true")
+    parser.add_argument("--init_weights_path")
+
+    def body() -> int:
+        if os.environ.get("LOCKSTEP_PARENT") == str(os.getppid()):  # as in lockstep/launch.py
+            processes.end_with_parent(signal.SIGKILL)
+        options, flags = parser.parse_known_args(argv)
+        return (plan if options.what == "plan" else verdict)(options, flags)
+
+    return run_program(NAME, body)
+
+
+def rows_of(names: str) -> list[Row]:
+    """The strategies named, with commas between, the baseline first. Raises UserError for an unknown one, or one named twice."""
+    asked = [row_of(name) for name in names.split(",") if name]
+    rows = list({row.name: row for row in [row_of(BASELINE), *asked]}.values())
+    if len(rows) < len(asked) or len(rows) == 1:
+        raise UserError(f"--strategies {names}: name one strategy or more beside {BASELINE}, each once")
+    return rows
+
+
+def plan(options: argparse.Namespace, flags: list[str]) -> int:
+    """Check everything that can be checked before a start, and print what is to be run. Leaves no folder behind."""
+    rows = rows_of(options.strategies)
+    for row in rows:
+        config, inputs = checked(row, options, flags)
+    if config.capture_dir is not None:
+        if config.precision not in RULES:
+            raise UserError(f"--precision {config.precision}: no tolerance is derived for its tensors; leave them out (TENSORS=0)")
+        check_reference(config, inputs)
+    for row in rows:
+        print(row.name, tp_size(row, options), row.place)
+    return 0
+
+
+def checked(row: Row, options: argparse.Namespace, flags: list[str]) -> tuple[Config, Inputs]:
+    """A run's configuration and inputs. Raises UserError for what it could not be started with."""
+    own = ["--tp_size", tp_size(row, options), "--dry_run"]
+    if row.is_baseline:
+        own += [f"--{name}" for name in ("save_init_weights", "pretrained", "control") if getattr(options, name)]
+        own += ["--init_weights_path", options.init_weights_path] if options.init_weights_path else []
+    config = config_module.parse_config(row.place, [*flags, *own])
+    inputs = config_module.load_inputs(config)
+    config_module.check_environment(config, inputs.architecture)
+    return config, inputs
+
+
+def tp_size(row: Row, options: argparse.Namespace) -> str:
+    return options.tp_size if "tp" in row.axes else "1"
+
+
+def check_reference(config: Config, inputs: Inputs) -> None:
+    """Raise UserError if the reference would not fit into memory, or is not the model that a user brings."""
+    memory.require(dataclasses.replace(config, run_name="reference"), inputs.architecture, config.num_workers)
+    if not architectures.is_built_in(inputs.architecture_source):
+        from lockstep.inputs import model_check  # imports torch
+
+        model_check.check(config, inputs)
+
+
+def verdict(options: argparse.Namespace, flags: list[str]) -> int:
+    """Judge the losses, and the tensors if they were captured; draw, write, and show the table. Returns 0, or 1 if not all is well."""
+    from lockstep.losses import curve_report, folder
+
+    rows = rows_of(options.strategies)
+    weights = ["--init_weights_path", options.init_weights_path] if options.init_weights_path else []
+    config = config_module.parse_config(BASELINE, [*flags, *weights])
+    place = config.loss_output_dir
+    require_writable_folder(place, "--loss_output_dir")
+    figure, data = place / "loss_curves.png", place / "verdict.json"
+    names = [row.name for row in rows]
+    found = {name: history.path_of(place, name) for name in (*names, *([history.CONTROL] if options.control else []))}
+    missing = next((path for path in found.values() if not path.exists()), None)
+    if missing:
+        raise UserError(f"{missing}: no such file; run the training first")
+    judged = folder.judge(place, *folder.read(found))
+    if not judged.problem and config.capture_dir is not None:
+        result, diagnoses = judge_tensors(config, names)
+    else:
+        result, diagnoses = None, {}
+    curve_report.draw(judged.histories, judged.control, judged.tolerance, figure)
+    if judged.problem:
+        raise UserError(judged.problem)
+    tensors = None if result is None else ("FAIL" if result.outcome == "CONFIGURED DIFFERENTLY" else result.outcome)
+    folder.write(judged, data, f"run_verification_main.sh ({' '.join(flags)})", tensors=tensors)
+    print("\n".join(["", *table(judged, result), "", *explanations(judged, result, diagnoses)]))
+    print(f"Figure   {printable(figure)}")
+    if result is not None:
+        print(f"Tensors  {printable(config.capture_dir / 'report.md')}")
+    print(f"Data     {printable(data)}; all that the libraries said: {printable(place / 'logs')}")
+    outcome = folder.worst([judged.outcome, *([tensors] if tensors else [])])
+    print(f"\n{outcome}")
+    return 0 if outcome == "PASS" else 1
+
+
+def judge_tensors(config: Config, names: list[str]):
+    """(comparison of the captured tensors with the float64 reference, which is computed now; diagnoses), with its report written."""
+    with progress.working("Comparing every tensor with a float64 reference"):
+        from lockstep.collective import init_alone
+        from lockstep.tensors import comparison, exact_run, report
+        from lockstep.tensors.dump import Dump
+
+        init_alone()
+        place = config.capture_dir
+        remove_captured(place / "reference")
+        exact_run.run(config, config_module.load_inputs(config))
+        reference, dumps, replays = comparison.arrange([Dump(place / name) for name in (*names, "reference")])
+        result = comparison.compare(reference, dumps, replays)
+        diagnoses = comparison.diagnoses(result, reference, replays)
+        report.write(result, diagnoses, place)
+    return result, diagnoses
+
+
+def table(judged, result) -> list[str]:
+    """A line for each run: how far from DDP and from the reference, of what is tolerated."""
+    from lockstep.losses.folder import worst
+
+    tolerance = judged.tolerance
+    rows = [("", "loss", "gradient norm", "tensors", ""), ("", "max nats from DDP", "max relative to DDP", "worst / tolerated", "")]
+    for name, one in judged.histories.items():
+        verdict, outcomes = judged.verdicts.get(name), []
+        cells = [one.run["label"], "baseline", "baseline", "not captured"]
+        if verdict is not None:
+            outcomes.append(verdict.outcome)
+            cells[1] = f"{verdict.max_abs_diff:.1e} of {tolerance.maximum:.1e}"
+            cells[2] = f"{verdict.max_grad_norm_diff:.1e} of {max(tolerance.grad_norm):.1e}"
+        if result is not None:
+            mine = [row for row in result.rows if row.strategy == name and row.judged]
+            cells[3] = f"{max((row.multiple for row in mine), default=0.0):.2g} ({len(mine)} tensors)"
+            outcomes.append("FAIL" if result.has_failed(name) else result.verdict(name))
+        rows.append((*cells, worst(outcomes) if outcomes else ""))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [printable("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip(), 300) for row in rows]
+
+
+def explanations(judged, result, diagnoses) -> list[str]:
+    """Why what failed has failed: by the losses, and by the first tensor and its cause."""
+    from lockstep.losses.curve_report import notes, reasons
+    from lockstep.tensors import report
+
+    lines = [f"{one.label}: {line}" for one in judged.verdicts.values() for line in reasons(one)]
+    lines += [line for line in notes(judged) if line.startswith("Not judged")]
+    if result is not None and result.outcome != "PASS":
+        lines += [f"First tensor too far, {line}" for line in report.first_tensors(result) if not line.endswith(": none")]
+        lines += ["Likely cause", *report.causes(result, diagnoses)] if diagnoses else []
+        lines += report.configuration(result) if any(result.configuration.values()) else []
+    return [*(printable(line) for line in lines), ""] if lines else []
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

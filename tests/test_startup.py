@@ -1,0 +1,97 @@
+"""What a program does first: Ctrl-C at any moment, and a Python without the packages, are one line each."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from ranks import ROOT
+
+PROGRAMS = {
+    "train_ddp.py": ["train_ddp.py"], "run_verification.py": ["run_verification.py"], "run_faults.py": ["run_faults.py"],
+    "plot_loss_curves.py": ["plot_loss_curves.py"], "lockstep.compare": ["-m", "lockstep.compare"],
+    "lockstep.reference": ["-m", "lockstep.reference"], "lockstep.running.jobs": ["-m", "lockstep.running.jobs"],
+    "lockstep.verification": ["-m", "lockstep.verification"],
+}  # fmt: skip
+INTERRUPTS_ITSELF = """
+import os, signal, time
+os.kill(os.getpid(), signal.SIGINT)
+try:
+    time.sleep(10)
+except KeyboardInterrupt:
+    raise ImportError("what a library makes of it")
+"""
+
+
+def run(name, folder, *, paths=(), **settings):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [*paths, ROOT])), **settings}
+    command = [sys.executable, *(str(ROOT / part) if part.endswith(".py") else part for part in PROGRAMS[name])]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_ctrl_c_while_it_is_imported(name, tmp_path):
+    for package in ("numpy", "pydantic"):  # all of them import one of these, and not first
+        (tmp_path / f"{package}.py").write_text(INTERRUPTS_ITSELF)
+    done = run(name, tmp_path, paths=[tmp_path])
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", f"{name}: interrupted\n")
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_python_without_the_packages(name, tmp_path):
+    """-S: a Python that sees no installed package."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-S", *(str(ROOT / part) if part.endswith(".py") else part for part in PROGRAMS[name])]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith(f"{name}: {sys.executable} has no package numpy; enter the environment first: ")
+
+
+def test_an_old_python_is_told_so(tmp_path):
+    """Whatever is imported before the version is looked at has to be readable by it."""
+    (tmp_path / "sitecustomize.py").write_text("import sys; sys.version_info = (3, 9, 1, 'final', 0)")
+    done = run("train_ddp.py", tmp_path, paths=[tmp_path])
+    assert done.returncode == 2 and "this is Python 3.9, and 3.11 or later is needed" in done.stderr
+
+
+def test_a_shells_background_job_is_not_interrupted(tmp_path):
+    (tmp_path / "numpy.py").write_text(INTERRUPTS_ITSELF.replace("10", "0"))
+    command = f"trap '' INT; exec {sys.executable} {ROOT / 'train_ddp.py'} --nosuch"
+    done = subprocess.run(["bash", "-c", command], env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True)
+    assert "interrupted" not in done.stderr and done.returncode != 130
+
+
+CLEANS_UP = """
+import os, signal, sys, time
+from lockstep import startup
+startup.begin()
+from lockstep.errors import run_program
+def body():
+    with startup.cleaning_up():
+        try:
+            print("begun", flush=True)
+            time.sleep(30)
+        finally:
+            print("cleaned", flush=True)
+            time.sleep(float(sys.argv[1]))
+raise SystemExit(run_program("x.py", body))
+"""
+
+
+@pytest.mark.parametrize("times, seconds", [(1, 0), (2, 30)])
+def test_what_has_to_clean_up_does_so_unless_asked_twice(tmp_path, times, seconds):
+    (tmp_path / "x.py").write_text(CLEANS_UP)
+    process = subprocess.Popen(
+        [sys.executable, tmp_path / "x.py", str(seconds)], env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdout.readline() == "begun\n"
+    process.send_signal(signal.SIGINT)
+    assert process.stdout.readline() == "cleaned\n"
+    if times == 2:
+        time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=20)
+    assert (process.returncode, said) == (130, "x.py: interrupted\n")
