@@ -272,7 +272,8 @@ def sign_of_one_weight_element(run, strategy):
         ):
             for name, tensor in run.handles.weights():
                 if name == UP and tensor.ndim == 2:
-                    tensor[3, 4].neg_()
+                    with torch.no_grad():
+                        tensor[3, 4].neg_()
 
     around(strategy, "update", after=flip)
 
@@ -286,9 +287,9 @@ def _keeps_weights(run, strategy, of: Callable, step: int) -> None:
 
     def put_back(here):
         live = [tensor for name, tensor in run.handles.weights() if of(name)]
-        with torch.no_grad():
-            for tensor, old in zip(live, kept, strict=True):
-                if here == step:
+        for tensor, old in zip(live, kept, strict=True):
+            if here == step:
+                with torch.no_grad():
                     tensor.copy_(old)
 
     around(strategy, "update", before=keep, after=put_back)
@@ -327,7 +328,8 @@ def updates_of_one_weight_doubled(run, strategy):
         old.update({number: tensor.clone() for number, tensor in weights().items()})
 
     def double(_step):
-        for number, tensor in weights().items():
-            tensor.add_(tensor - old[number])
+        with torch.no_grad():
+            for number, tensor in weights().items():
+                tensor.add_(tensor - old[number])
 
     around(strategy, "update", before=keep, after=double)

@@ -78,7 +78,7 @@ SHARDED = {
     "gradient of some positions lost": ("gradient/model.layers.1.input_layernorm.weight", 1, None, ""),
     "one stale gradient": (f"gradient/{UP}", 2, "stale gradients", ""),
     "gradient of one parameter zeroed": (f"gradient/{UP}", 1, None, "zero throughout"),
-    "gradient of one tp rank negated": (f"gradient/{UP}", 1, None, "in the share of tp rank 1"),
+    "gradient of one tp rank negated": (f"gradient/{UP}", 1, None, "only in the share of tp rank 1 of 2"),
     "one weight never updated": (f"parameter/{UP}", 1, "update left out", ""),
     "updates of one weight doubled": (
         f"parameter/{UP}",
@@ -89,7 +89,12 @@ SHARDED = {
 }
 FSDP = {
     "sign of one gradient element": (f"gradient/{UP}", 1, None, "its sign is flipped"),
-    "one dp rank has noise in its gradient": (f"gradient/{UP}", 1, None, ""),
+    "one dp rank has noise in its gradient": (
+        f"gradient/{UP}",
+        1,
+        None,
+        "only in the share of dp rank 1 of 2",
+    ),
     "sign of one weight element": (f"parameter/{UP}", 1, None, "its sign is flipped"),
     "first moment of one parameter lost": ("exp_avg/", 2, "moments lost", ""),
     "replica missed one update": (

@@ -15,19 +15,17 @@ def _wrong(case: Case) -> list[str]:
 
 def stale(case: Case) -> Cause | None:
     """Every wrong gradient is the one of the step before, or has it added."""
-    names = _wrong(case)
+    names = [row.name for row in case.wrong("gradient")]
     if case.step == 1 or not names:
         return None
-    previous = {name: case.own(f"gradient/{name}", case.step - 1) for name in names}
-    if all(
-        case.explains(f"gradient/{name}", case.exact(f"gradient/{name}") + previous[name]) for name in names
-    ):
+    last = case.step - 1
+    if all(case.explains(name, case.exact(name) + case.own(name, last)) for name in names):
         return Cause(
             "stale gradients",
             f"what is too much in {listed(names)} is just the gradient of the step before: it was not zeroed",
         )
-    if all(case.explains(f"gradient/{name}", previous[name]) for name in names):
-        return Cause("stale gradients", f"the gradient of {listed(names)} is the one of the step before")
+    if all(case.explains(name, case.own(name, last)) for name in names):
+        return Cause("stale gradients", f"{listed(names)} is the one of the step before")
     return None
 
 

@@ -6,6 +6,7 @@ import torch
 
 from lockstep.diagnosis import evidence, recompute
 from lockstep.diagnosis.case import Case
+from lockstep.mesh import AXES, Cuts
 from lockstep.tensors.layout import BATCH, SEQUENCE
 
 FEW = 3  # elements that are shown one by one
@@ -77,29 +78,49 @@ def _sign(own: torch.Tensor, exact: torch.Tensor) -> str:
 
 def _places(case: Case, own: torch.Tensor, exact: torch.Tensor) -> list[str]:
     """Along each dim by what it means, where the error is and where it is not."""
-    wrong, said = _wrong_elements(case, own, exact), []
+    wrong = _wrong_elements(case, own, exact)
+    said: list[str] = []
     if not FEW < int(wrong.sum()):
         return []
     kind, _, name = case.first.partition("/")
-    if kind not in ("forward", "backward"):
+    computed = kind in ("forward", "backward")
+    said += _shares(
+        case, wrong, [axis for axis in case.mesh.axes if not computed or AXES[axis] is Cuts.WEIGHTS]
+    )
+    if said and not computed:
+        return said
+    if not computed:
         what = ["row", "column"] if own.ndim == 2 else ["element"]
         for dim, word in enumerate(what):
-            said += _along(wrong, dim, word, case)
+            said += _along(wrong, dim, word)
         return said
     for dim, symbol in enumerate(case.dump.layout.outputs[name]):
         if symbol == BATCH:
             shares = wrong.unflatten(0, (case.mesh.num_sample_shares, case.micro_batches, -1))
-            said += _along(shares, 0, "DP rank", case) + _along(shares, 1, "micro batch", case)
+            said += _along(shares, 0, "DP rank") + _along(shares, 1, "micro batch")
             if not said:
-                said += _along(wrong, 0, "sample", case)
+                said += _along(wrong, 0, "sample")
         elif symbol == SEQUENCE:
-            said += _along(wrong, dim, "position", case)
+            said += _along(wrong, dim, "position")
         elif dim == own.ndim - 1:
             heads = _heads(case, own)
             split = wrong.unflatten(-1, (heads, -1)) if heads else wrong
-            said += (_along(split, dim, "head", case) if heads else []) or _along(wrong, dim, "column", case)
+            said += (_along(split, dim, "head") if heads else []) or _along(wrong, dim, "column")
         else:
-            said += _along(wrong, dim, "head", case)
+            said += _along(wrong, dim, "head")
+    return said
+
+
+def _shares(case: Case, wrong: torch.Tensor, axes: list[str]) -> list[str]:
+    """Whose share alone has errors, along these axes."""
+    said = []
+    for axis in axes:
+        if axis in case.sharded(case.first):
+            hit = [
+                any(bool(piece.any()) for piece in pieces) for pieces in case.shares(case.first, axis, wrong)
+            ]
+            if hit.count(True) == 1 < len(hit):
+                said.append(f"only in the share of {axis} rank {hit.index(True)} of {len(hit)}")
     return said
 
 
@@ -112,40 +133,43 @@ def _heads(case: Case, own: torch.Tensor) -> int:
     return own.shape[-1] // size if own.shape[-1] % size == 0 else 0
 
 
-def _along(wrong: torch.Tensor, dim: int, word: str, case: Case) -> list[str]:
+def _along(wrong: torch.Tensor, dim: int, word: str) -> list[str]:
     """Which slices along a dim have errors, if some have none."""
     hit = wrong.movedim(dim, 0).reshape(wrong.shape[dim], -1).any(1)
     places = hit.nonzero()[:, 0].tolist()
     if len(places) == len(hit) or not places:
         return []
     right = (~hit).nonzero()[:, 0].tolist()
-    tp = case.mesh.tp
-    share = ""
-    if (
-        word in ("column", "row", "element")
-        and tp > 1
-        and len(hit) % tp == 0
-        and case.sharded(case.first).get("tp") == dim
-    ):
-        ranks = {place // (len(hit) // tp) for place in places}
-        share = f", in the share of tp rank {ranks.pop()}" if len(ranks) == 1 else ""
+    of = f"of {len(hit)}"
     if len(right) <= FEW < len(places):
-        return [
-            f"{word} {_spans(right)} of {len(hit)} {'is' if len(right) == 1 else 'are'} right, all others wrong"
-        ]
-    return [f"only {word} {_spans(places)} of {len(hit)} {'is' if len(places) == 1 else 'are'} wrong{share}"]
+        return [f"{_numbered(word, right)} {of} {_are(right)} right, all others wrong"]
+    if len(_runs(places)) > FEW:
+        return [f"{len(right)} {word}s {of} are right, scattered"] if len(right) > FEW else []
+    return [f"only {_numbered(word, places)} {of} {_are(places)} wrong"]
+
+
+def _numbered(word: str, places: list[int]) -> str:
+    return f"{word}{'' if len(places) == 1 else 's'} {_spans(places)}"
+
+
+def _are(places: list[int]) -> str:
+    return "is" if len(places) == 1 else "are"
+
+
+def _runs(places: list[int]) -> list[list[int]]:
+    """Sorted numbers as [first, last], or [number] for one alone."""
+    runs: list[list[int]] = []
+    for place in places:
+        if runs and place == runs[-1][-1] + 1:
+            runs[-1] = [runs[-1][0], place]
+        else:
+            runs.append([place])
+    return runs
 
 
 def _spans(places: list[int]) -> str:
-    """ "0 to 3, 7": sorted numbers in words; of many spans the first three."""
-    spans: list[list[int]] = []
-    for place in places:
-        if spans and place == spans[-1][-1] + 1:
-            spans[-1] = [spans[-1][0], place]
-        else:
-            spans.append([place])
-    shown = [" to ".join(map(str, span)) for span in spans[:FEW]]
-    return ", ".join(shown) + (", ..." if len(spans) > FEW else "")
+    """ "0 to 3, 7": sorted numbers in words."""
+    return ", ".join(" to ".join(map(str, run)) for run in _runs(places))
 
 
 def _likeness(case: Case, own: torch.Tensor, exact: torch.Tensor) -> list[str]:
@@ -172,7 +196,9 @@ def _likeness(case: Case, own: torch.Tensor, exact: torch.Tensor) -> list[str]:
         order = _order(own, exact)
         if order and case.explains(case.first, exact[order]):
             moved = [row for row, place in enumerate(order) if row != place]
-            said.append(f"rows are in another order: {_spans(moved)} have moved")
+            said.append(
+                f"rows are in another order: {_spans(moved[:FEW])}{', ...' if len(moved) > FEW else ''} have moved"
+            )
     if own.ndim == 3 and own.shape[1] > 2 and case.first.startswith("forward/"):
         for what, mine, right in (
             ("before", own[:, 1:], exact[:, :-1]),
@@ -194,7 +220,7 @@ def _samples(case: Case) -> list[str]:
         return []  # a factor, which is seen without this
     shown = "; ".join(
         f"DP rank {rank}: {', '.join(f'{value:.3g}' for value in row)}"
-        for rank, row in enumerate((solved[0] + 0.0).tolist())
+        for rank, row in enumerate((solved[0].round(decimals=3) + 0.0).tolist())
     )
     return [f"it is right but for how often the micro batches count in it: {shown} times"]
 
