@@ -78,7 +78,7 @@ def draw(family: str, chance: random.Random) -> dict:
 
 def draw_rope(head_dim: int, chance: random.Random) -> dict:
     def factors() -> list[float]:
-        return [round(chance.uniform(1, 8), 2) for _ in range(head_dim // 2)]
+        return [chance.uniform(1, 8) for _ in range(head_dim // 2)]
 
     kind = chance.choice(list(model_config.ROPE_KEYS))
     rope = {chance.choice(("rope_type", "type")): kind, "factor": chance.choice((1.0, 4.0, 32.0))}
