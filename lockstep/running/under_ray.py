@@ -1,7 +1,14 @@
 """A run under Ray Train: in a Ray instance of its own, or in the cluster that RAY_ADDRESS names. The only file that imports ray.
 
 What Ray and the workers say goes into a log beside the history; a person sees the lines that the loop means for them.
+
+    python -m lockstep.running.under_ray       starts a local Ray instance, prints its address, and ends with what started it
 """
+
+if __name__ == "__main__":
+    from lockstep import startup
+
+    startup.begin()
 
 import concurrent.futures
 import contextlib
@@ -12,17 +19,19 @@ import logging
 import os
 import re
 import shutil
+import signal
 import socket
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TextIO
 
 from lockstep.config import Config
-from lockstep.errors import TrainingFailure, UserError, first_line
+from lockstep.errors import TrainingFailure, UserError, first_line, run_program
 from lockstep.launch import set_threads
-from lockstep.running import progress
+from lockstep.running import processes, progress
 
 RAY_ENVIRONMENT = {
     "RAY_CHDIR_TO_TRIAL_DIR": "0",  # workers stay where the scripts are
@@ -272,3 +281,29 @@ def _shutdown(ray, *, clean: bool) -> None:
         latest = session.with_name("session_latest")
         if latest.is_symlink() and not latest.exists():
             latest.unlink(missing_ok=True)
+
+
+def _hold_local_ray() -> int:
+    """Start a local Ray instance, print its address, and keep it until this process is told to end, or its parent has."""
+    parent = os.environ.get("LOCKSTEP_PARENT")
+    processes.end_with_parent()  # by SIGTERM, for which Ray's handler raises SystemExit
+    if parent not in (None, str(os.getppid())):  # it ended before we could ask
+        return 1
+    folder = tempfile.mkdtemp(prefix="lockstep-", dir=os.environ.get("RAY_TMPDIR", "/tmp"))  # short: the names of sockets must be
+    os.environ["RAY_TMPDIR"] = folder
+    ray = _import_ray()
+    try:
+        _connect(ray)
+        print(ray.get_runtime_context().gcs_address, flush=True)
+        while True:
+            signal.pause()
+    except SystemExit:
+        return 0
+    finally:
+        _shutdown(ray, clean=True)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the script that started this
+    raise SystemExit(run_program("lockstep.running.under_ray", _hold_local_ray))
