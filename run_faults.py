@@ -5,8 +5,8 @@
     python run_faults.py --list                            what there is
     python run_faults.py --precision autocast --output results/faults-autocast.json
 
-Exit status: 0 every fault changed something and was caught by tensors; 1 one did not or was not; 2 a usage error;
-3 an internal error.
+Exit status: 0 every fault changed something, was caught by tensors, and was named right or not at all; 1 one did not, was
+not, or had a wrong cause named; 2 a usage error; 3 an internal error.
 """
 
 if __name__ == "__main__":
@@ -38,7 +38,9 @@ from lockstep.training import history
 CLEAN = "clean"  # the name of a run without a fault
 REFERENCE = "reference"  # the name of the job that writes it
 HANGS_AFTER = 120  # seconds without a finished job, tiny models
-COLUMNS = ("fault", "strategy", "loss", "grad norm", "first tensor", "right", "cause", "right", "s")
+COLUMNS = ("fault", "strategy", "loss", "grad norm", "first tensor", "right", "cause", "named", "s")
+RIGHT, NOT_EXPLAINED, WRONG = "right", "not explained", "wrong"  # what can be said of the name of a cause
+NAMED = {RIGHT: "named right", NOT_EXPLAINED: "not explained", WRONG: "named wrong"}
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -192,11 +194,18 @@ def judge(group: Group, fault, strategy: str) -> dict:
         "loss_step": curve.red_loss_step, "grad_norm_step": curve.red_grad_norm_step, "step": step, "first": first, "expected_first": fault.first,
         "caught": bool(failures),
         "first_right": (first, step) == (fault.first, fault.step),
-        "cause": causes[0] if causes else None, "expected_cause": fault.cause, "cause_right": causes[:1] == [fault.cause],
-        "causes": [[cause.name, cause.evidence] for cause in diagnosis.causes], "excluded": diagnosis.excluded,
+        "cause": causes[0] if causes else None, "expected_cause": fault.cause, "named": name_verdict(causes, fault.cause),
+        "causes": [[cause.name, cause.evidence] for cause in diagnosis.causes], "excluded": diagnosis.excluded, "odd": diagnosis.odd,
         "changed": differ(dump, Dump(group.dump(strategy, CLEAN))),
         "guard": guards.read_text(encoding="utf-8").splitlines()[0] if guards.is_file() else None,
     }  # fmt: skip
+
+
+def name_verdict(causes: list[str], expected: str) -> str:
+    """Whether the causes named are right: one other than the planted one is wrong, wherever it stands; none is no claim."""
+    if not causes:
+        return NOT_EXPLAINED
+    return RIGHT if set(causes) == {expected} else WRONG
 
 
 def differ(one, other) -> bool:
@@ -218,7 +227,7 @@ def table(rows: list[dict]) -> list[str]:
         else:
             cells += [_step(row["loss_step"]), _step(row["grad_norm_step"])]
             cells += [f"{row['first']}, step {row['step']}" if row["first"] else "none", _word(row["first_right"])]
-            cells += [row["cause"] or "none", _word(row["cause_right"])]
+            cells += [row["cause"] or "-", row["named"].upper() if row["named"] == WRONG else row["named"]]
         lines.append(f"| {' | '.join([*cells, str(row['seconds'])])} |")
     return lines
 
@@ -241,10 +250,11 @@ def summary(rows: list[dict], steps: int) -> list[str]:
     return [
         share("caught by tensors", sum(row["caught"] for row in ran)),
         share("first tensor right", sum(row["first_right"] for row in ran)),
-        share("cause ranked first right", sum(row["cause_right"] for row in ran)),
+        *(share(verdict, sum(row["caught"] and row["named"] == which for row in ran)) for which, verdict in NAMED.items()),
         share(f"missed by the loss curve in {steps} steps", sum(row["loss_step"] is None for row in ran)),
         share("missed by loss and gradient norm", sum(row["loss_step"] is None and row["grad_norm_step"] is None for row in ran)),
         *(f"NOT CAUGHT: {row['fault']} in {row['strategy']}" for row in ran if not row["caught"]),
+        *(f"NAMED WRONG: {row['fault']} in {row['strategy']}: {row['cause']}" for row in ran if row["named"] == WRONG),
         *(f"CHANGED NOTHING: {row['fault']} in {row['strategy']}" for row in ran if not row["changed"]),
         *(f"DID NOT RUN: {row['fault']} in {row['strategy']}" for row in rows if row.get("failed")),
     ]
@@ -280,7 +290,8 @@ def run(options: argparse.Namespace, folder: Path) -> int:
     if any(row.get("failed") for row in rows):
         print(f"\nLogs of what did not run: {folder}")
     print(f"\nTable: {options.output.with_suffix('.md')}, {options.output}")
-    return 0 if all(not row.get("failed") and row["caught"] and row["changed"] for row in rows) else 1
+    good = (not row.get("failed") and row["caught"] and row["changed"] and row["named"] != WRONG for row in rows)
+    return 0 if all(good) else 1
 
 
 def main(argv: list[str] | None = None) -> int:

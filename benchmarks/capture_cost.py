@@ -10,18 +10,17 @@ import argparse
 import json
 import os
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
 
+from lockstep.tensors import comparison as compare
+from lockstep.tensors.dump import Dump
+from lockstep.training import history
+
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
-from lockstep.files import require_writable_file, write_result  # noqa: E402
-from lockstep.running import jobs  # noqa: E402
-from lockstep.tensors import comparison as compare  # noqa: E402
-from lockstep.tensors.dump import Dump  # noqa: E402
-from lockstep.training import history  # noqa: E402
+from lockstep.files import require_writable_file, write_result
+from lockstep.running import jobs
 
 RANKS = {"ddp": 2, "deepspeed": 4, "fsdp": 4}
 CAPTURED, PLAIN = 3, 4

@@ -12,11 +12,8 @@ import collections
 import itertools
 import json
 import os
-import sys
 import tempfile
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from lockstep.files import require_writable_file, write_result
 from lockstep.losses import curves as compare_losses

@@ -18,10 +18,8 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from lockstep import config as config_module  # noqa: E402
-from lockstep.inputs.architectures import TINY_QWEN2  # noqa: E402
+from lockstep import config as config_module
+from lockstep.inputs.architectures import TINY_QWEN2
 
 SIZES, SIZES_BPE = (1, 10, 100, 1000), (1, 10, 100)  # MB
 STEPS = 100

@@ -13,12 +13,9 @@ import argparse
 import json
 import math
 import random
-import sys
 from pathlib import Path
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from lockstep.config import BETAS, EPS
 from lockstep.files import require_writable_file, write_result
@@ -124,16 +121,20 @@ def draw_figure(rows: list[dict], path: Path) -> None:
     from matplotlib import pyplot
 
     runs = list(dict.fromkeys(row["run"] for row in rows))
-    figure, axes = pyplot.subplots(figsize=(8, 4), layout="constrained")
-    for number, run in enumerate(runs):
-        mine = [row for row in rows if row["run"] == run and row["spoilt"] == SPOILT[0]]
-        places = [index + 0.8 * (number + 0.5) / len(runs) - 0.4 for index in range(len(mine))]
-        axes.bar(places, [row["caught_99_of_100"] for row in mine], 0.8 / len(runs), label=run)
-    axes.axhline(1e-5, color="tab:red", linestyle="--", linewidth=0.8)
-    axes.set_yscale("log")
-    axes.set_xticks(range(len(KINDS)), KINDS)
-    axes.set_ylabel("relative error caught 99 times in 100")
-    axes.legend(fontsize="small")
+    figure, panels = pyplot.subplots(2, 1, figsize=(8, 6), sharex=True, layout="constrained")
+    for axes, spoilt in zip(panels, SPOILT, strict=True):
+        for number, run in enumerate(runs):
+            mine = [row for row in rows if row["run"] == run and row["spoilt"] == spoilt]
+            places = [index + 0.8 * (number + 0.5) / len(runs) - 0.4 for index in range(len(mine))]
+            axes.bar(places, [row["caught_99_of_100"] for row in mine], 0.8 / len(runs), label=run if axes is panels[0] else None)
+        axes.set_yscale("log")
+        axes.set_title(spoilt)
+        axes.grid(axis="y", alpha=0.3)
+        axes.set_axisbelow(True)
+    panels[1].set_xticks(range(len(KINDS)), KINDS)
+    figure.supylabel("relative error caught 99 times in 100")
+    figure.get_layout_engine().set(h_pad=0.1)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)
     figure.savefig(path, dpi=120)
 
 

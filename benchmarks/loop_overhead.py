@@ -10,7 +10,6 @@ write: zero_grad, forward, backward, clip, step on batches in memory, the same a
 
 import argparse
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -18,11 +17,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from lockstep import config as config_module  # noqa: E402
-from lockstep.inputs.model import build_model, causal_lm_loss  # noqa: E402
-from lockstep.strategies import ROWS  # noqa: E402
-from lockstep.training import history  # noqa: E402
+from lockstep import config as config_module
+from lockstep.inputs.model import build_model, causal_lm_loss
+from lockstep.strategies import ROWS
+from lockstep.training import history
 from lockstep.training import loop as training
 
 

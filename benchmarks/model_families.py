@@ -11,17 +11,15 @@ import argparse
 import collections
 import json
 import random
-import sys
 from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from lockstep.errors import UserError  # noqa: E402
-from lockstep.files import write_text  # noqa: E402
-from lockstep.inputs import model_check, model_config  # noqa: E402
-from lockstep.inputs.model import build_model, causal_lm_loss  # noqa: E402
-from lockstep.tensors.exact import make_exact  # noqa: E402
+from lockstep.errors import UserError
+from lockstep.files import write_text
+from lockstep.inputs import model_check, model_config
+from lockstep.inputs.model import build_model, causal_lm_loss
+from lockstep.tensors.exact import make_exact
 
 RIGHT, REFUSED, WRONG = "computed right", "refused", "WRONG"
 SEQUENCE = 64

@@ -11,15 +11,14 @@ import json
 import os
 import platform
 import statistics
-import sys
 import tempfile
 from pathlib import Path
 
+from lockstep.training import history
+
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
-from lockstep.files import require_writable_file, write_result  # noqa: E402
-from lockstep.running import jobs  # noqa: E402
-from lockstep.training import history  # noqa: E402
+from lockstep.files import require_writable_file, write_result
+from lockstep.running import jobs
 
 WARM_UP = 3
 RANKS = {"ddp": 2, "deepspeed": 4, "fsdp": 4}

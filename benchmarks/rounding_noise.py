@@ -5,20 +5,17 @@
 Same weights, same batch, autocast against float32; prints the table of docs/precision.md.
 """
 
-import sys
-from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from lockstep.inputs import (  # noqa: E402
+from lockstep.inputs import (
     architectures,
     data,
     texts,
     token_cache,
     tokenizer,
 )
-from lockstep.inputs.model import build_model  # noqa: E402
+from lockstep.inputs.model import build_model
 
 MODELS = {
     "tiny-qwen2": ("tiny-qwen2", {}),

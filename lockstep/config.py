@@ -287,7 +287,7 @@ class Inputs:
 def load_inputs(config: Config) -> Inputs:
     """Check everything that the configuration points to and load the corpus. Raises UserError.
 
-    Runs where the run is started, so that mistakes are found there; Ray's workers are handed the result.
+    Runs where the run is started, so that usage errors are found there; Ray's workers are handed the result.
     """
     architecture, source = architectures.resolve(config.model_name, config.num_layers)
     problem = architectures.tensor_parallel_problem(architecture, config.tp_size)

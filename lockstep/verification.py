@@ -16,8 +16,6 @@ import argparse
 import dataclasses
 import os
 import signal
-import sys
-from pathlib import Path
 
 from lockstep import config as config_module
 from lockstep.config import Config, Inputs, Parser

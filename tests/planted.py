@@ -1,7 +1,7 @@
 """What is planted in a real distributed run to see the loop's own guards and DDP's verdict go red.
 
 `fault(name, config, inputs, make_strategy)` is a context that yields what makes the live strategy. Faults of AutoTP and FSDP
-are in lockstep/faults; a name from there is good here, too.
+are in lockstep/faults, bugs that the diagnosis does not know in foreign.py; names from there are good here, too.
 """
 
 import contextlib
@@ -11,6 +11,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from foreign import FOREIGN, foreign
 
 from lockstep.faults import CATALOGUE, planted
 from lockstep.mesh import Geometry
@@ -19,8 +20,9 @@ from lockstep.mesh import Geometry
 @contextlib.contextmanager
 def fault(name: str, config, inputs, make_strategy):
     """Yields make_strategy with the fault in what it makes."""
-    if name in CATALOGUE:
-        with planted(name, config, inputs, make_strategy) as make:
+    if name in CATALOGUE or name in FOREIGN:
+        plant = planted if name in CATALOGUE else foreign
+        with plant(name, config, inputs, make_strategy) as make:
             yield make
         return
     with FAULTS[name](config, inputs) as wrap:

@@ -1,12 +1,8 @@
 """Correct runs raise no alarm: a sample of benchmarks/clean_sweep.py, every model and mesh, and unusual options."""
 
-import sys
 
+import clean_sweep
 import pytest
-from ranks import ROOT
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-import clean_sweep  # noqa: E402
 
 CASES = [
     ("tiny-llama", "fp32", 2, 2),

@@ -113,7 +113,36 @@ def test_documented_verifications():
     found = 0
     for path in (ROOT / "README.md", ROOT / "run_verification.py", *ROOT.glob("docs/*.md")):
         for match in re.finditer(r"^ *python run_verification\.py(.*)$", path.read_text(), re.MULTILINE):
-            options, rest = run_verification.parse(shlex.split(match[1]))
+            options, rest = run_verification.parse(shlex.split(match[1].split("   ")[0]))
             config.parse_config("fsdp", [*rest, "--tp_size", str(options.tp_size), "--dp_size", str(options.dp_size)])
             found += 1
     assert found >= 3
+
+
+PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.py"))
+
+
+def arguments_of(pattern):
+    """The arguments of every documented command line that matches, a comment behind three spaces left out."""
+    for path in PAGES:
+        for match in re.finditer(rf"^ *{pattern}(.*)$", path.read_text(), re.MULTILINE):
+            yield shlex.split(match[match.re.groups].split("   ")[0], comments=True)
+
+
+def test_documented_fault_runs():
+    import run_faults
+
+    parsed = [run_faults.parse(arguments) for arguments in arguments_of(r"python run_faults\.py")]
+    assert len(parsed) >= 3
+
+
+def test_documented_trainings_with_a_strategy_of_ones_own():
+    from lockstep.train import split
+
+    found = 0
+    for arguments in arguments_of(r"(?:torchrun --nproc_per_node 4 -m|python -m) lockstep\.train"):
+        strategy, rest = split(arguments)
+        assert strategy.endswith(".py:MyStrategy")
+        config.build_parser("fsdp").parse_args(rest)
+        found += 1
+    assert found >= 1

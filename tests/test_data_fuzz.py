@@ -1,6 +1,6 @@
 """Malformed tokenizer.json files and texts: one line each, no traceback, no hang, and nothing wrong that is taken.
 
-    PYTHONPATH=. python tests/test_data_fuzz.py 1000       more of them, and the table
+    python tests/test_data_fuzz.py 1000       more of them, and the table
 """
 
 import collections

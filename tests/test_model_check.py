@@ -1,12 +1,11 @@
 """A user's model is tried before a run: transformers takes it, it fits, and the reference is transformers' model."""
 
 import json
-import sys
 
 import hub
+import model_families
 import pytest
 import torch
-from ranks import ROOT
 
 from lockstep import config as config_module
 from lockstep.errors import UserError
@@ -15,9 +14,6 @@ from lockstep.inputs.architectures import BUILT_IN
 from lockstep.inputs.model import build_model, causal_lm_loss
 from lockstep.inputs.model_config import checked
 from lockstep.tensors import exact
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-import model_families  # noqa: E402
 
 QWEN2, QWEN3, LLAMA = (BUILT_IN[f"tiny-{family}"] for family in ("qwen2", "qwen3", "llama"))
 WINDOWS = {**QWEN2, "use_sliding_window": True, "sliding_window": 32, "max_window_layers": 1}

@@ -33,7 +33,7 @@ def fp32(tmp_path_factory):
 def test_every_fault_is_caught_placed_and_named(fp32):
     status, rows = fp32
     assert status == 0 and len(rows) == 11
-    assert [(row["fault"], row["first"], row["cause"]) for row in rows if not (row["first_right"] and row["cause_right"])] == []
+    assert [(row["fault"], row["first"], row["causes"]) for row in rows if not (row["first_right"] and row["named"] == "right")] == []
 
 
 def test_the_loss_verdict_sees_the_grave_ones(fp32):
@@ -51,6 +51,20 @@ def test_a_fault_without_effect_is_a_failure(tmp_path, monkeypatch, capsys):
     assert status == 1 and not row["changed"] and not row["caught"] and row["causes"] == []
     out = capsys.readouterr().out
     assert "CHANGED NOTHING: loss_multiplied_by_tp in fsdp" in out and "NOT CAUGHT: loss_multiplied_by_tp in fsdp" in out
+
+
+def test_a_wrong_name_is_a_failure(tmp_path, monkeypatch, capsys):
+    """The same fault, of which another cause was written down."""
+    monkeypatch.setitem(CATALOGUE, "tie_broken", dataclasses.replace(CATALOGUE["tie_broken"], cause="data"))
+    status, (row,) = rows_of(tmp_path, "tie_broken", "--strategy", "fsdp")
+    assert status == 1 and row["caught"] and row["named"] == "wrong" and row["cause"] == "tied weights"
+    out = capsys.readouterr().out
+    assert "NAMED WRONG: tie_broken in fsdp: tied weights" in out and "named wrong: 1 of 1" in out
+
+
+@pytest.mark.parametrize("causes, named", [(["a"], "right"), ([], "not explained"), (["b"], "wrong"), (["a", "b"], "wrong")])
+def test_what_can_be_said_of_a_name(causes, named):
+    assert run_faults.name_verdict(causes, "a") == named
 
 
 def test_the_catalogue_covers_what_was_shipped():

@@ -18,10 +18,6 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-
-if __name__ == "__main__":
-    sys.path[:0] = [str(Path(__file__).parents[1])]
-
 from weights_mutations import (
     damage,
     odd_values,

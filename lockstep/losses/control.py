@@ -13,7 +13,7 @@ from dataclasses import dataclass
 CONTROL_FACTOR = 8  # twice WORST_RATIO
 WORST_RATIO = 4  # how far correct runs have gone beyond what one control run had shown
 NEIGHBOURS = 5  # steps before and after one that a lonely gap is held against
-AMPLIFICATION = 400  # of the noise of the first loss; seen where training is stable: 140
+AMPLIFICATION = 400  # of the noise of the first loss; seen where the control was a measure: 290
 USUAL = 10  # amplification, which says nothing against a run, however short
 POWER = 0.5  # of the range of the loss: a tolerance beyond that would pass a run that learns nothing
 _AGAIN = "one of the two histories is wrong, or training is unstable: run both again, or lower --learning_rate"

@@ -128,7 +128,7 @@ def draw(histories: dict[str, History], control: History | None, tolerance: Tole
         top.plot(steps, losses, color=color_of(name), linewidth=width, label=_drawable(history.run["label"]))
         if name != BASELINE and BASELINE in histories:
             gaps = _gaps(histories[BASELINE], history)
-            bottom.plot(steps[: len(gaps)], gaps, ".", markersize=4, color=color_of(name), label=_drawable(history.run["label"]))
+            bottom.plot(steps[: len(gaps)], gaps, ".", markersize=4, color=color_of(name))
     if control is not None and BASELINE in histories:
         lowest = bottom.dataLim.y0 if bottom.lines else LOWEST
         gaps = [max(gap, lowest) for gap in _gaps(histories[BASELINE], control)]
@@ -136,7 +136,6 @@ def draw(histories: dict[str, History], control: History | None, tolerance: Tole
         bottom.fill_between(range(1, len(gaps) + 1), lowest, gaps, color="0.85", step="mid", label=label, zorder=0)
     top.set_ylabel("loss, mean over DP ranks (nats)")
     top.set_title(_drawable(_title(next(iter(histories.values())).run)))
-    top.legend()
     if tolerance is not None:
         steps = range(1, len(tolerance.loss) + 1)
         bottom.plot(steps, tolerance.loss, color="tab:red", linestyle="--", label=f"tolerated: up to {tolerance.maximum:.1e}")
@@ -144,8 +143,8 @@ def draw(histories: dict[str, History], control: History | None, tolerance: Tole
     bottom.set_yscale("log")
     bottom.set_ylabel("|loss - DDP's loss| (nats)")
     bottom.set_xlabel("step")
-    if bottom.lines:
-        bottom.legend(fontsize="small")
+    figure.get_layout_engine().set(h_pad=0.1)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)  # beside the panels: it hides nothing
     for axes in (top, bottom):
         axes.grid(alpha=0.3)
     write_atomically(path, lambda temporary: figure.savefig(temporary, dpi=120, format=path.suffix[1:]))

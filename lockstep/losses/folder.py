@@ -61,7 +61,7 @@ def read(found: dict[str, Path]) -> tuple[dict[str, History], History | None]:
     for name, one in histories.items():
         path, run = found[name], one.run
         config = run["config"]
-        row, mine = strategies.recorded(config["strategy"]), config["run_name"] or config["strategy"]
+        row, mine = strategies.recorded(config["strategy"]), config.get("run_name") or config["strategy"]
         if mine != (BASELINE if name == history.CONTROL else name) or config["noise_control"] != (name == history.CONTROL):
             what = f"{mine}'s" + (" control" if config["noise_control"] else "")
             raise UserError(f"{path}: is a history of {what} run, and not what its name says; put each under its own name")

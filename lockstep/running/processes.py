@@ -4,7 +4,6 @@ import ctypes
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 from lockstep.errors import printable

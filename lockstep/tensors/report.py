@@ -49,7 +49,7 @@ def _sections(result: Result, diagnoses: dict[str, Diagnosis]) -> dict[str, list
         "What was compared": [f"{what}: {value}" for what, value in about(result).items()],
         "Configuration": configuration(result),
         "First tensor that is too far": first_tensors(result),
-        "Likely cause": causes(result, diagnoses),
+        "Cause": causes(result, diagnoses),
         "Loss by DP rank": losses(result),
         "Layer output norms": norms(result, "forward"),
         "Gradient norms": norms(result, "backward") + norms(result, "gradient")[1:],
@@ -155,8 +155,9 @@ def causes(result: Result, diagnoses: dict[str, Diagnosis]) -> list[str]:
     lines = []
     for name, diagnosis in diagnoses.items():
         lines += [f"{_label(result, name)}:"]
-        lines += [f"- {number}. {cause.name}: {cause.evidence}" for number, cause in enumerate(diagnosis.causes, 1)]
-        lines += [f"- excluded: {'; '.join(diagnosis.excluded)}"]
+        lines += [f"- {cause.name}: {cause.evidence}" for cause in diagnosis.causes] or ["- not explained"]
+        lines += [f"- odd about {result.failures(name)[0][2]}: {'; '.join(diagnosis.odd)}"] if diagnosis.odd else []
+        lines += [f"- excluded: {'; '.join(diagnosis.excluded)}"] if diagnosis.excluded else []
     if not lines and any(result.has_failed(name) for name in result.dumps):
         return ["looked for only with a reference; name its folder, too"]
     return lines or ["nothing to explain"]
@@ -265,7 +266,7 @@ def as_data(result: Result, diagnoses: dict[str, Diagnosis]) -> dict:
                 "origin": dump.manifest["origin"],
                 "missing": [[step, tensor] for run, step, tensor in result.missing if run == name],
                 "first_failure": list(result.failures(name)[:1]),
-                "causes": [asdict(cause) for cause in diagnoses[name].causes] if name in diagnoses else [],
+                "diagnosis": asdict(diagnoses[name]) if name in diagnoses else None,
                 "num_failures": len(result.failures(name)),
                 "not_judged": sorted({row.name for row in result.rows if row.strategy == name and not row.judged}),
             }
