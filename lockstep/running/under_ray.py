@@ -95,7 +95,9 @@ def _train(ray, config: Config, inputs) -> str:
     resources = {"CPU": 1, "GPU": 1} if config.device == "cuda" else {"CPU": cpu}
     gpus = int(ray.cluster_resources().get("GPU", 0))
     if config.device == "cuda" and gpus < config.num_workers:
-        progress.screen.note(f"{config.label}: waiting for {config.num_workers} GPUs, the cluster has {gpus} now")
+        progress.screen.note(
+            f"{config.label}: waiting for {config.num_workers} GPUs, the cluster has {gpus} now"
+        )
     kept, ours = config.storage_path / name, not config.storage_path.exists()
     went_well = False
     try:
@@ -104,7 +106,9 @@ def _train(ray, config: Config, inputs) -> str:
             train_loop_config={"config": config, "inputs": inputs},
             torch_config=TorchConfig(backend=config.backend),
             scaling_config=ScalingConfig(
-                num_workers=config.num_workers, use_gpu=config.device == "cuda", resources_per_worker=resources
+                num_workers=config.num_workers,
+                use_gpu=config.device == "cuda",
+                resources_per_worker=resources,
             ),
             run_config=RunConfig(
                 name=name, storage_path=str(config.storage_path), failure_config=FailureConfig(max_failures=0)
@@ -162,7 +166,9 @@ def _log_at(path: Path) -> Iterator[Path]:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = open(path, "w", encoding="utf-8", errors="replace")
     except OSError as error:
-        raise UserError(f"--loss_output_dir: {path} cannot be written ({error.strerror}); choose another folder") from error
+        raise UserError(
+            f"--loss_output_dir: {path} cannot be written ({error.strerror}); choose another folder"
+        ) from error
     log = _Log(file)
     with file, progress.shown_on(progress.Screen(sys.stdout)):
         with contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
@@ -204,14 +210,18 @@ def _import(name: str):
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise UserError(f"ray cannot be imported ({first_line(error)}); install requirements.txt, or use torchrun") from error
+        raise UserError(
+            f"ray cannot be imported ({first_line(error)}); install requirements.txt, or use torchrun"
+        ) from error
 
 
 def _connect(ray) -> None:
     """Join the cluster that RAY_ADDRESS names, or start a Ray instance that ends with this process."""
     address = os.environ.get("RAY_ADDRESS") or "local"
     if address.startswith("ray://"):
-        raise UserError(f"RAY_ADDRESS {address}: Ray Client is not supported; give the HOST:PORT that `ray start --head` printed")
+        raise UserError(
+            f"RAY_ADDRESS {address}: Ray Client is not supported; give the HOST:PORT that `ray start --head` printed"
+        )
     try:
         if address != "local":
             _require_cluster(ray, address)
@@ -289,7 +299,9 @@ def _hold_local_ray() -> int:
     processes.end_with_parent()  # by SIGTERM, for which Ray's handler raises SystemExit
     if parent not in (None, str(os.getppid())):  # it ended before we could ask
         return 1
-    folder = tempfile.mkdtemp(prefix="lockstep-", dir=os.environ.get("RAY_TMPDIR", "/tmp"))  # short: the names of sockets must be
+    folder = tempfile.mkdtemp(
+        prefix="lockstep-", dir=os.environ.get("RAY_TMPDIR", "/tmp")
+    )  # short: the names of sockets must be
     os.environ["RAY_TMPDIR"] = folder
     ray = _import_ray()
     try:
