@@ -164,15 +164,19 @@ def _log_at(path: Path) -> Iterator[Path]:
     """While this lasts, what Ray prints, for itself and for its workers, goes to a file, and marked lines to the screen."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = open(path, "w", encoding="utf-8", errors="replace")
+        file = open(path, "w", encoding="utf-8", errors="replace")  # noqa: SIM115 - closed below
     except OSError as error:
         raise UserError(
             f"--loss_output_dir: {path} cannot be written ({error.strerror}); choose another folder"
         ) from error
     log = _Log(file)
-    with file, progress.shown_on(progress.Screen(sys.stdout)):
-        with contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
-            yield path
+    with (
+        file,
+        progress.shown_on(progress.Screen(sys.stdout)),
+        contextlib.redirect_stdout(log),
+        contextlib.redirect_stderr(log),
+    ):
+        yield path
 
 
 def _remove_records(*folders: Path) -> None:
