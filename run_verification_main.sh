@@ -82,6 +82,13 @@ fi
 [ "$NOISE_FLOOR" = 0 ] || first+=(--control)
 both=(--strategies "$STRATEGIES" --tp_size "$TP_SIZE" "${common[@]}" "${weights[@]}")
 
+# --- one local Ray instance for all the runs; it starts meanwhile, and ends with this script -----------------------------------------
+if [ -z "${RAY_ADDRESS:-}" ]; then
+  export RAY_AUTH_MODE=token # what a local instance uses; whoever joins it has to say so
+  exec {ray}< <(exec "$PYTHON" -m lockstep.running.under_ray)
+  ray_pid=$!
+fi
+
 # --- a usage error is answered before anything is trained or removed; then nothing of an older run is left to compare --------------
 plan=$("$PYTHON" -m lockstep.verification plan "${both[@]}" "${first[@]}")
 mkdir -p "$OUTPUT_DIR"
@@ -94,10 +101,11 @@ done <<<"$plan"
 settings="$MODEL_NAME, $NUM_LAYERS layers, $PRECISION, $DEBUG_STEPS steps, TP=$TP_SIZE, DP=$DP_SIZE on $DEVICE ($gpus GPUs here) -> $OUTPUT_DIR"
 echo "${settings//[[:cntrl:]]/?}"
 
-# --- the runs, one after the other, each in a Ray instance of its own; then the verdict --------------------------------------------
-RAY_TMPDIR=$(mktemp -d "${RAY_TMPDIR:-/tmp}/lockstep-XXXXXX") # short: the names of sockets must be
-export RAY_TMPDIR
-trap 'rm -rf "$RAY_TMPDIR" 2>/dev/null || true' EXIT
+# --- the runs, one after the other; then the verdict -------------------------------------------------------------------------------
+if [ -n "${ray:-}" ]; then
+  read -r RAY_ADDRESS <&"$ray" || { echo "$0: the local Ray instance did not start (see above)" >&2; exit 1; }
+  export RAY_ADDRESS
+fi
 trap 'echo "$0: interrupted; the histories in $OUTPUT_DIR hold the steps so far" >&2; exit 130' INT
 while read -r name tp strategy <&3; do
   "$PYTHON" -m lockstep.train --strategy "$strategy" --tp_size "$tp" "${common[@]}" "${weights[@]}" "${first[@]}" || {
@@ -107,4 +115,5 @@ while read -r name tp strategy <&3; do
   }
   first=()
 done 3<<<"$plan"
+[ -z "${ray_pid:-}" ] || kill "$ray_pid" 2>/dev/null || true
 "$PYTHON" -m lockstep.verification verdict "${both[@]}" $([ "$NOISE_FLOOR" = 0 ] || echo --control)

@@ -57,18 +57,29 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         older = Path(folder) / "older"
         older.mkdir()
-        archive = subprocess.run(["git", "-C", str(ROOT), "archive", options.older], check=True, capture_output=True).stdout
+        archive = subprocess.run(
+            ["git", "-C", str(ROOT), "archive", options.older], check=True, capture_output=True
+        ).stdout
         subprocess.run(["tar", "-x", "-C", str(older)], check=True, input=archive)
         for number in range(options.repeats):
             seconds, spent = script(ROOT, Path(folder) / f"new{number}")
             phases.append(spent)
             pairs.append((seconds, script(older, Path(folder) / f"old{number}")[0]))
-            print(f"now {pairs[-1][0]:.1f} s, {options.older} {pairs[-1][1]:.1f} s, ratio {pairs[-1][0] / pairs[-1][1]:.3f}", flush=True)
+            print(
+                f"now {pairs[-1][0]:.1f} s, {options.older} {pairs[-1][1]:.1f} s, ratio {pairs[-1][0] / pairs[-1][1]:.3f}",
+                flush=True,
+            )
     ratio = statistics.median(ours / theirs for ours, theirs in pairs)
     spent = {phase: round(statistics.median(p[phase] for p in phases), 1) for phase in phases[0]}
     print(f"median ratio {ratio:.3f}; where the script's time goes (seconds, all runs together): {spent}")
     if options.output:
-        content = {"cores": os.cpu_count(), "older": options.older, "seconds": pairs, "median_ratio": ratio, "script_phases_seconds": spent}
+        content = {
+            "cores": os.cpu_count(),
+            "older": options.older,
+            "seconds": pairs,
+            "median_ratio": ratio,
+            "script_phases_seconds": spent,
+        }
         options.output.write_text(json.dumps(content, indent=1) + "\n")
 
 

@@ -64,7 +64,9 @@ def plan(options: argparse.Namespace, flags: list[str]) -> int:
         config, inputs = checked(row, options, flags)
     if config.capture_dir is not None:
         if config.precision not in RULES:
-            raise UserError(f"--precision {config.precision}: no tolerance is derived for its tensors; leave them out (TENSORS=0)")
+            raise UserError(
+                f"--precision {config.precision}: no tolerance is derived for its tensors; leave them out (TENSORS=0)"
+            )
         check_reference(config, inputs)
     for row in rows:
         print(row.name, tp_size(row, options), row.place)
@@ -75,7 +77,9 @@ def checked(row: Row, options: argparse.Namespace, flags: list[str]) -> tuple[Co
     """A run's configuration and inputs. Raises UserError for what it could not be started with."""
     own = ["--tp_size", tp_size(row, options), "--dry_run"]
     if row.is_baseline:
-        own += [f"--{name}" for name in ("save_init_weights", "pretrained", "control") if getattr(options, name)]
+        own += [
+            f"--{name}" for name in ("save_init_weights", "pretrained", "control") if getattr(options, name)
+        ]
         own += ["--init_weights_path", options.init_weights_path] if options.init_weights_path else []
     config = config_module.parse_config(row.place, [*flags, *own])
     inputs = config_module.load_inputs(config)
@@ -107,7 +111,10 @@ def verdict(options: argparse.Namespace, flags: list[str]) -> int:
     require_writable_folder(place, "--loss_output_dir")
     figure, data = place / "loss_curves.png", place / "verdict.json"
     names = [row.name for row in rows]
-    found = {name: history.path_of(place, name) for name in (*names, *([history.CONTROL] if options.control else []))}
+    found = {
+        name: history.path_of(place, name)
+        for name in (*names, *([history.CONTROL] if options.control else []))
+    }
     missing = next((path for path in found.values() if not path.exists()), None)
     if missing:
         raise UserError(f"{missing}: no such file; run the training first")
@@ -119,7 +126,9 @@ def verdict(options: argparse.Namespace, flags: list[str]) -> int:
     curve_report.draw(judged.histories, judged.control, judged.tolerance, figure)
     if judged.problem:
         raise UserError(judged.problem)
-    tensors = None if result is None else ("FAIL" if result.outcome == "CONFIGURED DIFFERENTLY" else result.outcome)
+    tensors = (
+        None if result is None else ("FAIL" if result.outcome == "CONFIGURED DIFFERENTLY" else result.outcome)
+    )
     folder.write(judged, data, f"run_verification_main.sh ({' '.join(flags)})", tensors=tensors)
     print("\n".join(["", *table(judged, result), "", *explanations(judged, result, diagnoses)]))
     print(f"Figure   {printable(figure)}")
@@ -154,7 +163,10 @@ def table(judged, result) -> list[str]:
     from lockstep.losses.folder import worst
 
     tolerance = judged.tolerance
-    rows = [("", "loss", "gradient norm", "tensors", ""), ("", "max nats from DDP", "max relative to DDP", "worst / tolerated", "")]
+    rows = [
+        ("", "loss", "gradient norm", "tensors", ""),
+        ("", "max nats from DDP", "max relative to DDP", "worst / tolerated", ""),
+    ]
     for name, one in judged.histories.items():
         verdict, outcomes = judged.verdicts.get(name), []
         cells = [one.run["label"], "baseline", "baseline", "not captured"]
@@ -168,7 +180,10 @@ def table(judged, result) -> list[str]:
             outcomes.append("FAIL" if result.has_failed(name) else result.verdict(name))
         rows.append((*cells, worst(outcomes) if outcomes else ""))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [printable("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip(), 300) for row in rows]
+    return [
+        printable("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip(), 300)
+        for row in rows
+    ]
 
 
 def explanations(judged, result, diagnoses) -> list[str]:
@@ -179,8 +194,12 @@ def explanations(judged, result, diagnoses) -> list[str]:
     lines = [f"{one.label}: {line}" for one in judged.verdicts.values() for line in reasons(one)]
     lines += [line for line in notes(judged) if line.startswith("Not judged")]
     if result is not None and result.outcome != "PASS":
-        lines += [f"First tensor too far, {line}" for line in report.first_tensors(result) if not line.endswith(": none")]
-        lines += ["Likely cause", *report.causes(result, diagnoses)] if diagnoses else []
+        lines += [
+            f"First tensor too far, {line}"
+            for line in report.first_tensors(result)
+            if not line.endswith(": none")
+        ]
+        lines += ["Cause", *report.causes(result, diagnoses)] if diagnoses else []
         lines += report.configuration(result) if any(result.configuration.values()) else []
     return [*(printable(line) for line in lines), ""] if lines else []
 

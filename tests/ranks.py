@@ -14,7 +14,16 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-CAPTURED = ["--batch_size", "2", "--seq_length", "32", "--precision", "fp32", "--dp_size", "2"]  # the flags of conftest's `dumps`
+CAPTURED = [
+    "--batch_size",
+    "2",
+    "--seq_length",
+    "32",
+    "--precision",
+    "fp32",
+    "--dp_size",
+    "2",
+]  # the flags of conftest's `dumps`
 
 
 def free_port() -> int:
@@ -41,9 +50,14 @@ def run_ranks(world_size: int, target: str, folder: Path, argument=None, *, time
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             status = "a time limit"
-    logs = {f"rank {rank}": folder / f"rank{rank}.log" for rank in range(world_size)} | {"start": folder / "log.txt"}
+    logs = {f"rank {rank}": folder / f"rank{rank}.log" for rank in range(world_size)} | {
+        "start": folder / "log.txt"
+    }
     output = "\n".join(
-        f"[{who}] {line}" for who, path in logs.items() if path.exists() for line in path.read_text(errors="replace").splitlines()
+        f"[{who}] {line}"
+        for who, path in logs.items()
+        if path.exists()
+        for line in path.read_text(errors="replace").splitlines()
     )
     assert status == 0, f"ended by {status}\n{output}"
     return output

@@ -66,7 +66,20 @@ def test_a_wrong_file_of_jobs(tmp_path, content, message):
 
 
 def train(folder, *more):
-    return {"strategy": "ddp", "arguments": ["--debug_steps", "1", "--batch_size", "1", "--seq_length", "16", "--loss_output_dir", str(folder), *more]}
+    return {
+        "strategy": "ddp",
+        "arguments": [
+            "--debug_steps",
+            "1",
+            "--batch_size",
+            "1",
+            "--seq_length",
+            "16",
+            "--loss_output_dir",
+            str(folder),
+            *more,
+        ],
+    }
 
 
 def test_a_failed_job_is_one_line(tmp_path):
@@ -84,7 +97,10 @@ def test_a_failed_job_is_one_line(tmp_path):
 
 def test_groups_of_ranks_in_one_start(tmp_path, capsys):
     """Two ranks, then one process outside any launcher; what is meant for a person is shown, once for all ranks."""
-    groups = [(2, [train(tmp_path / "two", "--dp_size", "2")]), (None, [train(tmp_path / "one", "--dp_size", "1")])]
+    groups = [
+        (2, [train(tmp_path / "two", "--dp_size", "2")]),
+        (None, [train(tmp_path / "one", "--dp_size", "1")]),
+    ]
     jobs.start_all_groups(groups, tmp_path / "work", shown=True)
     assert (tmp_path / "two" / "loss_ddp.json").exists() and (tmp_path / "one" / "loss_ddp.json").exists()
     shown = capsys.readouterr().out.splitlines()
@@ -111,4 +127,7 @@ def test_a_killed_rank_ends_the_others_and_is_named(tmp_path):
     begin = time.monotonic()
     with pytest.raises(TrainingFailure) as raised:
         jobs.start_all(2, [job], tmp_path / "work")
-    assert "rank 1 was killed by SIGKILL (the machine may be short of memory)" in str(raised.value) and time.monotonic() - begin < 60
+    assert (
+        "rank 1 was killed by SIGKILL (the machine may be short of memory)" in str(raised.value)
+        and time.monotonic() - begin < 60
+    )

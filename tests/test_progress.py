@@ -22,7 +22,12 @@ def test_plain_lines_elsewhere():
     stream = io.StringIO()
     steps(progress.Screen(stream))
     lines = stream.getvalue().splitlines()
-    assert [line.split("  ")[0] for line in lines] == ["FSDP: step 1/25", "FSDP: step 10/25", "FSDP: step 20/25", "FSDP: done"]
+    assert [line.split("  ")[0] for line in lines] == [
+        "FSDP: step 1/25",
+        "FSDP: step 10/25",
+        "FSDP: step 20/25",
+        "FSDP: done",
+    ]
     assert "tokens/s" in lines[1] and lines[1].endswith(" left") and "\r" not in stream.getvalue()
 
 
@@ -39,8 +44,15 @@ def test_what_is_relayed_through_a_log_is_shown_and_nothing_else(capsys):
     others = ["(TrainController pid=7) Requesting resources"]
     taken = [screen.take(line) for line in [*log.splitlines(), *others]]
     assert taken == [True] * (len(taken) - 1) + [False]
-    assert [line.split("  ")[0] for line in stream.getvalue().splitlines()] == ["FSDP: step 1/25", "FSDP: step 10/25", "FSDP: step 20/25", "FSDP: done"]
-    assert screen.take("\x1b[36m(RayTrainWorker pid=1)\x1b[0m @lockstep note hello\n") and stream.getvalue().endswith("hello\n")
+    assert [line.split("  ")[0] for line in stream.getvalue().splitlines()] == [
+        "FSDP: step 1/25",
+        "FSDP: step 10/25",
+        "FSDP: step 20/25",
+        "FSDP: done",
+    ]
+    assert screen.take(
+        "\x1b[36m(RayTrainWorker pid=1)\x1b[0m @lockstep note hello\n"
+    ) and stream.getvalue().endswith("hello\n")
 
 
 def test_work_is_announced_and_timed():

@@ -62,21 +62,34 @@ def read(found: dict[str, Path]) -> tuple[dict[str, History], History | None]:
         path, run = found[name], one.run
         config = run["config"]
         row, mine = strategies.recorded(config["strategy"]), config.get("run_name") or config["strategy"]
-        if mine != (BASELINE if name == history.CONTROL else name) or config["noise_control"] != (name == history.CONTROL):
+        if mine != (BASELINE if name == history.CONTROL else name) or config["noise_control"] != (
+            name == history.CONTROL
+        ):
             what = f"{mine}'s" + (" control" if config["noise_control"] else "")
-            raise UserError(f"{path}: is a history of {what} run, and not what its name says; put each under its own name")
-        label = f"{row.label} ({Mesh(dp=run['mesh'][0], tp=run['mesh'][1]).label})" + (", control" if name == history.CONTROL else "")
+            raise UserError(
+                f"{path}: is a history of {what} run, and not what its name says; put each under its own name"
+            )
+        label = f"{row.label} ({Mesh(dp=run['mesh'][0], tp=run['mesh'][1]).label})" + (
+            ", control" if name == history.CONTROL else ""
+        )
         if run["label"] != label and row.factory:
-            raise UserError(f"{path}: label is {printable(run['label'], 80)!r}, it must be {label!r}; run its training again")
+            raise UserError(
+                f"{path}: label is {printable(run['label'], 80)!r}, it must be {label!r}; run its training again"
+            )
         if not one.steps:
-            raise UserError(f"{path}: no step was recorded ({printable(one.ended or 'killed', 200)}); run its training again")
+            raise UserError(
+                f"{path}: no step was recorded ({printable(one.ended or 'killed', 200)}); run its training again"
+            )
     control = histories.pop(history.CONTROL, None)
     return histories, control
 
 
 def judge(input_dir: Path, histories: dict[str, History], control: History | None) -> Judged:
     """Hold every run against the baseline."""
-    baseline, others = histories.get(BASELINE), {name: one for name, one in histories.items() if name != BASELINE}
+    baseline, others = (
+        histories.get(BASELINE),
+        {name: one for name, one in histories.items() if name != BASELINE},
+    )
     if baseline is None or not others:
         problem = f"--input_dir {input_dir}: only {', '.join(histories)}; a verdict needs DDP and another run"
         return Judged(histories, control, None, {}, problem)

@@ -79,13 +79,22 @@ def start_groups(
     """
     folder.mkdir(parents=True, exist_ok=True)
     path, done = folder / "jobs.json", folder / "done.txt"
-    path.write_text(json.dumps([{"num_ranks": number, "jobs": jobs} for number, jobs in groups]), encoding="utf-8")
+    path.write_text(
+        json.dumps([{"num_ranks": number, "jobs": jobs} for number, jobs in groups]), encoding="utf-8"
+    )
     done.write_text("")
     environment = {**processes.environment(), "OMP_NUM_THREADS": "1"}
-    with open(folder / "log.txt", "w", encoding="utf-8") as log, open(folder / "log.txt", encoding="utf-8", errors="replace") as said:
+    with (
+        open(folder / "log.txt", "w", encoding="utf-8") as log,
+        open(folder / "log.txt", encoding="utf-8", errors="replace") as said,
+    ):
         with startup.cleaning_up():
             process = processes.start(
-                [sys.executable, "-m", NAME, str(path)], env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                [sys.executable, "-m", NAME, str(path)],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
             )
             try:
                 while process.poll() is None and time.time() - done.stat().st_mtime < patience:
@@ -113,7 +122,9 @@ def start_all(num_ranks: int | None, jobs: list[dict], folder: Path) -> None:
     start_all_groups([(num_ranks, jobs)], folder)
 
 
-def start_all_groups(groups: list[tuple[int | None, list[dict]]], folder: Path, *, shown: bool = False) -> None:
+def start_all_groups(
+    groups: list[tuple[int | None, list[dict]]], folder: Path, *, shown: bool = False
+) -> None:
     """Like `start_groups`; raises JobFailed with the line that says why, if a job failed."""
     seconds, status = start_groups(groups, folder, shown=shown)
     jobs = [job for _, group in groups for job in group]
@@ -170,7 +181,10 @@ def read(path: Path) -> list[Group]:
 def preload(groups: list[Group]) -> None:
     """Import what the ranks need, unless they are to use GPUs: a library may touch CUDA while it is imported."""
     jobs = [job for group in groups for job in group.jobs]
-    if any(word == "cuda" or word == "--device=cuda" for job in jobs for word in job.arguments) or config_module.local_gpus():
+    if (
+        any(word == "cuda" or word == "--device=cuda" for job in jobs for word in job.arguments)
+        or config_module.local_gpus()
+    ):
         return
     import transformers.modeling_utils  # noqa: F401
 
@@ -200,7 +214,9 @@ def run_group(jobs: list[Job], done: Path, listener: socket.socket | None) -> in
             raise
         except Exception as error:
             traceback.print_exc()
-            raise TrainingFailure(f"rank {dist.get_rank()} failed: {type(error).__name__}: {first_line(error)}") from error
+            raise TrainingFailure(
+                f"rank {dist.get_rank()} failed: {type(error).__name__}: {first_line(error)}"
+            ) from error
         dist.barrier()
         if dist.get_rank() == 0:
             with open(done, "a") as file:
@@ -215,7 +231,9 @@ def main() -> int:
     groups = read(path)
     preload(groups)
     for group in groups:
-        status = ranks.fork(group.num_ranks or 1, functools.partial(_rank, group, path.with_name("done.txt")), NAME)
+        status = ranks.fork(
+            group.num_ranks or 1, functools.partial(_rank, group, path.with_name("done.txt")), NAME
+        )
         if status:
             return status
     return 0

@@ -1,6 +1,6 @@
 """One run at a time into one place: a lock that the kernel takes back when its process ends, however that comes about.
 
-    python -m lockstep.running.locks FD PATH     locks PATH, which a shell holds open as file descriptor FD; for the shell script
+python -m lockstep.running.locks FD PATH     locks PATH, which a shell holds open as file descriptor FD; for the shell script
 """
 
 import contextlib
@@ -44,7 +44,9 @@ def _one(path: Path, who: str, output: str) -> Iterator[None]:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = _open_locked(path, who, output)
     except OSError as error:
-        raise UserError(f"{who}{path}: cannot be written ({error.strerror or error}); choose another folder") from error
+        raise UserError(
+            f"{who}{path}: cannot be written ({error.strerror or error}); choose another folder"
+        ) from error
     try:
         yield
     finally:
@@ -55,14 +57,18 @@ def _one(path: Path, who: str, output: str) -> Iterator[None]:
 
 def _open_locked(path: Path, who: str, output: str) -> int:
     while True:
-        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)  # not inherited by children: they would keep the lock
+        file = os.open(
+            path, os.O_RDWR | os.O_CREAT, 0o644
+        )  # not inherited by children: they would keep the lock
         try:
             lock(file, who, output, os.getpid())
         except BaseException:
             os.close(file)
             raise
         with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(file), os.stat(path)):  # else the holder before us removed it meanwhile
+            if os.path.samestat(
+                os.fstat(file), os.stat(path)
+            ):  # else the holder before us removed it meanwhile
                 return file
         os.close(file)
 
@@ -79,7 +85,10 @@ def lock(file: int, who: str, output: str, holder: int) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
             raise
-        print(f"{output}: this file system has no locks; a second run into it at the same time will not be noticed", file=sys.stderr)
+        print(
+            f"{output}: this file system has no locks; a second run into it at the same time will not be noticed",
+            file=sys.stderr,
+        )
     with contextlib.suppress(OSError):  # a full disk: the lock is there, its holder's name is not
         os.ftruncate(file, 0)
         os.pwrite(file, f"process {holder} on {socket.gethostname()}\n".encode(), 0)

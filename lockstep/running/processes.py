@@ -42,7 +42,9 @@ def end(process: subprocess.Popen) -> None:
 
 def killed_by(number: int) -> str:
     """ "killed by SIGTERM", with what it may mean."""
-    return f"killed by {signal.Signals(number).name}" + (" (the machine may be short of memory)" if number == signal.SIGKILL else "")
+    return f"killed by {signal.Signals(number).name}" + (
+        " (the machine may be short of memory)" if number == signal.SIGKILL else ""
+    )
 
 
 def failure(program: str, status: int, log: str) -> str:

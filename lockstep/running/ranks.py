@@ -90,5 +90,9 @@ def _wait(left: dict[int, int], name: str) -> int:
         if code and not failed:
             failed, deadline = (code if code > 0 else 1), time.monotonic() + GRACE
             if code < 0:
-                print(printable(f"{name}: rank {rank} was {processes.killed_by(-code)}"), file=sys.stderr, flush=True)
+                print(
+                    printable(f"{name}: rank {rank} was {processes.killed_by(-code)}"),
+                    file=sys.stderr,
+                    flush=True,
+                )
     return failed

@@ -1,7 +1,14 @@
 """A run under Ray Train: in a Ray instance of its own, or in the cluster that RAY_ADDRESS names. The only file that imports ray.
 
 What Ray and the workers say goes into a log beside the history; a person sees the lines that the loop means for them.
+
+    python -m lockstep.running.under_ray       starts a local Ray instance, prints its address, and ends with what started it
 """
+
+if __name__ == "__main__":
+    from lockstep import startup
+
+    startup.begin()
 
 import concurrent.futures
 import contextlib
@@ -12,17 +19,19 @@ import logging
 import os
 import re
 import shutil
+import signal
 import socket
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TextIO
 
 from lockstep.config import Config
-from lockstep.errors import TrainingFailure, UserError, first_line
+from lockstep.errors import TrainingFailure, UserError, first_line, run_program
 from lockstep.launch import set_threads
-from lockstep.running import progress
+from lockstep.running import processes, progress
 
 RAY_ENVIRONMENT = {
     "RAY_CHDIR_TO_TRIAL_DIR": "0",  # workers stay where the scripts are
@@ -86,7 +95,9 @@ def _train(ray, config: Config, inputs) -> str:
     resources = {"CPU": 1, "GPU": 1} if config.device == "cuda" else {"CPU": cpu}
     gpus = int(ray.cluster_resources().get("GPU", 0))
     if config.device == "cuda" and gpus < config.num_workers:
-        progress.screen.note(f"{config.label}: waiting for {config.num_workers} GPUs, the cluster has {gpus} now")
+        progress.screen.note(
+            f"{config.label}: waiting for {config.num_workers} GPUs, the cluster has {gpus} now"
+        )
     kept, ours = config.storage_path / name, not config.storage_path.exists()
     went_well = False
     try:
@@ -95,7 +106,9 @@ def _train(ray, config: Config, inputs) -> str:
             train_loop_config={"config": config, "inputs": inputs},
             torch_config=TorchConfig(backend=config.backend),
             scaling_config=ScalingConfig(
-                num_workers=config.num_workers, use_gpu=config.device == "cuda", resources_per_worker=resources
+                num_workers=config.num_workers,
+                use_gpu=config.device == "cuda",
+                resources_per_worker=resources,
             ),
             run_config=RunConfig(
                 name=name, storage_path=str(config.storage_path), failure_config=FailureConfig(max_failures=0)
@@ -151,13 +164,19 @@ def _log_at(path: Path) -> Iterator[Path]:
     """While this lasts, what Ray prints, for itself and for its workers, goes to a file, and marked lines to the screen."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = open(path, "w", encoding="utf-8", errors="replace")
+        file = open(path, "w", encoding="utf-8", errors="replace")  # noqa: SIM115 - closed below
     except OSError as error:
-        raise UserError(f"--loss_output_dir: {path} cannot be written ({error.strerror}); choose another folder") from error
+        raise UserError(
+            f"--loss_output_dir: {path} cannot be written ({error.strerror}); choose another folder"
+        ) from error
     log = _Log(file)
-    with file, progress.shown_on(progress.Screen(sys.stdout)):
-        with contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
-            yield path
+    with (
+        file,
+        progress.shown_on(progress.Screen(sys.stdout)),
+        contextlib.redirect_stdout(log),
+        contextlib.redirect_stderr(log),
+    ):
+        yield path
 
 
 def _remove_records(*folders: Path) -> None:
@@ -195,14 +214,18 @@ def _import(name: str):
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise UserError(f"ray cannot be imported ({first_line(error)}); install requirements.txt, or use torchrun") from error
+        raise UserError(
+            f"ray cannot be imported ({first_line(error)}); install requirements.txt, or use torchrun"
+        ) from error
 
 
 def _connect(ray) -> None:
     """Join the cluster that RAY_ADDRESS names, or start a Ray instance that ends with this process."""
     address = os.environ.get("RAY_ADDRESS") or "local"
     if address.startswith("ray://"):
-        raise UserError(f"RAY_ADDRESS {address}: Ray Client is not supported; give the HOST:PORT that `ray start --head` printed")
+        raise UserError(
+            f"RAY_ADDRESS {address}: Ray Client is not supported; give the HOST:PORT that `ray start --head` printed"
+        )
     try:
         if address != "local":
             _require_cluster(ray, address)
@@ -272,3 +295,31 @@ def _shutdown(ray, *, clean: bool) -> None:
         latest = session.with_name("session_latest")
         if latest.is_symlink() and not latest.exists():
             latest.unlink(missing_ok=True)
+
+
+def _hold_local_ray() -> int:
+    """Start a local Ray instance, print its address, and keep it until this process is told to end, or its parent has."""
+    parent = os.environ.get("LOCKSTEP_PARENT")
+    processes.end_with_parent()  # by SIGTERM, for which Ray's handler raises SystemExit
+    if parent not in (None, str(os.getppid())):  # it ended before we could ask
+        return 1
+    folder = tempfile.mkdtemp(
+        prefix="lockstep-", dir=os.environ.get("RAY_TMPDIR", "/tmp")
+    )  # short: the names of sockets must be
+    os.environ["RAY_TMPDIR"] = folder
+    ray = _import_ray()
+    try:
+        _connect(ray)
+        print(ray.get_runtime_context().gcs_address, flush=True)
+        while True:
+            signal.pause()
+    except SystemExit:
+        return 0
+    finally:
+        _shutdown(ray, clean=True)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the script that started this
+    raise SystemExit(run_program("lockstep.running.under_ray", _hold_local_ray))

@@ -21,7 +21,7 @@ from lockstep.tensors.dump import Dump
 from lockstep.training.optim import decays
 
 BLOCK = 1 << 13  # elements: all blocks of a comparison stay in the cache, and BLAS starts no threads for so few
-SMALL = 1 << 24  # elements that are compared before a process pool has started
+SMALL = 1 << 26  # elements that are compared before a process pool has started
 
 
 class Size(NamedTuple):
