@@ -223,6 +223,7 @@ def test_the_one_command(tmp_path):
 def test_the_one_command_interrupted(run, tmp_path):
     """While one script trains and the next one waits: nothing is left of either but the steps so far."""
     one = run(DP_SIZE="1", DEBUG_STEPS="100000")
+    one.wait_for_step(1)
     deadline = time.monotonic() + 120
     while "control: waiting for the run before it" not in one.log.read_text() and time.monotonic() < deadline:
         time.sleep(0.1)
