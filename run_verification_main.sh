@@ -93,17 +93,21 @@ if [ -z "${RAY_ADDRESS:-}" ]; then
   coproc RAY { trap '' INT; exec "$PYTHON" -m lockstep.under_ray; }
   ray_pid=$RAY_PID ray_stdin=${RAY[1]} ray_stdout=${RAY[0]}
 fi
-current="" next="" checks="" # process ids of training scripts
+ray_started="" current="" next="" checks="" # process ids of training scripts
 last_word="" failed="a training script failed; its own line above says why"
-end_ray() { # tell it that all went well, and to end
+end_ray() { # [WHAT IT IS TOLD]: it ends itself and all its processes
   [ -n "${ray_pid:-}" ] || return 0
   trap '' PIPE # it may be gone
-  { echo "went well" >&"$ray_stdin"; eval "exec $ray_stdin>&-"; } 2>/dev/null || true
+  { echo "${1:-}" >&"$ray_stdin"; eval "exec $ray_stdin>&-"; } 2>/dev/null || true
   ray_pid=""
 }
-stop() { # Ray ends the workers of a script that is gone, and the kernel Ray's processes when theirs is
+stop() { # Ray ends the workers of a script that is gone
   exec {terminal}>&2 2>/dev/null # bash would say of each what it was killed by
-  [ -z "$current$next$checks${ray_pid:-}" ] || kill -KILL $current $next $checks ${ray_pid:-} || true
+  [ -z "$current$next$checks" ] || kill -KILL $current $next $checks || true
+  if [ -z "$ray_started" ]; then # it would not listen yet; the kernel ends its processes with it
+    [ -z "${ray_pid:-}" ] || kill -KILL $ray_pid || true
+  fi
+  end_ray
   wait || true
   if [ "$last_word" != "$failed" ]; then # else Ray's logs may say more
     for _ in 1 2 3 4 5; do rm -rf "${ray_folder:-}" && break || sleep 0.2; done # its processes are ending
@@ -131,13 +135,14 @@ checks=$!
 wait_for $checks
 checks=""
 mkdir -p "$OUTPUT_DIR"
-exec {lock}>>"$OUTPUT_DIR/.run_verification_main.lock"
+exec {lock}<>"$OUTPUT_DIR/.run_verification_main.lock"
 (trap '' INT; exec "$PYTHON" -m lockstep.locks $lock "$OUTPUT_DIR")
 rm -f "$OUTPUT_DIR"/{loss_ddp.json,loss_control.json,loss_deepspeed.json,loss_fsdp.json,loss_curves.png,verdict.json}
 
 if [ -n "${ray_pid:-}" ]; then
   read -r RAY_ADDRESS <&"$ray_stdout" || { echo "$0: the local Ray instance did not start (see above)" >&2; exit 1; }
   export RAY_ADDRESS
+  ray_started=1
 fi
 
 # --- the runs, one after the other. To start a script takes seconds: it is started when the run before it has begun, and waits
@@ -159,8 +164,9 @@ train ddp train_ddp.py "${save[@]}" "${alone[@]}"
 train deepspeed train_deepspeed.py "${sharded[@]}"
 train fsdp train_fsdp.py "${sharded[@]}"
 wait_for "$current"
-current="" last_word="" failed="a training script failed; its own line above says why"
-end_ray # while the comparison runs
+current="" last_word=""
+rmdir "$OUTPUT_DIR/ray" 2>/dev/null || true # Ray Train's records, of which there are none
+end_ray "went well" # while the comparison runs
 "$PYTHON" "$ROOT/plot_loss_curves.py" --input_dir "$OUTPUT_DIR" --output "$OUTPUT_DIR/loss_curves.png" --json "$OUTPUT_DIR/verdict.json" &
 checks=$!
 status=0

@@ -74,7 +74,8 @@ def start_all(num_ranks: int | None, jobs: list[dict], folder: Path) -> None:
     """Like `start`; raises TrainingFailure with the line that says why, if a job failed."""
     finished = len(start(num_ranks, jobs, folder))
     if finished < len(jobs):
-        raise TrainingFailure(f"job {finished + 1} of {len(jobs)}, {jobs[finished]['strategy']}, failed: {why(folder)}; all it said is in {folder / 'log.txt'}")
+        which = f"job {finished + 1} of {len(jobs)}, {jobs[finished]['strategy']}"
+        raise TrainingFailure(f"{which}, failed: {why(folder)}; all it said is in {folder / 'log.txt'}")
 
 
 def why(folder: Path) -> str:

@@ -69,7 +69,9 @@ def _require_environment():
             problem = "{} has no package {}".format(sys.executable or "this Python", missing[0])
     if problem:
         activate = os.path.join(ROOT, ".venv", "bin", "activate")
-        enter = "source " + os.path.relpath(activate) if os.path.exists(activate) else "run ./run_verification_main.sh, which makes .venv, then source .venv/bin/activate"
+        enter = "source " + os.path.relpath(activate)
+        if not os.path.exists(activate):
+            enter = "run ./run_verification_main.sh, which makes .venv, then source .venv/bin/activate"
         os.write(2, "{}: {}; enter the environment first: {}\n".format(program(), problem, enter).encode())
         os._exit(2)
 

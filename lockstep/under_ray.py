@@ -71,6 +71,8 @@ def run(config: Config, inputs, make_strategy, begin: Callable[[], None]) -> str
     cpu = min(1, (os.cpu_count() or 1) / config.num_workers)
     resources = {"CPU": 1, "GPU": 1} if config.device == "cuda" else {"CPU": cpu}
     _connect(ray)
+    # where the reader of our output is gone (`| head`), it is ours to say so, and Ray would say it for every line
+    logging.getLogger("ray._private.worker").addFilter(lambda record: "[Errno 32] Broken pipe" not in record.getMessage())
     begin()
     needless = {NO_DATA}
     gpus = int(ray.cluster_resources().get("GPU", 0))

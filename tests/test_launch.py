@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -52,7 +53,7 @@ class Run:
     """A command in its own process group, marked by an environment variable to find orphans."""
 
     def __init__(self, folder, command, **settings):
-        self.folder, self.log = folder, folder / "log.txt"
+        self.folder, self.log, self.settings = folder, folder / "log.txt", settings
         self.process = subprocess.Popen(
             command, cwd=ROOT, env=environment(LOCKSTEP_TEST=str(folder), **settings), text=True,
             stdout=open(self.log, "w"), stderr=subprocess.STDOUT, start_new_session=True,
@@ -71,12 +72,13 @@ class Run:
 @pytest.fixture
 def run(tmp_path):
     started = []
+    short = tempfile.mkdtemp(dir="/tmp")  # the names of Ray's sockets must be
 
     def start(*arguments, **settings):
         """train_ddp.py with these arguments, or run_verification_main.sh with these settings."""
         train_ddp = [sys.executable, "train_ddp.py", *folders(tmp_path), *arguments]
         script = [ROOT / "run_verification_main.sh"]
-        settings = {"OUTPUT_DIR": str(tmp_path), "DEVICE": "cpu", **settings} if settings else {}
+        settings = {"OUTPUT_DIR": str(tmp_path), "DEVICE": "cpu", "RAY_TMPDIR": short, **settings} if settings else {}
         started.append(Run(tmp_path, script if settings else train_ddp, **settings))
         return started[-1]
 
@@ -85,6 +87,8 @@ def run(tmp_path):
         if one.process.poll() is None:
             os.killpg(one.process.pid, signal.SIGKILL)
             one.process.wait()
+    gone(tmp_path)
+    shutil.rmtree(short, ignore_errors=True)
 
 
 def test_interrupt_keeps_the_history_and_leaves_nothing_behind(run, tmp_path):
@@ -211,7 +215,7 @@ def test_the_one_command(tmp_path):
     (tmp_path / "a model").mkdir()
     (tmp_path / "a model" / "config.json").write_text(json.dumps(BUILT_IN["tiny-qwen2"]))
     command = [ROOT / "run_verification_main.sh"]
-    result = subprocess.run(command, cwd=tmp_path, env=environment(**settings), capture_output=True, text=True, timeout=300)
+    result = subprocess.run(command, cwd=tmp_path, env=environment(**settings), capture_output=True, text=True, timeout=400)
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.rstrip().endswith("PASS") and (tmp_path / "out $x 'y'" / "loss_curves.png").is_file()
     verdict = json.loads((tmp_path / "out $x 'y'" / "verdict.json").read_text())
@@ -223,6 +227,7 @@ def test_the_one_command(tmp_path):
 def test_the_one_command_interrupted(run, tmp_path):
     """While one script trains and the next one waits: nothing is left of either but the steps so far."""
     one = run(DP_SIZE="1", DEBUG_STEPS="100000")
+    one.wait_for_step(1)
     deadline = time.monotonic() + 120
     while "control: waiting for the run before it" not in one.log.read_text() and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -231,7 +236,7 @@ def test_the_one_command_interrupted(run, tmp_path):
     assert one.log.read_text().splitlines()[-1].endswith(f"interrupted; the histories in {tmp_path} hold the steps so far")
     assert [path.name for path in tmp_path.glob("*.json")] == ["loss_ddp.json"]
     assert len(history.read(tmp_path / "loss_ddp.json").steps) >= 1
-    assert gone(tmp_path) is True
+    assert gone(tmp_path) is True and not list(Path(one.settings["RAY_TMPDIR"]).iterdir())
 
 
 def test_the_one_command_stops_with_the_first_run_that_fails(run, tmp_path):
