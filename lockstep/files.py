@@ -114,7 +114,7 @@ def why_not_written(error: Exception, path: Path, size: int | None = None) -> st
             return None
         code = errno.ENOSPC if _room(path) < 1 << 20 else errno.EIO
     reason = os.strerror(code) if code else first_line(error)
-    if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    if code in (errno.ENOSPC, errno.EDQUOT):
         wanted = "" if size is None else f"{size:,} bytes are wanted, "
         reason += f" ({wanted}{_room(path):,} are free)"
     return reason

@@ -21,6 +21,7 @@ import sys
 PACKAGES = ("numpy", "pydantic", "safetensors", "torch", "transformers")  # what every program needs
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 meaning = "interrupted"  # what is said after Ctrl-C; a program may have more to say
+end_helpers = []  # functions that end, in order, what this process has started and what would outlive it for a while
 
 
 def program():
@@ -32,11 +33,15 @@ def program():
 
 
 def stop_at_once(_signal=None, _frame=None):
-    """Say that the program was interrupted, once for all ranks of a launcher, and end it."""
+    """Say that the program was interrupted, once for all ranks of a launcher, and end it. A second Ctrl-C does not wait."""
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     with contextlib.suppress(Exception):  # it may be what was interrupted
         sys.stdout.flush()
     if os.environ.get("RANK", "0") == "0":
         os.write(2, "{}: {}\n".format(program(), meaning).encode())
+    for end in end_helpers:
+        with contextlib.suppress(Exception):
+            end()
     os._exit(130)
 
 

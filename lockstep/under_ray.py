@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from lockstep import startup
 from lockstep.config import Config
 from lockstep.errors import TrainingFailure, UserError, first_line, run_program
 from lockstep.launch import set_threads
@@ -27,6 +28,8 @@ RAY_ENVIRONMENT = {
     "RAY_TRAIN_METRICS_ENABLED": "0",  # there is no dashboard to show them
 }
 CONNECT_TIMEOUT = 3.0  # seconds
+# Children of a raylet that outlive it for up to a minute: its agents, under either name, and workers that have just been started.
+SLOW_TO_END = re.compile(r"ray::\w*Agent|agent\.py|agent/main\.py|default_worker\.py")
 # A Ray instance of our own has one turn. A run takes all of it, so that a script started early trains after the one before
 # it, also where there are CPUs or GPUs for both.
 TURN = "lockstep_turn"
@@ -70,6 +73,7 @@ def run(config: Config, inputs, make_strategy, begin: Callable[[], None]) -> str
     name = config.experiment_name or f"{config.strategy}-{datetime.datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}"
     cpu = min(1, (os.cpu_count() or 1) / config.num_workers)
     resources = {"CPU": 1, "GPU": 1} if config.device == "cuda" else {"CPU": cpu}
+    startup.end_helpers.append(_end_agents)
     _connect(ray)
     # where the reader of our output is gone (`| head`), it is ours to say so, and Ray would say it for every line
     logging.getLogger("ray._private.worker").addFilter(lambda record: "[Errno 32] Broken pipe" not in record.getMessage())
@@ -227,6 +231,15 @@ def _shutdown(ray, *, clean: bool) -> None:
         latest = session.with_name("session_latest")
         if latest.is_symlink() and not latest.exists():
             latest.unlink(missing_ok=True)
+
+
+def _end_agents() -> None:
+    """Kill what would try to reach the raylet of this process after its end."""
+    for task in Path("/proc/self/task").iterdir():
+        for child in (task / "children").read_text().split():
+            for process in Path(f"/proc/{child}/task/{child}/children").read_text().split():
+                if SLOW_TO_END.search(Path(f"/proc/{process}/cmdline").read_text()):
+                    os.kill(int(process), signal.SIGKILL)
 
 
 def _hold_local_ray() -> int:

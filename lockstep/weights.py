@@ -10,12 +10,16 @@ import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lockstep import weight_files
 from lockstep.architectures import parameter_shapes
 from lockstep.errors import UserError, printable
 from lockstep.files import write_atomically
 from lockstep.weight_files import FLOATS, INDEX, Contents
+
+if TYPE_CHECKING:
+    import torch
 
 _ANOTHER = "write a file for this model under another name with train_ddp.py --save_init_weights"
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
