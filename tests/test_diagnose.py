@@ -115,7 +115,8 @@ class Written:
     )  # fmt: skip
     run = {
         "config": {
-            "tp_size": 2, "dp_size": 2, "gradient_accumulation_steps": 1, "precision": "fp32", "optimizer": "adamw", "learning_rate": RATE,
+            "tp_size": 2, "dp_size": 2, "gradient_accumulation_steps": 1, "precision": "fp32",
+            "optimizer": "adamw", "learning_rate": RATE,
             "weight_decay": 0.0, "max_grad_norm": 0.0,
         },
         "architecture": {"hidden_size": CHANNELS, "num_attention_heads": 4},
@@ -231,10 +232,10 @@ def test_nothing_wrong_nothing_named():
 
 def test_noise_is_not_explained():
     """In every gradient alike, and in none a factor."""
-    noisy = (
-        lambda tensor, _all: tensor
-        + 1e-3 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(6)).double()
-    )  # noqa: E731
+
+    def noisy(tensor, _all):
+        return tensor + 1e-3 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(6)).double()
+
     assert diagnosed(dict.fromkeys(GRADIENTS, noisy))[0] == []
     assert diagnosed({"forward/row": noisy})[0] == [] and diagnosed({"backward/norm": noisy})[0] == []
 
@@ -261,7 +262,7 @@ def test_one_ranks_share_of_a_sum(name, rank):
 
 @pytest.mark.parametrize("name", ["forward/row", "backward/norm"])
 def test_what_is_no_share_is_no_missing_sum(name):
-    """Half of it, another sign of one share, replicas that differ: that is where it went wrong, and not why."""
+    """Half of it, another sign of one share, replicas that differ: it is where it went wrong, not why."""
     kind = name.split("/")[0]
     for change in (
         lambda t, e: 0.5 * t,

@@ -1,5 +1,5 @@
-"""Bugs that the catalogue does not have (foreign.py), in real distributed runs: each is caught, the right tensor
-is named first, and the cause is named right or not at all."""
+"""Bugs that the catalogue does not have (foreign.py), in real distributed runs: each is caught, the right
+tensor is named first, and the cause is named right or not at all."""
 
 import json
 

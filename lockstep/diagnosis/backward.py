@@ -133,7 +133,7 @@ def input_gradient(case: Case) -> Cause | None:
             through = ", ".join(group)
             return Cause(
                 "tp reduction missing",
-                f"{what} is tp rank {rank}'s share alone of what comes back through {through}, computed again",
+                f"{what} is tp rank {rank}'s share alone of what comes back through {through}",
             )
     if case.explains(case.first, case.mesh.tp * torch.stack(list(whole.values())).sum(0)):
         return Cause(

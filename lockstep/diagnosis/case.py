@@ -81,7 +81,7 @@ class Case:
         return before * (1 - rate * decay) - rate * direction
 
     def right(self, name: str) -> torch.Tensor:
-        """What a tensor must be: the reference's, or, behind the gradients, what follows from the run's own."""
+        """What a tensor must be: the reference's; behind the gradients, what follows from the run's own."""
         kind, _, parameter = name.partition("/")
         if kind == "parameter":
             return self.updated(parameter)
@@ -124,8 +124,8 @@ class Case:
     def leaves_little(self, name: str, left: float) -> bool:
         """Whether so much of a wrong tensor's error may be left by what explains it.
 
-        No more than is tolerated of a right tensor; in proportion where it is larger than the right one. If the
-        error is itself little more than that, nearly all of it must be explained besides.
+        No more than is tolerated of a right tensor; in proportion where it is larger than the right one. If
+        the error is itself little more than that, nearly all of it must be explained besides.
         """
         row = self.rows[name]
         size = max(1.0, row.distance.own_norm / row.distance.norm) if row.distance.norm > 0 else 1.0
@@ -166,7 +166,7 @@ class Case:
         return self.mesh.tp > 1 and "tp" not in self.sharded(name)
 
     def shares(self, name: str, axis: str, tensor: torch.Tensor) -> list[list[torch.Tensor]]:
-        """By rank along an axis, the pieces of a tensor that it holds: it cuts what the axes inside have left."""
+        """By rank along an axis, what it holds of a tensor; it cuts what the axes inside it have left."""
         pieces = [tensor]
         for other, dim in self.sharded(name).items():
             if other == axis:

@@ -18,7 +18,7 @@ Rule = Callable[[Case], Cause | None]
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of a step: the kinds of tensors that it makes, and the rules for a first wrong one among them."""
+    """A part of a step: the kinds of tensors that it makes, and rules for a first wrong one among them."""
 
     kinds: tuple[str, ...]
     rules: tuple[Rule, ...]  # the first that names a cause is believed

@@ -43,8 +43,8 @@ def relative_error(own: list[torch.Tensor], exact: list[torch.Tensor]) -> float:
 def dropped_elements(own: torch.Tensor, exact: torch.Tensor) -> float | None:
     """The share of elements that dropout has zeroed: scattered, and the rest is larger by as much. Else None.
 
-    The mask is drawn anew for every element, so the share is off by chance: the rest must be 1 / (1 - p) times
-    the reference for a p as near to the share as chance allows. Zeros that fill rows or columns are no dropout.
+    The mask is drawn anew for every element, so the share is off by chance: the rest must be 1 / (1 - p)
+    times the reference for a p as near to the share as chance allows. Zeros that fill rows are no dropout.
     """
     zeros = (own == 0) & (exact != 0)
     count, share = int(zeros.sum()), float(zeros.double().mean())

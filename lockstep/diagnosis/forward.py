@@ -47,8 +47,8 @@ def dropout(case: Case) -> Cause | None:
 def other_weights(case: Case) -> Cause | None:
     """The module's own weights were not the right ones before the step.
 
-    They are not captured there. But where the update is right by the run's own gradients and moments, and what
-    it led to is not, what it started from was not.
+    They are not captured there. But where the update is right by the run's own gradients and moments, and
+    what it led to is not, what it started from was not.
     """
     for what in ("weight", "bias"):
         name = f"{_name(case)}.{what}"

@@ -88,8 +88,8 @@ def one_rank_only(case: Case) -> Cause | None:
     times = case.mesh.num_sample_shares
     return Cause(
         "dp reduction missing",
-        f"each part of these gradients holds one DP rank's samples alone, {times} = dp times, and none of the "
-        f"others', computed again from them ({'; '.join(shown)})",
+        f"each part of these gradients holds one DP rank's samples alone, {times} = dp times, and none of "
+        f"the others', computed again from them ({'; '.join(shown)})",
     )
 
 
@@ -112,8 +112,8 @@ def uneven_samples(case: Case) -> Cause | None:
 def one_factor(case: Case) -> Cause | None:
     """All wrong gradients are one multiple of the right ones.
 
-    Of all gradients, that is the cause. Of some, a factor that may be tp or something else says little, unless
-    they are those of just the parameters that every tp rank holds.
+    Of all gradients, that is the cause. Of some, a factor that may be tp or something else says little,
+    unless they are those of just the parameters that every tp rank holds.
     """
     wrong = case.wrong("gradient")
     factor = case.factor(wrong)

@@ -60,12 +60,11 @@ def _elements(case: Case, own: torch.Tensor, exact: torch.Tensor) -> list[str]:
     if 0 < count <= FEW:
         places = [tuple(place) for place in wrong.nonzero().tolist()]
         shown = [
-            f"{list(place)} is {float(own[place]):.6g}, not {float(exact[place]):.6g}{_sign(own[place], exact[place])}"
+            f"{list(place)} is {float(own[place]):.6g}, not {float(exact[place]):.6g}"
+            + _sign(own[place], exact[place])
             for place in places
         ]
-        return [
-            f"only {count} of {own.numel()} elements {'is' if count == 1 else 'are'} wrong: {'; '.join(shown)}"
-        ]
+        return [f"only {count} of {own.numel()} elements {_are(shown)} wrong: {'; '.join(shown)}"]
     zeros = wrong & (own == 0)
     if count and bool((zeros == wrong).all()):
         return [f"{count} of {own.numel()} elements are wrong, and all of them are zero"]
@@ -152,7 +151,7 @@ def _numbered(word: str, places: list[int]) -> str:
     return f"{word}{'' if len(places) == 1 else 's'} {_spans(places)}"
 
 
-def _are(places: list[int]) -> str:
+def _are(places: list) -> str:
     return "is" if len(places) == 1 else "are"
 
 
@@ -196,9 +195,7 @@ def _likeness(case: Case, own: torch.Tensor, exact: torch.Tensor) -> list[str]:
         order = _order(own, exact)
         if order and case.explains(case.first, exact[order]):
             moved = [row for row, place in enumerate(order) if row != place]
-            said.append(
-                f"rows are in another order: {_spans(moved[:FEW])}{', ...' if len(moved) > FEW else ''} have moved"
-            )
+            said.append(f"{len(moved)} rows have changed places, the first is row {moved[0]}")
     if own.ndim == 3 and own.shape[1] > 2 and case.first.startswith("forward/"):
         for what, mine, right in (
             ("before", own[:, 1:], exact[:, :-1]),

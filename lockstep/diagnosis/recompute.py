@@ -78,7 +78,7 @@ def backward_shares(case: Case, name: str) -> dict[str, list[torch.Tensor]]:
 
 
 def norm_gradient_shares(case: Case, parameter: str) -> list[torch.Tensor]:
-    """Each tp rank's share of a gradient: of a weight that all hold whole, though each norms its own heads only.
+    """Each tp rank's share of the gradient of a weight that all hold, though each norms its own heads only.
 
     y = w z has the gradient sum of dL/dy z over tokens and heads. [] for any other parameter.
     """
@@ -101,8 +101,8 @@ def norm_gradient_shares(case: Case, parameter: str) -> list[torch.Tensor]:
 class Contributions:
     """What each micro batch of each DP rank contributes to the gradient of one parameter; in blocks of rows.
 
-    A block of a weight has shape (samples, rows, columns). A vector is cut over tp, if it is, and then over dp, because
-    a rank may hold one such part only; each is a block of a single row.
+    A block of a weight has shape (samples, rows, columns). A vector is cut over tp, if it is, and then over
+    dp, because a rank may hold one such part only; each is a block of a single row.
     """
 
     def __init__(self, case: Case, parameter: str):

@@ -27,16 +27,16 @@ def norm_of_other_gradients(case: Case) -> Cause | None:
         ratio = norm.recorded / held
         return Cause(
             "clipping",
-            f"the norm is {ratio:.5f} times that of the gradients: just as if the parameters that every tp rank "
-            "holds were counted tp times",
+            f"the norm is {ratio:.5f} times that of the gradients: just as if the parameters that every tp "
+            "rank holds were counted tp times",
         )
     for axis in case.mesh.axes:
         for rank, own in enumerate(norms_by_rank(case, axis)):
             if not math.isclose(own, held, rel_tol=NORM) and math.isclose(norm.recorded, own, rel_tol=NORM):
                 return Cause(
                     "clipping",
-                    f"the norm is {norm.recorded / held:.4f} times that of the gradients: it is that of {axis} "
-                    f"rank {rank}'s shards alone",
+                    f"the norm is {norm.recorded / held:.4f} times that of the gradients: it is that of "
+                    f"{axis} rank {rank}'s shards alone",
                 )
     return None
 
@@ -63,7 +63,7 @@ def clipped_by_the_recorded_norm(case: Case) -> Cause | None:
 
 
 def norms_by_rank(case: Case, axis: str) -> list[float]:
-    """The norm of what each rank along an axis holds of the gradients, shards and wholes; [] if none are cut."""
+    """The norm of what each rank along an axis holds of the gradients; [] where the axis cuts none."""
     squares, cut = [0.0] * case.mesh.size(axis), False
     for row in case.rows.values():
         if row.kind != "gradient":
@@ -217,7 +217,7 @@ def _shares_kept(case: Case, name: str, own: torch.Tensor, before: torch.Tensor)
 
 
 def other_decay(case: Case) -> Cause | None:
-    """The error of the parameters is a multiple of themselves: weight decay has that form, an update has not."""
+    """The error of the parameters is a multiple of themselves, which weight decay is and an update is not."""
     wrong, found = case.wrong("parameter"), []
     for row in wrong:
         before, updated = case.before(_parameter(row)), case.updated(_parameter(row))
