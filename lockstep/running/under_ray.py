@@ -6,8 +6,11 @@ What Ray and the workers say goes into a log beside the history; a person sees t
 """
 
 if __name__ == "__main__":
+    import signal
+
     from lockstep import startup
 
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the script that started this
     startup.begin()
 
 import concurrent.futures
@@ -321,5 +324,4 @@ def _hold_local_ray() -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the script that started this
     raise SystemExit(run_program("lockstep.running.under_ray", _hold_local_ray))
