@@ -115,5 +115,5 @@ while read -r name tp strategy <&3; do
   }
   first=()
 done 3<<<"$plan"
-[ -z "${ray_pid:-}" ] || kill "$ray_pid" 2>/dev/null || true
+[ -z "${ray_pid:-}" ] || kill -USR1 "$ray_pid" 2>/dev/null || true
 "$PYTHON" -m lockstep.verification verdict "${both[@]}" $([ "$NOISE_FLOOR" = 0 ] || echo --control)

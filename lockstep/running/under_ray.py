@@ -301,9 +301,10 @@ def _shutdown(ray, *, clean: bool) -> None:
 
 
 def _hold_local_ray() -> int:
-    """Start a local Ray instance, print its address, and keep it until this process is told to end, or its parent has."""
+    """Start a local Ray instance, print its address, and keep it until SIGUSR1 comes, or the end of the parent process."""
     parent = os.environ.get("LOCKSTEP_PARENT")
-    processes.end_with_parent()  # by SIGTERM, for which Ray's handler raises SystemExit
+    signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0))  # of SIGTERM Ray's native code writes a trace
+    processes.end_with_parent(signal.SIGUSR1)
     if parent not in (None, str(os.getppid())):  # it ended before we could ask
         return 1
     folder = tempfile.mkdtemp(
@@ -316,8 +317,6 @@ def _hold_local_ray() -> int:
         print(ray.get_runtime_context().gcs_address, flush=True)
         while True:
             signal.pause()
-    except SystemExit:
-        return 0
     finally:
         _shutdown(ray, clean=True)
         shutil.rmtree(folder, ignore_errors=True)
