@@ -48,7 +48,9 @@ class AutoTPStrategy:
             os.environ["DS_ACCELERATOR"] = "cpu"  # or DeepSpeed takes the GPU of a machine that has one
         import deepspeed
 
-        warnings.filterwarnings("ignore", "`torch.distributed.all_gather_into_tensor` is deprecated")  # by DeepSpeed
+        warnings.filterwarnings(
+            "ignore", "`torch.distributed.all_gather_into_tensor` is deprecated"
+        )  # by DeepSpeed
         self.full_shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         if device.type == "cpu":
             build_extension()
@@ -88,7 +90,9 @@ class AutoTPStrategy:
     def update(self) -> float:
         self.engine.step()
         grad_norm = float(self.engine.get_global_grad_norm())
-        return grad_norm if grad_norm >= 0 else float("nan")  # DeepSpeed's sign for a norm that is not finite is -1
+        return (
+            grad_norm if grad_norm >= 0 else float("nan")
+        )  # DeepSpeed's sign for a norm that is not finite is -1
 
     def full_parameters(self):
         for name, parameter in self.model.named_parameters():
@@ -113,7 +117,12 @@ class AutoTPStrategy:
                 shard = safe_get_full_optimizer_state(parameter, kind)
             full = tuple(self.full_shapes[name])
             cut = self._cut_dims(name, shard)
-            yield name, shard, full, tuple(share(size, tp_rank, tp_size)[0] if dim in cut else 0 for dim, size in enumerate(full))
+            yield (
+                name,
+                shard,
+                full,
+                tuple(share(size, tp_rank, tp_size)[0] if dim in cut else 0 for dim, size in enumerate(full)),
+            )
 
     def _link_moments(self) -> None:
         """DeepSpeed does so once, when only the first of its parameter groups has stepped (docs/findings.md)."""
@@ -123,7 +132,11 @@ class AutoTPStrategy:
     def _cut_dims(self, name: str, shard: torch.Tensor) -> list[int]:
         """The dims in which a tensor-parallel shard is smaller than the full tensor: one, or none."""
         full_shape = self.full_shapes[name]
-        return [dim for dim, (part, whole) in enumerate(zip(shard.shape, full_shape, strict=True)) if part != whole]
+        return [
+            dim
+            for dim, (part, whole) in enumerate(zip(shard.shape, full_shape, strict=True))
+            if part != whole
+        ]
 
     def _gather_over_tp(self, name: str, shard: torch.Tensor) -> torch.Tensor:
         """Join the shards of a tensor along the one dim in which it is smaller than the whole."""
@@ -133,7 +146,9 @@ class AutoTPStrategy:
         (dim,) = dims
         group = self.tp_group()
         parts = []
-        for rank in range(dist.get_world_size(group)):  # shards of an odd dim differ in size: broadcast, not all_gather
+        for rank in range(
+            dist.get_world_size(group)
+        ):  # shards of an odd dim differ in size: broadcast, not all_gather
             shape = list(shard.shape)
             _, shape[dim] = share(self.full_shapes[name][dim], rank, dist.get_world_size(group))
             part = shard.contiguous() if rank == dist.get_rank(group) else shard.new_empty(shape)
@@ -143,11 +158,16 @@ class AutoTPStrategy:
 
     def effective_contract(self) -> dict:
         groups = zip(self.optimizer.bit16_groups, self.optimizer.param_groups, strict=True)
-        dtypes = {str(getattr(p, "comm_dtype", self.engine.communication_data_type)) for p in self.model.parameters()}
+        dtypes = {
+            str(getattr(p, "comm_dtype", self.engine.communication_data_type))
+            for p in self.model.parameters()
+        }
         return {
             **model_contract(self.model),
             **optimizer_contract(self.optimizer.optimizer),
-            "weight_decay": decay_by_name(self.model, [(members, group["weight_decay"]) for members, group in groups]),
+            "weight_decay": decay_by_name(
+                self.model, [(members, group["weight_decay"]) for members, group in groups]
+            ),
             "max_grad_norm": self.optimizer.clip_grad,
             "gradient_accumulation_steps": self.engine.gradient_accumulation_steps(),
             "loss_is_mean_over": [self.num_tokens, self.num_micro_batches, self.geometry().mesh.dp],

@@ -11,4 +11,6 @@ class DDPStrategy(TorchStrategy):
     """Whole replicas; `lockstep.training.torch_strategy` has what it shares with other strategies in torch."""
 
     def parallelize(self, model: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
-        return DistributedDataParallel(model, process_group=device_mesh["dp"].get_group(), gradient_as_bucket_view=True)
+        return DistributedDataParallel(
+            model, process_group=device_mesh["dp"].get_group(), gradient_as_bucket_view=True
+        )

@@ -40,9 +40,18 @@ TP_PLAN = {
     "model.layers.*.self_attn.v_proj": ("colwise", ColwiseParallel()),
     # Qwen3: one norm for all heads. Its weight is whole on every rank, which knows only its own heads' share of the
     # gradient: the shares are summed over tp.
-    "model.layers.*.self_attn.q_norm": ("replicated_with_grad_allreduce", SequenceParallel(sequence_dim=2, use_local_output=True)),
-    "model.layers.*.self_attn.k_norm": ("replicated_with_grad_allreduce", SequenceParallel(sequence_dim=2, use_local_output=True)),
-    "model.layers.*.self_attn.o_proj": ("rowwise", RowwiseParallel()),  # no bias in Qwen2: nothing added twice
+    "model.layers.*.self_attn.q_norm": (
+        "replicated_with_grad_allreduce",
+        SequenceParallel(sequence_dim=2, use_local_output=True),
+    ),
+    "model.layers.*.self_attn.k_norm": (
+        "replicated_with_grad_allreduce",
+        SequenceParallel(sequence_dim=2, use_local_output=True),
+    ),
+    "model.layers.*.self_attn.o_proj": (
+        "rowwise",
+        RowwiseParallel(),
+    ),  # no bias in Qwen2: nothing added twice
     "model.layers.*.mlp": (
         "input",
         PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate()),
@@ -68,7 +77,9 @@ def check_plan(model: torch.nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, (torch.nn.Linear, torch.nn.Embedding)):
             if _pattern(name) not in planned:
-                raise ValueError(f"TP_PLAN says nothing about {_pattern(name)}: every linear layer and embedding needs a row")
+                raise ValueError(
+                    f"TP_PLAN says nothing about {_pattern(name)}: every linear layer and embedding needs a row"
+                )
 
 
 def _pattern(name: str) -> str:

@@ -35,8 +35,12 @@ def main(argv: list[str] | None = None) -> int:
 
 def _main(argv: list[str] | None) -> int:
     parser = Parser(prog="plot_loss_curves.py", description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--input_dir", type=Path, default=Path("runs/loss_curves"), help="folder with loss_*.json")
-    parser.add_argument("--output", type=Path, help="figure to write (default: loss_curves.png in the folder)")
+    parser.add_argument(
+        "--input_dir", type=Path, default=Path("runs/loss_curves"), help="folder with loss_*.json"
+    )
+    parser.add_argument(
+        "--output", type=Path, help="figure to write (default: loss_curves.png in the folder)"
+    )
     parser.add_argument("--json", type=Path, help="write the same comparison as data to this file")
     options = parser.parse_args(argv)
     output = options.output or options.input_dir / "loss_curves.png"
@@ -50,7 +54,9 @@ def _require_outputs(input_dir: Path, output: Path, json_path: Path | None) -> N
     if output.suffix not in FIGURES:
         raise UserError(f"--output {output}: the name must end in {', '.join(FIGURES)}")
     if not input_dir.is_dir():
-        raise UserError(f"--input_dir {input_dir}: no such folder; give the --loss_output_dir of the training runs")
+        raise UserError(
+            f"--input_dir {input_dir}: no such folder; give the --loss_output_dir of the training runs"
+        )
     inputs = {os.path.realpath(path) for path in folder.paths(input_dir).values()}
     for option, path in (("--output", output), ("--json", json_path)):
         if path is None:
@@ -59,7 +65,9 @@ def _require_outputs(input_dir: Path, output: Path, json_path: Path | None) -> N
         if path.is_dir():
             raise UserError(f"{option} {path}: is a folder; give the name of a file")
         if os.path.realpath(path) in inputs:
-            raise UserError(f"{option} {path}: is a loss history, which is read and not written; choose another name")
+            raise UserError(
+                f"{option} {path}: is a loss history, which is read and not written; choose another name"
+            )
     if json_path is not None:
         if os.path.realpath(json_path) == os.path.realpath(output):
             raise UserError(f"--json {json_path}: is the figure's name, too; choose another name")
@@ -69,7 +77,9 @@ def _require_outputs(input_dir: Path, output: Path, json_path: Path | None) -> N
 def run(input_dir: Path, output: Path, json_path: Path | None, command: str) -> int:
     histories, control = folder.read(folder.paths(input_dir))
     if not histories:
-        raise UserError(f"--input_dir {input_dir}: no {history.path_of(Path(), BASELINE)} and no other loss_NAME.json; train first")
+        raise UserError(
+            f"--input_dir {input_dir}: no {history.path_of(Path(), BASELINE)} and no other loss_NAME.json; train first"
+        )
     print(report.statistics(histories))
     judged = folder.judge(input_dir, histories, control)
     report.draw(histories, control, judged.tolerance, output)

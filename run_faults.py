@@ -46,11 +46,27 @@ NAMED = {RIGHT: "named right", NOT_EXPLAINED: "not explained", WRONG: "named wro
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(prog="run_faults.py", description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("faults", nargs="*", help="names of faults (default: all)")
-    parser.add_argument("--strategy", help="only in this one, by its name or as path/to/file.py:Class (default: all but the baseline)")
-    parser.add_argument("--precision", choices=("fp32", "autocast"), default="fp32", help="default: %(default)s, the proof")
-    parser.add_argument("--steps", type=int, default=30, help="to train, for the loss verdict (default: %(default)s)")
-    parser.add_argument("--output", type=Path, default=Path("runs/faults.json"), help="the table as data; .md beside it (default: %(default)s)")
-    parser.add_argument("--work_dir", type=Path, help="keep the runs there, and beside each dump its report (default: a temporary folder)")
+    parser.add_argument(
+        "--strategy",
+        help="only in this one, by its name or as path/to/file.py:Class (default: all but the baseline)",
+    )
+    parser.add_argument(
+        "--precision", choices=("fp32", "autocast"), default="fp32", help="default: %(default)s, the proof"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=30, help="to train, for the loss verdict (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("runs/faults.json"),
+        help="the table as data; .md beside it (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--work_dir",
+        type=Path,
+        help="keep the runs there, and beside each dump its report (default: a temporary folder)",
+    )
     parser.add_argument("--list", action="store_true", help="print the catalogue; run nothing")
     return parser.parse_args(argv)
 
@@ -77,7 +93,9 @@ def choose(options: argparse.Namespace) -> list[tuple]:
         if options.precision in fault.precisions and applies_to(fault, row)
     ]
     if not pairs:
-        raise UserError(f"none of these faults applies to --strategy {options.strategy} in {options.precision}; see --list")
+        raise UserError(
+            f"none of these faults applies to --strategy {options.strategy} in {options.precision}; see --list"
+        )
     return pairs
 
 
@@ -87,7 +105,9 @@ def print_catalogue(options: argparse.Namespace) -> None:
     for fault in CATALOGUE.values():
         labels = [row.label for row in rows_of(options).values() if applies_to(fault, row)]
         print(f"{fault.name}  ({', '.join(labels)}; {', '.join(fault.precisions)})\n  {fault.story}")
-        print(f"  {fault.bug_class}; {fault.seen_in}; breaks {fault.first} in step {fault.step}; cause: {fault.cause}")
+        print(
+            f"  {fault.bug_class}; {fault.seen_in}; breaks {fault.first} in step {fault.step}; cause: {fault.cause}"
+        )
 
 
 class Group:
@@ -100,9 +120,22 @@ class Group:
 
     def job(self, strategy: str, name: str) -> dict:
         """One run for lockstep/running/jobs.py; its dump goes to FOLDER/NAME/STRATEGY, its losses beside it. "control" is DDP's."""
-        arguments = ["--model_name", self.model, "--precision", self.options.precision, "--dp_size", str(self.mesh.dp)]
+        arguments = [
+            "--model_name",
+            self.model,
+            "--precision",
+            self.options.precision,
+            "--dp_size",
+            str(self.mesh.dp),
+        ]
         arguments += ["--batch_size", "2", "--seq_length", "64", "--debug_steps", str(self.options.steps)]
-        arguments += ["--loss_output_dir", str(self.history_folder(strategy, name)), "--storage_path", str(self.folder), *self.arguments]
+        arguments += [
+            "--loss_output_dir",
+            str(self.history_folder(strategy, name)),
+            "--storage_path",
+            str(self.folder),
+            *self.arguments,
+        ]
         if strategy == history.CONTROL:
             return {"strategy": BASELINE, "arguments": [*arguments, "--noise_control"]}
         arguments += ["--capture_steps", "2", "--capture_dir", str(self.folder / name)]
@@ -137,7 +170,9 @@ def train(groups: dict[Group, list[tuple]], folder: Path) -> dict[tuple, float |
     for (dp, tp), left in sorted(by_mesh.items()):
         while left:
             work = folder / f"jobs_{dp}_{tp}_{len(left)}"
-            finished = jobs.start(dp * tp, [group.job(s, name) for group, name, s in left], work, patience=HANGS_AFTER)
+            finished = jobs.start(
+                dp * tp, [group.job(s, name) for group, name, s in left], work, patience=HANGS_AFTER
+            )
             for run, seconds in zip(left, finished, strict=False):
                 outcome[run] = seconds
             if len(finished) < len(left):
@@ -145,7 +180,11 @@ def train(groups: dict[Group, list[tuple]], folder: Path) -> dict[tuple, float |
             left = left[len(finished) + 1 :]
     replays = []
     for group in groups:
-        finished = [run for run, seconds in outcome.items() if run[0] is group and run[2] not in (BASELINE, history.CONTROL) and not isinstance(seconds, str)]
+        finished = [
+            run
+            for run, seconds in outcome.items()
+            if run[0] is group and run[2] not in (BASELINE, history.CONTROL) and not isinstance(seconds, str)
+        ]
         dumps = [str(group.dump(strategy, name)) for _, name, strategy in finished]
         replays.append({**group.job(REFERENCE, CLEAN), "replays": dumps})
     jobs.start_all(None, replays, folder / "reference")
@@ -160,7 +199,10 @@ def verdicts(group: Group, name: str, strategy: str):
 
     clean, mine = group.folder / CLEAN, group.dump(strategy, name)
     reference, ddp, dump = Dump(clean / "reference"), Dump(clean / BASELINE), Dump(mine)
-    replays = {BASELINE: Dump(clean / f"replay_{BASELINE}"), strategy: Dump(mine.with_name(f"replay_{strategy}"))}
+    replays = {
+        BASELINE: Dump(clean / f"replay_{BASELINE}"),
+        strategy: Dump(mine.with_name(f"replay_{strategy}")),
+    }
     baseline = group.losses(BASELINE, CLEAN)
     tolerance = compare_losses.tolerance_for(baseline, group.losses(history.CONTROL, CLEAN))
     curve = compare_losses.compare(baseline, group.losses(strategy, name), tolerance)
@@ -172,7 +214,9 @@ def require_clean(group: Group, strategy: str) -> None:
     result, curve, _, _ = verdicts(group, CLEAN, strategy)
     if result.outcome != "PASS" or not curve.passed:
         why = [failure[2:] for name in result.dumps for failure in result.failures(name)[:1]]
-        raise TrainingFailure(f"without any fault {strategy} is {result.outcome}, losses {curve.outcome}, on {group.model}: {[*why, *curve.problems, curve.doubt]}")
+        raise TrainingFailure(
+            f"without any fault {strategy} is {result.outcome}, losses {curve.outcome}, on {group.model}: {[*why, *curve.problems, curve.doubt]}"
+        )
 
 
 def judge(group: Group, fault, strategy: str) -> dict:
@@ -213,7 +257,10 @@ def differ(one, other) -> bool:
     return any(
         one.steps[step]["loss"] != entry["loss"]
         or one.steps[step]["rank_losses"] != entry["rank_losses"]
-        or any(one.steps[step]["tensors"].get(name, {}).get("checksum") != tensor["checksum"] for name, tensor in entry["tensors"].items())
+        or any(
+            one.steps[step]["tensors"].get(name, {}).get("checksum") != tensor["checksum"]
+            for name, tensor in entry["tensors"].items()
+        )
         for step, entry in other.steps.items()
     )
 
@@ -226,7 +273,10 @@ def table(rows: list[dict]) -> list[str]:
             cells += ["did not run", "", "", "", "", ""]
         else:
             cells += [_step(row["loss_step"]), _step(row["grad_norm_step"])]
-            cells += [f"{row['first']}, step {row['step']}" if row["first"] else "none", _word(row["first_right"])]
+            cells += [
+                f"{row['first']}, step {row['step']}" if row["first"] else "none",
+                _word(row["first_right"]),
+            ]
             cells += [row["cause"] or "-", row["named"].upper() if row["named"] == WRONG else row["named"]]
         lines.append(f"| {' | '.join([*cells, str(row['seconds'])])} |")
     return lines
@@ -250,11 +300,21 @@ def summary(rows: list[dict], steps: int) -> list[str]:
     return [
         share("caught by tensors", sum(row["caught"] for row in ran)),
         share("first tensor right", sum(row["first_right"] for row in ran)),
-        *(share(verdict, sum(row["caught"] and row["named"] == which for row in ran)) for which, verdict in NAMED.items()),
+        *(
+            share(verdict, sum(row["caught"] and row["named"] == which for row in ran))
+            for which, verdict in NAMED.items()
+        ),
         share(f"missed by the loss curve in {steps} steps", sum(row["loss_step"] is None for row in ran)),
-        share("missed by loss and gradient norm", sum(row["loss_step"] is None and row["grad_norm_step"] is None for row in ran)),
+        share(
+            "missed by loss and gradient norm",
+            sum(row["loss_step"] is None and row["grad_norm_step"] is None for row in ran),
+        ),
         *(f"NOT CAUGHT: {row['fault']} in {row['strategy']}" for row in ran if not row["caught"]),
-        *(f"NAMED WRONG: {row['fault']} in {row['strategy']}: {row['cause']}" for row in ran if row["named"] == WRONG),
+        *(
+            f"NAMED WRONG: {row['fault']} in {row['strategy']}: {row['cause']}"
+            for row in ran
+            if row["named"] == WRONG
+        ),
         *(f"CHANGED NOTHING: {row['fault']} in {row['strategy']}" for row in ran if not row["changed"]),
         *(f"DID NOT RUN: {row['fault']} in {row['strategy']}" for row in rows if row.get("failed")),
     ]
@@ -265,7 +325,10 @@ def run(options: argparse.Namespace, folder: Path) -> int:
     grouped = collections.defaultdict(list)
     for fault, row in pairs:
         grouped[fault.model, fault.arguments, fault.mesh].append((fault, row))
-    groups = {Group(key, folder / f"group{number}", options): members for number, (key, members) in enumerate(grouped.items())}
+    groups = {
+        Group(key, folder / f"group{number}", options): members
+        for number, (key, members) in enumerate(grouped.items())
+    }
     print(f"{len(pairs)} runs with a fault, {options.precision}, {options.steps} steps each", flush=True)
     outcome = train(groups, folder)
     rows = []
@@ -279,18 +342,27 @@ def run(options: argparse.Namespace, folder: Path) -> int:
             seconds = outcome[group, fault.name, row.name]
             failed = {"fault": fault.name, "strategy": row.name, "failed": seconds, "seconds": "-"}
             try:
-                rows.append(failed if isinstance(seconds, str) else {**judge(group, fault, row.name), "seconds": round(seconds, 1)})
+                rows.append(
+                    failed
+                    if isinstance(seconds, str)
+                    else {**judge(group, fault, row.name), "seconds": round(seconds, 1)}
+                )
             except UserError as error:  # a run that ended early has no dump to judge
                 rows.append({**failed, "failed": str(error)})
     lines = [*table(rows), "", *summary(rows, options.steps)]
     print("\n".join(lines))
     content = {"precision": options.precision, "steps": options.steps, "cores": os.cpu_count(), "rows": rows}
     write_result(options.output, json.dumps(content, indent=1) + "\n")
-    write_result(options.output.with_suffix(".md"), "\n".join(["# Planted faults, " + options.precision, "", *lines]) + "\n")
+    write_result(
+        options.output.with_suffix(".md"),
+        "\n".join(["# Planted faults, " + options.precision, "", *lines]) + "\n",
+    )
     if any(row.get("failed") for row in rows):
         print(f"\nLogs of what did not run: {folder}")
     print(f"\nTable: {options.output.with_suffix('.md')}, {options.output}")
-    good = (not row.get("failed") and row["caught"] and row["changed"] and row["named"] != WRONG for row in rows)
+    good = (
+        not row.get("failed") and row["caught"] and row["changed"] and row["named"] != WRONG for row in rows
+    )
     return 0 if all(good) else 1
 
 
@@ -305,7 +377,9 @@ def checked(options: argparse.Namespace) -> int:
         return 0
     choose(options)
     if options.output.suffix == ".md":
-        raise UserError(f"--output {options.output}: the table goes to a .md beside it; give another ending, such as .json")
+        raise UserError(
+            f"--output {options.output}: the table goes to a .md beside it; give another ending, such as .json"
+        )
     for path in (options.output, options.output.with_suffix(".md")):
         require_writable_file(path, "--output")
     if options.work_dir is None:
@@ -313,8 +387,13 @@ def checked(options: argparse.Namespace) -> int:
             return in_temporary_folder(options)
     require_new_folder(options.work_dir, "--work_dir")
     require_writable_folder(options.work_dir, "--work_dir", keep=False)
-    with locks.held((options.work_dir.absolute(), "--work_dir"), (options.output, "--output")), startup.cleaning_up():
-        require_new_folder(options.work_dir, "--work_dir")  # another run may have filled it before we had the lock
+    with (
+        locks.held((options.work_dir.absolute(), "--work_dir"), (options.output, "--output")),
+        startup.cleaning_up(),
+    ):
+        require_new_folder(
+            options.work_dir, "--work_dir"
+        )  # another run may have filled it before we had the lock
         return run(options, options.work_dir.absolute())
 
 

@@ -41,11 +41,21 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     defaults = config_module.Config
     parser = Parser(prog="run_verification.py", description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--output_dir", type=Path, default=Path("runs/verify"), help="default: %(default)s")
-    parser.add_argument("--strategies", default=",".join(ROWS), help="names, or your own as path/to/file.py:Class (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=defaults.capture_steps, help="steps to compare (default: %(default)s)")
-    parser.add_argument("--tp_size", type=int, default=2, help="of those that have tensor parallelism (default: %(default)s)")
+    parser.add_argument(
+        "--strategies",
+        default=",".join(ROWS),
+        help="names, or your own as path/to/file.py:Class (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--steps", type=int, default=defaults.capture_steps, help="steps to compare (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--tp_size", type=int, default=2, help="of those that have tensor parallelism (default: %(default)s)"
+    )
     parser.add_argument("--dp_size", type=int, default=2, help="of all (default: %(default)s)")
-    parser.add_argument("--overwrite", action="store_true", help="remove an older verification in --output_dir")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="remove an older verification in --output_dir"
+    )
     parser.epilog = "All other flags are those of train_fsdp.py --help, such as --model_name, --num_layers, --batch_size, --seq_length, --precision."
     options, rest = parser.parse_known_args(argv)
     clash = next((flag for flag in rest if flag.split("=")[0] in SET_HERE), None)
@@ -59,7 +69,9 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
 def ours(path: Path) -> bool:
     """Whether a verification wrote this file or folder, perhaps one that was killed while it wrote or held it."""
     unfinished = re.fullmatch(r"\.(.+)\.(lock|\d+\.tmp)", path.name)
-    captured = path.is_dir() and any(path.iterdir()) and all(files.is_captured(each) for each in path.iterdir())
+    captured = (
+        path.is_dir() and any(path.iterdir()) and all(files.is_captured(each) for each in path.iterdir())
+    )
     return path.name in OURS or captured or bool(unfinished)
 
 
@@ -71,22 +83,34 @@ def check_folder(options: argparse.Namespace) -> Path:
     try:
         inside = sorted(folder.iterdir()) if folder.is_dir() else []
     except OSError as error:
-        raise UserError(f"--output_dir {folder}: cannot be read ({error.strerror}); choose another folder") from error
+        raise UserError(
+            f"--output_dir {folder}: cannot be read ({error.strerror}); choose another folder"
+        ) from error
     if any(not path.name.startswith(".") for path in inside) and not options.overwrite:
-        raise UserError(f"--output_dir {folder} is not empty, and nothing is overwritten; choose another, or add --overwrite")
+        raise UserError(
+            f"--output_dir {folder} is not empty, and nothing is overwritten; choose another, or add --overwrite"
+        )
     foreign = next((path.name for path in inside if not ours(path)), None)
     if foreign:
-        raise UserError(f"--output_dir {folder} holds {foreign}, which no verification wrote; choose another folder")
+        raise UserError(
+            f"--output_dir {folder} holds {foreign}, which no verification wrote; choose another folder"
+        )
     return folder
 
 
 def require_outside(folder: Path, config) -> None:
     """What a run starts from must not lie in the folder that is emptied before it."""
-    inputs = {"--init_weights_path": config.init_weights_path, "--model_name": config.model_name, "--dataset_name": config.dataset_name}
+    inputs = {
+        "--init_weights_path": config.init_weights_path,
+        "--model_name": config.model_name,
+        "--dataset_name": config.dataset_name,
+    }
     for option, value in inputs.items():
         path = os.path.realpath(os.path.expanduser(value or os.devnull))
         if os.path.exists(path) and Path(path).is_relative_to(os.path.realpath(folder)):
-            raise UserError(f"{option} {value} lies in --output_dir {folder}, whose contents are replaced; choose another --output_dir")
+            raise UserError(
+                f"{option} {value} lies in --output_dir {folder}, whose contents are replaced; choose another --output_dir"
+            )
 
 
 def empty(folder: Path) -> None:
@@ -107,9 +131,13 @@ def verify(options: argparse.Namespace, rest: list[str]) -> int:
     configs = []
     for row in rows:  # a usage error is answered before anything is removed or started
         dry = ["--dry_run"]  # leaves no folder behind
-        config = config_module.parse_config(row.place, [*rest, *elsewhere, *dry, *tensor_parallel(row, options)])
+        config = config_module.parse_config(
+            row.place, [*rest, *elsewhere, *dry, *tensor_parallel(row, options)]
+        )
         if config.precision not in RULES:
-            raise UserError(f"no tolerance is derived for --precision {config.precision}; use {' or '.join(RULES)}")
+            raise UserError(
+                f"no tolerance is derived for --precision {config.precision}; use {' or '.join(RULES)}"
+            )
         require_outside(folder, config)
         inputs = config_module.load_inputs(config)
         config_module.check_environment(config, inputs.architecture)
@@ -122,8 +150,14 @@ def verify(options: argparse.Namespace, rest: list[str]) -> int:
         check_folder(options)  # another run may have ended before we had the lock
         with locks.held(*((folder / row.name, "--output_dir") for row in rows)):
             empty(folder)  # nor does a run that outlived its script write there
-            rest = [argument for argument in rest if argument != "--pretrained"]  # the baseline's run writes them down for all
-            save = ["--save_init_weights", *(["--pretrained"] if config.pretrained else [])] if config.init_weights_path is None else []
+            rest = [
+                argument for argument in rest if argument != "--pretrained"
+            ]  # the baseline's run writes them down for all
+            save = (
+                ["--save_init_weights", *(["--pretrained"] if config.pretrained else [])]
+                if config.init_weights_path is None
+                else []
+            )
             if save:
                 rest += ["--init_weights_path", str(folder / "initial_weights.safetensors")]
             return train_and_compare(options, rows, [*rest, *elsewhere], save, folder)
@@ -133,7 +167,9 @@ def tensor_parallel(row: Row, options: argparse.Namespace) -> list[str]:
     return ["--tp_size", str(options.tp_size)] if "tp" in row.axes else []
 
 
-def train_and_compare(options: argparse.Namespace, rows: list[Row], rest: list[str], save: list[str], folder: Path) -> int:
+def train_and_compare(
+    options: argparse.Namespace, rows: list[Row], rest: list[str], save: list[str], folder: Path
+) -> int:
     """`save` are the baseline's own flags, which write down the initial weights."""
     rest = [*rest, "--capture_steps", str(options.steps), "--capture_dir", str(folder)]
     groups: dict[int | None, list[dict]] = {}  # by number of ranks, the baseline's first

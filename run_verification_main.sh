@@ -92,7 +92,7 @@ fi
 # --- a usage error is answered before anything is trained or removed; then nothing of an older run is left to compare --------------
 plan=$("$PYTHON" -m lockstep.verification plan "${both[@]}" "${first[@]}")
 mkdir -p "$OUTPUT_DIR"
-exec {lock}>>"$OUTPUT_DIR/.run_verification_main.lock"
+exec {lock}<>"$OUTPUT_DIR/.run_verification_main.lock"
 "$PYTHON" -m lockstep.running.locks $lock "$OUTPUT_DIR"
 rm -f "$OUTPUT_DIR"/{loss_control.json,loss_curves.png,verdict.json} "$OUTPUT_DIR"/tensors/report.{md,json}
 while read -r name _; do
@@ -115,5 +115,6 @@ while read -r name tp strategy <&3; do
   }
   first=()
 done 3<<<"$plan"
+rmdir "$OUTPUT_DIR/ray" 2>/dev/null || true # Ray Train's records, of which there are none
 [ -z "${ray_pid:-}" ] || kill -USR1 "$ray_pid" 2>/dev/null || true
 "$PYTHON" -m lockstep.verification verdict "${both[@]}" $([ "$NOISE_FLOOR" = 0 ] || echo --control)

@@ -28,14 +28,24 @@ CAPTURED, PLAIN = 3, 4
 
 def train(strategy: str, folder: Path, model: list[str]) -> dict:
     arguments = [*model, "--debug_steps", str(CAPTURED + PLAIN), "--capture_steps", str(CAPTURED)]
-    arguments += ["--capture_dir", str(folder), "--loss_output_dir", str(folder / "losses"), "--storage_path", str(folder)]
+    arguments += [
+        "--capture_dir",
+        str(folder),
+        "--loss_output_dir",
+        str(folder / "losses"),
+        "--storage_path",
+        str(folder),
+    ]
     jobs.start_all(RANKS[strategy], [{"strategy": strategy, "arguments": arguments}], folder / "work")
     record = history.read(history.path_of(folder / "losses", strategy))
     seconds = [step["seconds"] for step in record.steps]
     captured, plain = statistics.median(seconds[1:CAPTURED]), statistics.median(seconds[CAPTURED + 1 :])
     size = sum(path.stat().st_size for path in (folder / strategy).iterdir()) / CAPTURED / 2**30
     row = {"captured_s": captured, "plain_s": plain, "ratio": captured / plain, "gib_per_step": size}
-    return {**row, "peak_memory_gib": [round(n / 2**30, 2) for n in record.run["peak_memory"]["bytes_by_rank"]]}
+    return {
+        **row,
+        "peak_memory_gib": [round(n / 2**30, 2) for n in record.run["peak_memory"]["bytes_by_rank"]],
+    }
 
 
 def forget(folder: Path) -> None:
@@ -66,7 +76,9 @@ def comparison(folder: Path) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--dumps", type=Path, help="a finished run_verification.py of one step, to time the comparison")
+    parser.add_argument(
+        "--dumps", type=Path, help="a finished run_verification.py of one step, to time the comparison"
+    )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()

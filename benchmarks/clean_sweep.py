@@ -44,10 +44,22 @@ def train(cases: dict[tuple, int], folder: Path) -> None:
     for (model, precision, dp, tp, *more), seed in cases.items():
         own = str(folder_of(folder, model, precision, dp, tp, *more))
         common = ["--model_name", model, "--precision", precision, "--seed", str(seed), "--dp_size", str(dp)]
-        common += ["--batch_size", "2", "--seq_length", "64", "--debug_steps", "2", "--capture_steps", "2", *more]
+        common += [
+            "--batch_size",
+            "2",
+            "--seq_length",
+            "64",
+            "--debug_steps",
+            "2",
+            "--capture_steps",
+            "2",
+            *more,
+        ]
         common += ["--capture_dir", own, "--loss_output_dir", own + "-losses", "--storage_path", str(folder)]
         runs[dp, 1].append({"strategy": BASELINE, "arguments": common})
-        runs[dp, tp] += [{"strategy": strategy, "arguments": [*common, "--tp_size", str(tp)]} for strategy in others()]
+        runs[dp, tp] += [
+            {"strategy": strategy, "arguments": [*common, "--tp_size", str(tp)]} for strategy in others()
+        ]
         runs[None].append({"strategy": "reference", "arguments": common})
     references = runs.pop(None)
     for (dp, tp), group in runs.items():  # DeepSpeed cannot change its mesh within a process
@@ -76,7 +88,9 @@ def judge(folder: Path) -> tuple[list[dict], list[str], dict[str, dict[str, floa
     losses = {name: history.read(history.path_of(Path(f"{folder}-losses"), name)) for name in dumps}
     for name in others():
         compare_losses.require_comparable(losses[BASELINE], losses[name])
-        curve = compare_losses.compare(losses[BASELINE], losses[name], compare_losses.tolerance_for(losses[BASELINE]))
+        curve = compare_losses.compare(
+            losses[BASELINE], losses[name], compare_losses.tolerance_for(losses[BASELINE])
+        )
         alarms += [] if curve.passed else [{"strategy": name, "losses": curve.as_dict()}]
     return alarms, sorted({row.name for row in result.rows if not row.judged}), worst
 
@@ -84,7 +98,9 @@ def judge(folder: Path) -> tuple[list[dict], list[str], dict[str, dict[str, floa
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path)
-    parser.add_argument("--at_once", type=int, default=36, help="configurations per start of the workers (disk: 60 MB each)")
+    parser.add_argument(
+        "--at_once", type=int, default=36, help="configurations per start of the workers (disk: 60 MB each)"
+    )
     options = parser.parse_args()
     if options.output:
         require_writable_file(options.output, "--output")
@@ -97,7 +113,14 @@ def main() -> None:
             train(now, folder)
             for case, seed in now.items():
                 alarms, unjudged, found = judge(folder_of(folder, *case))
-                row = {"model": case[0], "precision": case[1], "dp": case[2], "tp": case[3], "flags": case[4:], "seed": seed}
+                row = {
+                    "model": case[0],
+                    "precision": case[1],
+                    "dp": case[2],
+                    "tp": case[3],
+                    "flags": case[4:],
+                    "seed": seed,
+                }
                 rows.append({**row, "alarms": alarms, "unjudged": unjudged})
                 for strategy, kinds in found.items():
                     for kind, multiple in kinds.items():
@@ -108,7 +131,12 @@ def main() -> None:
         print(f"{key:<32} worst {worst[key]:.2f} of what is tolerated")
     if options.output:
         count = sum(bool(row["alarms"]) for row in rows)
-        content = {"alarms": count, "configurations": rows, "worst_multiple_of_tolerated": worst, "cores": os.cpu_count()}
+        content = {
+            "alarms": count,
+            "configurations": rows,
+            "worst_multiple_of_tolerated": worst,
+            "cores": os.cpu_count(),
+        }
         write_result(options.output, json.dumps(content, indent=1) + "\n")
 
 

@@ -33,7 +33,9 @@ def write_text(path: Path, size: int) -> None:
     with open(path, "w", encoding="utf-8") as file:
         while file.tell() < size:
             for line in lines:
-                file.write(line + (f" {rng.choice(line.split())}{rng.randrange(10**6)}\n" if line.strip() else "\n"))
+                file.write(
+                    line + (f" {rng.choice(line.split())}{rng.randrange(10**6)}\n" if line.strip() else "\n")
+                )
 
 
 def write_bpe(folder: Path) -> None:
@@ -45,7 +47,9 @@ def write_bpe(folder: Path) -> None:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=2000, initial_alphabet=alphabet, special_tokens=["<end>"], show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=2000, initial_alphabet=alphabet, special_tokens=["<end>"], show_progress=False
+    )
     tokenizer.train_from_iterator(topics.values(), trainer)
     folder.mkdir()
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -80,7 +84,11 @@ def machine() -> dict:
     words = dict(line.split(":", 1) for line in Path("/proc/cpuinfo").read_text().splitlines() if ":" in line)
     names = {key.strip(): value.strip() for key, value in words.items()}
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 30
-    return {"processor": names.get("model name", platform.machine()), "cores": os.cpu_count(), "memory_gib": memory}
+    return {
+        "processor": names.get("model name", platform.machine()),
+        "cores": os.cpu_count(),
+        "memory_gib": memory,
+    }
 
 
 def main() -> None:
@@ -96,19 +104,36 @@ def main() -> None:
             for size in (each for each in sizes if each <= options.largest):
                 write_text(text, size * 10**6)
                 time.sleep(2.5)  # a text that was written just now is hashed again
-                flags = ["--model_name", name, "--dataset_name", str(text), "--data_cache_dir", f"{folder}/cache", "--device", "cpu"]
+                flags = [
+                    "--model_name",
+                    name,
+                    "--dataset_name",
+                    str(text),
+                    "--data_cache_dir",
+                    f"{folder}/cache",
+                    "--device",
+                    "cpu",
+                ]
                 for run in ("first", "second"):
                     command = [sys.executable, __file__, "--measure", *flags]
                     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
                     tokenizer = "words by CRC" if name == "tiny-qwen2" else "byte-level BPE, 2000 tokens"
-                    runs.append({"tokenizer": tokenizer, "text_mb": size, "run": run, **json.loads(done.stdout)})
+                    runs.append(
+                        {"tokenizer": tokenizer, "text_mb": size, "run": run, **json.loads(done.stdout)}
+                    )
                     print(runs[-1], flush=True)
     import numpy
     import tokenizers
 
-    versions = {"python": platform.python_version(), "numpy": numpy.__version__, "tokenizers": tokenizers.__version__}
+    versions = {
+        "python": platform.python_version(),
+        "numpy": numpy.__version__,
+        "tokenizers": tokenizers.__version__,
+    }
     if options.output:
-        options.output.write_text(json.dumps({"machine": machine(), "versions": versions, "runs": runs}, indent=1) + "\n")
+        options.output.write_text(
+            json.dumps({"machine": machine(), "versions": versions, "runs": runs}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

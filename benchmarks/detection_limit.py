@@ -48,10 +48,15 @@ def distance(dump: Dump, reference: Dump, name: str) -> Distance:
     return Distance(*sizes(dump.tensor(1, name).double() - exact), *true, true.norm, *true, 1.0)
 
 
-def exact_update(dump: Dump, reference: Dump, name: str, clip: float) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+def exact_update(
+    dump: Dump, reference: Dump, name: str, clip: float
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Kind -> (true tensor, what it should show) of AdamW's first step, from the run's own gradient."""
     options, (b1, b2) = dump.run["config"], BETAS
-    old, gradient = reference.tensor(0, f"parameter/{name}").double(), dump.tensor(1, f"gradient/{name}").double() * clip
+    old, gradient = (
+        reference.tensor(0, f"parameter/{name}").double(),
+        dump.tensor(1, f"gradient/{name}").double() * clip,
+    )
     m, v = (1 - b1) * gradient, (1 - b2) * gradient**2
     decay = options["weight_decay"] if decays(old.ndim) else 0.0
     change = -options["learning_rate"] * (decay * old + (m / (1 - b1)) / ((v / (1 - b2)).sqrt() + EPS))
@@ -96,8 +101,12 @@ def limits(folder: Path, kind: str) -> dict[str, list[float]]:
     draw = random.Random(kind)
     entries = ddp.steps["1"]["tensors"]
     names = [name for name in entries if name.startswith(f"{kind}/")]
-    typical = typical_error([distance(ddp, reference, other) for other in names if is_vector_gradient(other, entries[other])])
-    drawn = sorted((draw.choice(names), draw.choice(list(dumps)), draw.choice((1, -1))) for _ in range(TRIALS))
+    typical = typical_error(
+        [distance(ddp, reference, other) for other in names if is_vector_gradient(other, entries[other])]
+    )
+    drawn = sorted(
+        (draw.choice(names), draw.choice(list(dumps)), draw.choice((1, -1))) for _ in range(TRIALS)
+    )
     found: dict[str, list[float]] = {what: [] for what in SPOILT}
     for name, strategy, sign in drawn:
         dump = dumps[strategy]
@@ -107,7 +116,9 @@ def limits(folder: Path, kind: str) -> dict[str, list[float]]:
             exact, change = exact_update(dump, reference, name.split("/", 1)[1], clip)[kind]
         else:
             exact = change = reference.tensor(1, name).double()
-            measure = yardstick(distance(ddp, reference, name), typical if is_vector_gradient(name, entries[name]) else None)
+            measure = yardstick(
+                distance(ddp, reference, name), typical if is_vector_gradient(name, entries[name]) else None
+            )
         rounding = ROUNDING[entries[name]["dtype"]]
         for what, value in limits_of(mine, exact, change, measure, name, sign, rounding).items():
             found[what].append(value)
@@ -126,7 +137,12 @@ def draw_figure(rows: list[dict], path: Path) -> None:
         for number, run in enumerate(runs):
             mine = [row for row in rows if row["run"] == run and row["spoilt"] == spoilt]
             places = [index + 0.8 * (number + 0.5) / len(runs) - 0.4 for index in range(len(mine))]
-            axes.bar(places, [row["caught_99_of_100"] for row in mine], 0.8 / len(runs), label=run if axes is panels[0] else None)
+            axes.bar(
+                places,
+                [row["caught_99_of_100"] for row in mine],
+                0.8 / len(runs),
+                label=run if axes is panels[0] else None,
+            )
         axes.set_yscale("log")
         axes.set_title(spoilt)
         axes.grid(axis="y", alpha=0.3)
@@ -153,7 +169,12 @@ def main() -> None:
                 row = {"run": f"{run['model_name']}, {run['precision']}", "kind": kind, "spoilt": what,
                        "best": values[0], "median": values[TRIALS // 2], "caught_99_of_100": values[TRIALS - 2], "worst": values[-1]}  # fmt: skip
                 rows.append(row)
-                print(" | ".join(f"{value:.1e}" if isinstance(value, float) else value for value in row.values()), flush=True)
+                print(
+                    " | ".join(
+                        f"{value:.1e}" if isinstance(value, float) else value for value in row.values()
+                    ),
+                    flush=True,
+                )
     if options.output:
         finite = [{key: None if value == math.inf else value for key, value in row.items()} for row in rows]
         write_result(options.output, json.dumps(finite, indent=1) + "\n")

@@ -58,7 +58,9 @@ def main() -> None:
     model, _ = build_model(inputs.architecture, seed=0, attn_impl=config.attn_impl, init_weights_path=None)
     strategy = config.row.build()(model, config, config.mesh, device)
     dp_rank = config.mesh.sample_share(rank)
-    in_memory = iter([inputs.batches.micro_batches(index, dp_rank, device)[0] for index in range(options.steps)])
+    in_memory = iter(
+        [inputs.batches.micro_batches(index, dp_rank, device)[0] for index in range(options.steps)]
+    )
     record = history.History(run={})
     path = Path(tempfile.mkdtemp()) / "history.json"
 

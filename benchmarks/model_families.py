@@ -47,7 +47,11 @@ ODD = {  # what a config.json may say besides, harmless or not
 
 def draw(family: str, chance: random.Random) -> dict:
     """A config.json of the family by chance, small enough to run."""
-    kv_heads, ratio, head_dim = chance.choice((1, 2, 4)), chance.choice((1, 2, 3)), chance.choice((4, 8, 16, 32))
+    kv_heads, ratio, head_dim = (
+        chance.choice((1, 2, 4)),
+        chance.choice((1, 2, 3)),
+        chance.choice((4, 8, 16, 32)),
+    )
     heads = kv_heads * ratio
     layers = chance.choice((1, 2, 3, 5))
     content = {
@@ -64,11 +68,15 @@ def draw(family: str, chance: random.Random) -> dict:
     if chance.random() < 0.4:
         content["pad_token_id"] = chance.randrange(content["vocab_size"])
     if family != "llama" and chance.random() < 0.6:
-        content.update(use_sliding_window=chance.random() < 0.8, sliding_window=chance.choice((1, 2, 5, 16, 63, 64, 200)))
+        content.update(
+            use_sliding_window=chance.random() < 0.8, sliding_window=chance.choice((1, 2, 5, 16, 63, 64, 200))
+        )
         if chance.random() < 0.5:
             content["max_window_layers"] = chance.randrange(layers + 1)
         else:
-            content["layer_types"] = [chance.choice((model_config.FULL, model_config.SLIDING)) for _ in range(layers)]
+            content["layer_types"] = [
+                chance.choice((model_config.FULL, model_config.SLIDING)) for _ in range(layers)
+            ]
     if chance.random() < 0.7:
         content[chance.choice(("rope_scaling", "rope_parameters"))] = draw_rope(head_dim, chance)
     return content
@@ -138,7 +146,11 @@ def train(architecture: dict) -> str:
 
 
 def summary(content: dict) -> str:
-    short = {key: value for key, value in content.items() if key not in ("model_type", "intermediate_size", "initializer_range")}
+    short = {
+        key: value
+        for key, value in content.items()
+        if key not in ("model_type", "intermediate_size", "initializer_range")
+    }
     text = json.dumps(short).replace('"', "").replace("_attention", "")
     return text if len(text) < 420 else text[:417] + "..."
 
@@ -150,12 +162,20 @@ def write_report(rows: list[dict], path: Path, seed: int) -> None:
     right = [row["worst"] for row in rows if row["outcome"] == RIGHT]
     counts = ", ".join(f"{count[outcome]} {outcome}" for outcome in (RIGHT, REFUSED, WRONG))
     command = f"python benchmarks/model_families.py --number {len(rows)} --seed {seed}"
-    lines = ["# Configurations drawn by chance", "", f"`{command}`: {counts}. The largest relative difference of any output,"]
+    lines = [
+        "# Configurations drawn by chance",
+        "",
+        f"`{command}`: {counts}. The largest relative difference of any output,",
+    ]
     lines += [f"loss or gradient from transformers' own model in float64 is {max(right, default=0):.1e}."]
     lines += ["", "| family | configuration | outcome |", "|---|---|---|"]
     for row in rows:
-        outcome = f"right, {row['worst']:.1e}" if row["outcome"] == RIGHT else f"{row['outcome']}: {row['why']}"
-        lines.append(f"| {row['config']['model_type']} | {summary(row['config'])} | {outcome.replace('|', '/')} |")
+        outcome = (
+            f"right, {row['worst']:.1e}" if row["outcome"] == RIGHT else f"{row['outcome']}: {row['why']}"
+        )
+        lines.append(
+            f"| {row['config']['model_type']} | {summary(row['config'])} | {outcome.replace('|', '/')} |"
+        )
     write_text(path.with_suffix(".md"), "\n".join(lines) + "\n")
 
 
@@ -173,7 +193,9 @@ def drawn(number: int, seed: int) -> list[dict]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--number", type=int, default=240, help="configurations to draw (default: %(default)s)")
+    parser.add_argument(
+        "--number", type=int, default=240, help="configurations to draw (default: %(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     parser.add_argument("--output", type=Path, default=Path("runs/model_families.json"), help=".md beside it")
     options = parser.parse_args()

@@ -32,7 +32,18 @@ def cases() -> dict[str, list[str]]:
 
     def case(name: str, precision: str, shape: str, seed: int, *more: str) -> None:
         batch, sequence = SHAPES[shape]
-        flags = ["--precision", precision, "--batch_size", batch, "--seq_length", sequence, "--seed", str(seed), "--dp_size", "2"]
+        flags = [
+            "--precision",
+            precision,
+            "--batch_size",
+            batch,
+            "--seq_length",
+            sequence,
+            "--seed",
+            str(seed),
+            "--dp_size",
+            "2",
+        ]
         found[f"{precision}-{name}"] = [*flags, *more]
 
     for precision in ("fp32", "autocast"):
@@ -69,8 +80,15 @@ def train(folder: Path) -> None:
     two, four = [], []
     for name, flags in cases().items():
         flags = [*flags, "--loss_output_dir", str(folder_of(folder, name)), "--storage_path", str(folder)]
-        two += [{"strategy": BASELINE, "arguments": flags}, {"strategy": BASELINE, "arguments": [*flags, "--noise_control"]}]
-        four += [{"strategy": strategy, "arguments": [*flags, "--tp_size", "2"]} for strategy in others() if name.endswith("*")]
+        two += [
+            {"strategy": BASELINE, "arguments": flags},
+            {"strategy": BASELINE, "arguments": [*flags, "--noise_control"]},
+        ]
+        four += [
+            {"strategy": strategy, "arguments": [*flags, "--tp_size", "2"]}
+            for strategy in others()
+            if name.endswith("*")
+        ]
     jobs.start_all(2, two, folder / "ranks-2")
     jobs.start_all(4, four, folder / "ranks-4")
 
@@ -79,12 +97,21 @@ def control_row(name: str, baseline: history.History, control: history.History) 
     """What the control run of one case shows, and whether it is a tolerance."""
     pairs = list(zip(baseline.steps, control.steps, strict=True))
     row: dict = {"case": name}
-    for what, gap, noise in zip(("loss", "grad_norm"), (loss_gap, norm_gap), rule_and_noise(baseline)[1:], strict=True):
+    for what, gap, noise in zip(
+        ("loss", "grad_norm"), (loss_gap, norm_gap), rule_and_noise(baseline)[1:], strict=True
+    ):
         gaps = [gap(*pair) for pair in pairs]
         growth, alone = (max(column) for column in zip(*ratios(gaps, noise), strict=True))
-        row[what] = {"first": gaps[0] / noise.first, "growth": growth, "alone": alone, "amplification": max(gaps) / noise.floor}
+        row[what] = {
+            "first": gaps[0] / noise.first,
+            "growth": growth,
+            "alone": alone,
+            "amplification": max(gaps) / noise.floor,
+        }
     losses = [step["loss"] for step in baseline.steps]
-    row["tolerated_of_range"] = CONTROL_FACTOR * max(loss_gap(*pair) for pair in pairs) / (max(losses) - min(losses))
+    row["tolerated_of_range"] = (
+        CONTROL_FACTOR * max(loss_gap(*pair) for pair in pairs) / (max(losses) - min(losses))
+    )
     return {**row, "doubt": tolerance_for(baseline, control).doubt}
 
 
@@ -110,7 +137,9 @@ def comparison_row(name: str, runs: dict[str, history.History], strategy: str) -
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--work_dir", type=Path, required=True, help="runs that are there already are not made again")
+    parser.add_argument(
+        "--work_dir", type=Path, required=True, help="runs that are there already are not made again"
+    )
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     folder = options.work_dir.absolute()
@@ -126,18 +155,24 @@ def main() -> None:
         cells = [f"{value:.2g}" for what in ("loss", "grad_norm") for value in row[what].values()]
         print(" | ".join([row["case"], *cells, f"{row['tolerated_of_range']:.2g}", row["doubt"][:60]]))
     for row in comparisons:
-        print(" | ".join(f"{value:.2f}" if isinstance(value, float) else str(value) for value in row.values()))
+        print(
+            " | ".join(f"{value:.2f}" if isinstance(value, float) else str(value) for value in row.values())
+        )
     calm = {row["case"] for row in controls if not row["doubt"]}
     print(f"{len(calm)} of {len(controls)} control runs are a tolerance; of these:")
     for what in ("loss", "grad_norm"):
-        found = {key: max(row[what][key] for row in controls if row["case"] in calm) for key in controls[0][what]}
+        found = {
+            key: max(row[what][key] for row in controls if row["case"] in calm) for key in controls[0][what]
+        }
         largest = max(row[f"{what}_ratio"] for row in comparisons if row["case"] in calm)
         print(f"{what}: {found}, other runs went to {largest:.2f} of the envelope")
     for what in ("without_control", "with_control"):
         words = [row[what] for row in comparisons if row[what]]
-        print(f"{what}: {({word: words.count(word) for word in words})}")
+        print(f"{what}: { ({word: words.count(word) for word in words}) }")
     if options.output:
-        options.output.write_text(json.dumps({"controls": controls, "comparisons": comparisons}, indent=1) + "\n")
+        options.output.write_text(
+            json.dumps({"controls": controls, "comparisons": comparisons}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -26,10 +26,28 @@ RANKS = {"ddp": 2, "deepspeed": 4, "fsdp": 4}
 
 def measure(strategy: str, steps: int, batch_size: int) -> dict:
     with tempfile.TemporaryDirectory() as folder:
-        arguments = ["--model_name", "Qwen2.5-0.5B", "--num_layers", "2", "--seq_length", "256", "--dp_size", "2"]
+        arguments = [
+            "--model_name",
+            "Qwen2.5-0.5B",
+            "--num_layers",
+            "2",
+            "--seq_length",
+            "256",
+            "--dp_size",
+            "2",
+        ]
         arguments += ["--batch_size", str(batch_size), "--precision", "autocast", "--learning_rate", "1e-5"]
-        arguments += ["--debug_steps", str(WARM_UP + steps), "--loss_output_dir", folder, "--storage_path", folder]
-        jobs.start_all(RANKS[strategy], [{"strategy": strategy, "arguments": arguments}], Path(folder) / "work")
+        arguments += [
+            "--debug_steps",
+            str(WARM_UP + steps),
+            "--loss_output_dir",
+            folder,
+            "--storage_path",
+            folder,
+        ]
+        jobs.start_all(
+            RANKS[strategy], [{"strategy": strategy, "arguments": arguments}], Path(folder) / "work"
+        )
         record = history.read(history.path_of(Path(folder), strategy))
     assert record.contract["fused"], "the optimizer must be fused"
     seconds = statistics.median(step["seconds"] for step in record.steps[WARM_UP:])

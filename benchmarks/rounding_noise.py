@@ -5,7 +5,6 @@
 Same weights, same batch, autocast against float32; prints the table of docs/precision.md.
 """
 
-
 import torch
 
 from lockstep.inputs import (
@@ -28,7 +27,9 @@ MODELS = {
 def token_losses(model, input_ids, labels) -> tuple[torch.Tensor, torch.Tensor]:
     """Per-token loss in float64, shape (B * S,), and the logits."""
     logits = model(input_ids=input_ids, use_cache=False).logits
-    return torch.nn.functional.cross_entropy(logits.double().flatten(0, 1), labels.flatten(), reduction="none"), logits
+    return torch.nn.functional.cross_entropy(
+        logits.double().flatten(0, 1), labels.flatten(), reduction="none"
+    ), logits
 
 
 def main() -> None:

@@ -31,7 +31,10 @@ class TransformersTP(TorchStrategy):
             model.save_pretrained(folder[0])
         dist.barrier()
         parallel = type(model).from_pretrained(
-            folder[0], dtype=self.config.parameter_dtype, attn_implementation=self.config.attn_impl, distributed_config=sizes
+            folder[0],
+            dtype=self.config.parameter_dtype,
+            attn_implementation=self.config.attn_impl,
+            distributed_config=sizes,
         )
         dist.barrier()
         if dist.get_rank() == 0:

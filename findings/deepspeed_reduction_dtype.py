@@ -1,6 +1,6 @@
 """DeepSpeed: `torch_autocast` reduces the gradients of `nn.Linear` in bfloat16 by default, at tp 1 and not at tp 2.
 
-    python findings/deepspeed_reduction_dtype.py
+python findings/deepspeed_reduction_dtype.py
 """
 
 import torch

@@ -1,6 +1,6 @@
 """DeepSpeed: an engine without tensor parallelism cannot follow one with it in the same process.
 
-    python findings/deepspeed_second_engine.py
+python findings/deepspeed_second_engine.py
 """
 
 from finding import deepspeed_engine, message_of, settle

@@ -1,6 +1,6 @@
 """DeepSpeed AutoTP: `train_batch_size` counts tensor-parallel ranks.
 
-    python findings/deepspeed_train_batch_size.py
+python findings/deepspeed_train_batch_size.py
 """
 
 from finding import deepspeed_engine, message_of, settle

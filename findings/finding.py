@@ -63,7 +63,9 @@ def tiny_model():
 
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    return Qwen2ForCausalLM(Qwen2Config(vocab_size=256, num_key_value_heads=2, tie_word_embeddings=True, **sizes))
+    return Qwen2ForCausalLM(
+        Qwen2Config(vocab_size=256, num_key_value_heads=2, tie_word_embeddings=True, **sizes)
+    )
 
 
 def deepspeed_engine(config: dict, parameters=None):
@@ -73,9 +75,16 @@ def deepspeed_engine(config: dict, parameters=None):
 
     deepspeed.init_distributed(dist_backend="gloo")
     model = tiny_model()
-    whole = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True, **config}
+    whole = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": 1},
+        "zero_allow_untested_optimizer": True,
+        **config,
+    }
     groups = parameters(model) if parameters else list(model.parameters())
-    return deepspeed.initialize(model=model, model_parameters=groups, optimizer=torch.optim.AdamW, config=whole)[0]
+    return deepspeed.initialize(
+        model=model, model_parameters=groups, optimizer=torch.optim.AdamW, config=whole
+    )[0]
 
 
 def train_a_step(engine) -> None:

@@ -1,6 +1,6 @@
 """torch: FSDP2's `set_gradient_divide_factor` does not work over gloo.
 
-    python findings/torch_divide_factor_over_gloo.py
+python findings/torch_divide_factor_over_gloo.py
 """
 
 import torch

@@ -1,6 +1,6 @@
 """torch: the float32 norm of a large tensor on the CPU is off by up to a percent.
 
-    python findings/torch_float32_norm.py          uses 1 GB of memory
+python findings/torch_float32_norm.py          uses 1 GB of memory
 """
 
 import torch
@@ -16,7 +16,9 @@ def error(number: int) -> float:
 
 def check() -> tuple[bool, str]:
     errors = {number: error(number) for number in NUMBERS}
-    return abs(errors[10**8]) > 1e-3, "relative error " + ", ".join(f"{e:.1e} at {n:.0e} elements" for n, e in errors.items())
+    return abs(errors[10**8]) > 1e-3, "relative error " + ", ".join(
+        f"{e:.1e} at {n:.0e} elements" for n, e in errors.items()
+    )
 
 
 if __name__ == "__main__":

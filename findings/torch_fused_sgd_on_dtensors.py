@@ -1,6 +1,6 @@
 """torch: fused SGD does not work on DTensors, where fused AdamW does.
 
-    python findings/torch_fused_sgd_on_dtensors.py
+python findings/torch_fused_sgd_on_dtensors.py
 """
 
 import torch

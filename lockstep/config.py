@@ -142,11 +142,14 @@ def _number(kind, low, *, open_low=False, high=math.inf):
         try:
             value = kind(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not {'a whole number' if kind is int else 'a number'}") from None
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is not {'a whole number' if kind is int else 'a number'}"
+            ) from None
         if not math.isfinite(value) or value < low or value > high or (open_low and value == low):
             least = f"{'above' if open_low else 'at least'} {low}"
             raise argparse.ArgumentTypeError(
-                f"{text} is out of range; it must be {least}" + (f" and at most {high}" if high < math.inf else "")
+                f"{text} is out of range; it must be {least}"
+                + (f" and at most {high}" if high < math.inf else "")
             )
         return value
 
@@ -161,7 +164,12 @@ class Parser(argparse.ArgumentParser):
 def build_parser(strategy: str) -> argparse.ArgumentParser:
     """The parser of every strategy's script: one set of flags, one meaning."""
     row = strategies.row_of(strategy)
-    parser = Parser(prog=row.program, allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter, epilog=EPILOG)
+    parser = Parser(
+        prog=row.program,
+        allow_abbrev=False,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        epilog=EPILOG,
+    )
     defaults = {field.name: field.default for field in fields(Config)}
     positive, whole = _number(int, 1), _number(int, 0)
     amount, rate = _number(float, 0), _number(float, 0, open_low=True)
@@ -170,42 +178,97 @@ def build_parser(strategy: str) -> argparse.ArgumentParser:
         parser.add_argument(f"--{name}", type=kind, default=defaults[name], help=text, **options)
 
     built_in = ", ".join(architectures.BUILT_IN)
-    add("model_name", str, f"built-in ({built_in}), else a Hugging Face model folder, else a hub id; Qwen2, Qwen3 or Llama")
-    add("num_layers", lambda text: None if text == "all" else positive(text), "cut the model to this depth, or all (None: all)")
+    add(
+        "model_name",
+        str,
+        f"built-in ({built_in}), else a Hugging Face model folder, else a hub id; Qwen2, Qwen3 or Llama",
+    )
+    add(
+        "num_layers",
+        lambda text: None if text == "all" else positive(text),
+        "cut the model to this depth, or all (None: all)",
+    )
     add("num_workers", positive, "processes; must equal tp_size x dp_size (None: their product)")
     add("tp_size", positive, "tensor-parallel size (None: 1 for DDP, else 2)")
     add("dp_size", positive, "data-parallel size (None: num_workers / tp_size, else 2)")
     add("batch_size", positive, "sequences per DP rank and micro batch")
     add("seq_length", positive, "tokens per sequence")
     add("num_epochs", positive, "passes over the corpus, when --debug_steps is 0")
-    add("debug_steps", whole, "train exactly this many steps, going round the corpus if need be (0: --num_epochs)")
+    add(
+        "debug_steps",
+        whole,
+        "train exactly this many steps, going round the corpus if need be (0: --num_epochs)",
+    )
     add("learning_rate", rate, "constant learning rate")
     add("optimizer", str, "fused torch AdamW, or SGD without momentum (not fused)", choices=("adamw", "sgd"))
     add("weight_decay", amount, "on matrices; norms and biases are not decayed")
     add("max_grad_norm", amount, "clip the whole model's gradient to this norm (0: do not clip)")
     add("gradient_accumulation_steps", positive, "micro batches per step; the gradient is their mean")
-    parser.add_argument("--precision", choices=PRECISIONS, default=argparse.SUPPRESS, help=f"autocast: fp32 weights and state, bf16 compute; bf16: everything bf16 (default: {defaults['precision']})")
+    parser.add_argument(
+        "--precision",
+        choices=PRECISIONS,
+        default=argparse.SUPPRESS,
+        help=f"autocast: fp32 weights and state, bf16 compute; bf16: everything bf16 (default: {defaults['precision']})",
+    )
     parser.add_argument("--autocast", action="store_true", help="the same as --precision autocast")
     add("attn_impl", str, "attention implementation of transformers", choices=("eager", "sdpa"))
     add("seed", _number(int, 0, high=2**32 - 1), "of the initial weights and of the order of the data")
-    add("dataset_name", str, "builtin, else a .txt file, a folder of them, or a Hugging Face data set id[:config]")
-    add("data_cache_dir", Path, "where the tokens of long texts are kept (None: lockstep/ in $XDG_CACHE_HOME or ~/.cache)")
-    add("init_weights_path", Path, "initial weights to start from (.safetensors, .safetensors.index.json or .pt)")
-    parser.add_argument("--save_init_weights", action="store_true", help="write them there first (train_ddp.py only)")
-    parser.add_argument("--pretrained", action="store_true", help="start from the weights that --model_name has, not from random ones")
-    parser.add_argument("--overwrite", action="store_true", help="replace an earlier run's initial weights and captured steps")
-    parser.add_argument("--control", action="store_true", help="after this run, train the control run (--noise_control) with the same workers (train_ddp.py only)")
-    parser.add_argument("--noise_control", action="store_true", help="start one rounding of the compute dtype beside the initial weights, and write loss_control.json: how far rounding alone takes the loss (train_ddp.py only)")
-    add("run_name", str, "the run's name in file names, so that runs of one strategy can lie side by side (None: the strategy's)")
+    add(
+        "dataset_name",
+        str,
+        "builtin, else a .txt file, a folder of them, or a Hugging Face data set id[:config]",
+    )
+    add(
+        "data_cache_dir",
+        Path,
+        "where the tokens of long texts are kept (None: lockstep/ in $XDG_CACHE_HOME or ~/.cache)",
+    )
+    add(
+        "init_weights_path",
+        Path,
+        "initial weights to start from (.safetensors, .safetensors.index.json or .pt)",
+    )
+    parser.add_argument(
+        "--save_init_weights", action="store_true", help="write them there first (train_ddp.py only)"
+    )
+    parser.add_argument(
+        "--pretrained",
+        action="store_true",
+        help="start from the weights that --model_name has, not from random ones",
+    )
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace an earlier run's initial weights and captured steps"
+    )
+    parser.add_argument(
+        "--control",
+        action="store_true",
+        help="after this run, train the control run (--noise_control) with the same workers (train_ddp.py only)",
+    )
+    parser.add_argument(
+        "--noise_control",
+        action="store_true",
+        help="start one rounding of the compute dtype beside the initial weights, and write loss_control.json: how far rounding alone takes the loss (train_ddp.py only)",
+    )
+    add(
+        "run_name",
+        str,
+        "the run's name in file names, so that runs of one strategy can lie side by side (None: the strategy's)",
+    )
     add("loss_output_dir", Path, f"where loss_{row.name}.json is written")
     add("storage_path", Path, "where Ray Train keeps its records of the run")
-    add("experiment_name", str, "name of the run under storage_path, not used before (None: strategy and time)")
+    add(
+        "experiment_name",
+        str,
+        "name of the run under storage_path, not used before (None: strategy and time)",
+    )
     add("log_interval", positive, "print the loss every so many steps")
     add("capture_dir", Path, "write every tensor of the first steps there, as full tensors (None: do not)")
     add("capture_steps", positive, "how many steps to capture")
     add("device", str, "auto: GPUs when there is one per worker, else CPUs", choices=("auto", "cpu", "cuda"))
     add("backend", str, "auto: nccl on GPUs, gloo on CPUs", choices=("auto", "gloo", "nccl"))
-    parser.add_argument("--dry_run", action="store_true", help="print configuration, mesh and contract; train nothing")
+    parser.add_argument(
+        "--dry_run", action="store_true", help="print configuration, mesh and contract; train nothing"
+    )
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher passes it
     return parser
 
@@ -223,11 +286,15 @@ def parse_config(strategy: str, argv: list[str] | None = None) -> Config:
     if options["run_name"] is not None:
         _require_run_name(options["run_name"])
     if options["noise_control"] and (not row.is_baseline or options["save_init_weights"]):
-        raise UserError("--noise_control: only train_ddp.py makes the control run, from weights that another run has saved")
+        raise UserError(
+            "--noise_control: only train_ddp.py makes the control run, from weights that another run has saved"
+        )
     if options["control"] and (not row.is_baseline or options["noise_control"]):
         raise UserError("--control: only train_ddp.py trains the control run, after its own; leave it out")
     if options["pretrained"] and options["init_weights_path"] and not options["save_init_weights"]:
-        raise UserError("--pretrained and --init_weights_path both say what to start from; give one, or add --save_init_weights")
+        raise UserError(
+            "--pretrained and --init_weights_path both say what to start from; give one, or add --save_init_weights"
+        )
     options.update(resolve_mesh(row, options))
     options.update(resolve_device(row, options))
     options["data_cache_dir"] = options["data_cache_dir"] or token_cache.default_folder()
@@ -242,7 +309,11 @@ def parse_config(strategy: str, argv: list[str] | None = None) -> Config:
 
 def _require_run_name(name: str) -> None:
     taken = (history.CONTROL, "reference")
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}", name) or name in taken or name.startswith("replay_"):
+    if (
+        not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}", name)
+        or name in taken
+        or name.startswith("replay_")
+    ):
         raise UserError(
             f"--run_name {name}: must be letters, digits, _, . and -, and not {', '.join(taken)} or replay_...; choose another name"
         )
@@ -259,7 +330,10 @@ def _absolute(name: str, built_in) -> str:
 
 def shadowed(config: Config) -> list[str]:
     """One line for each name that is built in and the name of something in the current folder: the built-in one is taken."""
-    pairs = (("model_name", config.model_name, architectures.BUILT_IN), ("dataset_name", config.dataset_name, (texts.BUILT_IN_CORPUS,)))
+    pairs = (
+        ("model_name", config.model_name, architectures.BUILT_IN),
+        ("dataset_name", config.dataset_name, (texts.BUILT_IN_CORPUS,)),
+    )
     return [
         f"--{option} {name}: the built-in one is taken; write ./{name} for the one in this folder"
         for option, name, built_in in pairs
@@ -271,7 +345,9 @@ def emulated(config: Config) -> list[str]:
     """One line if this processor has to emulate the run's precision."""
     if config.precision == "fp32" or config.device != "cpu" or origin.has_bfloat16():
         return []
-    return [f"--precision {config.precision}: this processor has no bfloat16 instructions and emulates them, several times slower than fp32"]
+    return [
+        f"--precision {config.precision}: this processor has no bfloat16 instructions and emulates them, several times slower than fp32"
+    ]
 
 
 @dataclass(frozen=True)
@@ -296,7 +372,9 @@ def load_inputs(config: Config) -> Inputs:
     architectures.try_out(architecture, source, config.model_name)
     longest = architecture["max_position_embeddings"]
     if config.seq_length > longest:
-        raise UserError(f"--seq_length {config.seq_length}: {config.model_name} has positions for {longest} tokens")
+        raise UserError(
+            f"--seq_length {config.seq_length}: {config.model_name} has positions for {longest} tokens"
+        )
     windows_per_step = config.dp_size * config.batch_size * config.gradient_accumulation_steps
     corpus = data.load_corpus(
         config.dataset_name,
@@ -305,8 +383,12 @@ def load_inputs(config: Config) -> Inputs:
         windows_per_step=windows_per_step,
         cache_folder=config.data_cache_dir,
     )
-    batches = data.Batches(corpus, config.seed, config.dp_size, config.batch_size, config.gradient_accumulation_steps)
-    return Inputs(architecture, source, batches, config.debug_steps or config.num_epochs * batches.steps_per_epoch)
+    batches = data.Batches(
+        corpus, config.seed, config.dp_size, config.batch_size, config.gradient_accumulation_steps
+    )
+    return Inputs(
+        architecture, source, batches, config.debug_steps or config.num_epochs * batches.steps_per_epoch
+    )
 
 
 def check_environment(config: Config, architecture: dict) -> None:
@@ -317,7 +399,9 @@ def check_environment(config: Config, architecture: dict) -> None:
     if config.row.requires:
         strategies.load(config.row.requires)(config)
     initial_weights.check(config, architecture)
-    memory.require(config, architecture, workers_here(config.num_workers) if launched_in_place() else config.num_workers)
+    memory.require(
+        config, architecture, workers_here(config.num_workers) if launched_in_place() else config.num_workers
+    )
     files.require_ours(config.history_path, "--loss_output_dir", history.BEGINS)  # an older run's is replaced
     if config.capture_dir is not None:
         files.require_new_folder(config.capture_folder, "--capture_dir", overwrite=config.overwrite)
@@ -326,7 +410,9 @@ def check_environment(config: Config, architecture: dict) -> None:
             f"--experiment_name {config.experiment_name}: already used under {config.storage_path}; choose a new name"
         )
     if config.history_path.is_dir():
-        raise UserError(f"--loss_output_dir: {config.history_path} is a folder; remove it, or choose another folder")
+        raise UserError(
+            f"--loss_output_dir: {config.history_path} is a folder; remove it, or choose another folder"
+        )
     for option in ("loss_output_dir", "capture_dir"):
         if getattr(config, option) is not None:
             files.require_writable_folder(getattr(config, option), f"--{option}", keep=not config.dry_run)

@@ -1,6 +1,6 @@
 """The errors a person sees: one line each, and the exit status that goes with it.
 
-    0 done, PASS    1 a failed verdict or run    2 a usage error    3 an internal error: a bug of Lockstep, no verdict
+0 done, PASS    1 a failed verdict or run    2 a usage error    3 an internal error: a bug of Lockstep, no verdict
 """
 
 import os
@@ -30,7 +30,9 @@ def printable(text: object, limit: int = LONGEST) -> str:
     Text from files passes through here before it is shown: an ESC in a label could rewrite what the terminal shows.
     """
     text = str(text)
-    shown = "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text[: limit + 1])
+    shown = "".join(
+        each if each.isprintable() else each.encode("unicode_escape").decode() for each in text[: limit + 1]
+    )
     return shown if len(shown) <= limit else shown[: limit - 3] + "..."
 
 
@@ -54,12 +56,16 @@ def run_program(name: str, body: Callable[[], int], *, interrupted: str = "inter
     except KeyboardInterrupt:
         _say(f"{name}: {interrupted}")
         return INTERRUPTED
-    except BrokenPipeError:  # the reader of our output is gone (`| head`); what is left to flush must not raise again
+    except (
+        BrokenPipeError
+    ):  # the reader of our output is gone (`| head`); what is left to flush must not raise again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except Exception as error:  # noqa: BLE001 - status 1 would be taken for a verdict
         traceback.print_exc()
-        _say(f"{name}: internal error ({type(error).__name__}: {first_line(error)}); this is no verdict, please report it with the lines above")
+        _say(
+            f"{name}: internal error ({type(error).__name__}: {first_line(error)}); this is no verdict, please report it with the lines above"
+        )
         return INTERNAL
 
 

@@ -14,7 +14,9 @@ from pathlib import Path
 
 from lockstep.errors import UserError, first_line
 
-CAPTURED = re.compile(r"manifest\.json|step_\d+\.safetensors(\.part)?")  # the files of a dump (lockstep/tensors/dump.py)
+CAPTURED = re.compile(
+    r"manifest\.json|step_\d+\.safetensors(\.part)?"
+)  # the files of a dump (lockstep/tensors/dump.py)
 LARGEST_JSON = 1 << 28  # bytes; the manifest of a 70-billion-parameter model is a hundredth of it
 
 
@@ -37,7 +39,9 @@ def read_json(path: Path, *, limit: int = LARGEST_JSON):
     """
     size = require_regular(path)
     if size > limit:
-        raise UserError(f"{path}: {size} bytes of JSON, at most {limit} are read; it is not a file of this kind")
+        raise UserError(
+            f"{path}: {size} bytes of JSON, at most {limit} are read; it is not a file of this kind"
+        )
     try:
         text = path.read_bytes().decode("utf-8")
     except OSError as error:
@@ -114,7 +118,7 @@ def why_not_written(error: Exception, path: Path, size: int | None = None) -> st
             return None
         code = errno.ENOSPC if _room(path) < 1 << 20 else errno.EIO
     reason = os.strerror(code) if code else first_line(error)
-    if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    if code in (errno.ENOSPC, errno.EDQUOT):
         wanted = "" if size is None else f"{size:,} bytes are wanted, "
         reason += f" ({wanted}{_room(path):,} are free)"
     return reason
@@ -157,9 +161,13 @@ def require_writable_folder(path: Path, option: str, *, keep: bool = True) -> No
         try:
             return _try_to_write(path, keep)
         except (OSError, ValueError) as error:
-            if last or not isinstance(error, FileNotFoundError):  # another program's test may have removed the folder
+            if last or not isinstance(
+                error, FileNotFoundError
+            ):  # another program's test may have removed the folder
                 reason = getattr(error, "strerror", None) or error
-                raise UserError(f"{option} {path}: cannot be written ({reason}); choose another folder") from error
+                raise UserError(
+                    f"{option} {path}: cannot be written ({reason}); choose another folder"
+                ) from error
 
 
 def _try_to_write(path: Path, keep: bool) -> None:
@@ -190,12 +198,18 @@ def require_new_folder(path: Path, option: str, *, overwrite: bool = False) -> N
     """
     if not path.exists() or (path.is_dir() and not any(path.iterdir())):
         return
-    foreign = "it" if not path.is_dir() else next((each.name for each in sorted(path.iterdir()) if not is_captured(each)), None)
+    foreign = (
+        "it"
+        if not path.is_dir()
+        else next((each.name for each in sorted(path.iterdir()) if not is_captured(each)), None)
+    )
     if not overwrite:
         ask = "choose another folder" + (", or add --overwrite" if foreign is None else "")
         raise UserError(f"{option}: {path} is there already, and nothing is overwritten; {ask}")
     if foreign is not None:
-        raise UserError(f"{option}: {path} is there already, and {foreign} is no captured step; choose another folder")
+        raise UserError(
+            f"{option}: {path} is there already, and {foreign} is no captured step; choose another folder"
+        )
 
 
 def is_captured(path: Path) -> bool:
@@ -221,4 +235,6 @@ def require_ours(path: Path, option: str, begins: bytes) -> None:
     except (UserError, OSError):
         ours = False
     if not ours:
-        raise UserError(f"{option}: {path} was not written by this project and is not replaced; choose another folder")
+        raise UserError(
+            f"{option}: {path} was not written by this project and is not replaced; choose another folder"
+        )

@@ -35,7 +35,9 @@ def launch(strategy: str, argv: list[str] | None = None) -> int:
     """Train with a strategy, by the name of its row or as path/to/file.py:Class; returns the exit status (lockstep/errors.py)."""
     row = strategies.ROWS.get(strategy)
     name = row.program if row else "lockstep.train"
-    if os.environ.get("LOCKSTEP_PARENT") == str(os.getppid()):  # run_verification_main.sh: killed, it takes its scripts along
+    if os.environ.get("LOCKSTEP_PARENT") == str(
+        os.getppid()
+    ):  # run_verification_main.sh: killed, it takes its scripts along
         processes.end_with_parent(signal.SIGKILL)
     if not config_module.launched_in_place():
         return run_program(name, lambda: _launch(strategy, argv, _under_ray))
@@ -171,7 +173,9 @@ def _run_in_place(config: Config, inputs: Inputs, begin: Callable[[], None]) -> 
             raise
         except Exception as error:
             traceback.print_exc()
-            raise RankFailure(f"rank {os.environ['RANK']} failed: {type(error).__name__}: {first_line(error)}") from error
+            raise RankFailure(
+                f"rank {os.environ['RANK']} failed: {type(error).__name__}: {first_line(error)}"
+            ) from error
         finally:
             gc.collect()  # strategies hold cycles; their process groups must go before the default one
             if dist.is_initialized():
@@ -185,7 +189,9 @@ def training_device(config: Config):
     set_threads(config, config_module.workers_here(config.num_workers))
     if config.device != "cuda":
         return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())  # over gloo, ranks may share a GPU
+    device = torch.device(
+        "cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()
+    )  # over gloo, ranks may share a GPU
     torch.cuda.set_device(device)
     return device
 

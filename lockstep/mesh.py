@@ -113,11 +113,15 @@ class Mesh:
         """The grid as text: one line for all ranks that differ along the innermost axis only."""
         outer, innermost = list(self.sizes)[:-1], list(self.sizes)[-1]
         shown = [axis for axis in outer if self.size(axis) > 1 or axis == "dp"]
-        head = " " * (2 + 6 * len(shown)) + "".join(f"{innermost} {place:<6}" for place in range(self.size(innermost)))
+        head = " " * (2 + 6 * len(shown)) + "".join(
+            f"{innermost} {place:<6}" for place in range(self.size(innermost))
+        )
         lines = [head.rstrip()]
         for places in itertools.product(*(range(self.size(axis)) for axis in outer)):
             here = dict(zip(outer, places, strict=True))
-            ranks = (self.rank(Coordinates(**here, **{innermost: place})) for place in range(self.size(innermost)))
+            ranks = (
+                self.rank(Coordinates(**here, **{innermost: place})) for place in range(self.size(innermost))
+            )
             left = "".join(f"{axis} {here[axis]:<3}" for axis in shown)
             lines.append(("  " + left + "".join(f"rank {rank:<4}" for rank in ranks)).rstrip())
         return "\n".join(lines)
@@ -145,7 +149,9 @@ class Geometry:
 
     def __str__(self) -> str:
         return ", ".join(
-            f"{axis} {self.coordinates.along(axis)} of {size}" for axis, size in self.mesh.sizes.items() if size > 1 or axis in ("dp", "tp")
+            f"{axis} {self.coordinates.along(axis)} of {size}"
+            for axis, size in self.mesh.sizes.items()
+            if size > 1 or axis in ("dp", "tp")
         )
 
 

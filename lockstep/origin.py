@@ -33,7 +33,10 @@ def commit() -> str:
         return "unknown"
     try:
         done = subprocess.run(
-            ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"], capture_output=True, text=True, timeout=20
+            ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"],
+            capture_output=True,
+            text=True,
+            timeout=20,
         )
     except (OSError, subprocess.TimeoutExpired):  # no git here
         return "unknown"
@@ -45,7 +48,9 @@ def cpu() -> str:
     """The model of the processor."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
-    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name") and ":" in line]
+    models = [
+        line.split(":", 1)[1].strip() for line in lines if line.startswith("model name") and ":" in line
+    ]
     return printable(next(filter(None, [*models, platform.processor(), platform.machine()]), "unknown"), 200)
 
 
@@ -54,5 +59,10 @@ def has_bfloat16() -> bool:
     """Whether the processor has instructions for products of bfloat16: without them they are emulated, several times slower than float32."""
     path = Path("/proc/cpuinfo")
     text = path.read_text(errors="replace") if path.is_file() else ""
-    found = {flag for line in text.splitlines() if line.lower().startswith(("flags", "features")) for flag in line.split()}
+    found = {
+        flag
+        for line in text.splitlines()
+        if line.lower().startswith(("flags", "features"))
+        for flag in line.split()
+    }
     return bool(found & {"avx512_bf16", "amx_bf16", "bf16"})

@@ -25,7 +25,9 @@ def resolve_mesh(row: Row, options: dict) -> dict:
     workers, tp, dp = options["num_workers"], options["tp_size"], options["dp_size"]
     for axis, size, what in (("tp", tp, "tensor"), ("dp", dp, "data")):
         if axis not in row.axes and size not in (None, 1):
-            raise UserError(f"--{axis}_size {size}: {row.label} has no {what} parallelism; leave it out, or use another strategy")
+            raise UserError(
+                f"--{axis}_size {size}: {row.label} has no {what} parallelism; leave it out, or use another strategy"
+            )
     tp = tp or (2 if "tp" in row.axes else 1)
     dp = dp or (None if "dp" in row.axes else 1)
     started = int(os.environ["WORLD_SIZE"]) if launched_in_place() else None
@@ -67,7 +69,9 @@ def resolve_device(row: Row, options: dict) -> dict:
     if backend == "auto":
         backend = "nccl" if device == "cuda" else "gloo"
     if device == "cpu" and backend == "nccl":
-        raise UserError("--backend nccl needs --device cuda and one GPU per worker; use --backend gloo on CPUs")
+        raise UserError(
+            "--backend nccl needs --device cuda and one GPU per worker; use --backend gloo on CPUs"
+        )
     if device == "cuda" and not cluster:
         shared = backend == "gloo" and in_place and row.ranks_share_gpus  # ray gives each rank its own
         needed = 1 if shared else workers

@@ -13,7 +13,9 @@ Count = Annotated[int, Field(ge=1, le=2**40)]
 Whole = Annotated[int, Field(ge=0, le=2**63 - 1)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 MayBreakDown = float  # NaN and Infinity may stand here: a run that broke down has them
-Name = Annotated[str, Field(min_length=1, max_length=512, pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]*$")]  # may be shown
+Name = Annotated[
+    str, Field(min_length=1, max_length=512, pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]*$")
+]  # may be shown
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
@@ -39,6 +41,8 @@ def validate(schema: type[Schema], content: object, where: object, remedy: str) 
         value = printable(repr(first["input"]), 60)
         if first["type"] == "missing":  # the input is then all that is around it
             raise UserError(f"{where}: {printable(place, 200)} is missing; {remedy}") from error
-        raise UserError(f"{where}: {printable(place, 200)} is {value}: {first['msg'].lower()}; {remedy}") from error
+        raise UserError(
+            f"{where}: {printable(place, 200)} is {value}: {first['msg'].lower()}; {remedy}"
+        ) from error
     except RecursionError:
         raise UserError(f"{where}: nested too deeply; {remedy}") from None

@@ -21,6 +21,7 @@ import sys
 PACKAGES = ("numpy", "pydantic", "safetensors", "torch", "transformers")  # what every program needs
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 meaning = "interrupted"  # what is said after Ctrl-C; a program may have more to say
+end_helpers = []  # functions that end what this process has started and what would outlive it for a while
 
 
 def program():
@@ -34,11 +35,15 @@ def program():
 
 
 def stop_at_once(_signal=None, _frame=None):
-    """Say that the program was interrupted, once for all ranks of a launcher, and end it."""
+    """Say that the program was interrupted, once for all ranks of a launcher, and end it. A second Ctrl-C does not wait."""
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     with contextlib.suppress(Exception):  # it may be what was interrupted
         sys.stdout.flush()
     if os.environ.get("RANK", "0") == "0":
         os.write(2, "{}: {}\n".format(program(), meaning).encode())
+    for end in end_helpers:
+        with contextlib.suppress(Exception):
+            end()
     os._exit(130)
 
 
@@ -71,13 +76,17 @@ def _require_environment():
             problem = "{} has no package {}".format(sys.executable or "this Python", missing[0])
     if problem:
         activate = os.path.join(ROOT, ".venv", "bin", "activate")
-        enter = "source " + os.path.relpath(activate) if os.path.exists(activate) else "run ./run_verification_main.sh, which makes .venv, then source .venv/bin/activate"
+        enter = "source " + os.path.relpath(activate)
+        if not os.path.exists(activate):
+            enter = "run ./run_verification_main.sh, which makes .venv, then source .venv/bin/activate"
         os.write(2, "{}: {}; enter the environment first: {}\n".format(program(), problem, enter).encode())
         os._exit(2)
 
 
 def begin():
     """From now on Ctrl-C ends the program with one line. Ends it now, with status 2, if this is not an environment for it."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where the parent ignores it, as a shell does for `&`
+    if (
+        signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    ):  # not where the parent ignores it, as a shell does for `&`
         signal.signal(signal.SIGINT, stop_at_once)
     _require_environment()

@@ -85,7 +85,9 @@ def row_of(name: str) -> Row:
         return ROWS[name]
     path, separator, class_name = name.rpartition(":")
     if not separator or not path.endswith(".py"):
-        raise UserError(f"there is no strategy {name}; choose from {', '.join(ROWS)}, or give your own as path/to/file.py:Class")
+        raise UserError(
+            f"there is no strategy {name}; choose from {', '.join(ROWS)}, or give your own as path/to/file.py:Class"
+        )
     factory = f"{Path(path).expanduser().absolute()}:{class_name}"
     own = load(factory)
     return Row(
@@ -126,7 +128,11 @@ def load(place: str):
     """What "module:Name" or "/path/to/file.py:Name" names. Raises UserError if it is not there."""
     module_name, _, name = place.rpartition(":")
     try:
-        module = _import_file(Path(module_name)) if module_name.endswith(".py") else importlib.import_module(module_name)
+        module = (
+            _import_file(Path(module_name))
+            if module_name.endswith(".py")
+            else importlib.import_module(module_name)
+        )
     except (OSError, SyntaxError, ImportError) as error:
         raise UserError(f"{module_name}: cannot be imported ({first_line(error)})") from error
     if not hasattr(module, name):

@@ -194,7 +194,11 @@ def explanations(judged, result, diagnoses) -> list[str]:
     lines = [f"{one.label}: {line}" for one in judged.verdicts.values() for line in reasons(one)]
     lines += [line for line in notes(judged) if line.startswith("Not judged")]
     if result is not None and result.outcome != "PASS":
-        lines += [f"First tensor too far, {line}" for line in report.first_tensors(result) if not line.endswith(": none")]
+        lines += [
+            f"First tensor too far, {line}"
+            for line in report.first_tensors(result)
+            if not line.endswith(": none")
+        ]
         lines += ["Cause", *report.causes(result, diagnoses)] if diagnoses else []
         lines += report.configuration(result) if any(result.configuration.values()) else []
     return [*(printable(line) for line in lines), ""] if lines else []

@@ -1,8 +1,8 @@
 """Draw results/faults.png, which verdict sees how many planted faults, and write the table of all of them to results/faults.md.
 
-    python run_faults.py --output results/faults-fp32.json
-    python run_faults.py --precision autocast --output results/faults-autocast.json
-    python results/figures.py
+python run_faults.py --output results/faults-fp32.json
+python run_faults.py --precision autocast --output results/faults-autocast.json
+python results/figures.py
 """
 
 import json
@@ -18,7 +18,8 @@ from lockstep.strategies import recorded
 HERE = Path(__file__).parent
 SEEN = {
     "loss curve": lambda row: row["loss_step"] is not None,
-    "loss curve or gradient norm": lambda row: row["loss_step"] is not None or row["grad_norm_step"] is not None,
+    "loss curve or gradient norm": lambda row: row["loss_step"] is not None
+    or row["grad_norm_step"] is not None,
     "tensors": lambda row: row["caught"],
 }
 
@@ -40,7 +41,8 @@ def summary(contents: dict[str, dict]) -> list[str]:
     }
     head = [f"| | {' | '.join(contents)} |", f"|---|{'---|' * len(contents)}"]
     return head + [
-        f"| {what} | {' | '.join(share(content['rows'], wanted) for content in contents.values())} |" for what, wanted in lines.items()
+        f"| {what} | {' | '.join(share(content['rows'], wanted) for content in contents.values())} |"
+        for what, wanted in lines.items()
     ]
 
 
@@ -53,12 +55,20 @@ def table(contents: dict[str, dict]) -> list[str]:
 
     def cell(rows: list[dict], read) -> str:
         values = list(dict.fromkeys(read(row) for row in rows))
-        return " / ".join(str(read(row)) for row in rows) if len(values) > 1 else str(values[0]) if values else "no effect"
+        return (
+            " / ".join(str(read(row)) for row in rows)
+            if len(values) > 1
+            else str(values[0])
+            if values
+            else "no effect"
+        )
 
     def step(key: str):
         return lambda row: "-" if row[key] is None else row[key]
 
-    lines = ["| fault | class | strategies | loss curve, fp32 | autocast | grad norm, fp32 | autocast | first tensor | cause |"]
+    lines = [
+        "| fault | class | strategies | loss curve, fp32 | autocast | grad norm, fp32 | autocast | first tensor | cause |"
+    ]
     lines += ["|---|---|---|---|---|---|---|---|---|"]
     for name, rows in found["fp32"].items():
         others = found["autocast"].get(name, [])
@@ -93,7 +103,10 @@ def page(contents: dict[str, dict]) -> str:
 
 
 def read() -> dict[str, dict]:
-    contents = {precision: json.loads((HERE / f"faults-{precision}.json").read_text()) for precision in ("fp32", "autocast")}
+    contents = {
+        precision: json.loads((HERE / f"faults-{precision}.json").read_text())
+        for precision in ("fp32", "autocast")
+    }
     for content in contents.values():
         content["rows"] = [row for row in content["rows"] if not row.get("failed")]
     return contents
@@ -110,7 +123,9 @@ def draw(contents: dict[str, dict]) -> None:
             first = number == index == 0
             axes.barh(place, hits, color="tab:blue", label="seen" if first else None)
             axes.barh(place, len(rows) - hits, left=hits, color="tab:red", label="missed" if first else None)
-            axes.text(len(rows) + 1, place, f"{len(rows) - hits} of {len(rows)} missed", va="center", fontsize=9)
+            axes.text(
+                len(rows) + 1, place, f"{len(rows) - hits} of {len(rows)} missed", va="center", fontsize=9
+            )
             labels.append(f"{precision}: {what}")
             places.append(place)
     axes.set_yticks(places, labels)

@@ -13,7 +13,6 @@ RUNS = {
 }
 
 
-
 def page() -> str:
     lines = [
         "# Loss curves",
@@ -35,7 +34,9 @@ def page() -> str:
                 (v["max_grad_norm_diff"], max(bound["grad_norm"])),
             ]
             cells = " | ".join(f"{value:.1e} (<= {limit:.1e})" for value, limit in pairs)
-            lines.append(f"| {what} | {v['label'].split(' (')[0]} | {cells} | {'PASS' if v['passed'] else 'FAIL'} |")
+            lines.append(
+                f"| {what} | {v['label'].split(' (')[0]} | {cells} | {'PASS' if v['passed'] else 'FAIL'} |"
+            )
     return "\n".join([*lines, ""])
 
 

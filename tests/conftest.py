@@ -7,7 +7,17 @@ def dumps(tmp_path_factory):
     from ranks import CAPTURED, run_alone, run_ranks
 
     folder = tmp_path_factory.mktemp("dumps")
-    arguments = [*CAPTURED, "--debug_steps", "2", "--capture_steps", "2", "--gradient_accumulation_steps", "2", "--capture_dir", str(folder)]
+    arguments = [
+        *CAPTURED,
+        "--debug_steps",
+        "2",
+        "--capture_steps",
+        "2",
+        "--gradient_accumulation_steps",
+        "2",
+        "--capture_dir",
+        str(folder),
+    ]
     for strategy, num_ranks in (("ddp", 2), ("fsdp", 4)):
         run = {"name": "losses", "strategy": strategy, "fault": "none", "arguments": arguments}
         run_ranks(num_ranks, "jobs:histories", folder / "work", {"runs": [run]})

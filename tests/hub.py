@@ -55,4 +55,8 @@ SAVED_BY_TRANSFORMERS_5 = {
     "sliding_window": 32, "tie_word_embeddings": True, "transformers_version": "5.23.0", "use_cache": True, "use_sliding_window": True,
     "vocab_size": 2048,
 }  # fmt: skip
-ALL = {name: value for name, value in globals().items() if name.isupper() and not name.startswith("_") and name != "ALL"}
+ALL = {
+    name: value
+    for name, value in globals().items()
+    if name.isupper() and not name.startswith("_") and name != "ALL"
+}

@@ -51,9 +51,13 @@ def test_local_folder(tmp_path):
 
 
 def test_what_nobody_knows_is_named(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({**BUILT_IN["tiny-qwen2"], "torch_dtype": "bfloat16", "colour": "blue\u001b[2J"}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({**BUILT_IN["tiny-qwen2"], "torch_dtype": "bfloat16", "colour": "blue\u001b[2J"})
+    )
     architecture, source = resolve(str(tmp_path))
-    assert architecture == BUILT_IN["tiny-qwen2"] and source.endswith("(without colour: unknown to transformers' qwen2)")
+    assert architecture == BUILT_IN["tiny-qwen2"] and source.endswith(
+        "(without colour: unknown to transformers' qwen2)"
+    )
 
 
 @pytest.mark.parametrize("number", ["3", "all"])
@@ -71,7 +75,13 @@ def test_depth_is_cut_with_its_layer_types(tmp_path):
 
 @pytest.mark.parametrize(
     "content, message",
-    [(None, "no config.json"), ("{", "not valid JSON"), ("[]", "not a JSON object"), ('{"model_type": "gemma2"}', "'gemma2'"), ('{"model_type": "qwen2"}', "gives no vocab_size")],
+    [
+        (None, "no config.json"),
+        ("{", "not valid JSON"),
+        ("[]", "not a JSON object"),
+        ('{"model_type": "gemma2"}', "'gemma2'"),
+        ('{"model_type": "qwen2"}', "gives no vocab_size"),
+    ],
 )
 def test_bad_folders(tmp_path, content, message):
     if content is not None:
@@ -107,5 +117,7 @@ def test_the_script_cuts_no_model_that_somebody_chose(settings, layers):
     start = script.index('if [ "$DEVICE" = cuda ]')
     defaults = script[start : script.index("\nfi\n", start) + 4]
     environment = dict(each.split("=") for each in settings.split())
-    done = subprocess.run(["bash", "-euc", defaults + 'echo "$NUM_LAYERS"'], env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        ["bash", "-euc", defaults + 'echo "$NUM_LAYERS"'], env=environment, capture_output=True, text=True
+    )
     assert done.stdout.strip() == layers, done.stderr

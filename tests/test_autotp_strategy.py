@@ -50,7 +50,10 @@ def test_a_stale_lock_is_removed(build, capsys):
     (folder / "lock").touch()
     os.utime(folder / "lock", (time.time() - 1000,) * 2)
     run()
-    assert not (folder / "lock").exists() and "removing the lock of an interrupted build" in capsys.readouterr().out
+    assert (
+        not (folder / "lock").exists()
+        and "removing the lock of an interrupted build" in capsys.readouterr().out
+    )
 
 
 def test_a_lock_in_use_is_waited_for(build, capsys):
@@ -72,7 +75,9 @@ def test_a_young_lock_of_a_dead_build_does_not_hang(build, capsys, monkeypatch):
 
 
 def test_what_deepspeed_is_told():
-    config = SimpleNamespace(batch_size=2, gradient_accumulation_steps=3, max_grad_norm=0.0, precision="autocast")
+    config = SimpleNamespace(
+        batch_size=2, gradient_accumulation_steps=3, max_grad_norm=0.0, precision="autocast"
+    )
     told = autotp_strategy.deepspeed_config(config, Mesh(tp=2))
     assert told["gradient_clipping"] == 0.0, "left out, DeepSpeed clips at 1.0"
     assert told["torch_autocast"]["lower_precision_safe_modules"] == [] and not told["bf16"]["enabled"]

@@ -1,6 +1,5 @@
 """Correct runs raise no alarm: a sample of benchmarks/clean_sweep.py, every model and mesh, and unusual options."""
 
-
 import clean_sweep
 import pytest
 
@@ -9,8 +8,28 @@ CASES = [
     ("tiny-qwen3", "autocast", 1, 2),
     ("tiny-qwen2", "autocast", 2, 1),
     ("tiny-qwen2", "fp32", 1, 2, "--optimizer", "sgd", "--max_grad_norm", "0", "--weight_decay", "0"),
-    ("tiny-qwen3", "fp32", 1, 2, "--attn_impl", "eager", "--batch_size", "1", "--gradient_accumulation_steps", "2"),
-    ("tiny-qwen2-odd-vocab", "autocast", 2, 2, "--gradient_accumulation_steps", "3", "--max_grad_norm", "0.1"),
+    (
+        "tiny-qwen3",
+        "fp32",
+        1,
+        2,
+        "--attn_impl",
+        "eager",
+        "--batch_size",
+        "1",
+        "--gradient_accumulation_steps",
+        "2",
+    ),
+    (
+        "tiny-qwen2-odd-vocab",
+        "autocast",
+        2,
+        2,
+        "--gradient_accumulation_steps",
+        "3",
+        "--max_grad_norm",
+        "0.1",
+    ),
 ]
 
 
@@ -26,5 +45,9 @@ def test_no_alarm(trained, case):
     alarms, unjudged, worst = clean_sweep.judge(clean_sweep.folder_of(trained, *case))
     assert alarms == []
     # an SGD step of 1e-3 moves a norm weight of 1 by less than float32 can show
-    assert all(name.startswith("parameter/") and "norm" in name for name in unjudged) if "sgd" in case else unjudged == []
+    assert (
+        all(name.startswith("parameter/") and "norm" in name for name in unjudged)
+        if "sgd" in case
+        else unjudged == []
+    )
     assert all(0 < worst[strategy]["gradient"] < 1 for strategy in ("ddp", "deepspeed", "fsdp"))

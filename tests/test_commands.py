@@ -17,7 +17,9 @@ def commands(text):
     """(strategy, arguments) of every train_*.py command line in a text. A backslash continues a line; in a docstring
     an explanation may follow after three spaces."""
     for line in re.sub(r"\\\n\s*", " ", text).splitlines():
-        match = re.search(r"(?:python|torchrun|deepspeed) .*?\btrain_(ddp|deepspeed|fsdp)\.py([^`#|>]*)", line)
+        match = re.search(
+            r"(?:python|torchrun|deepspeed) .*?\btrain_(ddp|deepspeed|fsdp)\.py([^`#|>]*)", line
+        )
         if match:
             yield match[1], shlex.split(match[2].split("   ")[0])
 
@@ -73,10 +75,16 @@ def test_jobs_compare_like_with_like():
     from anyscale.job.models import JobConfig
 
     jobs = {s: JobConfig.from_yaml(str(ROOT / f"job_{s}.yaml")) for s in ROWS}
-    parsed = {s: vars(config.build_parser(s).parse_args(next(commands(j.entrypoint))[1])) for s, j in jobs.items()}
+    parsed = {
+        s: vars(config.build_parser(s).parse_args(next(commands(j.entrypoint))[1])) for s, j in jobs.items()
+    }
     own = {"tp_size", "dp_size", "num_workers", "save_init_weights"}
-    assert {k: v for k, v in parsed["ddp"].items() if k not in own} == {k: v for k, v in parsed["fsdp"].items() if k not in own}
-    assert {k: v for k, v in parsed["deepspeed"].items() if k not in own} == {k: v for k, v in parsed["fsdp"].items() if k not in own}
+    assert {k: v for k, v in parsed["ddp"].items() if k not in own} == {
+        k: v for k, v in parsed["fsdp"].items() if k not in own
+    }
+    assert {k: v for k, v in parsed["deepspeed"].items() if k not in own} == {
+        k: v for k, v in parsed["fsdp"].items() if k not in own
+    }
 
 
 def test_a_wrong_key_in_a_job_file_is_found(tmp_path):
@@ -114,7 +122,9 @@ def test_documented_verifications():
     for path in (ROOT / "README.md", ROOT / "run_verification.py", *ROOT.glob("docs/*.md")):
         for match in re.finditer(r"^ *python run_verification\.py(.*)$", path.read_text(), re.MULTILINE):
             options, rest = run_verification.parse(shlex.split(match[1].split("   ")[0]))
-            config.parse_config("fsdp", [*rest, "--tp_size", str(options.tp_size), "--dp_size", str(options.dp_size)])
+            config.parse_config(
+                "fsdp", [*rest, "--tp_size", str(options.tp_size), "--dp_size", str(options.dp_size)]
+            )
             found += 1
     assert found >= 3
 

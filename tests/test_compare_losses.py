@@ -20,7 +20,12 @@ def test_equal_runs_pass():
 def test_tolerances_of_the_tiny_model():
     fp32, autocast = tolerance_for(history()), tolerance_for(history(precision="autocast"))
     assert fp32.first <= 1e-6 and fp32.maximum <= 1e-5 and fp32.mean <= 2e-6 and set(fp32.grad_norm) == {1e-5}
-    assert autocast.first <= 2e-4 and autocast.maximum <= 2e-3 and autocast.mean <= 5e-4 and set(autocast.grad_norm) == {1e-2}
+    assert (
+        autocast.first <= 2e-4
+        and autocast.maximum <= 2e-3
+        and autocast.mean <= 5e-4
+        and set(autocast.grad_norm) == {1e-2}
+    )
 
 
 def test_tolerance_shrinks_with_more_tokens():
@@ -142,7 +147,10 @@ def test_the_learning_rate_of_every_step_is_compared():
         step["learning_rate"] *= 0.9
     result = verdict(other)
     assert result.outcome == "FAIL" and result.loss_passed
-    assert any("learning rate of step 11 is" in problem and "configuration says 0.001" in problem for problem in result.problems)
+    assert any(
+        "learning rate of step 11 is" in problem and "configuration says 0.001" in problem
+        for problem in result.problems
+    )
     both = history(), history("fsdp")
     for run in both:
         run.steps[3]["learning_rate"] = 1.0
@@ -154,7 +162,8 @@ def test_the_learning_rate_of_every_step_is_compared():
 
 
 @pytest.mark.parametrize(
-    "key, value", [("learning_rate", 1.0), ("precision", "autocast"), ("seq_length", 64), ("weight_decay", 0.0)]
+    "key, value",
+    [("learning_rate", 1.0), ("precision", "autocast"), ("seq_length", 64), ("weight_decay", 0.0)],
 )
 def test_other_settings_are_refused(key, value):
     other = history("fsdp")

@@ -24,7 +24,11 @@ def script(name, *arguments, cwd=ROOT, **environment):
 
 
 CASES = [
-    ("fsdp", "--tp_size 2 --dp_size 2 --num_workers 3", "--num_workers 3 is not tp_size x dp_size = 2 x 2 = 4"),
+    (
+        "fsdp",
+        "--tp_size 2 --dp_size 2 --num_workers 3",
+        "--num_workers 3 is not tp_size x dp_size = 2 x 2 = 4",
+    ),
     ("fsdp", "--tp_size 3", "does not divide the model's 4 attention heads"),
     ("deepspeed", "--tp_size 4", "does not divide the model's 2 KV heads"),
     ("ddp", "--tp_size 2", "DDP has no tensor parallelism"),
@@ -57,7 +61,14 @@ CASES = [
 
 @pytest.mark.parametrize("strategy, arguments, message", CASES)
 def test_usage_errors_are_one_line_and_exit_2(tmp_path, strategy, arguments, message):
-    result = script(strategy, "--loss_output_dir", str(tmp_path / "l"), "--storage_path", str(tmp_path / "s"), *arguments.split())
+    result = script(
+        strategy,
+        "--loss_output_dir",
+        str(tmp_path / "l"),
+        "--storage_path",
+        str(tmp_path / "s"),
+        *arguments.split(),
+    )
     assert result.returncode == 2
     assert message in result.stderr and len(result.stderr.strip().splitlines()) == 1, result.stderr
     assert result.stdout == "", "something was started"
@@ -72,24 +83,55 @@ def test_no_compiler(tmp_path):
 
 def test_a_used_experiment_name_is_refused(tmp_path):
     (tmp_path / "mine").mkdir()
-    result = script("ddp", "--storage_path", str(tmp_path), "--experiment_name", "mine", "--loss_output_dir", str(tmp_path))
+    result = script(
+        "ddp",
+        "--storage_path",
+        str(tmp_path),
+        "--experiment_name",
+        "mine",
+        "--loss_output_dir",
+        str(tmp_path),
+    )
     assert result.returncode == 2 and "already used" in result.stderr
 
 
 def test_no_cluster_at_the_address(tmp_path):
     """The one mistake that only ray can find."""
-    result = script("ddp", "--loss_output_dir", str(tmp_path), "--storage_path", str(tmp_path), RAY_ADDRESS="127.0.0.1:1")
-    assert result.returncode == 2 and "no Ray cluster answers there" in result.stderr and len(result.stderr.splitlines()) == 1
+    result = script(
+        "ddp", "--loss_output_dir", str(tmp_path), "--storage_path", str(tmp_path), RAY_ADDRESS="127.0.0.1:1"
+    )
+    assert (
+        result.returncode == 2
+        and "no Ray cluster answers there" in result.stderr
+        and len(result.stderr.splitlines()) == 1
+    )
     assert list(tmp_path.iterdir()) == [], "something was removed or written"
 
 
 def test_dry_run_shows_what_would_happen_and_writes_nothing(tmp_path):
-    folders = ["--loss_output_dir", "a/l", "--storage_path", "b/s", "--capture_dir", "c", "--init_weights_path", "d/w.pt", "--save_init_weights"]
+    folders = [
+        "--loss_output_dir",
+        "a/l",
+        "--storage_path",
+        "b/s",
+        "--capture_dir",
+        "c",
+        "--init_weights_path",
+        "d/w.pt",
+        "--save_init_weights",
+    ]
     result = script("fsdp", "--dry_run", *folders[:6], cwd=tmp_path)
-    for words in ("dp 1  rank 2   rank 3", "max_grad_norm                1.0", "tokens per step", "FSDP+DTensor (TP=2, DP=2)"):
+    for words in (
+        "dp 1  rank 2   rank 3",
+        "max_grad_norm                1.0",
+        "tokens per step",
+        "FSDP+DTensor (TP=2, DP=2)",
+    ):
         assert words in result.stdout
     assert result.returncode == 0 and list(tmp_path.iterdir()) == []
-    assert script("ddp", "--dry_run", *folders, cwd=tmp_path).returncode == 0 and list(tmp_path.iterdir()) == []
+    assert (
+        script("ddp", "--dry_run", *folders, cwd=tmp_path).returncode == 0 and list(tmp_path.iterdir()) == []
+    )
 
 
 @pytest.fixture
@@ -106,10 +148,14 @@ def here(tmp_path, monkeypatch):
 
 
 def test_names_in_the_callers_folder_are_made_absolute(here):
-    config = config_module.parse_config("ddp", ["--model_name", "my models/a $x 'b'", "--dataset_name", "texts"])
+    config = config_module.parse_config(
+        "ddp", ["--model_name", "my models/a $x 'b'", "--dataset_name", "texts"]
+    )
     assert (config.model_name, config.dataset_name) == (str(here / "my models/a $x 'b'"), str(here / "texts"))
     assert not config_module.shadowed(config)
-    config = config_module.parse_config("ddp", ["--model_name", "Qwen/Qwen2.5-0.5B", "--dataset_name", "owner/data:x"])
+    config = config_module.parse_config(
+        "ddp", ["--model_name", "Qwen/Qwen2.5-0.5B", "--dataset_name", "owner/data:x"]
+    )
     assert (config.model_name, config.dataset_name) == ("Qwen/Qwen2.5-0.5B", "owner/data:x")
 
 
@@ -139,7 +185,11 @@ def test_every_rank_finds_it_and_rank_0_says_it():
         for rank in range(2)
     ]  # fmt: skip
     said = ranks[0].communicate(timeout=60)[1]
-    assert ranks[0].returncode == 2 and said.startswith("train_fsdp.py: --tp_size 3 does not divide") and len(said.splitlines()) == 1
+    assert (
+        ranks[0].returncode == 2
+        and said.startswith("train_fsdp.py: --tp_size 3 does not divide")
+        and len(said.splitlines()) == 1
+    )
     with pytest.raises(subprocess.TimeoutExpired):
         ranks[1].wait(2)
     ranks[1].kill()
@@ -172,7 +222,12 @@ def test_launcher_and_mesh_must_agree(monkeypatch):
 
 def test_gpus_in_place_are_those_of_this_machine(monkeypatch):
     monkeypatch.setattr("importlib.metadata.version", lambda name: "2.13.0")
-    for name, value in {"RANK": "0", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8", "CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}.items():
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "16",
+        "LOCAL_WORLD_SIZE": "8",
+        "CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7",
+    }.items():
         monkeypatch.setenv(name, value)
     assert config_module.parse_config("fsdp", []).device == "cuda"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")

@@ -21,7 +21,10 @@ from lockstep.errors import UserError
 from lockstep.inputs import architectures, model_check
 
 SECONDS, SEQUENCE = 60, 24
-BASES = [*hub.ALL.values(), *(architectures.BUILT_IN[f"tiny-{family}"] for family in ("qwen2", "qwen3", "llama"))]
+BASES = [
+    *hub.ALL.values(),
+    *(architectures.BUILT_IN[f"tiny-{family}"] for family in ("qwen2", "qwen3", "llama")),
+]
 
 
 def outcome(folder: Path) -> str:

@@ -12,8 +12,14 @@ from lockstep.losses.curves import compare, tolerance_for
 
 def test_a_quiet_control_tightens_the_tolerance():
     fixed, mine = tolerance_for(history()), tolerance_for(history(), control(lambda step: 4e-7))
-    assert mine.maximum == pytest.approx(8 * 4e-7) and mine.maximum < fixed.maximum and mine.mean < 2 * fixed.mean
-    assert set(mine.grad_norm) == {1e-6}  # the control's norms are the baseline's: what is always allowed is left
+    assert (
+        mine.maximum == pytest.approx(8 * 4e-7)
+        and mine.maximum < fixed.maximum
+        and mine.mean < 2 * fixed.mean
+    )
+    assert set(mine.grad_norm) == {
+        1e-6
+    }  # the control's norms are the baseline's: what is always allowed is left
     assert not compare(history(), spoil(s9={"loss": 6.6 + 5e-6}), mine).loss_passed
 
 
@@ -74,9 +80,15 @@ def test_what_rounding_does_is_a_tolerance(name):
 
 
 IMPLAUSIBLE = {
-    "far off in one step": (lambda n: 50.0 if n == 2 else 4e-7, "in step 2 the control's loss is 5.0e[+]01 nats from DDP's"),
+    "far off in one step": (
+        lambda n: 50.0 if n == 2 else 4e-7,
+        "in step 2 the control's loss is 5.0e[+]01 nats from DDP's",
+    ),
     "off from the start": (lambda n: 1e-4, "in step 1 .* weights one rounding off move it by at most"),
-    "off from some step on": (lambda n: 0.4 if n >= 3 else 4e-7, "in step 3 .* training amplifies rounding by less than 100"),
+    "off from some step on": (
+        lambda n: 0.4 if n >= 3 else 4e-7,
+        "in step 3 .* training amplifies rounding by less than 100",
+    ),
     "a step of its own": (lambda n: 8e-5 if n == 9 else 5e-7, "in step 9 .* times its neighbours"),
     "the last step": (lambda n: 8e-5 if n == 20 else 5e-7, "in step 20 .* times its neighbours"),
     "of another scale": (lambda n: 0.05 * (7.5 - 0.1 * n), "in step 1 "),
@@ -91,7 +103,9 @@ def test_a_control_that_shows_something_else_is_no_tolerance(name):
     for other in (history("fsdp"), spoil(s9={"loss": 7.0}), history("fsdp", shift=8e-7)):
         result = judged(other, gap=gap)
         assert result.outcome == "NOT JUDGED" and not result.passed and re.search(message, result.doubt)
-    assert judged(history("fsdp", shift=0.4), gap=gap).outcome == "FAIL"  # its first loss is judged without a control
+    assert (
+        judged(history("fsdp", shift=0.4), gap=gap).outcome == "FAIL"
+    )  # its first loss is judged without a control
     broken = spoil(s7={"loss": math.nan})
     assert judged(broken, gap=gap).outcome == "FAIL"
 
@@ -129,7 +143,9 @@ def test_whichever_history_is_edited_at_one_step(precision, values, edited):
 def test_one_outlier_opens_its_own_place_only():
     """A batch may amplify thirtyfold: allowed there and in the step after, and nowhere else."""
     mine = tolerance_for(history(), control(HONEST["a batch that amplifies thirtyfold"]))
-    assert mine.loss[8:10] == pytest.approx([1.2e-4] * 2) and set(mine.loss[1:8]) | set(mine.loss[10:]) == {mine.loss[1]}
+    assert mine.loss[8:10] == pytest.approx([1.2e-4] * 2) and set(mine.loss[1:8]) | set(mine.loss[10:]) == {
+        mine.loss[1]
+    }
     assert mine.loss[1] == pytest.approx(4e-6)
 
 
@@ -148,5 +164,9 @@ def test_a_tolerance_as_wide_as_the_loss_is_no_test():
 def test_a_short_run_is_judged(precision, steps):
     """Its loss covers nothing yet."""
     noise = {"fp32": 9e-7, "autocast": 2e-4, "bf16": 2e-4}[precision]
-    runs = [history("ddp", precision, steps), control(lambda n: noise, precision, steps), history("fsdp", precision, steps)]
+    runs = [
+        history("ddp", precision, steps),
+        control(lambda n: noise, precision, steps),
+        history("fsdp", precision, steps),
+    ]
     assert compare(runs[0], runs[2], tolerance_for(*runs[:2])).outcome == "PASS"

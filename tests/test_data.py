@@ -20,7 +20,9 @@ NOWHERE = Path("/proc/nothing can be written here")
 
 
 def corpus(dataset="builtin", vocab=2048, seq=64, need=4, cache=NOWHERE):
-    return load_corpus(dataset, HashTokenizer(vocab), seq_length=seq, windows_per_step=need, cache_folder=cache)
+    return load_corpus(
+        dataset, HashTokenizer(vocab), seq_length=seq, windows_per_step=need, cache_folder=cache
+    )
 
 
 def all_windows(one):
@@ -59,7 +61,9 @@ def flags(*more):
 @pytest.mark.parametrize("longer", [["--debug_steps", "2"], ["--debug_steps", "300"], ["--debug_steps", "0"]])
 def test_the_batches_do_not_depend_on_how_long_a_run_trains(longer):
     """What one captured step proves must hold for step 1 of a long run."""
-    short, long = (load_inputs(parse_config("ddp", flags(*steps))) for steps in (["--debug_steps", "1"], longer))
+    short, long = (
+        load_inputs(parse_config("ddp", flags(*steps))) for steps in (["--debug_steps", "1"], longer)
+    )
     assert short.num_steps != long.num_steps and short.batches.corpus.sha256 == long.batches.corpus.sha256
     for dp_rank in (0, 1):
         assert (short.batches.windows(0, dp_rank) == long.batches.windows(0, dp_rank)).all()
@@ -109,7 +113,11 @@ def test_hash_sees_one_changed_token():
 def test_text_file_and_folder(tmp_path):
     (tmp_path / "a.txt").write_text("one two three. " * 200)
     (tmp_path / "b.txt").write_text("four five six! " * 200)
-    assert corpus(str(tmp_path)).num_windows == 2 * corpus(str(tmp_path / "a.txt")).num_windows == 2 * (801 // 65)
+    assert (
+        corpus(str(tmp_path)).num_windows
+        == 2 * corpus(str(tmp_path / "a.txt")).num_windows
+        == 2 * (801 // 65)
+    )
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,12 @@ def runs(tmp_path_factory):
 
     def job(strategy, fault, precision, *more):
         arguments = [*COMMON, "--precision", precision, *more]
-        return {"name": f"{strategy} {precision} {fault}", "strategy": strategy, "fault": fault, "arguments": arguments}
+        return {
+            "name": f"{strategy} {precision} {fault}",
+            "strategy": strategy,
+            "fault": fault,
+            "arguments": arguments,
+        }
 
     ddp = [job("ddp", f, p, "--dp_size", "2") for p in PRECISIONS for f in (*DDP_FAULTS, "frozen")]
     run_ranks(2, "jobs:histories", folder, {"runs": ddp})
@@ -39,7 +44,11 @@ def verdict_of(runs, fault, strategy, precision="fp32"):
 
 
 def red(verdict):
-    return {name for name, passed in (("loss", verdict.loss_passed), ("grad norm", verdict.grad_norm_passed)) if not passed}
+    return {
+        name
+        for name, passed in (("loss", verdict.loss_passed), ("grad norm", verdict.grad_norm_passed))
+        if not passed
+    }
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -60,12 +69,20 @@ def test_two_runs_in_which_nothing_moves_fail_although_they_agree(runs):
 
 
 STOPPED = {
-    "at another place in the mesh": ("ddp", 2, "rank 0: the strategy sits at dp 1 of 2, tp 0 of 1, the mesh says dp 0 of 2, tp 0 of 1"),
+    "at another place in the mesh": (
+        "ddp",
+        2,
+        "rank 0: the strategy sits at dp 1 of 2, tp 0 of 1, the mesh says dp 0 of 2, tp 0 of 1",
+    ),
     "DP ranks really on the same batch": ("ddp", 2, "step 1: DP ranks 0 and 1 saw the same batch"),
     "nan": ("ddp", 2, "step 3: the loss is nan on rank 1 (dp 1 of 2, tp 0 of 1)"),
     "one side clips, admitted": ("ddp", 2, "max_grad_norm is 0.0, not 1.0"),
     "weights changed after loading": ("ddp", 2, "model.embed_tokens.weight is not what"),
-    "TP peers really on different batches": ("fsdp", 4, "step 1: TP peers rank 0 and rank 1 (dp 0) saw different batches"),
+    "TP peers really on different batches": (
+        "fsdp",
+        4,
+        "step 1: TP peers rank 0 and rank 1 (dp 0) saw different batches",
+    ),
 }
 
 

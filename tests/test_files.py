@@ -52,7 +52,9 @@ def full_disk(tmp_path):
     """A folder on a disk of 64 KiB."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", folder], capture_output=True).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", folder], capture_output=True
+    ).returncode:
         pytest.skip("nothing can be mounted here")
     yield folder
     subprocess.run(["umount", "-l", folder], check=True)
@@ -60,7 +62,10 @@ def full_disk(tmp_path):
 
 def test_a_full_disk_is_said_with_what_is_wanted_and_free(full_disk):
     (full_disk / "fill").write_bytes(b"x" * 40_000)
-    with pytest.raises(UserError, match=r"cannot write .*a.json: No space left on device \(100,000 bytes are wanted, [\d,]+ are free\)"):
+    with pytest.raises(
+        UserError,
+        match=r"cannot write .*a.json: No space left on device \(100,000 bytes are wanted, [\d,]+ are free\)",
+    ):
         files.write_text(full_disk / "a.json", "x" * 100_000)
     assert [path.name for path in full_disk.iterdir()] == ["fill"]
     files.write_text(full_disk / "a.json", "x")
@@ -72,7 +77,10 @@ def test_a_full_disk_under_a_library(full_disk, library):
     from safetensors.torch import save_file
 
     tensors = {"a": torch.zeros(100_000)}
-    save = {"safetensors": lambda path: save_file(tensors, path), "torch": lambda path: torch.save(tensors, path)}[library]
+    save = {
+        "safetensors": lambda path: save_file(tensors, path),
+        "torch": lambda path: torch.save(tensors, path),
+    }[library]
     with pytest.raises(UserError, match=r"cannot write .*a.bin: No space left on device \([\d,]+ are free\)"):
         files.write_atomically(full_disk / "a.bin", save)
     assert list(full_disk.iterdir()) == []

@@ -23,12 +23,16 @@ def test_a_script_uses_the_libraries_alone(name):
     assert "lockstep" not in source.lower() and f"python findings/{name}" in source
 
 
-@pytest.mark.parametrize("body, status", [("return True, 'x'", 0), ("return False, 'x'", 1), ("raise ValueError", 3)])
+@pytest.mark.parametrize(
+    "body, status", [("return True, 'x'", 0), ("return False, 'x'", 1), ("raise ValueError", 3)]
+)
 def test_the_status_says_whether_it_holds(body, status, tmp_path):
     (tmp_path / "probe.py").write_text(
         f"from finding import settle\n\n\ndef check():\n    {body}\n\n\n"
         "if __name__ == '__main__':\n    raise SystemExit(settle(check, libraries=('torch',)))\n"
     )
     environment = {"PYTHONPATH": str(ROOT / "findings"), "PATH": "/usr/bin:/bin"}
-    done = subprocess.run([sys.executable, tmp_path / "probe.py"], env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, tmp_path / "probe.py"], env=environment, capture_output=True, text=True
+    )
     assert done.returncode == status, done.stderr

@@ -19,7 +19,9 @@ def test_the_plan_agrees_with_the_models_own(model):
 def test_a_changed_style_is_found(model, monkeypatch):
     style = fsdp_strategy.TP_PLAN["model.layers.*.mlp.up_proj"]
     monkeypatch.setitem(fsdp_strategy.TP_PLAN, "model.layers.*.mlp.down_proj", style)
-    with pytest.raises(ValueError, match="'colwise' for model.layers.*.mlp.down_proj, the model's own plan has 'rowwise'"):
+    with pytest.raises(
+        ValueError, match="'colwise' for model.layers.*.mlp.down_proj, the model's own plan has 'rowwise'"
+    ):
         fsdp_strategy.check_plan(model)
 
 

@@ -32,7 +32,9 @@ def test_what_is_read_is_what_was_written(tmp_path):
     one = made_up(steps=2)
     set_loss(one.steps[0], 0.1 + 0.2)
     one.save(tmp_path / "h.json")
-    assert history.read(tmp_path / "h.json") == history.History(one.run, one.steps, one.contract, one.weights, one.ended)
+    assert history.read(tmp_path / "h.json") == history.History(
+        one.run, one.steps, one.contract, one.weights, one.ended
+    )
     content = json.loads((tmp_path / "h.json").read_text())
     assert content["sha256"] == history.seal(content)
 
@@ -55,7 +57,9 @@ def test_the_schema_knows_the_configuration():
 def test_the_schema_knows_what_a_run_records(tmp_path):
     from lockstep.training import loop as training
 
-    config = parse_config("ddp", ["--loss_output_dir", str(tmp_path), "--debug_steps", "1", "--device", "cpu"])
+    config = parse_config(
+        "ddp", ["--loss_output_dir", str(tmp_path), "--debug_steps", "1", "--device", "cpu"]
+    )
     record = history.History(run=training.provenance(config, load_inputs(config)))
     record.save(tmp_path / "h.json")
     assert history.read(tmp_path / "h.json").run == record.run
@@ -89,24 +93,42 @@ WRONG = {
     "negative seconds": (lambda c: c["steps"][0].update(seconds=-1.0), "steps.0.seconds is -1.0"),
     "no hash": (lambda c: c["steps"][0].update(batch_hash="h1"), "steps.0.batch_hash is 'h1'"),
     "no checksum": (lambda c: c["weights"].update(initial_sha256="a"), "weights.initial_sha256 is 'a'"),
-    "another precision": (lambda c: c["run"]["config"].update(precision="fp16"), "run.config.precision is 'fp16'"),
+    "another precision": (
+        lambda c: c["run"]["config"].update(precision="fp16"),
+        "run.config.precision is 'fp16'",
+    ),
     "a step is missing": (lambda c: c["steps"].pop(1), "2 of 3 steps and says that it finished"),
     "steps that do not count": (lambda c: c["steps"][1].update(step=3), "step 2 is missing"),
-    "another mean": (lambda c: c["steps"][1].update(loss=7.0), "step 2 has a loss of 7.0, which is not the mean"),
+    "another mean": (
+        lambda c: c["steps"][1].update(loss=7.0),
+        "step 2 has a loss of 7.0, which is not the mean",
+    ),
     "the mean of a nan": (_mean_of_nan, "step 2 has a loss of 7.3, which is not the mean"),
     "a run that goes on after a nan": (_nan_in_the_middle, "step 2 is not finite and the run went on"),
-    "a rank too many": (lambda c: c["steps"][1]["rank_losses"].append(7.3), "step 2 has 3 rank losses; dp_size is 2"),
-    "other tokens": (lambda c: c["steps"][1].update(tokens=1), "step 2 has 1 tokens; its configuration makes it 2048"),
+    "a rank too many": (
+        lambda c: c["steps"][1]["rank_losses"].append(7.3),
+        "step 2 has 3 rank losses; dp_size is 2",
+    ),
+    "other tokens": (
+        lambda c: c["steps"][1].update(tokens=1),
+        "step 2 has 1 tokens; its configuration makes it 2048",
+    ),
     "another mesh": (lambda c: c["run"].update(mesh=[2, 2]), "do not go together"),
     "other workers": (lambda c: c["run"]["config"].update(num_workers=3), "do not go together"),
     "another length": (lambda c: c["run"]["config"].update(debug_steps=4), "num_steps is 3, debug_steps 4"),
-    "a stranger moved": (lambda c: c["weights"]["moved"].append("model.layers.2.bias"), "which the model does not have"),
+    "a stranger moved": (
+        lambda c: c["weights"]["moved"].append("model.layers.2.bias"),
+        "which the model does not have",
+    ),
     "moved twice": (_twice, "moved is not a sorted list"),
     "moved, and the same": (lambda c: c["weights"].update(final_sha256="a" * 64), "say otherwise"),
     "not moved, and others": (lambda c: c["weights"].update(moved=[]), "say otherwise"),
     "moved without an end": (lambda c: c.update(ended="killed"), "when a run has finished, and not before"),
     "no contract": (lambda c: c.update(contract=None), "says nothing of its contract"),
-    "memory of other ranks": (lambda c: c["run"].update(peak_memory={"kind": "x", "bytes_by_rank": [1]}), "peak_memory is of 1"),
+    "memory of other ranks": (
+        lambda c: c["run"].update(peak_memory={"kind": "x", "bytes_by_rank": [1]}),
+        "peak_memory is of 1",
+    ),
     "another family": (lambda c: c["run"]["architecture"].update(model_type="gpt2"), "model_type is 'gpt2'"),
 }
 

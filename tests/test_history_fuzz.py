@@ -48,11 +48,15 @@ def mutate(content, chance):
         parent = parent[part]
     kind = chance.choice(["odd", "odd", "number", "remove", "add", "swap", "copy"])
     if kind == "number" and isinstance(value, int | float) and not isinstance(value, bool):
-        parent[key] = chance.choice([-value, value * 10, value + 1, value * 1.01, int(value), float(value), str(value)])
+        parent[key] = chance.choice(
+            [-value, value * 10, value + 1, value * 1.01, int(value), float(value), str(value)]
+        )
     elif kind == "remove":
         del parent[key]
     elif kind == "add" and isinstance(value, dict | list):
-        value.update({"new": 1}) if isinstance(value, dict) else value.append(copy.deepcopy(chance.choice(value or ODD)))
+        value.update({"new": 1}) if isinstance(value, dict) else value.append(
+            copy.deepcopy(chance.choice(value or ODD))
+        )
     elif kind == "swap" and isinstance(parent, list):
         other = chance.randrange(len(parent))
         parent[key], parent[other] = parent[other], parent[key]
@@ -85,7 +89,9 @@ def case(folder, seed):
     chance = random.Random(seed)
     precision = chance.choice(["fp32", "autocast"])
     for name in NAMES:
-        run = control(precision=precision, steps=6) if name == "control" else history(name, precision, steps=6)
+        run = (
+            control(precision=precision, steps=6) if name == "control" else history(name, precision, steps=6)
+        )
         run.save(path_of(folder, name))
     path = path_of(folder, chance.choice(NAMES))
     before = path.read_bytes()

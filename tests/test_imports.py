@@ -39,7 +39,11 @@ def test_strategies_stay_below_the_loop(name):
 
 def test_the_loop_knows_no_strategy_by_name():
     source = (ROOT / "lockstep/training/loop.py").read_text()
-    assert "hasattr" not in source and not imports(ROOT / "lockstep/training/loop.py") & {*STRATEGIES, "ray", "deepspeed"}
+    assert "hasattr" not in source and not imports(ROOT / "lockstep/training/loop.py") & {
+        *STRATEGIES,
+        "ray",
+        "deepspeed",
+    }
     assert not any(f'"{name}"' in source for name in ("ddp", "deepspeed", "fsdp"))
 
 
@@ -59,8 +63,10 @@ def test_what_starts_first_needs_nothing():
     assert imports(ROOT / "lockstep/startup.py") == standard and not imports(ROOT / "lockstep/__init__.py")
 
 
-@pytest.mark.parametrize("name, absent", [("ddp_strategy", "deepspeed"), ("fsdp_strategy", "deepspeed"), ("lockstep.training.loop", "ray")])
+@pytest.mark.parametrize(
+    "name, absent",
+    [("ddp_strategy", "deepspeed"), ("fsdp_strategy", "deepspeed"), ("lockstep.training.loop", "ray")],
+)
 def test_runs_without(name, absent):
     code = f"import sys; sys.modules[{absent!r}] = None; import {name}"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
-

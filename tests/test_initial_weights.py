@@ -43,29 +43,40 @@ def test_pretrained_weights_are_those_of_transformers(folder):
     from transformers import AutoModelForCausalLM
 
     config, inputs = check("fsdp", "--model_name", folder, "--pretrained")
-    model = build_model(inputs.architecture, seed=0, attn_impl="sdpa", init_weights_path=initial_weights.file_of(config))[0]
+    model = build_model(
+        inputs.architecture, seed=0, attn_impl="sdpa", init_weights_path=initial_weights.file_of(config)
+    )[0]
     theirs = dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).named_parameters())
     mine = dict(model.named_parameters())
-    assert mine.keys() == theirs.keys() and all(torch.equal(value, theirs[name]) for name, value in mine.items())
+    assert mine.keys() == theirs.keys() and all(
+        torch.equal(value, theirs[name]) for name, value in mine.items()
+    )
     assert f"pretrained weights of {folder}, bfloat16 cast to float32" in launch.banner(config, inputs)
 
 
 def test_without_it_they_are_random_and_the_first_line_says_so(folder):
     config, inputs = check("fsdp", "--model_name", folder, "--seed", "5")
-    assert "random weights, seed 5" in launch.banner(config, inputs) and initial_weights.file_of(config) is None
+    assert (
+        "random weights, seed 5" in launch.banner(config, inputs) and initial_weights.file_of(config) is None
+    )
 
 
 def test_layers_that_are_left(folder):
     config, inputs = check("fsdp", "--model_name", folder, "--pretrained", "--num_layers", "1")
     assert inputs.architecture["num_hidden_layers"] == 1
-    build_model(inputs.architecture, seed=0, attn_impl="sdpa", init_weights_path=initial_weights.file_of(config))
+    build_model(
+        inputs.architecture, seed=0, attn_impl="sdpa", init_weights_path=initial_weights.file_of(config)
+    )
 
 
 @pytest.mark.parametrize(
     "arguments, message",
     [
         (["--pretrained"], "tiny-qwen2 is an architecture that is built in, without weights"),
-        (["--pretrained", "--init_weights_path", "x.pt"], "both say what to start from; give one, or add --save_init_weights"),
+        (
+            ["--pretrained", "--init_weights_path", "x.pt"],
+            "both say what to start from; give one, or add --save_init_weights",
+        ),
     ],
 )
 def test_what_cannot_be(arguments, message):
@@ -95,22 +106,33 @@ def test_a_hub_id(folder, tmp_path, sharded):
     if sharded:
         built().bfloat16().save_pretrained(folder, max_shard_size="300KB")
         (folder / "model.safetensors").unlink()
-    names = [path for path in folder.iterdir() if sharded or "-of-" not in path.name and "index" not in path.name]
+    names = [
+        path for path in folder.iterdir() if sharded or "-of-" not in path.name and "index" not in path.name
+    ]
     assert len([path for path in names if path.suffix == ".safetensors"]) == (2 if sharded else 1)
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0, "the": 1}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    files = {"tokenizer.json": tokenizer.to_str().encode(), **{path.name: path.read_bytes() for path in names}}
+    files = {
+        "tokenizer.json": tokenizer.to_str().encode(),
+        **{path.name: path.read_bytes() for path in names},
+    }
     cache(tmp_path / "hub", "someone/tiny", files)
     command = [sys.executable, "train_fsdp.py", "--dry_run", "--pretrained", "--model_name", "someone/tiny"]
     elsewhere = ["--loss_output_dir", str(tmp_path / "l"), "--storage_path", str(tmp_path / "s")]
     settings = {"HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([*command, *elsewhere], cwd=ROOT, env=environment(**settings), capture_output=True, text=True)
-    assert done.returncode == 0 and "pretrained weights of someone/tiny, bfloat16 cast to float32" in done.stdout, done.stderr
+    done = subprocess.run(
+        [*command, *elsewhere], cwd=ROOT, env=environment(**settings), capture_output=True, text=True
+    )
+    assert (
+        done.returncode == 0 and "pretrained weights of someone/tiny, bfloat16 cast to float32" in done.stdout
+    ), done.stderr
     shard = next((tmp_path / "hub").rglob("model*.safetensors"))
     shard.unlink()
-    done = subprocess.run([*command, *elsewhere], cwd=ROOT, env=environment(**settings), capture_output=True, text=True)
+    done = subprocess.run(
+        [*command, *elsewhere], cwd=ROOT, env=environment(**settings), capture_output=True, text=True
+    )
     message = f"{'is not' if sharded else 'has no weights'} to be had from the hub (HF_HUB_OFFLINE"
     assert done.returncode == 2 and message in done.stderr
     assert len(done.stderr.splitlines()) == 1
@@ -121,7 +143,10 @@ def test_a_file_of_somebody_is_never_replaced(tmp_path):
     save_file({"a": torch.ones(1)}, path)
     before = path.read_bytes()
     for extra in ([], ["--overwrite"]):
-        with pytest.raises(UserError, match="was not written by --save_init_weights and is never replaced; choose another name"):
+        with pytest.raises(
+            UserError,
+            match="was not written by --save_init_weights and is never replaced; choose another name",
+        ):
             check("ddp", "--init_weights_path", path, "--save_init_weights", *extra)
     with pytest.raises(UserError, match="is missing") as caught:
         check("ddp", "--init_weights_path", path)
@@ -142,7 +167,9 @@ def test_our_own_file_is_replaced_when_asked(tmp_path, name):
     with pytest.raises(UserError, match="holds other random weights, seed 0 than are drawn or read today"):
         weights.save(path, built(1), TINY, source)
     for other in (["--seed", "1"], ["--num_layers", "1"]):
-        with pytest.raises(UserError, match=r"holds other weights \(random weights, seed 0\), and nothing is overwritten"):
+        with pytest.raises(
+            UserError, match=r"holds other weights \(random weights, seed 0\), and nothing is overwritten"
+        ):
             check("ddp", *save, *other)
         check("ddp", *save, *other, "--overwrite")
     weights.save(path, built(1), TINY, "random weights, seed 1", overwrite=True)
@@ -160,7 +187,14 @@ def test_a_history_of_somebody_is_not_replaced(tmp_path):
 
 
 def test_captured_steps_are_replaced_when_asked(tmp_path):
-    arguments = ["--loss_output_dir", str(tmp_path), "--storage_path", str(tmp_path / "ray"), "--capture_dir", str(tmp_path)]
+    arguments = [
+        "--loss_output_dir",
+        str(tmp_path),
+        "--storage_path",
+        str(tmp_path / "ray"),
+        "--capture_dir",
+        str(tmp_path),
+    ]
     dump = tmp_path / "fsdp"
     dump.mkdir()
     for name in ("manifest.json", "step_1.safetensors", "step_2.safetensors.part"):
@@ -187,15 +221,25 @@ def test_all_strategies_and_the_reference_start_from_the_pretrained_weights(fold
         run = {"name": strategy, "strategy": strategy, "fault": "none", "arguments": runs[strategy]}
         run_ranks(ranks, "jobs:histories", tmp_path / "work", {"runs": [run]})
     records = [json.loads((tmp_path / "work" / name / f"loss_{name}.json").read_text()) for name in runs]
-    expected = weights.checksums((name, value.detach().bfloat16().float()) for name, value in built().named_parameters())
+    expected = weights.checksums(
+        (name, value.detach().bfloat16().float()) for name, value in built().named_parameters()
+    )
     for record in records:
         assert record["weights"]["initial_sha256"] == weights.combined_sha256(expected)
-        assert record["run"]["initial_weights"] == f"pretrained weights of {folder}" and record["ended"] == "finished"
+        assert (
+            record["run"]["initial_weights"] == f"pretrained weights of {folder}"
+            and record["ended"] == "finished"
+        )
     from lockstep.tensors.exact_run import build_reference
 
     config, inputs = check("ddp", *common, "--pretrained")
-    reference = build_reference(inputs, seed=0, attn_impl="sdpa", init_weights_path=initial_weights.file_of(config))
-    assert weights.checksums((name, value.detach().float()) for name, value in reference.named_parameters()) == expected
+    reference = build_reference(
+        inputs, seed=0, attn_impl="sdpa", init_weights_path=initial_weights.file_of(config)
+    )
+    assert (
+        weights.checksums((name, value.detach().float()) for name, value in reference.named_parameters())
+        == expected
+    )
     config, inputs = check("fsdp", *common, *saved[:2])
     assert f"weights of {saved[1]} (pretrained weights of {folder})" in launch.banner(config, inputs)
 
@@ -216,7 +260,10 @@ def test_a_verification_does_not_empty_what_it_starts_from(tmp_path, capsys):
     [
         ({}, "was not written by --save_init_weights and is never replaced"),
         ({"INIT_WEIGHTS_PATH": "{}/init_weights.safetensors"}, "is missing"),
-        ({"INIT_WEIGHTS_PATH": "{}/init_weights.safetensors", "PRETRAINED": "1"}, "both say what to start from"),
+        (
+            {"INIT_WEIGHTS_PATH": "{}/init_weights.safetensors", "PRETRAINED": "1"},
+            "both say what to start from",
+        ),
         ({"PRETRAINED": "yes"}, "PRETRAINED=yes; it is 1"),
     ],
 )
@@ -224,7 +271,11 @@ def test_the_one_command_does_not_replace_a_file_of_somebody(tmp_path, settings,
     path = tmp_path / "init_weights.safetensors"
     save_file({"a": torch.ones(1)}, path)
     before = path.read_bytes()
-    settings = {"OUTPUT_DIR": str(tmp_path), "DEVICE": "cpu", **{key: value.format(tmp_path) for key, value in settings.items()}}
+    settings = {
+        "OUTPUT_DIR": str(tmp_path),
+        "DEVICE": "cpu",
+        **{key: value.format(tmp_path) for key, value in settings.items()},
+    }
     command = [ROOT / "run_verification_main.sh"]
     result = subprocess.run(command, env=environment(**settings), capture_output=True, text=True, timeout=100)
     assert result.returncode == 2 and message in result.stderr and path.read_bytes() == before, result.stderr

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -52,7 +53,7 @@ class Run:
     """A command in its own process group, marked by an environment variable to find orphans."""
 
     def __init__(self, folder, command, **settings):
-        self.folder, self.log = folder, folder / "log.txt"
+        self.folder, self.log, self.settings = folder, folder / "log.txt", settings
         self.process = subprocess.Popen(
             command, cwd=ROOT, env=environment(LOCKSTEP_TEST=str(folder), **settings), text=True,
             stdout=open(self.log, "w"), stderr=subprocess.STDOUT, start_new_session=True,
@@ -71,12 +72,17 @@ class Run:
 @pytest.fixture
 def run(tmp_path):
     started = []
+    short = tempfile.mkdtemp(dir="/tmp")  # the names of Ray's sockets must be
 
     def start(*arguments, **settings):
         """train_ddp.py with these arguments, or run_verification_main.sh with these settings."""
         train_ddp = [sys.executable, "train_ddp.py", *folders(tmp_path), *arguments]
         script = [ROOT / "run_verification_main.sh"]
-        settings = {"OUTPUT_DIR": str(tmp_path), "DEVICE": "cpu", **settings} if settings else {}
+        settings = (
+            {"OUTPUT_DIR": str(tmp_path), "DEVICE": "cpu", "RAY_TMPDIR": short, **settings}
+            if settings
+            else {}
+        )
         started.append(Run(tmp_path, script if settings else train_ddp, **settings))
         return started[-1]
 
@@ -85,6 +91,8 @@ def run(tmp_path):
         if one.process.poll() is None:
             os.killpg(one.process.pid, signal.SIGKILL)
             one.process.wait()
+    gone(tmp_path)
+    shutil.rmtree(short, ignore_errors=True)
 
 
 def test_interrupt_keeps_the_history_and_leaves_nothing_behind(run, tmp_path):
@@ -303,8 +311,12 @@ def test_the_one_command_names_the_first_tensor_of_a_strategy_of_ones_own(tmp_pa
     )
     assert result.returncode == 1, result.stdout + result.stderr
     lines = result.stdout.splitlines()
-    assert lines[-1] == "FAIL" and any(line.startswith("Doubled (TP=1, DP=2)") and line.endswith("FAIL") for line in lines)
-    assert any(line.startswith("First tensor too far, Doubled") and "gradient of lm_head" in line for line in lines)
+    assert lines[-1] == "FAIL" and any(
+        line.startswith("Doubled (TP=1, DP=2)") and line.endswith("FAIL") for line in lines
+    )
+    assert any(
+        line.startswith("First tensor too far, Doubled") and "gradient of lm_head" in line for line in lines
+    )
     assert any(line.strip() == "Cause" for line in lines)
 
 

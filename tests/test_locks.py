@@ -18,7 +18,9 @@ HOLDS = "import sys, time; from pathlib import Path; from lockstep.running impor
 @pytest.fixture
 def holder(tmp_path):
     """A process that holds the lock of tmp_path/loss_ddp.json."""
-    process = subprocess.Popen([sys.executable, "-c", HOLDS, str(tmp_path / "loss_ddp.json")], cwd=ROOT, stdout=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDS, str(tmp_path / "loss_ddp.json")], cwd=ROOT, stdout=subprocess.PIPE
+    )
     process.stdout.readline()
     yield process
     process.kill()
@@ -26,7 +28,10 @@ def holder(tmp_path):
 
 
 def test_the_second_is_refused_and_says_who_is_first(tmp_path, holder):
-    with pytest.raises(UserError, match=rf"--x: another run \(process {holder.pid} on .*\) is writing .*loss_ddp.json; wait until"):
+    with pytest.raises(
+        UserError,
+        match=rf"--x: another run \(process {holder.pid} on .*\) is writing .*loss_ddp.json; wait until",
+    ):
         with locks.held((tmp_path / "loss_ddp.json", "--x")):
             pass
     with locks.held((tmp_path / "loss_fsdp.json", "--x")):  # another history in the same folder
@@ -88,6 +93,14 @@ def test_other_programs_are_refused_at_once(tmp_path, command, lock, option):
     path.parent.mkdir(exist_ok=True)
     held = path.with_name(path.name.removesuffix(".lock")[1:])
     with locks.held((held, "--x")):
-        done = subprocess.run([sys.executable, str(ROOT / command[0]), *command[1:]], cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2 and f"{option}: another run (process {os.getpid()} " in done.stderr, done.stderr
+        done = subprocess.run(
+            [sys.executable, str(ROOT / command[0]), *command[1:]],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    assert done.returncode == 2 and f"{option}: another run (process {os.getpid()} " in done.stderr, (
+        done.stderr
+    )
     assert len(done.stderr.splitlines()) == 1 and not list(tmp_path.rglob("*.json"))

@@ -17,7 +17,13 @@ from lockstep.tensors import exact
 
 QWEN2, QWEN3, LLAMA = (BUILT_IN[f"tiny-{family}"] for family in ("qwen2", "qwen3", "llama"))
 WINDOWS = {**QWEN2, "use_sliding_window": True, "sliding_window": 32, "max_window_layers": 1}
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
 MODELS = {
     "windows": WINDOWS,
     "window of one": {**WINDOWS, "sliding_window": 1, "max_window_layers": 0},  # no attention, so no gradient of q and k
@@ -50,27 +56,41 @@ def test_models_of_the_hub(name):
 
 def test_the_check_sees_a_window_that_is_left_out(monkeypatch):
     full = exact.attention
-    monkeypatch.setattr(exact, "attention", lambda *inputs, sliding_window=None, **options: full(*inputs, **options))
+    monkeypatch.setattr(
+        exact, "attention", lambda *inputs, sliding_window=None, **options: full(*inputs, **options)
+    )
     assert difference(WINDOWS)[0].startswith("the output of model.layers.1.self_attn.o_proj differs by")
     assert difference(QWEN2)[0] == ""
 
 
 def test_the_check_sees_a_window_that_is_one_too_wide(monkeypatch):
     full = exact.attention
-    wider = lambda *inputs, sliding_window=None, **options: full(*inputs, sliding_window=sliding_window and sliding_window + 1, **options)  # noqa: E731
+    wider = lambda *inputs, sliding_window=None, **options: full(
+        *inputs, sliding_window=sliding_window and sliding_window + 1, **options
+    )  # noqa: E731
     monkeypatch.setattr(exact, "attention", wider)
     assert "layers.1.self_attn" in difference(WINDOWS)[0]
 
 
 def test_the_check_sees_another_scale(monkeypatch):
     full = exact.attention
-    monkeypatch.setattr(exact, "attention", lambda *inputs, scaling, **options: full(*inputs, scaling=scaling * (1 + 1e-6), **options))
+    monkeypatch.setattr(
+        exact,
+        "attention",
+        lambda *inputs, scaling, **options: full(*inputs, scaling=scaling * (1 + 1e-6), **options),
+    )
     assert "layers.0.self_attn" in difference(QWEN2)[0]
 
 
 def test_the_check_sees_heads_in_another_order(monkeypatch):
     full = exact.attention
-    monkeypatch.setattr(exact, "attention", lambda module, query, key, value, *rest, **options: full(module, query, key.flip(1), value.flip(1), *rest, **options))
+    monkeypatch.setattr(
+        exact,
+        "attention",
+        lambda module, query, key, value, *rest, **options: full(
+            module, query, key.flip(1), value.flip(1), *rest, **options
+        ),
+    )
     assert "layers.0.self_attn" in difference(QWEN2)[0]
 
 
@@ -137,11 +157,21 @@ def test_a_method_is_no_key(tmp_path):
 
 
 def test_a_model_that_does_not_fit(tmp_path, monkeypatch):
-    huge = {**LLAMA, "hidden_size": 2**18, "intermediate_size": 2**20, "num_attention_heads": 2**11, "num_key_value_heads": 2, "num_hidden_layers": 1000}
+    huge = {
+        **LLAMA,
+        "hidden_size": 2**18,
+        "intermediate_size": 2**20,
+        "num_attention_heads": 2**11,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 1000,
+    }
     config, inputs = folder(tmp_path, huge)
     with pytest.raises(UserError, match=r"9\.62e\+14 parameters.* need at least .* GB of memory"):
         config_module.check_environment(config, inputs.architecture)
-    parameters = sum(p.numel() for p in build_model(LLAMA, seed=0, attn_impl="sdpa", init_weights_path=None)[0].parameters())
+    parameters = sum(
+        p.numel()
+        for p in build_model(LLAMA, seed=0, attn_impl="sdpa", init_weights_path=None)[0].parameters()
+    )
     assert memory.least_bytes(config, parameters) == parameters * 16 * 2
     monkeypatch.setattr(memory, "machine_bytes", lambda: parameters * 16 * 2)
     memory.require(config, LLAMA, 2)
@@ -166,7 +196,11 @@ def test_drawn_by_chance(number):
 
 def test_a_draw_can_be_wrong(monkeypatch):
     """Negative control: a norm that leaves its epsilon out."""
-    monkeypatch.setattr(exact, "norm_forward", lambda module, hidden: module.weight * hidden / hidden.square().mean(-1, keepdim=True).sqrt())
+    monkeypatch.setattr(
+        exact,
+        "norm_forward",
+        lambda module, hidden: module.weight * hidden / hidden.square().mean(-1, keepdim=True).sqrt(),
+    )
     outcomes = {model_families.judge(content)[0] for content in model_families.drawn(6, seed=1)}
     assert model_families.RIGHT not in outcomes and model_families.WRONG in outcomes
 
@@ -177,7 +211,11 @@ def test_a_verification_ends_before_it_starts(tmp_path, monkeypatch, capsys):
 
     folder(tmp_path, WINDOWS)
     started = []
-    monkeypatch.setattr(run_verification, "run", lambda command, what: started.append(what) or (_ for _ in ()).throw(UserError("started")))
+    monkeypatch.setattr(
+        run_verification,
+        "run",
+        lambda command, what: started.append(what) or (_ for _ in ()).throw(UserError("started")),
+    )
     arguments = ["--model_name", str(tmp_path), "--output_dir", str(tmp_path / "out"), "--precision", "fp32"]
     assert run_verification.main(arguments) == 2 and len(started) == 1
     right = model_check.compare
@@ -185,6 +223,10 @@ def test_a_verification_ends_before_it_starts(tmp_path, monkeypatch, capsys):
     assert run_verification.main([*arguments, "--overwrite"]) == 2 and len(started) == 1
     assert "the output of model.norm differs" in capsys.readouterr().err.splitlines()[-1]
     monkeypatch.setattr(model_check, "compare", right)
-    monkeypatch.setattr(memory, "machine_bytes", lambda: 10_000_000)  # enough for the runs, not for the reference in float64
-    monkeypatch.setattr(memory, "least_bytes", lambda config, _: 10_000_000 + (config.strategy == "reference"))
+    monkeypatch.setattr(
+        memory, "machine_bytes", lambda: 10_000_000
+    )  # enough for the runs, not for the reference in float64
+    monkeypatch.setattr(
+        memory, "least_bytes", lambda config, _: 10_000_000 + (config.strategy == "reference")
+    )
     assert run_verification.main([*arguments, "--overwrite"]) == 2 and len(started) == 1

@@ -19,7 +19,11 @@ SMALL = ["--batch_size", "2", "--seq_length", "64", "--precision", "fp32"]
 def folder(tmp_path_factory):
     """A folder with my_parallel.py, whose class Mine is DDPStrategy."""
     folder = tmp_path_factory.mktemp("own")
-    own = (ROOT / "ddp_strategy.py").read_text().replace("class DDPStrategy(TorchStrategy):", "class Mine(TorchStrategy):")
+    own = (
+        (ROOT / "ddp_strategy.py")
+        .read_text()
+        .replace("class DDPStrategy(TorchStrategy):", "class Mine(TorchStrategy):")
+    )
     attributes = '    label = "mine"\n    axes = ("dp",)\n    handles = "lockstep.faults.torch_handles:DDPHandles"\n\n    def parallelize'
     (folder / "my_parallel.py").write_text(own.replace("    def parallelize", attributes))
     return folder
@@ -33,22 +37,59 @@ def run(folder, *command, **settings):
 
 
 def test_through_the_verification_of_tensors(folder):
-    out = run(folder, sys.executable, ROOT / "run_verification.py", "--strategies", "ddp,my_parallel.py:Mine", "--output_dir", "verify", *SMALL)
+    out = run(
+        folder,
+        sys.executable,
+        ROOT / "run_verification.py",
+        "--strategies",
+        "ddp,my_parallel.py:Mine",
+        "--output_dir",
+        "verify",
+        *SMALL,
+    )
     runs = json.loads((folder / "verify" / "report.json").read_text())["runs"]
-    assert out.endswith("PASS\n") and list(runs) == ["ddp", "mine"] and runs["mine"]["label"] == "mine (TP=1, DP=2)"
+    assert (
+        out.endswith("PASS\n")
+        and list(runs) == ["ddp", "mine"]
+        and runs["mine"]["label"] == "mine (TP=1, DP=2)"
+    )
 
 
 def test_a_planted_fault_is_found_in_it(folder):
-    run(folder, sys.executable, ROOT / "run_faults.py", "no_dp_reduction", "--strategy", "my_parallel.py:Mine", "--steps", "3", "--output", "f.json")
+    run(
+        folder,
+        sys.executable,
+        ROOT / "run_faults.py",
+        "no_dp_reduction",
+        "--strategy",
+        "my_parallel.py:Mine",
+        "--steps",
+        "3",
+        "--output",
+        "f.json",
+    )
     (row,) = json.loads((folder / "f.json").read_text())["rows"]
-    assert row["caught"] and row["first_right"] and row["strategy"] == "mine" and row["cause"] == "dp reduction missing"
+    assert (
+        row["caught"]
+        and row["first_right"]
+        and row["strategy"] == "mine"
+        and row["cause"] == "dp reduction missing"
+    )
 
 
 def test_through_the_script_and_the_figure(folder):
-    settings = {"STRATEGIES": "ddp,my_parallel.py:Mine", "DEBUG_STEPS": "3", "OUTPUT_DIR": "out", "DEVICE": "cpu", "SEQ_LENGTH": "64"}
+    settings = {
+        "STRATEGIES": "ddp,my_parallel.py:Mine",
+        "DEBUG_STEPS": "3",
+        "OUTPUT_DIR": "out",
+        "DEVICE": "cpu",
+        "SEQ_LENGTH": "64",
+    }
     assert run(folder, ROOT / "run_verification_main.sh", **settings).rstrip().endswith("PASS")
     assert history.read(folder / "out" / "loss_mine.json").run["label"] == "mine (TP=1, DP=2)"
-    out = run(folder, sys.executable, ROOT / "plot_loss_curves.py", "--input_dir", "out", "--output", "figure.png")
+    out = run(
+        folder, sys.executable, ROOT / "plot_loss_curves.py", "--input_dir", "out", "--output", "figure.png"
+    )
     assert "mine (TP=1, DP=2)" in out and (folder / "figure.png").is_file()
 
 
@@ -67,7 +108,15 @@ def test_no_file_compares_the_name_of_a_strategy():
     """Whatever is told apart by strategy asks the registry."""
     import re
 
-    compared = re.compile(r"""(==|!=|\bin) *[\["'(]*["'](ddp|deepspeed|fsdp)["']|["'](ddp|deepspeed|fsdp)["'] *(==|!=|in )""")
-    assert compared.search('if name == "fsdp":') and compared.search('x in ("ddp", "fsdp")') and not compared.search("row.is_baseline")
+    compared = re.compile(
+        r"""(==|!=|\bin) *[\["'(]*["'](ddp|deepspeed|fsdp)["']|["'](ddp|deepspeed|fsdp)["'] *(==|!=|in )"""
+    )
+    assert (
+        compared.search('if name == "fsdp":')
+        and compared.search('x in ("ddp", "fsdp")')
+        and not compared.search("row.is_baseline")
+    )
     files = [*ROOT.glob("*.py"), *ROOT.glob("lockstep/**/*.py")]
-    assert [(path.name, line) for path in files for line in path.read_text().splitlines() if compared.search(line)] == []
+    assert [
+        (path.name, line) for path in files for line in path.read_text().splitlines() if compared.search(line)
+    ] == []

@@ -27,11 +27,20 @@ def plot(tmp_path, *more):
 def test_pass(tmp_path, capsys):
     assert plot(folder(tmp_path), "--json", str(tmp_path / "v.json")) == 0
     out = capsys.readouterr().out
-    assert out.startswith("=" * 60 + "\nLOSS CURVE STATISTICS\n" + "=" * 60 + "\n\nDDP (TP=1, DP=2):\n  Initial loss: 7.400000")
+    assert out.startswith(
+        "=" * 60 + "\nLOSS CURVE STATISTICS\n" + "=" * 60 + "\n\nDDP (TP=1, DP=2):\n  Initial loss: 7.400000"
+    )
     assert "Differences from DDP baseline:" in out and out.rstrip().endswith("PASS")
     data = json.loads((tmp_path / "v.json").read_text())
-    assert data["passed"] and data["outcome"] == "PASS" and data["command"].startswith("plot_loss_curves.py --input_dir")
-    assert data["date"].endswith("+00:00") and data["histories"]["fsdp"]["run"]["config"]["model_name"] == "tiny-qwen2"
+    assert (
+        data["passed"]
+        and data["outcome"] == "PASS"
+        and data["command"].startswith("plot_loss_curves.py --input_dir")
+    )
+    assert (
+        data["date"].endswith("+00:00")
+        and data["histories"]["fsdp"]["run"]["config"]["model_name"] == "tiny-qwen2"
+    )
     assert "tiny-qwen2, 2 layers, fp32, learning rate 0.001, 20 steps; torch 2\n" in out
     assert {v["label"] for v in data["verdicts"]} == {
         "DeepSpeed AutoTP (TP=2, DP=2)",
@@ -53,7 +62,9 @@ def test_refusal_is_exit_2(tmp_path, capsys):
     assert "different weights" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("missing, message", [(("ddp",), "needs DDP"), (("ddp", "deepspeed", "fsdp"), "train first")])
+@pytest.mark.parametrize(
+    "missing, message", [(("ddp",), "needs DDP"), (("ddp", "deepspeed", "fsdp"), "train first")]
+)
 def test_missing_histories(tmp_path, capsys, missing, message):
     folder(tmp_path)
     for strategy in missing:
@@ -71,7 +82,9 @@ def test_the_figure_shows_both_panels(tmp_path, monkeypatch):
     from matplotlib.figure import Figure
 
     drawn = []
-    monkeypatch.setattr(Figure, "savefig", lambda self, path, **_: (drawn.append(self), path.write_bytes(b"x")))
+    monkeypatch.setattr(
+        Figure, "savefig", lambda self, path, **_: (drawn.append(self), path.write_bytes(b"x"))
+    )
     plot(folder(tmp_path, fsdp=history("fsdp", shift=1e-6)))
     top, bottom = drawn[0].axes
     assert len(top.lines) == 3 and bottom.get_yscale() == "log"
@@ -82,14 +95,18 @@ def test_the_control_run_is_used_and_drawn(tmp_path, monkeypatch, capsys):
     from matplotlib.figure import Figure
 
     drawn = []
-    monkeypatch.setattr(Figure, "savefig", lambda self, path, **_: (drawn.append(self), path.write_bytes(b"x")))
+    monkeypatch.setattr(
+        Figure, "savefig", lambda self, path, **_: (drawn.append(self), path.write_bytes(b"x"))
+    )
     folder(tmp_path, fsdp=history("fsdp", shift=8e-7))
     assert plot(tmp_path) == 0
     control(lambda step: 1e-9).save(path_of(tmp_path, "control"))
     noisy = history("fsdp", shift=8e-7)
     set_loss(noisy.steps[4], noisy.steps[4]["loss"] + 4e-6)
     noisy.save(path_of(tmp_path, "fsdp"))
-    assert plot(tmp_path, "--json", str(tmp_path / "v.json")) == 1  # 5e-6 is within the rule, not within the noise
+    assert (
+        plot(tmp_path, "--json", str(tmp_path / "v.json")) == 1
+    )  # 5e-6 is within the rule, not within the noise
     assert "loss too far from step 5 on" in capsys.readouterr().out
     assert json.loads((tmp_path / "v.json").read_text())["control"] == "DDP (TP=1, DP=2), control"
     assert any("noise floor" in str(patch.get_label()) for patch in drawn[-1].axes[1].collections)
@@ -106,7 +123,10 @@ def test_a_spike_in_ddps_own_history_is_not_judged(tmp_path, capsys):
     folder(tmp_path, ddp=spiked(history(), 6, 0.001), control=control(), **runs)
     assert plot(tmp_path, "--json", str(tmp_path / "v.json")) == 1
     out = capsys.readouterr().out
-    assert out.rstrip().endswith("\nNOT JUDGED") and "Not judged: in step 6 the control's loss is 6.9e+00 nats from DDP's" in out
+    assert (
+        out.rstrip().endswith("\nNOT JUDGED")
+        and "Not judged: in step 6 the control's loss is 6.9e+00 nats from DDP's" in out
+    )
     assert json.loads((tmp_path / "v.json").read_text())["outcome"] == "NOT JUDGED"
     path_of(tmp_path, "control").unlink()
     assert plot(tmp_path) == 1 and capsys.readouterr().out.rstrip().endswith("\nFAIL")
@@ -138,7 +158,10 @@ def test_what_a_file_says_is_shown_harmlessly(tmp_path, capsys):
     """Two dollars begin a formula in matplotlib; an escape character begins a command to a terminal."""
     folder(tmp_path)
     for name in ("ddp", "deepspeed", "fsdp"):
-        rewrite(path_of(tmp_path, name), lambda c: c["run"]["config"].update(model_name="a$\\b{$\x1b[2J\n\u4e2d" + "x" * 99))
+        rewrite(
+            path_of(tmp_path, name),
+            lambda c: c["run"]["config"].update(model_name="a$\\b{$\x1b[2J\n\u4e2d" + "x" * 99),
+        )
     assert plot(tmp_path) == 0
     out = capsys.readouterr()
     assert "a$\\b{$\\x1b[2J\\n" in out.out and "\x1b" not in out.out + out.err

@@ -16,7 +16,9 @@ EDIT = re.compile(r"\bsys\.path(\[|\.(insert|append|extend|remove)\b|\s*\+?=[^=]
 
 
 def test_every_script_at_the_root_is_installed():
-    assert sorted(PROJECT["tool"]["setuptools"]["py-modules"]) == sorted(path.stem for path in ROOT.glob("*.py"))
+    assert sorted(PROJECT["tool"]["setuptools"]["py-modules"]) == sorted(
+        path.stem for path in ROOT.glob("*.py")
+    )
 
 
 def test_nobody_edits_sys_path():
@@ -26,14 +28,18 @@ def test_nobody_edits_sys_path():
 
 def test_an_edit_of_sys_path_would_be_seen():
     """Negative control."""
-    assert all(EDIT.search(line) for line in ("sys.path.insert(0, x)", "sys.path[:0] = [x]", "sys.path += [x]"))
+    assert all(
+        EDIT.search(line) for line in ("sys.path.insert(0, x)", "sys.path[:0] = [x]", "sys.path += [x]")
+    )
 
 
 def test_every_extra_reads_a_file_of_pins():
     dynamic = PROJECT["tool"]["setuptools"]["dynamic"]
     for said in (dynamic["dependencies"], *dynamic["optional-dependencies"].values()):
         for name in [said["file"]] if isinstance(said["file"], str) else said["file"]:
-            lines = [line for line in (ROOT / name).read_text().splitlines() if line and not line.startswith("#")]
+            lines = [
+                line for line in (ROOT / name).read_text().splitlines() if line and not line.startswith("#")
+            ]
             assert lines and all(re.fullmatch(r"[\w-]+(\[\w+\])?==[\w.]+", line) for line in lines), name
 
 

@@ -16,7 +16,13 @@ from lockstep.strategies import others, row_of
 
 SAMPLE = ["no_dp_reduction", "dp_ranks_replay_one_batch", "tp_peers_read_different_samples", "row_parallel_sum_dropped",
           "gradients_not_zeroed", "one_side_does_not_clip"]  # fmt: skip
-GRAVE = {"no_dp_reduction", "dp_ranks_replay_one_batch", "tp_peers_read_different_samples", "row_parallel_sum_dropped", "one_side_does_not_clip"}
+GRAVE = {
+    "no_dp_reduction",
+    "dp_ranks_replay_one_batch",
+    "tp_peers_read_different_samples",
+    "row_parallel_sum_dropped",
+    "one_side_does_not_clip",
+}
 
 
 def rows_of(folder, *arguments):
@@ -33,7 +39,11 @@ def fp32(tmp_path_factory):
 def test_every_fault_is_caught_placed_and_named(fp32):
     status, rows = fp32
     assert status == 0 and len(rows) == 11
-    assert [(row["fault"], row["first"], row["causes"]) for row in rows if not (row["first_right"] and row["named"] == "right")] == []
+    assert [
+        (row["fault"], row["first"], row["causes"])
+        for row in rows
+        if not (row["first_right"] and row["named"] == "right")
+    ] == []
 
 
 def test_the_loss_verdict_sees_the_grave_ones(fp32):
@@ -50,7 +60,10 @@ def test_a_fault_without_effect_is_a_failure(tmp_path, monkeypatch, capsys):
     status, (row,) = rows_of(tmp_path, "loss_multiplied_by_tp", "--strategy", "fsdp")
     assert status == 1 and not row["changed"] and not row["caught"] and row["causes"] == []
     out = capsys.readouterr().out
-    assert "CHANGED NOTHING: loss_multiplied_by_tp in fsdp" in out and "NOT CAUGHT: loss_multiplied_by_tp in fsdp" in out
+    assert (
+        "CHANGED NOTHING: loss_multiplied_by_tp in fsdp" in out
+        and "NOT CAUGHT: loss_multiplied_by_tp in fsdp" in out
+    )
 
 
 def test_a_wrong_name_is_a_failure(tmp_path, monkeypatch, capsys):
@@ -62,7 +75,9 @@ def test_a_wrong_name_is_a_failure(tmp_path, monkeypatch, capsys):
     assert "NAMED WRONG: tie_broken in fsdp: tied weights" in out and "named wrong: 1 of 1" in out
 
 
-@pytest.mark.parametrize("causes, named", [(["a"], "right"), ([], "not explained"), (["b"], "wrong"), (["a", "b"], "wrong")])
+@pytest.mark.parametrize(
+    "causes, named", [(["a"], "right"), ([], "not explained"), (["b"], "wrong"), (["a", "b"], "wrong")]
+)
 def test_what_can_be_said_of_a_name(causes, named):
     assert run_faults.name_verdict(causes, "a") == named
 
@@ -89,7 +104,10 @@ def test_a_crash_costs_one_fault_only(tmp_path, monkeypatch):
     monkeypatch.setattr("lockstep.running.jobs.start", start)
     monkeypatch.setattr("lockstep.running.jobs.start_all", lambda *_: None)
     outcome = run_faults.train({group: pairs}, tmp_path)
-    assert outcome[group, "tie_broken", "fsdp"] == "exit status 1: it broke" and outcome[group, "no_dp_reduction", "fsdp"] == 1.0
+    assert (
+        outcome[group, "tie_broken", "fsdp"] == "exit status 1: it broke"
+        and outcome[group, "no_dp_reduction", "fsdp"] == 1.0
+    )
 
 
 @pytest.mark.parametrize("arguments, message", [

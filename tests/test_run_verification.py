@@ -25,7 +25,18 @@ def test_from_end_to_end(tmp_path):
     folder = tmp_path / "the output"
     (tmp_path / "models" / "a model").mkdir(parents=True)
     (tmp_path / "models" / "a model" / "config.json").write_text(json.dumps(BUILT_IN["tiny-qwen3"]))
-    arguments = ["--output_dir", "the output", "--batch_size", "2", "--seq_length", "64", "--steps", "2", "--model_name", "models/a model"]
+    arguments = [
+        "--output_dir",
+        "the output",
+        "--batch_size",
+        "2",
+        "--seq_length",
+        "64",
+        "--steps",
+        "2",
+        "--model_name",
+        "models/a model",
+    ]
     done = verify(*arguments, cwd=tmp_path)
     assert done.stderr == "" and sorted(path.name for path in (folder / "logs").iterdir()) == [
         "lockstep.tensors.exact_run.txt", "train_ddp.py.txt", "train_deepspeed.py.txt", "train_fsdp.py.txt"]  # fmt: skip
@@ -74,24 +85,51 @@ def test_what_a_killed_verification_leaves_is_its_own(name, ours):
 
 def test_a_script_that_fails_is_one_line_with_its_status(tmp_path):
     """The launcher's own words go to the file that is named."""
-    done = verify("--output_dir", tmp_path / "v", "--learning_rate", "1e30", "--optimizer", "sgd", "--max_grad_norm", "0", "--steps", "3")
+    done = verify(
+        "--output_dir",
+        tmp_path / "v",
+        "--learning_rate",
+        "1e30",
+        "--optimizer",
+        "sgd",
+        "--max_grad_norm",
+        "0",
+        "--steps",
+        "3",
+    )
     assert done.returncode == 1 and len(done.stderr.splitlines()) == 1, done.stderr
     log = tmp_path / "v" / "logs" / "train_ddp.py.txt"
-    assert done.stderr.startswith("run_verification.py: train_ddp.py, 2 ranks failed: step 2: the ") and done.stderr.endswith(f"all it said is in {log}\n")
+    assert done.stderr.startswith(
+        "run_verification.py: train_ddp.py, 2 ranks failed: step 2: the "
+    ) and done.stderr.endswith(f"all it said is in {log}\n")
     assert "ChildFailedError" in log.read_text()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_it_takes_its_ranks_along(tmp_path, number):
-    command = [sys.executable, ROOT / "run_verification.py", "--output_dir", str(tmp_path / "v"), "--steps", "50"]
+    command = [
+        sys.executable,
+        ROOT / "run_verification.py",
+        "--output_dir",
+        str(tmp_path / "v"),
+        "--steps",
+        "50",
+    ]
     process = subprocess.Popen(
-        command, env=environment(LOCKSTEP_TEST=str(tmp_path)), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        command,
+        env=environment(LOCKSTEP_TEST=str(tmp_path)),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     deadline = time.monotonic() + 100
     while not list(tmp_path.glob("v/ddp/*")) and time.monotonic() < deadline:
         time.sleep(0.1)
     os.kill(process.pid, number)
     _, said = process.communicate(timeout=60)
-    expected = {signal.SIGINT: (130, "run_verification.py: interrupted; --overwrite starts again\n"), signal.SIGKILL: (-9, "")}
+    expected = {
+        signal.SIGINT: (130, "run_verification.py: interrupted; --overwrite starts again\n"),
+        signal.SIGKILL: (-9, ""),
+    }
     assert (process.returncode, said) == expected[number]
     assert gone(tmp_path, 40) is True

@@ -27,7 +27,10 @@ except KeyboardInterrupt:
 
 def run(name, folder, *, paths=(), **settings):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [*paths, ROOT])), **settings}
-    command = [sys.executable, *(str(ROOT / part) if part.endswith(".py") else part for part in PROGRAMS[name])]
+    command = [
+        sys.executable,
+        *(str(ROOT / part) if part.endswith(".py") else part for part in PROGRAMS[name]),
+    ]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
 
 
@@ -43,10 +46,16 @@ def test_ctrl_c_while_it_is_imported(name, tmp_path):
 def test_a_python_without_the_packages(name, tmp_path):
     """-S: a Python that sees no installed package."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-S", *(str(ROOT / part) if part.endswith(".py") else part for part in PROGRAMS[name])]
+    command = [
+        sys.executable,
+        "-S",
+        *(str(ROOT / part) if part.endswith(".py") else part for part in PROGRAMS[name]),
+    ]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
-    assert done.stderr.startswith(f"{name}: {sys.executable} has no package numpy; enter the environment first: ")
+    assert done.stderr.startswith(
+        f"{name}: {sys.executable} has no package numpy; enter the environment first: "
+    )
 
 
 def test_an_old_python_is_told_so(tmp_path):
@@ -59,7 +68,12 @@ def test_an_old_python_is_told_so(tmp_path):
 def test_a_shells_background_job_is_not_interrupted(tmp_path):
     (tmp_path / "numpy.py").write_text(INTERRUPTS_ITSELF.replace("10", "0"))
     command = f"trap '' INT; exec {sys.executable} {ROOT / 'train_ddp.py'} --nosuch"
-    done = subprocess.run(["bash", "-c", command], env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True)
+    done = subprocess.run(
+        ["bash", "-c", command],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
     assert "interrupted" not in done.stderr and done.returncode != 130
 
 

@@ -37,7 +37,10 @@ def reference(dp_size: int) -> dict:
     decayed = [p for p in parameters.values() if p.ndim >= 2]
     plain = [p for p in parameters.values() if p.ndim < 2]
     optimizer = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}], lr=1e-3, betas=BETAS, eps=EPS
+        [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}],
+        lr=1e-3,
+        betas=BETAS,
+        eps=EPS,
     )
     kept = {"losses": [], "grad_norms": [], "gradients": [], "before": _copy(parameters)}
     for step in range(STEPS):
@@ -85,7 +88,10 @@ def distance(actual, exact, scale=None):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "{}-dp{}-tp{}".format(*case))
 class TestAgainstReference:
     def test_initial_weights_are_bit_identical(self, dumped, case):
-        truth = {name: weights.tensor_sha256(tensor.float()) for name, tensor in reference(case[1])["before"].items()}
+        truth = {
+            name: weights.tensor_sha256(tensor.float())
+            for name, tensor in reference(case[1])["before"].items()
+        }
         assert dumped(*case).manifest["initial_sha256"] == weights.combined_sha256(truth)
 
     def test_loss(self, dumped, case):
@@ -95,7 +101,9 @@ class TestAgainstReference:
 
     def test_full_gradients(self, dumped, case):
         dump, truth = dumped(*case), reference(case[1])["gradients"][0]
-        assert {f"gradient/{name}" for name in truth} == {n for n in dump.steps["1"]["tensors"] if n.startswith("gradient/")}
+        assert {f"gradient/{name}" for name in truth} == {
+            n for n in dump.steps["1"]["tensors"] if n.startswith("gradient/")
+        }
         whole = torch.cat([g.flatten() for g in truth.values()])
         for name, exact in truth.items():
             mine = dump.tensor(1, f"gradient/{name}")

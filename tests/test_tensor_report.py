@@ -31,7 +31,9 @@ def test_it_says_what_was_compared(written, what, value):
 
 def test_the_json_has_the_origin_of_every_run(written):
     runs = written[1]["runs"]
-    assert set(runs) == {"ddp", "fsdp"} and all(run["origin"]["commit"] and run["missing"] == [] for run in runs.values())
+    assert set(runs) == {"ddp", "fsdp"} and all(
+        run["origin"]["commit"] and run["missing"] == [] for run in runs.values()
+    )
 
 
 def test_text_from_files_is_no_markup(dumps, tmp_path, capsys):
@@ -39,7 +41,10 @@ def test_text_from_files_is_no_markup(dumps, tmp_path, capsys):
 
     for name in ("ddp", "fsdp"):
         shutil.copytree(dumps / name, tmp_path / name)
-        edit(tmp_path / name, lambda manifest: manifest["run"]["config"].update(dataset_name="a|b<script>`x`[y](z)"))
+        edit(
+            tmp_path / name,
+            lambda manifest: manifest["run"]["config"].update(dataset_name="a|b<script>`x`[y](z)"),
+        )
     assert compare.main([str(tmp_path / "ddp"), str(tmp_path / "fsdp"), "--output_dir", str(tmp_path)]) == 0
     page = (tmp_path / "report.md").read_text()
     assert r"a\|b\<script\>\`x\`\[y\](z)" in page and "<script>" not in page

@@ -36,7 +36,9 @@ def yardstick(error, *, norm=1.0, noise=0.0):
     return judge_yardstick("ddp", 1, "gradient/w", size(error, norm), "fp32", Size(noise, noise / 10))
 
 
-@pytest.mark.parametrize("error, too_far", [(0.0, False), (1e-7, False), (4e-7, False), (7e-7, True), (1.0, True), (INF, True)])
+@pytest.mark.parametrize(
+    "error, too_far", [(0.0, False), (1e-7, False), (4e-7, False), (7e-7, True), (1.0, True), (INF, True)]
+)
 def test_a_multiple_of_the_yardstick(error, too_far):
     assert row(error).too_far is too_far
 
@@ -72,7 +74,9 @@ def test_noise_is_not_judged_and_can_still_be_too_far():
 
 def test_a_yardstick_far_from_the_truth_measures_nothing():
     assert not yardstick(LIMIT["fp32"] / 2).too_far and yardstick(2 * LIMIT["fp32"]).too_far
-    quiet = yardstick(1e-9, norm=1e-9, noise=1e-3)  # all rounding noise: no reason to reject it, nothing to judge
+    quiet = yardstick(
+        1e-9, norm=1e-9, noise=1e-3
+    )  # all rounding noise: no reason to reject it, nothing to judge
     assert not quiet.too_far and not quiet.judged
 
 
@@ -88,13 +92,20 @@ def test_a_parameter_is_judged_by_its_update():
 
 
 def result(rows, losses=(), replicas=None):
-    dump = SimpleNamespace(steps={"1": {"replicas_differ": replicas or {}}}, label="FSDP", expected=lambda step: {one.name: () for one in rows})
+    dump = SimpleNamespace(
+        steps={"1": {"replicas_differ": replicas or {}}},
+        label="FSDP",
+        expected=lambda step: {one.name: () for one in rows},
+    )
     return Result({"fsdp": dump}, "ddp", rows, list(losses), {}, {}, [])
 
 
 def test_all_too_small_is_not_a_pass():
     small = [row(1e-9, ddp=1e-9, norm=1e-9, name=name) for name in ("forward/a", "gradient/w")]
-    assert result(small).outcome == "NOT JUDGED" and result(small).unjudged("fsdp") == ["forward of step 1", "gradient of step 1"]
+    assert result(small).outcome == "NOT JUDGED" and result(small).unjudged("fsdp") == [
+        "forward of step 1",
+        "gradient of step 1",
+    ]
     assert result([row(1e-7), row(1e-9, ddp=1e-9, norm=1e-9, name="gradient/v")]).outcome == "PASS"
 
 
@@ -106,11 +117,15 @@ def test_one_kind_or_one_step_without_a_judged_tensor_is_not_a_pass():
 def test_the_first_in_execution_order_is_named():
     rows = [row(1e-7, name="forward/a"), row(1e-3, name="forward/b"), row(1e-1, name="gradient/w")]
     failures = result(rows).failures("fsdp")
-    assert [failure[2] for failure in failures] == ["forward/b", "gradient/w"] and result(rows).outcome == "FAIL"
+    assert [failure[2] for failure in failures] == ["forward/b", "gradient/w"] and result(
+        rows
+    ).outcome == "FAIL"
     assert result(rows, replicas={"forward/a": [1]}).failures("fsdp")[0][2] == "forward/a"
 
 
-@pytest.mark.parametrize("loss, outcome", [(7.0, "PASS"), (7.0000005, "PASS"), (7.00001, "FAIL"), (math.nan, "FAIL")])
+@pytest.mark.parametrize(
+    "loss, outcome", [(7.0, "PASS"), (7.0000005, "PASS"), (7.00001, "FAIL"), (math.nan, "FAIL")]
+)
 def test_the_loss_of_every_dp_rank(loss, outcome):
     assert result([row(1e-7)], [Loss(1, 0, 7.0, {"ddp": 7.0, "fsdp": loss}, 1e-6)]).outcome == outcome
 
@@ -120,11 +135,16 @@ def test_a_single_draw_that_came_out_small_is_no_measure():
     typical = typical_error([size(error, 2.0) for error in (2e-7, 4e-7, 8e-6)])
     assert typical.norm == pytest.approx(2e-7) and typical.largest == pytest.approx(2e-7)
     lucky, usual = size(1e-9, 2.0), size(1e-6, 2.0)
-    assert measure_of(lucky, typical) == pytest.approx((4e-7, 4e-8)) and measure_of(usual, typical) == usual.errors
+    assert (
+        measure_of(lucky, typical) == pytest.approx((4e-7, 4e-8))
+        and measure_of(usual, typical) == usual.errors
+    )
     assert measure_of(lucky) == lucky.errors and typical_error([]) == Size(0.0, 0.0)
 
 
-@pytest.mark.parametrize("loss, outcome", [(7.0, "PASS"), (7.00006, "PASS"), (7.0001, "FAIL"), (math.nan, "FAIL")])
+@pytest.mark.parametrize(
+    "loss, outcome", [(7.0, "PASS"), (7.00006, "PASS"), (7.0001, "FAIL"), (math.nan, "FAIL")]
+)
 def test_the_loss_of_every_run_against_its_own_reference(loss, outcome):
     """DDP's, too, which is held against no other run's."""
     found = result([row(1e-7)], [Loss(1, 0, 7.0, {"fsdp": loss}, 1e-6, {"fsdp": 7.0}, 7.0 * LIMIT["fp32"])])

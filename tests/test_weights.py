@@ -110,7 +110,9 @@ def test_nothing_is_unpickled(tmp_path):
         def __reduce__(self):
             return os.mkdir, (str(tmp_path / "pwned"),)
 
-    torch.save({"architecture": {}, "sha256": {}, "tensors": Evil()}, tmp_path / "evil.pt", pickle_module=pickle)
+    torch.save(
+        {"architecture": {}, "sha256": {}, "tensors": Evil()}, tmp_path / "evil.pt", pickle_module=pickle
+    )
     with pytest.raises(UserError, match="holds posix.mkdir; only plain dense tensors"):
         weights.check(tmp_path / "evil.pt", TINY)
     assert not (tmp_path / "pwned").exists()

@@ -9,7 +9,9 @@ from lockstep.inputs import weights
 @pytest.mark.parametrize("suffix, count", [(".safetensors", 240), (".pt", 160)])
 def test_no_damage_gets_through(tmp_path, suffix, count):
     found = run(suffix, count, 1, tmp_path)
-    assert found.keys() == {"refused", "same"}, {kind: cases for kind, cases in found.items() if kind not in ("refused", "same")}
+    assert found.keys() == {"refused", "same"}, {
+        kind: cases for kind, cases in found.items() if kind not in ("refused", "same")
+    }
     assert len(found["refused"]) > count / 2 and found["same"], "the cases are not what they are meant to be"
 
 

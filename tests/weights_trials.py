@@ -41,7 +41,10 @@ class Model(torch.nn.Module):
     def __init__(self, seed: int | None):
         super().__init__()
         generator = torch.Generator().manual_seed(seed or 0)
-        self.values = {n: torch.nn.Parameter(torch.randn(s, generator=generator)) for n, s in parameter_shapes(SMALL).items()}
+        self.values = {
+            n: torch.nn.Parameter(torch.randn(s, generator=generator))
+            for n, s in parameter_shapes(SMALL).items()
+        }
 
     def named_parameters(self, *_, **__):
         return iter(self.values.items())
@@ -67,7 +70,11 @@ def outcome(path: Path) -> str:
     try:
         weights.check(path, SMALL)
     except UserError as error:
-        return "refused" if "\n" not in str(error) and len(str(error)) < 2000 else f"traceback: message {str(error)[:200]!r}"
+        return (
+            "refused"
+            if "\n" not in str(error) and len(str(error)) < 2000
+            else f"traceback: message {str(error)[:200]!r}"
+        )
     except BaseException as error:  # noqa: BLE001 - a panic of a library is no Exception
         return "hang" if isinstance(error, TimeoutError) else f"traceback: {type(error).__name__}: {error}"
     try:
@@ -87,7 +94,15 @@ def cases(suffix: str, count: int, seed: int):
     for value in odd_values({n: p.detach() for n, p in Model(7).values.items()}) if suffix == ".pt" else []:
         odd.append(saved(value))
         if isinstance(value, dict) and len(value) > 5:
-            odd.append(saved({"architecture": SMALL, "sha256": weights.checksums(Model(7).values.items()), "tensors": value}))
+            odd.append(
+                saved(
+                    {
+                        "architecture": SMALL,
+                        "sha256": weights.checksums(Model(7).values.items()),
+                        "tensors": value,
+                    }
+                )
+            )
     for number in range(count):
         own = number % 4 != 3
         base = originals[f"{'own' if own else 'foreign'}{suffix}"]

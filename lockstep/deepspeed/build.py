@@ -18,7 +18,9 @@ STALE_LOCK_SECONDS = 120  # no file of the build was touched for this long: nobo
 def require(config: Config) -> None:
     """Raise UserError where the package, or a compiler for its extension, is missing."""
     if importlib.util.find_spec("deepspeed") is None:
-        raise UserError("train_deepspeed.py needs the package deepspeed, and it is not installed; install requirements.txt")
+        raise UserError(
+            "train_deepspeed.py needs the package deepspeed, and it is not installed; install requirements.txt"
+        )
     if config.device == "cpu" and not (shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++")):
         raise UserError(
             "DeepSpeed builds a small C++ extension when it first runs on CPUs, and no C++ compiler (c++ or g++) is on the PATH; "
@@ -41,7 +43,13 @@ def build_extension() -> None:
         folder = Path(_get_build_directory(ShareMemCommBuilder.NAME, False))
         _wait_for_lock(folder / "lock")
         built = (folder / f"{ShareMemCommBuilder.NAME}.so").exists()
-        announced = contextlib.nullcontext() if built else progress.working("DeepSpeed builds its shared-memory op, once per environment (about a minute)")
+        announced = (
+            contextlib.nullcontext()
+            if built
+            else progress.working(
+                "DeepSpeed builds its shared-memory op, once per environment (about a minute)"
+            )
+        )
         with announced:
             ShareMemCommBuilder().load(verbose=False)
     dist.barrier()

@@ -38,7 +38,9 @@ class AutoTPHandles(Handles):
         if divisor == 1:
             self.strategy.optimizer.gradient_average = False
         else:
-            self.strategy.optimizer.sequence_parallel_size = self.run.config.dp_size / divisor  # part of DeepSpeed's divisor
+            self.strategy.optimizer.sequence_parallel_size = (
+                self.run.config.dp_size / divisor
+            )  # part of DeepSpeed's divisor
 
     def reduce_before_the_last_micro_batch(self) -> None:
         engine, optimizer, kept = self.strategy.engine, self.strategy.optimizer, {}
@@ -61,7 +63,9 @@ class AutoTPHandles(Handles):
         import autotp_strategy
 
         told = autotp_strategy.deepspeed_config
-        self.run.patch(autotp_strategy, "deepspeed_config", lambda *a: {**told(*a), "communication_data_type": "bf16"})
+        self.run.patch(
+            autotp_strategy, "deepspeed_config", lambda *a: {**told(*a), "communication_data_type": "bf16"}
+        )
 
     def drop_sum_over_tp(self, module: str) -> None:
         self._module(module).mp_group = None
@@ -95,7 +99,9 @@ class AutoTPHandles(Handles):
         self.strategy.optimizer.unscale_and_clip_grads = lambda gradients, total_norm: clip(gradients, norm())
 
     def sum_partition_function_again(self) -> None:
-        reduce_again(self.run, importlib.import_module("deepspeed.sequence.cross_entropy"), calls_per_loss=3, which=1)
+        reduce_again(
+            self.run, importlib.import_module("deepspeed.sequence.cross_entropy"), calls_per_loss=3, which=1
+        )
 
     def shift_vocabulary_offset(self) -> None:
         module = importlib.import_module("deepspeed.sequence.cross_entropy")
@@ -104,9 +110,13 @@ class AutoTPHandles(Handles):
         def shifted(logits, target, group, start, end, *more):
             return real(logits, target, group, start - (start > 0), end - (start > 0), *more)
 
-        self.run.patch(module, "_VocabParallelCrossEntropy", type("Shifted", (), {"apply": staticmethod(shifted)}))
+        self.run.patch(
+            module, "_VocabParallelCrossEntropy", type("Shifted", (), {"apply": staticmethod(shifted)})
+        )
 
     def detach_head_from_embedding(self) -> None:
         column_parallel = importlib.import_module("deepspeed.module_inject.layers").ColumnParallel
         head = self.strategy.model.lm_head
-        head.forward = lambda x: torch.matmul(column_parallel.apply(head.mp_group, x), head.weight.detach().transpose(-1, -2))
+        head.forward = lambda x: torch.matmul(
+            column_parallel.apply(head.mp_group, x), head.weight.detach().transpose(-1, -2)
+        )

@@ -7,19 +7,37 @@ CLASS = "accumulation, normalisation"
 THREE = ("--gradient_accumulation_steps", "3")
 
 
-@fault(seen_in="huggingface/accelerate 3533", bug_class=CLASS, cause="accumulation", first="backward/lm_head", arguments=THREE)
+@fault(
+    seen_in="huggingface/accelerate 3533",
+    bug_class=CLASS,
+    cause="accumulation",
+    first="backward/lm_head",
+    arguments=THREE,
+)
 def divided_by_the_steps_twice(run):
     """The loss of a micro batch is divided by the accumulation steps by the loop and by the library."""
     scale_backward((yield), lambda _call: 1 / run.config.gradient_accumulation_steps)
 
 
-@fault(seen_in="huggingface/accelerate 3533", bug_class=CLASS, cause="accumulation", first="backward/lm_head", arguments=THREE)
+@fault(
+    seen_in="huggingface/accelerate 3533",
+    bug_class=CLASS,
+    cause="accumulation",
+    first="backward/lm_head",
+    arguments=THREE,
+)
 def not_divided_by_the_steps(run):
     """The gradients of the micro batches are summed and never divided."""
     scale_backward((yield), lambda _call: run.config.gradient_accumulation_steps)
 
 
-@fault(seen_in="huggingface/transformers 34191", bug_class=CLASS, cause="accumulation", first="backward/lm_head", arguments=THREE)
+@fault(
+    seen_in="huggingface/transformers 34191",
+    bug_class=CLASS,
+    cause="accumulation",
+    first="backward/lm_head",
+    arguments=THREE,
+)
 def micro_batches_weighted_unequally(run):
     """Each micro batch is weighted by a token count that is not its own: 1/2, 1 and 3/2 times what it should."""
     scale_backward((yield), lambda call: (call % 3 + 1) / 2)

@@ -50,7 +50,20 @@ def fault(
     def enter(plant: Callable) -> Callable:
         story = " ".join(plant.__doc__.split())
         CATALOGUE[plant.__name__] = Fault(
-            plant.__name__, story, seen_in, bug_class, cause, first, step, model, arguments, precisions, axes, needs, mesh, plant
+            plant.__name__,
+            story,
+            seen_in,
+            bug_class,
+            cause,
+            first,
+            step,
+            model,
+            arguments,
+            precisions,
+            axes,
+            needs,
+            mesh,
+            plant,
         )
         return plant
 

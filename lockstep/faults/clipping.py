@@ -7,7 +7,10 @@ from lockstep.faults.catalogue import fault
 from lockstep.faults.planting import around
 
 CLASS = "grad norm, clipping"
-CLIPS = ("--max_grad_norm", "0.5")  # below the norm of the first gradients, so that there is something to clip
+CLIPS = (
+    "--max_grad_norm",
+    "0.5",
+)  # below the norm of the first gradients, so that there is something to clip
 
 
 @fault(seen_in="pytorch/pytorch 170862", bug_class=CLASS, cause="clipping", first="gradient norm", arguments=CLIPS,
@@ -42,7 +45,10 @@ def every_tp_rank_clips_by_its_own_norm(run):
     own = {}
 
     def measure(_step):
-        square = sum((gradient.double().square().sum() for _, gradient in run.handles.gradients()), torch.zeros((), dtype=torch.float64))
+        square = sum(
+            (gradient.double().square().sum() for _, gradient in run.handles.gradients()),
+            torch.zeros((), dtype=torch.float64),
+        )
         dist.all_reduce(square, group=run.handles.group("dp"))
         own["norm"] = square.sqrt().float()
 

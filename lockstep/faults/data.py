@@ -69,7 +69,10 @@ def labels_shifted_twice(run):
     """The labels, shifted by one already, are shifted again: the model learns to skip a token."""
 
     def change(run, micro_batches, _step):
-        return [(input_ids, torch.cat([labels[:, 1:], labels[:, :1]], dim=1)) for input_ids, labels in micro_batches]
+        return [
+            (input_ids, torch.cat([labels[:, 1:], labels[:, :1]], dim=1))
+            for input_ids, labels in micro_batches
+        ]
 
     return _feed(change)(run)
 
@@ -108,13 +111,23 @@ def dropout_differs_between_tp_peers(run):
     return _dropout(run, dist.get_rank)
 
 
-@fault(seen_in="pytorch/pytorch 168058", bug_class=RANDOM, cause="random numbers", first="forward/model.layers.0.self_attn.o_proj")
+@fault(
+    seen_in="pytorch/pytorch 168058",
+    bug_class=RANDOM,
+    cause="random numbers",
+    first="forward/model.layers.0.self_attn.o_proj",
+)
 def dropout_in_one_strategy_only(run):
     """Dropout is on in one strategy and off in the other; tensor-parallel peers agree."""
     return _dropout(run, lambda: run.config.mesh.sample_share(dist.get_rank()))
 
 
-@fault(seen_in="pytorch/pytorch 168058", bug_class=RANDOM, cause="random numbers", first="forward/model.layers.0.self_attn.o_proj.input")
+@fault(
+    seen_in="pytorch/pytorch 168058",
+    bug_class=RANDOM,
+    cause="random numbers",
+    first="forward/model.layers.0.self_attn.o_proj.input",
+)
 def attention_dropout_in_one_strategy_only(run):
     """The attention layers drop a tenth of their probabilities, though the configuration says none."""
     strategy = yield

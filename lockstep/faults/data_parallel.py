@@ -46,7 +46,13 @@ def loss_divided_by_dp_as_well(run):
     scale_backward((yield), lambda _call: 1 / run.config.dp_size)
 
 
-@fault(seen_in="huggingface/transformers 39648", bug_class=SCALE, cause="gradient scale", first="backward/lm_head", axes=("tp",))
+@fault(
+    seen_in="huggingface/transformers 39648",
+    bug_class=SCALE,
+    cause="gradient scale",
+    first="backward/lm_head",
+    axes=("tp",),
+)
 def loss_multiplied_by_tp(run):
     """The loss, whole on every rank, is multiplied with the tensor-parallel size before backward."""
     scale_backward((yield), lambda _call: run.config.tp_size)

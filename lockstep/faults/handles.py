@@ -23,7 +23,9 @@ class Handles:
     @classmethod
     def offered(cls) -> frozenset[str]:
         """The names of the handles that this class has."""
-        names = {name for name in vars(Handles) if not name.startswith("_") and name not in ("offered", "strategy")}
+        names = {
+            name for name in vars(Handles) if not name.startswith("_") and name not in ("offered", "strategy")
+        }
         return frozenset(name for name in names if getattr(cls, name) is not getattr(Handles, name))
 
     # --- what every strategy holds ---

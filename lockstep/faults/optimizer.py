@@ -34,7 +34,12 @@ def scheduler_steps_once_per_process(run):
     around(strategy, "update", after=decay)
 
 
-@fault(seen_in="huggingface/accelerate 2926", bug_class=CLASS, cause="learning rate", first="parameter/model.embed_tokens.weight")
+@fault(
+    seen_in="huggingface/accelerate 2926",
+    bug_class=CLASS,
+    cause="learning rate",
+    first="parameter/model.embed_tokens.weight",
+)
 def learning_rate_times_dp(run):
     """The learning rate is multiplied with the data-parallel size in one strategy only."""
     strategy = yield
@@ -42,7 +47,12 @@ def learning_rate_times_dp(run):
         group["lr"] *= run.config.dp_size
 
 
-@fault(seen_in="verl-project/verl 5070", bug_class=CLASS, cause="betas", first="exp_avg_sq/model.embed_tokens.weight")
+@fault(
+    seen_in="verl-project/verl 5070",
+    bug_class=CLASS,
+    cause="betas",
+    first="exp_avg_sq/model.embed_tokens.weight",
+)
 def other_beta(run):
     """The second moment decays with 0.95 instead of 0.999: another default in another library."""
     strategy = yield

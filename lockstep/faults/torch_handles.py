@@ -59,7 +59,11 @@ class TorchHandles(Handles):
 
     def count_replicas_in_norm(self) -> None:
         real, strategy = self.strategy.grad_norm, self.strategy
-        copied = [p for p in strategy.parameters if not isinstance(p, DTensor) or "tp" not in p.device_mesh.mesh_dim_names]
+        copied = [
+            p
+            for p in strategy.parameters
+            if not isinstance(p, DTensor) or "tp" not in p.device_mesh.mesh_dim_names
+        ]
 
         def copies_summed_over_tp():
             with mock.patch.object(strategy, "parameters", copied):
@@ -73,7 +77,11 @@ class TorchHandles(Handles):
 
     def clip_by(self, norm) -> None:
         real = torch.nn.utils.clip_grads_with_norm_
-        self.run.patch(torch.nn.utils, "clip_grads_with_norm_", lambda parameters, bound, _: real(parameters, bound, norm()))
+        self.run.patch(
+            torch.nn.utils,
+            "clip_grads_with_norm_",
+            lambda parameters, bound, _: real(parameters, bound, norm()),
+        )
 
     def detach_head_from_embedding(self) -> None:
         head = self.strategy.model.lm_head
@@ -160,7 +168,9 @@ class FSDPHandles(TorchHandles):
         import fsdp_strategy
 
         policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
-        self.run.patch(fsdp_strategy, "fully_shard", functools.partial(fsdp_strategy.fully_shard, mp_policy=policy))
+        self.run.patch(
+            fsdp_strategy, "fully_shard", functools.partial(fsdp_strategy.fully_shard, mp_policy=policy)
+        )
 
     def drop_sum_over_tp(self, module: str) -> None:
         layer = self._module(module)
@@ -186,7 +196,11 @@ class FSDPHandles(TorchHandles):
     def drop_head_norm_gradient_sum(self) -> None:
         import fsdp_strategy
 
-        plan = {pattern: row for pattern, row in fsdp_strategy.TP_PLAN.items() if not pattern.endswith(("q_norm", "k_norm"))}
+        plan = {
+            pattern: row
+            for pattern, row in fsdp_strategy.TP_PLAN.items()
+            if not pattern.endswith(("q_norm", "k_norm"))
+        }
         self.run.patch(fsdp_strategy, "TP_PLAN", plan)
         self.run.patch(fsdp_strategy, "check_plan", lambda model: None)
 

@@ -75,7 +75,9 @@ def last_uneven_shard_never_updates(run):
     kept = []
 
     def keep(_step):
-        kept[:] = [tensor.clone() for name, tensor in run.handles.weights() if name == "model.embed_tokens.weight"]
+        kept[:] = [
+            tensor.clone() for name, tensor in run.handles.weights() if name == "model.embed_tokens.weight"
+        ]
 
     def put_back(_step):
         live = [tensor for name, tensor in run.handles.weights() if name == "model.embed_tokens.weight"]

@@ -37,7 +37,13 @@ TINY_QWEN2_ODD_VOCAB = {**TINY_QWEN2, "vocab_size": 2047}  # tp does not divide 
 # norms on the heads of q and k, whose weights every tp rank holds and only part of the heads teach; no biases
 TINY_QWEN3 = {**TINY_QWEN2, "model_type": "qwen3", "head_dim": 16, "attention_bias": False}
 # embedding and head are two matrices; no biases
-TINY_LLAMA = {**TINY_QWEN2, "model_type": "llama", "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False}
+TINY_LLAMA = {
+    **TINY_QWEN2,
+    "model_type": "llama",
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+}
 
 # The published config.json of Qwen/Qwen2.5-0.5B (https://huggingface.co/Qwen/Qwen2.5-0.5B).
 QWEN2_5_0_5B = {
@@ -89,14 +95,18 @@ def resolve(model_name: str, num_layers: int | None = None) -> tuple[dict, str]:
     if is_built_in(source):
         architecture = copy.deepcopy(architecture)
     else:
-        architecture, unknown = model_config.checked(architecture, f"--model_name {model_name}: its config.json")
+        architecture, unknown = model_config.checked(
+            architecture, f"--model_name {model_name}: its config.json"
+        )
         if unknown:
             listed = printable(", ".join(unknown), 200)
             source += f" (without {listed}: unknown to transformers' {architecture['model_type']})"
     if num_layers is not None:
         depth = architecture["num_hidden_layers"]
         if num_layers > depth:
-            raise UserError(f"--num_layers {num_layers}: {model_name} has {depth} layers; ask for 1 to {depth}, or for all")
+            raise UserError(
+                f"--num_layers {num_layers}: {model_name} has {depth} layers; ask for 1 to {depth}, or for all"
+            )
         architecture["num_hidden_layers"] = num_layers
         if architecture.get("layer_types"):
             architecture["layer_types"] = architecture["layer_types"][:num_layers]
@@ -124,14 +134,18 @@ def find(model_name: str) -> tuple[dict, str]:
     if folder.is_dir():
         path = folder / "config.json"
         if not path.exists():
-            raise UserError(f"--model_name {model_name}: the folder has no config.json; give a Hugging Face model folder")
+            raise UserError(
+                f"--model_name {model_name}: the folder has no config.json; give a Hugging Face model folder"
+            )
         return _read_config(path), f"config of {folder}"
     path, problem = hub_file(model_name, "config.json")
     if path is not None:
         return _read_config(path), f"config of {model_name} from the hub"
     if model_name in HUB_STAND_INS:
         name = HUB_STAND_INS[model_name]
-        return BUILT_IN[name], f"{_BUILT_IN_SOURCE} {name} ({model_name} cannot be read from the hub: {problem})"
+        return BUILT_IN[
+            name
+        ], f"{_BUILT_IN_SOURCE} {name} ({model_name} cannot be read from the hub: {problem})"
     raise UserError(
         f"--model_name {model_name}: no built-in model, no such folder, and not to be had from the hub ({problem}); "
         f"built-in: {', '.join(BUILT_IN)}"

@@ -35,7 +35,9 @@ class Corpus:
         return np.stack([self.tokens.read(index * self.width, self.width) for index in indices.tolist()])
 
 
-def load_corpus(dataset_name: str, tokenizer, *, seq_length: int, windows_per_step: int, cache_folder: Path) -> Corpus:
+def load_corpus(
+    dataset_name: str, tokenizer, *, seq_length: int, windows_per_step: int, cache_folder: Path
+) -> Corpus:
     """Tokenize and pack a whole corpus, or find its tokens in the cache folder (lockstep/inputs/token_cache.py).
 
     Raises UserError when the text is missing, empty, or too short for the windows of one step.
@@ -73,7 +75,9 @@ class Batches:
         epoch, position = divmod(step, self.steps_per_epoch)
         share = self.batch_size * self.num_micro_batches
         first = position * self.windows_per_step + dp_rank * share
-        chosen = self.corpus.windows(places(first, share, self.corpus.num_windows, seed=self.seed, epoch=epoch))
+        chosen = self.corpus.windows(
+            places(first, share, self.corpus.num_windows, seed=self.seed, epoch=epoch)
+        )
         return chosen.reshape(self.num_micro_batches, self.batch_size, -1)
 
     def micro_batches(self, step: int, dp_rank: int, device) -> list[tuple]:

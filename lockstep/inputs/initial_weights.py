@@ -19,23 +19,31 @@ def pretrained_file(model_name: str) -> Path:
     """
     where = f"--pretrained: {model_name}"
     if model_name in BUILT_IN:
-        raise UserError(f"{where} is an architecture that is built in, without weights; give a model folder or a hub id")
+        raise UserError(
+            f"{where} is an architecture that is built in, without weights; give a model folder or a hub id"
+        )
     folder = Path(os.path.expanduser(model_name))
     if os.path.isdir(folder):
         found = next((path for name in (_SINGLE, f"model{INDEX}") if (path := folder / name).exists()), None)
         if found is None:
-            raise UserError(f"{where} has no {_SINGLE} and no model{INDEX}; save the model with save_pretrained")
+            raise UserError(
+                f"{where} has no {_SINGLE} and no model{INDEX}; save the model with save_pretrained"
+            )
         return found.absolute()
     single, problem = hub_file(model_name, _SINGLE)
     if single is not None:
         return single
     index, _ = hub_file(model_name, f"model{INDEX}")
     if index is None:
-        raise UserError(f"{where} has no weights to be had from the hub ({problem}); give a model folder with {_SINGLE}")
+        raise UserError(
+            f"{where} has no weights to be had from the hub ({problem}); give a model folder with {_SINGLE}"
+        )
     for shard in weight_files.shards(index, f"{where}, {index.name}"):
         path, problem = hub_file(model_name, shard)
         if path is None:
-            raise UserError(f"{where}: {shard} is not to be had from the hub ({problem}); fetch the model and give its folder")
+            raise UserError(
+                f"{where}: {shard} is not to be had from the hub ({problem}); fetch the model and give its folder"
+            )
     return index
 
 
@@ -64,8 +72,12 @@ def describe(config) -> str:
         return shown
     if not config.pretrained:
         shown = f"weights of {path}" + ("" if shown == "weights of a file" else f" ({shown})")
-    dtypes = {stored.dtype for stored in weight_files.read(path, str(path)).tensors.values()} & TORCH_NAMES.keys() - {"F32"}
-    return shown + (f", {' and '.join(sorted(TORCH_NAMES[dtype] for dtype in dtypes))} cast to float32" if dtypes else "")
+    dtypes = {
+        stored.dtype for stored in weight_files.read(path, str(path)).tensors.values()
+    } & TORCH_NAMES.keys() - {"F32"}
+    return shown + (
+        f", {' and '.join(sorted(TORCH_NAMES[dtype] for dtype in dtypes))} cast to float32" if dtypes else ""
+    )
 
 
 def check(config, architecture: dict) -> None:
@@ -73,7 +85,9 @@ def check(config, architecture: dict) -> None:
     path = config.init_weights_path
     if config.save_init_weights:
         if not config.row.is_baseline:
-            raise UserError("--save_init_weights: only train_ddp.py writes initial weights; run it first, then load them here")
+            raise UserError(
+                "--save_init_weights: only train_ddp.py writes initial weights; run it first, then load them here"
+            )
         if path is None:
             raise UserError("--save_init_weights needs --init_weights_path, the file to write")
         weights.check_new(path, architecture, origin(config), overwrite=config.overwrite)

@@ -11,7 +11,10 @@ from pathlib import Path
 from lockstep.errors import UserError
 from lockstep.inputs.architectures import parameter_shapes
 
-CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # of versions 2 and 1
+CGROUP_LIMITS = (
+    "/sys/fs/cgroup/memory.max",
+    "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+)  # of versions 2 and 1
 
 
 def require(config, architecture: dict, workers_here: int) -> None:

@@ -33,8 +33,12 @@ def transformers_config(architecture: dict):
     """The config of a model as transformers has it. Raises whatever transformers raises for what it does not want."""
     from transformers import AutoConfig
 
-    fields = {key: value for key, value in architecture.items() if key not in ("model_type", "dtype", "torch_dtype")}
-    return AutoConfig.for_model(architecture["model_type"], **copy.deepcopy(fields))  # it writes into the rope's dict
+    fields = {
+        key: value for key, value in architecture.items() if key not in ("model_type", "dtype", "torch_dtype")
+    }
+    return AutoConfig.for_model(
+        architecture["model_type"], **copy.deepcopy(fields)
+    )  # it writes into the rope's dict
 
 
 def causal_lm_loss(model: torch.nn.Module, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -38,7 +38,14 @@ def try_out(architecture: dict, content: dict, model_name: str) -> None:
     where = f"--model_name {model_name}: "
     try:
         with _quiet(), torch.device("meta"):
-            method = next((key for key in theirs if callable(getattr(type(transformers_config(architecture)), key, None))), None)
+            method = next(
+                (
+                    key
+                    for key in theirs
+                    if callable(getattr(type(transformers_config(architecture)), key, None))
+                ),
+                None,
+            )
             if not method:
                 transformers_config(theirs)
                 model = _build({**theirs, **_depth(architecture)}, "sdpa")
@@ -46,7 +53,9 @@ def try_out(architecture: dict, content: dict, model_name: str) -> None:
         reason = printable(" ".join(str(error).split()) or type(error).__name__, 300)
         raise UserError(f"{where}transformers cannot build its config.json ({reason}); correct it") from error
     if method:
-        raise UserError(f"{where}its config.json: {method} would replace a method of transformers' config; remove it")
+        raise UserError(
+            f"{where}its config.json: {method} would replace a method of transformers' config; remove it"
+        )
     cut = {**architecture, "num_hidden_layers": len(model.model.layers)}
     _require_names(model, architectures.parameter_shapes(cut), f"{where}transformers' own model")
 
@@ -79,7 +88,11 @@ def compare(architecture: dict, content: dict, seq_length: int, attn_impl: str =
 
 def _compare(architecture: dict, content: dict, seq_length: int, attn_impl: str) -> tuple[str, float]:
     small = _small(architecture, seq_length)
-    left_out = {*model_config.HARMLESS, "bos_token_id", "eos_token_id"}  # the small vocabulary may not have them
+    left_out = {
+        *model_config.HARMLESS,
+        "bos_token_id",
+        "eos_token_id",
+    }  # the small vocabulary may not have them
     architecture, theirs = _without(architecture, left_out), _without(content, left_out)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, SMALL_VOCABULARY, (1, seq_length + 1), generator=generator)
@@ -104,7 +117,9 @@ def _compare(architecture: dict, content: dict, seq_length: int, attn_impl: str)
     return _first_difference(computed, expected)
 
 
-def _first_difference(computed: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> tuple[str, float]:
+def _first_difference(
+    computed: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
+) -> tuple[str, float]:
     largest = max(float(value.norm()) for name, value in expected.items() if name.startswith("gradient"))
     first, worst = "", 0.0
     for name, value in expected.items():
@@ -115,7 +130,10 @@ def _first_difference(computed: dict[str, torch.Tensor], expected: dict[str, tor
         relative = distance / scale if scale else float(distance > 0)
         worst = max(worst, relative)
         if not relative <= TOLERANCE:  # NaN is a difference
-            first = first or f"{name} differs by {relative:.1e} of its norm, where rounding makes less than {TOLERANCE:.0e}"
+            first = (
+                first
+                or f"{name} differs by {relative:.1e} of its norm, where rounding makes less than {TOLERANCE:.0e}"
+            )
     return first, worst
 
 
@@ -166,7 +184,9 @@ class _Float64Casts(TorchFunctionMode):
         if function is torch.Tensor.float:
             function = torch.Tensor.double
         args = tuple(torch.float64 if each is torch.float32 else each for each in args)
-        kwargs = {key: torch.float64 if each is torch.float32 else each for key, each in (kwargs or {}).items()}
+        kwargs = {
+            key: torch.float64 if each is torch.float32 else each for key, each in (kwargs or {}).items()
+        }
         return function(*args, **kwargs)
 
 
@@ -238,13 +258,17 @@ def _layers_differ(own, reference) -> str:
     """Before the depth is cut, in a sentence or ""."""
     mine, expected = (getattr(config, "layer_types", None) for config in (reference, own))
     if mine is not None and mine != expected[: len(mine)]:
-        return f"the reference's layers are {printable(mine, 200)}, transformers has {printable(expected, 200)}"
+        return (
+            f"the reference's layers are {printable(mine, 200)}, transformers has {printable(expected, 200)}"
+        )
     return ""
 
 
 def _names_differ(own: torch.nn.Module, reference: torch.nn.Module) -> str:
     try:
-        _require_names(own, {name: tuple(parameter.shape) for name, parameter in reference.named_parameters()}, "it")
+        _require_names(
+            own, {name: tuple(parameter.shape) for name, parameter in reference.named_parameters()}, "it"
+        )
     except UserError as error:
         return str(error)
     return ""

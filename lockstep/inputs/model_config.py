@@ -178,10 +178,15 @@ def _consistent(model: _Common, known: dict, where: str) -> None:
         refuse("hidden_size", f"num_attention_heads, {heads}, does not divide it, and there is no head_dim")
     head_dim = known.get("head_dim") or hidden // heads
     if head_dim % 2:
-        refuse("head_dim" if known.get("head_dim") else "hidden_size", f"heads of {head_dim} cannot be rotated in pairs")
+        refuse(
+            "head_dim" if known.get("head_dim") else "hidden_size",
+            f"heads of {head_dim} cannot be rotated in pairs",
+        )
     for key in ("pad_token_id", "bos_token_id", "eos_token_id"):
         ids = known.get(key)
-        if any(each >= model.vocab_size for each in (ids if isinstance(ids, list) else [ids]) if each is not None):
+        if any(
+            each >= model.vocab_size for each in (ids if isinstance(ids, list) else [ids]) if each is not None
+        ):
             refuse(key, f"the vocabulary has {model.vocab_size} entries, from 0 on")
     if isinstance(model, _Windowed):
         _consistent_windows(model, refuse)
@@ -194,12 +199,19 @@ def _consistent(model: _Common, known: dict, where: str) -> None:
 
 def _consistent_windows(model: _Windowed, refuse) -> None:
     if model.use_sliding_window and model.sliding_window is None:
-        refuse("use_sliding_window", "there is no sliding_window; set use_sliding_window to false, or give one")
+        refuse(
+            "use_sliding_window", "there is no sliding_window; set use_sliding_window to false, or give one"
+        )
     if model.layer_types is not None:
         if len(model.layer_types) != model.num_hidden_layers:
-            refuse("layer_types", f"{len(model.layer_types)} layers, and num_hidden_layers is {model.num_hidden_layers}")
+            refuse(
+                "layer_types",
+                f"{len(model.layer_types)} layers, and num_hidden_layers is {model.num_hidden_layers}",
+            )
         if SLIDING in model.layer_types and not model.use_sliding_window:
-            refuse("layer_types", f"{SLIDING} without use_sliding_window; set it to true, or have {FULL} only")
+            refuse(
+                "layer_types", f"{SLIDING} without use_sliding_window; set it to true, or have {FULL} only"
+            )
 
 
 def _consistent_rope(rope: Rope, head_dim: int, refuse) -> None:
@@ -220,4 +232,6 @@ def _consistent_rope(rope: Rope, head_dim: int, refuse) -> None:
         refuse("beta_fast (32 where it is missing) must be above beta_slow (1)")
     for key in ("short_factor", "long_factor") if kind == "longrope" else ():
         if len(getattr(rope, key)) != head_dim // 2:
-            refuse(f"{key} has {len(getattr(rope, key))} numbers, and heads of {head_dim} need {head_dim // 2}")
+            refuse(
+                f"{key} has {len(getattr(rope, key))} numbers, and heads of {head_dim} need {head_dim // 2}"
+            )

@@ -22,7 +22,9 @@ DTYPES = {  # the class of a storage -> the name and the bytes that safetensors 
     "LongStorage": ("I64", 8), "IntStorage": ("I32", 4), "ShortStorage": ("I16", 2), "CharStorage": ("I8", 1),
     "ByteStorage": ("U8", 1), "BoolStorage": ("BOOL", 1),
 }  # fmt: skip
-_MEMBERS = re.compile(r"data\.pkl|data/\d+|byteorder|version|\.format_version|\.storage_alignment|\.data/serialization_id")
+_MEMBERS = re.compile(
+    r"data\.pkl|data/\d+|byteorder|version|\.format_version|\.storage_alignment|\.data/serialization_id"
+)
 _ORDERED_DICT = "collections OrderedDict"
 _TENSOR, _PARAMETER = "torch._utils _rebuild_tensor_v2", "torch._utils _rebuild_parameter"
 _GLOBALS = {_ORDERED_DICT, _TENSOR, _PARAMETER, *(f"torch {name}" for name in DTYPES)}
@@ -97,7 +99,9 @@ def _require_small_directory(path: Path, size: int) -> None:
         raise ValueError("no end of a zip archive")
     count, length = int.from_bytes(record[10:12], "little"), int.from_bytes(record[12:16], "little")
     if end[:4] == b"PK\x06\x06":  # the record of large archives, which torch.save always writes
-        count, length = (max(own, int.from_bytes(end[at : at + 8], "little")) for own, at in ((count, 32), (length, 40)))
+        count, length = (
+            max(own, int.from_bytes(end[at : at + 8], "little")) for own, at in ((count, 32), (length, 40))
+        )
     if count > MOST_MEMBERS or length > min(size, LARGEST_DIRECTORY):
         raise ValueError(f"{count} members and a directory of {length} bytes")
 
@@ -115,7 +119,11 @@ def _members(archive: zipfile.ZipFile, path: Path) -> dict[str, zipfile.ZipInfo]
         name = info.orig_filename.removeprefix(folder)
         if not _MEMBERS.fullmatch(name) or not info.orig_filename.startswith(folder):
             raise ValueError(f"{shown} is nothing that torch.save writes for weights")
-        if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size or info.flag_bits & 0x1:
+        if (
+            info.compress_type != zipfile.ZIP_STORED
+            or info.compress_size != info.file_size
+            or info.flag_bits & 0x1
+        ):
             raise ValueError(f"{shown} is compressed or encrypted, which torch.save never does")
         if info.header_offset < end:
             raise ValueError(f"{shown} overlaps another member")
@@ -135,7 +143,12 @@ def _begin(path: Path, info: zipfile.ZipInfo) -> int:
         header = file.read(30)
     if header[:4] != b"PK\x03\x04" or len(header) < 30:
         raise ValueError(f"no header of {printable(info.orig_filename, 80)}")
-    return info.header_offset + 30 + int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+    return (
+        info.header_offset
+        + 30
+        + int.from_bytes(header[26:28], "little")
+        + int.from_bytes(header[28:30], "little")
+    )
 
 
 def _require_intact(archive: zipfile.ZipFile) -> None:
@@ -247,7 +260,9 @@ class _Machine:
                 "save the weights again under another name"
             )
         reach = 1  # of the dimensions seen so far; a dimension that steps by less gives one element several places
-        for step, length in sorted((step, length) for step, length in zip(stride, shape, strict=True) if length > 1):
+        for step, length in sorted(
+            (step, length) for step, length in zip(stride, shape, strict=True) if length > 1
+        ):
             if step < reach:
                 raise UserError(
                     f"a tensor of shape {printable(shape, 80)} is an expanded view, several of its elements are one in memory; "

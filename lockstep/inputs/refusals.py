@@ -13,8 +13,14 @@ _OTHER = "transformers' model of this family does not do that, nor does the refe
 _PLAN = "every strategy here has a plan of its own; remove it"
 # key -> (values that ask for nothing, why any other is refused and what to do)
 NEUTRAL = {
-    "quantization_config": (OFF, "quantized weights are not trained here; choose the model that is not quantized"),
-    "compression_config": (OFF, "compressed weights are not trained here; choose the model that is not compressed"),
+    "quantization_config": (
+        OFF,
+        "quantized weights are not trained here; choose the model that is not quantized",
+    ),
+    "compression_config": (
+        OFF,
+        "compressed weights are not trained here; choose the model that is not compressed",
+    ),
     "auto_map": (OFF, "code of the model's own is not run; remove it if transformers' own model is meant"),
     "per_layer_config": (OFF, _OTHER),
     "base_model_tp_plan": (OFF, _PLAN),
@@ -34,7 +40,10 @@ NEUTRAL = {
     "use_mrope": (OFF, _OTHER),
     "qk_norm": (OFF, _OTHER),
     "use_qk_norm": (OFF, _OTHER),
-    "mlp_bias": (OFF, "biases of row-parallel layers are not covered by the tensor-parallel plan; choose a model without"),
+    "mlp_bias": (
+        OFF,
+        "biases of row-parallel layers are not covered by the tensor-parallel plan; choose a model without",
+    ),
 }
 _PATTERNS = (  # of names; the same two things
     (re.compile(r".*(drop_?out|pdrop|drop_?path|layer_?drop|drop_rate).*"), (None, False, 0, 0.0),
@@ -44,7 +53,12 @@ _PATTERNS = (  # of names; the same two things
     (re.compile(r"(num|n)_(local_|routed_|shared_)?experts"), OFF, _OTHER),
 )  # fmt: skip
 _ONLY_OTHERS_HAVE = {  # family -> keys that mean something to other families
-    "qwen2": {"attention_bias": ((None, True), "transformers' Qwen2 has biases of q, k and v, whatever this says; remove it")},
+    "qwen2": {
+        "attention_bias": (
+            (None, True),
+            "transformers' Qwen2 has biases of q, k and v, whatever this says; remove it",
+        )
+    },
     "qwen3": {"attention_bias": NEUTRAL["mlp_bias"]},
     "llama": {
         "attention_bias": NEUTRAL["mlp_bias"],
@@ -62,12 +76,16 @@ def refuse(content: dict, family: str, class_name: str, where: str) -> set[str]:
     rules = {**NEUTRAL, **_ONLY_OTHERS_HAVE[family]}
     ruled = set()
     for key, value in content.items():
-        rule = rules.get(key) or next(((neutral, why) for pattern, neutral, why in _PATTERNS if pattern.fullmatch(key)), None)
+        rule = rules.get(key) or next(
+            ((neutral, why) for pattern, neutral, why in _PATTERNS if pattern.fullmatch(key)), None
+        )
         if rule is None:
             continue
         neutral, why = rule
         switched_off = key == "sliding_window" and content.get("use_sliding_window") is False  # as in Qwen2.5
-        if not switched_off and not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in neutral):
+        if not switched_off and not any(
+            value == each and isinstance(value, bool) == isinstance(each, bool) for each in neutral
+        ):
             raise UserError(f"{where}: {printable(key, 60)} is {printable(repr(value), 60)}: {why}")
         ruled.add(key)
     if family == "llama" and any(each != "full_attention" for each in _listed(content.get("layer_types"))):

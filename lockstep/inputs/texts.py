@@ -56,7 +56,9 @@ class Texts:
         try:
             states = [(str(path.absolute()), os.stat(path)) for path in self.paths]
         except OSError as error:
-            raise UserError(f"--dataset_name {self.name}: {error.filename} cannot be read ({error.strerror})") from error
+            raise UserError(
+                f"--dataset_name {self.name}: {error.filename} cannot be read ({error.strerror})"
+            ) from error
         return [[path, state.st_size, state.st_mtime_ns, state.st_ctime_ns] for path, state in states]
 
     def chunks(self, content: ContentHash, read: Callable[[int], None]) -> Iterator[tuple[str, bool]]:
@@ -111,7 +113,9 @@ def find(dataset_name: str) -> Texts | DataSet:
     UserError when there is no such thing or it is not what can be read.
     """
     if dataset_name == BUILT_IN_CORPUS:
-        module = importlib.util.find_spec("pydoc_data.topics")  # English documentation that ships with CPython
+        module = importlib.util.find_spec(
+            "pydoc_data.topics"
+        )  # English documentation that ships with CPython
         path = Path(module.origin)
         return Texts(dataset_name, (path,), path.stat().st_size, built_in=True)
     path = Path(os.path.expanduser(dataset_name))
@@ -132,7 +136,9 @@ def find(dataset_name: str) -> Texts | DataSet:
 
 def _text_files(folder: Path, dataset_name: str) -> tuple[Path, ...]:
     def stop(error: OSError):
-        raise UserError(f"--dataset_name {dataset_name}: {error.filename} cannot be read ({error.strerror})") from error
+        raise UserError(
+            f"--dataset_name {dataset_name}: {error.filename} cannot be read ({error.strerror})"
+        ) from error
 
     found = [Path(where, name) for where, _, names in os.walk(folder, onerror=stop) for name in names]
     return tuple(sorted(path for path in found if path.suffix == ".txt"))
@@ -160,7 +166,10 @@ def _blocks(path: Path) -> Iterator[bytes]:
 
 def _decoded(path: Path, content: ContentHash, read: Callable[[int], None]) -> Iterator[str]:
     """The text of a UTF-8 file, piece by piece, with every kind of line end as a newline."""
-    decoder, newlines = codecs.getincrementaldecoder("utf-8")(), io.IncrementalNewlineDecoder(None, translate=True)
+    decoder, newlines = (
+        codecs.getincrementaldecoder("utf-8")(),
+        io.IncrementalNewlineDecoder(None, translate=True),
+    )
     given = 0  # bytes
     for data in itertools.chain(_blocks(path), [b""]):
         first = given - len(decoder.getstate()[0])  # the bytes of a character may lie in two pieces

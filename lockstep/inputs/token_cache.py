@@ -83,12 +83,16 @@ def _name(tokenizer, of: dict) -> str:
 def _open(path: Path) -> tuple[InMemory | TokenFile, str] | None:
     """The tokens of a token file and their SHA-256; None where there is none, or it is damaged, which is said."""
     try:
-        found = tokens.open_file(Path(os.path.realpath(path)))  # what a link leads to: a link is of this machine's files
+        found = tokens.open_file(
+            Path(os.path.realpath(path))
+        )  # what a link leads to: a link is of this machine's files
         return tokens.held(found), found.about["sha256"]
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror or error}); delete it, or choose another --data_cache_dir") from error
+        raise UserError(
+            f"{path}: cannot be read ({error.strerror or error}); delete it, or choose another --data_cache_dir"
+        ) from error
     except tokens.Damaged as error:
         _say(f"{path}: damaged ({error}); tokenizing again")
         return None
@@ -107,18 +111,24 @@ def _locked(entry: Path) -> Iterator[None]:
                 _say(f"waiting for another process that tokenizes into {entry}")
                 fcntl.flock(file, fcntl.LOCK_EX)
         except OSError as error:
-            raise UserError(f"--data_cache_dir: {path} cannot be locked ({error.strerror or error}); choose another folder") from error
+            raise UserError(
+                f"--data_cache_dir: {path} cannot be locked ({error.strerror or error}); choose another folder"
+            ) from error
         yield
 
 
-def _write(entry: Path, source: texts.Texts, tokenizer, content_sha256: str) -> tuple[InMemory | TokenFile, str]:
+def _write(
+    entry: Path, source: texts.Texts, tokenizer, content_sha256: str
+) -> tuple[InMemory | TokenFile, str]:
     for left in entry.parent.glob(f".{entry.name}.*.tmp"):  # by a process that was killed
         left.unlink(missing_ok=True)
     content = texts.ContentHash()
 
     def unchanged() -> None:
         if content.hexdigest() != content_sha256:
-            raise UserError(f"--dataset_name {source.name}: the text changed while it was read; start again when it no longer does")
+            raise UserError(
+                f"--dataset_name {source.name}: the text changed while it was read; start again when it no longer does"
+            )
 
     _tokenize(entry, source, tokenizer, content, unchanged)
     found = _open(entry)
@@ -141,7 +151,9 @@ def _tokenize(path: Path, source, tokenizer, content, check: Callable[[], None] 
     return about
 
 
-def _encoded(source, tokenizer, content: texts.ContentHash, read: Callable[[int], None]) -> Iterator[np.ndarray]:
+def _encoded(
+    source, tokenizer, content: texts.ContentHash, read: Callable[[int], None]
+) -> Iterator[np.ndarray]:
     """The tokens (any length,) int32 of the texts, piece by piece."""
     words = 0
     for text, ends in source.chunks(content, read):

@@ -47,7 +47,12 @@ class HashTokenizer:
         self.vocab_size = vocab_size
         self.separator = SEPARATOR
         # what is a letter is Python's to say
-        self.key = {"tokenizer": self.name, "vocab_size": vocab_size, "separator": SEPARATOR, "unicode": unicodedata.unidata_version}
+        self.key = {
+            "tokenizer": self.name,
+            "vocab_size": vocab_size,
+            "separator": SEPARATOR,
+            "unicode": unicodedata.unidata_version,
+        }
         self._words = _Remembered(lambda word: 1 + zlib.crc32(word.encode()) % (vocab_size - 1))
         self._pieces = _Remembered(lambda piece: tuple(map(self._words.__getitem__, _WORD.findall(piece))))
 
@@ -55,7 +60,9 @@ class HashTokenizer:
         if len(self._pieces) > KEPT:  # memory must not grow with the text
             self._pieces.clear()
             self._words.clear()
-        return list(itertools.chain.from_iterable(map(self._pieces.__getitem__, text.split())))  # no word has white space
+        return list(
+            itertools.chain.from_iterable(map(self._pieces.__getitem__, text.split()))
+        )  # no word has white space
 
 
 class FileTokenizer:
@@ -69,7 +76,9 @@ class FileTokenizer:
     def __init__(self, path: Path, vocab_size: int, separator: int):
         size = require_regular(path)
         if size > LARGEST:
-            raise UserError(f"{path}: {size} bytes, at most {LARGEST} are read; it is no tokenizer.json, fetch it again")
+            raise UserError(
+                f"{path}: {size} bytes, at most {LARGEST} are read; it is no tokenizer.json, fetch it again"
+            )
         try:
             sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
         except OSError as error:
@@ -90,10 +99,14 @@ class FileTokenizer:
             _try(self._path)
             self._tokenizer = load(self._path)
         try:
-            return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids  # fast: without offsets
+            return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[
+                0
+            ].ids  # fast: without offsets
         except BaseException as error:  # noqa: BLE001 - a panic of the library is no Exception
             raise_unless_ours(error)
-            raise UserError(f"{self._path}: fails on this text ({first_line(error)}); fetch it again") from error
+            raise UserError(
+                f"{self._path}: fails on this text ({first_line(error)}); fetch it again"
+            ) from error
 
 
 def load(path: Path):
@@ -104,7 +117,9 @@ def load(path: Path):
         tokenizer = Tokenizer.from_file(str(path))
     except BaseException as error:  # noqa: BLE001 - as above
         raise_unless_ours(error)
-        raise UserError(f"{path}: not a readable tokenizer.json ({first_line(error)}); fetch it again") from error
+        raise UserError(
+            f"{path}: not a readable tokenizer.json ({first_line(error)}); fetch it again"
+        ) from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
@@ -126,12 +141,16 @@ def _try(path: Path) -> None:
             cwd=ROOT, capture_output=True, text=True, errors="replace", timeout=TRIAL_SECONDS,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        raise UserError(f"{path}: not read within {TRIAL_SECONDS} seconds; it is damaged, fetch it again") from None
+        raise UserError(
+            f"{path}: not read within {TRIAL_SECONDS} seconds; it is damaged, fetch it again"
+        ) from None
     if done.returncode == UserError.exit_code:
         raise UserError(done.stderr.strip().splitlines()[-1].removeprefix("tokenizer_trial: "))
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]
-        raise UserError(f"{path}: stops the tokenizers library with status {done.returncode} ({lines[-1][:160]}); fetch it again")
+        raise UserError(
+            f"{path}: stops the tokenizers library with status {done.returncode} ({lines[-1][:160]}); fetch it again"
+        )
 
 
 def build_tokenizer(model_name: str, architecture: dict):
@@ -152,7 +171,9 @@ def build_tokenizer(model_name: str, architecture: dict):
             raise UserError(f"--model_name {model_name}: its tokenizer.json cannot be read from the hub")
     if path is None:
         return HashTokenizer(vocab_size)
-    return FileTokenizer(path, vocab_size, _separator(model_name, architecture.get("eos_token_id"), vocab_size))
+    return FileTokenizer(
+        path, vocab_size, _separator(model_name, architecture.get("eos_token_id"), vocab_size)
+    )
 
 
 def _separator(model_name: str, ends, vocab_size: int) -> int:

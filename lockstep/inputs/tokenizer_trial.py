@@ -1,6 +1,6 @@
 """Whether a tokenizer.json can be used: exit status 0, or 2 and one line. With a limit of memory, and nothing else to lose.
 
-    python -m lockstep.inputs.tokenizer_trial PATH
+python -m lockstep.inputs.tokenizer_trial PATH
 """
 
 import resource
@@ -15,7 +15,11 @@ MEMORY = 4 << 30  # bytes of address space
 KEYS = {
     "version", "truncation", "padding", "added_tokens", "normalizer", "pre_tokenizer", "post_processor", "decoder", "model",
 }  # fmt: skip
-TEXT = "The quick brown fox: it's 1,234.50! \t\n Zwölf Bären, 漢字かな, مرحبا, \U0001f600 \x00 aaaa" + "b" * 300 + "\r\n\n  end"
+TEXT = (
+    "The quick brown fox: it's 1,234.50! \t\n Zwölf Bären, 漢字かな, مرحبا, \U0001f600 \x00 aaaa"
+    + "b" * 300
+    + "\r\n\n  end"
+)
 
 
 def check(path: Path) -> None:
@@ -28,10 +32,15 @@ def check(path: Path) -> None:
         raise UserError(f"{path}: no tokenizer.json has a key {unknown[0]!r}; fetch it again")
     model = content["model"]
     if model.get("dropout"):
-        raise UserError(f"{path}: its dropout is {model['dropout']!r}: each run would have other tokens; set it to null")
+        raise UserError(
+            f"{path}: its dropout is {model['dropout']!r}: each run would have other tokens; set it to null"
+        )
     vocabulary = model.get("vocab")
     if isinstance(vocabulary, dict):
-        wrong = next((f"{word!r}: {id_!r}" for word, id_ in vocabulary.items() if type(id_) is not int or id_ < 0), None)
+        wrong = next(
+            (f"{word!r}: {id_!r}" for word, id_ in vocabulary.items() if type(id_) is not int or id_ < 0),
+            None,
+        )
         if wrong:
             raise UserError(f"{path}: its vocabulary has {wrong}, which is no token id; fetch it again")
         if len(set(vocabulary.values())) < len(vocabulary):
@@ -46,7 +55,9 @@ def main() -> int:
         tokenizer = load(path)
         tokenizer.encode(TEXT, add_special_tokens=False)
     except MemoryError as error:
-        raise UserError(f"{path}: needs more than {MEMORY >> 30} GiB of memory; it is damaged, fetch it again") from error
+        raise UserError(
+            f"{path}: needs more than {MEMORY >> 30} GiB of memory; it is damaged, fetch it again"
+        ) from error
     except UserError:
         raise
     except BaseException as error:  # noqa: BLE001 - a panic of the library is no Exception

@@ -68,7 +68,9 @@ class TokenFile:
             raise UserError(f"{self.path}: cannot be read ({error.strerror or error})") from error
         for index, block in enumerate(blocks):
             if zlib.crc32(data[index * BLOCK : index * BLOCK + BLOCK]) != self._sums[block]:
-                raise UserError(f"{self.path}: damaged, block {block} is not what was written; delete it and start again")
+                raise UserError(
+                    f"{self.path}: damaged, block {block} is not what was written; delete it and start again"
+                )
         return np.frombuffer(data, TOKEN)[(begin - base) // TOKEN.itemsize :][:count]
 
     def __reduce__(self):
@@ -83,7 +85,9 @@ def _reopen(path: Path, about: dict) -> TokenFile:
             f"{path}: not to be had on {socket.gethostname()} ({error}); set --data_cache_dir to a folder that all machines share"
         ) from error
     if found.about != about:
-        raise UserError(f"{path}: on {socket.gethostname()} it holds other tokens; set --data_cache_dir to a folder that all machines share")
+        raise UserError(
+            f"{path}: on {socket.gethostname()} it holds other tokens; set --data_cache_dir to a folder that all machines share"
+        )
     return found
 
 
@@ -102,7 +106,12 @@ def _header(file: int) -> tuple[dict, np.ndarray]:
     try:
         about = files.parse_json(os.pread(file, HEADER, 0).decode())
         num_tokens = about["num_tokens"]
-        if about["format"] != FORMAT or type(num_tokens) is not int or num_tokens < 1 or len(about["sha256"]) != 64:
+        if (
+            about["format"] != FORMAT
+            or type(num_tokens) is not int
+            or num_tokens < 1
+            or len(about["sha256"]) != 64
+        ):
             raise Damaged(f"its header is not that of {FORMAT!r}")
         end = HEADER + num_tokens * TOKEN.itemsize
         if not 0 < os.fstat(file).st_size - end == 4 * -(-num_tokens * TOKEN.itemsize // BLOCK):

@@ -19,7 +19,9 @@ INDEX = ".safetensors.index.json"
 HEADER = "lockstep"  # the key of our own entry in the metadata of a safetensors file
 FLOATS = {"F32": 4, "BF16": 2, "F16": 2}  # dtypes that float32 holds exactly -> bytes
 TORCH_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-LARGEST_HEADER = 1 << 22  # bytes; a tensor takes about 250 of them, with its checksum, and a dense model has some thousand
+LARGEST_HEADER = (
+    1 << 22
+)  # bytes; a tensor takes about 250 of them, with its checksum, and a dense model has some thousand
 MOST_VALUES, DEEPEST = 1_000_000, 16  # in what a file says of itself: values, and how deep one may lie
 DAMAGED = "give a whole file, or save the weights again under another name"
 
@@ -44,7 +46,9 @@ class Stored:
         raw = np.memmap(self.path, np.uint8, mode="c", offset=self.begin, shape=(span * itemsize,))
         raw = raw if self.begin % itemsize == 0 else raw.copy()
         kind = {"F32": "<f4", "BF16": "<u2", "F16": "<f2"}[self.dtype]
-        values = np.lib.stride_tricks.as_strided(raw.view(kind), self.shape, [step * itemsize for step in self.stride])
+        values = np.lib.stride_tricks.as_strided(
+            raw.view(kind), self.shape, [step * itemsize for step in self.stride]
+        )
         if self.dtype == "BF16":  # the upper half of a float32
             return (values.astype("<u4", order="C") << 16).view("<f4")
         return np.ascontiguousarray(values, dtype="<f4")
@@ -102,10 +106,14 @@ def _read_safetensors(path: Path, where: str) -> Contents:
         tensors = {}
         for name, entry in header.items():
             shape = tuple(entry["shape"])
-            tensors[name] = Stored(path, entry["dtype"], 8 + length + entry["data_offsets"][0], shape, _contiguous(shape))
+            tensors[name] = Stored(
+                path, entry["dtype"], 8 + length + entry["data_offsets"][0], shape, _contiguous(shape)
+            )
         about = parse_json(metadata[HEADER]) if HEADER in metadata else None
     except (SafetensorError, ValueError, KeyError, TypeError, OSError) as error:
-        raise UserError(f"{where}: damaged, truncated or no safetensors file ({first_line(error)}); {DAMAGED}") from error
+        raise UserError(
+            f"{where}: damaged, truncated or no safetensors file ({first_line(error)}); {DAMAGED}"
+        ) from error
     return Contents(tensors, _about(about, where) if HEADER in metadata else None)
 
 
@@ -125,7 +133,9 @@ def shards(path: Path, where: str) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for name, shard in validate(_Index, content, where, "fetch the model folder again").weight_map.items():
         if os.path.basename(shard) != shard or not shard.endswith(".safetensors"):
-            raise UserError(f"{where}: names {shard}, which is no .safetensors file beside it; fetch the model folder again")
+            raise UserError(
+                f"{where}: names {shard}, which is no .safetensors file beside it; fetch the model folder again"
+            )
         found.setdefault(shard, set()).add(name)
     return found
 
@@ -137,7 +147,9 @@ def _read_index(path: Path, where: str) -> Contents:
         odd = min(inside.keys() ^ listed, default=None)
         if odd is not None:
             what = "lacks" if odd in listed else "holds, against the index,"
-            raise UserError(f"{where}: {shard} {what} tensor {printable(odd, 200)}; fetch the model folder again")
+            raise UserError(
+                f"{where}: {shard} {what} tensor {printable(odd, 200)}; fetch the model folder again"
+            )
         tensors.update(inside)
     return Contents(tensors)
 
@@ -149,7 +161,10 @@ def _read_pt(path: Path, where: str, checksums: bool) -> Contents:
         raise UserError(f"{where}: holds one {type(content).__name__}; {remedy}")
     about = None
     if {"architecture", "sha256", "tensors"} <= content.keys():
-        about, content = _about({key: value for key, value in content.items() if key != "tensors"}, where), content["tensors"]
+        about, content = (
+            _about({key: value for key, value in content.items() if key != "tensors"}, where),
+            content["tensors"],
+        )
         if type(content) is not dict:
             raise UserError(f"{where}: its tensors are one {type(content).__name__}; {DAMAGED}")
     other = next((name for name, value in content.items() if type(value) is not pt_file.Tensor), None)
@@ -170,8 +185,14 @@ def _about(content, where: str) -> About:
     while left:
         value, depth = left.pop()
         seen += 1
-        if seen > MOST_VALUES or depth > DEEPEST or not isinstance(value, (dict, list, str, int, float, type(None))):
-            raise UserError(f"{where}: its description of the model is no plain dict of numbers and words; {DAMAGED}")
+        if (
+            seen > MOST_VALUES
+            or depth > DEEPEST
+            or not isinstance(value, (dict, list, str, int, float, type(None)))
+        ):
+            raise UserError(
+                f"{where}: its description of the model is no plain dict of numbers and words; {DAMAGED}"
+            )
         inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
         left.extend((each, depth + 1) for each in inside)
     return validate(About, content, f"{where}, its description of the model", DAMAGED)

@@ -114,7 +114,9 @@ def _occupied(path: Path, what: str) -> str:
     )
 
 
-def check(path: Path, architecture: dict, *, option: str = "--init_weights_path", fewer_layers: bool = False) -> None:
+def check(
+    path: Path, architecture: dict, *, option: str = "--init_weights_path", fewer_layers: bool = False
+) -> None:
     """Raise UserError unless the file is whole and holds exactly this architecture's tensors, all numbers finite.
 
     `fewer_layers`: the model was cut, and a foreign file may hold the layers that were left out.
@@ -138,7 +140,9 @@ def check(path: Path, architecture: dict, *, option: str = "--init_weights_path"
         values = contents.tensors[name].float32()
         _require_finite(values, f"{where}: tensor {name}")
         if about is not None and hashlib.sha256(values).hexdigest() != about.sha256[name]:
-            raise UserError(f"{where}: tensor {name} is damaged (its checksum does not match); {weight_files.DAMAGED}")
+            raise UserError(
+                f"{where}: tensor {name} is damaged (its checksum does not match); {weight_files.DAMAGED}"
+            )
     _check_tied_head(contents, where, architecture)
 
 
@@ -167,15 +171,23 @@ def _check_names_and_shapes(contents: Contents, where: str, architecture: dict, 
         if name not in found:
             raise UserError(f"{where}: tensor {name} is missing; {remedy}")
         if found[name].shape != shape:
-            raise UserError(f"{where}: tensor {name} has shape {found[name].shape}, the model needs {shape}; {remedy}")
+            raise UserError(
+                f"{where}: tensor {name} has shape {found[name].shape}, the model needs {shape}; {remedy}"
+            )
         if found[name].dtype not in (FLOATS if contents.about is None else ("F32",)):
             least = "float32, bfloat16 or float16" if contents.about is None else "float32"
-            raise UserError(f"{where}: tensor {name} is {found[name].dtype}, initial weights are {least}; {_ANOTHER}")
+            raise UserError(
+                f"{where}: tensor {name} is {found[name].dtype}, initial weights are {least}; {_ANOTHER}"
+            )
     depth = architecture["num_hidden_layers"]
     for name in sorted(found.keys() - expected.keys()):
         if contents.about is None and _may_be_left_out(name, depth, architecture, fewer_layers):
             continue
-        hint = "; add --num_layers to leave layers out" if contents.about is None and _layer(name) >= depth else ""
+        hint = (
+            "; add --num_layers to leave layers out"
+            if contents.about is None and _layer(name) >= depth
+            else ""
+        )
         raise UserError(f"{where}: tensor {printable(name, 200)} is not part of the model{hint}; {remedy}")
     if contents.about is not None and contents.about.sha256.keys() != found.keys():
         name = min(contents.about.sha256.keys() ^ found.keys())
@@ -192,7 +204,9 @@ def _may_be_left_out(name: str, depth: int, architecture: dict, fewer_layers: bo
 def _layer(name: str) -> int:
     """The number of the layer that a tensor belongs to; -1: to none."""
     parts = name.split(".")
-    is_layer = parts[:2] == ["model", "layers"] and len(parts) > 3 and parts[2].isascii() and parts[2].isdigit()
+    is_layer = (
+        parts[:2] == ["model", "layers"] and len(parts) > 3 and parts[2].isascii() and parts[2].isdigit()
+    )
     return int(parts[2]) if is_layer and len(parts[2]) < 6 else -1
 
 
@@ -203,7 +217,11 @@ def _check_tied_head(contents: Contents, where: str, architecture: dict) -> None
     if _HEAD not in contents.tensors or not architecture.get("tie_word_embeddings", False):
         return
     head, embedding = contents.tensors[_HEAD], contents.tensors[_EMBEDDING]
-    if head.shape != embedding.shape or head.dtype not in FLOATS or not np.array_equal(head.float32(), embedding.float32()):
+    if (
+        head.shape != embedding.shape
+        or head.dtype not in FLOATS
+        or not np.array_equal(head.float32(), embedding.float32())
+    ):
         raise UserError(
             f"{where}: {_HEAD} is not {_EMBEDDING}, and the model has one for both (tie_word_embeddings); set "
             "tie_word_embeddings to false in config.json, or use the model it was written with"
@@ -216,12 +234,16 @@ def _require_finite(values, what: str) -> None:
     flat = values.reshape(-1)
     for begin in range(0, flat.size, _PIECE):
         if not np.isfinite(flat[begin : begin + _PIECE]).all():
-            raise UserError(f"{what} holds a NaN or an infinity; training cannot start from it, give other weights")
+            raise UserError(
+                f"{what} holds a NaN or an infinity; training cannot start from it, give other weights"
+            )
 
 
 def _other_key(one: dict, other: dict) -> str | None:
     """The first key in which two architectures differ, as JSON tells values apart: true is no 1, but 1.0 is."""
-    return next((key for key in sorted(one.keys() | other.keys()) if not _same(one.get(key), other.get(key))), None)
+    return next(
+        (key for key in sorted(one.keys() | other.keys()) if not _same(one.get(key), other.get(key))), None
+    )
 
 
 def _same(a, b) -> bool:

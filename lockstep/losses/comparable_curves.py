@@ -28,7 +28,9 @@ def require_comparable(baseline: History, other: History, *, same_weights: bool 
                 f"({why}); run it again"
             )
     if other.run["num_steps"] != baseline.run["num_steps"]:
-        raise UserError(f"{pair}: {other.run['num_steps']} steps against {baseline.run['num_steps']}; use one --debug_steps")
+        raise UserError(
+            f"{pair}: {other.run['num_steps']} steps against {baseline.run['num_steps']}; use one --debug_steps"
+        )
     if same_weights and other.weights["initial_sha256"] != baseline.weights["initial_sha256"]:
         raise UserError(f"{pair}: they started from different weights; give all runs one --init_weights_path")
     for mine, theirs in zip(other.steps, baseline.steps, strict=False):
@@ -41,12 +43,16 @@ def require_comparable(baseline: History, other: History, *, same_weights: bool 
     for key in SAME:
         mine, theirs = other.run["config"][key], baseline.run["config"][key]
         if mine != theirs:
-            raise UserError(f"{pair}: they were configured differently, {key} is {mine!r} against {theirs!r}; use one --{key}")
+            raise UserError(
+                f"{pair}: they were configured differently, {key} is {mine!r} against {theirs!r}; use one --{key}"
+            )
     # a run that broke down in its first step has no contract; it fails for that
     both = baseline.contract is not None and other.contract is not None
     difference = contract_difference(baseline.contract, other.contract, KNOWN_DIFFERENCES) if both else ""
     if difference:
-        raise UserError(f"{pair}: their effective contracts differ, {difference}; run both with the same options")
+        raise UserError(
+            f"{pair}: their effective contracts differ, {difference}; run both with the same options"
+        )
     if other.run["versions"] != baseline.run["versions"]:
         raise UserError(
             f"{pair}: versions {other.run['versions']} against {baseline.run['versions']}; run both in one environment"
@@ -67,8 +73,12 @@ def require_control(baseline: History, control: History) -> None:
         )
     for mine, theirs in zip(control.steps, baseline.steps, strict=True):
         if mine["learning_rate"] != theirs["learning_rate"]:
-            raise UserError(f"{control.run['label']} has another learning rate in step {mine['step']} than the baseline; {again}")
+            raise UserError(
+                f"{control.run['label']} has another learning rate in step {mine['step']} than the baseline; {again}"
+            )
     if control.weights.get("moved") != baseline.weights.get("moved"):
         raise UserError(f"{control.run['label']} trained other tensors than the baseline; {again}")
     if control.weights["initial_sha256"] == baseline.weights["initial_sha256"]:
-        raise UserError(f"{control.run['label']} started from the baseline's own weights and shows no noise; {again}")
+        raise UserError(
+            f"{control.run['label']} started from the baseline's own weights and shows no noise; {again}"
+        )

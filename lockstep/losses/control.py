@@ -16,7 +16,9 @@ NEIGHBOURS = 5  # steps before and after one that a lonely gap is held against
 AMPLIFICATION = 400  # of the noise of the first loss; seen where the control was a measure: 290
 USUAL = 10  # amplification, which says nothing against a run, however short
 POWER = 0.5  # of the range of the loss: a tolerance beyond that would pass a run that learns nothing
-_AGAIN = "one of the two histories is wrong, or training is unstable: run both again, or lower --learning_rate"
+_AGAIN = (
+    "one of the two histories is wrong, or training is unstable: run both again, or lower --learning_rate"
+)
 _CALMER = "lower --learning_rate or --debug_steps"
 
 
@@ -39,7 +41,9 @@ def loss_gap(mine: dict, theirs: dict) -> float:
 
 def norm_gap(mine: dict, theirs: dict) -> float:
     """Difference of two gradient norms, relative to the smaller: relative to the larger it could never exceed 1."""
-    return abs(theirs["grad_norm"] - mine["grad_norm"]) / (min(mine["grad_norm"], theirs["grad_norm"]) or math.nan)
+    return abs(theirs["grad_norm"] - mine["grad_norm"]) / (
+        min(mine["grad_norm"], theirs["grad_norm"]) or math.nan
+    )
 
 
 def envelope(gaps: list[float]) -> list[float]:

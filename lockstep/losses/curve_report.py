@@ -62,7 +62,11 @@ def verdict_block(judged: Judged) -> str:
 def reasons(verdict: Verdict) -> list[str]:
     """Why a run fails, a line each."""
     red = (("loss", verdict.red_loss_step), ("grad norm", verdict.red_grad_norm_step))
-    lines = [f"{what} too far from step {step} on" for what, step in red if step is not None and step <= verdict.certain]
+    lines = [
+        f"{what} too far from step {step} on"
+        for what, step in red
+        if step is not None and step <= verdict.certain
+    ]
     return [*lines, *(f"FAIL  {printable(problem, 400)}" for problem in verdict.problems)]
 
 
@@ -73,7 +77,9 @@ def notes(judged: Judged) -> list[str]:
     if longest > DERIVED_STEPS and judged.control is None:
         drift = f"in {longest}, correct runs may drift further"
         lines.append(f"Note: the tolerances are derived for {DERIVED_STEPS} steps; {drift}.")
-    contracts = {history.run["label"]: history.contract for history in judged.histories.values() if history.contract}
+    contracts = {
+        history.run["label"]: history.contract for history in judged.histories.values() if history.contract
+    }
     for key in KNOWN_DIFFERENCES:
         values = {label: contract.get(key) for label, contract in contracts.items()}
         if len({str(value) for value in values.values()}) > 1:
@@ -110,7 +116,9 @@ def _gaps(baseline: History, other: History) -> list[float]:
     return [max(abs(theirs["loss"] - mine["loss"]), LOWEST) for mine, theirs in pairs]
 
 
-def draw(histories: dict[str, History], control: History | None, tolerance: Tolerance | None, path: Path) -> None:
+def draw(
+    histories: dict[str, History], control: History | None, tolerance: Tolerance | None, path: Path
+) -> None:
     """Two panels: the loss curves; the absolute difference from DDP on a log axis, with the tolerance.
 
     A control run's difference is drawn as the noise floor.
@@ -120,8 +128,12 @@ def draw(histories: dict[str, History], control: History | None, tolerance: Tole
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (top, bottom) = pyplot.subplots(2, 1, figsize=(8, 7), sharex=True, height_ratios=(3, 2), layout="constrained")
-    widths = [max(0.8, 3.5 - 1.3 * number) for number in range(len(histories))]  # thinner on top: curves that agree stay visible
+    figure, (top, bottom) = pyplot.subplots(
+        2, 1, figsize=(8, 7), sharex=True, height_ratios=(3, 2), layout="constrained"
+    )
+    widths = [
+        max(0.8, 3.5 - 1.3 * number) for number in range(len(histories))
+    ]  # thinner on top: curves that agree stay visible
     for width, (name, history) in zip(widths, histories.items(), strict=True):
         steps = [step["step"] for step in history.steps]
         losses = [step["loss"] for step in history.steps]
@@ -133,13 +145,26 @@ def draw(histories: dict[str, History], control: History | None, tolerance: Tole
         lowest = bottom.dataLim.y0 if bottom.lines else LOWEST
         gaps = [max(gap, lowest) for gap in _gaps(histories[BASELINE], control)]
         label = "noise floor: DDP, weights one rounding off"
-        bottom.fill_between(range(1, len(gaps) + 1), lowest, gaps, color="0.85", step="mid", label=label, zorder=0)
+        bottom.fill_between(
+            range(1, len(gaps) + 1), lowest, gaps, color="0.85", step="mid", label=label, zorder=0
+        )
     top.set_ylabel("loss, mean over DP ranks (nats)")
     top.set_title(_drawable(_title(next(iter(histories.values())).run)))
     if tolerance is not None:
         steps = range(1, len(tolerance.loss) + 1)
-        bottom.plot(steps, tolerance.loss, color="tab:red", linestyle="--", label=f"tolerated: up to {tolerance.maximum:.1e}")
-        bottom.axhline(tolerance.mean, color="tab:red", linestyle=":", label=f"tolerated in the mean: {tolerance.mean:.1e}")
+        bottom.plot(
+            steps,
+            tolerance.loss,
+            color="tab:red",
+            linestyle="--",
+            label=f"tolerated: up to {tolerance.maximum:.1e}",
+        )
+        bottom.axhline(
+            tolerance.mean,
+            color="tab:red",
+            linestyle=":",
+            label=f"tolerated in the mean: {tolerance.mean:.1e}",
+        )
     bottom.set_yscale("log")
     bottom.set_ylabel("|loss - DDP's loss| (nats)")
     bottom.set_xlabel("step")

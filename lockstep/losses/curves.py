@@ -75,7 +75,9 @@ def compare(baseline: History, other: History, tolerance: Tolerance) -> Verdict:
     for mine, theirs in pairs:
         if mine["learning_rate"] != theirs["learning_rate"]:
             rates = f"{theirs['learning_rate']!r} against {mine['learning_rate']!r}"
-            problems.append(f"{other.run['label']}: the learning rate of step {mine['step']} is another, {rates}")
+            problems.append(
+                f"{other.run['label']}: the learning rate of step {mine['step']} is another, {rates}"
+            )
             break
     differences = [theirs["loss"] - mine["loss"] for mine, theirs in pairs]
     absolute = [abs(difference) for difference in differences]
@@ -102,7 +104,10 @@ def compare(baseline: History, other: History, tolerance: Tolerance) -> Verdict:
 
 def _first_red(gaps: list[float], bounds: tuple[float, ...]) -> int | None:
     """The first step whose gap is too large; a NaN is, for it compares false with everything."""
-    return next((step for step, (gap, bound) in enumerate(zip(gaps, bounds, strict=False), 1) if not gap <= bound), None)
+    return next(
+        (step for step, (gap, bound) in enumerate(zip(gaps, bounds, strict=False), 1) if not gap <= bound),
+        None,
+    )
 
 
 def _worst(values: list[float]) -> float:
@@ -120,7 +125,9 @@ def _own_problems(history: History) -> list[str]:
             what = f"the learning rate of step {step['step']} is {step['learning_rate']!r}"
             return [f"{label}: {what}, its configuration says {rate!r}"]
         if step["loss"] < 0:
-            return [f"{label}: the loss of step {step['step']} is {step['loss']!r}, and a cross entropy is not negative"]
+            return [
+                f"{label}: the loss of step {step['step']} is {step['loss']!r}, and a cross entropy is not negative"
+            ]
     if not history.weights.get("moved"):
         return [f"{label}: no weight moved in {len(history.steps)} steps, so agreement proves nothing"]
     if all(step["loss"] == history.steps[0]["loss"] for step in history.steps) and len(history.steps) > 1:

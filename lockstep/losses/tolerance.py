@@ -20,7 +20,10 @@ from lockstep.losses.control import (
 )
 from lockstep.training.history import History, not_finite
 
-MEAN_SPACINGS, RANK_SPACINGS = 2, 5  # of float32, between the losses of two correct runs: mean over DP ranks, one rank
+MEAN_SPACINGS, RANK_SPACINGS = (
+    2,
+    5,
+)  # of float32, between the losses of two correct runs: mean over DP ranks, one rank
 DERIVED_STEPS = 100  # what the growth factors below were measured over
 TRAINED_SPREAD = 4.0  # standard deviation of a trained model's logits, at most
 
@@ -101,7 +104,9 @@ def tolerance_for(baseline: History, control: History | None = None) -> Toleranc
     if control is None:
         if fixed is None:
             precision = baseline.run["config"]["precision"]
-            kind = f"--precision {precision}" + (" and weights that are not fresh" if precision in RULES else "")
+            kind = f"--precision {precision}" + (
+                " and weights that are not fresh" if precision in RULES else ""
+            )
             instead = "fp32" if precision in RULES else " or ".join(RULES)
             raise UserError(
                 f"no tolerance is derived for {kind}, so there is no verdict; add a control run "
@@ -114,7 +119,9 @@ def tolerance_for(baseline: History, control: History | None = None) -> Toleranc
         return fixed or Tolerance(nothing, 0.0, nothing, "nothing: DDP broke down", len(nothing))
     pairs = list(zip(baseline.steps, control.steps, strict=True))
     gaps, norms = [loss_gap(*pair) for pair in pairs], [norm_gap(*pair) for pair in pairs]
-    reason = f"{CONTROL_FACTOR} times what one rounding of the initial weights did to DDP's own run by that step"
+    reason = (
+        f"{CONTROL_FACTOR} times what one rounding of the initial weights did to DDP's own run by that step"
+    )
     steps, mean = len(pairs), [sum(gaps) / len(pairs)]
     if fixed is None:
         shown = Tolerance(_bounds(envelope(gaps)), *_bounds(mean), _bounds(envelope(norms)), reason, steps)
@@ -148,18 +155,31 @@ def rule_and_noise(baseline: History) -> tuple[Rule | None, Noise, Noise]:
     fresh = is_fresh(baseline)
     rule = RULES.get(precision) if fresh or precision == "fp32" else None
     if rule or fresh:
-        floor = loss_noise("fp32" if precision == "fp32" else "autocast", step["loss"], baseline.run["architecture"], tokens)
+        floor = loss_noise(
+            "fp32" if precision == "fp32" else "autocast", step["loss"], baseline.run["architecture"], tokens
+        )
     else:
         floor = _bfloat16_noise(TRAINED_SPREAD, tokens)
     norm = FIRST_GRAD_NORM_BF16 if precision == "bf16" else RULES[precision].first_grad_norm
     half_spacing = 2.0**-24 if precision == "fp32" else 2.0**-8  # what a weight is moved by, relative to it
-    first = WORST_RATIO * floor + half_spacing * step["grad_norm"]  # weights of at most 1, all moved as the gradient points
-    return rule, Noise("loss", floor, first, 100, 64, " nats"), Noise("gradient norm", norm, 8 * norm, 250, 250, " of it")
+    first = (
+        WORST_RATIO * floor + half_spacing * step["grad_norm"]
+    )  # weights of at most 1, all moved as the gradient points
+    return (
+        rule,
+        Noise("loss", floor, first, 100, 64, " nats"),
+        Noise("gradient norm", norm, 8 * norm, 250, 250, " of it"),
+    )
 
 
 def tokens_per_step(config: dict) -> int:
     """Tokens of a global batch."""
-    return config["dp_size"] * config["batch_size"] * config["gradient_accumulation_steps"] * config["seq_length"]
+    return (
+        config["dp_size"]
+        * config["batch_size"]
+        * config["gradient_accumulation_steps"]
+        * config["seq_length"]
+    )
 
 
 def is_fresh(baseline: History) -> bool:
@@ -170,7 +190,9 @@ def is_fresh(baseline: History) -> bool:
     spread = fresh_spread(architecture)
     expected = math.log(architecture["vocab_size"]) + spread**2 / 2
     off = abs(baseline.steps[0]["loss"] - expected)
-    return not baseline.run["config"].get("pretrained") and not 3 * spread < off < math.inf  # a run that broke down fails anyway
+    return (
+        not baseline.run["config"].get("pretrained") and not 3 * spread < off < math.inf
+    )  # a run that broke down fails anyway
 
 
 def fresh_spread(architecture: dict) -> float:
@@ -178,7 +200,9 @@ def fresh_spread(architecture: dict) -> float:
     return architecture["initializer_range"] * math.sqrt(architecture["hidden_size"])
 
 
-def loss_noise(precision: str, loss: float, architecture: dict, num_tokens: int, *, spacings: int = MEAN_SPACINGS) -> float:
+def loss_noise(
+    precision: str, loss: float, architecture: dict, num_tokens: int, *, spacings: int = MEAN_SPACINGS
+) -> float:
     """By how much the mean losses (nats) of two correct runs over the same tokens may differ by rounding alone."""
     if precision == "fp32":
         return spacings * 2.0 ** (math.floor(math.log2(loss)) - 23) if 0 < loss < math.inf else 2.0**-23

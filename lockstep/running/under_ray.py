@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TextIO
 
+from lockstep import startup
 from lockstep.config import Config
 from lockstep.errors import TrainingFailure, UserError, first_line, run_program
 from lockstep.launch import set_threads
@@ -44,6 +45,8 @@ RAY_ENVIRONMENT = {
     "RAY_TRAIN_METRICS_ENABLED": "0",  # there is no dashboard to show them
 }
 CONNECT_TIMEOUT = 3.0  # seconds
+# Children of a raylet that outlive it for up to a minute: its agents, under either name, and workers that have just been started.
+SLOW_TO_END = re.compile(r"ray::\w*Agent|agent\.py|agent/main\.py|default_worker\.py")
 
 
 def _worker(arguments: dict) -> tuple[bool, str]:
@@ -74,6 +77,7 @@ def run(config: Config, inputs, begin: Callable[[], None]) -> str:
     """
     ray = _import_ray()
     training_library = _in_background(_import_ray_train)  # it takes as long as Ray takes to start
+    startup.end_helpers.append(_end_helpers_of_ray)
     _connect(ray)
     training_library.result()
     with _log_at(config.loss_output_dir / "logs" / f"{config.history_path.stem}.txt") as path:
@@ -298,6 +302,15 @@ def _shutdown(ray, *, clean: bool) -> None:
         latest = session.with_name("session_latest")
         if latest.is_symlink() and not latest.exists():
             latest.unlink(missing_ok=True)
+
+
+def _end_helpers_of_ray() -> None:
+    """Kill what would try to reach the raylet of this process after its end."""
+    for task in Path("/proc/self/task").iterdir():
+        for child in (task / "children").read_text().split():
+            for process in Path(f"/proc/{child}/task/{child}/children").read_text().split():
+                if SLOW_TO_END.search(Path(f"/proc/{process}/cmdline").read_text()):
+                    os.kill(int(process), signal.SIGKILL)
 
 
 def _hold_local_ray() -> int:

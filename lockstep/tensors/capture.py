@@ -65,7 +65,11 @@ class Capture:
         self.handles = [strategy.model.register_forward_pre_hook(self._see_batch, with_kwargs=True)]
         modules = dict(strategy.model.named_modules())
         for name in self.layout.inputs.keys() & modules.keys():
-            self.handles.append(modules[name].register_forward_pre_hook(functools.partial(self._see_inputs, name), with_kwargs=True))
+            self.handles.append(
+                modules[name].register_forward_pre_hook(
+                    functools.partial(self._see_inputs, name), with_kwargs=True
+                )
+            )
         for name, module in modules.items():
             if name not in NOT_WATCHED:
                 self.handles.append(module.register_forward_hook(functools.partial(self._see_outputs, name)))
@@ -133,7 +137,9 @@ class Capture:
             return call(*arguments)
         except Exception as error:  # noqa: BLE001 - it is raised on every rank, by stop_together
             if not self.problem:
-                self.problem = f"capture of step {self.step}, rank {self.rank}: {first_line(error)} ({self.path})"
+                self.problem = (
+                    f"capture of step {self.step}, rank {self.rank}: {first_line(error)} ({self.path})"
+                )
                 self.no_room = isinstance(error, OSError) and error
 
     def _see_batch(self, _model, _inputs, options: dict) -> None:
@@ -155,7 +161,10 @@ class Capture:
     def _see(self, name: str, tensor: torch.Tensor) -> None:
         """Write what a module gave back or was given, and its gradient when that is known."""
         if name not in self.layout.outputs:
-            self.problem = self.problem or f"capture of step {self.step}, rank {self.rank}: {name} is computed, and the model has no such module"
+            self.problem = (
+                self.problem
+                or f"capture of step {self.step}, rank {self.rank}: {name} is computed, and the model has no such module"
+            )
             return
         micro = self.calls[name]
         self.calls[name] += 1
@@ -207,7 +216,9 @@ class Capture:
                 over_tp = True
                 start[dim], expected[dim] = share(full[dim], self.tp_rank, self.mesh.tp)
         if list(local.shape) != expected:
-            raise ValueError(f"{name} is {tuple(local.shape)}; the full tensor is {full}, and that is no share of it along one dim")
+            raise ValueError(
+                f"{name} is {tuple(local.shape)}; the full tensor is {full}, and that is no share of it along one dim"
+            )
         self.writer.slot(name, full, local.dtype)
         return start, (over_dp or self.dp_rank == 0) and (over_tp or self.tp_rank == 0)
 
@@ -221,7 +232,9 @@ class Capture:
 
     def _parameter_writers(self) -> dict[str, bool]:
         """Parameter -> whether this rank writes its part: ranks that hold the same part take turns."""
-        mine = {name: (start, tuple(local.shape)) for name, local, _, start in self.strategy.held("parameter")}
+        mine = {
+            name: (start, tuple(local.shape)) for name, local, _, start in self.strategy.held("parameter")
+        }
         everyone = gather_objects(mine)
         writes = {}
         for number, name in enumerate(mine):
@@ -273,7 +286,11 @@ def _combine(shards: list[list[float]]) -> dict[str, float]:
     counts, totals, squares, largest = zip(*shards, strict=True)
     if not sum(counts):
         return dict.fromkeys(("mean", "rms", "max_abs"), math.nan)  # the head was not called
-    return {"mean": sum(totals) / sum(counts), "rms": (sum(squares) / sum(counts)) ** 0.5, "max_abs": max(largest)}
+    return {
+        "mean": sum(totals) / sum(counts),
+        "rms": (sum(squares) / sum(counts)) ** 0.5,
+        "max_abs": max(largest),
+    }
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

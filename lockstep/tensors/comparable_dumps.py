@@ -27,21 +27,31 @@ def require_comparable(one: Dump, other: Dump, *, same_steps: bool = True) -> No
         raise UserError(f"{pair}: their models differ; capture both with one --model_name and --num_layers")
     for key, what in (("corpus_sha256", "corpora"), ("tokenizer", "tokenizers")):
         if one.run[key] != other.run[key]:
-            raise UserError(f"{pair}: their {what} differ; capture both with one --dataset_name and one tokenizer")
+            raise UserError(
+                f"{pair}: their {what} differ; capture both with one --dataset_name and one tokenizer"
+            )
     if one.manifest["initial_sha256"] != other.manifest["initial_sha256"]:
         raise UserError(f"{pair}: they started from different weights; give both one --init_weights_path")
     for key in SAME:
         a, b = one.run["config"][key], other.run["config"][key]
         if a != b:
-            raise UserError(f"{pair}: {key} is {a} in one and {b} in the other; capture both with the same options")
+            raise UserError(
+                f"{pair}: {key} is {a} in one and {b} in the other; capture both with the same options"
+            )
     steps, others = ({step for step in dump.steps if step != "0"} for dump in (one, other))
     if same_steps and not (steps <= others if other.exact else steps == others):
-        raise UserError(f"{pair}: steps {', '.join(sorted(steps))} against {', '.join(sorted(others))}; capture the same steps")
+        raise UserError(
+            f"{pair}: steps {', '.join(sorted(steps))} against {', '.join(sorted(others))}; capture the same steps"
+        )
     for step in sorted(steps & others, key=int):
         if one.steps[step]["batch_hash"] != other.steps[step]["batch_hash"]:
-            raise UserError(f"{pair}: step {step} was trained on different batches; use one corpus, one --seed and one --seq_length")
+            raise UserError(
+                f"{pair}: step {step} was trained on different batches; use one corpus, one --seed and one --seq_length"
+            )
     if one.run["versions"] != other.run["versions"]:
-        raise UserError(f"{pair}: versions {one.run['versions']} against {other.run['versions']}; use one environment")
+        raise UserError(
+            f"{pair}: versions {one.run['versions']} against {other.run['versions']}; use one environment"
+        )
 
 
 def configuration_differences(baseline: Dump, dump: Dump) -> dict[str, str]:
@@ -49,7 +59,10 @@ def configuration_differences(baseline: Dump, dump: Dump) -> dict[str, str]:
 
     The baseline itself is held against what its own configuration demands.
     """
-    wanted, rates = baseline.contract, {step: entry["learning_rate"] for step, entry in baseline.steps.items()}
+    wanted, rates = (
+        baseline.contract,
+        {step: entry["learning_rate"] for step, entry in baseline.steps.items()},
+    )
     if dump is baseline:
         wanted = expected_contract(configuration(dump.run), dump.run["architecture"])
         rates = dict.fromkeys(dump.steps, dump.run["config"]["learning_rate"])
@@ -67,7 +80,9 @@ def require_summary(dump: Dump, step: int, norm: float) -> None:
     said = math.sqrt(sum(one["rms"] ** 2 for one in summaries) / len(summaries))
     held = norm / math.sqrt(math.prod(dump.expected(step)["forward/lm_head"]))
     if math.isfinite(held) and not math.isclose(said, held, rel_tol=SUMMED):
-        raise UserError(f"{dump.folder}: step {step} records logits of root mean square {said:.9g}, they have {held:.9g}; {REMEDY}")
+        raise UserError(
+            f"{dump.folder}: step {step} records logits of root mean square {said:.9g}, they have {held:.9g}; {REMEDY}"
+        )
 
 
 def require_its_batch(reference: Dump, step: int) -> None:
@@ -77,7 +92,10 @@ def require_its_batch(reference: Dump, step: int) -> None:
     micro = zip(*(half.split(config["batch_size"]) for half in halves), strict=True)
     micro_batches = [tuple(part.contiguous() for part in pair) for pair in micro]
     per_rank = config["gradient_accumulation_steps"]
-    hashes = [micro_batches_hash(micro_batches[first : first + per_rank]) for first in range(0, len(micro_batches), per_rank)]
+    hashes = [
+        micro_batches_hash(micro_batches[first : first + per_rank])
+        for first in range(0, len(micro_batches), per_rank)
+    ]
     if global_batch_hash(hashes) != reference.steps[str(step)]["batch_hash"]:
         raise UserError(f"{reference.folder}: step {step}: its batch_hash is not that of its batch; {REMEDY}")
 
@@ -86,11 +104,15 @@ def require_norms(truths: dict[str, Dump], step: int, found: dict, parameters: l
     """Hold the gradient norm that each run's reference records against its gradients, as the run's distances have them."""
     for strategy, truth in truths.items():
         if all(f"gradient/{name}" in found[strategy] for name in parameters):
-            require_norm(truth, step, math.hypot(*(found[strategy][f"gradient/{name}"].norm for name in parameters)))
+            require_norm(
+                truth, step, math.hypot(*(found[strategy][f"gradient/{name}"].norm for name in parameters))
+            )
 
 
 def require_norm(reference: Dump, step: int, held: float) -> None:
     """Raise UserError unless the gradient norm that a reference records is that of its gradients, `held`."""
     said = reference.steps[str(step)]["grad_norm"]
     if not math.isclose(said, held, rel_tol=SUMMED):
-        raise UserError(f"{reference.folder}: step {step} records a gradient norm of {said:.9g}, its gradients have {held:.9g}; {REMEDY}")
+        raise UserError(
+            f"{reference.folder}: step {step} records a gradient norm of {said:.9g}, its gradients have {held:.9g}; {REMEDY}"
+        )

@@ -72,14 +72,20 @@ def compare(reference: Dump, dumps: dict[str, Dump], replays: dict[str, Dump]) -
     for dumps that cannot be compared, for a step without its reference, for an incomplete yardstick and for damaged files.
     """
     if BASELINE not in dumps:
-        raise UserError("the yardstick is DDP's own distance from the reference; capture train_ddp.py too and name its dump")
+        raise UserError(
+            "the yardstick is DDP's own distance from the reference; capture train_ddp.py too and name its dump"
+        )
     if not reference.is_reference:
-        raise UserError(f"{reference.folder}: not a reference; run python -m lockstep.reference, and name what it writes")
+        raise UserError(
+            f"{reference.folder}: not a reference; run python -m lockstep.reference, and name what it writes"
+        )
     dumps = {name: dumps[name] for name in in_order(dumps)}  # so that nothing depends on their order
     baseline = dumps[BASELINE]
     if baseline.missing:
         step, name = baseline.missing[0]
-        raise UserError(f"{baseline.folder}: step {step} lacks {name}; the yardstick must have every tensor; {REMEDY}")
+        raise UserError(
+            f"{baseline.folder}: step {step} lacks {name}; the yardstick must have every tensor; {REMEDY}"
+        )
     precision = reference.run["config"]["precision"]
     _require_precision(precision)
     for dump in dumps.values():
@@ -89,16 +95,31 @@ def compare(reference: Dump, dumps: dict[str, Dump], replays: dict[str, Dump]) -
     result.configuration = {name: configuration_differences(baseline, dump) for name, dump in dumps.items()}
     result.missing = [(name, *missing) for name, dump in dumps.items() for missing in dump.missing]
     for step in sorted(int(step) for step in baseline.steps):
-        truths = {name: reference if step == 1 else _replay(replays, dump, name, step) for name, dump in dumps.items()}
+        truths = {
+            name: reference if step == 1 else _replay(replays, dump, name, step)
+            for name, dump in dumps.items()
+        }
         for truth in truths.values():
             require_its_batch(truth, step)
         _judge_step(reference, dumps, truths, step, precision, result)
         result.losses += _losses(reference, dumps, step, precision, truths)
-    for step in (int(step) for step in reference.steps if step != "0"):  # of which the first update and the later steps were not read
+    for step in (
+        int(step) for step in reference.steps if step != "0"
+    ):  # of which the first update and the later steps were not read
         names = [name for name in reference.expected(step) if step > 1 or name.split("/")[0] in UPDATE]
         squares = _verify([(reference, step, name) for name in names])
         if step > 1:
-            require_norm(reference, step, math.sqrt(sum(square for name, square in zip(names, squares, strict=True) if name.startswith("gradient/"))))
+            require_norm(
+                reference,
+                step,
+                math.sqrt(
+                    sum(
+                        square
+                        for name, square in zip(names, squares, strict=True)
+                        if name.startswith("gradient/")
+                    )
+                ),
+            )
     return result
 
 
@@ -126,9 +147,16 @@ def compare_two(one: Dump, other: Dump) -> Result:
             measure = Size(apart * distance.norm, apart * distance.largest)
             result.rows.append(judge(folder, 1, name, distance, measure, ROUNDING[entries[name]["dtype"]]))
     for folder, dump in dumps.items():
-        _hold_records(folder, dump, 1, {row.name: row.distance for row in result.rows if row.strategy == folder}, result)
+        _hold_records(
+            folder, dump, 1, {row.name: row.distance for row in result.rows if row.strategy == folder}, result
+        )
     read = {(1, name) for name in names}
-    rest = [(dump, int(step), name) for dump in dumps.values() for step, entry in dump.steps.items() for name in entry["tensors"]]
+    rest = [
+        (dump, int(step), name)
+        for dump in dumps.values()
+        for step, entry in dump.steps.items()
+        for name in entry["tensors"]
+    ]
     _verify([(dump, step, name) for dump, step, name in rest if (step, name) not in read])
     return result
 
@@ -144,7 +172,10 @@ def _verify(items: list[tuple[Dump, int, str]]) -> list[float]:
 
 def _verify_one(item: tuple[Dump, int, str]) -> float:
     dump, step, name = item
-    return sum(float(block.double().square().sum()) for block in dump.blocks(step, name, BLOCK, np.empty(8 * BLOCK, dtype=np.uint8)))
+    return sum(
+        float(block.double().square().sum())
+        for block in dump.blocks(step, name, BLOCK, np.empty(8 * BLOCK, dtype=np.uint8))
+    )
 
 
 def _require_precision(precision: str) -> None:
@@ -165,7 +196,9 @@ def _measure(names: list[str], truths: dict[str, Dump], dumps: dict[str, Dump], 
 
 def _distances(truths: dict[str, Dump], dumps: dict[str, Dump], step: int, name: str):
     have = [strategy for strategy, dump in dumps.items() if dump.has(step, name)]
-    return tensor_distances([truths[strategy] for strategy in have], [dumps[strategy] for strategy in have], step, name)
+    return tensor_distances(
+        [truths[strategy] for strategy in have], [dumps[strategy] for strategy in have], step, name
+    )
 
 
 def _hold_records(strategy: str, dump: Dump, step: int, found: dict[str, Distance], result: Result) -> None:
@@ -173,7 +206,11 @@ def _hold_records(strategy: str, dump: Dump, step: int, found: dict[str, Distanc
     entry = dump.steps[str(step)]
     gradients = [f"gradient/{name}" for name in dump.layout.parameters]
     if all(name in found for name in gradients):
-        result.norms.append(Norm(strategy, step, entry["grad_norm"], math.hypot(*(found[name].own_norm for name in gradients))))
+        result.norms.append(
+            Norm(
+                strategy, step, entry["grad_norm"], math.hypot(*(found[name].own_norm for name in gradients))
+            )
+        )
     if "forward/lm_head" in found:
         require_summary(dump, step, found["forward/lm_head"].own_norm)
 
@@ -185,13 +222,21 @@ def _replay(replays: dict[str, Dump], dump: Dump, name: str, step: int) -> Dump:
         raise UserError(f"step {step} of {dump.folder} has no replay to be judged by; {again}")
     require_comparable(replays[name], dump, same_steps=False)
     if replays[name].steps[str(step)].get("started_from") != dump.parameter_digest(step - 1):
-        raise UserError(f"{replays[name].folder}: step {step} did not start from the parameters of {dump.folder}; {again}")
+        raise UserError(
+            f"{replays[name].folder}: step {step} did not start from the parameters of {dump.folder}; {again}"
+        )
     return replays[name]
 
 
-def _judge_step(reference: Dump, dumps: dict, truths: dict, step: int, precision: str, result: Result) -> None:
+def _judge_step(
+    reference: Dump, dumps: dict, truths: dict, step: int, precision: str, result: Result
+) -> None:
     ddp = dumps[BASELINE]
-    names, parameters, entries = _names(ddp, step), list(ddp.layout.parameters), ddp.steps[str(step)]["tensors"]
+    names, parameters, entries = (
+        _names(ddp, step),
+        list(ddp.layout.parameters),
+        ddp.steps[str(step)]["tensors"],
+    )
     found: dict[str, dict[str, Distance]] = {strategy: {} for strategy in dumps}
     for name, tensor in zip(names, _measure(names, truths, dumps, step), strict=True):
         have = [strategy for strategy, dump in dumps.items() if dump.has(step, name)]
@@ -204,22 +249,33 @@ def _judge_step(reference: Dump, dumps: dict, truths: dict, step: int, precision
     require_norms(truths, step, found, parameters)
     held = {norm.strategy: norm.held for norm in result.norms if norm.step == step}
     clips = {strategy: clip_factor(dumps[strategy].run["config"], norm) for strategy, norm in held.items()}
-    items = [(strategy, name) for strategy in held for name in parameters if _has_update(dumps[strategy], step, name)]
+    items = [
+        (strategy, name)
+        for strategy in held
+        for name in parameters
+        if _has_update(dumps[strategy], step, name)
+    ]
     sizes = [number_of_elements(entries[f"parameter/{name}"]) for _, name in items]
     updates = on_all_cores(functools.partial(_update, dumps, reference, step, clips), items, sizes)
     for (strategy, name), kinds in zip(items, updates, strict=True):
         found[strategy].update({f"{kind}/{name}": distance for kind, distance in kinds.items()})
 
     noise = _noise(found[BASELINE], entries, precision)
-    typical = typical_error([found[BASELINE][name] for name in found[BASELINE] if is_vector_gradient(name, entries[name])])
+    typical = typical_error(
+        [found[BASELINE][name] for name in found[BASELINE] if is_vector_gradient(name, entries[name])]
+    )
     for strategy in dumps:
         for name in (name for name in ddp.expected(step) if name in found[strategy]):
             distance, which = found[strategy][name], PASSES[name.split("/")[0]]
             if strategy == BASELINE and which in noise:
-                result.rows.append(judge_yardstick(strategy, step, name, distance, precision, noise[which][name]))
+                result.rows.append(
+                    judge_yardstick(strategy, step, name, distance, precision, noise[which][name])
+                )
             else:
                 rounding = ROUNDING[entries[name]["dtype"]]
-                measure = yardstick(found[BASELINE][name], typical if is_vector_gradient(name, entries[name]) else None)
+                measure = yardstick(
+                    found[BASELINE][name], typical if is_vector_gradient(name, entries[name]) else None
+                )
                 result.rows.append(judge(strategy, step, name, distance, measure, rounding))
 
 
@@ -236,17 +292,23 @@ def _noise(found: dict[str, Distance], entries: dict, precision: str) -> dict[st
     noise: dict[str, dict[str, Size]] = {}
     for which in ("forward", "backward", "gradient"):
         names = [name for name in found if PASSES[name.split("/")[0]] == which]
-        scale = UNIT[precision] * max((found[name].norm / math.sqrt(sizes[name]) for name in names), default=0.0)
+        scale = UNIT[precision] * max(
+            (found[name].norm / math.sqrt(sizes[name]) for name in names), default=0.0
+        )
         noise[which] = {name: Size(scale * math.sqrt(sizes[name]), scale) for name in names}
     return noise
 
 
-def _update(dumps: dict[str, Dump], reference: Dump, step: int, clips: dict[str, float], item: tuple[str, str]):
+def _update(
+    dumps: dict[str, Dump], reference: Dump, step: int, clips: dict[str, float], item: tuple[str, str]
+):
     strategy, name = item
     return update_distances(dumps[strategy], reference, step, clips[strategy], name)
 
 
-def _losses(baseline: Dump, dumps: dict[str, Dump], step: int, precision: str, truths: dict[str, Dump]) -> list[Loss]:
+def _losses(
+    baseline: Dump, dumps: dict[str, Dump], step: int, precision: str, truths: dict[str, Dump]
+) -> list[Loss]:
     """The losses of all DP ranks. `truths` are the references of the runs; without them there is none."""
     config = baseline.run["config"]
     tokens = config["batch_size"] * config["gradient_accumulation_steps"] * config["seq_length"]
@@ -256,8 +318,20 @@ def _losses(baseline: Dump, dumps: dict[str, Dump], step: int, precision: str, t
     for rank in range(config["dp_size"]):
         loss = of_rank(baseline, rank)
         noise = loss_noise(precision, loss, baseline.run["architecture"], tokens, spacings=RANK_SPACINGS)
-        by_strategy, exact = ({name: of_rank(dump, rank) for name, dump in each.items()} for each in (dumps, truths))
-        found.append(Loss(step, rank, loss if truths else None, by_strategy, noise * growth, exact, LIMIT[precision] * abs(loss)))
+        by_strategy, exact = (
+            {name: of_rank(dump, rank) for name, dump in each.items()} for each in (dumps, truths)
+        )
+        found.append(
+            Loss(
+                step,
+                rank,
+                loss if truths else None,
+                by_strategy,
+                noise * growth,
+                exact,
+                LIMIT[precision] * abs(loss),
+            )
+        )
     return found
 
 
@@ -268,7 +342,9 @@ def arrange(opened: list[Dump]) -> tuple[Dump, dict[str, Dump], dict[str, Dump]]
     """
     references = [dump for dump in opened if dump.is_reference]
     if len(references) != 1:
-        raise UserError(f"{len(references)} of the {len(opened)} dumps are references; more than two dumps are compared through just one")
+        raise UserError(
+            f"{len(references)} of the {len(opened)} dumps are references; more than two dumps are compared through just one"
+        )
     (reference,), dumps = references, {}
     for dump in opened:
         name = dump.name
@@ -294,7 +370,9 @@ def run(opened: list[Dump], output_dir: Path | None) -> int:
 
 def diagnoses(result: Result, reference: Dump, replays: dict[str, Dump]) -> dict:
     """A diagnosis of every run that failed."""
-    return {name: diagnose(result, name, reference, replays) for name in result.dumps if result.has_failed(name)}
+    return {
+        name: diagnose(result, name, reference, replays) for name in result.dumps if result.has_failed(name)
+    }
 
 
 def require_distinct(folders: list[Path]) -> None:
@@ -302,13 +380,19 @@ def require_distinct(folders: list[Path]) -> None:
     seen: dict[Path, Path] = {}
     for folder in folders:
         if folder.resolve() in seen:
-            raise UserError(f"{seen[folder.resolve()]} and {folder} are one folder; name the dumps of two runs")
+            raise UserError(
+                f"{seen[folder.resolve()]} and {folder} are one folder; name the dumps of two runs"
+            )
         seen[folder.resolve()] = folder
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = Parser(prog="python -m lockstep.compare", description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("dumps", type=Path, nargs="+", help="two or more dump folders; one may be the reference")
+    parser = Parser(
+        prog="python -m lockstep.compare", description=__doc__.splitlines()[0], allow_abbrev=False
+    )
+    parser.add_argument(
+        "dumps", type=Path, nargs="+", help="two or more dump folders; one may be the reference"
+    )
     parser.add_argument("--output_dir", type=Path, help="write report.json and report.md there")
 
     def body() -> int:
@@ -321,7 +405,9 @@ def main(argv: list[str] | None = None) -> int:
         opened = [Dump(folder) for folder in options.dumps]
         replay = next((dump for dump in opened if dump.is_replay), None)
         if replay:
-            raise UserError(f"{replay.folder}: a replay, which is found beside the reference; name the dump that it replays and the reference")
+            raise UserError(
+                f"{replay.folder}: a replay, which is found beside the reference; name the dump that it replays and the reference"
+            )
         if len(opened) == 2 and not any(dump.is_reference for dump in opened):
             return tensor_report.show(compare_two(*opened), {}, options.output_dir)
         return run(opened, options.output_dir)

@@ -1,7 +1,7 @@
 """How far tensors are from the truth: one pass over the dumps, block by block. numpy and torch only.
 
-    error     |T - T*|_2         every element a little off
-    largest   max |T - T*|       one element far off
+error     |T - T*|_2         every element a little off
+largest   max |T - T*|       one element far off
 """
 
 import math
@@ -20,7 +20,9 @@ from lockstep.errors import TrainingFailure
 from lockstep.tensors.dump import Dump
 from lockstep.training.optim import decays
 
-BLOCK = 1 << 13  # elements: all blocks of a comparison stay in the cache, and BLAS starts no threads for so few
+BLOCK = (
+    1 << 13
+)  # elements: all blocks of a comparison stay in the cache, and BLAS starts no threads for so few
 SMALL = 1 << 26  # elements that are compared before a process pool has started
 
 
@@ -74,7 +76,11 @@ class _Sums:
         self.largest = max(self.largest, float(values.max()), -float(values.min()))
 
     def result(self) -> Size:
-        return Size(math.sqrt(self.square), self.largest) if math.isfinite(self.square) else Size(math.inf, math.inf)
+        return (
+            Size(math.sqrt(self.square), self.largest)
+            if math.isfinite(self.square)
+            else Size(math.inf, math.inf)
+        )
 
 
 class _Comparison:
@@ -129,7 +135,9 @@ class Tensor:
     last_two_identical: bool  # the same values, bit for bit, whatever their dtypes
 
 
-QUIET = np.errstate(over="ignore", invalid="ignore")  # what is not finite is counted as infinitely far, and said once
+QUIET = np.errstate(
+    over="ignore", invalid="ignore"
+)  # what is not finite is counted as infinitely far, and said once
 
 
 @QUIET
@@ -223,7 +231,9 @@ def on_all_cores(work, items: list, sizes: list[int]) -> list:
         with ProcessPoolExecutor(os.cpu_count(), get_context("spawn"), _begin, (work,)) as pool:
             results = dict(zip(order, pool.map(_call, [items[index] for index in order]), strict=True))
     except BrokenProcessPool as error:
-        raise TrainingFailure("comparison: a process was killed, perhaps for want of memory; compare fewer dumps at once") from error
+        raise TrainingFailure(
+            "comparison: a process was killed, perhaps for want of memory; compare fewer dumps at once"
+        ) from error
     return [results[index] for index in range(len(items))]
 
 

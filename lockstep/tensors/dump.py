@@ -49,9 +49,15 @@ class Dump:
             what = f"only the unfinished {unfinished[0].name}" if unfinished else "no dump"
             raise UserError(f"{folder}: {what} (no {MANIFEST}); run with --capture_dir again")
         if unfinished:
-            raise UserError(f"{folder}: {unfinished[0].name} was not finished; the run was stopped or is still going on; {REMEDY}")
+            raise UserError(
+                f"{folder}: {unfinished[0].name} was not finished; the run was stopped or is still going on; {REMEDY}"
+            )
         self.manifest = manifest_file.read(path)
-        self.run, self.steps, self.label = (self.manifest["run"], self.manifest["steps"], self.manifest["run"]["label"])
+        self.run, self.steps, self.label = (
+            self.manifest["run"],
+            self.manifest["steps"],
+            self.manifest["run"]["label"],
+        )
         self.exact: bool = bool(self.run.get("exact"))
         self.contract: dict = self.manifest.get("contract") or {}  # a reference has none
         if not self.contract and not self.exact:
@@ -64,7 +70,9 @@ class Dump:
         self._places = {int(step): self._read_header(int(step)) for step in self.steps}
         if self.exact and self.missing:
             step, name = self.missing[0]
-            raise UserError(f"{path}: step {step} lacks {name}, and a reference must have every tensor of its model; {REMEDY}")
+            raise UserError(
+                f"{path}: step {step} lacks {name}, and a reference must have every tensor of its model; {REMEDY}"
+            )
 
     @property
     def name(self) -> str:
@@ -94,13 +102,23 @@ class Dump:
 
     def _require_known(self, step: int) -> list[str]:
         """What the step lacks; raises UserError for a tensor that its model does not have, or in another shape."""
-        path, expected, tensors = self.folder / MANIFEST, self.expected(step), self.steps[str(step)]["tensors"]
+        path, expected, tensors = (
+            self.folder / MANIFEST,
+            self.expected(step),
+            self.steps[str(step)]["tensors"],
+        )
         for name, entry in tensors.items():
             if name not in expected:
-                raise UserError(f"{path}: step {step}: the model has no tensor {printable(name, 200)}; {REMEDY}")
+                raise UserError(
+                    f"{path}: step {step}: the model has no tensor {printable(name, 200)}; {REMEDY}"
+                )
             if tuple(entry["shape"]) != expected[name]:
-                raise UserError(f"{path}: step {step}: {name} is {entry['shape']}, of this model and batch it is {list(expected[name])}; {REMEDY}")
-            if (entry["dtype"] == "I64") != name.startswith("batch/") or (self.exact and entry["dtype"] not in ("F64", "I64")):
+                raise UserError(
+                    f"{path}: step {step}: {name} is {entry['shape']}, of this model and batch it is {list(expected[name])}; {REMEDY}"
+                )
+            if (entry["dtype"] == "I64") != name.startswith("batch/") or (
+                self.exact and entry["dtype"] not in ("F64", "I64")
+            ):
                 raise UserError(f"{path}: step {step}: {name} cannot be {entry['dtype']}; {REMEDY}")
         return [name for name in expected if name not in tensors]
 
@@ -127,7 +145,11 @@ class Dump:
         for name, entry in tensors.items():
             said = header.get(name)
             if said is None or [said["dtype"], said["shape"]] != [entry["dtype"], entry["shape"]]:
-                what = "is missing" if said is None else f"is {said['dtype']} {said['shape']}, {MANIFEST} says {entry['dtype']} {entry['shape']}"
+                what = (
+                    "is missing"
+                    if said is None
+                    else f"is {said['dtype']} {said['shape']}, {MANIFEST} says {entry['dtype']} {entry['shape']}"
+                )
                 raise UserError(f"{path}: {printable(name, 200)} {what}; {REMEDY}")
             places[name] = (8 + length + said["data_offsets"][0], entry["dtype"], tuple(entry["shape"]))
         return places
@@ -176,6 +198,8 @@ class Dump:
         size = math.prod(shape)
         whole = torch.empty(shape, dtype=TORCH[dtype])
         buffer = np.empty(size * ITEMSIZE[dtype], dtype=np.uint8)
-        for block in self.blocks(step, name, max(size, 1), buffer):  # to its end: only there is the checksum verified
+        for block in self.blocks(
+            step, name, max(size, 1), buffer
+        ):  # to its end: only there is the checksum verified
             whole = block.reshape(shape)
         return whole

@@ -7,7 +7,11 @@ alone stays the model's own float32 table: it is an input, the same for all.
 import torch
 
 ATTENTION = "lockstep_float64"
-WITHOUT_EFFECT = {"position_ids", "use_cache", "shift_labels"}  # of what transformers hands on to an attention function
+WITHOUT_EFFECT = {
+    "position_ids",
+    "use_cache",
+    "shift_labels",
+}  # of what transformers hands on to an attention function
 
 
 def attention(module, query, key, value, attention_mask, scaling, dropout=0.0, sliding_window=None, **others):
@@ -16,7 +20,9 @@ def attention(module, query, key, value, attention_mask, scaling, dropout=0.0, s
     With a window of W, position i sees the W positions i - W + 1 ... i (transformers/masking_utils.py). Raises
     ValueError for anything it is asked for and does not do: that would be another model.
     """
-    foreign = sorted(name for name, value in others.items() if value is not None and name not in WITHOUT_EFFECT)
+    foreign = sorted(
+        name for name, value in others.items() if value is not None and name not in WITHOUT_EFFECT
+    )
     if attention_mask is not None or dropout or foreign:
         asked = foreign or ["attention_mask" if attention_mask is not None else "dropout"]
         raise ValueError(f"the float64 attention has no {', '.join(asked)}, which the model asks for")
@@ -33,7 +39,9 @@ def attention(module, query, key, value, attention_mask, scaling, dropout=0.0, s
 
 def norm_forward(module, hidden: torch.Tensor) -> torch.Tensor:
     """The forward pass of a Qwen2RMSNorm, Qwen3RMSNorm or LlamaRMSNorm, in the dtype of its input."""
-    return module.weight * (hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + module.variance_epsilon))
+    return module.weight * (
+        hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + module.variance_epsilon)
+    )
 
 
 def loss_per_token(logits, labels, vocab_size, shift_labels, **_):

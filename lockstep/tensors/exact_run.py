@@ -46,7 +46,9 @@ from lockstep.training.optim import held_whole, parameter_groups
 
 def build_reference(inputs: Inputs, *, seed: int, attn_impl: str, init_weights_path) -> torch.nn.Module:
     """The model in float64."""
-    model, _ = build_model(inputs.architecture, seed=seed, attn_impl="sdpa", init_weights_path=init_weights_path)
+    model, _ = build_model(
+        inputs.architecture, seed=seed, attn_impl="sdpa", init_weights_path=init_weights_path
+    )
     make_exact(model, attn_impl=attn_impl)
     return model
 
@@ -58,7 +60,9 @@ class ReferenceStrategy:
         self.model, self.config = model, config
         groups = parameter_groups(model.parameters(), config.weight_decay)
         if config.optimizer == "adamw":
-            self.optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=BETAS, eps=EPS, foreach=False)
+            self.optimizer = torch.optim.AdamW(
+                groups, lr=config.learning_rate, betas=BETAS, eps=EPS, foreach=False
+            )
         else:
             self.optimizer = torch.optim.SGD(groups, lr=config.learning_rate, foreach=False)
 
@@ -87,7 +91,10 @@ class ReferenceStrategy:
 def run(config: Config, inputs: Inputs, also: list[Path] = ()) -> str:
     """Write the reference's dump and the replays, of other folders `also`; needs a process group of one."""
     model = build_reference(
-        inputs, seed=config.seed, attn_impl=config.attn_impl, init_weights_path=initial_weights.file_of(config)
+        inputs,
+        seed=config.seed,
+        attn_impl=config.attn_impl,
+        init_weights_path=initial_weights.file_of(config),
     )
     strategy = ReferenceStrategy(model, config)
     initial = ((name, parameter.detach().float()) for name, parameter in model.named_parameters())
@@ -105,10 +112,18 @@ def run(config: Config, inputs: Inputs, also: list[Path] = ()) -> str:
 def captured(folder: Path) -> list[Path]:
     """The dumps of runs in a folder, without the references in it."""
     inside = sorted(folder.iterdir()) if folder.is_dir() else []
-    return [each for each in inside if (each / dump.MANIFEST).is_file() and each.name != "reference" and not each.name.startswith("replay_")]
+    return [
+        each
+        for each in inside
+        if (each / dump.MANIFEST).is_file()
+        and each.name != "reference"
+        and not each.name.startswith("replay_")
+    ]
 
 
-def replay(config: Config, inputs: Inputs, strategy: "ReferenceStrategy", folder: Path, reference: dump.Dump) -> None:
+def replay(
+    config: Config, inputs: Inputs, strategy: "ReferenceStrategy", folder: Path, reference: dump.Dump
+) -> None:
     """Steps 2 and later of the run dumped in a folder, from its own parameters; forward, backward and gradients.
 
     Written beside the folder, as replay_NAME.
@@ -118,7 +133,9 @@ def replay(config: Config, inputs: Inputs, strategy: "ReferenceStrategy", folder
     if len(theirs.steps) < 2:
         return
     beside = dataclasses.replace(config, capture_dir=folder.parent)
-    capture = _capture(beside, inputs, f"replay_{folder.name}", strategy.model, reference.manifest["initial_sha256"])
+    capture = _capture(
+        beside, inputs, f"replay_{folder.name}", strategy.model, reference.manifest["initial_sha256"]
+    )
     for index in range(1, len(theirs.steps)):
         with torch.no_grad():
             for name, parameter in strategy.model.named_parameters():
@@ -126,7 +143,9 @@ def replay(config: Config, inputs: Inputs, strategy: "ReferenceStrategy", folder
         _one_step(config, inputs, strategy, capture, index, started_from=theirs.parameter_digest(index))
 
 
-def _capture(config: Config, inputs: Inputs, name: str, model: torch.nn.Module, initial_sha256: str) -> Capture:
+def _capture(
+    config: Config, inputs: Inputs, name: str, model: torch.nn.Module, initial_sha256: str
+) -> Capture:
     alone = dataclasses.replace(
         config, run_name=name, num_workers=1, dp_size=1, batch_size=inputs.batches.windows_per_step,
         gradient_accumulation_steps=1,
@@ -149,7 +168,9 @@ def _one_step(config, inputs, strategy, capture, index: int, *, started_from: st
     grad_norm = strategy.grad_norm() if started_from else strategy.update()
     loss = sum(rank_losses) / len(rank_losses)
     if not math.isfinite(loss + grad_norm):
-        raise TrainingFailure(f"{LABEL}: step {index + 1} has loss {loss} and gradient norm {grad_norm}; lower --learning_rate")
+        raise TrainingFailure(
+            f"{LABEL}: step {index + 1} has loss {loss} and gradient norm {grad_norm}; lower --learning_rate"
+        )
     record = {
         "loss": loss,
         "rank_losses": rank_losses,
@@ -169,7 +190,9 @@ def main() -> int:
         if config.capture_dir is None:
             raise UserError("--capture_dir is missing: the folder to write the reference's dump into")
         inputs = config_module.load_inputs(config)
-        config_module.check_environment(dataclasses.replace(config, run_name="reference"), inputs.architecture)
+        config_module.check_environment(
+            dataclasses.replace(config, run_name="reference"), inputs.architecture
+        )
         model_check.check(config, inputs)
         replays = [folder.with_name(f"replay_{folder.name}") for folder in captured(config.capture_dir)]
         for folder in replays:

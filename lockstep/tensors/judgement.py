@@ -9,10 +9,17 @@ from lockstep.tensors.dump import Dump
 
 MULTIPLE = 4  # of DDP's own distance
 FLOOR = 4  # roundings of the tensor's dtype, where DDP happens to make none
-UPDATE = {"exp_avg": 8, "exp_avg_sq": 16, "parameter": 4}  # roundings that an optimizer step makes, of the result
+UPDATE = {
+    "exp_avg": 8,
+    "exp_avg_sq": 16,
+    "parameter": 4,
+}  # roundings that an optimizer step makes, of the result
 UPDATE_OF_CHANGE = 16  # and, in a parameter, of its change
 NORM = 8  # roundings of float32 in a recorded gradient norm: summed in float64, passed on in float32
-LIMIT = {"fp32": 1e-5, "autocast": 0.2}  # of DDP's own distance, relative: about ten times what correct runs have
+LIMIT = {
+    "fp32": 1e-5,
+    "autocast": 0.2,
+}  # of DDP's own distance, relative: about ten times what correct runs have
 UNIT = {"fp32": 2.0**-24, "autocast": 2.0**-9}  # unit roundoff of the arithmetic
 ROUNDING = {"F64": 2.0**-53, "F32": 2.0**-24, "BF16": 2.0**-9, "I64": 0.0}
 PASSES = {"batch": "batch", "forward": "forward", "backward": "backward", "gradient": "gradient"}
@@ -43,7 +50,13 @@ class Row:
     def too_far(self) -> bool:
         """Whether either error is larger than tolerated, or anything is not finite."""
         distance = self.distance
-        numbers = (distance.error, distance.largest_error, distance.norm, self.tolerated, self.tolerated_largest)
+        numbers = (
+            distance.error,
+            distance.largest_error,
+            distance.norm,
+            self.tolerated,
+            self.tolerated_largest,
+        )
         near = distance.error <= self.tolerated and distance.largest_error <= self.tolerated_largest
         return not (near and all(map(math.isfinite, numbers)))
 
@@ -58,7 +71,10 @@ class Row:
     @property
     def multiple(self) -> float:
         """The larger of the two errors in units of what is tolerated; above 1 is too far."""
-        return max(_over(self.distance.error, self.tolerated), _over(self.distance.largest_error, self.tolerated_largest))
+        return max(
+            _over(self.distance.error, self.tolerated),
+            _over(self.distance.largest_error, self.tolerated_largest),
+        )
 
 
 def is_vector_gradient(name: str, entry: dict) -> bool:
@@ -69,7 +85,10 @@ def typical_error(vectors: list[Distance]) -> Size:
     """The median relative errors of DDP's gradients of norms and biases; zero if the model has none."""
     if not vectors:
         return Size(0.0, 0.0)
-    return Size(statistics.median(one.relative for one in vectors), statistics.median(one.relative_largest for one in vectors))
+    return Size(
+        statistics.median(one.relative for one in vectors),
+        statistics.median(one.relative_largest for one in vectors),
+    )
 
 
 def yardstick(ddp: Distance, typical: Size | None = None) -> Size:
@@ -80,10 +99,14 @@ def yardstick(ddp: Distance, typical: Size | None = None) -> Size:
     """
     if typical is None:
         return ddp.errors
-    return Size(max(ddp.error, typical.norm * ddp.norm), max(ddp.largest_error, typical.largest * ddp.largest))
+    return Size(
+        max(ddp.error, typical.norm * ddp.norm), max(ddp.largest_error, typical.largest * ddp.largest)
+    )
 
 
-def judge(strategy: str, step: int, name: str, distance: Distance, measure: Size | None, rounding: float) -> Row:
+def judge(
+    strategy: str, step: int, name: str, distance: Distance, measure: Size | None, rounding: float
+) -> Row:
     """A row with its tolerances. `measure` is DDP's `yardstick`, `rounding` the unit roundoff of the tensor's dtype.
 
     The batch must be equal; an optimizer step may make a few roundings of its own input; everything else may be
@@ -96,13 +119,22 @@ def judge(strategy: str, step: int, name: str, distance: Distance, measure: Size
         own = UPDATE[kind] * rounding
         of_change = UPDATE_OF_CHANGE * rounding if kind == "parameter" else 0.0
         tolerated = own * distance.norm + of_change * distance.change
-        return Row(strategy, step, name, distance, tolerated, own * distance.largest + of_change * distance.largest_change)
+        return Row(
+            strategy,
+            step,
+            name,
+            distance,
+            tolerated,
+            own * distance.largest + of_change * distance.largest_change,
+        )
     tolerated = MULTIPLE * measure.norm + FLOOR * rounding * distance.norm
     largest = MULTIPLE * measure.largest + FLOOR * rounding * distance.largest
     return Row(strategy, step, name, distance, tolerated, largest)
 
 
-def judge_yardstick(strategy: str, step: int, name: str, distance: Distance, precision: str, noise: Size) -> Row:
+def judge_yardstick(
+    strategy: str, step: int, name: str, distance: Distance, precision: str, noise: Size
+) -> Row:
     """DDP's own row: a yardstick that is itself ten times farther off than correct runs are measures nothing.
 
     `noise` is the size that rounding noise alone may have in this pass: a tensor below it cannot be judged, but is no
@@ -128,13 +160,17 @@ class Loss:
     reference: float | None  # None without one
     by_strategy: dict[str, float]
     tolerated: float  # of the difference from DDP
-    exact: dict[str, float] = field(default_factory=dict)  # of the reference from the weights that each run itself had
+    exact: dict[str, float] = field(
+        default_factory=dict
+    )  # of the reference from the weights that each run itself had
     limit: float = math.inf  # of the difference from that
 
     def checks(self, strategy: str, baseline: str) -> list[tuple[float, str, float]]:
         """(the loss that this one is held against, whose it is, what difference is tolerated)."""
         found = [(self.by_strategy[baseline], baseline, self.tolerated)]
-        return found + [(self.exact[name], "the reference", self.limit) for name in self.exact if name == strategy]
+        return found + [
+            (self.exact[name], "the reference", self.limit) for name in self.exact if name == strategy
+        ]
 
 
 @dataclass
@@ -170,7 +206,9 @@ class Result:
     def failures(self, strategy: str) -> list[tuple[int, float, str, str]]:
         """(step, position, tensor, what is wrong), the first in execution order first."""
         dump = self.dumps[strategy]
-        order = {int(step): {name: at for at, name in enumerate(dump.expected(int(step)))} for step in dump.steps}
+        order = {
+            int(step): {name: at for at, name in enumerate(dump.expected(int(step)))} for step in dump.steps
+        }
         found = [
             (row.step, order[row.step][row.name], row.name, describe(row))
             for row in self.rows
@@ -179,8 +217,19 @@ class Result:
         for step, entry in dump.steps.items():
             for name, ranks in entry["replicas_differ"].items():
                 where = ", ".join(f"rank {rank}" for rank in ranks)
-                found.append((int(step), order[int(step)][name], name, f"is not the same on all ranks that hold it: {where} differs"))
-        found += [(step, order[step][name], name, "was not computed") for run, step, name in self.missing if run == strategy]
+                found.append(
+                    (
+                        int(step),
+                        order[int(step)][name],
+                        name,
+                        f"is not the same on all ranks that hold it: {where} differs",
+                    )
+                )
+        found += [
+            (step, order[step][name], name, "was not computed")
+            for run, step, name in self.missing
+            if run == strategy
+        ]
         for norm in self.norms:
             if norm.strategy == strategy and norm.off:
                 last = max(at for name, at in order[norm.step].items() if name.startswith("gradient/"))
@@ -188,7 +237,11 @@ class Result:
                 found.append((norm.step, last + 0.5, "gradient norm", what))
         for loss in self.losses:
             mine = loss.by_strategy[strategy]
-            off = [check for check in loss.checks(strategy, self.baseline) if not abs(mine - check[0]) <= check[2]]  # a NaN fails
+            off = [
+                check
+                for check in loss.checks(strategy, self.baseline)
+                if not abs(mine - check[0]) <= check[2]
+            ]  # a NaN fails
             for base, whose, tolerated in off[:1]:
                 what = f"is {mine:.9f}, {whose}'s is {base:.9f}; {tolerated:.1e} is tolerated"
                 found.append((loss.step, len(order[loss.step]), f"loss of DP rank {loss.dp_rank}", what))
@@ -215,7 +268,11 @@ class Result:
     def outcome(self) -> str:
         """The worst verdict of any dump."""
         verdicts = {self.verdict(strategy) for strategy in self.dumps}
-        return next(verdict for verdict in ("CONFIGURED DIFFERENTLY", "FAIL", "NOT JUDGED", "PASS") if verdict in verdicts)
+        return next(
+            verdict
+            for verdict in ("CONFIGURED DIFFERENTLY", "FAIL", "NOT JUDGED", "PASS")
+            if verdict in verdicts
+        )
 
 
 def describe(row: Row) -> str:

@@ -43,7 +43,9 @@ class Layout:
         if "gradient" in kinds:
             sizes = {BATCH: rows, SEQUENCE: seq_length}
             found = {f"batch/{name}": (rows, seq_length) for name in ("input_ids", "labels")}
-            shapes = {name: tuple(sizes.get(size, size) for size in shape) for name, shape in self.outputs.items()}
+            shapes = {
+                name: tuple(sizes.get(size, size) for size in shape) for name, shape in self.outputs.items()
+            }
             found |= {f"forward/{name}": shape for name, shape in shapes.items()}
             for name in self.backward:
                 found[f"backward/{name}"] = shapes[name]
@@ -68,13 +70,18 @@ def layout_of(architecture: dict, attn_impl: str) -> Layout:
 def _layout(architecture: str, attn_impl: str) -> Layout:
     try:
         with torch.device("meta"), torch.random.fork_rng(devices=[]):
-            model, _ = build_model(json.loads(architecture), seed=0, attn_impl=attn_impl, init_weights_path=None)
+            model, _ = build_model(
+                json.loads(architecture), seed=0, attn_impl=attn_impl, init_weights_path=None
+            )
         first, second = (_Trace(model, batch, sequence) for batch, sequence in ((2, 3), (4, 5)))
     except Exception as error:  # noqa: BLE001 - transformers and torch raise anything for an architecture that is none
         raise UserError(f"no model can be built of this architecture ({first_line(error)})") from error
     symbols = {(2, 4): BATCH, (3, 5): SEQUENCE}
     outputs = {
-        name: tuple(a if a == b else symbols[a, b] for a, b in zip(tensor.shape, second.tensors[name].shape, strict=True))
+        name: tuple(
+            a if a == b else symbols[a, b]
+            for a, b in zip(tensor.shape, second.tensors[name].shape, strict=True)
+        )
         for name, tensor in first.tensors.items()
     }
     parameters = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
@@ -92,19 +99,27 @@ class _Trace:
         handles = []
         for name, module in model.named_modules():
             if name not in NOT_WATCHED:
-                handles.append(module.register_forward_pre_hook(functools.partial(self._enter, name), with_kwargs=True))
+                handles.append(
+                    module.register_forward_pre_hook(functools.partial(self._enter, name), with_kwargs=True)
+                )
                 handles.append(module.register_forward_hook(functools.partial(self._leave, name)))
         with torch.device("meta"):
             # a mask of four dims is taken as it is; without one transformers would look into the positions' values
             mask = torch.zeros(batch, 1, sequence, sequence)
-            logits = model(torch.zeros(batch, sequence, dtype=torch.int64), attention_mask=mask, use_cache=False).logits
+            logits = model(
+                torch.zeros(batch, sequence, dtype=torch.int64), attention_mask=mask, use_cache=False
+            ).logits
         logits.sum().backward()
         for handle in handles:
             handle.remove()
 
     def _enter(self, module: str, _module, arguments: tuple, options: dict) -> None:
         for position, tensor in enumerate([*arguments, *options.values()]):
-            if isinstance(tensor, torch.Tensor) and tensor.requires_grad and _storage(tensor) not in self._seen:
+            if (
+                isinstance(tensor, torch.Tensor)
+                and tensor.requires_grad
+                and _storage(tensor) not in self._seen
+            ):
                 number = len(self.inputs.setdefault(module, {}))
                 self.inputs[module][position] = f"{module}.input.{number}" if number else f"{module}.input"
                 self._note(self.inputs[module][position], tensor)

@@ -145,7 +145,10 @@ class Manifest(Strict):
 
 def write(folder: Path, manifest: dict) -> None:
     """Write the manifest of a dump, sealed: with a SHA-256 of all the rest of it."""
-    content = {"format": FORMAT, **{key: value for key, value in manifest.items() if key not in ("format", "sha256")}}
+    content = {
+        "format": FORMAT,
+        **{key: value for key, value in manifest.items() if key not in ("format", "sha256")},
+    }
     write_text(folder / MANIFEST, json.dumps({**content, "sha256": _seal(content)}, indent=1) + "\n")
 
 
@@ -180,7 +183,10 @@ def _contradictions(manifest: dict):
     options, exact = run["config"], bool(run.get("exact"))
     if not steps:
         yield "not one step was finished: the run was stopped or is still going on"
-    layers, most = run["architecture"]["num_hidden_layers"], max(len(entry["tensors"]) for entry in steps.values())
+    layers, most = (
+        run["architecture"]["num_hidden_layers"],
+        max(len(entry["tensors"]) for entry in steps.values()),
+    )
     if layers > most:  # and nothing is built of a number that is damaged
         yield f"run.architecture has {layers} layers, and no step has more than {most} tensors"
     dp, tp = run["mesh"]
@@ -211,7 +217,9 @@ def _contradictions(manifest: dict):
     if numbers[-1] < last and first < 2 and (exact or _finite(steps[str(numbers[-1])])):
         yield f"it has {numbers[-1]} of {last} steps: the run was stopped"
     for step in map(str, numbers):
-        yield from (f"step {step}: {problem}" for problem in _contradictions_of_step(manifest, step, exact, first))
+        yield from (
+            f"step {step}: {problem}" for problem in _contradictions_of_step(manifest, step, exact, first)
+        )
     if exact and manifest.get("contract") is not None:
         yield "it has a contract, and a reference has none"
     if not exact and manifest.get("contract") is not None:
@@ -251,7 +259,9 @@ def _contradictions_of_step(manifest: dict, step: str, exact: bool, first: int):
         yield f"{len(entry['logits'])} summaries of logits of {sizes['dp']} DP ranks"
     more = 1 + 1e-9  # roundings of float64 sums
     finite = [one for one in entry["logits"] if math.isfinite(sum(one.values()))]
-    if any(not (abs(one["mean"]) <= one["rms"] * more and one["rms"] <= one["max_abs"] * more) for one in finite):
+    if any(
+        not (abs(one["mean"]) <= one["rms"] * more and one["rms"] <= one["max_abs"] * more) for one in finite
+    ):
         yield "a summary of logits whose mean, rms and largest are not in order"
     if entry["grad_norm"] < 0:
         yield f"grad_norm is {entry['grad_norm']}"

@@ -24,9 +24,21 @@ def show(result: Result, diagnoses: dict[str, Diagnosis], output_dir: Path | Non
     """
     for title, lines in _sections(result, diagnoses).items():
         lines = lines[: lines.index("")] if "" in lines else lines
-        more = [f"... {len(lines) - SHORT} more rows" + (" in report.md" if output_dir else "; --output_dir writes all")]
+        more = [
+            f"... {len(lines) - SHORT} more rows"
+            + (" in report.md" if output_dir else "; --output_dir writes all")
+        ]
         shown = lines if len(lines) <= SHORT + 3 else [*lines[:SHORT], *more]
-        print("\n".join(["", title, "-" * len(title), *(printable(line, LONGEST) for line in _as_text(shown, lambda cell: cell))]))
+        print(
+            "\n".join(
+                [
+                    "",
+                    title,
+                    "-" * len(title),
+                    *(printable(line, LONGEST) for line in _as_text(shown, lambda cell: cell)),
+                ]
+            )
+        )
     if output_dir is not None:
         write(result, diagnoses, output_dir)
         print(f"\nReport: {output_dir / 'report.md'}, {output_dir / 'report.json'}")
@@ -37,7 +49,10 @@ def show(result: Result, diagnoses: dict[str, Diagnosis], output_dir: Path | Non
 def write(result: Result, diagnoses: dict[str, Diagnosis], folder: Path) -> None:
     """Write report.md and report.json into a folder."""
     sections = _sections(result, diagnoses)
-    text = "\n\n".join(f"## {title}\n\n" + "\n".join(map(_item, _as_text(lines, _escaped))) for title, lines in sections.items())
+    text = "\n\n".join(
+        f"## {title}\n\n" + "\n".join(map(_item, _as_text(lines, _escaped)))
+        for title, lines in sections.items()
+    )
     write_result(folder / "report.md", f"# Tensor by tensor: {result.outcome}\n\n" + text + "\n")
     write_result(folder / "report.json", json.dumps(as_data(result, diagnoses), indent=1) + "\n")
 
@@ -53,7 +68,9 @@ def _sections(result: Result, diagnoses: dict[str, Diagnosis]) -> dict[str, list
         "Loss by DP rank": losses(result),
         "Layer output norms": norms(result, "forward"),
         "Gradient norms": norms(result, "backward") + norms(result, "gradient")[1:],
-        "Largest distances from the reference" if result.has_reference else "Largest distances from each other": worst(result),
+        "Largest distances from the reference"
+        if result.has_reference
+        else "Largest distances from each other": worst(result),
         "Largest differences from the first": differences(result),
         "Bit-identical tensors": identical(result),
         "Replicas": replicas(result),
@@ -88,11 +105,22 @@ def about(result: Result) -> dict[str, str]:
     run = next(iter(dumps.values())).run
     config, architecture = run["config"], run["architecture"]
     alike = lambda of: _alike({_label(result, name): of(dump) for name, dump in dumps.items()})  # noqa: E731
-    options = ("optimizer", "learning_rate", "weight_decay", "max_grad_norm", "batch_size", "seq_length", "gradient_accumulation_steps", "attn_impl")
+    options = (
+        "optimizer",
+        "learning_rate",
+        "weight_decay",
+        "max_grad_norm",
+        "batch_size",
+        "seq_length",
+        "gradient_accumulation_steps",
+        "attn_impl",
+    )
     return {
         "model": f"{config['model_name']}, {architecture['num_hidden_layers']} layers ({run['architecture_source']})",
         "precision": config["precision"],
-        "mesh": alike(lambda dump: f"tp {dump.run['mesh'][1]} x dp {dump.run['mesh'][0]} on {dump.run['config']['device']}"),
+        "mesh": alike(
+            lambda dump: f"tp {dump.run['mesh'][1]} x dp {dump.run['mesh'][0]} on {dump.run['config']['device']}"
+        ),
         "seed": alike(lambda dump: str(dump.run["config"]["seed"])),
         "steps": f"{', '.join(next(iter(dumps.values())).steps)} captured of {alike(lambda dump: str(dump.run['num_steps']))}",
         "options": ", ".join(f"{key} {config[key]}" for key in options),
@@ -108,7 +136,9 @@ def about(result: Result) -> dict[str, str]:
 def _alike(found: dict[str, str]) -> str:
     """One value where all are the same, else each with its label."""
     values = set(found.values())
-    return values.pop() if len(values) == 1 else ", ".join(f"{label}: {value}" for label, value in found.items())
+    return (
+        values.pop() if len(values) == 1 else ", ".join(f"{label}: {value}" for label, value in found.items())
+    )
 
 
 def _label(result: Result, name: str) -> str:
@@ -120,20 +150,30 @@ def verdict(result: Result) -> list[str]:
     for name in result.dumps:
         rows = [row for row in result.rows if row.strategy == name]
         judged = sum(row.judged for row in rows)
-        lines.append(f"{result.verdict(name):<10}  {_label(result, name)}: {judged} of {len(rows)} tensors judged, {len(rows) - judged} too small")
+        lines.append(
+            f"{result.verdict(name):<10}  {_label(result, name)}: {judged} of {len(rows)} tensors judged, {len(rows) - judged} too small"
+        )
         small = sorted({row.name for row in rows if not row.judged})
         lines += [f"  too small: {', '.join(small)}"] if small else []
         unjudged = result.unjudged(name)
         if unjudged:
-            lines.append(f"  nothing is large enough to judge in: {', '.join(unjudged)}; agreement proves nothing there")
+            lines.append(
+                f"  nothing is large enough to judge in: {', '.join(unjudged)}; agreement proves nothing there"
+            )
     if not result.has_reference:
-        lines.append("Without a reference: batch, forward, backward and gradients of step 1 only; updates and later steps were not compared")
+        lines.append(
+            "Without a reference: batch, forward, backward and gradients of step 1 only; updates and later steps were not compared"
+        )
     return lines
 
 
 def configuration(result: Result) -> list[str]:
     """What the runs really ran with, where it was not the same: no statement about their arithmetic."""
-    lines = [f"{_label(result, name)}: {what}" for name, found in result.configuration.items() for what in found.values()]
+    lines = [
+        f"{_label(result, name)}: {what}"
+        for name, found in result.configuration.items()
+        for what in found.values()
+    ]
     return lines or ["the same effective contract in all runs"]
 
 
@@ -156,7 +196,11 @@ def causes(result: Result, diagnoses: dict[str, Diagnosis]) -> list[str]:
     for name, diagnosis in diagnoses.items():
         lines += [f"{_label(result, name)}:"]
         lines += [f"- {cause.name}: {cause.evidence}" for cause in diagnosis.causes] or ["- not explained"]
-        lines += [f"- odd about {result.failures(name)[0][2]}: {'; '.join(diagnosis.odd)}"] if diagnosis.odd else []
+        lines += (
+            [f"- odd about {result.failures(name)[0][2]}: {'; '.join(diagnosis.odd)}"]
+            if diagnosis.odd
+            else []
+        )
         lines += [f"- excluded: {'; '.join(diagnosis.excluded)}"] if diagnosis.excluded else []
     if not lines and any(result.has_failed(name) for name in result.dumps):
         return ["looked for only with a reference; name its folder, too"]
@@ -172,11 +216,20 @@ def losses(result: Result) -> list[str]:
     rows = []
     for loss in result.losses:
         base = loss.by_strategy[result.baseline]
-        row = [str(loss.step), str(loss.dp_rank), *([f"{loss.reference:.9f}"] if result.has_reference else [])]
-        row += [f"{loss.by_strategy[name]:.9f} ({_ratio(abs(loss.by_strategy[name] - base), base):.1e})" for name in names]
+        row = [
+            str(loss.step),
+            str(loss.dp_rank),
+            *([f"{loss.reference:.9f}"] if result.has_reference else []),
+        ]
+        row += [
+            f"{loss.by_strategy[name]:.9f} ({_ratio(abs(loss.by_strategy[name] - base), base):.1e})"
+            for name in names
+        ]
         rows.append([*row, f"{_ratio(loss.tolerated, base):.1e}"])
     reference = ["reference"] if result.has_reference else []
-    return _table(["step", "DP rank", *reference, *(_label(result, name) for name in names), "tolerated"], rows)
+    return _table(
+        ["step", "DP rank", *reference, *(_label(result, name) for name in names), "tolerated"], rows
+    )
 
 
 def _ratio(part: float, whole: float) -> float:
@@ -200,7 +253,9 @@ def worst(result: Result) -> list[str]:
     table = []
     for name in result.dumps:
         for which in dict.fromkeys(PASSES.values()):
-            rows = [row for row in result.rows if row.strategy == name and row.which_pass == which and row.judged]
+            rows = [
+                row for row in result.rows if row.strategy == name and row.which_pass == which and row.judged
+            ]
             if rows:
                 far = max(rows, key=lambda row: row.distance.relative)
                 near = max(rows, key=lambda row: row.multiple)
@@ -208,7 +263,9 @@ def worst(result: Result) -> list[str]:
                     _label(result, name), which, str(len(rows)), f"{far.distance.relative:.1e}", far.name,
                     f"{near.multiple:.2f}", near.name,
                 ])  # fmt: skip
-    return _table(["run", "pass", "tensors", "largest distance", "of", "largest share of the tolerated", "of"], table)
+    return _table(
+        ["run", "pass", "tensors", "largest distance", "of", "largest share of the tolerated", "of"], table
+    )
 
 
 def differences(result: Result) -> list[str]:
@@ -238,16 +295,32 @@ def identical(result: Result) -> list[str]:
             exceptions.append(name)
     lines = [f"{_label(result, names[0])} and {_label(result, names[1])}, step 1:"]
     lines += [f"- {which}: {same[which]} of {count} tensors bit-identical" for which, count in total.items()]
-    return [*lines, *(["- the first that is not: " + exceptions[0], "", "Not identical: " + ", ".join(exceptions)] if exceptions else [])]
+    return [
+        *lines,
+        *(
+            ["- the first that is not: " + exceptions[0], "", "Not identical: " + ", ".join(exceptions)]
+            if exceptions
+            else []
+        ),
+    ]
 
 
 def replicas(result: Result) -> list[str]:
     lines = []
     for name, dump in result.dumps.items():
-        odd = [(step, tensor, ranks) for step, entry in dump.steps.items() for tensor, ranks in entry["replicas_differ"].items()]
+        odd = [
+            (step, tensor, ranks)
+            for step, entry in dump.steps.items()
+            for tensor, ranks in entry["replicas_differ"].items()
+        ]
         count = sum(len(entry["tensors"]) for entry in dump.steps.values())
-        lines.append(f"{_label(result, name)}: {count - len(odd)} of {count} tensors equal on all ranks that hold them")
-        lines += [f"- step {step}: {tensor} differs on ranks {', '.join(map(str, ranks))}" for step, tensor, ranks in odd]
+        lines.append(
+            f"{_label(result, name)}: {count - len(odd)} of {count} tensors equal on all ranks that hold them"
+        )
+        lines += [
+            f"- step {step}: {tensor} differs on ranks {', '.join(map(str, ranks))}"
+            for step, tensor, ranks in odd
+        ]
     return lines
 
 
@@ -285,7 +358,12 @@ def as_data(result: Result, diagnoses: dict[str, Diagnosis]) -> dict:
 
 
 def _strict(loss: dict) -> dict:
-    return {key: {name: _finite(each) for name, each in value.items()} if isinstance(value, dict) else _finite(value) for key, value in loss.items()}
+    return {
+        key: {name: _finite(each) for name, each in value.items()}
+        if isinstance(value, dict)
+        else _finite(value)
+        for key, value in loss.items()
+    }
 
 
 def _finite(value: float | None) -> float | None:

@@ -19,7 +19,9 @@ DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", to
 WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _LARGEST_WRITE = 1 << 30
 _CHUNK = 1 << 13  # words that are weighed at a time: they stay in the cache
-_SPREAD = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: what neighbouring places are multiplied with lies far apart
+_SPREAD = (
+    0x9E3779B97F4A7C15  # 2^64 / golden ratio: what neighbouring places are multiplied with lies far apart
+)
 _PLACES = np.arange(_CHUNK, dtype=np.uint64) * np.uint64(_SPREAD)
 
 
@@ -116,7 +118,9 @@ class StepWriter:
             raise ValueError(f"the header takes {len(text)} bytes, {self.header_bytes} were reserved")
         with open(path, "r+b") as file:
             file.write(self.header_bytes.to_bytes(8, "little") + text.ljust(self.header_bytes))
-            file.truncate(8 + self.header_bytes + self._end)  # also where the last tensors were never computed
+            file.truncate(
+                8 + self.header_bytes + self._end
+            )  # also where the last tensors were never computed
 
     def close(self) -> None:
         os.close(self._file)
@@ -156,7 +160,9 @@ def _runs(full: tuple, start: tuple, shape: tuple, itemsize: int):
         yield number * length, offset, length
 
 
-def merge(name: str, parts_by_rank: list[list[Part]], full_shape: tuple, itemsize: int) -> tuple[int, list[int]]:
+def merge(
+    name: str, parts_by_rank: list[list[Part]], full_shape: tuple, itemsize: int
+) -> tuple[int, list[int]]:
     """(checksum of the full tensor, ranks whose part differs from another rank's of the same place).
 
     Raises ValueError unless the written parts cover the full tensor exactly once.
@@ -165,7 +171,9 @@ def merge(name: str, parts_by_rank: list[list[Part]], full_shape: tuple, itemsiz
     places = {(part.start, part.shape) for part in written}
     covered = sum(math.prod(shape) for _, shape in places)
     if len(places) != len(written) or covered != math.prod(full_shape):
-        raise ValueError(f"{name}: the ranks wrote {covered} of {math.prod(full_shape)} elements in {len(written)} parts")
+        raise ValueError(
+            f"{name}: the ranks wrote {covered} of {math.prod(full_shape)} elements in {len(written)} parts"
+        )
     digests: dict[tuple, str] = {}
     odd = set()
     for rank, parts in enumerate(parts_by_rank):

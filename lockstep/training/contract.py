@@ -14,7 +14,9 @@ KNOWN_DIFFERENCES = ("biased_linear_dtype",)
 def expected_contract(config: Config, architecture: dict) -> dict:
     """What every strategy has to run with under this configuration; one meaning for each option."""
     compute = "torch.float32" if config.precision == "fp32" else "torch.bfloat16"
-    promoted = config.row.float32_biases_under_autocast and config.precision == "autocast" and config.tp_size > 1
+    promoted = (
+        config.row.float32_biases_under_autocast and config.precision == "autocast" and config.tp_size > 1
+    )
     biased = ["torch.float32" if promoted else compute] if has_biases(architecture) else []
     storage = "torch.bfloat16" if config.precision == "bf16" else "torch.float32"
     adamw = config.optimizer == "adamw"

@@ -47,14 +47,18 @@ class History:
         """Write the history so far, sealed. Raises UserError naming the file when the disk is full."""
         self._lines.extend(json.dumps(step) for step in self.steps[len(self._lines) :])
         head = [f'"format": {FORMAT}', *(f'"{key}": {json.dumps(getattr(self, key))}' for key in PARTS)]
-        sealed = hashlib.sha256(f'{{{", ".join(head)}, "steps": [{", ".join(self._lines)}]}}'.encode()).hexdigest()
+        sealed = hashlib.sha256(
+            f'{{{", ".join(head)}, "steps": [{", ".join(self._lines)}]}}'.encode()
+        ).hexdigest()
         parts = [*head, '"steps": [\n' + ",\n".join(self._lines) + "\n]", f'"sha256": "{sealed}"']
         write_text(path, "{" + ",\n".join(parts) + "}\n")
 
 
 def seal(content: dict) -> str:
     """The SHA-256 of the content of a history file but for the seal itself; the order of keys counts."""
-    return hashlib.sha256(json.dumps({k: v for k, v in content.items() if k != "sha256"}).encode()).hexdigest()
+    return hashlib.sha256(
+        json.dumps({k: v for k, v in content.items() if k != "sha256"}).encode()
+    ).hexdigest()
 
 
 def read(path: Path) -> History:
@@ -62,8 +66,14 @@ def read(path: Path) -> History:
     from lockstep.training import history_schema  # pydantic is for those who read
 
     content = read_json(path)
-    if not isinstance(content, dict) or content.get("format") != FORMAT or isinstance(content["format"], bool):
-        raise UserError(f"{path}: not a loss history of format {FORMAT}; run its training again with this version")
+    if (
+        not isinstance(content, dict)
+        or content.get("format") != FORMAT
+        or isinstance(content["format"], bool)
+    ):
+        raise UserError(
+            f"{path}: not a loss history of format {FORMAT}; run its training again with this version"
+        )
     file = history_schema.parse(content, path)
     if content["sha256"] != seal(content):
         raise UserError(

@@ -151,7 +151,9 @@ def parse(content: dict, path: object) -> File:
 
 def require_consistent(file: File, path: object) -> None:
     """Raise UserError where fields that follow from each other do not."""
-    problem = _run_problem(file.run) or _progress_problem(file) or _weights_problem(file) or _step_problem(file)
+    problem = (
+        _run_problem(file.run) or _progress_problem(file) or _weights_problem(file) or _step_problem(file)
+    )
     if problem:
         raise UserError(f"{path}: {problem}; {REMEDY}")
 
@@ -189,7 +191,9 @@ def _weights_problem(file: File) -> str:
         return ""
     architecture = file.run.architecture
     if architecture.model_type not in FAMILIES:
-        return f"model_type is {architecture.model_type!r}, and only {', '.join(FAMILIES)} can be trained here"
+        return (
+            f"model_type is {architecture.model_type!r}, and only {', '.join(FAMILIES)} can be trained here"
+        )
     if bool(weights.moved) != (weights.final_sha256 != weights.initial_sha256):
         return f"{len(weights.moved)} weights moved, and initial and final sha256 say otherwise"
     stranger = next(iter(set(weights.moved) - parameter_shapes(architecture.model_dump()).keys()), None)
@@ -221,4 +225,6 @@ def is_mean(loss: float, rank_losses: list[float]) -> bool:
     mean = sum(rank_losses) / len(rank_losses)
     if not math.isfinite(mean):
         return not math.isfinite(loss)
-    return abs(loss - mean) <= 2.0**-52 * sum(map(abs, rank_losses))  # n terms: n roundings of 2^-53 each of two sums
+    return abs(loss - mean) <= 2.0**-52 * sum(
+        map(abs, rank_losses)
+    )  # n terms: n roundings of 2^-53 each of two sums

@@ -80,7 +80,9 @@ def run(config: Config, inputs: Inputs, make_strategy, device: torch.device) -> 
     capture = Capture(config, model, about) if config.capture_dir else None
     strategy: Strategy = make_strategy(model, config, config.mesh, device)
     expected, actual = Geometry.of_rank(config.mesh, rank), strategy.geometry()
-    stop_together(f"rank {rank}: the strategy sits at {actual}, the mesh says {expected}" if actual != expected else "")
+    stop_together(
+        f"rank {rank}: the strategy sits at {actual}, the mesh says {expected}" if actual != expected else ""
+    )
 
     record = history_file.History(run=about)
     path = config.history_path
@@ -122,7 +124,9 @@ def _train(config, inputs, strategy, rank, device, file_sums, record, path, capt
             if rank == 0 and watching:
                 watching.state_contract(record.contract)
             difference = contract_difference(expected_contract(config, inputs.architecture), record.contract)
-            stop_together(f"{config.label} does not run with what was asked for: {difference}" if difference else "")
+            stop_together(
+                f"{config.label} does not run with what was asked for: {difference}" if difference else ""
+            )
         if rank == 0:
             record.save(path)
             shown.add(step)
@@ -137,7 +141,13 @@ def _train(config, inputs, strategy, rank, device, file_sums, record, path, capt
 
 
 def train_step(
-    strategy: Strategy, batches: Batches, config: Config, rank: int, device, index: int, capture: Capture | None = None
+    strategy: Strategy,
+    batches: Batches,
+    config: Config,
+    rank: int,
+    device,
+    index: int,
+    capture: Capture | None = None,
 ) -> tuple[dict, list]:
     """One step (from 0) of the loop: feed, update, gather what every rank saw; `capture` writes down all it computes.
 
@@ -182,7 +192,13 @@ def _initial_model(config: Config, inputs: Inputs, rank: int):
         if rank == 0:
             model, _ = build_model(inputs.architecture, init_weights_path=path, **arguments)
             try:
-                weights.save(config.init_weights_path, model, inputs.architecture, initial_weights.origin(config), overwrite=config.overwrite)
+                weights.save(
+                    config.init_weights_path,
+                    model,
+                    inputs.architecture,
+                    initial_weights.origin(config),
+                    overwrite=config.overwrite,
+                )
                 print(f"Saved initial weights to {config.init_weights_path}", flush=True)
             except UserError as error:
                 problem = str(error)
@@ -208,7 +224,11 @@ def _require_file_weights(live: dict | None, file_sums: dict | None, config: Con
     if live is not None:
         names = sorted(live.keys() | file_sums.keys())
         wrong = next((name for name in names if live.get(name) != file_sums.get(name)), None)
-    stop_together(f"after sharding, {wrong} is not what {config.init_weights_path or config.model_name} holds" if wrong else "")
+    stop_together(
+        f"after sharding, {wrong} is not what {config.init_weights_path or config.model_name} holds"
+        if wrong
+        else ""
+    )
 
 
 def _require_right_batches(hashes: list[int], mesh: Mesh, step: int) -> None:
@@ -217,7 +237,9 @@ def _require_right_batches(hashes: list[int], mesh: Mesh, step: int) -> None:
         share = mesh.sample_share(rank)
         lead = mesh.first_with_share(share)
         if value != hashes[lead]:
-            raise TrainingFailure(f"step {step}: TP peers rank {lead} and rank {rank} (dp {share}) saw different batches")
+            raise TrainingFailure(
+                f"step {step}: TP peers rank {lead} and rank {rank} (dp {share}) saw different batches"
+            )
         twin = next((other for other in range(share) if hashes[mesh.first_with_share(other)] == value), None)
         if twin is not None:
             raise TrainingFailure(
@@ -229,7 +251,9 @@ def _require_finite(step: int, everyone: list[list[float]], mesh: Mesh) -> None:
     for rank, (loss, grad_norm, _) in enumerate(everyone):
         for what, value in (("loss", loss), ("gradient norm", grad_norm)):
             if not math.isfinite(value):
-                raise TrainingFailure(f"step {step}: the {what} is {value} on rank {rank} ({Geometry.of_rank(mesh, rank)})")
+                raise TrainingFailure(
+                    f"step {step}: the {what} is {value} on rank {rank} ({Geometry.of_rank(mesh, rank)})"
+                )
 
 
 def _gather(mine: list[float], device) -> list[list[float]]:

@@ -14,7 +14,11 @@ class ComputeDtypes:
     """Watches one forward pass and notes in which dtype the linear layers and the embedding answer."""
 
     def __init__(self, model: torch.nn.Module):
-        self._seen: dict[str, set[str]] = {"compute_dtype": set(), "biased_linear_dtype": set(), "embedding_dtype": set()}
+        self._seen: dict[str, set[str]] = {
+            "compute_dtype": set(),
+            "biased_linear_dtype": set(),
+            "embedding_dtype": set(),
+        }
         self._handles = []
         for name, module in model.named_modules():
             if name.endswith(("_proj", "lm_head")):
@@ -86,7 +90,9 @@ def torch_contract(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> 
     return {
         **model_contract(model),
         **optimizer_contract(optimizer),
-        "weight_decay": decay_by_name(model, [(g["params"], g["weight_decay"]) for g in optimizer.param_groups]),
+        "weight_decay": decay_by_name(
+            model, [(g["params"], g["weight_decay"]) for g in optimizer.param_groups]
+        ),
         "reduction_dtype": sorted({str(p.grad.dtype) for p in model.parameters() if p.grad is not None}),
     }
 

@@ -39,8 +39,12 @@ class TorchStrategy:
     def __init__(self, model: torch.nn.Module, config: Config, mesh: Mesh, device: torch.device):
         self.config, self.device = config, device
         self.device_mesh = build_device_mesh(mesh, device.type)
-        self.wrapped = self.parallelize(model.to(device=device, dtype=config.parameter_dtype), self.device_mesh)
-        self.model = self.wrapped.module if isinstance(self.wrapped, DistributedDataParallel) else self.wrapped
+        self.wrapped = self.parallelize(
+            model.to(device=device, dtype=config.parameter_dtype), self.device_mesh
+        )
+        self.model = (
+            self.wrapped.module if isinstance(self.wrapped, DistributedDataParallel) else self.wrapped
+        )
         self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.optimizer = build_optimizer(
             [
@@ -60,7 +64,9 @@ class TorchStrategy:
         raise NotImplementedError
 
     def geometry(self) -> Geometry:
-        return Geometry.of_groups({axis: self.device_mesh.get_group(axis) for axis in self.device_mesh.mesh_dim_names})
+        return Geometry.of_groups(
+            {axis: self.device_mesh.get_group(axis) for axis in self.device_mesh.mesh_dim_names}
+        )
 
     def forward_backward(self, micro_batches: list[tuple]) -> torch.Tensor:
         self.num_micro_batches, self.num_tokens = len(micro_batches), micro_batches[0][1].numel()
@@ -73,7 +79,9 @@ class TorchStrategy:
                 (loss / len(micro_batches)).backward()
             losses.append(loss.detach())
         for parameter in self.parameters:  # a sum over ranks that is still to be done is done now
-            if isinstance(parameter.grad, DTensor) and any(placement.is_partial() for placement in parameter.grad.placements):
+            if isinstance(parameter.grad, DTensor) and any(
+                placement.is_partial() for placement in parameter.grad.placements
+            ):
                 parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
         return torch.stack(losses).mean()
 
@@ -123,15 +131,23 @@ class TorchStrategy:
     def effective_contract(self) -> dict:
         return {
             **torch_contract(self.model, self.optimizer),
-            "max_grad_norm": observed_max_grad_norm(self.config.max_grad_norm, self.last_norm, float(self.grad_norm())),
+            "max_grad_norm": observed_max_grad_norm(
+                self.config.max_grad_norm, self.last_norm, float(self.grad_norm())
+            ),
             "gradient_accumulation_steps": self.num_micro_batches,
             "loss_is_mean_over": [self.num_tokens, self.num_micro_batches, self.geometry().mesh.dp],
-            "reduction_dtype": sorted({str(self._reduction_dtype(parameter)) for parameter in self.parameters}),
+            "reduction_dtype": sorted(
+                {str(self._reduction_dtype(parameter)) for parameter in self.parameters}
+            ),
         }
 
     def _reduction_dtype(self, parameter: torch.Tensor) -> torch.dtype:
         """The dtype in which a gradient travels over dp: what `fully_shard` was told, else the gradient's own."""
-        told = self.wrapped._get_fsdp_state()._mp_policy.reduce_dtype if isinstance(self.wrapped, FSDPModule) else None
+        told = (
+            self.wrapped._get_fsdp_state()._mp_policy.reduce_dtype
+            if isinstance(self.wrapped, FSDPModule)
+            else None
+        )
         return told or parameter.grad.dtype
 
 
@@ -165,5 +181,7 @@ def start_of(tensor: torch.Tensor) -> tuple[int, ...]:
         first, shape[dim] = share(shape[dim], mesh.get_local_rank(axis), mesh.size(axis))
         start[dim] += first
     if shape != list(local(tensor).shape):
-        raise ValueError(f"a shard of {tuple(tensor.shape)} is {tuple(local(tensor).shape)}, expected {tuple(shape)}")
+        raise ValueError(
+            f"a shard of {tuple(tensor.shape)} is {tuple(local(tensor).shape)}, expected {tuple(shape)}"
+        )
     return tuple(start)

@@ -56,7 +56,9 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         return gradient, None, None, None
 
 
-def vocab_parallel_cross_entropy(logits: torch.Tensor, labels: torch.Tensor, first_id: int, group) -> torch.Tensor:
+def vocab_parallel_cross_entropy(
+    logits: torch.Tensor, labels: torch.Tensor, first_id: int, group
+) -> torch.Tensor:
     """Mean cross-entropy over all tokens, equal on every rank of `group`.
 
     logits (..., V_local) are this rank's shard, which begins at vocabulary id `first_id`; labels (...) are global
