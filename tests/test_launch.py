@@ -54,10 +54,11 @@ class Run:
 
     def __init__(self, folder, command, **settings):
         self.folder, self.log, self.settings = folder, folder / "log.txt", settings
-        self.process = subprocess.Popen(
-            command, cwd=ROOT, env=environment(LOCKSTEP_TEST=str(folder), **settings), text=True,
-            stdout=open(self.log, "w"), stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
+        with open(self.log, "w") as log:
+            self.process = subprocess.Popen(
+                command, cwd=ROOT, env=environment(LOCKSTEP_TEST=str(folder), **settings), text=True,
+                stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
 
     def wait_for_step(self, number):
         path = history.path_of(self.folder, "ddp")

@@ -28,12 +28,9 @@ def holder(tmp_path):
 
 
 def test_the_second_is_refused_and_says_who_is_first(tmp_path, holder):
-    with pytest.raises(
-        UserError,
-        match=rf"--x: another run \(process {holder.pid} on .*\) is writing .*loss_ddp.json; wait until",
-    ):
-        with locks.held((tmp_path / "loss_ddp.json", "--x")):
-            pass
+    said = rf"--x: another run \(process {holder.pid} on .*\) is writing .*loss_ddp.json; wait until"
+    with pytest.raises(UserError, match=said), locks.held((tmp_path / "loss_ddp.json", "--x")):
+        pass
     with locks.held((tmp_path / "loss_fsdp.json", "--x")):  # another history in the same folder
         pass
 

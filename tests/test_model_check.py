@@ -65,9 +65,10 @@ def test_the_check_sees_a_window_that_is_left_out(monkeypatch):
 
 def test_the_check_sees_a_window_that_is_one_too_wide(monkeypatch):
     full = exact.attention
-    wider = lambda *inputs, sliding_window=None, **options: full(
-        *inputs, sliding_window=sliding_window and sliding_window + 1, **options
-    )  # noqa: E731
+
+    def wider(*inputs, sliding_window=None, **options):
+        return full(*inputs, sliding_window=sliding_window and sliding_window + 1, **options)
+
     monkeypatch.setattr(exact, "attention", wider)
     assert "layers.1.self_attn" in difference(WINDOWS)[0]
 

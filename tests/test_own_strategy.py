@@ -6,11 +6,11 @@ import subprocess
 import sys
 
 import pytest
+from ranks import ROOT
 
 from lockstep import strategies
 from lockstep.errors import UserError
 from lockstep.training import history
-from ranks import ROOT
 
 SMALL = ["--batch_size", "2", "--seq_length", "64", "--precision", "fp32"]
 

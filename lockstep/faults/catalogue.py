@@ -35,13 +35,14 @@ class Fault:
     plant: Callable
 
 
+SMALL_MESH = Mesh(dp=2, tp=2)
 CATALOGUE: dict[str, Fault] = {}
 
 
 def fault(
     *, seen_in: str, bug_class: str, cause: str, first: str, step: int = 1, model: str = "tiny-qwen2",
     arguments: tuple[str, ...] = (), precisions: tuple[str, ...] = ("fp32", "autocast"), axes: tuple[str, ...] = ("dp",),
-    needs: tuple[str, ...] = (), mesh: Mesh = Mesh(dp=2, tp=2),
+    needs: tuple[str, ...] = (), mesh: Mesh = SMALL_MESH,
 ) -> Callable:  # fmt: skip
     """Enter a generator function into the catalogue under its own name."""
     if bug_class not in BUG_CLASSES:

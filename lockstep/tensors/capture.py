@@ -277,7 +277,7 @@ class Capture:
         dims = {}
         for axis in self.mesh.axes:
             here, there = parts[0][0].start, parts[self.mesh.neighbour(0, axis)][0].start
-            dims.update({axis: dim for dim, (a, b) in enumerate(zip(here, there, strict=True)) if a != b})
+            dims.update((axis, dim) for dim, (a, b) in enumerate(zip(here, there, strict=True)) if a != b)
         return dims
 
 
