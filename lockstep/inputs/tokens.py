@@ -152,9 +152,12 @@ def write_file(path: Path, key: dict, parts: Iterable[np.ndarray]) -> dict:
         table = np.asarray(sums, "<u4").tobytes()
         file.write(table)
         about = {
-            "format": FORMAT, "num_tokens": num_bytes // TOKEN.itemsize, "sha256": digest.hexdigest(),
-            "crc32_of_sums": zlib.crc32(table), "key": key,
-        }  # fmt: skip
+            "format": FORMAT,
+            "num_tokens": num_bytes // TOKEN.itemsize,
+            "sha256": digest.hexdigest(),
+            "crc32_of_sums": zlib.crc32(table),
+            "key": key,
+        }
         file.seek(0)
         file.write(json.dumps(about).encode().ljust(HEADER))
     return about

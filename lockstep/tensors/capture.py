@@ -188,9 +188,11 @@ class Capture:
         wide = logits.double()
         count, total, square, largest = self.logits
         self.logits = [
-            count + wide.numel(), total + float(wide.sum()), square + float(wide.square().sum()),
+            count + wide.numel(),
+            total + float(wide.sum()),
+            square + float(wide.square().sum()),
             max(largest, float(wide.abs().max())),
-        ]  # fmt: skip
+        ]
 
     def _write_placed(self, name: str, local: torch.Tensor, symbols: tuple, micro: int) -> None:
         start, is_writer = self._place(name, local, symbols)

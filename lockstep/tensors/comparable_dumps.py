@@ -12,8 +12,19 @@ from lockstep.training.contract import (
     expected_contract,
 )
 
-SAME = ("optimizer", "learning_rate", "weight_decay", "max_grad_norm", "gradient_accumulation_steps", "precision",
-        "batch_size", "seq_length", "dp_size", "attn_impl", "seed")  # fmt: skip
+SAME = (
+    "optimizer",
+    "learning_rate",
+    "weight_decay",
+    "max_grad_norm",
+    "gradient_accumulation_steps",
+    "precision",
+    "batch_size",
+    "seq_length",
+    "dp_size",
+    "attn_impl",
+    "seed",
+)
 SUMMED = 1e-9  # relative: how far two float64 sums of the same numbers may be apart
 
 
