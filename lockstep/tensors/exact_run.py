@@ -31,7 +31,7 @@ from lockstep.collective import init_alone
 from lockstep.config import BETAS, EPS, Config, Inputs
 from lockstep.errors import TrainingFailure, UserError, run_program
 from lockstep.inputs import initial_weights, model_check, weights
-from lockstep.inputs.data import global_batch_hash, micro_batches_hash
+from lockstep.inputs.data import global_batch_hash, window_hashes
 from lockstep.inputs.model import build_model, causal_lm_loss
 from lockstep.running import locks
 from lockstep.strategies import BASELINE
@@ -180,7 +180,7 @@ def _one_step(config, inputs, strategy, capture, index: int, *, started_from: st
         "rank_losses": rank_losses,
         "grad_norm": grad_norm,
         "learning_rate": config.learning_rate,
-        "batch_hash": global_batch_hash([micro_batches_hash(micro) for micro in by_rank]),
+        "batch_hash": global_batch_hash(window_hashes([(input_ids, labels)])),
     }
     if started_from:
         record["started_from"] = started_from

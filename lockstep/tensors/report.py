@@ -110,7 +110,6 @@ def about(result: Result) -> dict[str, str]:
         "learning_rate",
         "weight_decay",
         "max_grad_norm",
-        "batch_size",
         "seq_length",
         "gradient_accumulation_steps",
         "attn_impl",
@@ -119,7 +118,7 @@ def about(result: Result) -> dict[str, str]:
         "model": f"{config['model_name']}, {architecture['num_hidden_layers']} layers ({run['architecture_source']})",
         "precision": config["precision"],
         "mesh": alike(
-            lambda dump: f"tp {dump.run['mesh'][1]} x dp {dump.run['mesh'][0]} on {dump.run['config']['device']}"
+            lambda dump: f"tp {dump.run['mesh'][1]} x dp {dump.run['mesh'][0]}, batch_size {dump.run['config']['batch_size']} on {dump.run['config']['device']}"
         ),
         "seed": alike(lambda dump: str(dump.run["config"]["seed"])),
         "steps": f"{', '.join(next(iter(dumps.values())).steps)} captured of {alike(lambda dump: str(dump.run['num_steps']))}",
