@@ -75,11 +75,10 @@ def check_plan(model: torch.nn.Module) -> None:
             raise ValueError(f"TP_PLAN has {ours!r} for model.{pattern}, the model's own plan has {style!r}")
     planned = {pattern for pattern, (style, _) in TP_PLAN.items() if style != "input"}
     for name, module in model.named_modules():
-        if isinstance(module, (torch.nn.Linear, torch.nn.Embedding)):
-            if _pattern(name) not in planned:
-                raise ValueError(
-                    f"TP_PLAN says nothing about {_pattern(name)}: every linear layer and embedding needs a row"
-                )
+        if isinstance(module, (torch.nn.Linear, torch.nn.Embedding)) and _pattern(name) not in planned:
+            raise ValueError(
+                f"TP_PLAN says nothing about {_pattern(name)}: every linear layer and embedding needs a row"
+            )
 
 
 def _pattern(name: str) -> str:

@@ -34,8 +34,18 @@ from lockstep.verification import check_reference
 NAME = "run_verification.py"
 INTERRUPTED = "interrupted; --overwrite starts again"
 OURS = ("reference", "losses", "logs", "initial_weights.safetensors", "report.md", "report.json")
-SET_HERE = ("--capture_dir", "--capture_steps", "--debug_steps", "--save_init_weights", "--dry_run",
-            "--num_workers", "--num_epochs", "--loss_output_dir", "--storage_path", "--experiment_name")  # fmt: skip
+SET_HERE = (
+    "--capture_dir",
+    "--capture_steps",
+    "--debug_steps",
+    "--save_init_weights",
+    "--dry_run",
+    "--num_workers",
+    "--num_epochs",
+    "--loss_output_dir",
+    "--storage_path",
+    "--experiment_name",
+)
 
 
 def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:

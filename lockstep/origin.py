@@ -16,7 +16,7 @@ LONGEST_COMMAND = 4000  # characters
 
 def now() -> str:
     """The time in UTC, as ISO 8601 writes it."""
-    return f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%dT%H:%M:%SZ}"
+    return f"{datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H:%M:%SZ}"
 
 
 def command() -> str:

@@ -6,9 +6,14 @@ from lockstep.training.history import History, not_finite
 
 # Entries of the configuration that are one meaning of "the same training"; strategy and mesh may differ, paths may, too.
 SAME = (
-    "precision", "optimizer", "learning_rate", "weight_decay", "max_grad_norm", "gradient_accumulation_steps",
+    "precision",
+    "optimizer",
+    "learning_rate",
+    "weight_decay",
+    "max_grad_norm",
+    "gradient_accumulation_steps",
     "seq_length",
-)  # fmt: skip
+)
 
 
 def require_comparable(baseline: History, other: History, *, same_weights: bool = True) -> None:

@@ -188,9 +188,11 @@ class Capture:
         wide = logits.double()
         count, total, square, largest = self.logits
         self.logits = [
-            count + wide.numel(), total + float(wide.sum()), square + float(wide.square().sum()),
+            count + wide.numel(),
+            total + float(wide.sum()),
+            square + float(wide.square().sum()),
             max(largest, float(wide.abs().max())),
-        ]  # fmt: skip
+        ]
 
     def _write_placed(self, name: str, local: torch.Tensor, symbols: tuple, micro: int) -> None:
         start, is_writer = self._place(name, local, symbols)
@@ -277,7 +279,7 @@ class Capture:
         dims = {}
         for axis in self.mesh.axes:
             here, there = parts[0][0].start, parts[self.mesh.neighbour(0, axis)][0].start
-            dims.update({axis: dim for dim, (a, b) in enumerate(zip(here, there, strict=True)) if a != b})
+            dims.update((axis, dim) for dim, (a, b) in enumerate(zip(here, there, strict=True)) if a != b)
         return dims
 
 

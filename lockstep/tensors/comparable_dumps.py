@@ -14,8 +14,17 @@ from lockstep.training.contract import (
     on_any_mesh,
 )
 
-SAME = ("optimizer", "learning_rate", "weight_decay", "max_grad_norm", "gradient_accumulation_steps", "precision",
-        "seq_length", "attn_impl", "seed")  # fmt: skip
+SAME = (
+    "optimizer",
+    "learning_rate",
+    "weight_decay",
+    "max_grad_norm",
+    "gradient_accumulation_steps",
+    "precision",
+    "seq_length",
+    "attn_impl",
+    "seed",
+)
 SUMMED = 1e-9  # relative: how far two float64 sums of the same numbers may be apart
 
 

@@ -147,9 +147,13 @@ def _capture(
     config: Config, inputs: Inputs, name: str, model: torch.nn.Module, initial_sha256: str
 ) -> Capture:
     alone = dataclasses.replace(
-        config, run_name=name, num_workers=1, dp_size=1, batch_size=inputs.batches.windows_per_step,
+        config,
+        run_name=name,
+        num_workers=1,
+        dp_size=1,
+        batch_size=inputs.batches.windows_per_step,
         gradient_accumulation_steps=1,
-    )  # fmt: skip
+    )
     capture = Capture(alone, model, {**provenance(config, inputs), "label": LABEL, "exact": True})
     capture.manifest["initial_sha256"] = initial_sha256
     return capture

@@ -258,10 +258,17 @@ def worst(result: Result) -> list[str]:
             if rows:
                 far = max(rows, key=lambda row: row.distance.relative)
                 near = max(rows, key=lambda row: row.multiple)
-                table.append([
-                    _label(result, name), which, str(len(rows)), f"{far.distance.relative:.1e}", far.name,
-                    f"{near.multiple:.2f}", near.name,
-                ])  # fmt: skip
+                table.append(
+                    [
+                        _label(result, name),
+                        which,
+                        str(len(rows)),
+                        f"{far.distance.relative:.1e}",
+                        far.name,
+                        f"{near.multiple:.2f}",
+                        near.name,
+                    ]
+                )
     return _table(
         ["run", "pass", "tensors", "largest distance", "of", "largest share of the tolerated", "of"], table
     )
@@ -340,20 +347,29 @@ def as_data(result: Result, diagnoses: dict[str, Diagnosis]) -> dict:
                 "first_failure": list(result.failures(name)[:1]),
                 "diagnosis": asdict(diagnoses[name]) if name in diagnoses else None,
                 "num_failures": len(result.failures(name)),
-                "not_judged": sorted({row.name for row in result.rows if row.strategy == name and not row.judged}),
+                "not_judged": sorted(
+                    {row.name for row in result.rows if row.strategy == name and not row.judged}
+                ),
             }
             for name, dump in result.dumps.items()
         },
         "losses": [_strict(asdict(loss)) for loss in result.losses],
         "tensors": [
             {
-                "run": row.strategy, "step": row.step, "name": row.name, "pass": row.which_pass, "too_far": row.too_far,
-                "distance": _finite(row.distance.relative), "largest": _finite(row.distance.relative_largest),
-                "of_tolerated": _finite(row.multiple), "norm": _finite(row.distance.own_norm), "judged": row.judged,
+                "run": row.strategy,
+                "step": row.step,
+                "name": row.name,
+                "pass": row.which_pass,
+                "too_far": row.too_far,
+                "distance": _finite(row.distance.relative),
+                "largest": _finite(row.distance.relative_largest),
+                "of_tolerated": _finite(row.multiple),
+                "norm": _finite(row.distance.own_norm),
+                "judged": row.judged,
             }
             for row in result.rows
         ],
-    }  # fmt: skip
+    }
 
 
 def _strict(loss: dict) -> dict:
