@@ -4,6 +4,7 @@ import torch.distributed as dist
 
 from lockstep.faults.catalogue import fault
 from lockstep.faults.planting import scale_backward
+from lockstep.mesh import Mesh
 
 MISSING, SCALE = "DP reduction missing", "wrong group or scale"
 
@@ -59,7 +60,7 @@ def loss_multiplied_by_tp(run):
 
 
 @fault(seen_in="pytorch/torchtitan 2318", bug_class=SCALE, cause="gradient scale", first="gradient/model.norm.weight",
-       arguments=("--max_grad_norm", "0"), needs=("divide_gradients_by",))  # fmt: skip
+       arguments=("--max_grad_norm", "0"), mesh=Mesh(dp=4), needs=("divide_gradients_by",))  # fmt: skip
 def summed_instead_of_averaged(run):
     """The gradients are summed over dp and never divided; AdamW hides the factor, and nothing is clipped here."""
     yield

@@ -4,9 +4,11 @@ import torch.distributed as dist
 
 from lockstep.faults.catalogue import fault
 from lockstep.faults.planting import around
+from lockstep.mesh import Mesh
 
 MISSING, DOUBLED = "TP reduction missing", "TP reduction doubled"
 MLP = "model.layers.1.mlp"
+FOUR_KV = "tiny-qwen2-4kv"  # at tp 4, so that the factor is no other size of the mesh
 
 
 @fault(seen_in="NVIDIA/Megatron-LM 1446", bug_class=MISSING, cause="tp reduction missing",
@@ -81,7 +83,7 @@ def bias_gradient_times_tp(run):
 
 
 @fault(seen_in="pytorch/torchtitan 4332", bug_class=DOUBLED, cause="tp reduction repeated",
-       first="gradient/model.norm.weight", axes=("tp",), needs=("gradients",))  # fmt: skip
+       first="gradient/model.norm.weight", model=FOUR_KV, mesh=Mesh(tp=4), axes=("tp",), needs=("gradients",))  # fmt: skip
 def norm_gradients_times_tp(run):
     """The gradients of the norms, equal on all ranks already, are summed over tp."""
     yield from _scaled(run, lambda name: name.endswith("norm.weight"), run.config.tp_size)
