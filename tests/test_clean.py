@@ -6,6 +6,8 @@ import pytest
 CASES = [
     ("tiny-llama", "fp32", 2, 2),
     ("tiny-qwen3", "autocast", 1, 2),
+    ("tiny-qwen2-4kv", "fp32", 1, 4),
+    ("tiny-qwen2-4kv", "autocast", 4, 1),
     ("tiny-qwen2", "autocast", 2, 1),
     ("tiny-qwen2", "fp32", 1, 2, "--optimizer", "sgd", "--max_grad_norm", "0", "--weight_decay", "0"),
     (

@@ -14,14 +14,8 @@ from lockstep.faults.catalogue import BUG_CLASSES
 from lockstep.mesh import Mesh
 from lockstep.strategies import others, row_of
 
-SAMPLE = [
-    "no_dp_reduction",
-    "dp_ranks_replay_one_batch",
-    "tp_peers_read_different_samples",
-    "row_parallel_sum_dropped",
-    "gradients_not_zeroed",
-    "one_side_does_not_clip",
-]
+SAMPLE = ["no_dp_reduction", "dp_ranks_replay_one_batch", "tp_peers_read_different_samples", "row_parallel_sum_dropped",
+          "gradients_not_zeroed", "one_side_does_not_clip", "norm_gradients_times_tp", "summed_instead_of_averaged"]  # fmt: skip
 GRAVE = {
     "no_dp_reduction",
     "dp_ranks_replay_one_batch",
@@ -44,12 +38,20 @@ def fp32(tmp_path_factory):
 
 def test_every_fault_is_caught_placed_and_named(fp32):
     status, rows = fp32
-    assert status == 0 and len(rows) == 11
+    assert status == 0 and len(rows) == 15
     assert [
         (row["fault"], row["first"], row["causes"])
         for row in rows
         if not (row["first_right"] and row["named"] == "right")
     ] == []
+
+
+def test_a_factor_of_four_is_told_from_one_of_two(fp32):
+    """At tp 4 x dp 1 and at dp 4 x tp 1: where both are 2, a factor does not say which it is."""
+    _, rows = fp32
+    said = {fault: [row["causes"][0][1] for row in rows if row["fault"] == fault] for fault in SAMPLE[-2:]}
+    assert all("4 = tp times" in evidence for evidence in said["norm_gradients_times_tp"])
+    assert all("4 = dp times" in evidence for evidence in said["summed_instead_of_averaged"])
 
 
 def test_the_loss_verdict_sees_the_grave_ones(fp32):

@@ -4,9 +4,11 @@ import torch.distributed as dist
 
 from lockstep.faults.catalogue import fault
 from lockstep.faults.planting import around
+from lockstep.mesh import Mesh
 
 MISSING, DOUBLED = "TP reduction missing", "TP reduction doubled"
 MLP = "model.layers.1.mlp"
+FOUR_KV = "tiny-qwen2-4kv"  # at tp 4, so that the factor is no other size of the mesh
 
 
 @fault(
@@ -134,6 +136,8 @@ def bias_gradient_times_tp(run):
     bug_class=DOUBLED,
     cause="tp reduction repeated",
     first="gradient/model.norm.weight",
+    model=FOUR_KV,
+    mesh=Mesh(tp=4),
     axes=("tp",),
     needs=("gradients",),
 )

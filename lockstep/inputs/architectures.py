@@ -34,6 +34,8 @@ TINY_QWEN2 = {
 }
 
 TINY_QWEN2_ODD_VOCAB = {**TINY_QWEN2, "vocab_size": 2047}  # tp does not divide it: the last shard is shorter
+# heads that tp 4 divides: a factor of tp is then no factor of 2
+TINY_QWEN2_4KV = {**TINY_QWEN2, "num_attention_heads": 8, "num_key_value_heads": 4}
 # norms on the heads of q and k, whose weights every tp rank holds and only part of the heads teach; no biases
 TINY_QWEN3 = {**TINY_QWEN2, "model_type": "qwen3", "head_dim": 16, "attention_bias": False}
 # embedding and head are two matrices; no biases
@@ -68,6 +70,7 @@ QWEN2_5_0_5B = {
 BUILT_IN = {
     "tiny-qwen2": TINY_QWEN2,
     "tiny-qwen2-odd-vocab": TINY_QWEN2_ODD_VOCAB,
+    "tiny-qwen2-4kv": TINY_QWEN2_4KV,
     "tiny-qwen3": TINY_QWEN3,
     "tiny-llama": TINY_LLAMA,
     "Qwen2.5-0.5B": QWEN2_5_0_5B,

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from lockstep.config import Config, Inputs
 from lockstep.errors import UserError, first_line, printable
-from lockstep.inputs import architectures, model_config
+from lockstep.inputs import architectures, model_config, modules
 from lockstep.inputs.model import causal_lm_loss, transformers_config
 from lockstep.tensors.exact import make_exact
 
@@ -56,7 +56,7 @@ def try_out(architecture: dict, content: dict, model_name: str) -> None:
         raise UserError(
             f"{where}its config.json: {method} would replace a method of transformers' config; remove it"
         )
-    cut = {**architecture, "num_hidden_layers": len(model.model.layers)}
+    cut = {**architecture, "num_hidden_layers": len(model.get_submodule(modules.LAYERS))}
     _require_names(model, architectures.parameter_shapes(cut), f"{where}transformers' own model")
 
 
@@ -149,7 +149,7 @@ def _run(model: torch.nn.Module, ids: torch.Tensor) -> dict[str, torch.Tensor]:
     handles = [
         module.register_forward_hook(lambda _module, _inputs, output, name=name: see(name, output))
         for name, module in model.named_modules()
-        if name not in ("", "model")
+        if name not in ("", modules.BASE)
     ]
     model.train()
     loss = causal_lm_loss(model, ids[:, :-1], ids[:, 1:]).mean()

@@ -28,6 +28,7 @@ from lockstep import origin
 from lockstep.collective import gather_objects, stop_together
 from lockstep.errors import first_line
 from lockstep.files import why_not_written
+from lockstep.inputs import modules
 from lockstep.mesh import share
 from lockstep.tensors import manifest, step_file
 from lockstep.tensors.layout import (
@@ -172,7 +173,7 @@ class Capture:
         if micro > 0 and symbols[0] != BATCH:
             return  # the same for every micro batch
         local = _local(tensor)
-        if name == "lm_head":
+        if name == modules.HEAD:
             self._summarise(local)
         self._try(self._write_placed, f"forward/{name}", local, symbols, micro)
         if tensor.requires_grad and name in self.layout.backward:

@@ -3,6 +3,7 @@
 import math
 
 from lockstep.errors import UserError
+from lockstep.inputs import modules
 from lockstep.inputs.data import global_batch_hash, window_hashes
 from lockstep.tensors.dump import Dump
 from lockstep.tensors.manifest import REMEDY, configuration
@@ -91,7 +92,7 @@ def require_summary(dump: Dump, step: int, norm: float) -> None:
     """Raise UserError unless the summaries of the logits are those of logits with this 2-norm."""
     summaries = dump.steps[str(step)]["logits"]
     said = math.sqrt(sum(one["rms"] ** 2 for one in summaries) / len(summaries))
-    held = norm / math.sqrt(math.prod(dump.expected(step)["forward/lm_head"]))
+    held = norm / math.sqrt(math.prod(dump.expected(step)[f"forward/{modules.HEAD}"]))
     if math.isfinite(held) and not math.isclose(said, held, rel_tol=SUMMED):
         raise UserError(
             f"{dump.folder}: step {step} records logits of root mean square {said:.9g}, they have {held:.9g}; {REMEDY}"

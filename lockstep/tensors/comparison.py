@@ -212,8 +212,9 @@ def _hold_records(strategy: str, dump: Dump, step: int, found: dict[str, Distanc
                 strategy, step, entry["grad_norm"], math.hypot(*(found[name].own_norm for name in gradients))
             )
         )
-    if "forward/lm_head" in found:
-        require_summary(dump, step, found["forward/lm_head"].own_norm)
+    logits = f"forward/{modules.HEAD}"
+    if logits in found:
+        require_summary(dump, step, found[logits].own_norm)
 
 
 def _replay(replays: dict[str, Dump], dump: Dump, name: str, step: int) -> Dump:

@@ -4,7 +4,7 @@ One forward and one backward pass of the model on torch's meta device, which com
 
     MODULE          what a module gives back (MODULE.1 for the second tensor of a tuple)
     MODULE.input    what enters a module, where it depends on the weights and is no captured tensor already, such as the
-                    output of the attention itself, which enters o_proj
+                    output of the attention itself, which enters its output layer
 
 and, backward, the gradient of the loss with respect to each of them.
 """
@@ -16,11 +16,15 @@ from dataclasses import dataclass
 import torch
 
 from lockstep.errors import UserError, first_line
+from lockstep.inputs import modules
 from lockstep.inputs.model import build_model
 
 BATCH, SEQUENCE = "batch", "sequence"
 KINDS = ("gradient", "exp_avg", "exp_avg_sq", "parameter")  # of what a strategy holds per parameter
-NOT_WATCHED = ("", "model")  # what the model and its base model give back are outputs of modules inside them
+NOT_WATCHED = (
+    "",
+    modules.BASE,
+)  # what the model and its base model give back are outputs of modules inside them
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import resource
 import torch
 
 from lockstep.collective import gather_objects
+from lockstep.inputs import modules
 
 
 class ComputeDtypes:
@@ -21,11 +22,11 @@ class ComputeDtypes:
         }
         self._handles = []
         for name, module in model.named_modules():
-            if name.endswith(("_proj", "lm_head")):
-                biased = getattr(module, "bias", None) is not None
-                self._watch(module, "biased_linear_dtype" if biased else "compute_dtype")
-            elif name.endswith("embed_tokens"):
+            own = dict(module.named_parameters(recurse=False))
+            if name == modules.EMBEDDING:
                 self._watch(module, "embedding_dtype")
+            elif "weight" in own and own["weight"].ndim == 2:
+                self._watch(module, "biased_linear_dtype" if "bias" in own else "compute_dtype")
 
     def _watch(self, module: torch.nn.Module, key: str) -> None:
         seen = self._seen[key]
@@ -39,12 +40,13 @@ class ComputeDtypes:
 
 def model_contract(model: torch.nn.Module) -> dict:
     """What the live model says of itself: attention implementation, dropout, parameter dtypes, the tie."""
+    attentions = [layer.get_submodule(modules.ATTENTION) for layer in model.get_submodule(modules.LAYERS)]
     return {
         "attention": model.config._attn_implementation,
-        "attention_dropout": max(layer.self_attn.attention_dropout for layer in model.model.layers),
+        "attention_dropout": max(attention.attention_dropout for attention in attentions),
         "training_mode": model.training,
         "parameter_dtype": sorted({str(parameter.dtype) for parameter in model.parameters()}),
-        "tied_embeddings": model.lm_head.weight is model.model.embed_tokens.weight,
+        "tied_embeddings": modules.is_tied(model),
     }
 
 
