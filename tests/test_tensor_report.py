@@ -5,6 +5,7 @@ import re
 
 import pytest
 from edited import edit
+from test_history import require_origin
 
 from lockstep.tensors import comparison as compare
 from lockstep.tensors import report as tensor_report
@@ -45,6 +46,8 @@ def test_the_json_has_the_origin_of_every_run(written):
     assert set(runs) == {"ddp", "fsdp"} and all(
         run["origin"]["commit"] and run["missing"] == [] for run in runs.values()
     )
+    for run in runs.values():
+        require_origin(run["versions"], run["origin"])
 
 
 def test_text_from_files_is_no_markup(dumps, tmp_path, capsys):

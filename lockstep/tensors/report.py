@@ -126,7 +126,11 @@ def about(result: Result) -> dict[str, str]:
         "dataset": f"{alike(lambda dump: dump.run['config']['dataset_name'])} (SHA-256 of the tokens {run['corpus_sha256'][:16]}), tokenizer {run['tokenizer']}",
         "versions": ", ".join(f"{name} {version}" for name, version in run["versions"].items()),
         "Lockstep": f"captured at {alike(lambda dump: dump.manifest['origin']['commit'])}; compared at {origin.commit()}",
-        "processor": alike(lambda dump: dump.manifest["origin"]["cpu"]),
+        "processor": alike(
+            lambda dump: ", ".join(
+                (dump.manifest["origin"]["cpu"], *dump.manifest["origin"]["instruction_sets"])
+            )
+        ),
         "captured": alike(lambda dump: dump.manifest["origin"]["date"]),
         "compared": f"{origin.now()} by {origin.command()}",
     }

@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from lockstep import origin
 from lockstep.collective import stop_together
 from lockstep.config import PLACES, Config, Inputs
 from lockstep.errors import TrainingFailure, UserError
@@ -274,6 +275,7 @@ def _live_checksums(strategy: Strategy, rank: int) -> dict[str, str] | None:
 
 
 def provenance(config: Config, inputs: Inputs) -> dict:
+    """What a history and a dump say of a run before it begins."""
     return {
         "label": config.label,
         "mesh": [config.dp_size, config.tp_size],
@@ -285,4 +287,5 @@ def provenance(config: Config, inputs: Inputs) -> dict:
         "tokenizer": inputs.batches.corpus.tokenizer_name,
         "num_steps": inputs.num_steps,
         "versions": versions(),
+        "origin": origin.about(),
     }
