@@ -14,6 +14,7 @@ import itertools
 import math
 from dataclasses import asdict, dataclass
 from enum import Enum
+from typing import Literal
 
 
 class Cuts(Enum):
@@ -25,7 +26,8 @@ class Cuts(Enum):
     WEIGHTS = "weights"
 
 
-AXES = {"pp": Cuts.LAYERS, "dp": Cuts.SAMPLES, "cp": Cuts.POSITIONS, "tp": Cuts.WEIGHTS}
+Axis = Literal["pp", "dp", "cp", "tp"]
+AXES: dict[Axis, Cuts] = {"pp": Cuts.LAYERS, "dp": Cuts.SAMPLES, "cp": Cuts.POSITIONS, "tp": Cuts.WEIGHTS}
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ def history(strategy="ddp", precision="fp32", steps=20, shift=0.0, **changes):
     record = History(
         run={
             "label": config.label,
-            "mesh": [config.dp_size, config.tp_size],
+            "mesh": config.mesh.sizes,
             "config": {key: value for key, value in config.as_dict().items() if key not in PLACES},
             "architecture": copy.deepcopy(BUILT_IN["tiny-qwen2"]),
             "architecture_source": "built-in architecture tiny-qwen2",

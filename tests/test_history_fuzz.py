@@ -78,7 +78,7 @@ def damage(data, chance):
             lambda: data[:place] + data[place + chance.randrange(1, 50) :],
             lambda: data + data,
             lambda: b"\xef\xbb\xbf" + data,
-            lambda: b'{"format": 2, ' + data[1:],
+            lambda: b'{"format": 3, ' + data[1:],
             lambda: b"[" * 100_000,
             lambda: data.replace(b"0.1", b"1" * 5000, 1),
             lambda: b"",

@@ -23,7 +23,7 @@ def written(dumps, tmp_path_factory):
     [
         ("model", r"tiny-qwen2, 2 layers"),
         ("precision", "fp32"),
-        ("mesh", r"DDP .*: tp 1 x dp 2 on cpu, FSDP.*: tp 2 x dp 2 on cpu"),
+        ("mesh", r"DDP .*: TP=1, DP=2, batch_size \d+ on cpu, FSDP.*: TP=2, DP=2, batch_size \d+ on cpu"),
         ("seed", "0"),
         ("steps", "1, 2 captured of 2"),
         ("dataset", r"builtin .* tokenizer word-crc32"),

@@ -11,6 +11,7 @@ from lockstep import origin
 from lockstep.diagnosis.diagnose import Diagnosis
 from lockstep.errors import printable
 from lockstep.files import write_result
+from lockstep.mesh import Mesh
 from lockstep.tensors.judgement import PASSES, Result
 
 SHORT = 12  # rows of a long table that are printed; the file has all
@@ -118,7 +119,7 @@ def about(result: Result) -> dict[str, str]:
         "model": f"{config['model_name']}, {architecture['num_hidden_layers']} layers ({run['architecture_source']})",
         "precision": config["precision"],
         "mesh": alike(
-            lambda dump: f"tp {dump.run['mesh'][1]} x dp {dump.run['mesh'][0]}, batch_size {dump.run['config']['batch_size']} on {dump.run['config']['device']}"
+            lambda dump: f"{Mesh(**dump.run['mesh']).label}, batch_size {dump.run['config']['batch_size']} on {dump.run['config']['device']}"
         ),
         "seed": alike(lambda dump: str(dump.run["config"]["seed"])),
         "steps": f"{', '.join(next(iter(dumps.values())).steps)} captured of {alike(lambda dump: str(dump.run['num_steps']))}",

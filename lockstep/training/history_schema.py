@@ -8,6 +8,7 @@ from pydantic import AfterValidator, ConfigDict, Field
 from lockstep.errors import UserError
 from lockstep.inputs.architectures import parameter_shapes
 from lockstep.inputs.model_config import FAMILIES
+from lockstep.mesh import Axis, Mesh
 from lockstep.schemas import (
     Count,
     Finite,
@@ -113,7 +114,7 @@ class PeakMemory(Strict):
 
 class Run(Strict):
     label: Name
-    mesh: Annotated[list[Count], Field(min_length=2, max_length=2)]  # dp, tp
+    mesh: dict[Axis, Count]  # axis -> size
     config: RunConfig
     architecture: Architecture
     architecture_source: Text
@@ -162,9 +163,9 @@ def require_consistent(file: File, path: object) -> None:
 
 def _run_problem(run: Run) -> str:
     config = run.config
-    dp, tp = config.dp_size, config.tp_size
-    if run.mesh != [dp, tp] or config.num_workers != dp * tp:
-        return f"mesh {run.mesh}, {config.num_workers} workers, and (dp_size, tp_size) = ({dp}, {tp}) do not go together"
+    mesh = Mesh(dp=config.dp_size, tp=config.tp_size)
+    if run.mesh != mesh.sizes or config.num_workers != mesh.world_size:
+        return f"mesh {run.mesh}, {config.num_workers} workers, and {mesh.label} of the configuration do not go together"
     if config.debug_steps and run.num_steps != config.debug_steps:
         return f"num_steps is {run.num_steps}, debug_steps {config.debug_steps}"
     if run.peak_memory and len(run.peak_memory.bytes_by_rank) != config.num_workers:

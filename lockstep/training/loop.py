@@ -278,7 +278,7 @@ def provenance(config: Config, inputs: Inputs) -> dict:
     """What a history and a dump say of a run before it begins."""
     return {
         "label": config.label,
-        "mesh": [config.dp_size, config.tp_size],
+        "mesh": config.mesh.sizes,
         "config": {key: value for key, value in config.as_dict().items() if key not in PLACES},
         "architecture": inputs.architecture,
         "architecture_source": inputs.architecture_source,
