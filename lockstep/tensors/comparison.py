@@ -26,6 +26,7 @@ from lockstep.files import require_writable_folder
 from lockstep.losses.curves import RANK_SPACINGS, RULES, loss_noise
 from lockstep.strategies import BASELINE, in_order
 from lockstep.tensors import report as tensor_report
+from lockstep.inputs import modules
 from lockstep.tensors.comparable_dumps import (
     configuration_differences,
     require_comparable,
