@@ -23,10 +23,10 @@ from lockstep.config import Parser
 from lockstep.diagnosis.diagnose import diagnose
 from lockstep.errors import UserError, run_program
 from lockstep.files import require_writable_folder
+from lockstep.inputs import modules
 from lockstep.losses.curves import RANK_SPACINGS, RULES, loss_noise
 from lockstep.strategies import BASELINE, in_order
 from lockstep.tensors import report as tensor_report
-from lockstep.inputs import modules
 from lockstep.tensors.comparable_dumps import (
     configuration_differences,
     require_comparable,
