@@ -234,15 +234,27 @@ def judge(group: Group, fault, strategy: str) -> dict:
     guards = group.history_folder(strategy, fault.name) / "guards.txt"
     causes = [cause.name for cause in diagnosis.causes]
     return {
-        "fault": fault.name, "strategy": strategy, "class": fault.bug_class, "seen_in": fault.seen_in, "story": fault.story,
-        "loss_step": curve.red_loss_step, "grad_norm_step": curve.red_grad_norm_step, "step": step, "first": first, "expected_first": fault.first,
+        "fault": fault.name,
+        "strategy": strategy,
+        "class": fault.bug_class,
+        "seen_in": fault.seen_in,
+        "story": fault.story,
+        "loss_step": curve.red_loss_step,
+        "grad_norm_step": curve.red_grad_norm_step,
+        "step": step,
+        "first": first,
+        "expected_first": fault.first,
         "caught": bool(failures),
         "first_right": (first, step) == (fault.first, fault.step),
-        "cause": causes[0] if causes else None, "expected_cause": fault.cause, "named": name_verdict(causes, fault.cause),
-        "causes": [[cause.name, cause.evidence] for cause in diagnosis.causes], "excluded": diagnosis.excluded, "odd": diagnosis.odd,
+        "cause": causes[0] if causes else None,
+        "expected_cause": fault.cause,
+        "named": name_verdict(causes, fault.cause),
+        "causes": [[cause.name, cause.evidence] for cause in diagnosis.causes],
+        "excluded": diagnosis.excluded,
+        "odd": diagnosis.odd,
         "changed": differ(dump, Dump(group.dump(strategy, CLEAN))),
         "guard": guards.read_text(encoding="utf-8").splitlines()[0] if guards.is_file() else None,
-    }  # fmt: skip
+    }
 
 
 def name_verdict(causes: list[str], expected: str) -> str:

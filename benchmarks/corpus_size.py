@@ -73,10 +73,13 @@ def measure(flags: list[str]) -> None:
             inputs.batches.windows(step, dp_rank)
     seconds = time.perf_counter() - loaded
     found = {
-        "seconds_to_load": round(loaded - start, 3), "milliseconds_per_step": round(1e3 * seconds / STEPS, 3),
-        "peak_mib_before": before, "peak_mib": peak_mib(),
-        "tokens": len(inputs.batches.corpus.tokens), "bytes_sent_to_a_worker": len(pickle.dumps(inputs)),
-    }  # fmt: skip
+        "seconds_to_load": round(loaded - start, 3),
+        "milliseconds_per_step": round(1e3 * seconds / STEPS, 3),
+        "peak_mib_before": before,
+        "peak_mib": peak_mib(),
+        "tokens": len(inputs.batches.corpus.tokens),
+        "bytes_sent_to_a_worker": len(pickle.dumps(inputs)),
+    }
     print(json.dumps(found))
 
 

@@ -166,8 +166,15 @@ def main() -> None:
         run = Dump(folder / BASELINE).run["config"]
         for kind in KINDS:
             for what, values in limits(folder, kind).items():
-                row = {"run": f"{run['model_name']}, {run['precision']}", "kind": kind, "spoilt": what,
-                       "best": values[0], "median": values[TRIALS // 2], "caught_99_of_100": values[TRIALS - 2], "worst": values[-1]}  # fmt: skip
+                row = {
+                    "run": f"{run['model_name']}, {run['precision']}",
+                    "kind": kind,
+                    "spoilt": what,
+                    "best": values[0],
+                    "median": values[TRIALS // 2],
+                    "caught_99_of_100": values[TRIALS - 2],
+                    "worst": values[-1],
+                }
                 rows.append(row)
                 print(
                     " | ".join(

@@ -32,9 +32,12 @@ def script(root: Path, folder: Path) -> tuple[float, dict[str, float]]:
     start = last = time.perf_counter()
     phases = dict.fromkeys([*EVERY_RUN, "verdict and end"], 0.0)
     process = subprocess.Popen(
-        [root / "run_verification_main.sh"], env={**os.environ, **SETTINGS, "OUTPUT_DIR": str(folder)},
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+        [root / "run_verification_main.sh"],
+        env={**os.environ, **SETTINGS, "OUTPUT_DIR": str(folder)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     for line in process.stdout:
         for phase, mark in EVERY_RUN.items():
             if mark in line:

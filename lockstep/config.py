@@ -36,9 +36,16 @@ PRECISIONS = ("fp32", "autocast", "bf16")
 BETAS, EPS = (0.9, 0.999), 1e-8  # of AdamW, torch's defaults
 # Flags that say where things lie, not what a run computes: no part of a run's record.
 PLACES = (
-    "init_weights_path", "overwrite", "loss_output_dir", "storage_path", "experiment_name", "capture_dir", "data_cache_dir", "dry_run",
+    "init_weights_path",
+    "overwrite",
+    "loss_output_dir",
+    "storage_path",
+    "experiment_name",
+    "capture_dir",
+    "data_cache_dir",
+    "dry_run",
     "control",  # it asks for another run
-)  # fmt: skip
+)
 EPILOG = (
     "Environment: RAY_ADDRESS is the cluster to join, HOST:PORT as `ray start --head` prints it, or auto (unset: a Ray instance of its "
     "own); RAY_AUTH_MODE is token or disabled (unset: a token is shown where the cluster wants one). A built-in name wins over a folder "

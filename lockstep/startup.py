@@ -9,7 +9,7 @@ Every program begins with
 
 From then on Ctrl-C ends it at once, with one line and status 130: libraries turn a KeyboardInterrupt into other errors, or
 lose it, and there is nothing to clean up while they are imported or while Ray starts (its processes end with this one). Where
-there is something, `cleaning_up` raises KeyboardInterrupt instead. This file must be readable by any Python 3.
+there is something, `cleaning_up` raises KeyboardInterrupt instead. This file must be readable by Python 3.6.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ def stop_at_once(_signal=None, _frame=None):
     with contextlib.suppress(Exception):  # it may be what was interrupted
         sys.stdout.flush()
     if os.environ.get("RANK", "0") == "0":
-        os.write(2, "{}: {}\n".format(program(), meaning).encode())
+        os.write(2, f"{program()}: {meaning}\n".encode())
     for end in end_helpers:
         with contextlib.suppress(Exception):
             end()
@@ -68,18 +68,18 @@ def cleaning_up():
 def _require_environment():
     """End with status 2 and one line unless this Python is recent enough and has the packages."""
     problem = ""
-    if sys.version_info < (3, 11):
-        problem = "this is Python {}.{}, and 3.11 or later is needed".format(*sys.version_info[:2])
+    if sys.version_info < (3, 11):  # noqa: UP036 - an older Python comes this far
+        problem = f"this is Python {sys.version_info[0]}.{sys.version_info[1]}, and 3.11 or later is needed"
     else:
         missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
         if missing:
-            problem = "{} has no package {}".format(sys.executable or "this Python", missing[0])
+            problem = f"{sys.executable or 'this Python'} has no package {missing[0]}"
     if problem:
         activate = os.path.join(ROOT, ".venv", "bin", "activate")
         enter = "source " + os.path.relpath(activate)
         if not os.path.exists(activate):
             enter = "run ./run_verification_main.sh, which makes .venv, then source .venv/bin/activate"
-        os.write(2, "{}: {}; enter the environment first: {}\n".format(program(), problem, enter).encode())
+        os.write(2, f"{program()}: {problem}; enter the environment first: {enter}\n".encode())
         os._exit(2)
 
 

@@ -60,20 +60,38 @@ ROWS = {
     row.name: row
     for row in (
         Row(
-            name=BASELINE, label="DDP", color="black", axes=("dp",), factory="ddp_strategy:DDPStrategy",
-            handles="lockstep.faults.torch_handles:DDPHandles", program="train_ddp.py", whole_replicas=True,
+            name=BASELINE,
+            label="DDP",
+            color="black",
+            axes=("dp",),
+            factory="ddp_strategy:DDPStrategy",
+            handles="lockstep.faults.torch_handles:DDPHandles",
+            program="train_ddp.py",
+            whole_replicas=True,
         ),
         Row(
-            name="deepspeed", label="DeepSpeed AutoTP", color="tab:orange", axes=("dp", "tp"), factory="autotp_strategy:AutoTPStrategy",
-            handles="lockstep.deepspeed.handles:AutoTPHandles", program="train_deepspeed.py", float32_biases_under_autocast=True,
-            ranks_share_gpus=False, requires="lockstep.deepspeed.build:require",
+            name="deepspeed",
+            label="DeepSpeed AutoTP",
+            color="tab:orange",
+            axes=("dp", "tp"),
+            factory="autotp_strategy:AutoTPStrategy",
+            handles="lockstep.deepspeed.handles:AutoTPHandles",
+            program="train_deepspeed.py",
+            float32_biases_under_autocast=True,
+            ranks_share_gpus=False,
+            requires="lockstep.deepspeed.build:require",
         ),
         Row(
-            name="fsdp", label="FSDP+DTensor", color="tab:blue", axes=("dp", "tp"), factory="fsdp_strategy:FSDPStrategy",
-            handles="lockstep.faults.torch_handles:FSDPHandles", program="train_fsdp.py",
+            name="fsdp",
+            label="FSDP+DTensor",
+            color="tab:blue",
+            axes=("dp", "tp"),
+            factory="fsdp_strategy:FSDPStrategy",
+            handles="lockstep.faults.torch_handles:FSDPHandles",
+            program="train_fsdp.py",
         ),
     )
-}  # fmt: skip
+}
 
 
 def row_of(name: str) -> Row:

@@ -19,8 +19,12 @@ ROOT = Path(__file__).parents[1]
 def script(name, *arguments, cwd=ROOT, **environment):
     return subprocess.run(
         [sys.executable, ROOT / f"train_{name}.py", *arguments],
-        cwd=cwd, capture_output=True, text=True, timeout=60, env={**os.environ, **environment},
-    )  # fmt: skip
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, **environment},
+    )
 
 
 CASES = [
@@ -180,10 +184,14 @@ def test_without_deepspeed(tmp_path, monkeypatch):
 def test_every_rank_finds_it_and_rank_0_says_it():
     """torchrun kills all ranks when one ends: one that is not rank 0 waits until it has spoken."""
     ranks = [
-        subprocess.Popen([sys.executable, ROOT / "train_fsdp.py", "--tp_size", "3"], stderr=subprocess.PIPE, text=True,
-                         env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "6"})
+        subprocess.Popen(
+            [sys.executable, ROOT / "train_fsdp.py", "--tp_size", "3"],
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "6"},
+        )
         for rank in range(2)
-    ]  # fmt: skip
+    ]
     said = ranks[0].communicate(timeout=60)[1]
     assert (
         ranks[0].returncode == 2

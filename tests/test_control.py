@@ -110,21 +110,34 @@ def test_a_control_that_shows_something_else_is_no_tolerance(name):
     assert judged(broken, gap=gap).outcome == "FAIL"
 
 
-@pytest.mark.parametrize("norms, message", [
-    ({"s7": 15.0}, "in step 7 the control's gradient norm is 9.0e[+]00 of it from DDP's"),
-    ({"s1": 1.5001}, "in step 1 the control's gradient norm"),
-    ({"s7": 0.0}, "in step 7 "),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "norms, message",
+    [
+        ({"s7": 15.0}, "in step 7 the control's gradient norm is 9.0e[+]00 of it from DDP's"),
+        ({"s1": 1.5001}, "in step 1 the control's gradient norm"),
+        ({"s7": 0.0}, "in step 7 "),
+    ],
+)
 def test_gradient_norms_likewise(norms, message):
     result = judged(**norms)
     assert result.outcome == "NOT JUDGED" and re.search(message, result.doubt)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "autocast", "bf16"])
-@pytest.mark.parametrize("values", [
-    {"loss": 0.001}, {"loss": 9.0}, {"loss": 0.0}, {"loss": -1.0}, {"loss": math.nan},
-    {"grad_norm": 15.0}, {"grad_norm": 1e-3}, {"grad_norm": 0.0}, {"learning_rate": 0.1},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"loss": 0.001},
+        {"loss": 9.0},
+        {"loss": 0.0},
+        {"loss": -1.0},
+        {"loss": math.nan},
+        {"grad_norm": 15.0},
+        {"grad_norm": 1e-3},
+        {"grad_norm": 0.0},
+        {"learning_rate": 0.1},
+    ],
+)
 @pytest.mark.parametrize("edited", ["ddp", "control", "other", "ddp and control", "ddp and other"])
 def test_whichever_history_is_edited_at_one_step(precision, values, edited):
     noise = {"fp32": 4e-7, "autocast": 1e-4, "bf16": 1e-4}[precision]

@@ -49,9 +49,22 @@ def test_the_loop_knows_no_strategy_by_name():
 
 @pytest.mark.parametrize(
     "module",
-    ["config", "training.contract", "losses.curves", "training.history", "training.history_schema", "losses.curve_report", "inputs.data",
-     "inputs.weights", "launch", "running.jobs", "running.locks", "running.processes", "strategies"],
-)  # fmt: skip
+    [
+        "config",
+        "training.contract",
+        "losses.curves",
+        "training.history",
+        "training.history_schema",
+        "losses.curve_report",
+        "inputs.data",
+        "inputs.weights",
+        "launch",
+        "running.jobs",
+        "running.locks",
+        "running.processes",
+        "strategies",
+    ],
+)
 def test_what_answers_a_mistake_does_not_wait_for_torch(module):
     code = f"import sys, lockstep.{module}; sys.exit(bool({{'torch', 'transformers', 'ray', 'deepspeed'}} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

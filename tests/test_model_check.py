@@ -26,15 +26,32 @@ LLAMA3 = {
 }
 MODELS = {
     "windows": WINDOWS,
-    "window of one": {**WINDOWS, "sliding_window": 1, "max_window_layers": 0},  # no attention, so no gradient of q and k
-    "layer types": {**QWEN3, "use_sliding_window": True, "sliding_window": 5, "num_hidden_layers": 3,
-                    "layer_types": ["full_attention", "full_attention", "sliding_attention"]},
+    "window of one": {
+        **WINDOWS,
+        "sliding_window": 1,
+        "max_window_layers": 0,
+    },  # no attention, so no gradient of q and k
+    "layer types": {
+        **QWEN3,
+        "use_sliding_window": True,
+        "sliding_window": 5,
+        "num_hidden_layers": 3,
+        "layer_types": ["full_attention", "full_attention", "sliding_attention"],
+    },
     "llama3": {**LLAMA, "rope_scaling": LLAMA3, "rope_theta": 10000.0},
-    "longrope": {**QWEN3, "rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "original_max_position_embeddings": 40}},
+    "longrope": {
+        **QWEN3,
+        "rope_scaling": {
+            "rope_type": "longrope",
+            "short_factor": [1.0] * 8,
+            "long_factor": [4.0] * 8,
+            "original_max_position_embeddings": 40,
+        },
+    },
     "wide heads": {**QWEN2, "head_dim": 32},
     "padding": {**LLAMA, "pad_token_id": 7},
     "gelu": {**LLAMA, "hidden_act": "gelu_new", "rms_norm_eps": 1e-3},
-}  # fmt: skip
+}
 
 
 def difference(content, **options):
@@ -65,9 +82,10 @@ def test_the_check_sees_a_window_that_is_left_out(monkeypatch):
 
 def test_the_check_sees_a_window_that_is_one_too_wide(monkeypatch):
     full = exact.attention
-    wider = lambda *inputs, sliding_window=None, **options: full(
-        *inputs, sliding_window=sliding_window and sliding_window + 1, **options
-    )  # noqa: E731
+
+    def wider(*inputs, sliding_window=None, **options):
+        return full(*inputs, sliding_window=sliding_window and sliding_window + 1, **options)
+
     monkeypatch.setattr(exact, "attention", wider)
     assert "layers.1.self_attn" in difference(WINDOWS)[0]
 

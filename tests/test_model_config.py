@@ -163,8 +163,9 @@ def test_what_asks_for_nothing_is_not_refused(family, change):
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner, max_size=3), max_leaves=6,
-)  # fmt: skip
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner, max_size=3),
+    max_leaves=6,
+)
 KEYS = sorted(
     {key for content in hub.ALL.values() for key in content}
     | {"layer_types", "auto_map", "is_causal", "hidden_dropout"}

@@ -6,11 +6,11 @@ import subprocess
 import sys
 
 import pytest
+from ranks import ROOT
 
 from lockstep import strategies
 from lockstep.errors import UserError
 from lockstep.training import history
-from ranks import ROOT
 
 SMALL = ["--batch_size", "2", "--seq_length", "64", "--precision", "fp32"]
 
@@ -93,11 +93,14 @@ def test_through_the_script_and_the_figure(folder):
     assert "mine (TP=1, DP=2)" in out and (folder / "figure.png").is_file()
 
 
-@pytest.mark.parametrize("name, message", [
-    ("nope", "there is no strategy nope; choose from ddp, deepspeed, fsdp, or give your own"),
-    ("gone.py:Mine", "gone.py: cannot be imported"),
-    ("my_parallel.py:Nobody", "has no Nobody; name the class"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("nope", "there is no strategy nope; choose from ddp, deepspeed, fsdp, or give your own"),
+        ("gone.py:Mine", "gone.py: cannot be imported"),
+        ("my_parallel.py:Nobody", "has no Nobody; name the class"),
+    ],
+)
 def test_what_is_no_strategy_is_refused(folder, monkeypatch, name, message):
     monkeypatch.chdir(folder)
     with pytest.raises(UserError, match=message):

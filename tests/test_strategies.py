@@ -15,9 +15,23 @@ from lockstep.tensors.dump import Dump
 
 STEPS = 3
 ARGUMENTS = [
-    "--precision", "fp32", "--batch_size", "2", "--seq_length", "64", "--debug_steps", str(STEPS),
-    "--gradient_accumulation_steps", "2", "--max_grad_norm", "0.5", "--weight_decay", "0.1", "--learning_rate", "1e-3",
-]  # fmt: skip
+    "--precision",
+    "fp32",
+    "--batch_size",
+    "2",
+    "--seq_length",
+    "64",
+    "--debug_steps",
+    str(STEPS),
+    "--gradient_accumulation_steps",
+    "2",
+    "--max_grad_norm",
+    "0.5",
+    "--weight_decay",
+    "0.1",
+    "--learning_rate",
+    "1e-3",
+]
 MESHES = [(2, 1), (1, 2), (2, 2)]
 CASES = [("ddp", 2, 1), *(("fsdp", *m) for m in MESHES), *(("deepspeed", *m) for m in MESHES)]
 # A float32 gradient is a sum of products, each rounded by 6e-8, through a dozen layers of them: errors of a few 1e-7.

@@ -47,8 +47,16 @@ def test_one_element_far_off_is_enough():
     assert not row(1e-7).too_far and row(1e-7, largest_error=1e-6).too_far
 
 
-@pytest.mark.parametrize("numbers", [{"error": math.nan}, {"error": INF, "ddp": 1.0}, {"error": INF, "ddp": INF},
-                                     {"error": 0.0, "norm": INF}, {"error": INF, "ddp": INF, "norm": INF}])  # fmt: skip
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        {"error": math.nan},
+        {"error": INF, "ddp": 1.0},
+        {"error": INF, "ddp": INF},
+        {"error": 0.0, "norm": INF},
+        {"error": INF, "ddp": INF, "norm": INF},
+    ],
+)
 def test_what_is_not_finite_is_too_far(numbers):
     assert row(**numbers).too_far
     assert yardstick(INF).too_far and yardstick(INF, norm=INF).too_far and yardstick(math.nan).too_far

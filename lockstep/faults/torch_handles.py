@@ -218,9 +218,10 @@ class FSDPHandles(TorchHandles):
 
         loss = fsdp_strategy.vocab_parallel_cross_entropy
         self.run.patch(
-            fsdp_strategy, "vocab_parallel_cross_entropy",
+            fsdp_strategy,
+            "vocab_parallel_cross_entropy",
             lambda logits, labels, first_id, group: loss(logits, labels, first_id - (first_id > 0), group),
-        )  # fmt: skip
+        )
 
 
 class _EnterUnreduced(torch.autograd.Function):

@@ -88,15 +88,15 @@ class Batches:
         return [(window[:, :-1].contiguous(), window[:, 1:].contiguous()) for window in windows]
 
 
-def micro_batches_hash(micro_batches: list[tuple]) -> int:
-    """48 bits of SHA-256 over what a rank really feeds its model (48 so that a float64 can carry it)."""
-    digest = hashlib.sha256()
-    for input_ids, labels in micro_batches:
-        digest.update(input_ids.cpu().numpy().tobytes())
-        digest.update(labels.cpu().numpy().tobytes())
-    return int.from_bytes(digest.digest()[:6], "big")
+def window_hashes(micro_batches: list[tuple]) -> list[int]:
+    """48 bits of SHA-256 over each sequence that a rank really feeds its model, in order (48 so that a float64 can carry them)."""
+    return [
+        int.from_bytes(hashlib.sha256(ids.tobytes() + labels.tobytes()).digest()[:6], "big")
+        for pair in micro_batches
+        for ids, labels in zip(*(half.cpu().numpy() for half in pair), strict=True)
+    ]
 
 
-def global_batch_hash(hashes_by_dp_rank: list[int]) -> str:
-    """Hash of a step's global batch from the hashes of its DP shares, in order."""
-    return hashlib.sha256(" ".join(map(str, hashes_by_dp_rank)).encode()).hexdigest()[:16]
+def global_batch_hash(hashes: list[int]) -> str:
+    """Hash of a step's global batch from the hashes of its windows, in order: the same however it is cut into DP shares."""
+    return hashlib.sha256(" ".join(map(str, hashes)).encode()).hexdigest()[:16]

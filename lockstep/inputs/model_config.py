@@ -23,9 +23,15 @@ from lockstep.schemas import Strict, validate
 REMEDY = "correct it, or fetch the model again"
 FAMILIES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
 REQUIRED = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "max_position_embeddings", "initializer_range",
-)  # fmt: skip
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+    "initializer_range",
+)
 QWEN3_HEAD_DIM = 128  # of transformers' Qwen3Config, where the file has none
 # Elementwise, without parameters, in the dtype of their input: what a tensor-parallel shard and float64 can do as well.
 # Not xielu and prelu, which have parameters.
@@ -72,12 +78,25 @@ ROPE_KEYS = {
     "default": ((), ()),
     "linear": (("factor",), ()),
     "dynamic": (("factor",), ()),
-    "yarn": (("factor",), ("original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
-                           "mscale_all_dim", "truncate")),
-    "longrope": (("short_factor", "long_factor"), ("factor", "original_max_position_embeddings", "attention_factor")),
+    "yarn": (
+        ("factor",),
+        (
+            "original_max_position_embeddings",
+            "attention_factor",
+            "beta_fast",
+            "beta_slow",
+            "mscale",
+            "mscale_all_dim",
+            "truncate",
+        ),
+    ),
+    "longrope": (
+        ("short_factor", "long_factor"),
+        ("factor", "original_max_position_embeddings", "attention_factor"),
+    ),
     "llama3": (("factor", "low_freq_factor", "high_freq_factor"), ("original_max_position_embeddings",)),
     "proportional": ((), ("factor", "partial_rotary_factor")),
-}  # fmt: skip
+}
 
 
 class _Common(Strict):

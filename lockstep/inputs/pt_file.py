@@ -18,18 +18,31 @@ LARGEST_PICKLE = 1 << 21  # bytes; a tensor takes about 250 of them, and a dense
 MOST_MEMBERS = 200_000
 LARGEST_DIRECTORY = 1 << 25  # bytes
 DTYPES = {  # the class of a storage -> the name and the bytes that safetensors has for its dtype
-    "FloatStorage": ("F32", 4), "BFloat16Storage": ("BF16", 2), "HalfStorage": ("F16", 2), "DoubleStorage": ("F64", 8),
-    "LongStorage": ("I64", 8), "IntStorage": ("I32", 4), "ShortStorage": ("I16", 2), "CharStorage": ("I8", 1),
-    "ByteStorage": ("U8", 1), "BoolStorage": ("BOOL", 1),
-}  # fmt: skip
+    "FloatStorage": ("F32", 4),
+    "BFloat16Storage": ("BF16", 2),
+    "HalfStorage": ("F16", 2),
+    "DoubleStorage": ("F64", 8),
+    "LongStorage": ("I64", 8),
+    "IntStorage": ("I32", 4),
+    "ShortStorage": ("I16", 2),
+    "CharStorage": ("I8", 1),
+    "ByteStorage": ("U8", 1),
+    "BoolStorage": ("BOOL", 1),
+}
 _MEMBERS = re.compile(
     r"data\.pkl|data/\d+|byteorder|version|\.format_version|\.storage_alignment|\.data/serialization_id"
 )
 _ORDERED_DICT = "collections OrderedDict"
 _TENSOR, _PARAMETER = "torch._utils _rebuild_tensor_v2", "torch._utils _rebuild_parameter"
 _GLOBALS = {_ORDERED_DICT, _TENSOR, _PARAMETER, *(f"torch {name}" for name in DTYPES)}
-_PUSHES = {"EMPTY_DICT": dict, "EMPTY_LIST": list, "EMPTY_TUPLE": tuple, "NONE": lambda: None,
-           "NEWTRUE": lambda: True, "NEWFALSE": lambda: False}  # fmt: skip
+_PUSHES = {
+    "EMPTY_DICT": dict,
+    "EMPTY_LIST": list,
+    "EMPTY_TUPLE": tuple,
+    "NONE": lambda: None,
+    "NEWTRUE": lambda: True,
+    "NEWFALSE": lambda: False,
+}
 _PUSHES_ITS_ARGUMENT = ("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE")
 _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
@@ -81,8 +94,21 @@ def read(path: Path, where: str, *, checksums: bool):
     except UserError as error:
         raise UserError(f"{where}: {str(error).removeprefix(f'{path}: ')}") from error
     # zipfile and pickletools raise half a dozen kinds, all for what stands in the file
-    except (OSError, ValueError, KeyError, IndexError, TypeError, OverflowError, NotImplementedError, RuntimeError, EOFError,
-            MemoryError, AttributeError, zipfile.BadZipFile, zipfile.LargeZipFile) as error:  # fmt: skip
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        IndexError,
+        TypeError,
+        OverflowError,
+        NotImplementedError,
+        RuntimeError,
+        EOFError,
+        MemoryError,
+        AttributeError,
+        zipfile.BadZipFile,
+        zipfile.LargeZipFile,
+    ) as error:
         raise UserError(
             f"{where}: damaged, truncated or not a file that torch.save writes ({first_line(error)}); "
             "give a whole file, or save the weights again under another name"

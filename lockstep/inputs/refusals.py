@@ -46,12 +46,19 @@ NEUTRAL = {
     ),
 }
 _PATTERNS = (  # of names; the same two things
-    (re.compile(r".*(drop_?out|pdrop|drop_?path|layer_?drop|drop_rate).*"), (None, False, 0, 0.0),
-     "every strategy would drop other weights; set it to 0 in config.json"),
+    (
+        re.compile(r".*(drop_?out|pdrop|drop_?path|layer_?drop|drop_rate).*"),
+        (None, False, 0, 0.0),
+        "every strategy would drop other weights; set it to 0 in config.json",
+    ),
     (re.compile(r".*soft_?cap.*"), OFF, _OTHER),
-    (re.compile(r".*(_multiplier|logits?_scal(e|ing)|residual_scale|scale_emb|scale_depth)"), (None, 1, 1.0), _OTHER),
+    (
+        re.compile(r".*(_multiplier|logits?_scal(e|ing)|residual_scale|scale_emb|scale_depth)"),
+        (None, 1, 1.0),
+        _OTHER,
+    ),
     (re.compile(r"(num|n)_(local_|routed_|shared_)?experts"), OFF, _OTHER),
-)  # fmt: skip
+)
 _ONLY_OTHERS_HAVE = {  # family -> keys that mean something to other families
     "qwen2": {
         "attention_bias": (

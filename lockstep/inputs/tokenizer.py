@@ -85,9 +85,11 @@ class FileTokenizer:
             raise UserError(f"{path}: cannot be read ({error.strerror or error})") from error
         self.name = "tokenizer.json " + sha256[:16]
         self.key = {
-            "tokenizer": sha256, "vocab_size": vocab_size, "separator": separator,
+            "tokenizer": sha256,
+            "vocab_size": vocab_size,
+            "separator": separator,
             "tokenizers": importlib.metadata.version("tokenizers"),
-        }  # fmt: skip
+        }
         self.vocab_size = vocab_size
         self.separator = separator
         self._path = path
@@ -138,8 +140,12 @@ def _try(path: Path) -> None:
     try:
         done = subprocess.run(
             [sys.executable, "-m", "lockstep.inputs.tokenizer_trial", str(path.absolute())],
-            cwd=ROOT, capture_output=True, text=True, errors="replace", timeout=TRIAL_SECONDS,
-        )  # fmt: skip
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=TRIAL_SECONDS,
+        )
     except subprocess.TimeoutExpired:
         raise UserError(
             f"{path}: not read within {TRIAL_SECONDS} seconds; it is damaged, fetch it again"

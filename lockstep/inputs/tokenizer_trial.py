@@ -13,8 +13,16 @@ from lockstep.inputs.tokenizer import LARGEST, load, raise_unless_ours
 
 MEMORY = 4 << 30  # bytes of address space
 KEYS = {
-    "version", "truncation", "padding", "added_tokens", "normalizer", "pre_tokenizer", "post_processor", "decoder", "model",
-}  # fmt: skip
+    "version",
+    "truncation",
+    "padding",
+    "added_tokens",
+    "normalizer",
+    "pre_tokenizer",
+    "post_processor",
+    "decoder",
+    "model",
+}
 TEXT = (
     "The quick brown fox: it's 1,234.50! \t\n Zwölf Bären, 漢字かな, مرحبا, \U0001f600 \x00 aaaa"
     + "b" * 300

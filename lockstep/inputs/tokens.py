@@ -4,6 +4,7 @@ A token file is a line of JSON filled up to HEADER bytes, the tokens (int32, lit
 bytes of tokens (uint32). Every block that is read is held against its CRC.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -93,12 +94,10 @@ def _reopen(path: Path, about: dict) -> TokenFile:
 
 def open_file(path: Path) -> TokenFile:
     """Raises OSError when it cannot be opened, and Damaged when its parts do not fit together."""
-    file = open(path, "rb", buffering=0)
-    try:
+    with contextlib.ExitStack() as closing:
+        file = closing.enter_context(open(path, "rb", buffering=0))
         about, sums = _header(file.fileno())
-    except BaseException:
-        file.close()
-        raise
+        closing.pop_all()  # from here on it is the TokenFile's
     return TokenFile(path, about, file, sums)
 
 
@@ -153,9 +152,12 @@ def write_file(path: Path, key: dict, parts: Iterable[np.ndarray]) -> dict:
         table = np.asarray(sums, "<u4").tobytes()
         file.write(table)
         about = {
-            "format": FORMAT, "num_tokens": num_bytes // TOKEN.itemsize, "sha256": digest.hexdigest(),
-            "crc32_of_sums": zlib.crc32(table), "key": key,
-        }  # fmt: skip
+            "format": FORMAT,
+            "num_tokens": num_bytes // TOKEN.itemsize,
+            "sha256": digest.hexdigest(),
+            "crc32_of_sums": zlib.crc32(table),
+            "key": key,
+        }
         file.seek(0)
         file.write(json.dumps(about).encode().ljust(HEADER))
     return about

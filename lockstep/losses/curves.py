@@ -16,9 +16,22 @@ from lockstep.losses.tolerance import (
 from lockstep.training.history import History, not_finite
 
 __all__ = [
-    "CONTROL_FACTOR", "DERIVED_STEPS", "FAIL", "NOT_JUDGED", "PASS", "RANK_SPACINGS", "RULES", "Tolerance", "Verdict",
-    "compare", "loss_gap", "loss_noise", "norm_gap", "require_comparable", "tolerance_for",
-]  # fmt: skip
+    "CONTROL_FACTOR",
+    "DERIVED_STEPS",
+    "FAIL",
+    "NOT_JUDGED",
+    "PASS",
+    "RANK_SPACINGS",
+    "RULES",
+    "Tolerance",
+    "Verdict",
+    "compare",
+    "loss_gap",
+    "loss_noise",
+    "norm_gap",
+    "require_comparable",
+    "tolerance_for",
+]
 PASS, FAIL, NOT_JUDGED = "PASS", "FAIL", "NOT JUDGED"
 
 

@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from lockstep import origin
 from lockstep.collective import gather_objects, stop_together
 from lockstep.errors import first_line
 from lockstep.files import why_not_written
@@ -55,8 +54,8 @@ class Capture:
         self.folder = config.capture_folder
         self.layout = layout_of(provenance["architecture"], config.attn_impl)
         self.num_tensors = 2 * len(self.layout.outputs) + len(KINDS) * len(self.layout.parameters) + 2
-        about = {"commit": origin.commit(), "date": origin.now(), "cpu": origin.cpu()}
-        self.manifest = {"origin": about, "run": provenance, "steps": {}}
+        run = {key: value for key, value in provenance.items() if key != "origin"}
+        self.manifest = {"origin": provenance["origin"], "run": run, "steps": {}}
         self.writers: dict[str, bool] = {}
         self.path: Path | None = None  # of the step that is being captured
 
@@ -189,9 +188,11 @@ class Capture:
         wide = logits.double()
         count, total, square, largest = self.logits
         self.logits = [
-            count + wide.numel(), total + float(wide.sum()), square + float(wide.square().sum()),
+            count + wide.numel(),
+            total + float(wide.sum()),
+            square + float(wide.square().sum()),
             max(largest, float(wide.abs().max())),
-        ]  # fmt: skip
+        ]
 
     def _write_placed(self, name: str, local: torch.Tensor, symbols: tuple, micro: int) -> None:
         start, is_writer = self._place(name, local, symbols)
@@ -278,7 +279,7 @@ class Capture:
         dims = {}
         for axis in self.mesh.axes:
             here, there = parts[0][0].start, parts[self.mesh.neighbour(0, axis)][0].start
-            dims.update({axis: dim for dim, (a, b) in enumerate(zip(here, there, strict=True)) if a != b})
+            dims.update((axis, dim) for dim, (a, b) in enumerate(zip(here, there, strict=True)) if a != b)
         return dims
 
 

@@ -61,6 +61,7 @@ from lockstep.tensors.judgement import (
     yardstick,
 )
 from lockstep.tensors.manifest import REMEDY
+from lockstep.training.contract import global_batch
 
 # Without a reference: the largest distance from it that DDP had, over the clean sweep and the real sizes (results/).
 TYPICAL = {"fp32": 1.5e-6, "autocast": 2e-2}
@@ -311,13 +312,22 @@ def _update(
 def _losses(
     baseline: Dump, dumps: dict[str, Dump], step: int, precision: str, truths: dict[str, Dump]
 ) -> list[Loss]:
-    """The losses of all DP ranks. `truths` are the references of the runs; without them there is none."""
+    """The losses of all DP ranks, or of the smallest groups of them that see the same windows in every run.
+
+    `truths` are the references of the runs; without them there is none.
+    """
     config = baseline.run["config"]
-    tokens = config["batch_size"] * config["gradient_accumulation_steps"] * config["seq_length"]
+    shares = math.gcd(*(len(_rank_losses(dump, step)) for dump in (*dumps.values(), *truths.values())))
+    tokens = global_batch(config) * config["gradient_accumulation_steps"] * config["seq_length"] // shares
     growth = 1 if step == 1 else RULES[precision].growth
-    of_rank = lambda dump, rank: dump.steps[str(step)]["rank_losses"][rank]  # noqa: E731
+
+    def of_rank(dump: Dump, share: int) -> float:
+        losses = _rank_losses(dump, step)
+        each = len(losses) // shares
+        return sum(losses[share * each : (share + 1) * each]) / each
+
     found = []
-    for rank in range(config["dp_size"]):
+    for rank in range(shares):
         loss = of_rank(baseline, rank)
         noise = loss_noise(precision, loss, baseline.run["architecture"], tokens, spacings=RANK_SPACINGS)
         by_strategy, exact = (
@@ -335,6 +345,10 @@ def _losses(
             )
         )
     return found
+
+
+def _rank_losses(dump: Dump, step: int) -> list[float]:
+    return dump.steps[str(step)]["rank_losses"]
 
 
 def arrange(opened: list[Dump]) -> tuple[Dump, dict[str, Dump], dict[str, Dump]]:

@@ -22,6 +22,7 @@ from lockstep.schemas import (
     Finite,
     MayBreakDown,
     Name,
+    Origin,
     Sha256,
     Strict,
     Whole,
@@ -109,14 +110,6 @@ class Architecture(Strict):
     head_dim: Count | None = None
     initializer_range: Amount
     tie_word_embeddings: bool = False
-
-
-class Origin(Strict):
-    """Where and when a dump was captured."""
-
-    commit: Name
-    date: Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ$")]
-    cpu: Name
 
 
 class Run(Strict):

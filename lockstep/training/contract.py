@@ -4,6 +4,8 @@ Here is what a configuration demands, the same of every strategy; `lockstep/trai
 the first step, and the loop stops the run if the two differ. Two runs are compared only when their contracts agree.
 """
 
+import math
+
 from lockstep.config import BETAS, EPS, Config
 from lockstep.inputs.architectures import has_biases, parameter_shapes
 
@@ -49,6 +51,20 @@ def expected_contract(config: Config, architecture: dict) -> dict:
         "training_mode": True,
         "tied_embeddings": architecture.get("tie_word_embeddings", False),
     }
+
+
+def global_batch(config: dict) -> int:
+    """Windows of a step and micro batch that all DP ranks see together, of a recorded configuration.
+
+    Runs with the same number are fed the same windows in the same order, whatever their dp_size.
+    """
+    return config["dp_size"] * config["batch_size"]
+
+
+def on_any_mesh(contract: dict) -> dict:
+    """A contract as runs on different meshes share it: a mean over a rank's tokens, micro batches and DP ranks is one over all."""
+    means = contract.get("loss_is_mean_over")
+    return {**contract, "loss_is_mean_over": math.prod(means)} if means else contract
 
 
 def contract_differences(expected: dict, actual: dict, ignoring: tuple[str, ...] = ()) -> dict[str, str]:

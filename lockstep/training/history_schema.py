@@ -12,6 +12,7 @@ from lockstep.schemas import (
     Finite,
     MayBreakDown,
     Name,
+    Origin,
     Sha256,
     Strict,
     Whole,
@@ -120,6 +121,7 @@ class Run(Strict):
     tokenizer: Text
     num_steps: Count
     versions: dict[Name, Name]
+    origin: Origin | None = None  # histories of earlier commits have none
     peak_memory: PeakMemory | None = None  # of a run that finished
 
 

@@ -14,11 +14,12 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from lockstep import origin
 from lockstep.collective import stop_together
 from lockstep.config import PLACES, Config, Inputs
 from lockstep.errors import TrainingFailure, UserError
 from lockstep.inputs import initial_weights, weights
-from lockstep.inputs.data import Batches, global_batch_hash, micro_batches_hash
+from lockstep.inputs.data import Batches, global_batch_hash, window_hashes
 from lockstep.inputs.model import build_model
 from lockstep.mesh import Geometry, Mesh
 from lockstep.running import progress
@@ -151,7 +152,7 @@ def train_step(
 ) -> tuple[dict, list]:
     """One step (from 0) of the loop: feed, update, gather what every rank saw; `capture` writes down all it computes.
 
-    Returns the record of the step, which keeps one loss per DP rank, and (loss, norm, batch hash) of every rank.
+    Returns the record of the step, which keeps one loss per DP rank, and (loss, norm, hashes of its windows) of every rank.
 
     Raises TrainingFailure on every rank if TP peers saw different batches, or DP ranks the same.
     """
@@ -163,8 +164,8 @@ def train_step(
     if capture:
         capture.gradients()
     grad_norm = strategy.update()
-    everyone = _gather([float(loss), grad_norm, micro_batches_hash(micro_batches)], device)
-    losses, hashes = [row[0] for row in everyone], [int(row[2]) for row in everyone]
+    everyone = _gather([float(loss), grad_norm, *window_hashes(micro_batches)], device)
+    losses, hashes = [row[0] for row in everyone], [list(map(int, row[2:])) for row in everyone]
     seconds = time.perf_counter() - start
     _require_right_batches(hashes, config.mesh, index + 1)
     lead = [config.mesh.first_with_share(share) for share in range(config.mesh.num_sample_shares)]
@@ -176,7 +177,7 @@ def train_step(
         "learning_rate": strategy.optimizer.param_groups[0]["lr"],
         "tokens": batches.windows_per_step * config.seq_length,
         "seconds": seconds,
-        "batch_hash": global_batch_hash([hashes[r] for r in lead]),
+        "batch_hash": global_batch_hash([each for r in lead for each in hashes[r]]),
     }
     if capture:
         capture.end(step)
@@ -231,7 +232,7 @@ def _require_file_weights(live: dict | None, file_sums: dict | None, config: Con
     )
 
 
-def _require_right_batches(hashes: list[int], mesh: Mesh, step: int) -> None:
+def _require_right_batches(hashes: list[list[int]], mesh: Mesh, step: int) -> None:
     """Ranks with one share of the global batch see one batch, ranks with different shares do not."""
     for rank, value in enumerate(hashes):
         share = mesh.sample_share(rank)
@@ -248,7 +249,7 @@ def _require_right_batches(hashes: list[int], mesh: Mesh, step: int) -> None:
 
 
 def _require_finite(step: int, everyone: list[list[float]], mesh: Mesh) -> None:
-    for rank, (loss, grad_norm, _) in enumerate(everyone):
+    for rank, (loss, grad_norm, *_) in enumerate(everyone):
         for what, value in (("loss", loss), ("gradient norm", grad_norm)):
             if not math.isfinite(value):
                 raise TrainingFailure(
@@ -257,7 +258,7 @@ def _require_finite(step: int, everyone: list[list[float]], mesh: Mesh) -> None:
 
 
 def _gather(mine: list[float], device) -> list[list[float]]:
-    """Every rank's numbers, in rank order. float64 carries them exactly (the hash has 48 bits)."""
+    """Every rank's numbers, in rank order. float64 carries them exactly (a hash has 48 bits)."""
     row = torch.tensor(mine, dtype=torch.float64, device=device)
     everyone = [torch.empty_like(row) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, row)
@@ -274,6 +275,7 @@ def _live_checksums(strategy: Strategy, rank: int) -> dict[str, str] | None:
 
 
 def provenance(config: Config, inputs: Inputs) -> dict:
+    """What a history and a dump say of a run before it begins."""
     return {
         "label": config.label,
         "mesh": [config.dp_size, config.tp_size],
@@ -285,4 +287,5 @@ def provenance(config: Config, inputs: Inputs) -> dict:
         "tokenizer": inputs.batches.corpus.tokenizer_name,
         "num_steps": inputs.num_steps,
         "versions": versions(),
+        "origin": origin.about(),
     }
