@@ -230,9 +230,9 @@ def test_a_verification_ends_before_it_starts(tmp_path, monkeypatch, capsys):
     folder(tmp_path, WINDOWS)
     started = []
     monkeypatch.setattr(
-        run_verification,
-        "run",
-        lambda command, what: started.append(what) or (_ for _ in ()).throw(UserError("started")),
+        run_verification.jobs,
+        "start_all_groups",
+        lambda *groups, **_: started.append(groups) or (_ for _ in ()).throw(UserError("started")),
     )
     arguments = ["--model_name", str(tmp_path), "--output_dir", str(tmp_path / "out"), "--precision", "fp32"]
     assert run_verification.main(arguments) == 2 and len(started) == 1
@@ -245,6 +245,6 @@ def test_a_verification_ends_before_it_starts(tmp_path, monkeypatch, capsys):
         memory, "machine_bytes", lambda: 10_000_000
     )  # enough for the runs, not for the reference in float64
     monkeypatch.setattr(
-        memory, "least_bytes", lambda config, _: 10_000_000 + (config.strategy == "reference")
+        memory, "least_bytes", lambda config, _: 10_000_000 + (config.run_name == "reference")
     )
     assert run_verification.main([*arguments, "--overwrite"]) == 2 and len(started) == 1
