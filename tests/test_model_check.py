@@ -12,10 +12,10 @@ from lockstep.errors import UserError
 from lockstep.inputs import memory, model_check
 from lockstep.inputs.architectures import BUILT_IN
 from lockstep.inputs.model import build_model, causal_lm_loss
-from lockstep.inputs.model_config import checked
+from lockstep.inputs.model_config import FAMILIES, checked
 from lockstep.tensors import exact
 
-QWEN2, QWEN3, LLAMA = (BUILT_IN[f"tiny-{family}"] for family in ("qwen2", "qwen3", "llama"))
+QWEN2, QWEN3, LLAMA, MISTRAL = (BUILT_IN[f"tiny-{family}"] for family in FAMILIES)
 WINDOWS = {**QWEN2, "use_sliding_window": True, "sliding_window": 32, "max_window_layers": 1}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -50,6 +50,13 @@ MODELS = {
     },
     "wide heads": {**QWEN2, "head_dim": 32},
     "padding": {**LLAMA, "pad_token_id": 7},
+    "a window in all layers": MISTRAL,
+    "mistral without a window": {
+        **MISTRAL,
+        "sliding_window": None,
+        "head_dim": 32,
+        "tie_word_embeddings": True,
+    },
     "gelu": {**LLAMA, "hidden_act": "gelu_new", "rms_norm_eps": 1e-3},
 }
 
@@ -88,6 +95,7 @@ def test_the_check_sees_a_window_that_is_one_too_wide(monkeypatch):
 
     monkeypatch.setattr(exact, "attention", wider)
     assert "layers.1.self_attn" in difference(WINDOWS)[0]
+    assert "layers.0.self_attn" in difference(MISTRAL)[0]
 
 
 def test_the_check_sees_another_scale(monkeypatch):

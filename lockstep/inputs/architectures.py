@@ -48,6 +48,13 @@ TINY_LLAMA = {
     "attention_bias": False,
     "mlp_bias": False,
 }
+# a window in all layers, shorter than the sequences of the tests; no biases
+TINY_MISTRAL = {
+    **{key: value for key, value in TINY_QWEN2.items() if key != "use_sliding_window"},
+    "model_type": "mistral",
+    "tie_word_embeddings": False,
+    "sliding_window": 32,
+}
 
 # The published config.json of Qwen/Qwen2.5-0.5B (https://huggingface.co/Qwen/Qwen2.5-0.5B).
 QWEN2_5_0_5B = {
@@ -75,6 +82,7 @@ BUILT_IN = {
     "tiny-qwen2-4kv": TINY_QWEN2_4KV,
     "tiny-qwen3": TINY_QWEN3,
     "tiny-llama": TINY_LLAMA,
+    "tiny-mistral": TINY_MISTRAL,
     "Qwen2.5-0.5B": QWEN2_5_0_5B,
 }
 HUB_STAND_INS = {"Qwen/Qwen2.5-0.5B": "Qwen2.5-0.5B"}
