@@ -100,7 +100,16 @@ def torch_contract(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> 
 def versions() -> dict[str, str]:
     """Versions of the libraries that take part, of those installed; a difference between runs is one in the experiment."""
     found = {}
-    for name in ("torch", "transformers", "deepspeed", "ray", "numpy", "safetensors", "tokenizers", "accelerate"):
+    for name in (
+        "torch",
+        "transformers",
+        "deepspeed",
+        "ray",
+        "numpy",
+        "safetensors",
+        "tokenizers",
+        "accelerate",
+    ):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return found
