@@ -65,7 +65,7 @@ def test_the_loop_knows_no_strategy_by_name():
         "strategies",
     ],
 )
-def test_what_answers_a_mistake_does_not_wait_for_torch(module):
+def test_what_answers_a_usage_error_does_not_wait_for_torch(module):
     code = f"import sys, lockstep.{module}; sys.exit(bool({{'torch', 'transformers', 'ray', 'deepspeed'}} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
