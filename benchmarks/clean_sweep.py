@@ -69,7 +69,7 @@ def train(cases: dict[tuple, int], folder: Path) -> None:
         ]
         runs[None].append({"strategy": "reference", "arguments": common})
     references = runs.pop(None)
-    for (dp, tp), group in runs.items():  # DeepSpeed cannot change its mesh within a process
+    for (dp, tp), group in runs.items():  # a strategy may be unable to change its mesh within a process
         jobs.start_all(dp * tp, group, folder / f"ranks-{dp}-{tp}")
     jobs.start_all(None, references, folder / "references")  # last: it replays the others
 

@@ -1,7 +1,7 @@
 """The tensor-level comparison: is every tensor of every run as close to the reference as a correct run is?
 
     python -m lockstep.compare runs/verify/fsdp runs/verify/reference         a dump and the reference (and DDP's beside it)
-    python -m lockstep.compare runs/verify/{ddp,deepspeed,fsdp,reference}     all of them
+    python -m lockstep.compare runs/verify/{ddp,fsdp,reference}               several dumps and the reference
     python -m lockstep.compare runs/one/fsdp runs/two/fsdp                    any two dumps
 
 The yardstick is DDP's own distance from the float64 reference; docs/verification.md derives what is tolerated.
