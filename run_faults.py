@@ -160,7 +160,9 @@ def train(groups: dict[Group, list[tuple]], folder: Path) -> dict[tuple, float |
     from lockstep.running import jobs
 
     outcome: dict[tuple, float | str] = {}
-    by_mesh = collections.defaultdict(list)  # DeepSpeed cannot change its mesh within a process
+    by_mesh = collections.defaultdict(
+        list
+    )  # a strategy may be unable to change its mesh within a process (docs/findings.md)
     for group, pairs in groups.items():
         by_mesh[group.mesh.dp, 1] += [(group, CLEAN, BASELINE), (group, CLEAN, history.CONTROL)]
         for row in dict.fromkeys(row for _, row in pairs):

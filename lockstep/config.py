@@ -134,7 +134,7 @@ class Config:
         return torch.autocast(device.type, dtype=torch.bfloat16)
 
     def of_control(self) -> "Config":
-        """The control run of this run: from the same weights one rounding off, which this run has saved if it saves any."""
+        """The control run of this run. It starts from the same weights, perturbed by one ulp; if this run saves weights, from those."""
         saved = {"save_init_weights": False, "pretrained": False} if self.save_init_weights else {}
         return replace(self, control=False, noise_control=True, capture_dir=None, **saved)
 
@@ -254,7 +254,7 @@ def build_parser(strategy: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--noise_control",
         action="store_true",
-        help="start one rounding of the compute dtype beside the initial weights, and write loss_control.json: how far rounding alone takes the loss (train_ddp.py only)",
+        help="make the control run: perturb the initial weights by one ulp of the compute dtype and write loss_control.json, which shows how far rounding errors alone move the loss (train_ddp.py only)",
     )
     add(
         "run_name",

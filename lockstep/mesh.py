@@ -6,7 +6,7 @@
     cp     positions   the same samples, other positions   summed; the loss is a mean over tokens
     tp     weights     the same samples and positions      whole on their shard
 
-What an axis means follows from what it cuts (`AXES`). The numbering is the one of `init_device_mesh` and of DeepSpeed AutoTP: ranks
+What an axis means follows from what it cuts (`AXES`). The numbering is the one of `init_device_mesh` and of AutoTP: ranks
 that are neighbours share the innermost axis, along which most is communicated.
 """
 

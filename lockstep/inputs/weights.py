@@ -39,9 +39,9 @@ def checksums(tensors: Iterable[tuple[str, "torch.Tensor"]]) -> dict[str, str]:
 
 
 def perturb(model: "torch.nn.Module", dtype: str, seed: int) -> None:
-    """Move every weight by one spacing of a dtype, up or down as a seeded coin falls: half an epsilon, rounded.
+    """Perturb every weight by one ulp of `dtype`, up or down at random: a relative change of half its epsilon, rounded.
 
-    A power of two (the 1 of a fresh norm) is half-way then, and stays where it is when it should go up.
+    Upwards, a power of two (the 1 of a fresh norm) lands half-way between two numbers and is rounded back to itself.
     """
     import torch
 

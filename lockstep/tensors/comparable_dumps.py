@@ -106,12 +106,14 @@ def require_its_batch(reference: Dump, step: int) -> None:
         raise UserError(f"{reference.folder}: step {step}: its batch_hash is not that of its batch; {REMEDY}")
 
 
-def require_norms(truths: dict[str, Dump], step: int, found: dict, parameters: list[str]) -> None:
+def require_norms(references: dict[str, Dump], step: int, found: dict, parameters: list[str]) -> None:
     """Hold the gradient norm that each run's reference records against its gradients, as the run's distances have them."""
-    for strategy, truth in truths.items():
+    for strategy, reference in references.items():
         if all(f"gradient/{name}" in found[strategy] for name in parameters):
             require_norm(
-                truth, step, math.hypot(*(found[strategy][f"gradient/{name}"].norm for name in parameters))
+                reference,
+                step,
+                math.hypot(*(found[strategy][f"gradient/{name}"].norm for name in parameters)),
             )
 
 

@@ -256,7 +256,7 @@ def _contradictions_of_step(manifest: dict, step: str, exact: bool, first: int):
         yield f"loss is {entry['loss']}, the mean of its rank_losses is {sum(losses) / len(losses)}"
     if len(entry["logits"]) != sizes["dp"]:
         yield f"{len(entry['logits'])} summaries of logits of {sizes['dp']} DP ranks"
-    more = 1 + 1e-9  # roundings of float64 sums
+    more = 1 + 1e-9  # rounding errors of float64 sums
     finite = [one for one in entry["logits"] if math.isfinite(sum(one.values()))]
     if any(
         not (abs(one["mean"]) <= one["rms"] * more and one["rms"] <= one["max_abs"] * more) for one in finite

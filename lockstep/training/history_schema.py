@@ -230,10 +230,10 @@ def _step_problem(file: File) -> str:
 
 
 def is_mean(loss: float, rank_losses: list[float]) -> bool:
-    """Whether `loss` is the mean, to the roundings of a float64 sum in any order; not finite if one of them is not."""
+    """Whether `loss` is the mean, up to the rounding errors of a float64 sum in any order; not finite if one of them is not."""
     mean = sum(rank_losses) / len(rank_losses)
     if not math.isfinite(mean):
         return not math.isfinite(loss)
     return abs(loss - mean) <= 2.0**-52 * sum(
         map(abs, rank_losses)
-    )  # n terms: n roundings of 2^-53 each of two sums
+    )  # two sums of n terms, n unit roundoffs (2^-53) each

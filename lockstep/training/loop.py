@@ -1,7 +1,7 @@
-"""The Strategy protocol and THE loop: seeding, one step, the loss record. No ray, no deepspeed.
+"""The Strategy protocol and THE loop: seeding, one step, the loss record. It imports no strategy and no launcher.
 
-The loop knows nothing about how a strategy works; it feeds every rank its micro batches, gathers what every rank
-saw, and stops all ranks when something is wrong.
+The loop does not know how a strategy works. It feeds every rank its micro batches, gathers what every rank saw, and stops all
+ranks if something is wrong.
 """
 
 import contextlib

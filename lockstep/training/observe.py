@@ -7,6 +7,7 @@ import resource
 
 import torch
 
+from lockstep import strategies
 from lockstep.collective import gather_objects
 from lockstep.inputs import modules
 
@@ -100,12 +101,13 @@ def torch_contract(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> 
 
 
 def versions() -> dict[str, str]:
-    """Versions of the libraries that take part, of those installed; a difference between runs is one in the experiment."""
+    """Versions of the installed libraries that take part; runs with other versions are not comparable."""
     found = {}
+    of_strategies = (row.library for row in strategies.ROWS.values() if row.library)
     for name in (
         "torch",
         "transformers",
-        "deepspeed",
+        *of_strategies,
         "ray",
         "numpy",
         "safetensors",
