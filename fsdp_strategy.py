@@ -1,11 +1,12 @@
 """FSDP2 + DTensor: a tensor-parallel plan over the tp axis, then `fully_shard` over the dp axis."""
 
 import logging
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -17,6 +18,9 @@ from torch.distributed.tensor.parallel import (
 from lockstep.mesh import share
 from lockstep.training.torch_strategy import TorchStrategy
 from lockstep.training.vocab_parallel_loss import vocab_parallel_cross_entropy
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # full_tensor() gathers over tp, then over dp, and is told each time that one collective would be faster.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
@@ -64,11 +68,13 @@ TP_PLAN = {
 }
 
 
-def check_plan(model: torch.nn.Module) -> None:
+def check_plan(model: "PreTrainedModel") -> None:
     """Hold TP_PLAN against the plan that comes with the model (`base_model_tp_plan`).
 
     Raises ValueError naming the first module that the two shard differently or that ours leaves whole.
     """
+    if model.config.base_model_tp_plan is None:
+        raise ValueError(f"{type(model).__name__} comes with no plan to hold TP_PLAN against")
     for pattern, style in model.config.base_model_tp_plan.items():
         ours = TP_PLAN.get(f"model.{pattern}", ("nothing", None))[0]
         if ours != style:
@@ -89,17 +95,18 @@ def _pattern(name: str) -> str:
 class FSDPStrategy(TorchStrategy):
     """Weights cut over tp, then over dp; `lockstep.training.torch_strategy` has what it shares with other strategies in torch."""
 
-    def parallelize(self, model: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
+    def parallelize(self, model: "PreTrainedModel", device_mesh: DeviceMesh) -> torch.nn.Module:
         if device_mesh["tp"].size() > 1:
             shard_over_tp(model, device_mesh["tp"])
         # Shards are gathered once per step: kept between forward and backward, as ZeRO-1 keeps whole parameters.
         # At dp 1 this gathers nothing and still makes every strategy run the same code.
         for layer in model.model.layers:
             fully_shard(layer, mesh=device_mesh["dp"], reshard_after_forward=False)
-        return fully_shard(model, mesh=device_mesh["dp"], reshard_after_forward=False)
+        fully_shard(model, mesh=device_mesh["dp"], reshard_after_forward=False)
+        return model
 
 
-def shard_over_tp(model: torch.nn.Module, tp_mesh: DeviceMesh) -> None:
+def shard_over_tp(model: "PreTrainedModel", tp_mesh: DeviceMesh) -> None:
     """Cut the model by TP_PLAN, in place; its loss is then computed on shards of the vocabulary."""
     check_plan(model)
     tied = model.lm_head.weight is model.model.embed_tokens.weight
@@ -112,7 +119,9 @@ def shard_over_tp(model: torch.nn.Module, tp_mesh: DeviceMesh) -> None:
     first_id, _ = share(head.out_features, tp_mesh.get_local_rank(), tp_mesh.size())
     group = tp_mesh.get_group()
 
-    def loss_on_shards(logits, labels, vocab_size, shift_labels, **_):
+    def loss_on_shards(
+        logits: DTensor, labels: torch.Tensor, vocab_size: int, shift_labels: torch.Tensor, **_: Any
+    ) -> torch.Tensor:
         local_logits = logits.to_local(grad_placements=logits.placements)
         return vocab_parallel_cross_entropy(local_logits, shift_labels, first_id, group)
 

@@ -2,7 +2,6 @@ import signal
 
 import pytest
 
-
 # A suite that was started in the background has inherited an ignored Ctrl-C, and the programs that it starts would, too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

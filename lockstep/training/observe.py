@@ -4,10 +4,15 @@ import contextlib
 import importlib.metadata
 import math
 import resource
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from lockstep.collective import gather_objects
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class ComputeDtypes:
@@ -19,7 +24,7 @@ class ComputeDtypes:
             "biased_linear_dtype": set(),
             "embedding_dtype": set(),
         }
-        self._handles = []
+        self._handles: list[RemovableHandle] = []
         for name, module in model.named_modules():
             if name.endswith(("_proj", "lm_head")):
                 biased = getattr(module, "bias", None) is not None
@@ -37,7 +42,7 @@ class ComputeDtypes:
         return {key: sorted(seen) for key, seen in self._seen.items()}
 
 
-def model_contract(model: torch.nn.Module) -> dict:
+def model_contract(model: "PreTrainedModel") -> dict[str, Any]:
     """What the live model says of itself: attention implementation, dropout, parameter dtypes, the tie."""
     return {
         "attention": model.config._attn_implementation,
@@ -48,7 +53,7 @@ def model_contract(model: torch.nn.Module) -> dict:
     }
 
 
-def optimizer_contract(optimizer: torch.optim.Optimizer) -> dict:
+def optimizer_contract(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Class, rates and state dtypes of the live optimizer. Call it after a first step, when the state exists."""
     first = optimizer.param_groups[0]
     state_dtypes = {
@@ -85,7 +90,7 @@ def observed_max_grad_norm(configured: float, before: float, after: float) -> fl
     return configured if math.isclose(after, configured, rel_tol=1e-3) else after
 
 
-def torch_contract(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict:
+def torch_contract(model: "PreTrainedModel", optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Model and optimizer of a strategy that steps a torch optimizer itself; gradients are reduced in their own dtype."""
     return {
         **model_contract(model),
