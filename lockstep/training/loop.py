@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep import origin
-from lockstep.collective import stop_together
+from lockstep.collective import stop_together, stopping_together
 from lockstep.config import PLACES, Config, Inputs
 from lockstep.errors import TrainingFailure, UserError
 from lockstep.inputs import initial_weights, weights
@@ -97,8 +97,9 @@ def run(config: Config, inputs: Inputs, make_strategy, device: torch.device) -> 
             with contextlib.suppress(UserError):  # on a full disk: the error above says which file filled it
                 record.save(path)
         raise
-    if rank == 0:
-        record.save(path)
+    with stopping_together():
+        if rank == 0:
+            record.save(path)
     last = record.steps[-1]
     took = progress.duration(time.monotonic() - begin)
     return f"{config.label}: {len(record.steps)} steps in {took}, loss {record.steps[0]['loss']:.6f} -> {last['loss']:.6f}, {path}"
@@ -111,13 +112,18 @@ def _train(config, inputs, strategy, rank, device, file_sums, record, path, capt
         record.weights = {"initial_sha256": weights.combined_sha256(before)}
         if capture:
             capture.manifest["initial_sha256"] = record.weights["initial_sha256"]
-        record.save(path)
+    with stopping_together():
+        if rank == 0:
+            record.save(path)
 
     shown = progress.Steps(config.label, inputs.num_steps, config.log_interval)
+    problem = ""  # why rank 0 could not write the history after the last step
     for index in range(inputs.num_steps):
         compute_dtypes = ComputeDtypes(strategy.model) if index == 0 else None
         watching = capture if capture is not None and index < config.capture_steps else None
-        step, everyone = train_step(strategy, inputs.batches, config, rank, device, index, watching)
+        step, everyone = train_step(
+            strategy, inputs.batches, config, rank, device, index, watching, problem=problem
+        )
         record.add(step)
         _require_finite(step["step"], everyone, config.mesh)
         if compute_dtypes is not None:
@@ -129,9 +135,13 @@ def _train(config, inputs, strategy, rank, device, file_sums, record, path, capt
                 f"{config.label} does not run with what was asked for: {difference}" if difference else ""
             )
         if rank == 0:
-            record.save(path)
+            try:
+                record.save(path)
+            except UserError as error:  # the others learn of it in the next step, or below
+                problem = str(error)
             shown.add(step)
 
+    stop_together(problem)
     after = _live_checksums(strategy, rank)
     memory = peak_memory(device)
     if rank == 0:
@@ -149,12 +159,16 @@ def train_step(
     device,
     index: int,
     capture: Capture | None = None,
+    *,
+    problem: str = "",
 ) -> tuple[dict, list]:
     """One step (from 0) of the loop: feed, update, gather what every rank saw; `capture` writes down all it computes.
 
-    Returns the record of the step, which keeps one loss per DP rank, and (loss, norm, batch hash) of every rank.
+    A `problem` that this rank has had since the last step stops all ranks, without a collective of its own in every step.
 
-    Raises TrainingFailure on every rank if TP peers saw different batches, or DP ranks the same.
+    Returns the record of the step, which keeps one loss per DP rank, and (loss, norm) of every rank.
+
+    Raises TrainingFailure on every rank if TP peers saw different batches, or DP ranks the same, and for a `problem`.
     """
     micro_batches = batches.micro_batches(index, config.mesh.sample_share(rank), device)
     start = time.perf_counter()
@@ -164,9 +178,12 @@ def train_step(
     if capture:
         capture.gradients()
     grad_norm = strategy.update()
-    everyone = _gather([float(loss), grad_norm, micro_batches_hash(micro_batches)], device)
+    mine = [float(loss), grad_norm, micro_batches_hash(micro_batches), float(bool(problem))]
+    everyone = _gather(mine, device)
     losses, hashes = [row[0] for row in everyone], [int(row[2]) for row in everyone]
     seconds = time.perf_counter() - start
+    if any(row[3] for row in everyone):
+        stop_together(problem)
     _require_right_batches(hashes, config.mesh, index + 1)
     lead = [config.mesh.first_with_share(share) for share in range(config.mesh.num_sample_shares)]
     step = {
@@ -182,17 +199,16 @@ def train_step(
     if capture:
         capture.end(step)
         step["seconds"] = time.perf_counter() - start
-    return step, everyone
+    return step, [row[:2] for row in everyone]
 
 
 def _initial_model(config: Config, inputs: Inputs, rank: int):
     arguments = {"seed": config.seed, "attn_impl": config.attn_impl}
     path = initial_weights.file_of(config)
     if config.save_init_weights:
-        problem = ""
-        if rank == 0:
-            model, _ = build_model(inputs.architecture, init_weights_path=path, **arguments)
-            try:
+        with stopping_together():
+            if rank == 0:
+                model, _ = build_model(inputs.architecture, init_weights_path=path, **arguments)
                 weights.save(
                     config.init_weights_path,
                     model,
@@ -201,11 +217,9 @@ def _initial_model(config: Config, inputs: Inputs, rank: int):
                     overwrite=config.overwrite,
                 )
                 print(f"Saved initial weights to {config.init_weights_path}", flush=True)
-            except UserError as error:
-                problem = str(error)
-        stop_together(problem)
         path = config.init_weights_path
-    model, sums = build_model(inputs.architecture, init_weights_path=path, **arguments)
+    with stopping_together():  # a file need not be there on every machine
+        model, sums = build_model(inputs.architecture, init_weights_path=path, **arguments)
     if path and rank == 0:
         print(f"Loaded initial weights from {path}", flush=True)
     if config.noise_control:
@@ -249,7 +263,7 @@ def _require_right_batches(hashes: list[int], mesh: Mesh, step: int) -> None:
 
 
 def _require_finite(step: int, everyone: list[list[float]], mesh: Mesh) -> None:
-    for rank, (loss, grad_norm, _) in enumerate(everyone):
+    for rank, (loss, grad_norm) in enumerate(everyone):
         for what, value in (("loss", loss), ("gradient norm", grad_norm)):
             if not math.isfinite(value):
                 raise TrainingFailure(
