@@ -406,9 +406,6 @@ def check_environment(config: Config, architecture: dict) -> None:
     if config.row.requires:
         strategies.load(config.row.requires)(config)
     initial_weights.check(config, architecture)
-    memory.require(
-        config, architecture, workers_here(config.num_workers) if launched_in_place() else config.num_workers
-    )
     files.require_ours(config.history_path, "--loss_output_dir", history.BEGINS)  # an older run's is replaced
     if config.capture_dir is not None:
         files.require_new_folder(config.capture_folder, "--capture_dir", overwrite=config.overwrite)
@@ -425,3 +422,5 @@ def check_environment(config: Config, architecture: dict) -> None:
             files.require_writable_folder(getattr(config, option), f"--{option}", keep=not config.dry_run)
     if not launched_in_place():  # Ray makes it, and it may stay empty
         files.require_writable_folder(config.storage_path, "--storage_path", keep=False)
+    workers = workers_here(config.num_workers) if launched_in_place() else config.num_workers
+    memory.require(config, architecture, workers)  # last: it imports torch

@@ -38,13 +38,17 @@ CASES = [
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("clean")
-    clean_sweep.train(dict.fromkeys(CASES, 1000), folder)  # a seed that the published sweep does not have
+    clean_sweep.train(
+        dict.fromkeys(CASES, 1000), folder, clean_sweep.registered()
+    )  # a seed that the published sweep does not have
     return folder
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "{}-{}-dp{}-tp{}".format(*case) + "".join(case[4:]))
 def test_no_alarm(trained, case):
-    alarms, unjudged, worst = clean_sweep.judge(clean_sweep.folder_of(trained, *case))
+    alarms, unjudged, worst = clean_sweep.judge(
+        clean_sweep.folder_of(trained, *case), clean_sweep.registered()
+    )
     assert alarms == []
     # an SGD step of 1e-3 moves a norm weight of 1 by less than float32 can show
     assert (

@@ -167,7 +167,12 @@ WRONG = {
     "another length": (lambda c: c["run"]["config"].update(debug_steps=4), "num_steps is 3, debug_steps 4"),
     "a stranger moved": (
         lambda c: c["weights"]["moved"].append("model.layers.2.bias"),
-        "which the model does not have",
+        "which no optimizer group of its contract has",
+    ),
+    "moved, and no groups": (lambda c: c["contract"].pop("weight_decay"), "which no optimizer group"),
+    "groups that are none": (
+        lambda c: c["contract"].update(weight_decay={"0.0": 5, "0.01": [[]]}),
+        "which no optimizer group",
     ),
     "moved twice": (_twice, "moved is not a sorted list"),
     "moved, and the same": (lambda c: c["weights"].update(final_sha256="a" * 64), "say otherwise"),

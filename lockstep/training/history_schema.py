@@ -6,7 +6,6 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, ConfigDict, Field
 
 from lockstep.errors import UserError
-from lockstep.inputs.architectures import parameter_shapes
 from lockstep.inputs.model_config import FAMILIES
 from lockstep.mesh import Axis, Mesh
 from lockstep.schemas import (
@@ -23,7 +22,7 @@ from lockstep.schemas import (
 
 REMEDY = "run its training again"
 LARGEST = 3.5e38  # no float32 is larger, so no loss is
-DEEPEST = 10_000  # layers; the names of all parameters are made from their number
+DEEPEST = 10_000  # layers
 
 
 def _float32(value: float) -> float:
@@ -199,10 +198,17 @@ def _weights_problem(file: File) -> str:
         )
     if bool(weights.moved) != (weights.final_sha256 != weights.initial_sha256):
         return f"{len(weights.moved)} weights moved, and initial and final sha256 say otherwise"
-    stranger = next(iter(set(weights.moved) - parameter_shapes(architecture.model_dump()).keys()), None)
+    stranger = next(iter(sorted(set(weights.moved) - _updated(file.contract))), None)
     if stranger:
-        return f"moved has {stranger}, which the model does not have"
+        return f"moved has {stranger}, which no optimizer group of its contract has"
     return "" if weights.moved == sorted(set(weights.moved)) else "moved is not a sorted list of names"
+
+
+def _updated(contract: dict[Name, Any] | None) -> set[str]:
+    """The parameters in the optimizer's groups, by the contract's entry weight_decay (rate -> names). No model is built for it."""
+    groups = (contract or {}).get("weight_decay")
+    members = groups.values() if isinstance(groups, dict) else ()
+    return {name for names in members if isinstance(names, list) for name in names if isinstance(name, str)}
 
 
 def _step_problem(file: File) -> str:
