@@ -76,7 +76,7 @@ def train(cases: dict[tuple, int], folder: Path, rows: list[Row]) -> None:
         ]
         runs[None].append({"strategy": "reference", "arguments": common})
     references = runs.pop(None)
-    for (dp, tp), group in runs.items():  # no strategy has to change its mesh within a process
+    for (dp, tp), group in runs.items():  # a strategy may be unable to change its mesh within a process
         jobs.start_all(dp * tp, group, folder / f"ranks-{dp}-{tp}")
     jobs.start_all(None, references, folder / "references")  # last: it replays the others
 

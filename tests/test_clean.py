@@ -5,6 +5,7 @@ import pytest
 
 CASES = [
     ("tiny-llama", "fp32", 2, 2),
+    ("tiny-mistral", "fp32", 2, 2),
     ("tiny-qwen3", "autocast", 1, 2),
     ("tiny-qwen2-4kv", "fp32", 1, 4),
     ("tiny-qwen2-4kv", "autocast", 4, 1),

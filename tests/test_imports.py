@@ -114,6 +114,32 @@ def test_what_answers_a_usage_error_does_not_wait_for_torch(module):
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ("--batch_size 0", "0 is out of range"),
+        ("--model_name tiny-nothing", "no built-in model"),
+        ("--num_layers 3", "tiny-qwen2 has 2 layers"),
+        ("--tp_size 4", "does not divide the model's 2 KV heads"),
+        ("--seq_length 8192", "has positions for 4096 tokens"),
+        ("--init_weights_path nothing.safetensors", "no such file"),
+        ("--capture_dir /proc/nothing", "cannot be written"),
+        ("--loss_output_dir /proc/nothing", "cannot be written"),
+        ("--storage_path /proc/nothing", "cannot be written"),
+    ],
+)
+def test_a_usage_error_is_answered_without_torch(arguments, message, tmp_path):
+    code = (
+        "import sys; sys.modules.update(torch=None, transformers=None); from lockstep import launch; "
+        "sys.exit(launch.launch('fsdp'))"
+    )
+    folders = ["--storage_path", str(tmp_path), "--loss_output_dir", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *folders, *arguments.split()], cwd=ROOT, capture_output=True, text=True
+    )
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1) and message in done.stderr, done.stderr
+
+
 def test_what_starts_first_needs_nothing():
     """It answers in a Python that has no packages, or is too old for the rest."""
     standard = {"contextlib", "importlib.util", "os", "signal", "sys"}

@@ -218,7 +218,11 @@ def _contradictions(manifest: dict):
     if exact and manifest.get("contract") is not None:
         yield "it has a contract, and a reference has none"
     if not exact and manifest.get("contract") is not None:
-        expected = expected_contract(configured, run["architecture"])
+        try:
+            expected = expected_contract(configured, run["architecture"])
+        except UserError as error:
+            yield f"run.architecture: {error}"
+            return
         odd = sorted(expected.keys() ^ manifest["contract"].keys())
         if odd:
             yield f"contract: {printable(odd[0], 60)} is {'missing' if odd[0] in expected else 'unknown'}"
