@@ -1,11 +1,12 @@
 """FSDP2 + DTensor: a tensor-parallel plan over the tp axis, then `fully_shard` over the dp axis."""
 
 import logging
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -19,6 +20,9 @@ from lockstep.inputs import modules
 from lockstep.mesh import share
 from lockstep.training.torch_strategy import TorchStrategy
 from lockstep.training.vocab_parallel_loss import vocab_parallel_cross_entropy
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # full_tensor() gathers over tp, then over dp, and is told each time that one collective would be faster.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
@@ -52,11 +56,13 @@ OWN_ROWS: dict[str, ParallelStyle] = {
 }
 
 
-def tp_plan(model: torch.nn.Module) -> dict[str, ParallelStyle]:
+def tp_plan(model: "PreTrainedModel") -> dict[str, ParallelStyle]:
     """Module, with * for its layer's number -> how it is cut over tp: the model's own plan (`base_model_tp_plan`) and OWN_ROWS.
 
     Raises ValueError naming the first row that is not understood, and the first module that would need one and has none.
     """
+    if model.config.base_model_tp_plan is None:
+        raise ValueError(f"{type(model).__name__} comes with no tensor-parallel plan")
     plan = dict(OWN_ROWS)
     for pattern, style in model.config.base_model_tp_plan.items():
         name = f"{modules.BASE}.{pattern}"
@@ -104,29 +110,31 @@ def _pattern(name: str) -> str:
 class FSDPStrategy(TorchStrategy):
     """Weights cut over tp, then over dp; `lockstep.training.torch_strategy` has what it shares with other strategies in torch."""
 
-    def parallelize(self, model: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
+    def parallelize(self, model: "PreTrainedModel", device_mesh: DeviceMesh) -> torch.nn.Module:
         if device_mesh["tp"].size() > 1:
             shard_over_tp(model, device_mesh["tp"])
         # Shards are gathered once per step: kept between forward and backward, as ZeRO-1 keeps whole parameters.
         # At dp 1 this gathers nothing and still makes every strategy run the same code.
         for layer in model.get_submodule(modules.LAYERS):
             fully_shard(layer, mesh=device_mesh["dp"], reshard_after_forward=False)
-        return fully_shard(model, mesh=device_mesh["dp"], reshard_after_forward=False)
+        fully_shard(model, mesh=device_mesh["dp"], reshard_after_forward=False)
+        return model
 
 
-def shard_over_tp(model: torch.nn.Module, tp_mesh: DeviceMesh) -> None:
+def shard_over_tp(model: "PreTrainedModel", tp_mesh: DeviceMesh) -> None:
     """Cut the model by its `tp_plan`, in place; its loss is then computed on shards of the vocabulary."""
     tied = modules.is_tied(model)
-    parallelize_module(
-        model, tp_mesh, tp_plan(model), src_data_rank=None
-    )  # all ranks hold equal weights already
+    plan = tp_plan(model)
+    parallelize_module(model, tp_mesh, plan, src_data_rank=None)  # all ranks hold equal weights already
     head = model.get_submodule(modules.HEAD)
     if tied:  # parallelize_module makes a new Parameter of each; make them one again
         head.weight = model.get_submodule(modules.EMBEDDING).weight
     first_id, _ = share(head.out_features, tp_mesh.get_local_rank(), tp_mesh.size())
     group = tp_mesh.get_group()
 
-    def loss_on_shards(logits, labels, vocab_size, shift_labels, **_):
+    def loss_on_shards(
+        logits: DTensor, labels: torch.Tensor, vocab_size: int, shift_labels: torch.Tensor, **_: Any
+    ) -> torch.Tensor:
         local_logits = logits.to_local(grad_placements=logits.placements)
         return vocab_parallel_cross_entropy(local_logits, shift_labels, first_id, group)
 

@@ -1,13 +1,17 @@
 """What all ranks say to each other outside the training itself: Python objects, and reasons to stop."""
 
+from typing import TypeVar
+
 import torch.distributed as dist
 
 from lockstep.errors import TrainingFailure
 
+Said = TypeVar("Said")
 
-def gather_objects(mine) -> list:
+
+def gather_objects(mine: Said) -> list[Said]:
     """Every rank's object, in rank order. Collective."""
-    everyone: list = [None] * dist.get_world_size()
+    everyone = [mine] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     return everyone
 

@@ -12,9 +12,14 @@ that are neighbours share the innermost axis, along which most is communicated.
 
 import itertools
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from enum import Enum
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class Cuts(Enum):
@@ -141,7 +146,7 @@ class Geometry:
         return cls(mesh, mesh.coordinates(rank))
 
     @classmethod
-    def of_groups(cls, groups: dict) -> "Geometry":
+    def of_groups(cls, groups: "Mapping[str, ProcessGroup | None]") -> "Geometry":
         """From live process groups by axis; None, or an axis left out, stands for an axis of size 1."""
         import torch.distributed as dist
 
@@ -168,7 +173,7 @@ def share(length: int, rank: int, size: int) -> tuple[int, int]:
     return start, min(each, length - start)
 
 
-def build_device_mesh(mesh: Mesh, device_type: str):
+def build_device_mesh(mesh: Mesh, device_type: str) -> "DeviceMesh":
     """The torch DeviceMesh with all axes by name, those of size 1 too. Needs an initialised process group."""
     from torch.distributed.device_mesh import init_device_mesh
 

@@ -17,14 +17,16 @@ import importlib.util
 import os
 import signal
 import sys
+from collections.abc import Callable, Iterator
+from typing import NoReturn
 
 PACKAGES = ("numpy", "pydantic", "safetensors", "torch", "transformers")  # what every program needs
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 meaning = "interrupted"  # what is said after Ctrl-C; a program may have more to say
-end_helpers = []  # functions that end what this process has started and what would outlive it for a while
+end_helpers: "list[Callable[[], object]]" = []  # functions that end what this process has started and what would outlive it for a while
 
 
-def program():
+def program() -> str:
     """The name of the running program, as its error messages have it."""
     if sys.argv[0] == "-m":  # while the package is imported for `python -m lockstep.NAME`
         return sys.orig_argv[sys.orig_argv.index("-m") + 1]
@@ -34,7 +36,7 @@ def program():
     return os.path.basename(path)
 
 
-def stop_at_once(_signal=None, _frame=None):
+def stop_at_once(_signal: object = None, _frame: object = None) -> NoReturn:
     """Say that the program was interrupted, once for all ranks of a launcher, and end it. A second Ctrl-C does not wait."""
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     with contextlib.suppress(Exception):  # it may be what was interrupted
@@ -47,13 +49,13 @@ def stop_at_once(_signal=None, _frame=None):
     os._exit(130)
 
 
-def _stop_cleanly(_signal, _frame):
+def _stop_cleanly(_signal: object, _frame: object) -> NoReturn:
     signal.signal(signal.SIGINT, stop_at_once)  # the second Ctrl-C does not wait for the cleaning up
     raise KeyboardInterrupt
 
 
 @contextlib.contextmanager
-def cleaning_up():
+def cleaning_up() -> "Iterator[None]":
     """Ctrl-C raises KeyboardInterrupt in here: there are files to remove or processes to end."""
     ours = signal.getsignal(signal.SIGINT) is stop_at_once
     if ours:
@@ -65,7 +67,7 @@ def cleaning_up():
             signal.signal(signal.SIGINT, stop_at_once)
 
 
-def _require_environment():
+def _require_environment() -> None:
     """End with status 2 and one line unless this Python is recent enough and has the packages."""
     problem = ""
     if sys.version_info < (3, 11):  # noqa: UP036 - an older Python comes this far
@@ -83,7 +85,7 @@ def _require_environment():
         os._exit(2)
 
 
-def begin():
+def begin() -> None:
     """From now on Ctrl-C ends the program with one line. Ends it now, with status 2, if this is not an environment for it."""
     if (
         signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -11,9 +11,14 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import UserError, first_line
 from lockstep.mesh import AXES, Mesh
+
+if TYPE_CHECKING:
+    from lockstep.training.strategy import MakeStrategy
 
 BASELINE = "ddp"  # what the others are held against; it writes the initial weights
 TORCH_HANDLES = "lockstep.faults.torch_handles:TorchHandles"
@@ -52,7 +57,7 @@ class Row:
         """The mesh without the axes that the strategy cannot use."""
         return Mesh(**{axis: size for axis, size in mesh.sizes.items() if axis in self.axes})
 
-    def build(self):
+    def build(self) -> "MakeStrategy":
         """The strategy's class. Raises UserError for a user's file that cannot be imported or has no such class."""
         return load(self.factory)
 
@@ -144,7 +149,7 @@ def others() -> list[str]:
     return [name for name in ROWS if name != BASELINE]
 
 
-def load(place: str):
+def load(place: str) -> Any:
     """What "module:Name" or "/path/to/file.py:Name" names. Raises UserError if it is not there."""
     module_name, _, name = place.rpartition(":")
     try:
@@ -160,11 +165,12 @@ def load(place: str):
     return getattr(module, name)
 
 
-def _import_file(path: Path):
+def _import_file(path: Path) -> ModuleType:
     """A user's file as a module, under a name that processes started later can import again."""
     name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
+        assert spec and spec.loader, "a name that ends in .py has a loader"
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module
         try:

@@ -101,7 +101,7 @@ def test_shell_script_defaults_are_the_parsers():
     """The laptop defaults of the script are those of the scripts it calls."""
     text = (ROOT / "run_verification_main.sh").read_text()
     laptop = text.split("else # a laptop")[1]
-    defaults = config.Config("ddp")
+    defaults = config.parse_config("ddp", [])
     for name in (
         "model_name",
         "batch_size",

@@ -99,8 +99,8 @@ def test_the_catalogue_covers_what_was_shipped():
 
 def test_a_crash_costs_one_fault_only(tmp_path, monkeypatch):
     """A job that fails is told apart from the others, which run all the same."""
-    pairs = [(CATALOGUE[name], "fsdp") for name in ("tie_broken", "no_dp_reduction")]
-    group = run_faults.Group(("tiny-qwen2", (), (2, 2)), tmp_path, run_faults.parse([]))
+    pairs = [(CATALOGUE[name], row_of("fsdp")) for name in ("tie_broken", "no_dp_reduction")]
+    group = run_faults.Group(("tiny-qwen2", (), Mesh(dp=2, tp=2)), tmp_path, run_faults.parse([]))
     started = []
 
     def start(size, jobs, folder, *, patience):

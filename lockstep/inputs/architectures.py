@@ -145,12 +145,12 @@ def find(model_name: str) -> tuple[dict, str]:
         return BUILT_IN[model_name], f"{_BUILT_IN_SOURCE} {model_name}"
     folder = Path(os.path.expanduser(model_name))
     if folder.is_dir():
-        path = folder / "config.json"
-        if not path.exists():
+        own = folder / "config.json"
+        if not own.exists():
             raise UserError(
                 f"--model_name {model_name}: the folder has no config.json; give a Hugging Face model folder"
             )
-        return _read_config(path), f"config of {folder}"
+        return _read_config(own), f"config of {folder}"
     path, problem = hub_file(model_name, "config.json")
     if path is not None:
         return _read_config(path), f"config of {model_name} from the hub"

@@ -12,6 +12,8 @@ float64's rounding. Its unit roundoff is 1.1e-16, and TOLERANCE is 9e4 of those.
 """
 
 import contextlib
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -21,6 +23,10 @@ from lockstep.errors import UserError, first_line, printable
 from lockstep.inputs import architectures, model_config, modules
 from lockstep.inputs.model import causal_lm_loss, transformers_config
 from lockstep.tensors.exact import make_exact
+from lockstep.training.optim import gradient_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 TOLERANCE = 1e-11  # relative; see above
 SMALL_VOCABULARY, SMALL_HIDDEN, SMALL_INNER = 96, 64, 96
@@ -142,7 +148,7 @@ def _run(model: torch.nn.Module, ids: torch.Tensor) -> dict[str, torch.Tensor]:
     """Name -> output of every module in the order of the forward pass, the loss, then every parameter's gradient."""
     seen: dict[str, torch.Tensor] = {}
 
-    def see(name: str, output) -> None:
+    def see(name: str, output: object) -> None:
         first = output[0] if isinstance(output, tuple) else output
         if isinstance(first, torch.Tensor):
             seen[f"the output of {name}"] = first.detach()
@@ -157,16 +163,18 @@ def _run(model: torch.nn.Module, ids: torch.Tensor) -> dict[str, torch.Tensor]:
     for handle in handles:
         handle.remove()
     loss.backward()
-    gradients = {f"gradient of {name}": parameter.grad for name, parameter in model.named_parameters()}
+    gradients = {
+        f"gradient of {name}": gradient_of(parameter) for name, parameter in model.named_parameters()
+    }
     return {**seen, "the loss": loss.detach(), **gradients}
 
 
-def _without(content: dict, keys) -> dict:
+def _without(content: dict, keys: Collection[str]) -> dict:
     return {key: value for key, value in content.items() if key not in keys}
 
 
 @contextlib.contextmanager
-def _quiet():
+def _quiet() -> Iterator[None]:
     """Without transformers' warnings: a run gives them again, and an error is one line."""
     from transformers.utils import logging
 
@@ -181,7 +189,13 @@ def _quiet():
 class _Float64Casts(TorchFunctionMode):
     """Inside, torch.float32 means torch.float64."""
 
-    def __torch_function__(self, function, types, args=(), kwargs=None):
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         if function is torch.Tensor.float:
             function = torch.Tensor.double
         args = tuple(torch.float64 if each is torch.float32 else each for each in args)
@@ -191,7 +205,7 @@ class _Float64Casts(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-def _build(architecture: dict, attn_impl: str) -> torch.nn.Module:
+def _build(architecture: dict, attn_impl: str) -> "PreTrainedModel":
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_config(
@@ -241,7 +255,7 @@ def _depth(architecture: dict) -> dict:
     if types is None:  # all layers are of one type
         return {"num_hidden_layers": min(2, depth)}
     chosen = sorted({types.index(each) for each in types})
-    chosen = chosen if len(chosen) > 1 else range(min(2, depth))
+    chosen = chosen if len(chosen) > 1 else list(range(min(2, depth)))
     return {"num_hidden_layers": len(chosen), "layer_types": [types[each] for each in chosen]}
 
 
@@ -255,10 +269,10 @@ def _require_names(model: torch.nn.Module, shapes: dict[str, tuple], whose: str)
         )
 
 
-def _layers_differ(own, reference) -> str:
+def _layers_differ(own: "PreTrainedConfig", reference: "PreTrainedConfig") -> str:
     """Before the depth is cut, in a sentence or ""."""
-    mine, expected = (getattr(config, "layer_types", None) for config in (reference, own))
-    if mine is not None and mine != expected[: len(mine)]:
+    mine, expected = (getattr(config, "layer_types", None) or [] for config in (reference, own))
+    if mine != expected[: len(mine)]:
         return (
             f"the reference's layers are {printable(mine, 200)}, transformers has {printable(expected, 200)}"
         )

@@ -12,7 +12,9 @@ A key is one of four things:
 Nothing here imports torch or transformers.
 """
 
-from typing import Annotated, ClassVar, Literal
+import functools
+from collections.abc import Callable
+from typing import Annotated, ClassVar, Literal, NoReturn, get_args
 
 from pydantic import ConfigDict, Field
 
@@ -33,12 +35,15 @@ REQUIRED = (
 )
 # Elementwise, without parameters, in the dtype of their input: what a tensor-parallel shard and float64 can do as well.
 # Not xielu and prelu, which have parameters.
-ACTIVATIONS = (
+Activation = Literal[
     "gelu", "gelu_10", "gelu_accurate", "gelu_fast", "gelu_new", "gelu_python", "gelu_python_tanh", "gelu_pytorch_tanh",
     "hardswish", "laplace", "leaky_relu", "linear", "mish", "quick_gelu", "relu", "relu2", "relu6", "sigmoid", "silu",
     "sqrtsoftplus", "swish", "tanh",
-)  # fmt: skip
-FULL, SLIDING = "full_attention", "sliding_attention"
+]  # fmt: skip
+ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
+LayerType = Literal["full_attention", "sliding_attention"]
+FULL: LayerType = "full_attention"
+SLIDING: LayerType = "sliding_attention"
 
 Positive = Annotated[float, Field(gt=0, le=1e30, allow_inf_nan=False)]
 TokenId = Annotated[int, Field(ge=0, lt=2**24)]
@@ -72,7 +77,7 @@ class Rope(Strict):
 
 
 # type -> (keys that must be there, keys that may be). transformers passes over a key of another type with a warning.
-ROPE_KEYS = {
+ROPE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
     "linear": (("factor",), ()),
     "dynamic": (("factor",), ()),
@@ -102,12 +107,11 @@ class _Common(Strict):
 
     model_config = ConfigDict(extra="ignore")  # the unknown keys: see above
 
-    may_be_missing: ClassVar[
-        tuple[str, ...]
-    ] = ()  # of REQUIRED, where transformers' default follows from the other keys
+    # of REQUIRED, where transformers' default follows from the other keys
+    may_be_missing: ClassVar[tuple[str, ...]] = ()
     has_own_head_dim: ClassVar[bool] = False  # transformers' default is a number, and not hidden_size / heads
 
-    model_type: str
+    model_type: str  # one of FAMILIES: `checked` has looked
     vocab_size: Annotated[int, Field(ge=2, le=2**24)]
     hidden_size: Annotated[int, Field(ge=1, le=2**18)]
     intermediate_size: Annotated[int, Field(ge=1, le=2**20)]
@@ -115,7 +119,7 @@ class _Common(Strict):
     num_attention_heads: Heads
     num_key_value_heads: Heads | None
     head_dim: HeadDim | None = None
-    hidden_act: Literal[ACTIVATIONS] = "silu"
+    hidden_act: Activation = "silu"
     max_position_embeddings: Length
     initializer_range: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
     rms_norm_eps: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 1e-6
@@ -134,7 +138,7 @@ class _Windowed(_Common):
     use_sliding_window: bool = False
     sliding_window: Length | None = 4096
     max_window_layers: Annotated[int, Field(ge=0, le=2**31)] = 28
-    layer_types: Annotated[list[Literal[FULL, SLIDING]], Field(max_length=1024)] | None = None
+    layer_types: Annotated[list[LayerType], Field(max_length=1024)] | None = None
 
 
 class Qwen2(_Windowed):
@@ -200,7 +204,7 @@ def checked(content: dict, where: str) -> tuple[dict, list[str]]:
 def _consistent(model: _Common, known: dict, where: str) -> None:
     """Raise UserError for values that are right each for itself and do not go together."""
 
-    def refuse(key: str, why: str) -> None:
+    def refuse(key: str, why: str) -> NoReturn:
         raise UserError(f"{where}: {key} is {printable(repr(known[key]), 60)}: {why}; {REMEDY}")
 
     heads, hidden = model.num_attention_heads, model.hidden_size
@@ -226,10 +230,10 @@ def _consistent(model: _Common, known: dict, where: str) -> None:
         refuse("rope_scaling", "rope_parameters says something else; keep one of them")
     for key in ("rope_parameters", "rope_scaling"):
         if known.get(key):
-            _consistent_rope(getattr(model, key), head_dim, lambda why, key=key: refuse(key, why))
+            _consistent_rope(getattr(model, key), head_dim, functools.partial(refuse, key))
 
 
-def _consistent_windows(model: _Windowed, refuse) -> None:
+def _consistent_windows(model: _Windowed, refuse: Callable[[str, str], NoReturn]) -> None:
     if model.use_sliding_window and model.sliding_window is None:
         refuse(
             "use_sliding_window", "there is no sliding_window; set use_sliding_window to false, or give one"
@@ -246,7 +250,7 @@ def _consistent_windows(model: _Windowed, refuse) -> None:
             )
 
 
-def _consistent_rope(rope: Rope, head_dim: int, refuse) -> None:
+def _consistent_rope(rope: Rope, head_dim: int, refuse: Callable[[str], NoReturn]) -> None:
     kind = rope.rope_type or rope.type or "default"
     if rope.type not in (None, kind):
         refuse(f"its type is {rope.type}, its rope_type {kind}")
@@ -258,7 +262,8 @@ def _consistent_rope(rope: Rope, head_dim: int, refuse) -> None:
         refuse(f"rope type {kind} needs {missing}")
     if foreign:
         refuse(f"{foreign} means nothing to rope type {kind}")
-    if kind == "llama3" and rope.high_freq_factor <= rope.low_freq_factor:
+    low, high = rope.low_freq_factor, rope.high_freq_factor
+    if kind == "llama3" and low is not None and high is not None and high <= low:
         refuse("high_freq_factor must be above low_freq_factor")
     if kind == "yarn" and (rope.beta_fast or 32) <= (rope.beta_slow or 1):
         refuse("beta_fast (32 where it is missing) must be above beta_slow (1)")

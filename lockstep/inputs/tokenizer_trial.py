@@ -3,6 +3,7 @@
 python -m lockstep.inputs.tokenizer_trial PATH
 """
 
+import io
 import resource
 import sys
 from pathlib import Path
@@ -75,5 +76,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.stderr.reconfigure(errors="backslashreplace")
+    if isinstance(sys.stderr, io.TextIOWrapper):
+        sys.stderr.reconfigure(errors="backslashreplace")
     raise SystemExit(run_program("tokenizer_trial", main))

@@ -11,10 +11,11 @@ import os
 import socket
 import zlib
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -51,7 +52,7 @@ class TokenFile:
     """The tokens of an open token file. Pickled as its path: whoever unpickles it must see the same file there."""
 
     path: Path
-    about: dict  # the header
+    about: dict[str, Any]  # the header
     _file: FileIO = field(repr=False, compare=False)
     _sums: np.ndarray = field(repr=False, compare=False)
 
@@ -74,7 +75,7 @@ class TokenFile:
                 )
         return np.frombuffer(data, TOKEN)[(begin - base) // TOKEN.itemsize :][:count]
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Callable[..., "TokenFile"], tuple[Path, dict]]:
         return _reopen, (self.path, self.about)
 
 

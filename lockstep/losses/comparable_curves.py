@@ -46,27 +46,24 @@ def require_comparable(baseline: History, other: History, *, same_weights: bool 
     if other.run["architecture"] != baseline.run["architecture"]:
         raise UserError(f"{pair}: their models differ; use one --model_name and --num_layers")
     for key in SAME:
-        mine, theirs = other.run["config"][key], baseline.run["config"][key]
-        if mine != theirs:
+        value, wanted = other.run["config"][key], baseline.run["config"][key]
+        if value != wanted:
             raise UserError(
-                f"{pair}: they were configured differently, {key} is {mine!r} against {theirs!r}; use one --{key}"
+                f"{pair}: they were configured differently, {key} is {value!r} against {wanted!r}; use one --{key}"
             )
-    mine, theirs = global_batch(other.run["config"]), global_batch(baseline.run["config"])
-    if mine != theirs:
+    batch, wanted = global_batch(other.run["config"]), global_batch(baseline.run["config"])
+    if batch != wanted:
         raise UserError(
-            f"{pair}: their global batches differ, dp_size x batch_size is {mine} against {theirs}; make them equal"
+            f"{pair}: their global batches differ, dp_size x batch_size is {batch} against {wanted}; make them equal"
         )
     # a run that broke down in its first step has no contract; it fails for that
-    both = baseline.contract is not None and other.contract is not None
-    difference = (
-        contract_difference(on_any_mesh(baseline.contract), on_any_mesh(other.contract), KNOWN_DIFFERENCES)
-        if both
-        else ""
-    )
-    if difference:
-        raise UserError(
-            f"{pair}: their effective contracts differ, {difference}; run both with the same options"
-        )
+    if baseline.contract is not None and other.contract is not None:
+        contracts = on_any_mesh(baseline.contract), on_any_mesh(other.contract)
+        difference = contract_difference(*contracts, KNOWN_DIFFERENCES)
+        if difference:
+            raise UserError(
+                f"{pair}: their effective contracts differ, {difference}; run both with the same options"
+            )
     if other.run["versions"] != baseline.run["versions"]:
         raise UserError(
             f"{pair}: versions {other.run['versions']} against {baseline.run['versions']}; run both in one environment"

@@ -120,8 +120,9 @@ def tolerance_for(baseline: History, control: History | None = None) -> Toleranc
     gaps, norms = [loss_gap(*pair) for pair in pairs], [norm_gap(*pair) for pair in pairs]
     reason = f"{CONTROL_FACTOR} times what one ulp in the initial weights did to DDP's own run by that step"
     steps, mean = len(pairs), [sum(gaps) / len(pairs)]
-    if fixed is None:
-        shown = Tolerance(_bounds(envelope(gaps)), *_bounds(mean), _bounds(envelope(norms)), reason, steps)
+    if rule is None or fixed is None:
+        (bound,) = _bounds(mean)
+        shown = Tolerance(_bounds(envelope(gaps)), bound, _bounds(envelope(norms)), reason, steps)
     else:
         caps = (fixed.maximum, fixed.mean, rule.grad_norm) if steps <= DERIVED_STEPS else (math.inf,) * 3
         later = _bounds(envelope(gaps), fixed.first, caps[0])[1:]

@@ -5,6 +5,7 @@ the first step, and the loop stops the run if the two differ. Two runs are compa
 """
 
 import math
+from typing import Any
 
 from lockstep.config import BETAS, EPS, Config
 from lockstep.inputs.architectures import has_biases, parameter_shapes
@@ -13,7 +14,7 @@ from lockstep.inputs.architectures import has_biases, parameter_shapes
 KNOWN_DIFFERENCES = ("biased_linear_dtype",)
 
 
-def expected_contract(config: Config, architecture: dict) -> dict:
+def expected_contract(config: Config, architecture: dict) -> dict[str, Any]:
     """What every strategy has to run with under this configuration; one meaning for each option."""
     compute = "torch.float32" if config.precision == "fp32" else "torch.bfloat16"
     promoted = (
@@ -81,6 +82,6 @@ def contract_difference(expected: dict, actual: dict, ignoring: tuple[str, ...] 
     return next(iter(contract_differences(expected, actual, ignoring).values()), "")
 
 
-def _short(value) -> str:
+def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 120 else text[:117] + "..."

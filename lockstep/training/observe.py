@@ -4,12 +4,17 @@ import contextlib
 import importlib.metadata
 import math
 import resource
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from lockstep import strategies
 from lockstep.collective import gather_objects
 from lockstep.inputs import modules
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class ComputeDtypes:
@@ -21,7 +26,7 @@ class ComputeDtypes:
             "biased_linear_dtype": set(),
             "embedding_dtype": set(),
         }
-        self._handles = []
+        self._handles: list[RemovableHandle] = []
         for name, module in model.named_modules():
             own = dict(module.named_parameters(recurse=False))
             if name == modules.EMBEDDING:
@@ -39,7 +44,7 @@ class ComputeDtypes:
         return {key: sorted(seen) for key, seen in self._seen.items()}
 
 
-def model_contract(model: torch.nn.Module) -> dict:
+def model_contract(model: "PreTrainedModel") -> dict[str, Any]:
     """What the live model says of itself: attention implementation, dropout, parameter dtypes, the tie."""
     attentions = [layer.get_submodule(modules.ATTENTION) for layer in model.get_submodule(modules.LAYERS)]
     return {
@@ -51,7 +56,7 @@ def model_contract(model: torch.nn.Module) -> dict:
     }
 
 
-def optimizer_contract(optimizer: torch.optim.Optimizer) -> dict:
+def optimizer_contract(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Class, rates and state dtypes of the live optimizer. Call it after a first step, when the state exists."""
     first = optimizer.param_groups[0]
     state_dtypes = {
@@ -88,7 +93,7 @@ def observed_max_grad_norm(configured: float, before: float, after: float) -> fl
     return configured if math.isclose(after, configured, rel_tol=1e-3) else after
 
 
-def torch_contract(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict:
+def torch_contract(model: "PreTrainedModel", optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Model and optimizer of a strategy that steps a torch optimizer itself; gradients are reduced in their own dtype."""
     return {
         **model_contract(model),
