@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from lockstep.config import Parser
-from lockstep.diagnosis.diagnose import diagnose
+from lockstep.diagnosis.diagnose import Diagnosis, diagnose
 from lockstep.errors import UserError, run_program
 from lockstep.files import require_writable_folder
 from lockstep.losses.curves import RANK_SPACINGS, RULES, loss_noise
@@ -38,6 +38,7 @@ from lockstep.tensors.distance import (
     BLOCK,
     Distance,
     Size,
+    Tensor,
     clip_factor,
     on_all_cores,
     tensor_distances,
@@ -189,13 +190,13 @@ def _names(dump: Dump, step: int) -> list[str]:
     return [name for name in dump.expected(step) if PASSES[name.split("/")[0]] != "update"]
 
 
-def _measure(names: list[str], truths: dict[str, Dump], dumps: dict[str, Dump], step: int) -> list:
+def _measure(names: list[str], truths: dict[str, Dump], dumps: dict[str, Dump], step: int) -> list[Tensor]:
     """A Tensor for each name: the dumps that have it, in their order, against their references."""
     sizes = [math.prod(next(iter(truths.values())).expected(step)[name]) for name in names]
     return on_all_cores(functools.partial(_distances, truths, dumps, step), names, sizes)
 
 
-def _distances(truths: dict[str, Dump], dumps: dict[str, Dump], step: int, name: str):
+def _distances(truths: dict[str, Dump], dumps: dict[str, Dump], step: int, name: str) -> Tensor:
     have = [strategy for strategy, dump in dumps.items() if dump.has(step, name)]
     return tensor_distances(
         [truths[strategy] for strategy in have], [dumps[strategy] for strategy in have], step, name
@@ -230,7 +231,12 @@ def _replay(replays: dict[str, Dump], dump: Dump, name: str, step: int) -> Dump:
 
 
 def _judge_step(
-    reference: Dump, dumps: dict, truths: dict, step: int, precision: str, result: Result
+    reference: Dump,
+    dumps: dict[str, Dump],
+    truths: dict[str, Dump],
+    step: int,
+    precision: str,
+    result: Result,
 ) -> None:
     ddp = dumps[BASELINE]
     names, parameters, entries = (
@@ -302,7 +308,7 @@ def _noise(found: dict[str, Distance], entries: dict, precision: str) -> dict[st
 
 def _update(
     dumps: dict[str, Dump], reference: Dump, step: int, clips: dict[str, float], item: tuple[str, str]
-):
+) -> dict[str, Distance]:
     strategy, name = item
     return update_distances(dumps[strategy], reference, step, clips[strategy], name)
 
@@ -359,7 +365,8 @@ def arrange(opened: list[Dump]) -> tuple[Dump, dict[str, Dump], dict[str, Dump]]
         raise UserError(
             f"{len(references)} of the {len(opened)} dumps are references; more than two dumps are compared through just one"
         )
-    (reference,), dumps = references, {}
+    (reference,) = references
+    dumps: dict[str, Dump] = {}
     for dump in opened:
         name = dump.name
         if dump is not reference and name in dumps:
@@ -382,7 +389,7 @@ def run(opened: list[Dump], output_dir: Path | None) -> int:
     return tensor_report.show(result, diagnoses(result, reference, replays), output_dir)
 
 
-def diagnoses(result: Result, reference: Dump, replays: dict[str, Dump]) -> dict:
+def diagnoses(result: Result, reference: Dump, replays: dict[str, Dump]) -> dict[str, Diagnosis]:
     """A diagnosis of every run that failed."""
     return {
         name: diagnose(result, name, reference, replays) for name in result.dumps if result.has_failed(name)

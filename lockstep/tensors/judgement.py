@@ -104,9 +104,7 @@ def yardstick(ddp: Distance, typical: Size | None = None) -> Size:
     )
 
 
-def judge(
-    strategy: str, step: int, name: str, distance: Distance, measure: Size | None, rounding: float
-) -> Row:
+def judge(strategy: str, step: int, name: str, distance: Distance, measure: Size, rounding: float) -> Row:
     """A row with its tolerances. `measure` is DDP's `yardstick`, `rounding` the unit roundoff of the tensor's dtype.
 
     The batch must be equal; an optimizer step may make a few roundings of its own input; everything else may be
@@ -209,7 +207,7 @@ class Result:
         order = {
             int(step): {name: at for at, name in enumerate(dump.expected(int(step)))} for step in dump.steps
         }
-        found = [
+        found: list[tuple[int, float, str, str]] = [
             (row.step, order[row.step][row.name], row.name, describe(row))
             for row in self.rows
             if row.strategy == strategy and row.too_far
