@@ -21,6 +21,7 @@ import json
 import os
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lockstep import startup
 from lockstep.config import Parser
@@ -34,6 +35,12 @@ from lockstep.files import (
 from lockstep.running import locks
 from lockstep.strategies import BASELINE, Row, others, recorded, row_of
 from lockstep.training import history
+
+if TYPE_CHECKING:
+    from lockstep.faults import Fault
+    from lockstep.losses.curves import Verdict
+    from lockstep.tensors.dump import Dump
+    from lockstep.tensors.judgement import Result
 
 CLEAN = "clean"  # the name of a run without a fault
 REFERENCE = "reference"  # the name of the job that writes it
@@ -155,14 +162,16 @@ class Group:
         return history.read(history.path_of(self.history_folder(strategy, name), strategy))
 
 
-def train(groups: dict[Group, list[tuple]], folder: Path) -> dict[tuple, float | str]:
+Planned = tuple[Group, str, str]  # (group, fault name, strategy)
+
+
+def train(groups: dict[Group, list[tuple["Fault", Row]]], folder: Path) -> dict[Planned, float | str]:
     """Run everything. Returns seconds, or why it failed, by (group, fault name, strategy)."""
     from lockstep.running import jobs
 
-    outcome: dict[tuple, float | str] = {}
-    by_mesh = collections.defaultdict(
-        list
-    )  # a strategy may be unable to change its mesh within a process (docs/findings.md)
+    outcome: dict[Planned, float | str] = {}
+    # a strategy may be unable to change its mesh within a process (docs/findings.md)
+    by_mesh: dict[tuple[int, int], list[Planned]] = collections.defaultdict(list)
     for group, pairs in groups.items():
         by_mesh[group.mesh.dp, 1] += [(group, CLEAN, BASELINE), (group, CLEAN, history.CONTROL)]
         for row in dict.fromkeys(row for _, row in pairs):
@@ -182,18 +191,18 @@ def train(groups: dict[Group, list[tuple]], folder: Path) -> dict[tuple, float |
             left = left[len(finished) + 1 :]
     replays = []
     for group in groups:
-        finished = [
+        ended = [
             run
             for run, seconds in outcome.items()
             if run[0] is group and run[2] not in (BASELINE, history.CONTROL) and not isinstance(seconds, str)
         ]
-        dumps = [str(group.dump(strategy, name)) for _, name, strategy in finished]
+        dumps = [str(group.dump(strategy, name)) for _, name, strategy in ended]
         replays.append({**group.job(REFERENCE, CLEAN), "replays": dumps})
     jobs.start_all(None, replays, folder / "reference")
     return outcome
 
 
-def verdicts(group: Group, name: str, strategy: str):
+def verdicts(group: Group, name: str, strategy: str) -> tuple["Result", "Verdict", "Dump", dict[str, "Dump"]]:
     """(comparison of the tensors, of the losses, the reference, the replays) of one run."""
     from lockstep.losses import curves as compare_losses
     from lockstep.tensors.comparison import compare
@@ -221,7 +230,7 @@ def require_clean(group: Group, strategy: str) -> None:
         )
 
 
-def judge(group: Group, fault, strategy: str) -> dict:
+def judge(group: Group, fault: "Fault", strategy: str) -> dict:
     """What the two verdicts and the diagnosis say of one planted fault."""
     from lockstep.diagnosis.diagnose import diagnose
     from lockstep.tensors import report as tensor_report
@@ -266,7 +275,7 @@ def name_verdict(causes: list[str], expected: str) -> str:
     return RIGHT if set(causes) == {expected} else WRONG
 
 
-def differ(one, other) -> bool:
+def differ(one: "Dump", other: "Dump") -> bool:
     """Whether two dumps hold any different number."""
     return any(
         one.steps[step]["loss"] != entry["loss"]

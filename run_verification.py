@@ -23,7 +23,7 @@ from pathlib import Path
 
 from lockstep import config as config_module
 from lockstep import files, startup
-from lockstep.config import Parser
+from lockstep.config import Config, Parser
 from lockstep.errors import UserError, printable, run_program
 from lockstep.losses.curves import RULES
 from lockstep.running import jobs, locks
@@ -109,7 +109,7 @@ def check_folder(options: argparse.Namespace) -> Path:
     return folder
 
 
-def require_outside(folder: Path, config) -> None:
+def require_outside(folder: Path, config: Config) -> None:
     """What a run starts from must not lie in the folder that is emptied before it."""
     inputs = {
         "--init_weights_path": config.init_weights_path,

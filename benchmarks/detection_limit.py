@@ -110,7 +110,7 @@ def limits(folder: Path, kind: str) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {what: [] for what in SPOILT}
     for name, strategy, sign in drawn:
         dump = dumps[strategy]
-        mine, measure = dump.tensor(1, name).double(), None
+        mine, measure = dump.tensor(1, name).double(), Size(0.0, 0.0)
         if kind in UPDATE:
             clip = clip_factor(dump.run["config"], dump.steps["1"]["grad_norm"])
             exact, change = exact_update(dump, reference, name.split("/", 1)[1], clip)[kind]

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Collection
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
 
 from lockstep import files, origin, strategies
 from lockstep.errors import UserError
@@ -37,7 +37,8 @@ from lockstep.training import history
 if TYPE_CHECKING:
     import torch
 
-PRECISIONS = ("fp32", "autocast", "bf16")
+Precision = Literal["fp32", "autocast", "bf16"]
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 BETAS, EPS = (0.9, 0.999), 1e-8  # of AdamW, torch's defaults
 # Flags that say where things lie, not what a run computes: no part of a run's record.
 PLACES = (
@@ -80,7 +81,7 @@ class Config:
     weight_decay: float = 0.01
     max_grad_norm: float = 1.0
     gradient_accumulation_steps: int = 1
-    precision: str = "fp32"
+    precision: Precision = "fp32"
     attn_impl: str = "sdpa"
     seed: int = 0
     dataset_name: str = texts.BUILT_IN_CORPUS

@@ -16,6 +16,8 @@ import argparse
 import dataclasses
 import os
 import signal
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lockstep import config as config_module
 from lockstep.config import Config, Inputs, Parser
@@ -27,6 +29,11 @@ from lockstep.running import processes, progress
 from lockstep.runs import Run, runs_of
 from lockstep.strategies import BASELINE, ROWS
 from lockstep.training import history
+
+if TYPE_CHECKING:
+    from lockstep.diagnosis.diagnose import Diagnosis
+    from lockstep.losses.folder import Judged
+    from lockstep.tensors.judgement import Result
 
 NAME = "lockstep.verification"
 
@@ -106,10 +113,11 @@ def verdict(options: argparse.Namespace, flags: list[str]) -> int:
     if missing:
         raise UserError(f"{missing}: no such file; run the training first")
     judged = folder.judge(place, *folder.read(found))
-    if not judged.problem and config.capture_dir is not None:
-        result, diagnoses = judge_tensors(config, names)
-    else:
-        result, diagnoses = None, {}
+    result: Result | None = None
+    diagnoses: dict[str, Diagnosis] = {}
+    captured = config.capture_dir
+    if not judged.problem and captured is not None:
+        result, diagnoses = judge_tensors(config, captured, names)
     curve_report.draw(judged.histories, judged.control, judged.tolerance, figure)
     if judged.problem:
         raise UserError(judged.problem)
@@ -119,23 +127,22 @@ def verdict(options: argparse.Namespace, flags: list[str]) -> int:
     folder.write(judged, data, f"run_verification_main.sh ({' '.join(flags)})", tensors=tensors)
     print("\n".join(["", *table(judged, result), "", *explanations(judged, result, diagnoses)]))
     print(f"Figure   {printable(figure)}")
-    if result is not None:
-        print(f"Tensors  {printable(config.capture_dir / 'report.md')}")
+    if captured is not None:
+        print(f"Tensors  {printable(captured / 'report.md')}")
     print(f"Data     {printable(data)}; all that the libraries said: {printable(place / 'logs')}")
     outcome = folder.worst([judged.outcome, *([tensors] if tensors else [])])
     print(f"\n{outcome}")
     return 0 if outcome == "PASS" else 1
 
 
-def judge_tensors(config: Config, names: list[str]):
-    """(comparison of the captured tensors with the float64 reference, which is computed now; diagnoses), with its report written."""
+def judge_tensors(config: Config, place: Path, names: list[str]) -> tuple["Result", dict[str, "Diagnosis"]]:
+    """(comparison of the tensors captured in `place` with the float64 reference, which is computed now; diagnoses), with its report written."""
     with progress.working("Comparing every tensor with a float64 reference"):
         from lockstep.collective import init_alone
         from lockstep.tensors import comparison, exact_run, report
         from lockstep.tensors.dump import Dump
 
         init_alone()
-        place = config.capture_dir
         remove_captured(place / "reference")
         exact_run.run(config, config_module.load_inputs(config))
         reference, dumps, replays = comparison.arrange([Dump(place / name) for name in (*names, "reference")])
@@ -145,11 +152,11 @@ def judge_tensors(config: Config, names: list[str]):
     return result, diagnoses
 
 
-def table(judged, result) -> list[str]:
+def table(judged: "Judged", result: "Result | None") -> list[str]:
     """A line for each run: how far from DDP and from the reference, of what is tolerated."""
     from lockstep.losses.folder import worst
 
-    tolerance = judged.tolerance
+    tolerance = judged.tolerated
     rows = [
         ("", "loss", "gradient norm", "tensors", ""),
         ("", "max nats from DDP", "max relative to DDP", "worst / tolerated", ""),
@@ -173,7 +180,7 @@ def table(judged, result) -> list[str]:
     ]
 
 
-def explanations(judged, result, diagnoses) -> list[str]:
+def explanations(judged: "Judged", result: "Result | None", diagnoses: dict[str, "Diagnosis"]) -> list[str]:
     """Why what failed has failed: by the losses, and by the first tensor and its cause."""
     from lockstep.losses.curve_report import notes, reasons
     from lockstep.tensors import report

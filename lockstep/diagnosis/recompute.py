@@ -9,6 +9,8 @@ and over the samples i, each a DP rank's micro batch, dL/dW = sum_i g_i^T x_i. x
 so each share can be computed alone and held against what the run has instead of the sum.
 """
 
+from collections.abc import Iterator
+
 import torch
 
 from lockstep.diagnosis.case import Case
@@ -130,7 +132,7 @@ class Contributions:
         blocks = case.mesh.dp * self._cut_over_tp if len(shape) == 1 else 1
         return right and not is_tied and 4 * self.samples <= shape[-1] // blocks
 
-    def blocks(self):
+    def blocks(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """Yields (what a block is in the run, in the reference, the contributions to it)."""
         case, name = self.case, f"gradient/{self.parameter}"
         own, exact = case.own(name), case.exact(name)

@@ -1,6 +1,7 @@
 """Rules for what comes after the gradients, which are right: their norm, the moments, the parameters."""
 
 import math
+from collections.abc import Iterator
 
 import torch
 
@@ -207,7 +208,7 @@ def update_left_out(case: Case) -> Cause | None:
     )
 
 
-def _shares_kept(case: Case, name: str, own: torch.Tensor, before: torch.Tensor):
+def _shares_kept(case: Case, name: str, own: torch.Tensor, before: torch.Tensor) -> Iterator[str]:
     """ "tp rank 1 of 2": whose share of a tensor alone did not change."""
     for axis in case.sharded(name):
         pairs = zip(*(case.shares(name, axis, tensor) for tensor in (own, before)), strict=True)

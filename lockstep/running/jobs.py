@@ -28,6 +28,7 @@ from pydantic import Field
 
 from lockstep import config as config_module
 from lockstep import startup, strategies
+from lockstep.config import Config
 from lockstep.errors import TrainingFailure, UserError, first_line, run_program
 from lockstep.files import read_json
 from lockstep.launch import training_device
@@ -138,7 +139,7 @@ def why(folder: Path, status: int = 1) -> str:
     return processes.failure(NAME, status, (folder / "log.txt").read_text(encoding="utf-8", errors="replace"))
 
 
-def configured(job: Job):
+def configured(job: Job) -> Config:
     """The configuration of a job, as one rank of the ranks that are there."""
     return config_module.parse_config(BASELINE if job.strategy == REFERENCE else job.strategy, job.arguments)
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from lockstep.config import Parser
-from lockstep.diagnosis.diagnose import diagnose
+from lockstep.diagnosis.diagnose import Diagnosis, diagnose
 from lockstep.errors import UserError, run_program
 from lockstep.files import require_writable_folder
 from lockstep.inputs import modules
@@ -39,6 +39,7 @@ from lockstep.tensors.distance import (
     BLOCK,
     Distance,
     Size,
+    Tensor,
     clip_factor,
     on_all_cores,
     tensor_distances,
@@ -190,13 +191,15 @@ def _names(dump: Dump, step: int) -> list[str]:
     return [name for name in dump.expected(step) if PASSES[name.split("/")[0]] != "update"]
 
 
-def _measure(names: list[str], references: dict[str, Dump], dumps: dict[str, Dump], step: int) -> list:
+def _measure(
+    names: list[str], references: dict[str, Dump], dumps: dict[str, Dump], step: int
+) -> list[Tensor]:
     """A Tensor for each name: the dumps that have it, in their order, against their references."""
     sizes = [math.prod(next(iter(references.values())).expected(step)[name]) for name in names]
     return on_all_cores(functools.partial(_distances, references, dumps, step), names, sizes)
 
 
-def _distances(references: dict[str, Dump], dumps: dict[str, Dump], step: int, name: str):
+def _distances(references: dict[str, Dump], dumps: dict[str, Dump], step: int, name: str) -> Tensor:
     have = [strategy for strategy, dump in dumps.items() if dump.has(step, name)]
     return tensor_distances(
         [references[strategy] for strategy in have], [dumps[strategy] for strategy in have], step, name
@@ -232,7 +235,12 @@ def _replay(replays: dict[str, Dump], dump: Dump, name: str, step: int) -> Dump:
 
 
 def _judge_step(
-    reference: Dump, dumps: dict, references: dict, step: int, precision: str, result: Result
+    reference: Dump,
+    dumps: dict[str, Dump],
+    references: dict[str, Dump],
+    step: int,
+    precision: str,
+    result: Result,
 ) -> None:
     ddp = dumps[BASELINE]
     names, parameters, entries = (
@@ -304,7 +312,7 @@ def _noise(found: dict[str, Distance], entries: dict, precision: str) -> dict[st
 
 def _update(
     dumps: dict[str, Dump], reference: Dump, step: int, clips: dict[str, float], item: tuple[str, str]
-):
+) -> dict[str, Distance]:
     strategy, name = item
     return update_distances(dumps[strategy], reference, step, clips[strategy], name)
 
@@ -361,7 +369,8 @@ def arrange(opened: list[Dump]) -> tuple[Dump, dict[str, Dump], dict[str, Dump]]
         raise UserError(
             f"{len(references)} of the {len(opened)} dumps are references; more than two dumps are compared through just one"
         )
-    (reference,), dumps = references, {}
+    (reference,) = references
+    dumps: dict[str, Dump] = {}
     for dump in opened:
         name = dump.name
         if dump is not reference and name in dumps:
@@ -384,7 +393,7 @@ def run(opened: list[Dump], output_dir: Path | None) -> int:
     return tensor_report.show(result, diagnoses(result, reference, replays), output_dir)
 
 
-def diagnoses(result: Result, reference: Dump, replays: dict[str, Dump]) -> dict:
+def diagnoses(result: Result, reference: Dump, replays: dict[str, Dump]) -> dict[str, Diagnosis]:
     """A diagnosis of every run that failed."""
     return {
         name: diagnose(result, name, reference, replays) for name in result.dumps if result.has_failed(name)

@@ -105,9 +105,7 @@ def yardstick(ddp: Distance, typical: Size | None = None) -> Size:
     )
 
 
-def judge(
-    strategy: str, step: int, name: str, distance: Distance, measure: Size | None, roundoff: float
-) -> Row:
+def judge(strategy: str, step: int, name: str, distance: Distance, measure: Size, roundoff: float) -> Row:
     """A row with its tolerances. `measure` is DDP's `yardstick`, `roundoff` the tensor's dtype's ROUNDOFF.
 
     The batch must be equal. An optimizer step may be a few unit roundoffs from the exact update of its own input. Everything
@@ -210,7 +208,7 @@ class Result:
         order = {
             int(step): {name: at for at, name in enumerate(dump.expected(int(step)))} for step in dump.steps
         }
-        found = [
+        found: list[tuple[int, float, str, str]] = [
             (row.step, order[row.step][row.name], row.name, describe(row))
             for row in self.rows
             if row.strategy == strategy and row.too_far

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep import origin
-from lockstep.collective import stop_together
+from lockstep.collective import stop_together, stopping_together
 from lockstep.config import PLACES, Config, Inputs
 from lockstep.errors import TrainingFailure, UserError
 from lockstep.inputs import initial_weights, weights
@@ -74,8 +74,9 @@ def run(config: Config, inputs: Inputs, make_strategy: MakeStrategy, device: tor
             with contextlib.suppress(UserError):  # on a full disk: the error above says which file filled it
                 record.save(path)
         raise
-    if rank == 0:
-        record.save(path)
+    with stopping_together():
+        if rank == 0:
+            record.save(path)
     last = record.steps[-1]
     took = progress.duration(time.monotonic() - begin)
     return f"{config.label}: {len(record.steps)} steps in {took}, loss {record.steps[0]['loss']:.6f} -> {last['loss']:.6f}, {path}"
@@ -98,13 +99,18 @@ def _train(
         record.weights = {"initial_sha256": weights.combined_sha256(before)}
         if capture:
             capture.manifest["initial_sha256"] = record.weights["initial_sha256"]
-        record.save(path)
+    with stopping_together():
+        if rank == 0:
+            record.save(path)
 
     shown = progress.Steps(config.label, inputs.num_steps, config.log_interval)
+    problem = ""  # why rank 0 could not write the history after the last step
     for index in range(inputs.num_steps):
         compute_dtypes = ComputeDtypes(strategy.model) if index == 0 else None
         watching = capture if capture is not None and index < config.capture_steps else None
-        step, everyone = train_step(strategy, inputs.batches, config, rank, device, index, watching)
+        step, everyone = train_step(
+            strategy, inputs.batches, config, rank, device, index, watching, problem=problem
+        )
         record.add(step)
         _require_finite(step["step"], everyone, config.mesh)
         if compute_dtypes is not None:
@@ -116,9 +122,13 @@ def _train(
                 f"{config.label} does not run with what was asked for: {difference}" if difference else ""
             )
         if rank == 0:
-            record.save(path)
+            try:
+                record.save(path)
+            except UserError as error:  # the others learn of it in the next step, or below
+                problem = str(error)
             shown.add(step)
 
+    stop_together(problem)
     after = _live_checksums(strategy, rank)
     memory = peak_memory(device)
     if before is not None and after is not None:
@@ -139,12 +149,16 @@ def train_step(
     device: torch.device,
     index: int,
     capture: Capture | None = None,
+    *,
+    problem: str = "",
 ) -> tuple[dict[str, Any], list[list[float]]]:
     """One step (from 0) of the loop: feed, update, gather what every rank saw; `capture` writes down all it computes.
 
-    Returns the record of the step, which keeps one loss per DP rank, and (loss, norm, hashes of its windows) of every rank.
+    A `problem` that this rank has had since the last step stops all ranks, without a collective of its own in every step.
 
-    Raises TrainingFailure on every rank if TP peers saw different batches, or DP ranks the same.
+    Returns the record of the step, which keeps one loss per DP rank, and (loss, norm) of every rank.
+
+    Raises TrainingFailure on every rank if TP peers saw different batches, or DP ranks the same, and for a `problem`.
     """
     micro_batches = batches.micro_batches(index, config.mesh.sample_share(rank), device)
     start = time.perf_counter()
@@ -154,9 +168,12 @@ def train_step(
     if capture:
         capture.gradients()
     grad_norm = strategy.update()
-    everyone = _gather([float(loss), grad_norm, *window_hashes(micro_batches)], device)
-    losses, hashes = [row[0] for row in everyone], [list(map(int, row[2:])) for row in everyone]
+    mine = [float(loss), grad_norm, float(bool(problem)), *window_hashes(micro_batches)]
+    everyone = _gather(mine, device)
+    losses, hashes = [row[0] for row in everyone], [list(map(int, row[3:])) for row in everyone]
     seconds = time.perf_counter() - start
+    if any(row[2] for row in everyone):
+        stop_together(problem)
     _require_right_batches(hashes, config.mesh, index + 1)
     lead = [config.mesh.first_with_share(share) for share in range(config.mesh.num_sample_shares)]
     step = {
@@ -172,7 +189,7 @@ def train_step(
     if capture:
         capture.end(step)
         step["seconds"] = time.perf_counter() - start
-    return step, everyone
+    return step, [row[:2] for row in everyone]
 
 
 def _initial_model(
@@ -188,10 +205,9 @@ def _initial_model(
     path = initial_weights.file_of(config)
     written = config.written_weights
     if written is not None:
-        problem = ""
-        if rank == 0:
-            model, _ = build(path)
-            try:
+        with stopping_together():
+            if rank == 0:
+                model, _ = build(path)
                 weights.save(
                     written,
                     model,
@@ -200,11 +216,9 @@ def _initial_model(
                     overwrite=config.overwrite,
                 )
                 print(f"Saved initial weights to {written}", flush=True)
-            except UserError as error:
-                problem = str(error)
-        stop_together(problem)
         path = written
-    model, sums = build(path)
+    with stopping_together():  # a file need not be there on every machine
+        model, sums = build(path)
     if path and rank == 0:
         print(f"Loaded initial weights from {path}", flush=True)
     if config.noise_control:
@@ -250,7 +264,7 @@ def _require_right_batches(hashes: list[list[int]], mesh: Mesh, step: int) -> No
 
 
 def _require_finite(step: int, everyone: list[list[float]], mesh: Mesh) -> None:
-    for rank, (loss, grad_norm, *_) in enumerate(everyone):
+    for rank, (loss, grad_norm) in enumerate(everyone):
         for what, value in (("loss", loss), ("gradient norm", grad_norm)):
             if not math.isfinite(value):
                 raise TrainingFailure(
