@@ -5,18 +5,25 @@ The only file that imports deepspeed.
 
 import os
 import warnings
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from lockstep.config import Config
 from lockstep.deepspeed.build import build_extension
 from lockstep.inputs.model import causal_lm_loss
-from lockstep.mesh import Geometry, share
+from lockstep.mesh import Geometry, Mesh, share
 from lockstep.training.observe import decay_by_name, model_contract, optimizer_contract
 from lockstep.training.optim import build_optimizer, keeps, parameter_groups
+from lockstep.training.strategy import MicroBatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
-def deepspeed_config(config, mesh) -> dict:
+def deepspeed_config(config: Config, mesh: Mesh) -> dict[str, Any]:
     """The whole of what DeepSpeed is told. Every line that differs from a default of DeepSpeed's says why."""
     return {
         "train_micro_batch_size_per_gpu": config.batch_size,
@@ -41,9 +48,9 @@ def deepspeed_config(config, mesh) -> dict:
 
 
 class AutoTPStrategy:
-    """See `lockstep.training.loop.Strategy` for the contract."""
+    """See `lockstep.training.strategy.Strategy` for the contract."""
 
-    def __init__(self, model: torch.nn.Module, config, mesh, device: torch.device):
+    def __init__(self, model: "PreTrainedModel", config: Config, mesh: Mesh, device: torch.device):
         if device.type == "cpu":
             os.environ["DS_ACCELERATOR"] = "cpu"  # or DeepSpeed takes the GPU of a machine that has one
         import deepspeed
@@ -55,7 +62,7 @@ class AutoTPStrategy:
         if device.type == "cpu":
             build_extension()
         deepspeed.init_distributed(dist_backend=dist.get_backend())
-        model.to(device=device, dtype=config.parameter_dtype)
+        model.to(device=device, dtype=config.parameter_dtype)  # type: ignore[call-arg] # a decorator of transformers loses self
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
             model=model,
             model_parameters=parameter_groups(model.parameters(), config.weight_decay),
@@ -69,11 +76,11 @@ class AutoTPStrategy:
     def geometry(self) -> Geometry:
         return Geometry.of_groups({"dp": self.engine.data_parallel_group, "tp": self.tp_group()})
 
-    def tp_group(self):
+    def tp_group(self) -> dist.ProcessGroup | None:
         """The tensor-parallel process group, None where AutoTP is off."""
         return self.engine.mpu.get_tensor_model_parallel_group() if self.engine.autotp_size() > 1 else None
 
-    def forward_backward(self, micro_batches: list[tuple]) -> torch.Tensor:
+    def forward_backward(self, micro_batches: list[MicroBatch]) -> torch.Tensor:
         self.num_micro_batches, self.num_tokens = len(micro_batches), micro_batches[0][1].numel()
         losses = []
         for index, (input_ids, labels) in enumerate(micro_batches):
@@ -94,11 +101,11 @@ class AutoTPStrategy:
             grad_norm if grad_norm >= 0 else float("nan")
         )  # DeepSpeed's sign for a norm that is not finite is -1
 
-    def full_parameters(self):
+    def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in self.model.named_parameters():
             yield name, self._gather_over_tp(name, parameter.detach()).cpu()
 
-    def held(self, kind: str):
+    def held(self, kind: str) -> Iterator[tuple[str, torch.Tensor, tuple[int, ...], tuple[int, ...]]]:
         """Whole over dp, as DeepSpeed's safe_get_full_* give it, but only this rank's tensor-parallel shard."""
         from deepspeed.utils import safe_get_full_grad, safe_get_full_optimizer_state
 
@@ -156,7 +163,7 @@ class AutoTPStrategy:
             parts.append(part)
         return torch.cat(parts, dim=dim)
 
-    def effective_contract(self) -> dict:
+    def effective_contract(self) -> dict[str, Any]:
         groups = zip(self.optimizer.bit16_groups, self.optimizer.param_groups, strict=True)
         dtypes = {
             str(getattr(p, "comm_dtype", self.engine.communication_data_type))

@@ -160,7 +160,9 @@ def train(groups: dict[Group, list[tuple]], folder: Path) -> dict[tuple, float |
     from lockstep.running import jobs
 
     outcome: dict[tuple, float | str] = {}
-    by_mesh = collections.defaultdict(list)  # DeepSpeed cannot change its mesh within a process
+    by_mesh = collections.defaultdict(
+        list
+    )  # a strategy may be unable to change its mesh within a process (docs/findings.md)
     for group, pairs in groups.items():
         by_mesh[group.mesh.dp, 1] += [(group, CLEAN, BASELINE), (group, CLEAN, history.CONTROL)]
         for row in dict.fromkeys(row for _, row in pairs):
@@ -234,15 +236,27 @@ def judge(group: Group, fault, strategy: str) -> dict:
     guards = group.history_folder(strategy, fault.name) / "guards.txt"
     causes = [cause.name for cause in diagnosis.causes]
     return {
-        "fault": fault.name, "strategy": strategy, "class": fault.bug_class, "seen_in": fault.seen_in, "story": fault.story,
-        "loss_step": curve.red_loss_step, "grad_norm_step": curve.red_grad_norm_step, "step": step, "first": first, "expected_first": fault.first,
+        "fault": fault.name,
+        "strategy": strategy,
+        "class": fault.bug_class,
+        "seen_in": fault.seen_in,
+        "story": fault.story,
+        "loss_step": curve.red_loss_step,
+        "grad_norm_step": curve.red_grad_norm_step,
+        "step": step,
+        "first": first,
+        "expected_first": fault.first,
         "caught": bool(failures),
         "first_right": (first, step) == (fault.first, fault.step),
-        "cause": causes[0] if causes else None, "expected_cause": fault.cause, "named": name_verdict(causes, fault.cause),
-        "causes": [[cause.name, cause.evidence] for cause in diagnosis.causes], "excluded": diagnosis.excluded, "odd": diagnosis.odd,
+        "cause": causes[0] if causes else None,
+        "expected_cause": fault.cause,
+        "named": name_verdict(causes, fault.cause),
+        "causes": [[cause.name, cause.evidence] for cause in diagnosis.causes],
+        "excluded": diagnosis.excluded,
+        "odd": diagnosis.odd,
         "changed": differ(dump, Dump(group.dump(strategy, CLEAN))),
         "guard": guards.read_text(encoding="utf-8").splitlines()[0] if guards.is_file() else None,
-    }  # fmt: skip
+    }
 
 
 def name_verdict(causes: list[str], expected: str) -> str:

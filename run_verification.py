@@ -1,4 +1,4 @@
-"""Tensor by tensor: DDP, DeepSpeed AutoTP and FSDP+DTensor against a float64 reference, from shared weights and batches.
+"""Tensor by tensor: every strategy against a float64 reference, from the same weights and batches.
 
     python run_verification.py --output_dir runs/verify
     python run_verification.py --model_name Qwen/Qwen2.5-0.5B --num_layers 2 --batch_size 2 --seq_length 128
@@ -27,14 +27,25 @@ from lockstep.config import Parser
 from lockstep.errors import UserError, printable, run_program
 from lockstep.losses.curves import RULES
 from lockstep.running import jobs, locks
-from lockstep.strategies import ROWS, Row
-from lockstep.verification import check_reference, rows_of
+from lockstep.runs import HELP, Run, runs_of
+from lockstep.strategies import BASELINE, ROWS
+from lockstep.verification import check_reference
 
 NAME = "run_verification.py"
 INTERRUPTED = "interrupted; --overwrite starts again"
 OURS = ("reference", "losses", "logs", "initial_weights.safetensors", "report.md", "report.json")
-SET_HERE = ("--capture_dir", "--capture_steps", "--debug_steps", "--save_init_weights", "--dry_run",
-            "--num_workers", "--num_epochs", "--loss_output_dir", "--storage_path", "--experiment_name")  # fmt: skip
+SET_HERE = (
+    "--capture_dir",
+    "--capture_steps",
+    "--debug_steps",
+    "--save_init_weights",
+    "--dry_run",
+    "--num_workers",
+    "--num_epochs",
+    "--loss_output_dir",
+    "--storage_path",
+    "--experiment_name",
+)
 
 
 def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
@@ -44,7 +55,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--strategies",
         default=",".join(ROWS),
-        help="names, or your own as path/to/file.py:Class (default: %(default)s)",
+        help=f"{HELP} (default: %(default)s)",
     )
     parser.add_argument(
         "--steps", type=int, default=defaults.capture_steps, help="steps to compare (default: %(default)s)"
@@ -125,15 +136,14 @@ def main(argv: list[str] | None = None) -> int:
 
 def verify(options: argparse.Namespace, rest: list[str]) -> int:
     rest = [*rest, "--dp_size", str(options.dp_size), "--debug_steps", str(options.steps)]
-    folder, rows = check_folder(options), rows_of(options.strategies)
+    folder = check_folder(options)
+    runs = runs_of(options.strategies, config_module.parse_config(BASELINE, rest), options.tp_size)
     files.require_writable_folder(folder, "--output_dir", keep=False)
     elsewhere = ["--loss_output_dir", str(folder / "losses"), "--storage_path", str(folder / "losses")]
     configs = []
-    for row in rows:  # a usage error is answered before anything is removed or started
+    for run in runs:  # a usage error is answered before anything is removed or started
         dry = ["--dry_run"]  # leaves no folder behind
-        config = config_module.parse_config(
-            row.place, [*rest, *elsewhere, *dry, *tensor_parallel(row, options)]
-        )
+        config = config_module.parse_config(run.row.place, [*rest, *elsewhere, *dry, *run.arguments])
         if config.precision not in RULES:
             raise UserError(
                 f"no tolerance is derived for --precision {config.precision}; use {' or '.join(RULES)}"
@@ -148,7 +158,7 @@ def verify(options: argparse.Namespace, rest: list[str]) -> int:
     startup.meaning = INTERRUPTED
     with locks.inside(folder, "verification", "--output_dir"):
         check_folder(options)  # another run may have ended before we had the lock
-        with locks.held(*((folder / row.name, "--output_dir") for row in rows)):
+        with locks.held(*((folder / run.name, "--output_dir") for run in runs)):
             empty(folder)  # nor does a run that outlived its script write there
             rest = [
                 argument for argument in rest if argument != "--pretrained"
@@ -160,23 +170,20 @@ def verify(options: argparse.Namespace, rest: list[str]) -> int:
             )
             if save:
                 rest += ["--init_weights_path", str(folder / "initial_weights.safetensors")]
-            return train_and_compare(options, rows, [*rest, *elsewhere], save, folder)
-
-
-def tensor_parallel(row: Row, options: argparse.Namespace) -> list[str]:
-    return ["--tp_size", str(options.tp_size)] if "tp" in row.axes else []
+            return train_and_compare(options, runs, [*rest, *elsewhere], save, folder)
 
 
 def train_and_compare(
-    options: argparse.Namespace, rows: list[Row], rest: list[str], save: list[str], folder: Path
+    options: argparse.Namespace, runs: list[Run], rest: list[str], save: list[str], folder: Path
 ) -> int:
     """`save` are the baseline's own flags, which write down the initial weights."""
     rest = [*rest, "--capture_steps", str(options.steps), "--capture_dir", str(folder)]
     groups: dict[int | None, list[dict]] = {}  # by number of ranks, the baseline's first
-    for row in rows:
-        number = options.dp_size * (options.tp_size if "tp" in row.axes else 1)
-        own = [*(save if row.is_baseline else []), *tensor_parallel(row, options)]
-        groups.setdefault(number, []).append({"strategy": row.place, "arguments": [*rest, *own]})
+    for run in runs:
+        own = [*(save if run.row.is_baseline else []), *run.arguments]
+        groups.setdefault(run.mesh.world_size, []).append(
+            {"strategy": run.row.place, "arguments": [*rest, *own]}
+        )
     groups[None] = [{"strategy": jobs.REFERENCE, "arguments": rest}]
     jobs.start_all_groups(list(groups.items()), folder / "logs", shown=True)
     from lockstep.tensors import (
@@ -184,7 +191,7 @@ def train_and_compare(
     )
     from lockstep.tensors.dump import Dump
 
-    opened = [Dump(folder / name) for name in (*(row.name for row in rows), "reference")]
+    opened = [Dump(folder / name) for name in (*(run.name for run in runs), "reference")]
     return compare.run(opened, folder)
 
 

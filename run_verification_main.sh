@@ -24,7 +24,7 @@ for name in TP_SIZE DP_SIZE; do
   fi
 done
 read -r gpus registered <<<"$("$PYTHON" -c 'from lockstep import config, strategies; print(config.local_gpus(), ",".join(strategies.ROWS))')"
-STRATEGIES=${STRATEGIES:-$registered} # with commas between; your own as path/to/file.py:Class
+STRATEGIES=${STRATEGIES:-$registered} # with commas between; your own as path/to/file.py:Class; on another mesh as fsdp@tp1xdp4
 DEVICE=${DEVICE:-$([ "$gpus" -ge $((TP_SIZE * DP_SIZE)) ] && echo cuda || echo cpu)}
 if [ "$DEVICE" = cuda ]; then # the full configuration, of a model that nobody chose at two layers
   NUM_LAYERS=${NUM_LAYERS:-$([ -n "${MODEL_NAME:-}" ] && echo all || echo 2)}
@@ -95,7 +95,7 @@ mkdir -p "$OUTPUT_DIR"
 exec {lock}<>"$OUTPUT_DIR/.run_verification_main.lock"
 "$PYTHON" -m lockstep.running.locks $lock "$OUTPUT_DIR"
 rm -f "$OUTPUT_DIR"/{loss_control.json,loss_curves.png,verdict.json} "$OUTPUT_DIR"/tensors/report.{md,json}
-while read -r name _; do
+while IFS=$'\t' read -r name _; do
   rm -f "$OUTPUT_DIR/loss_$name.json" "$OUTPUT_DIR/tensors/$name"/{manifest.json,step_*.safetensors}
 done <<<"$plan"
 settings="$MODEL_NAME, $NUM_LAYERS layers, $PRECISION, $DEBUG_STEPS steps, TP=$TP_SIZE, DP=$DP_SIZE on $DEVICE ($gpus GPUs here) -> $OUTPUT_DIR"
@@ -107,8 +107,8 @@ if [ -n "${ray:-}" ]; then
   export RAY_ADDRESS
 fi
 trap 'echo "$0: interrupted; the histories in $OUTPUT_DIR hold the steps so far" >&2; exit 130' INT
-while read -r name tp strategy <&3; do
-  "$PYTHON" -m lockstep.train --strategy "$strategy" --tp_size "$tp" "${common[@]}" "${weights[@]}" "${first[@]}" || {
+while IFS=$'\t' read -r name flags strategy <&3; do
+  "$PYTHON" -m lockstep.train --strategy "$strategy" "${common[@]}" $flags "${weights[@]}" "${first[@]}" || {
     status=$?
     [ $status -lt 128 ] || echo "$0: the training script of $name was killed by signal $((status - 128))" >&2
     exit $((status < 128 ? status : 1))

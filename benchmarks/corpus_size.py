@@ -20,6 +20,7 @@ from pathlib import Path
 
 from lockstep import config as config_module
 from lockstep.inputs.architectures import TINY_QWEN2
+from lockstep.strategies import BASELINE
 
 SIZES, SIZES_BPE = (1, 10, 100, 1000), (1, 10, 100)  # MB
 STEPS = 100
@@ -64,7 +65,7 @@ def peak_mib() -> int:
 def measure(flags: list[str]) -> None:
     """In this process; prints one line of JSON."""
     start = time.perf_counter()
-    config = config_module.parse_config("ddp", flags)
+    config = config_module.parse_config(BASELINE, flags)
     before = peak_mib()
     inputs = config_module.load_inputs(config)
     loaded = time.perf_counter()
@@ -73,10 +74,13 @@ def measure(flags: list[str]) -> None:
             inputs.batches.windows(step, dp_rank)
     seconds = time.perf_counter() - loaded
     found = {
-        "seconds_to_load": round(loaded - start, 3), "milliseconds_per_step": round(1e3 * seconds / STEPS, 3),
-        "peak_mib_before": before, "peak_mib": peak_mib(),
-        "tokens": len(inputs.batches.corpus.tokens), "bytes_sent_to_a_worker": len(pickle.dumps(inputs)),
-    }  # fmt: skip
+        "seconds_to_load": round(loaded - start, 3),
+        "milliseconds_per_step": round(1e3 * seconds / STEPS, 3),
+        "peak_mib_before": before,
+        "peak_mib": peak_mib(),
+        "tokens": len(inputs.batches.corpus.tokens),
+        "bytes_sent_to_a_worker": len(pickle.dumps(inputs)),
+    }
     print(json.dumps(found))
 
 

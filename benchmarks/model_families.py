@@ -55,19 +55,28 @@ def draw(family: str, chance: random.Random) -> dict:
     heads = kv_heads * ratio
     layers = chance.choice((1, 2, 3, 5))
     content = {
-        "model_type": family, "vocab_size": chance.choice((64, 101, 512)), "hidden_size": heads * head_dim,
-        "intermediate_size": chance.choice((24, 64)), "num_hidden_layers": layers, "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads, "hidden_act": chance.choice(("silu", "silu", *model_config.ACTIVATIONS)),
-        "max_position_embeddings": chance.choice((64, 4096)), "initializer_range": chance.choice((0.02, 0.2, 1.0)),
-        "rms_norm_eps": chance.choice((1e-6, 1e-5, 1e-2)), "tie_word_embeddings": chance.random() < 0.5,
+        "model_type": family,
+        "vocab_size": chance.choice((64, 101, 512)),
+        "hidden_size": heads * head_dim,
+        "intermediate_size": chance.choice((24, 64)),
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "hidden_act": chance.choice(("silu", "silu", *model_config.ACTIVATIONS)),
+        "max_position_embeddings": chance.choice((64, 4096)),
+        "initializer_range": chance.choice((0.02, 0.2, 1.0)),
+        "rms_norm_eps": chance.choice((1e-6, 1e-5, 1e-2)),
+        "tie_word_embeddings": chance.random() < 0.5,
         "rope_theta": chance.choice((10000.0, 500000, 1e6, 2.0)),
-    }  # fmt: skip
+    }
     if family == "qwen3" or chance.random() < 0.4:
         content["head_dim"] = chance.choice((head_dim, 2 * head_dim))
         head_dim = content["head_dim"]
     if chance.random() < 0.4:
         content["pad_token_id"] = chance.randrange(content["vocab_size"])
-    if family != "llama" and chance.random() < 0.6:
+    if family == "mistral":
+        content["sliding_window"] = chance.choice((None, 1, 2, 5, 16, 63, 64, 200))
+    if family in ("qwen2", "qwen3") and chance.random() < 0.6:
         content.update(
             use_sliding_window=chance.random() < 0.8, sliding_window=chance.choice((1, 2, 5, 16, 63, 64, 200))
         )
@@ -182,9 +191,10 @@ def write_report(rows: list[dict], path: Path, seed: int) -> None:
 def drawn(number: int, seed: int) -> list[dict]:
     """The configurations: the families in turn, every other one with something odd in it."""
     chance = random.Random(seed)
+    families = list(model_config.FAMILIES)
     configs = []
     for index in range(number):
-        content = draw(list(model_config.FAMILIES)[index % 3], chance)
+        content = draw(families[index % len(families)], chance)
         if index % 2:
             odd(content, chance)
         configs.append(content)

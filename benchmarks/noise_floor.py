@@ -127,12 +127,13 @@ def comparison_row(name: str, runs: dict[str, history.History], strategy: str) -
     rule, noise, norm_noise = rule_and_noise(baseline)
     least = [noise.floor, norm_noise.floor] if rule else [0.0, 0.0]
     return {
-        "case": name, "strategy": strategy,
+        "case": name,
+        "strategy": strategy,
         "loss_ratio": ratio(baseline, control, other, loss_gap, least[0] / CONTROL_FACTOR),
         "grad_norm_ratio": ratio(baseline, control, other, norm_gap, least[1] / CONTROL_FACTOR),
         "without_control": compare(baseline, other, tolerance_for(baseline)).outcome if rule else None,
         "with_control": compare(baseline, other, tolerance_for(baseline, control)).outcome,
-    }  # fmt: skip
+    }
 
 
 def main() -> None:

@@ -37,9 +37,12 @@ def main() -> None:
     for label, (name, changes) in MODELS.items():
         architecture = {**architectures.resolve(name, 2)[0], **changes}
         corpus = data.load_corpus(
-            texts.BUILT_IN_CORPUS, tokenizer.build_tokenizer(name, architecture), seq_length=128, windows_per_step=8,
+            texts.BUILT_IN_CORPUS,
+            tokenizer.build_tokenizer(name, architecture),
+            seq_length=128,
+            windows_per_step=8,
             cache_folder=token_cache.default_folder(),
-        )  # fmt: skip
+        )
         ((input_ids, labels),) = data.Batches(corpus, 0, 1, 8, 1).micro_batches(0, 0, "cpu")
         model, _ = build_model(architecture, seed=0, attn_impl="sdpa", init_weights_path=None)
         with torch.no_grad():

@@ -2,8 +2,8 @@
 
     python benchmarks/whole_job.py --repeats 3 --output results/whole_job.json
 
-Both in fp32 on the CPU, with the control run; the new side judges the tensors as well. Everything is installed and DeepSpeed's extension
-built. Prints the ratio pair by pair, and where the new script's time goes by the times at which its lines appear.
+Both in fp32 on the CPU, with the control run; the new side judges the tensors as well. Install everything and run the script once before:
+an extension is built in the first run. Prints the ratio pair by pair, and where the new script's time goes by the times at which its lines appear.
 """
 
 import argparse
@@ -32,9 +32,12 @@ def script(root: Path, folder: Path) -> tuple[float, dict[str, float]]:
     start = last = time.perf_counter()
     phases = dict.fromkeys([*EVERY_RUN, "verdict and end"], 0.0)
     process = subprocess.Popen(
-        [root / "run_verification_main.sh"], env={**os.environ, **SETTINGS, "OUTPUT_DIR": str(folder)},
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+        [root / "run_verification_main.sh"],
+        env={**os.environ, **SETTINGS, "OUTPUT_DIR": str(folder)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     for line in process.stdout:
         for phase, mark in EVERY_RUN.items():
             if mark in line:

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 from lockstep.training.torch_strategy import TorchStrategy
@@ -23,7 +24,7 @@ class TransformersTP(TorchStrategy):
     label = "transformers TP"
     axes = ("dp", "tp")
 
-    def parallelize(self, model: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
+    def parallelize(self, model: PreTrainedModel, device_mesh: DeviceMesh) -> torch.nn.Module:
         sizes = DistributedConfig(tp_size=device_mesh["tp"].size(), fsdp_size=device_mesh["dp"].size())
         folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
         dist.broadcast_object_list(folder)

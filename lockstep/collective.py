@@ -2,15 +2,18 @@
 
 import contextlib
 from collections.abc import Iterator
+from typing import TypeVar
 
 import torch.distributed as dist
 
 from lockstep.errors import TrainingFailure, UserError
 
+Said = TypeVar("Said")
 
-def gather_objects(mine) -> list:
+
+def gather_objects(mine: Said) -> list[Said]:
     """Every rank's object, in rank order. Collective."""
-    everyone: list = [None] * dist.get_world_size()
+    everyone = [mine] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     return everyone
 

@@ -8,8 +8,10 @@ import contextlib
 import math
 import os
 import re
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable, Collection
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from lockstep import files, origin, strategies
 from lockstep.errors import UserError
@@ -32,13 +34,23 @@ from lockstep.resources import (  # noqa: F401 - asked here
 )
 from lockstep.training import history
 
+if TYPE_CHECKING:
+    import torch
+
 PRECISIONS = ("fp32", "autocast", "bf16")
 BETAS, EPS = (0.9, 0.999), 1e-8  # of AdamW, torch's defaults
 # Flags that say where things lie, not what a run computes: no part of a run's record.
 PLACES = (
-    "init_weights_path", "overwrite", "loss_output_dir", "storage_path", "experiment_name", "capture_dir", "data_cache_dir", "dry_run",
+    "init_weights_path",
+    "overwrite",
+    "loss_output_dir",
+    "storage_path",
+    "experiment_name",
+    "capture_dir",
+    "data_cache_dir",
+    "dry_run",
     "control",  # it asks for another run
-)  # fmt: skip
+)
 EPILOG = (
     "Environment: RAY_ADDRESS is the cluster to join, HOST:PORT as `ray start --head` prints it, or auto (unset: a Ray instance of its "
     "own); RAY_AUTH_MODE is token or disabled (unset: a token is shown where the cluster wants one). A built-in name wins over a folder "
@@ -48,14 +60,17 @@ EPILOG = (
 
 @dataclass(frozen=True)
 class Config:
-    """What a run does. The defaults are those of a person trying it on a laptop; written here and nowhere else."""
+    """What a run does. The defaults are those of a person trying it on a laptop; written here and nowhere else.
+
+    Fields without a default are resolved when a command line is parsed, from the strategy, the launcher and the machine.
+    """
 
     strategy: str
     model_name: str = "tiny-qwen2"
     num_layers: int | None = None
-    num_workers: int | None = None
-    tp_size: int | None = None
-    dp_size: int | None = None
+    num_workers: int = field(kw_only=True)
+    tp_size: int = field(kw_only=True)
+    dp_size: int = field(kw_only=True)
     batch_size: int = 8
     seq_length: int = 128
     num_epochs: int = 1
@@ -69,7 +84,7 @@ class Config:
     attn_impl: str = "sdpa"
     seed: int = 0
     dataset_name: str = texts.BUILT_IN_CORPUS
-    data_cache_dir: Path | None = None
+    data_cache_dir: Path = field(default_factory=token_cache.default_folder)
     init_weights_path: Path | None = None
     save_init_weights: bool = False
     pretrained: bool = False
@@ -102,6 +117,8 @@ class Config:
 
     @property
     def capture_folder(self) -> Path:
+        if self.capture_dir is None:
+            raise ValueError("this run captures nothing")
         return self.capture_dir / self.name
 
     @property
@@ -113,12 +130,19 @@ class Config:
         return history.path_of(self.loss_output_dir, history.CONTROL if self.noise_control else self.name)
 
     @property
-    def parameter_dtype(self):
+    def written_weights(self) -> Path | None:
+        """The file that the initial weights are written to; None: they are not. Raises UserError where none is named."""
+        if self.save_init_weights and self.init_weights_path is None:
+            raise UserError("--save_init_weights needs --init_weights_path, the file to write")
+        return self.init_weights_path if self.save_init_weights else None
+
+    @property
+    def parameter_dtype(self) -> "torch.dtype":
         import torch
 
         return torch.bfloat16 if self.precision == "bf16" else torch.float32
 
-    def autocast(self, device):
+    def autocast(self, device: "torch.device") -> contextlib.AbstractContextManager[object]:
         """The context of a forward pass: bfloat16 autocast, or nothing."""
         import torch
 
@@ -127,18 +151,20 @@ class Config:
         return torch.autocast(device.type, dtype=torch.bfloat16)
 
     def of_control(self) -> "Config":
-        """The control run of this run: from the same weights one rounding off, which this run has saved if it saves any."""
-        saved = {"save_init_weights": False, "pretrained": False} if self.save_init_weights else {}
-        return replace(self, control=False, noise_control=True, capture_dir=None, **saved)
+        """The control run of this run. It starts from the same weights, perturbed by one ulp; if this run saves weights, from those."""
+        run = replace(self, save_init_weights=False, pretrained=False) if self.save_init_weights else self
+        return replace(run, control=False, noise_control=True, capture_dir=None)
 
-    def as_dict(self) -> dict:
+    def as_dict(self) -> dict[str, Any]:
         """What a run records of its configuration: the strategy by name, not by the place of a file."""
         content = {**asdict(self), "strategy": self.row.name}
         return {key: str(value) if isinstance(value, Path) else value for key, value in content.items()}
 
 
-def _number(kind, low, *, open_low=False, high=math.inf):
-    def parse(text: str):
+def _number(
+    kind: type[int] | type[float], low: float, *, open_low: bool = False, high: float = math.inf
+) -> Callable[[str], float]:
+    def parse(text: str) -> float:
         try:
             value = kind(text)
         except ValueError:
@@ -157,7 +183,7 @@ def _number(kind, low, *, open_low=False, high=math.inf):
 
 
 class Parser(argparse.ArgumentParser):
-    def error(self, message: str):
+    def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; see {self.prog} --help")
 
 
@@ -170,11 +196,11 @@ def build_parser(strategy: str) -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         epilog=EPILOG,
     )
-    defaults = {field.name: field.default for field in fields(Config)}
+    defaults = {one.name: None if one.default is MISSING else one.default for one in fields(Config)}
     positive, whole = _number(int, 1), _number(int, 0)
     amount, rate = _number(float, 0), _number(float, 0, open_low=True)
 
-    def add(name: str, kind, text: str, **options):
+    def add(name: str, kind: Callable[[str], object], text: str, **options: Any) -> None:
         parser.add_argument(f"--{name}", type=kind, default=defaults[name], help=text, **options)
 
     built_in = ", ".join(architectures.BUILT_IN)
@@ -247,7 +273,7 @@ def build_parser(strategy: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--noise_control",
         action="store_true",
-        help="start one rounding of the compute dtype beside the initial weights, and write loss_control.json: how far rounding alone takes the loss (train_ddp.py only)",
+        help="make the control run: perturb the initial weights by one ulp of the compute dtype and write loss_control.json, which shows how far rounding errors alone move the loss (train_ddp.py only)",
     )
     add(
         "run_name",
@@ -319,7 +345,7 @@ def _require_run_name(name: str) -> None:
         )
 
 
-def _absolute(name: str, built_in) -> str:
+def _absolute(name: str, built_in: Collection[str]) -> str:
     """A file or folder that is there, by its absolute path; any other name, and a built-in one in any case, as it is."""
     path = Path(os.path.expanduser(name))
     try:
@@ -399,9 +425,6 @@ def check_environment(config: Config, architecture: dict) -> None:
     if config.row.requires:
         strategies.load(config.row.requires)(config)
     initial_weights.check(config, architecture)
-    memory.require(
-        config, architecture, workers_here(config.num_workers) if launched_in_place() else config.num_workers
-    )
     files.require_ours(config.history_path, "--loss_output_dir", history.BEGINS)  # an older run's is replaced
     if config.capture_dir is not None:
         files.require_new_folder(config.capture_folder, "--capture_dir", overwrite=config.overwrite)
@@ -418,3 +441,5 @@ def check_environment(config: Config, architecture: dict) -> None:
             files.require_writable_folder(getattr(config, option), f"--{option}", keep=not config.dry_run)
     if not launched_in_place():  # Ray makes it, and it may stay empty
         files.require_writable_folder(config.storage_path, "--storage_path", keep=False)
+    workers = workers_here(config.num_workers) if launched_in_place() else config.num_workers
+    memory.require(config, architecture, workers)  # last: it imports torch

@@ -11,6 +11,7 @@ import stat
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from lockstep.errors import UserError, first_line
 
@@ -31,7 +32,7 @@ def require_regular(path: Path) -> int:
     return status.st_size
 
 
-def read_json(path: Path, *, limit: int = LARGEST_JSON):
+def read_json(path: Path, *, limit: int = LARGEST_JSON) -> Any:
     """The value of a JSON file (RFC 8259, and the words NaN and Infinity, which a schema allows or not).
 
     Raises UserError for what is no regular file, larger than `limit` bytes, not UTF-8, starts with a byte order mark, is
@@ -54,7 +55,7 @@ def read_json(path: Path, *, limit: int = LARGEST_JSON):
         raise UserError(f"{path}: not valid JSON ({first_line(error)})") from error
 
 
-def parse_json(text: str):
+def parse_json(text: str) -> Any:
     """The value of a JSON text, as strictly as `read_json`; raises ValueError."""
     if text.startswith("\ufeff"):
         raise ValueError("it starts with a byte order mark; save it as UTF-8 without one")
@@ -67,8 +68,8 @@ def parse_json(text: str):
 def _without_duplicates(pairs: list[tuple]) -> dict:
     found = dict(pairs)
     if len(found) < len(pairs):
-        seen: set = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        keys = [key for key, _ in pairs]
+        twice = next(key for number, key in enumerate(keys) if key in keys[:number])
         raise ValueError(f"the key {twice!r} stands twice in one object")
     return found
 
@@ -80,7 +81,7 @@ def _finite(text: str) -> float:
     return value
 
 
-def write_atomically(path: Path, write: Callable[[Path], None], *, size: int | None = None) -> None:
+def write_atomically(path: Path, write: Callable[[Path], object], *, size: int | None = None) -> None:
     """Let `write` fill a temporary file beside `path`, then rename it into place.
 
     Raises UserError naming the file when the disk is full (with the `size` wanted, in bytes, if it is known) or the folder

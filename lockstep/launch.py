@@ -1,4 +1,4 @@
-"""From a command line to a run: under Ray Train (lockstep/running/under_ray.py), or in place under torchrun and the deepspeed launcher."""
+"""From a command line to a run: under Ray Train (lockstep/running/under_ray.py), or in place under torchrun or the deepspeed launcher."""
 
 import contextlib
 import gc
@@ -9,6 +9,8 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lockstep import config as config_module
 from lockstep import files, startup, strategies
@@ -23,6 +25,9 @@ from lockstep.errors import (
 )
 from lockstep.inputs import initial_weights
 from lockstep.running import locks, processes, progress
+
+if TYPE_CHECKING:
+    import torch
 
 PATIENCE = 15.0  # seconds that a rank waits for rank 0 to say what both have found
 
@@ -49,7 +54,7 @@ def launch(strategy: str, argv: list[str] | None = None) -> int:
     os._exit(status)
 
 
-def _one_of_many(body) -> int:
+def _one_of_many(body: Callable[[], int]) -> int:
     """One rank of a launcher, which kills all the others when one ends.
 
     What every rank finds is said once, by rank 0: the others wait for it to have spoken. One that is still there after
@@ -79,7 +84,9 @@ def _first() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def _launch(strategy: str, argv: list[str] | None, run: Callable) -> int:
+def _launch(
+    strategy: str, argv: list[str] | None, run: Callable[[Config, Inputs, Callable[[], None]], str]
+) -> int:
     config = config_module.parse_config(strategy, argv)
     inputs = config_module.load_inputs(config)
     if not _first() and config.dry_run:
@@ -97,7 +104,7 @@ def _launch(strategy: str, argv: list[str] | None, run: Callable) -> int:
     return 0
 
 
-def _begin(config: Config, inputs) -> None:
+def _begin(config: Config, inputs: Inputs) -> None:
     """Rank 0, when nothing can be refused any more: an older run's history proves nothing."""
     if config.capture_dir is not None:  # another run may have filled it before we had the lock
         files.require_new_folder(config.capture_folder, "--capture_dir", overwrite=config.overwrite)
@@ -113,17 +120,17 @@ def runs(config: Config) -> list[Config]:
     return [config, config.of_control()] if config.control else [config]
 
 
-def outputs(config: Config) -> list[tuple]:
+def outputs(config: Config) -> list[tuple[Path, str]]:
     """What a run writes and no other run may write meanwhile, with the flags that name it."""
     found = [(run.history_path, "--loss_output_dir") for run in runs(config)]
     if config.capture_dir is not None:
         found.append((config.capture_folder, "--capture_dir"))
-    if config.save_init_weights:
-        found.append((config.init_weights_path, "--init_weights_path"))
+    if config.written_weights is not None:
+        found.append((config.written_weights, "--init_weights_path"))
     return found
 
 
-def banner(config: Config, inputs) -> str:
+def banner(config: Config, inputs: Inputs) -> str:
     gpus = config_module.local_gpus()
     return (
         f"{config.label}: {printable(inputs.architecture_source)}, {inputs.architecture['num_hidden_layers']} layers, "
@@ -133,7 +140,7 @@ def banner(config: Config, inputs) -> str:
     )
 
 
-def describe(config: Config, inputs) -> str:
+def describe(config: Config, inputs: Inputs) -> str:
     """What --dry_run prints: the resolved configuration, the mesh as a grid, the contract."""
     from lockstep.training.contract import expected_contract
 
@@ -157,7 +164,7 @@ def describe(config: Config, inputs) -> str:
 
 
 def _run_in_place(config: Config, inputs: Inputs, begin: Callable[[], None]) -> str:
-    """One rank of torchrun or deepspeed: the process group from the environment, then the loop."""
+    """One rank of a launcher: the process group from the environment, then the loop."""
     if _first():
         begin()
     import torch.distributed as dist
@@ -182,7 +189,7 @@ def _run_in_place(config: Config, inputs: Inputs, begin: Callable[[], None]) -> 
                 dist.destroy_process_group()
 
 
-def training_device(config: Config):
+def training_device(config: Config) -> "torch.device":
     """The device of this rank of a launcher, made ready: its share of the cores, or its GPU."""
     import torch
 

@@ -6,14 +6,20 @@
     cp     positions   the same samples, other positions   summed; the loss is a mean over tokens
     tp     weights     the same samples and positions      whole on their shard
 
-What an axis means follows from what it cuts (`AXES`). The numbering is the one of `init_device_mesh` and of DeepSpeed AutoTP: ranks
+What an axis means follows from what it cuts (`AXES`). The numbering is the one of `init_device_mesh` and of AutoTP: ranks
 that are neighbours share the innermost axis, along which most is communicated.
 """
 
 import itertools
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from enum import Enum
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class Cuts(Enum):
@@ -25,7 +31,8 @@ class Cuts(Enum):
     WEIGHTS = "weights"
 
 
-AXES = {"pp": Cuts.LAYERS, "dp": Cuts.SAMPLES, "cp": Cuts.POSITIONS, "tp": Cuts.WEIGHTS}
+Axis = Literal["pp", "dp", "cp", "tp"]
+AXES: dict[Axis, Cuts] = {"pp": Cuts.LAYERS, "dp": Cuts.SAMPLES, "cp": Cuts.POSITIONS, "tp": Cuts.WEIGHTS}
 
 
 @dataclass(frozen=True)
@@ -139,7 +146,7 @@ class Geometry:
         return cls(mesh, mesh.coordinates(rank))
 
     @classmethod
-    def of_groups(cls, groups: dict) -> "Geometry":
+    def of_groups(cls, groups: "Mapping[str, ProcessGroup | None]") -> "Geometry":
         """From live process groups by axis; None, or an axis left out, stands for an axis of size 1."""
         import torch.distributed as dist
 
@@ -166,7 +173,7 @@ def share(length: int, rank: int, size: int) -> tuple[int, int]:
     return start, min(each, length - start)
 
 
-def build_device_mesh(mesh: Mesh, device_type: str):
+def build_device_mesh(mesh: Mesh, device_type: str) -> "DeviceMesh":
     """The torch DeviceMesh with all axes by name, those of size 1 too. Needs an initialised process group."""
     from torch.distributed.device_mesh import init_device_mesh
 

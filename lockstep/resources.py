@@ -3,6 +3,7 @@
 import importlib.metadata
 import os
 from pathlib import Path
+from typing import Any
 
 from lockstep.errors import UserError
 from lockstep.strategies import Row
@@ -11,16 +12,16 @@ WORKERS_PER_CORE = 4  # more CPU processes than this on one core spend their tim
 
 
 def launched_in_place() -> bool:
-    """Whether torchrun or the deepspeed launcher started this process as one of several ranks."""
+    """Whether a launcher such as torchrun started this process as one of several ranks."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def workers_here(total: int) -> int:
-    """How many of a launcher's ranks run on this machine; torchrun and deepspeed have different names for it."""
+    """The number of ranks on this machine, by either name that launchers have for it; `total` without a launcher."""
     return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or total)
 
 
-def resolve_mesh(row: Row, options: dict) -> dict:
+def resolve_mesh(row: Row, options: dict[str, Any]) -> dict[str, int]:
     """num_workers, tp_size and dp_size, from the flags and the launcher. Raises UserError where they contradict each other."""
     workers, tp, dp = options["num_workers"], options["tp_size"], options["dp_size"]
     for axis, size, what in (("tp", tp, "tensor"), ("dp", dp, "data")):
@@ -29,9 +30,9 @@ def resolve_mesh(row: Row, options: dict) -> dict:
                 f"--{axis}_size {size}: {row.label} has no {what} parallelism; leave it out, or use another strategy"
             )
     tp = tp or (2 if "tp" in row.axes else 1)
-    dp = dp or (None if "dp" in row.axes else 1)
     started = int(os.environ["WORLD_SIZE"]) if launched_in_place() else None
-    dp = dp or (max(1, (workers or started) // tp) if workers or started else 2)
+    total = workers or started
+    dp = dp or (1 if "dp" not in row.axes else max(1, total // tp) if total else 2)
     workers = workers or tp * dp
     if workers != tp * dp:
         raise UserError(
@@ -56,7 +57,7 @@ def local_gpus() -> int:
     return len(list(driver.iterdir())) if driver.is_dir() else 0
 
 
-def resolve_device(row: Row, options: dict) -> dict:
+def resolve_device(row: Row, options: dict[str, Any]) -> dict[str, str]:
     """device and backend, from the flags and what there is. Raises UserError for more workers than there is room for."""
     device, backend, workers = options["device"], options["backend"], options["num_workers"]
     gpus, cores = local_gpus(), os.cpu_count() or 1

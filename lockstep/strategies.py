@@ -11,9 +11,14 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import UserError, first_line
 from lockstep.mesh import AXES, Mesh
+
+if TYPE_CHECKING:
+    from lockstep.training.strategy import MakeStrategy
 
 BASELINE = "ddp"  # what the others are held against; it writes the initial weights
 TORCH_HANDLES = "lockstep.faults.torch_handles:TorchHandles"
@@ -36,6 +41,7 @@ class Row:
     # added to a bfloat16 product, and the sum is not rounded again
     float32_biases_under_autocast: bool = False
     ranks_share_gpus: bool = True  # over gloo, several ranks may use one GPU
+    library: str = ""  # a package beyond torch that it runs on; histories and dumps record its version
     requires: str = ""  # "module:function" of a configuration that raises UserError where something that it needs is missing
 
     @property
@@ -51,7 +57,7 @@ class Row:
         """The mesh without the axes that the strategy cannot use."""
         return Mesh(**{axis: size for axis, size in mesh.sizes.items() if axis in self.axes})
 
-    def build(self):
+    def build(self) -> "MakeStrategy":
         """The strategy's class. Raises UserError for a user's file that cannot be imported or has no such class."""
         return load(self.factory)
 
@@ -60,20 +66,39 @@ ROWS = {
     row.name: row
     for row in (
         Row(
-            name=BASELINE, label="DDP", color="black", axes=("dp",), factory="ddp_strategy:DDPStrategy",
-            handles="lockstep.faults.torch_handles:DDPHandles", program="train_ddp.py", whole_replicas=True,
+            name=BASELINE,
+            label="DDP",
+            color="black",
+            axes=("dp",),
+            factory="ddp_strategy:DDPStrategy",
+            handles="lockstep.faults.torch_handles:DDPHandles",
+            program="train_ddp.py",
+            whole_replicas=True,
         ),
         Row(
-            name="deepspeed", label="DeepSpeed AutoTP", color="tab:orange", axes=("dp", "tp"), factory="autotp_strategy:AutoTPStrategy",
-            handles="lockstep.deepspeed.handles:AutoTPHandles", program="train_deepspeed.py", float32_biases_under_autocast=True,
-            ranks_share_gpus=False, requires="lockstep.deepspeed.build:require",
+            name="deepspeed",
+            label="DeepSpeed AutoTP",
+            color="tab:orange",
+            axes=("dp", "tp"),
+            factory="autotp_strategy:AutoTPStrategy",
+            handles="lockstep.deepspeed.handles:AutoTPHandles",
+            program="train_deepspeed.py",
+            float32_biases_under_autocast=True,
+            ranks_share_gpus=False,
+            library="deepspeed",
+            requires="lockstep.deepspeed.build:require",
         ),
         Row(
-            name="fsdp", label="FSDP+DTensor", color="tab:blue", axes=("dp", "tp"), factory="fsdp_strategy:FSDPStrategy",
-            handles="lockstep.faults.torch_handles:FSDPHandles", program="train_fsdp.py",
+            name="fsdp",
+            label="FSDP+DTensor",
+            color="tab:blue",
+            axes=("dp", "tp"),
+            factory="fsdp_strategy:FSDPStrategy",
+            handles="lockstep.faults.torch_handles:FSDPHandles",
+            program="train_fsdp.py",
         ),
     )
-}  # fmt: skip
+}
 
 
 def row_of(name: str) -> Row:
@@ -124,7 +149,7 @@ def others() -> list[str]:
     return [name for name in ROWS if name != BASELINE]
 
 
-def load(place: str):
+def load(place: str) -> Any:
     """What "module:Name" or "/path/to/file.py:Name" names. Raises UserError if it is not there."""
     module_name, _, name = place.rpartition(":")
     try:
@@ -140,11 +165,12 @@ def load(place: str):
     return getattr(module, name)
 
 
-def _import_file(path: Path):
+def _import_file(path: Path) -> ModuleType:
     """A user's file as a module, under a name that processes started later can import again."""
     name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
+        assert spec and spec.loader, "a name that ends in .py has a loader"
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module
         try:

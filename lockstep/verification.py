@@ -1,6 +1,6 @@
 """The two ends of run_verification_main.sh: what is checked before its runs, and the verdict after them.
 
-    python -m lockstep.verification plan --strategies ddp,fsdp --tp_size 2 FLAGS      a line "NAME TP_SIZE PLACE" for every run
+    python -m lockstep.verification plan --strategies ddp,fsdp --tp_size 2 FLAGS      a line NAME, FLAGS, STRATEGY for every run, with tabs
     python -m lockstep.verification verdict --strategies ddp,fsdp --tp_size 2 FLAGS   the table, the figure, the reports
 
 FLAGS are those of all the training scripts; those that only the baseline is given, which writes the initial weights, are told apart.
@@ -24,7 +24,8 @@ from lockstep.files import remove_captured, require_writable_folder
 from lockstep.inputs import architectures, memory
 from lockstep.losses.curves import RULES
 from lockstep.running import processes, progress
-from lockstep.strategies import BASELINE, ROWS, Row, row_of
+from lockstep.runs import Run, runs_of
+from lockstep.strategies import BASELINE, ROWS
 from lockstep.training import history
 
 NAME = "lockstep.verification"
@@ -34,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = Parser(prog=f"python -m {NAME}", description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("what", choices=("plan", "verdict"))
     parser.add_argument("--strategies", default=",".join(ROWS))
-    parser.add_argument("--tp_size", default="2")
+    parser.add_argument("--tp_size", type=int, default=2)
     for flag in ("--save_init_weights", "--pretrained", "--control"):  # the baseline's alone
         parser.add_argument(flag, action="store_true")
     parser.add_argument("--init_weights_path")
@@ -48,47 +49,34 @@ def main(argv: list[str] | None = None) -> int:
     return run_program(NAME, body)
 
 
-def rows_of(names: str) -> list[Row]:
-    """The strategies named, with commas between, the baseline first. Raises UserError for an unknown one, or one named twice."""
-    asked = [row_of(name) for name in names.split(",") if name]
-    rows = list({row.name: row for row in [row_of(BASELINE), *asked]}.values())
-    if len(rows) < len(asked) or len(rows) == 1:
-        raise UserError(f"--strategies {names}: name one strategy or more beside {BASELINE}, each once")
-    return rows
-
-
 def plan(options: argparse.Namespace, flags: list[str]) -> int:
     """Check everything that can be checked before a start, and print what is to be run. Leaves no folder behind."""
-    rows = rows_of(options.strategies)
-    for row in rows:
-        config, inputs = checked(row, options, flags)
+    runs = runs_of(options.strategies, config_module.parse_config(BASELINE, flags), options.tp_size)
+    for run in runs:
+        config, inputs = checked(run, options, flags)
     if config.capture_dir is not None:
         if config.precision not in RULES:
             raise UserError(
                 f"--precision {config.precision}: no tolerance is derived for its tensors; leave them out (TENSORS=0)"
             )
         check_reference(config, inputs)
-    for row in rows:
-        print(row.name, tp_size(row, options), row.place)
+    for run in runs:
+        print(run.name, " ".join(run.arguments), run.row.place, sep="\t")
     return 0
 
 
-def checked(row: Row, options: argparse.Namespace, flags: list[str]) -> tuple[Config, Inputs]:
+def checked(run: Run, options: argparse.Namespace, flags: list[str]) -> tuple[Config, Inputs]:
     """A run's configuration and inputs. Raises UserError for what it could not be started with."""
-    own = ["--tp_size", tp_size(row, options), "--dry_run"]
-    if row.is_baseline:
+    own = [*run.arguments, "--dry_run"]
+    if run.row.is_baseline:
         own += [
             f"--{name}" for name in ("save_init_weights", "pretrained", "control") if getattr(options, name)
         ]
         own += ["--init_weights_path", options.init_weights_path] if options.init_weights_path else []
-    config = config_module.parse_config(row.place, [*flags, *own])
+    config = config_module.parse_config(run.row.place, [*flags, *own])
     inputs = config_module.load_inputs(config)
     config_module.check_environment(config, inputs.architecture)
     return config, inputs
-
-
-def tp_size(row: Row, options: argparse.Namespace) -> str:
-    return options.tp_size if "tp" in row.axes else "1"
 
 
 def check_reference(config: Config, inputs: Inputs) -> None:
@@ -104,13 +92,12 @@ def verdict(options: argparse.Namespace, flags: list[str]) -> int:
     """Judge the losses, and the tensors if they were captured; draw, write, and show the table. Returns 0, or 1 if not all is well."""
     from lockstep.losses import curve_report, folder
 
-    rows = rows_of(options.strategies)
     weights = ["--init_weights_path", options.init_weights_path] if options.init_weights_path else []
     config = config_module.parse_config(BASELINE, [*flags, *weights])
     place = config.loss_output_dir
     require_writable_folder(place, "--loss_output_dir")
     figure, data = place / "loss_curves.png", place / "verdict.json"
-    names = [row.name for row in rows]
+    names = [run.name for run in runs_of(options.strategies, config, options.tp_size)]
     found = {
         name: history.path_of(place, name)
         for name in (*names, *([history.CONTROL] if options.control else []))

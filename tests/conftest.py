@@ -1,4 +1,9 @@
+import signal
+
 import pytest
+
+# A suite that was started in the background has inherited an ignored Ctrl-C, and the programs that it starts would, too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

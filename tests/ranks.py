@@ -42,8 +42,12 @@ def run_ranks(world_size: int, target: str, folder: Path, argument=None, *, time
     with open(folder / "log.txt", "w") as log:
         process = subprocess.Popen(
             [sys.executable, __file__, target, str(folder), str(world_size)],
-            env=environment, cwd=ROOT, stdout=log, stderr=log, start_new_session=True,
-        )  # fmt: skip
+            env=environment,
+            cwd=ROOT,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
         try:
             status = process.wait(timeout)
         except subprocess.TimeoutExpired:

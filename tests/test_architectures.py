@@ -108,10 +108,14 @@ def test_what_tp_must_divide(tp, key, value, words):
 @pytest.mark.parametrize(
     "settings, layers",
     [
-        ("DEVICE=cuda", "2"), ("DEVICE=cuda MODEL_NAME=mine", "all"), ("DEVICE=cuda NUM_LAYERS=5", "5"),
-        ("DEVICE=cuda NUM_LAYERS=all", "all"), ("DEVICE=cpu", "all"), ("DEVICE=cpu MODEL_NAME=mine NUM_LAYERS=3", "3"),
+        ("DEVICE=cuda", "2"),
+        ("DEVICE=cuda MODEL_NAME=mine", "all"),
+        ("DEVICE=cuda NUM_LAYERS=5", "5"),
+        ("DEVICE=cuda NUM_LAYERS=all", "all"),
+        ("DEVICE=cpu", "all"),
+        ("DEVICE=cpu MODEL_NAME=mine NUM_LAYERS=3", "3"),
     ],
-)  # fmt: skip
+)
 def test_the_script_cuts_no_model_that_somebody_chose(settings, layers):
     script = (Path(__file__).parents[1] / "run_verification_main.sh").read_text()
     start = script.index('if [ "$DEVICE" = cuda ]')

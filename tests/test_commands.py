@@ -101,10 +101,23 @@ def test_shell_script_defaults_are_the_parsers():
     """The laptop defaults of the script are those of the scripts it calls."""
     text = (ROOT / "run_verification_main.sh").read_text()
     laptop = text.split("else # a laptop")[1]
-    defaults = config.Config("ddp")
-    for name in ("model_name", "batch_size", "seq_length", "learning_rate", "precision", "debug_steps", "log_interval",
-                 "seed", "dataset_name", "optimizer", "weight_decay", "max_grad_norm", "gradient_accumulation_steps",
-                 "attn_impl"):  # fmt: skip
+    defaults = config.parse_config("ddp", [])
+    for name in (
+        "model_name",
+        "batch_size",
+        "seq_length",
+        "learning_rate",
+        "precision",
+        "debug_steps",
+        "log_interval",
+        "seed",
+        "dataset_name",
+        "optimizer",
+        "weight_decay",
+        "max_grad_norm",
+        "gradient_accumulation_steps",
+        "attn_impl",
+    ):
         value = re.search(rf"\b{name.upper()}=\${{{name.upper()}:-(.*)}}", laptop)[1]
         assert type(getattr(defaults, name))(value) == getattr(defaults, name), name
 

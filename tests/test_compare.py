@@ -99,11 +99,18 @@ def test_a_swapped_file_is_found(dumps, copy, capsys):
     assert "damaged" in refused(capsys, copy, dumps / "reference")
 
 
-@pytest.mark.parametrize("text, message", [
-    ("", "not valid JSON"), ("{", "not valid JSON"), ("[]", "it names no format"), ("{}", "it names no format"),
-    ('{"format": 99}', "format 99, this version reads 3"), ('{"format": 3, "run": {}}', "not what its sha256 says"),
-    ("[" * 100_000, "nested too deeply"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("", "not valid JSON"),
+        ("{", "not valid JSON"),
+        ("[]", "it names no format"),
+        ("{}", "it names no format"),
+        ('{"format": 99}', "format 99, this version reads 3"),
+        ('{"format": 4, "run": {}}', "not what its sha256 says"),
+        ("[" * 100_000, "nested too deeply"),
+    ],
+)
 def test_a_broken_manifest_is_found(dumps, copy, capsys, text, message):
     (copy / "manifest.json").write_text(text)
     error = refused(capsys, copy, dumps / "reference")
@@ -132,7 +139,7 @@ CONTRADICTIONS = {
     ),
     "cut along tp in dim 5": lambda m: _first(m).update(sharded={"tp": 5}),
     "checksum is -1": lambda m: _first(m).update(checksum=-1),
-    "run.mesh is 4 x 1, its configuration says 2 x 2": lambda m: m["run"].update(mesh=[4, 1]),
+    "its configuration says TP=2, DP=2 with 4 workers": lambda m: m["run"]["mesh"].update(dp=4, tp=1),
     "run.config.batch_size is '2'": lambda m: m["run"]["config"].update(batch_size="2"),
     "run.config.dp_size is True": lambda m: m["run"]["config"].update(dp_size=True),
     "run.config.learning_rate is nan": lambda m: m["run"]["config"].update(learning_rate=float("nan")),
@@ -219,8 +226,12 @@ def test_one_folder_named_twice_is_refused(dumps, tmp_path, capsys):
         assert "are one folder" in refused(capsys, dumps / "fsdp", dumps / "reference", other)
 
 
-LACKING = {"one tensor": lambda name: name == "backward/model.layers.0", "all that is not held": lambda name: name.startswith(("forward/", "backward/", "batch/")),
-           "a gradient": lambda name: name == "gradient/model.norm.weight", "parameters": lambda name: name.startswith("parameter/")}  # fmt: skip
+LACKING = {
+    "one tensor": lambda name: name == "backward/model.layers.0",
+    "all that is not held": lambda name: name.startswith(("forward/", "backward/", "batch/")),
+    "a gradient": lambda name: name == "gradient/model.norm.weight",
+    "parameters": lambda name: name.startswith("parameter/"),
+}
 
 
 @pytest.mark.parametrize("lacking", LACKING)
@@ -273,8 +284,14 @@ def test_without_the_yardstick_there_is_no_verdict(dumps, tmp_path, capsys):
     assert "ddp: no dump" in refused(capsys, tmp_path / "fsdp", tmp_path / "reference")
 
 
-@pytest.mark.parametrize("option, value, first", [("learning_rate", 1.001e-3, "parameter of"), ("weight_decay", 0.5, "parameter of"),
-                                                  ("max_grad_norm", 0.9, "exp_avg of")])  # fmt: skip
+@pytest.mark.parametrize(
+    "option, value, first",
+    [
+        ("learning_rate", 1.001e-3, "parameter of"),
+        ("weight_decay", 0.5, "parameter of"),
+        ("max_grad_norm", 0.9, "exp_avg of"),
+    ],
+)
 def test_an_update_that_is_not_what_was_asked_for(all_copied, capsys, option, value, first):
     """All runs alike, DDP too: what they did is not what their configuration says."""
 
@@ -370,10 +387,13 @@ def test_a_baseline_that_ran_with_something_else_than_its_options(all_copied, ca
     assert status == 1 and "DDP (TP=1, DP=2): max_grad_norm is 0.5, not 1.0" in output.out
 
 
-@pytest.mark.parametrize("change, sentence", [
-    (lambda m: m["contract"].update(max_grad_norm=0.0), "max_grad_norm is 0.0, not 1.0"),
-    (lambda m: m["steps"]["2"].update(learning_rate=2e-3), "learning rate of step 2 is 0.002, not 0.001"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change, sentence",
+    [
+        (lambda m: m["contract"].update(max_grad_norm=0.0), "max_grad_norm is 0.0, not 1.0"),
+        (lambda m: m["steps"]["2"].update(learning_rate=2e-3), "learning rate of step 2 is 0.002, not 0.001"),
+    ],
+)
 def test_another_contract_is_a_difference_in_configuration(all_copied, capsys, change, sentence):
     """Before any tensor: what the runs really ran with. Two dumps without a reference, too."""
     edit(all_copied / "fsdp", change)

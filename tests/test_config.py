@@ -1,5 +1,6 @@
 """Usage errors: one line, exit status 2, before anything is started. Through the real scripts, in real processes."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -19,8 +20,12 @@ ROOT = Path(__file__).parents[1]
 def script(name, *arguments, cwd=ROOT, **environment):
     return subprocess.run(
         [sys.executable, ROOT / f"train_{name}.py", *arguments],
-        cwd=cwd, capture_output=True, text=True, timeout=60, env={**os.environ, **environment},
-    )  # fmt: skip
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, **environment},
+    )
 
 
 CASES = [
@@ -96,7 +101,7 @@ def test_a_used_experiment_name_is_refused(tmp_path):
 
 
 def test_no_cluster_at_the_address(tmp_path):
-    """The one mistake that only ray can find."""
+    """The one usage error that only ray can find."""
     result = script(
         "ddp", "--loss_output_dir", str(tmp_path), "--storage_path", str(tmp_path), RAY_ADDRESS="127.0.0.1:1"
     )
@@ -180,10 +185,14 @@ def test_without_deepspeed(tmp_path, monkeypatch):
 def test_every_rank_finds_it_and_rank_0_says_it():
     """torchrun kills all ranks when one ends: one that is not rank 0 waits until it has spoken."""
     ranks = [
-        subprocess.Popen([sys.executable, ROOT / "train_fsdp.py", "--tp_size", "3"], stderr=subprocess.PIPE, text=True,
-                         env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "6"})
+        subprocess.Popen(
+            [sys.executable, ROOT / "train_fsdp.py", "--tp_size", "3"],
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "6"},
+        )
         for rank in range(2)
-    ]  # fmt: skip
+    ]
     said = ranks[0].communicate(timeout=60)[1]
     assert (
         ranks[0].returncode == 2
@@ -203,7 +212,8 @@ def test_defaults_are_written_once():
         if action.dest == "precision":  # left out where it is not given, so that --autocast can tell
             assert action.help.endswith(f"(default: {fields[action.dest].default})")
         elif action.dest in fields and action.dest not in ("save_init_weights", "dry_run"):
-            assert action.default == fields[action.dest].default, action.dest
+            default = fields[action.dest].default
+            assert action.default == (None if default is dataclasses.MISSING else default), action.dest
 
 
 def test_one_set_of_flags():

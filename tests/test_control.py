@@ -66,7 +66,7 @@ def judged(other=None, baseline=None, **changes):
 
 
 HONEST = {
-    "one spacing": lambda n: 4.8e-7,
+    "one ulp": lambda n: 4.8e-7,
     "amplified steadily": lambda n: 2e-7 * 1.3**n,
     "a batch that amplifies thirtyfold": lambda n: 1.5e-5 if n == 9 else 5e-7,
     "a late onset": lambda n: 4e-7 if n < 12 else 4e-5,
@@ -84,7 +84,7 @@ IMPLAUSIBLE = {
         lambda n: 50.0 if n == 2 else 4e-7,
         "in step 2 the control's loss is 5.0e[+]01 nats from DDP's",
     ),
-    "off from the start": (lambda n: 1e-4, "in step 1 .* weights one rounding off move it by at most"),
+    "off from the start": (lambda n: 1e-4, "in step 1 .* weights perturbed by one ulp move it by at most"),
     "off from some step on": (
         lambda n: 0.4 if n >= 3 else 4e-7,
         "in step 3 .* training amplifies rounding by less than 100",
@@ -110,21 +110,34 @@ def test_a_control_that_shows_something_else_is_no_tolerance(name):
     assert judged(broken, gap=gap).outcome == "FAIL"
 
 
-@pytest.mark.parametrize("norms, message", [
-    ({"s7": 15.0}, "in step 7 the control's gradient norm is 9.0e[+]00 of it from DDP's"),
-    ({"s1": 1.5001}, "in step 1 the control's gradient norm"),
-    ({"s7": 0.0}, "in step 7 "),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "norms, message",
+    [
+        ({"s7": 15.0}, "in step 7 the control's gradient norm is 9.0e[+]00 of it from DDP's"),
+        ({"s1": 1.5001}, "in step 1 the control's gradient norm"),
+        ({"s7": 0.0}, "in step 7 "),
+    ],
+)
 def test_gradient_norms_likewise(norms, message):
     result = judged(**norms)
     assert result.outcome == "NOT JUDGED" and re.search(message, result.doubt)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "autocast", "bf16"])
-@pytest.mark.parametrize("values", [
-    {"loss": 0.001}, {"loss": 9.0}, {"loss": 0.0}, {"loss": -1.0}, {"loss": math.nan},
-    {"grad_norm": 15.0}, {"grad_norm": 1e-3}, {"grad_norm": 0.0}, {"learning_rate": 0.1},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"loss": 0.001},
+        {"loss": 9.0},
+        {"loss": 0.0},
+        {"loss": -1.0},
+        {"loss": math.nan},
+        {"grad_norm": 15.0},
+        {"grad_norm": 1e-3},
+        {"grad_norm": 0.0},
+        {"learning_rate": 0.1},
+    ],
+)
 @pytest.mark.parametrize("edited", ["ddp", "control", "other", "ddp and control", "ddp and other"])
 def test_whichever_history_is_edited_at_one_step(precision, values, edited):
     noise = {"fp32": 4e-7, "autocast": 1e-4, "bf16": 1e-4}[precision]

@@ -47,21 +47,29 @@ def bases() -> dict[str, dict]:
         bytes_,
     )
     unigram = trained(
-        models.Unigram(), trainers.UnigramTrainer(vocab_size=60, special_tokens=["<unk>"], unk_token="<unk>", **silent),
-        pre_tokenizers.Metaspace(), normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()]),
-    )  # fmt: skip
+        models.Unigram(),
+        trainers.UnigramTrainer(vocab_size=60, special_tokens=["<unk>"], unk_token="<unk>", **silent),
+        pre_tokenizers.Metaspace(),
+        normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()]),
+    )
     pieces = trained(
-        models.WordPiece(unk_token="[UNK]"), trainers.WordPieceTrainer(vocab_size=80, special_tokens=["[UNK]"], **silent),
-        pre_tokenizers.BertPreTokenizer(), normalizers.BertNormalizer(),
-    )  # fmt: skip
+        models.WordPiece(unk_token="[UNK]"),
+        trainers.WordPieceTrainer(vocab_size=80, special_tokens=["[UNK]"], **silent),
+        pre_tokenizers.BertPreTokenizer(),
+        normalizers.BertNormalizer(),
+    )
     replace = {"type": "Replace", "pattern": {"Regex": "\\s+"}, "content": " "}
     single = {"type": "Replace", "pattern": {"String": "q"}, "content": "qq"}
     strip = {"type": "Strip", "strip_left": True, "strip_right": False}
     before = [
-        {"type": "Digits", "individual_digits": True}, {"type": "Punctuation", "behavior": "Isolated"},
-        {"type": "CharDelimiterSplit", "delimiter": "z"}, {"type": "FixedLength", "length": 5}, {"type": "UnicodeScripts"},
-        {"type": "Split", "pattern": {"String": "o"}, "behavior": "MergedWithPrevious", "invert": False}, bpe["pre_tokenizer"],
-    ]  # fmt: skip
+        {"type": "Digits", "individual_digits": True},
+        {"type": "Punctuation", "behavior": "Isolated"},
+        {"type": "CharDelimiterSplit", "delimiter": "z"},
+        {"type": "FixedLength", "length": 5},
+        {"type": "UnicodeScripts"},
+        {"type": "Split", "pattern": {"String": "o"}, "behavior": "MergedWithPrevious", "invert": False},
+        bpe["pre_tokenizer"],
+    ]
     template = {
         "type": "TemplateProcessing",
         "single": [{"Sequence": {"id": "A", "type_id": 0}}],

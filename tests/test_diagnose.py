@@ -13,7 +13,7 @@ from lockstep.diagnosis.case import describe
 from lockstep.diagnosis.diagnose import diagnose
 from lockstep.tensors.comparison import judge
 from lockstep.tensors.distance import Distance, Size
-from lockstep.tensors.judgement import ROUNDING, Norm, Result
+from lockstep.tensors.judgement import ROUNDOFF, Norm, Result
 
 EXACT = torch.randn(40, 30, generator=torch.Generator().manual_seed(0)).double()
 NOISE = torch.randn(40, 30, generator=torch.Generator().manual_seed(1)).double()
@@ -30,10 +30,20 @@ def test_a_multiple():
     )
 
 
-@pytest.mark.parametrize("factor, names", [
-    (2.0, ["tp"]), (0.5, ["1/tp"]), (3.0, ["dp"]), (1 / 6, ["1/(tp x dp)"]), (5.0, ["accumulation steps"]),
-    (math.sqrt(2), ["sqrt(tp)"]), (1.0, []), (2.2, []), (-2.0, []),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "factor, names",
+    [
+        (2.0, ["tp"]),
+        (0.5, ["1/tp"]),
+        (3.0, ["dp"]),
+        (1 / 6, ["1/(tp x dp)"]),
+        (5.0, ["accumulation steps"]),
+        (math.sqrt(2), ["sqrt(tp)"]),
+        (1.0, []),
+        (2.2, []),
+        (-2.0, []),
+    ],
+)
 def test_the_name_of_a_factor(factor, names):
     assert evidence.name_factor(factor, SIZES) == names
 
@@ -110,17 +120,23 @@ class Written:
 
     label, contract = "FSDP", {"tied_embeddings": False}
     layout = SimpleNamespace(
-        sources={"norm": (), "col": ("norm",), "row": ("col",)}, parameters=PARAMETERS,
+        sources={"norm": (), "col": ("norm",), "row": ("col",)},
+        parameters=PARAMETERS,
         outputs={name: ("batch", "sequence", CHANNELS) for name in MODULES},
-    )  # fmt: skip
+    )
     run = {
         "config": {
-            "tp_size": 2, "dp_size": 2, "gradient_accumulation_steps": 1, "precision": "fp32",
-            "optimizer": "adamw", "learning_rate": RATE,
-            "weight_decay": 0.0, "max_grad_norm": 0.0,
+            "tp_size": 2,
+            "dp_size": 2,
+            "gradient_accumulation_steps": 1,
+            "precision": "fp32",
+            "optimizer": "adamw",
+            "learning_rate": RATE,
+            "weight_decay": 0.0,
+            "max_grad_norm": 0.0,
         },
         "architecture": {"hidden_size": CHANNELS, "num_attention_heads": 4},
-    }  # fmt: skip
+    }
 
     def __init__(self, steps, replicas_differ=None):
         self.by_step = steps
@@ -202,7 +218,7 @@ def diagnosed(changes, *, replicas_differ=None, recorded_norm=None, configuratio
             *sizes[0], *sizes[1], float(tensor.norm()), float(change.norm()), float(change.abs().max()), scale
         )
         rows.append(
-            judge("fsdp", 1, name, distance, Size(1e-6 * sizes[1][0], 1e-6 * sizes[1][1]), ROUNDING["F32"])
+            judge("fsdp", 1, name, distance, Size(1e-6 * sizes[1][0], 1e-6 * sizes[1][1]), ROUNDOFF["F32"])
         )
     held = math.sqrt(
         sum(float(tensor.square().sum()) for name, tensor in own.items() if name.startswith("gradient/"))
@@ -455,9 +471,13 @@ def test_moments():
     assert names == ["betas"] and "beta 2 is 0.95" in found.causes[0].evidence
     second.popitem()
     assert diagnosed(second)[0] == []
-    assert diagnosed({f"exp_avg/{name}": lambda t, e: 0.5 * t for name in PARAMETERS} | {
-        f"exp_avg_sq/{name}": lambda t, e: 0.25 * t for name in PARAMETERS
-    })[0] == []  # fmt: skip  # nothing was to be clipped: whatever scaled the gradients is not known
+    assert (
+        diagnosed(
+            {f"exp_avg/{name}": lambda t, e: 0.5 * t for name in PARAMETERS}
+            | {f"exp_avg_sq/{name}": lambda t, e: 0.25 * t for name in PARAMETERS}
+        )[0]
+        == []
+    )  # nothing was to be clipped: whatever scaled the gradients is not known
 
 
 def test_the_norm():

@@ -129,10 +129,13 @@ def mutate_header(draw: random.Random, data: bytes) -> tuple[bytes, bool]:
     length = draw.choice([len(text)] * 6 + [0, 7, len(text) - 1, 2**40, 2**63, 2**64 - 1])
     changed = length.to_bytes(8, "little") + text + body
     before = header_of(data)[0]
-    contents = lambda table: {
-        name: (entry["dtype"], entry["shape"], body[slice(*entry["data_offsets"])])
-        for name, entry in table.items()
-    }  # noqa: E731
+
+    def contents(table):
+        return {
+            name: (entry["dtype"], entry["shape"], body[slice(*entry["data_offsets"])])
+            for name, entry in table.items()
+        }
+
     try:
         return changed, length != len(text) or contents(header) != contents(before)
     except (KeyError, TypeError, AttributeError, ValueError):

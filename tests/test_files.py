@@ -113,13 +113,16 @@ def test_trying_a_folder_leaves_nothing(tmp_path):
         files.require_writable_file(tmp_path, "--x")
 
 
-@pytest.mark.parametrize("error, status, line", [
-    (UserError("no \x1b[31mred"), 2, "p: no \\x1b[31mred"),
-    (TrainingFailure("it broke"), 1, "p: it broke"),
-    (KeyboardInterrupt(), 130, "p: interrupted"),
-    (BrokenPipeError(), 141, None),
-    (ZeroDivisionError("by zero"), 3, "p: internal error (ZeroDivisionError: by zero)"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "error, status, line",
+    [
+        (UserError("no \x1b[31mred"), 2, "p: no \\x1b[31mred"),
+        (TrainingFailure("it broke"), 1, "p: it broke"),
+        (KeyboardInterrupt(), 130, "p: interrupted"),
+        (BrokenPipeError(), 141, None),
+        (ZeroDivisionError("by zero"), 3, "p: internal error (ZeroDivisionError: by zero)"),
+    ],
+)
 def test_every_error_has_its_status(capfd, monkeypatch, error, status, line):
     def body():
         raise error
@@ -142,10 +145,18 @@ class _Example(schemas.Strict):
     label: schemas.Name
 
 
-@pytest.mark.parametrize("change, place", [
-    ({"count": 1.5}, "count is 1.5"), ({"count": True}, "count is True"), ({"count": "1"}, "count is '1'"), ({"count": 0}, "count is 0"),
-    ({"loss": float("nan")}, "loss is nan"), ({"label": "\x1b"}, "label is"), ({"more": 1}, "more is 1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change, place",
+    [
+        ({"count": 1.5}, "count is 1.5"),
+        ({"count": True}, "count is True"),
+        ({"count": "1"}, "count is '1'"),
+        ({"count": 0}, "count is 0"),
+        ({"loss": float("nan")}, "loss is nan"),
+        ({"label": "\x1b"}, "label is"),
+        ({"more": 1}, "more is 1"),
+    ],
+)
 def test_schemas_are_strict(change, place):
     good = {"count": 1, "loss": 2.0, "label": "DDP (TP=1, DP=2)"}
     assert schemas.validate(_Example, good, "a.json", "fix it").count == 1

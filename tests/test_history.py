@@ -159,12 +159,20 @@ WRONG = {
         lambda c: c["steps"][1].update(tokens=1),
         "step 2 has 1 tokens; its configuration makes it 2048",
     ),
-    "another mesh": (lambda c: c["run"].update(mesh=[2, 2]), "do not go together"),
+    "another mesh": (
+        lambda c: c["run"].update(mesh={"pp": 1, "dp": 2, "cp": 1, "tp": 2}),
+        "do not go together",
+    ),
     "other workers": (lambda c: c["run"]["config"].update(num_workers=3), "do not go together"),
     "another length": (lambda c: c["run"]["config"].update(debug_steps=4), "num_steps is 3, debug_steps 4"),
     "a stranger moved": (
         lambda c: c["weights"]["moved"].append("model.layers.2.bias"),
-        "which the model does not have",
+        "which no optimizer group of its contract has",
+    ),
+    "moved, and no groups": (lambda c: c["contract"].pop("weight_decay"), "which no optimizer group"),
+    "groups that are none": (
+        lambda c: c["contract"].update(weight_decay={"0.0": 5, "0.01": [[]]}),
+        "which no optimizer group",
     ),
     "moved twice": (_twice, "moved is not a sorted list"),
     "moved, and the same": (lambda c: c["weights"].update(final_sha256="a" * 64), "say otherwise"),
@@ -194,7 +202,7 @@ def test_another_format(tmp_path):
     path = written(tmp_path)
     for number in (1, 0, True, None, "2"):
         rewrite(path, lambda c, number=number: c.update(format=number))
-        with pytest.raises(UserError, match="not a loss history of format 2"):
+        with pytest.raises(UserError, match="not a loss history of format 3"):
             history.read(path)
 
 

@@ -70,18 +70,20 @@ def mutate(content, chance):
 def damage(data, chance):
     """The bytes of a file, changed without regard to what they say."""
     place = chance.randrange(len(data))
-    return chance.choice([
-        lambda: data[:place],
-        lambda: data[:place] + bytes([data[place] ^ (1 << chance.randrange(8))]) + data[place + 1 :],
-        lambda: data[:place] + chance.randbytes(3) + data[place:],
-        lambda: data[:place] + data[place + chance.randrange(1, 50) :],
-        lambda: data + data,
-        lambda: b"\xef\xbb\xbf" + data,
-        lambda: b'{"format": 2, ' + data[1:],
-        lambda: b"[" * 100_000,
-        lambda: data.replace(b"0.1", b"1" * 5000, 1),
-        lambda: b"",
-    ])()  # fmt: skip
+    return chance.choice(
+        [
+            lambda: data[:place],
+            lambda: data[:place] + bytes([data[place] ^ (1 << chance.randrange(8))]) + data[place + 1 :],
+            lambda: data[:place] + chance.randbytes(3) + data[place:],
+            lambda: data[:place] + data[place + chance.randrange(1, 50) :],
+            lambda: data + data,
+            lambda: b"\xef\xbb\xbf" + data,
+            lambda: b'{"format": 3, ' + data[1:],
+            lambda: b"[" * 100_000,
+            lambda: data.replace(b"0.1", b"1" * 5000, 1),
+            lambda: b"",
+        ]
+    )()
 
 
 def case(folder, seed):

@@ -54,10 +54,16 @@ class Run:
 
     def __init__(self, folder, command, **settings):
         self.folder, self.log, self.settings = folder, folder / "log.txt", settings
-        self.process = subprocess.Popen(
-            command, cwd=ROOT, env=environment(LOCKSTEP_TEST=str(folder), **settings), text=True,
-            stdout=open(self.log, "w"), stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
+        with open(self.log, "w") as log:
+            self.process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=environment(LOCKSTEP_TEST=str(folder), **settings),
+                text=True,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
 
     def wait_for_step(self, number):
         path = history.path_of(self.folder, "ddp")
@@ -115,9 +121,14 @@ def test_an_interrupt_at_any_moment_is_one_line(tmp_path, seconds):
     """While modules are imported, while Ray starts, while the workers do."""
     command = [sys.executable, "train_ddp.py", *folders(tmp_path), "--debug_steps", "100000"]
     process = subprocess.Popen(
-        command, cwd=ROOT, env=environment(LOCKSTEP_TEST=str(tmp_path)), text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+        command,
+        cwd=ROOT,
+        env=environment(LOCKSTEP_TEST=str(tmp_path)),
+        text=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
         start_new_session=True,
-    )  # fmt: skip
+    )
     time.sleep(seconds)
     os.killpg(process.pid, signal.SIGINT)
     _, said = process.communicate(timeout=60)
@@ -177,8 +188,12 @@ def test_a_killed_worker_ends_the_run(run, tmp_path):
 def launcher(command, folder, *arguments):
     result = subprocess.run(
         [*command, *folders(folder), "--debug_steps", "3", *arguments],
-        cwd=ROOT, env=environment(DS_ACCELERATOR="cpu"), capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
+        cwd=ROOT,
+        env=environment(DS_ACCELERATOR="cpu"),
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 
@@ -207,8 +222,12 @@ def test_a_killed_torchrun_leaves_every_step_so_far(tmp_path):
     command = [BIN / "torchrun", "--nproc_per_node", "2", "--master_port", str(free_port()), "train_ddp.py"]
     process = subprocess.Popen(
         [*command, *folders(tmp_path), "--debug_steps", "100000"],
-        cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-    )  # fmt: skip
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
     path = history.path_of(tmp_path, "ddp")
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and not (path.exists() and len(history.read(path).steps) >= 20):
@@ -280,7 +299,7 @@ def test_the_one_command(tmp_path):
         and "RayTrainWorker" not in result.stdout
         and max(map(len, table[:5])) <= 120
     )
-    assert "RayTrainWorker" in (folder / "logs" / "loss_fsdp.txt").read_text()
+    assert "Attempting to start training worker group" in (folder / "logs" / "loss_fsdp.txt").read_text()
     assert not (folder / "ray").exists()
     assert gone(tmp_path) is True
 
@@ -303,7 +322,7 @@ def test_the_one_command_names_the_first_tensor_of_a_strategy_of_ones_own(tmp_pa
     """Gradients that are twice too large leave no trace in the losses of two steps of AdamW but in the tensors of the first."""
     (tmp_path / "own.py").write_text(DOUBLED)
     result = the_one_command(
-        tmp_path / "out",
+        tmp_path,
         DEBUG_STEPS="2",
         STRATEGIES=f"ddp,{tmp_path}/own.py:Doubled",
         MAX_GRAD_NORM="0",
@@ -324,9 +343,7 @@ def test_the_one_command_without_tensors(tmp_path):
     (tmp_path / "same.py").write_text(
         "from ddp_strategy import DDPStrategy\n\n\nclass Same(DDPStrategy):\n    axes = ('dp',)\n"
     )
-    result = the_one_command(
-        tmp_path / "out", DEBUG_STEPS="2", STRATEGIES=f"{tmp_path}/same.py:Same", TENSORS="0"
-    )
+    result = the_one_command(tmp_path, DEBUG_STEPS="2", STRATEGIES=f"{tmp_path}/same.py:Same", TENSORS="0")
     assert result.returncode == 0 and result.stdout.endswith("PASS\n"), result.stdout + result.stderr
     assert json.loads((tmp_path / "out" / "verdict.json").read_text())["tensors"] is None
     assert not (tmp_path / "out" / "tensors").exists()
@@ -398,13 +415,23 @@ def test_the_one_command_twice_into_one_folder(run, tmp_path):
     )
 
 
-@pytest.mark.parametrize("setting, message", [
-    ({"TP_SIZE": "3"}, "--tp_size 3 does not divide"), ({"NOISE_FLOOR": "no"}, "it is 1 or 0"), ({"TP_SIZE": "abc"}, "TP_SIZE=abc; it is a whole"),
-    ({"PRECISION": "fp23"}, "invalid choice: 'fp23'"), ({"DEVICE": "gpu"}, "invalid choice: 'gpu'"), ({"SEED": "x"}, "'x' is not a whole number"),
-    ({"INIT_WEIGHTS_PATH": "w.bin"}, "must end in .safetensors or .pt"), ({"OUTPUT_DIR": __file__}, "cannot be written"),
-    ({"MODEL_NAME": "nosuch"}, "no built-in model"), ({"TENSORS": "2"}, "it is 1 or 0"),
-    ({"PRECISION": "bf16", "TENSORS": "1"}, "no tolerance is derived for its tensors"), ({"STRATEGIES": "nosuch"}, "there is no strategy nosuch"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "setting, message",
+    [
+        ({"TP_SIZE": "3"}, "--tp_size 3 does not divide"),
+        ({"NOISE_FLOOR": "no"}, "it is 1 or 0"),
+        ({"TP_SIZE": "abc"}, "TP_SIZE=abc; it is a whole"),
+        ({"PRECISION": "fp23"}, "invalid choice: 'fp23'"),
+        ({"DEVICE": "gpu"}, "invalid choice: 'gpu'"),
+        ({"SEED": "x"}, "'x' is not a whole number"),
+        ({"INIT_WEIGHTS_PATH": "w.bin"}, "must end in .safetensors or .pt"),
+        ({"OUTPUT_DIR": __file__}, "cannot be written"),
+        ({"MODEL_NAME": "nosuch"}, "no built-in model"),
+        ({"TENSORS": "2"}, "it is 1 or 0"),
+        ({"PRECISION": "bf16", "TENSORS": "1"}, "no tolerance is derived for its tensors"),
+        ({"STRATEGIES": "nosuch"}, "there is no strategy nosuch"),
+    ],
+)
 def test_the_one_command_answers_a_usage_error_at_once(tmp_path, setting, message):
     result = the_one_command(tmp_path, **setting)
     assert "ray" not in result.stdout.lower(), "something was started"

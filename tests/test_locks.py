@@ -28,12 +28,9 @@ def holder(tmp_path):
 
 
 def test_the_second_is_refused_and_says_who_is_first(tmp_path, holder):
-    with pytest.raises(
-        UserError,
-        match=rf"--x: another run \(process {holder.pid} on .*\) is writing .*loss_ddp.json; wait until",
-    ):
-        with locks.held((tmp_path / "loss_ddp.json", "--x")):
-            pass
+    said = rf"--x: another run \(process {holder.pid} on .*\) is writing .*loss_ddp.json; wait until"
+    with pytest.raises(UserError, match=said), locks.held((tmp_path / "loss_ddp.json", "--x")):
+        pass
     with locks.held((tmp_path / "loss_fsdp.json", "--x")):  # another history in the same folder
         pass
 
@@ -82,12 +79,23 @@ def test_a_training_script_is_refused_at_once(tmp_path, holder):
     assert sorted(path.name for path in tmp_path.iterdir()) == [".loss_ddp.json.lock"]
 
 
-@pytest.mark.parametrize("command, lock, option", [
-    (["run_verification.py", "--output_dir", "OUT"], "OUT/.verification.lock", "--output_dir"),
-    (["run_verification.py", "--output_dir", "OUT"], "OUT/.fsdp.lock", "--output_dir"),  # a run whose script was killed
-    (["run_faults.py", "tie_broken", "--output", "OUT/f.json"], "OUT/.f.json.lock", "--output"),
-    (["run_faults.py", "tie_broken", "--work_dir", "OUT", "--output", "OUT.json"], ".OUT.lock", "--work_dir"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "command, lock, option",
+    [
+        (["run_verification.py", "--output_dir", "OUT"], "OUT/.verification.lock", "--output_dir"),
+        (
+            ["run_verification.py", "--output_dir", "OUT"],
+            "OUT/.fsdp.lock",
+            "--output_dir",
+        ),  # a run whose script was killed
+        (["run_faults.py", "tie_broken", "--output", "OUT/f.json"], "OUT/.f.json.lock", "--output"),
+        (
+            ["run_faults.py", "tie_broken", "--work_dir", "OUT", "--output", "OUT.json"],
+            ".OUT.lock",
+            "--work_dir",
+        ),
+    ],
+)
 def test_other_programs_are_refused_at_once(tmp_path, command, lock, option):
     path = tmp_path / lock
     path.parent.mkdir(exist_ok=True)

@@ -171,13 +171,16 @@ def test_text_in_a_figure():
     assert report._drawable("a $x^2$ \u4e2d") == r"a \$x^2\$ \u4e2d"
 
 
-@pytest.mark.parametrize("option, name, message", [
-    ("--output", "loss.png/x/loss.png", "cannot be written"),
-    ("--json", "loss.png/v.json", "cannot be written"),
-    ("--json", "loss_ddp.json", "is a loss history"),
-    ("--json", "folder", "is a folder"),
-    ("--output", "loss.txt", "must end in .png"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "option, name, message",
+    [
+        ("--output", "loss.png/x/loss.png", "cannot be written"),
+        ("--json", "loss.png/v.json", "cannot be written"),
+        ("--json", "loss_ddp.json", "is a loss history"),
+        ("--json", "folder", "is a folder"),
+        ("--output", "loss.txt", "must end in .png"),
+    ],
+)
 def test_outputs_are_checked_first(tmp_path, capsys, option, name, message):
     folder(tmp_path)
     (tmp_path / "loss.png").write_text("a file, no folder")

@@ -14,13 +14,20 @@ from lockstep.errors import TrainingFailure, UserError
 from lockstep.running import jobs, processes
 
 
-@pytest.mark.parametrize("log, status, why", [
-    ("train_x.py: --seed -1: no\n", 2, "--seed -1: no"),
-    ("train_x.py: rank 3 failed: closed by peer\ntrain_x.py: rank 1 failed: it broke\n", 1, "rank 1 failed: it broke"),
-    ("Warning: x\n", -9, "killed by SIGKILL (the machine may be short of memory)"),
-    ("a\n\x1b[31mb\n\n", 5, "exit status 5: \\x1b[31mb"),
-    ("", 5, "exit status 5: it said nothing"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "log, status, why",
+    [
+        ("train_x.py: --seed -1: no\n", 2, "--seed -1: no"),
+        (
+            "train_x.py: rank 3 failed: closed by peer\ntrain_x.py: rank 1 failed: it broke\n",
+            1,
+            "rank 1 failed: it broke",
+        ),
+        ("Warning: x\n", -9, "killed by SIGKILL (the machine may be short of memory)"),
+        ("a\n\x1b[31mb\n\n", 5, "exit status 5: \\x1b[31mb"),
+        ("", 5, "exit status 5: it said nothing"),
+    ],
+)
 def test_the_line_that_counts(log, status, why):
     assert processes.failure("train_x.py", status, log) == why
 
@@ -51,14 +58,26 @@ def _runs(pid):
         return False
 
 
-@pytest.mark.parametrize("content, message", [
-    ([{"num_ranks": 2, "jobs": [{"strategy": "ddp", "arguments": [1]}]}], "groups.0.jobs.0.arguments.0 is 1"),
-    ([{"num_ranks": 2, "jobs": [{"strategy": "ddp", "arguments": [], "faults": "x"}]}], "groups.0.jobs.0.faults is 'x'"),
-    ([{"num_ranks": 0, "jobs": []}], "groups.0.num_ranks is 0"),
-    ([{"num_ranks": 2, "jobs": [{"strategy": "ddp", "arguments": [], "fault": "x"}]}], "there is no fault x"),
-    ([{"num_ranks": 2, "jobs": [{"strategy": "dpp", "arguments": []}]}], "there is no strategy dpp"),
-    ({}, "groups is {}"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (
+            [{"num_ranks": 2, "jobs": [{"strategy": "ddp", "arguments": [1]}]}],
+            "groups.0.jobs.0.arguments.0 is 1",
+        ),
+        (
+            [{"num_ranks": 2, "jobs": [{"strategy": "ddp", "arguments": [], "faults": "x"}]}],
+            "groups.0.jobs.0.faults is 'x'",
+        ),
+        ([{"num_ranks": 0, "jobs": []}], "groups.0.num_ranks is 0"),
+        (
+            [{"num_ranks": 2, "jobs": [{"strategy": "ddp", "arguments": [], "fault": "x"}]}],
+            "there is no fault x",
+        ),
+        ([{"num_ranks": 2, "jobs": [{"strategy": "dpp", "arguments": []}]}], "there is no strategy dpp"),
+        ({}, "groups is {}"),
+    ],
+)
 def test_a_wrong_file_of_jobs(tmp_path, content, message):
     (tmp_path / "jobs.json").write_text(json.dumps(content))
     with pytest.raises(UserError, match=message):

@@ -10,8 +10,14 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-PYTHON_FILES = [*ROOT.glob("*.py"), *(path for room in ("lockstep", "tests", "benchmarks", "examples", "findings", "results")
-                                       for path in (ROOT / room).rglob("*.py"))]  # fmt: skip
+PYTHON_FILES = [
+    *ROOT.glob("*.py"),
+    *(
+        path
+        for room in ("lockstep", "tests", "benchmarks", "examples", "findings", "results")
+        for path in (ROOT / room).rglob("*.py")
+    ),
+]
 EDIT = re.compile(r"\bsys\.path(\[|\.(insert|append|extend|remove)\b|\s*\+?=[^=])")
 
 
@@ -51,7 +57,9 @@ def test_environment_finds_lockstep_from_any_folder(tmp_path):
     (tmp_path / "wanted.txt").write_text("# nothing\npytest==" + pytest.__version__ + "\n")
     script = 'cd / && source "$0" wanted.txt && "$PYTHON" -P -c "import lockstep; print(lockstep.__file__)"'
     done = subprocess.run(
-        ["bash", "-c", script, tmp_path / "environment.sh"], env={"PYTHON": sys.executable, "PATH": "/usr/bin:/bin"},
-        capture_output=True, text=True,
-    )  # fmt: skip
+        ["bash", "-c", script, tmp_path / "environment.sh"],
+        env={"PYTHON": sys.executable, "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+    )
     assert done.stdout.strip() == str(tmp_path / "lockstep" / "__init__.py"), done.stderr

@@ -15,7 +15,7 @@ from lockstep.mesh import Mesh
 from lockstep.strategies import others, row_of
 
 SAMPLE = ["no_dp_reduction", "dp_ranks_replay_one_batch", "tp_peers_read_different_samples", "row_parallel_sum_dropped",
-          "gradients_not_zeroed", "one_side_does_not_clip"]  # fmt: skip
+          "gradients_not_zeroed", "one_side_does_not_clip", "norm_gradients_times_tp", "summed_instead_of_averaged"]  # fmt: skip
 GRAVE = {
     "no_dp_reduction",
     "dp_ranks_replay_one_batch",
@@ -38,7 +38,7 @@ def fp32(tmp_path_factory):
 
 def test_every_fault_is_caught_placed_and_named(fp32):
     status, rows = fp32
-    assert status == 0 and len(rows) == 11
+    assert status == 0 and len(rows) == 15
     assert [
         (row["fault"], row["first"], row["causes"])
         for row in rows
@@ -46,11 +46,19 @@ def test_every_fault_is_caught_placed_and_named(fp32):
     ] == []
 
 
+def test_a_factor_of_four_is_told_from_one_of_two(fp32):
+    """At tp 4 x dp 1 and at dp 4 x tp 1: where both are 2, a factor does not say which it is."""
+    _, rows = fp32
+    said = {fault: [row["causes"][0][1] for row in rows if row["fault"] == fault] for fault in SAMPLE[-2:]}
+    assert all("4 = tp times" in evidence for evidence in said["norm_gradients_times_tp"])
+    assert all("4 = dp times" in evidence for evidence in said["summed_instead_of_averaged"])
+
+
 def test_the_loss_verdict_sees_the_grave_ones(fp32):
     """Within twelve steps, both by loss and by gradient norm."""
     _, rows = fp32
     for what in ("loss_step", "grad_norm_step"):
-        assert GRAVE <= {row["fault"] for row in rows if row[what] is not None}
+        assert {row["fault"] for row in rows if row[what] is not None} >= GRAVE
 
 
 def test_a_fault_without_effect_is_a_failure(tmp_path, monkeypatch, capsys):
@@ -110,15 +118,18 @@ def test_a_crash_costs_one_fault_only(tmp_path, monkeypatch):
     )
 
 
-@pytest.mark.parametrize("arguments, message", [
-    (["no_such_fault"], "there is no fault no_such_fault"),
-    (["tie_broken", "--steps", "1"], "train at least 2"),
-    (["kv_input_gradient_not_reduced", "--strategy", "fsdp"], "none of these faults applies"),
-    (["--precision", "bf16"], "invalid choice"),
-    (["--output", "a.md"], "give another ending"),
-    (["--output", "/proc/nothing/a.json"], "--output /proc/nothing: cannot be written"),
-    (["--work_dir", "/proc/nothing"], "--work_dir /proc/nothing: cannot be written"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["no_such_fault"], "there is no fault no_such_fault"),
+        (["tie_broken", "--steps", "1"], "train at least 2"),
+        (["kv_input_gradient_not_reduced", "--strategy", "fsdp"], "none of these faults applies"),
+        (["--precision", "bf16"], "invalid choice"),
+        (["--output", "a.md"], "give another ending"),
+        (["--output", "/proc/nothing/a.json"], "--output /proc/nothing: cannot be written"),
+        (["--work_dir", "/proc/nothing"], "--work_dir /proc/nothing: cannot be written"),
+    ],
+)
 def test_usage_errors(arguments, message, capsys):
     assert run_faults.main(arguments) == 2
     assert message in capsys.readouterr().err

@@ -28,25 +28,40 @@ def test_from_end_to_end(tmp_path):
     arguments = [
         "--output_dir",
         "the output",
-        "--batch_size",
-        "2",
         "--seq_length",
         "64",
         "--steps",
         "2",
         "--model_name",
         "models/a model",
+        "--strategies",
+        "ddp,deepspeed,fsdp,fsdp@tp1xdp4",
+        "--batch_size",
+        "2",
     ]
     done = verify(*arguments, cwd=tmp_path)
     assert done.stderr == "" and sorted(path.name for path in (folder / "logs").iterdir()) == [
-        "lockstep.tensors.exact_run.txt", "train_ddp.py.txt", "train_deepspeed.py.txt", "train_fsdp.py.txt"]  # fmt: skip
+        "lockstep.tensors.exact_run.txt",
+        "train_ddp.py.txt",
+        "train_deepspeed.py.txt",
+        "train_fsdp.py.txt",
+    ]
     assert done.returncode == 0 and done.stdout.endswith("PASS\n"), done.stdout[-3000:] + done.stderr[-3000:]
     report = json.loads((folder / "report.json").read_text())
     assert report["verdict"] == "PASS" and {run["verdict"] for run in report["runs"].values()} == {"PASS"}
-    assert len(report["runs"]) == 3 and all(row["judged"] for row in report["tensors"])
+    assert len(report["runs"]) == 4 and all(row["judged"] for row in report["tensors"])
     text = (folder / "report.md").read_text()
-    order = ["Verdict", "First tensor that is too far", "Loss by DP rank", "Layer output norms", "Gradient norms",
-             "Largest distances", "Largest differences", "Bit-identical tensors", "Replicas"]  # fmt: skip
+    order = [
+        "Verdict",
+        "First tensor that is too far",
+        "Loss by DP rank",
+        "Layer output norms",
+        "Gradient norms",
+        "Largest distances",
+        "Largest differences",
+        "Bit-identical tensors",
+        "Replicas",
+    ]
     places = [text.index(f"## {title}") for title in order]
     assert places == sorted(places) and "forward: 41 of 41 tensors bit-identical" in text
     again = verify(*arguments, cwd=tmp_path)
@@ -75,10 +90,20 @@ def test_usage_errors_are_one_line_and_exit_2(tmp_path, arguments, message):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name, ours", [
-    ("ddp", True), (".ddp.lock", True), (".verification.lock", True), (".report.md.42.tmp", True), (".initial_weights.safetensors.7.tmp", True),
-    ("thesis.tex", False), (".thesis.lock", False), (".ssh", False), (".report.md.tmp", False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, ours",
+    [
+        ("ddp", True),
+        (".ddp.lock", True),
+        (".verification.lock", True),
+        (".report.md.42.tmp", True),
+        (".initial_weights.safetensors.7.tmp", True),
+        ("thesis.tex", False),
+        (".thesis.lock", False),
+        (".ssh", False),
+        (".report.md.tmp", False),
+    ],
+)
 def test_what_a_killed_verification_leaves_is_its_own(name, ours):
     assert run_verification.ours(name) is ours
 

@@ -10,11 +10,15 @@ import pytest
 from ranks import ROOT
 
 PROGRAMS = {
-    "train_ddp.py": ["train_ddp.py"], "run_verification.py": ["run_verification.py"], "run_faults.py": ["run_faults.py"],
-    "plot_loss_curves.py": ["plot_loss_curves.py"], "lockstep.compare": ["-m", "lockstep.compare"],
-    "lockstep.reference": ["-m", "lockstep.reference"], "lockstep.running.jobs": ["-m", "lockstep.running.jobs"],
+    "train_ddp.py": ["train_ddp.py"],
+    "run_verification.py": ["run_verification.py"],
+    "run_faults.py": ["run_faults.py"],
+    "plot_loss_curves.py": ["plot_loss_curves.py"],
+    "lockstep.compare": ["-m", "lockstep.compare"],
+    "lockstep.reference": ["-m", "lockstep.reference"],
+    "lockstep.running.jobs": ["-m", "lockstep.running.jobs"],
     "lockstep.verification": ["-m", "lockstep.verification"],
-}  # fmt: skip
+}
 INTERRUPTS_ITSELF = """
 import os, signal, time
 os.kill(os.getpid(), signal.SIGINT)
@@ -98,9 +102,12 @@ raise SystemExit(run_program("x.py", body))
 def test_what_has_to_clean_up_does_so_unless_asked_twice(tmp_path, times, seconds):
     (tmp_path / "x.py").write_text(CLEANS_UP)
     process = subprocess.Popen(
-        [sys.executable, tmp_path / "x.py", str(seconds)], env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
+        [sys.executable, tmp_path / "x.py", str(seconds)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
     assert process.stdout.readline() == "begun\n"
     process.send_signal(signal.SIGINT)
     assert process.stdout.readline() == "cleaned\n"

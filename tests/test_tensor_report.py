@@ -18,12 +18,23 @@ def written(dumps, tmp_path_factory):
     return (folder / "report.md").read_text(), json.loads((folder / "report.json").read_text())
 
 
-@pytest.mark.parametrize("what, value", [
-    ("model", r"tiny-qwen2, 2 layers"), ("precision", "fp32"), ("mesh", r"DDP .*: tp 1 x dp 2 on cpu, FSDP.*: tp 2 x dp 2 on cpu"), ("seed", "0"),
-    ("steps", "1, 2 captured of 2"), ("dataset", r"builtin .* tokenizer word-crc32"), ("versions", r"torch \S+, transformers \S+.*numpy.*safetensors"),
-    ("Lockstep", r"captured at \S+; compared at \S+"), ("processor", r"\w+"), ("captured", r"\d{4}-\d\d-\d\dT\S+Z"),
-    ("compared", r"\d{4}-\d\d-\d\dT\S+Z by python "), ("options", "optimizer adamw, learning_rate 0.001"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "what, value",
+    [
+        ("model", r"tiny-qwen2, 2 layers"),
+        ("precision", "fp32"),
+        ("mesh", r"DDP .*: TP=1, DP=2, batch_size \d+ on cpu, FSDP.*: TP=2, DP=2, batch_size \d+ on cpu"),
+        ("seed", "0"),
+        ("steps", "1, 2 captured of 2"),
+        ("dataset", r"builtin .* tokenizer word-crc32"),
+        ("versions", r"torch \S+, transformers \S+.*numpy.*safetensors"),
+        ("Lockstep", r"captured at \S+; compared at \S+"),
+        ("processor", r"\w+"),
+        ("captured", r"\d{4}-\d\d-\d\dT\S+Z"),
+        ("compared", r"\d{4}-\d\d-\d\dT\S+Z by python "),
+        ("options", "optimizer adamw, learning_rate 0.001"),
+    ],
+)
 def test_it_says_what_was_compared(written, what, value):
     page, data = written
     assert re.search(value, data["about"][what]), data["about"][what]

@@ -123,7 +123,9 @@ def test_what_takes_the_process_down_is_one_line(folder, monkeypatch):
             patched.setattr(
                 subprocess,
                 "run",
-                lambda command, _p=program, **options: real([sys.executable, "-c", _p], **options),
+                lambda command, _p=program, _real=real, **options: _real(
+                    [sys.executable, "-c", _p], **options
+                ),
             )
             with pytest.raises(UserError, match=message):
                 FileTokenizer(path, 2048, 0).encode("a")

@@ -10,9 +10,17 @@ from dataclasses import dataclass
 from lockstep.mesh import Mesh
 
 BUG_CLASSES = (
-    "TP reduction missing", "TP reduction doubled", "DP reduction missing", "wrong group or scale",
-    "grad norm, clipping", "accumulation, normalisation", "data", "random state", "weights", "precision, optimizer",
-)  # fmt: skip
+    "TP reduction missing",
+    "TP reduction doubled",
+    "DP reduction missing",
+    "wrong group or scale",
+    "grad norm, clipping",
+    "accumulation, normalisation",
+    "data",
+    "random state",
+    "weights",
+    "precision, optimizer",
+)
 
 
 @dataclass(frozen=True)
@@ -35,14 +43,24 @@ class Fault:
     plant: Callable
 
 
+SMALL_MESH = Mesh(dp=2, tp=2)
 CATALOGUE: dict[str, Fault] = {}
 
 
 def fault(
-    *, seen_in: str, bug_class: str, cause: str, first: str, step: int = 1, model: str = "tiny-qwen2",
-    arguments: tuple[str, ...] = (), precisions: tuple[str, ...] = ("fp32", "autocast"), axes: tuple[str, ...] = ("dp",),
-    needs: tuple[str, ...] = (), mesh: Mesh = Mesh(dp=2, tp=2),
-) -> Callable:  # fmt: skip
+    *,
+    seen_in: str,
+    bug_class: str,
+    cause: str,
+    first: str,
+    step: int = 1,
+    model: str = "tiny-qwen2",
+    arguments: tuple[str, ...] = (),
+    precisions: tuple[str, ...] = ("fp32", "autocast"),
+    axes: tuple[str, ...] = ("dp",),
+    needs: tuple[str, ...] = (),
+    mesh: Mesh = SMALL_MESH,
+) -> Callable:
     """Enter a generator function into the catalogue under its own name."""
     if bug_class not in BUG_CLASSES:
         raise ValueError(f"{bug_class!r} is no class of bugs; choose from {BUG_CLASSES}")

@@ -13,32 +13,59 @@ CLIPS = (
 )  # below the norm of the first gradients, so that there is something to clip
 
 
-@fault(seen_in="pytorch/pytorch 170862", bug_class=CLASS, cause="clipping", first="gradient norm", arguments=CLIPS,
-       axes=("tp",), needs=("norm_not_summed_over_tp",))  # fmt: skip
+@fault(
+    seen_in="pytorch/pytorch 170862",
+    bug_class=CLASS,
+    cause="clipping",
+    first="gradient norm",
+    arguments=CLIPS,
+    axes=("tp",),
+    needs=("norm_not_summed_over_tp",),
+)
 def norm_of_the_local_shard(run):
     """The norm that is clipped by is not summed over the tensor-parallel ranks."""
     yield
     run.handles.norm_not_summed_over_tp()
 
 
-@fault(seen_in="NVIDIA-NeMo/RL 3788", bug_class=CLASS, cause="clipping", first="gradient norm", arguments=CLIPS,
-       axes=("tp",), needs=("count_replicas_in_norm",))  # fmt: skip
+@fault(
+    seen_in="NVIDIA-NeMo/RL 3788",
+    bug_class=CLASS,
+    cause="clipping",
+    first="gradient norm",
+    arguments=CLIPS,
+    axes=("tp",),
+    needs=("count_replicas_in_norm",),
+)
 def replicated_parameters_counted_tp_times(run):
     """The squares of the norms' gradients, which every tp rank has, are summed over tp."""
     yield
     run.handles.count_replicas_in_norm()
 
 
-@fault(seen_in="deepspeedai/DeepSpeed 8068", bug_class=CLASS, cause="clipping",
-       first="exp_avg/model.embed_tokens.weight", arguments=CLIPS, needs=("do_not_clip",))  # fmt: skip
+@fault(
+    seen_in="deepspeedai/DeepSpeed 8068",
+    bug_class=CLASS,
+    cause="clipping",
+    first="exp_avg/model.embed_tokens.weight",
+    arguments=CLIPS,
+    needs=("do_not_clip",),
+)
 def one_side_does_not_clip(run):
     """This strategy does not clip, the others do; a library's default is enough for that."""
     yield
     run.handles.do_not_clip()
 
 
-@fault(seen_in="deepspeedai/DeepSpeed 1801", bug_class=CLASS, cause="clipping", first="exp_avg/model.embed_tokens.weight",
-       arguments=CLIPS, axes=("tp",), needs=("clip_by", "gradients", "group"))  # fmt: skip
+@fault(
+    seen_in="deepspeedai/DeepSpeed 1801",
+    bug_class=CLASS,
+    cause="clipping",
+    first="exp_avg/model.embed_tokens.weight",
+    arguments=CLIPS,
+    axes=("tp",),
+    needs=("clip_by", "gradients", "group"),
+)
 def every_tp_rank_clips_by_its_own_norm(run):
     """Each tp rank clips by the norm of what it holds, so the norms' weights, equal everywhere, drift apart."""
     strategy = yield

@@ -32,12 +32,18 @@ def dp_ranks_replay_one_batch(run):
     return _feed(lambda run, _, step: _of(run, step, 0))(run)
 
 
-@fault(seen_in="deepspeedai/DeepSpeed 7199", bug_class=DATA, cause="data", first="batch/input_ids",
-       axes=("tp",), needs=("batches_are_not_checked",))  # fmt: skip
+@fault(
+    seen_in="deepspeedai/DeepSpeed 7199",
+    bug_class=DATA,
+    cause="data",
+    first="batch/input_ids",
+    axes=("tp",),
+    needs=("batches_are_not_checked",),
+)
 def tp_peers_read_different_samples(run):
     """The samples are chosen by the rank in the world, so tensor-parallel peers do not share theirs.
 
-    (DeepSpeed 0.19.8 looks at the first batch itself and stops.)
+    (Not planted where the strategy checks the batches itself.)
     """
     return _feed(lambda run, _, step: _of(run, step, dist.get_rank() % run.config.dp_size))(run)
 
@@ -104,8 +110,13 @@ def _dropout(run, seed):
     dict(strategy.model.named_modules())["model.layers.0.self_attn.o_proj"].register_forward_hook(drop)
 
 
-@fault(seen_in="pytorch/pytorch 168058", bug_class=RANDOM, cause="random numbers", first="forward/model.layers.0.self_attn.o_proj",
-       axes=("tp",))  # fmt: skip
+@fault(
+    seen_in="pytorch/pytorch 168058",
+    bug_class=RANDOM,
+    cause="random numbers",
+    first="forward/model.layers.0.self_attn.o_proj",
+    axes=("tp",),
+)
 def dropout_differs_between_tp_peers(run):
     """Tensor-parallel peers draw different dropout masks for one and the same activation."""
     return _dropout(run, dist.get_rank)

@@ -4,36 +4,59 @@ import torch.distributed as dist
 
 from lockstep.faults.catalogue import fault
 from lockstep.faults.planting import scale_backward
+from lockstep.mesh import Mesh
 
 MISSING, SCALE = "DP reduction missing", "wrong group or scale"
 
 
-@fault(seen_in="pytorch/torchtitan 577", bug_class=MISSING, cause="dp reduction missing", first="gradient/model.norm.weight",
-       needs=("skip_dp_reduction",))  # fmt: skip
+@fault(
+    seen_in="pytorch/torchtitan 577",
+    bug_class=MISSING,
+    cause="dp reduction missing",
+    first="gradient/model.norm.weight",
+    needs=("skip_dp_reduction",),
+)
 def no_dp_reduction(run):
     """Tensor parallelism is there, data parallelism was forgotten: what a rank updates it learns from its own samples alone."""
     yield
     run.handles.skip_dp_reduction()
 
 
-@fault(seen_in="pytorch/torchtitan 577", bug_class=MISSING, cause="dp reduction missing",
-       first="gradient/model.layers.0.mlp.down_proj.weight", needs=("skip_dp_reduction_of",))  # fmt: skip
+@fault(
+    seen_in="pytorch/torchtitan 577",
+    bug_class=MISSING,
+    cause="dp reduction missing",
+    first="gradient/model.layers.0.mlp.down_proj.weight",
+    needs=("skip_dp_reduction_of",),
+)
 def one_layer_without_dp_reduction(run):
     """Of all layers only the first does not average its gradients over the data-parallel ranks."""
     yield
     run.handles.skip_dp_reduction_of("model.layers.0")
 
 
-@fault(seen_in="deepspeedai/DeepSpeed 7985", bug_class=MISSING, cause="accumulation", first="gradient/model.norm.weight",
-       arguments=("--gradient_accumulation_steps", "3"), needs=("reduce_before_the_last_micro_batch",))  # fmt: skip
+@fault(
+    seen_in="deepspeedai/DeepSpeed 7985",
+    bug_class=MISSING,
+    cause="accumulation",
+    first="gradient/model.norm.weight",
+    arguments=("--gradient_accumulation_steps", "3"),
+    needs=("reduce_before_the_last_micro_batch",),
+)
 def last_micro_batch_left_out(run):
     """The gradients are reduced before the last micro batch has been added."""
     yield
     run.handles.reduce_before_the_last_micro_batch()
 
 
-@fault(seen_in="meta-pytorch/torchtune 2420", bug_class=SCALE, cause="gradient scale", first="gradient/model.norm.weight",
-       axes=("dp", "tp"), needs=("divide_gradients_by",))  # fmt: skip
+@fault(
+    seen_in="meta-pytorch/torchtune 2420",
+    bug_class=SCALE,
+    cause="gradient scale",
+    first="gradient/model.norm.weight",
+    axes=("dp", "tp"),
+    needs=("divide_gradients_by",),
+)
 def divided_by_world_size(run):
     """The summed gradients are divided by the number of all ranks, not of the data-parallel ones."""
     yield
@@ -58,16 +81,29 @@ def loss_multiplied_by_tp(run):
     scale_backward((yield), lambda _call: run.config.tp_size)
 
 
-@fault(seen_in="pytorch/torchtitan 2318", bug_class=SCALE, cause="gradient scale", first="gradient/model.norm.weight",
-       arguments=("--max_grad_norm", "0"), needs=("divide_gradients_by",))  # fmt: skip
+@fault(
+    seen_in="pytorch/torchtitan 2318",
+    bug_class=SCALE,
+    cause="gradient scale",
+    first="gradient/model.norm.weight",
+    arguments=("--max_grad_norm", "0"),
+    mesh=Mesh(dp=4),
+    needs=("divide_gradients_by",),
+)
 def summed_instead_of_averaged(run):
     """The gradients are summed over dp and never divided; AdamW hides the factor, and nothing is clipped here."""
     yield
     run.handles.divide_gradients_by(1)
 
 
-@fault(seen_in="NVIDIA/Megatron-LM 7452", bug_class=SCALE, cause="loss on vocabulary shards", first="backward/lm_head",
-       axes=("tp",), needs=("sum_partition_function_again",))  # fmt: skip
+@fault(
+    seen_in="NVIDIA/Megatron-LM 7452",
+    bug_class=SCALE,
+    cause="loss on vocabulary shards",
+    first="backward/lm_head",
+    axes=("tp",),
+    needs=("sum_partition_function_again",),
+)
 def partition_function_summed_again(run):
     """The sum of exponentials, reduced over tp already, is reduced once more: the loss is off by log(tp)."""
     run.handles.sum_partition_function_again()

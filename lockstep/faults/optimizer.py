@@ -12,8 +12,12 @@ def _groups(strategy):
     return strategy.optimizer.param_groups
 
 
-@fault(seen_in="verl-project/verl 5070", bug_class=CLASS, cause="weight decay",
-       first="parameter/model.layers.0.input_layernorm.weight")  # fmt: skip
+@fault(
+    seen_in="verl-project/verl 5070",
+    bug_class=CLASS,
+    cause="weight decay",
+    first="parameter/model.layers.0.input_layernorm.weight",
+)
 def norms_and_biases_decayed(run):
     """Weight decay acts on norms and biases too, in one strategy only."""
     strategy = yield
@@ -21,8 +25,13 @@ def norms_and_biases_decayed(run):
         group["weight_decay"] = run.config.weight_decay
 
 
-@fault(seen_in="huggingface/accelerate 2926", bug_class=CLASS, cause="learning rate", step=2,
-       first="parameter/model.embed_tokens.weight")  # fmt: skip
+@fault(
+    seen_in="huggingface/accelerate 2926",
+    bug_class=CLASS,
+    cause="learning rate",
+    step=2,
+    first="parameter/model.embed_tokens.weight",
+)
 def scheduler_steps_once_per_process(run):
     """A decay of one in a thousand per step is applied once by every process."""
     strategy = yield
@@ -60,8 +69,14 @@ def other_beta(run):
         group["betas"] = (group["betas"][0], 0.95)
 
 
-@fault(seen_in="karpathy/build-nanogpt 30", bug_class=CLASS, cause="stale gradients", step=2, first="gradient/model.norm.weight",
-       needs=("gradients",))  # fmt: skip
+@fault(
+    seen_in="karpathy/build-nanogpt 30",
+    bug_class=CLASS,
+    cause="stale gradients",
+    step=2,
+    first="gradient/model.norm.weight",
+    needs=("gradients",),
+)
 def gradients_not_zeroed(run):
     """zero_grad is missing: every step goes on with the sum of all gradients so far."""
     strategy = yield
@@ -75,8 +90,14 @@ def gradients_not_zeroed(run):
     around(strategy, "forward_backward", after=add)
 
 
-@fault(seen_in="huggingface/accelerate 2624", bug_class=CLASS, cause="moments lost", step=2, first="exp_avg/model.embed_tokens.weight",
-       needs=("torch_optimizer",))  # fmt: skip
+@fault(
+    seen_in="huggingface/accelerate 2624",
+    bug_class=CLASS,
+    cause="moments lost",
+    step=2,
+    first="exp_avg/model.embed_tokens.weight",
+    needs=("torch_optimizer",),
+)
 def moments_lost_between_steps(run):
     """The moments start from zero at every step, as after a resume that loads the step count alone."""
     strategy = yield

@@ -9,8 +9,13 @@ CLASS = "precision, optimizer"
 FP32 = ("fp32",)
 
 
-@fault(seen_in="Lightning-AI/lightning-thunder 725", bug_class=CLASS, cause="precision",
-       first="forward/model.layers.0.self_attn.q_proj", precisions=FP32)  # fmt: skip
+@fault(
+    seen_in="Lightning-AI/lightning-thunder 725",
+    bug_class=CLASS,
+    cause="precision",
+    first="forward/model.layers.0.self_attn.q_proj",
+    precisions=FP32,
+)
 def autocast_in_one_strategy_only(run):
     """One strategy computes its products in bfloat16, the other in float32."""
     strategy = yield
@@ -25,8 +30,13 @@ def autocast_in_one_strategy_only(run):
     wrap_loss(strategy, under_autocast)
 
 
-@fault(seen_in="huggingface/accelerate 2624", bug_class=CLASS, cause="precision", first="parameter/model.embed_tokens.weight",
-       needs=("weights",))  # fmt: skip
+@fault(
+    seen_in="huggingface/accelerate 2624",
+    bug_class=CLASS,
+    cause="precision",
+    first="parameter/model.embed_tokens.weight",
+    needs=("weights",),
+)
 def master_weights_in_bfloat16(run):
     """The weights are rounded to bfloat16 after every update, so small updates are lost."""
     strategy = yield
@@ -39,16 +49,27 @@ def master_weights_in_bfloat16(run):
     around(strategy, "update", after=round_all)
 
 
-@fault(seen_in="huggingface/accelerate 3979", bug_class=CLASS, cause="precision", first="gradient/model.norm.weight",
-       precisions=FP32, needs=("reduce_in_bfloat16",))  # fmt: skip
+@fault(
+    seen_in="huggingface/accelerate 3979",
+    bug_class=CLASS,
+    cause="precision",
+    first="gradient/model.norm.weight",
+    precisions=FP32,
+    needs=("reduce_in_bfloat16",),
+)
 def gradients_reduced_in_bfloat16(run):
     """The gradients travel between the data-parallel ranks in bfloat16 (a library's default)."""
     run.handles.reduce_in_bfloat16()
     yield
 
 
-@fault(seen_in="huggingface/accelerate 3979", bug_class=CLASS, cause="precision",
-       first="forward/model.layers.0.input_layernorm", precisions=FP32)  # fmt: skip
+@fault(
+    seen_in="huggingface/accelerate 3979",
+    bug_class=CLASS,
+    cause="precision",
+    first="forward/model.layers.0.input_layernorm",
+    precisions=FP32,
+)
 def norms_in_bfloat16(run):
     """The upcast to float32 inside the layers' norms is without effect: they answer in bfloat16's precision."""
     strategy = yield

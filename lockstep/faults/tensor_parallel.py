@@ -4,45 +4,77 @@ import torch.distributed as dist
 
 from lockstep.faults.catalogue import fault
 from lockstep.faults.planting import around
+from lockstep.mesh import Mesh
 
 MISSING, DOUBLED = "TP reduction missing", "TP reduction doubled"
 MLP = "model.layers.1.mlp"
+FOUR_KV = "tiny-qwen2-4kv"  # at tp 4, so that the factor is no other size of the mesh
 
 
-@fault(seen_in="NVIDIA/Megatron-LM 1446", bug_class=MISSING, cause="tp reduction missing",
-       first="forward/model.layers.1.self_attn.o_proj", axes=("tp",), needs=("drop_sum_over_tp",))  # fmt: skip
+@fault(
+    seen_in="NVIDIA/Megatron-LM 1446",
+    bug_class=MISSING,
+    cause="tp reduction missing",
+    first="forward/model.layers.1.self_attn.o_proj",
+    axes=("tp",),
+    needs=("drop_sum_over_tp",),
+)
 def row_parallel_sum_dropped(run):
     """Each rank goes on with its own partial product of o_proj."""
     yield
     run.handles.drop_sum_over_tp("model.layers.1.self_attn.o_proj")
 
 
-@fault(seen_in="NVIDIA/Megatron-LM 1446", bug_class=MISSING, cause="tp reduction missing", first="forward/model.embed_tokens",
-       axes=("tp",), needs=("drop_embedding_sum",))  # fmt: skip
+@fault(
+    seen_in="NVIDIA/Megatron-LM 1446",
+    bug_class=MISSING,
+    cause="tp reduction missing",
+    first="forward/model.embed_tokens",
+    axes=("tp",),
+    needs=("drop_embedding_sum",),
+)
 def embedding_sum_dropped(run):
     """A token whose id another rank holds has an embedding of zeros."""
     yield
     run.handles.drop_embedding_sum()
 
 
-@fault(seen_in="pytorch/torchtitan 1805", bug_class=MISSING, cause="tp reduction missing",
-       first="backward/model.layers.1.post_attention_layernorm", axes=("tp",), needs=("drop_input_gradient_sum",))  # fmt: skip
+@fault(
+    seen_in="pytorch/torchtitan 1805",
+    bug_class=MISSING,
+    cause="tp reduction missing",
+    first="backward/model.layers.1.post_attention_layernorm",
+    axes=("tp",),
+    needs=("drop_input_gradient_sum",),
+)
 def mlp_input_gradient_not_reduced(run):
     """Forward is right; the gradient of the MLP's input is this rank's share alone (a to_local without grad_placements)."""
     yield
     run.handles.drop_input_gradient_sum(MLP, "gate_proj", "up_proj")
 
 
-@fault(seen_in="pytorch/torchtitan 1373", bug_class=MISSING, cause="tp reduction missing",
-       first="backward/model.layers.1.post_attention_layernorm", axes=("tp",), needs=("drop_input_gradient_sum_of",))  # fmt: skip
+@fault(
+    seen_in="pytorch/torchtitan 1373",
+    bug_class=MISSING,
+    cause="tp reduction missing",
+    first="backward/model.layers.1.post_attention_layernorm",
+    axes=("tp",),
+    needs=("drop_input_gradient_sum_of",),
+)
 def one_projection_gradient_not_reduced(run):
     """Of all column-parallel layers just one up_proj does not sum the gradient of its input."""
     yield
     run.handles.drop_input_gradient_sum_of(f"{MLP}.up_proj")
 
 
-@fault(seen_in="bigcode-project/Megatron-LM 35", bug_class=MISSING, cause="tp reduction missing",
-       first="backward/model.layers.1.input_layernorm", axes=("tp",), needs=("drop_input_gradient_sum_of",))  # fmt: skip
+@fault(
+    seen_in="bigcode-project/Megatron-LM 35",
+    bug_class=MISSING,
+    cause="tp reduction missing",
+    first="backward/model.layers.1.input_layernorm",
+    axes=("tp",),
+    needs=("drop_input_gradient_sum_of",),
+)
 def kv_input_gradient_not_reduced(run):
     """The gradients that come back through k and v are not summed over the ranks that share the heads."""
     yield
@@ -50,16 +82,29 @@ def kv_input_gradient_not_reduced(run):
         run.handles.drop_input_gradient_sum_of(f"model.layers.1.self_attn.{name}")
 
 
-@fault(seen_in="NVIDIA-NeMo/RL 3716", bug_class=MISSING, cause="tp reduction missing", model="tiny-qwen3",
-       first="gradient/model.layers.1.self_attn.k_norm.weight", axes=("tp",), needs=("drop_head_norm_gradient_sum",))  # fmt: skip
+@fault(
+    seen_in="NVIDIA-NeMo/RL 3716",
+    bug_class=MISSING,
+    cause="tp reduction missing",
+    model="tiny-qwen3",
+    first="gradient/model.layers.1.self_attn.k_norm.weight",
+    axes=("tp",),
+    needs=("drop_head_norm_gradient_sum",),
+)
 def head_norm_gradients_not_summed(run):
     """The norms on the heads have their weights on every rank; each learns from its own heads only."""
     run.handles.drop_head_norm_gradient_sum()
     yield
 
 
-@fault(seen_in="huggingface/text-generation-inference 1036", bug_class=DOUBLED, cause="tp reduction repeated",
-       first="forward/model.layers.1.mlp.down_proj", axes=("tp",), needs=("group",))  # fmt: skip
+@fault(
+    seen_in="huggingface/text-generation-inference 1036",
+    bug_class=DOUBLED,
+    cause="tp reduction repeated",
+    first="forward/model.layers.1.mlp.down_proj",
+    axes=("tp",),
+    needs=("group",),
+)
 def row_parallel_sum_done_twice(run):
     """The output of down_proj, summed over tp already, is summed over tp once more."""
     strategy = yield
@@ -73,22 +118,42 @@ def row_parallel_sum_done_twice(run):
     strategy.model.get_submodule(f"{MLP}.down_proj").register_forward_hook(sum_again)
 
 
-@fault(seen_in="pytorch/torchtitan 2106", bug_class=DOUBLED, cause="tp reduction repeated",
-       first="gradient/model.layers.1.self_attn.q_proj.bias", axes=("tp",), needs=("gradients",))  # fmt: skip
+@fault(
+    seen_in="pytorch/torchtitan 2106",
+    bug_class=DOUBLED,
+    cause="tp reduction repeated",
+    first="gradient/model.layers.1.self_attn.q_proj.bias",
+    axes=("tp",),
+    needs=("gradients",),
+)
 def bias_gradient_times_tp(run):
     """The gradient of q's bias, whole on its shard already, is multiplied with the tensor-parallel size."""
     yield from _scaled(run, lambda name: name.endswith("layers.1.self_attn.q_proj.bias"), run.config.tp_size)
 
 
-@fault(seen_in="pytorch/torchtitan 4332", bug_class=DOUBLED, cause="tp reduction repeated",
-       first="gradient/model.norm.weight", axes=("tp",), needs=("gradients",))  # fmt: skip
+@fault(
+    seen_in="pytorch/torchtitan 4332",
+    bug_class=DOUBLED,
+    cause="tp reduction repeated",
+    first="gradient/model.norm.weight",
+    model=FOUR_KV,
+    mesh=Mesh(tp=4),
+    axes=("tp",),
+    needs=("gradients",),
+)
 def norm_gradients_times_tp(run):
     """The gradients of the norms, equal on all ranks already, are summed over tp."""
     yield from _scaled(run, lambda name: name.endswith("norm.weight"), run.config.tp_size)
 
 
-@fault(seen_in="pytorch/torchtitan 4332", bug_class=DOUBLED, cause="gradient scale",
-       first="gradient/model.norm.weight", axes=("tp",), needs=("gradients",))  # fmt: skip
+@fault(
+    seen_in="pytorch/torchtitan 4332",
+    bug_class=DOUBLED,
+    cause="gradient scale",
+    first="gradient/model.norm.weight",
+    axes=("tp",),
+    needs=("gradients",),
+)
 def norm_gradients_divided_by_tp(run):
     """The gradients of the norms, equal on all ranks already, are averaged as if each rank had a share: divided by tp."""
     yield from _scaled(run, lambda name: name.endswith("norm.weight"), 1 / run.config.tp_size)

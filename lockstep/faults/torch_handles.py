@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.faults.handles import Handles
 from lockstep.faults.planting import around, reduce_again
+from lockstep.inputs import modules
 from lockstep.training import torch_strategy
 from lockstep.training.torch_strategy import local
 
@@ -84,7 +85,7 @@ class TorchHandles(Handles):
         )
 
     def detach_head_from_embedding(self) -> None:
-        head = self.strategy.model.lm_head
+        head = self.strategy.model.get_submodule(modules.HEAD)
         head.forward = lambda x: torch.nn.functional.linear(x, head.weight.detach())
 
     def batches_are_not_checked(self) -> None:
@@ -196,13 +197,16 @@ class FSDPHandles(TorchHandles):
     def drop_head_norm_gradient_sum(self) -> None:
         import fsdp_strategy
 
-        plan = {
-            pattern: row
-            for pattern, row in fsdp_strategy.TP_PLAN.items()
-            if not pattern.endswith(("q_norm", "k_norm"))
-        }
-        self.run.patch(fsdp_strategy, "TP_PLAN", plan)
-        self.run.patch(fsdp_strategy, "check_plan", lambda model: None)
+        real = fsdp_strategy.tp_plan
+
+        def without_head_norms(model):
+            return {
+                pattern: style
+                for pattern, style in real(model).items()
+                if not pattern.endswith(("q_norm", "k_norm"))
+            }
+
+        self.run.patch(fsdp_strategy, "tp_plan", without_head_norms)
 
     def sum_partition_function_again(self) -> None:
         from lockstep.training import vocab_parallel_loss
@@ -214,9 +218,10 @@ class FSDPHandles(TorchHandles):
 
         loss = fsdp_strategy.vocab_parallel_cross_entropy
         self.run.patch(
-            fsdp_strategy, "vocab_parallel_cross_entropy",
+            fsdp_strategy,
+            "vocab_parallel_cross_entropy",
             lambda logits, labels, first_id, group: loss(logits, labels, first_id - (first_id > 0), group),
-        )  # fmt: skip
+        )
 
 
 class _EnterUnreduced(torch.autograd.Function):

@@ -21,8 +21,13 @@ def _at_start(run, strategy, change) -> None:
     around(strategy, "forward_backward", before=action)
 
 
-@fault(seen_in="NVIDIA-NeMo/Automodel 3822", bug_class=CLASS, cause="weights", first="forward/model.embed_tokens",
-       needs=("weights",))  # fmt: skip
+@fault(
+    seen_in="NVIDIA-NeMo/Automodel 3822",
+    bug_class=CLASS,
+    cause="weights",
+    first="forward/model.embed_tokens",
+    needs=("weights",),
+)
 def one_replica_starts_elsewhere(run):
     """What the second data-parallel rank holds of the weights (under FSDP, its shards) is one in a thousand larger."""
     strategy = yield
@@ -30,8 +35,13 @@ def one_replica_starts_elsewhere(run):
         _at_start(run, strategy, lambda name, tensor: tensor.mul_(1.001))
 
 
-@fault(seen_in="huggingface/transformers 17877", bug_class=CLASS, cause="weights", first="forward/model.layers.1.self_attn.q_proj",
-       needs=("weights",))  # fmt: skip
+@fault(
+    seen_in="huggingface/transformers 17877",
+    bug_class=CLASS,
+    cause="weights",
+    first="forward/model.layers.1.self_attn.q_proj",
+    needs=("weights",),
+)
 def reinitialised_after_loading(run):
     """One projection is drawn afresh after the weights were loaded (here its mirror image, as likely a draw)."""
     strategy = yield
@@ -43,8 +53,14 @@ def reinitialised_after_loading(run):
     _at_start(run, strategy, change)
 
 
-@fault(seen_in="NVIDIA-NeMo/Automodel 3822", bug_class=CLASS, cause="weights", first="forward/model.layers.1.input_layernorm",
-       axes=("tp",), needs=("weights",))  # fmt: skip
+@fault(
+    seen_in="NVIDIA-NeMo/Automodel 3822",
+    bug_class=CLASS,
+    cause="weights",
+    first="forward/model.layers.1.input_layernorm",
+    axes=("tp",),
+    needs=("weights",),
+)
 def norm_weight_differs_on_one_tp_rank(run):
     """One replicated norm is one in a thousand larger on the second tensor-parallel rank."""
     strategy = yield
@@ -57,16 +73,28 @@ def norm_weight_differs_on_one_tp_rank(run):
         _at_start(run, strategy, change)
 
 
-@fault(seen_in="pytorch/pytorch 176076", bug_class=CLASS, cause="tied weights", first="gradient/model.embed_tokens.weight",
-       needs=("detach_head_from_embedding",))  # fmt: skip
+@fault(
+    seen_in="pytorch/pytorch 176076",
+    bug_class=CLASS,
+    cause="tied weights",
+    first="gradient/model.embed_tokens.weight",
+    needs=("detach_head_from_embedding",),
+)
 def tie_broken(run):
     """Embedding and head are tied in name only: what the head learns does not reach the embedding."""
     yield
     run.handles.detach_head_from_embedding()
 
 
-@fault(seen_in="pytorch/pytorch 176076", bug_class=CLASS, cause="update left out", model=ODD,
-       first="parameter/model.embed_tokens.weight", axes=("tp",), needs=("weights",))  # fmt: skip
+@fault(
+    seen_in="pytorch/pytorch 176076",
+    bug_class=CLASS,
+    cause="update left out",
+    model=ODD,
+    first="parameter/model.embed_tokens.weight",
+    axes=("tp",),
+    needs=("weights",),
+)
 def last_uneven_shard_never_updates(run):
     """The last vocabulary shard, shorter than the others, keeps its first weights."""
     strategy = yield
@@ -88,8 +116,15 @@ def last_uneven_shard_never_updates(run):
     around(strategy, "update", before=keep, after=put_back)
 
 
-@fault(seen_in="NVIDIA/Megatron-LM 1754", bug_class=CLASS, cause="loss on vocabulary shards", model=ODD, first="backward/lm_head",
-       axes=("tp",), needs=("shift_vocabulary_offset",))  # fmt: skip
+@fault(
+    seen_in="NVIDIA/Megatron-LM 1754",
+    bug_class=CLASS,
+    cause="loss on vocabulary shards",
+    model=ODD,
+    first="backward/lm_head",
+    axes=("tp",),
+    needs=("shift_vocabulary_offset",),
+)
 def vocabulary_offset_of_uneven_shards(run):
     """The last shard's first id is computed as if all shards were as long as the shortest: labels are off by one there."""
     run.handles.shift_vocabulary_offset()

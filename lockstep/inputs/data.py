@@ -8,13 +8,18 @@ cut into windows of seq_length + 1 tokens; there is no padding. Nothing here imp
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from lockstep.errors import UserError
 from lockstep.inputs.order import places
 from lockstep.inputs.token_cache import corpus_tokens
+from lockstep.inputs.tokenizer import Tokenizer
 from lockstep.inputs.tokens import InMemory, TokenFile
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,7 @@ class Corpus:
 
 
 def load_corpus(
-    dataset_name: str, tokenizer, *, seq_length: int, windows_per_step: int, cache_folder: Path
+    dataset_name: str, tokenizer: Tokenizer, *, seq_length: int, windows_per_step: int, cache_folder: Path
 ) -> Corpus:
     """Tokenize and pack a whole corpus, or find its tokens in the cache folder (lockstep/inputs/token_cache.py).
 
@@ -80,7 +85,9 @@ class Batches:
         )
         return chosen.reshape(self.num_micro_batches, self.batch_size, -1)
 
-    def micro_batches(self, step: int, dp_rank: int, device) -> list[tuple]:
+    def micro_batches(
+        self, step: int, dp_rank: int, device: "torch.device | str"
+    ) -> list[tuple["torch.Tensor", "torch.Tensor"]]:
         """(input_ids, labels), each (batch_size, seq_length) int64 on the device, one pair per micro batch."""
         import torch
 
@@ -88,15 +95,15 @@ class Batches:
         return [(window[:, :-1].contiguous(), window[:, 1:].contiguous()) for window in windows]
 
 
-def micro_batches_hash(micro_batches: list[tuple]) -> int:
-    """48 bits of SHA-256 over what a rank really feeds its model (48 so that a float64 can carry it)."""
-    digest = hashlib.sha256()
-    for input_ids, labels in micro_batches:
-        digest.update(input_ids.cpu().numpy().tobytes())
-        digest.update(labels.cpu().numpy().tobytes())
-    return int.from_bytes(digest.digest()[:6], "big")
+def window_hashes(micro_batches: list[tuple["torch.Tensor", "torch.Tensor"]]) -> list[int]:
+    """48 bits of SHA-256 over each sequence that a rank really feeds its model, in order (48 so that a float64 can carry them)."""
+    return [
+        int.from_bytes(hashlib.sha256(ids.tobytes() + labels.tobytes()).digest()[:6], "big")
+        for pair in micro_batches
+        for ids, labels in zip(*(half.cpu().numpy() for half in pair), strict=True)
+    ]
 
 
-def global_batch_hash(hashes_by_dp_rank: list[int]) -> str:
-    """Hash of a step's global batch from the hashes of its DP shares, in order."""
-    return hashlib.sha256(" ".join(map(str, hashes_by_dp_rank)).encode()).hexdigest()[:16]
+def global_batch_hash(hashes: list[int]) -> str:
+    """Hash of a step's global batch from the hashes of its windows, in order: the same however it is cut into DP shares."""
+    return hashlib.sha256(" ".join(map(str, hashes)).encode()).hexdigest()[:16]

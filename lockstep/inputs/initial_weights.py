@@ -2,12 +2,16 @@
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lockstep import files
 from lockstep.errors import UserError
 from lockstep.inputs import weight_files, weights
 from lockstep.inputs.architectures import BUILT_IN, hub_file
 from lockstep.inputs.weight_files import INDEX, TORCH_NAMES
+
+if TYPE_CHECKING:
+    from lockstep.config import Config
 
 _SINGLE = "model.safetensors"
 
@@ -39,22 +43,22 @@ def pretrained_file(model_name: str) -> Path:
             f"{where} has no weights to be had from the hub ({problem}); give a model folder with {_SINGLE}"
         )
     for shard in weight_files.shards(index, f"{where}, {index.name}"):
-        path, problem = hub_file(model_name, shard)
-        if path is None:
+        fetched, problem = hub_file(model_name, shard)
+        if fetched is None:
             raise UserError(
                 f"{where}: {shard} is not to be had from the hub ({problem}); fetch the model and give its folder"
             )
     return index
 
 
-def file_of(config) -> Path | None:
+def file_of(config: "Config") -> Path | None:
     """The file that a run's weights are read from, before it saves them; None: they are drawn from the seed."""
     if config.pretrained:
         return pretrained_file(config.model_name)
     return None if config.save_init_weights else config.init_weights_path
 
 
-def origin(config) -> str:
+def origin(config: "Config") -> str:
     """Where a run's initial weights come from, in words that name no place on this machine (but a model folder)."""
     if config.pretrained:
         return f"pretrained weights of {config.model_name}"
@@ -65,7 +69,7 @@ def origin(config) -> str:
     return (about and about.source) or "weights of a file"
 
 
-def describe(config) -> str:
+def describe(config: "Config") -> str:
     """The same for the first line of a run, with the file, and what is cast."""
     path, shown = file_of(config), origin(config)
     if path is None:
@@ -80,16 +84,14 @@ def describe(config) -> str:
     )
 
 
-def check(config, architecture: dict) -> None:
+def check(config: "Config", architecture: dict) -> None:
     """Raise UserError unless this run can start from what it is asked to start from, and save what it is asked to save."""
-    path = config.init_weights_path
-    if config.save_init_weights:
-        if not config.row.is_baseline:
-            raise UserError(
-                "--save_init_weights: only train_ddp.py writes initial weights; run it first, then load them here"
-            )
-        if path is None:
-            raise UserError("--save_init_weights needs --init_weights_path, the file to write")
+    if config.save_init_weights and not config.row.is_baseline:
+        raise UserError(
+            "--save_init_weights: only train_ddp.py writes initial weights; run it first, then load them here"
+        )
+    path = config.written_weights
+    if path is not None:
         weights.check_new(path, architecture, origin(config), overwrite=config.overwrite)
         files.require_writable_file(path, "--init_weights_path")
     start = file_of(config)

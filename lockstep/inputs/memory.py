@@ -1,15 +1,19 @@
 """Does the model fit? The least that its parameters, gradients and optimizer state take, against what this machine has.
 
 A lower bound: activations and what torch itself takes come on top. A model far too large is refused at once, in one line,
-and not by a kill from the kernel once the workers have started. Nothing here imports torch.
+and not by a kill from the kernel once the workers have started. `require` imports torch to count the parameters.
 """
 
 import math
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lockstep.errors import UserError
 from lockstep.inputs.architectures import parameter_shapes
+
+if TYPE_CHECKING:
+    from lockstep.config import Config
 
 CGROUP_LIMITS = (
     "/sys/fs/cgroup/memory.max",
@@ -17,7 +21,7 @@ CGROUP_LIMITS = (
 )  # of versions 2 and 1
 
 
-def require(config, architecture: dict, workers_here: int) -> None:
+def require(config: "Config", architecture: dict, workers_here: int) -> None:
     """Raise UserError if this machine has less memory than the run's workers here are sure to need.
 
     Looks at main memory only, and not where RAY_ADDRESS names a cluster, whose size is not this machine's.
@@ -34,7 +38,7 @@ def require(config, architecture: dict, workers_here: int) -> None:
         )
 
 
-def least_bytes(config, parameters: int) -> int:
+def least_bytes(config: "Config", parameters: int) -> int:
     """Bytes of main memory that all workers of a run with so many parameters need together, at the least.
 
     Every worker builds the whole model in float32 first. Then DDP holds everything in each worker, the other two at least once

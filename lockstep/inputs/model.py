@@ -3,15 +3,20 @@
 import contextlib
 import copy
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
+from lockstep.errors import UserError, first_line
 from lockstep.inputs import weights
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 
 def build_model(
     architecture: dict, *, seed: int, attn_impl: str, init_weights_path: Path | None
-) -> tuple[torch.nn.Module, dict[str, str] | None]:
+) -> tuple["PreTrainedModel", dict[str, str] | None]:
     """The model, and the checksums of the weights file it was filled from (None if it came from the seed).
 
     Every rank that calls this with the same arguments holds the same weights; sharding comes later.
@@ -29,7 +34,19 @@ def build_model(
     return model, sums
 
 
-def transformers_config(architecture: dict):
+def build_empty(architecture: dict, *, attn_impl: str) -> "PreTrainedModel":
+    """The model on torch's meta device: names and shapes without numbers. The random state stays as it is.
+
+    Raises UserError where transformers builds no model of the architecture.
+    """
+    try:
+        with torch.device("meta"), torch.random.fork_rng(devices=[]):
+            return build_model(architecture, seed=0, attn_impl=attn_impl, init_weights_path=None)[0]
+    except Exception as error:  # noqa: BLE001 - transformers and torch raise anything for an architecture that is none
+        raise UserError(f"no model can be built of this architecture ({first_line(error)})") from error
+
+
+def transformers_config(architecture: dict) -> "PreTrainedConfig":
     """The config of a model as transformers has it. Raises whatever transformers raises for what it does not want."""
     from transformers import AutoConfig
 

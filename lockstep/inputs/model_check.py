@@ -1,6 +1,7 @@
 """A model that a user brings, tried before anything is started: does transformers take it, and is the reference its model?
 
-`try_out` builds it without memory and holds its parameters against `parameter_shapes`. `check` runs a small model of the
+`try_out` builds it without memory from all that its file says, and holds its parameters against `parameter_shapes`, which are
+those of a model of the known keys alone. `check` runs a small model of the
 same kind twice, as transformers computes it and as the float64 reference does, and holds every module's output, the loss
 and every gradient against each other. A key that transformers acts on and the reference does not shows there, whatever it
 is called.
@@ -11,15 +12,21 @@ float64's rounding. Its unit roundoff is 1.1e-16, and TOLERANCE is 9e4 of those.
 """
 
 import contextlib
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from lockstep.config import Config, Inputs
 from lockstep.errors import UserError, first_line, printable
-from lockstep.inputs import architectures, model_config
+from lockstep.inputs import architectures, model_config, modules
 from lockstep.inputs.model import causal_lm_loss, transformers_config
 from lockstep.tensors.exact import make_exact
+from lockstep.training.optim import gradient_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 TOLERANCE = 1e-11  # relative; see above
 SMALL_VOCABULARY, SMALL_HIDDEN, SMALL_INNER = 96, 64, 96
@@ -30,7 +37,7 @@ SMALLEST_GRADIENT = 1e-3
 
 
 def try_out(architecture: dict, content: dict, model_name: str) -> None:
-    """Raise UserError if transformers refuses to build the model, or builds other parameters than `parameter_shapes` says.
+    """Raise UserError if transformers refuses to build the model, or builds other parameters of all keys than of the known ones.
 
     `architecture` is what `resolve` made of the `content` of a config.json.
     """
@@ -56,8 +63,8 @@ def try_out(architecture: dict, content: dict, model_name: str) -> None:
         raise UserError(
             f"{where}its config.json: {method} would replace a method of transformers' config; remove it"
         )
-    cut = {**architecture, "num_hidden_layers": len(model.model.layers)}
-    _require_names(model, architectures.parameter_shapes(cut), f"{where}transformers' own model")
+    cut = architectures.parameter_shapes({**architecture, **_depth(architecture)})
+    _require_names(model, cut, f"{where}transformers' own model")
 
 
 def check(config: Config, inputs: Inputs) -> None:
@@ -141,7 +148,7 @@ def _run(model: torch.nn.Module, ids: torch.Tensor) -> dict[str, torch.Tensor]:
     """Name -> output of every module in the order of the forward pass, the loss, then every parameter's gradient."""
     seen: dict[str, torch.Tensor] = {}
 
-    def see(name: str, output) -> None:
+    def see(name: str, output: object) -> None:
         first = output[0] if isinstance(output, tuple) else output
         if isinstance(first, torch.Tensor):
             seen[f"the output of {name}"] = first.detach()
@@ -149,23 +156,25 @@ def _run(model: torch.nn.Module, ids: torch.Tensor) -> dict[str, torch.Tensor]:
     handles = [
         module.register_forward_hook(lambda _module, _inputs, output, name=name: see(name, output))
         for name, module in model.named_modules()
-        if name not in ("", "model")
+        if name not in ("", modules.BASE)
     ]
     model.train()
     loss = causal_lm_loss(model, ids[:, :-1], ids[:, 1:]).mean()
     for handle in handles:
         handle.remove()
     loss.backward()
-    gradients = {f"gradient of {name}": parameter.grad for name, parameter in model.named_parameters()}
+    gradients = {
+        f"gradient of {name}": gradient_of(parameter) for name, parameter in model.named_parameters()
+    }
     return {**seen, "the loss": loss.detach(), **gradients}
 
 
-def _without(content: dict, keys) -> dict:
+def _without(content: dict, keys: Collection[str]) -> dict:
     return {key: value for key, value in content.items() if key not in keys}
 
 
 @contextlib.contextmanager
-def _quiet():
+def _quiet() -> Iterator[None]:
     """Without transformers' warnings: a run gives them again, and an error is one line."""
     from transformers.utils import logging
 
@@ -180,7 +189,13 @@ def _quiet():
 class _Float64Casts(TorchFunctionMode):
     """Inside, torch.float32 means torch.float64."""
 
-    def __torch_function__(self, function, types, args=(), kwargs=None):
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         if function is torch.Tensor.float:
             function = torch.Tensor.double
         args = tuple(torch.float64 if each is torch.float32 else each for each in args)
@@ -190,7 +205,7 @@ class _Float64Casts(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-def _build(architecture: dict, attn_impl: str) -> torch.nn.Module:
+def _build(architecture: dict, attn_impl: str) -> "PreTrainedModel":
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_config(
@@ -236,11 +251,11 @@ def _small(architecture: dict, seq_length: int) -> dict:
 def _depth(architecture: dict) -> dict:
     """A depth of at most two, with one layer of each type that the model has."""
     depth = architecture["num_hidden_layers"]
-    if architecture["model_type"] == "llama":
+    types = getattr(transformers_config(architecture), "layer_types", None)
+    if types is None:  # all layers are of one type
         return {"num_hidden_layers": min(2, depth)}
-    types = transformers_config(architecture).layer_types
     chosen = sorted({types.index(each) for each in types})
-    chosen = chosen if len(chosen) > 1 else range(min(2, depth))
+    chosen = chosen if len(chosen) > 1 else list(range(min(2, depth)))
     return {"num_hidden_layers": len(chosen), "layer_types": [types[each] for each in chosen]}
 
 
@@ -249,15 +264,15 @@ def _require_names(model: torch.nn.Module, shapes: dict[str, tuple], whose: str)
     name = next((name for name in [*built, *shapes] if built.get(name) != shapes.get(name)), None)
     if name:
         raise UserError(
-            f"{whose} has {printable(name, 80)} of shape {built.get(name)}, and the tensor-parallel plan covers "
+            f"{whose} has {printable(name, 80)} of shape {built.get(name)}, and the reference has "
             f"{shapes.get(name)}; choose another model"
         )
 
 
-def _layers_differ(own, reference) -> str:
+def _layers_differ(own: "PreTrainedConfig", reference: "PreTrainedConfig") -> str:
     """Before the depth is cut, in a sentence or ""."""
-    mine, expected = (getattr(config, "layer_types", None) for config in (reference, own))
-    if mine is not None and mine != expected[: len(mine)]:
+    mine, expected = (getattr(config, "layer_types", None) or [] for config in (reference, own))
+    if mine != expected[: len(mine)]:
         return (
             f"the reference's layers are {printable(mine, 200)}, transformers has {printable(expected, 200)}"
         )

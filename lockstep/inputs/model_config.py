@@ -12,7 +12,9 @@ A key is one of four things:
 Nothing here imports torch or transformers.
 """
 
-from typing import Annotated, Literal
+import functools
+from collections.abc import Callable
+from typing import Annotated, ClassVar, Literal, NoReturn, get_args
 
 from pydantic import ConfigDict, Field
 
@@ -21,20 +23,27 @@ from lockstep.inputs import refusals
 from lockstep.schemas import Strict, validate
 
 REMEDY = "correct it, or fetch the model again"
-FAMILIES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
 REQUIRED = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "max_position_embeddings", "initializer_range",
-)  # fmt: skip
-QWEN3_HEAD_DIM = 128  # of transformers' Qwen3Config, where the file has none
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+    "initializer_range",
+)
 # Elementwise, without parameters, in the dtype of their input: what a tensor-parallel shard and float64 can do as well.
 # Not xielu and prelu, which have parameters.
-ACTIVATIONS = (
+Activation = Literal[
     "gelu", "gelu_10", "gelu_accurate", "gelu_fast", "gelu_new", "gelu_python", "gelu_python_tanh", "gelu_pytorch_tanh",
     "hardswish", "laplace", "leaky_relu", "linear", "mish", "quick_gelu", "relu", "relu2", "relu6", "sigmoid", "silu",
     "sqrtsoftplus", "swish", "tanh",
-)  # fmt: skip
-FULL, SLIDING = "full_attention", "sliding_attention"
+]  # fmt: skip
+ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
+LayerType = Literal["full_attention", "sliding_attention"]
+FULL: LayerType = "full_attention"
+SLIDING: LayerType = "sliding_attention"
 
 Positive = Annotated[float, Field(gt=0, le=1e30, allow_inf_nan=False)]
 TokenId = Annotated[int, Field(ge=0, lt=2**24)]
@@ -68,31 +77,49 @@ class Rope(Strict):
 
 
 # type -> (keys that must be there, keys that may be). transformers passes over a key of another type with a warning.
-ROPE_KEYS = {
+ROPE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
     "linear": (("factor",), ()),
     "dynamic": (("factor",), ()),
-    "yarn": (("factor",), ("original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
-                           "mscale_all_dim", "truncate")),
-    "longrope": (("short_factor", "long_factor"), ("factor", "original_max_position_embeddings", "attention_factor")),
+    "yarn": (
+        ("factor",),
+        (
+            "original_max_position_embeddings",
+            "attention_factor",
+            "beta_fast",
+            "beta_slow",
+            "mscale",
+            "mscale_all_dim",
+            "truncate",
+        ),
+    ),
+    "longrope": (
+        ("short_factor", "long_factor"),
+        ("factor", "original_max_position_embeddings", "attention_factor"),
+    ),
     "llama3": (("factor", "low_freq_factor", "high_freq_factor"), ("original_max_position_embeddings",)),
     "proportional": ((), ("factor", "partial_rotary_factor")),
-}  # fmt: skip
+}
 
 
 class _Common(Strict):
-    """What transformers builds all three families from."""
+    """What transformers builds all families from."""
 
     model_config = ConfigDict(extra="ignore")  # the unknown keys: see above
 
-    model_type: Literal[tuple(FAMILIES)]
+    # of REQUIRED, where transformers' default follows from the other keys
+    may_be_missing: ClassVar[tuple[str, ...]] = ()
+    has_own_head_dim: ClassVar[bool] = False  # transformers' default is a number, and not hidden_size / heads
+
+    model_type: str  # one of FAMILIES: `checked` has looked
     vocab_size: Annotated[int, Field(ge=2, le=2**24)]
     hidden_size: Annotated[int, Field(ge=1, le=2**18)]
     intermediate_size: Annotated[int, Field(ge=1, le=2**20)]
     num_hidden_layers: Annotated[int, Field(ge=1, le=1024)]
     num_attention_heads: Heads
     num_key_value_heads: Heads | None
-    hidden_act: Literal[ACTIVATIONS] = "silu"
+    head_dim: HeadDim | None = None
+    hidden_act: Activation = "silu"
     max_position_embeddings: Length
     initializer_range: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
     rms_norm_eps: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 1e-6
@@ -111,7 +138,7 @@ class _Windowed(_Common):
     use_sliding_window: bool = False
     sliding_window: Length | None = 4096
     max_window_layers: Annotated[int, Field(ge=0, le=2**31)] = 28
-    layer_types: Annotated[list[Literal[FULL, SLIDING]], Field(max_length=1024)] | None = None
+    layer_types: Annotated[list[LayerType], Field(max_length=1024)] | None = None
 
 
 class Qwen2(_Windowed):
@@ -119,17 +146,26 @@ class Qwen2(_Windowed):
 
 
 class Qwen3(_Windowed):
-    head_dim: HeadDim = QWEN3_HEAD_DIM
+    has_own_head_dim = True
+
+    head_dim: HeadDim = 128
     attention_bias: bool = False
 
 
 class Llama(_Common):
-    head_dim: HeadDim | None = None
+    may_be_missing = ("num_key_value_heads",)
+
     attention_bias: bool = False
     mlp_bias: bool = False
 
 
-SCHEMAS = {"qwen2": Qwen2, "qwen3": Qwen3, "llama": Llama}
+class Mistral(_Common):
+    sliding_window: Length | None = 4096  # of all layers; None: no window
+
+
+# model_type -> its schema, which has the name of the family
+SCHEMAS: dict[str, type[_Common]] = {"qwen2": Qwen2, "qwen3": Qwen3, "llama": Llama, "mistral": Mistral}
+FAMILIES = {family: f"{schema.__name__}ForCausalLM" for family, schema in SCHEMAS.items()}
 HARMLESS = frozenset((
     "architectures", "transformers_version", "torch_dtype", "dtype", "_name_or_path", "name_or_path", "use_cache",
     "return_dict", "output_attentions", "output_hidden_states", "problem_type", "id2label", "label2id", "num_labels",
@@ -148,18 +184,18 @@ def checked(content: dict, where: str) -> tuple[dict, list[str]]:
     if not isinstance(family, str) or family not in FAMILIES:
         raise UserError(
             f"{where}: model_type is {printable(repr(family), 60)}, and the tensor-parallel plan covers only "
-            f"{', '.join(FAMILIES)}; choose a Qwen2, Qwen2.5, Qwen3 or Llama model"
+            f"{', '.join(FAMILIES)}; choose a Qwen2, Qwen2.5, Qwen3, Llama or Mistral model"
         )
-    optional = ("num_key_value_heads",) if family == "llama" else ()
-    missing = next((key for key in REQUIRED if key not in content and key not in optional), None)
+    schema = SCHEMAS[family]
+    missing = next((key for key in REQUIRED if key not in content and key not in schema.may_be_missing), None)
     if missing:
         raise UserError(f"{where} gives no {missing}; fetch the model again")
     ruled = refusals.refuse(content, family, FAMILIES[family], where)
-    model = validate(SCHEMAS[family], {"num_key_value_heads": None, **content}, where, REMEDY)
+    model = validate(schema, {"num_key_value_heads": None, **content}, where, REMEDY)
     known = {key: content[key] for key in type(model).model_fields if key in content}
     if model.num_key_value_heads is None:
         known["num_key_value_heads"] = model.num_attention_heads
-    if family == "qwen3":
+    if schema.has_own_head_dim:
         known["head_dim"] = model.head_dim
     _consistent(model, known, where)
     return known, sorted(set(content) - set(known) - HARMLESS - ruled)
@@ -168,7 +204,7 @@ def checked(content: dict, where: str) -> tuple[dict, list[str]]:
 def _consistent(model: _Common, known: dict, where: str) -> None:
     """Raise UserError for values that are right each for itself and do not go together."""
 
-    def refuse(key: str, why: str) -> None:
+    def refuse(key: str, why: str) -> NoReturn:
         raise UserError(f"{where}: {key} is {printable(repr(known[key]), 60)}: {why}; {REMEDY}")
 
     heads, hidden = model.num_attention_heads, model.hidden_size
@@ -194,10 +230,10 @@ def _consistent(model: _Common, known: dict, where: str) -> None:
         refuse("rope_scaling", "rope_parameters says something else; keep one of them")
     for key in ("rope_parameters", "rope_scaling"):
         if known.get(key):
-            _consistent_rope(getattr(model, key), head_dim, lambda why, key=key: refuse(key, why))
+            _consistent_rope(getattr(model, key), head_dim, functools.partial(refuse, key))
 
 
-def _consistent_windows(model: _Windowed, refuse) -> None:
+def _consistent_windows(model: _Windowed, refuse: Callable[[str, str], NoReturn]) -> None:
     if model.use_sliding_window and model.sliding_window is None:
         refuse(
             "use_sliding_window", "there is no sliding_window; set use_sliding_window to false, or give one"
@@ -214,7 +250,7 @@ def _consistent_windows(model: _Windowed, refuse) -> None:
             )
 
 
-def _consistent_rope(rope: Rope, head_dim: int, refuse) -> None:
+def _consistent_rope(rope: Rope, head_dim: int, refuse: Callable[[str], NoReturn]) -> None:
     kind = rope.rope_type or rope.type or "default"
     if rope.type not in (None, kind):
         refuse(f"its type is {rope.type}, its rope_type {kind}")
@@ -226,7 +262,8 @@ def _consistent_rope(rope: Rope, head_dim: int, refuse) -> None:
         refuse(f"rope type {kind} needs {missing}")
     if foreign:
         refuse(f"{foreign} means nothing to rope type {kind}")
-    if kind == "llama3" and rope.high_freq_factor <= rope.low_freq_factor:
+    low, high = rope.low_freq_factor, rope.high_freq_factor
+    if kind == "llama3" and low is not None and high is not None and high <= low:
         refuse("high_freq_factor must be above low_freq_factor")
     if kind == "yarn" and (rope.beta_fast or 32) <= (rope.beta_slow or 1):
         refuse("beta_fast (32 where it is missing) must be above beta_slow (1)")

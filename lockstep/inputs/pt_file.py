@@ -8,8 +8,10 @@ tensors and nothing else; torch.load, even with `weights_only=True`, builds much
 import pickletools
 import re
 import zipfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 from lockstep.errors import UserError, first_line, printable
 from lockstep.files import require_regular
@@ -18,20 +20,34 @@ LARGEST_PICKLE = 1 << 21  # bytes; a tensor takes about 250 of them, and a dense
 MOST_MEMBERS = 200_000
 LARGEST_DIRECTORY = 1 << 25  # bytes
 DTYPES = {  # the class of a storage -> the name and the bytes that safetensors has for its dtype
-    "FloatStorage": ("F32", 4), "BFloat16Storage": ("BF16", 2), "HalfStorage": ("F16", 2), "DoubleStorage": ("F64", 8),
-    "LongStorage": ("I64", 8), "IntStorage": ("I32", 4), "ShortStorage": ("I16", 2), "CharStorage": ("I8", 1),
-    "ByteStorage": ("U8", 1), "BoolStorage": ("BOOL", 1),
-}  # fmt: skip
+    "FloatStorage": ("F32", 4),
+    "BFloat16Storage": ("BF16", 2),
+    "HalfStorage": ("F16", 2),
+    "DoubleStorage": ("F64", 8),
+    "LongStorage": ("I64", 8),
+    "IntStorage": ("I32", 4),
+    "ShortStorage": ("I16", 2),
+    "CharStorage": ("I8", 1),
+    "ByteStorage": ("U8", 1),
+    "BoolStorage": ("BOOL", 1),
+}
 _MEMBERS = re.compile(
     r"data\.pkl|data/\d+|byteorder|version|\.format_version|\.storage_alignment|\.data/serialization_id"
 )
 _ORDERED_DICT = "collections OrderedDict"
 _TENSOR, _PARAMETER = "torch._utils _rebuild_tensor_v2", "torch._utils _rebuild_parameter"
 _GLOBALS = {_ORDERED_DICT, _TENSOR, _PARAMETER, *(f"torch {name}" for name in DTYPES)}
-_PUSHES = {"EMPTY_DICT": dict, "EMPTY_LIST": list, "EMPTY_TUPLE": tuple, "NONE": lambda: None,
-           "NEWTRUE": lambda: True, "NEWFALSE": lambda: False}  # fmt: skip
+_PUSHES: dict[str, Callable[[], object]] = {
+    "EMPTY_DICT": dict,
+    "EMPTY_LIST": list,
+    "EMPTY_TUPLE": tuple,
+    "NONE": lambda: None,
+    "NEWTRUE": lambda: True,
+    "NEWFALSE": lambda: False,
+}
 _PUSHES_ITS_ARGUMENT = ("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE")
 _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+Kind = TypeVar("Kind")
 
 
 @dataclass(frozen=True)
@@ -59,7 +75,7 @@ class _Global:
     name: str
 
 
-def read(path: Path, where: str, *, checksums: bool):
+def read(path: Path, where: str, *, checksums: bool) -> object:
     """What torch.save was given: dicts, lists, strings, numbers, and a `Tensor` for each tensor.
 
     `checksums`: hold every member against the archive's CRC-32, which reads the whole file. Raises UserError, with `where` in
@@ -81,8 +97,21 @@ def read(path: Path, where: str, *, checksums: bool):
     except UserError as error:
         raise UserError(f"{where}: {str(error).removeprefix(f'{path}: ')}") from error
     # zipfile and pickletools raise half a dozen kinds, all for what stands in the file
-    except (OSError, ValueError, KeyError, IndexError, TypeError, OverflowError, NotImplementedError, RuntimeError, EOFError,
-            MemoryError, AttributeError, zipfile.BadZipFile, zipfile.LargeZipFile) as error:  # fmt: skip
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        IndexError,
+        TypeError,
+        OverflowError,
+        NotImplementedError,
+        RuntimeError,
+        EOFError,
+        MemoryError,
+        AttributeError,
+        zipfile.BadZipFile,
+        zipfile.LargeZipFile,
+    ) as error:
         raise UserError(
             f"{where}: damaged, truncated or not a file that torch.save writes ({first_line(error)}); "
             "give a whole file, or save the weights again under another name"
@@ -167,7 +196,7 @@ class _Machine:
         self.marks: list[int] = []
         self.memo: dict[int, object] = {}
 
-    def run(self, pickle: bytes):
+    def run(self, pickle: bytes) -> object:
         for code, argument, _ in pickletools.genops(pickle):
             name = code.name
             if name == "STOP":
@@ -176,7 +205,7 @@ class _Machine:
             self._step(name, argument)
         raise ValueError("the pickle has no end")
 
-    def _step(self, name: str, argument) -> None:
+    def _step(self, name: str, argument: Any) -> None:
         stack = self.stack
         if name in _PUSHES:
             stack.append(_PUSHES[name]())
@@ -215,7 +244,7 @@ class _Machine:
         elif name != "PROTO" or argument != 2:
             raise ValueError(f"{name} {printable(argument, 20)} is nothing that torch.save writes")
 
-    def _set(self, target: dict, key, value) -> None:
+    def _set(self, target: dict, key: object, value: object) -> None:
         if _of(str, key) in target:
             raise ValueError(f"{printable(key, 80)} stands twice in one dict")
         target[key] = value
@@ -230,7 +259,7 @@ class _Machine:
     def _from_mark(self) -> list:
         return self._pop(len(self.stack) - mark) if (mark := self.marks.pop()) < len(self.stack) else []
 
-    def _storage(self, identity) -> Storage:
+    def _storage(self, identity: object) -> Storage:
         word, kind, key, _, elements = _of(tuple, identity)
         dtype, itemsize = DTYPES[_of(_Global, kind).name.removeprefix("torch ")]
         begin, size = self.places[f"data/{_of(str, key)}"]
@@ -238,19 +267,19 @@ class _Machine:
             raise ValueError(f"data/{printable(key, 20)} does not have the elements that are said of it")
         return Storage(dtype, itemsize, begin, elements)
 
-    def _call(self, function, arguments):
-        name, arguments = _of(_Global, function).name, _of(tuple, arguments)
-        if name == _ORDERED_DICT and arguments == ():
+    def _call(self, function: object, arguments: object) -> Tensor | dict:
+        name, given = _of(_Global, function).name, _of(tuple, arguments)
+        if name == _ORDERED_DICT and given == ():
             return {}
-        if name == _PARAMETER and len(arguments) == 3:
-            return _of(Tensor, arguments[0])
-        if name == _TENSOR and len(arguments) == 6:
-            return self._tensor(*arguments[:4])
-        raise ValueError(f"{name} with {len(arguments)} arguments")
+        if name == _PARAMETER and len(given) == 3:
+            return _of(Tensor, given[0])
+        if name == _TENSOR and len(given) == 6:
+            storage, offset, shape, stride = given[:4]
+            return self._tensor(_of(Storage, storage), offset, _of(tuple, shape), _of(tuple, stride))
+        raise ValueError(f"{name} with {len(given)} arguments")
 
-    def _tensor(self, storage, offset, shape, stride) -> Tensor:
-        _of(Storage, storage)
-        numbers = (offset, *_of(tuple, shape), *_of(tuple, stride))
+    def _tensor(self, storage: Storage, offset: int, shape: tuple, stride: tuple) -> Tensor:
+        numbers = (offset, *shape, *stride)
         if len(shape) != len(stride) or len(shape) > 8 or any(_of(int, number) < 0 for number in numbers):
             raise ValueError("a tensor with a negative size, or a stride too few")
         last = offset + sum((length - 1) * step for length, step in zip(shape, stride, strict=True))
@@ -272,7 +301,7 @@ class _Machine:
         return Tensor(storage, offset, shape, stride)
 
 
-def _of(kind: type, value):
+def _of(kind: type[Kind], value: object) -> Kind:
     """The value, if it is of exactly this kind (True is no number)."""
     if type(value) is not kind:
         raise ValueError(f"a {type(value).__name__} where a {kind.__name__} must stand")

@@ -8,11 +8,13 @@ import re
 
 from lockstep.errors import UserError, printable
 
-OFF = (None, False, 0, 0.0, [], {})
+Rule = tuple[
+    tuple[object, ...], str
+]  # the values that ask for nothing, why any other is refused and what to do
+OFF: tuple[object, ...] = (None, False, 0, 0.0, [], {})
 _OTHER = "transformers' model of this family does not do that, nor does the reference; remove it, or choose another model"
 _PLAN = "every strategy here has a plan of its own; remove it"
-# key -> (values that ask for nothing, why any other is refused and what to do)
-NEUTRAL = {
+NEUTRAL: dict[str, Rule] = {
     "quantization_config": (
         OFF,
         "quantized weights are not trained here; choose the model that is not quantized",
@@ -46,13 +48,21 @@ NEUTRAL = {
     ),
 }
 _PATTERNS = (  # of names; the same two things
-    (re.compile(r".*(drop_?out|pdrop|drop_?path|layer_?drop|drop_rate).*"), (None, False, 0, 0.0),
-     "every strategy would drop other weights; set it to 0 in config.json"),
+    (
+        re.compile(r".*(drop_?out|pdrop|drop_?path|layer_?drop|drop_rate).*"),
+        (None, False, 0, 0.0),
+        "every strategy would drop other weights; set it to 0 in config.json",
+    ),
     (re.compile(r".*soft_?cap.*"), OFF, _OTHER),
-    (re.compile(r".*(_multiplier|logits?_scal(e|ing)|residual_scale|scale_emb|scale_depth)"), (None, 1, 1.0), _OTHER),
+    (
+        re.compile(r".*(_multiplier|logits?_scal(e|ing)|residual_scale|scale_emb|scale_depth)"),
+        (None, 1, 1.0),
+        _OTHER,
+    ),
     (re.compile(r"(num|n)_(local_|routed_|shared_)?experts"), OFF, _OTHER),
-)  # fmt: skip
-_ONLY_OTHERS_HAVE = {  # family -> keys that mean something to other families
+)
+_ONE_WINDOW = "transformers' Mistral has the window of sliding_window in all layers (null: none); remove it"
+_ONLY_OTHERS_HAVE: dict[str, dict[str, Rule]] = {  # family -> keys that mean something to other families
     "qwen2": {
         "attention_bias": (
             (None, True),
@@ -64,6 +74,12 @@ _ONLY_OTHERS_HAVE = {  # family -> keys that mean something to other families
         "attention_bias": NEUTRAL["mlp_bias"],
         "use_sliding_window": (OFF, "transformers' Llama has no windows; remove it"),
         "sliding_window": (OFF, "transformers' Llama has no windows; remove it"),
+    },
+    "mistral": {
+        "attention_bias": NEUTRAL["mlp_bias"],
+        "use_sliding_window": ((None,), _ONE_WINDOW),
+        "max_window_layers": ((None,), _ONE_WINDOW),
+        "layer_types": ((None,), _ONE_WINDOW),
     },
 }
 

@@ -10,9 +10,10 @@ import importlib.util
 import io
 import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NoReturn
 
 from lockstep.errors import UserError, first_line
 from lockstep.files import require_regular
@@ -27,7 +28,7 @@ BLOCK = 1 << 20  # bytes read at once
 class ContentHash:
     """SHA-256 over the SHA-256 of every document: says which texts, in which order, and where each ends."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._documents, self._open = hashlib.sha256(), hashlib.sha256()
 
     def add(self, data: bytes) -> None:
@@ -116,6 +117,8 @@ def find(dataset_name: str) -> Texts | DataSet:
         module = importlib.util.find_spec(
             "pydoc_data.topics"
         )  # English documentation that ships with CPython
+        if module is None or module.origin is None:
+            raise UserError(f"--dataset_name {dataset_name}: this Python comes without it; give a .txt file")
         path = Path(module.origin)
         return Texts(dataset_name, (path,), path.stat().st_size, built_in=True)
     path = Path(os.path.expanduser(dataset_name))
@@ -135,7 +138,7 @@ def find(dataset_name: str) -> Texts | DataSet:
 
 
 def _text_files(folder: Path, dataset_name: str) -> tuple[Path, ...]:
-    def stop(error: OSError):
+    def stop(error: OSError) -> NoReturn:
         raise UserError(
             f"--dataset_name {dataset_name}: {error.filename} cannot be read ({error.strerror})"
         ) from error
@@ -185,7 +188,7 @@ def _decoded(path: Path, content: ContentHash, read: Callable[[int], None]) -> I
         yield newlines.decode(text, final=not data)
 
 
-def _cut(pieces) -> Iterator[tuple[str, bool]]:
+def _cut(pieces: Iterable[str]) -> Iterator[tuple[str, bool]]:
     """The pieces of one document as its chunks."""
     rest = ""
     for piece in pieces:

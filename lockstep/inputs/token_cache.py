@@ -23,6 +23,7 @@ import numpy as np
 from lockstep import files
 from lockstep.errors import UserError
 from lockstep.inputs import texts, tokens
+from lockstep.inputs.tokenizer import Tokenizer
 from lockstep.inputs.tokens import InMemory, TokenFile
 from lockstep.running.progress import Bytes
 
@@ -36,7 +37,7 @@ def default_folder() -> Path:
     return Path(base if os.path.isabs(base) else os.path.expanduser("~/.cache")) / "lockstep"
 
 
-def corpus_tokens(dataset_name: str, tokenizer, folder: Path) -> tuple[InMemory | TokenFile, str]:
+def corpus_tokens(dataset_name: str, tokenizer: Tokenizer, folder: Path) -> tuple[InMemory | TokenFile, str]:
     """The tokens of a corpus, a separator behind every document, and their SHA-256.
 
     Raises UserError when the text is missing or empty, or its tokens are not those of the model's vocabulary.
@@ -63,7 +64,7 @@ def corpus_tokens(dataset_name: str, tokenizer, folder: Path) -> tuple[InMemory 
     return found
 
 
-def _data_set(source: texts.DataSet, tokenizer, folder: Path) -> tuple[InMemory | TokenFile, str]:
+def _data_set(source: texts.DataSet, tokenizer: Tokenizer, folder: Path) -> tuple[InMemory | TokenFile, str]:
     """Read and tokenized in every run: nothing but its rows says whether it has changed."""
     files.require_writable_folder(folder, "--data_cache_dir")
     mine = folder / f"data-set-{os.getpid()}.tokens"
@@ -75,7 +76,7 @@ def _data_set(source: texts.DataSet, tokenizer, folder: Path) -> tuple[InMemory 
     return found
 
 
-def _name(tokenizer, of: dict) -> str:
+def _name(tokenizer: Tokenizer, of: dict) -> str:
     rule = {"format": tokens.FORMAT, "chunk": texts.CHUNK}
     return hashlib.sha256(json.dumps([rule, tokenizer.key, of], sort_keys=True).encode()).hexdigest()[:32]
 
@@ -118,7 +119,7 @@ def _locked(entry: Path) -> Iterator[None]:
 
 
 def _write(
-    entry: Path, source: texts.Texts, tokenizer, content_sha256: str
+    entry: Path, source: texts.Texts, tokenizer: Tokenizer, content_sha256: str
 ) -> tuple[InMemory | TokenFile, str]:
     for left in entry.parent.glob(f".{entry.name}.*.tmp"):  # by a process that was killed
         left.unlink(missing_ok=True)
@@ -136,7 +137,13 @@ def _write(
     return found
 
 
-def _tokenize(path: Path, source, tokenizer, content, check: Callable[[], None] = lambda: None) -> dict:
+def _tokenize(
+    path: Path,
+    source: texts.Texts | texts.DataSet,
+    tokenizer: Tokenizer,
+    content: texts.ContentHash,
+    check: Callable[[], None] = lambda: None,
+) -> dict:
     """Write the token file of a corpus; nothing is left there when `check` raises behind its last word. Returns its header."""
     progress = Bytes(f"tokenizing {source.name}", source.size)
     about: dict = {}
@@ -152,7 +159,10 @@ def _tokenize(path: Path, source, tokenizer, content, check: Callable[[], None] 
 
 
 def _encoded(
-    source, tokenizer, content: texts.ContentHash, read: Callable[[int], None]
+    source: texts.Texts | texts.DataSet,
+    tokenizer: Tokenizer,
+    content: texts.ContentHash,
+    read: Callable[[int], None],
 ) -> Iterator[np.ndarray]:
     """The tokens (any length,) int32 of the texts, piece by piece."""
     words = 0

@@ -8,11 +8,16 @@ import re
 import sys
 import unicodedata
 import zlib
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from lockstep.errors import UserError, first_line
 from lockstep.files import require_regular
 from lockstep.inputs.architectures import BUILT_IN, HUB_STAND_INS, hub_file
+
+if TYPE_CHECKING:
+    import tokenizers
 
 SEPARATOR = 0  # token id between documents, where the model names none
 LARGEST = 1 << 27  # bytes of a tokenizer.json; that of Gemma 3 is a quarter of it
@@ -22,13 +27,16 @@ ROOT = Path(__file__).parents[2]
 _WORD = re.compile(r"\w+|[^\w\s]")
 
 
-class _Remembered(dict):
+Result = TypeVar("Result")
+
+
+class _Remembered(dict[str, Result], Generic[Result]):
     """A function's results, each computed once."""
 
-    def __init__(self, function):
+    def __init__(self, function: Callable[[str], Result]):
         self._function = function
 
-    def __missing__(self, text: str):
+    def __missing__(self, text: str) -> Result:
         self[text] = found = self._function(text)
         return found
 
@@ -85,13 +93,15 @@ class FileTokenizer:
             raise UserError(f"{path}: cannot be read ({error.strerror or error})") from error
         self.name = "tokenizer.json " + sha256[:16]
         self.key = {
-            "tokenizer": sha256, "vocab_size": vocab_size, "separator": separator,
+            "tokenizer": sha256,
+            "vocab_size": vocab_size,
+            "separator": separator,
             "tokenizers": importlib.metadata.version("tokenizers"),
-        }  # fmt: skip
+        }
         self.vocab_size = vocab_size
         self.separator = separator
         self._path = path
-        self._tokenizer = None
+        self._tokenizer: tokenizers.Tokenizer | None = None
 
     def encode(self, text: str) -> list[int]:
         """Raises UserError when the file is no tokenizer, or fails on this text."""
@@ -109,7 +119,7 @@ class FileTokenizer:
             ) from error
 
 
-def load(path: Path):
+def load(path: Path) -> "tokenizers.Tokenizer":
     """The library's object of a tokenizer.json, which neither truncates nor pads."""
     from tokenizers import Tokenizer
 
@@ -138,8 +148,12 @@ def _try(path: Path) -> None:
     try:
         done = subprocess.run(
             [sys.executable, "-m", "lockstep.inputs.tokenizer_trial", str(path.absolute())],
-            cwd=ROOT, capture_output=True, text=True, errors="replace", timeout=TRIAL_SECONDS,
-        )  # fmt: skip
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=TRIAL_SECONDS,
+        )
     except subprocess.TimeoutExpired:
         raise UserError(
             f"{path}: not read within {TRIAL_SECONDS} seconds; it is damaged, fetch it again"
@@ -153,7 +167,10 @@ def _try(path: Path) -> None:
         )
 
 
-def build_tokenizer(model_name: str, architecture: dict):
+Tokenizer = HashTokenizer | FileTokenizer
+
+
+def build_tokenizer(model_name: str, architecture: dict) -> Tokenizer:
     """The model's own tokenizer.json where there is one (its folder, or the hub), else the hash tokenizer.
 
     Raises UserError when the hub does not have it, or when `eos_token_id`, which separates documents, is no token id.
@@ -162,9 +179,9 @@ def build_tokenizer(model_name: str, architecture: dict):
     if model_name in BUILT_IN:
         return HashTokenizer(vocab_size)
     folder = Path(os.path.expanduser(model_name))
+    path: Path | None
     if folder.is_dir():
-        path = folder / "tokenizer.json"
-        path = path if os.path.lexists(path) else None
+        path = folder / "tokenizer.json" if os.path.lexists(folder / "tokenizer.json") else None
     else:
         path, _ = hub_file(model_name, "tokenizer.json")
         if path is None and model_name not in HUB_STAND_INS:
@@ -176,12 +193,13 @@ def build_tokenizer(model_name: str, architecture: dict):
     )
 
 
-def _separator(model_name: str, ends, vocab_size: int) -> int:
+def _separator(model_name: str, ends: object, vocab_size: int) -> int:
     """The first of the model's end-of-text tokens."""
     if ends is None:
         return SEPARATOR
-    ids = ends if isinstance(ends, list) else [ends]
-    if not ids or any(type(each) is not int or not 0 <= each < vocab_size for each in ids):
+    listed = ends if isinstance(ends, list) else [ends]
+    ids = [each for each in listed if type(each) is int and 0 <= each < vocab_size]
+    if not listed or ids != listed:
         raise UserError(
             f"--model_name {model_name}: eos_token_id is {ends!r} in its config.json; it must be one or more whole numbers "
             f"from 0 to {vocab_size - 1}"

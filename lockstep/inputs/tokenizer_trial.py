@@ -3,6 +3,7 @@
 python -m lockstep.inputs.tokenizer_trial PATH
 """
 
+import io
 import resource
 import sys
 from pathlib import Path
@@ -13,8 +14,16 @@ from lockstep.inputs.tokenizer import LARGEST, load, raise_unless_ours
 
 MEMORY = 4 << 30  # bytes of address space
 KEYS = {
-    "version", "truncation", "padding", "added_tokens", "normalizer", "pre_tokenizer", "post_processor", "decoder", "model",
-}  # fmt: skip
+    "version",
+    "truncation",
+    "padding",
+    "added_tokens",
+    "normalizer",
+    "pre_tokenizer",
+    "post_processor",
+    "decoder",
+    "model",
+}
 TEXT = (
     "The quick brown fox: it's 1,234.50! \t\n Zwölf Bären, 漢字かな, مرحبا, \U0001f600 \x00 aaaa"
     + "b" * 300
@@ -67,5 +76,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.stderr.reconfigure(errors="backslashreplace")
+    if isinstance(sys.stderr, io.TextIOWrapper):
+        sys.stderr.reconfigure(errors="backslashreplace")
     raise SystemExit(run_program("tokenizer_trial", main))

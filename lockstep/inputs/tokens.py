@@ -4,16 +4,18 @@ A token file is a line of JSON filled up to HEADER bytes, the tokens (int32, lit
 bytes of tokens (uint32). Every block that is read is held against its CRC.
 """
 
+import contextlib
 import hashlib
 import json
 import os
 import socket
 import zlib
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -50,7 +52,7 @@ class TokenFile:
     """The tokens of an open token file. Pickled as its path: whoever unpickles it must see the same file there."""
 
     path: Path
-    about: dict  # the header
+    about: dict[str, Any]  # the header
     _file: FileIO = field(repr=False, compare=False)
     _sums: np.ndarray = field(repr=False, compare=False)
 
@@ -73,7 +75,7 @@ class TokenFile:
                 )
         return np.frombuffer(data, TOKEN)[(begin - base) // TOKEN.itemsize :][:count]
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Callable[..., "TokenFile"], tuple[Path, dict]]:
         return _reopen, (self.path, self.about)
 
 
@@ -93,12 +95,10 @@ def _reopen(path: Path, about: dict) -> TokenFile:
 
 def open_file(path: Path) -> TokenFile:
     """Raises OSError when it cannot be opened, and Damaged when its parts do not fit together."""
-    file = open(path, "rb", buffering=0)
-    try:
+    with contextlib.ExitStack() as closing:
+        file = closing.enter_context(open(path, "rb", buffering=0))
         about, sums = _header(file.fileno())
-    except BaseException:
-        file.close()
-        raise
+        closing.pop_all()  # from here on it is the TokenFile's
     return TokenFile(path, about, file, sums)
 
 
@@ -153,9 +153,12 @@ def write_file(path: Path, key: dict, parts: Iterable[np.ndarray]) -> dict:
         table = np.asarray(sums, "<u4").tobytes()
         file.write(table)
         about = {
-            "format": FORMAT, "num_tokens": num_bytes // TOKEN.itemsize, "sha256": digest.hexdigest(),
-            "crc32_of_sums": zlib.crc32(table), "key": key,
-        }  # fmt: skip
+            "format": FORMAT,
+            "num_tokens": num_bytes // TOKEN.itemsize,
+            "sha256": digest.hexdigest(),
+            "crc32_of_sums": zlib.crc32(table),
+            "key": key,
+        }
         file.seek(0)
         file.write(json.dumps(about).encode().ljust(HEADER))
     return about

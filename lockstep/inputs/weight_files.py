@@ -6,7 +6,7 @@ What is read is a `Contents`: a place in a file for each tensor, which `check` a
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
@@ -14,6 +14,9 @@ from lockstep.errors import UserError, first_line, printable
 from lockstep.files import parse_json, read_json, require_regular
 from lockstep.inputs import pt_file
 from lockstep.schemas import Name, Strict, validate
+
+if TYPE_CHECKING:
+    import numpy as np
 
 INDEX = ".safetensors.index.json"
 HEADER = "lockstep"  # the key of our own entry in the metadata of a safetensors file
@@ -36,7 +39,7 @@ class Stored:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
 
-    def float32(self):
+    def float32(self) -> "np.ndarray":
         """Its values as a contiguous NumPy array of float32: the file itself where it is one already, else a copy."""
         import numpy as np
 
@@ -179,7 +182,7 @@ def _stored(path: Path, tensor: pt_file.Tensor) -> Stored:
     return Stored(path, tensor.storage.dtype, begin, tensor.shape, tensor.stride)
 
 
-def _about(content, where: str) -> About:
+def _about(content: object, where: str) -> About:
     """A pickle can hold a list a million times over, or in itself: only as much as JSON has is looked at."""
     left, seen = [(content, 0)], 0
     while left:

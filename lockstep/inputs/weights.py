@@ -14,23 +14,24 @@ from typing import TYPE_CHECKING
 
 from lockstep.errors import UserError, printable
 from lockstep.files import write_atomically
-from lockstep.inputs import weight_files
+from lockstep.inputs import modules, weight_files
 from lockstep.inputs.architectures import parameter_shapes
 from lockstep.inputs.weight_files import FLOATS, INDEX, Contents
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
 _ANOTHER = "write a file for this model under another name with train_ddp.py --save_init_weights"
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_EMBEDDING, _HEAD = modules.EMBEDDING_WEIGHT, modules.HEAD_WEIGHT
 _PIECE = 1 << 22  # elements looked at at a time
 
 
-def tensor_sha256(tensor) -> str:
+def tensor_sha256(tensor: "torch.Tensor") -> str:
     """SHA-256 of a CPU tensor's bytes, whatever its dtype."""
     import torch
 
-    return hashlib.sha256(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()).hexdigest()
+    return hashlib.sha256(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data).hexdigest()
 
 
 def checksums(tensors: Iterable[tuple[str, "torch.Tensor"]]) -> dict[str, str]:
@@ -39,9 +40,9 @@ def checksums(tensors: Iterable[tuple[str, "torch.Tensor"]]) -> dict[str, str]:
 
 
 def perturb(model: "torch.nn.Module", dtype: str, seed: int) -> None:
-    """Move every weight by one spacing of a dtype, up or down as a seeded coin falls: half an epsilon, rounded.
+    """Perturb every weight by one ulp of `dtype`, up or down at random: a relative change of half its epsilon, rounded.
 
-    A power of two (the 1 of a fresh norm) is half-way then, and stays where it is when it should go up.
+    Upwards, a power of two (the 1 of a fresh norm) lands half-way between two numbers and is rounded back to itself.
     """
     import torch
 
@@ -58,7 +59,9 @@ def combined_sha256(sums: dict[str, str]) -> str:
     return hashlib.sha256("\n".join(f"{name} {sums[name]}" for name in sorted(sums)).encode()).hexdigest()
 
 
-def save(path: Path, model, architecture: dict, source: str, *, overwrite: bool = False) -> None:
+def save(
+    path: Path, model: "torch.nn.Module", architecture: dict, source: str, *, overwrite: bool = False
+) -> None:
     """Write every trained tensor of `model` (tied ones once), the architecture, the checksums and where the weights come
     from, atomically. A file that holds the very same stays. Raises UserError for one that `check_new` refuses."""
     check_new(path, architecture, source, overwrite=overwrite)
@@ -66,7 +69,8 @@ def save(path: Path, model, architecture: dict, source: str, *, overwrite: bool 
     sums = checksums(tensors.items())
     about = {"architecture": architecture, "sha256": sums, "source": source}
     if os.path.lexists(path) and not overwrite:
-        if weight_files.read(path, f"--init_weights_path {path}").about.sha256 == sums:
+        there = weight_files.read(path, f"--init_weights_path {path}").about
+        if there is not None and there.sha256 == sums:
             return
         raise UserError(_occupied(path, f"holds other {source} than are drawn or read today"))
 
@@ -139,14 +143,14 @@ def check(
     for name in parameter_shapes(architecture):
         values = contents.tensors[name].float32()
         _require_finite(values, f"{where}: tensor {name}")
-        if about is not None and hashlib.sha256(values).hexdigest() != about.sha256[name]:
+        if about is not None and hashlib.sha256(values.data).hexdigest() != about.sha256[name]:
             raise UserError(
                 f"{where}: tensor {name} is damaged (its checksum does not match); {weight_files.DAMAGED}"
             )
     _check_tied_head(contents, where, architecture)
 
 
-def load(path: Path, model) -> dict[str, str]:
+def load(path: Path, model: "torch.nn.Module") -> dict[str, str]:
     """Copy the file's tensors into an unsharded `model`, in float32, and return their checksums.
 
     Call `check` first. Works tensor by tensor from a memory map.
@@ -160,7 +164,7 @@ def load(path: Path, model) -> dict[str, str]:
             values = contents.tensors[name].float32()
             parameter.copy_(torch.from_numpy(values))
             if contents.about is None:
-                sums[name] = hashlib.sha256(values).hexdigest()
+                sums[name] = hashlib.sha256(values.data).hexdigest()
     return sums
 
 
@@ -185,7 +189,7 @@ def _check_names_and_shapes(contents: Contents, where: str, architecture: dict, 
             continue
         hint = (
             "; add --num_layers to leave layers out"
-            if contents.about is None and _layer(name) >= depth
+            if contents.about is None and modules.layer_of(name) >= depth
             else ""
         )
         raise UserError(f"{where}: tensor {printable(name, 200)} is not part of the model{hint}; {remedy}")
@@ -198,16 +202,11 @@ def _check_names_and_shapes(contents: Contents, where: str, architecture: dict, 
 def _may_be_left_out(name: str, depth: int, architecture: dict, fewer_layers: bool) -> bool:
     """Of a foreign file: layers that were cut off, the head of a tied model, the rotary table (it follows from the config)."""
     tied_head = name == _HEAD and architecture.get("tie_word_embeddings", False)
-    return tied_head or name.endswith(".rotary_emb.inv_freq") or (fewer_layers and _layer(name) >= depth)
-
-
-def _layer(name: str) -> int:
-    """The number of the layer that a tensor belongs to; -1: to none."""
-    parts = name.split(".")
-    is_layer = (
-        parts[:2] == ["model", "layers"] and len(parts) > 3 and parts[2].isascii() and parts[2].isdigit()
+    return (
+        tied_head
+        or name.endswith(".rotary_emb.inv_freq")
+        or (fewer_layers and modules.layer_of(name) >= depth)
     )
-    return int(parts[2]) if is_layer and len(parts[2]) < 6 else -1
 
 
 def _check_tied_head(contents: Contents, where: str, architecture: dict) -> None:
@@ -228,7 +227,7 @@ def _check_tied_head(contents: Contents, where: str, architecture: dict) -> None
         )
 
 
-def _require_finite(values, what: str) -> None:
+def _require_finite(values: "np.ndarray", what: str) -> None:
     import numpy as np
 
     flat = values.reshape(-1)
@@ -246,7 +245,7 @@ def _other_key(one: dict, other: dict) -> str | None:
     )
 
 
-def _same(a, b) -> bool:
+def _same(a: object, b: object) -> bool:
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):

@@ -1,14 +1,19 @@
 """May two runs be compared at all? What must agree before any verdict on their losses."""
 
 from lockstep.errors import UserError
-from lockstep.training.contract import KNOWN_DIFFERENCES, contract_difference
+from lockstep.training.contract import KNOWN_DIFFERENCES, contract_difference, global_batch, on_any_mesh
 from lockstep.training.history import History, not_finite
 
 # Entries of the configuration that are one meaning of "the same training"; strategy and mesh may differ, paths may, too.
 SAME = (
-    "precision", "optimizer", "learning_rate", "weight_decay", "max_grad_norm", "gradient_accumulation_steps",
-    "dp_size", "batch_size", "seq_length",
-)  # fmt: skip
+    "precision",
+    "optimizer",
+    "learning_rate",
+    "weight_decay",
+    "max_grad_norm",
+    "gradient_accumulation_steps",
+    "seq_length",
+)
 
 
 def require_comparable(baseline: History, other: History, *, same_weights: bool = True) -> None:
@@ -36,23 +41,29 @@ def require_comparable(baseline: History, other: History, *, same_weights: bool 
     for mine, theirs in zip(other.steps, baseline.steps, strict=False):
         if mine["batch_hash"] != theirs["batch_hash"]:
             raise UserError(
-                f"{pair}: step {mine['step']} was trained on different batches; use one corpus, seed, batch size and dp_size"
+                f"{pair}: step {mine['step']} was trained on different batches; use one corpus and seed, and one dp_size x batch_size"
             )
     if other.run["architecture"] != baseline.run["architecture"]:
         raise UserError(f"{pair}: their models differ; use one --model_name and --num_layers")
     for key in SAME:
-        mine, theirs = other.run["config"][key], baseline.run["config"][key]
-        if mine != theirs:
+        value, wanted = other.run["config"][key], baseline.run["config"][key]
+        if value != wanted:
             raise UserError(
-                f"{pair}: they were configured differently, {key} is {mine!r} against {theirs!r}; use one --{key}"
+                f"{pair}: they were configured differently, {key} is {value!r} against {wanted!r}; use one --{key}"
             )
-    # a run that broke down in its first step has no contract; it fails for that
-    both = baseline.contract is not None and other.contract is not None
-    difference = contract_difference(baseline.contract, other.contract, KNOWN_DIFFERENCES) if both else ""
-    if difference:
+    batch, wanted = global_batch(other.run["config"]), global_batch(baseline.run["config"])
+    if batch != wanted:
         raise UserError(
-            f"{pair}: their effective contracts differ, {difference}; run both with the same options"
+            f"{pair}: their global batches differ, dp_size x batch_size is {batch} against {wanted}; make them equal"
         )
+    # a run that broke down in its first step has no contract; it fails for that
+    if baseline.contract is not None and other.contract is not None:
+        contracts = on_any_mesh(baseline.contract), on_any_mesh(other.contract)
+        difference = contract_difference(*contracts, KNOWN_DIFFERENCES)
+        if difference:
+            raise UserError(
+                f"{pair}: their effective contracts differ, {difference}; run both with the same options"
+            )
     if other.run["versions"] != baseline.run["versions"]:
         raise UserError(
             f"{pair}: versions {other.run['versions']} against {baseline.run['versions']}; run both in one environment"

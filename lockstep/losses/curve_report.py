@@ -38,7 +38,7 @@ def statistics(histories: dict[str, History]) -> str:
 
 def verdict_block(judged: Judged) -> str:
     """The verdict on loss and gradient norm of each strategy, each number beside what is tolerated, and what was trained."""
-    run, tolerance = judged.histories[BASELINE].run, judged.tolerance
+    run, tolerance = judged.histories[BASELINE].run, judged.tolerated
     versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
     lines = ["", _RULE, f"{_title(run)}, {run['num_steps']} steps; {printable(versions, 300)}"]
     lines += ["Differences from DDP baseline: in brackets what is tolerated (docs/precision.md)"]
@@ -72,7 +72,7 @@ def reasons(verdict: Verdict) -> list[str]:
 
 def notes(judged: Judged) -> list[str]:
     """What is to be known about the verdict as a whole."""
-    lines = [f"Not judged: {judged.tolerance.doubt}"] if judged.tolerance.doubt else []
+    lines = [f"Not judged: {judged.tolerated.doubt}"] if judged.tolerated.doubt else []
     longest = max(len(history.steps) for history in judged.histories.values())
     if longest > DERIVED_STEPS and judged.control is None:
         drift = f"in {longest}, correct runs may drift further"
@@ -107,7 +107,7 @@ def _drawable(text: str) -> str:
     return text.encode("ascii", "backslashreplace").decode().replace("$", r"\$")
 
 
-# a log axis has no zero: exact agreement is drawn at the bottom, one float64 rounding of the loss
+# a log axis has no zero: exact agreement is drawn at the bottom, one float64 ulp of a loss between 4 and 8
 LOWEST = 2.0**-50
 
 
@@ -127,9 +127,10 @@ def draw(
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     figure, (top, bottom) = pyplot.subplots(
-        2, 1, figsize=(8, 7), sharex=True, height_ratios=(3, 2), layout="constrained"
+        2, 1, figsize=(8, 7), sharex=True, height_ratios=(3, 2), layout=ConstrainedLayoutEngine(h_pad=0.1)
     )
     widths = [
         max(0.8, 3.5 - 1.3 * number) for number in range(len(histories))
@@ -144,16 +145,15 @@ def draw(
     if control is not None and BASELINE in histories:
         lowest = bottom.dataLim.y0 if bottom.lines else LOWEST
         gaps = [max(gap, lowest) for gap in _gaps(histories[BASELINE], control)]
-        label = "noise floor: DDP, weights one rounding off"
+        label = "noise floor: DDP, weights perturbed by one ulp"
         bottom.fill_between(
             range(1, len(gaps) + 1), lowest, gaps, color="0.85", step="mid", label=label, zorder=0
         )
     top.set_ylabel("loss, mean over DP ranks (nats)")
     top.set_title(_drawable(_title(next(iter(histories.values())).run)))
     if tolerance is not None:
-        steps = range(1, len(tolerance.loss) + 1)
         bottom.plot(
-            steps,
+            range(1, len(tolerance.loss) + 1),
             tolerance.loss,
             color="tab:red",
             linestyle="--",
@@ -168,7 +168,6 @@ def draw(
     bottom.set_yscale("log")
     bottom.set_ylabel("|loss - DDP's loss| (nats)")
     bottom.set_xlabel("step")
-    figure.get_layout_engine().set(h_pad=0.1)
     figure.legend(loc="outside lower center", ncols=2, frameon=False)  # beside the panels: it hides nothing
     for axes in (top, bottom):
         axes.grid(alpha=0.3)

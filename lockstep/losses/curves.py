@@ -7,7 +7,7 @@ from lockstep.losses.comparable_curves import require_comparable
 from lockstep.losses.control import CONTROL_FACTOR, loss_gap, norm_gap
 from lockstep.losses.tolerance import (
     DERIVED_STEPS,
-    RANK_SPACINGS,
+    RANK_ULPS,
     RULES,
     Tolerance,
     loss_noise,
@@ -16,9 +16,22 @@ from lockstep.losses.tolerance import (
 from lockstep.training.history import History, not_finite
 
 __all__ = [
-    "CONTROL_FACTOR", "DERIVED_STEPS", "FAIL", "NOT_JUDGED", "PASS", "RANK_SPACINGS", "RULES", "Tolerance", "Verdict",
-    "compare", "loss_gap", "loss_noise", "norm_gap", "require_comparable", "tolerance_for",
-]  # fmt: skip
+    "CONTROL_FACTOR",
+    "DERIVED_STEPS",
+    "FAIL",
+    "NOT_JUDGED",
+    "PASS",
+    "RANK_ULPS",
+    "RULES",
+    "Tolerance",
+    "Verdict",
+    "compare",
+    "loss_gap",
+    "loss_noise",
+    "norm_gap",
+    "require_comparable",
+    "tolerance_for",
+]
 PASS, FAIL, NOT_JUDGED = "PASS", "FAIL", "NOT JUDGED"
 
 

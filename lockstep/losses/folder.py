@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lockstep import strategies
 from lockstep.errors import UserError, printable
@@ -36,6 +37,13 @@ class Judged:
     tolerance: Tolerance | None  # None: `problem` says why there is no verdict
     verdicts: dict[str, Verdict]
     problem: str  # why some or all cannot be compared, or ""
+
+    @property
+    def tolerated(self) -> Tolerance:
+        """The tolerance. Raises UserError where there is none."""
+        if self.tolerance is None:
+            raise UserError(self.problem)
+        return self.tolerance
 
     @property
     def outcome(self) -> str:
@@ -69,7 +77,7 @@ def read(found: dict[str, Path]) -> tuple[dict[str, History], History | None]:
             raise UserError(
                 f"{path}: is a history of {what} run, and not what its name says; put each under its own name"
             )
-        label = f"{row.label} ({Mesh(dp=run['mesh'][0], tp=run['mesh'][1]).label})" + (
+        label = f"{row.label} ({Mesh(**run['mesh']).label})" + (
             ", control" if name == history.CONTROL else ""
         )
         if run["label"] != label and row.factory:
@@ -117,7 +125,7 @@ def write(judged: Judged, path: Path, command: str, *, tensors: str | None = Non
         "losses": judged.outcome,
         "tensors": tensors,
         "precision": judged.histories[BASELINE].run["config"]["precision"],
-        "tolerance": judged.tolerance.as_dict(),
+        "tolerance": judged.tolerated.as_dict(),
         "control": judged.control.run["label"] if judged.control else None,
         "runs": {name: one.run["label"] for name, one in judged.histories.items()},
         "verdicts": [verdict.as_dict() for verdict in judged.verdicts.values()],
@@ -128,7 +136,7 @@ def write(judged: Judged, path: Path, command: str, *, tensors: str | None = Non
     write_text(path, json.dumps(_strict(content), indent=2) + "\n")
 
 
-def _strict(value):
+def _strict(value: Any) -> Any:
     """The same data with null for numbers that JSON does not have."""
     if isinstance(value, dict):
         return {key: _strict(item) for key, item in value.items()}

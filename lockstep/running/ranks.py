@@ -1,7 +1,7 @@
 """Ranks on this machine, forked from one process that has already imported what they need.
 
-To import torch, transformers and deepspeed takes five seconds of a core: once, and not once per rank. What forks must have no
-threads and no CUDA context; so it imports, forks and waits, and nothing else.
+To import torch and the libraries of the strategies takes five seconds of a core: here once, and not once per rank. A process
+that forks must have no threads and no CUDA context, so this one imports, forks and waits, and does nothing else.
 """
 
 import os
@@ -48,9 +48,13 @@ def _be_rank(rank: int, num_ranks: int, listener: socket.socket, parent: int, bo
         if os.getppid() != parent:  # it ended before we could ask
             os._exit(1)
         os.environ |= {
-            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks),
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1]),
-        }  # fmt: skip
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(num_ranks),
+            "LOCAL_WORLD_SIZE": str(num_ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(listener.getsockname()[1]),
+        }
         status = body(listener)
     except BaseException:  # noqa: BLE001 - this is where the process ends
         traceback.print_exc()

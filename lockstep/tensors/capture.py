@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from lockstep.collective import gather_objects, stop_together
 from lockstep.errors import first_line
 from lockstep.files import why_not_written
+from lockstep.inputs import modules
 from lockstep.mesh import share
 from lockstep.tensors import manifest, step_file
 from lockstep.tensors.layout import (
@@ -171,7 +172,7 @@ class Capture:
         if micro > 0 and symbols[0] != BATCH:
             return  # the same for every micro batch
         local = _local(tensor)
-        if name == "lm_head":
+        if name == modules.HEAD:
             self._summarise(local)
         self._try(self._write_placed, f"forward/{name}", local, symbols, micro)
         if tensor.requires_grad and name in self.layout.backward:
@@ -187,9 +188,11 @@ class Capture:
         wide = logits.double()
         count, total, square, largest = self.logits
         self.logits = [
-            count + wide.numel(), total + float(wide.sum()), square + float(wide.square().sum()),
+            count + wide.numel(),
+            total + float(wide.sum()),
+            square + float(wide.square().sum()),
             max(largest, float(wide.abs().max())),
-        ]  # fmt: skip
+        ]
 
     def _write_placed(self, name: str, local: torch.Tensor, symbols: tuple, micro: int) -> None:
         start, is_writer = self._place(name, local, symbols)
@@ -276,7 +279,7 @@ class Capture:
         dims = {}
         for axis in self.mesh.axes:
             here, there = parts[0][0].start, parts[self.mesh.neighbour(0, axis)][0].start
-            dims.update({axis: dim for dim, (a, b) in enumerate(zip(here, there, strict=True)) if a != b})
+            dims.update((axis, dim) for dim, (a, b) in enumerate(zip(here, there, strict=True)) if a != b)
         return dims
 
 

@@ -3,17 +3,29 @@
 import math
 
 from lockstep.errors import UserError
-from lockstep.inputs.data import global_batch_hash, micro_batches_hash
+from lockstep.inputs import modules
+from lockstep.inputs.data import global_batch_hash, window_hashes
 from lockstep.tensors.dump import Dump
 from lockstep.tensors.manifest import REMEDY, configuration
 from lockstep.training.contract import (
     KNOWN_DIFFERENCES,
     contract_differences,
     expected_contract,
+    global_batch,
+    on_any_mesh,
 )
 
-SAME = ("optimizer", "learning_rate", "weight_decay", "max_grad_norm", "gradient_accumulation_steps", "precision",
-        "batch_size", "seq_length", "dp_size", "attn_impl", "seed")  # fmt: skip
+SAME = (
+    "optimizer",
+    "learning_rate",
+    "weight_decay",
+    "max_grad_norm",
+    "gradient_accumulation_steps",
+    "precision",
+    "seq_length",
+    "attn_impl",
+    "seed",
+)
 SUMMED = 1e-9  # relative: how far two float64 sums of the same numbers may be apart
 
 
@@ -38,6 +50,8 @@ def require_comparable(one: Dump, other: Dump, *, same_steps: bool = True) -> No
             raise UserError(
                 f"{pair}: {key} is {a} in one and {b} in the other; capture both with the same options"
             )
+    if global_batch(one.run["config"]) != global_batch(other.run["config"]):
+        raise UserError(f"{pair}: their global batches differ; dp_size x batch_size must be the same in both")
     steps, others = ({step for step in dump.steps if step != "0"} for dump in (one, other))
     if same_steps and not (steps <= others if other.exact else steps == others):
         raise UserError(
@@ -66,7 +80,7 @@ def configuration_differences(baseline: Dump, dump: Dump) -> dict[str, str]:
     if dump is baseline:
         wanted = expected_contract(configuration(dump.run), dump.run["architecture"])
         rates = dict.fromkeys(dump.steps, dump.run["config"]["learning_rate"])
-    found = contract_differences(wanted, dump.contract, KNOWN_DIFFERENCES)
+    found = contract_differences(on_any_mesh(wanted), on_any_mesh(dump.contract), KNOWN_DIFFERENCES)
     for step in sorted(dump.steps, key=int):
         rate = dump.steps[step]["learning_rate"]
         if rate != rates.get(step, rate) and "learning_rates" not in found:
@@ -78,7 +92,7 @@ def require_summary(dump: Dump, step: int, norm: float) -> None:
     """Raise UserError unless the summaries of the logits are those of logits with this 2-norm."""
     summaries = dump.steps[str(step)]["logits"]
     said = math.sqrt(sum(one["rms"] ** 2 for one in summaries) / len(summaries))
-    held = norm / math.sqrt(math.prod(dump.expected(step)["forward/lm_head"]))
+    held = norm / math.sqrt(math.prod(dump.expected(step)[f"forward/{modules.HEAD}"]))
     if math.isfinite(held) and not math.isclose(said, held, rel_tol=SUMMED):
         raise UserError(
             f"{dump.folder}: step {step} records logits of root mean square {said:.9g}, they have {held:.9g}; {REMEDY}"
@@ -87,25 +101,19 @@ def require_summary(dump: Dump, step: int, norm: float) -> None:
 
 def require_its_batch(reference: Dump, step: int) -> None:
     """Raise UserError unless the batch that a reference was called with is the one whose hash it records."""
-    config = reference.run["config"]
-    halves = [reference.tensor(step, f"batch/{name}") for name in ("input_ids", "labels")]
-    micro = zip(*(half.split(config["batch_size"]) for half in halves), strict=True)
-    micro_batches = [tuple(part.contiguous() for part in pair) for pair in micro]
-    per_rank = config["gradient_accumulation_steps"]
-    hashes = [
-        micro_batches_hash(micro_batches[first : first + per_rank])
-        for first in range(0, len(micro_batches), per_rank)
-    ]
-    if global_batch_hash(hashes) != reference.steps[str(step)]["batch_hash"]:
+    input_ids, labels = (reference.tensor(step, f"batch/{name}") for name in ("input_ids", "labels"))
+    if global_batch_hash(window_hashes([(input_ids, labels)])) != reference.steps[str(step)]["batch_hash"]:
         raise UserError(f"{reference.folder}: step {step}: its batch_hash is not that of its batch; {REMEDY}")
 
 
-def require_norms(truths: dict[str, Dump], step: int, found: dict, parameters: list[str]) -> None:
+def require_norms(references: dict[str, Dump], step: int, found: dict, parameters: list[str]) -> None:
     """Hold the gradient norm that each run's reference records against its gradients, as the run's distances have them."""
-    for strategy, truth in truths.items():
+    for strategy, reference in references.items():
         if all(f"gradient/{name}" in found[strategy] for name in parameters):
             require_norm(
-                truth, step, math.hypot(*(found[strategy][f"gradient/{name}"].norm for name in parameters))
+                reference,
+                step,
+                math.hypot(*(found[strategy][f"gradient/{name}"].norm for name in parameters)),
             )
 
 

@@ -31,7 +31,7 @@ from lockstep.collective import init_alone
 from lockstep.config import BETAS, EPS, Config, Inputs
 from lockstep.errors import TrainingFailure, UserError, run_program
 from lockstep.inputs import initial_weights, model_check, weights
-from lockstep.inputs.data import global_batch_hash, micro_batches_hash
+from lockstep.inputs.data import global_batch_hash, window_hashes
 from lockstep.inputs.model import build_model, causal_lm_loss
 from lockstep.running import locks
 from lockstep.strategies import BASELINE
@@ -147,9 +147,13 @@ def _capture(
     config: Config, inputs: Inputs, name: str, model: torch.nn.Module, initial_sha256: str
 ) -> Capture:
     alone = dataclasses.replace(
-        config, run_name=name, num_workers=1, dp_size=1, batch_size=inputs.batches.windows_per_step,
+        config,
+        run_name=name,
+        num_workers=1,
+        dp_size=1,
+        batch_size=inputs.batches.windows_per_step,
         gradient_accumulation_steps=1,
-    )  # fmt: skip
+    )
     capture = Capture(alone, model, {**provenance(config, inputs), "label": LABEL, "exact": True})
     capture.manifest["initial_sha256"] = initial_sha256
     return capture
@@ -176,7 +180,7 @@ def _one_step(config, inputs, strategy, capture, index: int, *, started_from: st
         "rank_losses": rank_losses,
         "grad_norm": grad_norm,
         "learning_rate": config.learning_rate,
-        "batch_hash": global_batch_hash([micro_batches_hash(micro) for micro in by_rank]),
+        "batch_hash": global_batch_hash(window_hashes([(input_ids, labels)])),
     }
     if started_from:
         record["started_from"] = started_from

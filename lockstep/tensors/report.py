@@ -11,6 +11,7 @@ from lockstep import origin
 from lockstep.diagnosis.diagnose import Diagnosis
 from lockstep.errors import printable
 from lockstep.files import write_result
+from lockstep.mesh import Mesh
 from lockstep.tensors.judgement import PASSES, Result
 
 SHORT = 12  # rows of a long table that are printed; the file has all
@@ -110,7 +111,6 @@ def about(result: Result) -> dict[str, str]:
         "learning_rate",
         "weight_decay",
         "max_grad_norm",
-        "batch_size",
         "seq_length",
         "gradient_accumulation_steps",
         "attn_impl",
@@ -119,7 +119,7 @@ def about(result: Result) -> dict[str, str]:
         "model": f"{config['model_name']}, {architecture['num_hidden_layers']} layers ({run['architecture_source']})",
         "precision": config["precision"],
         "mesh": alike(
-            lambda dump: f"tp {dump.run['mesh'][1]} x dp {dump.run['mesh'][0]} on {dump.run['config']['device']}"
+            lambda dump: f"{Mesh(**dump.run['mesh']).label}, batch_size {dump.run['config']['batch_size']} on {dump.run['config']['device']}"
         ),
         "seed": alike(lambda dump: str(dump.run["config"]["seed"])),
         "steps": f"{', '.join(next(iter(dumps.values())).steps)} captured of {alike(lambda dump: str(dump.run['num_steps']))}",
@@ -263,10 +263,17 @@ def worst(result: Result) -> list[str]:
             if rows:
                 far = max(rows, key=lambda row: row.distance.relative)
                 near = max(rows, key=lambda row: row.multiple)
-                table.append([
-                    _label(result, name), which, str(len(rows)), f"{far.distance.relative:.1e}", far.name,
-                    f"{near.multiple:.2f}", near.name,
-                ])  # fmt: skip
+                table.append(
+                    [
+                        _label(result, name),
+                        which,
+                        str(len(rows)),
+                        f"{far.distance.relative:.1e}",
+                        far.name,
+                        f"{near.multiple:.2f}",
+                        near.name,
+                    ]
+                )
     return _table(
         ["run", "pass", "tensors", "largest distance", "of", "largest share of the tolerated", "of"], table
     )
@@ -345,20 +352,29 @@ def as_data(result: Result, diagnoses: dict[str, Diagnosis]) -> dict:
                 "first_failure": list(result.failures(name)[:1]),
                 "diagnosis": asdict(diagnoses[name]) if name in diagnoses else None,
                 "num_failures": len(result.failures(name)),
-                "not_judged": sorted({row.name for row in result.rows if row.strategy == name and not row.judged}),
+                "not_judged": sorted(
+                    {row.name for row in result.rows if row.strategy == name and not row.judged}
+                ),
             }
             for name, dump in result.dumps.items()
         },
         "losses": [_strict(asdict(loss)) for loss in result.losses],
         "tensors": [
             {
-                "run": row.strategy, "step": row.step, "name": row.name, "pass": row.which_pass, "too_far": row.too_far,
-                "distance": _finite(row.distance.relative), "largest": _finite(row.distance.relative_largest),
-                "of_tolerated": _finite(row.multiple), "norm": _finite(row.distance.own_norm), "judged": row.judged,
+                "run": row.strategy,
+                "step": row.step,
+                "name": row.name,
+                "pass": row.which_pass,
+                "too_far": row.too_far,
+                "distance": _finite(row.distance.relative),
+                "largest": _finite(row.distance.relative_largest),
+                "of_tolerated": _finite(row.multiple),
+                "norm": _finite(row.distance.own_norm),
+                "judged": row.judged,
             }
             for row in result.rows
         ],
-    }  # fmt: skip
+    }
 
 
 def _strict(loss: dict) -> dict:

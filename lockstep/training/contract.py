@@ -4,6 +4,9 @@ Here is what a configuration demands, the same of every strategy; `lockstep/trai
 the first step, and the loop stops the run if the two differ. Two runs are compared only when their contracts agree.
 """
 
+import math
+from typing import Any
+
 from lockstep.config import BETAS, EPS, Config
 from lockstep.inputs.architectures import has_biases, parameter_shapes
 
@@ -11,7 +14,7 @@ from lockstep.inputs.architectures import has_biases, parameter_shapes
 KNOWN_DIFFERENCES = ("biased_linear_dtype",)
 
 
-def expected_contract(config: Config, architecture: dict) -> dict:
+def expected_contract(config: Config, architecture: dict) -> dict[str, Any]:
     """What every strategy has to run with under this configuration; one meaning for each option."""
     compute = "torch.float32" if config.precision == "fp32" else "torch.bfloat16"
     promoted = (
@@ -51,6 +54,20 @@ def expected_contract(config: Config, architecture: dict) -> dict:
     }
 
 
+def global_batch(config: dict) -> int:
+    """Windows of a step and micro batch that all DP ranks see together, of a recorded configuration.
+
+    Runs with the same number are fed the same windows in the same order, whatever their dp_size.
+    """
+    return config["dp_size"] * config["batch_size"]
+
+
+def on_any_mesh(contract: dict) -> dict:
+    """A contract as runs on different meshes share it: a mean over a rank's tokens, micro batches and DP ranks is one over all."""
+    means = contract.get("loss_is_mean_over")
+    return {**contract, "loss_is_mean_over": math.prod(means)} if means else contract
+
+
 def contract_differences(expected: dict, actual: dict, ignoring: tuple[str, ...] = ()) -> dict[str, str]:
     """Entry -> "key is a, not b" for every entry in which two contracts differ."""
     return {
@@ -65,6 +82,6 @@ def contract_difference(expected: dict, actual: dict, ignoring: tuple[str, ...] 
     return next(iter(contract_differences(expected, actual, ignoring).values()), "")
 
 
-def _short(value) -> str:
+def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 120 else text[:117] + "..."

@@ -13,11 +13,12 @@ import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from lockstep.errors import UserError
 from lockstep.files import read_json, write_text
 
-FORMAT = 2
+FORMAT = 3
 BEGINS = b'{"format": '  # every history file
 PARTS = ("run", "contract", "weights", "ended")  # of the file, beside its format, the steps and the seal
 
@@ -33,10 +34,10 @@ def path_of(folder: Path, run: str) -> Path:
 class History:
     """One run. `save` is cheap enough for every step: each step is turned into text once."""
 
-    run: dict
-    steps: list[dict] = field(default_factory=list)
-    contract: dict | None = None
-    weights: dict | None = None
+    run: dict[str, Any]
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    contract: dict[str, Any] | None = None
+    weights: dict[str, Any] = field(default_factory=dict)  # empty until they are known: null in the file
     ended: str | None = None
     _lines: list[str] = field(default_factory=list, repr=False)
 
@@ -46,7 +47,8 @@ class History:
     def save(self, path: Path) -> None:
         """Write the history so far, sealed. Raises UserError naming the file when the disk is full."""
         self._lines.extend(json.dumps(step) for step in self.steps[len(self._lines) :])
-        head = [f'"format": {FORMAT}', *(f'"{key}": {json.dumps(getattr(self, key))}' for key in PARTS)]
+        content = {**{key: getattr(self, key) for key in PARTS}, "weights": self.weights or None}
+        head = [f'"format": {FORMAT}', *(f'"{key}": {json.dumps(part)}' for key, part in content.items())]
         sealed = hashlib.sha256(
             f'{{{", ".join(head)}, "steps": [{", ".join(self._lines)}]}}'.encode()
         ).hexdigest()
@@ -80,7 +82,8 @@ def read(path: Path) -> History:
             f"{path}: its content was changed since it was written (the seal, sha256, is another); run its training again"
         )
     history_schema.require_consistent(file, path)
-    return History(steps=content["steps"], **{key: content[key] for key in PARTS})
+    parts = {**{key: content[key] for key in PARTS}, "weights": content["weights"] or {}}
+    return History(steps=content["steps"], **parts)
 
 
 def not_finite(step: dict) -> bool:

@@ -1,15 +1,15 @@
-"""The Strategy protocol and THE loop: seeding, one step, the loss record. No ray, no deepspeed.
+"""THE loop: seeding, one step, the loss record. What it drives is a `Strategy` (strategy.py); it imports none, and no launcher.
 
-The loop knows nothing about how a strategy works; it feeds every rank its micro batches, gathers what every rank
-saw, and stops all ranks when something is wrong.
+The loop does not know how a strategy works. It feeds every rank its micro batches, gathers what every rank saw, and stops all
+ranks if something is wrong.
 """
 
 import contextlib
 import gc
 import math
 import time
-from collections.abc import Iterator
-from typing import Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from lockstep.collective import stop_together, stopping_together
 from lockstep.config import PLACES, Config, Inputs
 from lockstep.errors import TrainingFailure, UserError
 from lockstep.inputs import initial_weights, weights
-from lockstep.inputs.data import Batches, global_batch_hash, micro_batches_hash
+from lockstep.inputs.data import Batches, global_batch_hash, window_hashes
 from lockstep.inputs.model import build_model
 from lockstep.mesh import Geometry, Mesh
 from lockstep.running import progress
@@ -27,38 +27,15 @@ from lockstep.tensors.capture import Capture
 from lockstep.training import history as history_file
 from lockstep.training.contract import contract_difference, expected_contract
 from lockstep.training.observe import ComputeDtypes, peak_memory, versions
+from lockstep.training.strategy import MakeStrategy, Strategy
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
-class Strategy(Protocol):
-    """What a strategy must do. All methods are collective: every rank calls them, in the same order."""
-
-    model: torch.nn.Module  # under Hugging Face names, sharded or not
-    optimizer: object  # anything with torch's `param_groups`
-
-    def geometry(self) -> Geometry:
-        """Where this rank sits, read back from the live groups."""
-
-    def forward_backward(self, micro_batches: list[tuple]) -> torch.Tensor:
-        """Accumulate the gradient of the mean loss over the micro batches, averaged over dp, in place of the last
-        step's. Returns this rank's mean loss, shape ()."""
-
-    def update(self) -> float:
-        """Clip, step the optimizer; returns the norm of the whole model's gradient before clipping."""
-
-    def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, whole CPU tensor), un-sharded over tp and dp, one at a time; tied tensors once."""
-
-    def held(self, kind: str) -> Iterator[tuple[str, torch.Tensor, tuple, tuple]]:
-        """(name, this rank's part, shape of the full tensor, where the part begins in it) of every parameter.
-
-        `kind` is "gradient" (between `forward_backward` and `update`), or "parameter", "exp_avg" or "exp_avg_sq".
-        """
-
-    def effective_contract(self) -> dict:
-        """What it really runs with, read from live objects after a first step (see lockstep/training/observe.py)."""
-
-
-def run_with_control(config: Config, inputs: Inputs, make_strategy, device: torch.device) -> str:
+def run_with_control(
+    config: Config, inputs: Inputs, make_strategy: MakeStrategy, device: torch.device
+) -> str:
     """`run`, and after it, if --control asks for it, the control run in the same process; returns the last one's sentence."""
     line = run(config, inputs, make_strategy, device)
     if not config.control:
@@ -69,7 +46,7 @@ def run_with_control(config: Config, inputs: Inputs, make_strategy, device: torc
     return run(config.of_control(), inputs, make_strategy, device)
 
 
-def run(config: Config, inputs: Inputs, make_strategy, device: torch.device) -> str:
+def run(config: Config, inputs: Inputs, make_strategy: MakeStrategy, device: torch.device) -> str:
     """Train in this process, on this device, as one rank of an initialised process group; returns a closing sentence.
 
     `make_strategy(model, config, mesh, device)` builds the Strategy. Raises TrainingFailure on every rank.
@@ -79,7 +56,7 @@ def run(config: Config, inputs: Inputs, make_strategy, device: torch.device) -> 
     model, file_sums = _initial_model(config, inputs, rank)
     about = provenance(config, inputs)
     capture = Capture(config, model, about) if config.capture_dir else None
-    strategy: Strategy = make_strategy(model, config, config.mesh, device)
+    strategy = make_strategy(model, config, config.mesh, device)
     expected, actual = Geometry.of_rank(config.mesh, rank), strategy.geometry()
     stop_together(
         f"rank {rank}: the strategy sits at {actual}, the mesh says {expected}" if actual != expected else ""
@@ -105,10 +82,20 @@ def run(config: Config, inputs: Inputs, make_strategy, device: torch.device) -> 
     return f"{config.label}: {len(record.steps)} steps in {took}, loss {record.steps[0]['loss']:.6f} -> {last['loss']:.6f}, {path}"
 
 
-def _train(config, inputs, strategy, rank, device, file_sums, record, path, capture) -> None:
+def _train(
+    config: Config,
+    inputs: Inputs,
+    strategy: Strategy,
+    rank: int,
+    device: torch.device,
+    file_sums: dict[str, str] | None,
+    record: history_file.History,
+    path: Path,
+    capture: Capture | None,
+) -> None:
     before = _live_checksums(strategy, rank)
     _require_file_weights(before, file_sums, config)
-    if rank == 0:
+    if before is not None:
         record.weights = {"initial_sha256": weights.combined_sha256(before)}
         if capture:
             capture.manifest["initial_sha256"] = record.weights["initial_sha256"]
@@ -144,9 +131,12 @@ def _train(config, inputs, strategy, rank, device, file_sums, record, path, capt
     stop_together(problem)
     after = _live_checksums(strategy, rank)
     memory = peak_memory(device)
-    if rank == 0:
-        record.weights["final_sha256"] = weights.combined_sha256(after)
-        record.weights["moved"] = sorted(name for name in after if after[name] != before[name])
+    if before is not None and after is not None:
+        record.weights = {
+            "initial_sha256": weights.combined_sha256(before),
+            "final_sha256": weights.combined_sha256(after),
+            "moved": sorted(name for name in after if after[name] != before[name]),
+        }
         record.run["peak_memory"] = memory
         record.ended = "finished"
 
@@ -156,12 +146,12 @@ def train_step(
     batches: Batches,
     config: Config,
     rank: int,
-    device,
+    device: torch.device,
     index: int,
     capture: Capture | None = None,
     *,
     problem: str = "",
-) -> tuple[dict, list]:
+) -> tuple[dict[str, Any], list[list[float]]]:
     """One step (from 0) of the loop: feed, update, gather what every rank saw; `capture` writes down all it computes.
 
     A `problem` that this rank has had since the last step stops all ranks, without a collective of its own in every step.
@@ -178,11 +168,10 @@ def train_step(
     if capture:
         capture.gradients()
     grad_norm = strategy.update()
-    mine = [float(loss), grad_norm, micro_batches_hash(micro_batches), float(bool(problem))]
-    everyone = _gather(mine, device)
-    losses, hashes = [row[0] for row in everyone], [int(row[2]) for row in everyone]
+    everyone = _gather([float(loss), grad_norm, float(bool(problem)), *window_hashes(micro_batches)], device)
+    losses, hashes = [row[0] for row in everyone], [list(map(int, row[3:])) for row in everyone]
     seconds = time.perf_counter() - start
-    if any(row[3] for row in everyone):
+    if any(row[2] for row in everyone):
         stop_together(problem)
     _require_right_batches(hashes, config.mesh, index + 1)
     lead = [config.mesh.first_with_share(share) for share in range(config.mesh.num_sample_shares)]
@@ -194,7 +183,7 @@ def train_step(
         "learning_rate": strategy.optimizer.param_groups[0]["lr"],
         "tokens": batches.windows_per_step * config.seq_length,
         "seconds": seconds,
-        "batch_hash": global_batch_hash([hashes[r] for r in lead]),
+        "batch_hash": global_batch_hash([each for r in lead for each in hashes[r]]),
     }
     if capture:
         capture.end(step)
@@ -202,24 +191,33 @@ def train_step(
     return step, [row[:2] for row in everyone]
 
 
-def _initial_model(config: Config, inputs: Inputs, rank: int):
-    arguments = {"seed": config.seed, "attn_impl": config.attn_impl}
+def _initial_model(
+    config: Config, inputs: Inputs, rank: int
+) -> tuple["PreTrainedModel", dict[str, str] | None]:
+    """The model that the run starts from, and the checksums of the file that it is, unchanged; None if it is no file's."""
+
+    def build(path: Path | None) -> tuple["PreTrainedModel", dict[str, str] | None]:
+        return build_model(
+            inputs.architecture, seed=config.seed, attn_impl=config.attn_impl, init_weights_path=path
+        )
+
     path = initial_weights.file_of(config)
-    if config.save_init_weights:
+    written = config.written_weights
+    if written is not None:
         with stopping_together():
             if rank == 0:
-                model, _ = build_model(inputs.architecture, init_weights_path=path, **arguments)
+                model, _ = build(path)
                 weights.save(
-                    config.init_weights_path,
+                    written,
                     model,
                     inputs.architecture,
                     initial_weights.origin(config),
                     overwrite=config.overwrite,
                 )
-                print(f"Saved initial weights to {config.init_weights_path}", flush=True)
-        path = config.init_weights_path
+                print(f"Saved initial weights to {written}", flush=True)
+        path = written
     with stopping_together():  # a file need not be there on every machine
-        model, sums = build_model(inputs.architecture, init_weights_path=path, **arguments)
+        model, sums = build(path)
     if path and rank == 0:
         print(f"Loaded initial weights from {path}", flush=True)
     if config.noise_control:
@@ -228,7 +226,9 @@ def _initial_model(config: Config, inputs: Inputs, rank: int):
     return model, sums
 
 
-def _require_file_weights(live: dict | None, file_sums: dict | None, config: Config) -> None:
+def _require_file_weights(
+    live: dict[str, str] | None, file_sums: dict[str, str] | None, config: Config
+) -> None:
     """The sharded, gathered-back weights must be the file's, bit for bit (unless they were cast to bfloat16).
 
     Only rank 0 holds the checksums `live`; its finding is every rank's.
@@ -246,7 +246,7 @@ def _require_file_weights(live: dict | None, file_sums: dict | None, config: Con
     )
 
 
-def _require_right_batches(hashes: list[int], mesh: Mesh, step: int) -> None:
+def _require_right_batches(hashes: list[list[int]], mesh: Mesh, step: int) -> None:
     """Ranks with one share of the global batch see one batch, ranks with different shares do not."""
     for rank, value in enumerate(hashes):
         share = mesh.sample_share(rank)
@@ -271,8 +271,8 @@ def _require_finite(step: int, everyone: list[list[float]], mesh: Mesh) -> None:
                 )
 
 
-def _gather(mine: list[float], device) -> list[list[float]]:
-    """Every rank's numbers, in rank order. float64 carries them exactly (the hash has 48 bits)."""
+def _gather(mine: list[float], device: torch.device) -> list[list[float]]:
+    """Every rank's numbers, in rank order. float64 carries them exactly (a hash has 48 bits)."""
     row = torch.tensor(mine, dtype=torch.float64, device=device)
     everyone = [torch.empty_like(row) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, row)
@@ -288,11 +288,11 @@ def _live_checksums(strategy: Strategy, rank: int) -> dict[str, str] | None:
     return None
 
 
-def provenance(config: Config, inputs: Inputs) -> dict:
+def provenance(config: Config, inputs: Inputs) -> dict[str, Any]:
     """What a history and a dump say of a run before it begins."""
     return {
         "label": config.label,
-        "mesh": [config.dp_size, config.tp_size],
+        "mesh": config.mesh.sizes,
         "config": {key: value for key, value in config.as_dict().items() if key not in PLACES},
         "architecture": inputs.architecture,
         "architecture_source": inputs.architecture_source,

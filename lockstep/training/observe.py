@@ -4,10 +4,17 @@ import contextlib
 import importlib.metadata
 import math
 import resource
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
+from lockstep import strategies
 from lockstep.collective import gather_objects
+from lockstep.inputs import modules
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class ComputeDtypes:
@@ -19,13 +26,13 @@ class ComputeDtypes:
             "biased_linear_dtype": set(),
             "embedding_dtype": set(),
         }
-        self._handles = []
+        self._handles: list[RemovableHandle] = []
         for name, module in model.named_modules():
-            if name.endswith(("_proj", "lm_head")):
-                biased = getattr(module, "bias", None) is not None
-                self._watch(module, "biased_linear_dtype" if biased else "compute_dtype")
-            elif name.endswith("embed_tokens"):
+            own = dict(module.named_parameters(recurse=False))
+            if name == modules.EMBEDDING:
                 self._watch(module, "embedding_dtype")
+            elif "weight" in own and own["weight"].ndim == 2:
+                self._watch(module, "biased_linear_dtype" if "bias" in own else "compute_dtype")
 
     def _watch(self, module: torch.nn.Module, key: str) -> None:
         seen = self._seen[key]
@@ -37,18 +44,19 @@ class ComputeDtypes:
         return {key: sorted(seen) for key, seen in self._seen.items()}
 
 
-def model_contract(model: torch.nn.Module) -> dict:
+def model_contract(model: "PreTrainedModel") -> dict[str, Any]:
     """What the live model says of itself: attention implementation, dropout, parameter dtypes, the tie."""
+    attentions = [layer.get_submodule(modules.ATTENTION) for layer in model.get_submodule(modules.LAYERS)]
     return {
         "attention": model.config._attn_implementation,
-        "attention_dropout": max(layer.self_attn.attention_dropout for layer in model.model.layers),
+        "attention_dropout": max(attention.attention_dropout for attention in attentions),
         "training_mode": model.training,
         "parameter_dtype": sorted({str(parameter.dtype) for parameter in model.parameters()}),
-        "tied_embeddings": model.lm_head.weight is model.model.embed_tokens.weight,
+        "tied_embeddings": modules.is_tied(model),
     }
 
 
-def optimizer_contract(optimizer: torch.optim.Optimizer) -> dict:
+def optimizer_contract(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Class, rates and state dtypes of the live optimizer. Call it after a first step, when the state exists."""
     first = optimizer.param_groups[0]
     state_dtypes = {
@@ -85,7 +93,7 @@ def observed_max_grad_norm(configured: float, before: float, after: float) -> fl
     return configured if math.isclose(after, configured, rel_tol=1e-3) else after
 
 
-def torch_contract(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict:
+def torch_contract(model: "PreTrainedModel", optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Model and optimizer of a strategy that steps a torch optimizer itself; gradients are reduced in their own dtype."""
     return {
         **model_contract(model),
@@ -98,12 +106,13 @@ def torch_contract(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> 
 
 
 def versions() -> dict[str, str]:
-    """Versions of the libraries that take part, of those installed; a difference between runs is one in the experiment."""
+    """Versions of the installed libraries that take part; runs with other versions are not comparable."""
     found = {}
+    of_strategies = (row.library for row in strategies.ROWS.values() if row.library)
     for name in (
         "torch",
         "transformers",
-        "deepspeed",
+        *of_strategies,
         "ray",
         "numpy",
         "safetensors",

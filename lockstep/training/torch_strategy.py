@@ -9,42 +9,46 @@ A subclass says how to parallelize; all the rest follows from the parameters the
 
 import contextlib
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.config import Config
 from lockstep.inputs.model import causal_lm_loss
-from lockstep.mesh import Geometry, Mesh, build_device_mesh, share
+from lockstep.mesh import AXES, Geometry, Mesh, build_device_mesh, share
 from lockstep.training.observe import observed_max_grad_norm, torch_contract
 from lockstep.training.optim import (
     build_optimizer,
+    gradient_of,
     held_tensors,
     parameter_groups,
     total_norm,
 )
+from lockstep.training.strategy import MicroBatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class TorchStrategy:
-    """See `lockstep.training.loop.Strategy` for what each method has to do.
+    """See `lockstep.training.strategy.Strategy` for what each method has to do.
 
     Gradients are averaged over dp by what `parallelize` gives back: DDP or FSDP2 modules are told when a micro batch is
     the last; anything else reduces gradients by its own hooks, at every micro batch.
     """
 
-    def __init__(self, model: torch.nn.Module, config: Config, mesh: Mesh, device: torch.device):
+    def __init__(self, model: "PreTrainedModel", config: Config, mesh: Mesh, device: torch.device):
         self.config, self.device = config, device
         self.device_mesh = build_device_mesh(mesh, device.type)
-        self.wrapped = self.parallelize(
-            model.to(device=device, dtype=config.parameter_dtype), self.device_mesh
-        )
-        self.model = (
-            self.wrapped.module if isinstance(self.wrapped, DistributedDataParallel) else self.wrapped
-        )
+        model.to(device=device, dtype=config.parameter_dtype)  # type: ignore[call-arg] # a decorator of transformers loses self
+        self.wrapped = self.parallelize(model, self.device_mesh)
+        inner = self.wrapped.module if isinstance(self.wrapped, DistributedDataParallel) else self.wrapped
+        self.model = cast("PreTrainedModel", inner)  # sharded, it is still transformers' class
         self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.optimizer = build_optimizer(
             [
@@ -56,7 +60,7 @@ class TorchStrategy:
             learning_rate=config.learning_rate,
         )
 
-    def parallelize(self, model: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
+    def parallelize(self, model: "PreTrainedModel", device_mesh: DeviceMesh) -> torch.nn.Module:
         """Make the whole `model`, which every rank holds, one that runs on `device_mesh`; returns what is called in forward.
 
         `device_mesh` has the axes of lockstep/mesh.py by name. Parameters keep their Hugging Face names.
@@ -64,11 +68,9 @@ class TorchStrategy:
         raise NotImplementedError
 
     def geometry(self) -> Geometry:
-        return Geometry.of_groups(
-            {axis: self.device_mesh.get_group(axis) for axis in self.device_mesh.mesh_dim_names}
-        )
+        return Geometry.of_groups({axis: self.device_mesh.get_group(axis) for axis in AXES})
 
-    def forward_backward(self, micro_batches: list[tuple]) -> torch.Tensor:
+    def forward_backward(self, micro_batches: list[MicroBatch]) -> torch.Tensor:
         self.num_micro_batches, self.num_tokens = len(micro_batches), micro_batches[0][1].numel()
         self.optimizer.zero_grad()
         losses = []
@@ -79,10 +81,13 @@ class TorchStrategy:
                 (loss / len(micro_batches)).backward()
             losses.append(loss.detach())
         for parameter in self.parameters:  # a sum over ranks that is still to be done is done now
-            if isinstance(parameter.grad, DTensor) and any(
-                placement.is_partial() for placement in parameter.grad.placements
+            gradient = parameter.grad
+            if (
+                isinstance(parameter, DTensor)
+                and isinstance(gradient, DTensor)
+                and any(placement.is_partial() for placement in gradient.placements)
             ):
-                parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
+                parameter.grad = gradient.redistribute(placements=parameter.placements)
         return torch.stack(losses).mean()
 
     def loss(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -104,9 +109,11 @@ class TorchStrategy:
         """The norm of the whole gradient: squares of the local shards, summed over every axis that shards them."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for alike in by_layout(self.parameters):
-            square = total_norm([local(parameter.grad) for parameter in alike]) ** 2
-            for axis in sharded_axes(alike[0]):
-                dist.all_reduce(square, group=alike[0].device_mesh.get_group(axis))
+            square = total_norm([local(gradient_of(parameter)) for parameter in alike]) ** 2
+            first = alike[0]
+            if isinstance(first, DTensor):
+                for axis in sharded_axes(first):
+                    dist.all_reduce(square, group=first.device_mesh.get_group(axis))
             total += square
         return total.sqrt()
 
@@ -124,11 +131,11 @@ class TorchStrategy:
             whole = parameter.detach()
             yield name, (whole.full_tensor() if isinstance(whole, DTensor) else whole).cpu()
 
-    def held(self, kind: str) -> Iterator[tuple[str, torch.Tensor, tuple, tuple]]:
+    def held(self, kind: str) -> Iterator[tuple[str, torch.Tensor, tuple[int, ...], tuple[int, ...]]]:
         for name, tensor in held_tensors(self.model, self.optimizer, kind):
             yield name, local(tensor), tuple(tensor.shape), start_of(tensor)
 
-    def effective_contract(self) -> dict:
+    def effective_contract(self) -> dict[str, Any]:
         return {
             **torch_contract(self.model, self.optimizer),
             "max_grad_norm": observed_max_grad_norm(
@@ -148,7 +155,7 @@ class TorchStrategy:
             if isinstance(self.wrapped, FSDPModule)
             else None
         )
-        return told or parameter.grad.dtype
+        return told or gradient_of(parameter).dtype
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -156,9 +163,9 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def by_layout(parameters: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+def by_layout(parameters: list[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
     """Parameters grouped by device mesh and by the axes that cut them; plain tensors are a group of their own."""
-    groups: dict = {}
+    groups: dict[object, list[torch.nn.Parameter]] = {}
     for parameter in parameters:
         layout = (parameter.device_mesh, sharded_axes(parameter)) if isinstance(parameter, DTensor) else None
         groups.setdefault(layout, []).append(parameter)
@@ -175,9 +182,11 @@ def sharded_axes(tensor: torch.Tensor) -> tuple[int, ...]:
 def start_of(tensor: torch.Tensor) -> tuple[int, ...]:
     """Where this rank's part begins in the full tensor. The innermost axis cut it first, the next one what that had left."""
     start, shape = [0] * tensor.ndim, list(tensor.shape)
+    if not isinstance(tensor, DTensor):
+        return tuple(start)
     for axis in reversed(sharded_axes(tensor)):
         mesh = tensor.device_mesh
-        dim = tensor.placements[axis].dim
+        dim = cast(Shard, tensor.placements[axis]).dim  # or _StridedShard, which has a dim too
         first, shape[dim] = share(shape[dim], mesh.get_local_rank(axis), mesh.size(axis))
         start[dim] += first
     if shape != list(local(tensor).shape):

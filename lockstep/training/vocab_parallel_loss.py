@@ -8,6 +8,8 @@ so three all-reduces of one number per token replace a gather of (T, V) logits (
 section 3). Everything is computed in float32, whatever the dtype of the logits.
 """
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
@@ -16,7 +18,9 @@ _ROWS = 16  # tokens handled at a time: the float32 copy of their logits stays i
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, labels, first_id, group):
+    def forward(
+        ctx: Any, logits: torch.Tensor, labels: torch.Tensor, first_id: int, group: dist.ProcessGroup
+    ) -> torch.Tensor:
         """logits (T, V_local), labels (T,) global ids, first_id a_r; returns the mean loss, float32, shape ()."""
         num_tokens, local_vocab = logits.shape
         maximum = logits.amax(dim=-1).float()
@@ -42,7 +46,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         return (sums.log() + maximum - target).mean()
 
     @staticmethod
-    def backward(ctx, grad_loss):
+    def backward(ctx: Any, grad_loss: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         probabilities, sums, local_labels, mine = ctx.saved_tensors
         num_tokens = len(sums)
         scale = grad_loss / num_tokens
@@ -57,7 +61,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
 
 def vocab_parallel_cross_entropy(
-    logits: torch.Tensor, labels: torch.Tensor, first_id: int, group
+    logits: torch.Tensor, labels: torch.Tensor, first_id: int, group: dist.ProcessGroup
 ) -> torch.Tensor:
     """Mean cross-entropy over all tokens, equal on every rank of `group`.
 
