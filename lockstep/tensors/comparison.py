@@ -337,7 +337,7 @@ def _losses(
     found = []
     for rank in range(shares):
         loss = of_rank(baseline, rank)
-        noise = loss_noise(precision, loss, baseline.run["architecture"], tokens, ulps=RANK_ULPS)
+        noise = loss_noise(baseline.run, baseline.steps["1"]["loss"], loss, tokens, ulps=RANK_ULPS)
         by_strategy, exact = (
             {name: of_rank(dump, rank) for name, dump in each.items()} for each in (dumps, references)
         )
