@@ -8,13 +8,13 @@ import re
 
 from lockstep.errors import UserError, printable
 
-Rule = tuple[
+Refusal = tuple[
     tuple[object, ...], str
 ]  # the values that ask for nothing, why any other is refused and what to do
 OFF: tuple[object, ...] = (None, False, 0, 0.0, [], {})
 _OTHER = "transformers' model of this family does not do that, nor does the reference; remove it, or choose another model"
 _PLAN = "every strategy here has a plan of its own; remove it"
-NEUTRAL: dict[str, Rule] = {
+NEUTRAL: dict[str, Refusal] = {
     "quantization_config": (
         OFF,
         "quantized weights are not trained here; choose the model that is not quantized",
@@ -61,7 +61,7 @@ _PATTERNS = (  # of names; the same two things
     ),
     (re.compile(r"(num|n)_(local_|routed_|shared_)?experts"), OFF, _OTHER),
 )
-_ONLY_OTHERS_HAVE: dict[str, dict[str, Rule]] = {  # family -> keys that mean something to other families
+_ONLY_OTHERS_HAVE: dict[str, dict[str, Refusal]] = {  # family -> keys that mean something to other families
     "qwen2": {
         "attention_bias": (
             (None, True),

@@ -37,8 +37,8 @@ from lockstep.tensors.comparable_dumps import (
 from lockstep.tensors.distance import (
     BLOCK,
     Distance,
+    Measured,
     Size,
-    Tensor,
     clip_factor,
     on_all_cores,
     tensor_distances,
@@ -190,13 +190,13 @@ def _names(dump: Dump, step: int) -> list[str]:
     return [name for name in dump.expected(step) if PASSES[name.split("/")[0]] != "update"]
 
 
-def _measure(names: list[str], truths: dict[str, Dump], dumps: dict[str, Dump], step: int) -> list[Tensor]:
-    """A Tensor for each name: the dumps that have it, in their order, against their references."""
+def _measure(names: list[str], truths: dict[str, Dump], dumps: dict[str, Dump], step: int) -> list[Measured]:
+    """What was measured of each name: the dumps that have it, in their order, against their references."""
     sizes = [math.prod(next(iter(truths.values())).expected(step)[name]) for name in names]
     return on_all_cores(functools.partial(_distances, truths, dumps, step), names, sizes)
 
 
-def _distances(truths: dict[str, Dump], dumps: dict[str, Dump], step: int, name: str) -> Tensor:
+def _distances(truths: dict[str, Dump], dumps: dict[str, Dump], step: int, name: str) -> Measured:
     have = [strategy for strategy, dump in dumps.items() if dump.has(step, name)]
     return tensor_distances(
         [truths[strategy] for strategy in have], [dumps[strategy] for strategy in have], step, name

@@ -138,7 +138,7 @@ def _blocks(sources: list[tuple[Dump, int, str]]) -> Iterator[list[np.ndarray]]:
 
 
 @dataclass
-class Tensor:
+class Measured:
     """One tensor of several dumps: distances from the truth, differences from the first dump, equality of the last two."""
 
     distances: list[Distance]
@@ -152,7 +152,7 @@ QUIET = np.errstate(
 
 
 @QUIET
-def tensor_distances(truths: list[Dump], dumps: list[Dump], step: int, name: str) -> Tensor:
+def tensor_distances(truths: list[Dump], dumps: list[Dump], step: int, name: str) -> Measured:
     """One tensor of every dump against its truth (often one truth for all), reading each file once."""
     exact_dumps = list(dict.fromkeys(truths))
     places = [exact_dumps.index(truth) for truth in truths]
@@ -170,7 +170,7 @@ def tensor_distances(truths: list[Dump], dumps: list[Dump], step: int, name: str
         if same and len(values) > 1:
             same = np.array_equal(values[-1].view(np.uint64), values[-2].view(np.uint64))
     distances = [each.distance(true[place], true[place]) for each, place in zip(found, places, strict=True)]
-    return Tensor(distances, [each.result() for each in apart], same)
+    return Measured(distances, [each.result() for each in apart], same)
 
 
 @QUIET

@@ -4,7 +4,7 @@ import math
 import statistics
 from dataclasses import dataclass, field
 
-from lockstep.tensors.distance import Distance, Size, Tensor
+from lockstep.tensors.distance import Distance, Measured, Size
 from lockstep.tensors.dump import Dump
 
 MULTIPLE = 4  # of DDP's own distance
@@ -24,11 +24,11 @@ UNIT = {"fp32": 2.0**-24, "autocast": 2.0**-9}  # unit roundoff of the arithmeti
 ROUNDING = {"F64": 2.0**-53, "F32": 2.0**-24, "BF16": 2.0**-9, "I64": 0.0}
 PASSES = {"batch": "batch", "forward": "forward", "backward": "backward", "gradient": "gradient"}
 PASSES |= dict.fromkeys(UPDATE, "update")
-KINDS = tuple(kind for kind in PASSES if kind != "batch")  # of tensors that are computed
+COMPUTED = tuple(kind for kind in PASSES if kind != "batch")  # of tensors that are computed
 
 
 @dataclass
-class Row:
+class Judgement:
     """One tensor of one run in one step, judged."""
 
     strategy: str
@@ -104,7 +104,9 @@ def yardstick(ddp: Distance, typical: Size | None = None) -> Size:
     )
 
 
-def judge(strategy: str, step: int, name: str, distance: Distance, measure: Size, rounding: float) -> Row:
+def judge(
+    strategy: str, step: int, name: str, distance: Distance, measure: Size, rounding: float
+) -> Judgement:
     """A row with its tolerances. `measure` is DDP's `yardstick`, `rounding` the unit roundoff of the tensor's dtype.
 
     The batch must be equal; an optimizer step may make a few roundings of its own input; everything else may be
@@ -112,12 +114,12 @@ def judge(strategy: str, step: int, name: str, distance: Distance, measure: Size
     """
     kind = name.split("/")[0]
     if kind == "batch":
-        return Row(strategy, step, name, distance, 0.0, 0.0)
+        return Judgement(strategy, step, name, distance, 0.0, 0.0)
     if kind in UPDATE:
         own = UPDATE[kind] * rounding
         of_change = UPDATE_OF_CHANGE * rounding if kind == "parameter" else 0.0
         tolerated = own * distance.norm + of_change * distance.change
-        return Row(
+        return Judgement(
             strategy,
             step,
             name,
@@ -127,12 +129,12 @@ def judge(strategy: str, step: int, name: str, distance: Distance, measure: Size
         )
     tolerated = MULTIPLE * measure.norm + FLOOR * rounding * distance.norm
     largest = MULTIPLE * measure.largest + FLOOR * rounding * distance.largest
-    return Row(strategy, step, name, distance, tolerated, largest)
+    return Judgement(strategy, step, name, distance, tolerated, largest)
 
 
 def judge_yardstick(
     strategy: str, step: int, name: str, distance: Distance, precision: str, noise: Size
-) -> Row:
+) -> Judgement:
     """DDP's own row: a yardstick that is itself ten times farther off than correct runs are measures nothing.
 
     `noise` is the size that rounding noise alone may have in this pass: a tensor below it cannot be judged, but is no
@@ -142,7 +144,7 @@ def judge_yardstick(
     tolerated, largest = limit * distance.norm, limit * distance.largest
     if distance.error > tolerated or distance.largest_error > largest:
         tolerated, largest = max(tolerated, limit * noise.norm), max(largest, limit * noise.largest)
-    return Row(strategy, step, name, distance, tolerated, largest)
+    return Judgement(strategy, step, name, distance, tolerated, largest)
 
 
 def _over(error: float, tolerated: float) -> float:
@@ -191,9 +193,9 @@ class Result:
 
     dumps: dict[str, Dump]  # that were judged
     baseline: str  # whose losses the others' are held against
-    rows: list[Row]
+    rows: list[Judgement]
     losses: list[Loss]
-    pairs: dict[str, Tensor]  # of step 1, every tensor but the update's
+    pairs: dict[str, Measured]  # of step 1, every tensor but the update's
     columns: dict[str, Dump]  # the dumps that `pairs` speak of, in order
     missing: list[tuple[str, int, str]]  # (run, step, tensor) that the run should have computed and did not
     has_reference: bool = False
@@ -273,7 +275,7 @@ class Result:
         )
 
 
-def describe(row: Row) -> str:
+def describe(row: Judgement) -> str:
     distance = row.distance
     return (
         f"{distance.relative:.2e} of its norm from the reference, {_over(row.tolerated, distance.norm):.1e} is tolerated; "
