@@ -9,12 +9,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    ParallelStyle,
     PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
 )
 
+from lockstep.inputs import modules
 from lockstep.mesh import share
 from lockstep.training.torch_strategy import TorchStrategy
 from lockstep.training.vocab_parallel_loss import vocab_parallel_cross_entropy
@@ -25,66 +27,79 @@ if TYPE_CHECKING:
 # full_tensor() gathers over tp, then over dp, and is told each time that one collective would be faster.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
-# The plan. x is replicated over tp between blocks; a colwise weight holds some output rows on each rank, the
-# rowwise weight behind it holds the matching input columns, and its partial products are summed.
+# How each style of a model's own plan is done here. x is replicated over tp between blocks; a colwise weight holds some
+# output rows on each rank, the rowwise weight behind it holds the matching input columns, and its partial products are summed.
 #   y = sum_r f(x A_r) B_r        (Megatron-LM, arXiv 1909.08053, section 3)
-TP_PLAN = {
-    # vocabulary ids 0..V/tp-1 on tp rank 0, and so on; ids of other ranks look up zero, then a sum
-    "model.embed_tokens": ("rowwise", RowwiseParallel(input_layouts=Replicate())),
-    # enter the block once: the gradients of q, k and v are summed locally, then all-reduced over tp together
-    "model.layers.*.self_attn": (
-        "input",
-        PrepareModuleInput(
-            input_kwarg_layouts={"hidden_states": Replicate()},
-            desired_input_kwarg_layouts={"hidden_states": Replicate()},
-        ),
+STYLES: dict[str, ParallelStyle] = {
+    "colwise": ColwiseParallel(),  # whole heads, whole KV heads, columns of the MLP; with their bias
+    "rowwise": RowwiseParallel(),
+    # One norm for all heads. Its weight is whole on every rank, which knows only its own heads' share of the gradient:
+    # the shares are summed over tp. Dim 2 of (batch, sequence, heads, head_dim) is the one that is cut.
+    "replicated_with_grad_allreduce": SequenceParallel(sequence_dim=2, use_local_output=True),
+}
+# What the plan of a model lacks, or has otherwise.
+OWN_ROWS: dict[str, ParallelStyle] = {
+    # No family's plan cuts it. Ids 0..V/tp-1 are on tp rank 0, and so on; ids of other ranks look up zero, then a sum.
+    modules.EMBEDDING: RowwiseParallel(input_layouts=Replicate()),
+    # It is no part of the base model. The same rows as the embedding, so the tie survives; logits stay sharded and the
+    # loss is computed on shards, where transformers' plan of the head ("colwise_gather_output") would gather them.
+    modules.HEAD: ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+    # Enter a block once: the gradients of q, k and v (of gate and up) are summed locally, then all-reduced over tp together.
+    # Without these rows each layer would all-reduce its own.
+    f"{modules.LAYERS}.*.{modules.ATTENTION}": PrepareModuleInput(
+        input_kwarg_layouts={"hidden_states": Replicate()},
+        desired_input_kwarg_layouts={"hidden_states": Replicate()},
     ),
-    "model.layers.*.self_attn.q_proj": ("colwise", ColwiseParallel()),  # whole heads, with their bias
-    "model.layers.*.self_attn.k_proj": ("colwise", ColwiseParallel()),  # whole KV heads, with their bias
-    "model.layers.*.self_attn.v_proj": ("colwise", ColwiseParallel()),
-    # Qwen3: one norm for all heads. Its weight is whole on every rank, which knows only its own heads' share of the
-    # gradient: the shares are summed over tp.
-    "model.layers.*.self_attn.q_norm": (
-        "replicated_with_grad_allreduce",
-        SequenceParallel(sequence_dim=2, use_local_output=True),
+    f"{modules.LAYERS}.*.{modules.MLP}": PrepareModuleInput(
+        input_layouts=Replicate(), desired_input_layouts=Replicate()
     ),
-    "model.layers.*.self_attn.k_norm": (
-        "replicated_with_grad_allreduce",
-        SequenceParallel(sequence_dim=2, use_local_output=True),
-    ),
-    "model.layers.*.self_attn.o_proj": (
-        "rowwise",
-        RowwiseParallel(),
-    ),  # no bias in Qwen2: nothing added twice
-    "model.layers.*.mlp": (
-        "input",
-        PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate()),
-    ),
-    "model.layers.*.mlp.gate_proj": ("colwise", ColwiseParallel()),
-    "model.layers.*.mlp.up_proj": ("colwise", ColwiseParallel()),
-    "model.layers.*.mlp.down_proj": ("rowwise", RowwiseParallel()),
-    # the same rows as the embedding, so the tie survives; logits stay sharded and the loss is computed on shards
-    "lm_head": ("colwise", ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)),
 }
 
 
-def check_plan(model: "PreTrainedModel") -> None:
-    """Hold TP_PLAN against the plan that comes with the model (`base_model_tp_plan`).
+def tp_plan(model: "PreTrainedModel") -> dict[str, ParallelStyle]:
+    """Module, with * for its layer's number -> how it is cut over tp: the model's own plan (`base_model_tp_plan`) and OWN_ROWS.
 
-    Raises ValueError naming the first module that the two shard differently or that ours leaves whole.
+    Raises ValueError naming the first row that is not understood, and the first module that would need one and has none.
     """
     if model.config.base_model_tp_plan is None:
-        raise ValueError(f"{type(model).__name__} comes with no plan to hold TP_PLAN against")
+        raise ValueError(f"{type(model).__name__} comes with no tensor-parallel plan")
+    plan = dict(OWN_ROWS)
     for pattern, style in model.config.base_model_tp_plan.items():
-        ours = TP_PLAN.get(f"model.{pattern}", ("nothing", None))[0]
-        if ours != style:
-            raise ValueError(f"TP_PLAN has {ours!r} for model.{pattern}, the model's own plan has {style!r}")
-    planned = {pattern for pattern, (style, _) in TP_PLAN.items() if style != "input"}
-    for name, module in model.named_modules():
-        if isinstance(module, (torch.nn.Linear, torch.nn.Embedding)) and _pattern(name) not in planned:
+        name = f"{modules.BASE}.{pattern}"
+        if style not in STYLES:
             raise ValueError(
-                f"TP_PLAN says nothing about {_pattern(name)}: every linear layer and embedding needs a row"
+                f"the model's own plan has {style!r} for {name}, which is not known here; known: {', '.join(STYLES)} "
+                "(fsdp_strategy.STYLES)"
             )
+        if name in OWN_ROWS:
+            raise ValueError(
+                f"the model's own plan has a row for {name} ({style!r}), and so has fsdp_strategy.OWN_ROWS; keep one of them"
+            )
+        plan[name] = STYLES[style]
+    _require_fits(model, plan)
+    return plan
+
+
+def _require_fits(model: torch.nn.Module, plan: dict[str, ParallelStyle]) -> None:
+    """Every row has a module; every linear layer, embedding and weight inside a block has a row; head norms are on heads."""
+    here = {_pattern(name): module for name, module in model.named_modules()}
+    stray = next((pattern for pattern in plan if pattern not in here), None)
+    if stray:
+        raise ValueError(f"the tensor-parallel plan has a row for {stray}, and the model has no such module")
+    for pattern, module in here.items():
+        cut = isinstance(module, (torch.nn.Linear, torch.nn.Embedding)) or pattern.rpartition(".")[0] in plan
+        if cut and pattern not in plan and any(True for _ in module.parameters(recurse=False)):
+            raise ValueError(
+                f"the tensor-parallel plan says nothing about {pattern}: every linear layer and embedding, and whatever has "
+                "weights inside attention and MLP, needs a row"
+            )
+        if plan.get(pattern) is STYLES["replicated_with_grad_allreduce"]:
+            heads = here[pattern.rpartition(".")[0]].head_dim
+            if tuple(module.weight.shape) != (heads,):
+                raise ValueError(
+                    f"{pattern} has weights of shape {tuple(module.weight.shape)}, and only a norm on heads of {heads} may "
+                    "have its gradient summed over tp"
+                )
 
 
 def _pattern(name: str) -> str:
@@ -100,23 +115,22 @@ class FSDPStrategy(TorchStrategy):
             shard_over_tp(model, device_mesh["tp"])
         # Shards are gathered once per step: kept between forward and backward, as ZeRO-1 keeps whole parameters.
         # At dp 1 this gathers nothing and still makes every strategy run the same code.
-        for layer in model.model.layers:
+        for layer in model.get_submodule(modules.LAYERS).children():
             fully_shard(layer, mesh=device_mesh["dp"], reshard_after_forward=False)
         fully_shard(model, mesh=device_mesh["dp"], reshard_after_forward=False)
         return model
 
 
 def shard_over_tp(model: "PreTrainedModel", tp_mesh: DeviceMesh) -> None:
-    """Cut the model by TP_PLAN, in place; its loss is then computed on shards of the vocabulary."""
-    check_plan(model)
-    tied = model.lm_head.weight is model.model.embed_tokens.weight
-    here = {_pattern(name) for name, _ in model.named_modules()}
-    styles = {pattern: style for pattern, (_, style) in TP_PLAN.items() if pattern in here}
-    parallelize_module(model, tp_mesh, styles, src_data_rank=None)  # all ranks hold equal weights already
-    head = model.lm_head
+    """Cut the model by its `tp_plan`, in place; its loss is then computed on shards of the vocabulary."""
+    tied = modules.is_tied(model)
+    plan = tp_plan(model)
+    parallelize_module(model, tp_mesh, plan, src_data_rank=None)  # all ranks hold equal weights already
     if tied:  # parallelize_module makes a new Parameter of each; make them one again
-        head.weight = model.model.embed_tokens.weight
-    first_id, _ = share(head.out_features, tp_mesh.get_local_rank(), tp_mesh.size())
+        model.get_submodule(modules.HEAD).weight = model.get_submodule(modules.EMBEDDING).weight
+    first_id, _ = share(
+        model.get_parameter(modules.HEAD_WEIGHT).shape[0], tp_mesh.get_local_rank(), tp_mesh.size()
+    )
     group = tp_mesh.get_group()
 
     def loss_on_shards(

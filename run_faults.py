@@ -170,9 +170,8 @@ def train(groups: dict[Group, list[tuple["Fault", Row]]], folder: Path) -> dict[
     from lockstep.running import jobs
 
     outcome: dict[Planned, float | str] = {}
-    by_mesh: dict[tuple[int, int], list[Planned]] = collections.defaultdict(
-        list
-    )  # DeepSpeed cannot change its mesh within a process
+    # a strategy may be unable to change its mesh within a process (docs/findings.md)
+    by_mesh: dict[tuple[int, int], list[Planned]] = collections.defaultdict(list)
     for group, pairs in groups.items():
         by_mesh[group.mesh.dp, 1] += [(group, CLEAN, BASELINE), (group, CLEAN, history.CONTROL)]
         for row in dict.fromkeys(row for _, row in pairs):

@@ -1,4 +1,4 @@
-"""Tensor by tensor: DDP, DeepSpeed AutoTP and FSDP+DTensor against a float64 reference, from shared weights and batches.
+"""Tensor by tensor: every strategy against a float64 reference, from the same weights and batches.
 
     python run_verification.py --output_dir runs/verify
     python run_verification.py --model_name Qwen/Qwen2.5-0.5B --num_layers 2 --batch_size 2 --seq_length 128

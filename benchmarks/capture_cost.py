@@ -14,15 +14,17 @@ import tempfile
 import time
 from pathlib import Path
 
+from lockstep.files import require_writable_file, write_result
+from lockstep.mesh import Mesh
+from lockstep.running import jobs
+from lockstep.strategies import ROWS
 from lockstep.tensors import comparison as compare
 from lockstep.tensors.dump import Dump
 from lockstep.training import history
 
 ROOT = Path(__file__).parents[1]
-from lockstep.files import require_writable_file, write_result
-from lockstep.running import jobs
 
-RANKS = {"ddp": 2, "deepspeed": 4, "fsdp": 4}
+MESHES = {name: row.largest(Mesh(dp=2, tp=2)) for name, row in ROWS.items()}
 CAPTURED, PLAIN = 3, 4
 
 
@@ -36,7 +38,9 @@ def train(strategy: str, folder: Path, model: list[str]) -> dict:
         "--storage_path",
         str(folder),
     ]
-    jobs.start_all(RANKS[strategy], [{"strategy": strategy, "arguments": arguments}], folder / "work")
+    jobs.start_all(
+        MESHES[strategy].world_size, [{"strategy": strategy, "arguments": arguments}], folder / "work"
+    )
     record = history.read(history.path_of(folder / "losses", strategy))
     seconds = [step["seconds"] for step in record.steps]
     captured, plain = statistics.median(seconds[1:CAPTURED]), statistics.median(seconds[CAPTURED + 1 :])
@@ -68,7 +72,7 @@ def plain_pass(folder: Path) -> float:
 
 def comparison(folder: Path) -> float:
     start = time.perf_counter()
-    opened = [Dump(folder / name) for name in ("ddp", "deepspeed", "fsdp", "reference")]
+    opened = [Dump(folder / name) for name in (*MESHES, "reference")]
     result = compare.compare(*compare.arrange(opened))
     assert result.rows
     return time.perf_counter() - start
@@ -101,7 +105,7 @@ def main() -> None:
             ratio = statistics.median(ours / plain for ours, plain in pairs)
             content[f"from the {where}"] = {"comparison_and_plain_pass_s": pairs, "median_ratio": ratio}
     else:
-        for strategy in RANKS:
+        for strategy in MESHES:
             with tempfile.TemporaryDirectory(dir=ROOT / "runs") as folder:
                 content[strategy] = train(strategy, Path(folder), model)
             print(strategy, content[strategy], flush=True)

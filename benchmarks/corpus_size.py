@@ -20,6 +20,7 @@ from pathlib import Path
 
 from lockstep import config as config_module
 from lockstep.inputs.architectures import TINY_QWEN2
+from lockstep.strategies import BASELINE
 
 SIZES, SIZES_BPE = (1, 10, 100, 1000), (1, 10, 100)  # MB
 STEPS = 100
@@ -64,7 +65,7 @@ def peak_mib() -> int:
 def measure(flags: list[str]) -> None:
     """In this process; prints one line of JSON."""
     start = time.perf_counter()
-    config = config_module.parse_config("ddp", flags)
+    config = config_module.parse_config(BASELINE, flags)
     before = peak_mib()
     inputs = config_module.load_inputs(config)
     loaded = time.perf_counter()

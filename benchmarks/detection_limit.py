@@ -24,7 +24,7 @@ from lockstep.tensors.distance import Distance, Size, clip_factor
 from lockstep.tensors.dump import Dump
 from lockstep.tensors.judgement import (
     COMPUTED,
-    ROUNDING,
+    ROUNDOFF,
     UPDATE,
     is_vector_gradient,
     judge,
@@ -72,7 +72,7 @@ def limit(is_noticed) -> float:
     return 2.0**high if high <= LARGEST else float("inf")
 
 
-def limits_of(mine, exact, change, measure, name: str, sign: int, rounding: float) -> dict[str, float]:
+def limits_of(mine, exact, change, measure, name: str, sign: int, roundoff: float) -> dict[str, float]:
     """The limits of one tensor, by what is spoilt."""
     error, true, shown = mine - exact, sizes(exact), sizes(change)
     middling = int(mine.abs().flatten().median(dim=0).indices)
@@ -82,7 +82,7 @@ def limits_of(mine, exact, change, measure, name: str, sign: int, rounding: floa
     others = sizes(rest)
 
     def too_far(off: Size) -> bool:
-        return judge("", 1, name, Distance(*off, *true, true.norm, *shown, 1.0), measure, rounding).too_far
+        return judge("", 1, name, Distance(*off, *true, true.norm, *shown, 1.0), measure, roundoff).too_far
 
     def whole(e: float) -> bool:
         return too_far(sizes(torch.add(error, mine, alpha=sign * e)))
@@ -119,8 +119,8 @@ def limits(folder: Path, kind: str) -> dict[str, list[float]]:
             measure = yardstick(
                 distance(ddp, reference, name), typical if is_vector_gradient(name, entries[name]) else None
             )
-        rounding = ROUNDING[entries[name]["dtype"]]
-        for what, value in limits_of(mine, exact, change, measure, name, sign, rounding).items():
+        roundoff = ROUNDOFF[entries[name]["dtype"]]
+        for what, value in limits_of(mine, exact, change, measure, name, sign, roundoff).items():
             found[what].append(value)
     return {what: sorted(values) for what, values in found.items()}
 

@@ -22,12 +22,13 @@ from lockstep.inputs.model import build_model, causal_lm_loss
 from lockstep.strategies import ROWS
 from lockstep.training import history
 from lockstep.training import loop as training
+from lockstep.training.torch_strategy import TorchStrategy
 
 
-def bare_step(name, strategy, config, device, batch):
-    """One step as written by hand; only FSDP's norm, which torch cannot take over two meshes, is the strategy's."""
+def bare_step(strategy, config, device, batch):
+    """One step as written by hand; only the norm of shards, which torch cannot take over two meshes, is the strategy's."""
     input_ids, labels = batch
-    if name == "deepspeed":
+    if not isinstance(strategy, TorchStrategy):  # an engine holds model and optimizer
         loss = causal_lm_loss(strategy.engine, input_ids, labels)
         strategy.engine.backward(loss)
         strategy.engine.step()
@@ -36,7 +37,7 @@ def bare_step(name, strategy, config, device, batch):
         with config.autocast(device):
             loss = causal_lm_loss(strategy.wrapped, input_ids, labels)
         loss.backward()
-        if name == "ddp":
+        if config.row.whole_replicas:
             torch.nn.utils.clip_grad_norm_(strategy.parameters, config.max_grad_norm)
             strategy.optimizer.step()
         else:
@@ -77,7 +78,7 @@ def main() -> None:
         return time.perf_counter() - start
 
     def bare():
-        bare_step(options.strategy, strategy, config, device, next(in_memory))
+        bare_step(strategy, config, device, next(in_memory))
 
     pairs = [(timed(loop_step), timed(bare)) for _ in range(options.steps)][10:]  # the first ten warm up
     if rank == 0:

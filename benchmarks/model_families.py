@@ -74,7 +74,9 @@ def draw(family: str, chance: random.Random) -> dict:
         head_dim = content["head_dim"]
     if chance.random() < 0.4:
         content["pad_token_id"] = chance.randrange(content["vocab_size"])
-    if family != "llama" and chance.random() < 0.6:
+    if family == "mistral":
+        content["sliding_window"] = chance.choice((None, 1, 2, 5, 16, 63, 64, 200))
+    if family in ("qwen2", "qwen3") and chance.random() < 0.6:
         content.update(
             use_sliding_window=chance.random() < 0.8, sliding_window=chance.choice((1, 2, 5, 16, 63, 64, 200))
         )
@@ -189,9 +191,10 @@ def write_report(rows: list[dict], path: Path, seed: int) -> None:
 def drawn(number: int, seed: int) -> list[dict]:
     """The configurations: the families in turn, every other one with something odd in it."""
     chance = random.Random(seed)
+    families = list(model_config.FAMILIES)
     configs = []
     for index in range(number):
-        content = draw(list(model_config.FAMILIES)[index % 3], chance)
+        content = draw(families[index % len(families)], chance)
         if index % 2:
             odd(content, chance)
         configs.append(content)

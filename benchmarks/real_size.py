@@ -1,9 +1,9 @@
-"""Step time of the three strategies at Qwen2.5-0.5B's real sizes (2 layers, sequence 256, autocast), in alternation.
+"""Step time of every strategy at Qwen2.5-0.5B's real sizes (2 layers, sequence 256, autocast), in alternation.
 
     python benchmarks/real_size.py --repeats 3 --steps 8 --output results/real_size.json
 
 Each run has a start of its own; the first three steps are left out; medians over the rest. Prints step time, tokens per
-second and peak memory per rank, and FSDP's step time as a ratio of AutoTP's, pair by pair.
+second and peak memory per rank, and each step time as a ratio of the first strategy's, pair by pair.
 """
 
 import argparse
@@ -14,14 +14,14 @@ import statistics
 import tempfile
 from pathlib import Path
 
+from lockstep.files import require_writable_file, write_result
+from lockstep.mesh import Mesh
+from lockstep.running import jobs
+from lockstep.strategies import BASELINE, ROWS, others
 from lockstep.training import history
 
-ROOT = Path(__file__).parents[1]
-from lockstep.files import require_writable_file, write_result
-from lockstep.running import jobs
-
 WARM_UP = 3
-RANKS = {"ddp": 2, "deepspeed": 4, "fsdp": 4}
+MESHES = {name: row.largest(Mesh(dp=2, tp=2)) for name, row in ROWS.items()}
 
 
 def measure(strategy: str, steps: int, batch_size: int) -> dict:
@@ -46,7 +46,9 @@ def measure(strategy: str, steps: int, batch_size: int) -> dict:
             folder,
         ]
         jobs.start_all(
-            RANKS[strategy], [{"strategy": strategy, "arguments": arguments}], Path(folder) / "work"
+            MESHES[strategy].world_size,
+            [{"strategy": strategy, "arguments": arguments}],
+            Path(folder) / "work",
         )
         record = history.read(history.path_of(Path(folder), strategy))
     assert record.contract["fused"], "the optimizer must be fused"
@@ -66,7 +68,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--batch_size", type=int, default=2)
-    parser.add_argument("--strategies", nargs="+", default=["deepspeed", "fsdp", "ddp"], choices=RANKS)
+    parser.add_argument("--strategies", nargs="+", default=[*others(), BASELINE], choices=ROWS)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     if options.output:
@@ -77,14 +79,17 @@ def main() -> None:
             runs[strategy].append(measure(strategy, options.steps, options.batch_size))
             print(f"{repeat + 1} {strategy:<10} {runs[strategy][-1]}", flush=True)
     summary = {s: statistics.median(run["seconds"] for run in r) for s, r in runs.items()}
-    ratios = []
-    if {"fsdp", "deepspeed"} <= runs.keys():
-        ratios = [f["seconds"] / d["seconds"] for f, d in zip(runs["fsdp"], runs["deepspeed"], strict=True)]
-        print(f"FSDP / AutoTP: median {statistics.median(ratios):.3f} of {[round(r, 3) for r in ratios]}")
+    first, *rest = options.strategies
+    ratios = {}
+    for strategy in rest:
+        pairs = zip(runs[strategy], runs[first], strict=True)
+        ratios[strategy] = [mine["seconds"] / theirs["seconds"] for mine, theirs in pairs]
+        median, each = statistics.median(ratios[strategy]), [round(ratio, 3) for ratio in ratios[strategy]]
+        print(f"{ROWS[strategy].label} / {ROWS[first].label}: median {median:.3f} of {each}")
     print(f"median step seconds: {summary}")
     if options.output:
         machine = {"cores": os.cpu_count(), "processor": platform.machine(), "batch_size": options.batch_size}
-        content = {"machine": machine, "runs": runs, "median_seconds": summary, "fsdp_over_autotp": ratios}
+        content = {"machine": machine, "runs": runs, "median_seconds": summary, f"over_{first}": ratios}
         write_result(options.output, json.dumps(content, indent=1) + "\n")
 
 

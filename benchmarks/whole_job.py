@@ -2,8 +2,8 @@
 
     python benchmarks/whole_job.py --repeats 3 --output results/whole_job.json
 
-Both in fp32 on the CPU, with the control run; the new side judges the tensors as well. Everything is installed and DeepSpeed's extension
-built. Prints the ratio pair by pair, and where the new script's time goes by the times at which its lines appear.
+Both in fp32 on the CPU, with the control run; the new side judges the tensors as well. Install everything and run the script once before:
+an extension is built in the first run. Prints the ratio pair by pair, and where the new script's time goes by the times at which its lines appear.
 """
 
 import argparse

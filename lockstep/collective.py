@@ -1,10 +1,12 @@
 """What all ranks say to each other outside the training itself: Python objects, and reasons to stop."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import TypeVar
 
 import torch.distributed as dist
 
-from lockstep.errors import TrainingFailure
+from lockstep.errors import TrainingFailure, UserError
 
 Said = TypeVar("Said")
 
@@ -21,6 +23,19 @@ def stop_together(problem: str) -> None:
     first = next((text for text in gather_objects(problem) if text), "")
     if first:
         raise TrainingFailure(first)
+
+
+@contextlib.contextmanager
+def stopping_together() -> Iterator[None]:
+    """What each rank does for itself, without the others, or only one of them: a UserError of one is raised as
+    TrainingFailure on every rank. Collective, at its end.
+    """
+    problem = ""
+    try:
+        yield
+    except UserError as error:
+        problem = str(error)
+    stop_together(problem)
 
 
 def init_alone() -> None:

@@ -152,7 +152,7 @@ class Config:
         return torch.autocast(device.type, dtype=torch.bfloat16)
 
     def of_control(self) -> "Config":
-        """The control run of this run: from the same weights one rounding off, which this run has saved if it saves any."""
+        """The control run of this run. It starts from the same weights, perturbed by one ulp; if this run saves weights, from those."""
         run = replace(self, save_init_weights=False, pretrained=False) if self.save_init_weights else self
         return replace(run, control=False, noise_control=True, capture_dir=None)
 
@@ -274,7 +274,7 @@ def build_parser(strategy: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--noise_control",
         action="store_true",
-        help="start one rounding of the compute dtype beside the initial weights, and write loss_control.json: how far rounding alone takes the loss (train_ddp.py only)",
+        help="make the control run: perturb the initial weights by one ulp of the compute dtype and write loss_control.json, which shows how far rounding errors alone move the loss (train_ddp.py only)",
     )
     add(
         "run_name",
@@ -426,9 +426,6 @@ def check_environment(config: Config, architecture: dict) -> None:
     if config.row.requires:
         strategies.load(config.row.requires)(config)
     initial_weights.check(config, architecture)
-    memory.require(
-        config, architecture, workers_here(config.num_workers) if launched_in_place() else config.num_workers
-    )
     files.require_ours(config.history_path, "--loss_output_dir", history.BEGINS)  # an older run's is replaced
     if config.capture_dir is not None:
         files.require_new_folder(config.capture_folder, "--capture_dir", overwrite=config.overwrite)
@@ -445,3 +442,5 @@ def check_environment(config: Config, architecture: dict) -> None:
             files.require_writable_folder(getattr(config, option), f"--{option}", keep=not config.dry_run)
     if not launched_in_place():  # Ray makes it, and it may stay empty
         files.require_writable_folder(config.storage_path, "--storage_path", keep=False)
+    workers = workers_here(config.num_workers) if launched_in_place() else config.num_workers
+    memory.require(config, architecture, workers)  # last: it imports torch

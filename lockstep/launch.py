@@ -1,4 +1,4 @@
-"""From a command line to a run: under Ray Train (lockstep/running/under_ray.py), or in place under torchrun and the deepspeed launcher."""
+"""From a command line to a run: under Ray Train (lockstep/running/under_ray.py), or in place under torchrun or the deepspeed launcher."""
 
 import contextlib
 import gc
@@ -164,7 +164,7 @@ def describe(config: Config, inputs: Inputs) -> str:
 
 
 def _run_in_place(config: Config, inputs: Inputs, begin: Callable[[], None]) -> str:
-    """One rank of torchrun or deepspeed: the process group from the environment, then the loop."""
+    """One rank of a launcher: the process group from the environment, then the loop."""
     if _first():
         begin()
     import torch.distributed as dist

@@ -6,7 +6,7 @@
     cp     positions   the same samples, other positions   summed; the loss is a mean over tokens
     tp     weights     the same samples and positions      whole on their shard
 
-What an axis means follows from what it cuts (`AXES`). The numbering is the one of `init_device_mesh` and of DeepSpeed AutoTP: ranks
+What an axis means follows from what it cuts (`AXES`). The numbering is the one of `init_device_mesh` and of AutoTP: ranks
 that are neighbours share the innermost axis, along which most is communicated.
 """
 
@@ -15,7 +15,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -31,7 +31,8 @@ class Cuts(Enum):
     WEIGHTS = "weights"
 
 
-AXES = {"pp": Cuts.LAYERS, "dp": Cuts.SAMPLES, "cp": Cuts.POSITIONS, "tp": Cuts.WEIGHTS}
+Axis = Literal["pp", "dp", "cp", "tp"]
+AXES: dict[str, Cuts] = {"pp": Cuts.LAYERS, "dp": Cuts.SAMPLES, "cp": Cuts.POSITIONS, "tp": Cuts.WEIGHTS}
 
 
 @dataclass(frozen=True)

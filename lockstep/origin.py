@@ -2,16 +2,34 @@
 
 import datetime
 import functools
+import os
 import platform
 import shlex
 import subprocess
 import sys
 from pathlib import Path
 
+from lockstep import __version__
 from lockstep.errors import printable
 
 ROOT = Path(__file__).parents[1]
+CPUINFO = Path("/proc/cpuinfo")
 LONGEST_COMMAND = 4000  # characters
+# Instruction sets by which the kernels of torch and oneDNN, and with them the order of sums, differ: x86, then ARM.
+INSTRUCTION_SETS = ("avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve", "bf16")
+
+
+def about() -> dict:
+    """What a history, a dump and a table of results say of where they come from."""
+    return {
+        "lockstep": __version__,
+        "commit": commit(),
+        "python": platform.python_version(),
+        "date": now(),
+        "cpu": cpu(),
+        "cores": os.cpu_count(),
+        "instruction_sets": instruction_sets(),
+    }
 
 
 def now() -> str:
@@ -33,7 +51,7 @@ def commit() -> str:
         return "unknown"
     try:
         done = subprocess.run(
-            ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"],
+            ["git", "--no-optional-locks", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"],
             capture_output=True,
             text=True,
             timeout=20,
@@ -46,8 +64,7 @@ def commit() -> str:
 @functools.cache
 def cpu() -> str:
     """The model of the processor."""
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
+    lines = _cpuinfo()
     models = [
         line.split(":", 1)[1].strip() for line in lines if line.startswith("model name") and ":" in line
     ]
@@ -55,14 +72,18 @@ def cpu() -> str:
 
 
 @functools.cache
+def instruction_sets() -> list[str]:
+    """Those of INSTRUCTION_SETS that the processor has."""
+    found = {
+        flag for line in _cpuinfo() if line.lower().startswith(("flags", "features")) for flag in line.split()
+    }
+    return [name for name in INSTRUCTION_SETS if name in found]
+
+
 def has_bfloat16() -> bool:
     """Whether the processor has instructions for products of bfloat16: without them they are emulated, several times slower than float32."""
-    path = Path("/proc/cpuinfo")
-    text = path.read_text(errors="replace") if path.is_file() else ""
-    found = {
-        flag
-        for line in text.splitlines()
-        if line.lower().startswith(("flags", "features"))
-        for flag in line.split()
-    }
-    return bool(found & {"avx512_bf16", "amx_bf16", "bf16"})
+    return bool({"avx512_bf16", "amx_bf16", "bf16"} & set(instruction_sets()))
+
+
+def _cpuinfo() -> list[str]:
+    return CPUINFO.read_text(errors="replace").splitlines() if CPUINFO.is_file() else []

@@ -12,12 +12,12 @@ WORKERS_PER_CORE = 4  # more CPU processes than this on one core spend their tim
 
 
 def launched_in_place() -> bool:
-    """Whether torchrun or the deepspeed launcher started this process as one of several ranks."""
+    """Whether a launcher such as torchrun started this process as one of several ranks."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def workers_here(total: int) -> int:
-    """How many of a launcher's ranks run on this machine; torchrun and deepspeed have different names for it."""
+    """The number of ranks on this machine, by either name that launchers have for it; `total` without a launcher."""
     return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or total)
 
 

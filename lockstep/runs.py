@@ -52,8 +52,8 @@ def _run(name: str, baseline: Config, tp_size: int) -> Run:
         mesh = row.largest(Mesh(dp=baseline.dp_size, tp=tp_size))
         return Run(row, mesh, baseline.batch_size, row.name)
     sizes = dict(re.findall(r"([a-z]+)([1-9]\d{0,5})(?:x|$)", text))
-    if "x".join(axis + size for axis, size in sizes.items()) != text or not sizes.keys() <= AXES.keys():
-        raise UserError(f"--strategies {name}: {text} is no mesh; write it as tp1xdp4")
+    if not text or "x".join(map("".join, sizes.items())) != text or not sizes.keys() <= AXES.keys():
+        raise UserError(f"--strategies {name}: {text or 'nothing'} is no mesh; write it as tp1xdp4")
     unknown = next((axis for axis, size in sizes.items() if axis not in row.axes and int(size) > 1), None)
     if unknown:
         raise UserError(

@@ -25,6 +25,18 @@ class Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=True, frozen=True)
 
 
+class Origin(Strict):
+    """Where and when a run was made (lockstep/origin.py)."""
+
+    lockstep: Name
+    commit: Name
+    python: Name
+    date: Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ$")]
+    cpu: Name
+    cores: Count
+    instruction_sets: list[Name]  # of those that kernels are chosen by
+
+
 Schema = TypeVar("Schema", bound=BaseModel)
 
 

@@ -41,6 +41,7 @@ class Row:
     # added to a bfloat16 product, and the sum is not rounded again
     float32_biases_under_autocast: bool = False
     ranks_share_gpus: bool = True  # over gloo, several ranks may use one GPU
+    library: str = ""  # a package beyond torch that it runs on; histories and dumps record its version
     requires: str = ""  # "module:function" of a configuration that raises UserError where something that it needs is missing
 
     @property
@@ -84,6 +85,7 @@ ROWS = {
             program="train_deepspeed.py",
             float32_biases_under_autocast=True,
             ranks_share_gpus=False,
+            library="deepspeed",
             requires="lockstep.deepspeed.build:require",
         ),
         Row(

@@ -33,9 +33,9 @@ def summary(contents: dict[str, dict]) -> list[str]:
     lines = {
         "caught by tensors": SEEN["tensors"],
         "first tensor as foretold": lambda row: row["first_right"],
-        "cause named right": lambda row: row["cause_right"],
-        "cause not explained": lambda row: row["cause"] == "not explained",
-        "cause named wrong": lambda row: not row["cause_right"] and row["cause"] != "not explained",
+        "cause named right": lambda row: row["named"] == "right",
+        "cause not explained": lambda row: row["named"] == "not explained",
+        "cause named wrong": lambda row: row["named"] == "wrong",
         "missed by the loss curve": lambda row: not SEEN["loss curve"](row),
         "missed by loss curve and gradient norm": lambda row: not SEEN["loss curve or gradient norm"](row),
     }
@@ -76,7 +76,14 @@ def table(contents: dict[str, dict]) -> list[str]:
         for key in ("loss_step", "grad_norm_step"):
             cells += [cell(rows, step(key)), cell(others, step(key))]
         cells += [cell(rows, lambda row: "right" if row["first_right"] else f"WRONG: {row['first']}")]
-        cells += [cell(rows, lambda row: row["cause"] if row["cause_right"] else f"WRONG: {row['cause']}")]
+        cells += [
+            cell(
+                rows,
+                lambda row: f"WRONG: {row['cause']}"
+                if row["named"] == "wrong"
+                else row["cause"] or "not explained",
+            )
+        ]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 

@@ -45,6 +45,17 @@ LLAMA_2_7B = {  # older than most keys
     "num_key_value_heads": 32, "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_scaling": None, "tie_word_embeddings": False,
     "torch_dtype": "float16", "transformers_version": "4.31.0.dev0", "use_cache": True, "vocab_size": 32000,
 }
+MISTRAL_7B_V0_1 = {
+    "architectures": ["MistralForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu", "hidden_size": 4096,
+    "initializer_range": 0.02, "intermediate_size": 14336, "max_position_embeddings": 32768, "model_type": "mistral",
+    "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 10000.0,
+    "sliding_window": 4096, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.34.0.dev0",
+    "use_cache": True, "vocab_size": 32000,
+}
+MISTRAL_7B_V0_3 = {
+    **MISTRAL_7B_V0_1, "attention_dropout": 0.0, "rope_theta": 1000000.0, "sliding_window": None,
+    "transformers_version": "4.42.0.dev0", "vocab_size": 32768,
+}
 QWEN2_5_YARN = {  # as the model card says to for long texts
     **QWEN2_5_7B_INSTRUCT, "rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"},
 }

@@ -7,7 +7,13 @@ from lockstep.config import PLACES, Config
 from lockstep.inputs.architectures import BUILT_IN, parameter_shapes
 from lockstep.training.history import History, seal
 
-CONTRACT = {"optimizer": "AdamW", "max_grad_norm": 1.0, "biased_linear_dtype": ["torch.bfloat16"]}
+PARAMETERS = sorted(parameter_shapes(BUILT_IN["tiny-qwen2"]))
+CONTRACT = {
+    "optimizer": "AdamW",
+    "max_grad_norm": 1.0,
+    "biased_linear_dtype": ["torch.bfloat16"],
+    "weight_decay": {"0.01": PARAMETERS},
+}
 
 
 def configuration(strategy="ddp", precision="fp32", steps=20, **changes):
@@ -23,7 +29,7 @@ def history(strategy="ddp", precision="fp32", steps=20, shift=0.0, **changes):
     record = History(
         run={
             "label": config.label,
-            "mesh": [config.dp_size, config.tp_size],
+            "mesh": config.mesh.sizes,
             "config": {key: value for key, value in config.as_dict().items() if key not in PLACES},
             "architecture": copy.deepcopy(BUILT_IN["tiny-qwen2"]),
             "architecture_source": "built-in architecture tiny-qwen2",
@@ -36,7 +42,7 @@ def history(strategy="ddp", precision="fp32", steps=20, shift=0.0, **changes):
         weights={
             "initial_sha256": "a" * 64,
             "final_sha256": "b" * 64,
-            "moved": sorted(parameter_shapes(BUILT_IN["tiny-qwen2"])),
+            "moved": list(PARAMETERS),
         },
         ended="finished",
         steps=[

@@ -5,7 +5,10 @@ import pytest
 
 CASES = [
     ("tiny-llama", "fp32", 2, 2),
+    ("tiny-mistral", "fp32", 2, 2),
     ("tiny-qwen3", "autocast", 1, 2),
+    ("tiny-qwen2-4kv", "fp32", 1, 4),
+    ("tiny-qwen2-4kv", "autocast", 4, 1),
     ("tiny-qwen2", "autocast", 2, 1),
     ("tiny-qwen2", "fp32", 1, 2, "--optimizer", "sgd", "--max_grad_norm", "0", "--weight_decay", "0"),
     (
@@ -36,13 +39,17 @@ CASES = [
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("clean")
-    clean_sweep.train(dict.fromkeys(CASES, 1000), folder)  # a seed that the published sweep does not have
+    clean_sweep.train(
+        dict.fromkeys(CASES, 1000), folder, clean_sweep.registered()
+    )  # a seed that the published sweep does not have
     return folder
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "{}-{}-dp{}-tp{}".format(*case) + "".join(case[4:]))
 def test_no_alarm(trained, case):
-    alarms, unjudged, worst = clean_sweep.judge(clean_sweep.folder_of(trained, *case))
+    alarms, unjudged, worst = clean_sweep.judge(
+        clean_sweep.folder_of(trained, *case), clean_sweep.registered()
+    )
     assert alarms == []
     # an SGD step of 1e-3 moves a norm weight of 1 by less than float32 can show
     assert (

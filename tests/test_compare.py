@@ -107,7 +107,7 @@ def test_a_swapped_file_is_found(dumps, copy, capsys):
         ("[]", "it names no format"),
         ("{}", "it names no format"),
         ('{"format": 99}', "format 99, this version reads 3"),
-        ('{"format": 3, "run": {}}', "not what its sha256 says"),
+        ('{"format": 4, "run": {}}', "not what its sha256 says"),
         ("[" * 100_000, "nested too deeply"),
     ],
 )
@@ -139,7 +139,7 @@ CONTRADICTIONS = {
     ),
     "cut along tp in dim 5": lambda m: _first(m).update(sharded={"tp": 5}),
     "checksum is -1": lambda m: _first(m).update(checksum=-1),
-    "run.mesh is 4 x 1, its configuration says 2 x 2": lambda m: m["run"].update(mesh=[4, 1]),
+    "its configuration says TP=2, DP=2 with 4 workers": lambda m: m["run"]["mesh"].update(dp=4, tp=1),
     "run.config.batch_size is '2'": lambda m: m["run"]["config"].update(batch_size="2"),
     "run.config.dp_size is True": lambda m: m["run"]["config"].update(dp_size=True),
     "run.config.learning_rate is nan": lambda m: m["run"]["config"].update(learning_rate=float("nan")),

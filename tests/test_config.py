@@ -101,7 +101,7 @@ def test_a_used_experiment_name_is_refused(tmp_path):
 
 
 def test_no_cluster_at_the_address(tmp_path):
-    """The one mistake that only ray can find."""
+    """The one usage error that only ray can find."""
     result = script(
         "ddp", "--loss_output_dir", str(tmp_path), "--storage_path", str(tmp_path), RAY_ADDRESS="127.0.0.1:1"
     )

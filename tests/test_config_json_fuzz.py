@@ -19,11 +19,12 @@ from test_history_fuzz import damage, mutate
 
 from lockstep.errors import UserError
 from lockstep.inputs import architectures, model_check
+from lockstep.inputs.model_config import FAMILIES
 
 SECONDS, SEQUENCE = 60, 24
 BASES = [
     *hub.ALL.values(),
-    *(architectures.BUILT_IN[f"tiny-{family}"] for family in ("qwen2", "qwen3", "llama")),
+    *(architectures.BUILT_IN[f"tiny-{family}"] for family in FAMILIES),
 ]
 
 

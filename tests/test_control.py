@@ -66,7 +66,7 @@ def judged(other=None, baseline=None, **changes):
 
 
 HONEST = {
-    "one spacing": lambda n: 4.8e-7,
+    "one ulp": lambda n: 4.8e-7,
     "amplified steadily": lambda n: 2e-7 * 1.3**n,
     "a batch that amplifies thirtyfold": lambda n: 1.5e-5 if n == 9 else 5e-7,
     "a late onset": lambda n: 4e-7 if n < 12 else 4e-5,
@@ -84,7 +84,7 @@ IMPLAUSIBLE = {
         lambda n: 50.0 if n == 2 else 4e-7,
         "in step 2 the control's loss is 5.0e[+]01 nats from DDP's",
     ),
-    "off from the start": (lambda n: 1e-4, "in step 1 .* weights one rounding off move it by at most"),
+    "off from the start": (lambda n: 1e-4, "in step 1 .* weights perturbed by one ulp move it by at most"),
     "off from some step on": (
         lambda n: 0.4 if n >= 3 else 4e-7,
         "in step 3 .* training amplifies rounding by less than 100",

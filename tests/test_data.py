@@ -12,7 +12,7 @@ from lockstep.inputs.data import (
     Batches,
     global_batch_hash,
     load_corpus,
-    micro_batches_hash,
+    window_hashes,
 )
 from lockstep.inputs.tokenizer import HashTokenizer
 
@@ -103,11 +103,21 @@ def test_every_quarter_of_the_vocabulary_is_used(name):
 
 def test_hash_sees_one_changed_token():
     micro = batches().micro_batches(0, 0, "cpu")
-    before = micro_batches_hash(micro)
-    assert before == micro_batches_hash(batches().micro_batches(0, 0, "cpu")) and before < 2**48
-    micro[1][1][2, 3] += 1
-    assert micro_batches_hash(micro) != before
+    before = window_hashes(micro)
+    assert before == window_hashes(batches().micro_batches(0, 0, "cpu")) and max(before) < 2**48
+    micro[1][1][2, 3] += 1  # the third window of the second micro batch
+    assert [number for number, one in enumerate(window_hashes(micro)) if one != before[number]] == [6]
     assert global_batch_hash([1, 2]) != global_batch_hash([2, 1])
+
+
+def test_the_hash_of_a_batch_does_not_depend_on_its_cut():
+    def hashed(dp_size, **options):
+        cut = batches(dp_size=dp_size, **options)
+        shares = (cut.micro_batches(3, dp, "cpu") for dp in range(dp_size))
+        return global_batch_hash([one for share in shares for one in window_hashes(share)])
+
+    assert hashed(1, batch_size=8) == hashed(2, batch_size=4) == hashed(4, batch_size=2)
+    assert hashed(2, batch_size=4, seed=1) != hashed(2, batch_size=4)
 
 
 def test_text_file_and_folder(tmp_path):

@@ -291,11 +291,13 @@ def _child(use, folder: Path, data: bytes, said: Path) -> None:
         os._exit(0)
 
 
-def table(count: int, seed: int) -> tuple[collections.Counter, list[str]]:
-    """How many cases ended how, and those that ended badly. Two thirds are tokenizer.json files, one third texts."""
+def table(
+    count: int, seed: int, kinds: tuple[str, ...] = ("text", "tokenizer.json", "tokenizer.json")
+) -> tuple[collections.Counter, list[str]]:
+    """How many cases ended how, and those that ended badly. They are of the kinds in turn."""
     rng, known, counts, bad = random.Random(seed), bases(), collections.Counter(), []
     for index in range(count):
-        if index % 3:
+        if kinds[index % len(kinds)] == "tokenizer.json":
             name = rng.choice(list(known))
             what, data = mutated(rng, known[name])
             found, kind = outcome(use_tokenizer, data), "tokenizer.json"

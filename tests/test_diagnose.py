@@ -13,7 +13,7 @@ from lockstep.diagnosis.case import describe
 from lockstep.diagnosis.diagnose import diagnose
 from lockstep.tensors.comparison import judge
 from lockstep.tensors.distance import Distance, Size
-from lockstep.tensors.judgement import ROUNDING, Norm, Result
+from lockstep.tensors.judgement import ROUNDOFF, Norm, Result
 
 EXACT = torch.randn(40, 30, generator=torch.Generator().manual_seed(0)).double()
 NOISE = torch.randn(40, 30, generator=torch.Generator().manual_seed(1)).double()
@@ -218,7 +218,7 @@ def diagnosed(changes, *, replicas_differ=None, recorded_norm=None, configuratio
             *sizes[0], *sizes[1], float(tensor.norm()), float(change.norm()), float(change.abs().max()), scale
         )
         rows.append(
-            judge("fsdp", 1, name, distance, Size(1e-6 * sizes[1][0], 1e-6 * sizes[1][1]), ROUNDING["F32"])
+            judge("fsdp", 1, name, distance, Size(1e-6 * sizes[1][0], 1e-6 * sizes[1][1]), ROUNDOFF["F32"])
         )
     held = math.sqrt(
         sum(float(tensor.square().sum()) for name, tensor in own.items() if name.startswith("gradient/"))

@@ -1,6 +1,6 @@
 """Damage by the hundred: whatever is done to a file of a dump, the comparison answers with one line or a verdict, soon.
 
-Run by hand for a longer campaign: python tests/test_dump_fuzz.py FOLDER_WITH_DUMPS NUMBER
+benchmarks/damaged_files.py runs a longer campaign.
 """
 
 import collections
@@ -12,7 +12,6 @@ import os
 import random
 import shutil
 import signal
-import sys
 import tempfile
 from pathlib import Path
 
@@ -278,12 +277,3 @@ def test_the_campaign_can_fail(dumps, monkeypatch):
     monkeypatch.setattr(Dump, "blocks", unverified)
     table, bad = campaign(dumps, 60, seed=3)
     assert bad and table["bytes", "accepted wrong"] == len(bad)
-
-
-if __name__ == "__main__":
-    found, wrong = campaign(
-        Path(sys.argv[1]), int(sys.argv[2]), seed=int(sys.argv[3]) if len(sys.argv) > 3 else 0
-    )
-    for (what, how), count in sorted(found.items()):
-        print(f"{what:<18} {how:<26} {count}")
-    print("\n".join(wrong))

@@ -1,11 +1,19 @@
+import importlib.metadata
+import importlib.util
 import json
+import os
+import platform
 import time
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 from synthetic import history as made_up
 from synthetic import rewrite, set_loss
 
+import lockstep
+from lockstep import origin as where
+from lockstep import schemas
 from lockstep.config import PLACES, Config, load_inputs, parse_config
 from lockstep.errors import UserError
 from lockstep.training import history, history_schema
@@ -63,6 +71,47 @@ def test_the_schema_knows_what_a_run_records(tmp_path):
     record = history.History(run=training.provenance(config, load_inputs(config)))
     record.save(tmp_path / "h.json")
     assert history.read(tmp_path / "h.json").run == record.run
+    require_origin(record.run["versions"], record.run["origin"])
+
+
+def require_origin(versions, origin):
+    """Of all that takes part: the libraries, Lockstep itself, and what the processor's kernels are chosen by."""
+    libraries = {"torch", "transformers", "numpy", "safetensors", "tokenizers"}
+    libraries |= {name for name in ("deepspeed", "ray", "accelerate") if importlib.util.find_spec(name)}
+    assert versions == {name: importlib.metadata.version(name) for name in libraries}
+    assert set(origin) == set(schemas.Origin.model_fields)
+    assert (
+        origin["lockstep"] == lockstep.__version__ and origin["commit"] and origin["cores"] == os.cpu_count()
+    )
+    if platform.machine() == "x86_64":
+        flags = Path("/proc/cpuinfo").read_text().split("flags", 1)[1].split("\n")[0].split()
+        wanted = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+        assert set(origin["instruction_sets"]) & set(wanted) == set(wanted) & set(flags)
+
+
+def test_instruction_sets_are_those_of_the_processor(tmp_path, monkeypatch):
+    """As Linux writes them for x86 and ARM."""
+    for text, found in (
+        ("flags\t\t: fpu avx2 avx512f amx_bf16 hle", ["avx2", "avx512f", "amx_bf16"]),
+        ("Features\t: fp asimd sve bf16 i8mm", ["asimd", "sve", "bf16"]),
+        ("flags: fpu", []),
+    ):
+        (tmp_path / "cpuinfo").write_text(f"model name\t: One avx512_bf16\n{text}\n")
+        monkeypatch.setattr(where, "CPUINFO", tmp_path / "cpuinfo")
+        where.instruction_sets.cache_clear()
+        assert where.instruction_sets() == found and where.has_bfloat16() == bool(
+            {"amx_bf16", "bf16"} & set(found)
+        )
+    where.instruction_sets.cache_clear()
+
+
+def test_a_history_of_an_earlier_commit_says_less(tmp_path):
+    """It is read; a part of an origin is not."""
+    path = written(tmp_path)
+    assert "origin" not in history.read(path).run
+    rewrite(path, lambda content: content["run"].update(origin={"commit": "a"}))
+    with pytest.raises(UserError, match="run.origin.lockstep is missing"):
+        history.read(path)
 
 
 def _twice(content):
@@ -113,12 +162,20 @@ WRONG = {
         lambda c: c["steps"][1].update(tokens=1),
         "step 2 has 1 tokens; its configuration makes it 2048",
     ),
-    "another mesh": (lambda c: c["run"].update(mesh=[2, 2]), "do not go together"),
+    "another mesh": (
+        lambda c: c["run"].update(mesh={"pp": 1, "dp": 2, "cp": 1, "tp": 2}),
+        "do not go together",
+    ),
     "other workers": (lambda c: c["run"]["config"].update(num_workers=3), "do not go together"),
     "another length": (lambda c: c["run"]["config"].update(debug_steps=4), "num_steps is 3, debug_steps 4"),
     "a stranger moved": (
         lambda c: c["weights"]["moved"].append("model.layers.2.bias"),
-        "which the model does not have",
+        "which no optimizer group of its contract has",
+    ),
+    "moved, and no groups": (lambda c: c["contract"].pop("weight_decay"), "which no optimizer group"),
+    "groups that are none": (
+        lambda c: c["contract"].update(weight_decay={"0.0": 5, "0.01": [[]]}),
+        "which no optimizer group",
     ),
     "moved twice": (_twice, "moved is not a sorted list"),
     "moved, and the same": (lambda c: c["weights"].update(final_sha256="a" * 64), "say otherwise"),
@@ -148,7 +205,7 @@ def test_another_format(tmp_path):
     path = written(tmp_path)
     for number in (1, 0, True, None, "2"):
         rewrite(path, lambda c, number=number: c.update(format=number))
-        with pytest.raises(UserError, match="not a loss history of format 2"):
+        with pytest.raises(UserError, match="not a loss history of format 3"):
             history.read(path)
 
 

@@ -299,7 +299,7 @@ def test_the_one_command(tmp_path):
         and "RayTrainWorker" not in result.stdout
         and max(map(len, table[:5])) <= 120
     )
-    assert "RayTrainWorker" in (folder / "logs" / "loss_fsdp.txt").read_text()
+    assert "Attempting to start training worker group" in (folder / "logs" / "loss_fsdp.txt").read_text()
     assert not (folder / "ray").exists()
     assert gone(tmp_path) is True
 
@@ -322,7 +322,7 @@ def test_the_one_command_names_the_first_tensor_of_a_strategy_of_ones_own(tmp_pa
     """Gradients that are twice too large leave no trace in the losses of two steps of AdamW but in the tensors of the first."""
     (tmp_path / "own.py").write_text(DOUBLED)
     result = the_one_command(
-        tmp_path / "out",
+        tmp_path,
         DEBUG_STEPS="2",
         STRATEGIES=f"ddp,{tmp_path}/own.py:Doubled",
         MAX_GRAD_NORM="0",
@@ -343,9 +343,7 @@ def test_the_one_command_without_tensors(tmp_path):
     (tmp_path / "same.py").write_text(
         "from ddp_strategy import DDPStrategy\n\n\nclass Same(DDPStrategy):\n    axes = ('dp',)\n"
     )
-    result = the_one_command(
-        tmp_path / "out", DEBUG_STEPS="2", STRATEGIES=f"{tmp_path}/same.py:Same", TENSORS="0"
-    )
+    result = the_one_command(tmp_path, DEBUG_STEPS="2", STRATEGIES=f"{tmp_path}/same.py:Same", TENSORS="0")
     assert result.returncode == 0 and result.stdout.endswith("PASS\n"), result.stdout + result.stderr
     assert json.loads((tmp_path / "out" / "verdict.json").read_text())["tensors"] is None
     assert not (tmp_path / "out" / "tensors").exists()

@@ -12,10 +12,10 @@ from lockstep.errors import UserError
 from lockstep.inputs import memory, model_check
 from lockstep.inputs.architectures import BUILT_IN
 from lockstep.inputs.model import build_model, causal_lm_loss
-from lockstep.inputs.model_config import checked
+from lockstep.inputs.model_config import FAMILIES, checked
 from lockstep.tensors import exact
 
-QWEN2, QWEN3, LLAMA = (BUILT_IN[f"tiny-{family}"] for family in ("qwen2", "qwen3", "llama"))
+QWEN2, QWEN3, LLAMA, MISTRAL = (BUILT_IN[f"tiny-{family}"] for family in FAMILIES)
 WINDOWS = {**QWEN2, "use_sliding_window": True, "sliding_window": 32, "max_window_layers": 1}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -50,6 +50,13 @@ MODELS = {
     },
     "wide heads": {**QWEN2, "head_dim": 32},
     "padding": {**LLAMA, "pad_token_id": 7},
+    "a window in all layers": MISTRAL,
+    "mistral without a window": {
+        **MISTRAL,
+        "sliding_window": None,
+        "head_dim": 32,
+        "tie_word_embeddings": True,
+    },
     "gelu": {**LLAMA, "hidden_act": "gelu_new", "rms_norm_eps": 1e-3},
 }
 
@@ -88,6 +95,7 @@ def test_the_check_sees_a_window_that_is_one_too_wide(monkeypatch):
 
     monkeypatch.setattr(exact, "attention", wider)
     assert "layers.1.self_attn" in difference(WINDOWS)[0]
+    assert "layers.0.self_attn" in difference(MISTRAL)[0]
 
 
 def test_the_check_sees_another_scale(monkeypatch):
@@ -230,9 +238,9 @@ def test_a_verification_ends_before_it_starts(tmp_path, monkeypatch, capsys):
     folder(tmp_path, WINDOWS)
     started = []
     monkeypatch.setattr(
-        run_verification,
-        "run",
-        lambda command, what: started.append(what) or (_ for _ in ()).throw(UserError("started")),
+        run_verification.jobs,
+        "start_all_groups",
+        lambda *groups, **_: started.append(groups) or (_ for _ in ()).throw(UserError("started")),
     )
     arguments = ["--model_name", str(tmp_path), "--output_dir", str(tmp_path / "out"), "--precision", "fp32"]
     assert run_verification.main(arguments) == 2 and len(started) == 1
@@ -245,6 +253,6 @@ def test_a_verification_ends_before_it_starts(tmp_path, monkeypatch, capsys):
         memory, "machine_bytes", lambda: 10_000_000
     )  # enough for the runs, not for the reference in float64
     monkeypatch.setattr(
-        memory, "least_bytes", lambda config, _: 10_000_000 + (config.strategy == "reference")
+        memory, "least_bytes", lambda config, _: 10_000_000 + (config.run_name == "reference")
     )
     assert run_verification.main([*arguments, "--overwrite"]) == 2 and len(started) == 1

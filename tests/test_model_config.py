@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from lockstep.errors import UserError
 from lockstep.inputs.architectures import BUILT_IN
-from lockstep.inputs.model_config import checked
+from lockstep.inputs.model_config import FAMILIES, checked
 
-TINY = {family: BUILT_IN[f"tiny-{family}"] for family in ("qwen2", "qwen3", "llama")}
+TINY = {family: BUILT_IN[f"tiny-{family}"] for family in FAMILIES}
 YARN = {"rope_type": "yarn", "factor": 4.0}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
@@ -68,6 +68,17 @@ REFUSED = [
     ("llama", {"attention_bias": True}, "attention_bias is True: biases of row-parallel layers"),
     ("llama", {"mlp_bias": True}, "mlp_bias is True"),
     ("qwen3", {"attention_bias": True}, "attention_bias is True"),
+    ("mistral", {"attention_bias": True}, "attention_bias is True: biases of row-parallel layers"),
+    ("mistral", {"mlp_bias": True}, "mlp_bias is True"),
+    ("mistral", {"sliding_window": 0}, "sliding_window is 0"),
+    (
+        "mistral",
+        {"use_sliding_window": False},
+        "use_sliding_window is False: transformers' Mistral has the window",
+    ),
+    ("mistral", {"max_window_layers": 1}, "max_window_layers is 1: transformers' Mistral has the window"),
+    ("mistral", {"layer_types": ["full_attention"] * 2}, "layer_types is"),
+    ("mistral", {"num_local_experts": 8}, "num_local_experts is 8"),
     ("qwen2", {"attention_bias": False}, "attention_bias is False"),
     ("llama", {"use_sliding_window": True}, "use_sliding_window is True: transformers' Llama has no windows"),
     ("llama", {"sliding_window": 4096, "use_sliding_window": None}, "sliding_window is 4096"),
@@ -145,6 +156,7 @@ def test_refused_by_name(family, change, message):
             },
         ),
         ("llama", {"sliding_window": 4096, "use_sliding_window": False}),
+        ("mistral", {"sliding_window": None, "use_sliding_window": None, "attention_bias": False}),
         ("llama", {"quantization_config": None, "auto_map": {}, "is_causal": True}),
         ("qwen2", {"eos_token_id": [0, 2047], "pad_token_id": 2047, "use_mrope": False}),
         (

@@ -17,7 +17,7 @@ def test_the_table_of_faults_is_generated():
     figures = script("figures")
     contents = figures.read()
     assert (RESULTS / "faults.md").read_text() == figures.page(contents)
-    contents["fp32"]["rows"][0]["cause_right"] = False  # negative control
+    contents["fp32"]["rows"][0]["named"] = "wrong"  # negative control
     assert (RESULTS / "faults.md").read_text() != figures.page(contents)
 
 

@@ -21,6 +21,8 @@ SAMPLE = [
     "row_parallel_sum_dropped",
     "gradients_not_zeroed",
     "one_side_does_not_clip",
+    "norm_gradients_times_tp",
+    "summed_instead_of_averaged",
 ]
 GRAVE = {
     "no_dp_reduction",
@@ -44,12 +46,20 @@ def fp32(tmp_path_factory):
 
 def test_every_fault_is_caught_placed_and_named(fp32):
     status, rows = fp32
-    assert status == 0 and len(rows) == 11
+    assert status == 0 and len(rows) == 15
     assert [
         (row["fault"], row["first"], row["causes"])
         for row in rows
         if not (row["first_right"] and row["named"] == "right")
     ] == []
+
+
+def test_a_factor_of_four_is_told_from_one_of_two(fp32):
+    """At tp 4 x dp 1 and at dp 4 x tp 1: where both are 2, a factor does not say which it is."""
+    _, rows = fp32
+    said = {fault: [row["causes"][0][1] for row in rows if row["fault"] == fault] for fault in SAMPLE[-2:]}
+    assert all("4 = tp times" in evidence for evidence in said["norm_gradients_times_tp"])
+    assert all("4 = dp times" in evidence for evidence in said["summed_instead_of_averaged"])
 
 
 def test_the_loss_verdict_sees_the_grave_ones(fp32):
@@ -97,8 +107,8 @@ def test_the_catalogue_covers_what_was_shipped():
 
 def test_a_crash_costs_one_fault_only(tmp_path, monkeypatch):
     """A job that fails is told apart from the others, which run all the same."""
-    pairs = [(CATALOGUE[name], "fsdp") for name in ("tie_broken", "no_dp_reduction")]
-    group = run_faults.Group(("tiny-qwen2", (), (2, 2)), tmp_path, run_faults.parse([]))
+    pairs = [(CATALOGUE[name], row_of("fsdp")) for name in ("tie_broken", "no_dp_reduction")]
+    group = run_faults.Group(("tiny-qwen2", (), Mesh(dp=2, tp=2)), tmp_path, run_faults.parse([]))
     started = []
 
     def start(size, jobs, folder, *, patience):

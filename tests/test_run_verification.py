@@ -28,14 +28,16 @@ def test_from_end_to_end(tmp_path):
     arguments = [
         "--output_dir",
         "the output",
-        "--batch_size",
-        "2",
         "--seq_length",
         "64",
         "--steps",
         "2",
         "--model_name",
         "models/a model",
+        "--strategies",
+        "ddp,deepspeed,fsdp,fsdp@tp1xdp4",
+        "--batch_size",
+        "2",
     ]
     done = verify(*arguments, cwd=tmp_path)
     assert done.stderr == "" and sorted(path.name for path in (folder / "logs").iterdir()) == [
@@ -47,7 +49,7 @@ def test_from_end_to_end(tmp_path):
     assert done.returncode == 0 and done.stdout.endswith("PASS\n"), done.stdout[-3000:] + done.stderr[-3000:]
     report = json.loads((folder / "report.json").read_text())
     assert report["verdict"] == "PASS" and {run["verdict"] for run in report["runs"].values()} == {"PASS"}
-    assert len(report["runs"]) == 3 and all(row["judged"] for row in report["tensors"])
+    assert len(report["runs"]) == 4 and all(row["judged"] for row in report["tensors"])
     text = (folder / "report.md").read_text()
     order = [
         "Verdict",

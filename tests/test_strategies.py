@@ -102,11 +102,11 @@ def distance(actual, exact, scale=None):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "{}-dp{}-tp{}".format(*case))
 class TestAgainstReference:
     def test_initial_weights_are_bit_identical(self, dumped, case):
-        truth = {
+        wanted = {
             name: weights.tensor_sha256(tensor.float())
             for name, tensor in reference(case[1])["before"].items()
         }
-        assert dumped(*case).manifest["initial_sha256"] == weights.combined_sha256(truth)
+        assert dumped(*case).manifest["initial_sha256"] == weights.combined_sha256(wanted)
 
     def test_loss(self, dumped, case):
         steps = dumped(*case).steps.values()
@@ -114,12 +114,12 @@ class TestAgainstReference:
             assert step["loss"] == pytest.approx(exact, rel=3e-7)
 
     def test_full_gradients(self, dumped, case):
-        dump, truth = dumped(*case), reference(case[1])["gradients"][0]
-        assert {f"gradient/{name}" for name in truth} == {
+        dump, wanted = dumped(*case), reference(case[1])["gradients"][0]
+        assert {f"gradient/{name}" for name in wanted} == {
             n for n in dump.steps["1"]["tensors"] if n.startswith("gradient/")
         }
-        whole = torch.cat([g.flatten() for g in truth.values()])
-        for name, exact in truth.items():
+        whole = torch.cat([g.flatten() for g in wanted.values()])
+        for name, exact in wanted.items():
             mine = dump.tensor(1, f"gradient/{name}")
             assert mine.shape == exact.shape, name
             # the bias of k is cancelled by the softmax: its gradient is judged against the whole model's
@@ -132,8 +132,8 @@ class TestAgainstReference:
             assert step["grad_norm"] == pytest.approx(exact, rel=2e-6)
 
     def test_weights_after_training(self, dumped, case):
-        truth, start = reference(case[1])["after"], reference(case[1])["before"]
-        for name, exact in truth.items():
+        wanted, start = reference(case[1])["after"], reference(case[1])["before"]
+        for name, exact in wanted.items():
             if not name.endswith("k_proj.bias"):
                 mine = dumped(*case).tensor(STEPS, f"parameter/{name}")
                 assert distance(mine, exact, exact - start[name]) < UPDATE, name
@@ -141,11 +141,11 @@ class TestAgainstReference:
 
 def test_the_reference_comparison_can_fail():
     """Negative control: a gradient divided by dp once too often, and a missing shard, are far outside the bounds."""
-    truth = reference(2)["gradients"][0]["model.layers.0.mlp.up_proj.weight"]
-    assert distance(truth / 2, truth) > 1e4 * GRADIENT
-    half = truth.clone()
+    wanted = reference(2)["gradients"][0]["model.layers.0.mlp.up_proj.weight"]
+    assert distance(wanted / 2, wanted) > 1e4 * GRADIENT
+    half = wanted.clone()
     half[half.shape[0] // 2 :] = 0
-    assert distance(half, truth) > 1e4 * GRADIENT
+    assert distance(half, wanted) > 1e4 * GRADIENT
 
 
 def test_reference_batches_cover_every_rank():

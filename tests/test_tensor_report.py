@@ -5,6 +5,7 @@ import re
 
 import pytest
 from edited import edit
+from test_history import require_origin
 
 from lockstep.tensors import comparison as compare
 from lockstep.tensors import report as tensor_report
@@ -22,7 +23,7 @@ def written(dumps, tmp_path_factory):
     [
         ("model", r"tiny-qwen2, 2 layers"),
         ("precision", "fp32"),
-        ("mesh", r"DDP .*: tp 1 x dp 2 on cpu, FSDP.*: tp 2 x dp 2 on cpu"),
+        ("mesh", r"DDP .*: TP=1, DP=2, batch_size \d+ on cpu, FSDP.*: TP=2, DP=2, batch_size \d+ on cpu"),
         ("seed", "0"),
         ("steps", "1, 2 captured of 2"),
         ("dataset", r"builtin .* tokenizer word-crc32"),
@@ -45,6 +46,8 @@ def test_the_json_has_the_origin_of_every_run(written):
     assert set(runs) == {"ddp", "fsdp"} and all(
         run["origin"]["commit"] and run["missing"] == [] for run in runs.values()
     )
+    for run in runs.values():
+        require_origin(run["versions"], run["origin"])
 
 
 def test_text_from_files_is_no_markup(dumps, tmp_path, capsys):

@@ -8,7 +8,7 @@ import pytest
 from lockstep.tensors.distance import Distance, Size
 from lockstep.tensors.judgement import (
     LIMIT,
-    ROUNDING,
+    ROUNDOFF,
     Loss,
     Result,
     judge,
@@ -17,7 +17,7 @@ from lockstep.tensors.judgement import (
 )
 from lockstep.tensors.judgement import yardstick as measure_of
 
-F32 = ROUNDING["F32"]
+F32 = ROUNDOFF["F32"]
 INF = math.inf
 
 
@@ -62,7 +62,7 @@ def test_what_is_not_finite_is_too_far(numbers):
     assert yardstick(INF).too_far and yardstick(INF, norm=INF).too_far and yardstick(math.nan).too_far
 
 
-def test_a_tensor_that_ddp_gets_exactly_right_allows_a_few_roundings():
+def test_a_tensor_that_ddp_gets_exactly_right_allows_a_few_unit_roundoffs():
     assert not row(3 * F32, ddp=0.0).too_far and row(5 * F32, ddp=0.0).too_far
 
 
@@ -80,7 +80,7 @@ def test_noise_is_not_judged_and_can_still_be_too_far():
     assert not row(0.0, ddp=0.0, norm=0.0).too_far
 
 
-def test_a_yardstick_far_from_the_truth_measures_nothing():
+def test_a_yardstick_far_from_the_reference_measures_nothing():
     assert not yardstick(LIMIT["fp32"] / 2).too_far and yardstick(2 * LIMIT["fp32"]).too_far
     quiet = yardstick(
         1e-9, norm=1e-9, noise=1e-3
@@ -88,9 +88,9 @@ def test_a_yardstick_far_from_the_truth_measures_nothing():
     assert not quiet.too_far and not quiet.judged
 
 
-@pytest.mark.parametrize("kind, roundings", [("exp_avg", 8), ("exp_avg_sq", 16), ("parameter", 4)])
-def test_an_update_has_no_yardstick_but_its_roundings(kind, roundings):
-    near, far = (row(share * roundings * F32, ddp=1.0, change=1e-3, name=f"{kind}/w") for share in (0.9, 1.1))
+@pytest.mark.parametrize("kind, roundoffs", [("exp_avg", 8), ("exp_avg_sq", 16), ("parameter", 4)])
+def test_an_update_has_no_yardstick_but_its_unit_roundoffs(kind, roundoffs):
+    near, far = (row(share * roundoffs * F32, ddp=1.0, change=1e-3, name=f"{kind}/w") for share in (0.9, 1.1))
     assert not near.too_far and far.too_far
 
 

@@ -133,12 +133,12 @@ def test_weights_of_another_architecture_with_the_same_shapes(tmp_path, name):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_control_run_starts_one_rounding_off(dtype):
+def test_a_control_run_starts_from_weights_perturbed_by_one_ulp(dtype):
     model, original = build(seed=7)[0], dict(build(seed=7)[0].named_parameters())
     weights.perturb(model, dtype, seed=1)
     for name, parameter in model.named_parameters():
         before = original[name].detach()
-        # as numbers of that dtype nearly all are others than before, by one spacing up or down
+        # as numbers of that dtype nearly all are others than before, by one ulp up or down
         mine, theirs = (tensor.detach().to(getattr(torch, dtype)).double() for tensor in (parameter, before))
         moved = (parameter != before) | (before == 0) | (before == 1)
         assert moved.all(), name

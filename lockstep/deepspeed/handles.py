@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from lockstep.faults.handles import Handles
 from lockstep.faults.planting import reduce_again
+from lockstep.inputs import modules
 
 
 class AutoTPHandles(Handles):
@@ -75,7 +76,7 @@ class AutoTPHandles(Handles):
         self._module(module).mp_group = None
 
     def drop_embedding_sum(self) -> None:
-        self._module("model.embed_tokens").mp_group = None
+        self._module(modules.EMBEDDING).mp_group = None
 
     def drop_input_gradient_sum(self, module: str, *layers: str) -> None:
         for layer in layers:
@@ -122,7 +123,7 @@ class AutoTPHandles(Handles):
 
     def detach_head_from_embedding(self) -> None:
         column_parallel = importlib.import_module("deepspeed.module_inject.layers").ColumnParallel
-        head = self.strategy.model.lm_head
+        head = self._module(modules.HEAD)
         head.forward = lambda x: torch.matmul(
             column_parallel.apply(head.mp_group, x), head.weight.detach().transpose(-1, -2)
         )

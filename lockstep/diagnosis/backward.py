@@ -7,8 +7,9 @@ import torch
 
 from lockstep.diagnosis import evidence, recompute
 from lockstep.diagnosis.case import LEFT, Case, Cause, describe
+from lockstep.inputs import modules
 
-HEAD, HEAD_GRADIENT = "forward/lm_head", "backward/lm_head"
+HEAD, HEAD_GRADIENT = f"forward/{modules.HEAD}", f"backward/{modules.HEAD}"
 
 
 def reported_loss(case: Case) -> Cause | None:

@@ -8,6 +8,7 @@ import torch
 
 from lockstep.config import BETAS, EPS
 from lockstep.diagnosis import evidence
+from lockstep.inputs import modules
 from lockstep.mesh import Mesh
 from lockstep.tensors.distance import clip_factor
 from lockstep.tensors.dump import Dump
@@ -187,8 +188,8 @@ class Case:
         own = f"{module}.weight"
         if own in self.dump.layout.parameters:
             return own
-        tied = "model.embed_tokens.weight"
-        is_head = module == "lm_head" and tied in self.dump.layout.parameters
+        tied = modules.EMBEDDING_WEIGHT
+        is_head = module == modules.HEAD and tied in self.dump.layout.parameters
         return tied if is_head else None
 
     def source(self, module: str) -> str | None:

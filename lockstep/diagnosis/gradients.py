@@ -5,6 +5,7 @@ import torch
 from lockstep.diagnosis import evidence, recompute
 from lockstep.diagnosis.backward import cause_of_weights
 from lockstep.diagnosis.case import Case, Cause, listed
+from lockstep.inputs import modules
 
 MANY = 1 << 24  # elements: of larger gradients no copies are made
 
@@ -43,9 +44,9 @@ def rounded(case: Case) -> Cause | None:
 
 def broken_tie(case: Case) -> Cause | None:
     """The gradient of the tied weight lacks what the head, or what the embedding contributes."""
-    tied = case.weight_of("lm_head")
-    needed = ("backward/lm_head", f"forward/{case.source('lm_head')}")
-    if _wrong(case) != [tied] or tied == "lm_head.weight" or not case.has(*needed):
+    tied = case.weight_of(modules.HEAD)
+    needed = (f"backward/{modules.HEAD}", f"forward/{case.source(modules.HEAD)}")
+    if _wrong(case) != [tied] or tied == modules.HEAD_WEIGHT or not case.has(*needed):
         return None
     gradient, entering = (case.own(name).flatten(0, -2) for name in needed)
     head = gradient.T @ entering

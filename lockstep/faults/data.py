@@ -50,7 +50,7 @@ def dp_ranks_replay_one_batch(run: Planting) -> Plant:
 def tp_peers_read_different_samples(run: Planting) -> Plant:
     """The samples are chosen by the rank in the world, so tensor-parallel peers do not share theirs.
 
-    (DeepSpeed 0.19.8 looks at the first batch itself and stops.)
+    (Not planted where the strategy checks the batches itself.)
     """
     return _feed(lambda run, _, step: _of(run, step, dist.get_rank() % run.config.dp_size))(run)
 

@@ -4,6 +4,7 @@ import torch.distributed as dist
 
 from lockstep.faults.catalogue import fault
 from lockstep.faults.planting import Plant, Planting, scale_backward
+from lockstep.mesh import Mesh
 
 MISSING, SCALE = "DP reduction missing", "wrong group or scale"
 
@@ -86,6 +87,7 @@ def loss_multiplied_by_tp(run: Planting) -> Plant:
     cause="gradient scale",
     first="gradient/model.norm.weight",
     arguments=("--max_grad_norm", "0"),
+    mesh=Mesh(dp=4),
     needs=("divide_gradients_by",),
 )
 def summed_instead_of_averaged(run: Planting) -> Plant:

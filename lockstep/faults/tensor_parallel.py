@@ -7,9 +7,11 @@ import torch.distributed as dist
 
 from lockstep.faults.catalogue import fault
 from lockstep.faults.planting import Plant, Planting, around
+from lockstep.mesh import Mesh
 
 MISSING, DOUBLED = "TP reduction missing", "TP reduction doubled"
 MLP = "model.layers.1.mlp"
+FOUR_KV = "tiny-qwen2-4kv"  # at tp 4, so that the factor is no other size of the mesh
 
 
 @fault(
@@ -137,6 +139,8 @@ def bias_gradient_times_tp(run: Planting) -> Plant:
     bug_class=DOUBLED,
     cause="tp reduction repeated",
     first="gradient/model.norm.weight",
+    model=FOUR_KV,
+    mesh=Mesh(tp=4),
     axes=("tp",),
     needs=("gradients",),
 )

@@ -3,7 +3,7 @@
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
@@ -16,9 +16,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.faults.handles import Handles
 from lockstep.faults.planting import around, reduce_again
+from lockstep.inputs import modules
 from lockstep.training import torch_strategy
 from lockstep.training.optim import gradient_of
 from lockstep.training.torch_strategy import local
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.parallel import ParallelStyle
+    from transformers import PreTrainedModel
 
 
 class OwnChunk(ReduceScatter):
@@ -97,7 +102,7 @@ class TorchHandles(Handles):
         )
 
     def detach_head_from_embedding(self) -> None:
-        head = self.strategy.model.lm_head
+        head = self.strategy.model.get_submodule(modules.HEAD)
         head.forward = lambda x: torch.nn.functional.linear(x, head.weight.detach())
 
     def batches_are_not_checked(self) -> None:
@@ -215,13 +220,16 @@ class FSDPHandles(TorchHandles):
     def drop_head_norm_gradient_sum(self) -> None:
         import fsdp_strategy
 
-        plan = {
-            pattern: row
-            for pattern, row in fsdp_strategy.TP_PLAN.items()
-            if not pattern.endswith(("q_norm", "k_norm"))
-        }
-        self.run.patch(fsdp_strategy, "TP_PLAN", plan)
-        self.run.patch(fsdp_strategy, "check_plan", lambda model: None)
+        real = fsdp_strategy.tp_plan
+
+        def without_head_norms(model: "PreTrainedModel") -> dict[str, "ParallelStyle"]:
+            return {
+                pattern: style
+                for pattern, style in real(model).items()
+                if not pattern.endswith(("q_norm", "k_norm"))
+            }
+
+        self.run.patch(fsdp_strategy, "tp_plan", without_head_norms)
 
     def sum_partition_function_again(self) -> None:
         from lockstep.training import vocab_parallel_loss

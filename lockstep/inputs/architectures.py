@@ -1,10 +1,12 @@
 """Which model: a built-in name, a local folder or a hub id becomes a Hugging Face config, as a plain dict.
 
-Nothing here imports torch, so that a wrong model name is answered at once.
+Importing this imports no torch, so that a wrong model name is answered at once. `parameter_shapes` does, when it is called.
 """
 
 import copy
+import functools
 import http.client
+import json
 import os
 import urllib.error
 import urllib.request
@@ -34,6 +36,8 @@ TINY_QWEN2 = {
 }
 
 TINY_QWEN2_ODD_VOCAB = {**TINY_QWEN2, "vocab_size": 2047}  # tp does not divide it: the last shard is shorter
+# heads that tp 4 divides: a factor of tp is then no factor of 2
+TINY_QWEN2_4KV = {**TINY_QWEN2, "num_attention_heads": 8, "num_key_value_heads": 4}
 # norms on the heads of q and k, whose weights every tp rank holds and only part of the heads teach; no biases
 TINY_QWEN3 = {**TINY_QWEN2, "model_type": "qwen3", "head_dim": 16, "attention_bias": False}
 # embedding and head are two matrices; no biases
@@ -43,6 +47,13 @@ TINY_LLAMA = {
     "tie_word_embeddings": False,
     "attention_bias": False,
     "mlp_bias": False,
+}
+# a window in all layers, shorter than the sequences of the tests; no biases
+TINY_MISTRAL = {
+    **{key: value for key, value in TINY_QWEN2.items() if key != "use_sliding_window"},
+    "model_type": "mistral",
+    "tie_word_embeddings": False,
+    "sliding_window": 32,
 }
 
 # The published config.json of Qwen/Qwen2.5-0.5B (https://huggingface.co/Qwen/Qwen2.5-0.5B).
@@ -68,8 +79,10 @@ QWEN2_5_0_5B = {
 BUILT_IN = {
     "tiny-qwen2": TINY_QWEN2,
     "tiny-qwen2-odd-vocab": TINY_QWEN2_ODD_VOCAB,
+    "tiny-qwen2-4kv": TINY_QWEN2_4KV,
     "tiny-qwen3": TINY_QWEN3,
     "tiny-llama": TINY_LLAMA,
+    "tiny-mistral": TINY_MISTRAL,
     "Qwen2.5-0.5B": QWEN2_5_0_5B,
 }
 HUB_STAND_INS = {"Qwen/Qwen2.5-0.5B": "Qwen2.5-0.5B"}
@@ -119,7 +132,7 @@ def is_built_in(source: str) -> bool:
 
 
 def try_out(architecture: dict, source: str, model_name: str) -> None:
-    """Raise UserError if transformers cannot build a user's model as `parameter_shapes` says. Imports torch for that."""
+    """Raise UserError if transformers cannot build a user's model, or builds another of all keys. Imports torch."""
     if not is_built_in(source):
         from lockstep.inputs import model_check
 
@@ -201,36 +214,25 @@ def _read_config(path: Path) -> dict:
 
 
 def parameter_shapes(architecture: dict) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every trained tensor of a model of the supported families."""
-    hidden, inner = architecture["hidden_size"], architecture["intermediate_size"]
-    vocab = architecture["vocab_size"]
-    heads, kv_heads = architecture["num_attention_heads"], architecture["num_key_value_heads"]
-    head_dim = architecture.get("head_dim") or hidden // heads
-    biased, normed = has_biases(architecture), architecture["model_type"] == "qwen3"
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden)}
-    for layer in range(architecture["num_hidden_layers"]):
-        prefix = f"model.layers.{layer}."
-        for name, count in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
-            shapes[f"{prefix}self_attn.{name}_proj.weight"] = (count * head_dim, hidden)
-            if biased:
-                shapes[f"{prefix}self_attn.{name}_proj.bias"] = (count * head_dim,)
-            if normed and name != "v":
-                shapes[f"{prefix}self_attn.{name}_norm.weight"] = (head_dim,)
-        shapes[f"{prefix}self_attn.o_proj.weight"] = (hidden, heads * head_dim)
-        shapes[f"{prefix}mlp.gate_proj.weight"] = (inner, hidden)
-        shapes[f"{prefix}mlp.up_proj.weight"] = (inner, hidden)
-        shapes[f"{prefix}mlp.down_proj.weight"] = (hidden, inner)
-        shapes[f"{prefix}input_layernorm.weight"] = (hidden,)
-        shapes[f"{prefix}post_attention_layernorm.weight"] = (hidden,)
-    shapes["model.norm.weight"] = (hidden,)
-    if not architecture.get("tie_word_embeddings", False):
-        shapes["lm_head.weight"] = (vocab, hidden)
-    return shapes
+    """Name -> shape of every trained tensor, tied ones once: those of transformers' model, which is built without memory.
+
+    The first call imports torch and transformers, which takes seconds: answer a usage error before. Raises UserError where
+    transformers builds no model of the architecture.
+    """
+    return dict(_shapes(json.dumps(architecture, sort_keys=True)))
+
+
+@functools.lru_cache(maxsize=16)
+def _shapes(architecture: str) -> dict[str, tuple[int, ...]]:
+    from lockstep.inputs.model import build_empty
+
+    model = build_empty(json.loads(architecture), attn_impl="sdpa")
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
 def has_biases(architecture: dict) -> bool:
-    """Whether q, k and v have biases: they have them in Qwen2, and nothing else has."""
-    return architecture["model_type"] == "qwen2"
+    """Whether any layer of the model has a bias. As slow as `parameter_shapes`."""
+    return any(name.endswith(".bias") for name in parameter_shapes(architecture))
 
 
 def tensor_parallel_problem(architecture: dict, tp_size: int) -> str | None:
@@ -244,7 +246,7 @@ def tensor_parallel_problem(architecture: dict, tp_size: int) -> str | None:
                 f"choose --tp_size from {', '.join(map(str, fits))}"
             )
     vocabulary = architecture["vocab_size"]
-    if vocabulary % tp_size not in (0, tp_size - 1):  # torch.chunk and DeepSpeed agree on nothing else
+    if vocabulary % tp_size not in (0, tp_size - 1):  # the strategies cut any other size differently
         return (
             f"--tp_size {tp_size} leaves a rest of {vocabulary % tp_size} of the model's {vocabulary} vocabulary entries "
             "(vocab_size), which AutoTP and DTensor share out differently; choose a --tp_size that divides it, or 2"

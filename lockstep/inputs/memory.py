@@ -1,7 +1,7 @@
 """Does the model fit? The least that its parameters, gradients and optimizer state take, against what this machine has.
 
 A lower bound: activations and what torch itself takes come on top. A model far too large is refused at once, in one line,
-and not by a kill from the kernel once the workers have started. Nothing here imports torch.
+and not by a kill from the kernel once the workers have started. `require` imports torch to count the parameters.
 """
 
 import math

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lockstep.errors import UserError, first_line
 from lockstep.inputs import weights
 
 if TYPE_CHECKING:
@@ -31,6 +32,18 @@ def build_model(
     model.train()
     sums = weights.load(init_weights_path, model) if init_weights_path else None
     return model, sums
+
+
+def build_empty(architecture: dict, *, attn_impl: str) -> "PreTrainedModel":
+    """The model on torch's meta device: names and shapes without numbers. The random state stays as it is.
+
+    Raises UserError where transformers builds no model of the architecture.
+    """
+    try:
+        with torch.device("meta"), torch.random.fork_rng(devices=[]):
+            return build_model(architecture, seed=0, attn_impl=attn_impl, init_weights_path=None)[0]
+    except Exception as error:  # noqa: BLE001 - transformers and torch raise anything for an architecture that is none
+        raise UserError(f"no model can be built of this architecture ({first_line(error)})") from error
 
 
 def transformers_config(architecture: dict) -> "PreTrainedConfig":

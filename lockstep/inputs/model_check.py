@@ -1,6 +1,7 @@
 """A model that a user brings, tried before anything is started: does transformers take it, and is the reference its model?
 
-`try_out` builds it without memory and holds its parameters against `parameter_shapes`. `check` runs a small model of the
+`try_out` builds it without memory from all that its file says, and holds its parameters against `parameter_shapes`, which are
+those of a model of the known keys alone. `check` runs a small model of the
 same kind twice, as transformers computes it and as the float64 reference does, and holds every module's output, the loss
 and every gradient against each other. A key that transformers acts on and the reference does not shows there, whatever it
 is called.
@@ -19,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from lockstep.config import Config, Inputs
 from lockstep.errors import UserError, first_line, printable
-from lockstep.inputs import architectures, model_config
+from lockstep.inputs import architectures, model_config, modules
 from lockstep.inputs.model import causal_lm_loss, transformers_config
 from lockstep.tensors.exact import make_exact
 from lockstep.training.optim import gradient_of
@@ -36,7 +37,7 @@ SMALLEST_GRADIENT = 1e-3
 
 
 def try_out(architecture: dict, content: dict, model_name: str) -> None:
-    """Raise UserError if transformers refuses to build the model, or builds other parameters than `parameter_shapes` says.
+    """Raise UserError if transformers refuses to build the model, or builds other parameters of all keys than of the known ones.
 
     `architecture` is what `resolve` made of the `content` of a config.json.
     """
@@ -62,8 +63,8 @@ def try_out(architecture: dict, content: dict, model_name: str) -> None:
         raise UserError(
             f"{where}its config.json: {method} would replace a method of transformers' config; remove it"
         )
-    cut = {**architecture, "num_hidden_layers": len(model.model.layers)}
-    _require_names(model, architectures.parameter_shapes(cut), f"{where}transformers' own model")
+    cut = architectures.parameter_shapes({**architecture, **_depth(architecture)})
+    _require_names(model, cut, f"{where}transformers' own model")
 
 
 def check(config: Config, inputs: Inputs) -> None:
@@ -155,7 +156,7 @@ def _run(model: torch.nn.Module, ids: torch.Tensor) -> dict[str, torch.Tensor]:
     handles = [
         module.register_forward_hook(lambda _module, _inputs, output, name=name: see(name, output))
         for name, module in model.named_modules()
-        if name not in ("", "model")
+        if name not in ("", modules.BASE)
     ]
     model.train()
     loss = causal_lm_loss(model, ids[:, :-1], ids[:, 1:]).mean()
@@ -250,9 +251,9 @@ def _small(architecture: dict, seq_length: int) -> dict:
 def _depth(architecture: dict) -> dict:
     """A depth of at most two, with one layer of each type that the model has."""
     depth = architecture["num_hidden_layers"]
-    if architecture["model_type"] == "llama":
+    types = getattr(transformers_config(architecture), "layer_types", None)
+    if types is None:  # all layers are of one type
         return {"num_hidden_layers": min(2, depth)}
-    types = transformers_config(architecture).layer_types
     chosen = sorted({types.index(each) for each in types})
     chosen = chosen if len(chosen) > 1 else list(range(min(2, depth)))
     return {"num_hidden_layers": len(chosen), "layer_types": [types[each] for each in chosen]}
@@ -263,7 +264,7 @@ def _require_names(model: torch.nn.Module, shapes: dict[str, tuple], whose: str)
     name = next((name for name in [*built, *shapes] if built.get(name) != shapes.get(name)), None)
     if name:
         raise UserError(
-            f"{whose} has {printable(name, 80)} of shape {built.get(name)}, and the tensor-parallel plan covers "
+            f"{whose} has {printable(name, 80)} of shape {built.get(name)}, and the reference has "
             f"{shapes.get(name)}; choose another model"
         )
 

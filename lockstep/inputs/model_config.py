@@ -14,7 +14,7 @@ Nothing here imports torch or transformers.
 
 import functools
 from collections.abc import Callable
-from typing import Annotated, Literal, NoReturn, get_args
+from typing import Annotated, ClassVar, Literal, NoReturn, get_args
 
 from pydantic import ConfigDict, Field
 
@@ -23,7 +23,6 @@ from lockstep.inputs import refusals
 from lockstep.schemas import Strict, validate
 
 REMEDY = "correct it, or fetch the model again"
-FAMILIES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
 REQUIRED = (
     "vocab_size",
     "hidden_size",
@@ -34,7 +33,6 @@ REQUIRED = (
     "max_position_embeddings",
     "initializer_range",
 )
-QWEN3_HEAD_DIM = 128  # of transformers' Qwen3Config, where the file has none
 # Elementwise, without parameters, in the dtype of their input: what a tensor-parallel shard and float64 can do as well.
 # Not xielu and prelu, which have parameters.
 Activation = Literal[
@@ -105,9 +103,13 @@ ROPE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 
 class _Common(Strict):
-    """What transformers builds all three families from."""
+    """What transformers builds all families from."""
 
     model_config = ConfigDict(extra="ignore")  # the unknown keys: see above
+
+    # of REQUIRED, where transformers' default follows from the other keys
+    may_be_missing: ClassVar[tuple[str, ...]] = ()
+    has_own_head_dim: ClassVar[bool] = False  # transformers' default is a number, and not hidden_size / heads
 
     model_type: str  # one of FAMILIES: `checked` has looked
     vocab_size: Annotated[int, Field(ge=2, le=2**24)]
@@ -116,6 +118,7 @@ class _Common(Strict):
     num_hidden_layers: Annotated[int, Field(ge=1, le=1024)]
     num_attention_heads: Heads
     num_key_value_heads: Heads | None
+    head_dim: HeadDim | None = None
     hidden_act: Activation = "silu"
     max_position_embeddings: Length
     initializer_range: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
@@ -143,17 +146,26 @@ class Qwen2(_Windowed):
 
 
 class Qwen3(_Windowed):
-    head_dim: HeadDim = QWEN3_HEAD_DIM
+    has_own_head_dim = True
+
+    head_dim: HeadDim = 128
     attention_bias: bool = False
 
 
 class Llama(_Common):
-    head_dim: HeadDim | None = None
+    may_be_missing = ("num_key_value_heads",)
+
     attention_bias: bool = False
     mlp_bias: bool = False
 
 
-SCHEMAS: dict[str, type[_Common]] = {"qwen2": Qwen2, "qwen3": Qwen3, "llama": Llama}
+class Mistral(_Common):
+    sliding_window: Length | None = 4096  # of all layers; None: no window
+
+
+# model_type -> its schema, which has the name of the family
+SCHEMAS: dict[str, type[_Common]] = {"qwen2": Qwen2, "qwen3": Qwen3, "llama": Llama, "mistral": Mistral}
+FAMILIES = {family: f"{schema.__name__}ForCausalLM" for family, schema in SCHEMAS.items()}
 HARMLESS = frozenset((
     "architectures", "transformers_version", "torch_dtype", "dtype", "_name_or_path", "name_or_path", "use_cache",
     "return_dict", "output_attentions", "output_hidden_states", "problem_type", "id2label", "label2id", "num_labels",
@@ -172,18 +184,18 @@ def checked(content: dict, where: str) -> tuple[dict, list[str]]:
     if not isinstance(family, str) or family not in FAMILIES:
         raise UserError(
             f"{where}: model_type is {printable(repr(family), 60)}, and the tensor-parallel plan covers only "
-            f"{', '.join(FAMILIES)}; choose a Qwen2, Qwen2.5, Qwen3 or Llama model"
+            f"{', '.join(FAMILIES)}; choose a Qwen2, Qwen2.5, Qwen3, Llama or Mistral model"
         )
-    optional = ("num_key_value_heads",) if family == "llama" else ()
-    missing = next((key for key in REQUIRED if key not in content and key not in optional), None)
+    schema = SCHEMAS[family]
+    missing = next((key for key in REQUIRED if key not in content and key not in schema.may_be_missing), None)
     if missing:
         raise UserError(f"{where} gives no {missing}; fetch the model again")
     ruled = refusals.refuse(content, family, FAMILIES[family], where)
-    model = validate(SCHEMAS[family], {"num_key_value_heads": None, **content}, where, REMEDY)
+    model = validate(schema, {"num_key_value_heads": None, **content}, where, REMEDY)
     known = {key: content[key] for key in type(model).model_fields if key in content}
     if model.num_key_value_heads is None:
         known["num_key_value_heads"] = model.num_attention_heads
-    if isinstance(model, Qwen3):
+    if schema.has_own_head_dim:
         known["head_dim"] = model.head_dim
     _consistent(model, known, where)
     return known, sorted(set(content) - set(known) - HARMLESS - ruled)

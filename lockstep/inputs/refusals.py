@@ -61,6 +61,7 @@ _PATTERNS = (  # of names; the same two things
     ),
     (re.compile(r"(num|n)_(local_|routed_|shared_)?experts"), OFF, _OTHER),
 )
+_ONE_WINDOW = "transformers' Mistral has the window of sliding_window in all layers (null: none); remove it"
 _ONLY_OTHERS_HAVE: dict[str, dict[str, Refusal]] = {  # family -> keys that mean something to other families
     "qwen2": {
         "attention_bias": (
@@ -73,6 +74,12 @@ _ONLY_OTHERS_HAVE: dict[str, dict[str, Refusal]] = {  # family -> keys that mean
         "attention_bias": NEUTRAL["mlp_bias"],
         "use_sliding_window": (OFF, "transformers' Llama has no windows; remove it"),
         "sliding_window": (OFF, "transformers' Llama has no windows; remove it"),
+    },
+    "mistral": {
+        "attention_bias": NEUTRAL["mlp_bias"],
+        "use_sliding_window": ((None,), _ONE_WINDOW),
+        "max_window_layers": ((None,), _ONE_WINDOW),
+        "layer_types": ((None,), _ONE_WINDOW),
     },
 }
 

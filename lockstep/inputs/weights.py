@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from lockstep.errors import UserError, printable
 from lockstep.files import write_atomically
-from lockstep.inputs import weight_files
+from lockstep.inputs import modules, weight_files
 from lockstep.inputs.architectures import parameter_shapes
 from lockstep.inputs.weight_files import FLOATS, INDEX, Contents
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
 _ANOTHER = "write a file for this model under another name with train_ddp.py --save_init_weights"
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_EMBEDDING, _HEAD = modules.EMBEDDING_WEIGHT, modules.HEAD_WEIGHT
 _PIECE = 1 << 22  # elements looked at at a time
 
 
@@ -40,9 +40,9 @@ def checksums(tensors: Iterable[tuple[str, "torch.Tensor"]]) -> dict[str, str]:
 
 
 def perturb(model: "torch.nn.Module", dtype: str, seed: int) -> None:
-    """Move every weight by one spacing of a dtype, up or down as a seeded coin falls: half an epsilon, rounded.
+    """Perturb every weight by one ulp of `dtype`, up or down at random: a relative change of half its epsilon, rounded.
 
-    A power of two (the 1 of a fresh norm) is half-way then, and stays where it is when it should go up.
+    Upwards, a power of two (the 1 of a fresh norm) lands half-way between two numbers and is rounded back to itself.
     """
     import torch
 
@@ -189,7 +189,7 @@ def _check_names_and_shapes(contents: Contents, where: str, architecture: dict, 
             continue
         hint = (
             "; add --num_layers to leave layers out"
-            if contents.about is None and _layer(name) >= depth
+            if contents.about is None and modules.layer_of(name) >= depth
             else ""
         )
         raise UserError(f"{where}: tensor {printable(name, 200)} is not part of the model{hint}; {remedy}")
@@ -202,16 +202,11 @@ def _check_names_and_shapes(contents: Contents, where: str, architecture: dict, 
 def _may_be_left_out(name: str, depth: int, architecture: dict, fewer_layers: bool) -> bool:
     """Of a foreign file: layers that were cut off, the head of a tied model, the rotary table (it follows from the config)."""
     tied_head = name == _HEAD and architecture.get("tie_word_embeddings", False)
-    return tied_head or name.endswith(".rotary_emb.inv_freq") or (fewer_layers and _layer(name) >= depth)
-
-
-def _layer(name: str) -> int:
-    """The number of the layer that a tensor belongs to; -1: to none."""
-    parts = name.split(".")
-    is_layer = (
-        parts[:2] == ["model", "layers"] and len(parts) > 3 and parts[2].isascii() and parts[2].isdigit()
+    return (
+        tied_head
+        or name.endswith(".rotary_emb.inv_freq")
+        or (fewer_layers and modules.layer_of(name) >= depth)
     )
-    return int(parts[2]) if is_layer and len(parts[2]) < 6 else -1
 
 
 def _check_tied_head(contents: Contents, where: str, architecture: dict) -> None:

@@ -1,7 +1,7 @@
-"""The control run: DDP once more from weights one rounding off. What it shows of rounding, and when it shows something else.
+"""The control run: DDP once more, from weights perturbed by one ulp. When does it measure rounding errors, and when not?
 
-Rounding enters a run at its first step and training amplifies it: step by step, everywhere at once. What jumps, stands alone,
-is there from the start or is amplified without end is damage, or training that is unstable: no measure for other runs.
+Rounding errors enter a run in its first step, and training amplifies them step by step. A difference that jumps, stands alone,
+is large from the start or grows without end has another cause: damage, or unstable training. It is no measure for other runs.
 docs/precision.md says what correct runs do and how these bounds were chosen.
 """
 
@@ -74,7 +74,7 @@ def damage(gaps: list[float], noise: Noise) -> str:
     for step, (gap, (growth, alone)) in enumerate(zip(gaps, ratios(gaps, noise), strict=True), start=1):
         here = f"in step {step} the control's {noise.what} is {gap:.1e}{noise.unit} from DDP's"
         if step == 1 and not gap <= noise.first:  # "not <=": a NaN is no gap of rounding either
-            return f"{here}; weights one rounding off move it by at most {noise.first:.1e}; {_AGAIN}"
+            return f"{here}; weights perturbed by one ulp move it by at most {noise.first:.1e}; {_AGAIN}"
         if not growth <= noise.growth:
             less = f"training amplifies rounding by less than {noise.growth:.0f} in a step"
             return f"{here}, {growth:.0f} times the most before; {less}; {_AGAIN}"
@@ -88,7 +88,7 @@ def instability(gaps: list[float], noise: Noise, losses: list[float]) -> str:
     worst = max(gaps)
     if worst > AMPLIFICATION * noise.floor:
         more = f"more than {AMPLIFICATION} times the first loss's noise"
-        return f"training is unstable: it takes one rounding to {worst:.1e} nats, {more}; {_CALMER}"
+        return f"training is unstable: it amplifies one ulp to {worst:.1e} nats, {more}; {_CALMER}"
     scope = max(losses) - min(losses)
     if worst > USUAL * noise.floor and CONTROL_FACTOR * worst > POWER * scope:
         return f"a tolerance of {CONTROL_FACTOR * worst:.1e} nats is no test of a run whose loss covers {scope:.1e}; {_CALMER}"

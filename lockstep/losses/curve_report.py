@@ -107,7 +107,7 @@ def _drawable(text: str) -> str:
     return text.encode("ascii", "backslashreplace").decode().replace("$", r"\$")
 
 
-# a log axis has no zero: exact agreement is drawn at the bottom, one float64 rounding of the loss
+# a log axis has no zero: exact agreement is drawn at the bottom, one float64 ulp of a loss between 4 and 8
 LOWEST = 2.0**-50
 
 
@@ -145,7 +145,7 @@ def draw(
     if control is not None and BASELINE in histories:
         lowest = bottom.dataLim.y0 if bottom.lines else LOWEST
         gaps = [max(gap, lowest) for gap in _gaps(histories[BASELINE], control)]
-        label = "noise floor: DDP, weights one rounding off"
+        label = "noise floor: DDP, weights perturbed by one ulp"
         bottom.fill_between(
             range(1, len(gaps) + 1), lowest, gaps, color="0.85", step="mid", label=label, zorder=0
         )

@@ -7,7 +7,7 @@ from lockstep.losses.comparable_curves import require_comparable
 from lockstep.losses.control import CONTROL_FACTOR, loss_gap, norm_gap
 from lockstep.losses.tolerance import (
     DERIVED_STEPS,
-    RANK_SPACINGS,
+    RANK_ULPS,
     RULES,
     Tolerance,
     loss_noise,
@@ -21,7 +21,7 @@ __all__ = [
     "FAIL",
     "NOT_JUDGED",
     "PASS",
-    "RANK_SPACINGS",
+    "RANK_ULPS",
     "RULES",
     "Tolerance",
     "Verdict",

@@ -77,7 +77,7 @@ def read(found: dict[str, Path]) -> tuple[dict[str, History], History | None]:
             raise UserError(
                 f"{path}: is a history of {what} run, and not what its name says; put each under its own name"
             )
-        label = f"{row.label} ({Mesh(dp=run['mesh'][0], tp=run['mesh'][1]).label})" + (
+        label = f"{row.label} ({Mesh(**run['mesh']).label})" + (
             ", control" if name == history.CONTROL else ""
         )
         if run["label"] != label and row.factory:

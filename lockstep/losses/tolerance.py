@@ -20,10 +20,9 @@ from lockstep.losses.control import (
 )
 from lockstep.training.history import History, not_finite
 
-MEAN_SPACINGS, RANK_SPACINGS = (
-    2,
-    5,
-)  # of float32, between the losses of two correct runs: mean over DP ranks, one rank
+# float32 ulps between the losses of two correct runs
+MEAN_ULPS = 2  # of the mean over DP ranks
+RANK_ULPS = 5  # of one rank
 DERIVED_STEPS = 100  # what the growth factors below were measured over
 TRAINED_SPREAD = 4.0  # standard deviation of a trained model's logits, at most
 
@@ -71,8 +70,8 @@ RULES = {
         mean_growth=2,
         grad_norm=1e-5,
         first_grad_norm=1e-6,
-        reason="only the order of float32 sums differs: two float32 spacings of the first loss, ten times that in "
-        "100 steps; the gradient norm is summed in float64 from gradients that differ by a few roundings of 6e-8",
+        reason="only the order of float32 sums differs: two float32 ulps of the first loss, ten times that in "
+        "100 steps; the gradient norm is summed in float64 from gradients that differ by a few unit roundoffs (6e-8)",
     ),
     "autocast": Rule(
         growth=10,
@@ -90,7 +89,7 @@ FIRST_GRAD_NORM_BF16 = 8e-3  # bf16 has no rule; weights and residuals are round
 
 
 def tolerance_for(baseline: History, control: History | None = None) -> Tolerance:
-    """The tolerance for comparing other runs with this one; `control` is the same run from weights one rounding off.
+    """The tolerance for comparing other runs with this one; `control` is the same run from weights perturbed by one ulp.
 
     With a control run every step is allowed CONTROL_FACTOR times as much as rounding has moved the control run by then.
     RULES cap that, as long as correct runs can be expected to stay within them: where WORST_RATIO times the control's
@@ -119,9 +118,7 @@ def tolerance_for(baseline: History, control: History | None = None) -> Toleranc
         return fixed or Tolerance(nothing, 0.0, nothing, "nothing: DDP broke down", len(nothing))
     pairs = list(zip(baseline.steps, control.steps, strict=True))
     gaps, norms = [loss_gap(*pair) for pair in pairs], [norm_gap(*pair) for pair in pairs]
-    reason = (
-        f"{CONTROL_FACTOR} times what one rounding of the initial weights did to DDP's own run by that step"
-    )
+    reason = f"{CONTROL_FACTOR} times what one ulp in the initial weights did to DDP's own run by that step"
     steps, mean = len(pairs), [sum(gaps) / len(pairs)]
     if rule is None or fixed is None:
         (bound,) = _bounds(mean)
@@ -162,9 +159,11 @@ def rule_and_noise(baseline: History) -> tuple[Rule | None, Noise, Noise]:
     else:
         floor = _bfloat16_noise(TRAINED_SPREAD, tokens)
     norm = FIRST_GRAD_NORM_BF16 if precision == "bf16" else RULES[precision].first_grad_norm
-    half_spacing = 2.0**-24 if precision == "fp32" else 2.0**-8  # what a weight is moved by, relative to it
+    unit_roundoff = (
+        2.0**-24 if precision == "fp32" else 2.0**-8
+    )  # the relative change of a weight of the control run
     first = (
-        WORST_RATIO * floor + half_spacing * step["grad_norm"]
+        WORST_RATIO * floor + unit_roundoff * step["grad_norm"]
     )  # weights of at most 1, all moved as the gradient points
     return (
         rule,
@@ -202,11 +201,11 @@ def fresh_spread(architecture: dict) -> float:
 
 
 def loss_noise(
-    precision: str, loss: float, architecture: dict, num_tokens: int, *, spacings: int = MEAN_SPACINGS
+    precision: str, loss: float, architecture: dict, num_tokens: int, *, ulps: int = MEAN_ULPS
 ) -> float:
     """By how much the mean losses (nats) of two correct runs over the same tokens may differ by rounding alone."""
     if precision == "fp32":
-        return spacings * 2.0 ** (math.floor(math.log2(loss)) - 23) if 0 < loss < math.inf else 2.0**-23
+        return ulps * 2.0 ** (math.floor(math.log2(loss)) - 23) if 0 < loss < math.inf else 2.0**-23
     return _bfloat16_noise(fresh_spread(architecture), num_tokens)
 
 

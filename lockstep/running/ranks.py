@@ -1,7 +1,7 @@
 """Ranks on this machine, forked from one process that has already imported what they need.
 
-To import torch, transformers and deepspeed takes five seconds of a core: once, and not once per rank. What forks must have no
-threads and no CUDA context; so it imports, forks and waits, and nothing else.
+To import torch and the libraries of the strategies takes five seconds of a core: here once, and not once per rank. A process
+that forks must have no threads and no CUDA context, so this one imports, forks and waits, and does nothing else.
 """
 
 import os

@@ -26,10 +26,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from lockstep import origin
 from lockstep.collective import gather_objects, stop_together
 from lockstep.errors import first_line
 from lockstep.files import why_not_written
+from lockstep.inputs import modules
 from lockstep.mesh import share
 from lockstep.tensors import manifest, step_file
 from lockstep.tensors.layout import (
@@ -74,8 +74,8 @@ class Capture:
         self.folder = config.capture_folder
         self.layout = layout_of(provenance["architecture"], config.attn_impl)
         self.num_tensors = 2 * len(self.layout.outputs) + len(KINDS) * len(self.layout.parameters) + 2
-        about = {"commit": origin.commit(), "date": origin.now(), "cpu": origin.cpu()}
-        self.manifest: dict[str, Any] = {"origin": about, "run": provenance, "steps": {}}
+        run = {key: value for key, value in provenance.items() if key != "origin"}
+        self.manifest: dict[str, Any] = {"origin": provenance["origin"], "run": run, "steps": {}}
         self.writers: dict[str, bool] = {}
         self.unfinished: Path | None = None
 
@@ -201,7 +201,7 @@ class Capture:
         if micro > 0 and symbols[0] != BATCH:
             return  # the same for every micro batch
         local = _local(tensor)
-        if name == "lm_head":
+        if name == modules.HEAD:
             self._summarise(local)
         self._try(self._write_placed, f"forward/{name}", local, symbols, micro)
         if tensor.requires_grad and name in self.layout.backward:

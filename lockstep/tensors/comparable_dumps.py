@@ -3,6 +3,7 @@
 import math
 
 from lockstep.errors import UserError
+from lockstep.inputs import modules
 from lockstep.inputs.data import global_batch_hash, window_hashes
 from lockstep.tensors.dump import Dump
 from lockstep.tensors.manifest import REMEDY, configuration
@@ -91,7 +92,7 @@ def require_summary(dump: Dump, step: int, norm: float) -> None:
     """Raise UserError unless the summaries of the logits are those of logits with this 2-norm."""
     summaries = dump.steps[str(step)]["logits"]
     said = math.sqrt(sum(one["rms"] ** 2 for one in summaries) / len(summaries))
-    held = norm / math.sqrt(math.prod(dump.expected(step)["forward/lm_head"]))
+    held = norm / math.sqrt(math.prod(dump.expected(step)[f"forward/{modules.HEAD}"]))
     if math.isfinite(held) and not math.isclose(said, held, rel_tol=SUMMED):
         raise UserError(
             f"{dump.folder}: step {step} records logits of root mean square {said:.9g}, they have {held:.9g}; {REMEDY}"
@@ -105,12 +106,14 @@ def require_its_batch(reference: Dump, step: int) -> None:
         raise UserError(f"{reference.folder}: step {step}: its batch_hash is not that of its batch; {REMEDY}")
 
 
-def require_norms(truths: dict[str, Dump], step: int, found: dict, parameters: list[str]) -> None:
+def require_norms(references: dict[str, Dump], step: int, found: dict, parameters: list[str]) -> None:
     """Hold the gradient norm that each run's reference records against its gradients, as the run's distances have them."""
-    for strategy, truth in truths.items():
+    for strategy, reference in references.items():
         if all(f"gradient/{name}" in found[strategy] for name in parameters):
             require_norm(
-                truth, step, math.hypot(*(found[strategy][f"gradient/{name}"].norm for name in parameters))
+                reference,
+                step,
+                math.hypot(*(found[strategy][f"gradient/{name}"].norm for name in parameters)),
             )
 
 

@@ -1,7 +1,7 @@
 """The tensor-level comparison: is every tensor of every run as close to the reference as a correct run is?
 
     python -m lockstep.compare runs/verify/fsdp runs/verify/reference         a dump and the reference (and DDP's beside it)
-    python -m lockstep.compare runs/verify/{ddp,deepspeed,fsdp,reference}     all of them
+    python -m lockstep.compare runs/verify/{ddp,fsdp,reference}               several dumps and the reference
     python -m lockstep.compare runs/one/fsdp runs/two/fsdp                    any two dumps
 
 The yardstick is DDP's own distance from the float64 reference; docs/verification.md derives what is tolerated.
@@ -23,7 +23,8 @@ from lockstep.config import Parser
 from lockstep.diagnosis.diagnose import Diagnosis, diagnose
 from lockstep.errors import UserError, run_program
 from lockstep.files import require_writable_folder
-from lockstep.losses.curves import RANK_SPACINGS, RULES, loss_noise
+from lockstep.inputs import modules
+from lockstep.losses.curves import RANK_ULPS, RULES, loss_noise
 from lockstep.strategies import BASELINE, in_order
 from lockstep.tensors import report as tensor_report
 from lockstep.tensors.comparable_dumps import (
@@ -48,7 +49,7 @@ from lockstep.tensors.dump import Dump, number_of_elements
 from lockstep.tensors.judgement import (
     LIMIT,
     PASSES,
-    ROUNDING,
+    ROUNDOFF,
     UNIT,
     UPDATE,
     Loss,
@@ -97,14 +98,14 @@ def compare(reference: Dump, dumps: dict[str, Dump], replays: dict[str, Dump]) -
     result.configuration = {name: configuration_differences(baseline, dump) for name, dump in dumps.items()}
     result.missing = [(name, *missing) for name, dump in dumps.items() for missing in dump.missing]
     for step in sorted(int(step) for step in baseline.steps):
-        truths = {
+        references = {
             name: reference if step == 1 else _replay(replays, dump, name, step)
             for name, dump in dumps.items()
         }
-        for truth in truths.values():
-            require_its_batch(truth, step)
-        _judge_step(reference, dumps, truths, step, precision, result)
-        result.losses += _losses(reference, dumps, step, precision, truths)
+        for its_reference in references.values():
+            require_its_batch(its_reference, step)
+        _judge_step(reference, dumps, references, step, precision, result)
+        result.losses += _losses(reference, dumps, step, precision, references)
     for step in (
         int(step) for step in reference.steps if step != "0"
     ):  # of which the first update and the later steps were not read
@@ -147,7 +148,7 @@ def compare_two(one: Dump, other: Dump) -> Result:
         result.pairs[name] = tensor
         for folder, distance in zip(dumps, tensor.distances, strict=True):
             measure = Size(apart * distance.norm, apart * distance.largest)
-            result.rows.append(judge(folder, 1, name, distance, measure, ROUNDING[entries[name]["dtype"]]))
+            result.rows.append(judge(folder, 1, name, distance, measure, ROUNDOFF[entries[name]["dtype"]]))
     for folder, dump in dumps.items():
         _hold_records(
             folder, dump, 1, {row.name: row.distance for row in result.rows if row.strategy == folder}, result
@@ -190,16 +191,18 @@ def _names(dump: Dump, step: int) -> list[str]:
     return [name for name in dump.expected(step) if PASSES[name.split("/")[0]] != "update"]
 
 
-def _measure(names: list[str], truths: dict[str, Dump], dumps: dict[str, Dump], step: int) -> list[Measured]:
+def _measure(
+    names: list[str], references: dict[str, Dump], dumps: dict[str, Dump], step: int
+) -> list[Measured]:
     """What was measured of each name: the dumps that have it, in their order, against their references."""
-    sizes = [math.prod(next(iter(truths.values())).expected(step)[name]) for name in names]
-    return on_all_cores(functools.partial(_distances, truths, dumps, step), names, sizes)
+    sizes = [math.prod(next(iter(references.values())).expected(step)[name]) for name in names]
+    return on_all_cores(functools.partial(_distances, references, dumps, step), names, sizes)
 
 
-def _distances(truths: dict[str, Dump], dumps: dict[str, Dump], step: int, name: str) -> Measured:
+def _distances(references: dict[str, Dump], dumps: dict[str, Dump], step: int, name: str) -> Measured:
     have = [strategy for strategy, dump in dumps.items() if dump.has(step, name)]
     return tensor_distances(
-        [truths[strategy] for strategy in have], [dumps[strategy] for strategy in have], step, name
+        [references[strategy] for strategy in have], [dumps[strategy] for strategy in have], step, name
     )
 
 
@@ -213,8 +216,9 @@ def _hold_records(strategy: str, dump: Dump, step: int, found: dict[str, Distanc
                 strategy, step, entry["grad_norm"], math.hypot(*(found[name].own_norm for name in gradients))
             )
         )
-    if "forward/lm_head" in found:
-        require_summary(dump, step, found["forward/lm_head"].own_norm)
+    logits = f"forward/{modules.HEAD}"
+    if logits in found:
+        require_summary(dump, step, found[logits].own_norm)
 
 
 def _replay(replays: dict[str, Dump], dump: Dump, name: str, step: int) -> Dump:
@@ -233,7 +237,7 @@ def _replay(replays: dict[str, Dump], dump: Dump, name: str, step: int) -> Dump:
 def _judge_step(
     reference: Dump,
     dumps: dict[str, Dump],
-    truths: dict[str, Dump],
+    references: dict[str, Dump],
     step: int,
     precision: str,
     result: Result,
@@ -245,7 +249,7 @@ def _judge_step(
         ddp.steps[str(step)]["tensors"],
     )
     found: dict[str, dict[str, Distance]] = {strategy: {} for strategy in dumps}
-    for name, tensor in zip(names, _measure(names, truths, dumps, step), strict=True):
+    for name, tensor in zip(names, _measure(names, references, dumps, step), strict=True):
         have = [strategy for strategy, dump in dumps.items() if dump.has(step, name)]
         if step == 1 and len(have) == len(dumps):
             result.pairs[name] = tensor
@@ -253,7 +257,7 @@ def _judge_step(
             found[strategy][name] = distance
     for strategy, dump in dumps.items():
         _hold_records(strategy, dump, step, found[strategy], result)
-    require_norms(truths, step, found, parameters)
+    require_norms(references, step, found, parameters)
     held = {norm.strategy: norm.held for norm in result.norms if norm.step == step}
     clips = {strategy: clip_factor(dumps[strategy].run["config"], norm) for strategy, norm in held.items()}
     items = [
@@ -279,11 +283,11 @@ def _judge_step(
                     judge_yardstick(strategy, step, name, distance, precision, noise[which][name])
                 )
             else:
-                rounding = ROUNDING[entries[name]["dtype"]]
+                roundoff = ROUNDOFF[entries[name]["dtype"]]
                 measure = yardstick(
                     found[BASELINE][name], typical if is_vector_gradient(name, entries[name]) else None
                 )
-                result.rows.append(judge(strategy, step, name, distance, measure, rounding))
+                result.rows.append(judge(strategy, step, name, distance, measure, roundoff))
 
 
 def _has_update(dump: Dump, step: int, name: str) -> bool:
@@ -314,14 +318,14 @@ def _update(
 
 
 def _losses(
-    baseline: Dump, dumps: dict[str, Dump], step: int, precision: str, truths: dict[str, Dump]
+    baseline: Dump, dumps: dict[str, Dump], step: int, precision: str, references: dict[str, Dump]
 ) -> list[Loss]:
     """The losses of all DP ranks, or of the smallest groups of them that see the same windows in every run.
 
-    `truths` are the references of the runs; without them there is none.
+    `references` are those of the runs, by strategy; empty without one.
     """
     config = baseline.run["config"]
-    shares = math.gcd(*(len(_rank_losses(dump, step)) for dump in (*dumps.values(), *truths.values())))
+    shares = math.gcd(*(len(_rank_losses(dump, step)) for dump in (*dumps.values(), *references.values())))
     tokens = global_batch(config) * config["gradient_accumulation_steps"] * config["seq_length"] // shares
     growth = 1 if step == 1 else RULES[precision].growth
 
@@ -333,15 +337,15 @@ def _losses(
     found = []
     for rank in range(shares):
         loss = of_rank(baseline, rank)
-        noise = loss_noise(precision, loss, baseline.run["architecture"], tokens, spacings=RANK_SPACINGS)
+        noise = loss_noise(precision, loss, baseline.run["architecture"], tokens, ulps=RANK_ULPS)
         by_strategy, exact = (
-            {name: of_rank(dump, rank) for name, dump in each.items()} for each in (dumps, truths)
+            {name: of_rank(dump, rank) for name, dump in each.items()} for each in (dumps, references)
         )
         found.append(
             Loss(
                 step,
                 rank,
-                loss if truths else None,
+                loss if references else None,
                 by_strategy,
                 noise * growth,
                 exact,

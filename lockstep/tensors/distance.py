@@ -1,6 +1,6 @@
-"""How far tensors are from the truth: one pass over the dumps, block by block. numpy and torch only.
+"""How far tensors are from the reference: one pass over the dumps, block by block. numpy and torch only.
 
-error     |T - T*|_2         every element a little off
+error     |T - T*|_2         every element a little off     (T* is the reference)
 largest   max |T - T*|       one element far off
 """
 
@@ -36,16 +36,16 @@ class Size(NamedTuple):
 
 @dataclass
 class Distance:
-    """One tensor of one dump against the truth: absolute errors, and the sizes they are to be seen against."""
+    """One tensor of one dump against the reference: absolute errors, and the sizes that they are compared with."""
 
     error: float  # infinite, like `largest_error`, if anything is not finite
     largest_error: float
-    norm: float  # 2-norm of the true tensor
+    norm: float  # 2-norm of the reference's tensor
     largest: float
     own_norm: float  # 2-norm of the dump's tensor
     change: float  # 2-norm of what the tensor should show: itself; of a parameter, its last update
     largest_change: float
-    scale: float  # <own, true> / <true, true> of what it should show: 1 where it is right; NaN where that is zero
+    scale: float  # <own, reference> / <reference, reference> of what it should show: 1 if it is right; NaN if that is zero
 
     @property
     def errors(self) -> Size:
@@ -85,7 +85,7 @@ class _Sums:
 
 
 class _Comparison:
-    """Sums of one tensor of one dump against its truth."""
+    """Sums of one tensor of one dump against its reference."""
 
     def __init__(self) -> None:
         self.error, self.own_square, self.error_along = _Sums(), 0.0, 0.0
@@ -96,10 +96,10 @@ class _Comparison:
         self.error_along += float(np.dot(spare, change))
         self.own_square += float(np.dot(values, values))
 
-    def distance(self, true: _Sums, change: _Sums) -> Distance:
+    def distance(self, reference: _Sums, change: _Sums) -> Distance:
         own = math.sqrt(self.own_square) if math.isfinite(self.own_square) else math.inf
         scale = 1 + self.error_along / change.square if 0 < change.square < math.inf else math.nan
-        error, size, shown = self.error.result(), true.result(), change.result()
+        error, size, shown = self.error.result(), reference.result(), change.result()
         return Distance(
             error=error.norm,
             largest_error=error.largest,
@@ -139,7 +139,7 @@ def _blocks(sources: list[tuple[Dump, int, str]]) -> Iterator[list[np.ndarray]]:
 
 @dataclass
 class Measured:
-    """One tensor of several dumps: distances from the truth, differences from the first dump, equality of the last two."""
+    """One tensor of several dumps: distances from the reference, differences from the first dump, equality of the last two."""
 
     distances: list[Distance]
     from_first: list[Size]  # of the difference from the first dump
@@ -152,16 +152,16 @@ QUIET = np.errstate(
 
 
 @QUIET
-def tensor_distances(truths: list[Dump], dumps: list[Dump], step: int, name: str) -> Measured:
-    """One tensor of every dump against its truth (often one truth for all), reading each file once."""
-    exact_dumps = list(dict.fromkeys(truths))
-    places = [exact_dumps.index(truth) for truth in truths]
-    true, same = [_Sums() for _ in exact_dumps], True
+def tensor_distances(references: list[Dump], dumps: list[Dump], step: int, name: str) -> Measured:
+    """One tensor of every dump against its reference (often one for all dumps), reading each file once."""
+    distinct = list(dict.fromkeys(references))
+    places = [distinct.index(reference) for reference in references]
+    wanted, same = [_Sums() for _ in distinct], True
     found, apart = [_Comparison() for _ in dumps], [_Sums() for _ in dumps]
-    for blocks in _blocks([(source, step, name) for source in [*exact_dumps, *dumps]]):
-        exact, values = blocks[: len(exact_dumps)], blocks[len(exact_dumps) :]
+    for blocks in _blocks([(source, step, name) for source in [*distinct, *dumps]]):
+        exact, values = blocks[: len(distinct)], blocks[len(distinct) :]
         spare = _array("spare", len(values[0]))
-        for sums, block in zip(true, exact, strict=True):
+        for sums, block in zip(wanted, exact, strict=True):
             sums.add(block)
         for index, own in enumerate(values):
             found[index].add(own, exact[places[index]], exact[places[index]], spare)
@@ -169,7 +169,9 @@ def tensor_distances(truths: list[Dump], dumps: list[Dump], step: int, name: str
                 apart[index].add(np.subtract(own, values[0], out=spare))
         if same and len(values) > 1:
             same = np.array_equal(values[-1].view(np.uint64), values[-2].view(np.uint64))
-    distances = [each.distance(true[place], true[place]) for each, place in zip(found, places, strict=True)]
+    distances = [
+        each.distance(wanted[place], wanted[place]) for each, place in zip(found, places, strict=True)
+    ]
     return Measured(distances, [each.result() for each in apart], same)
 
 
@@ -192,7 +194,8 @@ def update_distances(dump: Dump, initial: Dump, step: int, clip: float, name: st
     sources += [(dump, step, f"{kind}/{name}") for kind in kinds]
     if adamw and step > 1:
         sources += [(dump, step - 1, f"{kind}/{name}") for kind in kinds[:2]]
-    found, true, change = {kind: _Comparison() for kind in kinds}, {kind: _Sums() for kind in kinds}, _Sums()
+    found = {kind: _Comparison() for kind in kinds}
+    wanted, change = {kind: _Sums() for kind in kinds}, _Sums()
     b1, b2 = BETAS
     for gradient, old, *rest in _blocks(sources):
         spare, moments = _array("spare", len(old)), rest[len(kinds) :]
@@ -215,16 +218,16 @@ def update_distances(dump: Dump, initial: Dump, step: int, clip: float, name: st
         change.add(gradient)
         exact["parameter"] = np.add(gradient, old, out=old)
         for kind, values in zip(kinds, rest, strict=False):
-            true[kind].add(exact[kind])
+            wanted[kind].add(exact[kind])
             found[kind].add(values, exact[kind], gradient if kind == "parameter" else exact[kind], spare)
     return {
-        kind: comparison.distance(true[kind], change if kind == "parameter" else true[kind])
+        kind: comparison.distance(wanted[kind], change if kind == "parameter" else wanted[kind])
         for kind, comparison in found.items()
     }
 
 
 def clip_factor(options: dict, grad_norm: float) -> float:
-    """What clipping multiplies the gradients with: torch's and DeepSpeed's min(1, bound / (norm + 1e-6))."""
+    """What clipping multiplies the gradients with: min(1, bound / (norm + 1e-6)), as in `clip_grad_norm_`."""
     bound = options["max_grad_norm"]
     return min(1.0, bound / (grad_norm + 1e-6)) if bound > 0 else 1.0
 

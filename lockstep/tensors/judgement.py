@@ -8,20 +8,21 @@ from lockstep.tensors.distance import Distance, Measured, Size
 from lockstep.tensors.dump import Dump
 
 MULTIPLE = 4  # of DDP's own distance
-FLOOR = 4  # roundings of the tensor's dtype, where DDP happens to make none
+FLOOR = 4  # unit roundoffs of the tensor's dtype, where DDP happens to be exact
 UPDATE = {
     "exp_avg": 8,
     "exp_avg_sq": 16,
     "parameter": 4,
-}  # roundings that an optimizer step makes, of the result
-UPDATE_OF_CHANGE = 16  # and, in a parameter, of its change
-NORM = 8  # roundings of float32 in a recorded gradient norm: summed in float64, passed on in float32
+}  # unit roundoffs of the result, for the rounding errors of an optimizer step
+UPDATE_OF_CHANGE = 16  # and, for a parameter, of its change
+NORM = 8  # float32 unit roundoffs of a recorded gradient norm: summed in float64, passed on in float32
 LIMIT = {
     "fp32": 1e-5,
     "autocast": 0.2,
 }  # of DDP's own distance, relative: about ten times what correct runs have
-UNIT = {"fp32": 2.0**-24, "autocast": 2.0**-9}  # unit roundoff of the arithmetic
-ROUNDING = {"F64": 2.0**-53, "F32": 2.0**-24, "BF16": 2.0**-9, "I64": 0.0}
+# Unit roundoffs; of bfloat16 half of it (2^-8), which is stricter
+UNIT = {"fp32": 2.0**-24, "autocast": 2.0**-9}  # of the arithmetic
+ROUNDOFF = {"F64": 2.0**-53, "F32": 2.0**-24, "BF16": 2.0**-9, "I64": 0.0}  # of a dtype
 PASSES = {"batch": "batch", "forward": "forward", "backward": "backward", "gradient": "gradient"}
 PASSES |= dict.fromkeys(UPDATE, "update")
 COMPUTED = tuple(kind for kind in PASSES if kind != "batch")  # of tensors that are computed
@@ -105,19 +106,19 @@ def yardstick(ddp: Distance, typical: Size | None = None) -> Size:
 
 
 def judge(
-    strategy: str, step: int, name: str, distance: Distance, measure: Size, rounding: float
+    strategy: str, step: int, name: str, distance: Distance, measure: Size, roundoff: float
 ) -> Judgement:
-    """A row with its tolerances. `measure` is DDP's `yardstick`, `rounding` the unit roundoff of the tensor's dtype.
+    """A row with its tolerances. `measure` is DDP's `yardstick`, `roundoff` the tensor's dtype's ROUNDOFF.
 
-    The batch must be equal; an optimizer step may make a few roundings of its own input; everything else may be
-    MULTIPLE times as far from the reference as the yardstick, DDP.
+    The batch must be equal. An optimizer step may be a few unit roundoffs from the exact update of its own input. Everything
+    else may be MULTIPLE times as far from the reference as the yardstick, DDP.
     """
     kind = name.split("/")[0]
     if kind == "batch":
         return Judgement(strategy, step, name, distance, 0.0, 0.0)
     if kind in UPDATE:
-        own = UPDATE[kind] * rounding
-        of_change = UPDATE_OF_CHANGE * rounding if kind == "parameter" else 0.0
+        own = UPDATE[kind] * roundoff
+        of_change = UPDATE_OF_CHANGE * roundoff if kind == "parameter" else 0.0
         tolerated = own * distance.norm + of_change * distance.change
         return Judgement(
             strategy,
@@ -127,8 +128,8 @@ def judge(
             tolerated,
             own * distance.largest + of_change * distance.largest_change,
         )
-    tolerated = MULTIPLE * measure.norm + FLOOR * rounding * distance.norm
-    largest = MULTIPLE * measure.largest + FLOOR * rounding * distance.largest
+    tolerated = MULTIPLE * measure.norm + FLOOR * roundoff * distance.norm
+    largest = MULTIPLE * measure.largest + FLOOR * roundoff * distance.largest
     return Judgement(strategy, step, name, distance, tolerated, largest)
 
 
@@ -184,7 +185,7 @@ class Norm:
 
     @property
     def off(self) -> bool:
-        return not abs(self.recorded - self.held) <= NORM * ROUNDING["F32"] * self.held  # a NaN is off
+        return not abs(self.recorded - self.held) <= NORM * ROUNDOFF["F32"] * self.held  # a NaN is off
 
 
 @dataclass

@@ -4,7 +4,7 @@ One forward and one backward pass of the model on torch's meta device, which com
 
     MODULE          what a module gives back (MODULE.1 for the second tensor of a tuple)
     MODULE.input    what enters a module, where it depends on the weights and is no captured tensor already, such as the
-                    output of the attention itself, which enters o_proj
+                    output of the attention itself, which enters its output layer
 
 and, backward, the gradient of the loss with respect to each of them.
 """
@@ -17,11 +17,15 @@ import torch
 from torch.autograd.graph import Node
 
 from lockstep.errors import UserError, first_line
-from lockstep.inputs.model import build_model
+from lockstep.inputs import modules
+from lockstep.inputs.model import build_empty
 
 BATCH, SEQUENCE = "batch", "sequence"
 KINDS = ("gradient", "exp_avg", "exp_avg_sq", "parameter")  # of what a strategy holds per parameter
-NOT_WATCHED = ("", "model")  # what the model and its base model give back are outputs of modules inside them
+NOT_WATCHED = (
+    "",
+    modules.BASE,
+)  # what the model and its base model give back are outputs of modules inside them
 
 
 @dataclass(frozen=True)
@@ -69,14 +73,11 @@ def layout_of(architecture: dict, attn_impl: str) -> Layout:
 
 @functools.lru_cache(maxsize=8)
 def _layout(architecture: str, attn_impl: str) -> Layout:
+    model = build_empty(json.loads(architecture), attn_impl=attn_impl)
     try:
-        with torch.device("meta"), torch.random.fork_rng(devices=[]):
-            model, _ = build_model(
-                json.loads(architecture), seed=0, attn_impl=attn_impl, init_weights_path=None
-            )
         first, second = (_Trace(model, batch, sequence) for batch, sequence in ((2, 3), (4, 5)))
     except Exception as error:  # noqa: BLE001 - transformers and torch raise anything for an architecture that is none
-        raise UserError(f"no model can be built of this architecture ({first_line(error)})") from error
+        raise UserError(f"no model of this architecture can be run ({first_line(error)})") from error
     symbols = {(2, 4): BATCH, (3, 5): SEQUENCE}
     outputs = {
         name: tuple(

@@ -18,11 +18,13 @@ from lockstep import strategies
 from lockstep.config import Config, Precision
 from lockstep.errors import UserError, printable
 from lockstep.files import read_json, write_text
+from lockstep.mesh import Axis, Mesh
 from lockstep.schemas import (
     Count,
     Finite,
     MayBreakDown,
     Name,
+    Origin,
     Sha256,
     Strict,
     Whole,
@@ -30,7 +32,7 @@ from lockstep.schemas import (
 )
 from lockstep.training.contract import expected_contract
 
-FORMAT = 3
+FORMAT = 4
 MANIFEST = "manifest.json"
 REFERENCE_LABEL = "float64 reference"
 REMEDY = "capture again"
@@ -44,7 +46,7 @@ Size = Annotated[int, Field(ge=0, le=2**40)]
 class TensorEntry(Strict):
     dtype: Literal["F64", "F32", "BF16", "I64"]
     shape: Annotated[list[Size], Field(max_length=8)]
-    sharded: dict[Literal["dp", "tp"], Annotated[int, Field(ge=0, lt=8)]]  # mesh axis -> the dim that it cuts
+    sharded: dict[Axis, Annotated[int, Field(ge=0, lt=8)]]  # mesh axis -> the dim that it cuts
     checksum: Word
 
 
@@ -112,17 +114,9 @@ class Architecture(Strict):
     tie_word_embeddings: bool = False
 
 
-class Origin(Strict):
-    """Where and when a dump was captured."""
-
-    commit: Name
-    date: Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ$")]
-    cpu: Name
-
-
 class Run(Strict):
     label: Name
-    mesh: Annotated[list[Count], Field(min_length=2, max_length=2)]
+    mesh: dict[Axis, Count]  # axis -> size
     config: Options
     architecture: Architecture
     architecture_source: Name
@@ -190,12 +184,13 @@ def _contradictions(manifest: dict) -> Iterator[str]:
     )
     if layers > most:  # and nothing is built of a number that is damaged
         yield f"run.architecture has {layers} layers, and no step has more than {most} tensors"
-    dp, tp = run["mesh"]
-    if (dp, tp) != (options["dp_size"], options["tp_size"]) or dp * tp != options["num_workers"]:
-        yield f"run.mesh is {dp} x {tp}, its configuration says {options['dp_size']} x {options['tp_size']} with {options['num_workers']} workers"
+    mesh = Mesh(dp=options["dp_size"], tp=options["tp_size"])
+    if run["mesh"] != mesh.sizes or mesh.world_size != options["num_workers"]:
+        yield f"run.mesh is {run['mesh']}, its configuration says {mesh.label} with {options['num_workers']} workers"
     row = strategies.recorded(options["strategy"])
-    if "tp" not in row.axes and tp > 1:
-        yield f"run.mesh is {dp} x {tp}, and {row.label} has no tensor parallelism"
+    unused = next((axis for axis in mesh.axes if axis not in row.axes), None)
+    if unused:
+        yield f"run.mesh has {unused} {mesh.size(unused)}, and {row.label} has no such axis"
     configured = configuration(run)
     label = REFERENCE_LABEL if exact else configured.label
     if run["label"] != label and (exact or row.factory):
@@ -224,7 +219,11 @@ def _contradictions(manifest: dict) -> Iterator[str]:
     if exact and manifest.get("contract") is not None:
         yield "it has a contract, and a reference has none"
     if not exact and manifest.get("contract") is not None:
-        expected = expected_contract(configured, run["architecture"])
+        try:
+            expected = expected_contract(configured, run["architecture"])
+        except UserError as error:
+            yield f"run.architecture: {error}"
+            return
         odd = sorted(expected.keys() ^ manifest["contract"].keys())
         if odd:
             yield f"contract: {printable(odd[0], 60)} is {'missing' if odd[0] in expected else 'unknown'}"
@@ -258,7 +257,7 @@ def _contradictions_of_step(manifest: dict, step: str, exact: bool, first: int) 
         yield f"loss is {entry['loss']}, the mean of its rank_losses is {sum(losses) / len(losses)}"
     if len(entry["logits"]) != sizes["dp"]:
         yield f"{len(entry['logits'])} summaries of logits of {sizes['dp']} DP ranks"
-    more = 1 + 1e-9  # roundings of float64 sums
+    more = 1 + 1e-9  # rounding errors of float64 sums
     finite = [one for one in entry["logits"] if math.isfinite(sum(one.values()))]
     if any(
         not (abs(one["mean"]) <= one["rms"] * more and one["rms"] <= one["max_abs"] * more) for one in finite

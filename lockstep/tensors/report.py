@@ -12,6 +12,7 @@ from lockstep import origin
 from lockstep.diagnosis.diagnose import Diagnosis
 from lockstep.errors import printable
 from lockstep.files import write_result
+from lockstep.mesh import Mesh
 from lockstep.tensors.judgement import PASSES, Result
 
 SHORT = 12  # rows of a long table that are printed; the file has all
@@ -120,7 +121,7 @@ def about(result: Result) -> dict[str, str]:
         "model": f"{config['model_name']}, {architecture['num_hidden_layers']} layers ({run['architecture_source']})",
         "precision": config["precision"],
         "mesh": alike(
-            lambda dump: f"tp {dump.run['mesh'][1]} x dp {dump.run['mesh'][0]}, batch_size {dump.run['config']['batch_size']} on {dump.run['config']['device']}"
+            lambda dump: f"{Mesh(**dump.run['mesh']).label}, batch_size {dump.run['config']['batch_size']} on {dump.run['config']['device']}"
         ),
         "seed": alike(lambda dump: str(dump.run["config"]["seed"])),
         "steps": f"{', '.join(next(iter(dumps.values())).steps)} captured of {alike(lambda dump: str(dump.run['num_steps']))}",
@@ -128,7 +129,11 @@ def about(result: Result) -> dict[str, str]:
         "dataset": f"{alike(lambda dump: dump.run['config']['dataset_name'])} (SHA-256 of the tokens {run['corpus_sha256'][:16]}), tokenizer {run['tokenizer']}",
         "versions": ", ".join(f"{name} {version}" for name, version in run["versions"].items()),
         "Lockstep": f"captured at {alike(lambda dump: dump.manifest['origin']['commit'])}; compared at {origin.commit()}",
-        "processor": alike(lambda dump: dump.manifest["origin"]["cpu"]),
+        "processor": alike(
+            lambda dump: ", ".join(
+                (dump.manifest["origin"]["cpu"], *dump.manifest["origin"]["instruction_sets"])
+            )
+        ),
         "captured": alike(lambda dump: dump.manifest["origin"]["date"]),
         "compared": f"{origin.now()} by {origin.command()}",
     }

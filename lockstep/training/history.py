@@ -18,7 +18,7 @@ from typing import Any
 from lockstep.errors import UserError
 from lockstep.files import read_json, write_text
 
-FORMAT = 2
+FORMAT = 3
 BEGINS = b'{"format": '  # every history file
 PARTS = ("run", "contract", "weights", "ended")  # of the file, beside its format, the steps and the seal
 

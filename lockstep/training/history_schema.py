@@ -6,13 +6,14 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, ConfigDict, Field
 
 from lockstep.errors import UserError
-from lockstep.inputs.architectures import parameter_shapes
 from lockstep.inputs.model_config import FAMILIES
+from lockstep.mesh import Axis, Mesh
 from lockstep.schemas import (
     Count,
     Finite,
     MayBreakDown,
     Name,
+    Origin,
     Sha256,
     Strict,
     Whole,
@@ -21,7 +22,7 @@ from lockstep.schemas import (
 
 REMEDY = "run its training again"
 LARGEST = 3.5e38  # no float32 is larger, so no loss is
-DEEPEST = 10_000  # layers; the names of all parameters are made from their number
+DEEPEST = 10_000  # layers
 
 
 def _float32(value: float) -> float:
@@ -112,7 +113,7 @@ class PeakMemory(Strict):
 
 class Run(Strict):
     label: Name
-    mesh: Annotated[list[Count], Field(min_length=2, max_length=2)]  # dp, tp
+    mesh: dict[Axis, Count]  # axis -> size
     config: RunConfig
     architecture: Architecture
     architecture_source: Text
@@ -121,6 +122,7 @@ class Run(Strict):
     tokenizer: Text
     num_steps: Count
     versions: dict[Name, Name]
+    origin: Origin | None = None  # histories of earlier commits have none
     peak_memory: PeakMemory | None = None  # of a run that finished
 
 
@@ -160,9 +162,9 @@ def require_consistent(file: File, path: object) -> None:
 
 def _run_problem(run: Run) -> str:
     config = run.config
-    dp, tp = config.dp_size, config.tp_size
-    if run.mesh != [dp, tp] or config.num_workers != dp * tp:
-        return f"mesh {run.mesh}, {config.num_workers} workers, and (dp_size, tp_size) = ({dp}, {tp}) do not go together"
+    mesh = Mesh(dp=config.dp_size, tp=config.tp_size)
+    if run.mesh != mesh.sizes or config.num_workers != mesh.world_size:
+        return f"mesh {run.mesh}, {config.num_workers} workers, and {mesh.label} of the configuration do not go together"
     if config.debug_steps and run.num_steps != config.debug_steps:
         return f"num_steps is {run.num_steps}, debug_steps {config.debug_steps}"
     if run.peak_memory and len(run.peak_memory.bytes_by_rank) != config.num_workers:
@@ -196,10 +198,17 @@ def _weights_problem(file: File) -> str:
         )
     if bool(weights.moved) != (weights.final_sha256 != weights.initial_sha256):
         return f"{len(weights.moved)} weights moved, and initial and final sha256 say otherwise"
-    stranger = next(iter(set(weights.moved) - parameter_shapes(architecture.model_dump()).keys()), None)
+    stranger = next(iter(sorted(set(weights.moved) - _updated(file.contract))), None)
     if stranger:
-        return f"moved has {stranger}, which the model does not have"
+        return f"moved has {stranger}, which no optimizer group of its contract has"
     return "" if weights.moved == sorted(set(weights.moved)) else "moved is not a sorted list of names"
+
+
+def _updated(contract: dict[Name, Any] | None) -> set[str]:
+    """The parameters in the optimizer's groups, by the contract's entry weight_decay (rate -> names). No model is built for it."""
+    groups = (contract or {}).get("weight_decay")
+    members = groups.values() if isinstance(groups, dict) else ()
+    return {name for names in members if isinstance(names, list) for name in names if isinstance(name, str)}
 
 
 def _step_problem(file: File) -> str:
@@ -221,10 +230,10 @@ def _step_problem(file: File) -> str:
 
 
 def is_mean(loss: float, rank_losses: list[float]) -> bool:
-    """Whether `loss` is the mean, to the roundings of a float64 sum in any order; not finite if one of them is not."""
+    """Whether `loss` is the mean, up to the rounding errors of a float64 sum in any order; not finite if one of them is not."""
     mean = sum(rank_losses) / len(rank_losses)
     if not math.isfinite(mean):
         return not math.isfinite(loss)
     return abs(loss - mean) <= 2.0**-52 * sum(
         map(abs, rank_losses)
-    )  # n terms: n roundings of 2^-53 each of two sums
+    )  # two sums of n terms, n unit roundoffs (2^-53) each

@@ -1,7 +1,7 @@
-"""THE loop: seeding, one step, the loss record. No ray, no deepspeed. What it drives is a `Strategy` (strategy.py).
+"""THE loop: seeding, one step, the loss record. What it drives is a `Strategy` (strategy.py); it imports none, and no launcher.
 
-The loop knows nothing about how a strategy works; it feeds every rank its micro batches, gathers what every rank
-saw, and stops all ranks when something is wrong.
+The loop does not know how a strategy works. It feeds every rank its micro batches, gathers what every rank saw, and stops all
+ranks if something is wrong.
 """
 
 import contextlib
@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from lockstep.collective import stop_together
+from lockstep import origin
+from lockstep.collective import stop_together, stopping_together
 from lockstep.config import PLACES, Config, Inputs
 from lockstep.errors import TrainingFailure, UserError
 from lockstep.inputs import initial_weights, weights
@@ -73,8 +74,9 @@ def run(config: Config, inputs: Inputs, make_strategy: MakeStrategy, device: tor
             with contextlib.suppress(UserError):  # on a full disk: the error above says which file filled it
                 record.save(path)
         raise
-    if rank == 0:
-        record.save(path)
+    with stopping_together():
+        if rank == 0:
+            record.save(path)
     last = record.steps[-1]
     took = progress.duration(time.monotonic() - begin)
     return f"{config.label}: {len(record.steps)} steps in {took}, loss {record.steps[0]['loss']:.6f} -> {last['loss']:.6f}, {path}"
@@ -97,13 +99,18 @@ def _train(
         record.weights = {"initial_sha256": weights.combined_sha256(before)}
         if capture:
             capture.manifest["initial_sha256"] = record.weights["initial_sha256"]
-        record.save(path)
+    with stopping_together():
+        if rank == 0:
+            record.save(path)
 
     shown = progress.Steps(config.label, inputs.num_steps, config.log_interval)
+    problem = ""  # why rank 0 could not write the history after the last step
     for index in range(inputs.num_steps):
         compute_dtypes = ComputeDtypes(strategy.model) if index == 0 else None
         watching = capture if capture is not None and index < config.capture_steps else None
-        step, everyone = train_step(strategy, inputs.batches, config, rank, device, index, watching)
+        step, everyone = train_step(
+            strategy, inputs.batches, config, rank, device, index, watching, problem=problem
+        )
         record.add(step)
         _require_finite(step["step"], everyone, config.mesh)
         if compute_dtypes is not None:
@@ -115,9 +122,13 @@ def _train(
                 f"{config.label} does not run with what was asked for: {difference}" if difference else ""
             )
         if rank == 0:
-            record.save(path)
+            try:
+                record.save(path)
+            except UserError as error:  # the others learn of it in the next step, or below
+                problem = str(error)
             shown.add(step)
 
+    stop_together(problem)
     after = _live_checksums(strategy, rank)
     memory = peak_memory(device)
     if before is not None and after is not None:
@@ -138,12 +149,16 @@ def train_step(
     device: torch.device,
     index: int,
     capture: Capture | None = None,
+    *,
+    problem: str = "",
 ) -> tuple[dict[str, Any], list[list[float]]]:
     """One step (from 0) of the loop: feed, update, gather what every rank saw; `capture` writes down all it computes.
 
-    Returns the record of the step, which keeps one loss per DP rank, and (loss, norm, hashes of its windows) of every rank.
+    A `problem` that this rank has had since the last step stops all ranks, without a collective of its own in every step.
 
-    Raises TrainingFailure on every rank if TP peers saw different batches, or DP ranks the same.
+    Returns the record of the step, which keeps one loss per DP rank, and (loss, norm) of every rank.
+
+    Raises TrainingFailure on every rank if TP peers saw different batches, or DP ranks the same, and for a `problem`.
     """
     micro_batches = batches.micro_batches(index, config.mesh.sample_share(rank), device)
     start = time.perf_counter()
@@ -153,9 +168,12 @@ def train_step(
     if capture:
         capture.gradients()
     grad_norm = strategy.update()
-    everyone = _gather([float(loss), grad_norm, *window_hashes(micro_batches)], device)
-    losses, hashes = [row[0] for row in everyone], [list(map(int, row[2:])) for row in everyone]
+    mine = [float(loss), grad_norm, float(bool(problem)), *window_hashes(micro_batches)]
+    everyone = _gather(mine, device)
+    losses, hashes = [row[0] for row in everyone], [list(map(int, row[3:])) for row in everyone]
     seconds = time.perf_counter() - start
+    if any(row[2] for row in everyone):
+        stop_together(problem)
     _require_right_batches(hashes, config.mesh, index + 1)
     lead = [config.mesh.first_with_share(share) for share in range(config.mesh.num_sample_shares)]
     step = {
@@ -171,7 +189,7 @@ def train_step(
     if capture:
         capture.end(step)
         step["seconds"] = time.perf_counter() - start
-    return step, everyone
+    return step, [row[:2] for row in everyone]
 
 
 def _initial_model(
@@ -187,10 +205,9 @@ def _initial_model(
     path = initial_weights.file_of(config)
     written = config.written_weights
     if written is not None:
-        problem = ""
-        if rank == 0:
-            model, _ = build(path)
-            try:
+        with stopping_together():
+            if rank == 0:
+                model, _ = build(path)
                 weights.save(
                     written,
                     model,
@@ -199,11 +216,9 @@ def _initial_model(
                     overwrite=config.overwrite,
                 )
                 print(f"Saved initial weights to {written}", flush=True)
-            except UserError as error:
-                problem = str(error)
-        stop_together(problem)
         path = written
-    model, sums = build(path)
+    with stopping_together():  # a file need not be there on every machine
+        model, sums = build(path)
     if path and rank == 0:
         print(f"Loaded initial weights from {path}", flush=True)
     if config.noise_control:
@@ -249,7 +264,7 @@ def _require_right_batches(hashes: list[list[int]], mesh: Mesh, step: int) -> No
 
 
 def _require_finite(step: int, everyone: list[list[float]], mesh: Mesh) -> None:
-    for rank, (loss, grad_norm, *_) in enumerate(everyone):
+    for rank, (loss, grad_norm) in enumerate(everyone):
         for what, value in (("loss", loss), ("gradient norm", grad_norm)):
             if not math.isfinite(value):
                 raise TrainingFailure(
@@ -275,9 +290,10 @@ def _live_checksums(strategy: Strategy, rank: int) -> dict[str, str] | None:
 
 
 def provenance(config: Config, inputs: Inputs) -> dict[str, Any]:
+    """What a history and a dump say of a run before it begins."""
     return {
         "label": config.label,
-        "mesh": [config.dp_size, config.tp_size],
+        "mesh": config.mesh.sizes,
         "config": {key: value for key, value in config.as_dict().items() if key not in PLACES},
         "architecture": inputs.architecture,
         "architecture_source": inputs.architecture_source,
@@ -286,4 +302,5 @@ def provenance(config: Config, inputs: Inputs) -> dict[str, Any]:
         "tokenizer": inputs.batches.corpus.tokenizer_name,
         "num_steps": inputs.num_steps,
         "versions": versions(),
+        "origin": origin.about(),
     }

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from lockstep import strategies
 from lockstep.collective import gather_objects
+from lockstep.inputs import modules
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -26,11 +28,11 @@ class ComputeDtypes:
         }
         self._handles: list[RemovableHandle] = []
         for name, module in model.named_modules():
-            if name.endswith(("_proj", "lm_head")):
-                biased = getattr(module, "bias", None) is not None
-                self._watch(module, "biased_linear_dtype" if biased else "compute_dtype")
-            elif name.endswith("embed_tokens"):
+            own = dict(module.named_parameters(recurse=False))
+            if name == modules.EMBEDDING:
                 self._watch(module, "embedding_dtype")
+            elif "weight" in own and own["weight"].ndim == 2:
+                self._watch(module, "biased_linear_dtype" if "bias" in own else "compute_dtype")
 
     def _watch(self, module: torch.nn.Module, key: str) -> None:
         seen = self._seen[key]
@@ -44,12 +46,14 @@ class ComputeDtypes:
 
 def model_contract(model: "PreTrainedModel") -> dict[str, Any]:
     """What the live model says of itself: attention implementation, dropout, parameter dtypes, the tie."""
+    layers = model.get_submodule(modules.LAYERS).children()
+    attentions: list[Any] = [layer.get_submodule(modules.ATTENTION) for layer in layers]
     return {
         "attention": model.config._attn_implementation,
-        "attention_dropout": max(layer.self_attn.attention_dropout for layer in model.model.layers),
+        "attention_dropout": max(attention.attention_dropout for attention in attentions),
         "training_mode": model.training,
         "parameter_dtype": sorted({str(parameter.dtype) for parameter in model.parameters()}),
-        "tied_embeddings": model.lm_head.weight is model.model.embed_tokens.weight,
+        "tied_embeddings": modules.is_tied(model),
     }
 
 
@@ -103,9 +107,19 @@ def torch_contract(model: "PreTrainedModel", optimizer: torch.optim.Optimizer) -
 
 
 def versions() -> dict[str, str]:
-    """Versions of the libraries that take part, of those installed; a difference between runs is one in the experiment."""
+    """Versions of the installed libraries that take part; runs with other versions are not comparable."""
     found = {}
-    for name in ("torch", "transformers", "deepspeed", "ray", "numpy", "safetensors", "accelerate"):
+    of_strategies = (row.library for row in strategies.ROWS.values() if row.library)
+    for name in (
+        "torch",
+        "transformers",
+        *of_strategies,
+        "ray",
+        "numpy",
+        "safetensors",
+        "tokenizers",
+        "accelerate",
+    ):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return found
