@@ -8,13 +8,13 @@ import re
 
 from lockstep.errors import UserError, printable
 
-Rule = tuple[
+Refusal = tuple[
     tuple[object, ...], str
 ]  # the values that ask for nothing, why any other is refused and what to do
 OFF: tuple[object, ...] = (None, False, 0, 0.0, [], {})
 _OTHER = "transformers' model of this family does not do that, nor does the reference; remove it, or choose another model"
 _PLAN = "every strategy here has a plan of its own; remove it"
-NEUTRAL: dict[str, Rule] = {
+NEUTRAL: dict[str, Refusal] = {
     "quantization_config": (
         OFF,
         "quantized weights are not trained here; choose the model that is not quantized",
@@ -63,7 +63,7 @@ _PATTERNS = (  # of names; the same two things
 )
 JUMPING = ("relu", "relu6", "leaky_relu", "hardswish", "gelu_10")  # activations whose derivative jumps
 _ONE_WINDOW = "transformers' Mistral has the window of sliding_window in all layers (null: none); remove it"
-_ONLY_OTHERS_HAVE: dict[str, dict[str, Rule]] = {  # family -> keys that mean something to other families
+_ONLY_OTHERS_HAVE: dict[str, dict[str, Refusal]] = {  # family -> keys that mean something to other families
     "qwen2": {
         "attention_bias": (
             (None, True),

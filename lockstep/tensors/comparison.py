@@ -38,8 +38,8 @@ from lockstep.tensors.comparable_dumps import (
 from lockstep.tensors.distance import (
     BLOCK,
     Distance,
+    Measured,
     Size,
-    Tensor,
     clip_factor,
     on_all_cores,
     tensor_distances,
@@ -193,13 +193,13 @@ def _names(dump: Dump, step: int) -> list[str]:
 
 def _measure(
     names: list[str], references: dict[str, Dump], dumps: dict[str, Dump], step: int
-) -> list[Tensor]:
-    """A Tensor for each name: the dumps that have it, in their order, against their references."""
+) -> list[Measured]:
+    """What was measured of each name: the dumps that have it, in their order, against their references."""
     sizes = [math.prod(next(iter(references.values())).expected(step)[name]) for name in names]
     return on_all_cores(functools.partial(_distances, references, dumps, step), names, sizes)
 
 
-def _distances(references: dict[str, Dump], dumps: dict[str, Dump], step: int, name: str) -> Tensor:
+def _distances(references: dict[str, Dump], dumps: dict[str, Dump], step: int, name: str) -> Measured:
     have = [strategy for strategy, dump in dumps.items() if dump.has(step, name)]
     return tensor_distances(
         [references[strategy] for strategy in have], [dumps[strategy] for strategy in have], step, name
