@@ -61,6 +61,7 @@ _PATTERNS = (  # of names; the same two things
     ),
     (re.compile(r"(num|n)_(local_|routed_|shared_)?experts"), OFF, _OTHER),
 )
+JUMPING = ("relu", "relu6", "leaky_relu", "hardswish", "gelu_10")  # activations whose derivative jumps
 _ONE_WINDOW = "transformers' Mistral has the window of sliding_window in all layers (null: none); remove it"
 _ONLY_OTHERS_HAVE: dict[str, dict[str, Refusal]] = {  # family -> keys that mean something to other families
     "qwen2": {
@@ -104,6 +105,11 @@ def refuse(content: dict, family: str, class_name: str, where: str) -> set[str]:
         ):
             raise UserError(f"{where}: {printable(key, 60)} is {printable(repr(value), 60)}: {why}")
         ruled.add(key)
+    if content.get("hidden_act") in JUMPING:
+        raise UserError(
+            f"{where}: hidden_act is {content['hidden_act']!r}: its derivative jumps, so rounding errors alone can change an element of a "
+            "gradient by its whole size, and no tolerance holds; choose a model with a smooth activation"
+        )
     if family == "llama" and any(each != "full_attention" for each in _listed(content.get("layer_types"))):
         types = printable(repr(content["layer_types"]), 60)
         raise UserError(f"{where}: layer_types is {types}: transformers' Llama has none; remove it")
