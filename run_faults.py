@@ -38,7 +38,7 @@ from lockstep.training import history
 
 if TYPE_CHECKING:
     from lockstep.faults import Fault
-    from lockstep.losses.curves import Verdict
+    from lockstep.losses.curves import CurveVerdict
     from lockstep.tensors.dump import Dump
     from lockstep.tensors.judgement import Result
 
@@ -208,10 +208,12 @@ def train(groups: dict[Group, list[tuple["Fault", Row]]], folder: Path) -> dict[
     return outcome
 
 
-def verdicts(group: Group, name: str, strategy: str) -> tuple["Result", "Verdict", "Dump", dict[str, "Dump"]]:
+def verdicts(
+    group: Group, name: str, strategy: str
+) -> tuple["Result", "CurveVerdict", "Dump", dict[str, "Dump"]]:
     """(comparison of the tensors, of the losses, the reference, the replays) of one run."""
-    from lockstep.losses import curves as compare_losses
-    from lockstep.tensors.comparison import compare
+    from lockstep.losses import curves
+    from lockstep.tensors.comparison import compare_dumps
     from lockstep.tensors.dump import Dump
 
     clean, mine = group.folder / CLEAN, group.dump(strategy, name)
@@ -221,9 +223,9 @@ def verdicts(group: Group, name: str, strategy: str) -> tuple["Result", "Verdict
         strategy: Dump(mine.with_name(f"replay_{strategy}")),
     }
     baseline = group.losses(BASELINE, CLEAN)
-    tolerance = compare_losses.tolerance_for(baseline, group.losses(history.CONTROL, CLEAN))
-    curve = compare_losses.compare(baseline, group.losses(strategy, name), tolerance)
-    return compare(reference, {BASELINE: ddp, strategy: dump}, replays), curve, reference, replays
+    tolerance = curves.tolerance_for(baseline, group.losses(history.CONTROL, CLEAN))
+    curve = curves.compare_curves(baseline, group.losses(strategy, name), tolerance)
+    return compare_dumps(reference, {BASELINE: ddp, strategy: dump}, replays), curve, reference, replays
 
 
 def require_clean(group: Group, strategy: str) -> None:
@@ -239,7 +241,7 @@ def require_clean(group: Group, strategy: str) -> None:
 def judge(group: Group, fault: "Fault", strategy: str) -> dict:
     """What the two verdicts and the diagnosis say of one planted fault."""
     from lockstep.diagnosis.diagnose import diagnose
-    from lockstep.tensors import report as tensor_report
+    from lockstep.tensors import tensor_report
     from lockstep.tensors.dump import Dump
 
     result, curve, reference, replays = verdicts(group, fault.name, strategy)

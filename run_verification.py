@@ -197,13 +197,11 @@ def train_and_compare(
         )
     groups[None] = [{"strategy": jobs.REFERENCE, "arguments": rest}]
     jobs.start_all_groups(list(groups.items()), folder / "logs", shown=True)
-    from lockstep.tensors import (
-        comparison as compare,  # torch is not needed to answer a usage error
-    )
+    from lockstep.tensors import comparison  # torch is not needed to answer a usage error
     from lockstep.tensors.dump import Dump
 
     opened = [Dump(folder / name) for name in (*(run.name for run in runs), "reference")]
-    return compare.run(opened, folder)
+    return comparison.run(opened, folder)
 
 
 if __name__ == "__main__":

@@ -139,16 +139,16 @@ def judge_tensors(config: Config, place: Path, names: list[str]) -> tuple["Resul
     """(comparison of the tensors captured in `place` with the float64 reference, which is computed now; diagnoses), with its report written."""
     with progress.working("Comparing every tensor with a float64 reference"):
         from lockstep.collective import init_alone
-        from lockstep.tensors import comparison, exact_run, report
+        from lockstep.tensors import comparison, exact_run, tensor_report
         from lockstep.tensors.dump import Dump
 
         init_alone()
         remove_captured(place / "reference")
         exact_run.run(config, config_module.load_inputs(config))
         reference, dumps, replays = comparison.arrange([Dump(place / name) for name in (*names, "reference")])
-        result = comparison.compare(reference, dumps, replays)
+        result = comparison.compare_dumps(reference, dumps, replays)
         diagnoses = comparison.diagnoses(result, reference, replays)
-        report.write(result, diagnoses, place)
+        tensor_report.write(result, diagnoses, place)
     return result, diagnoses
 
 
@@ -183,18 +183,18 @@ def table(judged: "Judged", result: "Result | None") -> list[str]:
 def explanations(judged: "Judged", result: "Result | None", diagnoses: dict[str, "Diagnosis"]) -> list[str]:
     """Why what failed has failed: by the losses, and by the first tensor and its cause."""
     from lockstep.losses.curve_report import notes, reasons
-    from lockstep.tensors import report
+    from lockstep.tensors import tensor_report
 
     lines = [f"{one.label}: {line}" for one in judged.verdicts.values() for line in reasons(one)]
     lines += [line for line in notes(judged) if line.startswith("Not judged")]
     if result is not None and result.outcome != "PASS":
         lines += [
             f"First tensor too far, {line}"
-            for line in report.first_tensors(result)
+            for line in tensor_report.first_tensors(result)
             if not line.endswith(": none")
         ]
-        lines += ["Cause", *report.causes(result, diagnoses)] if diagnoses else []
-        lines += report.configuration(result) if any(result.configuration.values()) else []
+        lines += ["Cause", *tensor_report.causes(result, diagnoses)] if diagnoses else []
+        lines += tensor_report.configuration(result) if any(result.configuration.values()) else []
     return [*(printable(line) for line in lines), ""] if lines else []
 
 

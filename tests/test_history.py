@@ -91,8 +91,11 @@ def require_origin(versions, origin):
 
 def test_instruction_sets_are_those_of_the_processor(tmp_path, monkeypatch):
     """As Linux writes them for x86 and ARM."""
-    for text, found in (("flags\t\t: fpu avx2 avx512f amx_bf16 hle", ["avx2", "avx512f", "amx_bf16"]),
-                        ("Features\t: fp asimd sve bf16 i8mm", ["asimd", "sve", "bf16"]), ("flags: fpu", [])):  # fmt: skip
+    for text, found in (
+        ("flags\t\t: fpu avx2 avx512f amx_bf16 hle", ["avx2", "avx512f", "amx_bf16"]),
+        ("Features\t: fp asimd sve bf16 i8mm", ["asimd", "sve", "bf16"]),
+        ("flags: fpu", []),
+    ):
         (tmp_path / "cpuinfo").write_text(f"model name\t: One avx512_bf16\n{text}\n")
         monkeypatch.setattr(where, "CPUINFO", tmp_path / "cpuinfo")
         where.instruction_sets.cache_clear()

@@ -14,8 +14,16 @@ from lockstep.faults.catalogue import BUG_CLASSES
 from lockstep.mesh import Mesh
 from lockstep.strategies import others, row_of
 
-SAMPLE = ["no_dp_reduction", "dp_ranks_replay_one_batch", "tp_peers_read_different_samples", "row_parallel_sum_dropped",
-          "gradients_not_zeroed", "one_side_does_not_clip", "norm_gradients_times_tp", "summed_instead_of_averaged"]  # fmt: skip
+SAMPLE = [
+    "no_dp_reduction",
+    "dp_ranks_replay_one_batch",
+    "tp_peers_read_different_samples",
+    "row_parallel_sum_dropped",
+    "gradients_not_zeroed",
+    "one_side_does_not_clip",
+    "norm_gradients_times_tp",
+    "summed_instead_of_averaged",
+]
 GRAVE = {
     "no_dp_reduction",
     "dp_ranks_replay_one_batch",

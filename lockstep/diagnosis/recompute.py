@@ -16,7 +16,7 @@ import torch
 from lockstep.diagnosis.case import Case
 from lockstep.inputs import modules
 
-ROWS = 4096  # of a weight's gradient, looked at together
+BLOCK_ROWS = 4096  # of a weight's gradient, looked at together
 
 
 def forward_shares(case: Case, module: str) -> list[torch.Tensor]:
@@ -139,8 +139,8 @@ class Contributions:
         output = self._by_sample(case.own(f"backward/{self.module}"))
         if self.what == "weight" and own.ndim == 2:
             entering = self._by_sample(case.own(f"forward/{case.source(self.module)}"))
-            for start in range(0, len(own), ROWS):
-                rows = slice(start, start + ROWS)
+            for start in range(0, len(own), BLOCK_ROWS):
+                rows = slice(start, start + BLOCK_ROWS)
                 yield own[rows], exact[rows], output[..., rows].transpose(1, 2) @ entering
             return
         if self.what == "bias":

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 # What a fault is: before its `yield` the strategy is not built; the `yield` gives it, whatever class it is of.
 Plant = Generator[None, Any, None]
-Loss = Callable[..., Any]  # of one micro batch, as strategies have it: (input_ids, labels) -> loss, shape ()
+LossFunction = Callable[
+    ..., Any
+]  # of one micro batch, as strategies have it: (input_ids, labels) -> loss, shape ()
 
 
 class Planting:
@@ -53,7 +55,7 @@ def around(
     setattr(target, method, wrapped)
 
 
-def wrap_loss(strategy: Any, wrap: Callable[[Loss], Loss]) -> None:
+def wrap_loss(strategy: Any, wrap: Callable[[LossFunction], LossFunction]) -> None:
     """The strategy computes wrap(loss function)(input_ids, labels) from now on."""
     strategy.loss = wrap(strategy.loss)
 
@@ -62,7 +64,7 @@ def scale_backward(strategy: Any, factor: Callable[[int], float]) -> None:
     """Multiply the gradient of every loss with factor(number of the call, from 0); its value stays right."""
     calls = itertools.count()
 
-    def wrap(real: Loss) -> Loss:
+    def wrap(real: LossFunction) -> LossFunction:
         def scaled(*arguments: Any) -> Any:
             loss = real(*arguments)
             return loss + (factor(next(calls)) - 1) * (loss - loss.detach())

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from lockstep.faults.catalogue import fault
-from lockstep.faults.planting import Loss, Plant, Planting, around, wrap_loss
+from lockstep.faults.planting import LossFunction, Plant, Planting, around, wrap_loss
 
 CLASS = "precision, optimizer"
 FP32 = ("fp32",)
@@ -22,7 +22,7 @@ def autocast_in_one_strategy_only(run: Planting) -> Plant:
     """One strategy computes its products in bfloat16, the other in float32."""
     strategy = yield
 
-    def under_autocast(real: Loss) -> Loss:
+    def under_autocast(real: LossFunction) -> LossFunction:
         def computed(*arguments: Any) -> Any:
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 return real(*arguments)

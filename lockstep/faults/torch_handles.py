@@ -3,7 +3,7 @@
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
@@ -20,6 +20,10 @@ from lockstep.inputs import modules
 from lockstep.training import torch_strategy
 from lockstep.training.optim import gradient_of
 from lockstep.training.torch_strategy import local
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.parallel import ParallelStyle
+    from transformers import PreTrainedModel
 
 
 class OwnChunk(ReduceScatter):
@@ -218,7 +222,7 @@ class FSDPHandles(TorchHandles):
 
         real = fsdp_strategy.tp_plan
 
-        def without_head_norms(model):
+        def without_head_norms(model: "PreTrainedModel") -> dict[str, "ParallelStyle"]:
             return {
                 pattern: style
                 for pattern, style in real(model).items()

@@ -61,7 +61,7 @@ class Storage:
 
 
 @dataclass(frozen=True)
-class Tensor:
+class PlainTensor:
     """A plain tensor, inside its storage. Offset, shape and stride count elements."""
 
     storage: Storage
@@ -76,7 +76,7 @@ class _Global:
 
 
 def read(path: Path, where: str, *, checksums: bool) -> object:
-    """What torch.save was given: dicts, lists, strings, numbers, and a `Tensor` for each tensor.
+    """What torch.save was given: dicts, lists, strings, numbers, and a `PlainTensor` for each tensor.
 
     `checksums`: hold every member against the archive's CRC-32, which reads the whole file. Raises UserError, with `where` in
     front, for whatever is damaged, compressed, or no plain tensor.
@@ -267,18 +267,18 @@ class _Machine:
             raise ValueError(f"data/{printable(key, 20)} does not have as many elements as the pickle says")
         return Storage(dtype, itemsize, begin, elements)
 
-    def _call(self, function: object, arguments: object) -> Tensor | dict:
+    def _call(self, function: object, arguments: object) -> PlainTensor | dict:
         name, given = _of(_Global, function).name, _of(tuple, arguments)
         if name == _ORDERED_DICT and given == ():
             return {}
         if name == _PARAMETER and len(given) == 3:
-            return _of(Tensor, given[0])
+            return _of(PlainTensor, given[0])
         if name == _TENSOR and len(given) == 6:
             storage, offset, shape, stride = given[:4]
             return self._tensor(_of(Storage, storage), offset, _of(tuple, shape), _of(tuple, stride))
         raise ValueError(f"{name} with {len(given)} arguments")
 
-    def _tensor(self, storage: Storage, offset: int, shape: tuple, stride: tuple) -> Tensor:
+    def _tensor(self, storage: Storage, offset: int, shape: tuple, stride: tuple) -> PlainTensor:
         numbers = (offset, *shape, *stride)
         if len(shape) != len(stride) or len(shape) > 8 or any(_of(int, number) < 0 for number in numbers):
             raise ValueError("a tensor with a negative size, or a stride too few")
@@ -298,7 +298,7 @@ class _Machine:
                     "save its .contiguous() copy under another name"
                 )
             reach = (length - 1) * step + reach
-        return Tensor(storage, offset, shape, stride)
+        return PlainTensor(storage, offset, shape, stride)
 
 
 def _of(kind: type[Kind], value: object) -> Kind:

@@ -16,7 +16,7 @@ SAME = (
 )
 
 
-def require_comparable(baseline: History, other: History, *, same_weights: bool = True) -> None:
+def require_comparable_curves(baseline: History, other: History, *, same_weights: bool = True) -> None:
     """Raise UserError naming the first thing in which two runs differ that no verdict may overlook.
 
     Initial weights (`same_weights=False`: may differ), batches, length, configuration and contract. A run that ended in a NaN is
@@ -76,7 +76,7 @@ def require_control(baseline: History, control: History) -> None:
     """Raise UserError unless `control` is the baseline's run but for its initial weights."""
     again = "make it again with train_ddp.py --noise_control and the baseline's flags"
     try:
-        require_comparable(baseline, control, same_weights=False)
+        require_comparable_curves(baseline, control, same_weights=False)
     except UserError as error:
         raise UserError(f"{error}; the control run is not the baseline's: {again}") from error
     broken = next((step["step"] for step in control.steps if not_finite(step)), None)

@@ -150,14 +150,9 @@ def rule_and_noise(baseline: History) -> tuple[Rule | None, Noise, Noise]:
     """The rule that holds for this run, if any, and what rounding does to its first loss and gradient norm."""
     config, step = baseline.run["config"], baseline.steps[0]
     precision, tokens = config["precision"], tokens_per_step(config)
-    fresh = is_fresh(baseline)
+    fresh = is_fresh(baseline.run, step["loss"])
     rule = RULES.get(precision) if fresh or precision == "fp32" else None
-    if rule or fresh:
-        floor = loss_noise(
-            "fp32" if precision == "fp32" else "autocast", step["loss"], baseline.run["architecture"], tokens
-        )
-    else:
-        floor = _bfloat16_noise(TRAINED_SPREAD, tokens)
+    floor = loss_noise(baseline.run, step["loss"], step["loss"], tokens)
     norm = FIRST_GRAD_NORM_BF16 if precision == "bf16" else RULES[precision].first_grad_norm
     unit_roundoff = (
         2.0**-24 if precision == "fp32" else 2.0**-8
@@ -182,17 +177,16 @@ def tokens_per_step(config: dict) -> int:
     )
 
 
-def is_fresh(baseline: History) -> bool:
+def is_fresh(run: dict, first_loss: float) -> bool:
     """Whether the model was random when the run began: its first loss is then that of logits that know nothing of the labels,
     ln(vocabulary) + spread^2 / 2, give or take three times the spread. Of other weights the spread of the logits is not known.
     """
-    architecture = baseline.run["architecture"]
+    architecture = run["architecture"]
     spread = fresh_spread(architecture)
     expected = math.log(architecture["vocab_size"]) + spread**2 / 2
-    off = abs(baseline.steps[0]["loss"] - expected)
-    return (
-        not baseline.run["config"].get("pretrained") and not 3 * spread < off < math.inf
-    )  # a run that broke down fails anyway
+    off = abs(first_loss - expected)
+    # a run that broke down fails anyway
+    return not run["config"].get("pretrained") and not 3 * spread < off < math.inf
 
 
 def fresh_spread(architecture: dict) -> float:
@@ -200,14 +194,10 @@ def fresh_spread(architecture: dict) -> float:
     return architecture["initializer_range"] * math.sqrt(architecture["hidden_size"])
 
 
-def loss_noise(
-    precision: str, loss: float, architecture: dict, num_tokens: int, *, ulps: int = MEAN_ULPS
-) -> float:
-    """By how much the mean losses (nats) of two correct runs over the same tokens may differ by rounding alone."""
-    if precision == "fp32":
+def loss_noise(run: dict, first_loss: float, loss: float, num_tokens: int, *, ulps: int = MEAN_ULPS) -> float:
+    """By how much mean losses (nats) over the same tokens, of correct runs whose first loss was `first_loss`, may differ
+    from `loss` by rounding alone. `run` is what a history or a dump says of one of them."""
+    if run["config"]["precision"] == "fp32":
         return ulps * 2.0 ** (math.floor(math.log2(loss)) - 23) if 0 < loss < math.inf else 2.0**-23
-    return _bfloat16_noise(fresh_spread(architecture), num_tokens)
-
-
-def _bfloat16_noise(spread: float, num_tokens: int) -> float:
+    spread = fresh_spread(run["architecture"]) if is_fresh(run, first_loss) else TRAINED_SPREAD
     return 4 * math.sqrt(2) * 5 * 2.0**-9 * spread / math.sqrt(num_tokens)

@@ -47,7 +47,7 @@ RAY_ENVIRONMENT = {
 }
 CONNECT_TIMEOUT = 3.0  # seconds
 # Children of a raylet that outlive it for up to a minute: its agents, under either name, and workers that have just been started.
-Result = TypeVar("Result")
+Returned = TypeVar("Returned")
 SLOW_TO_END = re.compile(r"ray::\w*Agent|agent\.py|agent/main\.py|default_worker\.py")
 
 
@@ -139,9 +139,9 @@ def _train(ray: ModuleType, config: Config, inputs: Inputs) -> str:
     return line
 
 
-def _in_background(function: Callable[[], Result]) -> concurrent.futures.Future[Result]:
+def _in_background(function: Callable[[], Returned]) -> concurrent.futures.Future[Returned]:
     """Call the function in a thread that ends with this process."""
-    future: concurrent.futures.Future[Result] = concurrent.futures.Future()
+    future: concurrent.futures.Future[Returned] = concurrent.futures.Future()
 
     def call() -> None:
         try:

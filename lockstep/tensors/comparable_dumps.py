@@ -29,7 +29,7 @@ SAME = (
 SUMMED = 1e-9  # relative: how far two float64 sums of the same numbers may be apart
 
 
-def require_comparable(one: Dump, other: Dump, *, same_steps: bool = True) -> None:
+def require_comparable_dumps(one: Dump, other: Dump, *, same_steps: bool = True) -> None:
     """Raise UserError naming the first difference that makes a comparison of two dumps meaningless.
 
     A reference may have more steps than the other dump; `same_steps=False` compares only those that both have.

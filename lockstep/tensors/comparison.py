@@ -26,10 +26,10 @@ from lockstep.files import require_writable_folder
 from lockstep.inputs import modules
 from lockstep.losses.curves import RANK_ULPS, RULES, loss_noise
 from lockstep.strategies import BASELINE, in_order
-from lockstep.tensors import report as tensor_report
+from lockstep.tensors import tensor_report
 from lockstep.tensors.comparable_dumps import (
     configuration_differences,
-    require_comparable,
+    require_comparable_dumps,
     require_its_batch,
     require_norm,
     require_norms,
@@ -38,8 +38,8 @@ from lockstep.tensors.comparable_dumps import (
 from lockstep.tensors.distance import (
     BLOCK,
     Distance,
+    Measured,
     Size,
-    Tensor,
     clip_factor,
     on_all_cores,
     tensor_distances,
@@ -68,7 +68,7 @@ from lockstep.training.contract import global_batch
 TYPICAL = {"fp32": 1.5e-6, "autocast": 2e-2}
 
 
-def compare(reference: Dump, dumps: dict[str, Dump], replays: dict[str, Dump]) -> Result:
+def compare_dumps(reference: Dump, dumps: dict[str, Dump], replays: dict[str, Dump]) -> Result:
     """Judge the dumps (by strategy, DDP's among them) against the reference; DDP's distance is the yardstick.
 
     `replays` are the references of later steps, by strategy. A run that lacks tensors of its model fails. Raises UserError
@@ -92,8 +92,8 @@ def compare(reference: Dump, dumps: dict[str, Dump], replays: dict[str, Dump]) -
     precision = reference.run["config"]["precision"]
     _require_precision(precision)
     for dump in dumps.values():
-        require_comparable(dump, reference)
-        require_comparable(baseline, dump)
+        require_comparable_dumps(dump, reference)
+        require_comparable_dumps(baseline, dump)
     result = Result(dumps, BASELINE, [], [], {}, dumps, [], has_reference=True)
     result.configuration = {name: configuration_differences(baseline, dump) for name, dump in dumps.items()}
     result.missing = [(name, *missing) for name, dump in dumps.items() for missing in dump.missing]
@@ -134,7 +134,7 @@ def compare_two(one: Dump, other: Dump) -> Result:
     """
     order = in_order({one.name, other.name})
     other, one = sorted((one, other), key=lambda dump: (order.index(dump.name), str(dump.folder.resolve())))
-    require_comparable(one, other)
+    require_comparable_dumps(one, other)
     precision = one.run["config"]["precision"]
     _require_precision(precision)
     dumps = {str(one.folder): one, str(other.folder): other}
@@ -193,13 +193,13 @@ def _names(dump: Dump, step: int) -> list[str]:
 
 def _measure(
     names: list[str], references: dict[str, Dump], dumps: dict[str, Dump], step: int
-) -> list[Tensor]:
-    """A Tensor for each name: the dumps that have it, in their order, against their references."""
+) -> list[Measured]:
+    """What was measured of each name: the dumps that have it, in their order, against their references."""
     sizes = [math.prod(next(iter(references.values())).expected(step)[name]) for name in names]
     return on_all_cores(functools.partial(_distances, references, dumps, step), names, sizes)
 
 
-def _distances(references: dict[str, Dump], dumps: dict[str, Dump], step: int, name: str) -> Tensor:
+def _distances(references: dict[str, Dump], dumps: dict[str, Dump], step: int, name: str) -> Measured:
     have = [strategy for strategy, dump in dumps.items() if dump.has(step, name)]
     return tensor_distances(
         [references[strategy] for strategy in have], [dumps[strategy] for strategy in have], step, name
@@ -226,7 +226,7 @@ def _replay(replays: dict[str, Dump], dump: Dump, name: str, step: int) -> Dump:
     again = "run lockstep.tensors.exact_run after the training scripts, into a folder without older replays"
     if name not in replays or str(step) not in replays[name].steps:
         raise UserError(f"step {step} of {dump.folder} has no replay to compare it with; {again}")
-    require_comparable(replays[name], dump, same_steps=False)
+    require_comparable_dumps(replays[name], dump, same_steps=False)
     if replays[name].steps[str(step)].get("started_from") != dump.parameter_digest(step - 1):
         raise UserError(
             f"{replays[name].folder}: step {step} did not start from the parameters of {dump.folder}; {again}"
@@ -337,7 +337,7 @@ def _losses(
     found = []
     for rank in range(shares):
         loss = of_rank(baseline, rank)
-        noise = loss_noise(precision, loss, baseline.run["architecture"], tokens, ulps=RANK_ULPS)
+        noise = loss_noise(baseline.run, baseline.steps["1"]["loss"], loss, tokens, ulps=RANK_ULPS)
         by_strategy, exact = (
             {name: of_rank(dump, rank) for name, dump in each.items()} for each in (dumps, references)
         )
@@ -389,7 +389,7 @@ def arrange(opened: list[Dump]) -> tuple[Dump, dict[str, Dump], dict[str, Dump]]
 def run(opened: list[Dump], output_dir: Path | None) -> int:
     """Compare the dumps with the reference among them, name the causes, show it all; returns the exit status."""
     reference, dumps, replays = arrange(opened)
-    result = compare(reference, dumps, replays)
+    result = compare_dumps(reference, dumps, replays)
     return tensor_report.show(result, diagnoses(result, reference, replays), output_dir)
 
 

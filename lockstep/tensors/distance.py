@@ -138,7 +138,7 @@ def _blocks(sources: list[tuple[Dump, int, str]]) -> Iterator[list[np.ndarray]]:
 
 
 @dataclass
-class Tensor:
+class Measured:
     """One tensor of several dumps: distances from the reference, differences from the first dump, equality of the last two."""
 
     distances: list[Distance]
@@ -152,7 +152,7 @@ QUIET = np.errstate(
 
 
 @QUIET
-def tensor_distances(references: list[Dump], dumps: list[Dump], step: int, name: str) -> Tensor:
+def tensor_distances(references: list[Dump], dumps: list[Dump], step: int, name: str) -> Measured:
     """One tensor of every dump against its reference (often one for all dumps), reading each file once."""
     distinct = list(dict.fromkeys(references))
     places = [distinct.index(reference) for reference in references]
@@ -172,7 +172,7 @@ def tensor_distances(references: list[Dump], dumps: list[Dump], step: int, name:
     distances = [
         each.distance(wanted[place], wanted[place]) for each, place in zip(found, places, strict=True)
     ]
-    return Tensor(distances, [each.result() for each in apart], same)
+    return Measured(distances, [each.result() for each in apart], same)
 
 
 @QUIET

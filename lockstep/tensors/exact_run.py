@@ -39,7 +39,7 @@ from lockstep.running import locks
 from lockstep.strategies import BASELINE
 from lockstep.tensors import dump
 from lockstep.tensors.capture import Capture
-from lockstep.tensors.comparison import require_comparable
+from lockstep.tensors.comparison import require_comparable_dumps
 from lockstep.tensors.exact import make_exact
 from lockstep.tensors.manifest import REFERENCE_LABEL as LABEL
 from lockstep.training.loop import provenance
@@ -140,7 +140,7 @@ def replay(
     Written beside the folder, as replay_NAME.
     """
     theirs = dump.Dump(folder)
-    require_comparable(theirs, reference, same_steps=False)
+    require_comparable_dumps(theirs, reference, same_steps=False)
     if len(theirs.steps) < 2:
         return
     beside = dataclasses.replace(config, capture_dir=folder.parent)

@@ -43,7 +43,7 @@ Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Size = Annotated[int, Field(ge=0, le=2**40)]
 
 
-class Tensor(Strict):
+class TensorEntry(Strict):
     dtype: Literal["F64", "F32", "BF16", "I64"]
     shape: Annotated[list[Size], Field(max_length=8)]
     sharded: dict[Axis, Annotated[int, Field(ge=0, lt=8)]]  # mesh axis -> the dim that it cuts
@@ -57,7 +57,7 @@ class Logits(Strict):
 
 
 class Tensors(Strict):
-    tensors: dict[Name, Tensor]
+    tensors: dict[Name, TensorEntry]
     replicas_differ: dict[Name, Annotated[list[Whole], Field(min_length=1)]]
 
 

@@ -170,8 +170,7 @@ def train_step(
     if capture:
         capture.gradients()
     grad_norm = strategy.update()
-    mine = [float(loss), grad_norm, float(bool(problem)), *window_hashes(micro_batches)]
-    everyone = _gather(mine, device)
+    everyone = _gather([float(loss), grad_norm, float(bool(problem)), *window_hashes(micro_batches)], device)
     losses, hashes = [row[0] for row in everyone], [list(map(int, row[3:])) for row in everyone]
     seconds = time.perf_counter() - start
     if any(row[2] for row in everyone):
