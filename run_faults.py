@@ -1,12 +1,12 @@
-"""The proof: bugs planted in real distributed runs. Is each caught, is the right tensor named first, is the cause?
+"""The proof: plant bugs in real distributed runs. Is each caught, and are its first tensor and its cause named right?
 
     python run_faults.py                                   the whole catalogue (lockstep/faults/), AutoTP and FSDP
     python run_faults.py no_dp_reduction tie_broken        some of it
     python run_faults.py --list                            what there is
     python run_faults.py --precision autocast --output results/faults-autocast.json
 
-Exit status: 0 every fault changed something, was caught by tensors, and was named right or not at all; 1 one did not, was
-not, or had a wrong cause named; 2 a usage error; 3 an internal error.
+Exit status: 0 every fault changed something, was caught by tensors and had no wrong cause named; 1 some fault did not; 2 a usage
+error; 3 an internal error.
 """
 
 if __name__ == "__main__":
@@ -55,24 +55,30 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("faults", nargs="*", help="names of faults (default: all)")
     parser.add_argument(
         "--strategy",
-        help="only in this one, by its name or as path/to/file.py:Class (default: all but the baseline)",
+        help="strategy to plant in, by name or as path/to/file.py:Class (default: all but the baseline)",
     )
     parser.add_argument(
-        "--precision", choices=("fp32", "autocast"), default="fp32", help="default: %(default)s, the proof"
+        "--precision",
+        choices=("fp32", "autocast"),
+        default="fp32",
+        help="precision of all runs (default: %(default)s, which is the proof)",
     )
     parser.add_argument(
-        "--steps", type=int, default=30, help="to train, for the loss verdict (default: %(default)s)"
+        "--steps",
+        type=int,
+        default=30,
+        help="number of steps to train, for the loss verdict (default: %(default)s)",
     )
     parser.add_argument(
         "--output",
         type=Path,
         default=Path("runs/faults.json"),
-        help="the table as data; .md beside it (default: %(default)s)",
+        help="file for the table as data; a .md goes beside it (default: %(default)s)",
     )
     parser.add_argument(
         "--work_dir",
         type=Path,
-        help="keep the runs there, and beside each dump its report (default: a temporary folder)",
+        help="folder in which the runs are kept, each dump with its report (default: a temporary folder)",
     )
     parser.add_argument("--list", action="store_true", help="print the catalogue; run nothing")
     return parser.parse_args(argv)

@@ -51,19 +51,30 @@ SET_HERE = (
 def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     defaults = config_module.Config
     parser = Parser(prog="run_verification.py", description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--output_dir", type=Path, default=Path("runs/verify"), help="default: %(default)s")
+    parser.add_argument(
+        "--output_dir",
+        type=Path,
+        default=Path("runs/verify"),
+        help="folder for dumps and report (default: %(default)s)",
+    )
     parser.add_argument(
         "--strategies",
         default=",".join(ROWS),
         help=f"{HELP} (default: %(default)s)",
     )
     parser.add_argument(
-        "--steps", type=int, default=defaults.capture_steps, help="steps to compare (default: %(default)s)"
+        "--steps",
+        type=int,
+        default=defaults.capture_steps,
+        help="number of steps to compare (default: %(default)s)",
     )
     parser.add_argument(
-        "--tp_size", type=int, default=2, help="of those that have tensor parallelism (default: %(default)s)"
+        "--tp_size",
+        type=int,
+        default=2,
+        help="tensor-parallel size of the strategies that have tensor parallelism (default: %(default)s)",
     )
-    parser.add_argument("--dp_size", type=int, default=2, help="of all (default: %(default)s)")
+    parser.add_argument("--dp_size", type=int, default=2, help="data-parallel size (default: %(default)s)")
     parser.add_argument(
         "--overwrite", action="store_true", help="remove an older verification in --output_dir"
     )

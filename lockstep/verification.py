@@ -1,10 +1,10 @@
-"""The two ends of run_verification_main.sh: what is checked before its runs, and the verdict after them.
+"""The two ends of run_verification_main.sh: the checks before its runs, and the verdict after them.
 
     python -m lockstep.verification plan --strategies ddp,fsdp --tp_size 2 FLAGS      a line NAME, FLAGS, STRATEGY for every run, with tabs
     python -m lockstep.verification verdict --strategies ddp,fsdp --tp_size 2 FLAGS   the table, the figure, the reports
 
-FLAGS are those of all the training scripts; those that only the baseline is given, which writes the initial weights, are told apart.
-With --capture_dir the tensors of the captured steps are judged as well.
+FLAGS are those of the training scripts. Flags about the initial weights go to the baseline only, which writes them. With --capture_dir
+the tensors of the captured steps are judged as well.
 """
 
 if __name__ == "__main__":
@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def plan(options: argparse.Namespace, flags: list[str]) -> int:
-    """Check everything that can be checked before a start, and print what is to be run. Leaves no folder behind."""
+    """Check everything that can be checked before a run, and print the runs. Leaves no folder behind."""
     runs = runs_of(options.strategies, config_module.parse_config(BASELINE, flags), options.tp_size)
     for run in runs:
         config, inputs = checked(run, options, flags)
@@ -73,7 +73,7 @@ def plan(options: argparse.Namespace, flags: list[str]) -> int:
 
 
 def checked(run: Run, options: argparse.Namespace, flags: list[str]) -> tuple[Config, Inputs]:
-    """A run's configuration and inputs. Raises UserError for what it could not be started with."""
+    """A run's configuration and inputs. Raises UserError if it could not be started with them."""
     own = [*run.arguments, "--dry_run"]
     if run.row.is_baseline:
         own += [
@@ -96,7 +96,7 @@ def check_reference(config: Config, inputs: Inputs) -> None:
 
 
 def verdict(options: argparse.Namespace, flags: list[str]) -> int:
-    """Judge the losses, and the tensors if they were captured; draw, write, and show the table. Returns 0, or 1 if not all is well."""
+    """Judge the losses, and the tensors if they were captured; draw, write and print. Returns 0, or 1 unless all PASS."""
     from lockstep.losses import curve_report, folder
 
     weights = ["--init_weights_path", options.init_weights_path] if options.init_weights_path else []

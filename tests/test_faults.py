@@ -72,7 +72,7 @@ STOPPED = {
     "at another place in the mesh": (
         "ddp",
         2,
-        "rank 0: the strategy sits at dp 1 of 2, tp 0 of 1, the mesh says dp 0 of 2, tp 0 of 1",
+        "rank 0: the strategy's groups put it at dp 1 of 2, tp 0 of 1, the mesh at dp 0 of 2, tp 0 of 1",
     ),
     "DP ranks really on the same batch": ("ddp", 2, "step 1: DP ranks 0 and 1 saw the same batch"),
     "nan": ("ddp", 2, "step 3: the loss is nan on rank 1 (dp 1 of 2, tp 0 of 1)"),

@@ -160,7 +160,7 @@ def find(model_name: str) -> tuple[dict, str]:
             name
         ], f"{_BUILT_IN_SOURCE} {name} ({model_name} cannot be read from the hub: {problem})"
     raise UserError(
-        f"--model_name {model_name}: no built-in model, no such folder, and not to be had from the hub ({problem}); "
+        f"--model_name {model_name}: no built-in model, no folder, and not available from the hub ({problem}); "
         f"built-in: {', '.join(BUILT_IN)}"
     )
 

@@ -87,7 +87,7 @@ def run(config: Config, inputs: Inputs, begin: Callable[[], None]) -> str:
         try:
             return _train(ray, config, inputs)
         except WorkersLost as error:
-            raise TrainingFailure(f"{error}; all that was said is in {path}") from error
+            raise TrainingFailure(f"{error}; the full output is in {path}") from error
 
 
 class WorkersLost(TrainingFailure):

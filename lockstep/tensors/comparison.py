@@ -1,4 +1,4 @@
-"""The tensor-level comparison: is every tensor of every run as close to the reference as a correct run is?
+"""Compare dumps: is every tensor of every run as close to the reference as a correct run's?
 
     python -m lockstep.compare runs/verify/fsdp runs/verify/reference         a dump and the reference (and DDP's beside it)
     python -m lockstep.compare runs/verify/{ddp,fsdp,reference}               several dumps and the reference
@@ -225,7 +225,7 @@ def _replay(replays: dict[str, Dump], dump: Dump, name: str, step: int) -> Dump:
     """The reference of a later step: a replay that started from just the parameters that this dump had reached."""
     again = "run lockstep.tensors.exact_run after the training scripts, into a folder without older replays"
     if name not in replays or str(step) not in replays[name].steps:
-        raise UserError(f"step {step} of {dump.folder} has no replay to be judged by; {again}")
+        raise UserError(f"step {step} of {dump.folder} has no replay to compare it with; {again}")
     require_comparable_dumps(replays[name], dump, same_steps=False)
     if replays[name].steps[str(step)].get("started_from") != dump.parameter_digest(step - 1):
         raise UserError(
@@ -367,7 +367,7 @@ def arrange(opened: list[Dump]) -> tuple[Dump, dict[str, Dump], dict[str, Dump]]
     references = [dump for dump in opened if dump.is_reference]
     if len(references) != 1:
         raise UserError(
-            f"{len(references)} of the {len(opened)} dumps are references; more than two dumps are compared through just one"
+            f"{len(references)} of the {len(opened)} dumps are references; to compare more than two dumps, name exactly one"
         )
     (reference,) = references
     dumps: dict[str, Dump] = {}
@@ -406,7 +406,7 @@ def require_distinct(folders: list[Path]) -> None:
     for folder in folders:
         if folder.resolve() in seen:
             raise UserError(
-                f"{seen[folder.resolve()]} and {folder} are one folder; name the dumps of two runs"
+                f"{seen[folder.resolve()]} and {folder} are the same folder; name the dumps of two runs"
             )
         seen[folder.resolve()] = folder
 
@@ -431,7 +431,7 @@ def main(argv: list[str] | None = None) -> int:
         replay = next((dump for dump in opened if dump.is_replay), None)
         if replay:
             raise UserError(
-                f"{replay.folder}: a replay, which is found beside the reference; name the dump that it replays and the reference"
+                f"{replay.folder}: a replay, which is found beside the reference; name the reference and the dump that it replays"
             )
         if len(opened) == 2 and not any(dump.is_reference for dump in opened):
             return tensor_report.show(compare_two(*opened), {}, options.output_dir)

@@ -250,7 +250,7 @@ def on_all_cores(work: Callable[[Item], Made], items: list[Item], sizes: list[in
             results = dict(zip(order, pool.map(_call, [items[index] for index in order]), strict=True))
     except BrokenProcessPool as error:
         raise TrainingFailure(
-            "comparison: a process was killed, perhaps for want of memory; compare fewer dumps at once"
+            "comparison: a process was killed, perhaps because memory ran out; compare fewer dumps at once"
         ) from error
     return [results[index] for index in range(len(items))]
 

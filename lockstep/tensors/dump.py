@@ -63,7 +63,7 @@ class Dump:
         self.exact: bool = bool(self.run.get("exact"))
         self.contract: dict = self.manifest.get("contract") or {}  # a reference has none
         if not self.contract and not self.exact:
-            raise UserError(f"{folder}: the run was stopped before it said what it runs with; {REMEDY}")
+            raise UserError(f"{folder}: the run was stopped before its contract was recorded; {REMEDY}")
         try:
             self.layout: Layout = layout_of(self.run["architecture"], self.run["config"]["attn_impl"])
         except UserError as error:
@@ -119,7 +119,7 @@ class Dump:
                 )
             if tuple(entry["shape"]) != expected[name]:
                 raise UserError(
-                    f"{path}: step {step}: {name} is {entry['shape']}, of this model and batch it is {list(expected[name])}; {REMEDY}"
+                    f"{path}: step {step}: {name} is {entry['shape']}, with this model and batch it must be {list(expected[name])}; {REMEDY}"
                 )
             if (entry["dtype"] == "I64") != name.startswith("batch/") or (
                 self.exact and entry["dtype"] not in ("F64", "I64")
