@@ -29,6 +29,7 @@ from lockstep.files import read_json, require_ours, require_writable_file, write
 from lockstep.training.observe import versions
 
 MEMORY = 8 << 30  # bytes of address space, of which the libraries take one
+TITLE = "# Damaged and hostile files"
 BEGINS = b'{\n "of": "damaged files"'
 GOOD = ("refused in one line", "read, means the same", "FAIL", "NOT JUDGED")
 BAD = ("accepted wrong", "traceback", "hang", "memory", "fails later", "more than a line")
@@ -157,7 +158,7 @@ def page(content: dict) -> str:
         lambda row: f"{row['origin']['cores']} cores of {row['origin']['cpu']}, Python {row['origin']['python']}"
     )
     return "\n".join([
-        "# Damaged and hostile files",
+        TITLE,
         "",
         f"`python benchmarks/damaged_files.py --number {content['number']} --seed {content['seed']}`: "
         f"{content['number']} files for every reader, each changed in one way or two: bytes flipped, cut or added, values",
@@ -192,7 +193,7 @@ def run(options) -> int:
     if unknown:
         raise UserError(f"there is no reader {unknown}; there are {', '.join(READERS)}")
     markdown = options.output.with_suffix(".md")
-    for path, begins in ((options.output, BEGINS), (markdown, b"# Damaged and hostile files")):
+    for path, begins in ((options.output, BEGINS), (markdown, TITLE.encode())):
         require_writable_file(path, "--output")
         require_ours(path, "--output", begins)
     content = {"of": "damaged files", "number": options.number, "seed": options.seed, "readers": {}}
