@@ -115,7 +115,7 @@ class FSDPStrategy(TorchStrategy):
             shard_over_tp(model, device_mesh["tp"])
         # Shards are gathered once per step: kept between forward and backward, as ZeRO-1 keeps whole parameters.
         # At dp 1 this gathers nothing and still makes every strategy run the same code.
-        for layer in model.get_submodule(modules.LAYERS):
+        for layer in model.get_submodule(modules.LAYERS).children():
             fully_shard(layer, mesh=device_mesh["dp"], reshard_after_forward=False)
         fully_shard(model, mesh=device_mesh["dp"], reshard_after_forward=False)
         return model
@@ -126,10 +126,11 @@ def shard_over_tp(model: "PreTrainedModel", tp_mesh: DeviceMesh) -> None:
     tied = modules.is_tied(model)
     plan = tp_plan(model)
     parallelize_module(model, tp_mesh, plan, src_data_rank=None)  # all ranks hold equal weights already
-    head = model.get_submodule(modules.HEAD)
     if tied:  # parallelize_module makes a new Parameter of each; make them one again
-        head.weight = model.get_submodule(modules.EMBEDDING).weight
-    first_id, _ = share(head.out_features, tp_mesh.get_local_rank(), tp_mesh.size())
+        model.get_submodule(modules.HEAD).weight = model.get_submodule(modules.EMBEDDING).weight
+    first_id, _ = share(
+        model.get_parameter(modules.HEAD_WEIGHT).shape[0], tp_mesh.get_local_rank(), tp_mesh.size()
+    )
     group = tp_mesh.get_group()
 
     def loss_on_shards(

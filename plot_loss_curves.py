@@ -1,10 +1,10 @@
-"""Compare the loss histories in a folder: statistics, a figure of two panels, and a verdict.
+"""Compare the loss histories in a folder: statistics, a figure and a verdict.
 
     python plot_loss_curves.py --input_dir runs/loss_curves --output runs/loss_curves/loss_curves.png
 
-Exit status: 0 PASS, every strategy agrees with DDP within the tolerance; 1 FAIL, one does not, moves nothing, or has a NaN,
-or NOT JUDGED, the control run is no measure of rounding; 2 the runs cannot be compared (different weights, batches, length
-or contract; a damaged file), or a usage error; 3 an internal error.
+Exit status: 0 PASS, every strategy agrees with DDP within the tolerance; 1 FAIL, a strategy does not, moves no weight, or has a NaN;
+1 NOT JUDGED, the control run is no measure of rounding errors; 2 the runs cannot be compared (different weights, batches, length or
+contract; a damaged file), or a usage error; 3 an internal error.
 """
 
 if __name__ == "__main__":
@@ -41,7 +41,7 @@ def _main(argv: list[str] | None) -> int:
     parser.add_argument(
         "--output", type=Path, help="figure to write (default: loss_curves.png in the folder)"
     )
-    parser.add_argument("--json", type=Path, help="write the same comparison as data to this file")
+    parser.add_argument("--json", type=Path, help="file for the comparison as data")
     options = parser.parse_args(argv)
     output = options.output or options.input_dir / "loss_curves.png"
     _require_outputs(options.input_dir, output, options.json)
@@ -63,6 +63,7 @@ def _require_outputs(input_dir: Path, output: Path, json_path: Path | None) -> N
             continue
         require_writable_file(path, option)
         if os.path.realpath(path) in inputs:
+<<<<<<< HEAD
             raise UserError(
                 f"{option} {path}: is a loss history, which is read and not written; choose another name"
             )
@@ -71,6 +72,12 @@ def _require_outputs(input_dir: Path, output: Path, json_path: Path | None) -> N
         if os.path.realpath(json_path) == os.path.realpath(output):
             raise UserError(f"--json {json_path}: is the figure's name, too; choose another name")
         require_ours(json_path, "--json", VERDICT)
+=======
+            raise UserError(f"{option} {path}: is a loss history of this comparison; choose another name")
+    if json_path is not None:
+        if os.path.realpath(json_path) == os.path.realpath(output):
+            raise UserError(f"--json {json_path}: is also the name of the figure; choose another name")
+>>>>>>> frame
         json_path.unlink(missing_ok=True)
 
 

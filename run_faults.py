@@ -1,12 +1,12 @@
-"""The proof: bugs planted in real distributed runs. Is each caught, is the right tensor named first, is the cause?
+"""The proof: plant bugs in real distributed runs. Is each caught, and are its first tensor and its cause named right?
 
     python run_faults.py                                   the whole catalogue (lockstep/faults/), AutoTP and FSDP
     python run_faults.py no_dp_reduction tie_broken        some of it
     python run_faults.py --list                            what there is
     python run_faults.py --precision autocast --output results/faults-autocast.json
 
-Exit status: 0 every fault changed something, was caught by tensors, and was named right or not at all; 1 one did not, was
-not, or had a wrong cause named; 2 a usage error; 3 an internal error.
+Exit status: 0 every fault changed something, was caught by tensors and had no wrong cause named; 1 some fault did not; 2 a usage
+error; 3 an internal error.
 """
 
 if __name__ == "__main__":
@@ -21,6 +21,7 @@ import json
 import os
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lockstep import startup
 from lockstep.config import Parser
@@ -35,6 +36,12 @@ from lockstep.files import (
 from lockstep.running import locks
 from lockstep.strategies import BASELINE, Row, others, recorded, row_of
 from lockstep.training import history
+
+if TYPE_CHECKING:
+    from lockstep.faults import Fault
+    from lockstep.losses.curves import CurveVerdict
+    from lockstep.tensors.dump import Dump
+    from lockstep.tensors.judgement import Result
 
 BEGINS = b'{\n "precision": '  # the data
 TITLE = "# Planted faults, "
@@ -51,24 +58,30 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("faults", nargs="*", help="names of faults (default: all)")
     parser.add_argument(
         "--strategy",
-        help="only in this one, by its name or as path/to/file.py:Class (default: all but the baseline)",
+        help="strategy to plant in, by name or as path/to/file.py:Class (default: all but the baseline)",
     )
     parser.add_argument(
-        "--precision", choices=("fp32", "autocast"), default="fp32", help="default: %(default)s, the proof"
+        "--precision",
+        choices=("fp32", "autocast"),
+        default="fp32",
+        help="precision of all runs (default: %(default)s, which is the proof)",
     )
     parser.add_argument(
-        "--steps", type=int, default=30, help="to train, for the loss verdict (default: %(default)s)"
+        "--steps",
+        type=int,
+        default=30,
+        help="number of steps to train, for the loss verdict (default: %(default)s)",
     )
     parser.add_argument(
         "--output",
         type=Path,
         default=Path("runs/faults.json"),
-        help="the table as data; .md beside it (default: %(default)s)",
+        help="file for the table as data; a .md goes beside it (default: %(default)s)",
     )
     parser.add_argument(
         "--work_dir",
         type=Path,
-        help="keep the runs there, and beside each dump its report (default: a temporary folder)",
+        help="folder in which the runs are kept, each dump with its report (default: a temporary folder)",
     )
     parser.add_argument("--list", action="store_true", help="print the catalogue; run nothing")
     return parser.parse_args(argv)
@@ -158,14 +171,16 @@ class Group:
         return history.read(history.path_of(self.history_folder(strategy, name), strategy))
 
 
-def train(groups: dict[Group, list[tuple]], folder: Path) -> dict[tuple, float | str]:
+Planned = tuple[Group, str, str]  # (group, fault name, strategy)
+
+
+def train(groups: dict[Group, list[tuple["Fault", Row]]], folder: Path) -> dict[Planned, float | str]:
     """Run everything. Returns seconds, or why it failed, by (group, fault name, strategy)."""
     from lockstep.running import jobs
 
-    outcome: dict[tuple, float | str] = {}
-    by_mesh = collections.defaultdict(
-        list
-    )  # a strategy may be unable to change its mesh within a process (docs/findings.md)
+    outcome: dict[Planned, float | str] = {}
+    # a strategy may be unable to change its mesh within a process (docs/findings.md)
+    by_mesh: dict[tuple[int, int], list[Planned]] = collections.defaultdict(list)
     for group, pairs in groups.items():
         by_mesh[group.mesh.dp, 1] += [(group, CLEAN, BASELINE), (group, CLEAN, history.CONTROL)]
         for row in dict.fromkeys(row for _, row in pairs):
@@ -185,21 +200,23 @@ def train(groups: dict[Group, list[tuple]], folder: Path) -> dict[tuple, float |
             left = left[len(finished) + 1 :]
     replays = []
     for group in groups:
-        finished = [
+        ended = [
             run
             for run, seconds in outcome.items()
             if run[0] is group and run[2] not in (BASELINE, history.CONTROL) and not isinstance(seconds, str)
         ]
-        dumps = [str(group.dump(strategy, name)) for _, name, strategy in finished]
+        dumps = [str(group.dump(strategy, name)) for _, name, strategy in ended]
         replays.append({**group.job(REFERENCE, CLEAN), "replays": dumps})
     jobs.start_all(None, replays, folder / "reference")
     return outcome
 
 
-def verdicts(group: Group, name: str, strategy: str):
+def verdicts(
+    group: Group, name: str, strategy: str
+) -> tuple["Result", "CurveVerdict", "Dump", dict[str, "Dump"]]:
     """(comparison of the tensors, of the losses, the reference, the replays) of one run."""
-    from lockstep.losses import curves as compare_losses
-    from lockstep.tensors.comparison import compare
+    from lockstep.losses import curves
+    from lockstep.tensors.comparison import compare_dumps
     from lockstep.tensors.dump import Dump
 
     clean, mine = group.folder / CLEAN, group.dump(strategy, name)
@@ -209,9 +226,9 @@ def verdicts(group: Group, name: str, strategy: str):
         strategy: Dump(mine.with_name(f"replay_{strategy}")),
     }
     baseline = group.losses(BASELINE, CLEAN)
-    tolerance = compare_losses.tolerance_for(baseline, group.losses(history.CONTROL, CLEAN))
-    curve = compare_losses.compare(baseline, group.losses(strategy, name), tolerance)
-    return compare(reference, {BASELINE: ddp, strategy: dump}, replays), curve, reference, replays
+    tolerance = curves.tolerance_for(baseline, group.losses(history.CONTROL, CLEAN))
+    curve = curves.compare_curves(baseline, group.losses(strategy, name), tolerance)
+    return compare_dumps(reference, {BASELINE: ddp, strategy: dump}, replays), curve, reference, replays
 
 
 def require_clean(group: Group, strategy: str) -> None:
@@ -224,10 +241,10 @@ def require_clean(group: Group, strategy: str) -> None:
         )
 
 
-def judge(group: Group, fault, strategy: str) -> dict:
+def judge(group: Group, fault: "Fault", strategy: str) -> dict:
     """What the two verdicts and the diagnosis say of one planted fault."""
     from lockstep.diagnosis.diagnose import diagnose
-    from lockstep.tensors import report as tensor_report
+    from lockstep.tensors import tensor_report
     from lockstep.tensors.dump import Dump
 
     result, curve, reference, replays = verdicts(group, fault.name, strategy)
@@ -269,7 +286,7 @@ def name_verdict(causes: list[str], expected: str) -> str:
     return RIGHT if set(causes) == {expected} else WRONG
 
 
-def differ(one, other) -> bool:
+def differ(one: "Dump", other: "Dump") -> bool:
     """Whether two dumps hold any different number."""
     return any(
         one.steps[step]["loss"] != entry["loss"]

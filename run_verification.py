@@ -23,7 +23,7 @@ from pathlib import Path
 
 from lockstep import config as config_module
 from lockstep import files, startup
-from lockstep.config import Parser
+from lockstep.config import Config, Parser
 from lockstep.errors import UserError, printable, run_program
 from lockstep.losses.curves import RULES
 from lockstep.running import jobs, locks
@@ -51,19 +51,30 @@ SET_HERE = (
 def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     defaults = config_module.Config
     parser = Parser(prog="run_verification.py", description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--output_dir", type=Path, default=Path("runs/verify"), help="default: %(default)s")
+    parser.add_argument(
+        "--output_dir",
+        type=Path,
+        default=Path("runs/verify"),
+        help="folder for dumps and report (default: %(default)s)",
+    )
     parser.add_argument(
         "--strategies",
         default=",".join(ROWS),
         help=f"{HELP} (default: %(default)s)",
     )
     parser.add_argument(
-        "--steps", type=int, default=defaults.capture_steps, help="steps to compare (default: %(default)s)"
+        "--steps",
+        type=int,
+        default=defaults.capture_steps,
+        help="number of steps to compare (default: %(default)s)",
     )
     parser.add_argument(
-        "--tp_size", type=int, default=2, help="of those that have tensor parallelism (default: %(default)s)"
+        "--tp_size",
+        type=int,
+        default=2,
+        help="tensor-parallel size of the strategies that have tensor parallelism (default: %(default)s)",
     )
-    parser.add_argument("--dp_size", type=int, default=2, help="of all (default: %(default)s)")
+    parser.add_argument("--dp_size", type=int, default=2, help="data-parallel size (default: %(default)s)")
     parser.add_argument(
         "--overwrite", action="store_true", help="remove an older verification in --output_dir"
     )
@@ -109,7 +120,7 @@ def check_folder(options: argparse.Namespace) -> Path:
     return folder
 
 
-def require_outside(folder: Path, config) -> None:
+def require_outside(folder: Path, config: Config) -> None:
     """What a run starts from must not lie in the folder that is emptied before it."""
     inputs = {
         "--init_weights_path": config.init_weights_path,
@@ -186,13 +197,11 @@ def train_and_compare(
         )
     groups[None] = [{"strategy": jobs.REFERENCE, "arguments": rest}]
     jobs.start_all_groups(list(groups.items()), folder / "logs", shown=True)
-    from lockstep.tensors import (
-        comparison as compare,  # torch is not needed to answer a usage error
-    )
+    from lockstep.tensors import comparison  # torch is not needed to answer a usage error
     from lockstep.tensors.dump import Dump
 
     opened = [Dump(folder / name) for name in (*(run.name for run in runs), "reference")]
-    return compare.run(opened, folder)
+    return comparison.run(opened, folder)
 
 
 if __name__ == "__main__":

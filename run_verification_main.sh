@@ -53,7 +53,7 @@ ATTN_IMPL=${ATTN_IMPL:-sdpa}
 NOISE_FLOOR=${NOISE_FLOOR:-1} # 0: no control run; the tolerances are then those of docs/precision.md alone
 TENSORS=${TENSORS:-$([ "$PRECISION" = bf16 ] && echo 0 || echo 1)} # 0: judge the losses alone, all that there is for bf16
 PRETRAINED=${PRETRAINED:-0} # 1: from the weights of MODEL_NAME, a folder or hub id; 0: from random ones
-# Where the first run writes the weights for all. A file of your own that is there already is what they start from, instead.
+# Where the first run writes the weights for all. A file of your own that already exists is what they start from, instead.
 INIT_WEIGHTS_PATH=${INIT_WEIGHTS_PATH:-}
 
 for name in NOISE_FLOOR TENSORS PRETRAINED; do

@@ -16,13 +16,18 @@ import os
 import tempfile
 from pathlib import Path
 
+<<<<<<< HEAD
 from outputs import output
 
 from lockstep.files import write_result
 from lockstep.losses import curves as compare_losses
+=======
+from lockstep.files import require_writable_file, write_result
+from lockstep.losses import curves
+>>>>>>> frame
 from lockstep.running import jobs
 from lockstep.strategies import BASELINE, Row, others, row_of
-from lockstep.tensors.comparison import compare
+from lockstep.tensors.comparison import compare_dumps
 from lockstep.tensors.dump import Dump
 from lockstep.training import history
 
@@ -92,7 +97,7 @@ def judge(folder: Path, rows: list[Row]) -> tuple[list[dict], list[str], dict[st
     and kind of tensor."""
     dumps = {name: Dump(folder / name) for name in (BASELINE, *(row.name for row in rows))}
     replays = {name: Dump(folder / f"replay_{name}") for name in dumps}
-    result = compare(Dump(folder / "reference"), dumps, replays)
+    result = compare_dumps(Dump(folder / "reference"), dumps, replays)
     worst: dict[str, dict[str, float]] = {name: collections.defaultdict(float) for name in dumps}
     for row in result.rows:
         worst[row.strategy][row.kind] = max(worst[row.strategy][row.kind], row.multiple)
@@ -103,10 +108,8 @@ def judge(folder: Path, rows: list[Row]) -> tuple[list[dict], list[str], dict[st
     ]
     losses = {name: history.read(history.path_of(Path(f"{folder}-losses"), name)) for name in dumps}
     for name in (row.name for row in rows):
-        compare_losses.require_comparable(losses[BASELINE], losses[name])
-        curve = compare_losses.compare(
-            losses[BASELINE], losses[name], compare_losses.tolerance_for(losses[BASELINE])
-        )
+        curves.require_comparable_curves(losses[BASELINE], losses[name])
+        curve = curves.compare_curves(losses[BASELINE], losses[name], curves.tolerance_for(losses[BASELINE]))
         alarms += [] if curve.passed else [{"strategy": name, "losses": curve.as_dict()}]
     return alarms, sorted({row.name for row in result.rows if not row.judged}), worst
 

@@ -102,13 +102,16 @@ def weights(suffix: str) -> Callable[[int, int], Table]:
 READERS: dict[str, tuple[str, Callable[[int, int], Table]]] = {
     "dump": ("a dump, by `python -m lockstep.compare`", dumps),
     "history": ("a loss history", histories(test_history_fuzz.reader)),
-    "histories": ("a folder of loss histories, by `plot_loss_curves.py`", histories(test_history_fuzz.plotter)),
+    "histories": (
+        "a folder of loss histories, by `plot_loss_curves.py`",
+        histories(test_history_fuzz.plotter),
+    ),
     "safetensors": ("initial weights, `.safetensors`", weights(".safetensors")),
     "pt": ("initial weights, `.pt`", weights(".pt")),
     "config.json": ("a model's `config.json`", configs),
     "tokenizer.json": ("a `tokenizer.json`", data("tokenizer.json")),
     "text": ("a text", data("text")),
-}  # fmt: skip
+}
 
 
 def _numbers(number: int, seed: int) -> range:
@@ -157,6 +160,7 @@ def page(content: dict) -> str:
     machine = of(
         lambda row: f"{row['origin']['cores']} cores of {row['origin']['cpu']}, Python {row['origin']['python']}"
     )
+<<<<<<< HEAD
     return "\n".join([
         TITLE,
         "",
@@ -175,6 +179,34 @@ def page(content: dict) -> str:
         f"Machine: {machine}. Libraries: {libraries}. Commit: {of(lambda row: row['origin']['commit'])}.",
         *(f"\n{READERS[name][0]}: {line}" for name, row in rows.items() for line in row["bad"]),
     ]) + "\n"  # fmt: skip
+=======
+    return (
+        "\n".join(
+            [
+                "# Damaged and hostile files",
+                "",
+                f"`python benchmarks/damaged_files.py --number {content['number']} --seed {content['seed']}`: "
+                f"{content['number']} files for every reader, each changed in one way or two: bytes flipped, cut or added, values",
+                "of another type or size, entries removed, renamed or exchanged, headers that point elsewhere, other kinds of file in its",
+                "place. What a file means after the change is known, so that one that is read can be judged, too.",
+                "",
+                f"| reader | {' | '.join(shown)} |",
+                f"|---|{'---|' * len(shown)}",
+                *(
+                    f"| {READERS[name][0]} | {' | '.join(str(row['outcomes'][outcome]) for outcome in shown)} |"
+                    for name, row in rows.items()
+                ),
+                "",
+                "The first four columns are right: a verdict other than PASS where a file was changed and sealed again. Nothing may be in the",
+                "others.",
+                "",
+                f"Machine: {machine}. Libraries: {libraries}. Commit: {of(lambda row: row['origin']['commit'])}.",
+                *(f"\n{READERS[name][0]}: {line}" for name, row in rows.items() for line in row["bad"]),
+            ]
+        )
+        + "\n"
+    )
+>>>>>>> frame
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -207,7 +239,12 @@ def run(options) -> int:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     for name in options.readers or READERS:
         row = content["readers"][name] = measure(name, options.number, options.seed)
-        print(f"{name}: { {key: count for key, count in row['outcomes'].items() if count} }, {row['seconds']} s", *row["bad"], sep="\n", flush=True)  # fmt: skip
+        print(
+            f"{name}: { {key: count for key, count in row['outcomes'].items() if count} }, {row['seconds']} s",
+            *row["bad"],
+            sep="\n",
+            flush=True,
+        )
         write_result(options.output, json.dumps(content, indent=1) + "\n")
         write_result(markdown, page(content))
     return int(any(content["readers"][name]["bad"] for name in options.readers or READERS))

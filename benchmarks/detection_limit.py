@@ -24,7 +24,7 @@ from lockstep.strategies import BASELINE, others
 from lockstep.tensors.distance import Distance, Size, clip_factor
 from lockstep.tensors.dump import Dump
 from lockstep.tensors.judgement import (
-    KINDS,
+    COMPUTED,
     ROUNDOFF,
     UPDATE,
     is_vector_gradient,
@@ -111,7 +111,7 @@ def limits(folder: Path, kind: str) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {what: [] for what in SPOILT}
     for name, strategy, sign in drawn:
         dump = dumps[strategy]
-        mine, measure = dump.tensor(1, name).double(), None
+        mine, measure = dump.tensor(1, name).double(), Size(0.0, 0.0)
         if kind in UPDATE:
             clip = clip_factor(dump.run["config"], dump.steps["1"]["grad_norm"])
             exact, change = exact_update(dump, reference, name.split("/", 1)[1], clip)[kind]
@@ -148,7 +148,7 @@ def draw_figure(rows: list[dict], path: Path) -> None:
         axes.set_title(spoilt)
         axes.grid(axis="y", alpha=0.3)
         axes.set_axisbelow(True)
-    panels[1].set_xticks(range(len(KINDS)), KINDS)
+    panels[1].set_xticks(range(len(COMPUTED)), COMPUTED)
     figure.supylabel("relative error caught 99 times in 100")
     figure.get_layout_engine().set(h_pad=0.1)
     figure.legend(loc="outside lower center", ncols=2, frameon=False)
@@ -163,7 +163,7 @@ def main() -> None:
     rows = []
     for folder in options.folder:
         run = Dump(folder / BASELINE).run["config"]
-        for kind in KINDS:
+        for kind in COMPUTED:
             for what, values in limits(folder, kind).items():
                 row = {
                     "run": f"{run['model_name']}, {run['precision']}",

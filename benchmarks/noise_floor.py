@@ -20,7 +20,7 @@ from outputs import output
 
 from lockstep.files import write_result
 from lockstep.losses.control import CONTROL_FACTOR, envelope, loss_gap, norm_gap, ratios
-from lockstep.losses.curves import compare, tolerance_for
+from lockstep.losses.curves import compare_curves, tolerance_for
 from lockstep.losses.tolerance import rule_and_noise
 from lockstep.running import jobs
 from lockstep.strategies import BASELINE, others
@@ -134,8 +134,8 @@ def comparison_row(name: str, runs: dict[str, history.History], strategy: str) -
         "strategy": strategy,
         "loss_ratio": ratio(baseline, control, other, loss_gap, least[0] / CONTROL_FACTOR),
         "grad_norm_ratio": ratio(baseline, control, other, norm_gap, least[1] / CONTROL_FACTOR),
-        "without_control": compare(baseline, other, tolerance_for(baseline)).outcome if rule else None,
-        "with_control": compare(baseline, other, tolerance_for(baseline, control)).outcome,
+        "without_control": compare_curves(baseline, other, tolerance_for(baseline)).outcome if rule else None,
+        "with_control": compare_curves(baseline, other, tolerance_for(baseline, control)).outcome,
     }
 
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Collection
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
 
 from lockstep import files, origin, strategies
 from lockstep.errors import UserError
@@ -24,6 +24,7 @@ from lockstep.inputs import (
     token_cache,
     tokenizer,
 )
+from lockstep.inputs.model_config import FAMILIES
 from lockstep.mesh import Mesh
 from lockstep.resources import (  # noqa: F401 - asked here
     launched_in_place,
@@ -37,7 +38,8 @@ from lockstep.training import history
 if TYPE_CHECKING:
     import torch
 
-PRECISIONS = ("fp32", "autocast", "bf16")
+Precision = Literal["fp32", "autocast", "bf16"]
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 BETAS, EPS = (0.9, 0.999), 1e-8  # of AdamW, torch's defaults
 # Flags that say where things lie, not what a run computes: no part of a run's record.
 PLACES = (
@@ -52,9 +54,9 @@ PLACES = (
     "control",  # it asks for another run
 )
 EPILOG = (
-    "Environment: RAY_ADDRESS is the cluster to join, HOST:PORT as `ray start --head` prints it, or auto (unset: a Ray instance of its "
-    "own); RAY_AUTH_MODE is token or disabled (unset: a token is shown where the cluster wants one). A built-in name wins over a folder "
-    "of that name."
+    "Environment: RAY_ADDRESS is the Ray cluster to join, as HOST:PORT (`ray start --head` prints it) or auto (unset: a Ray instance is "
+    "started). RAY_AUTH_MODE is token or disabled (unset: a token is sent if the cluster asks for one). A built-in name takes precedence "
+    "over a folder of that name."
 )
 
 
@@ -80,7 +82,7 @@ class Config:
     weight_decay: float = 0.01
     max_grad_norm: float = 1.0
     gradient_accumulation_steps: int = 1
-    precision: str = "fp32"
+    precision: Precision = "fp32"
     attn_impl: str = "sdpa"
     seed: int = 0
     dataset_name: str = texts.BUILT_IN_CORPUS
@@ -207,90 +209,99 @@ def build_parser(strategy: str) -> argparse.ArgumentParser:
     add(
         "model_name",
         str,
-        f"built-in ({built_in}), else a Hugging Face model folder, else a hub id; Qwen2, Qwen3 or Llama",
+        f"built-in model ({built_in}), Hugging Face model folder or hub id; families: {', '.join(FAMILIES)}",
     )
     add(
         "num_layers",
         lambda text: None if text == "all" else positive(text),
-        "cut the model to this depth, or all (None: all)",
+        "number of layers to keep, or all (None: all)",
     )
-    add("num_workers", positive, "processes; must equal tp_size x dp_size (None: their product)")
-    add("tp_size", positive, "tensor-parallel size (None: 1 for DDP, else 2)")
+    add("num_workers", positive, "number of ranks; must equal tp_size x dp_size (None: their product)")
+    add("tp_size", positive, "tensor-parallel size (None: 2; 1 for a strategy without tensor parallelism)")
     add("dp_size", positive, "data-parallel size (None: num_workers / tp_size, else 2)")
     add("batch_size", positive, "sequences per DP rank and micro batch")
     add("seq_length", positive, "tokens per sequence")
-    add("num_epochs", positive, "passes over the corpus, when --debug_steps is 0")
+    add("num_epochs", positive, "passes over the corpus; used if --debug_steps is 0")
     add(
         "debug_steps",
         whole,
-        "train exactly this many steps, going round the corpus if need be (0: --num_epochs)",
+        "number of steps to train, over the corpus again if it is too short (0: --num_epochs)",
     )
     add("learning_rate", rate, "constant learning rate")
     add("optimizer", str, "fused torch AdamW, or SGD without momentum (not fused)", choices=("adamw", "sgd"))
-    add("weight_decay", amount, "on matrices; norms and biases are not decayed")
-    add("max_grad_norm", amount, "clip the whole model's gradient to this norm (0: do not clip)")
+    add("weight_decay", amount, "weight decay of matrices; norms and biases have none")
+    add("max_grad_norm", amount, "clip the norm of the whole model's gradient to this (0: do not clip)")
     add("gradient_accumulation_steps", positive, "micro batches per step; the gradient is their mean")
     parser.add_argument(
         "--precision",
         choices=PRECISIONS,
         default=argparse.SUPPRESS,
-        help=f"autocast: fp32 weights and state, bf16 compute; bf16: everything bf16 (default: {defaults['precision']})",
+        help=f"autocast: fp32 weights and state, bf16 compute; bf16: everything in bf16 (default: {defaults['precision']})",
     )
     parser.add_argument("--autocast", action="store_true", help="the same as --precision autocast")
     add("attn_impl", str, "attention implementation of transformers", choices=("eager", "sdpa"))
-    add("seed", _number(int, 0, high=2**32 - 1), "of the initial weights and of the order of the data")
+    add("seed", _number(int, 0, high=2**32 - 1), "seed of the initial weights and of the order of the data")
     add(
         "dataset_name",
         str,
-        "builtin, else a .txt file, a folder of them, or a Hugging Face data set id[:config]",
+        "builtin, a .txt file, a folder of them, or a Hugging Face data set id[:config]",
     )
     add(
         "data_cache_dir",
         Path,
-        "where the tokens of long texts are kept (None: lockstep/ in $XDG_CACHE_HOME or ~/.cache)",
+        "folder for the tokens of long texts (None: lockstep/ in $XDG_CACHE_HOME or ~/.cache)",
     )
     add(
         "init_weights_path",
         Path,
-        "initial weights to start from (.safetensors, .safetensors.index.json or .pt)",
+        "file of initial weights to start from (.safetensors, .safetensors.index.json or .pt)",
     )
     parser.add_argument(
-        "--save_init_weights", action="store_true", help="write them there first (train_ddp.py only)"
+        "--save_init_weights",
+        action="store_true",
+        help="write the initial weights to --init_weights_path first (train_ddp.py only)",
     )
     parser.add_argument(
         "--pretrained",
         action="store_true",
-        help="start from the weights that --model_name has, not from random ones",
+        help="start from the weights of --model_name, not from random ones",
     )
     parser.add_argument(
-        "--overwrite", action="store_true", help="replace an earlier run's initial weights and captured steps"
+        "--overwrite",
+        action="store_true",
+        help="replace initial weights and captured steps of an earlier run",
     )
     parser.add_argument(
         "--control",
         action="store_true",
-        help="after this run, train the control run (--noise_control) with the same workers (train_ddp.py only)",
+        help="train the control run (--noise_control) after this one, with the same workers (train_ddp.py only)",
     )
     parser.add_argument(
         "--noise_control",
         action="store_true",
-        help="make the control run: perturb the initial weights by one ulp of the compute dtype and write loss_control.json, which shows how far rounding errors alone move the loss (train_ddp.py only)",
+        help="make the control run: start from weights perturbed by one ulp of the compute dtype and write loss_control.json. "
+        "It shows how far rounding errors alone can move the loss (train_ddp.py only)",
     )
     add(
         "run_name",
         str,
-        "the run's name in file names, so that runs of one strategy can lie side by side (None: the strategy's)",
+        "name of the run in file names, so that runs of one strategy can share a folder (None: the strategy's)",
     )
-    add("loss_output_dir", Path, f"where loss_{row.name}.json is written")
-    add("storage_path", Path, "where Ray Train keeps its records of the run")
+    add("loss_output_dir", Path, f"folder for loss_{row.name}.json")
+    add("storage_path", Path, "folder for Ray Train's records of the run")
     add(
         "experiment_name",
         str,
-        "name of the run under storage_path, not used before (None: strategy and time)",
+        "new name for the run under --storage_path (None: strategy and time)",
     )
-    add("log_interval", positive, "print the loss every so many steps")
-    add("capture_dir", Path, "write every tensor of the first steps there, as full tensors (None: do not)")
-    add("capture_steps", positive, "how many steps to capture")
-    add("device", str, "auto: GPUs when there is one per worker, else CPUs", choices=("auto", "cpu", "cuda"))
+    add("log_interval", positive, "number of steps between printed losses")
+    add(
+        "capture_dir",
+        Path,
+        "write all tensors of the first steps to this folder, as full tensors (None: do not)",
+    )
+    add("capture_steps", positive, "number of steps to capture")
+    add("device", str, "auto: GPUs if there is one per worker, else CPUs", choices=("auto", "cpu", "cuda"))
     add("backend", str, "auto: nccl on GPUs, gloo on CPUs", choices=("auto", "gloo", "nccl"))
     parser.add_argument(
         "--dry_run", action="store_true", help="print configuration, mesh and contract; train nothing"
@@ -313,13 +324,13 @@ def parse_config(strategy: str, argv: list[str] | None = None) -> Config:
         _require_run_name(options["run_name"])
     if options["noise_control"] and (not row.is_baseline or options["save_init_weights"]):
         raise UserError(
-            "--noise_control: only train_ddp.py makes the control run, from weights that another run has saved"
+            "--noise_control: works only in train_ddp.py, and without --save_init_weights; leave it out"
         )
     if options["control"] and (not row.is_baseline or options["noise_control"]):
         raise UserError("--control: only train_ddp.py trains the control run, after its own; leave it out")
     if options["pretrained"] and options["init_weights_path"] and not options["save_init_weights"]:
         raise UserError(
-            "--pretrained and --init_weights_path both say what to start from; give one, or add --save_init_weights"
+            "--pretrained and --init_weights_path both give the initial weights; leave one out, or add --save_init_weights"
         )
     options.update(resolve_mesh(row, options))
     options.update(resolve_device(row, options))
@@ -399,7 +410,7 @@ def load_inputs(config: Config) -> Inputs:
     longest = architecture["max_position_embeddings"]
     if config.seq_length > longest:
         raise UserError(
-            f"--seq_length {config.seq_length}: {config.model_name} has positions for {longest} tokens"
+            f"--seq_length {config.seq_length}: {config.model_name} has positions for {longest} tokens; lower it"
         )
     windows_per_step = config.dp_size * config.batch_size * config.gradient_accumulation_steps
     corpus = data.load_corpus(
@@ -437,9 +448,10 @@ def check_environment(config: Config, architecture: dict) -> None:
         raise UserError(
             f"--loss_output_dir: {config.history_path} is a folder; remove it, or choose another folder"
         )
-    for option in ("loss_output_dir", "capture_dir"):
-        if getattr(config, option) is not None:
-            files.require_writable_folder(getattr(config, option), f"--{option}", keep=not config.dry_run)
+    written = (("--loss_output_dir", config.loss_output_dir), ("--capture_dir", config.capture_dir))
+    for option, folder in written:
+        if folder is not None:
+            files.require_writable_folder(folder, option, keep=not config.dry_run)
     if not launched_in_place():  # Ray makes it, and it may stay empty
         files.require_writable_folder(config.storage_path, "--storage_path", keep=False)
     workers = workers_here(config.num_workers) if launched_in_place() else config.num_workers

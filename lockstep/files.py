@@ -44,9 +44,7 @@ def read_json(path: Path, *, limit: int = LARGEST_JSON) -> Any:
     """
     size = require_regular(path)
     if size > limit:
-        raise UserError(
-            f"{path}: {size} bytes of JSON, at most {limit} are read; it is not a file of this kind"
-        )
+        raise UserError(f"{path}: {size} bytes of JSON; a file of this kind has at most {limit}")
     try:
         text = path.read_bytes().decode("utf-8")
     except OSError as error:
@@ -74,14 +72,14 @@ def _without_duplicates(pairs: list[tuple]) -> dict:
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for number, key in enumerate(keys) if key in keys[:number])
-        raise ValueError(f"the key {twice!r} stands twice in one object")
+        raise ValueError(f"the key {twice!r} appears twice in one object")
     return found
 
 
 def _finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise ValueError(f"{text[:40]} is no number that float64 has")
+        raise ValueError(f"{text[:40]} is not a float64 number")
     return value
 
 
@@ -210,10 +208,10 @@ def require_new_folder(path: Path, option: str, *, overwrite: bool = False) -> N
     )
     if not overwrite:
         ask = "choose another folder" + (", or add --overwrite" if foreign is None else "")
-        raise UserError(f"{option}: {path} is there already, and nothing is overwritten; {ask}")
+        raise UserError(f"{option}: {path} already exists, and nothing is overwritten; {ask}")
     if foreign is not None:
         raise UserError(
-            f"{option}: {path} is there already, and {foreign} is no captured step; choose another folder"
+            f"{option}: {path} already exists and holds {foreign}, which is no captured step; choose another folder"
         )
 
 

@@ -32,7 +32,7 @@ class Cuts(Enum):
 
 
 Axis = Literal["pp", "dp", "cp", "tp"]
-AXES: dict[Axis, Cuts] = {"pp": Cuts.LAYERS, "dp": Cuts.SAMPLES, "cp": Cuts.POSITIONS, "tp": Cuts.WEIGHTS}
+AXES: dict[str, Cuts] = {"pp": Cuts.LAYERS, "dp": Cuts.SAMPLES, "cp": Cuts.POSITIONS, "tp": Cuts.WEIGHTS}
 
 
 @dataclass(frozen=True)

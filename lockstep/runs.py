@@ -9,7 +9,7 @@ from lockstep.mesh import AXES, Mesh
 from lockstep.strategies import BASELINE, Row, row_of
 
 HELP = (
-    "names, or your own as path/to/file.py:Class; with @ and a mesh one strategy can take part more than once: "
+    "strategies to run, by name or as path/to/file.py:Class; @ and a mesh run one of them on another mesh: "
     "fsdp,fsdp@tp1xdp4"
 )
 
@@ -41,7 +41,7 @@ def runs_of(names: str, baseline: Config, tp_size: int) -> list[Run]:
     asked = [_run(name, baseline, tp_size) for name in names.split(",") if name]
     runs = list({run.name: run for run in [_run(BASELINE, baseline, tp_size), *asked]}.values())
     if len(runs) == 1 or len({run.name for run in asked}) < len(asked):
-        raise UserError(f"--strategies {names}: name one strategy or more beside {BASELINE}, each once")
+        raise UserError(f"--strategies {names}: name at least one strategy besides {BASELINE}, each once")
     return runs
 
 
@@ -63,6 +63,6 @@ def _run(name: str, baseline: Config, tp_size: int) -> Run:
     batch = baseline.dp_size * baseline.batch_size
     if batch % mesh.dp:
         raise UserError(
-            f"--strategies {name}: {batch} sequences are not shared by {mesh.dp} DP ranks; change --batch_size or --dp_size"
+            f"--strategies {name}: {batch} sequences cannot be divided among {mesh.dp} DP ranks; change --batch_size or --dp_size"
         )
     return Run(row, mesh, batch // mesh.dp, f"{row.name}_{text}")

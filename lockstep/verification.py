@@ -1,10 +1,10 @@
-"""The two ends of run_verification_main.sh: what is checked before its runs, and the verdict after them.
+"""The two ends of run_verification_main.sh: the checks before its runs, and the verdict after them.
 
     python -m lockstep.verification plan --strategies ddp,fsdp --tp_size 2 FLAGS      a line NAME, FLAGS, STRATEGY for every run, with tabs
     python -m lockstep.verification verdict --strategies ddp,fsdp --tp_size 2 FLAGS   the table, the figure, the reports
 
-FLAGS are those of all the training scripts; those that only the baseline is given, which writes the initial weights, are told apart.
-With --capture_dir the tensors of the captured steps are judged as well.
+FLAGS are those of the training scripts. Flags about the initial weights go to the baseline only, which writes them. With --capture_dir
+the tensors of the captured steps are judged as well.
 """
 
 if __name__ == "__main__":
@@ -16,6 +16,8 @@ import argparse
 import dataclasses
 import os
 import signal
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lockstep import config as config_module
 from lockstep.config import Config, Inputs, Parser
@@ -34,6 +36,11 @@ from lockstep.running import processes, progress
 from lockstep.runs import Run, runs_of
 from lockstep.strategies import BASELINE, ROWS
 from lockstep.training import history
+
+if TYPE_CHECKING:
+    from lockstep.diagnosis.diagnose import Diagnosis
+    from lockstep.losses.folder import Judged
+    from lockstep.tensors.judgement import Result
 
 NAME = "lockstep.verification"
 
@@ -57,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def plan(options: argparse.Namespace, flags: list[str]) -> int:
-    """Check everything that can be checked before a start, and print what is to be run. Leaves no folder behind."""
+    """Check everything that can be checked before a run, and print the runs. Leaves no folder behind."""
     runs = runs_of(options.strategies, config_module.parse_config(BASELINE, flags), options.tp_size)
     for run in runs:
         config, inputs = checked(run, options, flags)
@@ -77,7 +84,7 @@ def plan(options: argparse.Namespace, flags: list[str]) -> int:
 
 
 def checked(run: Run, options: argparse.Namespace, flags: list[str]) -> tuple[Config, Inputs]:
-    """A run's configuration and inputs. Raises UserError for what it could not be started with."""
+    """A run's configuration and inputs. Raises UserError if it could not be started with them."""
     own = [*run.arguments, "--dry_run"]
     if run.row.is_baseline:
         own += [
@@ -100,7 +107,7 @@ def check_reference(config: Config, inputs: Inputs) -> None:
 
 
 def verdict(options: argparse.Namespace, flags: list[str]) -> int:
-    """Judge the losses, and the tensors if they were captured; draw, write, and show the table. Returns 0, or 1 if not all is well."""
+    """Judge the losses, and the tensors if they were captured; draw, write and print. Returns 0, or 1 unless all PASS."""
     from lockstep.losses import curve_report, folder
 
     weights = ["--init_weights_path", options.init_weights_path] if options.init_weights_path else []
@@ -117,10 +124,11 @@ def verdict(options: argparse.Namespace, flags: list[str]) -> int:
     if missing:
         raise UserError(f"{missing}: no such file; run the training first")
     judged = folder.judge(place, *folder.read(found))
-    if not judged.problem and config.capture_dir is not None:
-        result, diagnoses = judge_tensors(config, names)
-    else:
-        result, diagnoses = None, {}
+    result: Result | None = None
+    diagnoses: dict[str, Diagnosis] = {}
+    captured = config.capture_dir
+    if not judged.problem and captured is not None:
+        result, diagnoses = judge_tensors(config, captured, names)
     curve_report.draw(judged.histories, judged.control, judged.tolerance, figure)
     if judged.problem:
         raise UserError(judged.problem)
@@ -130,37 +138,36 @@ def verdict(options: argparse.Namespace, flags: list[str]) -> int:
     folder.write(judged, data, f"run_verification_main.sh ({' '.join(flags)})", tensors=tensors)
     print("\n".join(["", *table(judged, result), "", *explanations(judged, result, diagnoses)]))
     print(f"Figure   {printable(figure)}")
-    if result is not None:
-        print(f"Tensors  {printable(config.capture_dir / 'report.md')}")
+    if captured is not None:
+        print(f"Tensors  {printable(captured / 'report.md')}")
     print(f"Data     {printable(data)}; all that the libraries said: {printable(place / 'logs')}")
     outcome = folder.worst([judged.outcome, *([tensors] if tensors else [])])
     print(f"\n{outcome}")
     return 0 if outcome == "PASS" else 1
 
 
-def judge_tensors(config: Config, names: list[str]):
-    """(comparison of the captured tensors with the float64 reference, which is computed now; diagnoses), with its report written."""
+def judge_tensors(config: Config, place: Path, names: list[str]) -> tuple["Result", dict[str, "Diagnosis"]]:
+    """(comparison of the tensors captured in `place` with the float64 reference, which is computed now; diagnoses), with its report written."""
     with progress.working("Comparing every tensor with a float64 reference"):
         from lockstep.collective import init_alone
-        from lockstep.tensors import comparison, exact_run, report
+        from lockstep.tensors import comparison, exact_run, tensor_report
         from lockstep.tensors.dump import Dump
 
         init_alone()
-        place = config.capture_dir
         remove_captured(place / "reference")
         exact_run.run(config, config_module.load_inputs(config))
         reference, dumps, replays = comparison.arrange([Dump(place / name) for name in (*names, "reference")])
-        result = comparison.compare(reference, dumps, replays)
+        result = comparison.compare_dumps(reference, dumps, replays)
         diagnoses = comparison.diagnoses(result, reference, replays)
-        report.write(result, diagnoses, place)
+        tensor_report.write(result, diagnoses, place)
     return result, diagnoses
 
 
-def table(judged, result) -> list[str]:
+def table(judged: "Judged", result: "Result | None") -> list[str]:
     """A line for each run: how far from DDP and from the reference, of what is tolerated."""
     from lockstep.losses.folder import worst
 
-    tolerance = judged.tolerance
+    tolerance = judged.tolerated
     rows = [
         ("", "loss", "gradient norm", "tensors", ""),
         ("", "max nats from DDP", "max relative to DDP", "worst / tolerated", ""),
@@ -184,21 +191,21 @@ def table(judged, result) -> list[str]:
     ]
 
 
-def explanations(judged, result, diagnoses) -> list[str]:
+def explanations(judged: "Judged", result: "Result | None", diagnoses: dict[str, "Diagnosis"]) -> list[str]:
     """Why what failed has failed: by the losses, and by the first tensor and its cause."""
     from lockstep.losses.curve_report import notes, reasons
-    from lockstep.tensors import report
+    from lockstep.tensors import tensor_report
 
     lines = [f"{one.label}: {line}" for one in judged.verdicts.values() for line in reasons(one)]
     lines += [line for line in notes(judged) if line.startswith("Not judged")]
     if result is not None and result.outcome != "PASS":
         lines += [
             f"First tensor too far, {line}"
-            for line in report.first_tensors(result)
+            for line in tensor_report.first_tensors(result)
             if not line.endswith(": none")
         ]
-        lines += ["Cause", *report.causes(result, diagnoses)] if diagnoses else []
-        lines += report.configuration(result) if any(result.configuration.values()) else []
+        lines += ["Cause", *tensor_report.causes(result, diagnoses)] if diagnoses else []
+        lines += tensor_report.configuration(result) if any(result.configuration.values()) else []
     return [*(printable(line) for line in lines), ""] if lines else []
 
 

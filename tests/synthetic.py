@@ -8,8 +8,12 @@ from lockstep.inputs.architectures import BUILT_IN, parameter_shapes
 from lockstep.training.history import History, seal
 
 PARAMETERS = sorted(parameter_shapes(BUILT_IN["tiny-qwen2"]))
-CONTRACT = {"optimizer": "AdamW", "max_grad_norm": 1.0, "biased_linear_dtype": ["torch.bfloat16"],
-            "weight_decay": {"0.01": PARAMETERS}}  # fmt: skip
+CONTRACT = {
+    "optimizer": "AdamW",
+    "max_grad_norm": 1.0,
+    "biased_linear_dtype": ["torch.bfloat16"],
+    "weight_decay": {"0.01": PARAMETERS},
+}
 
 
 def configuration(strategy="ddp", precision="fp32", steps=20, **changes):

@@ -157,7 +157,7 @@ CONTRADICTIONS = {
         {"forward/lm_head": [9]}
     ),
     "replicas_differ names x": lambda m: m["steps"]["2"]["replicas_differ"].update(x=[1]),
-    "records logits of root mean square": lambda m: m["steps"]["2"]["logits"][0].update(
+    "records a root mean square of": lambda m: m["steps"]["2"]["logits"][0].update(
         rms=m["steps"]["2"]["logits"][0]["rms"] * 0.999
     ),
     "has 1000000000 layers": lambda m: m["run"]["architecture"].update(num_hidden_layers=10**9),
@@ -222,8 +222,8 @@ def test_two_dumps_without_a_reference(dumps, copy, capsys):
 def test_one_folder_named_twice_is_refused(dumps, tmp_path, capsys):
     (tmp_path / "link").symlink_to(dumps / "fsdp")
     for other in (dumps / "fsdp", tmp_path / "link", dumps / "ddp" / ".." / "fsdp"):
-        assert "are one folder" in refused(capsys, dumps / "fsdp", other)
-        assert "are one folder" in refused(capsys, dumps / "fsdp", dumps / "reference", other)
+        assert "are the same folder" in refused(capsys, dumps / "fsdp", other)
+        assert "are the same folder" in refused(capsys, dumps / "fsdp", dumps / "reference", other)
 
 
 LACKING = {
@@ -275,7 +275,9 @@ def test_the_same_tensors_taken_out_of_all_dumps(all_copied, capsys):
 def test_a_later_step_needs_its_replay(dumps, tmp_path, capsys):
     for name in ("ddp", "fsdp", "reference"):
         shutil.copytree(dumps / name, tmp_path / name)
-    assert "/ddp has no replay to be judged by" in refused(capsys, tmp_path / "fsdp", tmp_path / "reference")
+    assert "/ddp has no replay to compare it with" in refused(
+        capsys, tmp_path / "fsdp", tmp_path / "reference"
+    )
 
 
 def test_without_the_yardstick_there_is_no_verdict(dumps, tmp_path, capsys):
@@ -405,7 +407,7 @@ def test_another_contract_is_a_difference_in_configuration(all_copied, capsys, c
 
 def test_a_run_that_never_said_what_it_ran_with(all_copied, capsys):
     edit(all_copied / "fsdp", lambda manifest: manifest.pop("contract"))
-    assert "stopped before it said what it runs with" in refused(
+    assert "stopped before its contract was recorded" in refused(
         capsys, all_copied / "fsdp", all_copied / "reference"
     )
 

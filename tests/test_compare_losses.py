@@ -5,15 +5,15 @@ import pytest
 from synthetic import control, history, set_loss, spoil
 
 from lockstep.errors import UserError
-from lockstep.losses.curves import compare, require_comparable, tolerance_for
+from lockstep.losses.curves import compare_curves, require_comparable_curves, tolerance_for
 from lockstep.losses.tolerance import rule_and_noise
 from lockstep.tensors import comparison
 
 
 def verdict(other, baseline=None):
     baseline = baseline or history()
-    require_comparable(baseline, other)
-    return compare(baseline, other, tolerance_for(baseline))
+    require_comparable_curves(baseline, other)
+    return compare_curves(baseline, other, tolerance_for(baseline))
 
 
 def test_equal_runs_pass():
@@ -78,7 +78,10 @@ def test_a_nan_in_both_runs_fails():
 def test_a_baseline_that_breaks_down_at_once_fails(precision, value):
     baseline, other = spoil("ddp", precision, s1={"loss": value}), history("fsdp", precision)
     assert verdict(other, baseline).outcome == "FAIL"
-    assert compare(baseline, other, tolerance_for(baseline, control(precision=precision))).outcome == "FAIL"
+    assert (
+        compare_curves(baseline, other, tolerance_for(baseline, control(precision=precision))).outcome
+        == "FAIL"
+    )
 
 
 def test_nothing_moves():

@@ -7,7 +7,7 @@ import pytest
 from synthetic import control, history, spoil
 
 from lockstep.errors import UserError
-from lockstep.losses.curves import compare, tolerance_for
+from lockstep.losses.curves import compare_curves, tolerance_for
 
 
 def test_a_quiet_control_tightens_the_tolerance():
@@ -20,7 +20,7 @@ def test_a_quiet_control_tightens_the_tolerance():
     assert set(mine.grad_norm) == {
         1e-6
     }  # the control's norms are the baseline's: what is always allowed is left
-    assert not compare(history(), spoil(s9={"loss": 6.6 + 5e-6}), mine).loss_passed
+    assert not compare_curves(history(), spoil(s9={"loss": 6.6 + 5e-6}), mine).loss_passed
 
 
 def test_what_the_control_shows_is_allowed_from_that_step_on():
@@ -45,7 +45,7 @@ def test_bf16_is_judged_by_its_control():
 @pytest.mark.parametrize(
     "change, message",
     [
-        (lambda r: r.weights.update(initial_sha256="a" * 64), "shows no noise"),
+        (lambda r: r.weights.update(initial_sha256="a" * 64), "which were not perturbed"),
         (lambda r: r.steps[4].update(batch_hash="x"), "step 5 was trained on different batches"),
         (lambda r: r.steps.pop(), "has 19 of 20 steps"),
         (lambda r: r.weights["moved"].pop(), "trained other tensors"),
@@ -62,7 +62,7 @@ def judged(other=None, baseline=None, **changes):
     """The outcome for a correct run, or `other`, with a control whose difference is gap(step)."""
     baseline = baseline or history(precision=changes.get("precision", "fp32"))
     other = other or history("fsdp", changes.get("precision", "fp32"))
-    return compare(baseline, other, tolerance_for(baseline, control(**changes)))
+    return compare_curves(baseline, other, tolerance_for(baseline, control(**changes)))
 
 
 HONEST = {
@@ -143,11 +143,11 @@ def test_whichever_history_is_edited_at_one_step(precision, values, edited):
     noise = {"fp32": 4e-7, "autocast": 1e-4, "bf16": 1e-4}[precision]
     runs = {"ddp": history(precision=precision), "other": history("fsdp", precision)}
     runs["control"] = control(lambda n: noise, precision)
-    assert compare(runs["ddp"], runs["other"], tolerance_for(runs["ddp"], runs["control"])).passed
+    assert compare_curves(runs["ddp"], runs["other"], tolerance_for(runs["ddp"], runs["control"])).passed
     for name in edited.split(" and "):
         runs[name].steps[5].update(values)
     try:
-        result = compare(runs["ddp"], runs["other"], tolerance_for(runs["ddp"], runs["control"]))
+        result = compare_curves(runs["ddp"], runs["other"], tolerance_for(runs["ddp"], runs["control"]))
     except UserError:
         return
     assert not result.passed
@@ -167,7 +167,7 @@ def test_a_tolerance_as_wide_as_the_loss_is_no_test():
     baseline, mine = history(precision="bf16"), control(lambda n: 1e-3 * 1.33**n, "bf16")
     for run in (baseline, mine):
         run.run["config"].update(batch_size=1, seq_length=16)
-    result = compare(baseline, history("fsdp", "bf16"), tolerance_for(baseline, mine))
+    result = compare_curves(baseline, history("fsdp", "bf16"), tolerance_for(baseline, mine))
     assert result.outcome == "NOT JUDGED" and "no test of a run whose loss covers 1.9e+00" in result.doubt
     assert judged(precision="bf16", gap=lambda n: 1e-3).outcome == "PASS"
 
@@ -182,4 +182,4 @@ def test_a_short_run_is_judged(precision, steps):
         control(lambda n: noise, precision, steps),
         history("fsdp", precision, steps),
     ]
-    assert compare(runs[0], runs[2], tolerance_for(*runs[:2])).outcome == "PASS"
+    assert compare_curves(runs[0], runs[2], tolerance_for(*runs[:2])).outcome == "PASS"

@@ -33,10 +33,19 @@ def test_what_must_not_be_is_counted_and_named(tmp_path, monkeypatch, capsys):
     )
 
 
-@pytest.mark.parametrize("word, found", [
-    ("crash ValueError: x", "traceback"), ("hang", "hang"), ("killed, status 9", "memory"), ("accepted wrong", "accepted wrong"),
-    ("accepted", "read, means the same"), ("untidy", "more than a line"), ("NOT JUDGED", "NOT JUDGED"), ("fails later", "fails later"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "word, found",
+    [
+        ("crash ValueError: x", "traceback"),
+        ("hang", "hang"),
+        ("killed, status 9", "memory"),
+        ("accepted wrong", "accepted wrong"),
+        ("accepted", "read, means the same"),
+        ("untidy", "more than a line"),
+        ("NOT JUDGED", "NOT JUDGED"),
+        ("fails later", "fails later"),
+    ],
+)
 def test_the_words_of_the_tests(word, found):
     assert {key for key, count in damaged_files.outcomes(collections.Counter([word])).items() if count} == {
         found

@@ -4,7 +4,7 @@ import pytest
 from ranks import run_ranks
 
 from lockstep.errors import UserError
-from lockstep.losses.curves import compare, require_comparable, tolerance_for
+from lockstep.losses.curves import compare_curves, require_comparable_curves, tolerance_for
 from lockstep.training import history
 
 COMMON = ["--batch_size", "4", "--seq_length", "64", "--debug_steps", "12"]
@@ -39,8 +39,8 @@ def runs(tmp_path_factory):
 def verdict_of(runs, fault, strategy, precision="fp32"):
     baseline = history.read(runs / f"ddp {precision} none" / "loss_ddp.json")
     other = history.read(runs / f"{strategy} {precision} {fault}" / f"loss_{strategy}.json")
-    require_comparable(baseline, other)
-    return compare(baseline, other, tolerance_for(baseline))
+    require_comparable_curves(baseline, other)
+    return compare_curves(baseline, other, tolerance_for(baseline))
 
 
 def red(verdict):
@@ -64,7 +64,7 @@ def test_a_run_in_which_nothing_moves_fails(runs):
 
 def test_two_runs_in_which_nothing_moves_fail_although_they_agree(runs):
     frozen = history.read(runs / "ddp fp32 frozen" / "loss_ddp.json")
-    verdict = compare(frozen, frozen, tolerance_for(frozen))
+    verdict = compare_curves(frozen, frozen, tolerance_for(frozen))
     assert verdict.loss_passed and verdict.grad_norm_passed and not verdict.passed
 
 
@@ -72,7 +72,7 @@ STOPPED = {
     "at another place in the mesh": (
         "ddp",
         2,
-        "rank 0: the strategy sits at dp 1 of 2, tp 0 of 1, the mesh says dp 0 of 2, tp 0 of 1",
+        "rank 0: the strategy's groups put it at dp 1 of 2, tp 0 of 1, the mesh at dp 0 of 2, tp 0 of 1",
     ),
     "DP ranks really on the same batch": ("ddp", 2, "step 1: DP ranks 0 and 1 saw the same batch"),
     "nan": ("ddp", 2, "step 3: the loss is nan on rank 1 (dp 1 of 2, tp 0 of 1)"),
@@ -102,4 +102,4 @@ def test_the_loop_stops_every_rank(tmp_path, fault):
         assert len(stopped.steps) == 3 and "step 3" in stopped.ended
         with pytest.raises(UserError, match="has 2 of 4 steps"):
             stopped.steps.pop()  # without the NaN it is merely an unfinished run, which is refused
-            require_comparable(stopped, stopped)
+            require_comparable_curves(stopped, stopped)

@@ -12,8 +12,8 @@ BAD_JSON = {
     b"{": "not valid JSON",
     b"[" * 100_000: "nested too deeply",
     b"\xef\xbb\xbf{}": "byte order mark",
-    b'{"a": 1, "a": 2}': "the key 'a' stands twice",
-    b"[1e999]": "no number that float64 has",
+    b'{"a": 1, "a": 2}': "the key 'a' appears twice",
+    b"[1e999]": "is not a float64 number",
     b"\xff\xfe": "not UTF-8",
     b"1" * 5000: "not valid JSON",
 }
@@ -37,7 +37,7 @@ def test_only_regular_files_are_read(tmp_path):
 
 def test_a_file_too_large_is_not_read(tmp_path):
     (tmp_path / "a.json").write_text("[" + "1," * 100 + "1]")
-    with pytest.raises(UserError, match="at most 100 are read"):
+    with pytest.raises(UserError, match="has at most 100"):
         files.read_json(tmp_path / "a.json", limit=100)
 
 

@@ -8,7 +8,7 @@ from ranks import run_ranks
 
 from lockstep.diagnosis.diagnose import diagnose
 from lockstep.running import jobs
-from lockstep.tensors.comparison import compare
+from lockstep.tensors.comparison import compare_dumps
 from lockstep.tensors.dump import Dump
 
 FLAGS = [
@@ -154,7 +154,7 @@ def judged(folder, strategy, bug):
         strategy: Dump(folder / bug / f"replay_{strategy}"),
     }
     reference = Dump(folder / "none" / "reference")
-    result = compare(reference, dumps, replays)
+    result = compare_dumps(reference, dumps, replays)
     return result, diagnose(result, strategy, reference, replays)
 
 

@@ -91,8 +91,11 @@ def require_origin(versions, origin):
 
 def test_instruction_sets_are_those_of_the_processor(tmp_path, monkeypatch):
     """As Linux writes them for x86 and ARM."""
-    for text, found in (("flags\t\t: fpu avx2 avx512f amx_bf16 hle", ["avx2", "avx512f", "amx_bf16"]),
-                        ("Features\t: fp asimd sve bf16 i8mm", ["asimd", "sve", "bf16"]), ("flags: fpu", [])):  # fmt: skip
+    for text, found in (
+        ("flags\t\t: fpu avx2 avx512f amx_bf16 hle", ["avx2", "avx512f", "amx_bf16"]),
+        ("Features\t: fp asimd sve bf16 i8mm", ["asimd", "sve", "bf16"]),
+        ("flags: fpu", []),
+    ):
         (tmp_path / "cpuinfo").write_text(f"model name\t: One avx512_bf16\n{text}\n")
         monkeypatch.setattr(where, "CPUINFO", tmp_path / "cpuinfo")
         where.instruction_sets.cache_clear()
@@ -134,8 +137,8 @@ WRONG = {
     "half a count": (lambda c: c["run"].update(num_steps=1.5), "run.num_steps is 1.5"),
     "no number": (lambda c: c["steps"][0].update(seconds=float("nan")), "steps.0.seconds is nan"),
     "a huge whole number": (lambda c: c["steps"][0].update(grad_norm=10**400), "steps.0.grad_norm is"),
-    "a loss that no float32 is": (lambda c: set_loss(c["steps"][0], 1e39), "no float32 is so large"),
-    "a negative norm": (lambda c: c["steps"][0].update(grad_norm=-1.0), "a norm is not negative"),
+    "a loss that no float32 is": (lambda c: set_loss(c["steps"][0], 1e39), "too large for a float32"),
+    "a negative norm": (lambda c: c["steps"][0].update(grad_norm=-1.0), "a norm cannot be negative"),
     "negative seconds": (lambda c: c["steps"][0].update(seconds=-1.0), "steps.0.seconds is -1.0"),
     "no hash": (lambda c: c["steps"][0].update(batch_hash="h1"), "steps.0.batch_hash is 'h1'"),
     "no checksum": (lambda c: c["weights"].update(initial_sha256="a"), "weights.initial_sha256 is 'a'"),
@@ -212,7 +215,7 @@ def test_one_digit(tmp_path):
     rewrite(path, lambda c: None, sealed=False)
     history.read(path)
     path.write_text(path.read_text().replace("1.5", "1.4", 1))
-    with pytest.raises(UserError, match="its content was changed since it was written"):
+    with pytest.raises(UserError, match="its content is not what its sha256 says"):
         history.read(path)
 
 

@@ -72,10 +72,10 @@ def test_layers_that_are_left(folder):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--pretrained"], "tiny-qwen2 is an architecture that is built in, without weights"),
+        (["--pretrained"], "tiny-qwen2 is a built-in architecture without weights"),
         (
             ["--pretrained", "--init_weights_path", "x.pt"],
-            "both say what to start from; give one, or add --save_init_weights",
+            "both give the initial weights; leave one out, or add --save_init_weights",
         ),
     ],
 )
@@ -164,7 +164,7 @@ def test_our_own_file_is_replaced_when_asked(tmp_path, name):
     check("ddp", *save)
     weights.save(path, built(0), TINY, source)
     assert path.stat().st_mtime_ns == first, "the same weights need not be written again"
-    with pytest.raises(UserError, match="holds other random weights, seed 0 than are drawn or read today"):
+    with pytest.raises(UserError, match="holds other random weights, seed 0 than this run would write"):
         weights.save(path, built(1), TINY, source)
     for other in (["--seed", "1"], ["--num_layers", "1"]):
         with pytest.raises(
@@ -204,7 +204,7 @@ def test_captured_steps_are_replaced_when_asked(tmp_path):
     config = config_module.parse_config("fsdp", [*arguments, "--overwrite"])
     config_module.check_environment(config, TINY)
     (dump / "notes.txt").write_text("")
-    with pytest.raises(UserError, match="notes.txt is no captured step; choose another folder"):
+    with pytest.raises(UserError, match="notes.txt, which is no captured step; choose another folder"):
         config_module.check_environment(config, TINY)
     from lockstep.files import remove_captured
 
@@ -262,7 +262,7 @@ def test_a_verification_does_not_empty_what_it_starts_from(tmp_path, capsys):
         ({"INIT_WEIGHTS_PATH": "{}/init_weights.safetensors"}, "is missing"),
         (
             {"INIT_WEIGHTS_PATH": "{}/init_weights.safetensors", "PRETRAINED": "1"},
-            "both say what to start from",
+            "both give the initial weights",
         ),
         ({"PRETRAINED": "yes"}, "PRETRAINED=yes; it is 1"),
     ],

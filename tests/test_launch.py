@@ -179,7 +179,7 @@ def test_a_killed_worker_ends_the_run(run, tmp_path):
     assert len(kept.steps) >= 5 and kept.ended != "finished"
     last = one.log.read_text().splitlines()[-1]
     assert last.startswith("train_ddp.py: worker ") and last.endswith(
-        f"all that was said is in {tmp_path}/logs/loss_ddp.txt"
+        f"the full output is in {tmp_path}/logs/loss_ddp.txt"
     )
     assert "Started training worker group" in (tmp_path / "logs" / "loss_ddp.txt").read_text()
     assert gone(tmp_path) is True

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.errors import UserError
+from lockstep.inputs import model_config, refusals
 from lockstep.inputs.architectures import BUILT_IN
 from lockstep.inputs.model_config import FAMILIES, checked
 
@@ -58,6 +59,10 @@ REFUSED = [
     ("qwen2", {"eos_token_id": [0, 2048]}, "eos_token_id"),
     ("qwen2", {"pad_token_id": -1}, "pad_token_id is -1"),
     ("qwen2", {"hidden_act": "xielu"}, "hidden_act is 'xielu'"),
+    *(
+        ("qwen2", {"hidden_act": name}, f"hidden_act is '{name}': its derivative jumps")
+        for name in ("relu", "relu6", "leaky_relu", "hardswish", "gelu_10")
+    ),
     ("qwen2", {"hidden_act": "prelu"}, "hidden_act is 'prelu'"),
     (
         "qwen2",
@@ -208,3 +213,14 @@ def test_heads_of_qwen3_are_128_wide_where_nothing_is_said():
         checked({key: value for key, value in TINY["qwen3"].items() if key != "head_dim"}, "x")[0]["head_dim"]
         == 128
     )
+
+
+@pytest.mark.parametrize("name", [*model_config.ACTIVATIONS, *refusals.JUMPING])
+def test_the_derivative_of_an_activation_jumps_where_it_is_refused_for_that(name):
+    import torch
+    from transformers.activations import ACT2FN
+
+    points = torch.linspace(-12, 12, 240_001, dtype=torch.float64, requires_grad=True)
+    ACT2FN[name](points).sum().backward()
+    steepest = float(points.grad.diff().abs().max())
+    assert steepest > 0.4 if name in refusals.JUMPING else steepest < 1e-3

@@ -63,3 +63,34 @@ def test_environment_finds_lockstep_from_any_folder(tmp_path):
         text=True,
     )
     assert done.stdout.strip() == str(tmp_path / "lockstep" / "__init__.py"), done.stderr
+
+
+# The field's words: what the table in CONTRIBUTING.md says not to write.
+AVOIDED = re.compile(r"\btruths?\b|\bspacings?\b|\broundings\b|\bone rounding\b|\bmistakes?\b", re.IGNORECASE)
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
+
+
+def test_the_words_are_those_of_the_field():
+    files = [path for path in (*PYTHON_FILES, *PAGES, *ROOT.glob("*.sh")) if path != Path(__file__)]
+    found = {path.name: AVOIDED.findall(path.read_text()) for path in files}
+    assert {name: words for name, words in found.items() if words and name != "CONTRIBUTING.md"} == {}
+    assert found["CONTRIBUTING.md"], "negative control: its table has them"
+
+
+def files_named(page):
+    """The files and folders of this repository that a page names."""
+    pattern = r"`((?:lockstep|benchmarks|tests|examples|findings|docs)/[\w./-]*)`"
+    return set(re.findall(pattern, page.read_text()))
+
+
+def test_pages_name_files_that_exist():
+    named = {(page.name, name) for page in PAGES for name in files_named(page)}
+    assert len(named) > 20
+    assert [(page, name) for page, name in sorted(named) if not (ROOT / name).exists()] == []
+
+
+def test_a_file_that_is_gone_would_be_seen(tmp_path):
+    """Negative control."""
+    (tmp_path / "page.md").write_text("see `lockstep/dump.py` and `python -m lockstep.train`")
+    (name,) = files_named(tmp_path / "page.md")
+    assert name == "lockstep/dump.py" and not (ROOT / name).exists()

@@ -14,8 +14,16 @@ from lockstep.faults.catalogue import BUG_CLASSES
 from lockstep.mesh import Mesh
 from lockstep.strategies import others, row_of
 
-SAMPLE = ["no_dp_reduction", "dp_ranks_replay_one_batch", "tp_peers_read_different_samples", "row_parallel_sum_dropped",
-          "gradients_not_zeroed", "one_side_does_not_clip", "norm_gradients_times_tp", "summed_instead_of_averaged"]  # fmt: skip
+SAMPLE = [
+    "no_dp_reduction",
+    "dp_ranks_replay_one_batch",
+    "tp_peers_read_different_samples",
+    "row_parallel_sum_dropped",
+    "gradients_not_zeroed",
+    "one_side_does_not_clip",
+    "norm_gradients_times_tp",
+    "summed_instead_of_averaged",
+]
 GRAVE = {
     "no_dp_reduction",
     "dp_ranks_replay_one_batch",
@@ -99,8 +107,8 @@ def test_the_catalogue_covers_what_was_shipped():
 
 def test_a_crash_costs_one_fault_only(tmp_path, monkeypatch):
     """A job that fails is told apart from the others, which run all the same."""
-    pairs = [(CATALOGUE[name], "fsdp") for name in ("tie_broken", "no_dp_reduction")]
-    group = run_faults.Group(("tiny-qwen2", (), (2, 2)), tmp_path, run_faults.parse([]))
+    pairs = [(CATALOGUE[name], row_of("fsdp")) for name in ("tie_broken", "no_dp_reduction")]
+    group = run_faults.Group(("tiny-qwen2", (), Mesh(dp=2, tp=2)), tmp_path, run_faults.parse([]))
     started = []
 
     def start(size, jobs, folder, *, patience):

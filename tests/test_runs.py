@@ -32,7 +32,7 @@ def test_every_run_sees_the_same_global_batch():
 @pytest.mark.parametrize(
     "names, message",
     [
-        ("ddp", "one strategy or more beside ddp"),
+        ("ddp", "at least one strategy besides ddp"),
         ("fsdp,fsdp", "each once"),
         ("fsdp@tp1xdp4,fsdp@tp1xdp4", "each once"),
         ("fsdp@2x2", "2x2 is no mesh"),
@@ -40,7 +40,7 @@ def test_every_run_sees_the_same_global_batch():
         ("fsdp@tp0", "tp0 is no mesh"),
         ("fsdp@tp2xtp2", "is no mesh"),
         ("fsdp@ep2", "ep2 is no mesh"),
-        ("fsdp@dp3", "16 sequences are not shared by 3 DP ranks"),
+        ("fsdp@dp3", "16 sequences cannot be divided among 3 DP ranks"),
         ("fsdp@cp2", "has no axis cp"),
         ("ddp@tp2xdp1", "DDP has no axis tp"),
         ("nosuch@dp4", "there is no strategy nosuch"),

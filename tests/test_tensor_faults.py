@@ -4,7 +4,7 @@ import pytest
 from planted import FLIPPED
 from ranks import run_alone, run_ranks
 
-from lockstep.tensors.comparison import compare
+from lockstep.tensors.comparison import compare_dumps
 from lockstep.tensors.dump import Dump
 
 COMMON = ["--batch_size", "2", "--seq_length", "64", "--debug_steps", "1", "--dp_size", "2"]
@@ -43,7 +43,7 @@ def runs(tmp_path_factory):
 def test_the_first_tensor_is_the_right_one(runs, fault, strategy, precision):
     clean = runs / f"{precision} none"
     dumps = {"ddp": Dump(clean / "ddp"), strategy: Dump(runs / f"{precision} {fault}" / strategy)}
-    result = compare(Dump(clean / "reference"), dumps, {})
+    result = compare_dumps(Dump(clean / "reference"), dumps, {})
     failures = result.failures(strategy)
     assert (failures[0][2] if failures else None) == FIRST[fault], failures[:3]
     assert (

@@ -8,7 +8,7 @@ from edited import edit
 from test_history import require_origin
 
 from lockstep.tensors import comparison as compare
-from lockstep.tensors import report as tensor_report
+from lockstep.tensors import tensor_report
 
 
 @pytest.fixture(scope="module")

@@ -67,9 +67,9 @@ def test_a_tensor_that_ddp_gets_exactly_right_allows_a_few_unit_roundoffs():
 
 
 def test_the_batch_is_equal_or_not():
-    equal = judge("fsdp", 1, "batch/labels", size(0, 5), None, 0.0)
+    equal = judge("fsdp", 1, "batch/labels", size(0, 5), Size(0.0, 0.0), 0.0)
     assert equal.judged and not equal.too_far
-    assert judge("fsdp", 1, "batch/labels", size(1, 5), None, 0.0).too_far
+    assert judge("fsdp", 1, "batch/labels", size(1, 5), Size(0.0, 0.0), 0.0).too_far
 
 
 def test_noise_is_not_judged_and_can_still_be_too_far():

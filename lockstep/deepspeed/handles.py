@@ -1,8 +1,11 @@
 """Handles of DeepSpeed AutoTP + ZeRO-1 (autotp_strategy.py)."""
 
 import importlib
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from lockstep.faults.handles import Handles
 from lockstep.faults.planting import reduce_again
@@ -12,24 +15,24 @@ from lockstep.inputs import modules
 class AutoTPHandles(Handles):
     """For `autotp_strategy.AutoTPStrategy`."""
 
-    def gradients(self):
+    def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in self.strategy.model.named_parameters():
             if parameter._hp_mapping is not None:  # this rank's share of the optimizer has a part of it
                 yield name, parameter._hp_mapping.get_lp_grad_fragment(parameter._index_in_param_group)
 
-    def weights(self):
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in self.strategy.model.named_parameters():
             yield name, parameter.data
             if parameter._hp_mapping is not None:
                 yield name, parameter._hp_mapping.get_hp_fragment().detach()
 
-    def torch_optimizer(self):
+    def torch_optimizer(self) -> torch.optim.Optimizer:
         return self.strategy.optimizer.optimizer
 
-    def group(self, axis: str):
+    def group(self, axis: str) -> dist.ProcessGroup:
         return {"dp": self.strategy.engine.data_parallel_group, "tp": self.strategy.tp_group()}[axis]
 
-    def _module(self, name: str) -> torch.nn.Module:
+    def _module(self, name: str) -> Any:  # DeepSpeed's class of a layer
         return self.strategy.model.get_submodule(name)
 
     def skip_dp_reduction(self) -> None:
@@ -44,15 +47,16 @@ class AutoTPHandles(Handles):
             )  # part of DeepSpeed's divisor
 
     def reduce_before_the_last_micro_batch(self) -> None:
-        engine, optimizer, kept = self.strategy.engine, self.strategy.optimizer, {}
+        engine, optimizer = self.strategy.engine, self.strategy.optimizer
+        kept: dict[str, torch.Tensor] = {}
         reduce_gradients, backward = optimizer.reduce_gradients, engine.backward
 
-        def backward_and_note(loss):
+        def backward_and_note(loss: torch.Tensor) -> None:
             if engine.is_gradient_accumulation_boundary():
                 kept.update({name: p.grad.clone() for name, p in self.strategy.model.named_parameters()})
             backward(loss)
 
-        def without_the_last(*arguments, **options):
+        def without_the_last(*arguments: Any, **options: Any) -> Any:
             for name, parameter in self.strategy.model.named_parameters():
                 if name in kept:
                     parameter.grad.copy_(kept.pop(name))
@@ -95,7 +99,7 @@ class AutoTPHandles(Handles):
     def do_not_clip(self) -> None:
         self.strategy.optimizer.clip_grad = 0.0
 
-    def clip_by(self, norm) -> None:
+    def clip_by(self, norm: Callable[[], torch.Tensor]) -> None:
         clip = self.strategy.optimizer.unscale_and_clip_grads
         self.strategy.optimizer.unscale_and_clip_grads = lambda gradients, total_norm: clip(gradients, norm())
 
@@ -108,7 +112,9 @@ class AutoTPHandles(Handles):
         module = importlib.import_module("deepspeed.sequence.cross_entropy")
         real = module._VocabParallelCrossEntropy.apply
 
-        def shifted(logits, target, group, start, end, *more):
+        def shifted(
+            logits: torch.Tensor, target: torch.Tensor, group: object, start: int, end: int, *more: Any
+        ) -> torch.Tensor:
             return real(logits, target, group, start - (start > 0), end - (start > 0), *more)
 
         self.run.patch(

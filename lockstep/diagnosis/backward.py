@@ -109,14 +109,16 @@ def cause_of_weights(case: Case, weights: torch.Tensor, what: str) -> Cause | No
         )
     factor = float(weights.mean())
     close = evidence.name_factor(factor, case.sizes)
-    if not factor > 0 or abs(factor - 1) <= evidence.SAME:
+    if not factor > 0 or abs(factor - 1) <= evidence.SAME_FACTOR:
         return None
     name = "accumulation" if close and all("accumulation" in one for one in close) else "gradient scale"
     return Cause(name, f"{what} is {case.in_words(factor)} times what it should be, evenly for all samples")
 
 
 def _even(values: torch.Tensor) -> bool:
-    return float((values - values.mean()).abs().max()) <= evidence.SAME * max(1.0, float(values.abs().max()))
+    return float((values - values.mean()).abs().max()) <= evidence.SAME_FACTOR * max(
+        1.0, float(values.abs().max())
+    )
 
 
 def input_gradient(case: Case) -> Cause | None:
@@ -144,5 +146,5 @@ def input_gradient(case: Case) -> Cause | None:
     return None
 
 
-LOSS = (reported_loss, partition_function, weights_of_samples, labels_of_a_shard)
-BACKWARD = (input_gradient,)
+LOSS_RULES = (reported_loss, partition_function, weights_of_samples, labels_of_a_shard)
+BACKWARD_RULES = (input_gradient,)

@@ -12,7 +12,7 @@ from lockstep.inputs import modules
 from lockstep.mesh import Mesh
 from lockstep.tensors.distance import clip_factor
 from lockstep.tensors.dump import Dump
-from lockstep.tensors.judgement import Result, Row
+from lockstep.tensors.judgement import Judgement, Result
 from lockstep.training.optim import decays
 
 LEFT = 0.05  # of an error may be left by what explains it
@@ -110,10 +110,10 @@ class Case:
     def is_wrong(self, name: str) -> bool:
         return name in self.rows and self.rows[name].too_far
 
-    def wrong(self, kind: str) -> list[Row]:
+    def wrong(self, kind: str) -> list[Judgement]:
         return [row for row in self.rows.values() if row.kind == kind and row.too_far]
 
-    def judged(self, kind: str) -> list[Row]:
+    def judged(self, kind: str) -> list[Judgement]:
         return [row for row in self.rows.values() if row.kind == kind and row.judged]
 
     # Does this value explain what is wrong?
@@ -132,7 +132,7 @@ class Case:
         size = max(1.0, row.distance.own_norm / row.distance.norm) if row.distance.norm > 0 else 1.0
         return left <= min(row.tolerated * size, LEFT * row.distance.error)
 
-    def factor(self, rows: list[Row]) -> float | None:
+    def factor(self, rows: list[Judgement]) -> float | None:
         """The factor that all these tensors are of their references (parameters: their changes), or None."""
         factors = []
         for row in rows:

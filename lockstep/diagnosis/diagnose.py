@@ -13,7 +13,7 @@ from lockstep.diagnosis.case import Case, Cause, describe
 from lockstep.tensors.dump import Dump
 from lockstep.tensors.judgement import Result
 
-Rule = Callable[[Case], Cause | None]
+CauseRule = Callable[[Case], Cause | None]
 
 
 @dataclass(frozen=True)
@@ -21,18 +21,18 @@ class Stage:
     """A part of a step: the kinds of tensors that it makes, and rules for a first wrong one among them."""
 
     kinds: tuple[str, ...]
-    rules: tuple[Rule, ...]  # the first that names a cause is believed
+    rules: tuple[CauseRule, ...]  # the first that names a cause is believed
 
 
 STAGES = {
-    "batch": Stage(("batch",), forward.BATCH),
-    "forward": Stage(("forward",), forward.FORWARD),
-    "loss": Stage((), backward.LOSS),
-    "backward": Stage(("backward",), backward.BACKWARD),
-    "gradients": Stage(("gradient",), gradients.GRADIENTS),
+    "batch": Stage(("batch",), forward.BATCH_RULES),
+    "forward": Stage(("forward",), forward.FORWARD_RULES),
+    "loss": Stage((), backward.LOSS_RULES),
+    "backward": Stage(("backward",), backward.BACKWARD_RULES),
+    "gradients": Stage(("gradient",), gradients.GRADIENT_RULES),
     "gradient norm": Stage((), update.NORM_RULES),
-    "moments": Stage(("exp_avg", "exp_avg_sq"), update.MOMENTS),
-    "parameters": Stage(("parameter",), update.PARAMETERS),
+    "moments": Stage(("exp_avg", "exp_avg_sq"), update.MOMENT_RULES),
+    "parameters": Stage(("parameter",), update.PARAMETER_RULES),
 }
 # Entry of the effective contract -> (the cause that a difference in it is, the first stage that it can break)
 CONTRACT = {

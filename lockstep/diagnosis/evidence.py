@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import torch
 
 NEAR = 0.03  # how near a measured factor must be to tp, 1/dp, ... to be called that
-SAME = 1e-2  # how near to each other two measured factors must be to be one
+SAME_FACTOR = 1e-2  # how near to each other two measured factors must be to be one
 
 
 def multiple_of(own: torch.Tensor, base: torch.Tensor) -> float:
@@ -54,7 +54,9 @@ def dropped_elements(own: torch.Tensor, exact: torch.Tensor) -> float | None:
     factor = multiple_of(own[rest], exact[rest])
     left = relative_error([own[rest]], [factor * exact[rest]]) if math.isfinite(factor) else math.inf
     if not (
-        factor > 1 and left <= SAME and abs((1 - 1 / factor) - share) <= 5 * math.sqrt(share / own.numel())
+        factor > 1
+        and left <= SAME_FACTOR
+        and abs((1 - 1 / factor) - share) <= 5 * math.sqrt(share / own.numel())
     ):
         return None
     rows, columns = zeros.flatten(0, -2).double().mean(1), zeros.flatten(0, -2).double().mean(0)

@@ -114,5 +114,5 @@ def _name(case: Case) -> str:
     return case.first.removeprefix("forward/")
 
 
-BATCH = (batch,)
-FORWARD = (dropout, other_weights, rounded, sum_over_tp)
+BATCH_RULES = (batch,)
+FORWARD_RULES = (dropout, other_weights, rounded, sum_over_tp)

@@ -105,7 +105,9 @@ def uneven_samples(case: Case) -> Cause | None:
         if solved is None or not case.leaves_little(f"gradient/{contributions.parameter}", solved[1]):
             return None
         weights.append(solved[0])
-    if not weights or not all(float((one - weights[0]).abs().max()) <= evidence.SAME for one in weights):
+    if not weights or not all(
+        float((one - weights[0]).abs().max()) <= evidence.SAME_FACTOR for one in weights
+    ):
         return None
     return cause_of_weights(case, weights[0], "every gradient")
 
@@ -159,4 +161,4 @@ def _size(case: Case, name: str) -> int:
     return torch.Size(case.dump.layout.parameters[name]).numel()
 
 
-GRADIENTS = (stale, rounded, broken_tie, own_heads_only, one_rank_only, uneven_samples, one_factor)
+GRADIENT_RULES = (stale, rounded, broken_tie, own_heads_only, one_rank_only, uneven_samples, one_factor)

@@ -214,7 +214,7 @@ def _samples(case: Case) -> list[str]:
     solved = recompute.sample_weights(found) if found is not None and found.known else None
     if solved is None or not case.leaves_little(case.first, solved[1]):
         return []
-    if float((solved[0] - solved[0].mean()).abs().max()) <= evidence.SAME:
+    if float((solved[0] - solved[0].mean()).abs().max()) <= evidence.SAME_FACTOR:
         return []  # a factor, which is seen without this
     shown = "; ".join(
         f"DP rank {rank}: {', '.join(f'{value:.3g}' for value in row)}"

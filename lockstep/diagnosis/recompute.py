@@ -9,12 +9,14 @@ and over the samples i, each a DP rank's micro batch, dL/dW = sum_i g_i^T x_i. x
 so each share can be computed alone and held against what the run has instead of the sum.
 """
 
+from collections.abc import Iterator
+
 import torch
 
 from lockstep.diagnosis.case import Case
 from lockstep.inputs import modules
 
-ROWS = 4096  # of a weight's gradient, looked at together
+BLOCK_ROWS = 4096  # of a weight's gradient, looked at together
 
 
 def forward_shares(case: Case, module: str) -> list[torch.Tensor]:
@@ -130,15 +132,15 @@ class Contributions:
         blocks = case.mesh.dp * self._cut_over_tp if len(shape) == 1 else 1
         return right and not is_tied and 4 * self.samples <= shape[-1] // blocks
 
-    def blocks(self):
+    def blocks(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """Yields (what a block is in the run, in the reference, the contributions to it)."""
         case, name = self.case, f"gradient/{self.parameter}"
         own, exact = case.own(name), case.exact(name)
         output = self._by_sample(case.own(f"backward/{self.module}"))
         if self.what == "weight" and own.ndim == 2:
             entering = self._by_sample(case.own(f"forward/{case.source(self.module)}"))
-            for start in range(0, len(own), ROWS):
-                rows = slice(start, start + ROWS)
+            for start in range(0, len(own), BLOCK_ROWS):
+                rows = slice(start, start + BLOCK_ROWS)
                 yield own[rows], exact[rows], output[..., rows].transpose(1, 2) @ entering
             return
         if self.what == "bias":

@@ -1,6 +1,7 @@
 """Rules for what comes after the gradients, which are right: their norm, the moments, the parameters."""
 
 import math
+from collections.abc import Iterator
 
 import torch
 
@@ -8,9 +9,9 @@ from lockstep.config import BETAS
 from lockstep.diagnosis import evidence
 from lockstep.diagnosis.case import LEFT, Case, Cause, listed
 from lockstep.tensors.distance import clip_factor
-from lockstep.tensors.judgement import Row
+from lockstep.tensors.judgement import Judgement
 
-NORM = 1e-5  # relative: two norms as near as this are one
+SAME_NORM = 1e-5  # relative: two norms as near as this are one
 FACTOR = 1e-3  # and two factors of moments
 
 
@@ -23,7 +24,7 @@ def norm_of_other_gradients(case: Case) -> Cause | None:
         norm for norm in case.result.norms if (norm.strategy, norm.step) == (case.strategy, case.step)
     )
     held, tp, copied = norm.held, case.mesh.tp, _square_of_replicated(case)
-    if tp > 1 and math.isclose(norm.recorded, math.sqrt(held**2 + (tp - 1) * copied), rel_tol=NORM):
+    if tp > 1 and math.isclose(norm.recorded, math.sqrt(held**2 + (tp - 1) * copied), rel_tol=SAME_NORM):
         ratio = norm.recorded / held
         return Cause(
             "clipping",
@@ -32,7 +33,9 @@ def norm_of_other_gradients(case: Case) -> Cause | None:
         )
     for axis in case.mesh.axes:
         for rank, own in enumerate(norms_by_rank(case, axis)):
-            if not math.isclose(own, held, rel_tol=NORM) and math.isclose(norm.recorded, own, rel_tol=NORM):
+            if not math.isclose(own, held, rel_tol=SAME_NORM) and math.isclose(
+                norm.recorded, own, rel_tol=SAME_NORM
+            ):
                 return Cause(
                     "clipping",
                     f"the norm is {norm.recorded / held:.4f} times that of the gradients: it is that of "
@@ -51,7 +54,7 @@ def clipped_by_the_recorded_norm(case: Case) -> Cause | None:
     if (
         case.step > 1
         or found is None
-        or abs(expected - 1) <= evidence.SAME
+        or abs(expected - 1) <= evidence.SAME_FACTOR
         or not math.isclose(found, expected, rel_tol=FACTOR)
     ):
         return None
@@ -125,7 +128,7 @@ def other_betas(case: Case) -> Cause | None:
 def not_clipped(case: Case) -> Cause | None:
     """In a first step, the moments are those of the gradients as they were before clipping."""
     first, second = case.factor(case.judged("exp_avg")), case.factor(case.judged("exp_avg_sq"))
-    if case.step > 1 or first is None or second is None or abs(case.clip - 1) <= evidence.SAME:
+    if case.step > 1 or first is None or second is None or abs(case.clip - 1) <= evidence.SAME_FACTOR:
         return None
     if math.isclose(first * case.clip, 1, rel_tol=FACTOR) and math.isclose(
         second, first**2, rel_tol=2 * FACTOR
@@ -145,8 +148,8 @@ def clipped_by_rank(case: Case) -> Cause | None:
     factors = [clip_factor(case.options, norm) / case.clip for norm in by_rank]
     if (
         not factors
-        or max(factors) - min(factors) <= NORM
-        or min(abs(factor - 1) for factor in factors) <= NORM
+        or max(factors) - min(factors) <= SAME_NORM
+        or min(abs(factor - 1) for factor in factors) <= SAME_NORM
     ):
         return None
     b1 = BETAS[0]
@@ -207,7 +210,7 @@ def update_left_out(case: Case) -> Cause | None:
     )
 
 
-def _shares_kept(case: Case, name: str, own: torch.Tensor, before: torch.Tensor):
+def _shares_kept(case: Case, name: str, own: torch.Tensor, before: torch.Tensor) -> Iterator[str]:
     """ "tp rank 1 of 2": whose share of a tensor alone did not change."""
     for axis in case.sharded(name):
         pairs = zip(*(case.shares(name, axis, tensor) for tensor in (own, before)), strict=True)
@@ -242,10 +245,10 @@ def other_rate(case: Case) -> Cause | None:
     )
 
 
-def _parameter(row: Row) -> str:
+def _parameter(row: Judgement) -> str:
     return row.name.split("/", 1)[1]
 
 
 NORM_RULES = (norm_of_other_gradients, clipped_by_the_recorded_norm)
-MOMENTS = (moments_lost, other_betas, not_clipped, clipped_by_rank)
-PARAMETERS = (rounded, update_left_out, other_decay, other_rate)
+MOMENT_RULES = (moments_lost, other_betas, not_clipped, clipped_by_rank)
+PARAMETER_RULES = (rounded, update_left_out, other_decay, other_rate)

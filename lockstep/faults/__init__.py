@@ -1,10 +1,12 @@
 """Planted bugs: the catalogue, and how one is planted in a run."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from lockstep import strategies
+from lockstep.config import Config, Inputs
 from lockstep.faults import (  # noqa: F401
     accumulation,
     clipping,
@@ -18,6 +20,9 @@ from lockstep.faults import (  # noqa: F401
 from lockstep.faults.catalogue import CATALOGUE, Fault
 from lockstep.faults.planting import Planting
 
+if TYPE_CHECKING:
+    from lockstep.training.strategy import MakeStrategy, Strategy
+
 
 def applies_to(fault: Fault, row: strategies.Row) -> bool:
     """Whether a strategy has the axes and the handles that a fault needs."""
@@ -26,7 +31,9 @@ def applies_to(fault: Fault, row: strategies.Row) -> bool:
 
 
 @contextlib.contextmanager
-def planted(name: str | None, config, inputs, make_strategy: Callable):
+def planted(
+    name: str | None, config: Config, inputs: Inputs, make_strategy: "MakeStrategy"
+) -> Iterator["MakeStrategy"]:
     """Yields make_strategy, or, given the name of a fault, one that plants it.
 
     The loop's own guards (weights, batches, contract) then note what they find in guards.txt beside the loss history
@@ -41,9 +48,9 @@ def planted(name: str | None, config, inputs, make_strategy: Callable):
         _disarm_guards(planting, config.loss_output_dir / "guards.txt")
         plant = CATALOGUE[name].plant(planting)
 
-        def make(model, config, mesh, device):
+        def make(*arguments: Any) -> "Strategy":
             next(plant)
-            strategy = planting.handles.strategy = make_strategy(model, config, mesh, device)
+            strategy = planting.handles.strategy = make_strategy(*arguments)
             with contextlib.suppress(StopIteration):
                 plant.send(strategy)
             return strategy
@@ -57,8 +64,8 @@ def _disarm_guards(planting: Planting, path: Path) -> None:
     from lockstep.errors import TrainingFailure
     from lockstep.training import loop as training
 
-    def noting(guard: Callable) -> Callable:
-        def noted(*arguments) -> None:
+    def noting(guard: Callable[..., None]) -> Callable[..., None]:
+        def noted(*arguments: Any) -> None:
             try:
                 guard(*arguments)
             except TrainingFailure as failure:

@@ -1,7 +1,7 @@
 """Micro batches that do not count for what they should."""
 
 from lockstep.faults.catalogue import fault
-from lockstep.faults.planting import scale_backward
+from lockstep.faults.planting import Plant, Planting, scale_backward
 
 CLASS = "accumulation, normalisation"
 THREE = ("--gradient_accumulation_steps", "3")
@@ -14,7 +14,7 @@ THREE = ("--gradient_accumulation_steps", "3")
     first="backward/lm_head",
     arguments=THREE,
 )
-def divided_by_the_steps_twice(run):
+def divided_by_the_steps_twice(run: Planting) -> Plant:
     """The loss of a micro batch is divided by the accumulation steps by the loop and by the library."""
     scale_backward((yield), lambda _call: 1 / run.config.gradient_accumulation_steps)
 
@@ -26,7 +26,7 @@ def divided_by_the_steps_twice(run):
     first="backward/lm_head",
     arguments=THREE,
 )
-def not_divided_by_the_steps(run):
+def not_divided_by_the_steps(run: Planting) -> Plant:
     """The gradients of the micro batches are summed and never divided."""
     scale_backward((yield), lambda _call: run.config.gradient_accumulation_steps)
 
@@ -38,6 +38,6 @@ def not_divided_by_the_steps(run):
     first="backward/lm_head",
     arguments=THREE,
 )
-def micro_batches_weighted_unequally(run):
+def micro_batches_weighted_unequally(run: Planting) -> Plant:
     """Each micro batch is weighted by a token count that is not its own: 1/2, 1 and 3/2 times what it should."""
     scale_backward((yield), lambda call: (call % 3 + 1) / 2)

@@ -7,6 +7,7 @@ it to the strategy that the `yield` gives. Its docstring says what went wrong in
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from lockstep.faults.planting import Plant, Planting
 from lockstep.mesh import Mesh
 
 BUG_CLASSES = (
@@ -21,6 +22,9 @@ BUG_CLASSES = (
     "weights",
     "precision, optimizer",
 )
+
+
+Planter = Callable[[Planting], Plant]
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,7 @@ class Fault:
     axes: tuple[str, ...]  # the mesh axes that must have several ranks
     needs: tuple[str, ...]  # the handles (handles.py) that the strategy must offer
     mesh: Mesh  # as large as the strategy can use of it
-    plant: Callable
+    plant: Planter
 
 
 SMALL_MESH = Mesh(dp=2, tp=2)
@@ -60,13 +64,13 @@ def fault(
     axes: tuple[str, ...] = ("dp",),
     needs: tuple[str, ...] = (),
     mesh: Mesh = SMALL_MESH,
-) -> Callable:
+) -> Callable[[Planter], Planter]:
     """Enter a generator function into the catalogue under its own name."""
     if bug_class not in BUG_CLASSES:
         raise ValueError(f"{bug_class!r} is no class of bugs; choose from {BUG_CLASSES}")
 
-    def enter(plant: Callable) -> Callable:
-        story = " ".join(plant.__doc__.split())
+    def enter(plant: Planter) -> Planter:
+        story = " ".join((plant.__doc__ or "").split())
         CATALOGUE[plant.__name__] = Fault(
             plant.__name__,
             story,

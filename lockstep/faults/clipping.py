@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.faults.catalogue import fault
-from lockstep.faults.planting import around
+from lockstep.faults.planting import Plant, Planting, around
 
 CLASS = "grad norm, clipping"
 CLIPS = (
@@ -22,7 +22,7 @@ CLIPS = (
     axes=("tp",),
     needs=("norm_not_summed_over_tp",),
 )
-def norm_of_the_local_shard(run):
+def norm_of_the_local_shard(run: Planting) -> Plant:
     """The norm that is clipped by is not summed over the tensor-parallel ranks."""
     yield
     run.handles.norm_not_summed_over_tp()
@@ -37,7 +37,7 @@ def norm_of_the_local_shard(run):
     axes=("tp",),
     needs=("count_replicas_in_norm",),
 )
-def replicated_parameters_counted_tp_times(run):
+def replicated_parameters_counted_tp_times(run: Planting) -> Plant:
     """The squares of the norms' gradients, which every tp rank has, are summed over tp."""
     yield
     run.handles.count_replicas_in_norm()
@@ -51,7 +51,7 @@ def replicated_parameters_counted_tp_times(run):
     arguments=CLIPS,
     needs=("do_not_clip",),
 )
-def one_side_does_not_clip(run):
+def one_side_does_not_clip(run: Planting) -> Plant:
     """This strategy does not clip, the others do; a library's default is enough for that."""
     yield
     run.handles.do_not_clip()
@@ -66,12 +66,12 @@ def one_side_does_not_clip(run):
     axes=("tp",),
     needs=("clip_by", "gradients", "group"),
 )
-def every_tp_rank_clips_by_its_own_norm(run):
+def every_tp_rank_clips_by_its_own_norm(run: Planting) -> Plant:
     """Each tp rank clips by the norm of what it holds, so the norms' weights, equal everywhere, drift apart."""
     strategy = yield
     own = {}
 
-    def measure(_step):
+    def measure(_step: int) -> None:
         square = sum(
             (gradient.double().square().sum() for _, gradient in run.handles.gradients()),
             torch.zeros((), dtype=torch.float64),

@@ -3,7 +3,7 @@
 import torch.distributed as dist
 
 from lockstep.faults.catalogue import fault
-from lockstep.faults.planting import scale_backward
+from lockstep.faults.planting import Plant, Planting, scale_backward
 from lockstep.mesh import Mesh
 
 MISSING, SCALE = "DP reduction missing", "wrong group or scale"
@@ -16,7 +16,7 @@ MISSING, SCALE = "DP reduction missing", "wrong group or scale"
     first="gradient/model.norm.weight",
     needs=("skip_dp_reduction",),
 )
-def no_dp_reduction(run):
+def no_dp_reduction(run: Planting) -> Plant:
     """Tensor parallelism is there, data parallelism was forgotten: what a rank updates it learns from its own samples alone."""
     yield
     run.handles.skip_dp_reduction()
@@ -29,7 +29,7 @@ def no_dp_reduction(run):
     first="gradient/model.layers.0.mlp.down_proj.weight",
     needs=("skip_dp_reduction_of",),
 )
-def one_layer_without_dp_reduction(run):
+def one_layer_without_dp_reduction(run: Planting) -> Plant:
     """Of all layers only the first does not average its gradients over the data-parallel ranks."""
     yield
     run.handles.skip_dp_reduction_of("model.layers.0")
@@ -43,7 +43,7 @@ def one_layer_without_dp_reduction(run):
     arguments=("--gradient_accumulation_steps", "3"),
     needs=("reduce_before_the_last_micro_batch",),
 )
-def last_micro_batch_left_out(run):
+def last_micro_batch_left_out(run: Planting) -> Plant:
     """The gradients are reduced before the last micro batch has been added."""
     yield
     run.handles.reduce_before_the_last_micro_batch()
@@ -57,14 +57,14 @@ def last_micro_batch_left_out(run):
     axes=("dp", "tp"),
     needs=("divide_gradients_by",),
 )
-def divided_by_world_size(run):
+def divided_by_world_size(run: Planting) -> Plant:
     """The summed gradients are divided by the number of all ranks, not of the data-parallel ones."""
     yield
     run.handles.divide_gradients_by(dist.get_world_size())
 
 
 @fault(seen_in="pytorch/torchtitan 2318", bug_class=SCALE, cause="gradient scale", first="backward/lm_head")
-def loss_divided_by_dp_as_well(run):
+def loss_divided_by_dp_as_well(run: Planting) -> Plant:
     """The loss is divided by dp although the reduction averages; AdamW hides the factor."""
     scale_backward((yield), lambda _call: 1 / run.config.dp_size)
 
@@ -76,7 +76,7 @@ def loss_divided_by_dp_as_well(run):
     first="backward/lm_head",
     axes=("tp",),
 )
-def loss_multiplied_by_tp(run):
+def loss_multiplied_by_tp(run: Planting) -> Plant:
     """The loss, whole on every rank, is multiplied with the tensor-parallel size before backward."""
     scale_backward((yield), lambda _call: run.config.tp_size)
 
@@ -90,7 +90,7 @@ def loss_multiplied_by_tp(run):
     mesh=Mesh(dp=4),
     needs=("divide_gradients_by",),
 )
-def summed_instead_of_averaged(run):
+def summed_instead_of_averaged(run: Planting) -> Plant:
     """The gradients are summed over dp and never divided; AdamW hides the factor, and nothing is clipped here."""
     yield
     run.handles.divide_gradients_by(1)
@@ -104,7 +104,7 @@ def summed_instead_of_averaged(run):
     axes=("tp",),
     needs=("sum_partition_function_again",),
 )
-def partition_function_summed_again(run):
+def partition_function_summed_again(run: Planting) -> Plant:
     """The sum of exponentials, reduced over tp already, is reduced once more: the loss is off by log(tp)."""
     run.handles.sum_partition_function_again()
     yield

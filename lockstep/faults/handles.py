@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from lockstep.faults.planting import Planting
 
@@ -42,7 +43,7 @@ class Handles:
         """The torch optimizer that keeps the moments."""
         raise NotImplementedError
 
-    def group(self, axis: str):
+    def group(self, axis: str) -> dist.ProcessGroup:
         """The process group along a mesh axis."""
         raise NotImplementedError
 

@@ -1,14 +1,17 @@
 """Updates that are not the ones that were asked for, from gradients that are right."""
 
+from typing import Any
+
 import torch
 
 from lockstep.faults.catalogue import fault
-from lockstep.faults.planting import around
+from lockstep.faults.planting import Plant, Planting, around
+from lockstep.training.strategy import Strategy
 
 CLASS = "precision, optimizer"
 
 
-def _groups(strategy):
+def _groups(strategy: Strategy) -> list[dict[str, Any]]:
     return strategy.optimizer.param_groups
 
 
@@ -18,7 +21,7 @@ def _groups(strategy):
     cause="weight decay",
     first="parameter/model.layers.0.input_layernorm.weight",
 )
-def norms_and_biases_decayed(run):
+def norms_and_biases_decayed(run: Planting) -> Plant:
     """Weight decay acts on norms and biases too, in one strategy only."""
     strategy = yield
     for group in _groups(strategy):
@@ -32,11 +35,11 @@ def norms_and_biases_decayed(run):
     step=2,
     first="parameter/model.embed_tokens.weight",
 )
-def scheduler_steps_once_per_process(run):
+def scheduler_steps_once_per_process(run: Planting) -> Plant:
     """A decay of one in a thousand per step is applied once by every process."""
     strategy = yield
 
-    def decay(_step):
+    def decay(_step: int) -> None:
         for group in _groups(strategy):
             group["lr"] *= 0.999**run.config.num_workers
 
@@ -49,7 +52,7 @@ def scheduler_steps_once_per_process(run):
     cause="learning rate",
     first="parameter/model.embed_tokens.weight",
 )
-def learning_rate_times_dp(run):
+def learning_rate_times_dp(run: Planting) -> Plant:
     """The learning rate is multiplied with the data-parallel size in one strategy only."""
     strategy = yield
     for group in _groups(strategy):
@@ -62,7 +65,7 @@ def learning_rate_times_dp(run):
     cause="betas",
     first="exp_avg_sq/model.embed_tokens.weight",
 )
-def other_beta(run):
+def other_beta(run: Planting) -> Plant:
     """The second moment decays with 0.95 instead of 0.999: another default in another library."""
     strategy = yield
     for group in _groups(strategy):
@@ -77,12 +80,12 @@ def other_beta(run):
     first="gradient/model.norm.weight",
     needs=("gradients",),
 )
-def gradients_not_zeroed(run):
+def gradients_not_zeroed(run: Planting) -> Plant:
     """zero_grad is missing: every step goes on with the sum of all gradients so far."""
     strategy = yield
     so_far: dict[int, torch.Tensor] = {}
 
-    def add(_step):
+    def add(_step: int) -> None:
         for number, (_, gradient) in enumerate(run.handles.gradients()):
             gradient.add_(so_far.get(number, 0))
             so_far[number] = gradient.clone()
@@ -98,12 +101,12 @@ def gradients_not_zeroed(run):
     first="exp_avg/model.embed_tokens.weight",
     needs=("torch_optimizer",),
 )
-def moments_lost_between_steps(run):
+def moments_lost_between_steps(run: Planting) -> Plant:
     """The moments start from zero at every step, as after a resume that loads the step count alone."""
     strategy = yield
     inner = run.handles.torch_optimizer()
 
-    def forget(_step):
+    def forget(_step: int) -> None:
         for state in inner.state.values():
             state["exp_avg"].zero_()
             state["exp_avg_sq"].zero_()

@@ -2,12 +2,22 @@
 
 import contextlib
 import itertools
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Generator
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 from unittest import mock
+
+from lockstep.config import Config, Inputs
 
 if TYPE_CHECKING:
     from lockstep.faults.handles import Handles
+
+
+# What a fault is: before its `yield` the strategy is not built; the `yield` gives it, whatever class it is of.
+Plant = Generator[None, Any, None]
+LossFunction = Callable[
+    ..., Any
+]  # of one micro batch, as strategies have it: (input_ids, labels) -> loss, shape ()
 
 
 class Planting:
@@ -15,19 +25,25 @@ class Planting:
 
     handles: "Handles"
 
-    def __init__(self, config, inputs, stack: contextlib.ExitStack):
+    def __init__(self, config: Config, inputs: Inputs, stack: contextlib.ExitStack):
         self.config, self.inputs, self._stack = config, inputs, stack
 
-    def patch(self, target, attribute: str, replacement) -> None:
+    def patch(self, target: object, attribute: str, replacement: object) -> None:
         """Replace an attribute until the run ends."""
         self._stack.enter_context(mock.patch.object(target, attribute, replacement))
 
 
-def around(target, method: str, *, before: Callable | None = None, after: Callable | None = None) -> None:
+def around(
+    target: object,
+    method: str,
+    *,
+    before: Callable[[int], None] | None = None,
+    after: Callable[[int], None] | None = None,
+) -> None:
     """Call before(step) and after(step) around every call of an object's method; steps count from 1."""
     real, steps = getattr(target, method), itertools.count(1)
 
-    def wrapped(*arguments):
+    def wrapped(*arguments: Any) -> Any:
         step = next(steps)
         if before:
             before(step)
@@ -39,17 +55,17 @@ def around(target, method: str, *, before: Callable | None = None, after: Callab
     setattr(target, method, wrapped)
 
 
-def wrap_loss(strategy, wrap: Callable) -> None:
+def wrap_loss(strategy: Any, wrap: Callable[[LossFunction], LossFunction]) -> None:
     """The strategy computes wrap(loss function)(input_ids, labels) from now on."""
     strategy.loss = wrap(strategy.loss)
 
 
-def scale_backward(strategy, factor: Callable[[int], float]) -> None:
+def scale_backward(strategy: Any, factor: Callable[[int], float]) -> None:
     """Multiply the gradient of every loss with factor(number of the call, from 0); its value stays right."""
     calls = itertools.count()
 
-    def wrap(real):
-        def scaled(*arguments):
+    def wrap(real: LossFunction) -> LossFunction:
+        def scaled(*arguments: Any) -> Any:
             loss = real(*arguments)
             return loss + (factor(next(calls)) - 1) * (loss - loss.detach())
 
@@ -58,15 +74,17 @@ def scale_backward(strategy, factor: Callable[[int], float]) -> None:
     wrap_loss(strategy, wrap)
 
 
-def reduce_again(run: Planting, module, *, calls_per_loss: int, which: int, row: int | None = None) -> None:
+def reduce_again(
+    run: Planting, module: ModuleType, *, calls_per_loss: int, which: int, row: int | None = None
+) -> None:
     """Let one of the all-reduces of a loss function, in a module that calls it as `dist`, happen twice (of one row only)."""
     real, calls = module.dist, itertools.count()
 
     class Twice:
-        def __getattr__(self, name):
+        def __getattr__(self, name: str) -> Any:
             return getattr(real, name)
 
-        def all_reduce(self, tensor, *arguments, **options):
+        def all_reduce(self, tensor: Any, *arguments: Any, **options: Any) -> None:
             real.all_reduce(tensor, *arguments, **options)
             if next(calls) % calls_per_loss == which:
                 real.all_reduce(tensor if row is None else tensor[row], *arguments, **options)

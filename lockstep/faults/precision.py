@@ -1,9 +1,11 @@
 """Numbers kept or computed in fewer bits than was asked for."""
 
+from typing import Any
+
 import torch
 
 from lockstep.faults.catalogue import fault
-from lockstep.faults.planting import around, wrap_loss
+from lockstep.faults.planting import LossFunction, Plant, Planting, around, wrap_loss
 
 CLASS = "precision, optimizer"
 FP32 = ("fp32",)
@@ -16,12 +18,12 @@ FP32 = ("fp32",)
     first="forward/model.layers.0.self_attn.q_proj",
     precisions=FP32,
 )
-def autocast_in_one_strategy_only(run):
+def autocast_in_one_strategy_only(run: Planting) -> Plant:
     """One strategy computes its products in bfloat16, the other in float32."""
     strategy = yield
 
-    def under_autocast(real):
-        def computed(*arguments):
+    def under_autocast(real: LossFunction) -> LossFunction:
+        def computed(*arguments: Any) -> Any:
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 return real(*arguments)
 
@@ -37,11 +39,11 @@ def autocast_in_one_strategy_only(run):
     first="parameter/model.embed_tokens.weight",
     needs=("weights",),
 )
-def master_weights_in_bfloat16(run):
+def master_weights_in_bfloat16(run: Planting) -> Plant:
     """The weights are rounded to bfloat16 after every update, so small updates are lost."""
     strategy = yield
 
-    def round_all(_step):
+    def round_all(_step: int) -> None:
         with torch.no_grad():
             for _, tensor in run.handles.weights():
                 tensor.copy_(tensor.bfloat16())
@@ -57,7 +59,7 @@ def master_weights_in_bfloat16(run):
     precisions=FP32,
     needs=("reduce_in_bfloat16",),
 )
-def gradients_reduced_in_bfloat16(run):
+def gradients_reduced_in_bfloat16(run: Planting) -> Plant:
     """The gradients travel between the data-parallel ranks in bfloat16 (a library's default)."""
     run.handles.reduce_in_bfloat16()
     yield
@@ -70,7 +72,7 @@ def gradients_reduced_in_bfloat16(run):
     first="forward/model.layers.0.input_layernorm",
     precisions=FP32,
 )
-def norms_in_bfloat16(run):
+def norms_in_bfloat16(run: Planting) -> Plant:
     """The upcast to float32 inside the layers' norms is without effect: they answer in bfloat16's precision."""
     strategy = yield
     for name, module in strategy.model.named_modules():

@@ -1,9 +1,12 @@
 """Reductions over the tensor-parallel group that are missing, or done twice."""
 
+from collections.abc import Callable
+
+import torch
 import torch.distributed as dist
 
 from lockstep.faults.catalogue import fault
-from lockstep.faults.planting import around
+from lockstep.faults.planting import Plant, Planting, around
 from lockstep.mesh import Mesh
 
 MISSING, DOUBLED = "TP reduction missing", "TP reduction doubled"
@@ -19,7 +22,7 @@ FOUR_KV = "tiny-qwen2-4kv"  # at tp 4, so that the factor is no other size of th
     axes=("tp",),
     needs=("drop_sum_over_tp",),
 )
-def row_parallel_sum_dropped(run):
+def row_parallel_sum_dropped(run: Planting) -> Plant:
     """Each rank goes on with its own partial product of o_proj."""
     yield
     run.handles.drop_sum_over_tp("model.layers.1.self_attn.o_proj")
@@ -33,7 +36,7 @@ def row_parallel_sum_dropped(run):
     axes=("tp",),
     needs=("drop_embedding_sum",),
 )
-def embedding_sum_dropped(run):
+def embedding_sum_dropped(run: Planting) -> Plant:
     """A token whose id another rank holds has an embedding of zeros."""
     yield
     run.handles.drop_embedding_sum()
@@ -47,7 +50,7 @@ def embedding_sum_dropped(run):
     axes=("tp",),
     needs=("drop_input_gradient_sum",),
 )
-def mlp_input_gradient_not_reduced(run):
+def mlp_input_gradient_not_reduced(run: Planting) -> Plant:
     """Forward is right; the gradient of the MLP's input is this rank's share alone (a to_local without grad_placements)."""
     yield
     run.handles.drop_input_gradient_sum(MLP, "gate_proj", "up_proj")
@@ -61,7 +64,7 @@ def mlp_input_gradient_not_reduced(run):
     axes=("tp",),
     needs=("drop_input_gradient_sum_of",),
 )
-def one_projection_gradient_not_reduced(run):
+def one_projection_gradient_not_reduced(run: Planting) -> Plant:
     """Of all column-parallel layers just one up_proj does not sum the gradient of its input."""
     yield
     run.handles.drop_input_gradient_sum_of(f"{MLP}.up_proj")
@@ -75,7 +78,7 @@ def one_projection_gradient_not_reduced(run):
     axes=("tp",),
     needs=("drop_input_gradient_sum_of",),
 )
-def kv_input_gradient_not_reduced(run):
+def kv_input_gradient_not_reduced(run: Planting) -> Plant:
     """The gradients that come back through k and v are not summed over the ranks that share the heads."""
     yield
     for name in ("k_proj", "v_proj"):
@@ -91,7 +94,7 @@ def kv_input_gradient_not_reduced(run):
     axes=("tp",),
     needs=("drop_head_norm_gradient_sum",),
 )
-def head_norm_gradients_not_summed(run):
+def head_norm_gradients_not_summed(run: Planting) -> Plant:
     """The norms on the heads have their weights on every rank; each learns from its own heads only."""
     run.handles.drop_head_norm_gradient_sum()
     yield
@@ -105,12 +108,12 @@ def head_norm_gradients_not_summed(run):
     axes=("tp",),
     needs=("group",),
 )
-def row_parallel_sum_done_twice(run):
+def row_parallel_sum_done_twice(run: Planting) -> Plant:
     """The output of down_proj, summed over tp already, is summed over tp once more."""
     strategy = yield
     group = run.handles.group("tp")
 
-    def sum_again(_module, _inputs, output):
+    def sum_again(_module: torch.nn.Module, _inputs: object, output: torch.Tensor) -> torch.Tensor:
         total = output.detach().clone()
         dist.all_reduce(total, group=group)
         return output + (total - output.detach())
@@ -126,7 +129,7 @@ def row_parallel_sum_done_twice(run):
     axes=("tp",),
     needs=("gradients",),
 )
-def bias_gradient_times_tp(run):
+def bias_gradient_times_tp(run: Planting) -> Plant:
     """The gradient of q's bias, whole on its shard already, is multiplied with the tensor-parallel size."""
     yield from _scaled(run, lambda name: name.endswith("layers.1.self_attn.q_proj.bias"), run.config.tp_size)
 
@@ -141,7 +144,7 @@ def bias_gradient_times_tp(run):
     axes=("tp",),
     needs=("gradients",),
 )
-def norm_gradients_times_tp(run):
+def norm_gradients_times_tp(run: Planting) -> Plant:
     """The gradients of the norms, equal on all ranks already, are summed over tp."""
     yield from _scaled(run, lambda name: name.endswith("norm.weight"), run.config.tp_size)
 
@@ -154,16 +157,16 @@ def norm_gradients_times_tp(run):
     axes=("tp",),
     needs=("gradients",),
 )
-def norm_gradients_divided_by_tp(run):
+def norm_gradients_divided_by_tp(run: Planting) -> Plant:
     """The gradients of the norms, equal on all ranks already, are averaged as if each rank had a share: divided by tp."""
     yield from _scaled(run, lambda name: name.endswith("norm.weight"), 1 / run.config.tp_size)
 
 
-def _scaled(run, of, factor: float):
+def _scaled(run: Planting, of: Callable[[str], bool], factor: float) -> Plant:
     """Multiply some gradients between backward and update."""
     strategy = yield
 
-    def scale(_step):
+    def scale(_step: int) -> None:
         for name, gradient in run.handles.gradients():
             if of(name):
                 gradient.mul_(factor)

@@ -2,12 +2,15 @@
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
@@ -15,44 +18,58 @@ from lockstep.faults.handles import Handles
 from lockstep.faults.planting import around, reduce_again
 from lockstep.inputs import modules
 from lockstep.training import torch_strategy
+from lockstep.training.optim import gradient_of
 from lockstep.training.torch_strategy import local
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor.parallel import ParallelStyle
+    from transformers import PreTrainedModel
 
-class OwnChunk:
+
+class OwnChunk(ReduceScatter):
     """A reduce-scatter that keeps this rank's own chunk: nothing crosses the dp axis."""
 
-    def allocate(self, size, *, dtype, device):
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device=device)
 
-    def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: object,
+        async_op: bool = False,
+    ) -> None:
         output_tensor.copy_(input_tensor.chunk(dist.get_world_size(group))[dist.get_rank(group)])
-        return None
 
 
 class TorchHandles(Handles):
     """For every `lockstep.training.torch_strategy.TorchStrategy`."""
 
-    def gradients(self):
+    def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in self.strategy.model.named_parameters():
-            yield name, local(parameter.grad)
+            yield name, local(gradient_of(parameter))
 
-    def weights(self):
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in self.strategy.model.named_parameters():
             yield name, local(parameter.detach())
 
-    def torch_optimizer(self):
+    def torch_optimizer(self) -> torch.optim.Optimizer:
         return self.strategy.optimizer
 
-    def group(self, axis: str):
+    def group(self, axis: str) -> dist.ProcessGroup:
         return self.strategy.device_mesh.get_group(axis)
 
     def norm_not_summed_over_tp(self) -> None:
         real, axes = self.strategy.grad_norm, torch_strategy.sharded_axes
 
-        def without_tp(tensor):
-            return tuple(axis for axis in axes(tensor) if tensor.device_mesh.mesh_dim_names[axis] != "tp")
+        def without_tp(tensor: DTensor) -> tuple[int, ...]:
+            names = tensor.device_mesh.mesh_dim_names or ()
+            return tuple(axis for axis in axes(tensor) if names[axis] != "tp")
 
-        def summed_over_dp_only():
+        def summed_over_dp_only() -> torch.Tensor:
             with mock.patch.object(torch_strategy, "sharded_axes", without_tp):
                 return real()
 
@@ -63,10 +80,10 @@ class TorchHandles(Handles):
         copied = [
             p
             for p in strategy.parameters
-            if not isinstance(p, DTensor) or "tp" not in p.device_mesh.mesh_dim_names
+            if not isinstance(p, DTensor) or "tp" not in (p.device_mesh.mesh_dim_names or ())
         ]
 
-        def copies_summed_over_tp():
+        def copies_summed_over_tp() -> torch.Tensor:
             with mock.patch.object(strategy, "parameters", copied):
                 once = real()
             return (real() ** 2 + (self.run.config.tp_size - 1) * once**2).sqrt()
@@ -76,7 +93,7 @@ class TorchHandles(Handles):
     def do_not_clip(self) -> None:
         self.run.patch(torch.nn.utils, "clip_grads_with_norm_", lambda *arguments: None)
 
-    def clip_by(self, norm) -> None:
+    def clip_by(self, norm: Callable[[], torch.Tensor]) -> None:
         real = torch.nn.utils.clip_grads_with_norm_
         self.run.patch(
             torch.nn.utils,
@@ -99,7 +116,7 @@ class DDPHandles(TorchHandles):
         reduce_by(self.strategy.wrapped, lambda buffer, group: buffer)
 
     def divide_gradients_by(self, divisor: int) -> None:
-        def divided(buffer, group):
+        def divided(buffer: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
             dist.all_reduce(buffer, group=group)
             return buffer.div_(divisor)
 
@@ -108,23 +125,25 @@ class DDPHandles(TorchHandles):
     def reduce_in_bfloat16(self) -> None:
         wrap = DistributedDataParallel.__init__
 
-        def rounded(buffer, group):
+        def rounded(buffer: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
             small = buffer.bfloat16()
             dist.all_reduce(small, group=group)
             return buffer.copy_(small).div_(dist.get_world_size(group))
 
-        def with_hook(module, *arguments, **options):
+        def with_hook(module: DistributedDataParallel, *arguments: Any, **options: Any) -> None:
             wrap(module, *arguments, **options)
             reduce_by(module, rounded)
 
         self.run.patch(DistributedDataParallel, "__init__", with_hook)
 
 
-def reduce_by(module: DistributedDataParallel, change: Callable) -> None:
+def reduce_by(
+    module: DistributedDataParallel, change: Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor]
+) -> None:
     """Let change(bucket of gradients, dp group) take the place of DDP's all-reduce and division."""
 
-    def hook(_state, bucket):
-        done: torch.futures.Future = torch.futures.Future()
+    def hook(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         done.set_result(change(bucket.buffer(), module.process_group))
         return done
 
@@ -145,7 +164,9 @@ class FSDPHandles(TorchHandles):
             module.set_custom_reduce_scatter(OwnChunk())
 
     def skip_dp_reduction_of(self, module: str) -> None:
-        self._module(module).set_custom_reduce_scatter(OwnChunk())
+        layer = self._module(module)
+        assert isinstance(layer, FSDPModule), f"{module} is none of the layers that fully_shard has had"
+        layer.set_custom_reduce_scatter(OwnChunk())
 
     def divide_gradients_by(self, divisor: int) -> None:
         for module in self._fsdp_modules():
@@ -181,7 +202,9 @@ class FSDPHandles(TorchHandles):
     def drop_embedding_sum(self) -> None:
         from torch.distributed.tensor.placement_types import _MaskPartial
 
-        def masked_only(partial, tensor, mesh, mesh_dim):
+        def masked_only(
+            partial: _MaskPartial, tensor: torch.Tensor, mesh: DeviceMesh, mesh_dim: int
+        ) -> torch.Tensor:
             partial.mask_buffer.apply_mask(tensor)
             partial.mask_buffer.release_mask()
             return tensor
@@ -199,7 +222,7 @@ class FSDPHandles(TorchHandles):
 
         real = fsdp_strategy.tp_plan
 
-        def without_head_norms(model):
+        def without_head_norms(model: "PreTrainedModel") -> dict[str, "ParallelStyle"]:
             return {
                 pattern: style
                 for pattern, style in real(model).items()
@@ -228,9 +251,9 @@ class _EnterUnreduced(torch.autograd.Function):
     """A replicated DTensor of x; in backward, this rank's own share of the gradient."""
 
     @staticmethod
-    def forward(ctx, x, mesh):
+    def forward(ctx: Any, x: torch.Tensor, mesh: DeviceMesh) -> DTensor:
         return DTensor.from_local(x, mesh, [Replicate()], run_check=False)
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx: Any, gradient: DTensor) -> tuple[torch.Tensor, None]:
         return gradient.to_local(), None

@@ -1,18 +1,21 @@
 """Weights that are not the file's, not the same on all ranks, not tied, or not updated."""
 
+from collections.abc import Callable
+
 import torch
 
 from lockstep.faults.catalogue import fault
-from lockstep.faults.planting import around
+from lockstep.faults.planting import Plant, Planting, around
+from lockstep.training.strategy import Strategy
 
 CLASS = "weights"
 ODD = "tiny-qwen2-odd-vocab"
 
 
-def _at_start(run, strategy, change) -> None:
+def _at_start(run: Planting, strategy: Strategy, change: Callable[[str, torch.Tensor], object]) -> None:
     """Change the live weights in the moment before the first step, after all that looks at them: change(name, tensor)."""
 
-    def action(step):
+    def action(step: int) -> None:
         if step == 1:
             with torch.no_grad():
                 for name, tensor in run.handles.weights():
@@ -28,7 +31,7 @@ def _at_start(run, strategy, change) -> None:
     first="forward/model.embed_tokens",
     needs=("weights",),
 )
-def one_replica_starts_elsewhere(run):
+def one_replica_starts_elsewhere(run: Planting) -> Plant:
     """What the second data-parallel rank holds of the weights (under FSDP, its shards) is one in a thousand larger."""
     strategy = yield
     if strategy.geometry().coordinates.dp == 1:
@@ -42,11 +45,11 @@ def one_replica_starts_elsewhere(run):
     first="forward/model.layers.1.self_attn.q_proj",
     needs=("weights",),
 )
-def reinitialised_after_loading(run):
+def reinitialised_after_loading(run: Planting) -> Plant:
     """One projection is drawn afresh after the weights were loaded (here its mirror image, as likely a draw)."""
     strategy = yield
 
-    def change(name, tensor):
+    def change(name: str, tensor: torch.Tensor) -> None:
         if name == "model.layers.1.self_attn.q_proj.weight":
             tensor.neg_()
 
@@ -61,11 +64,11 @@ def reinitialised_after_loading(run):
     axes=("tp",),
     needs=("weights",),
 )
-def norm_weight_differs_on_one_tp_rank(run):
+def norm_weight_differs_on_one_tp_rank(run: Planting) -> Plant:
     """One replicated norm is one in a thousand larger on the second tensor-parallel rank."""
     strategy = yield
 
-    def change(name, tensor):
+    def change(name: str, tensor: torch.Tensor) -> None:
         if name == "model.layers.1.input_layernorm.weight":
             tensor.mul_(1.001)
 
@@ -80,7 +83,7 @@ def norm_weight_differs_on_one_tp_rank(run):
     first="gradient/model.embed_tokens.weight",
     needs=("detach_head_from_embedding",),
 )
-def tie_broken(run):
+def tie_broken(run: Planting) -> Plant:
     """Embedding and head are tied in name only: what the head learns does not reach the embedding."""
     yield
     run.handles.detach_head_from_embedding()
@@ -95,19 +98,19 @@ def tie_broken(run):
     axes=("tp",),
     needs=("weights",),
 )
-def last_uneven_shard_never_updates(run):
+def last_uneven_shard_never_updates(run: Planting) -> Plant:
     """The last vocabulary shard, shorter than the others, keeps its first weights."""
     strategy = yield
     if strategy.geometry().coordinates.tp != run.config.tp_size - 1:
         return
-    kept = []
+    kept: list[torch.Tensor] = []
 
-    def keep(_step):
+    def keep(_step: int) -> None:
         kept[:] = [
             tensor.clone() for name, tensor in run.handles.weights() if name == "model.embed_tokens.weight"
         ]
 
-    def put_back(_step):
+    def put_back(_step: int) -> None:
         live = [tensor for name, tensor in run.handles.weights() if name == "model.embed_tokens.weight"]
         with torch.no_grad():
             for tensor, old in zip(live, kept, strict=True):
@@ -125,7 +128,7 @@ def last_uneven_shard_never_updates(run):
     axes=("tp",),
     needs=("shift_vocabulary_offset",),
 )
-def vocabulary_offset_of_uneven_shards(run):
+def vocabulary_offset_of_uneven_shards(run: Planting) -> Plant:
     """The last shard's first id is computed as if all shards were as long as the shortest: labels are off by one there."""
     run.handles.shift_vocabulary_offset()
     yield

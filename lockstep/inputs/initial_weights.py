@@ -24,7 +24,7 @@ def pretrained_file(model_name: str) -> Path:
     where = f"--pretrained: {model_name}"
     if model_name in BUILT_IN:
         raise UserError(
-            f"{where} is an architecture that is built in, without weights; give a model folder or a hub id"
+            f"{where} is a built-in architecture without weights; give a model folder or a hub id"
         )
     folder = Path(os.path.expanduser(model_name))
     if os.path.isdir(folder):
@@ -39,14 +39,12 @@ def pretrained_file(model_name: str) -> Path:
         return single
     index, _ = hub_file(model_name, f"model{INDEX}")
     if index is None:
-        raise UserError(
-            f"{where} has no weights to be had from the hub ({problem}); give a model folder with {_SINGLE}"
-        )
+        raise UserError(f"{where} has no weights on the hub ({problem}); give a model folder with {_SINGLE}")
     for shard in weight_files.shards(index, f"{where}, {index.name}"):
         fetched, problem = hub_file(model_name, shard)
         if fetched is None:
             raise UserError(
-                f"{where}: {shard} is not to be had from the hub ({problem}); fetch the model and give its folder"
+                f"{where}: {shard} is not available from the hub ({problem}); fetch the model and give its folder"
             )
     return index
 

@@ -58,7 +58,9 @@ def try_out(architecture: dict, content: dict, model_name: str) -> None:
                 model = _build({**theirs, **_depth(architecture)}, "sdpa")
     except Exception as error:  # noqa: BLE001 - whatever it is, transformers does not take this model
         reason = printable(" ".join(str(error).split()) or type(error).__name__, 300)
-        raise UserError(f"{where}transformers cannot build its config.json ({reason}); correct it") from error
+        raise UserError(
+            f"{where}transformers cannot build a model from its config.json ({reason}); correct it"
+        ) from error
     if method:
         raise UserError(
             f"{where}its config.json: {method} would replace a method of transformers' config; remove it"
@@ -78,8 +80,8 @@ def check(config: Config, inputs: Inputs) -> None:
     difference = compare(inputs.architecture, content, config.seq_length, config.attn_impl)[0]
     if difference:
         raise UserError(
-            f"--model_name {config.model_name}: the reference is not transformers' model of its config.json: {difference}; "
-            "remove what the reference does not do, or choose another model"
+            f"--model_name {config.model_name}: the reference and transformers compute different models from its config.json: {difference}; "
+            "remove the key that the reference does not support, or choose another model"
         )
 
 

@@ -34,11 +34,10 @@ REQUIRED = (
     "initializer_range",
 )
 # Elementwise, without parameters, in the dtype of their input: what a tensor-parallel shard and float64 can do as well.
-# Not xielu and prelu, which have parameters.
+# Not xielu and prelu, which have parameters, and not those of refusals.JUMPING.
 Activation = Literal[
-    "gelu", "gelu_10", "gelu_accurate", "gelu_fast", "gelu_new", "gelu_python", "gelu_python_tanh", "gelu_pytorch_tanh",
-    "hardswish", "laplace", "leaky_relu", "linear", "mish", "quick_gelu", "relu", "relu2", "relu6", "sigmoid", "silu",
-    "sqrtsoftplus", "swish", "tanh",
+    "gelu", "gelu_accurate", "gelu_fast", "gelu_new", "gelu_python", "gelu_python_tanh", "gelu_pytorch_tanh",
+    "laplace", "linear", "mish", "quick_gelu", "relu2", "sigmoid", "silu", "sqrtsoftplus", "swish", "tanh",
 ]  # fmt: skip
 ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
 LayerType = Literal["full_attention", "sliding_attention"]

@@ -61,7 +61,7 @@ class Storage:
 
 
 @dataclass(frozen=True)
-class Tensor:
+class PlainTensor:
     """A plain tensor, inside its storage. Offset, shape and stride count elements."""
 
     storage: Storage
@@ -76,7 +76,7 @@ class _Global:
 
 
 def read(path: Path, where: str, *, checksums: bool) -> object:
-    """What torch.save was given: dicts, lists, strings, numbers, and a `Tensor` for each tensor.
+    """What torch.save was given: dicts, lists, strings, numbers, and a `PlainTensor` for each tensor.
 
     `checksums`: hold every member against the archive's CRC-32, which reads the whole file. Raises UserError, with `where` in
     front, for whatever is damaged, compressed, or no plain tensor.
@@ -147,7 +147,7 @@ def _members(archive: zipfile.ZipFile, path: Path) -> dict[str, zipfile.ZipInfo]
         shown = printable(info.orig_filename, 80)
         name = info.orig_filename.removeprefix(folder)
         if not _MEMBERS.fullmatch(name) or not info.orig_filename.startswith(folder):
-            raise ValueError(f"{shown} is nothing that torch.save writes for weights")
+            raise ValueError(f"{shown} is not something that torch.save writes for weights")
         if (
             info.compress_type != zipfile.ZIP_STORED
             or info.compress_size != info.file_size
@@ -158,7 +158,7 @@ def _members(archive: zipfile.ZipFile, path: Path) -> dict[str, zipfile.ZipInfo]
             raise ValueError(f"{shown} overlaps another member")
         end = _begin(path, info) + info.file_size
         if name in members or end > archive.start_dir:
-            raise ValueError(f"{shown} stands twice or runs out of the file")
+            raise ValueError(f"{shown} appears twice or runs out of the file")
         members[name] = info
     if "data.pkl" not in members or members["data.pkl"].file_size > LARGEST_PICKLE:
         raise ValueError(f"no data.pkl of at most {LARGEST_PICKLE} bytes")
@@ -242,16 +242,16 @@ class _Machine:
         elif name == "BUILD":  # the attributes of an OrderedDict: a state dict's versions of modules
             _of(dict, self._pop(1)[0]), _of(dict, stack[-1])
         elif name != "PROTO" or argument != 2:
-            raise ValueError(f"{name} {printable(argument, 20)} is nothing that torch.save writes")
+            raise ValueError(f"{name} {printable(argument, 20)} is not something that torch.save writes")
 
     def _set(self, target: dict, key: object, value: object) -> None:
         if _of(str, key) in target:
-            raise ValueError(f"{printable(key, 80)} stands twice in one dict")
+            raise ValueError(f"{printable(key, 80)} appears twice in one dict")
         target[key] = value
 
     def _pop(self, count: int) -> list:
         if len(self.stack) - (self.marks[-1] if self.marks else 0) < count:
-            raise ValueError("the pickle takes what it has not put")
+            raise ValueError("the pickle reads an entry that it never wrote")
         taken = self.stack[-count:]
         del self.stack[-count:]
         return taken
@@ -264,21 +264,21 @@ class _Machine:
         dtype, itemsize = DTYPES[_of(_Global, kind).name.removeprefix("torch ")]
         begin, size = self.places[f"data/{_of(str, key)}"]
         if word != "storage" or _of(int, elements) * itemsize != size:
-            raise ValueError(f"data/{printable(key, 20)} does not have the elements that are said of it")
+            raise ValueError(f"data/{printable(key, 20)} does not have as many elements as the pickle says")
         return Storage(dtype, itemsize, begin, elements)
 
-    def _call(self, function: object, arguments: object) -> Tensor | dict:
+    def _call(self, function: object, arguments: object) -> PlainTensor | dict:
         name, given = _of(_Global, function).name, _of(tuple, arguments)
         if name == _ORDERED_DICT and given == ():
             return {}
         if name == _PARAMETER and len(given) == 3:
-            return _of(Tensor, given[0])
+            return _of(PlainTensor, given[0])
         if name == _TENSOR and len(given) == 6:
             storage, offset, shape, stride = given[:4]
             return self._tensor(_of(Storage, storage), offset, _of(tuple, shape), _of(tuple, stride))
         raise ValueError(f"{name} with {len(given)} arguments")
 
-    def _tensor(self, storage: Storage, offset: int, shape: tuple, stride: tuple) -> Tensor:
+    def _tensor(self, storage: Storage, offset: int, shape: tuple, stride: tuple) -> PlainTensor:
         numbers = (offset, *shape, *stride)
         if len(shape) != len(stride) or len(shape) > 8 or any(_of(int, number) < 0 for number in numbers):
             raise ValueError("a tensor with a negative size, or a stride too few")
@@ -298,7 +298,7 @@ class _Machine:
                     "save its .contiguous() copy under another name"
                 )
             reach = (length - 1) * step + reach
-        return Tensor(storage, offset, shape, stride)
+        return PlainTensor(storage, offset, shape, stride)
 
 
 def _of(kind: type[Kind], value: object) -> Kind:

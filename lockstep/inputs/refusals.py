@@ -8,13 +8,13 @@ import re
 
 from lockstep.errors import UserError, printable
 
-Rule = tuple[
+Refusal = tuple[
     tuple[object, ...], str
 ]  # the values that ask for nothing, why any other is refused and what to do
 OFF: tuple[object, ...] = (None, False, 0, 0.0, [], {})
 _OTHER = "transformers' model of this family does not do that, nor does the reference; remove it, or choose another model"
 _PLAN = "every strategy here has a plan of its own; remove it"
-NEUTRAL: dict[str, Rule] = {
+NEUTRAL: dict[str, Refusal] = {
     "quantization_config": (
         OFF,
         "quantized weights are not trained here; choose the model that is not quantized",
@@ -61,8 +61,9 @@ _PATTERNS = (  # of names; the same two things
     ),
     (re.compile(r"(num|n)_(local_|routed_|shared_)?experts"), OFF, _OTHER),
 )
+JUMPING = ("relu", "relu6", "leaky_relu", "hardswish", "gelu_10")  # activations whose derivative jumps
 _ONE_WINDOW = "transformers' Mistral has the window of sliding_window in all layers (null: none); remove it"
-_ONLY_OTHERS_HAVE: dict[str, dict[str, Rule]] = {  # family -> keys that mean something to other families
+_ONLY_OTHERS_HAVE: dict[str, dict[str, Refusal]] = {  # family -> keys that mean something to other families
     "qwen2": {
         "attention_bias": (
             (None, True),
@@ -104,6 +105,11 @@ def refuse(content: dict, family: str, class_name: str, where: str) -> set[str]:
         ):
             raise UserError(f"{where}: {printable(key, 60)} is {printable(repr(value), 60)}: {why}")
         ruled.add(key)
+    if content.get("hidden_act") in JUMPING:
+        raise UserError(
+            f"{where}: hidden_act is {content['hidden_act']!r}: its derivative jumps, so rounding errors alone can change an element of a "
+            "gradient by its whole size, and no tolerance holds; choose a model with a smooth activation"
+        )
     if family == "llama" and any(each != "full_attention" for each in _listed(content.get("layer_types"))):
         types = printable(repr(content["layer_types"]), 60)
         raise UserError(f"{where}: layer_types is {types}: transformers' Llama has none; remove it")

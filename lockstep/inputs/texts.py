@@ -118,7 +118,9 @@ def find(dataset_name: str) -> Texts | DataSet:
             "pydoc_data.topics"
         )  # English documentation that ships with CPython
         if module is None or module.origin is None:
-            raise UserError(f"--dataset_name {dataset_name}: this Python comes without it; give a .txt file")
+            raise UserError(
+                f"--dataset_name {dataset_name}: this Python does not include it; give a .txt file"
+            )
         path = Path(module.origin)
         return Texts(dataset_name, (path,), path.stat().st_size, built_in=True)
     path = Path(os.path.expanduser(dataset_name))

@@ -128,7 +128,7 @@ def _write(
     def unchanged() -> None:
         if content.hexdigest() != content_sha256:
             raise UserError(
-                f"--dataset_name {source.name}: the text changed while it was read; start again when it no longer does"
+                f"--dataset_name {source.name}: the text changed while it was read; start again when it no longer changes"
             )
 
     _tokenize(entry, source, tokenizer, content, unchanged)

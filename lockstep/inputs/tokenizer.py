@@ -27,16 +27,16 @@ ROOT = Path(__file__).parents[2]
 _WORD = re.compile(r"\w+|[^\w\s]")
 
 
-Result = TypeVar("Result")
+Computed = TypeVar("Computed")
 
 
-class _Remembered(dict[str, Result], Generic[Result]):
+class _Remembered(dict[str, Computed], Generic[Computed]):
     """A function's results, each computed once."""
 
-    def __init__(self, function: Callable[[str], Result]):
+    def __init__(self, function: Callable[[str], Computed]):
         self._function = function
 
-    def __missing__(self, text: str) -> Result:
+    def __missing__(self, text: str) -> Computed:
         self[text] = found = self._function(text)
         return found
 

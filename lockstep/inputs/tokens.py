@@ -84,7 +84,7 @@ def _reopen(path: Path, about: dict) -> TokenFile:
         found = open_file(path)
     except (OSError, Damaged) as error:
         raise UserError(
-            f"{path}: not to be had on {socket.gethostname()} ({error}); set --data_cache_dir to a folder that all machines share"
+            f"{path}: not found on {socket.gethostname()} ({error}); set --data_cache_dir to a folder that all machines share"
         ) from error
     if found.about != about:
         raise UserError(

@@ -170,14 +170,14 @@ def _read_pt(path: Path, where: str, checksums: bool) -> Contents:
         )
         if type(content) is not dict:
             raise UserError(f"{where}: its tensors are one {type(content).__name__}; {DAMAGED}")
-    other = next((name for name, value in content.items() if type(value) is not pt_file.Tensor), None)
+    other = next((name for name, value in content.items() if type(value) is not pt_file.PlainTensor), None)
     if other is not None:
         kind = type(content[other]).__name__
         raise UserError(f"{where}: its entry {printable(other, 80)} is a {kind}, not a tensor; {remedy}")
     return Contents({name: _stored(path, tensor) for name, tensor in content.items()}, about)
 
 
-def _stored(path: Path, tensor: pt_file.Tensor) -> Stored:
+def _stored(path: Path, tensor: pt_file.PlainTensor) -> Stored:
     begin = tensor.storage.begin + tensor.offset * tensor.storage.itemsize
     return Stored(path, tensor.storage.dtype, begin, tensor.shape, tensor.stride)
 

@@ -72,7 +72,7 @@ def save(
         there = weight_files.read(path, f"--init_weights_path {path}").about
         if there is not None and there.sha256 == sums:
             return
-        raise UserError(_occupied(path, f"holds other {source} than are drawn or read today"))
+        raise UserError(_occupied(path, f"holds other {source} than this run would write"))
 
     def write(temporary: Path) -> None:
         if path.suffix == ".safetensors":
@@ -104,7 +104,7 @@ def check_new(path: Path, architecture: dict, source: str, *, overwrite: bool) -
         about = None
     if about is None:
         raise UserError(
-            f"{where}: is there already, was not written by --save_init_weights and is never replaced; choose another name, "
+            f"{where}: already exists, was not written by --save_init_weights and is never replaced; choose another name, "
             "or leave out --save_init_weights to start from it"
         )
     if not overwrite and (about.source != source or _other_key(about.architecture, architecture) is not None):
@@ -113,7 +113,7 @@ def check_new(path: Path, architecture: dict, source: str, *, overwrite: bool) -
 
 def _occupied(path: Path, what: str) -> str:
     return (
-        f"--init_weights_path {path}: is there already and {what}, and nothing is overwritten; choose another name, leave out "
+        f"--init_weights_path {path}: already exists and {what}, and nothing is overwritten; choose another name, leave out "
         "--save_init_weights to start from it, or add --overwrite"
     )
 

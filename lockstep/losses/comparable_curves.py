@@ -16,7 +16,7 @@ SAME = (
 )
 
 
-def require_comparable(baseline: History, other: History, *, same_weights: bool = True) -> None:
+def require_comparable_curves(baseline: History, other: History, *, same_weights: bool = True) -> None:
     """Raise UserError naming the first thing in which two runs differ that no verdict may overlook.
 
     Initial weights (`same_weights=False`: may differ), batches, length, configuration and contract. A run that ended in a NaN is
@@ -34,22 +34,24 @@ def require_comparable(baseline: History, other: History, *, same_weights: bool 
             )
     if other.run["num_steps"] != baseline.run["num_steps"]:
         raise UserError(
-            f"{pair}: {other.run['num_steps']} steps against {baseline.run['num_steps']}; use one --debug_steps"
+            f"{pair}: {other.run['num_steps']} steps against {baseline.run['num_steps']}; use the same --debug_steps"
         )
     if same_weights and other.weights["initial_sha256"] != baseline.weights["initial_sha256"]:
-        raise UserError(f"{pair}: they started from different weights; give all runs one --init_weights_path")
+        raise UserError(
+            f"{pair}: they started from different weights; give all runs the same --init_weights_path"
+        )
     for mine, theirs in zip(other.steps, baseline.steps, strict=False):
         if mine["batch_hash"] != theirs["batch_hash"]:
             raise UserError(
-                f"{pair}: step {mine['step']} was trained on different batches; use one corpus and seed, and one dp_size x batch_size"
+                f"{pair}: step {mine['step']} was trained on different batches; use the same corpus, seed and dp_size x batch_size"
             )
     if other.run["architecture"] != baseline.run["architecture"]:
-        raise UserError(f"{pair}: their models differ; use one --model_name and --num_layers")
+        raise UserError(f"{pair}: their models differ; use the same --model_name and --num_layers")
     for key in SAME:
         value, wanted = other.run["config"][key], baseline.run["config"][key]
         if value != wanted:
             raise UserError(
-                f"{pair}: they were configured differently, {key} is {value!r} against {wanted!r}; use one --{key}"
+                f"{pair}: they were configured differently, {key} is {value!r} against {wanted!r}; use the same --{key}"
             )
     batch, wanted = global_batch(other.run["config"]), global_batch(baseline.run["config"])
     if batch != wanted:
@@ -66,7 +68,7 @@ def require_comparable(baseline: History, other: History, *, same_weights: bool 
             )
     if other.run["versions"] != baseline.run["versions"]:
         raise UserError(
-            f"{pair}: versions {other.run['versions']} against {baseline.run['versions']}; run both in one environment"
+            f"{pair}: versions {other.run['versions']} against {baseline.run['versions']}; run both in the same environment"
         )
 
 
@@ -74,13 +76,13 @@ def require_control(baseline: History, control: History) -> None:
     """Raise UserError unless `control` is the baseline's run but for its initial weights."""
     again = "make it again with train_ddp.py --noise_control and the baseline's flags"
     try:
-        require_comparable(baseline, control, same_weights=False)
+        require_comparable_curves(baseline, control, same_weights=False)
     except UserError as error:
         raise UserError(f"{error}; the control run is not the baseline's: {again}") from error
     broken = next((step["step"] for step in control.steps if not_finite(step)), None)
     if broken is not None:
         raise UserError(
-            f"{control.run['label']} broke down in step {broken} and shows no noise; lower --learning_rate, or leave it out"
+            f"{control.run['label']} has a loss or gradient norm in step {broken} that is not finite; lower --learning_rate, or leave the control run out"
         )
     for mine, theirs in zip(control.steps, baseline.steps, strict=True):
         if mine["learning_rate"] != theirs["learning_rate"]:
@@ -91,5 +93,5 @@ def require_control(baseline: History, control: History) -> None:
         raise UserError(f"{control.run['label']} trained other tensors than the baseline; {again}")
     if control.weights["initial_sha256"] == baseline.weights["initial_sha256"]:
         raise UserError(
-            f"{control.run['label']} started from the baseline's own weights and shows no noise; {again}"
+            f"{control.run['label']} started from the baseline's own weights, which were not perturbed; {again}"
         )

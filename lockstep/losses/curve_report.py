@@ -9,8 +9,8 @@ from lockstep.losses.curves import (
     FAIL,
     NOT_JUDGED,
     PASS,
+    CurveVerdict,
     Tolerance,
-    Verdict,
 )
 from lockstep.losses.folder import Judged
 from lockstep.strategies import BASELINE, color_of
@@ -59,7 +59,7 @@ def verdict_block(judged: Judged) -> str:
     return "\n".join([*lines, *(line for note in notes(judged) for line in ("", note))])
 
 
-def reasons(verdict: Verdict) -> list[str]:
+def reasons(verdict: CurveVerdict) -> list[str]:
     """Why a run fails, a line each."""
     red = (("loss", verdict.red_loss_step), ("grad norm", verdict.red_grad_norm_step))
     lines = [
@@ -87,7 +87,7 @@ def notes(judged: Judged) -> list[str]:
     return lines
 
 
-def _word(verdict: Verdict, red: int | None) -> str:
+def _word(verdict: CurveVerdict, red: int | None) -> str:
     if red is not None and red <= verdict.certain:
         return FAIL
     return NOT_JUDGED if verdict.doubt else PASS

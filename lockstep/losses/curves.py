@@ -3,7 +3,7 @@
 import math
 from dataclasses import asdict, dataclass
 
-from lockstep.losses.comparable_curves import require_comparable
+from lockstep.losses.comparable_curves import require_comparable_curves
 from lockstep.losses.control import CONTROL_FACTOR, loss_gap, norm_gap
 from lockstep.losses.tolerance import (
     DERIVED_STEPS,
@@ -24,19 +24,19 @@ __all__ = [
     "RANK_ULPS",
     "RULES",
     "Tolerance",
-    "Verdict",
-    "compare",
+    "CurveVerdict",
+    "compare_curves",
     "loss_gap",
     "loss_noise",
     "norm_gap",
-    "require_comparable",
+    "require_comparable_curves",
     "tolerance_for",
 ]
 PASS, FAIL, NOT_JUDGED = "PASS", "FAIL", "NOT JUDGED"
 
 
 @dataclass(frozen=True)
-class Verdict:
+class CurveVerdict:
     """The comparison of one run with the baseline. `problems` are reasons to fail beyond the tolerances."""
 
     label: str
@@ -78,8 +78,8 @@ class Verdict:
         return {**asdict(self), **{word: getattr(self, word) for word in words}}
 
 
-def compare(baseline: History, other: History, tolerance: Tolerance) -> Verdict:
-    """Compare a run with the baseline, step by step. Call `require_comparable` first."""
+def compare_curves(baseline: History, other: History, tolerance: Tolerance) -> CurveVerdict:
+    """Compare a run with the baseline, step by step. Call `require_comparable_curves` first."""
     problems = [problem for history in (baseline, other) for problem in _own_problems(history)]
     if other.weights.get("moved") != baseline.weights.get("moved"):
         odd = sorted(set(other.weights.get("moved", [])) ^ set(baseline.weights.get("moved", [])))
@@ -98,7 +98,7 @@ def compare(baseline: History, other: History, tolerance: Tolerance) -> Verdict:
     red_loss, red_norm = _first_red(absolute, tolerance.loss), _first_red(relative, tolerance.grad_norm)
     if red_loss is None and not sum(absolute) / len(absolute) <= tolerance.mean:
         red_loss = len(absolute)  # no single step shows it, the mean over all does
-    return Verdict(
+    return CurveVerdict(
         label=other.run["label"],
         max_abs_diff=_worst(absolute),
         mean_abs_diff=sum(absolute) / len(absolute),

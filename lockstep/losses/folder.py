@@ -16,10 +16,10 @@ from lockstep.losses.curves import (
     FAIL,
     NOT_JUDGED,
     PASS,
+    CurveVerdict,
     Tolerance,
-    Verdict,
-    compare,
-    require_comparable,
+    compare_curves,
+    require_comparable_curves,
     tolerance_for,
 )
 from lockstep.mesh import Mesh
@@ -35,7 +35,7 @@ class Judged:
     histories: dict[str, History]
     control: History | None
     tolerance: Tolerance | None  # None: `problem` says why there is no verdict
-    verdicts: dict[str, Verdict]
+    verdicts: dict[str, CurveVerdict]
     problem: str  # why some or all cannot be compared, or ""
 
     @property
@@ -108,8 +108,8 @@ def judge(input_dir: Path, histories: dict[str, History], control: History | Non
     verdicts, refusals = {}, []
     for name, other in others.items():
         try:
-            require_comparable(baseline, other)
-            verdicts[name] = compare(baseline, other, tolerance)
+            require_comparable_curves(baseline, other)
+            verdicts[name] = compare_curves(baseline, other, tolerance)
         except UserError as error:
             refusals.append(str(error))
     return Judged(histories, control, tolerance, verdicts, "; ".join(refusals))

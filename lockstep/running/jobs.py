@@ -28,10 +28,11 @@ from pydantic import Field
 
 from lockstep import config as config_module
 from lockstep import startup, strategies
+from lockstep.config import Config
 from lockstep.errors import TrainingFailure, UserError, first_line, run_program
 from lockstep.files import read_json
-from lockstep.launch import training_device
 from lockstep.running import processes, progress, ranks
+from lockstep.running.device import training_device
 from lockstep.schemas import Name, Strict, validate
 from lockstep.strategies import BASELINE
 
@@ -138,7 +139,7 @@ def why(folder: Path, status: int = 1) -> str:
     return processes.failure(NAME, status, (folder / "log.txt").read_text(encoding="utf-8", errors="replace"))
 
 
-def configured(job: Job):
+def configured(job: Job) -> Config:
     """The configuration of a job, as one rank of the ranks that are there."""
     return config_module.parse_config(BASELINE if job.strategy == REFERENCE else job.strategy, job.arguments)
 

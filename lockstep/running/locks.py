@@ -33,7 +33,7 @@ def held(*outputs: tuple[Path, str]) -> Iterator[None]:
         yield
 
 
-def inside(folder: Path, name: str, option: str):
+def inside(folder: Path, name: str, option: str) -> contextlib.AbstractContextManager[None]:
     """Hold the lock of a whole folder, by the lock file .NAME.lock in it."""
     return _one(folder / f".{name}.lock", f"{option}: ", str(folder))
 

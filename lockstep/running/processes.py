@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 from pathlib import Path
+from typing import Any
 
 from lockstep.errors import printable
 
@@ -20,7 +21,7 @@ def environment() -> dict[str, str]:
     return {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
 
 
-def start(command: list[str], **options) -> subprocess.Popen:
+def start(command: list[str], **options: Any) -> subprocess.Popen:
     """Start a program that ends with this one, even if this one is killed, and is not interrupted behind its back."""
     return subprocess.Popen(command, start_new_session=True, preexec_fn=end_with_parent, **options)
 

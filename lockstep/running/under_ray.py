@@ -29,13 +29,14 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TextIO
+from types import ModuleType
+from typing import Any, TextIO, TypeVar
 
 from lockstep import startup
-from lockstep.config import Config
+from lockstep.config import Config, Inputs
 from lockstep.errors import TrainingFailure, UserError, first_line, run_program
-from lockstep.launch import set_threads
 from lockstep.running import processes, progress
+from lockstep.running.device import set_threads
 
 RAY_ENVIRONMENT = {
     "RAY_CHDIR_TO_TRIAL_DIR": "0",  # workers stay where the scripts are
@@ -46,6 +47,7 @@ RAY_ENVIRONMENT = {
 }
 CONNECT_TIMEOUT = 3.0  # seconds
 # Children of a raylet that outlive it for up to a minute: its agents, under either name, and workers that have just been started.
+Returned = TypeVar("Returned")
 SLOW_TO_END = re.compile(r"ray::\w*Agent|agent\.py|agent/main\.py|default_worker\.py")
 
 
@@ -70,7 +72,7 @@ def _worker(arguments: dict) -> tuple[bool, str]:
         return False, str(error)
 
 
-def run(config: Config, inputs, begin: Callable[[], None]) -> str:
+def run(config: Config, inputs: Inputs, begin: Callable[[], None]) -> str:
     """Train under Ray Train; returns a closing sentence. Calls `begin` when there is a cluster to train in.
 
     Raises TrainingFailure, or UserError when no cluster is where RAY_ADDRESS says.
@@ -86,19 +88,23 @@ def run(config: Config, inputs, begin: Callable[[], None]) -> str:
         try:
             return _train(ray, config, inputs)
         except WorkersLost as error:
+<<<<<<< HEAD
             said = (
                 f"its log {path} ends where it could not be written ({log.lost})"
                 if log.lost
                 else f"all that was said is in {path}"
             )
             raise TrainingFailure(f"{error}; {said}") from error
+=======
+            raise TrainingFailure(f"{error}; the full output is in {path}") from error
+>>>>>>> frame
 
 
 class WorkersLost(TrainingFailure):
     """Ray or a worker ended the run, and not the loop: its log says more."""
 
 
-def _train(ray, config: Config, inputs) -> str:
+def _train(ray: ModuleType, config: Config, inputs: Inputs) -> str:
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
     from ray.train.v2.api.exceptions import TrainingFailedError
@@ -115,7 +121,7 @@ def _train(ray, config: Config, inputs) -> str:
     went_well = False
     try:
         trainer = TorchTrainer(
-            _worker,
+            _worker,  # type: ignore[arg-type] # its value is the result's return_value
             train_loop_config={"config": config, "inputs": inputs},
             torch_config=TorchConfig(backend=config.backend),
             scaling_config=ScalingConfig(
@@ -129,7 +135,8 @@ def _train(ray, config: Config, inputs) -> str:
         )
         # Only in the main thread does Ray Train take Ctrl-C for itself. It ends this process (lockstep/startup.py), and Ray
         # ends what it started.
-        went_well, line = _in_background(trainer.fit).result().return_value
+        result: Any = _in_background(trainer.fit).result()  # annotated as the Result of an older Ray Train
+        went_well, line = result.return_value
     except TrainingFailedError as error:
         raise WorkersLost(_reason(error)) from error
     except ray.exceptions.RayError as error:
@@ -142,9 +149,9 @@ def _train(ray, config: Config, inputs) -> str:
     return line
 
 
-def _in_background(function: Callable) -> concurrent.futures.Future:
+def _in_background(function: Callable[[], Returned]) -> concurrent.futures.Future[Returned]:
     """Call the function in a thread that ends with this process."""
-    future: concurrent.futures.Future = concurrent.futures.Future()
+    future: concurrent.futures.Future[Returned] = concurrent.futures.Future()
 
     def call() -> None:
         try:
@@ -211,7 +218,7 @@ def _remove_records(*folders: Path) -> None:
             folder.rmdir()
 
 
-def _reason(error) -> str:
+def _reason(error: Exception) -> str:
     """One line on why Ray Train gave up: of the failed workers' last lines, one that is no mere lost connection."""
     lines = {
         rank: (str(failure).strip().splitlines() or [type(failure).__name__])[-1]
@@ -223,18 +230,18 @@ def _reason(error) -> str:
     return f"worker {rank} failed: {re.sub(r'^lockstep[.]errors[.][A-Za-z]+: ', '', lines[rank])}"
 
 
-def _import_ray():
+def _import_ray() -> ModuleType:
     """ray, with the settings that must be in the environment before it is imported."""
     for key, value in RAY_ENVIRONMENT.items():
         os.environ.setdefault(key, value)
     return _import("ray")
 
 
-def _import_ray_train():
+def _import_ray_train() -> ModuleType:
     return _import("ray.train.torch")
 
 
-def _import(name: str):
+def _import(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -243,7 +250,7 @@ def _import(name: str):
         ) from error
 
 
-def _connect(ray) -> None:
+def _connect(ray: ModuleType) -> None:
     """Join the cluster that RAY_ADDRESS names, or start a Ray instance that ends with this process."""
     address = os.environ.get("RAY_ADDRESS") or "local"
     if address.startswith("ray://"):
@@ -272,7 +279,7 @@ def _connect(ray) -> None:
         ) from error
 
 
-def _require_cluster(ray, address: str) -> None:
+def _require_cluster(ray: ModuleType, address: str) -> None:
     """Raise, at once, unless a cluster answers and lets us in: ray.init would try for minutes, or for half a minute.
 
     `ray start` makes a cluster that wants a token wherever there is one, so we show ours where RAY_AUTH_MODE says nothing.
@@ -309,7 +316,7 @@ def _quiet() -> Iterator[None]:
         os.close(nowhere)
 
 
-def _shutdown(ray, *, clean: bool) -> None:
+def _shutdown(ray: ModuleType, *, clean: bool) -> None:
     """Leave the cluster, or end the instance of our own; `clean` removes the folder of logs that such an instance leaves."""
     node = ray._private.worker._global_node
     session = Path(node.get_session_dir_path()) if node is not None and node.is_head() else None

@@ -18,7 +18,9 @@ import functools
 import math
 import os
 from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -39,6 +41,21 @@ from lockstep.tensors.layout import (
     named_outputs,
 )
 
+if TYPE_CHECKING:
+    from lockstep.config import Config
+
+Given = ParamSpec("Given")
+Returned = TypeVar("Returned")
+
+
+class Captured(Protocol):
+    """What is asked of a strategy here; see lockstep/training/strategy.py."""
+
+    @property
+    def model(self) -> torch.nn.Module: ...
+
+    def held(self, kind: str) -> Iterator[tuple[str, torch.Tensor, tuple[int, ...], tuple[int, ...]]]: ...
+
 
 class Capture:
     """One rank's capture. `begin`, `gradients` and `end` are collective, once per captured step.
@@ -47,7 +64,10 @@ class Capture:
     the disk is full.
     """
 
-    def __init__(self, config, model: torch.nn.Module, provenance: dict):
+    writer: step_file.StepWriter  # of the step that is being captured
+    path: Path
+
+    def __init__(self, config: "Config", model: torch.nn.Module, provenance: dict):
         self.config, self.mesh, self.rank = config, config.mesh, dist.get_rank()
         here = self.mesh.coordinates(self.rank)
         self.dp_rank, self.tp_rank = here.dp, here.tp
@@ -55,11 +75,11 @@ class Capture:
         self.layout = layout_of(provenance["architecture"], config.attn_impl)
         self.num_tensors = 2 * len(self.layout.outputs) + len(KINDS) * len(self.layout.parameters) + 2
         run = {key: value for key, value in provenance.items() if key != "origin"}
-        self.manifest = {"origin": provenance["origin"], "run": run, "steps": {}}
+        self.manifest: dict[str, Any] = {"origin": provenance["origin"], "run": run, "steps": {}}
         self.writers: dict[str, bool] = {}
-        self.path: Path | None = None  # of the step that is being captured
+        self.unfinished: Path | None = None
 
-    def begin(self, strategy, step: int) -> None:
+    def begin(self, strategy: Captured, step: int) -> None:
         """Before the step's first forward pass: open the file, start to watch."""
         self._open(strategy, step)
         self.handles = [strategy.model.register_forward_pre_hook(self._see_batch, with_kwargs=True)]
@@ -74,16 +94,20 @@ class Capture:
             if name not in NOT_WATCHED:
                 self.handles.append(module.register_forward_hook(functools.partial(self._see_outputs, name)))
 
-    def _open(self, strategy, step: int) -> None:
-        self.strategy, self.step, self.problem, self.no_room = strategy, step, "", None
+    def _open(self, strategy: Captured, step: int) -> None:
+        self.strategy, self.step, self.problem = strategy, step, ""
+        self.no_room: OSError | None = None
         self.calls: Counter[str] = Counter()
         self.logits: list[float] = [0.0, 0.0, 0.0, 0.0]  # count, sum, sum of squares, largest
         self.path = step_file.step_path(self.folder, step).with_suffix(".safetensors.part")
+        self.unfinished = self.path
         if self.rank == 0:
             self._try(step_file.StepWriter.create, self.path)
         stop_together(self.problem)
-        self.writer = self._try(step_file.StepWriter, self.path, self.num_tensors)
+        writer = self._try(step_file.StepWriter, self.path, self.num_tensors)
         stop_together(self.problem)
+        assert writer is not None, "where there is none there is a problem"
+        self.writer = writer
         if not self.writers:
             self.writers = self._parameter_writers()
 
@@ -93,7 +117,7 @@ class Capture:
             handle.remove()
         self._write_held("gradient")
 
-    def only_parameters(self, strategy) -> None:
+    def only_parameters(self, strategy: Captured) -> None:
         """Write the parameters alone, as step 0."""
         self._open(strategy, 0)
         self._write_held("parameter")
@@ -113,9 +137,9 @@ class Capture:
 
     def abandon(self) -> None:
         """After a failure: remove the file of a step that was not finished. It is no use, and takes room."""
-        if self.rank == 0 and self.path is not None:
+        if self.rank == 0 and self.unfinished is not None:
             with contextlib.suppress(OSError):
-                self.path.unlink(missing_ok=True)
+                self.unfinished.unlink(missing_ok=True)
                 self.folder.rmdir()  # if no step was finished
 
     def _close(self, entry: dict) -> None:
@@ -131,30 +155,35 @@ class Capture:
             self._try(self._finish, everyone, entry)
         stop_together(self.problem)
 
-    def _try(self, call, *arguments):
+    def _try(
+        self, call: Callable[Given, Returned], *arguments: Given.args, **options: Given.kwargs
+    ) -> Returned | None:
         """Call; an error is kept for `stop_together`, because the other ranks are waiting in a collective."""
         try:
-            return call(*arguments)
+            return call(*arguments, **options)
         except Exception as error:  # noqa: BLE001 - it is raised on every rank, by stop_together
             if not self.problem:
                 self.problem = (
                     f"capture of step {self.step}, rank {self.rank}: {first_line(error)} ({self.path})"
                 )
-                self.no_room = isinstance(error, OSError) and error
+                self.no_room = error if isinstance(error, OSError) else None
+            return None
 
-    def _see_batch(self, _model, _inputs, options: dict) -> None:
+    def _see_batch(self, _model: torch.nn.Module, _inputs: object, options: dict[str, Any]) -> None:
         micro = self.calls["batch"]
         self.calls["batch"] += 1
         for name in ("input_ids", "labels"):
             self._try(self._write_placed, f"batch/{name}", options[name], (BATCH, SEQUENCE), micro)
 
-    def _see_inputs(self, module: str, _module, arguments: tuple, options: dict) -> None:
+    def _see_inputs(
+        self, module: str, _module: torch.nn.Module, arguments: tuple, options: dict[str, Any]
+    ) -> None:
         values = [*arguments, *options.values()]
         for position, name in self.layout.inputs[module].items():
             if position < len(values) and isinstance(values[position], torch.Tensor):
                 self._see(name, values[position])
 
-    def _see_outputs(self, module: str, _module, _arguments, output) -> None:
+    def _see_outputs(self, module: str, _module: torch.nn.Module, _arguments: object, output: object) -> None:
         for name, tensor in named_outputs(module, output):
             self._see(name, tensor)
 
@@ -276,7 +305,7 @@ class Capture:
 
     def _sharded(self, parts: list[list[step_file.Part]]) -> dict[str, int]:
         """Mesh axis -> the dim that was cut along it, from where the ranks' parts really lie."""
-        dims = {}
+        dims: dict[str, int] = {}
         for axis in self.mesh.axes:
             here, there = parts[0][0].start, parts[self.mesh.neighbour(0, axis)][0].start
             dims.update((axis, dim) for dim, (a, b) in enumerate(zip(here, there, strict=True)) if a != b)
@@ -296,4 +325,4 @@ def _combine(shards: list[list[float]]) -> dict[str, float]:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()

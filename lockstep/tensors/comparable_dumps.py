@@ -29,21 +29,25 @@ SAME = (
 SUMMED = 1e-9  # relative: how far two float64 sums of the same numbers may be apart
 
 
-def require_comparable(one: Dump, other: Dump, *, same_steps: bool = True) -> None:
+def require_comparable_dumps(one: Dump, other: Dump, *, same_steps: bool = True) -> None:
     """Raise UserError naming the first difference that makes a comparison of two dumps meaningless.
 
     A reference may have more steps than the other dump; `same_steps=False` compares only those that both have.
     """
     pair = f"{one.folder} and {other.folder} cannot be compared"
     if one.run["architecture"] != other.run["architecture"]:
-        raise UserError(f"{pair}: their models differ; capture both with one --model_name and --num_layers")
+        raise UserError(
+            f"{pair}: their models differ; capture both with the same --model_name and --num_layers"
+        )
     for key, what in (("corpus_sha256", "corpora"), ("tokenizer", "tokenizers")):
         if one.run[key] != other.run[key]:
             raise UserError(
-                f"{pair}: their {what} differ; capture both with one --dataset_name and one tokenizer"
+                f"{pair}: their {what} differ; capture both with the same --dataset_name and tokenizer"
             )
     if one.manifest["initial_sha256"] != other.manifest["initial_sha256"]:
-        raise UserError(f"{pair}: they started from different weights; give both one --init_weights_path")
+        raise UserError(
+            f"{pair}: they started from different weights; give both the same --init_weights_path"
+        )
     for key in SAME:
         a, b = one.run["config"][key], other.run["config"][key]
         if a != b:
@@ -60,11 +64,11 @@ def require_comparable(one: Dump, other: Dump, *, same_steps: bool = True) -> No
     for step in sorted(steps & others, key=int):
         if one.steps[step]["batch_hash"] != other.steps[step]["batch_hash"]:
             raise UserError(
-                f"{pair}: step {step} was trained on different batches; use one corpus, one --seed and one --seq_length"
+                f"{pair}: step {step} was trained on different batches; use the same corpus, --seed and --seq_length"
             )
     if one.run["versions"] != other.run["versions"]:
         raise UserError(
-            f"{pair}: versions {one.run['versions']} against {other.run['versions']}; use one environment"
+            f"{pair}: versions {one.run['versions']} against {other.run['versions']}; use the same environment"
         )
 
 
@@ -95,7 +99,7 @@ def require_summary(dump: Dump, step: int, norm: float) -> None:
     held = norm / math.sqrt(math.prod(dump.expected(step)[f"forward/{modules.HEAD}"]))
     if math.isfinite(held) and not math.isclose(said, held, rel_tol=SUMMED):
         raise UserError(
-            f"{dump.folder}: step {step} records logits of root mean square {said:.9g}, they have {held:.9g}; {REMEDY}"
+            f"{dump.folder}: step {step} records a root mean square of {said:.9g} for its logits, which is {held:.9g}; {REMEDY}"
         )
 
 

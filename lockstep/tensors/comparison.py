@@ -1,4 +1,4 @@
-"""The tensor-level comparison: is every tensor of every run as close to the reference as a correct run is?
+"""Compare dumps: is every tensor of every run as close to the reference as a correct run's?
 
     python -m lockstep.compare runs/verify/fsdp runs/verify/reference         a dump and the reference (and DDP's beside it)
     python -m lockstep.compare runs/verify/{ddp,fsdp,reference}               several dumps and the reference
@@ -20,16 +20,16 @@ from pathlib import Path
 import numpy as np
 
 from lockstep.config import Parser
-from lockstep.diagnosis.diagnose import diagnose
+from lockstep.diagnosis.diagnose import Diagnosis, diagnose
 from lockstep.errors import UserError, run_program
 from lockstep.files import REPORTS, require_ours, require_writable_folder
 from lockstep.inputs import modules
 from lockstep.losses.curves import RANK_ULPS, RULES, loss_noise
 from lockstep.strategies import BASELINE, in_order
-from lockstep.tensors import report as tensor_report
+from lockstep.tensors import tensor_report
 from lockstep.tensors.comparable_dumps import (
     configuration_differences,
-    require_comparable,
+    require_comparable_dumps,
     require_its_batch,
     require_norm,
     require_norms,
@@ -38,6 +38,7 @@ from lockstep.tensors.comparable_dumps import (
 from lockstep.tensors.distance import (
     BLOCK,
     Distance,
+    Measured,
     Size,
     clip_factor,
     on_all_cores,
@@ -67,7 +68,7 @@ from lockstep.training.contract import global_batch
 TYPICAL = {"fp32": 1.5e-6, "autocast": 2e-2}
 
 
-def compare(reference: Dump, dumps: dict[str, Dump], replays: dict[str, Dump]) -> Result:
+def compare_dumps(reference: Dump, dumps: dict[str, Dump], replays: dict[str, Dump]) -> Result:
     """Judge the dumps (by strategy, DDP's among them) against the reference; DDP's distance is the yardstick.
 
     `replays` are the references of later steps, by strategy. A run that lacks tensors of its model fails. Raises UserError
@@ -91,8 +92,8 @@ def compare(reference: Dump, dumps: dict[str, Dump], replays: dict[str, Dump]) -
     precision = reference.run["config"]["precision"]
     _require_precision(precision)
     for dump in dumps.values():
-        require_comparable(dump, reference)
-        require_comparable(baseline, dump)
+        require_comparable_dumps(dump, reference)
+        require_comparable_dumps(baseline, dump)
     result = Result(dumps, BASELINE, [], [], {}, dumps, [], has_reference=True)
     result.configuration = {name: configuration_differences(baseline, dump) for name, dump in dumps.items()}
     result.missing = [(name, *missing) for name, dump in dumps.items() for missing in dump.missing]
@@ -133,7 +134,7 @@ def compare_two(one: Dump, other: Dump) -> Result:
     """
     order = in_order({one.name, other.name})
     other, one = sorted((one, other), key=lambda dump: (order.index(dump.name), str(dump.folder.resolve())))
-    require_comparable(one, other)
+    require_comparable_dumps(one, other)
     precision = one.run["config"]["precision"]
     _require_precision(precision)
     dumps = {str(one.folder): one, str(other.folder): other}
@@ -190,13 +191,15 @@ def _names(dump: Dump, step: int) -> list[str]:
     return [name for name in dump.expected(step) if PASSES[name.split("/")[0]] != "update"]
 
 
-def _measure(names: list[str], references: dict[str, Dump], dumps: dict[str, Dump], step: int) -> list:
-    """A Tensor for each name: the dumps that have it, in their order, against their references."""
+def _measure(
+    names: list[str], references: dict[str, Dump], dumps: dict[str, Dump], step: int
+) -> list[Measured]:
+    """What was measured of each name: the dumps that have it, in their order, against their references."""
     sizes = [math.prod(next(iter(references.values())).expected(step)[name]) for name in names]
     return on_all_cores(functools.partial(_distances, references, dumps, step), names, sizes)
 
 
-def _distances(references: dict[str, Dump], dumps: dict[str, Dump], step: int, name: str):
+def _distances(references: dict[str, Dump], dumps: dict[str, Dump], step: int, name: str) -> Measured:
     have = [strategy for strategy, dump in dumps.items() if dump.has(step, name)]
     return tensor_distances(
         [references[strategy] for strategy in have], [dumps[strategy] for strategy in have], step, name
@@ -222,8 +225,8 @@ def _replay(replays: dict[str, Dump], dump: Dump, name: str, step: int) -> Dump:
     """The reference of a later step: a replay that started from just the parameters that this dump had reached."""
     again = "run lockstep.tensors.exact_run after the training scripts, into a folder without older replays"
     if name not in replays or str(step) not in replays[name].steps:
-        raise UserError(f"step {step} of {dump.folder} has no replay to be judged by; {again}")
-    require_comparable(replays[name], dump, same_steps=False)
+        raise UserError(f"step {step} of {dump.folder} has no replay to compare it with; {again}")
+    require_comparable_dumps(replays[name], dump, same_steps=False)
     if replays[name].steps[str(step)].get("started_from") != dump.parameter_digest(step - 1):
         raise UserError(
             f"{replays[name].folder}: step {step} did not start from the parameters of {dump.folder}; {again}"
@@ -232,7 +235,12 @@ def _replay(replays: dict[str, Dump], dump: Dump, name: str, step: int) -> Dump:
 
 
 def _judge_step(
-    reference: Dump, dumps: dict, references: dict, step: int, precision: str, result: Result
+    reference: Dump,
+    dumps: dict[str, Dump],
+    references: dict[str, Dump],
+    step: int,
+    precision: str,
+    result: Result,
 ) -> None:
     ddp = dumps[BASELINE]
     names, parameters, entries = (
@@ -304,7 +312,7 @@ def _noise(found: dict[str, Distance], entries: dict, precision: str) -> dict[st
 
 def _update(
     dumps: dict[str, Dump], reference: Dump, step: int, clips: dict[str, float], item: tuple[str, str]
-):
+) -> dict[str, Distance]:
     strategy, name = item
     return update_distances(dumps[strategy], reference, step, clips[strategy], name)
 
@@ -359,9 +367,10 @@ def arrange(opened: list[Dump]) -> tuple[Dump, dict[str, Dump], dict[str, Dump]]
     references = [dump for dump in opened if dump.is_reference]
     if len(references) != 1:
         raise UserError(
-            f"{len(references)} of the {len(opened)} dumps are references; more than two dumps are compared through just one"
+            f"{len(references)} of the {len(opened)} dumps are references; to compare more than two dumps, name exactly one"
         )
-    (reference,), dumps = references, {}
+    (reference,) = references
+    dumps: dict[str, Dump] = {}
     for dump in opened:
         name = dump.name
         if dump is not reference and name in dumps:
@@ -380,11 +389,11 @@ def arrange(opened: list[Dump]) -> tuple[Dump, dict[str, Dump], dict[str, Dump]]
 def run(opened: list[Dump], output_dir: Path | None) -> int:
     """Compare the dumps with the reference among them, name the causes, show it all; returns the exit status."""
     reference, dumps, replays = arrange(opened)
-    result = compare(reference, dumps, replays)
+    result = compare_dumps(reference, dumps, replays)
     return tensor_report.show(result, diagnoses(result, reference, replays), output_dir)
 
 
-def diagnoses(result: Result, reference: Dump, replays: dict[str, Dump]) -> dict:
+def diagnoses(result: Result, reference: Dump, replays: dict[str, Dump]) -> dict[str, Diagnosis]:
     """A diagnosis of every run that failed."""
     return {
         name: diagnose(result, name, reference, replays) for name in result.dumps if result.has_failed(name)
@@ -397,7 +406,7 @@ def require_distinct(folders: list[Path]) -> None:
     for folder in folders:
         if folder.resolve() in seen:
             raise UserError(
-                f"{seen[folder.resolve()]} and {folder} are one folder; name the dumps of two runs"
+                f"{seen[folder.resolve()]} and {folder} are the same folder; name the dumps of two runs"
             )
         seen[folder.resolve()] = folder
 
@@ -424,7 +433,7 @@ def main(argv: list[str] | None = None) -> int:
         replay = next((dump for dump in opened if dump.is_replay), None)
         if replay:
             raise UserError(
-                f"{replay.folder}: a replay, which is found beside the reference; name the dump that it replays and the reference"
+                f"{replay.folder}: a replay, which is found beside the reference; name the reference and the dump that it replays"
             )
         if len(opened) == 2 and not any(dump.is_reference for dump in opened):
             return tensor_report.show(compare_two(*opened), {}, options.output_dir)

@@ -6,11 +6,12 @@ largest   max |T - T*|       one element far off
 
 import math
 import os
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing import get_context
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -68,7 +69,7 @@ def _ratio(error: float, size: float) -> float:
 class _Sums:
     """Running 2-norm and maximum of one tensor, in float64; infinite once anything is not finite."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.square, self.largest = 0.0, 0.0
 
     def add(self, values: np.ndarray) -> None:
@@ -86,7 +87,7 @@ class _Sums:
 class _Comparison:
     """Sums of one tensor of one dump against its reference."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.error, self.own_square, self.error_along = _Sums(), 0.0, 0.0
 
     def add(self, values: np.ndarray, exact: np.ndarray, change: np.ndarray, spare: np.ndarray) -> None:
@@ -98,7 +99,17 @@ class _Comparison:
     def distance(self, reference: _Sums, change: _Sums) -> Distance:
         own = math.sqrt(self.own_square) if math.isfinite(self.own_square) else math.inf
         scale = 1 + self.error_along / change.square if 0 < change.square < math.inf else math.nan
-        return Distance(*self.error.result(), *reference.result(), own, *change.result(), scale)
+        error, size, shown = self.error.result(), reference.result(), change.result()
+        return Distance(
+            error=error.norm,
+            largest_error=error.largest,
+            norm=size.norm,
+            largest=size.largest,
+            own_norm=own,
+            change=shown.norm,
+            largest_change=shown.largest,
+            scale=scale,
+        )
 
 
 _arrays: dict[str, np.ndarray] = {}
@@ -111,7 +122,7 @@ def _array(name: str, length: int) -> np.ndarray:
     return _arrays[name][:length]
 
 
-def _blocks(sources: list[tuple[Dump, int, str]]):
+def _blocks(sources: list[tuple[Dump, int, str]]) -> Iterator[list[np.ndarray]]:
     """The float64 blocks of several tensors of one size, side by side. Good until the next ones are asked for."""
     readers = [
         dump.blocks(step, name, BLOCK, _array(f"raw {number}", BLOCK).view(np.uint8))
@@ -127,7 +138,7 @@ def _blocks(sources: list[tuple[Dump, int, str]]):
 
 
 @dataclass
-class Tensor:
+class Measured:
     """One tensor of several dumps: distances from the reference, differences from the first dump, equality of the last two."""
 
     distances: list[Distance]
@@ -141,7 +152,7 @@ QUIET = np.errstate(
 
 
 @QUIET
-def tensor_distances(references: list[Dump], dumps: list[Dump], step: int, name: str) -> Tensor:
+def tensor_distances(references: list[Dump], dumps: list[Dump], step: int, name: str) -> Measured:
     """One tensor of every dump against its reference (often one for all dumps), reading each file once."""
     distinct = list(dict.fromkeys(references))
     places = [distinct.index(reference) for reference in references]
@@ -161,7 +172,7 @@ def tensor_distances(references: list[Dump], dumps: list[Dump], step: int, name:
     distances = [
         each.distance(wanted[place], wanted[place]) for each, place in zip(found, places, strict=True)
     ]
-    return Tensor(distances, [each.result() for each in apart], same)
+    return Measured(distances, [each.result() for each in apart], same)
 
 
 @QUIET
@@ -221,7 +232,11 @@ def clip_factor(options: dict, grad_norm: float) -> float:
     return min(1.0, bound / (grad_norm + 1e-6)) if bound > 0 else 1.0
 
 
-def on_all_cores(work, items: list, sizes: list[int]) -> list:
+Item = TypeVar("Item")
+Made = TypeVar("Made")
+
+
+def on_all_cores(work: Callable[[Item], Made], items: list[Item], sizes: list[int]) -> list[Made]:
     """[work(item)], the largest first so that no core is left with a big one.
 
     In processes: threads would wait for each other's turns with the interpreter. Small work is done here and now,
@@ -235,19 +250,19 @@ def on_all_cores(work, items: list, sizes: list[int]) -> list:
             results = dict(zip(order, pool.map(_call, [items[index] for index in order]), strict=True))
     except BrokenProcessPool as error:
         raise TrainingFailure(
-            "comparison: a process was killed, perhaps for want of memory; compare fewer dumps at once"
+            "comparison: a process was killed, perhaps because memory ran out; compare fewer dumps at once"
         ) from error
     return [results[index] for index in range(len(items))]
 
 
-_work = None  # what a process of the pool does with every item
+_work: Callable[[Any], Any]  # what a process of the pool does with every item
 
 
-def _begin(work) -> None:
+def _begin(work: Callable[[Any], Any]) -> None:
     global _work
     _work = work
     torch.set_num_threads(1)
 
 
-def _call(item):
+def _call(item: Any) -> Any:
     return _work(item)

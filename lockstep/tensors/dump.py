@@ -12,7 +12,9 @@ import functools
 import hashlib
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -61,7 +63,7 @@ class Dump:
         self.exact: bool = bool(self.run.get("exact"))
         self.contract: dict = self.manifest.get("contract") or {}  # a reference has none
         if not self.contract and not self.exact:
-            raise UserError(f"{folder}: the run was stopped before it said what it runs with; {REMEDY}")
+            raise UserError(f"{folder}: the run was stopped before its contract was recorded; {REMEDY}")
         try:
             self.layout: Layout = layout_of(self.run["architecture"], self.run["config"]["attn_impl"])
         except UserError as error:
@@ -91,8 +93,11 @@ class Dump:
     def expected(self, step: int) -> dict[str, tuple[int, ...]]:
         """Name -> shape of every tensor that the step must have, in order of execution."""
         config = self.run["config"]
-        kinds = KINDS if config["optimizer"] == "adamw" else ("gradient", "parameter")  # SGD keeps no moments
-        kinds = ("parameter",) if step == 0 else ("gradient",) if self.is_replay else kinds
+        kinds: tuple[str, ...] = KINDS
+        if config["optimizer"] != "adamw":  # SGD keeps no moments
+            kinds = ("gradient", "parameter")
+        if step == 0 or self.is_replay:
+            kinds = ("parameter",) if step == 0 else ("gradient",)
         rows = config["batch_size"] * config["gradient_accumulation_steps"] * config["dp_size"]
         return self.layout.of_step(kinds, rows, config["seq_length"])
 
@@ -114,7 +119,7 @@ class Dump:
                 )
             if tuple(entry["shape"]) != expected[name]:
                 raise UserError(
-                    f"{path}: step {step}: {name} is {entry['shape']}, of this model and batch it is {list(expected[name])}; {REMEDY}"
+                    f"{path}: step {step}: {name} is {entry['shape']}, with this model and batch it must be {list(expected[name])}; {REMEDY}"
                 )
             if (entry["dtype"] == "I64") != name.startswith("batch/") or (
                 self.exact and entry["dtype"] not in ("F64", "I64")
@@ -154,7 +159,7 @@ class Dump:
             places[name] = (8 + length + said["data_offsets"][0], entry["dtype"], tuple(entry["shape"]))
         return places
 
-    def blocks(self, step: int, name: str, num_elements: int, buffer: np.ndarray):
+    def blocks(self, step: int, name: str, num_elements: int, buffer: np.ndarray) -> Iterator[torch.Tensor]:
         """Yield a tensor's elements in flat blocks of `num_elements`, read into `buffer` (bytes); verifies its checksum.
 
         Raises UserError at the end if the bytes are not those that were written.
@@ -170,7 +175,7 @@ class Dump:
                     piece = buffer[: min(left, num_elements * itemsize)]
                     got = 0
                     while got < len(piece):
-                        got += file.readinto(piece[got:]) or self._cut_off(path, name)
+                        got += file.readinto(piece[got:].data) or self._cut_off(path, name)
                     total += checksum(piece, itemsize, first)
                     first += len(piece) // itemsize
                     left -= len(piece)
@@ -181,7 +186,7 @@ class Dump:
             raise UserError(f"{path}: {name} is damaged (its checksum does not match); {REMEDY}")
 
     @staticmethod
-    def _cut_off(path: Path, name: str):
+    def _cut_off(path: Path, name: str) -> NoReturn:
         raise UserError(f"{path}: cut off inside {name}; {REMEDY}")
 
     def parameter_digest(self, step: int) -> str:

@@ -4,7 +4,15 @@ transformers casts to float32 inside its norms, its softmax and its loss, so tho
 alone stays the model's own float32 table: it is an input, the same for all.
 """
 
+from typing import TYPE_CHECKING, Any
+
 import torch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+    from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 ATTENTION = "lockstep_float64"
 WITHOUT_EFFECT = {
@@ -14,7 +22,17 @@ WITHOUT_EFFECT = {
 }  # of what transformers hands on to an attention function
 
 
-def attention(module, query, key, value, attention_mask, scaling, dropout=0.0, sliding_window=None, **others):
+def attention(
+    module: Any,  # an attention module of any of the families
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **others: object,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """softmax(q k^T scaling, causal) v in the dtype of its input; (B, H, S, D) -> (B, S, H, D), and the weights.
 
     With a window of W, position i sees the W positions i - W + 1 ... i (transformers/masking_utils.py). Raises
@@ -37,19 +55,21 @@ def attention(module, query, key, value, attention_mask, scaling, dropout=0.0, s
     return (probabilities @ value).transpose(1, 2).contiguous(), wanted
 
 
-def norm_forward(module, hidden: torch.Tensor) -> torch.Tensor:
+def norm_forward(module: "Qwen2RMSNorm | Qwen3RMSNorm | LlamaRMSNorm", hidden: torch.Tensor) -> torch.Tensor:
     """The forward pass of a Qwen2RMSNorm, Qwen3RMSNorm or LlamaRMSNorm, in the dtype of its input."""
     return module.weight * (
         hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + module.variance_epsilon)
     )
 
 
-def loss_per_token(logits, labels, vocab_size, shift_labels, **_):
+def loss_per_token(
+    logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, shift_labels: torch.Tensor, **_: Any
+) -> torch.Tensor:
     """Cross-entropy of every position, (B * S,), in the dtype of the logits."""
     return torch.nn.functional.cross_entropy(logits.flatten(0, -2), shift_labels.flatten(), reduction="none")
 
 
-def make_exact(model: torch.nn.Module, *, attn_impl: str) -> None:
+def make_exact(model: "PreTrainedModel", *, attn_impl: str) -> None:
     """Let a causal LM of the supported families compute in float64; its loss becomes one number per token.
 
     With `attn_impl` "eager", attention modules give back their weights too, as transformers' eager attention does.

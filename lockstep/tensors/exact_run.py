@@ -21,7 +21,9 @@ if __name__ == "__main__":
 
 import dataclasses
 import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -37,14 +39,19 @@ from lockstep.running import locks
 from lockstep.strategies import BASELINE
 from lockstep.tensors import dump
 from lockstep.tensors.capture import Capture
-from lockstep.tensors.comparison import require_comparable
+from lockstep.tensors.comparison import require_comparable_dumps
 from lockstep.tensors.exact import make_exact
 from lockstep.tensors.manifest import REFERENCE_LABEL as LABEL
 from lockstep.training.loop import provenance
-from lockstep.training.optim import held_whole, parameter_groups
+from lockstep.training.optim import gradient_of, held_whole, parameter_groups
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
-def build_reference(inputs: Inputs, *, seed: int, attn_impl: str, init_weights_path) -> torch.nn.Module:
+def build_reference(
+    inputs: Inputs, *, seed: int, attn_impl: str, init_weights_path: Path | None
+) -> "PreTrainedModel":
     """The model in float64."""
     model, _ = build_model(
         inputs.architecture, seed=seed, attn_impl="sdpa", init_weights_path=init_weights_path
@@ -56,7 +63,9 @@ def build_reference(inputs: Inputs, *, seed: int, attn_impl: str, init_weights_p
 class ReferenceStrategy:
     """What `capture` needs of a strategy: a model, and what it holds of each parameter."""
 
-    def __init__(self, model: torch.nn.Module, config: Config):
+    optimizer: torch.optim.Optimizer
+
+    def __init__(self, model: "PreTrainedModel", config: Config):
         self.model, self.config = model, config
         groups = parameter_groups(model.parameters(), config.weight_decay)
         if config.optimizer == "adamw":
@@ -74,21 +83,23 @@ class ReferenceStrategy:
         return per_token.detach().view(self.config.dp_size, -1).mean(dim=-1).tolist()
 
     def grad_norm(self) -> float:
-        return sum(float(parameter.grad.square().sum()) for parameter in self.model.parameters()) ** 0.5
+        return (
+            sum(float(gradient_of(parameter).square().sum()) for parameter in self.model.parameters()) ** 0.5
+        )
 
     def update(self) -> float:
         grad_norm, bound = self.grad_norm(), self.config.max_grad_norm
         if bound > 0:
             for parameter in self.model.parameters():
-                parameter.grad *= min(1.0, bound / (grad_norm + 1e-6))
+                gradient_of(parameter).mul_(min(1.0, bound / (grad_norm + 1e-6)))
         self.optimizer.step()
         return grad_norm
 
-    def held(self, kind: str):
+    def held(self, kind: str) -> Iterator[tuple[str, torch.Tensor, tuple[int, ...], tuple[int, ...]]]:
         return held_whole(self.model, self.optimizer, kind)
 
 
-def run(config: Config, inputs: Inputs, also: list[Path] = ()) -> str:
+def run(config: Config, inputs: Inputs, also: Sequence[Path] = ()) -> str:
     """Write the reference's dump and the replays, of other folders `also`; needs a process group of one."""
     model = build_reference(
         inputs,
@@ -103,7 +114,7 @@ def run(config: Config, inputs: Inputs, also: list[Path] = ()) -> str:
     capture.only_parameters(strategy)
     for index in range(config.capture_steps):
         loss = _one_step(config, inputs, strategy, capture, index)
-    for folder in [*captured(config.capture_dir), *also]:
+    for folder in [*captured(capture.folder.parent), *also]:
         if (folder / dump.MANIFEST).is_file():
             replay(config, inputs, strategy, folder, dump.Dump(capture.folder))
     return f"{LABEL}: {config.capture_steps} steps, last loss {loss:.9f}, {capture.folder}"
@@ -129,7 +140,7 @@ def replay(
     Written beside the folder, as replay_NAME.
     """
     theirs = dump.Dump(folder)
-    require_comparable(theirs, reference, same_steps=False)
+    require_comparable_dumps(theirs, reference, same_steps=False)
     if len(theirs.steps) < 2:
         return
     beside = dataclasses.replace(config, capture_dir=folder.parent)
@@ -159,7 +170,15 @@ def _capture(
     return capture
 
 
-def _one_step(config, inputs, strategy, capture, index: int, *, started_from: str = "") -> float:
+def _one_step(
+    config: Config,
+    inputs: Inputs,
+    strategy: ReferenceStrategy,
+    capture: Capture,
+    index: int,
+    *,
+    started_from: str = "",
+) -> float:
     """One captured step of the global batch, in the order of its DP ranks; returns the mean loss.
 
     A replay names the parameters it started from, and makes no update.
@@ -175,7 +194,7 @@ def _one_step(config, inputs, strategy, capture, index: int, *, started_from: st
         raise TrainingFailure(
             f"{LABEL}: step {index + 1} has loss {loss} and gradient norm {grad_norm}; lower --learning_rate"
         )
-    record = {
+    record: dict[str, Any] = {
         "loss": loss,
         "rank_losses": rank_losses,
         "grad_norm": grad_norm,

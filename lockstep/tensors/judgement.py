@@ -4,7 +4,7 @@ import math
 import statistics
 from dataclasses import dataclass, field
 
-from lockstep.tensors.distance import Distance, Size, Tensor
+from lockstep.tensors.distance import Distance, Measured, Size
 from lockstep.tensors.dump import Dump
 
 MULTIPLE = 4  # of DDP's own distance
@@ -25,11 +25,11 @@ UNIT = {"fp32": 2.0**-24, "autocast": 2.0**-9}  # of the arithmetic
 ROUNDOFF = {"F64": 2.0**-53, "F32": 2.0**-24, "BF16": 2.0**-9, "I64": 0.0}  # of a dtype
 PASSES = {"batch": "batch", "forward": "forward", "backward": "backward", "gradient": "gradient"}
 PASSES |= dict.fromkeys(UPDATE, "update")
-KINDS = tuple(kind for kind in PASSES if kind != "batch")  # of tensors that are computed
+COMPUTED = tuple(kind for kind in PASSES if kind != "batch")  # of tensors that are computed
 
 
 @dataclass
-class Row:
+class Judgement:
     """One tensor of one run in one step, judged."""
 
     strategy: str
@@ -106,8 +106,8 @@ def yardstick(ddp: Distance, typical: Size | None = None) -> Size:
 
 
 def judge(
-    strategy: str, step: int, name: str, distance: Distance, measure: Size | None, roundoff: float
-) -> Row:
+    strategy: str, step: int, name: str, distance: Distance, measure: Size, roundoff: float
+) -> Judgement:
     """A row with its tolerances. `measure` is DDP's `yardstick`, `roundoff` the tensor's dtype's ROUNDOFF.
 
     The batch must be equal. An optimizer step may be a few unit roundoffs from the exact update of its own input. Everything
@@ -115,12 +115,12 @@ def judge(
     """
     kind = name.split("/")[0]
     if kind == "batch":
-        return Row(strategy, step, name, distance, 0.0, 0.0)
+        return Judgement(strategy, step, name, distance, 0.0, 0.0)
     if kind in UPDATE:
         own = UPDATE[kind] * roundoff
         of_change = UPDATE_OF_CHANGE * roundoff if kind == "parameter" else 0.0
         tolerated = own * distance.norm + of_change * distance.change
-        return Row(
+        return Judgement(
             strategy,
             step,
             name,
@@ -130,12 +130,12 @@ def judge(
         )
     tolerated = MULTIPLE * measure.norm + FLOOR * roundoff * distance.norm
     largest = MULTIPLE * measure.largest + FLOOR * roundoff * distance.largest
-    return Row(strategy, step, name, distance, tolerated, largest)
+    return Judgement(strategy, step, name, distance, tolerated, largest)
 
 
 def judge_yardstick(
     strategy: str, step: int, name: str, distance: Distance, precision: str, noise: Size
-) -> Row:
+) -> Judgement:
     """DDP's own row: a yardstick that is itself ten times farther off than correct runs are measures nothing.
 
     `noise` is the size that rounding noise alone may have in this pass: a tensor below it cannot be judged, but is no
@@ -145,7 +145,7 @@ def judge_yardstick(
     tolerated, largest = limit * distance.norm, limit * distance.largest
     if distance.error > tolerated or distance.largest_error > largest:
         tolerated, largest = max(tolerated, limit * noise.norm), max(largest, limit * noise.largest)
-    return Row(strategy, step, name, distance, tolerated, largest)
+    return Judgement(strategy, step, name, distance, tolerated, largest)
 
 
 def _over(error: float, tolerated: float) -> float:
@@ -194,9 +194,9 @@ class Result:
 
     dumps: dict[str, Dump]  # that were judged
     baseline: str  # whose losses the others' are held against
-    rows: list[Row]
+    rows: list[Judgement]
     losses: list[Loss]
-    pairs: dict[str, Tensor]  # of step 1, every tensor but the update's
+    pairs: dict[str, Measured]  # of step 1, every tensor but the update's
     columns: dict[str, Dump]  # the dumps that `pairs` speak of, in order
     missing: list[tuple[str, int, str]]  # (run, step, tensor) that the run should have computed and did not
     has_reference: bool = False
@@ -210,7 +210,7 @@ class Result:
         order = {
             int(step): {name: at for at, name in enumerate(dump.expected(int(step)))} for step in dump.steps
         }
-        found = [
+        found: list[tuple[int, float, str, str]] = [
             (row.step, order[row.step][row.name], row.name, describe(row))
             for row in self.rows
             if row.strategy == strategy and row.too_far
@@ -276,7 +276,7 @@ class Result:
         )
 
 
-def describe(row: Row) -> str:
+def describe(row: Judgement) -> str:
     distance = row.distance
     return (
         f"{distance.relative:.2e} of its norm from the reference, {_over(row.tolerated, distance.norm):.1e} is tolerated; "

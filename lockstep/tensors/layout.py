@@ -14,6 +14,7 @@ import json
 from dataclasses import dataclass
 
 import torch
+from torch.autograd.graph import Node
 
 from lockstep.errors import UserError, first_line
 from lockstep.inputs import modules
@@ -114,7 +115,7 @@ class _Trace:
         for handle in handles:
             handle.remove()
 
-    def _enter(self, module: str, _module, arguments: tuple, options: dict) -> None:
+    def _enter(self, module: str, _module: torch.nn.Module, arguments: tuple, options: dict) -> None:
         for position, tensor in enumerate([*arguments, *options.values()]):
             if (
                 isinstance(tensor, torch.Tensor)
@@ -125,7 +126,7 @@ class _Trace:
                 self.inputs[module][position] = f"{module}.input.{number}" if number else f"{module}.input"
                 self._note(self.inputs[module][position], tensor)
 
-    def _leave(self, module: str, _module, _arguments, output) -> None:
+    def _leave(self, module: str, _module: torch.nn.Module, _arguments: object, output: object) -> None:
         for name, tensor in named_outputs(module, output):
             self._note(name, tensor)
 
@@ -137,14 +138,16 @@ class _Trace:
 
     def sources(self) -> dict[str, tuple[str, ...]]:
         """By the graph that autograd has recorded: back from each tensor to the nearest ones that are captured, too."""
-        by_node: dict = {}
-        found = {}
+        by_node: dict[Node | None, str] = {}
+        found: dict[str, tuple[str, ...]] = {}
         for name, tensor in self.tensors.items():
             node = tensor.grad_fn
             if node in by_node:  # the same tensor under another name
                 found[name] = (by_node[node],)
                 continue
-            waiting, passed, nearest = [node], set(), []
+            waiting: list[Node | None] = [node]
+            passed: set[Node] = set()
+            nearest: list[str] = []
             while waiting:
                 here = waiting.pop()
                 if here in by_node:
@@ -158,7 +161,7 @@ class _Trace:
         return found
 
 
-def named_outputs(module: str, output) -> list[tuple[str, torch.Tensor]]:
+def named_outputs(module: str, output: object) -> list[tuple[str, torch.Tensor]]:
     """(name, tensor) of what a module gave back: MODULE, and MODULE.1, ... for the other tensors of a tuple."""
     if isinstance(output, torch.Tensor):
         return [(module, output)]

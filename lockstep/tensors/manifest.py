@@ -8,13 +8,14 @@ import hashlib
 import importlib.metadata
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
 from lockstep import strategies
-from lockstep.config import PRECISIONS, Config
+from lockstep.config import Config, Precision
 from lockstep.errors import UserError, printable
 from lockstep.files import read_json, write_text
 from lockstep.mesh import Axis, Mesh
@@ -42,7 +43,7 @@ Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Size = Annotated[int, Field(ge=0, le=2**40)]
 
 
-class Tensor(Strict):
+class TensorEntry(Strict):
     dtype: Literal["F64", "F32", "BF16", "I64"]
     shape: Annotated[list[Size], Field(max_length=8)]
     sharded: dict[Axis, Annotated[int, Field(ge=0, lt=8)]]  # mesh axis -> the dim that it cuts
@@ -56,7 +57,7 @@ class Logits(Strict):
 
 
 class Tensors(Strict):
-    tensors: dict[Name, Tensor]
+    tensors: dict[Name, TensorEntry]
     replicas_differ: dict[Name, Annotated[list[Whole], Field(min_length=1)]]
 
 
@@ -88,7 +89,7 @@ class Options(Strict):
     weight_decay: Amount
     max_grad_norm: Amount
     gradient_accumulation_steps: Count
-    precision: Literal[PRECISIONS]
+    precision: Precision
     attn_impl: Literal["eager", "sdpa"]
     seed: Whole
     dataset_name: Name
@@ -128,7 +129,7 @@ class Run(Strict):
 
 
 class Manifest(Strict):
-    format: Literal[FORMAT]
+    format: int  # FORMAT: `read` has looked
     origin: Origin
     run: Run
     initial_sha256: Sha256
@@ -171,7 +172,7 @@ def read(path: Path) -> dict:
     return content
 
 
-def _contradictions(manifest: dict):
+def _contradictions(manifest: dict) -> Iterator[str]:
     """Sentences: where a manifest does not agree with itself."""
     run, steps = manifest["run"], manifest["steps"]
     options, exact = run["config"], bool(run.get("exact"))
@@ -232,7 +233,7 @@ def _finite(step: dict) -> bool:
     return all(map(math.isfinite, (step["loss"], step["grad_norm"], *step["rank_losses"])))
 
 
-def _contradictions_of_step(manifest: dict, step: str, exact: bool, first: int):
+def _contradictions_of_step(manifest: dict, step: str, exact: bool, first: int) -> Iterator[str]:
     run, entry = manifest["run"], manifest["steps"][step]
     options = run["config"]
     sizes = {"dp": 1, "tp": 1} if exact else {axis: options[f"{axis}_size"] for axis in ("dp", "tp")}

@@ -8,6 +8,7 @@ import hashlib
 import json
 import math
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -89,7 +90,7 @@ class StepWriter:
         slot = self.slots[name]
         local = local.detach().cpu().contiguous()
         data = local.reshape(-1).view(torch.uint8).numpy()
-        part = Part(tuple(start), tuple(local.shape), hashlib.sha256(data).hexdigest())
+        part = Part(tuple(start), tuple(local.shape), hashlib.sha256(data.data).hexdigest())
         if is_writer:
             part.checksum = 0
             for begin, offset, length in _runs(slot.shape, part.start, part.shape, slot.dtype.itemsize):
@@ -101,7 +102,7 @@ class StepWriter:
     def _write_all(self, data: np.ndarray, offset: int) -> None:
         written = 0
         while written < len(data):
-            written += os.pwrite(self._file, data[written : written + _LARGEST_WRITE], offset + written)
+            written += os.pwrite(self._file, data[written : written + _LARGEST_WRITE].data, offset + written)
 
     def write_header(self, path: Path) -> None:
         """Make the file a safetensors file. Called once, by one rank, when every rank has closed it."""
@@ -143,7 +144,9 @@ def checksum(data: np.ndarray, itemsize: int, first: int = 0) -> int:
     return total % 2**64
 
 
-def _runs(full: tuple, start: tuple, shape: tuple, itemsize: int):
+def _runs(
+    full: tuple[int, ...], start: tuple[int, ...], shape: tuple[int, ...], itemsize: int
+) -> Iterator[tuple[int, int, int]]:
     """(offset in the part, offset in the full tensor, length) in bytes of every contiguous run of a part."""
     if math.prod(shape) == 0:
         return
@@ -161,14 +164,19 @@ def _runs(full: tuple, start: tuple, shape: tuple, itemsize: int):
 
 
 def merge(
-    name: str, parts_by_rank: list[list[Part]], full_shape: tuple, itemsize: int
+    name: str, parts_by_rank: list[list[Part]], full_shape: tuple[int, ...], itemsize: int
 ) -> tuple[int, list[int]]:
     """(checksum of the full tensor, ranks whose part differs from another rank's of the same place).
 
     Raises ValueError unless the written parts cover the full tensor exactly once.
     """
-    written = [part for parts in parts_by_rank for part in parts if part.checksum is not None]
-    places = {(part.start, part.shape) for part in written}
+    written = [
+        (part.start, part.shape, part.checksum)
+        for parts in parts_by_rank
+        for part in parts
+        if part.checksum is not None
+    ]
+    places = {(start, shape) for start, shape, _ in written}
     covered = sum(math.prod(shape) for _, shape in places)
     if len(places) != len(written) or covered != math.prod(full_shape):
         raise ValueError(
@@ -180,4 +188,4 @@ def merge(
         for part in parts:
             if digests.setdefault((part.start, part.shape), part.sha256) != part.sha256:
                 odd.add(rank)
-    return sum(part.checksum for part in written) % 2**64, sorted(odd)
+    return sum(each for _, _, each in written) % 2**64, sorted(odd)

@@ -78,9 +78,7 @@ def read(path: Path) -> History:
         )
     file = history_schema.parse(content, path)
     if content["sha256"] != seal(content):
-        raise UserError(
-            f"{path}: its content was changed since it was written (the seal, sha256, is another); run its training again"
-        )
+        raise UserError(f"{path}: damaged (its content is not what its sha256 says); run its training again")
     history_schema.require_consistent(file, path)
     parts = {**{key: content[key] for key in PARTS}, "weights": content["weights"] or {}}
     return History(steps=content["steps"], **parts)

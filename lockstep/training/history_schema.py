@@ -27,13 +27,13 @@ DEEPEST = 10_000  # layers
 
 def _float32(value: float) -> float:
     if LARGEST < abs(value) < math.inf:
-        raise ValueError("no float32 is so large")
+        raise ValueError("too large for a float32")
     return value
 
 
 def _norm(value: float) -> float:
     if value < 0:
-        raise ValueError("a norm is not negative")
+        raise ValueError("a norm cannot be negative")
     return value
 
 

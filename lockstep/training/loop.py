@@ -59,7 +59,9 @@ def run(config: Config, inputs: Inputs, make_strategy: MakeStrategy, device: tor
     strategy = make_strategy(model, config, config.mesh, device)
     expected, actual = Geometry.of_rank(config.mesh, rank), strategy.geometry()
     stop_together(
-        f"rank {rank}: the strategy sits at {actual}, the mesh says {expected}" if actual != expected else ""
+        f"rank {rank}: the strategy's groups put it at {actual}, the mesh at {expected}"
+        if actual != expected
+        else ""
     )
 
     record = history_file.History(run=about)
@@ -119,7 +121,7 @@ def _train(
                 watching.state_contract(record.contract)
             difference = contract_difference(expected_contract(config, inputs.architecture), record.contract)
             stop_together(
-                f"{config.label} does not run with what was asked for: {difference}" if difference else ""
+                f"{config.label} does not run with the options given: {difference}" if difference else ""
             )
         if rank == 0:
             try:
@@ -258,7 +260,7 @@ def _require_right_batches(hashes: list[list[int]], mesh: Mesh, step: int) -> No
         twin = next((other for other in range(share) if hashes[mesh.first_with_share(other)] == value), None)
         if twin is not None:
             raise TrainingFailure(
-                f"step {step}: DP ranks {twin} and {share} saw the same batch; give a corpus that does not repeat itself"
+                f"step {step}: DP ranks {twin} and {share} saw the same batch; give a corpus without repetitions"
             )
 
 

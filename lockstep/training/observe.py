@@ -46,7 +46,8 @@ class ComputeDtypes:
 
 def model_contract(model: "PreTrainedModel") -> dict[str, Any]:
     """What the live model says of itself: attention implementation, dropout, parameter dtypes, the tie."""
-    attentions = [layer.get_submodule(modules.ATTENTION) for layer in model.get_submodule(modules.LAYERS)]
+    layers = model.get_submodule(modules.LAYERS).children()
+    attentions: list[Any] = [layer.get_submodule(modules.ATTENTION) for layer in layers]
     return {
         "attention": model.config._attn_implementation,
         "attention_dropout": max(attention.attention_dropout for attention in attentions),

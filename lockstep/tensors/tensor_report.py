@@ -4,6 +4,7 @@ import json
 import math
 import re
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from lockstep.tensors.judgement import PASSES, Result
 
 SHORT = 12  # rows of a long table that are printed; the file has all
 LONGEST = 100_000  # characters of a line
+Line = str | tuple[str, ...]  # a line of text, or a row of a table
 
 
 def show(result: Result, diagnoses: dict[str, Diagnosis], output_dir: Path | None) -> int:
@@ -58,7 +60,7 @@ def write(result: Result, diagnoses: dict[str, Diagnosis], folder: Path) -> None
     write_result(folder / "report.json", json.dumps(as_data(result, diagnoses), indent=1) + "\n")
 
 
-def _sections(result: Result, diagnoses: dict[str, Diagnosis]) -> dict[str, list]:
+def _sections(result: Result, diagnoses: dict[str, Diagnosis]) -> dict[str, Sequence[Line]]:
     """Title -> lines of text, and rows of tables as tuples, the head first."""
     return {
         "Verdict": verdict(result),
@@ -78,7 +80,7 @@ def _sections(result: Result, diagnoses: dict[str, Diagnosis]) -> dict[str, list
     }
 
 
-def _as_text(lines: list, escape) -> list[str]:
+def _as_text(lines: Sequence[Line], escape: Callable[[str], str]) -> list[str]:
     """Rows of tables as Markdown tables; `escape` is applied to each cell and to each other line."""
     text: list[str] = []
     for number, line in enumerate(lines):
@@ -211,11 +213,11 @@ def causes(result: Result, diagnoses: dict[str, Diagnosis]) -> list[str]:
     return lines or ["nothing to explain"]
 
 
-def _table(head: list[str], rows: list[list[str]]) -> list[tuple]:
+def _table(head: list[str], rows: list[list[str]]) -> list[Line]:
     return [tuple(head), *map(tuple, rows)]
 
 
-def losses(result: Result) -> list[str]:
+def losses(result: Result) -> list[Line]:
     names = list(result.columns)
     rows = []
     for loss in result.losses:
@@ -240,7 +242,7 @@ def _ratio(part: float, whole: float) -> float:
     return part / abs(whole) if whole else math.inf
 
 
-def norms(result: Result, kind: str) -> list[str]:
+def norms(result: Result, kind: str) -> list[Line]:
     """2-norms in the first step, of every column, and the largest relative difference of a norm from the baseline's."""
     rows = []
     for name, tensor in result.pairs.items():
@@ -252,7 +254,7 @@ def norms(result: Result, kind: str) -> list[str]:
     return _table(["tensor", *(_label(result, name) for name in result.columns), "relative"], rows)
 
 
-def worst(result: Result) -> list[str]:
+def worst(result: Result) -> list[Line]:
     """By run and pass: the largest relative distance, and the largest share of what is tolerated."""
     table = []
     for name in result.dumps:
@@ -279,7 +281,7 @@ def worst(result: Result) -> list[str]:
     )
 
 
-def differences(result: Result) -> list[str]:
+def differences(result: Result) -> list[Line]:
     """In the first step, of every tensor: the largest absolute and the relative difference from the first column."""
     names, rows = list(result.columns)[1:], []
     for tensor, measured in result.pairs.items():
@@ -296,7 +298,8 @@ def identical(result: Result) -> list[str]:
     if len(result.columns) < 2:
         return []
     names = list(result.columns)[-2:]
-    total, same = Counter(), Counter()
+    total: Counter[str] = Counter()
+    same: Counter[str] = Counter()
     exceptions = []
     for name, tensor in result.pairs.items():
         which = PASSES[name.split("/")[0]]
