@@ -63,21 +63,12 @@ def _require_outputs(input_dir: Path, output: Path, json_path: Path | None) -> N
             continue
         require_writable_file(path, option)
         if os.path.realpath(path) in inputs:
-<<<<<<< HEAD
-            raise UserError(
-                f"{option} {path}: is a loss history, which is read and not written; choose another name"
-            )
+            raise UserError(f"{option} {path}: is a loss history of this comparison; choose another name")
     require_ours(output, "--output", FIGURE, anywhere=True)
     if json_path is not None:
         if os.path.realpath(json_path) == os.path.realpath(output):
-            raise UserError(f"--json {json_path}: is the figure's name, too; choose another name")
-        require_ours(json_path, "--json", VERDICT)
-=======
-            raise UserError(f"{option} {path}: is a loss history of this comparison; choose another name")
-    if json_path is not None:
-        if os.path.realpath(json_path) == os.path.realpath(output):
             raise UserError(f"--json {json_path}: is also the name of the figure; choose another name")
->>>>>>> frame
+        require_ours(json_path, "--json", VERDICT)
         json_path.unlink(missing_ok=True)
 
 

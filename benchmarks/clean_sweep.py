@@ -16,15 +16,10 @@ import os
 import tempfile
 from pathlib import Path
 
-<<<<<<< HEAD
 from outputs import output
 
 from lockstep.files import write_result
-from lockstep.losses import curves as compare_losses
-=======
-from lockstep.files import require_writable_file, write_result
 from lockstep.losses import curves
->>>>>>> frame
 from lockstep.running import jobs
 from lockstep.strategies import BASELINE, Row, others, row_of
 from lockstep.tensors.comparison import compare_dumps

@@ -160,7 +160,6 @@ def page(content: dict) -> str:
     machine = of(
         lambda row: f"{row['origin']['cores']} cores of {row['origin']['cpu']}, Python {row['origin']['python']}"
     )
-<<<<<<< HEAD
     return "\n".join([
         TITLE,
         "",
@@ -179,34 +178,6 @@ def page(content: dict) -> str:
         f"Machine: {machine}. Libraries: {libraries}. Commit: {of(lambda row: row['origin']['commit'])}.",
         *(f"\n{READERS[name][0]}: {line}" for name, row in rows.items() for line in row["bad"]),
     ]) + "\n"  # fmt: skip
-=======
-    return (
-        "\n".join(
-            [
-                "# Damaged and hostile files",
-                "",
-                f"`python benchmarks/damaged_files.py --number {content['number']} --seed {content['seed']}`: "
-                f"{content['number']} files for every reader, each changed in one way or two: bytes flipped, cut or added, values",
-                "of another type or size, entries removed, renamed or exchanged, headers that point elsewhere, other kinds of file in its",
-                "place. What a file means after the change is known, so that one that is read can be judged, too.",
-                "",
-                f"| reader | {' | '.join(shown)} |",
-                f"|---|{'---|' * len(shown)}",
-                *(
-                    f"| {READERS[name][0]} | {' | '.join(str(row['outcomes'][outcome]) for outcome in shown)} |"
-                    for name, row in rows.items()
-                ),
-                "",
-                "The first four columns are right: a verdict other than PASS where a file was changed and sealed again. Nothing may be in the",
-                "others.",
-                "",
-                f"Machine: {machine}. Libraries: {libraries}. Commit: {of(lambda row: row['origin']['commit'])}.",
-                *(f"\n{READERS[name][0]}: {line}" for name, row in rows.items() for line in row["bad"]),
-            ]
-        )
-        + "\n"
-    )
->>>>>>> frame
 
 
 def main(argv: list[str] | None = None) -> int:

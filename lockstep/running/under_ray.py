@@ -88,16 +88,12 @@ def run(config: Config, inputs: Inputs, begin: Callable[[], None]) -> str:
         try:
             return _train(ray, config, inputs)
         except WorkersLost as error:
-<<<<<<< HEAD
             said = (
                 f"its log {path} ends where it could not be written ({log.lost})"
                 if log.lost
-                else f"all that was said is in {path}"
+                else f"the full output is in {path}"
             )
             raise TrainingFailure(f"{error}; {said}") from error
-=======
-            raise TrainingFailure(f"{error}; the full output is in {path}") from error
->>>>>>> frame
 
 
 class WorkersLost(TrainingFailure):
