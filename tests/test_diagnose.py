@@ -295,7 +295,7 @@ def test_a_sum_done_twice(name):
 
 def test_twice_is_no_sum_done_twice_where_nothing_is_summed():
     names, found = diagnosed({"forward/col": lambda tensor, _all: 2 * tensor})
-    assert names == [] and found.odd[-1] == "it is 2 = tp or dp times the right one throughout"
+    assert names == [] and found.odd[-1] == "it is 2 = tp or dp times the right one"
 
 
 def other_weight(tensor, _all):
@@ -377,7 +377,7 @@ def test_samples_that_count_otherwise_are_no_missing_reduction():
     """One sample of four left out; one DP rank at half its weight."""
     assert diagnosed({"gradient/col.weight": of_samples(slice(3), 1)})[0] == []
     names, found = diagnosed({"gradient/col.weight": lambda t, e: t - of_samples(slice(2), 0.5)(t, e)})
-    assert names == [] and "DP rank 0: 0.5; DP rank 1: 1 times" in found.odd[-1]
+    assert names == [] and "DP rank 0: 0.5; DP rank 1: 1" in found.odd[-1]
 
 
 def test_one_flipped_sign():
@@ -402,7 +402,7 @@ def test_what_is_wrong_as_well_is_not_excluded():
 
 def test_what_enters_is_called_right_where_it_was_seen():
     assert (
-        "what row's output is computed from is right: col's output"
+        "the inputs of row's output are right: col's output"
         in diagnosed({"forward/row": lambda t, e: t + 1})[1].excluded
     )
     assert not any(
@@ -417,7 +417,7 @@ def test_a_gradient_that_is_not_finite():
 
 def test_a_gradient_of_zeros():
     names, found = diagnosed({"gradient/col.weight": lambda t, e: 0 * t})
-    assert names == [] and found.odd == ["it is zero throughout"]
+    assert names == [] and found.odd == ["all elements are zero"]
 
 
 # The update
@@ -452,7 +452,7 @@ def test_weight_decay_is_a_multiple_of_the_weights():
         for name in ("norm.weight", "col.bias")
     }
     names, found = diagnosed(decayed)
-    assert names == ["weight decay"] and "+0.1 more" in found.causes[0].evidence
+    assert names == ["weight decay"] and "is off by +0.1" in found.causes[0].evidence
     assert (
         diagnosed({"parameter/norm.weight": lambda t, e: t - 1e-3})[0] == []
     )  # a vector that is off otherwise
@@ -515,5 +515,5 @@ def test_a_difference_in_the_configuration_is_the_cause_only_of_what_it_can_brea
     early = entry == "attention"
     assert (
         names == ([name] if early else [])
-        and ("of no effect so early" in json.dumps(found.excluded)) is not early
+        and ("with no effect before a later stage" in json.dumps(found.excluded)) is not early
     )

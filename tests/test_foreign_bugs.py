@@ -47,7 +47,7 @@ SHARDED = {
         "forward/model.rotary_emb",
         1,
         None,
-        "each position has what belongs to the one after it",
+        "each position has the values of the one after it",
     ),
     "rotary angles of one layer doubled": (ATTENTION, 1, None, "position 0 of 32 is right"),
     "two heads swapped": (
@@ -60,12 +60,12 @@ SHARDED = {
         "gradient/model.layers.1.self_attn.k_proj.bias",
         1,
         None,
-        "zero throughout",
+        "all elements are zero",
     ),  # it is zero in the first step
     "residual added twice": ("forward/model.layers.1", 1, None, ""),
     "gelu for silu": ("forward/model.layers.1.mlp.act_fn", 1, None, ""),
     "last position zeroed": (f"forward/{INTO_MLP}", 1, None, "only position 31 of 32 is wrong"),
-    "embedding scaled": ("forward/model.embed_tokens", 1, None, "8 times the right one throughout"),
+    "embedding scaled": ("forward/model.embed_tokens", 1, None, "8 times the right one"),
     "activations of one replica scaled": (
         "forward/model.layers.1.mlp.down_proj",
         1,
@@ -77,7 +77,7 @@ SHARDED = {
     "gradient of one activation scaled": (f"gradient/{INTO_MLP}.weight", 1, None, "1.5 times the right one"),
     "gradient of some positions lost": ("gradient/model.layers.1.input_layernorm.weight", 1, None, ""),
     "one stale gradient": (f"gradient/{UP}", 2, "stale gradients", ""),
-    "gradient of one parameter zeroed": (f"gradient/{UP}", 1, None, "zero throughout"),
+    "gradient of one parameter zeroed": (f"gradient/{UP}", 1, None, "all elements are zero"),
     "gradient of one tp rank negated": (f"gradient/{UP}", 1, None, "only in the share of tp rank 1 of 2"),
     "one weight never updated": (f"parameter/{UP}", 1, "update left out", ""),
     "updates of one weight doubled": (
@@ -106,7 +106,7 @@ FSDP = {
 }
 DDP = {
     "one stale gradient": (f"gradient/{UP}", 2, "stale gradients", ""),
-    "gradient of one parameter zeroed": (f"gradient/{UP}", 1, None, "zero throughout"),
+    "gradient of one parameter zeroed": (f"gradient/{UP}", 1, None, "all elements are zero"),
     "sign of one weight element": (f"parameter/{UP}", 1, None, "its sign is flipped"),
     "replica missed one update": ("parameter/model.embed_tokens.weight", 2, "update left out", ""),
     "lost causal mask": (ATTENTION, 1, None, "position 31 of 32 is right"),

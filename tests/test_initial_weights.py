@@ -133,7 +133,7 @@ def test_a_hub_id(folder, tmp_path, sharded):
     done = subprocess.run(
         [*command, *elsewhere], cwd=ROOT, env=environment(**settings), capture_output=True, text=True
     )
-    message = f"{'is not' if sharded else 'has no weights'} to be had from the hub (HF_HUB_OFFLINE"
+    message = f"{'is not available from' if sharded else 'has no weights on'} the hub (HF_HUB_OFFLINE"
     assert done.returncode == 2 and message in done.stderr
     assert len(done.stderr.splitlines()) == 1
 

@@ -13,7 +13,7 @@ HEAD, HEAD_GRADIENT = f"forward/{modules.HEAD}", f"backward/{modules.HEAD}"
 
 
 def reported_loss(case: Case) -> Cause | None:
-    """All that a step computes is right, and the number that is reported is not."""
+    """All that the step computes is right; only the reported loss is wrong."""
     if not case.first.startswith("loss of"):
         return None
     losses = [loss for loss in case.result.losses if loss.step == case.step]
@@ -21,9 +21,7 @@ def reported_loss(case: Case) -> Cause | None:
     gaps = _gaps(case)
     equal = len(set(mine)) == 1 and len(mine) > 1
     what = (
-        "all DP ranks report one and the same loss"
-        if equal
-        else f"{case.first} is off by {max(gaps, key=abs):.3g}"
+        "all DP ranks report the same loss" if equal else f"{case.first} is off by {max(gaps, key=abs):.3g}"
     )
     return Cause("reported loss", f"every tensor is right, but {what}")
 
@@ -35,7 +33,7 @@ def _gaps(case: Case) -> list[float]:
 
 
 def partition_function(case: Case) -> Cause | None:
-    """The sum of exponentials is tp times too large: the loss and the gradient of the logits both say so."""
+    """The sum of exponentials is tp times too large, as both the loss and the gradient of the logits show."""
     tp = case.mesh.tp
     gaps = _gaps(case)
     near = max(1e-3, *(loss.tolerated for loss in case.result.losses if loss.step == case.step))
@@ -55,7 +53,7 @@ def partition_function(case: Case) -> Cause | None:
 
 
 def labels_of_a_shard(case: Case) -> Cause | None:
-    """The gradient is wrong for just those tokens whose labels lie in some shards of the vocabulary."""
+    """The gradient is wrong only for tokens whose labels lie in some shards of the vocabulary."""
     if case.first != HEAD_GRADIENT or "tp" not in case.sharded(HEAD_GRADIENT):
         return None
     own, exact, labels = (
@@ -74,12 +72,12 @@ def labels_of_a_shard(case: Case) -> Cause | None:
     return Cause(
         "loss on vocabulary shards",
         "the logits are right; their gradient is wrong for all tokens whose label is in the shard of tp rank "
-        f"{', '.join(map(str, sorted(wrong)))}, and for no other",
+        f"{', '.join(map(str, sorted(wrong)))}, and for no others",
     )
 
 
 def weights_of_samples(case: Case) -> Cause | None:
-    """The gradient of the logits is right but for one factor per DP rank and micro batch."""
+    """The gradient of the logits is right except for one factor per DP rank and micro batch."""
     if case.first != HEAD_GRADIENT:
         return None
     shares, micro = case.mesh.num_sample_shares, case.micro_batches
@@ -97,15 +95,15 @@ def weights_of_samples(case: Case) -> Cause | None:
 
 
 def cause_of_weights(case: Case, weights: torch.Tensor, what: str) -> Cause | None:
-    """weights (dp, micro batches): how often each DP rank's micro batches count in something; 1 is right."""
+    """The cause of `weights` (dp, micro batches), by which each DP rank's micro batches count in something; 1 is right."""
     by_dp, by_micro = weights.mean(dim=1), weights.mean(dim=0)
     if not _even(by_dp):
-        return None  # that a rank's samples do not count as others' do says not why
+        return None  # unequal DP ranks do not show a cause
     if not _even(by_micro):
         shown = ", ".join(f"{value:.3g}" for value in by_micro.tolist())
         return Cause(
             "accumulation",
-            f"in {what} the micro batches do not count alike ({shown} times; 1 is right), the DP ranks do",
+            f"in {what} the micro batches have different weights ({shown}; 1 is right), the same on all DP ranks",
         )
     factor = float(weights.mean())
     close = evidence.name_factor(factor, case.sizes)
@@ -122,7 +120,7 @@ def _even(values: torch.Tensor) -> bool:
 
 
 def input_gradient(case: Case) -> Cause | None:
-    """The gradient of what enters column-parallel layers lacks the sum over tp, or has it tp times."""
+    """The gradient of the input of column-parallel layers lacks the sum over tp, or has it tp times."""
     shares = recompute.backward_shares(case, case.first.removeprefix("backward/"))
     what = f"the gradient of {describe(case.first.removeprefix('backward/'))}"
     if not shares or case.mesh.tp == 1:
@@ -137,7 +135,7 @@ def input_gradient(case: Case) -> Cause | None:
             through = ", ".join(group)
             return Cause(
                 "tp reduction missing",
-                f"{what} is tp rank {rank}'s share alone of what comes back through {through}",
+                f"{what} has only tp rank {rank}'s share of the part that comes back through {through}",
             )
     if case.explains(case.first, case.mesh.tp * torch.stack(list(whole.values())).sum(0)):
         return Cause(

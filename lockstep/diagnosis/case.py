@@ -15,12 +15,12 @@ from lockstep.tensors.dump import Dump
 from lockstep.tensors.judgement import Judgement, Result
 from lockstep.training.optim import decays
 
-LEFT = 0.05  # of an error may be left by what explains it
+LEFT = 0.05  # the share of an error that an explanation may leave
 
 
 @dataclass(frozen=True)
 class Cause:
-    """A cause and the evidence that it is named on."""
+    """A cause and the evidence for it."""
 
     name: str
     evidence: str
@@ -29,8 +29,8 @@ class Cause:
 class Case:
     """A run of a finished comparison with at least one failure.
 
-    `first` is the first wrong tensor, in step `step`. `rows` has all judged tensors of that step by name,
-    `entry` is what the manifest says of the step. Tensors are given whole, in float64.
+    `first` is the first wrong tensor, in step `step`. `rows` has the judgements of all tensors of that step by name, `entry` is
+    what the manifest says of the step. Tensors are whole, in float64.
     """
 
     def __init__(self, result: Result, strategy: str, reference: Dump, replay: Dump | None):
@@ -57,15 +57,15 @@ class Case:
     # Tensors
 
     def own(self, name: str, step: int | None = None) -> torch.Tensor:
-        """What the run computed, in its first wrong step unless another one is given."""
+        """What the run computed, in its first wrong step unless another step is given."""
         return self.dump.tensor(self.step if step is None else step, name).double()
 
     def exact(self, name: str) -> torch.Tensor:
-        """What the reference has of the step: batch, forward, backward, gradients."""
+        """The reference's tensor of the step: batch, forward, backward, gradients."""
         return self._right_dump.tensor(self.step, name).double()
 
     def before(self, parameter: str) -> torch.Tensor:
-        """A parameter as it must have been before the step: the initial one, or what the last step left."""
+        """A parameter as it must have been before the step: the initial one, or that of the last step."""
         source = self.reference if self.step == 1 else self.dump
         return source.tensor(self.step - 1, f"parameter/{parameter}").double()
 
@@ -82,7 +82,7 @@ class Case:
         return before * (1 - rate * decay) - rate * direction
 
     def right(self, name: str) -> torch.Tensor:
-        """What a tensor must be: the reference's; behind the gradients, what follows from the run's own."""
+        """What a tensor must be: the reference's; after the gradients, what follows from the run's own."""
         kind, _, parameter = name.partition("/")
         if kind == "parameter":
             return self.updated(parameter)
@@ -119,21 +119,21 @@ class Case:
     # Does this value explain what is wrong?
 
     def explains(self, name: str, value: torch.Tensor) -> bool:
-        """Whether a wrong tensor is this value, as exactly as a right one would be the reference's."""
+        """Whether a wrong tensor is this value, as exactly as a right tensor would match the reference."""
         return self.is_wrong(name) and self.leaves_little(name, float((self.own(name) - value).norm()))
 
     def leaves_little(self, name: str, left: float) -> bool:
-        """Whether so much of a wrong tensor's error may be left by what explains it.
+        """Whether an explanation may leave so much of a wrong tensor's error.
 
-        No more than is tolerated of a right tensor; in proportion where it is larger than the right one. If
-        the error is itself little more than that, nearly all of it must be explained besides.
+        No more than is tolerated of a right tensor, in proportion if the tensor is larger than the right one; and no more than LEFT
+        of the error, if that is less.
         """
         row = self.rows[name]
         size = max(1.0, row.distance.own_norm / row.distance.norm) if row.distance.norm > 0 else 1.0
         return left <= min(row.tolerated * size, LEFT * row.distance.error)
 
     def factor(self, rows: list[Judgement]) -> float | None:
-        """The factor that all these tensors are of their references (parameters: their changes), or None."""
+        """The one factor c with tensor = c reference for all of these (parameters: for their changes), or None."""
         factors = []
         for row in rows:
             distance = row.distance
@@ -163,11 +163,11 @@ class Case:
         return {axis: dims[axis] for axis in reversed(self.mesh.axes) if axis in dims}
 
     def is_replicated(self, name: str) -> bool:
-        """Whether every tp rank has the whole parameter (where there are several)."""
+        """Whether there are several tp ranks, and each has the whole parameter."""
         return self.mesh.tp > 1 and "tp" not in self.sharded(name)
 
     def shares(self, name: str, axis: str, tensor: torch.Tensor) -> list[list[torch.Tensor]]:
-        """By rank along an axis, what it holds of a tensor; it cuts what the axes inside it have left."""
+        """What each rank along an axis holds of a tensor. An axis cuts what the axes inside it have left."""
         pieces = [tensor]
         for other, dim in self.sharded(name).items():
             if other == axis:
@@ -178,7 +178,7 @@ class Case:
         return [[chunks[rank] for chunks in cut if rank < len(chunks)] for rank in range(size)]
 
     def odd_ranks(self, name: str) -> list[int]:
-        """The ranks that do not hold what others hold of the same place."""
+        """The ranks whose copy of a part differs from that of other ranks."""
         return self.entry["replicas_differ"].get(name, [])
 
     # The model

@@ -1,7 +1,7 @@
-"""From the first wrong tensor to its cause: named on evidence, else what is excluded and what is odd.
+"""From the first wrong tensor to its cause. Without evidence for one: what is excluded, and what is odd.
 
-A step runs batch -> forward -> loss -> backward -> gradients -> norm -> moments -> parameters, and everything
-behind the first wrong tensor is wrong with it. So only the first wrong stage is looked into.
+A step runs batch -> forward -> loss -> backward -> gradients -> norm -> moments -> parameters. Everything after the first wrong
+tensor is wrong because of it, so only the first wrong stage is examined.
 """
 
 import itertools
@@ -21,7 +21,7 @@ class Stage:
     """A part of a step: the kinds of tensors that it makes, and rules for a first wrong one among them."""
 
     kinds: tuple[str, ...]
-    rules: tuple[CauseRule, ...]  # the first that names a cause is believed
+    rules: tuple[CauseRule, ...]  # the first that names a cause counts
 
 
 STAGES = {
@@ -69,7 +69,7 @@ class Diagnosis:
 
 
 def diagnose(result: Result, strategy: str, reference: Dump, replays: dict[str, Dump]) -> Diagnosis:
-    """Why a run of a finished comparison failed. `reference` and `replays` are what it was compared with."""
+    """Why a run of a finished comparison failed. It was compared with `reference` and `replays`."""
     configured = result.configuration.get(strategy, {})
     if not result.failures(strategy):
         causes = [
@@ -78,13 +78,13 @@ def diagnose(result: Result, strategy: str, reference: Dump, replays: dict[str, 
         ]
         return Diagnosis(_once(causes), ["every tensor of every step is right"])
     case = Case(result, strategy, reference, replays.get(strategy))
-    if case.not_computed:  # evidence may need any tensor of the step, so that alone is said
+    if case.not_computed:  # evidence may need any tensor of the step, so only this is reported
         more = f" and {len(case.not_computed) - 1} more tensors" if len(case.not_computed) > 1 else ""
         return Diagnosis(
             [
                 Cause(
                     "not computed",
-                    f"{case.not_computed[0]}{more}: the model is another one, or does not run all of it",
+                    f"{case.not_computed[0]}{more}: the run has another model, or does not run all of it",
                 )
             ]
         )
@@ -103,7 +103,7 @@ def _stage(case: Case) -> str:
 
 
 def _configured_differently(configured: dict[str, str], stage: str) -> tuple[list[Cause], list[str]]:
-    """The differences that can break this stage, as causes, and the others, which cannot, as excluded."""
+    """(differences that can break this stage, as causes; the others, as excluded)."""
     order = list(STAGES)
     causes: list[Cause] = []
     excluded: list[str] = []
@@ -112,7 +112,7 @@ def _configured_differently(configured: dict[str, str], stage: str) -> tuple[lis
         if order.index(earliest) <= order.index(stage):
             causes.append(Cause(name, f"configured differently: {what}"))
         else:
-            excluded.append(f"configured differently, but of no effect so early: {what}")
+            excluded.append(f"configured differently, but with no effect before a later stage: {what}")
     return causes, excluded
 
 
@@ -138,10 +138,10 @@ def _excluded(case: Case, stage: str) -> list[str]:
 
 
 def _entering(case: Case) -> list[str]:
-    """What the first wrong output is computed from, where that was captured and is right."""
+    """The tensors from which the first wrong output is computed, if they were captured and are right."""
     module = case.first.removeprefix("forward/")
     sources = case.dump.layout.sources[module]
     rows = [case.rows.get(f"forward/{name}") for name in sources]
     if not sources or not all(row is not None and row.judged and not row.too_far for row in rows):
         return []
-    return [f"what {describe(module)} is computed from is right: {', '.join(map(describe, sources))}"]
+    return [f"the inputs of {describe(module)} are right: {', '.join(map(describe, sources))}"]

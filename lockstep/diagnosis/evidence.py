@@ -1,4 +1,4 @@
-"""Single statements about tensors in float64: multiples, dropout, rounding. What they mean, the rules say."""
+"""Statements about single tensors in float64: multiples, dropout, rounding. The rules say what they mean."""
 
 import math
 from collections.abc import Iterable
@@ -10,13 +10,13 @@ SAME_FACTOR = 1e-2  # how near to each other two measured factors must be to be 
 
 
 def multiple_of(own: torch.Tensor, base: torch.Tensor) -> float:
-    """The best factor c in own = c base; NaN where `base` is zero or something is not finite."""
+    """The best factor c in own = c base; NaN if `base` is zero or something is not finite."""
     square, along = float((base * base).sum()), float((own * base).sum())
     return along / square if 0 < square < math.inf and math.isfinite(along) else math.nan
 
 
 def name_factor(factor: float, sizes: dict[str, int]) -> list[str]:
-    """What a factor may be: "tp", "1/dp", "accumulation steps", ...; [] if nothing is near."""
+    """What a factor may be: "tp", "1/dp", "accumulation steps", ...; [] if it is near none of them."""
     sizes = {name: size for name, size in sizes.items() if size > 1}
     known = {name: float(size) for name, size in sizes.items()}
     if "tp" in sizes and "dp" in sizes:
@@ -41,10 +41,10 @@ def relative_error(own: list[torch.Tensor], exact: list[torch.Tensor]) -> float:
 
 
 def dropped_elements(own: torch.Tensor, exact: torch.Tensor) -> float | None:
-    """The share of elements that dropout has zeroed: scattered, and the rest is larger by as much. Else None.
+    """The share of elements that dropout has zeroed: scattered, and the rest larger to make up for it. Else None.
 
-    The mask is drawn anew for every element, so the share is off by chance: the rest must be 1 / (1 - p)
-    times the reference for a p as near to the share as chance allows. Zeros that fill rows are no dropout.
+    The mask is random, so the share of zeros is p only by chance. The rest must be 1 / (1 - p) times the reference for a p as near
+    to the share as chance allows. Zeros that fill rows are no dropout.
     """
     zeros = (own == 0) & (exact != 0)
     count, share = int(zeros.sum()), float(zeros.double().mean())
@@ -67,9 +67,9 @@ def dropped_elements(own: torch.Tensor, exact: torch.Tensor) -> float | None:
 
 
 def are_rounded_to_bfloat16(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> bool:
-    """Of pairs of a tensor and its reference: whether all are bfloat16 numbers, off by as much as rounding.
+    """Whether all tensors of some pairs (tensor, its reference) are bfloat16 numbers, off by no more than rounding to bfloat16.
 
-    By chance not all of many float32 numbers are. Zeros and ones are, so some tensor must have many values.
+    Many float32 numbers are not all bfloat16 numbers by chance. Zeros and ones are, so some tensor must have many values.
     """
     telling = False
     for own, exact in pairs:

@@ -1,7 +1,7 @@
 """Rules for a wrong batch and for a first wrong tensor in the forward pass.
 
-A rule is a function of a Case that names a cause, or None. It names one only on evidence that convinces: a
-value that was computed again from the dump and is what the run has.
+A rule is a function of a Case that returns a cause, or None. It names a cause only on convincing evidence: a value that was
+recomputed from the dump and is what the run has.
 """
 
 import torch
@@ -11,7 +11,7 @@ from lockstep.diagnosis.case import Case, Cause, describe
 
 
 def batch(case: Case) -> Cause:
-    """The batch is exactly equal to the right one, or it is another one."""
+    """A batch is either equal to the right one or wrong; this says in what way."""
     shares = case.mesh.num_sample_shares
     own, exact = case.own(case.first), case.exact(case.first)
     mine, right = own.chunk(shares), exact.chunk(shares)
@@ -40,15 +40,15 @@ def dropout(case: Case) -> Cause | None:
     what = describe(_name(case))
     return Cause(
         "random numbers",
-        f"{100 * share:.1f} % of {what} is zero, scattered, and the rest larger by as much{apart}: dropout",
+        f"{100 * share:.1f} % of the elements of {what} are zero, scattered, and the others larger to make up for it{apart}: dropout",
     )
 
 
 def other_weights(case: Case) -> Cause | None:
     """The module's own weights were not the right ones before the step.
 
-    They are not captured there. But where the update is right by the run's own gradients and moments, and
-    what it led to is not, what it started from was not.
+    The weights before the step are not captured. But if the update is right by the run's own gradients and moments and the
+    updated weight is wrong, the weight was wrong before.
     """
     for what in ("weight", "bias"):
         name = f"{_name(case)}.{what}"
@@ -58,24 +58,24 @@ def other_weights(case: Case) -> Cause | None:
             continue
         is_update = (
             case.factor([case.rows[key]]) is not None
-        )  # left out, say: then nothing is known of before
+        )  # such as one left out: it says nothing about the weight before
         if case.is_wrong(key) and not is_update and not any(map(case.is_wrong, inner[1:])):
             off = f"{case.rows[key].distance.relative:.1e}"
             return Cause(
                 "weights",
-                f"{name} was {off} off before the step: its update is right, and what it led to is not",
+                f"{name} was off by a relative {off} before the step: its update is right, and the updated weight is not",
             )
         if case.odd_ranks(key) and not any(map(case.odd_ranks, inner)):
             return Cause(
                 "weights",
-                f"ranks {case.odd_ranks(key)} have another {name}, and the same gradient and moments of it: "
-                "it was another one before the step",
+                f"ranks {case.odd_ranks(key)} hold another {name} than other ranks, with equal gradient and moments: "
+                "it differed before the step",
             )
     return None
 
 
 def rounded(case: Case) -> Cause | None:
-    """Only where bfloat16 numbers are a surprise."""
+    """Every element is a bfloat16 number, in a run that computes in float32."""
     is_float32 = case.entry["tensors"][case.first]["dtype"] == "F32" and case.options["precision"] == "fp32"
     if is_float32 and evidence.are_rounded_to_bfloat16([(case.own(case.first), case.exact(case.first))]):
         return Cause(
@@ -85,7 +85,7 @@ def rounded(case: Case) -> Cause | None:
 
 
 def sum_over_tp(case: Case) -> Cause | None:
-    """The output of a layer that sums over tp is one rank's share, or the sum, or just its bias, tp times."""
+    """The output of a layer that sums over tp is one rank's share; or the sum, or only its bias, is there tp times."""
     module, tp = _name(case), case.mesh.tp
     shares = recompute.forward_shares(case, module)
     if not shares:

@@ -1,4 +1,4 @@
-"""Rules for a first wrong gradient of a parameter: what it is made of, in forward and backward, is right."""
+"""Rules for a first wrong gradient of a parameter; the forward and backward tensors that it is made of are right."""
 
 import torch
 
@@ -15,7 +15,7 @@ def _wrong(case: Case) -> list[str]:
 
 
 def stale(case: Case) -> Cause | None:
-    """Every wrong gradient is the one of the step before, or has it added."""
+    """Every wrong gradient is that of the step before, or has it added."""
     names = [row.name for row in case.wrong("gradient")]
     if case.step == 1 or not names:
         return None
@@ -23,15 +23,15 @@ def stale(case: Case) -> Cause | None:
     if all(case.explains(name, case.exact(name) + case.own(name, last)) for name in names):
         return Cause(
             "stale gradients",
-            f"what is too much in {listed(names)} is just the gradient of the step before: it was not zeroed",
+            f"{listed(names)}: the gradient of the step before is added; it was not zeroed",
         )
     if all(case.explains(name, case.own(name, last)) for name in names):
-        return Cause("stale gradients", f"{listed(names)} is the one of the step before")
+        return Cause("stale gradients", f"{listed(names)}: the gradient of the step before")
     return None
 
 
 def rounded(case: Case) -> Cause | None:
-    """Gradients are float32 in autocast, too, but then of bfloat16 products."""
+    """Every element is a bfloat16 number. Not in autocast, where gradients are float32 sums of bfloat16 products."""
     names = [f"gradient/{name}" for name in _wrong(case)]
     if not names or case.options["precision"] != "fp32":
         return None
@@ -43,7 +43,7 @@ def rounded(case: Case) -> Cause | None:
 
 
 def broken_tie(case: Case) -> Cause | None:
-    """The gradient of the tied weight lacks what the head, or what the embedding contributes."""
+    """The gradient of the tied weight lacks the contribution of the head, or of the embedding."""
     tied = case.weight_of(modules.HEAD)
     needed = (f"backward/{modules.HEAD}", f"forward/{case.source(modules.HEAD)}")
     if _wrong(case) != [tied] or tied == modules.HEAD_WEIGHT or not case.has(*needed):
@@ -53,15 +53,18 @@ def broken_tie(case: Case) -> Cause | None:
     if case.explains(f"gradient/{tied}", case.exact(f"gradient/{tied}") - head):
         return Cause(
             "tied weights",
-            "the gradient of the tied weight is what the embedding contributes; the head's part is not in it",
+            "the gradient of the tied weight has the embedding's contribution only, not the head's",
         )
     if case.explains(f"gradient/{tied}", head):
-        return Cause("tied weights", "the gradient of the tied weight is what the head contributes, alone")
+        return Cause(
+            "tied weights",
+            "the gradient of the tied weight has the head's contribution only, not the embedding's",
+        )
     return None
 
 
 def own_heads_only(case: Case) -> Cause | None:
-    """The gradient of a norm on heads, whose weight every tp rank has, is that of one rank's heads."""
+    """The gradient of a norm on heads, whose weight every tp rank holds, has one rank's heads only."""
     parts = {name: recompute.norm_gradient_shares(case, name) for name in _wrong(case)}
     if not parts or not all(parts.values()):
         return None
@@ -70,12 +73,12 @@ def own_heads_only(case: Case) -> Cause | None:
             return None
     return Cause(
         "tp reduction missing",
-        f"the gradient of {listed(list(parts))} is that of one tp rank's heads alone, computed again",
+        f"the gradient of {listed(list(parts))} has one tp rank's heads only, as recomputed",
     )
 
 
 def one_rank_only(case: Case) -> Cause | None:
-    """Whoever holds a part of the gradients learns from one DP rank's samples, as if there were no others."""
+    """Each part of the gradients comes from one DP rank's samples alone, as if there were no others."""
     found = _some_known(case)
     if not found or case.mesh.num_sample_shares == 1 or case.wrong("backward"):
         return None
@@ -89,13 +92,13 @@ def one_rank_only(case: Case) -> Cause | None:
     times = case.mesh.num_sample_shares
     return Cause(
         "dp reduction missing",
-        f"each part of these gradients holds one DP rank's samples alone, {times} = dp times, and none of "
-        f"the others', computed again from them ({'; '.join(shown)})",
+        f"each part of these gradients is {times} = dp times one DP rank's contribution, without the others', "
+        f"as recomputed ({'; '.join(shown)})",
     )
 
 
 def uneven_samples(case: Case) -> Cause | None:
-    """Every wrong gradient is right but for how often the micro batches count."""
+    """Every wrong gradient is right except for the weights of the micro batches in it."""
     if len(_wrong(case)) < len(case.judged("gradient")) / 2 or case.wrong("backward"):
         return None
     found = _some_known(case)
@@ -115,8 +118,8 @@ def uneven_samples(case: Case) -> Cause | None:
 def one_factor(case: Case) -> Cause | None:
     """All wrong gradients are one multiple of the right ones.
 
-    Of all gradients, that is the cause. Of some, a factor that may be tp or something else says little,
-    unless they are those of just the parameters that every tp rank holds.
+    If all gradients are wrong, the factor is the cause. If some are, a factor that may be tp or something else says little,
+    unless they are exactly those of the parameters that every tp rank holds.
     """
     wrong = case.wrong("gradient")
     factor = case.factor(wrong)
@@ -131,7 +134,7 @@ def one_factor(case: Case) -> Cause | None:
         name = "tp reduction repeated" if "tp" in close else "gradient scale"
         return Cause(
             name,
-            "the gradients of just those parameters that every tp rank holds are "
+            "only the gradients of the parameters that every tp rank holds are "
             f"{case.in_words(factor)} times what they should be",
         )
     if close == ["tp"]:
@@ -148,7 +151,7 @@ def one_factor(case: Case) -> Cause | None:
 
 
 def _some_known(case: Case) -> list[recompute.Contributions]:
-    """Of the wrong gradients whose parts are known the first, the middle and the last one."""
+    """The first, the middle and the last of the wrong gradients whose parts are known."""
     known = [
         one
         for one in (recompute.Contributions(case, name) for name in _wrong(case))

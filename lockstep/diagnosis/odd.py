@@ -1,4 +1,4 @@
-"""What is odd about a wrong tensor: elements, ranks, samples, positions, heads, columns. Facts, no causes."""
+"""What is odd about a wrong tensor: its elements, ranks, samples, positions, heads, columns. Facts, not causes."""
 
 import math
 
@@ -14,7 +14,7 @@ FEW = 3  # elements that are shown one by one
 
 
 def oddities(case: Case) -> list[str]:
-    """Sentences on the first wrong tensor; [] where it is no tensor."""
+    """Sentences about the first wrong tensor; [] if what is wrong is not a tensor."""
     if "/" not in case.first:
         return []
     said = _ranks(case)
@@ -24,7 +24,7 @@ def oddities(case: Case) -> list[str]:
     if not bool(own.isfinite().all()):
         return [*said, f"{int((~own.isfinite()).sum())} of {own.numel()} elements are not finite"]
     if not bool(own.any()):
-        return [*said, "it is zero throughout"]
+        return [*said, "all elements are zero"]
     return (
         said
         + _elements(case, own, exact)
@@ -49,7 +49,7 @@ def _ranks(case: Case) -> list[str]:
 
 
 def _wrong_elements(case: Case, own: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
-    """A mask: farther off than is tolerated of one element; if none is, than of the norm, spread evenly."""
+    """A mask of elements off by more than is tolerated of one element; if there are none, of the norm spread evenly."""
     row, error = case.rows[case.first], (own - exact).abs()
     found = error > row.tolerated_largest
     return found if bool(found.any()) else error > 2 * row.tolerated / math.sqrt(max(own.numel(), 1))
@@ -77,7 +77,7 @@ def _sign(own: torch.Tensor, exact: torch.Tensor) -> str:
 
 
 def _places(case: Case, own: torch.Tensor, exact: torch.Tensor) -> list[str]:
-    """Along each dim by what it means, where the error is and where it is not."""
+    """Where the error is along each dim, by what the dim means."""
     wrong = _wrong_elements(case, own, exact)
     said: list[str] = []
     if int(wrong.sum()) <= FEW:
@@ -112,7 +112,7 @@ def _places(case: Case, own: torch.Tensor, exact: torch.Tensor) -> list[str]:
 
 
 def _shares(case: Case, wrong: torch.Tensor, axes: list[str]) -> list[str]:
-    """Whose share alone has errors, along these axes."""
+    """The one rank along each of these axes whose share alone has errors, if there is one."""
     said = []
     for axis in axes:
         if axis in case.sharded(case.first):
@@ -173,11 +173,11 @@ def _spans(places: list[int]) -> str:
 
 
 def _likeness(case: Case, own: torch.Tensor, exact: torch.Tensor) -> list[str]:
-    """Whether it is a multiple of the right one, throughout or by head, has another order, or is moved."""
+    """Whether the tensor is a multiple of the right one (as a whole or by head), reordered, or shifted."""
     factor = case.factor([case.rows[case.first]])
     if factor is not None:
         what = "its change is" if case.first.startswith("parameter/") else "it is"
-        return [f"{what} {case.in_words(factor)} times the right one throughout"]
+        return [f"{what} {case.in_words(factor)} times the right one"]
     said, heads = [], _heads(case, own)
     if heads:
         mine, right = (tensor.unflatten(-1, (heads, -1)).movedim(-2, 0).flatten(1) for tensor in (own, exact))
@@ -196,19 +196,19 @@ def _likeness(case: Case, own: torch.Tensor, exact: torch.Tensor) -> list[str]:
         order = _order(own, exact)
         if order and case.explains(case.first, exact[order]):
             moved = [row for row, place in enumerate(order) if row != place]
-            said.append(f"{len(moved)} rows have changed places, the first is row {moved[0]}")
+            said.append(f"{len(moved)} rows are in other places; the first is row {moved[0]}")
     if own.ndim == 3 and own.shape[1] > 2 and case.first.startswith("forward/"):
         for what, mine, right in (
             ("before", own[:, 1:], exact[:, :-1]),
             ("after", own[:, :-1], exact[:, 1:]),
         ):
             if evidence.relative_error([mine], [right]) <= 1e-4 < evidence.relative_error([own], [exact]):
-                said.append(f"each position has what belongs to the one {what} it")
+                said.append(f"each position has the values of the one {what} it")
     return said
 
 
 def _samples(case: Case) -> list[str]:
-    """How often each DP rank's micro batches count in a gradient, if nothing else is wrong with it."""
+    """The weights of each DP rank's micro batches in a gradient, if nothing else is wrong with it."""
     kind, _, parameter = case.first.partition("/")
     found = recompute.Contributions(case, parameter) if kind == "gradient" else None
     solved = recompute.sample_weights(found) if found is not None and found.known else None
@@ -220,7 +220,7 @@ def _samples(case: Case) -> list[str]:
         f"DP rank {rank}: {', '.join(f'{value:.3g}' for value in row)}"
         for rank, row in enumerate((solved[0].round(decimals=3) + 0.0).tolist())
     )
-    return [f"it is right but for how often the micro batches count in it: {shown} times"]
+    return [f"it is right except for the weights of the micro batches in it (1 is right): {shown}"]
 
 
 def _scaled(exact: torch.Tensor, heads: int, factors: list[float]) -> torch.Tensor:

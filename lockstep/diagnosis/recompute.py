@@ -1,12 +1,12 @@
-"""What single ranks and single samples contribute to a tensor, computed again from what the run captured.
+"""What single ranks and samples contribute to a tensor, recomputed from what the run captured.
 
 A layer y = x W^T + b whose weight is cut over tp has, on tp rank r,
 
     row-parallel      W = [W_0 W_1 ...]      y = sum_r x_r W_r^T          in forward
     column-parallel   W = [W_0; W_1; ...]    dL/dx = sum_r g_r W_r        in backward, g = dL/dy
 
-and over the samples i, each a DP rank's micro batch, dL/dW = sum_i g_i^T x_i. x, g and W are all in the dump,
-so each share can be computed alone and held against what the run has instead of the sum.
+and over the samples i, each a DP rank's micro batch, dL/dW = sum_i g_i^T x_i. x, g and W are all in the dump, so each share can
+be computed alone and compared with what the run has.
 """
 
 from collections.abc import Iterator
@@ -58,9 +58,9 @@ def _sums_over_tp(case: Case, module: str) -> bool:
 
 
 def backward_shares(case: Case, name: str) -> dict[str, list[torch.Tensor]]:
-    """By column-parallel layer that a tensor enters: each tp rank's share of the gradient that comes back.
+    """Column-parallel layer that a tensor enters -> each tp rank's share of the gradient that comes back through it.
 
-    {} unless all that it enters are such layers.
+    {} unless it enters such layers only.
     """
     found: dict[str, list[torch.Tensor]] = {}
     for module in case.consumers(name):
@@ -81,7 +81,7 @@ def backward_shares(case: Case, name: str) -> dict[str, list[torch.Tensor]]:
 
 
 def norm_gradient_shares(case: Case, parameter: str) -> list[torch.Tensor]:
-    """Each tp rank's share of the gradient of a weight that all hold, though each norms its own heads only.
+    """Each tp rank's share of the gradient of a norm's weight that all ranks hold, while each norms its own heads only.
 
     y = w z has the gradient sum of dL/dy z over tokens and heads. [] for any other parameter.
     """
@@ -104,8 +104,8 @@ def norm_gradient_shares(case: Case, parameter: str) -> list[torch.Tensor]:
 class Contributions:
     """What each micro batch of each DP rank contributes to the gradient of one parameter; in blocks of rows.
 
-    A block of a weight has shape (samples, rows, columns). A vector is cut over tp, if it is, and then over
-    dp, because a rank may hold one such part only; each is a block of a single row.
+    A block of a weight has shape (samples, rows, columns). A vector is cut over tp (if it is sharded) and then over dp, because a
+    rank may hold one such part only; each part is a block of a single row.
     """
 
     def __init__(self, case: Case, parameter: str):
@@ -115,7 +115,7 @@ class Contributions:
 
     @property
     def known(self) -> bool:
-        """Whether all that the gradient is made of is there and right, and the samples can be told apart."""
+        """Whether all tensors that the gradient is made of are captured and right, and the samples can be told apart."""
         case, module = self.case, self.module
         needed = [f"backward/{module}"]
         if self.what == "bias":
@@ -170,9 +170,9 @@ class Contributions:
 
 
 def sample_weights(found: Contributions) -> tuple[torch.Tensor, float] | None:
-    """How often each DP rank's micro batches are in a gradient (dp, micro batches), and the error left.
+    """(weights (dp, micro batches) of each DP rank's micro batches in a gradient, the error left); weight 1 is right.
 
-    1 is right. None where something is not finite.
+    None if something is not finite.
     """
     products = torch.zeros(found.samples, found.samples, dtype=torch.float64)
     along = torch.zeros(found.samples, dtype=torch.float64)
@@ -191,9 +191,9 @@ def sample_weights(found: Contributions) -> tuple[torch.Tensor, float] | None:
 
 
 def samples_of_one_rank(found: Contributions) -> tuple[list[int], float]:
-    """Each row taken for dp times what one DP rank's samples contribute, the nearest.
+    """Take each row for dp times one DP rank's contribution, the nearest.
 
-    Returns how many rows are each DP rank's, and the error that this leaves.
+    Returns the number of rows of each DP rank, and the error that this leaves.
     """
     dp = found.case.mesh.num_sample_shares
     counts, left = [0] * dp, 0.0

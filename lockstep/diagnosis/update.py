@@ -1,4 +1,4 @@
-"""Rules for what comes after the gradients, which are right: their norm, the moments, the parameters."""
+"""Rules for a first wrong norm, moment or parameter; the gradients are right."""
 
 import math
 from collections.abc import Iterator
@@ -28,8 +28,8 @@ def norm_of_other_gradients(case: Case) -> Cause | None:
         ratio = norm.recorded / held
         return Cause(
             "clipping",
-            f"the norm is {ratio:.5f} times that of the gradients: just as if the parameters that every tp "
-            "rank holds were counted tp times",
+            f"the norm is {ratio:.5f} times that of the gradients, as if the parameters that every tp rank holds "
+            "were counted tp times",
         )
     for axis in case.mesh.axes:
         for rank, own in enumerate(norms_by_rank(case, axis)):
@@ -38,14 +38,14 @@ def norm_of_other_gradients(case: Case) -> Cause | None:
             ):
                 return Cause(
                     "clipping",
-                    f"the norm is {norm.recorded / held:.4f} times that of the gradients: it is that of "
+                    f"the norm is {norm.recorded / held:.4f} times that of the gradients: it is the norm of "
                     f"{axis} rank {rank}'s shards alone",
                 )
     return None
 
 
 def clipped_by_the_recorded_norm(case: Case) -> Cause | None:
-    """The recorded norm is not that of the gradients, and it was clipped by."""
+    """The recorded norm is not that of the gradients, and the gradients were clipped by it."""
     norm = next(
         norm for norm in case.result.norms if (norm.strategy, norm.step) == (case.strategy, case.step)
     )
@@ -61,7 +61,7 @@ def clipped_by_the_recorded_norm(case: Case) -> Cause | None:
     times = case.in_words(norm.recorded / norm.held)
     return Cause(
         "clipping",
-        f"the norm is {times} times that of the gradients, and the moments show that it was clipped by",
+        f"the norm is {times} times that of the gradients, and the moments show that it was used to clip them",
     )
 
 
@@ -104,11 +104,13 @@ def moments_lost(case: Case) -> Cause | None:
         ):
             return None
     names = listed([row.name for row in [*first, *second]])
-    return Cause("moments lost", f"{names}: they are those of a first step; what they had gathered is gone")
+    return Cause(
+        "moments lost", f"{names}: they are those of a first step; what they had accumulated is lost"
+    )
 
 
 def other_betas(case: Case) -> Cause | None:
-    """In a first step, just one moment is wrong, by one factor in all parameters: another 1 - beta."""
+    """In a first step, only one moment is wrong, by one factor in all parameters: another 1 - beta."""
     if case.step > 1:
         return None
     for kind, other, number in (("exp_avg", "exp_avg_sq", 0), ("exp_avg_sq", "exp_avg", 1)):
@@ -183,7 +185,7 @@ def rounded(case: Case) -> Cause | None:
 
 
 def update_left_out(case: Case) -> Cause | None:
-    """All elements that are wrong are, bit for bit, what they were before the step."""
+    """All wrong elements are bit for bit what they were before the step."""
     wrong, shown = case.wrong("parameter"), []
     for row in wrong:
         name = _parameter(row)
@@ -206,7 +208,7 @@ def update_left_out(case: Case) -> Cause | None:
     if not wrong:
         return None
     return Cause(
-        "update left out", f"moments right; unchanged, bit for bit: {listed(shown)}; all else is right"
+        "update left out", f"the moments are right; unchanged bit for bit: {listed(shown)}; all else is right"
     )
 
 
@@ -220,7 +222,7 @@ def _shares_kept(case: Case, name: str, own: torch.Tensor, before: torch.Tensor)
 
 
 def other_decay(case: Case) -> Cause | None:
-    """The error of the parameters is a multiple of themselves, which weight decay is and an update is not."""
+    """The error of the parameters is a multiple of the parameters themselves, as weight decay is and an update is not."""
     wrong, found = case.wrong("parameter"), []
     for row in wrong:
         before, updated = case.before(_parameter(row)), case.updated(_parameter(row))
@@ -231,7 +233,9 @@ def other_decay(case: Case) -> Cause | None:
     if not found or not all(math.isclose(one, found[0], rel_tol=2 * LEFT) for one in found):
         return None
     names = listed([_parameter(row) for row in wrong])
-    return Cause("weight decay", f"moments right; {names} decay by {found[0]:+.4g} more than they should")
+    return Cause(
+        "weight decay", f"the moments are right; the weight decay of {names} is off by {found[0]:+.4g}"
+    )
 
 
 def other_rate(case: Case) -> Cause | None:
@@ -241,7 +245,8 @@ def other_rate(case: Case) -> Cause | None:
     if factor is None or factor <= 0 or len(case.wrong("parameter")) < len(judged):
         return None
     return Cause(
-        "learning rate", f"moments right; every update is {case.in_words(factor)} times what it should be"
+        "learning rate",
+        f"the moments are right; every update is {case.in_words(factor)} times what it should be",
     )
 
 

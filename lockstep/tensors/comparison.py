@@ -223,7 +223,7 @@ def _hold_records(strategy: str, dump: Dump, step: int, found: dict[str, Distanc
 
 def _replay(replays: dict[str, Dump], dump: Dump, name: str, step: int) -> Dump:
     """The reference of a later step: a replay that started from just the parameters that this dump had reached."""
-    again = "run lockstep.tensors.exact_run after the training scripts, into a folder without older replays"
+    again = "run python -m lockstep.reference after the training scripts, into a folder without older replays"
     if name not in replays or str(step) not in replays[name].steps:
         raise UserError(f"step {step} of {dump.folder} has no replay to compare it with; {again}")
     require_comparable_dumps(replays[name], dump, same_steps=False)
