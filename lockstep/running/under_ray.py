@@ -82,12 +82,18 @@ def run(config: Config, inputs: Inputs, begin: Callable[[], None]) -> str:
     startup.end_helpers.append(_end_helpers_of_ray)
     _connect(ray)
     training_library.result()
-    with _log_at(config.loss_output_dir / "logs" / f"{config.history_path.stem}.txt") as path:
+    path = config.loss_output_dir / "logs" / f"{config.history_path.stem}.txt"
+    with _log_at(path) as log:
         begin()
         try:
             return _train(ray, config, inputs)
         except WorkersLost as error:
-            raise TrainingFailure(f"{error}; the full output is in {path}") from error
+            said = (
+                f"its log {path} ends where it could not be written ({log.lost})"
+                if log.lost
+                else f"the full output is in {path}"
+            )
+            raise TrainingFailure(f"{error}; {said}") from error
 
 
 class WorkersLost(TrainingFailure):
@@ -157,20 +163,31 @@ class _Log(io.TextIOBase):
     """Takes what is printed: lines that are meant for a person to the screen, all others to a file."""
 
     def __init__(self, file: TextIO):
-        self._file, self._lock, self._unfinished = file, threading.Lock(), ""
+        self._file, self._lock, self._unfinished, self.lost = file, threading.Lock(), "", ""
 
     def write(self, text: str) -> int:
         with self._lock:  # Ray prints from a thread
             *lines, self._unfinished = (self._unfinished + text).split("\n")
             for line in lines:
                 if not progress.screen.take(line):
-                    self._file.write(line + "\n")
-            self._file.flush()
+                    self._keep(line + "\n")
         return len(text)
+
+    def _keep(self, text: str) -> None:
+        try:
+            if not self.lost:
+                self._file.write(text)
+                self._file.flush()
+        except OSError as error:  # a full disk: why the run stops is to be said, too
+            self.lost = error.strerror or str(error)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # `lost` says it
+            self._file.close()
 
 
 @contextlib.contextmanager
-def _log_at(path: Path) -> Iterator[Path]:
+def _log_at(path: Path) -> Iterator[_Log]:
     """While this lasts, what Ray prints, for itself and for its workers, goes to a file, and marked lines to the screen."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -181,12 +198,12 @@ def _log_at(path: Path) -> Iterator[Path]:
         ) from error
     log = _Log(file)
     with (
-        file,
+        contextlib.closing(log),
         progress.shown_on(progress.Screen(sys.stdout)),
         contextlib.redirect_stdout(log),
         contextlib.redirect_stderr(log),
     ):
-        yield path
+        yield log
 
 
 def _remove_records(*folders: Path) -> None:
