@@ -79,7 +79,7 @@ def run(config: Config, inputs: Inputs, begin: Callable[[], None]) -> str:
     """
     ray = _import_ray()
     training_library = _in_background(_import_ray_train)  # it takes as long as Ray takes to start
-    startup.end_helpers.append(_end_helpers_of_ray)
+    startup.end_helpers.append(lambda: _kill(_helpers_of_ray()))
     _connect(ray)
     training_library.result()
     path = config.loss_output_dir / "logs" / f"{config.history_path.stem}.txt"
@@ -316,7 +316,9 @@ def _shutdown(ray: ModuleType, *, clean: bool) -> None:
     """Leave the cluster, or end the instance of our own; `clean` removes the folder of logs that such an instance leaves."""
     node = ray._private.worker._global_node
     session = Path(node.get_session_dir_path()) if node is not None and node.is_head() else None
+    helpers = _helpers_of_ray()
     ray.shutdown()
+    _kill(helpers)
     if clean and session is not None:
         shutil.rmtree(session, ignore_errors=True)
         latest = session.with_name("session_latest")
@@ -324,13 +326,31 @@ def _shutdown(ray: ModuleType, *, clean: bool) -> None:
             latest.unlink(missing_ok=True)
 
 
-def _end_helpers_of_ray() -> None:
-    """Kill what would try to reach the raylet of this process after its end."""
-    for task in Path("/proc/self/task").iterdir():
-        for child in (task / "children").read_text().split():
-            for process in Path(f"/proc/{child}/task/{child}/children").read_text().split():
-                if SLOW_TO_END.search(Path(f"/proc/{process}/cmdline").read_text()):
-                    os.kill(int(process), signal.SIGKILL)
+def _helpers_of_ray() -> list[int]:
+    """The processes that would try for up to a minute to reach the raylet of this process after its end."""
+    grandchildren = [each for child in _children(os.getpid()) for each in _children(child)]
+    return [process for process in grandchildren if _is_slow_to_end(process)]
+
+
+def _children(process: int) -> list[int]:
+    found = []
+    for task in Path(f"/proc/{process}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # the thread or the process has ended
+            found += map(int, task.read_text().split())
+    return found
+
+
+def _is_slow_to_end(process: int) -> bool:
+    with contextlib.suppress(OSError):  # it has ended
+        return bool(SLOW_TO_END.search(Path(f"/proc/{process}/cmdline").read_text()))
+    return False
+
+
+def _kill(helpers: list[int]) -> None:
+    for process in helpers:
+        if _is_slow_to_end(process):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
 
 
 def _hold_local_ray() -> int:
