@@ -447,9 +447,10 @@ def check_environment(config: Config, architecture: dict) -> None:
         raise UserError(
             f"--loss_output_dir: {config.history_path} is a folder; remove it, or choose another folder"
         )
-    for option in ("loss_output_dir", "capture_dir"):
-        if getattr(config, option) is not None:
-            files.require_writable_folder(getattr(config, option), f"--{option}", keep=not config.dry_run)
+    written = (("--loss_output_dir", config.loss_output_dir), ("--capture_dir", config.capture_dir))
+    for option, folder in written:
+        if folder is not None:
+            files.require_writable_folder(folder, option, keep=not config.dry_run)
     if not launched_in_place():  # Ray makes it, and it may stay empty
         files.require_writable_folder(config.storage_path, "--storage_path", keep=False)
     workers = workers_here(config.num_workers) if launched_in_place() else config.num_workers

@@ -25,9 +25,10 @@ from lockstep.errors import (
 )
 from lockstep.inputs import initial_weights
 from lockstep.running import locks, processes, progress
+from lockstep.running.device import training_device
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 PATIENCE = 15.0  # seconds that a rank waits for rank 0 to say what both have found
 
@@ -187,25 +188,3 @@ def _run_in_place(config: Config, inputs: Inputs, begin: Callable[[], None]) -> 
             gc.collect()  # strategies hold cycles; their process groups must go before the default one
             if dist.is_initialized():
                 dist.destroy_process_group()
-
-
-def training_device(config: Config) -> "torch.device":
-    """The device of this rank of a launcher, made ready: its share of the cores, or its GPU."""
-    import torch
-
-    set_threads(config, config_module.workers_here(config.num_workers))
-    if config.device != "cuda":
-        return torch.device("cpu")
-    device = torch.device(
-        "cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()
-    )  # over gloo, ranks may share a GPU
-    torch.cuda.set_device(device)
-    return device
-
-
-def set_threads(config: Config, workers_here: int) -> None:
-    """Share this machine's cores among its workers; launchers set one thread, or all of them in each worker."""
-    import torch
-
-    if config.device == "cpu":
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers_here))

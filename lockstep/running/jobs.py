@@ -31,8 +31,8 @@ from lockstep import startup, strategies
 from lockstep.config import Config
 from lockstep.errors import TrainingFailure, UserError, first_line, run_program
 from lockstep.files import read_json
-from lockstep.launch import training_device
 from lockstep.running import processes, progress, ranks
+from lockstep.running.device import training_device
 from lockstep.schemas import Name, Strict, validate
 from lockstep.strategies import BASELINE
 

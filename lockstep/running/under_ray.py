@@ -35,8 +35,8 @@ from typing import Any, TextIO, TypeVar
 from lockstep import startup
 from lockstep.config import Config, Inputs
 from lockstep.errors import TrainingFailure, UserError, first_line, run_program
-from lockstep.launch import set_threads
 from lockstep.running import processes, progress
+from lockstep.running.device import set_threads
 
 RAY_ENVIRONMENT = {
     "RAY_CHDIR_TO_TRIAL_DIR": "0",  # workers stay where the scripts are
