@@ -1,4 +1,4 @@
-"""What all ranks say to each other outside the training itself: Python objects, and reasons to stop."""
+"""Communication outside the training itself: Python objects, and reasons to stop."""
 
 import contextlib
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ def gather_objects(mine: Said) -> list[Said]:
 
 
 def stop_together(problem: str) -> None:
-    """Raise the first rank's problem as TrainingFailure on every rank; without one ("") on any rank, go on. Collective."""
+    """Raise the first rank's problem as TrainingFailure on every rank; return if no rank has one (""). Collective."""
     first = next((text for text in gather_objects(problem) if text), "")
     if first:
         raise TrainingFailure(first)
@@ -27,8 +27,9 @@ def stop_together(problem: str) -> None:
 
 @contextlib.contextmanager
 def stopping_together() -> Iterator[None]:
-    """What each rank does for itself, without the others, or only one of them: a UserError of one is raised as
-    TrainingFailure on every rank. Collective, at its end.
+    """For work that a rank does without the others: a UserError of one rank is raised as TrainingFailure on every rank.
+
+    Collective at its end.
     """
     problem = ""
     try:
@@ -39,5 +40,5 @@ def stopping_together() -> Iterator[None]:
 
 
 def init_alone() -> None:
-    """A process group of one, for what runs outside any launcher."""
+    """Make a process group of one rank, for programs outside any launcher."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

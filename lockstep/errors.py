@@ -1,4 +1,4 @@
-"""The errors a person sees: one line each, and the exit status that goes with it.
+"""The errors that a person sees: one line each, and its exit status.
 
 0 done, PASS    1 a failed verdict or run    2 a usage error    3 an internal error: a bug of Lockstep, no verdict
 """
@@ -8,12 +8,12 @@ import sys
 import traceback
 from collections.abc import Callable
 
-INTERNAL, INTERRUPTED, BROKEN_PIPE = 3, 130, 141  # the last two as shells have them: 128 + the signal
+INTERNAL, INTERRUPTED, BROKEN_PIPE = 3, 130, 141  # the last two are 128 + the signal, as in shells
 LONGEST = 1000  # characters of a message
 
 
 class UserError(ValueError):
-    """A usage error: what was asked for cannot be done. The message says what is wrong, where, and what to do (exit 2)."""
+    """A usage error: the request cannot be carried out. The message says what is wrong, where, and what to do (exit 2)."""
 
     exit_code = 2
 
@@ -37,14 +37,14 @@ def printable(text: object, limit: int = LONGEST) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or its type where it has none."""
+    """The first line of an error's message, or its type if it has none."""
     return printable((str(error).strip().splitlines() or [type(error).__name__])[0], 160)
 
 
 def run_program(name: str, body: Callable[[], int], *, interrupted: str = "interrupted") -> int:
-    """Run `body` and return the exit status of the program `name`: every program of the project ends through here.
+    """Run `body` and return the exit status of the program `name`. Every program of the project ends here.
 
-    An error is one line on stderr. Only an internal error shows its traceback, for the report that it asks for.
+    An error is one line on stderr. Only an internal error shows its traceback, so that it can be reported.
     """
     try:
         status = body()

@@ -1,4 +1,4 @@
-"""Files: read strictly, written atomically. A reader sees the old file or the new one, never half of one."""
+"""Files: read strictly and written atomically. A reader sees the old file or the new one, never half of one."""
 
 import contextlib
 import errno
@@ -26,7 +26,7 @@ LARGEST_JSON = 1 << 28  # bytes; the manifest of a 70-billion-parameter model is
 
 
 def require_regular(path: Path) -> int:
-    """The size in bytes of a regular file. Raises UserError for anything else: a FIFO would hang, /dev/zero never ends."""
+    """The size in bytes of a regular file. Raises UserError for anything else: reading a FIFO hangs, and /dev/zero never ends."""
     try:
         status = os.stat(path)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
@@ -37,10 +37,10 @@ def require_regular(path: Path) -> int:
 
 
 def read_json(path: Path, *, limit: int = LARGEST_JSON) -> Any:
-    """The value of a JSON file (RFC 8259, and the words NaN and Infinity, which a schema allows or not).
+    """The value of a JSON file (RFC 8259, and the words NaN and Infinity, which a schema may allow).
 
-    Raises UserError for what is no regular file, larger than `limit` bytes, not UTF-8, starts with a byte order mark, is
-    nested too deeply, has one key twice in an object, or a number that float64 does not have.
+    Raises UserError for a file that is not regular, is larger than `limit` bytes, is not UTF-8, starts with a byte order mark, is
+    nested too deeply, has a key twice in one object, or a number beyond float64.
     """
     size = require_regular(path)
     if size > limit:
@@ -95,7 +95,7 @@ def write_atomically(path: Path, write: Callable[[Path], object], *, size: int |
         write(temporary)
         os.replace(temporary, path)
     except Exception as error:
-        with contextlib.suppress(OSError):  # what was written of it is no use, and takes room
+        with contextlib.suppress(OSError):  # half a file is of no use and takes room
             temporary.unlink(missing_ok=True)
         reason = why_not_written(error, temporary, size)
         if reason is None:
@@ -109,8 +109,8 @@ def write_atomically(path: Path, write: Callable[[Path], object], *, size: int |
 def why_not_written(error: Exception, path: Path, size: int | None = None) -> str | None:
     """Why a file could not be written, in a few words, from the error that writing it raised; None for any other error.
 
-    On a full disk that is the `size` wanted, in bytes, and what is free besides what there is of the file. safetensors and
-    torch raise errors of their own, with the system's number or without one.
+    For a full disk it includes the `size` wanted, in bytes, and the room for it. safetensors and torch raise errors of their own,
+    some without the system's error number.
     """
     code = getattr(error, "errno", None) if isinstance(error, OSError) else None
     found = re.search(r"\(os error (\d+)\)", str(error))
@@ -128,7 +128,7 @@ def why_not_written(error: Exception, path: Path, size: int | None = None) -> st
 
 
 def _room(path: Path) -> int:
-    """Bytes free on the disk of a file, were the file not there."""
+    """Bytes that would be free on the disk of a file without that file."""
     folder = path.parent
     while not folder.exists():
         folder = folder.parent
@@ -143,9 +143,9 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_result(path: Path, text: str) -> None:
-    """`write_text` for what took minutes to compute: where it cannot be written, it is written into a temporary folder.
+    """`write_text` for a result that took minutes: if it cannot be written, it goes into a temporary folder.
 
-    Then raises UserError that says where it is.
+    Raises UserError then, which says where it is.
     """
     try:
         write_text(path, text)
@@ -156,9 +156,9 @@ def write_result(path: Path, text: str) -> None:
 
 
 def require_writable_folder(path: Path, option: str, *, keep: bool = True) -> None:
-    """Make the folder if need be; raise UserError naming the option when nothing can be written there.
+    """Make the folder if needed; raise UserError naming the option if nothing can be written there.
 
-    Without `keep`, folders that were made for the test are removed again.
+    Without `keep`, folders made for this test are removed again.
     """
     for last in (False, False, True):
         try:
@@ -188,16 +188,16 @@ def _try_to_write(path: Path, keep: bool) -> None:
 
 
 def require_writable_file(path: Path, option: str) -> None:
-    """Raise UserError naming the option unless a file can be put there; for outputs, before the work starts."""
+    """Raise UserError naming the option unless the file can be written. For outputs, before the work starts."""
     if path.is_dir():
         raise UserError(f"{option} {path}: is a folder; give the name of a file")
     require_writable_folder(path.absolute().parent, option, keep=False)
 
 
 def require_new_folder(path: Path, option: str, *, overwrite: bool = False) -> None:
-    """Raise UserError naming the option if there is something in the folder already, or if it is a file.
+    """Raise UserError naming the option if the folder is not empty, or is a file.
 
-    With `overwrite`, captured steps of an earlier run may be in it, and nothing else.
+    With `overwrite` it may hold captured steps of an earlier run, and nothing else.
     """
     if not path.exists() or (path.is_dir() and not any(path.iterdir())):
         return
@@ -221,7 +221,7 @@ def is_captured(path: Path) -> bool:
 
 
 def remove_captured(folder: Path) -> None:
-    """Remove the captured steps of an earlier run, which `require_new_folder` has let pass."""
+    """Remove the captured steps of an earlier run, after `require_new_folder` has allowed it."""
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         if is_captured(path):
             path.unlink(missing_ok=True)

@@ -6,8 +6,8 @@
     cp     positions   the same samples, other positions   summed; the loss is a mean over tokens
     tp     weights     the same samples and positions      whole on their shard
 
-What an axis means follows from what it cuts (`AXES`). The numbering is the one of `init_device_mesh` and of AutoTP: ranks
-that are neighbours share the innermost axis, along which most is communicated.
+What an axis means follows from what it cuts (`AXES`). Ranks are numbered as in `init_device_mesh` and AutoTP: neighbours lie along
+the innermost axis, along which most is communicated.
 """
 
 import itertools
@@ -50,7 +50,7 @@ class Coordinates:
 
 @dataclass(frozen=True)
 class Mesh:
-    """The number of ranks along every axis. Axes of size 1 are there and cut nothing."""
+    """The number of ranks along every axis. An axis of size 1 cuts nothing."""
 
     pp: int = 1
     dp: int = 1
@@ -89,7 +89,7 @@ class Mesh:
         return rank
 
     def sample_share(self, rank: int) -> int:
-        """Which share of the global batch a rank is given: ranks that differ only along other axes are given the same."""
+        """The number of the share of the global batch that a rank is fed. Ranks that differ only along other axes share it."""
         coordinates = self.coordinates(rank)
         share = 0
         for axis in _cutting(Cuts.SAMPLES):
@@ -101,23 +101,23 @@ class Mesh:
         return math.prod(self.size(axis) for axis in _cutting(Cuts.SAMPLES))
 
     def first_with_share(self, share: int) -> int:
-        """The lowest rank that is given this share of the global batch."""
+        """The lowest rank that is fed this share of the global batch."""
         return next(rank for rank in range(self.world_size) if self.sample_share(rank) == share)
 
     def neighbour(self, rank: int, axis: str) -> int:
-        """The next rank along an axis, round at its end."""
+        """The next rank along an axis; after the last one, the first."""
         coordinates = asdict(self.coordinates(rank))
         coordinates[axis] = (coordinates[axis] + 1) % self.size(axis)
         return self.rank(Coordinates(**coordinates))
 
     @property
     def label(self) -> str:
-        """ "TP=2, DP=2": the axes that every comparison speaks of, then those others that are in use."""
+        """ "TP=2, DP=2": tp and dp, then the other axes of more than one rank."""
         named = ["tp", "dp", *(axis for axis in self.axes if axis not in ("tp", "dp"))]
         return ", ".join(f"{axis.upper()}={self.size(axis)}" for axis in named)
 
     def draw(self) -> str:
-        """The grid as text: one line for all ranks that differ along the innermost axis only."""
+        """The grid as text: one line for the ranks along each innermost axis."""
         outer, innermost = list(self.sizes)[:-1], list(self.sizes)[-1]
         shown = [axis for axis in outer if self.size(axis) > 1 or axis == "dp"]
         head = " " * (2 + 6 * len(shown)) + "".join(
@@ -136,7 +136,7 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Geometry:
-    """Where one rank sits: the sizes of the mesh and its coordinates, as planned or as read back from live groups."""
+    """The sizes of the mesh and the coordinates of one rank, as planned or as read back from live groups."""
 
     mesh: Mesh
     coordinates: Coordinates
@@ -147,7 +147,7 @@ class Geometry:
 
     @classmethod
     def of_groups(cls, groups: "Mapping[str, ProcessGroup | None]") -> "Geometry":
-        """From live process groups by axis; None, or an axis left out, stands for an axis of size 1."""
+        """From live process groups by axis; None or a missing axis means size 1."""
         import torch.distributed as dist
 
         live = {axis: group for axis, group in groups.items() if group is not None}
@@ -167,14 +167,14 @@ def _cutting(what: Cuts) -> tuple[str, ...]:
 
 
 def share(length: int, rank: int, size: int) -> tuple[int, int]:
-    """(start, length) of a rank's share of a dim cut as torch.chunk cuts it: equal shares, the last ones shorter."""
+    """(start, length) of a rank's share of a dim, as torch.chunk cuts it: equal shares, the last ones shorter."""
     each = -(-length // size)
     start = min(rank * each, length)
     return start, min(each, length - start)
 
 
 def build_device_mesh(mesh: Mesh, device_type: str) -> "DeviceMesh":
-    """The torch DeviceMesh with all axes by name, those of size 1 too. Needs an initialised process group."""
+    """The torch DeviceMesh with all axes by name, including those of size 1. Needs an initialised process group."""
     from torch.distributed.device_mesh import init_device_mesh
 
     return init_device_mesh(device_type, tuple(mesh.sizes.values()), mesh_dim_names=tuple(mesh.sizes))

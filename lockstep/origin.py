@@ -1,4 +1,4 @@
-"""Where something was computed: the commit, the processor, the time. What a report needs to be filed."""
+"""Where and when something was computed: commit, processor, time."""
 
 import datetime
 import functools
@@ -15,12 +15,12 @@ from lockstep.errors import printable
 ROOT = Path(__file__).parents[1]
 CPUINFO = Path("/proc/cpuinfo")
 LONGEST_COMMAND = 4000  # characters
-# Instruction sets by which the kernels of torch and oneDNN, and with them the order of sums, differ: x86, then ARM.
+# Instruction sets on which the kernels of torch and oneDNN depend, and so the order of sums: x86, then ARM.
 INSTRUCTION_SETS = ("avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve", "bf16")
 
 
 def about() -> dict:
-    """What a history, a dump and a table of results say of where they come from."""
+    """The origin that a history, a dump and a table of results record."""
     return {
         "lockstep": __version__,
         "commit": commit(),
@@ -38,7 +38,7 @@ def now() -> str:
 
 
 def command() -> str:
-    """The command line of this process, as a shell would take it in the folder of the programs."""
+    """The command line of this process, as typed in the folder of the programs."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     program = ["-m", spec.name] if spec else [Path(sys.argv[0]).name]
     return printable(shlex.join(["python", *program, *sys.argv[1:]]), LONGEST_COMMAND)
@@ -46,7 +46,7 @@ def command() -> str:
 
 @functools.cache
 def commit() -> str:
-    """Lockstep's commit, ending in "-dirty" where files differ from it; "unknown" outside a git checkout of its own."""
+    """Lockstep's commit, with "-dirty" if files differ from it; "unknown" outside a git checkout of Lockstep."""
     if not (ROOT / ".git").exists():  # an enclosing checkout is somebody else's
         return "unknown"
     try:
@@ -81,7 +81,7 @@ def instruction_sets() -> list[str]:
 
 
 def has_bfloat16() -> bool:
-    """Whether the processor has instructions for products of bfloat16: without them they are emulated, several times slower than float32."""
+    """Whether the processor has instructions for bfloat16 products. Without them they are emulated, several times slower than float32."""
     return bool({"avx512_bf16", "amx_bf16", "bf16"} & set(instruction_sets()))
 
 

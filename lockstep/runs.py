@@ -1,4 +1,4 @@
-"""What --strategies names: the runs of a verification, each a strategy on a mesh, all fed the same global batches."""
+"""The runs that --strategies names: each a strategy on a mesh, all fed the same global batches."""
 
 import re
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ HELP = (
 
 @dataclass(frozen=True)
 class Run:
-    """A strategy on a mesh. `batch_size` is that of a DP rank; with it the global batch is the baseline's."""
+    """A strategy on a mesh. `batch_size` is that of a DP rank; it makes the global batch equal to the baseline's."""
 
     row: Row
     mesh: Mesh
@@ -25,7 +25,7 @@ class Run:
 
     @property
     def arguments(self) -> list[str]:
-        """The flags in which it differs from other runs."""
+        """The flags by which it differs from other runs."""
         own = ["--dp_size", str(self.mesh.dp), "--batch_size", str(self.batch_size)]
         if "tp" in self.row.axes:
             own += ["--tp_size", str(self.mesh.tp)]
@@ -33,7 +33,7 @@ class Run:
 
 
 def runs_of(names: str, baseline: Config, tp_size: int) -> list[Run]:
-    """The runs named, with commas between, the baseline's first.
+    """The runs of a comma-separated list, the baseline's first.
 
     A strategy without a mesh of its own has the baseline's dp_size, and `tp_size` if it has tensor parallelism. Raises UserError for
     an unknown strategy, a mesh that it cannot have, or a run named twice.

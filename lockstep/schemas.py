@@ -1,6 +1,6 @@
-"""What JSON files must look like: one strict pydantic model for each kind of file, and one way to hold a file against it.
+"""What JSON files must look like: a strict pydantic model for each kind of file, and one way to check a file against it.
 
-Strict means: no 1.5 for a count, no `true` or "1" for a number, no NaN where none may stand, no unknown keys.
+Strict means: no 1.5 for a count, no `true` or "1" for a number, no NaN unless allowed, no unknown keys.
 """
 
 from typing import Annotated, TypeVar
@@ -12,7 +12,7 @@ from lockstep.errors import UserError, printable
 Count = Annotated[int, Field(ge=1, le=2**40)]
 Whole = Annotated[int, Field(ge=0, le=2**63 - 1)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
-MayBreakDown = float  # NaN and Infinity may stand here: a run that broke down has them
+MayBreakDown = float  # may be NaN or infinite, as in a run that broke down
 Name = Annotated[
     str, Field(min_length=1, max_length=512, pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]*$")
 ]  # may be shown
@@ -41,9 +41,9 @@ Schema = TypeVar("Schema", bound=BaseModel)
 
 
 def validate(schema: type[Schema], content: object, where: object, remedy: str) -> Schema:
-    """`content`, of a JSON file, as an object of the schema.
+    """`content`, read from a JSON file, as an object of the schema.
 
-    Raises UserError: `where` it is, the first thing that is wrong and its place, and the `remedy`.
+    Raises UserError that names the place (`where`), the first field that is wrong and the `remedy`.
     """
     try:
         return schema.model_validate(content)

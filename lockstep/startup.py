@@ -7,9 +7,9 @@ Every program begins with
 
         startup.begin()
 
-From then on Ctrl-C ends it at once, with one line and status 130: libraries turn a KeyboardInterrupt into other errors, or
-lose it, and there is nothing to clean up while they are imported or while Ray starts (its processes end with this one). Where
-there is something, `cleaning_up` raises KeyboardInterrupt instead. This file must be readable by Python 3.6.
+From then on Ctrl-C ends it at once, with one line and status 130. A KeyboardInterrupt would not do: libraries lose it or turn it into
+other errors. There is nothing to clean up while they are imported or while Ray starts (its processes end with this one). Code that
+has something to clean up runs in `cleaning_up`, which raises KeyboardInterrupt. This file must be readable by Python 3.6.
 """
 
 import contextlib
@@ -22,12 +22,12 @@ from typing import NoReturn
 
 PACKAGES = ("numpy", "pydantic", "safetensors", "torch", "transformers")  # what every program needs
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-meaning = "interrupted"  # what is said after Ctrl-C; a program may have more to say
-end_helpers: "list[Callable[[], object]]" = []  # functions that end what this process has started and what would outlive it for a while
+meaning = "interrupted"  # the line after Ctrl-C; a program may set a longer one
+end_helpers: "list[Callable[[], object]]" = []  # functions that end processes which would outlive this one for a while
 
 
 def program() -> str:
-    """The name of the running program, as its error messages have it."""
+    """The name of the running program in its error messages."""
     if sys.argv[0] == "-m":  # while the package is imported for `python -m lockstep.NAME`
         return sys.orig_argv[sys.orig_argv.index("-m") + 1]
     path = os.path.abspath(sys.argv[0])
@@ -86,7 +86,7 @@ def _require_environment() -> None:
 
 
 def begin() -> None:
-    """From now on Ctrl-C ends the program with one line. Ends it now, with status 2, if this is not an environment for it."""
+    """From now on Ctrl-C ends the program with one line. Ends it now, with status 2, outside its environment."""
     if (
         signal.getsignal(signal.SIGINT) is signal.default_int_handler
     ):  # not where the parent ignores it, as a shell does for `&`

@@ -1,4 +1,4 @@
-"""The registry: one row per strategy, with all that others may ask of it. Nothing else in the project compares a strategy's name.
+"""The registry: one row per strategy, with everything that others may ask about it. No other file compares a strategy's name.
 
 A user's own strategy is a row made on the spot, from `path/to/file.py:Class`.
 """
@@ -37,12 +37,12 @@ class Row:
     handles: str = TORCH_HANDLES  # what planted faults take hold of
     program: str = "python -m lockstep.train"  # what starts it
     whole_replicas: bool = False  # every rank holds all weights, gradients and moments
-    # By design, and no reason to refuse a comparison (docs/findings.md): under autocast with tensor parallelism a float32 bias is
-    # added to a bfloat16 product, and the sum is not rounded again
+    # Under autocast with tensor parallelism, a float32 bias is added to a bfloat16 product, and the sum is not rounded again. This is
+    # by design and no reason to refuse a comparison (docs/findings.md).
     float32_biases_under_autocast: bool = False
     ranks_share_gpus: bool = True  # over gloo, several ranks may use one GPU
     library: str = ""  # a package beyond torch that it runs on; histories and dumps record its version
-    requires: str = ""  # "module:function" of a configuration that raises UserError where something that it needs is missing
+    requires: str = ""  # "module:function" that is called with a configuration and raises UserError if something is missing
 
     @property
     def is_baseline(self) -> bool:
@@ -50,11 +50,11 @@ class Row:
 
     @property
     def place(self) -> str:
-        """What names it on a command line, from any folder."""
+        """Its name on a command line, valid in any folder."""
         return self.name if self.name in ROWS else self.factory
 
     def largest(self, mesh: Mesh) -> Mesh:
-        """The mesh without the axes that the strategy cannot use."""
+        """The given mesh without the axes that the strategy cannot use."""
         return Mesh(**{axis: size for axis, size in mesh.sizes.items() if axis in self.axes})
 
     def build(self) -> "MakeStrategy":
@@ -104,7 +104,7 @@ ROWS = {
 def row_of(name: str) -> Row:
     """The row of a registered name, or of a user's `path/to/file.py:Class`. Raises UserError for anything else.
 
-    A class may have attributes of its own: `label`, `axes`, `handles`; what it has not are its name, every axis and TORCH_HANDLES.
+    The class may have the attributes `label` (default: its name), `axes` (dp and tp) and `handles` (TORCH_HANDLES).
     """
     if name in ROWS:
         return ROWS[name]
@@ -126,14 +126,14 @@ def row_of(name: str) -> Row:
 
 
 def recorded(name: str) -> Row:
-    """The row of a strategy that a run was recorded with; of a user's own, whose file may be gone, what its name tells."""
+    """The row of a recorded strategy. The file of a user's own may be gone; then the row has what follows from its name."""
     if name in ROWS or ":" in name:
         return row_of(name)
     return Row(name=name, label=name, color=color_of(name), axes=tuple(AXES), factory="")
 
 
 def color_of(name: str) -> str:
-    """The colour of a run in figures: its strategy's, or one that its name picks."""
+    """The colour of a run in figures: its strategy's, or one that is chosen by its name."""
     number = int(hashlib.sha256(name.encode()).hexdigest(), 16)
     return ROWS[name].color if name in ROWS else FURTHER_COLORS[number % len(FURTHER_COLORS)]
 

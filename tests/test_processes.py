@@ -25,7 +25,7 @@ from lockstep.running import jobs, processes
         ),
         ("Warning: x\n", -9, "killed by SIGKILL (the machine may be short of memory)"),
         ("a\n\x1b[31mb\n\n", 5, "exit status 5: \\x1b[31mb"),
-        ("", 5, "exit status 5: it said nothing"),
+        ("", 5, "exit status 5: no output"),
     ],
 )
 def test_the_line_that_counts(log, status, why):

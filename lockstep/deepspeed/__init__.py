@@ -1,1 +1,1 @@
-"""What belongs to DeepSpeed and is no part of the strategy itself: building its extension, handles for planted faults."""
+"""DeepSpeed's own needs beside the strategy: building its extension, and handles for planted faults."""

@@ -16,10 +16,10 @@ STALE_LOCK_SECONDS = 120  # no file of the build was touched for this long: nobo
 
 
 def require(config: Config) -> None:
-    """Raise UserError where the package, or a compiler for its extension, is missing."""
+    """Raise UserError if the package, or a compiler for its extension, is missing."""
     if importlib.util.find_spec("deepspeed") is None:
         raise UserError(
-            "train_deepspeed.py needs the package deepspeed, and it is not installed; install requirements.txt"
+            "train_deepspeed.py needs the package deepspeed, which is not installed; install requirements.txt"
         )
     if config.device == "cpu" and not (shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++")):
         raise UserError(
@@ -29,9 +29,9 @@ def require(config: Config) -> None:
 
 
 def build_extension() -> None:
-    """Build DeepSpeed's shared-memory op, once per environment, and say so; the other ranks of the machine wait.
+    """Build DeepSpeed's shared-memory op, once per environment, and say so. The other ranks of the machine wait.
 
-    DeepSpeed would build it by itself, in silence, and wait for ever on the lock of a build that was interrupted.
+    DeepSpeed itself would build it silently, and wait for ever on the lock of an interrupted build.
     """
     import torch.distributed as dist
     from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder

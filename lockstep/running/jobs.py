@@ -1,11 +1,11 @@
-"""Many runs in one start: to start the workers of a run takes ten seconds, a step of a tiny model a tenth of one.
+"""Many runs with one start of the workers: that start takes ten seconds, a step of a tiny model a tenth of one.
 
     python -m lockstep.running.jobs JOBS.json
 
-JOBS.json holds groups, {"num_ranks", "jobs"}, one after the other: the jobs of a group share its ranks (lockstep/running/ranks.py),
-or, where num_ranks is null, one process outside any launcher. A job is {"strategy", "arguments", "fault"}: a training script with its
-flags, and the name of a fault to plant or null; "reference" stands for lockstep.tensors.exact_run with the flags of train_ddp.py;
-with "replays", a list of folders, it replays those dumps too. `start` and its siblings do the starting.
+JOBS.json holds groups, {"num_ranks", "jobs"}, which run one after the other. The jobs of a group share its ranks
+(lockstep/running/ranks.py), or one process outside any launcher if num_ranks is null. A job is {"strategy", "arguments", "fault"}: a
+strategy, its flags, and the name of a fault to plant or null. The strategy "reference" is lockstep.tensors.exact_run with the flags of
+train_ddp.py; with "replays", a list of folders, it replays those dumps, too. `start` and the functions below it start such a file.
 """
 
 if __name__ == "__main__":
@@ -57,7 +57,7 @@ class Group(Strict):
 
 
 class Groups(Strict):
-    """JOBS.json, which is the list alone."""
+    """The list in JOBS.json."""
 
     groups: list[Group]
 
@@ -75,8 +75,8 @@ def start_groups(
 ) -> tuple[list[float], int]:
     """Run the jobs of (number of ranks, jobs), group after group, until one fails.
 
-    Returns the seconds of each finished job, and the exit status; there are fewer than jobs when one failed, or was not finished
-    within `patience` seconds. FOLDER/log.txt has what the ranks said; what is meant for a person is shown, if `shown`.
+    Returns the seconds of each finished job, and the exit status. If a job failed, or took more than `patience` seconds, there are fewer
+    seconds than jobs. FOLDER/log.txt has the output of the ranks; their progress is shown, if `shown`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path, done = folder / "jobs.json", folder / "done.txt"
@@ -108,7 +108,7 @@ def start_groups(
 
 
 def _show(said: TextIO, shown: bool) -> None:
-    """Show the marked lines that a log has grown by."""
+    """Show the marked lines among the new ones of a log."""
     for line in said if shown else ():
         progress.screen.take(line)
 
@@ -119,14 +119,14 @@ def start(num_ranks: int | None, jobs: list[dict], folder: Path, *, patience: fl
 
 
 def start_all(num_ranks: int | None, jobs: list[dict], folder: Path) -> None:
-    """Like `start`; raises JobFailed with the line that says why, if a job failed."""
+    """Like `start`. Raises JobFailed, with the reason, if a job failed."""
     start_all_groups([(num_ranks, jobs)], folder)
 
 
 def start_all_groups(
     groups: list[tuple[int | None, list[dict]]], folder: Path, *, shown: bool = False
 ) -> None:
-    """Like `start_groups`; raises JobFailed with the line that says why, if a job failed."""
+    """Like `start_groups`. Raises JobFailed, with the reason, if a job failed."""
     seconds, status = start_groups(groups, folder, shown=shown)
     jobs = [job for _, group in groups for job in group]
     if len(seconds) < len(jobs):
@@ -135,17 +135,17 @@ def start_all_groups(
 
 
 def why(folder: Path, status: int = 1) -> str:
-    """One line on why the first unfinished job of a folder failed."""
+    """Why the first unfinished job of a folder failed, in one line."""
     return processes.failure(NAME, status, (folder / "log.txt").read_text(encoding="utf-8", errors="replace"))
 
 
 def configured(job: Job) -> Config:
-    """The configuration of a job, as one rank of the ranks that are there."""
+    """The configuration of a job, as one of the ranks of this group."""
     return config_module.parse_config(BASELINE if job.strategy == REFERENCE else job.strategy, job.arguments)
 
 
 def run(job: Job) -> None:
-    """One job, in this process as one rank of the process group that is there."""
+    """Run one job in this process, as one rank of the process group."""
     import torch
 
     from lockstep import faults
@@ -166,7 +166,7 @@ def run(job: Job) -> None:
 
 
 def read(path: Path) -> list[Group]:
-    """The groups of a file. Raises UserError for one that does not hold jobs, or names an unknown fault."""
+    """The groups of a file. Raises UserError if it holds no jobs, or names an unknown strategy or fault."""
     from lockstep.faults import CATALOGUE
 
     groups = validate(Groups, {"groups": read_json(path)}, path, "see lockstep/running/jobs.py").groups
@@ -180,7 +180,7 @@ def read(path: Path) -> list[Group]:
 
 
 def preload(groups: list[Group]) -> None:
-    """Import what the ranks need, unless they are to use GPUs: a library may touch CUDA while it is imported."""
+    """Import what the ranks need, unless they use GPUs: importing a library may initialise CUDA."""
     jobs = [job for group in groups for job in group.jobs]
     if (
         any(word == "cuda" or word == "--device=cuda" for job in jobs for word in job.arguments)
@@ -197,7 +197,7 @@ def preload(groups: list[Group]) -> None:
 
 
 def run_group(jobs: list[Job], done: Path, listener: socket.socket | None) -> int:
-    """The jobs of a group, in one rank of it; `listener` is None outside any launcher."""
+    """Run the jobs of a group as one of its ranks. `listener` is None outside any launcher."""
     import torch.distributed as dist
 
     from lockstep.collective import init_alone

@@ -1,4 +1,4 @@
-"""One run at a time into one place: a lock that the kernel takes back when its process ends, however that comes about.
+"""One run at a time into one place: a lock that the kernel releases when its process ends, in whatever way.
 
 python -m lockstep.running.locks FD PATH     locks PATH, which a shell holds open as file descriptor FD; for the shell script
 """
@@ -16,7 +16,7 @@ from lockstep.errors import UserError, run_program
 
 
 def path_of(output: Path) -> Path:
-    """Where the lock of a file or folder lies: hidden, beside it."""
+    """The lock file of a file or folder: hidden, beside it."""
     return output.with_name(f".{output.name}.lock")
 
 
@@ -24,8 +24,8 @@ def path_of(output: Path) -> Path:
 def held(*outputs: tuple[Path, str]) -> Iterator[None]:
     """Hold the locks of files or folders, given with the options that name them.
 
-    Raises UserError at once when another process holds one. Lock files are removed at the end; one that a killed run
-    left behind does no harm.
+    Raises UserError at once if another process holds one. Lock files are removed at the end. One left behind by a killed run does no
+    harm.
     """
     with contextlib.ExitStack() as stack:
         for output, option in outputs:
@@ -74,7 +74,7 @@ def _open_locked(path: Path, who: str, output: str) -> int:
 
 
 def lock(file: int, who: str, output: str, holder: int) -> None:
-    """Lock an open file and write into it that the process `holder` has it; raises UserError when another one has."""
+    """Lock an open file and write into it that process `holder` has it. Raises UserError if another process has it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,4 +1,4 @@
-"""Child processes: started so that they end with this one, and what they said when they failed."""
+"""Child processes that end with this one, and the reason why one failed."""
 
 import ctypes
 import os
@@ -16,18 +16,18 @@ _libc = ctypes.CDLL(None)
 
 
 def environment() -> dict[str, str]:
-    """This process's environment, one thread per rank; modules are found from any folder, and not looked for in it."""
+    """This process's environment with one thread per rank. Modules are found from any folder, but not in that folder."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
 
 
 def start(command: list[str], **options: Any) -> subprocess.Popen:
-    """Start a program that ends with this one, even if this one is killed, and is not interrupted behind its back."""
+    """Start a program that ends with this one, even if this one is killed. Ctrl-C reaches this one only."""
     return subprocess.Popen(command, start_new_session=True, preexec_fn=end_with_parent, **options)
 
 
 def end_with_parent(by: int = signal.SIGTERM) -> None:
-    """Have the kernel end this process, by that signal, when the one that started it ends. Linux."""
+    """Let the kernel send this process a signal when its parent ends. Linux only."""
     _libc.prctl(_PR_SET_PDEATHSIG, by)
 
 
@@ -49,12 +49,12 @@ def killed_by(number: int) -> str:
 
 
 def failure(program: str, status: int, log: str) -> str:
-    """Why a program failed, in one line, from its exit status and all that it said."""
+    """Why a program failed, in one line, from its exit status and its output."""
     said = [line.removeprefix(f"{program}: ") for line in log.splitlines() if line.startswith(f"{program}: ")]
     if said:
         first = min(range(len(said)), key=lambda index: ("closed by peer" in said[index], index))
         return printable(said[first])
     if status < 0:
         return killed_by(-status)
-    last = next((line for line in reversed(log.splitlines()) if line.strip()), "it said nothing")
+    last = next((line for line in reversed(log.splitlines()) if line.strip()), "no output")
     return printable(f"exit status {status}: {last.strip()}", 300)

@@ -1,7 +1,7 @@
-"""What a person sees while something runs: one line that moves on a terminal, plain lines elsewhere.
+"""Progress: one line that is rewritten on a terminal, plain lines elsewhere.
 
-`screen` shows the lines of this process. A process whose output goes into a log calls `relay` first: its lines then carry a mark, and
-whoever reads the log hands them to its own screen (`Screen.take`).
+`screen` shows the lines of this process. A process whose output goes to a log calls `relay` first. Its lines then carry a mark, and the
+process that reads the log hands them to its own screen (`Screen.take`).
 """
 
 import contextlib
@@ -26,18 +26,18 @@ class Screen:
         return self._stream or sys.stdout
 
     def note(self, line: str) -> None:
-        """A line that stays; it takes the place of a moving one."""
+        """Show a line that stays. It replaces the moving line."""
         self._write(line, stays=True)
 
     def state(self, line: str, *, stays: bool) -> None:
-        """How far something is. On a terminal it replaces the state before; elsewhere it is shown if it `stays`."""
+        """Show how far something is. On a terminal it replaces the last state; elsewhere it is shown if it `stays`."""
         if self.stream.isatty():
             self._write(line, stays=False)
         elif stays:
             self._write(line, stays=True)
 
     def take(self, text: str) -> bool:
-        """Show a line of a log that `Relay` marked; returns whether it was one."""
+        """Show a line of a log if `Relay` marked it; returns whether it did."""
         _, mark, rest = text.rstrip("\n").partition(MARK)
         kind, _, line = rest.partition(" ")
         if not mark:
@@ -56,7 +56,7 @@ class Screen:
             self.stream.flush()
 
     def end(self) -> None:
-        """Leave the moving line as it is: what follows is somebody else's."""
+        """Finish the moving line, before other output."""
         with self._lock:
             if self._moving:
                 self.stream.write("\n")
@@ -78,7 +78,7 @@ screen = Screen()
 
 
 def relay() -> None:
-    """From now on this process's lines are for another one, which reads its standard output."""
+    """From now on mark this process's lines for the process that reads its standard output."""
     global screen
     screen = Relay()
 
@@ -95,7 +95,7 @@ def shown_on(other: Screen) -> Iterator[None]:
 
 
 class Steps:
-    """How far a run is: a state for every step, of which every `interval`th stays where lines do not move."""
+    """Shows how far a run is: a state for every step. Without a terminal only every `interval`th is shown."""
 
     def __init__(self, label: str, total: int, interval: int):
         self._label, self._total, self._interval = label, total, interval
@@ -120,7 +120,7 @@ class Steps:
 
 @contextlib.contextmanager
 def working(what: str) -> Iterator[None]:
-    """Say what is being done, on a terminal for how long so far, and at the end how long it took."""
+    """Show what is being done (on a terminal with the time so far), and at the end how long it took."""
     begin, done = time.monotonic(), threading.Event()
     screen.state(what, stays=True)
 
@@ -149,9 +149,10 @@ def duration(seconds: float) -> str:
 
 
 class Bytes:
-    """How far a long reading is, in MB. `add` what has been done, of `total` bytes (None: nobody knows); `end` when it is over.
+    """Shows on stderr how far a long read is, in MB of `total` bytes (None: unknown). Shows nothing for a short one.
 
-    Writes to stderr, and nothing when it is short."""
+    Call `add` with each number of bytes read, and `end` at the end.
+    """
 
     def __init__(self, what: str, total: int | None):
         self._what, self._total, self._done, self._said = what, total, 0, False

@@ -15,15 +15,14 @@ from collections.abc import Callable
 from lockstep.errors import printable
 from lockstep.running import processes
 
-GRACE = 5.0  # seconds that the other ranks have to say why they fail, too
+GRACE = 5.0  # seconds in which the other ranks may report why they fail, too
 
 
 def fork(num_ranks: int, body: Callable[[socket.socket], int], name: str) -> int:
-    """Call `body(listener)` in so many forked processes, with RANK, WORLD_SIZE and what else torchrun sets in the environment;
-    returns 0, or the exit status of the first rank that failed, after ending the others.
+    """Call `body(listener)` in forked processes, with the environment variables that torchrun sets (RANK, WORLD_SIZE, ...).
 
-    `listener` is bound to MASTER_PORT; the first rank's store listens on it (`join`). A signal that ended a rank is said on
-    stderr in the name of the program `name`, and status 1.
+    Returns 0, or the exit status of the first rank that failed, after ending the others. `listener` is bound to MASTER_PORT; the first
+    rank's store listens on it (`join`). If a signal ended a rank, the program `name` says so on stderr, and the status is 1.
     """
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -41,7 +40,7 @@ def fork(num_ranks: int, body: Callable[[socket.socket], int], name: str) -> int
 
 
 def _be_rank(rank: int, num_ranks: int, listener: socket.socket, parent: int, body: Callable) -> None:
-    """The life of one rank; does not return."""
+    """Run one rank in this process, and end it. Does not return."""
     status = 3
     try:
         processes.end_with_parent(signal.SIGKILL)
@@ -65,7 +64,7 @@ def _be_rank(rank: int, num_ranks: int, listener: socket.socket, parent: int, bo
 
 
 def join(listener: socket.socket, backend: str) -> None:
-    """Make the process group of the forked ranks; in each of them, before anything else of torch.distributed."""
+    """Make the process group of the forked ranks. Called in each of them, before anything else of torch.distributed."""
     import torch.distributed as dist
 
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -79,7 +78,7 @@ def join(listener: socket.socket, backend: str) -> None:
 
 
 def _wait(left: dict[int, int], name: str) -> int:
-    """Wait for all ranks, by process id; the first failure ends them all, after GRACE."""
+    """Wait for all ranks (process id -> rank). The first failure ends them all, after GRACE."""
     failed, deadline = 0, 0.0
     while left:
         pid, status = os.waitpid(-1, os.WNOHANG if failed else 0)

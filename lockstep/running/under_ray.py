@@ -1,6 +1,6 @@
 """A run under Ray Train: in a Ray instance of its own, or in the cluster that RAY_ADDRESS names. The only file that imports ray.
 
-What Ray and the workers say goes into a log beside the history; a person sees the lines that the loop means for them.
+The output of Ray and the workers goes to a log beside the history. Only the progress lines of the loop are shown.
 
     python -m lockstep.running.under_ray       starts a local Ray instance, prints its address, and ends with what started it
 """
@@ -52,10 +52,10 @@ SLOW_TO_END = re.compile(r"ray::\w*Agent|agent\.py|agent/main\.py|default_worker
 
 
 def _worker(arguments: dict) -> tuple[bool, str]:
-    """One Ray Train worker; Ray has set up the process group. Returns whether it went well, and one line.
+    """One Ray Train worker; Ray has set up the process group. Returns (whether it succeeded, one line).
 
-    A TrainingFailure is every rank's, so it is returned: Ray would print each rank's traceback over it. Anything else
-    is raised, or the other ranks would wait for this one.
+    A TrainingFailure is returned, because all ranks have it and Ray would print each rank's traceback. Any other error is raised, or
+    the other ranks would wait for this one.
     """
     from ray import train
     from ray.train.torch import get_device
@@ -73,9 +73,9 @@ def _worker(arguments: dict) -> tuple[bool, str]:
 
 
 def run(config: Config, inputs: Inputs, begin: Callable[[], None]) -> str:
-    """Train under Ray Train; returns a closing sentence. Calls `begin` when there is a cluster to train in.
+    """Train under Ray Train; returns a closing sentence. Calls `begin` once there is a cluster.
 
-    Raises TrainingFailure, or UserError when no cluster is where RAY_ADDRESS says.
+    Raises TrainingFailure, or UserError if there is no cluster at RAY_ADDRESS.
     """
     ray = _import_ray()
     training_library = _in_background(_import_ray_train)  # it takes as long as Ray takes to start
@@ -97,7 +97,7 @@ def run(config: Config, inputs: Inputs, begin: Callable[[], None]) -> str:
 
 
 class WorkersLost(TrainingFailure):
-    """Ray or a worker ended the run, and not the loop: its log says more."""
+    """Ray or a worker ended the run, not the loop. The log says more."""
 
 
 def _train(ray: ModuleType, config: Config, inputs: Inputs) -> str:
@@ -160,7 +160,7 @@ def _in_background(function: Callable[[], Returned]) -> concurrent.futures.Futur
 
 
 class _Log(io.TextIOBase):
-    """Takes what is printed: lines that are meant for a person to the screen, all others to a file."""
+    """Receives printed text: marked lines go to the screen, all others to a file."""
 
     def __init__(self, file: TextIO):
         self._file, self._lock, self._unfinished, self.lost = file, threading.Lock(), "", ""
@@ -207,7 +207,7 @@ def _log_at(path: Path) -> Iterator[_Log]:
 
 
 def _remove_records(*folders: Path) -> None:
-    """Remove the folder that Ray Train makes for each run, if all that is in it is the file by which it tests the folder."""
+    """Remove the folder that Ray Train makes for each run, if it holds nothing but Ray Train's test file."""
     for folder in folders:
         (folder / ".validate_storage_marker").unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # there is something in it
@@ -215,7 +215,7 @@ def _remove_records(*folders: Path) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """One line on why Ray Train gave up: of the failed workers' last lines, one that is no mere lost connection."""
+    """Why Ray Train gave up, in one line: the last line of a failed worker, if possible not that of a lost connection."""
     lines = {
         rank: (str(failure).strip().splitlines() or [type(failure).__name__])[-1]
         for rank, failure in sorted(getattr(error, "worker_failures", {}).items())
@@ -227,7 +227,7 @@ def _reason(error: Exception) -> str:
 
 
 def _import_ray() -> ModuleType:
-    """ray, with the settings that must be in the environment before it is imported."""
+    """Import ray, after setting the environment variables that it reads while it is imported."""
     for key, value in RAY_ENVIRONMENT.items():
         os.environ.setdefault(key, value)
     return _import("ray")
@@ -264,7 +264,7 @@ def _connect(ray: ModuleType) -> None:
         )
     except ray.exceptions.AuthenticationError as error:
         raise UserError(
-            f"RAY_ADDRESS {address}: the Ray cluster there asks for a token, and the one here is missing or another one; copy its "
+            f"RAY_ADDRESS {address}: the Ray cluster asks for a token, and the one here is missing or wrong; copy the cluster's "
             "~/.ray/auth_token, or set RAY_AUTH_TOKEN, and leave RAY_AUTH_MODE unset or set it to token"
         ) from error
     except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
@@ -276,9 +276,9 @@ def _connect(ray: ModuleType) -> None:
 
 
 def _require_cluster(ray: ModuleType, address: str) -> None:
-    """Raise, at once, unless a cluster answers and lets us in: ray.init would try for minutes, or for half a minute.
+    """Raise at once unless a cluster answers and accepts us; ray.init would try for minutes.
 
-    `ray start` makes a cluster that wants a token wherever there is one, so we show ours where RAY_AUTH_MODE says nothing.
+    A cluster made by `ray start` asks for a token if there is one, so ours is sent if RAY_AUTH_MODE is unset.
     """
     found = ray._private.services.canonicalize_bootstrap_address_or_die(address)
     host, _, port = found.rpartition(":")
@@ -300,7 +300,7 @@ def _require_cluster(ray: ModuleType, address: str) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what native code writes to standard error: the exception says the same."""
+    """Suppress what native code writes to standard error; the exception says the same."""
     sys.stderr.flush()
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
@@ -313,7 +313,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _shutdown(ray: ModuleType, *, clean: bool) -> None:
-    """Leave the cluster, or end the instance of our own; `clean` removes the folder of logs that such an instance leaves."""
+    """Leave the cluster, or end our own instance. `clean` removes the folder of logs that it leaves."""
     node = ray._private.worker._global_node
     session = Path(node.get_session_dir_path()) if node is not None and node.is_head() else None
     helpers = _helpers_of_ray()
@@ -354,7 +354,7 @@ def _kill(helpers: list[int]) -> None:
 
 
 def _hold_local_ray() -> int:
-    """Start a local Ray instance, print its address, and keep it until SIGUSR1 comes, or the end of the parent process."""
+    """Start a local Ray instance, print its address, and keep it until SIGUSR1 or the end of the parent process."""
     parent = os.environ.get("LOCKSTEP_PARENT")
     signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0))  # of SIGTERM Ray's native code writes a trace
     processes.end_with_parent(signal.SIGUSR1)

@@ -1,15 +1,15 @@
-"""Capture: what a run computes in its first steps, written out as full tensors while it trains.
+"""Capture: write what a run computes in its first steps, as full tensors, while it trains.
 
 For every captured step, in one file (lockstep/tensors/dump.py):
 
     forward/MODULE           the output of every module (MODULE.1 for the second tensor of a tuple)
-    forward/MODULE.input     its input, where that is no output of another (lockstep/tensors/layout.py)
+    forward/MODULE.input     its input, unless that is the output of another module (lockstep/tensors/layout.py)
     backward/...             the gradient of the loss with respect to each of these
     gradient/PARAMETER       before clipping
     exp_avg/PARAMETER  exp_avg_sq/PARAMETER  parameter/PARAMETER      after the update
     batch/input_ids  batch/labels          what the model was really called with
 
-Loss means the mean over the global batch, so what a DP rank computes for its own share is divided by dp_size. Rows
+The loss is the mean over the global batch, so the gradients that a DP rank computes for its own share are divided by dp_size. Rows
 (dim 0) are the global batch: DP rank by DP rank, micro batch by micro batch. Hooks exist only during captured steps.
 """
 
@@ -49,7 +49,7 @@ Returned = TypeVar("Returned")
 
 
 class Captured(Protocol):
-    """What is asked of a strategy here; see lockstep/training/strategy.py."""
+    """What a capture needs of a strategy; see lockstep/training/strategy.py."""
 
     @property
     def model(self) -> torch.nn.Module: ...
@@ -60,8 +60,8 @@ class Captured(Protocol):
 class Capture:
     """One rank's capture. `begin`, `gradients` and `end` are collective, once per captured step.
 
-    Raises TrainingFailure on every rank when a tensor cannot be placed in its full tensor, was only partly written, or
-    the disk is full.
+    Raises TrainingFailure on every rank if a part has no place in its full tensor, a tensor was only partly written, or the disk is
+    full.
     """
 
     writer: step_file.StepWriter  # of the step that is being captured
@@ -80,7 +80,7 @@ class Capture:
         self.unfinished: Path | None = None
 
     def begin(self, strategy: Captured, step: int) -> None:
-        """Before the step's first forward pass: open the file, start to watch."""
+        """Before the step's first forward pass: open the file and register the hooks."""
         self._open(strategy, step)
         self.handles = [strategy.model.register_forward_pre_hook(self._see_batch, with_kwargs=True)]
         modules = dict(strategy.model.named_modules())
@@ -124,19 +124,19 @@ class Capture:
         self._close({})
 
     def end(self, record: dict, *, updated: bool = True) -> None:
-        """After the update: write moments and parameters, make the file whole, name the step in the manifest."""
+        """After the update: write moments and parameters, finish the file, name the step in the manifest."""
         for kind in KINDS[1:] if updated else ():
             self._write_held(kind)
         fields = ("loss", "rank_losses", "grad_norm", "learning_rate", "batch_hash", "started_from")
         self._close({key: record[key] for key in fields if key in record})
 
     def state_contract(self, contract: dict) -> None:
-        """Write down what the run really runs with. Called once, by one rank, when a step has shown it."""
+        """Record the effective contract. Called once, by one rank, after a first step."""
         self.manifest["contract"] = contract
         manifest.write(self.folder, self.manifest)
 
     def abandon(self) -> None:
-        """After a failure: remove the file of a step that was not finished. It is no use, and takes room."""
+        """After a failure: remove the file of an unfinished step. It is of no use and takes room."""
         if self.rank == 0 and self.unfinished is not None:
             with contextlib.suppress(OSError):
                 self.unfinished.unlink(missing_ok=True)
@@ -144,7 +144,7 @@ class Capture:
 
     def _close(self, entry: dict) -> None:
         self._try(self.writer.close)
-        if self.no_room:  # now that all tensors have been asked for, the file's whole size is known
+        if self.no_room:  # the size of the whole file is known now
             reason = why_not_written(self.no_room, self.path, self.writer.size)
             self.problem = f"cannot write {self.path} (capture of step {self.step}, rank {self.rank}): {reason}; free space or choose another --capture_dir"
         parts = {name: slot.parts for name, slot in self.writer.slots.items()}
@@ -158,7 +158,7 @@ class Capture:
     def _try(
         self, call: Callable[Given, Returned], *arguments: Given.args, **options: Given.kwargs
     ) -> Returned | None:
-        """Call; an error is kept for `stop_together`, because the other ranks are waiting in a collective."""
+        """Call the function and keep an error for `stop_together`, because the other ranks wait in a collective."""
         try:
             return call(*arguments, **options)
         except Exception as error:  # noqa: BLE001 - it is raised on every rank, by stop_together
@@ -188,11 +188,11 @@ class Capture:
             self._see(name, tensor)
 
     def _see(self, name: str, tensor: torch.Tensor) -> None:
-        """Write what a module gave back or was given, and its gradient when that is known."""
+        """Write an output or input of a module, and its gradient later."""
         if name not in self.layout.outputs:
             self.problem = (
                 self.problem
-                or f"capture of step {self.step}, rank {self.rank}: {name} is computed, and the model has no such module"
+                or f"capture of step {self.step}, rank {self.rank}: {name} was computed, but the model has no such module"
             )
             return
         micro = self.calls[name]
@@ -205,7 +205,7 @@ class Capture:
             self._summarise(local)
         self._try(self._write_placed, f"forward/{name}", local, symbols, micro)
         if tensor.requires_grad and name in self.layout.backward:
-            # its place is fixed now, in the order of the forward pass, which all ranks share
+            # its place is fixed here, in the order of the forward pass, which is the same on all ranks
             self._try(self._place, f"backward/{name}", local, symbols)
             tensor.register_hook(functools.partial(self._see_gradient, name, micro))
 
@@ -230,9 +230,9 @@ class Capture:
         self.writer.write(name, tuple(start), local, is_writer=is_writer)
 
     def _place(self, name: str, local: torch.Tensor, symbols: tuple) -> tuple[list[int], bool]:
-        """Where this rank's first micro batch of an output begins in the full tensor, and whether this rank writes it.
+        """(where this rank's first micro batch of an output begins in the full tensor, whether this rank writes it).
 
-        Asks for the tensor's slot. Raises ValueError for a shape that is no share of the full tensor along one dim.
+        Makes the tensor's slot. Raises ValueError for a shape that is no share of the full tensor along one dim.
         """
         config = self.config
         per_rank = config.batch_size * config.gradient_accumulation_steps
@@ -248,7 +248,7 @@ class Capture:
                 start[dim], expected[dim] = share(full[dim], self.tp_rank, self.mesh.tp)
         if list(local.shape) != expected:
             raise ValueError(
-                f"{name} is {tuple(local.shape)}; the full tensor is {full}, and that is no share of it along one dim"
+                f"{name} has shape {tuple(local.shape)}, which is no share of the full tensor {full} along one dim"
             )
         self.writer.slot(name, full, local.dtype)
         return start, (over_dp or self.dp_rank == 0) and (over_tp or self.tp_rank == 0)
@@ -274,7 +274,7 @@ class Capture:
         return writes
 
     def _finish(self, everyone: list, entry: dict) -> None:
-        """On rank 0: check that the parts make whole tensors, write the header, name the step in the manifest."""
+        """On rank 0: check that the parts cover the tensors, write the header, name the step in the manifest."""
         tensors, replicas = {}, {}
         for rank, (_, layout, _) in enumerate(everyone):
             if layout != everyone[0][1]:
@@ -304,7 +304,7 @@ class Capture:
         manifest.write(self.folder, self.manifest)
 
     def _sharded(self, parts: list[list[step_file.Part]]) -> dict[str, int]:
-        """Mesh axis -> the dim that was cut along it, from where the ranks' parts really lie."""
+        """Mesh axis -> the dim that it cuts, from the places of the ranks' parts."""
         dims: dict[str, int] = {}
         for axis in self.mesh.axes:
             here, there = parts[0][0].start, parts[self.mesh.neighbour(0, axis)][0].start
@@ -313,7 +313,7 @@ class Capture:
 
 
 def _combine(shards: list[list[float]]) -> dict[str, float]:
-    """Summary of one DP rank's logits from those of its vocabulary shards (or of its copies)."""
+    """Summary of one DP rank's logits from those of its vocabulary shards (or of its replicas)."""
     counts, totals, squares, largest = zip(*shards, strict=True)
     if not sum(counts):
         return dict.fromkeys(("mean", "rms", "max_abs"), math.nan)  # the head was not called

@@ -1,4 +1,4 @@
-"""What must hold before tensors are compared: the same experiment, the same settings, references that agree with themselves."""
+"""Conditions for comparing dumps: the same experiment, the same settings, references that agree with themselves."""
 
 import math
 
@@ -32,7 +32,7 @@ SUMMED = 1e-9  # relative: how far two float64 sums of the same numbers may be a
 def require_comparable_dumps(one: Dump, other: Dump, *, same_steps: bool = True) -> None:
     """Raise UserError naming the first difference that makes a comparison of two dumps meaningless.
 
-    A reference may have more steps than the other dump; `same_steps=False` compares only those that both have.
+    A reference may have more steps than the other dump. `same_steps=False` compares only the steps of both.
     """
     pair = f"{one.folder} and {other.folder} cannot be compared"
     if one.run["architecture"] != other.run["architecture"]:
@@ -73,9 +73,9 @@ def require_comparable_dumps(one: Dump, other: Dump, *, same_steps: bool = True)
 
 
 def configuration_differences(baseline: Dump, dump: Dump) -> dict[str, str]:
-    """Entry -> sentence: where two runs did not run with the same settings, whatever their arithmetic.
+    """Entry -> sentence, for settings in which the effective contracts of two runs differ.
 
-    The baseline itself is held against what its own configuration demands.
+    The baseline itself is compared with what its own configuration demands.
     """
     wanted, rates = (
         baseline.contract,
@@ -111,7 +111,7 @@ def require_its_batch(reference: Dump, step: int) -> None:
 
 
 def require_norms(references: dict[str, Dump], step: int, found: dict, parameters: list[str]) -> None:
-    """Hold the gradient norm that each run's reference records against its gradients, as the run's distances have them."""
+    """Raise UserError unless each run's reference records the norm of its own gradients, which `found` has."""
     for strategy, reference in references.items():
         if all(f"gradient/{name}" in found[strategy] for name in parameters):
             require_norm(

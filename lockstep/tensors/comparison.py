@@ -4,8 +4,8 @@
     python -m lockstep.compare runs/verify/{ddp,fsdp,reference}               several dumps and the reference
     python -m lockstep.compare runs/one/fsdp runs/two/fsdp                    any two dumps
 
-The yardstick is DDP's own distance from the float64 reference; docs/verification.md derives what is tolerated.
-The order of the folders does not matter. Exit status: 0 PASS; 1 not; 2 a usage error, or dumps that cannot be compared.
+The yardstick is DDP's own distance from the float64 reference; docs/verification.md derives the tolerances. The order of the folders
+does not matter. Exit status: 0 PASS; 1 any other verdict; 2 a usage error, or dumps that cannot be compared; 3 an internal error.
 """
 
 if __name__ == "__main__":
@@ -71,8 +71,8 @@ TYPICAL = {"fp32": 1.5e-6, "autocast": 2e-2}
 def compare_dumps(reference: Dump, dumps: dict[str, Dump], replays: dict[str, Dump]) -> Result:
     """Judge the dumps (by strategy, DDP's among them) against the reference; DDP's distance is the yardstick.
 
-    `replays` are the references of later steps, by strategy. A run that lacks tensors of its model fails. Raises UserError
-    for dumps that cannot be compared, for a step without its reference, for an incomplete yardstick and for damaged files.
+    `replays` are the references of later steps, by strategy. A run that lacks tensors of its model fails. Raises UserError for dumps
+    that cannot be compared, a step without reference, an incomplete yardstick, and damaged files.
     """
     if BASELINE not in dumps:
         raise UserError(
@@ -129,8 +129,8 @@ def compare_dumps(reference: Dump, dumps: dict[str, Dump], replays: dict[str, Du
 def compare_two(one: Dump, other: Dump) -> Result:
     """Judge the first step of one dump against another one, without a reference: forward, backward and gradients.
 
-    Two correct runs, each within MULTIPLE times DDP's distance from the reference, are within twice that of each other.
-    What one of them has and the other lacks is a failure. The order of the two does not matter.
+    Two correct runs are each within MULTIPLE times DDP's distance of the reference, so they are within twice that of each other. A
+    tensor that only one of them has is a failure. The order of the two does not matter.
     """
     order = in_order({one.name, other.name})
     other, one = sorted((one, other), key=lambda dump: (order.index(dump.name), str(dump.folder.resolve())))
@@ -165,9 +165,9 @@ def compare_two(one: Dump, other: Dump) -> Result:
 
 
 def _verify(items: list[tuple[Dump, int, str]]) -> list[float]:
-    """Verify the checksums of tensors that nothing is compared with: a dump is whole, or no verdict is given by it.
+    """Verify the checksums of tensors that are not compared: a damaged dump gets no verdict.
 
-    Returns the sum of squares of each.
+    Returns the sum of squares of each tensor.
     """
     sizes = [number_of_elements(dump.steps[str(step)]["tensors"][name]) for dump, step, name in items]
     return on_all_cores(_verify_one, items, sizes)
@@ -187,7 +187,7 @@ def _require_precision(precision: str) -> None:
 
 
 def _names(dump: Dump, step: int) -> list[str]:
-    """The tensors that a step must have, but those of the update, in order of execution."""
+    """The tensors that a step must have, without those of the update, in order of execution."""
     return [name for name in dump.expected(step) if PASSES[name.split("/")[0]] != "update"]
 
 
@@ -207,7 +207,7 @@ def _distances(references: dict[str, Dump], dumps: dict[str, Dump], step: int, n
 
 
 def _hold_records(strategy: str, dump: Dump, step: int, found: dict[str, Distance], result: Result) -> None:
-    """Hold what a dump says of its own tensors against them: the gradient norm, and the summary of the logits."""
+    """Compare what a dump records of its tensors with the tensors: the gradient norm, and the summary of the logits."""
     entry = dump.steps[str(step)]
     gradients = [f"gradient/{name}" for name in dump.layout.parameters]
     if all(name in found for name in gradients):
@@ -222,7 +222,7 @@ def _hold_records(strategy: str, dump: Dump, step: int, found: dict[str, Distanc
 
 
 def _replay(replays: dict[str, Dump], dump: Dump, name: str, step: int) -> Dump:
-    """The reference of a later step: a replay that started from just the parameters that this dump had reached."""
+    """The reference of a later step: a replay that started from the parameters that this dump had reached."""
     again = "run python -m lockstep.reference after the training scripts, into a folder without older replays"
     if name not in replays or str(step) not in replays[name].steps:
         raise UserError(f"step {step} of {dump.folder} has no replay to compare it with; {again}")
@@ -291,14 +291,14 @@ def _judge_step(
 
 
 def _has_update(dump: Dump, step: int, name: str) -> bool:
-    """Whether a dump has all that the update of a parameter is made of and all that it gives."""
+    """Whether a dump has all tensors that the update of a parameter reads and writes."""
     kinds = [kind for kind in UPDATE if f"{kind}/{name}" in dump.expected(step)]
     before = [f"{kind}/{name}" for kind in kinds]
     return dump.has(step, f"gradient/{name}", *before) and (step == 1 or dump.has(step - 1, *before))
 
 
 def _noise(found: dict[str, Distance], entries: dict, precision: str) -> dict[str, dict[str, Size]]:
-    """By pass and tensor: how large rounding noise alone may be, taking the largest rms of the pass for its scale."""
+    """By pass and tensor: the size that rounding noise may have. Its scale is the largest rms of the pass."""
     sizes = {name: max(number_of_elements(entries[name]), 1) for name in found}
     noise: dict[str, dict[str, Size]] = {}
     for which in ("forward", "backward", "gradient"):
@@ -320,7 +320,7 @@ def _update(
 def _losses(
     baseline: Dump, dumps: dict[str, Dump], step: int, precision: str, references: dict[str, Dump]
 ) -> list[Loss]:
-    """The losses of all DP ranks, or of the smallest groups of them that see the same windows in every run.
+    """The losses of all DP ranks, or of the smallest groups of ranks that see the same windows in every run.
 
     `references` are those of the runs, by strategy; empty without one.
     """
@@ -360,9 +360,9 @@ def _rank_losses(dump: Dump, step: int) -> list[float]:
 
 
 def arrange(opened: list[Dump]) -> tuple[Dump, dict[str, Dump], dict[str, Dump]]:
-    """(the reference, the dumps by strategy, the replays), with what stands beside the reference.
+    """(the reference, the dumps by strategy, the replays); DDP's dump and the replays may lie beside the reference.
 
-    Raises UserError unless just one of the dumps is a reference, and the others are one each of some strategies.
+    Raises UserError unless exactly one dump is a reference, and no two others are of one strategy.
     """
     references = [dump for dump in opened if dump.is_reference]
     if len(references) != 1:
@@ -387,7 +387,7 @@ def arrange(opened: list[Dump]) -> tuple[Dump, dict[str, Dump], dict[str, Dump]]
 
 
 def run(opened: list[Dump], output_dir: Path | None) -> int:
-    """Compare the dumps with the reference among them, name the causes, show it all; returns the exit status."""
+    """Compare the dumps with the reference among them, diagnose, report. Returns the exit status."""
     reference, dumps, replays = arrange(opened)
     result = compare_dumps(reference, dumps, replays)
     return tensor_report.show(result, diagnoses(result, reference, replays), output_dir)
@@ -401,7 +401,7 @@ def diagnoses(result: Result, reference: Dump, replays: dict[str, Dump]) -> dict
 
 
 def require_distinct(folders: list[Path]) -> None:
-    """Raise UserError for one folder named twice: a dump agrees with itself, which proves nothing."""
+    """Raise UserError for a folder named twice: that a dump agrees with itself proves nothing."""
     seen: dict[Path, Path] = {}
     for folder in folders:
         if folder.resolve() in seen:

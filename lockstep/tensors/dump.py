@@ -4,8 +4,8 @@
     FOLDER/step_1.safetensors       the tensors of a step, readable by any safetensors reader
     FOLDER/step_2.safetensors.part  a step that was not finished
 
-The manifest (lockstep/tensors/manifest.py) names a step only when its file is whole. Here a dump is read, and held against what
-the model must have computed (lockstep/tensors/layout.py). lockstep/tensors/capture.py writes one.
+The manifest (lockstep/tensors/manifest.py) names a step only when its file is whole. lockstep/tensors/capture.py writes a dump. This
+module reads one and checks it against what the model must have computed (lockstep/tensors/layout.py).
 """
 
 import functools
@@ -36,11 +36,11 @@ def number_of_elements(entry: dict) -> int:
 
 
 class Dump:
-    """A dump that is there: its manifest, checked, and its tensors by name, read piece by piece.
+    """A dump on disk: its manifest, checked, and its tensors by name, read piece by piece.
 
-    Raises UserError for a folder without a readable manifest, with a file that is missing, cut off, damaged or not the
-    manifest's, or with tensors that its model does not have or has in another shape. A reference and a replay must have
-    all tensors of their steps; what a run lacks is in `missing`.
+    Raises UserError for a folder without a readable manifest; for a file that is missing, cut off, damaged or not the manifest's; for
+    tensors that the model does not have, or has in another shape. A reference and a replay must have all tensors of their steps. What a
+    run lacks is in `missing`.
     """
 
     def __init__(self, folder: Path):
@@ -73,12 +73,12 @@ class Dump:
         if self.exact and self.missing:
             step, name = self.missing[0]
             raise UserError(
-                f"{path}: step {step} lacks {name}, and a reference must have every tensor of its model; {REMEDY}"
+                f"{path}: step {step} lacks {name}; a reference must have every tensor of its model; {REMEDY}"
             )
 
     @property
     def name(self) -> str:
-        """The run's name: that of its strategy, unless it was given another."""
+        """The run's name: its --run_name, else that of its strategy."""
         return self.run["config"].get("run_name") or self.run["config"]["strategy"]
 
     @property
@@ -106,7 +106,7 @@ class Dump:
         return all(name in self.steps[str(step)]["tensors"] for name in names)
 
     def _require_known(self, step: int) -> list[str]:
-        """What the step lacks; raises UserError for a tensor that its model does not have, or in another shape."""
+        """The tensors that the step lacks. Raises UserError for a tensor that the model does not have, or has in another shape."""
         path, expected, tensors = (
             self.folder / MANIFEST,
             self.expected(step),
@@ -128,7 +128,7 @@ class Dump:
         return [name for name in expected if name not in tensors]
 
     def _read_header(self, step: int) -> dict:
-        """Name -> (offset in the file, dtype, shape) of what both the step's file and the manifest have."""
+        """Name -> (offset in the file, dtype, shape) of every tensor of the step. Raises UserError unless file and manifest agree."""
         path = step_path(self.folder, step)
         tensors, expected = self.steps[str(step)]["tensors"], self.expected(step)
         try:
@@ -160,9 +160,9 @@ class Dump:
         return places
 
     def blocks(self, step: int, name: str, num_elements: int, buffer: np.ndarray) -> Iterator[torch.Tensor]:
-        """Yield a tensor's elements in flat blocks of `num_elements`, read into `buffer` (bytes); verifies its checksum.
+        """Yield a tensor's elements in flat blocks of `num_elements`, read into `buffer` (bytes); verify its checksum.
 
-        Raises UserError at the end if the bytes are not those that were written.
+        Raises UserError after the last block if the bytes are not those that were written.
         """
         path = step_path(self.folder, step)
         offset, dtype, shape = self._places[step][name]
@@ -190,13 +190,13 @@ class Dump:
         raise UserError(f"{path}: cut off inside {name}; {REMEDY}")
 
     def parameter_digest(self, step: int) -> str:
-        """What identifies the parameters after a step: a hash of their checksums."""
+        """A hash that identifies the parameters after a step, made of their checksums."""
         tensors = self.steps[str(step)]["tensors"]
         sums = {name: entry["checksum"] for name, entry in tensors.items() if name.startswith("parameter/")}
         return hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()
 
     def tensor(self, step: int, name: str) -> torch.Tensor:
-        """A full tensor, in memory; checksum verified. Raises UserError if it is damaged or the run did not compute it."""
+        """A full tensor in memory. Raises UserError if it is damaged or the run did not compute it."""
         if not self.has(step, name):
             raise UserError(f"{self.folder}: step {step} has no {name}; {REMEDY}")
         _, dtype, shape = self._places[step][name]
@@ -205,6 +205,6 @@ class Dump:
         buffer = np.empty(size * ITEMSIZE[dtype], dtype=np.uint8)
         for block in self.blocks(
             step, name, max(size, 1), buffer
-        ):  # to its end: only there is the checksum verified
+        ):  # read to the end, where the checksum is verified
             whole = block.reshape(shape)
         return whole

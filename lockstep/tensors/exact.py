@@ -1,7 +1,7 @@
-"""Float64 throughout: turn a Hugging Face model into one that computes in no other precision.
+"""Turn a Hugging Face model into one that computes in float64 only.
 
-transformers casts to float32 inside its norms, its softmax and its loss, so those are replaced here. The rotary table
-alone stays the model's own float32 table: it is an input, the same for all.
+transformers casts to float32 inside its norms, its softmax and its loss, so these are replaced here. The rotary table stays the
+model's own float32 table: it is an input, the same for all runs.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ WITHOUT_EFFECT = {
     "position_ids",
     "use_cache",
     "shift_labels",
-}  # of what transformers hands on to an attention function
+}  # arguments that transformers passes to an attention function
 
 
 def attention(
@@ -35,20 +35,22 @@ def attention(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """softmax(q k^T scaling, causal) v in the dtype of its input; (B, H, S, D) -> (B, S, H, D), and the weights.
 
-    With a window of W, position i sees the W positions i - W + 1 ... i (transformers/masking_utils.py). Raises
-    ValueError for anything it is asked for and does not do: that would be another model.
+    With a window of W, position i sees the W positions i - W + 1 ... i (transformers/masking_utils.py). Raises ValueError for an
+    argument that it does not support: it would compute another model.
     """
     foreign = sorted(
         name for name, value in others.items() if value is not None and name not in WITHOUT_EFFECT
     )
     if attention_mask is not None or dropout or foreign:
         asked = foreign or ["attention_mask" if attention_mask is not None else "dropout"]
-        raise ValueError(f"the float64 attention has no {', '.join(asked)}, which the model asks for")
+        raise ValueError(
+            f"the model asks for {', '.join(asked)}, which the float64 attention does not support"
+        )
     groups = query.shape[1] // key.shape[1]
     key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
     scores = query @ key.transpose(-2, -1) * scaling
     positions = torch.arange(query.shape[2])
-    back = positions[:, None] - positions  # how far a key lies before its query
+    back = positions[:, None] - positions  # positions from a key to its query
     hidden = back < 0 if sliding_window is None else (back < 0) | (back >= sliding_window)
     probabilities = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
     wanted = probabilities if module.config.gives_attention_weights else None
@@ -70,9 +72,9 @@ def loss_per_token(
 
 
 def make_exact(model: "PreTrainedModel", *, attn_impl: str) -> None:
-    """Let a causal LM of the supported families compute in float64; its loss becomes one number per token.
+    """Make a causal LM of the supported families compute in float64, in place. Its loss becomes one number per token.
 
-    With `attn_impl` "eager", attention modules give back their weights too, as transformers' eager attention does.
+    With `attn_impl` "eager", attention modules return their weights too, as transformers' eager attention does.
     """
     from transformers import AttentionInterface
 

@@ -1,15 +1,15 @@
-"""The float64 reference: one process, the global batch, the same initial weights. What the strategies are measured against.
+"""The float64 reference: one process, the global batch, the same initial weights.
 
     python -m lockstep.reference --capture_dir runs/dumps --init_weights_path runs/init.safetensors ...
 
 takes the flags of train_ddp.py and writes
 
     runs/dumps/reference      the first --capture_steps steps, and as step 0 the initial parameters
-    runs/dumps/replay_NAME    for every dump NAME of more than one step that is there: its later steps, each from the
+    runs/dumps/replay_NAME    for every dump NAME there with more than one step: its later steps, each from the
                               parameters that the run itself had reached
 
-The replays are there because Adam divides noise by noise where a gradient is nearly zero: two correct runs differ
-visibly in a few weights after one step, and how far they differ is luck. From the same weights they must agree.
+Replays are needed because Adam divides noise by noise where a gradient is nearly zero. Two correct runs differ visibly in a few weights
+after one step, by chance. From the same weights they must agree.
 
 Float64 throughout (lockstep/tensors/exact.py).
 """
@@ -100,7 +100,7 @@ class ReferenceStrategy:
 
 
 def run(config: Config, inputs: Inputs, also: Sequence[Path] = ()) -> str:
-    """Write the reference's dump and the replays, of other folders `also`; needs a process group of one."""
+    """Write the reference's dump and the replays, including those of the folders `also`. Needs a process group of one rank."""
     model = build_reference(
         inputs,
         seed=config.seed,
@@ -121,7 +121,7 @@ def run(config: Config, inputs: Inputs, also: Sequence[Path] = ()) -> str:
 
 
 def captured(folder: Path) -> list[Path]:
-    """The dumps of runs in a folder, without the references in it."""
+    """The dumps of runs in a folder, without reference and replays."""
     inside = sorted(folder.iterdir()) if folder.is_dir() else []
     return [
         each
@@ -135,9 +135,9 @@ def captured(folder: Path) -> list[Path]:
 def replay(
     config: Config, inputs: Inputs, strategy: "ReferenceStrategy", folder: Path, reference: dump.Dump
 ) -> None:
-    """Steps 2 and later of the run dumped in a folder, from its own parameters; forward, backward and gradients.
+    """Write the replay of the run dumped in a folder, beside it, as replay_NAME.
 
-    Written beside the folder, as replay_NAME.
+    It has forward, backward and gradients of steps 2 and later, each from the run's own parameters.
     """
     theirs = dump.Dump(folder)
     require_comparable_dumps(theirs, reference, same_steps=False)
@@ -179,9 +179,9 @@ def _one_step(
     *,
     started_from: str = "",
 ) -> float:
-    """One captured step of the global batch, in the order of its DP ranks; returns the mean loss.
+    """One captured step on the global batch, in the order of its DP ranks; returns the mean loss.
 
-    A replay names the parameters it started from, and makes no update.
+    `started_from` identifies the parameters of a replay, which makes no update.
     """
     by_rank = [inputs.batches.micro_batches(index, dp_rank, "cpu") for dp_rank in range(config.dp_size)]
     input_ids, labels = (torch.cat([pair[i] for micro in by_rank for pair in micro]) for i in (0, 1))
@@ -211,7 +211,7 @@ def main() -> int:
     def body() -> int:
         config = config_module.parse_config(BASELINE)
         if config.capture_dir is None:
-            raise UserError("--capture_dir is missing: the folder to write the reference's dump into")
+            raise UserError("--capture_dir is missing; give the folder for the reference's dump")
         inputs = config_module.load_inputs(config)
         config_module.check_environment(
             dataclasses.replace(config, run_name="reference"), inputs.architecture

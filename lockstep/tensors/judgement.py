@@ -1,4 +1,4 @@
-"""One tensor judged, and the verdict of a whole comparison. docs/verification.md derives what is tolerated."""
+"""The judgement of one tensor, and the verdict of a whole comparison. docs/verification.md derives the tolerances."""
 
 import math
 import statistics
@@ -63,7 +63,7 @@ class Judgement:
 
     @property
     def judged(self) -> bool:
-        """Whether a tensor of zeros in its place would be noticed twice over; smaller ones are rounding noise.
+        """Whether at most half of its size is tolerated, so that zeros in its place would be noticed.
 
         The batch has no scale: it is equal or it is not.
         """
@@ -71,7 +71,7 @@ class Judgement:
 
     @property
     def multiple(self) -> float:
-        """The larger of the two errors in units of what is tolerated; above 1 is too far."""
+        """The larger of the two errors in units of its tolerance; above 1 is too far."""
         return max(
             _over(self.distance.error, self.tolerated),
             _over(self.distance.largest_error, self.tolerated_largest),
@@ -95,8 +95,8 @@ def typical_error(vectors: list[Distance]) -> Size:
 def yardstick(ddp: Distance, typical: Size | None = None) -> Size:
     """DDP's errors as a measure for others.
 
-    One element may dominate a vector, and DDP's error is then a single draw that can come out small: for the gradient of a
-    vector at least what is `typical` of such gradients counts.
+    One element may dominate a vector, and DDP's error is then a single draw that can be small by chance. So for the gradient of a
+    vector, the measure is at least what is `typical` of such gradients.
     """
     if typical is None:
         return ddp.errors
@@ -136,10 +136,10 @@ def judge(
 def judge_yardstick(
     strategy: str, step: int, name: str, distance: Distance, precision: str, noise: Size
 ) -> Judgement:
-    """DDP's own row: a yardstick that is itself ten times farther off than correct runs are measures nothing.
+    """DDP's own row: a yardstick that is ten times as far off as correct runs measures nothing.
 
-    `noise` is the size that rounding noise alone may have in this pass: a tensor below it cannot be judged, but is no
-    reason to reject the yardstick.
+    `noise` is the size that rounding noise may have in this pass. A tensor below it cannot be judged, but is no reason to reject
+    the yardstick.
     """
     limit = LIMIT[precision]
     tolerated, largest = limit * distance.norm, limit * distance.largest
@@ -167,7 +167,7 @@ class Loss:
     limit: float = math.inf  # of the difference from that
 
     def checks(self, strategy: str, baseline: str) -> list[tuple[float, str, float]]:
-        """(the loss that this one is held against, whose it is, what difference is tolerated)."""
+        """(the loss to compare with, whose it is, the tolerance)."""
         found = [(self.by_strategy[baseline], baseline, self.tolerated)]
         return found + [
             (self.exact[name], "the reference", self.limit) for name in self.exact if name == strategy
@@ -190,7 +190,7 @@ class Norm:
 
 @dataclass
 class Result:
-    """All that a comparison found. Rows are in execution order within a step."""
+    """The findings of a comparison. Rows are in execution order within a step."""
 
     dumps: dict[str, Dump]  # that were judged
     baseline: str  # whose losses the others' are held against
@@ -249,7 +249,7 @@ class Result:
         return sorted(found)
 
     def unjudged(self, strategy: str) -> list[str]:
-        """Kinds of tensors of which, in some step, none was large enough to judge; all of them, if there are no rows."""
+        """Kinds of tensors of which none was large enough to judge in some step; all passes if there are no rows."""
         rows = [row for row in self.rows if row.strategy == strategy]
         kinds = {(row.step, row.kind) for row in rows}
         judged = {(row.step, row.kind) for row in rows if row.judged}

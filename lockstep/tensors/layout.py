@@ -1,10 +1,10 @@
-"""What a captured step of a model must hold, in order of execution: found in the model itself, not in any file.
+"""The tensors that a captured step of a model must hold, in order of execution, found in the model itself.
 
-One forward and one backward pass of the model on torch's meta device, which computes shapes and nothing else. Captured is
+They come from one forward and one backward pass on torch's meta device, which computes shapes only. Captured are
 
-    MODULE          what a module gives back (MODULE.1 for the second tensor of a tuple)
-    MODULE.input    what enters a module, where it depends on the weights and is no captured tensor already, such as the
-                    output of the attention itself, which enters its output layer
+    MODULE          the output of a module (MODULE.1 for the second tensor of a tuple)
+    MODULE.input    the input of a module, if it depends on the weights and is not captured already, such as the output of the
+                    attention itself, which enters its output layer
 
 and, backward, the gradient of the loss with respect to each of them.
 """
@@ -25,14 +25,14 @@ KINDS = ("gradient", "exp_avg", "exp_avg_sq", "parameter")  # of what a strategy
 NOT_WATCHED = (
     "",
     modules.BASE,
-)  # what the model and its base model give back are outputs of modules inside them
+)  # the outputs of the model and its base model are outputs of modules inside them
 
 
 @dataclass(frozen=True)
 class Layout:
     """The tensors of one model. Shapes are whole, not sharded; "batch" and "sequence" stand for those dims."""
 
-    outputs: dict[str, tuple]  # name -> shape of what modules give back and of inputs, in order of execution
+    outputs: dict[str, tuple]  # name -> shape of captured outputs and inputs, in order of execution
     backward: tuple[str, ...]  # those of them that have a gradient, in order of the backward pass
     inputs: dict[str, dict[int, str]]  # module -> position among its arguments -> name of a captured input
     sources: dict[str, tuple[str, ...]]  # name -> the captured tensors that it is directly computed from
@@ -41,8 +41,8 @@ class Layout:
     def of_step(self, kinds: tuple[str, ...], rows: int, seq_length: int) -> dict[str, tuple[int, ...]]:
         """Name -> shape (rows of the global batch, ...) of all tensors of a step, in order of execution.
 
-        `kinds` are those of KINDS that it has. With "gradient" it has a batch, a forward and a backward pass, too:
-        forward; backward, each output gradient followed by the gradients of its module's own parameters; update.
+        `kinds` are the KINDS that the step has. With "gradient" it has a batch, a forward and a backward pass, too. Order: forward;
+        backward, each output gradient followed by the gradients of its module's own parameters; update.
         """
         found: dict[str, tuple[int, ...]] = {}
         if "gradient" in kinds:
@@ -66,7 +66,7 @@ class Layout:
 def layout_of(architecture: dict, attn_impl: str) -> Layout:
     """The layout of a model with this architecture (the fields of a Hugging Face config).
 
-    Raises UserError where transformers builds no model of it.
+    Raises UserError if transformers cannot build or run the model.
     """
     return _layout(json.dumps(architecture, sort_keys=True), attn_impl)
 
@@ -91,7 +91,7 @@ def _layout(architecture: str, attn_impl: str) -> Layout:
 
 
 class _Trace:
-    """A forward and a backward pass over a batch of this size, and what was seen on the way."""
+    """A forward and a backward pass over a batch of this size, and the tensors seen on the way."""
 
     def __init__(self, model: torch.nn.Module, batch: int, sequence: int):
         self.tensors: dict[str, torch.Tensor] = {}  # kept alive, so that no storage is used twice
@@ -137,7 +137,7 @@ class _Trace:
             tensor.register_hook(lambda _gradient: self.backward.append(name))
 
     def sources(self) -> dict[str, tuple[str, ...]]:
-        """By the graph that autograd has recorded: back from each tensor to the nearest ones that are captured, too."""
+        """Name -> the captured tensors that it is directly computed from, by autograd's graph."""
         by_node: dict[Node | None, str] = {}
         found: dict[str, tuple[str, ...]] = {}
         for name, tensor in self.tensors.items():
@@ -162,7 +162,7 @@ class _Trace:
 
 
 def named_outputs(module: str, output: object) -> list[tuple[str, torch.Tensor]]:
-    """(name, tensor) of what a module gave back: MODULE, and MODULE.1, ... for the other tensors of a tuple."""
+    """(name, tensor) of the outputs of a module: MODULE, and MODULE.1, ... for the other tensors of a tuple."""
     if isinstance(output, torch.Tensor):
         return [(module, output)]
     if type(output) is not tuple:
@@ -172,5 +172,5 @@ def named_outputs(module: str, output: object) -> list[tuple[str, torch.Tensor]]
 
 
 def _storage(tensor: torch.Tensor) -> tuple[int, int]:
-    """What a tensor and its views in other shapes have in common."""
+    """An identity that a tensor shares with its views in other shapes."""
     return tensor.untyped_storage()._cdata, tensor.numel()

@@ -1,6 +1,6 @@
-"""The manifest of a dump: its schema, what must agree within it, and the seal that random damage does not survive.
+"""The manifest of a dump: its schema, the entries that must agree, and the checksum that shows random damage.
 
-A run's steps are 1 to n. A reference has a step 0 besides, the initial parameters; a replay has 2 to n.
+A run has steps 1 to n. A reference also has step 0, the initial parameters. A replay has steps 2 to n.
 """
 
 import dataclasses
@@ -72,7 +72,7 @@ class Trained(Tensors):
 
 
 class Options(Strict):
-    """The flags that a comparison reads; the others are kept as they are."""
+    """The flags that a comparison reads. Others may be there."""
 
     model_config = ConfigDict(extra="allow")
     strategy: Name
@@ -99,7 +99,7 @@ class Options(Strict):
 
 
 class Architecture(Strict):
-    """The fields of a Hugging Face config that are read here; lockstep/tensors/layout.py builds the model of all of them."""
+    """The fields of a Hugging Face config that are read here. lockstep/tensors/layout.py builds the model from all fields."""
 
     model_config = ConfigDict(extra="allow")
     model_type: Name
@@ -139,7 +139,7 @@ class Manifest(Strict):
 
 
 def write(folder: Path, manifest: dict) -> None:
-    """Write the manifest of a dump, sealed: with a SHA-256 of all the rest of it."""
+    """Write the manifest of a dump, with a SHA-256 of its content."""
     content = {
         "format": FORMAT,
         **{key: value for key, value in manifest.items() if key not in ("format", "sha256")},
@@ -152,7 +152,7 @@ def _seal(content: dict) -> str:
 
 
 def read(path: Path) -> dict:
-    """The content of a manifest, checked in itself. Raises UserError naming what is wrong with it."""
+    """The content of a manifest. Raises UserError if it is damaged, against the schema, or contradicts itself."""
     try:
         content = read_json(path)
     except UserError as error:
@@ -173,7 +173,7 @@ def read(path: Path) -> dict:
 
 
 def _contradictions(manifest: dict) -> Iterator[str]:
-    """Sentences: where a manifest does not agree with itself."""
+    """Sentences about entries of a manifest that contradict each other."""
     run, steps = manifest["run"], manifest["steps"]
     options, exact = run["config"], bool(run.get("exact"))
     if not steps:
@@ -182,7 +182,7 @@ def _contradictions(manifest: dict) -> Iterator[str]:
         run["architecture"]["num_hidden_layers"],
         max(len(entry["tensors"]) for entry in steps.values()),
     )
-    if layers > most:  # and nothing is built of a number that is damaged
+    if layers > most:  # a damaged number must not lead to a huge model
         yield f"run.architecture has {layers} layers, and no step has more than {most} tensors"
     mesh = Mesh(dp=options["dp_size"], tp=options["tp_size"])
     if run["mesh"] != mesh.sizes or mesh.world_size != options["num_workers"]:
@@ -203,7 +203,7 @@ def _contradictions(manifest: dict) -> Iterator[str]:
     elif run["versions"]["transformers"] != importlib.metadata.version("transformers"):
         here = importlib.metadata.version("transformers")
         found = run["versions"]["transformers"]
-        yield f"captured with transformers {found}, and the modules of {here} here may be others; compare where it was captured, or use one version"
+        yield f"captured with transformers {found}; the modules of {here} here may differ; compare where it was captured, or use the same version"
     numbers = sorted(map(int, steps))
     first = 1 if not exact else 0 if "0" in steps else 2
     last = options["capture_steps"] if exact else min(options["capture_steps"], run["num_steps"])
@@ -270,7 +270,7 @@ def _contradictions_of_step(manifest: dict, step: str, exact: bool, first: int) 
     if exact and entry["learning_rate"] != options["learning_rate"]:
         yield f"learning_rate is {entry['learning_rate']}, its configuration says {options['learning_rate']}"
     if (entry.get("started_from") is not None) != (exact and first == 2):
-        yield "only a replay says what its steps started from, and it says so of all"
+        yield "started_from must be in all steps of a replay and in no others"
 
 
 def _equal(one: float, other: float) -> bool:
@@ -278,6 +278,6 @@ def _equal(one: float, other: float) -> bool:
 
 
 def configuration(run: dict) -> Config:
-    """The configuration of a run as the training scripts have it, less what says where it wrote."""
+    """The configuration of a recorded run, without its paths."""
     known = {field.name for field in dataclasses.fields(Config)}
     return Config(**{key: value for key, value in run["config"].items() if key in known})

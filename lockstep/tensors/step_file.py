@@ -1,7 +1,7 @@
 """The file of one captured step, written by all ranks: a safetensors file with full tensors.
 
-Every rank writes the part it holds into the one file, at its place: nothing is gathered, no rank ever holds more than
-it trains with. torch only, no distributed. lockstep/tensors/dump.py reads it.
+Every rank writes its part into the one file, at its place. Nothing is gathered, so no rank holds more than it trains with. torch
+only, no distributed. lockstep/tensors/dump.py reads the file.
 """
 
 import hashlib
@@ -19,10 +19,8 @@ HEADER_ENTRY = 320  # bytes reserved in the header for a tensor; a longer one is
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.int64: "I64"}
 WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _LARGEST_WRITE = 1 << 30
-_CHUNK = 1 << 13  # words that are weighed at a time: they stay in the cache
-_SPREAD = (
-    0x9E3779B97F4A7C15  # 2^64 / golden ratio: what neighbouring places are multiplied with lies far apart
-)
+_CHUNK = 1 << 13  # words that are summed at a time: they stay in the cache
+_SPREAD = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: the factors of neighbouring places lie far apart
 _PLACES = np.arange(_CHUNK, dtype=np.uint64) * np.uint64(_SPREAD)
 
 
@@ -32,7 +30,7 @@ def step_path(folder: Path, step: int) -> Path:
 
 @dataclass
 class Part:
-    """What one rank knows of one tensor: where its part lies, who it is equal to, what it wrote."""
+    """One rank's part of one tensor: its place, its hash, and the checksum of what the rank wrote."""
 
     start: tuple[int, ...]
     shape: tuple[int, ...]
@@ -51,10 +49,10 @@ class Slot:
 
 
 class StepWriter:
-    """One rank's hand in the file of one step.
+    """Writes one rank's parts into the file of one step.
 
-    Every rank asks for the same slots in the same order, so all compute the same layout without a word. The file must
-    exist (`create` on one rank, before the others open it) and be the same one for all ranks: a shared folder.
+    Every rank asks for the same slots in the same order, so all compute the same layout without communication. The file must exist
+    (`create` on one rank, before the others open it) and be shared by all ranks.
     """
 
     def __init__(self, path: Path, num_tensors: int):
@@ -70,11 +68,11 @@ class StepWriter:
 
     @property
     def size(self) -> int:
-        """Bytes of the file with all tensors that were asked for so far."""
+        """The size of the file in bytes, with all slots so far."""
         return 8 + self.header_bytes + self._end
 
     def slot(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Slot:
-        """The slot of this name; made at the end of the file when it is asked for the first time."""
+        """The slot of this name. The first call makes it, at the end of the file."""
         if name not in self.slots:
             if dtype not in DTYPES:
                 raise ValueError(f"{name} is {dtype}; a dump holds {', '.join(map(str, DTYPES))}")
@@ -86,7 +84,7 @@ class StepWriter:
         return slot
 
     def write(self, name: str, start: tuple[int, ...], local: torch.Tensor, *, is_writer: bool) -> None:
-        """Note this rank's part of a tensor, and write it unless another rank that holds the same one does."""
+        """Record this rank's part of a tensor, and write it if this rank is its writer."""
         slot = self.slots[name]
         local = local.detach().cpu().contiguous()
         data = local.reshape(-1).view(torch.uint8).numpy()
@@ -105,7 +103,7 @@ class StepWriter:
             written += os.pwrite(self._file, data[written : written + _LARGEST_WRITE].data, offset + written)
 
     def write_header(self, path: Path) -> None:
-        """Make the file a safetensors file. Called once, by one rank, when every rank has closed it."""
+        """Make the file a safetensors file. Called once, by one rank, after every rank has closed it."""
         header = {
             name: {
                 "dtype": DTYPES[slot.dtype],
@@ -119,19 +117,17 @@ class StepWriter:
             raise ValueError(f"the header takes {len(text)} bytes, {self.header_bytes} were reserved")
         with open(path, "r+b") as file:
             file.write(self.header_bytes.to_bytes(8, "little") + text.ljust(self.header_bytes))
-            file.truncate(
-                8 + self.header_bytes + self._end
-            )  # also where the last tensors were never computed
+            file.truncate(8 + self.header_bytes + self._end)  # also if the last tensors were never computed
 
     def close(self) -> None:
         os.close(self._file)
 
 
 def checksum(data: np.ndarray, itemsize: int, first: int = 0) -> int:
-    """Of consecutive words of a tensor, the first of them at place `first` of it: the sum of word x weight modulo 2^64.
+    """The sum of word x weight modulo 2^64 over consecutive words of a tensor; `first` is the place of the first one.
 
-    The weight is an odd number made of the word's place, so one changed word is always noticed, and words that changed
-    places are. Sums of parts add up to the tensor's, so nobody needs the whole tensor to know it.
+    The weight is an odd number made of the word's place, so a changed word is always noticed, and so are words that changed places. The
+    checksums of the parts add up to the tensor's, so nobody needs the whole tensor.
     """
     words, total = data.view(WORDS[itemsize]), 0
     for begin in range(0, len(words), _CHUNK):
@@ -166,7 +162,7 @@ def _runs(
 def merge(
     name: str, parts_by_rank: list[list[Part]], full_shape: tuple[int, ...], itemsize: int
 ) -> tuple[int, list[int]]:
-    """(checksum of the full tensor, ranks whose part differs from another rank's of the same place).
+    """(checksum of the full tensor, ranks whose part differs from another rank's at the same place).
 
     Raises ValueError unless the written parts cover the full tensor exactly once.
     """

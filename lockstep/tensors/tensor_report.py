@@ -1,4 +1,4 @@
-"""What a person sees of a tensor-level comparison: the verdict and the tables, as text, Markdown and JSON."""
+"""The report of a tensor-level comparison: the verdict and the tables, as text, Markdown and JSON."""
 
 import json
 import math
@@ -21,9 +21,9 @@ Line = str | tuple[str, ...]  # a line of text, or a row of a table
 
 
 def show(result: Result, diagnoses: dict[str, Diagnosis], output_dir: Path | None) -> int:
-    """Print the report, write report.md and report.json if a folder is given; returns the exit status, 0 or 1.
+    """Print the report, and write report.md and report.json if a folder is given. Returns the exit status, 0 or 1.
 
-    `diagnoses` has one of every run that failed.
+    `diagnoses` has one for every run that failed.
     """
     for title, lines in _sections(result, diagnoses).items():
         lines = lines[: lines.index("")] if "" in lines else lines
@@ -61,7 +61,7 @@ def write(result: Result, diagnoses: dict[str, Diagnosis], folder: Path) -> None
 
 
 def _sections(result: Result, diagnoses: dict[str, Diagnosis]) -> dict[str, Sequence[Line]]:
-    """Title -> lines of text, and rows of tables as tuples, the head first."""
+    """Title -> lines: text, or rows of tables as tuples, the head first."""
     return {
         "Verdict": verdict(result),
         "What was compared": [f"{what}: {value}" for what, value in about(result).items()],
@@ -94,7 +94,7 @@ def _as_text(lines: Sequence[Line], escape: Callable[[str], str]) -> list[str]:
 
 
 def _escaped(text: str) -> str:
-    """For a Markdown page: labels and paths come from files and command lines."""
+    """Text escaped for a Markdown page: labels and paths come from files and command lines."""
     return re.sub(r"([\\`|<>*\[\]])", r"\\\1", printable(text, LONGEST))
 
 
@@ -103,7 +103,7 @@ def _item(line: str) -> str:
 
 
 def about(result: Result) -> dict[str, str]:
-    """What a report needs to be filed: the model, the options, the meshes, versions, commits, machines, dates."""
+    """Model, options, meshes, versions, commits, machines and dates of the comparison."""
     dumps = result.columns
     run = next(iter(dumps.values())).run
     config, architecture = run["config"], run["architecture"]
@@ -140,7 +140,7 @@ def about(result: Result) -> dict[str, str]:
 
 
 def _alike(found: dict[str, str]) -> str:
-    """One value where all are the same, else each with its label."""
+    """The value if all are the same, else each with its label."""
     values = set(found.values())
     return (
         values.pop() if len(values) == 1 else ", ".join(f"{label}: {value}" for label, value in found.items())
@@ -174,7 +174,7 @@ def verdict(result: Result) -> list[str]:
 
 
 def configuration(result: Result) -> list[str]:
-    """What the runs really ran with, where it was not the same: no statement about their arithmetic."""
+    """Differences of the effective contracts. They say nothing about arithmetic."""
     lines = [
         f"{_label(result, name)}: {what}"
         for name, found in result.configuration.items()
@@ -243,7 +243,7 @@ def _ratio(part: float, whole: float) -> float:
 
 
 def norms(result: Result, kind: str) -> list[Line]:
-    """2-norms in the first step, of every column, and the largest relative difference of a norm from the baseline's."""
+    """2-norms in the first step, by column, and the largest relative difference from the baseline's."""
     rows = []
     for name, tensor in result.pairs.items():
         if name.startswith(f"{kind}/"):
@@ -255,7 +255,7 @@ def norms(result: Result, kind: str) -> list[Line]:
 
 
 def worst(result: Result) -> list[Line]:
-    """By run and pass: the largest relative distance, and the largest share of what is tolerated."""
+    """By run and pass: the largest relative distance, and the largest share of its tolerance."""
     table = []
     for name in result.dumps:
         for which in dict.fromkeys(PASSES.values()):
@@ -282,7 +282,7 @@ def worst(result: Result) -> list[Line]:
 
 
 def differences(result: Result) -> list[Line]:
-    """In the first step, of every tensor: the largest absolute and the relative difference from the first column."""
+    """By tensor of the first step: the largest absolute and the relative difference from the first column."""
     names, rows = list(result.columns)[1:], []
     for tensor, measured in result.pairs.items():
         row = [tensor]
@@ -294,7 +294,7 @@ def differences(result: Result) -> list[Line]:
 
 
 def identical(result: Result) -> list[str]:
-    """How many tensors of the first step are the same, bit for bit, in the last two columns, by pass."""
+    """By pass: the number of tensors of the first step that are bit-identical in the last two columns."""
     if len(result.columns) < 2:
         return []
     names = list(result.columns)[-2:]
@@ -339,7 +339,7 @@ def replicas(result: Result) -> list[str]:
 
 
 def as_data(result: Result, diagnoses: dict[str, Diagnosis]) -> dict:
-    """The same as JSON: null for numbers that JSON does not have."""
+    """The report as data for JSON, with null for numbers that JSON does not have."""
     return {
         "verdict": result.outcome,
         "about": about(result),

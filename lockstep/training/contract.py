@@ -1,7 +1,7 @@
 """The effective contract: what a strategy really runs with.
 
-Here is what a configuration demands, the same of every strategy; `lockstep/training/observe.py` reads the live objects after
-the first step, and the loop stops the run if the two differ. Two runs are compared only when their contracts agree.
+This module says what a configuration demands of every strategy. `lockstep/training/observe.py` reads the live objects after the first
+step, and the loop stops the run if the two differ. Two runs are compared only if their contracts agree.
 """
 
 import math
@@ -10,12 +10,12 @@ from typing import Any
 from lockstep.config import BETAS, EPS, Config
 from lockstep.inputs.architectures import has_biases, parameter_shapes
 
-# Entries that belong to what a strategy is: recorded and shown, but no reason to refuse (docs/findings.md).
+# Entries in which strategies differ by design: recorded and shown, but no reason to refuse (docs/findings.md).
 KNOWN_DIFFERENCES = ("biased_linear_dtype",)
 
 
 def expected_contract(config: Config, architecture: dict) -> dict[str, Any]:
-    """What every strategy has to run with under this configuration; one meaning for each option."""
+    """The contract that this configuration demands of every strategy; one meaning for each option."""
     compute = "torch.float32" if config.precision == "fp32" else "torch.bfloat16"
     promoted = (
         config.row.float32_biases_under_autocast and config.precision == "autocast" and config.tp_size > 1
@@ -55,7 +55,7 @@ def expected_contract(config: Config, architecture: dict) -> dict[str, Any]:
 
 
 def global_batch(config: dict) -> int:
-    """Windows of a step and micro batch that all DP ranks see together, of a recorded configuration.
+    """The number of windows in one micro batch of all DP ranks together, of a recorded configuration.
 
     Runs with the same number are fed the same windows in the same order, whatever their dp_size.
     """
@@ -63,7 +63,7 @@ def global_batch(config: dict) -> int:
 
 
 def on_any_mesh(contract: dict) -> dict:
-    """A contract as runs on different meshes share it: a mean over a rank's tokens, micro batches and DP ranks is one over all."""
+    """The contract without what depends on the mesh: the loss is a mean over so many tokens, however they are divided."""
     means = contract.get("loss_is_mean_over")
     return {**contract, "loss_is_mean_over": math.prod(means)} if means else contract
 
@@ -78,7 +78,7 @@ def contract_differences(expected: dict, actual: dict, ignoring: tuple[str, ...]
 
 
 def contract_difference(expected: dict, actual: dict, ignoring: tuple[str, ...] = ()) -> str:
-    """The first of the differences, or "" where they agree."""
+    """The first of the differences, or "" if there are none."""
     return next(iter(contract_differences(expected, actual, ignoring).values()), "")
 
 

@@ -1,11 +1,10 @@
-"""The loss history: one JSON file per run, rewritten whole after every step, sealed, read strictly.
+"""The loss history: one JSON file per run, rewritten whole after every step and read strictly.
 
-    {"format": 2, "run": {...}, "contract": {...} | null, "weights": {...} | null,
+    {"format": 3, "run": {...}, "contract": {...} | null, "weights": {...} | null,
      "ended": null | "finished" | "why it stopped", "steps": [{"step": 1, "loss": ..., ...}, ...], "sha256": "..."}
 
-`ended` is null while the run goes on, and stays null when it is killed: what was reached is still there.
-`sha256` is the seal: SHA-256 of the rest as `json.dumps` writes it, so that damage is found wherever it is.
-The fields: lockstep/training/history_schema.py.
+`ended` is null while the run goes on, and stays null if it is killed; the steps so far are in the file. `sha256` is the seal: SHA-256 of
+the rest as `json.dumps` writes it, so that any damage is found. The fields: lockstep/training/history_schema.py.
 """
 
 import hashlib
@@ -22,11 +21,11 @@ FORMAT = 3
 BEGINS = b'{"format": '  # every history file
 PARTS = ("run", "contract", "weights", "ended")  # of the file, beside its format, the steps and the seal
 
-CONTROL = "control"  # the name of the run that shows how far rounding alone takes the loss
+CONTROL = "control"  # the name of the run that shows how far rounding errors alone can move the loss
 
 
 def path_of(folder: Path, run: str) -> Path:
-    """Where the history of a strategy's run lies, or that of the control run."""
+    """The path of the history of a run; the control run's is CONTROL."""
     return folder / f"loss_{run}.json"
 
 
@@ -57,14 +56,14 @@ class History:
 
 
 def seal(content: dict) -> str:
-    """The SHA-256 of the content of a history file but for the seal itself; the order of keys counts."""
+    """The SHA-256 of the content of a history file without the seal itself; the order of keys counts."""
     return hashlib.sha256(
         json.dumps({k: v for k, v in content.items() if k != "sha256"}).encode()
     ).hexdigest()
 
 
 def read(path: Path) -> History:
-    """Read a history file. Raises UserError saying what is wrong with it: not ours, changed since, contradicting itself."""
+    """Read a history file. Raises UserError if it is not one, was changed, or contradicts itself."""
     from lockstep.training import history_schema  # pydantic is for those who read
 
     content = read_json(path)

@@ -1,4 +1,4 @@
-"""What a loss history must look like, and which of its fields follow from each other."""
+"""The schema of a loss history, and the fields that must agree with each other."""
 
 import math
 from typing import Annotated, Any, Literal
@@ -58,7 +58,7 @@ class Step(Strict):
 
 
 class RunConfig(Strict):
-    """lockstep.config.Config without what says only where things lie; tests/test_history.py holds the two together."""
+    """lockstep.config.Config without its paths. tests/test_history.py checks that the two agree."""
 
     strategy: Name
     model_name: Text
@@ -127,7 +127,7 @@ class Run(Strict):
 
 
 class Weights(Strict):
-    """Of all weights together; the last two of a run that finished."""
+    """Hashes of all weights together, and the names of those that moved. The last two only of a run that finished."""
 
     initial_sha256: Sha256
     final_sha256: Sha256 | None = None
@@ -135,7 +135,7 @@ class Weights(Strict):
 
 
 class File(Strict):
-    """The whole file. `sha256` is the seal, of all the rest."""
+    """The whole file. `sha256` is the seal of all the rest."""
 
     format: int
     run: Run
@@ -152,7 +152,7 @@ def parse(content: dict, path: object) -> File:
 
 
 def require_consistent(file: File, path: object) -> None:
-    """Raise UserError where fields that follow from each other do not."""
+    """Raise UserError if fields of the history contradict each other."""
     problem = (
         _run_problem(file.run) or _progress_problem(file) or _weights_problem(file) or _step_problem(file)
     )
@@ -175,9 +175,9 @@ def _run_problem(run: Run) -> str:
 def _progress_problem(file: File) -> str:
     done, finished = len(file.steps), file.ended == "finished"
     if done > file.run.num_steps or (finished and done < file.run.num_steps):
-        return f"it has {done} of {file.run.num_steps} steps and says that it {'finished' if finished else 'goes on'}"
+        return f"it has {done} of {file.run.num_steps} steps, but says that it {'finished' if finished else 'goes on'}"
     if done and file.weights is None or (finished or done > 1) and file.contract is None:
-        return f"{done} steps were trained, and it says nothing of its {'weights' if file.weights is None else 'contract'}"
+        return f"{done} steps were trained, but it has no {'weights' if file.weights is None else 'contract'}"
     if finished != (file.weights is not None and file.weights.moved is not None):
         return "the weights that moved are recorded when a run has finished, and not before"
     return ""
@@ -188,7 +188,7 @@ def _weights_problem(file: File) -> str:
     if weights is None:
         return ""
     if (weights.final_sha256 is None) != (weights.moved is None):
-        return "of final_sha256 and moved there is only one"
+        return "only one of final_sha256 and moved is there"
     if weights.moved is None:
         return ""
     architecture = file.run.architecture
@@ -197,10 +197,10 @@ def _weights_problem(file: File) -> str:
             f"model_type is {architecture.model_type!r}, and only {', '.join(FAMILIES)} can be trained here"
         )
     if bool(weights.moved) != (weights.final_sha256 != weights.initial_sha256):
-        return f"{len(weights.moved)} weights moved, and initial and final sha256 say otherwise"
+        return f"{len(weights.moved)} weights moved, but initial and final sha256 say otherwise"
     stranger = next(iter(sorted(set(weights.moved) - _updated(file.contract))), None)
     if stranger:
-        return f"moved has {stranger}, which no optimizer group of its contract has"
+        return f"moved has {stranger}, which is in no optimizer group of its contract"
     return "" if weights.moved == sorted(set(weights.moved)) else "moved is not a sorted list of names"
 
 
@@ -225,7 +225,7 @@ def _step_problem(file: File) -> str:
             return f"step {position} has a loss of {step.loss!r}, which is not the mean of its rank losses"
         broken = not all(math.isfinite(value) for value in (step.loss, step.grad_norm, *step.rank_losses))
         if broken and (position < len(file.steps) or file.ended == "finished"):
-            return f"step {position} is not finite and the run went on; a run stops at once"
+            return f"step {position} is not finite, but the run went on"
     return ""
 
 

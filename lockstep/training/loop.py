@@ -1,4 +1,4 @@
-"""THE loop: seeding, one step, the loss record. What it drives is a `Strategy` (strategy.py); it imports none, and no launcher.
+"""THE loop: seeding, one step, the loss record. It drives a `Strategy` (strategy.py) and imports no strategy and no launcher.
 
 The loop does not know how a strategy works. It feeds every rank its micro batches, gathers what every rank saw, and stops all
 ranks if something is wrong.
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 def run_with_control(
     config: Config, inputs: Inputs, make_strategy: MakeStrategy, device: torch.device
 ) -> str:
-    """`run`, and after it, if --control asks for it, the control run in the same process; returns the last one's sentence."""
+    """`run`; with --control, then the control run in the same process. Returns the closing sentence of the last run."""
     line = run(config, inputs, make_strategy, device)
     if not config.control:
         return line
@@ -154,7 +154,7 @@ def train_step(
     *,
     problem: str = "",
 ) -> tuple[dict[str, Any], list[list[float]]]:
-    """One step (from 0) of the loop: feed, update, gather what every rank saw; `capture` writes down all it computes.
+    """Step `index` (from 0) of the loop: feed, update, gather what every rank saw. `capture` writes all that is computed.
 
     A `problem` that this rank has had since the last step stops all ranks, without a collective of its own in every step.
 
@@ -196,7 +196,7 @@ def train_step(
 def _initial_model(
     config: Config, inputs: Inputs, rank: int
 ) -> tuple["PreTrainedModel", dict[str, str] | None]:
-    """The model that the run starts from, and the checksums of the file that it is, unchanged; None if it is no file's."""
+    """The model that the run starts from, and the checksums of its weights file; None if its weights are not a file's."""
 
     def build(path: Path | None) -> tuple["PreTrainedModel", dict[str, str] | None]:
         return build_model(
@@ -224,16 +224,16 @@ def _initial_model(
         print(f"Loaded initial weights from {path}", flush=True)
     if config.noise_control:
         weights.perturb(model, "float32" if config.precision == "fp32" else "bfloat16", config.seed)
-        return model, None  # not the file's any more
+        return model, None  # no longer the file's
     return model, sums
 
 
 def _require_file_weights(
     live: dict[str, str] | None, file_sums: dict[str, str] | None, config: Config
 ) -> None:
-    """The sharded, gathered-back weights must be the file's, bit for bit (unless they were cast to bfloat16).
+    """The weights, sharded and gathered back, must be the file's, bit for bit (unless they were cast to bfloat16).
 
-    Only rank 0 holds the checksums `live`; its finding is every rank's.
+    Only rank 0 has the checksums `live`; all ranks share its finding.
     """
     if file_sums is None or config.precision == "bf16":
         return
@@ -242,14 +242,14 @@ def _require_file_weights(
         names = sorted(live.keys() | file_sums.keys())
         wrong = next((name for name in names if live.get(name) != file_sums.get(name)), None)
     stop_together(
-        f"after sharding, {wrong} is not what {config.init_weights_path or config.model_name} holds"
+        f"after sharding, {wrong} differs from {config.init_weights_path or config.model_name}"
         if wrong
         else ""
     )
 
 
 def _require_right_batches(hashes: list[list[int]], mesh: Mesh, step: int) -> None:
-    """Ranks with one share of the global batch see one batch, ranks with different shares do not."""
+    """Ranks with the same share of the global batch must see the same batch, ranks with different shares different ones."""
     for rank, value in enumerate(hashes):
         share = mesh.sample_share(rank)
         lead = mesh.first_with_share(share)
@@ -282,7 +282,7 @@ def _gather(mine: list[float], device: torch.device) -> list[list[float]]:
 
 
 def _live_checksums(strategy: Strategy, rank: int) -> dict[str, str] | None:
-    """Checksums of the live weights, gathered whole; on rank 0 only, but every rank has to take part."""
+    """Checksums of the live weights, gathered whole. On rank 0 only, but collective."""
     if rank == 0:
         return weights.checksums(strategy.full_parameters())
     for _ in strategy.full_parameters():
@@ -291,7 +291,7 @@ def _live_checksums(strategy: Strategy, rank: int) -> dict[str, str] | None:
 
 
 def provenance(config: Config, inputs: Inputs) -> dict[str, Any]:
-    """What a history and a dump say of a run before it begins."""
+    """What a history and a dump record of a run before it begins."""
     return {
         "label": config.label,
         "mesh": config.mesh.sizes,

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class ComputeDtypes:
-    """Watches one forward pass and notes in which dtype the linear layers and the embedding answer."""
+    """Watches one forward pass and records the dtypes that linear layers and the embedding return."""
 
     def __init__(self, model: torch.nn.Module):
         self._seen: dict[str, set[str]] = {
@@ -45,7 +45,7 @@ class ComputeDtypes:
 
 
 def model_contract(model: "PreTrainedModel") -> dict[str, Any]:
-    """What the live model says of itself: attention implementation, dropout, parameter dtypes, the tie."""
+    """The live model's attention implementation, dropout, mode, parameter dtypes and tie."""
     layers = model.get_submodule(modules.LAYERS).children()
     attentions: list[Any] = [layer.get_submodule(modules.ATTENTION) for layer in layers]
     return {
@@ -87,8 +87,10 @@ def decay_by_name(model: torch.nn.Module, groups: list[tuple[list, float]]) -> d
 
 
 def observed_max_grad_norm(configured: float, before: float, after: float) -> float:
-    """The clipping bound that the norms before and after an update speak of; the configured one where nothing had to
-    be clipped and nothing was."""
+    """The clipping bound that follows from the norms before and after an update.
+
+    It is the configured one if nothing had to be clipped and nothing was.
+    """
     if math.isclose(before, after, rel_tol=1e-6):
         return 0.0 if 0 < configured < before * (1 - 1e-6) else configured
     return configured if math.isclose(after, configured, rel_tol=1e-3) else after

@@ -36,12 +36,12 @@ def build_optimizer(
 
 
 def keeps(optimizer: torch.optim.Optimizer, kind: str) -> bool:
-    """Whether there is such a tensor for every parameter: SGD without momentum has no moments."""
+    """Whether the optimizer has this kind of tensor for every parameter: SGD without momentum has no moments."""
     return kind in ("parameter", "gradient") or not isinstance(optimizer, torch.optim.SGD)
 
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor:
-    """Raises ValueError where backward left no gradient: the loss does not depend on the parameter."""
+    """The gradient of a parameter. Raises ValueError if it has none: the loss does not depend on it."""
     if parameter.grad is None:
         raise ValueError(f"a parameter of shape {tuple(parameter.shape)} has no gradient")
     return parameter.grad
@@ -66,7 +66,7 @@ def held_tensors(
 def held_whole(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, kind: str
 ) -> Iterator[tuple[str, torch.Tensor, tuple[int, ...], tuple[int, ...]]]:
-    """What `Strategy.held` yields where every rank holds whole tensors."""
+    """What `Strategy.held` yields if every rank holds whole tensors."""
     for name, tensor in held_tensors(model, optimizer, kind):
         yield name, tensor, tuple(tensor.shape), (0,) * tensor.ndim
 

@@ -1,6 +1,6 @@
 """The base of strategies in plain torch: for any model whose parameters are plain tensors or DTensors, on any mesh.
 
-A subclass says how to parallelize; all the rest follows from the parameters themselves:
+A subclass says how to parallelize. The rest follows from the parameters themselves:
 
     class MyStrategy(TorchStrategy):
         def parallelize(self, model, device_mesh):
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 class TorchStrategy:
     """See `lockstep.training.strategy.Strategy` for what each method has to do.
 
-    Gradients are averaged over dp by what `parallelize` gives back: DDP or FSDP2 modules are told when a micro batch is
-    the last; anything else reduces gradients by its own hooks, at every micro batch.
+    The module that `parallelize` returns averages the gradients over dp. DDP and FSDP2 modules are told which micro batch is the last;
+    any other module reduces by its own hooks, at every micro batch.
     """
 
     def __init__(self, model: "PreTrainedModel", config: Config, mesh: Mesh, device: torch.device):
@@ -61,7 +61,7 @@ class TorchStrategy:
         )
 
     def parallelize(self, model: "PreTrainedModel", device_mesh: DeviceMesh) -> torch.nn.Module:
-        """Make the whole `model`, which every rank holds, one that runs on `device_mesh`; returns what is called in forward.
+        """Turn `model`, which every rank holds whole, into a module that runs on `device_mesh`; returns what forward calls.
 
         `device_mesh` has the axes of lockstep/mesh.py by name. Parameters keep their Hugging Face names.
         """
@@ -80,7 +80,7 @@ class TorchStrategy:
                     loss = self.loss(input_ids, labels)
                 (loss / len(micro_batches)).backward()
             losses.append(loss.detach())
-        for parameter in self.parameters:  # a sum over ranks that is still to be done is done now
+        for parameter in self.parameters:  # reduce gradients that are still partial sums
             gradient = parameter.grad
             if (
                 isinstance(parameter, DTensor)
@@ -149,7 +149,7 @@ class TorchStrategy:
         }
 
     def _reduction_dtype(self, parameter: torch.Tensor) -> torch.dtype:
-        """The dtype in which a gradient travels over dp: what `fully_shard` was told, else the gradient's own."""
+        """The dtype in which a gradient is reduced over dp: what `fully_shard` was told, else the gradient's own."""
         told = (
             self.wrapped._get_fsdp_state()._mp_policy.reduce_dtype
             if isinstance(self.wrapped, FSDPModule)
@@ -159,7 +159,7 @@ class TorchStrategy:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor."""
+    """This rank's shard of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -180,7 +180,7 @@ def sharded_axes(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def start_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Where this rank's part begins in the full tensor. The innermost axis cut it first, the next one what that had left."""
+    """The start of this rank's shard in the full tensor. The innermost axis cuts first, the next one what is left."""
     start, shape = [0] * tensor.ndim, list(tensor.shape)
     if not isinstance(tensor, DTensor):
         return tuple(start)

@@ -1,4 +1,4 @@
-"""Cross-entropy on vocabulary shards: no rank ever holds logits for the whole vocabulary.
+"""Cross-entropy on vocabulary shards: no rank holds logits for the whole vocabulary.
 
 Rank r holds logits x[:, a_r:b_r]. With m = max x and Z = sum exp(x - m), both reduced over the TP group,
 
