@@ -106,7 +106,7 @@ def test_a_swapped_file_is_found(dumps, copy, capsys):
         ("{", "not valid JSON"),
         ("[]", "it names no format"),
         ("{}", "it names no format"),
-        ('{"format": 99}', "format 99, this version reads 3"),
+        ('{"format": 99}', "format 99, this version reads 4"),
         ('{"format": 4, "run": {}}', "not what its sha256 says"),
         ("[" * 100_000, "nested too deeply"),
     ],
@@ -130,7 +130,7 @@ def _first(manifest, kind="forward/lm_head"):
 
 
 CONTRADICTIONS = {
-    "step 1: forward/lm_head is [8, 32, 2047], of this model": lambda m: _first(m).update(
+    "step 1: forward/lm_head is [8, 32, 2047], with this model": lambda m: _first(m).update(
         shape=[8, 32, 2047]
     ),
     "forward/lm_head.shape.0 is -8": lambda m: _first(m).update(shape=[-8, 32, 2048]),
