@@ -123,7 +123,7 @@ def _shorter(run):
         (_shorter, "19 steps against 20"),
         (lambda r: r.steps.pop(), "has 19 of 20 steps"),
         (lambda r: setattr(r, "ended", None), "killed or is still running"),
-        (lambda r: r.run.update(versions={"torch": "1"}), "one environment"),
+        (lambda r: r.run.update(versions={"torch": "1"}), "the same environment"),
     ],
 )
 def test_what_is_refused(change, message):
