@@ -19,7 +19,7 @@ from pathlib import Path
 
 from lockstep.config import Parser
 from lockstep.errors import UserError, printable, run_program
-from lockstep.files import require_writable_folder
+from lockstep.files import FIGURE, VERDICT, require_ours, require_writable_file
 from lockstep.losses import curve_report as report
 from lockstep.losses import folder
 from lockstep.losses.curves import PASS
@@ -61,14 +61,14 @@ def _require_outputs(input_dir: Path, output: Path, json_path: Path | None) -> N
     for option, path in (("--output", output), ("--json", json_path)):
         if path is None:
             continue
-        require_writable_folder(path.parent, option)
-        if path.is_dir():
-            raise UserError(f"{option} {path}: is a folder; give the name of a file")
+        require_writable_file(path, option)
         if os.path.realpath(path) in inputs:
             raise UserError(f"{option} {path}: is a loss history of this comparison; choose another name")
+    require_ours(output, "--output", FIGURE, anywhere=True)
     if json_path is not None:
         if os.path.realpath(json_path) == os.path.realpath(output):
             raise UserError(f"--json {json_path}: is also the name of the figure; choose another name")
+        require_ours(json_path, "--json", VERDICT)
         json_path.unlink(missing_ok=True)
 
 

@@ -28,6 +28,7 @@ from lockstep.config import Parser
 from lockstep.errors import TrainingFailure, UserError, run_program
 from lockstep.files import (
     require_new_folder,
+    require_ours,
     require_writable_file,
     require_writable_folder,
     write_result,
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
     from lockstep.tensors.dump import Dump
     from lockstep.tensors.judgement import Result
 
+BEGINS = b'{\n "precision": '  # the data
+TITLE = "# Planted faults, "
 CLEAN = "clean"  # the name of a run without a fault
 REFERENCE = "reference"  # the name of the job that writes it
 HANGS_AFTER = 120  # seconds without a finished job, tiny models
@@ -386,7 +389,7 @@ def run(options: argparse.Namespace, folder: Path) -> int:
     write_result(options.output, json.dumps(content, indent=1) + "\n")
     write_result(
         options.output.with_suffix(".md"),
-        "\n".join(["# Planted faults, " + options.precision, "", *lines]) + "\n",
+        "\n".join([TITLE + options.precision, "", *lines]) + "\n",
     )
     if any(row.get("failed") for row in rows):
         print(f"\nLogs of what did not run: {folder}")
@@ -411,8 +414,9 @@ def checked(options: argparse.Namespace) -> int:
         raise UserError(
             f"--output {options.output}: the table goes to a .md beside it; give another ending, such as .json"
         )
-    for path in (options.output, options.output.with_suffix(".md")):
+    for path, begins in ((options.output, BEGINS), (options.output.with_suffix(".md"), TITLE.encode())):
         require_writable_file(path, "--output")
+        require_ours(path, "--output", begins)
     if options.work_dir is None:
         with locks.held((options.output, "--output")), startup.cleaning_up():
             return in_temporary_folder(options)

@@ -14,7 +14,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from lockstep.files import require_writable_file, write_result
+from outputs import output
+
+from lockstep.files import write_result
 from lockstep.mesh import Mesh
 from lockstep.running import jobs
 from lockstep.strategies import ROWS
@@ -84,10 +86,8 @@ def main() -> None:
         "--dumps", type=Path, help="a finished run_verification.py of one step, to time the comparison"
     )
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=output('{\n "cores": '))
     options = parser.parse_args()
-    if options.output:
-        require_writable_file(options.output, "--output")
     model = ["--model_name", "Qwen2.5-0.5B", "--num_layers", "2", "--seq_length", "128", "--batch_size", "2"]
     model += ["--dp_size", "2", "--precision", "autocast", "--learning_rate", "1e-5"]
     content: dict = {"cores": os.cpu_count()}

@@ -16,7 +16,9 @@ import os
 import tempfile
 from pathlib import Path
 
-from lockstep.files import require_writable_file, write_result
+from outputs import output
+
+from lockstep.files import write_result
 from lockstep.losses import curves
 from lockstep.running import jobs
 from lockstep.strategies import BASELINE, Row, others, row_of
@@ -109,7 +111,7 @@ def judge(folder: Path, rows: list[Row]) -> tuple[list[dict], list[str], dict[st
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=output('{\n "alarms": '))
     parser.add_argument("--precision", choices=PRECISIONS, help="one of the two (default: both)")
     parser.add_argument(
         "--strategies", default=",".join(others()), help="with commas between (default: %(default)s)"
@@ -118,8 +120,6 @@ def main() -> int:
         "--at_once", type=int, default=36, help="configurations per start of the workers (disk: 60 MB each)"
     )
     options = parser.parse_args()
-    if options.output:
-        require_writable_file(options.output, "--output")
     rows, worst = [], collections.defaultdict(float)
     strategies = [row_of(name) for name in options.strategies.split(",")]
     cases = {case: seed for seed, case in enumerate(everything()) if options.precision in (None, case[1])}

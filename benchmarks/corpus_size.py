@@ -18,7 +18,10 @@ import tempfile
 import time
 from pathlib import Path
 
+from outputs import output
+
 from lockstep import config as config_module
+from lockstep.files import write_result
 from lockstep.inputs.architectures import TINY_QWEN2
 from lockstep.strategies import BASELINE
 
@@ -98,7 +101,7 @@ def machine() -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--largest", type=int, default=max(SIZES), help="MB (default: %(default)s)")
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=output('{\n "machine": '))
     options = parser.parse_args()
     runs = []
     with tempfile.TemporaryDirectory() as folder:
@@ -135,8 +138,9 @@ def main() -> None:
         "tokenizers": tokenizers.__version__,
     }
     if options.output:
-        options.output.write_text(
-            json.dumps({"machine": machine(), "versions": versions, "runs": runs}, indent=1) + "\n"
+        write_result(
+            options.output,
+            json.dumps({"machine": machine(), "versions": versions, "runs": runs}, indent=1) + "\n",
         )
 
 

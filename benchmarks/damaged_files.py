@@ -29,6 +29,7 @@ from lockstep.files import read_json, require_ours, require_writable_file, write
 from lockstep.training.observe import versions
 
 MEMORY = 8 << 30  # bytes of address space, of which the libraries take one
+TITLE = "# Damaged and hostile files"
 BEGINS = b'{\n "of": "damaged files"'
 GOOD = ("refused in one line", "read, means the same", "FAIL", "NOT JUDGED")
 BAD = ("accepted wrong", "traceback", "hang", "memory", "fails later", "more than a line")
@@ -159,32 +160,24 @@ def page(content: dict) -> str:
     machine = of(
         lambda row: f"{row['origin']['cores']} cores of {row['origin']['cpu']}, Python {row['origin']['python']}"
     )
-    return (
-        "\n".join(
-            [
-                "# Damaged and hostile files",
-                "",
-                f"`python benchmarks/damaged_files.py --number {content['number']} --seed {content['seed']}`: "
-                f"{content['number']} files for every reader, each changed in one way or two: bytes flipped, cut or added, values",
-                "of another type or size, entries removed, renamed or exchanged, headers that point elsewhere, other kinds of file in its",
-                "place. What a file means after the change is known, so that one that is read can be judged, too.",
-                "",
-                f"| reader | {' | '.join(shown)} |",
-                f"|---|{'---|' * len(shown)}",
-                *(
-                    f"| {READERS[name][0]} | {' | '.join(str(row['outcomes'][outcome]) for outcome in shown)} |"
-                    for name, row in rows.items()
-                ),
-                "",
-                "The first four columns are right: a verdict other than PASS where a file was changed and sealed again. Nothing may be in the",
-                "others.",
-                "",
-                f"Machine: {machine}. Libraries: {libraries}. Commit: {of(lambda row: row['origin']['commit'])}.",
-                *(f"\n{READERS[name][0]}: {line}" for name, row in rows.items() for line in row["bad"]),
-            ]
-        )
-        + "\n"
-    )
+    return "\n".join([
+        TITLE,
+        "",
+        f"`python benchmarks/damaged_files.py --number {content['number']} --seed {content['seed']}`: "
+        f"{content['number']} files for every reader, each changed in one way or two: bytes flipped, cut or added, values",
+        "of another type or size, entries removed, renamed or exchanged, headers that point elsewhere, other kinds of file in its",
+        "place. What a file means after the change is known, so that one that is read can be judged, too.",
+        "",
+        f"| reader | {' | '.join(shown)} |",
+        f"|---|{'---|' * len(shown)}",
+        *(f"| {READERS[name][0]} | {' | '.join(str(row['outcomes'][outcome]) for outcome in shown)} |" for name, row in rows.items()),
+        "",
+        "The first four columns are right: a verdict other than PASS where a file was changed and sealed again. Nothing may be in the",
+        "others.",
+        "",
+        f"Machine: {machine}. Libraries: {libraries}. Commit: {of(lambda row: row['origin']['commit'])}.",
+        *(f"\n{READERS[name][0]}: {line}" for name, row in rows.items() for line in row["bad"]),
+    ]) + "\n"  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -203,7 +196,7 @@ def run(options) -> int:
     if unknown:
         raise UserError(f"there is no reader {unknown}; there are {', '.join(READERS)}")
     markdown = options.output.with_suffix(".md")
-    for path, begins in ((options.output, BEGINS), (markdown, b"# Damaged and hostile files")):
+    for path, begins in ((options.output, BEGINS), (markdown, TITLE.encode())):
         require_writable_file(path, "--output")
         require_ours(path, "--output", begins)
     content = {"of": "damaged files", "number": options.number, "seed": options.seed, "readers": {}}

@@ -16,9 +16,10 @@ import random
 from pathlib import Path
 
 import torch
+from outputs import output
 
 from lockstep.config import BETAS, EPS
-from lockstep.files import require_writable_file, write_result
+from lockstep.files import FIGURE, write_result
 from lockstep.strategies import BASELINE, others
 from lockstep.tensors.distance import Distance, Size, clip_factor
 from lockstep.tensors.dump import Dump
@@ -151,16 +152,14 @@ def draw_figure(rows: list[dict], path: Path) -> None:
     figure.supylabel("relative error caught 99 times in 100")
     figure.get_layout_engine().set(h_pad=0.1)
     figure.legend(loc="outside lower center", ncols=2, frameon=False)
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=120, metadata={"Creator": FIGURE.decode()})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, nargs="+")
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=output('[\n {\n  "run": ', png=""))
     options = parser.parse_args()
-    if options.output:
-        require_writable_file(options.output, "--output")
     rows = []
     for folder in options.folder:
         run = Dump(folder / BASELINE).run["config"]

@@ -14,6 +14,7 @@ import random
 from pathlib import Path
 
 import torch
+from outputs import output
 
 from lockstep.errors import UserError
 from lockstep.files import write_text
@@ -22,6 +23,7 @@ from lockstep.inputs.model import build_model, causal_lm_loss
 from lockstep.tensors.exact import make_exact
 
 RIGHT, REFUSED, WRONG = "computed right", "refused", "WRONG"
+TITLE = "# Configurations drawn by chance"
 SEQUENCE = 64
 ODD = {  # what a config.json may say besides, harmless or not
     "torch_dtype": ("bfloat16", "float16"), "use_cache": (True, False), "pretraining_tp": (1, 2),
@@ -172,7 +174,7 @@ def write_report(rows: list[dict], path: Path, seed: int) -> None:
     counts = ", ".join(f"{count[outcome]} {outcome}" for outcome in (RIGHT, REFUSED, WRONG))
     command = f"python benchmarks/model_families.py --number {len(rows)} --seed {seed}"
     lines = [
-        "# Configurations drawn by chance",
+        TITLE,
         "",
         f"`{command}`: {counts}. The largest relative difference of any output,",
     ]
@@ -207,7 +209,12 @@ def main() -> int:
         "--number", type=int, default=240, help="configurations to draw (default: %(default)s)"
     )
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
-    parser.add_argument("--output", type=Path, default=Path("runs/model_families.json"), help=".md beside it")
+    parser.add_argument(
+        "--output",
+        type=output('{\n "seed": ', md=TITLE),
+        default="runs/model_families.json",
+        help=".md beside it",
+    )
     options = parser.parse_args()
     rows = []
     for content in drawn(options.number, options.seed):

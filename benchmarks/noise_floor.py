@@ -16,6 +16,9 @@ import argparse
 import json
 from pathlib import Path
 
+from outputs import output
+
+from lockstep.files import write_result
 from lockstep.losses.control import CONTROL_FACTOR, envelope, loss_gap, norm_gap, ratios
 from lockstep.losses.curves import compare_curves, tolerance_for
 from lockstep.losses.tolerance import rule_and_noise
@@ -141,7 +144,7 @@ def main() -> None:
     parser.add_argument(
         "--work_dir", type=Path, required=True, help="runs that are there already are not made again"
     )
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=output('{\n "controls": '))
     options = parser.parse_args()
     folder = options.work_dir.absolute()
     if not folder.exists():
@@ -171,8 +174,8 @@ def main() -> None:
         words = [row[what] for row in comparisons if row[what]]
         print(f"{what}: { ({word: words.count(word) for word in words}) }")
     if options.output:
-        options.output.write_text(
-            json.dumps({"controls": controls, "comparisons": comparisons}, indent=1) + "\n"
+        write_result(
+            options.output, json.dumps({"controls": controls, "comparisons": comparisons}, indent=1) + "\n"
         )
 
 

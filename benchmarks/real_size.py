@@ -14,7 +14,9 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from lockstep.files import require_writable_file, write_result
+from outputs import output
+
+from lockstep.files import write_result
 from lockstep.mesh import Mesh
 from lockstep.running import jobs
 from lockstep.strategies import BASELINE, ROWS, others
@@ -69,10 +71,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--batch_size", type=int, default=2)
     parser.add_argument("--strategies", nargs="+", default=[*others(), BASELINE], choices=ROWS)
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=output('{\n "machine": '))
     options = parser.parse_args()
-    if options.output:
-        require_writable_file(options.output, "--output")
     runs = {strategy: [] for strategy in options.strategies}
     for repeat in range(options.repeats):
         for strategy in options.strategies:

@@ -16,6 +16,10 @@ import tempfile
 import time
 from pathlib import Path
 
+from outputs import output
+
+from lockstep.files import write_result
+
 ROOT = Path(__file__).parents[1]
 OLDER = "a50ed17"  # each script is started while the run before it trains, in one Ray instance; the control is a run of its own
 SETTINGS = {"PYTHON": sys.executable, "DEVICE": "cpu", "PRECISION": "fp32"}
@@ -54,7 +58,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--older", default=OLDER, help="commit to compare with (default: %(default)s)")
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=output('{\n "cores": '))
     options = parser.parse_args()
     pairs, phases = [], []
     with tempfile.TemporaryDirectory() as folder:
@@ -83,7 +87,7 @@ def main() -> None:
             "median_ratio": ratio,
             "script_phases_seconds": spent,
         }
-        options.output.write_text(json.dumps(content, indent=1) + "\n")
+        write_result(options.output, json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -436,7 +436,8 @@ def check_environment(config: Config, architecture: dict) -> None:
     if config.row.requires:
         strategies.load(config.row.requires)(config)
     initial_weights.check(config, architecture)
-    files.require_ours(config.history_path, "--loss_output_dir", history.BEGINS)  # an older run's is replaced
+    for run in [config, config.of_control()] if config.control else [config]:  # an older run's is replaced
+        files.require_ours(run.history_path, "--loss_output_dir", history.BEGINS)
     if config.capture_dir is not None:
         files.require_new_folder(config.capture_folder, "--capture_dir", overwrite=config.overwrite)
     if config.experiment_name is not None and (config.storage_path / config.experiment_name).exists():

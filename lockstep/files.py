@@ -18,6 +18,10 @@ from lockstep.errors import UserError, first_line
 CAPTURED = re.compile(
     r"manifest\.json|step_\d+\.safetensors(\.part)?"
 )  # the files of a dump (lockstep/tensors/dump.py)
+# By these a file is known to be an older result, which a new one may replace: what it begins with, or a figure says of itself.
+FIGURE = b"Lockstep figure"
+VERDICT = b'{\n  "passed": '
+REPORTS = {"report.md": b"# Tensor by tensor", "report.json": b'{\n "verdict": '}
 LARGEST_JSON = 1 << 28  # bytes; the manifest of a 70-billion-parameter model is a hundredth of it
 
 
@@ -223,17 +227,21 @@ def remove_captured(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def require_ours(path: Path, option: str, begins: bytes) -> None:
-    """Raise UserError if `path` is a file that this project did not write; those that it wrote begin with `begins`."""
+def require_ours(path: Path, option: str, begins: bytes, *, anywhere: bool = False) -> None:
+    """Raise UserError if `path` is a file that this project did not write; those that it wrote begin with `begins`.
+
+    With `anywhere` they hold these bytes at any place.
+    """
     if not path.exists() and not path.is_symlink():
         return
     try:
-        require_regular(path)
+        size = require_regular(path)
         with open(path, "rb") as file:
-            ours = file.read(len(begins)) == begins
+            head = file.read(min(size, LARGEST_JSON) if anywhere else len(begins))
+        ours = begins in head if anywhere else head == begins
     except (UserError, OSError):
         ours = False
     if not ours:
         raise UserError(
-            f"{option}: {path} was not written by this project and is not replaced; choose another folder"
+            f"{option}: {path} was not written by this project and is not replaced; choose another place, or remove it"
         )

@@ -4,6 +4,7 @@ import contextlib
 import gc
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     pass
 
 PATIENCE = 15.0  # seconds that a rank waits for rank 0 to say what both have found
+LOST = re.compile("closed by peer|reset by peer|Broken pipe|remote process exited")  # of gloo and NCCL
 
 
 class RankFailure(TrainingFailure):
@@ -177,9 +179,17 @@ def _run_in_place(config: Config, inputs: Inputs, begin: Callable[[], None]) -> 
         try:
             dist.init_process_group(config.backend)
             return training.run_with_control(config, inputs, config.row.build(), device)
-        except (UserError, TrainingFailure, BrokenPipeError):
+        except UserError as error:
+            if _first():
+                raise
+            # If rank 0 found the same, it says so. Until then it must not lose its connection to this rank.
+            time.sleep(PATIENCE)
+            raise RankFailure(f"rank {os.environ['RANK']}: {error}") from error
+        except (TrainingFailure, BrokenPipeError):
             raise
         except Exception as error:
+            if LOST.search(str(error)):
+                time.sleep(PATIENCE)  # the rank that ended has said why, and the launcher ends this one
             traceback.print_exc()
             raise RankFailure(
                 f"rank {os.environ['RANK']} failed: {type(error).__name__}: {first_line(error)}"

@@ -22,7 +22,14 @@ from typing import TYPE_CHECKING
 from lockstep import config as config_module
 from lockstep.config import Config, Inputs, Parser
 from lockstep.errors import UserError, printable, run_program
-from lockstep.files import remove_captured, require_writable_folder
+from lockstep.files import (
+    FIGURE,
+    REPORTS,
+    VERDICT,
+    remove_captured,
+    require_ours,
+    require_writable_folder,
+)
 from lockstep.inputs import architectures, memory
 from lockstep.losses.curves import RULES
 from lockstep.running import processes, progress
@@ -61,7 +68,11 @@ def plan(options: argparse.Namespace, flags: list[str]) -> int:
     runs = runs_of(options.strategies, config_module.parse_config(BASELINE, flags), options.tp_size)
     for run in runs:
         config, inputs = checked(run, options, flags)
+    require_ours(config.loss_output_dir / "loss_curves.png", "OUTPUT_DIR", FIGURE, anywhere=True)
+    require_ours(config.loss_output_dir / "verdict.json", "OUTPUT_DIR", VERDICT)
     if config.capture_dir is not None:
+        for name, begins in REPORTS.items():
+            require_ours(config.capture_dir / name, "OUTPUT_DIR", begins)
         if config.precision not in RULES:
             raise UserError(
                 f"--precision {config.precision}: no tolerance is derived for its tensors; leave them out (TENSORS=0)"

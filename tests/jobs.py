@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep import config as config_module
+from lockstep.errors import UserError
 from lockstep.training import loop as training
 from lockstep.training.vocab_parallel_loss import vocab_parallel_cross_entropy
 
@@ -47,6 +48,42 @@ def refused(folder: Path, argument: dict) -> None:
     except training.TrainingFailure as error:
         message = str(error)
     (folder / f"error{dist.get_rank()}.txt").write_text(message)
+
+
+def stopped(folder: Path, argument: dict) -> None:
+    """Runs in which one rank alone meets a UserError: what every rank raises is written down, by the case's name.
+
+    A case: {"name", "arguments", and one of "file_limit" (bytes), "saves" (of the history, that go well), "unreadable" (a rank)}.
+    """
+    import resource
+
+    from lockstep.training import history
+
+    save, build, rank = history.write_text, training.build_model, dist.get_rank()
+    for case in argument["cases"]:
+        config, inputs = configuration("ddp", case["arguments"])
+        if "file_limit" in case:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (case["file_limit"], resource.RLIM_INFINITY))
+        left = iter(range(case.get("saves", 10**9)))
+
+        def full(path, text, left=left):
+            if next(left, None) is None:
+                raise UserError(f"cannot write {path}: No space left on device")
+            save(path, text)
+
+        def missing(*arguments, case=case, **options):
+            if rank == case.get("unreadable"):
+                raise UserError(f"rank {rank} has no such file")
+            return build(*arguments, **options)
+
+        history.write_text, training.build_model = full, missing
+        try:
+            training.run(config, inputs, config.row.build(), torch.device("cpu"))
+            message = "not stopped"
+        except Exception as error:  # noqa: BLE001 - its type is part of what is written down
+            message = f"{type(error).__name__}: {error}"
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+        (folder / f"{case['name']}-{rank}.txt").write_text(message)
 
 
 def sharded_loss(folder: Path, argument: dict) -> None:

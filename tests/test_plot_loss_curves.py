@@ -8,6 +8,7 @@ import pytest
 from synthetic import control, history, rewrite, set_loss
 
 import plot_loss_curves
+from lockstep import files
 from lockstep.losses import curve_report as report
 from lockstep.training.history import path_of
 
@@ -83,7 +84,7 @@ def test_the_figure_shows_both_panels(tmp_path, monkeypatch):
 
     drawn = []
     monkeypatch.setattr(
-        Figure, "savefig", lambda self, path, **_: (drawn.append(self), path.write_bytes(b"x"))
+        Figure, "savefig", lambda self, path, **_: (drawn.append(self), path.write_bytes(files.FIGURE))
     )
     plot(folder(tmp_path, fsdp=history("fsdp", shift=1e-6)))
     top, bottom = drawn[0].axes
@@ -96,7 +97,7 @@ def test_the_control_run_is_used_and_drawn(tmp_path, monkeypatch, capsys):
 
     drawn = []
     monkeypatch.setattr(
-        Figure, "savefig", lambda self, path, **_: (drawn.append(self), path.write_bytes(b"x"))
+        Figure, "savefig", lambda self, path, **_: (drawn.append(self), path.write_bytes(files.FIGURE))
     )
     folder(tmp_path, fsdp=history("fsdp", shift=8e-7))
     assert plot(tmp_path) == 0
@@ -189,6 +190,25 @@ def test_outputs_are_checked_first(tmp_path, capsys, option, name, message):
     out = capsys.readouterr()
     assert out.out == "" and f"plot_loss_curves.py: {option} " in out.err and message in out.err
     assert path_of(tmp_path, "ddp").is_file()
+
+
+@pytest.mark.parametrize(
+    "option, name",
+    [("--output", "f.png"), ("--output", "f.pdf"), ("--output", "f.svg"), ("--json", "v.json")],
+)
+def test_results_are_replaced_and_nothing_else_is(tmp_path, capsys, option, name):
+    """A figure of one's own is kept, and so is a link to one; a result is replaced as often as one likes."""
+    path, other = folder(tmp_path) / name, ["--output", str(tmp_path / "other.png")] * (option == "--json")
+    for _ in range(2):
+        assert plot(tmp_path, option, str(path), *other) == 0
+    whole = path.read_bytes()
+    foreign = whole.replace(files.FIGURE, b"Somebody figure").replace(b'"passed"', b'"Passed"')
+    path.write_bytes(foreign)
+    assert foreign != whole and plot(tmp_path, option, str(path), *other) == 2
+    (tmp_path / f"link-{name}").symlink_to(path)
+    assert plot(tmp_path, option, str(tmp_path / f"link-{name}"), *other) == 2
+    assert capsys.readouterr().err.count("was not written by this project and is not replaced") == 2
+    assert path.read_bytes() == foreign
 
 
 def test_a_fifo_is_no_history(tmp_path, capsys):

@@ -8,6 +8,7 @@ import functools
 import http.client
 import json
 import os
+import threading
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -86,7 +87,7 @@ BUILT_IN = {
     "Qwen2.5-0.5B": QWEN2_5_0_5B,
 }
 HUB_STAND_INS = {"Qwen/Qwen2.5-0.5B": "Qwen2.5-0.5B"}
-HUB_TIMEOUT = 2.0  # seconds
+HUB_TIMEOUT, HUB_PATIENCE = 2.0, 5.0  # seconds, of one operation and of all
 LARGEST_CONFIG = 1 << 24  # bytes
 _BUILT_IN_SOURCE = "built-in architecture"
 SPLIT_BY_TP = {  # what every tp rank takes an equal share of
@@ -196,7 +197,15 @@ def hub_file(repo: str, filename: str) -> tuple[Path | None, str]:
 
 
 def hub_answers(url: str) -> bool:
-    """Whether a server answers for this address at all, be it with "not found", within HUB_TIMEOUT seconds."""
+    """Whether a server answers for this address at all, be it with "not found", within HUB_PATIENCE seconds."""
+    answer: list[bool] = []
+    asking = threading.Thread(target=lambda: answer.append(_answers(url)), daemon=True)
+    asking.start()  # a name server that is silent is not bound by the timeout of a connection
+    asking.join(HUB_PATIENCE)
+    return answer == [True]
+
+
+def _answers(url: str) -> bool:
     try:
         urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=HUB_TIMEOUT).close()
     except urllib.error.HTTPError:

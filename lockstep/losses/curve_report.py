@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from lockstep.errors import printable
-from lockstep.files import write_atomically
+from lockstep.files import FIGURE, write_atomically
 from lockstep.losses.curves import (
     DERIVED_STEPS,
     FAIL,
@@ -171,5 +171,8 @@ def draw(
     figure.legend(loc="outside lower center", ncols=2, frameon=False)  # beside the panels: it hides nothing
     for axes in (top, bottom):
         axes.grid(alpha=0.3)
-    write_atomically(path, lambda temporary: figure.savefig(temporary, dpi=120, format=path.suffix[1:]))
+    about = {"Creator": FIGURE.decode()}
+    write_atomically(
+        path, lambda temporary: figure.savefig(temporary, dpi=120, format=path.suffix[1:], metadata=about)
+    )
     pyplot.close(figure)

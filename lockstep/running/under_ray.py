@@ -79,15 +79,21 @@ def run(config: Config, inputs: Inputs, begin: Callable[[], None]) -> str:
     """
     ray = _import_ray()
     training_library = _in_background(_import_ray_train)  # it takes as long as Ray takes to start
-    startup.end_helpers.append(_end_helpers_of_ray)
+    startup.end_helpers.append(lambda: _kill(_helpers_of_ray()))
     _connect(ray)
     training_library.result()
-    with _log_at(config.loss_output_dir / "logs" / f"{config.history_path.stem}.txt") as path:
+    path = config.loss_output_dir / "logs" / f"{config.history_path.stem}.txt"
+    with _log_at(path) as log:
         begin()
         try:
             return _train(ray, config, inputs)
         except WorkersLost as error:
-            raise TrainingFailure(f"{error}; the full output is in {path}") from error
+            said = (
+                f"its log {path} ends where it could not be written ({log.lost})"
+                if log.lost
+                else f"the full output is in {path}"
+            )
+            raise TrainingFailure(f"{error}; {said}") from error
 
 
 class WorkersLost(TrainingFailure):
@@ -157,20 +163,31 @@ class _Log(io.TextIOBase):
     """Receives printed text: marked lines go to the screen, all others to a file."""
 
     def __init__(self, file: TextIO):
-        self._file, self._lock, self._unfinished = file, threading.Lock(), ""
+        self._file, self._lock, self._unfinished, self.lost = file, threading.Lock(), "", ""
 
     def write(self, text: str) -> int:
         with self._lock:  # Ray prints from a thread
             *lines, self._unfinished = (self._unfinished + text).split("\n")
             for line in lines:
                 if not progress.screen.take(line):
-                    self._file.write(line + "\n")
-            self._file.flush()
+                    self._keep(line + "\n")
         return len(text)
+
+    def _keep(self, text: str) -> None:
+        try:
+            if not self.lost:
+                self._file.write(text)
+                self._file.flush()
+        except OSError as error:  # a full disk: the reason why the run stops must still be shown
+            self.lost = error.strerror or str(error)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # `lost` has the reason
+            self._file.close()
 
 
 @contextlib.contextmanager
-def _log_at(path: Path) -> Iterator[Path]:
+def _log_at(path: Path) -> Iterator[_Log]:
     """Inside, the output of Ray and its workers goes to a file, and marked lines to the screen."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -181,12 +198,12 @@ def _log_at(path: Path) -> Iterator[Path]:
         ) from error
     log = _Log(file)
     with (
-        file,
+        contextlib.closing(log),
         progress.shown_on(progress.Screen(sys.stdout)),
         contextlib.redirect_stdout(log),
         contextlib.redirect_stderr(log),
     ):
-        yield path
+        yield log
 
 
 def _remove_records(*folders: Path) -> None:
@@ -299,7 +316,9 @@ def _shutdown(ray: ModuleType, *, clean: bool) -> None:
     """Leave the cluster, or end our own instance. `clean` removes the folder of logs that it leaves."""
     node = ray._private.worker._global_node
     session = Path(node.get_session_dir_path()) if node is not None and node.is_head() else None
+    helpers = _helpers_of_ray()
     ray.shutdown()
+    _kill(helpers)
     if clean and session is not None:
         shutil.rmtree(session, ignore_errors=True)
         latest = session.with_name("session_latest")
@@ -307,13 +326,31 @@ def _shutdown(ray: ModuleType, *, clean: bool) -> None:
             latest.unlink(missing_ok=True)
 
 
-def _end_helpers_of_ray() -> None:
-    """Kill child processes that would try to reach the raylet after its end."""
-    for task in Path("/proc/self/task").iterdir():
-        for child in (task / "children").read_text().split():
-            for process in Path(f"/proc/{child}/task/{child}/children").read_text().split():
-                if SLOW_TO_END.search(Path(f"/proc/{process}/cmdline").read_text()):
-                    os.kill(int(process), signal.SIGKILL)
+def _helpers_of_ray() -> list[int]:
+    """The processes that would try for up to a minute to reach the raylet of this process after its end."""
+    grandchildren = [each for child in _children(os.getpid()) for each in _children(child)]
+    return [process for process in grandchildren if _is_slow_to_end(process)]
+
+
+def _children(process: int) -> list[int]:
+    found = []
+    for task in Path(f"/proc/{process}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # the thread or the process has ended
+            found += map(int, task.read_text().split())
+    return found
+
+
+def _is_slow_to_end(process: int) -> bool:
+    with contextlib.suppress(OSError):  # it has ended
+        return bool(SLOW_TO_END.search(Path(f"/proc/{process}/cmdline").read_text()))
+    return False
+
+
+def _kill(helpers: list[int]) -> None:
+    for process in helpers:
+        if _is_slow_to_end(process):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
 
 
 def _hold_local_ray() -> int:

@@ -22,7 +22,7 @@ import numpy as np
 from lockstep.config import Parser
 from lockstep.diagnosis.diagnose import Diagnosis, diagnose
 from lockstep.errors import UserError, run_program
-from lockstep.files import require_writable_folder
+from lockstep.files import REPORTS, require_ours, require_writable_folder
 from lockstep.inputs import modules
 from lockstep.losses.curves import RANK_ULPS, RULES, loss_noise
 from lockstep.strategies import BASELINE, in_order
@@ -427,6 +427,8 @@ def main(argv: list[str] | None = None) -> int:
         require_distinct(options.dumps)
         if options.output_dir is not None:
             require_writable_folder(options.output_dir, "--output_dir", keep=False)
+            for name, begins in REPORTS.items():
+                require_ours(options.output_dir / name, "--output_dir", begins)
         opened = [Dump(folder) for folder in options.dumps]
         replay = next((dump for dump in opened if dump.is_replay), None)
         if replay:
