@@ -1,11 +1,15 @@
 import json
+import socket
 import subprocess
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from lockstep import config as config_module
 from lockstep.errors import UserError
+from lockstep.inputs import architectures
 from lockstep.inputs.architectures import (
     BUILT_IN,
     parameter_shapes,
@@ -125,3 +129,16 @@ def test_the_script_cuts_no_model_that_somebody_chose(settings, layers):
         ["bash", "-euc", defaults + 'echo "$NUM_LAYERS"'], env=environment, capture_output=True, text=True
     )
     assert done.stdout.strip() == layers, done.stderr
+
+
+def test_a_silent_name_server_is_not_waited_for(monkeypatch):
+    """Looking up the address of the hub is bound by no timeout of the connection."""
+    ended = threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: ended.wait(20) and [])
+    monkeypatch.setattr(architectures, "HUB_PATIENCE", 0.2)
+    start = time.monotonic()
+    try:
+        assert architectures.hub_answers("https://hub.invalid/file") is False
+        assert time.monotonic() - start < 10
+    finally:
+        ended.set()

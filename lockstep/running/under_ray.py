@@ -333,7 +333,7 @@ def _helpers_of_ray() -> list[int]:
 
 
 def _children(process: int) -> list[int]:
-    found = []
+    found: list[int] = []
     for task in Path(f"/proc/{process}/task").glob("*/children"):
         with contextlib.suppress(OSError):  # the thread or the process has ended
             found += map(int, task.read_text().split())
