@@ -62,7 +62,7 @@ EPILOG = (
 
 @dataclass(frozen=True)
 class Config:
-    """What a run does. The defaults are those of a person trying it on a laptop; written here and nowhere else.
+    """What a run does. The defaults, which stand only here, suit a laptop.
 
     Fields without a default are resolved when a command line is parsed, from the strategy, the launcher and the machine.
     """
