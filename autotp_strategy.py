@@ -1,6 +1,6 @@
 """DeepSpeed AutoTP + ZeRO-1: tensor parallelism by configuration, optimizer state sharded over dp.
 
-The only file that imports deepspeed.
+Only this file and lockstep/deepspeed/build.py import deepspeed.
 """
 
 import os
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def deepspeed_config(config: Config, mesh: Mesh) -> dict[str, Any]:
-    """The whole of what DeepSpeed is told. Every line that differs from a default of DeepSpeed's says why."""
+    """DeepSpeed's whole configuration. Each value that differs from DeepSpeed's default has its reason."""
     return {
         "train_micro_batch_size_per_gpu": config.batch_size,
         "gradient_accumulation_steps": config.gradient_accumulation_steps,
@@ -48,7 +48,7 @@ def deepspeed_config(config: Config, mesh: Mesh) -> dict[str, Any]:
 
 
 class AutoTPStrategy:
-    """See `lockstep.training.strategy.Strategy` for the contract."""
+    """See `lockstep.training.strategy.Strategy` for what each method has to do."""
 
     def __init__(self, model: "PreTrainedModel", config: Config, mesh: Mesh, device: torch.device):
         if device.type == "cpu":
@@ -77,7 +77,7 @@ class AutoTPStrategy:
         return Geometry.of_groups({"dp": self.engine.data_parallel_group, "tp": self.tp_group()})
 
     def tp_group(self) -> dist.ProcessGroup | None:
-        """The tensor-parallel process group, None where AutoTP is off."""
+        """The tensor-parallel process group; None if AutoTP is off."""
         return self.engine.mpu.get_tensor_model_parallel_group() if self.engine.autotp_size() > 1 else None
 
     def forward_backward(self, micro_batches: list[MicroBatch]) -> torch.Tensor:
@@ -106,7 +106,7 @@ class AutoTPStrategy:
             yield name, self._gather_over_tp(name, parameter.detach()).cpu()
 
     def held(self, kind: str) -> Iterator[tuple[str, torch.Tensor, tuple[int, ...], tuple[int, ...]]]:
-        """Whole over dp, as DeepSpeed's safe_get_full_* give it, but only this rank's tensor-parallel shard."""
+        """As in the protocol. A shard is whole over dp, as DeepSpeed's safe_get_full_* return it, and cut over tp."""
         from deepspeed.utils import safe_get_full_grad, safe_get_full_optimizer_state
 
         if not keeps(self.optimizer.optimizer, kind):
@@ -132,7 +132,7 @@ class AutoTPStrategy:
             )
 
     def _link_moments(self) -> None:
-        """DeepSpeed does so once, when only the first of its parameter groups has stepped (docs/findings.md)."""
+        """Link the moments to the parameters. DeepSpeed does so too early, when only its first group has stepped (docs/findings.md)."""
         self.optimizer._hp_optimizer_states_linked = False
         self.optimizer._lazy_init_hp_params_optimizer_state()
 
@@ -146,7 +146,7 @@ class AutoTPStrategy:
         ]
 
     def _gather_over_tp(self, name: str, shard: torch.Tensor) -> torch.Tensor:
-        """Join the shards of a tensor along the one dim in which it is smaller than the whole."""
+        """Join the shards of a tensor along the one dim in which a shard is smaller than the whole."""
         dims = self._cut_dims(name, shard)
         if not dims:
             return shard

@@ -1,6 +1,6 @@
 # Sourced by run_verification_main.sh and run_tests.sh with the names of requirements files; sets PYTHON and ROOT, both absolute.
-# An environment that already satisfies the files is used as it is; otherwise .venv is made or brought up to date, and Lockstep
-# installed in it, editable. Where Lockstep is not installed, PYTHONPATH says where it is.
+# An environment that already satisfies the files is used as it is. Otherwise .venv is made or updated, and Lockstep installed in it,
+# editable. Where Lockstep is not installed, PYTHONPATH names it.
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 case ${PYTHON:-} in

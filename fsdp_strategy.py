@@ -24,11 +24,11 @@ from lockstep.training.vocab_parallel_loss import vocab_parallel_cross_entropy
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# full_tensor() gathers over tp, then over dp, and is told each time that one collective would be faster.
+# full_tensor() gathers over tp, then over dp, and torch warns each time that one collective would be faster.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
-# How each style of a model's own plan is done here. x is replicated over tp between blocks; a colwise weight holds some
-# output rows on each rank, the rowwise weight behind it holds the matching input columns, and its partial products are summed.
+# How each style of a model's own plan is implemented here. x is replicated over tp between blocks. Each rank holds some output rows of a
+# colwise weight and the matching input columns of the rowwise weight after it, whose partial products are summed.
 #   y = sum_r f(x A_r) B_r        (Megatron-LM, arXiv 1909.08053, section 3)
 STYLES: dict[str, ParallelStyle] = {
     "colwise": ColwiseParallel(),  # whole heads, whole KV heads, columns of the MLP; with their bias
@@ -37,12 +37,12 @@ STYLES: dict[str, ParallelStyle] = {
     # the shares are summed over tp. Dim 2 of (batch, sequence, heads, head_dim) is the one that is cut.
     "replicated_with_grad_allreduce": SequenceParallel(sequence_dim=2, use_local_output=True),
 }
-# What the plan of a model lacks, or has otherwise.
+# Rows that the plan of a model lacks, or has differently.
 OWN_ROWS: dict[str, ParallelStyle] = {
     # No family's plan cuts it. Ids 0..V/tp-1 are on tp rank 0, and so on; ids of other ranks look up zero, then a sum.
     modules.EMBEDDING: RowwiseParallel(input_layouts=Replicate()),
-    # It is no part of the base model. The same rows as the embedding, so the tie survives; logits stay sharded and the
-    # loss is computed on shards, where transformers' plan of the head ("colwise_gather_output") would gather them.
+    # Not in the base model's plan. The head is cut like the embedding, so that they stay tied. Logits stay sharded and the loss is
+    # computed on the shards; transformers' plan of the head ("colwise_gather_output") would gather them.
     modules.HEAD: ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
     # Enter a block once: the gradients of q, k and v (of gate and up) are summed locally, then all-reduced over tp together.
     # Without these rows each layer would all-reduce its own.
@@ -57,9 +57,9 @@ OWN_ROWS: dict[str, ParallelStyle] = {
 
 
 def tp_plan(model: "PreTrainedModel") -> dict[str, ParallelStyle]:
-    """Module, with * for its layer's number -> how it is cut over tp: the model's own plan (`base_model_tp_plan`) and OWN_ROWS.
+    """Module (with * for the number of its layer) -> how it is cut over tp: the model's own `base_model_tp_plan` and OWN_ROWS.
 
-    Raises ValueError naming the first row that is not understood, and the first module that would need one and has none.
+    Raises ValueError naming the first row with an unknown style, or the first module that needs a row and has none.
     """
     if model.config.base_model_tp_plan is None:
         raise ValueError(f"{type(model).__name__} comes with no tensor-parallel plan")
@@ -81,7 +81,8 @@ def tp_plan(model: "PreTrainedModel") -> dict[str, ParallelStyle]:
 
 
 def _require_fits(model: torch.nn.Module, plan: dict[str, ParallelStyle]) -> None:
-    """Every row has a module; every linear layer, embedding and weight inside a block has a row; head norms are on heads."""
+    """Raise ValueError unless rows and modules match: every row has a module; every linear layer, embedding and weight inside a
+    block has a row; norms on heads have the size of a head."""
     here = {_pattern(name): module for name, module in model.named_modules()}
     stray = next((pattern for pattern in plan if pattern not in here), None)
     if stray:
@@ -122,7 +123,7 @@ class FSDPStrategy(TorchStrategy):
 
 
 def shard_over_tp(model: "PreTrainedModel", tp_mesh: DeviceMesh) -> None:
-    """Cut the model by its `tp_plan`, in place; its loss is then computed on shards of the vocabulary."""
+    """Cut the model by its `tp_plan`, in place. Its loss is then computed on vocabulary shards."""
     tied = modules.is_tied(model)
     plan = tp_plan(model)
     parallelize_module(model, tp_mesh, plan, src_data_rank=None)  # all ranks hold equal weights already

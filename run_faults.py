@@ -47,9 +47,9 @@ BEGINS = b'{\n "precision": '  # the data
 TITLE = "# Planted faults, "
 CLEAN = "clean"  # the name of a run without a fault
 REFERENCE = "reference"  # the name of the job that writes it
-HANGS_AFTER = 120  # seconds without a finished job, tiny models
+HANGS_AFTER = 120  # seconds without a finished job; the models are tiny
 COLUMNS = ("fault", "strategy", "loss", "grad norm", "first tensor", "right", "cause", "named", "s")
-RIGHT, NOT_EXPLAINED, WRONG = "right", "not explained", "wrong"  # what can be said of the name of a cause
+RIGHT, NOT_EXPLAINED, WRONG = "right", "not explained", "wrong"  # how a cause was named
 NAMED = {RIGHT: "named right", NOT_EXPLAINED: "not explained", WRONG: "named wrong"}
 
 
@@ -93,7 +93,7 @@ def rows_of(options: argparse.Namespace) -> dict[str, Row]:
 
 
 def choose(options: argparse.Namespace) -> list[tuple]:
-    """The (fault, strategy) pairs asked for. Raises UserError for an unknown name or an empty choice."""
+    """The (fault, strategy) pairs that the options choose. Raises UserError for an unknown name or an empty choice."""
     from lockstep.faults import CATALOGUE, applies_to
 
     unknown = next((name for name in options.faults if name not in CATALOGUE), None)
@@ -127,7 +127,7 @@ def print_catalogue(options: argparse.Namespace) -> None:
 
 
 class Group:
-    """The runs that share a model, flags and mesh, and so DDP's run and the reference."""
+    """The runs that share model, flags and mesh, and therefore DDP's run and the reference."""
 
     def __init__(self, key: tuple, folder: Path, options: argparse.Namespace):
         self.model, self.arguments, self.mesh = key
@@ -135,7 +135,7 @@ class Group:
         self.folder, self.options = folder, options
 
     def job(self, strategy: str, name: str) -> dict:
-        """One run for lockstep/running/jobs.py; its dump goes to FOLDER/NAME/STRATEGY, its losses beside it. "control" is DDP's."""
+        """One run for lockstep/running/jobs.py. Its dump goes to FOLDER/NAME/STRATEGY, its losses beside it; "control" is DDP's control run."""
         arguments = [
             "--model_name",
             self.model,

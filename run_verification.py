@@ -3,10 +3,9 @@
     python run_verification.py --output_dir runs/verify
     python run_verification.py --model_name Qwen/Qwen2.5-0.5B --num_layers 2 --batch_size 2 --seq_length 128
 
-Trains with every strategy and --capture_dir, one start of the workers for each number of ranks, then the reference, then the
-comparison (lockstep/tensors/comparison.py), and writes report.md and report.json. All other flags are those of the training scripts.
-Exit status: 0 every tensor is as close to the reference as a correct run's; 1 not, or a run failed; 2 a usage error;
-3 an internal error.
+Trains with every strategy and --capture_dir, computes the reference, compares (lockstep/tensors/comparison.py), and writes report.md and
+report.json. All other flags are those of the training scripts. Exit status: 0 every tensor is as close to the reference as a correct
+run's; 1 some tensor is not, or a run failed; 2 a usage error; 3 an internal error.
 """
 
 if __name__ == "__main__":
@@ -89,7 +88,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
 
 
 def ours(path: Path) -> bool:
-    """Whether a verification wrote this file or folder, perhaps one that was killed while it wrote or held it."""
+    """Whether a verification wrote this file or folder, even one that was killed meanwhile."""
     unfinished = re.fullmatch(r"\.(.+)\.(lock|\d+\.tmp)", path.name)
     captured = (
         path.is_dir() and any(path.iterdir()) and all(files.is_captured(each) for each in path.iterdir())
@@ -98,7 +97,7 @@ def ours(path: Path) -> bool:
 
 
 def check_folder(options: argparse.Namespace) -> Path:
-    """The output folder: empty, or with nothing but an older verification that may be removed."""
+    """The output folder: empty, or holding only an older verification that may be removed. Raises UserError otherwise."""
     folder = options.output_dir.expanduser().absolute()
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--output_dir {folder} is a file; choose a folder")
@@ -121,7 +120,7 @@ def check_folder(options: argparse.Namespace) -> Path:
 
 
 def require_outside(folder: Path, config: Config) -> None:
-    """What a run starts from must not lie in the folder that is emptied before it."""
+    """Raise UserError if an input of the run lies in the folder that is emptied before it."""
     inputs = {
         "--init_weights_path": config.init_weights_path,
         "--model_name": config.model_name,
@@ -136,7 +135,7 @@ def require_outside(folder: Path, config: Config) -> None:
 
 
 def empty(folder: Path) -> None:
-    """Remove an older verification. Locks stay: a run that goes on after its script was killed still holds them."""
+    """Remove an older verification. Locks stay: a run whose script was killed may still hold them."""
     for path in [path for path in folder.iterdir() if not path.name.endswith(".lock")]:
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
@@ -187,7 +186,7 @@ def verify(options: argparse.Namespace, rest: list[str]) -> int:
 def train_and_compare(
     options: argparse.Namespace, runs: list[Run], rest: list[str], save: list[str], folder: Path
 ) -> int:
-    """`save` are the baseline's own flags, which write down the initial weights."""
+    """Train all runs and compare them. `save` are flags of the baseline only, which write the initial weights."""
     rest = [*rest, "--capture_steps", str(options.steps), "--capture_dir", str(folder)]
     groups: dict[int | None, list[dict]] = {}  # by number of ranks, the baseline's first
     for run in runs:

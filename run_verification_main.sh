@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Train with DDP, which also trains a control run, and with the other strategies, from the same weights on the same batches; then judge
-# the loss curves, and from the first step of the same runs every tensor: a table, a figure, reports.
+# Train with DDP, its control run and the other strategies, from the same weights on the same batches. Then judge the loss curves, and every
+# tensor of the first step of the same runs. Writes a table, a figure and reports.
 #
 #   ./run_verification_main.sh                     on GPUs if there are TP_SIZE x DP_SIZE of them, else on the CPU
 #   LEARNING_RATE=1e-5 ./run_verification_main.sh  any setting below can be overridden from the environment
@@ -24,9 +24,9 @@ for name in TP_SIZE DP_SIZE; do
   fi
 done
 read -r gpus registered <<<"$("$PYTHON" -c 'from lockstep import config, strategies; print(config.local_gpus(), ",".join(strategies.ROWS))')"
-STRATEGIES=${STRATEGIES:-$registered} # with commas between; your own as path/to/file.py:Class; on another mesh as fsdp@tp1xdp4
+STRATEGIES=${STRATEGIES:-$registered} # comma-separated; your own as path/to/file.py:Class; on another mesh as fsdp@tp1xdp4
 DEVICE=${DEVICE:-$([ "$gpus" -ge $((TP_SIZE * DP_SIZE)) ] && echo cuda || echo cpu)}
-if [ "$DEVICE" = cuda ]; then # the full configuration, of a model that nobody chose at two layers
+if [ "$DEVICE" = cuda ]; then # the full configuration; the default model has two layers
   NUM_LAYERS=${NUM_LAYERS:-$([ -n "${MODEL_NAME:-}" ] && echo all || echo 2)}
   MODEL_NAME=${MODEL_NAME:-Qwen/Qwen2.5-0.5B}
   BATCH_SIZE=${BATCH_SIZE:-2}
@@ -50,10 +50,10 @@ WEIGHT_DECAY=${WEIGHT_DECAY:-0.01}
 MAX_GRAD_NORM=${MAX_GRAD_NORM:-1.0}
 GRADIENT_ACCUMULATION_STEPS=${GRADIENT_ACCUMULATION_STEPS:-1}
 ATTN_IMPL=${ATTN_IMPL:-sdpa}
-NOISE_FLOOR=${NOISE_FLOOR:-1} # 0: no control run; the tolerances are then those of docs/precision.md alone
-TENSORS=${TENSORS:-$([ "$PRECISION" = bf16 ] && echo 0 || echo 1)} # 0: judge the losses alone, all that there is for bf16
-PRETRAINED=${PRETRAINED:-0} # 1: from the weights of MODEL_NAME, a folder or hub id; 0: from random ones
-# Where the first run writes the weights for all. A file of your own that already exists is what they start from, instead.
+NOISE_FLOOR=${NOISE_FLOOR:-1} # 0: no control run; only the fixed tolerances of docs/precision.md
+TENSORS=${TENSORS:-$([ "$PRECISION" = bf16 ] && echo 0 || echo 1)} # 0: judge the losses only, as for bf16
+PRETRAINED=${PRETRAINED:-0} # 1: start from the weights of MODEL_NAME, a folder or hub id; 0: from random ones
+# The first run writes the weights of all runs there. If the file already exists, they start from it instead.
 INIT_WEIGHTS_PATH=${INIT_WEIGHTS_PATH:-}
 
 for name in NOISE_FLOOR TENSORS PRETRAINED; do
@@ -72,7 +72,7 @@ common=(
 )
 [ "$TENSORS" = 0 ] || common+=(--capture_dir "$OUTPUT_DIR/tensors" --capture_steps 1 --overwrite)
 weights=(--init_weights_path "${INIT_WEIGHTS_PATH:-$OUTPUT_DIR/init_weights.safetensors}")
-first=() # what the first run is told, beside
+first=() # further flags of the first run
 if [ -z "$INIT_WEIGHTS_PATH" ]; then # the script's own file, which its next run replaces
   first+=(--save_init_weights --overwrite)
 elif [ ! -e "$INIT_WEIGHTS_PATH" ]; then # somebody's file is read, never written
@@ -84,7 +84,7 @@ both=(--strategies "$STRATEGIES" --tp_size "$TP_SIZE" "${common[@]}" "${weights[
 
 # --- one local Ray instance for all the runs; it starts meanwhile, and ends with this script -----------------------------------------
 if [ -z "${RAY_ADDRESS:-}" ]; then
-  export RAY_AUTH_MODE=token # what a local instance uses; whoever joins it has to say so
+  export RAY_AUTH_MODE=token # a local instance uses a token, and whoever joins it must say so
   exec {ray}< <(exec "$PYTHON" -m lockstep.running.under_ray)
   ray_pid=$!
 fi
@@ -115,6 +115,6 @@ while IFS=$'\t' read -r name flags strategy <&3; do
   }
   first=()
 done 3<<<"$plan"
-rmdir "$OUTPUT_DIR/ray" 2>/dev/null || true # Ray Train's records, of which there are none
+rmdir "$OUTPUT_DIR/ray" 2>/dev/null || true # for Ray Train's records; it is empty
 [ -z "${ray_pid:-}" ] || kill -USR1 "$ray_pid" 2>/dev/null || true
 "$PYTHON" -m lockstep.verification verdict "${both[@]}" $([ "$NOISE_FLOOR" = 0 ] || echo --control)

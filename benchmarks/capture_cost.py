@@ -2,8 +2,8 @@
 
     python benchmarks/capture_cost.py --output results/capture_cost.json
 
-Qwen2.5-0.5B's sizes, 2 layers, sequence 128, autocast. Steps 1 to 3 are captured, 4 to 7 are not; the first of each
-kind is left out; medians. Also the comparison of dumps against a plain pass over the same bytes, in alternation.
+Qwen2.5-0.5B's sizes, 2 layers, sequence 128, autocast. Steps 1 to 3 are captured, 4 to 7 are not. Medians, without the first of each kind.
+With --dumps, the comparison of dumps against a plain pass over the same bytes, in alternation.
 """
 
 import argparse

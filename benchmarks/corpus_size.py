@@ -2,8 +2,8 @@
 
     python benchmarks/corpus_size.py --output results/corpus_size.json          1, 10, 100 and 1000 MB of text, some minutes
 
-The text is the built-in corpus again and again, with other words put in. Each run is a process of its own that loads the
-inputs and takes the batches of 100 steps, all ranks' shares. With a byte-level BPE tokenizer.json, which is slower, up to 100 MB.
+The text is the built-in corpus, repeated with other words put in. Each run is a process of its own, which loads the inputs and takes the
+batches of 100 steps of all ranks. With a byte-level BPE tokenizer.json, which is slower, up to 100 MB.
 """
 
 import argparse

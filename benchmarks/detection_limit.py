@@ -4,9 +4,9 @@
     python run_verification.py --precision autocast --output_dir runs/autocast
     python benchmarks/detection_limit.py runs/fp32 runs/autocast --output results/detection_limit.json
 
-Takes the dumps of finished verifications with AdamW. For each kind, 100 times: a tensor of step 1 of AutoTP or FSDP, drawn by
-chance, is spoilt, all of it multiplied with 1 + e or 1 - e, or only its middling element (the median by size), and the
-smallest e = 2^-k that the verdict notices is looked for. Writes a figure beside the data, too.
+Reads the dumps of finished verifications with AdamW. 100 times for each kind, a tensor of step 1 of AutoTP or FSDP is drawn at random and
+spoilt: all of it, or only its median element by size, is multiplied with 1 + e or 1 - e. The smallest e = 2^-k that the verdict notices is
+sought. Writes a figure beside the data, too.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def distance(dump: Dump, reference: Dump, name: str) -> Distance:
 def exact_update(
     dump: Dump, reference: Dump, name: str, clip: float
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Kind -> (true tensor, what it should show) of AdamW's first step, from the run's own gradient."""
+    """Kind -> (exact tensor, what it should show) of AdamW's first step, from the run's own gradient."""
     options, (b1, b2) = dump.run["config"], BETAS
     old, gradient = (
         reference.tensor(0, f"parameter/{name}").double(),

@@ -3,9 +3,9 @@
     torchrun --nproc_per_node 2 benchmarks/loop_overhead.py ddp --steps 200
     torchrun --nproc_per_node 4 benchmarks/loop_overhead.py fsdp --steps 200
 
-Both run on the same live objects, one step of the one, one step of the other. A step of the loop is a whole
-`training.train_step` with the data, the hashes, the gathering and the history file; a bare step is what a person would
-write: zero_grad, forward, backward, clip, step on batches in memory, the same as the loop's. Prints the ratio of the median times.
+Both use the same live objects, in turn, and the same batches. A step of the loop is a whole `training.train_step` with data, hashes,
+gathering and history file. A bare step is what a person would write: zero_grad, forward, backward, clip, step on batches in memory. Prints
+the ratio of the median times.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from lockstep.training.torch_strategy import TorchStrategy
 
 
 def bare_step(strategy, config, device, batch):
-    """One step as written by hand; only the norm of shards, which torch cannot take over two meshes, is the strategy's."""
+    """One step as written by hand. Only the norm of shards is the strategy's, because torch cannot take it over two meshes."""
     input_ids, labels = batch
     if not isinstance(strategy, TorchStrategy):  # an engine holds model and optimizer
         loss = causal_lm_loss(strategy.engine, input_ids, labels)

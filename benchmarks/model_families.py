@@ -1,10 +1,10 @@
-"""Is the float64 reference the model that transformers builds, whatever a config.json of the families says?
+"""Is the float64 reference the model that transformers builds, for any config.json of the families?
 
     python benchmarks/model_families.py --number 240 --output results/model_families.json
 
-Draws configurations by chance: sizes, windows, layer types, rope variants, head widths, activations, epsilons, tied weights, the
-token that pads, and in every other one something odd or wrong. Each is either computed right (lockstep/inputs/model_check.py, and a
-forward and backward pass of the drawn model itself) or refused by name. Exit status 1 if one is neither.
+Draws random configurations: sizes, windows, layer types, rope variants, head widths, activations, epsilons, tied weights, the token that
+pads, and in every other one something odd or wrong. Each must be computed right (lockstep/inputs/model_check.py, and a forward and backward
+pass of the drawn model itself) or refused by name. Exit status 1 if one is neither.
 """
 
 import argparse
@@ -48,7 +48,7 @@ ODD = {  # what a config.json may say besides, harmless or not
 
 
 def draw(family: str, chance: random.Random) -> dict:
-    """A config.json of the family by chance, small enough to run."""
+    """A random config.json of the family, small enough to run."""
     kv_heads, ratio, head_dim = (
         chance.choice((1, 2, 4)),
         chance.choice((1, 2, 3)),
@@ -125,7 +125,7 @@ def odd(content: dict, chance: random.Random) -> list[str]:
 
 
 def judge(content: dict) -> tuple[str, str | float]:
-    """What became of a configuration: (outcome, the largest relative difference or the sentence)."""
+    """(outcome, the largest relative difference or the message) of a configuration."""
     try:
         architecture, _ = model_config.checked(content, "config.json")
         model_check.try_out(architecture, content, "drawn")
@@ -142,7 +142,7 @@ def judge(content: dict) -> tuple[str, str | float]:
 
 
 def train(architecture: dict) -> str:
-    """A pass forward and back through the drawn model itself and its reference, in a sentence what went wrong, or ""."""
+    """A forward and backward pass of the drawn model and its reference: what went wrong in a sentence, or ""."""
     ids = torch.arange(SEQUENCE)[None] % architecture["vocab_size"]
     losses = []
     for exactly in (False, True):

@@ -1,15 +1,13 @@
-"""What does a control run show, and how far do correct runs go beyond it? What the bounds in lockstep/losses/control.py are made of.
+"""What does a control run show, and how far do correct runs exceed it? The data behind the bounds in lockstep/losses/control.py.
 
     python benchmarks/noise_floor.py --work_dir runs/noise --output results/noise_floor.json          about 20 minutes
 
-tiny models in fp32, autocast and bf16: batches from 2 x 8 x 128 to 2 x 32 tokens, several seeds, learning rates from 1e-6 to
-0.1, SGD, accumulation, no clipping and hard clipping, other models, up to 300 steps: DDP and its control run; for the cases
-marked with an asterisk AutoTP and FSDP, too.
+Trains DDP and its control run, and AutoTP and FSDP in the cases marked with an asterisk: tiny models in fp32, autocast and bf16, batches from
+2 x 8 x 128 to 2 x 32 tokens, several seeds, learning rates from 1e-6 to 0.1, SGD, accumulation, no clipping and hard clipping, up to 300 steps.
 
-A row of the first table says what a control's loss and gradient norm did: the first gap in units of the most allowed, the
-largest growth in a step, the loneliest step, the amplification. A row of the second says for loss and gradient norm the largest
-ratio, over the steps, of a strategy's distance from DDP to the control's envelope (at least an eighth of what is always
-allowed), and the verdict.
+The first table is about the loss and gradient norm of each control: the first gap in units of its limit, the largest growth in a step, the
+loneliest step, the amplification. The second is about other strategies: the largest ratio, over the steps, of the distance from DDP to the
+control's envelope (at least an eighth of what is always allowed), for loss and gradient norm, and the verdict.
 """
 
 import argparse

@@ -2,8 +2,8 @@
 
     python benchmarks/real_size.py --repeats 3 --steps 8 --output results/real_size.json
 
-Each run has a start of its own; the first three steps are left out; medians over the rest. Prints step time, tokens per
-second and peak memory per rank, and each step time as a ratio of the first strategy's, pair by pair.
+Each run has a start of its own. Medians, without the first three steps. Prints step time, tokens per second and peak memory per rank, and
+each step time as a ratio of the first strategy's, pair by pair.
 """
 
 import argparse

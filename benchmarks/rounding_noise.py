@@ -1,4 +1,4 @@
-"""How much bfloat16 autocast rounds the loss of one token: the noise that the tolerances are derived from.
+"""How much bfloat16 autocast rounds the loss of one token: the noise from which the tolerances are derived.
 
     python benchmarks/rounding_noise.py
 

@@ -1,9 +1,9 @@
-"""./run_verification_main.sh against itself at an older commit, in alternation: whole wall-clock seconds.
+"""Wall-clock seconds of ./run_verification_main.sh against an older commit of it, in alternation.
 
     python benchmarks/whole_job.py --repeats 3 --output results/whole_job.json
 
-Both in fp32 on the CPU, with the control run; the new side judges the tensors as well. Install everything and run the script once before:
-an extension is built in the first run. Prints the ratio pair by pair, and where the new script's time goes by the times at which its lines appear.
+Both in fp32 on the CPU, with the control run; the new side judges the tensors as well. Run the script once before, because its first run
+installs packages and builds an extension. Prints the ratio pair by pair, and where the new script's time goes, by the times of its lines.
 """
 
 import argparse

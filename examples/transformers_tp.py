@@ -2,7 +2,7 @@
 
     python run_verification.py --strategies ddp,examples/transformers_tp.py:TransformersTP
 
-Needs accelerate, which `from_pretrained` asks for: pip install -e '.[transformers-tp]'
+`from_pretrained` needs accelerate: pip install -e '.[transformers-tp]'
 """
 
 import shutil

@@ -1,4 +1,4 @@
-"""DeepSpeed AutoTP: under `torch_autocast`, column-parallel layers with a bias answer in float32.
+"""DeepSpeed AutoTP: under `torch_autocast`, column-parallel layers with a bias return float32.
 
 python findings/deepspeed_bias_dtype.py
 """

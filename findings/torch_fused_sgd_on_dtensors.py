@@ -1,4 +1,4 @@
-"""torch: fused SGD does not work on DTensors, where fused AdamW does.
+"""torch: fused SGD does not work on DTensors; fused AdamW does.
 
 python findings/torch_fused_sgd_on_dtensors.py
 """

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 Precision = Literal["fp32", "autocast", "bf16"]
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 BETAS, EPS = (0.9, 0.999), 1e-8  # of AdamW, torch's defaults
-# Flags that say where things lie, not what a run computes: no part of a run's record.
+# Flags that name places, not what a run computes. They are not recorded.
 PLACES = (
     "init_weights_path",
     "overwrite",
@@ -62,7 +62,7 @@ EPILOG = (
 
 @dataclass(frozen=True)
 class Config:
-    """What a run does. The defaults are those of a person trying it on a laptop; written here and nowhere else.
+    """What a run does. The defaults, which stand only here, suit a laptop.
 
     Fields without a default are resolved when a command line is parsed, from the strategy, the launcher and the machine.
     """
@@ -133,7 +133,7 @@ class Config:
 
     @property
     def written_weights(self) -> Path | None:
-        """The file that the initial weights are written to; None: they are not. Raises UserError where none is named."""
+        """The file that the initial weights are written to; None if they are not. Raises UserError if none is named."""
         if self.save_init_weights and self.init_weights_path is None:
             raise UserError("--save_init_weights needs --init_weights_path, the file to write")
         return self.init_weights_path if self.save_init_weights else None
@@ -145,7 +145,7 @@ class Config:
         return torch.bfloat16 if self.precision == "bf16" else torch.float32
 
     def autocast(self, device: "torch.device") -> contextlib.AbstractContextManager[object]:
-        """The context of a forward pass: bfloat16 autocast, or nothing."""
+        """The context of a forward pass: bfloat16 autocast, or a null context."""
         import torch
 
         if self.precision != "autocast":
@@ -158,7 +158,7 @@ class Config:
         return replace(run, control=False, noise_control=True, capture_dir=None)
 
     def as_dict(self) -> dict[str, Any]:
-        """What a run records of its configuration: the strategy by name, not by the place of a file."""
+        """The configuration as a run records it: the strategy by name, not by the path of a file."""
         content = {**asdict(self), "strategy": self.row.name}
         return {key: str(value) if isinstance(value, Path) else value for key, value in content.items()}
 
@@ -311,7 +311,7 @@ def build_parser(strategy: str) -> argparse.ArgumentParser:
 
 
 def parse_config(strategy: str, argv: list[str] | None = None) -> Config:
-    """Parse and check a command line. Raises UserError, before anything is started, for whatever cannot work."""
+    """Parse and check a command line. Raises UserError, before anything is started, for what cannot work."""
     options = vars(build_parser(strategy).parse_args(argv))
     options.pop("local_rank")
     autocast = options.pop("autocast")
@@ -357,22 +357,22 @@ def _require_run_name(name: str) -> None:
 
 
 def _absolute(name: str, built_in: Collection[str]) -> str:
-    """A file or folder that is there, by its absolute path; any other name, and a built-in one in any case, as it is."""
+    """The absolute path of an existing file or folder; any other name, or a built-in one, unchanged."""
     path = Path(os.path.expanduser(name))
     try:
         return str(path.absolute()) if name and name not in built_in and path.exists() else name
-    except (OSError, ValueError):  # no name that a file could have
+    except (OSError, ValueError):  # not a possible file name
         return name
 
 
 def shadowed(config: Config) -> list[str]:
-    """One line for each name that is built in and the name of something in the current folder: the built-in one is taken."""
+    """One line for each built-in name that is also a name in the current folder: the built-in one is used."""
     pairs = (
         ("model_name", config.model_name, architectures.BUILT_IN),
         ("dataset_name", config.dataset_name, (texts.BUILT_IN_CORPUS,)),
     )
     return [
-        f"--{option} {name}: the built-in one is taken; write ./{name} for the one in this folder"
+        f"--{option} {name}: the built-in one is used; write ./{name} for the one in this folder"
         for option, name, built_in in pairs
         if name in built_in and Path(name).exists()
     ]
@@ -398,9 +398,9 @@ class Inputs:
 
 
 def load_inputs(config: Config) -> Inputs:
-    """Check everything that the configuration points to and load the corpus. Raises UserError.
+    """Check everything that the configuration names, and load the corpus. Raises UserError.
 
-    Runs where the run is started, so that usage errors are found there; Ray's workers are handed the result.
+    Called where the run is started, so that usage errors are found there. Ray's workers get the result.
     """
     architecture, source = architectures.resolve(config.model_name, config.num_layers)
     problem = architectures.tensor_parallel_problem(architecture, config.tp_size)
@@ -429,7 +429,7 @@ def load_inputs(config: Config) -> Inputs:
 
 
 def check_environment(config: Config, architecture: dict) -> None:
-    """Check the weights file, the folders and the tools a run needs, where it is started. Raises UserError.
+    """Check the weights file, the folders and the tools that a run needs, where it is started. Raises UserError.
 
     A dry run leaves no folder behind.
     """

@@ -228,9 +228,9 @@ def remove_captured(folder: Path) -> None:
 
 
 def require_ours(path: Path, option: str, begins: bytes, *, anywhere: bool = False) -> None:
-    """Raise UserError if there is a file at `path` that this project did not write: ours `begins` so, and are replaced.
+    """Raise UserError if `path` is a file that this project did not write; those that it wrote begin with `begins`.
 
-    With `anywhere` ours hold these bytes, wherever it is.
+    With `anywhere` they hold these bytes at any place.
     """
     if not path.exists() and not path.is_symlink():
         return

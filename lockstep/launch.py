@@ -31,12 +31,12 @@ from lockstep.running.device import training_device
 if TYPE_CHECKING:
     pass
 
-PATIENCE = 15.0  # seconds that a rank waits for rank 0 to say what both have found
+PATIENCE = 15.0  # seconds that a rank waits for rank 0 to report an error that both have found
 LOST = re.compile("closed by peer|reset by peer|Broken pipe|remote process exited")  # of gloo and NCCL
 
 
 class RankFailure(TrainingFailure):
-    """One rank alone failed, and says so itself."""
+    """Only this rank failed, and reports it itself."""
 
 
 def launch(strategy: str, argv: list[str] | None = None) -> int:
@@ -58,10 +58,10 @@ def launch(strategy: str, argv: list[str] | None = None) -> int:
 
 
 def _one_of_many(body: Callable[[], int]) -> int:
-    """One rank of a launcher, which kills all the others when one ends.
+    """One rank of a launcher that kills all other ranks when one ends.
 
-    What every rank finds is said once, by rank 0: the others wait for it to have spoken. One that is still there after
-    PATIENCE was alone in finding it.
+    An error that every rank finds is reported once, by rank 0, while the others wait. A rank that is still alive after PATIENCE was the
+    only one to find it, and reports it.
     """
     try:
         return body()
@@ -108,8 +108,8 @@ def _launch(
 
 
 def _begin(config: Config, inputs: Inputs) -> None:
-    """Rank 0, when nothing can be refused any more: an older run's history proves nothing."""
-    if config.capture_dir is not None:  # another run may have filled it before we had the lock
+    """On rank 0, once nothing can be refused any more: remove an older run's history and captured steps."""
+    if config.capture_dir is not None:  # another run may have filled it before we got the lock
         files.require_new_folder(config.capture_folder, "--capture_dir", overwrite=config.overwrite)
         files.remove_captured(config.capture_folder)  # there are none without --overwrite
     for run in runs(config):
@@ -119,12 +119,12 @@ def _begin(config: Config, inputs: Inputs) -> None:
 
 
 def runs(config: Config) -> list[Config]:
-    """The runs that one start of the workers makes."""
+    """The runs that are trained with one start of the workers."""
     return [config, config.of_control()] if config.control else [config]
 
 
 def outputs(config: Config) -> list[tuple[Path, str]]:
-    """What a run writes and no other run may write meanwhile, with the flags that name it."""
+    """(path, flag that names it) of everything that a run writes and no other run may write meanwhile."""
     found = [(run.history_path, "--loss_output_dir") for run in runs(config)]
     if config.capture_dir is not None:
         found.append((config.capture_folder, "--capture_dir"))

@@ -1,4 +1,4 @@
-"""Where a run can take place: the launcher's ranks, this machine's cores and GPUs. Needs no torch."""
+"""What a run can use: the launcher's ranks, this machine's cores and GPUs. Needs no torch."""
 
 import importlib.metadata
 import os
@@ -22,7 +22,7 @@ def workers_here(total: int) -> int:
 
 
 def resolve_mesh(row: Row, options: dict[str, Any]) -> dict[str, int]:
-    """num_workers, tp_size and dp_size, from the flags and the launcher. Raises UserError where they contradict each other."""
+    """num_workers, tp_size and dp_size, from the flags and the launcher. Raises UserError if they contradict each other."""
     workers, tp, dp = options["num_workers"], options["tp_size"], options["dp_size"]
     for axis, size, what in (("tp", tp, "tensor"), ("dp", dp, "data")):
         if axis not in row.axes and size not in (None, 1):
@@ -47,7 +47,7 @@ def resolve_mesh(row: Row, options: dict[str, Any]) -> dict[str, int]:
 
 
 def local_gpus() -> int:
-    """GPUs of this machine that CUDA_VISIBLE_DEVICES lets through (0 where torch has no CUDA)."""
+    """The number of GPUs of this machine that CUDA_VISIBLE_DEVICES allows (0 if torch has no CUDA)."""
     if importlib.metadata.version("torch").endswith("+cpu"):
         return 0
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -58,7 +58,7 @@ def local_gpus() -> int:
 
 
 def resolve_device(row: Row, options: dict[str, Any]) -> dict[str, str]:
-    """device and backend, from the flags and what there is. Raises UserError for more workers than there is room for."""
+    """device and backend, from the flags and the hardware. Raises UserError for more workers than fit."""
     device, backend, workers = options["device"], options["backend"], options["num_workers"]
     gpus, cores = local_gpus(), os.cpu_count() or 1
     in_place = launched_in_place()

@@ -168,7 +168,7 @@ def test_a_built_in_name_wins_and_says_so(here):
     result = script("ddp", "--dry_run", cwd=here)
     assert "built-in architecture tiny-qwen2" in result.stdout and result.returncode == 0
     assert result.stderr.splitlines() == [
-        f"--{option} {name}: the built-in one is taken; write ./{name} for the one in this folder"
+        f"--{option} {name}: the built-in one is used; write ./{name} for the one in this folder"
         for option, name in (("model_name", "tiny-qwen2"), ("dataset_name", "builtin"))
     ]
     result = script("ddp", "--dry_run", "--model_name", "./tiny-qwen2", "--dataset_name", "texts", cwd=here)

@@ -149,7 +149,7 @@ def test_a_history_under_another_name_is_refused(tmp_path, capsys):
     """A copy of DDP's own history agrees with it."""
     folder(tmp_path)
     path_of(tmp_path, "fsdp").write_bytes(path_of(tmp_path, "ddp").read_bytes())
-    assert plot(tmp_path) == 2 and "is a history of ddp's run" in capsys.readouterr().err
+    assert plot(tmp_path) == 2 and "is the history of ddp's run" in capsys.readouterr().err
     folder(tmp_path)
     rewrite(path_of(tmp_path, "fsdp"), lambda c: c["run"].update(label="DeepSpeed AutoTP (TP=2, DP=2)"))
     assert plot(tmp_path) == 2 and "it must be 'FSDP+DTensor (TP=2, DP=2)'" in capsys.readouterr().err

@@ -36,8 +36,8 @@ def planted(
 ) -> Iterator["MakeStrategy"]:
     """Yields make_strategy, or, given the name of a fault, one that plants it.
 
-    The loop's own guards (weights, batches, contract) then note what they find in guards.txt beside the loss history
-    instead of stopping the run: the verdict has to see the fault without them.
+    The loop's own guards (weights, batches, contract) then do not stop the run. They write what they find to guards.txt beside the loss
+    history: the verdict has to see the fault without them.
     """
     if name is None:
         yield make_strategy

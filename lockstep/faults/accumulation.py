@@ -1,4 +1,4 @@
-"""Micro batches that do not count for what they should."""
+"""Micro batches with wrong weights."""
 
 from lockstep.faults.catalogue import fault
 from lockstep.faults.planting import Plant, Planting, scale_backward
@@ -15,7 +15,7 @@ THREE = ("--gradient_accumulation_steps", "3")
     arguments=THREE,
 )
 def divided_by_the_steps_twice(run: Planting) -> Plant:
-    """The loss of a micro batch is divided by the accumulation steps by the loop and by the library."""
+    """The loop and the library both divide the loss of a micro batch by the accumulation steps."""
     scale_backward((yield), lambda _call: 1 / run.config.gradient_accumulation_steps)
 
 

@@ -1,7 +1,7 @@
 """The catalogue of planted bugs: each a small patch of a live strategy or of a library call, in the real distributed run.
 
-A fault is a generator function. What stands before its `yield` happens before the strategy is built, what stands after
-it to the strategy that the `yield` gives. Its docstring says what went wrong in a system that people used.
+A fault is a generator function. The code before its `yield` runs before the strategy is built. `yield` gives the strategy, which the
+code after it changes. The docstring says what went wrong in a system that people used.
 """
 
 from collections.abc import Callable
@@ -29,21 +29,23 @@ Planter = Callable[[Planting], Plant]
 
 @dataclass(frozen=True)
 class Fault:
-    """One planted bug and what the verdict has to say of it."""
+    """One planted bug and what the verdict must say about it."""
 
     name: str
     story: str  # one sentence
     seen_in: str  # OWNER/REPO number of a public thread
     bug_class: str
-    cause: str  # the cause that the diagnosis must name first
+    cause: str  # that the diagnosis must name first
     first: str  # the first tensor that it breaks
     step: int  # in this step
     model: str
     arguments: tuple[str, ...]  # further flags that it needs to do anything
-    precisions: tuple[str, ...]  # in which it does anything: what rounds to bfloat16 does so in fp32 runs
+    precisions: tuple[
+        str, ...
+    ]  # in which it does anything: rounding to bfloat16 is a fault in fp32 runs only
     axes: tuple[str, ...]  # the mesh axes that must have several ranks
     needs: tuple[str, ...]  # the handles (handles.py) that the strategy must offer
-    mesh: Mesh  # as large as the strategy can use of it
+    mesh: Mesh  # without the axes that the strategy cannot use
     plant: Planter
 
 

@@ -1,4 +1,4 @@
-"""Other samples than were meant, below everything that looks at batches; reported losses; random numbers."""
+"""Wrong samples, exchanged after all checks of the batches; wrong reported losses; wrong random numbers."""
 
 import dataclasses
 import itertools
@@ -19,7 +19,7 @@ Change = Callable[[Planting, list[MicroBatch], int], list[MicroBatch]]
 
 
 def _feed(change: Change) -> Callable[[Planting], Plant]:
-    """Train on change(run, micro_batches, step from 0) instead of what the loop hands over."""
+    """Train on change(run, micro_batches, step from 0) instead of the loop's micro batches."""
 
     def plant(run: Planting) -> Plant:
         strategy = yield
@@ -92,7 +92,7 @@ def labels_shifted_twice(run: Planting) -> Plant:
 
 @fault(seen_in="ray-project/ray 31409", bug_class=DATA, cause="reported loss", first="loss of DP rank 1")
 def only_the_first_rank_reports(run: Planting) -> Plant:
-    """The loss of every rank is reported as the first one's; training is right."""
+    """Every rank reports the first rank's loss; training is right."""
     from lockstep.training import loop as training
 
     gather = training._gather
@@ -125,7 +125,7 @@ def _dropout(run: Planting, seed: Callable[[], int]) -> Plant:
     axes=("tp",),
 )
 def dropout_differs_between_tp_peers(run: Planting) -> Plant:
-    """Tensor-parallel peers draw different dropout masks for one and the same activation."""
+    """Tensor-parallel peers draw different dropout masks for the same activation."""
     return _dropout(run, dist.get_rank)
 
 

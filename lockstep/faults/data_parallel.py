@@ -17,7 +17,7 @@ MISSING, SCALE = "DP reduction missing", "wrong group or scale"
     needs=("skip_dp_reduction",),
 )
 def no_dp_reduction(run: Planting) -> Plant:
-    """Tensor parallelism is there, data parallelism was forgotten: what a rank updates it learns from its own samples alone."""
+    """Tensor parallelism was set up and data parallelism forgotten: each rank learns from its own samples alone."""
     yield
     run.handles.skip_dp_reduction()
 
@@ -30,7 +30,7 @@ def no_dp_reduction(run: Planting) -> Plant:
     needs=("skip_dp_reduction_of",),
 )
 def one_layer_without_dp_reduction(run: Planting) -> Plant:
-    """Of all layers only the first does not average its gradients over the data-parallel ranks."""
+    """Only the first layer does not average its gradients over the data-parallel ranks."""
     yield
     run.handles.skip_dp_reduction_of("model.layers.0")
 

@@ -1,7 +1,7 @@
-"""What a planted bug may take hold of in a strategy: one method for each thing that a bug breaks.
+"""Handles by which a planted bug changes a strategy: one method for each thing that a bug breaks.
 
-A strategy's row in the registry names its handles. What a class of handles does not override its strategy does not have, and
-faults that need it are not planted there: a fault says what it needs, never in which strategy.
+A strategy's row in the registry names its class of handles. A strategy has the handles that its class overrides. Faults that need others
+are not planted there: a fault says what it needs, never in which strategy.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ from lockstep.faults.planting import Planting
 
 
 class Handles:
-    """The handles of one strategy in one run. `strategy` is there once it is built; `run` is what the fault is planted in."""
+    """The handles of one strategy in one run. `strategy` exists once it is built; `run` is the fault's argument."""
 
     strategy: Any
 
@@ -32,11 +32,11 @@ class Handles:
     # --- what every strategy holds ---
 
     def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, live tensor) of the parts of the averaged gradient that this rank holds, between backward and update."""
+        """(name, live tensor) of this rank's shards of the averaged gradient, between backward and update."""
         raise NotImplementedError
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, live tensor) of the weights that this rank holds; working copies and master copies."""
+        """(name, live tensor) of the weights that this rank holds, working copies and master copies."""
         raise NotImplementedError
 
     def torch_optimizer(self) -> torch.optim.Optimizer:
@@ -50,15 +50,15 @@ class Handles:
     # --- gradients over dp ---
 
     def skip_dp_reduction(self) -> None:
-        """No gradient crosses the dp axis."""
+        """No gradient is reduced over dp."""
         raise NotImplementedError
 
     def skip_dp_reduction_of(self, module: str) -> None:
-        """The gradients of one module do not cross the dp axis."""
+        """The gradients of one module are not reduced over dp."""
         raise NotImplementedError
 
     def divide_gradients_by(self, divisor: int) -> None:
-        """The gradients, summed over dp, are divided by this instead of dp."""
+        """The gradients, summed over dp, are divided by `divisor` instead of dp."""
         raise NotImplementedError
 
     def reduce_before_the_last_micro_batch(self) -> None:
@@ -66,17 +66,17 @@ class Handles:
         raise NotImplementedError
 
     def reduce_in_bfloat16(self) -> None:
-        """Gradients travel over dp in bfloat16. Before the strategy is built."""
+        """Gradients are reduced over dp in bfloat16. Call it before the strategy is built."""
         raise NotImplementedError
 
     # --- reductions over tp ---
 
     def drop_sum_over_tp(self, module: str) -> None:
-        """The output of a row-parallel layer stays this rank's partial product."""
+        """The output of a row-parallel layer is not summed: it stays this rank's partial product."""
         raise NotImplementedError
 
     def drop_embedding_sum(self) -> None:
-        """An id that another tp rank holds has an embedding of zeros."""
+        """Embeddings are not summed over tp: an id that another rank holds has an embedding of zeros."""
         raise NotImplementedError
 
     def drop_input_gradient_sum(self, module: str, *layers: str) -> None:
@@ -84,11 +84,11 @@ class Handles:
         raise NotImplementedError
 
     def drop_input_gradient_sum_of(self, layer: str) -> None:
-        """Of the column-parallel layers of a module one does not sum the gradient of its input over tp."""
+        """One column-parallel layer does not sum the gradient of its input over tp."""
         raise NotImplementedError
 
     def drop_head_norm_gradient_sum(self) -> None:
-        """The gradients of the norms on the heads stay this rank's share. Before the strategy is built."""
+        """The gradients of the norms on the heads stay this rank's share. Call it before the strategy is built."""
         raise NotImplementedError
 
     # --- norm and clipping ---
@@ -98,14 +98,14 @@ class Handles:
         raise NotImplementedError
 
     def count_replicas_in_norm(self) -> None:
-        """What every tp rank holds whole is in the gradient norm tp times."""
+        """Parameters that every tp rank holds whole count tp times in the gradient norm."""
         raise NotImplementedError
 
     def do_not_clip(self) -> None:
         raise NotImplementedError
 
     def clip_by(self, norm: Callable[[], torch.Tensor]) -> None:
-        """Clip by another norm than the one that is reported."""
+        """Clip by `norm` instead of the norm that is reported."""
         raise NotImplementedError
 
     # --- vocabulary shards ---
@@ -125,5 +125,5 @@ class Handles:
         raise NotImplementedError
 
     def batches_are_not_checked(self) -> None:
-        """A marker: the strategy itself does not look at whether tp peers have the same batch."""
+        """A marker: the strategy itself does not check that tp peers have the same batch."""
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""Updates that are not the ones that were asked for, from gradients that are right."""
+"""Wrong updates from right gradients."""
 
 from typing import Any
 
@@ -81,7 +81,7 @@ def other_beta(run: Planting) -> Plant:
     needs=("gradients",),
 )
 def gradients_not_zeroed(run: Planting) -> Plant:
-    """zero_grad is missing: every step goes on with the sum of all gradients so far."""
+    """zero_grad is missing: every step uses the sum of all gradients so far."""
     strategy = yield
     so_far: dict[int, torch.Tensor] = {}
 

@@ -1,4 +1,4 @@
-"""A fault being planted: what it may change, for as long as the run lasts."""
+"""What a planted fault may use: the run, the strategy's handles, patches that last as long as the run."""
 
 import contextlib
 import itertools
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from lockstep.faults.handles import Handles
 
 
-# What a fault is: before its `yield` the strategy is not built; the `yield` gives it, whatever class it is of.
+# A fault: before its `yield` the strategy is not built; `yield` gives it, of whatever class.
 Plant = Generator[None, Any, None]
 LossFunction = Callable[
     ..., Any
@@ -21,7 +21,7 @@ LossFunction = Callable[
 
 
 class Planting:
-    """What a fault is given: the run it is planted in, the strategy's handles, and a way to patch."""
+    """The argument of a fault: its run, the strategy's handles, and `patch`."""
 
     handles: "Handles"
 
@@ -56,12 +56,12 @@ def around(
 
 
 def wrap_loss(strategy: Any, wrap: Callable[[LossFunction], LossFunction]) -> None:
-    """The strategy computes wrap(loss function)(input_ids, labels) from now on."""
+    """From now on the strategy computes wrap(loss function)(input_ids, labels)."""
     strategy.loss = wrap(strategy.loss)
 
 
 def scale_backward(strategy: Any, factor: Callable[[int], float]) -> None:
-    """Multiply the gradient of every loss with factor(number of the call, from 0); its value stays right."""
+    """Multiply the gradient of every loss with factor(number of the call, from 0). The loss itself stays right."""
     calls = itertools.count()
 
     def wrap(real: LossFunction) -> LossFunction:
@@ -77,7 +77,7 @@ def scale_backward(strategy: Any, factor: Callable[[int], float]) -> None:
 def reduce_again(
     run: Planting, module: ModuleType, *, calls_per_loss: int, which: int, row: int | None = None
 ) -> None:
-    """Let one of the all-reduces of a loss function, in a module that calls it as `dist`, happen twice (of one row only)."""
+    """Do one of the all-reduces of a loss function twice (of one `row` only); its module calls torch.distributed as `dist`."""
     real, calls = module.dist, itertools.count()
 
     class Twice:

@@ -1,4 +1,4 @@
-"""Numbers kept or computed in fewer bits than was asked for."""
+"""Numbers kept or computed in fewer bits than configured."""
 
 from typing import Any
 
@@ -73,7 +73,7 @@ def gradients_reduced_in_bfloat16(run: Planting) -> Plant:
     precisions=FP32,
 )
 def norms_in_bfloat16(run: Planting) -> Plant:
-    """The upcast to float32 inside the layers' norms is without effect: they answer in bfloat16's precision."""
+    """The upcast to float32 inside the layers' norms has no effect: their output has bfloat16's precision."""
     strategy = yield
     for name, module in strategy.model.named_modules():
         if name.endswith("layernorm"):

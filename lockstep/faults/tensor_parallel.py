@@ -23,7 +23,7 @@ FOUR_KV = "tiny-qwen2-4kv"  # at tp 4, so that the factor is no other size of th
     needs=("drop_sum_over_tp",),
 )
 def row_parallel_sum_dropped(run: Planting) -> Plant:
-    """Each rank goes on with its own partial product of o_proj."""
+    """Each rank continues with its own partial product of o_proj."""
     yield
     run.handles.drop_sum_over_tp("model.layers.1.self_attn.o_proj")
 
@@ -65,7 +65,7 @@ def mlp_input_gradient_not_reduced(run: Planting) -> Plant:
     needs=("drop_input_gradient_sum_of",),
 )
 def one_projection_gradient_not_reduced(run: Planting) -> Plant:
-    """Of all column-parallel layers just one up_proj does not sum the gradient of its input."""
+    """Only one column-parallel layer, an up_proj, does not sum the gradient of its input."""
     yield
     run.handles.drop_input_gradient_sum_of(f"{MLP}.up_proj")
 
@@ -95,7 +95,7 @@ def kv_input_gradient_not_reduced(run: Planting) -> Plant:
     needs=("drop_head_norm_gradient_sum",),
 )
 def head_norm_gradients_not_summed(run: Planting) -> Plant:
-    """The norms on the heads have their weights on every rank; each learns from its own heads only."""
+    """Every rank has the weights of the norms on the heads, and each learns from its own heads only."""
     run.handles.drop_head_norm_gradient_sum()
     yield
 

@@ -13,7 +13,7 @@ ODD = "tiny-qwen2-odd-vocab"
 
 
 def _at_start(run: Planting, strategy: Strategy, change: Callable[[str, torch.Tensor], object]) -> None:
-    """Change the live weights in the moment before the first step, after all that looks at them: change(name, tensor)."""
+    """Call change(name, tensor) for the live weights right before the first step, after all checks of them."""
 
     def action(step: int) -> None:
         if step == 1:
@@ -32,7 +32,7 @@ def _at_start(run: Planting, strategy: Strategy, change: Callable[[str, torch.Te
     needs=("weights",),
 )
 def one_replica_starts_elsewhere(run: Planting) -> Plant:
-    """What the second data-parallel rank holds of the weights (under FSDP, its shards) is one in a thousand larger."""
+    """The weights on the second data-parallel rank (under FSDP, its shards) are larger by one in a thousand."""
     strategy = yield
     if strategy.geometry().coordinates.dp == 1:
         _at_start(run, strategy, lambda name, tensor: tensor.mul_(1.001))
@@ -46,7 +46,7 @@ def one_replica_starts_elsewhere(run: Planting) -> Plant:
     needs=("weights",),
 )
 def reinitialised_after_loading(run: Planting) -> Plant:
-    """One projection is drawn afresh after the weights were loaded (here its mirror image, as likely a draw)."""
+    """One projection is initialised again after the weights were loaded (here it is negated, an equally likely draw)."""
     strategy = yield
 
     def change(name: str, tensor: torch.Tensor) -> None:
@@ -65,7 +65,7 @@ def reinitialised_after_loading(run: Planting) -> Plant:
     needs=("weights",),
 )
 def norm_weight_differs_on_one_tp_rank(run: Planting) -> Plant:
-    """One replicated norm is one in a thousand larger on the second tensor-parallel rank."""
+    """One replicated norm is larger by one in a thousand on the second tensor-parallel rank."""
     strategy = yield
 
     def change(name: str, tensor: torch.Tensor) -> None:
@@ -99,7 +99,7 @@ def tie_broken(run: Planting) -> Plant:
     needs=("weights",),
 )
 def last_uneven_shard_never_updates(run: Planting) -> Plant:
-    """The last vocabulary shard, shorter than the others, keeps its first weights."""
+    """The last vocabulary shard, shorter than the others, keeps its initial weights."""
     strategy = yield
     if strategy.geometry().coordinates.tp != run.config.tp_size - 1:
         return

@@ -1,6 +1,6 @@
-"""Which model: a built-in name, a local folder or a hub id becomes a Hugging Face config, as a plain dict.
+"""The model's architecture: a built-in name, a folder or a hub id becomes a Hugging Face config, as a plain dict.
 
-Importing this imports no torch, so that a wrong model name is answered at once. `parameter_shapes` does, when it is called.
+Importing this does not import torch, so that a wrong model name is answered at once. Calling `parameter_shapes` does.
 """
 
 import copy
@@ -90,7 +90,7 @@ HUB_STAND_INS = {"Qwen/Qwen2.5-0.5B": "Qwen2.5-0.5B"}
 HUB_TIMEOUT, HUB_PATIENCE = 2.0, 5.0  # seconds, of one operation and of all
 LARGEST_CONFIG = 1 << 24  # bytes
 _BUILT_IN_SOURCE = "built-in architecture"
-SPLIT_BY_TP = {  # what every tp rank takes an equal share of
+SPLIT_BY_TP = {  # of which every tp rank takes an equal share
     "num_attention_heads": "attention heads",
     "num_key_value_heads": "KV heads",
     "intermediate_size": "MLP columns",
@@ -100,10 +100,9 @@ SPLIT_BY_TP = {  # what every tp rank takes an equal share of
 def resolve(model_name: str, num_layers: int | None = None) -> tuple[dict, str]:
     """The config of a model as a dict, and a sentence on where it came from.
 
-    Of a config.json, the dict holds what transformers builds the family's model from, and the sentence names the keys that
-    nobody knows (lockstep/inputs/model_config.py). `num_layers` replaces the depth. Raises UserError for a name that is no
-    built-in, no folder with a config.json and not on the hub (or the hub cannot be reached), and for a config.json that
-    asks for what is not done here.
+    For a config.json, the dict holds the keys from which transformers builds the family's model, and the sentence names the unknown
+    keys (lockstep/inputs/model_config.py). `num_layers` replaces the depth. Raises UserError for a name that is not built in, not a
+    folder with a config.json and not available from the hub, and for a config.json that asks for something unsupported.
     """
     architecture, source = find(model_name)
     if is_built_in(source):
@@ -128,12 +127,12 @@ def resolve(model_name: str, num_layers: int | None = None) -> tuple[dict, str]:
 
 
 def is_built_in(source: str) -> bool:
-    """Whether a model whose source `resolve` described so is one of BUILT_IN, which tests cover, and not a user's."""
+    """Whether this source, as `resolve` gives it, is that of a BUILT_IN model, which tests cover, and not of a user's."""
     return source.startswith(_BUILT_IN_SOURCE)
 
 
 def try_out(architecture: dict, source: str, model_name: str) -> None:
-    """Raise UserError if transformers cannot build a user's model, or builds another of all keys. Imports torch."""
+    """Raise UserError if transformers cannot build a user's model, or builds another one from all its keys. Imports torch."""
     if not is_built_in(source):
         from lockstep.inputs import model_check
 
@@ -141,7 +140,7 @@ def try_out(architecture: dict, source: str, model_name: str) -> None:
 
 
 def find(model_name: str) -> tuple[dict, str]:
-    """The content of a model's config.json as it is, unchecked, and where it came from; raises UserError."""
+    """(content of a model's config.json, unchecked; where it came from). Raises UserError."""
     if model_name in BUILT_IN:
         return BUILT_IN[model_name], f"{_BUILT_IN_SOURCE} {model_name}"
     folder = Path(os.path.expanduser(model_name))
@@ -223,10 +222,10 @@ def _read_config(path: Path) -> dict:
 
 
 def parameter_shapes(architecture: dict) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every trained tensor, tied ones once: those of transformers' model, which is built without memory.
+    """Name -> shape of every trained tensor, tied ones once, of transformers' model, which is built without memory.
 
-    The first call imports torch and transformers, which takes seconds: answer a usage error before. Raises UserError where
-    transformers builds no model of the architecture.
+    The first call imports torch and transformers, which takes seconds: report usage errors before. Raises UserError if transformers
+    cannot build the model.
     """
     return dict(_shapes(json.dumps(architecture, sort_keys=True)))
 
@@ -245,7 +244,7 @@ def has_biases(architecture: dict) -> bool:
 
 
 def tensor_parallel_problem(architecture: dict, tp_size: int) -> str | None:
-    """Why this architecture cannot be split over tp_size ranks, in a sentence, or None."""
+    """Why this architecture cannot be sharded over tp_size ranks, in a sentence, or None."""
     for key, what in SPLIT_BY_TP.items():
         if architecture[key] % tp_size:
             divisors = range(1, architecture[key] + 1)

@@ -1,8 +1,8 @@
 """Corpus -> tokens -> packed windows -> the batch of one step and one DP rank.
 
-Everything is a function of (corpus, tokenizer, seq_length, seed, step, dp_rank): TP peers get the same batch, DP ranks get
-disjoint ones, no strategy is asked which, and how long a run trains does not matter. Documents are joined with a separator and
-cut into windows of seq_length + 1 tokens; there is no padding. Nothing here imports torch before a batch is made.
+Everything is a function of (corpus, tokenizer, seq_length, seed, step, dp_rank). TP peers get the same batch and DP ranks disjoint ones;
+neither the strategy nor the number of steps matters. Documents are joined with a separator and cut into windows of seq_length + 1 tokens,
+without padding. torch is not imported before a batch is made.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Corpus:
-    """A corpus cut into windows of `width` = seq_length + 1 tokens; what is left at its end is not used."""
+    """A corpus cut into windows of `width` = seq_length + 1 tokens. The rest at its end is not used."""
 
     tokens: InMemory | TokenFile
     width: int
@@ -45,7 +45,7 @@ def load_corpus(
 ) -> Corpus:
     """Tokenize and pack a whole corpus, or find its tokens in the cache folder (lockstep/inputs/token_cache.py).
 
-    Raises UserError when the text is missing, empty, or too short for the windows of one step.
+    Raises UserError if the text is missing, empty, or too short for one step.
     """
     tokens, sha256 = corpus_tokens(dataset_name, tokenizer, cache_folder)
     corpus = Corpus(tokens, seq_length + 1, tokenizer.name, sha256)
@@ -59,7 +59,7 @@ def load_corpus(
 
 @dataclass(frozen=True)
 class Batches:
-    """The windows of each step: a fresh permutation per epoch, cut into global batches, cut into DP shares."""
+    """The windows of each step: a new permutation for each epoch, cut into global batches and these into DP shares."""
 
     corpus: Corpus
     seed: int
@@ -96,7 +96,7 @@ class Batches:
 
 
 def window_hashes(micro_batches: list[tuple["torch.Tensor", "torch.Tensor"]]) -> list[int]:
-    """48 bits of SHA-256 over each sequence that a rank really feeds its model, in order (48 so that a float64 can carry them)."""
+    """48 bits of the SHA-256 of each sequence that a rank really feeds its model, in order. A float64 can carry 48 bits."""
     return [
         int.from_bytes(hashlib.sha256(ids.tobytes() + labels.tobytes()).digest()[:6], "big")
         for pair in micro_batches
@@ -105,5 +105,5 @@ def window_hashes(micro_batches: list[tuple["torch.Tensor", "torch.Tensor"]]) ->
 
 
 def global_batch_hash(hashes: list[int]) -> str:
-    """Hash of a step's global batch from the hashes of its windows, in order: the same however it is cut into DP shares."""
+    """Hash of a step's global batch from the hashes of its windows, in order. It does not depend on the DP shares."""
     return hashlib.sha256(" ".join(map(str, hashes)).encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""Where a run's initial weights come from: a seed, a pretrained model, or a file; and the checks of that before the start."""
+"""The source of a run's initial weights (a seed, a pretrained model, or a file), and its checks before the run."""
 
 import os
 from pathlib import Path
@@ -17,9 +17,9 @@ _SINGLE = "model.safetensors"
 
 
 def pretrained_file(model_name: str) -> Path:
-    """The weights of a model folder or hub id: model.safetensors, or the index of several files, all of them fetched.
+    """The weights of a model folder or hub id: model.safetensors, or the index of several files, which are all fetched.
 
-    Raises UserError where there are none.
+    Raises UserError if there are none.
     """
     where = f"--pretrained: {model_name}"
     if model_name in BUILT_IN:
@@ -50,14 +50,14 @@ def pretrained_file(model_name: str) -> Path:
 
 
 def file_of(config: "Config") -> Path | None:
-    """The file that a run's weights are read from, before it saves them; None: they are drawn from the seed."""
+    """The file from which a run reads its weights, before it may save them. None: they are drawn from the seed."""
     if config.pretrained:
         return pretrained_file(config.model_name)
     return None if config.save_init_weights else config.init_weights_path
 
 
 def origin(config: "Config") -> str:
-    """Where a run's initial weights come from, in words that name no place on this machine (but a model folder)."""
+    """The source of a run's initial weights in words, without paths of this machine (except a model folder)."""
     if config.pretrained:
         return f"pretrained weights of {config.model_name}"
     path = file_of(config)
@@ -68,7 +68,7 @@ def origin(config: "Config") -> str:
 
 
 def describe(config: "Config") -> str:
-    """The same for the first line of a run, with the file, and what is cast."""
+    """The source for the first line of a run, with the file and the dtypes that are cast."""
     path, shown = file_of(config), origin(config)
     if path is None:
         return shown
@@ -83,7 +83,7 @@ def describe(config: "Config") -> str:
 
 
 def check(config: "Config", architecture: dict) -> None:
-    """Raise UserError unless this run can start from what it is asked to start from, and save what it is asked to save."""
+    """Raise UserError unless this run can read the weights that it starts from, and write those that it saves."""
     if config.save_init_weights and not config.row.is_baseline:
         raise UserError(
             "--save_init_weights: only train_ddp.py writes initial weights; run it first, then load them here"

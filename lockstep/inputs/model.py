@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 def build_model(
     architecture: dict, *, seed: int, attn_impl: str, init_weights_path: Path | None
 ) -> tuple["PreTrainedModel", dict[str, str] | None]:
-    """The model, and the checksums of the weights file it was filled from (None if it came from the seed).
+    """The model, and the checksums of its weights file (None if the weights come from the seed).
 
-    Every rank that calls this with the same arguments holds the same weights; sharding comes later.
+    Every rank that calls this with the same arguments has the same weights. Sharding comes later.
     """
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
@@ -35,9 +35,9 @@ def build_model(
 
 
 def build_empty(architecture: dict, *, attn_impl: str) -> "PreTrainedModel":
-    """The model on torch's meta device: names and shapes without numbers. The random state stays as it is.
+    """The model on torch's meta device: names and shapes without numbers. Does not change the random state.
 
-    Raises UserError where transformers builds no model of the architecture.
+    Raises UserError if transformers cannot build the model.
     """
     try:
         with torch.device("meta"), torch.random.fork_rng(devices=[]):
@@ -47,7 +47,7 @@ def build_empty(architecture: dict, *, attn_impl: str) -> "PreTrainedModel":
 
 
 def transformers_config(architecture: dict) -> "PreTrainedConfig":
-    """The config of a model as transformers has it. Raises whatever transformers raises for what it does not want."""
+    """The model's config as an object of transformers. Raises whatever transformers raises for a config that it refuses."""
     from transformers import AutoConfig
 
     fields = {
@@ -61,6 +61,6 @@ def transformers_config(architecture: dict) -> "PreTrainedConfig":
 def causal_lm_loss(model: torch.nn.Module, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Mean cross-entropy over all B x S positions, in float32; `labels` (B, S) are already shifted by one.
 
-    Goes through the model's own `loss_function`, which a strategy with sharded logits replaces.
+    Calls the model's own `loss_function`, which a strategy with sharded logits replaces.
     """
     return model(input_ids=input_ids, labels=labels, shift_labels=labels, use_cache=False).loss

@@ -1,14 +1,12 @@
-"""A model that a user brings, tried before anything is started: does transformers take it, and is the reference its model?
+"""Checks of a user's model before a run: does transformers accept it, and does the reference compute the same model?
 
-`try_out` builds it without memory from all that its file says, and holds its parameters against `parameter_shapes`, which are
-those of a model of the known keys alone. `check` runs a small model of the
-same kind twice, as transformers computes it and as the float64 reference does, and holds every module's output, the loss
-and every gradient against each other. A key that transformers acts on and the reference does not shows there, whatever it
-is called.
+`try_out` builds the model without memory from all keys of its file and compares its parameters with `parameter_shapes`, which are those of
+a model of the known keys alone. `check` runs a small model of the same kind twice, by transformers and by the float64 reference, and
+compares every module's output, the loss and every gradient. This shows any key that transformers acts on and the reference does not.
 
-Both run in float64: transformers' casts to float32 become casts to float64, so what is left between two equal models is
-float64's rounding. Its unit roundoff is 1.1e-16, and TOLERANCE is 9e4 of those. Correct models show at most 2e-13
-(results/model_families.md; 1e-14 where no gradient is zero but for rounding), and an epsilon of 1e-5 in place of 1e-6 in the norms shows about 5e-6.
+Both run in float64: transformers' casts to float32 become casts to float64, so two equal models differ only by float64's rounding errors.
+The unit roundoff is 1.1e-16, and TOLERANCE is 9e4 of those. Correct models show at most 2e-13 (results/model_families.md; 1e-14 if no
+gradient is zero up to rounding errors). An epsilon of 1e-5 in place of 1e-6 in the norms shows about 5e-6.
 """
 
 import contextlib
@@ -31,15 +29,15 @@ if TYPE_CHECKING:
 TOLERANCE = 1e-11  # relative; see above
 SMALL_VOCABULARY, SMALL_HIDDEN, SMALL_INNER = 96, 64, 96
 LARGEST_RATIO = 32  # query heads for one KV head
-LARGEST_SCORES = 1 << 22  # numbers in the attention scores of one layer, beyond which heads are left out
-# Of the largest gradient. One that is zero but for rounding, such as q_proj's under a window of one, is compared with this.
+LARGEST_SCORES = 1 << 22  # numbers in the attention scores of one layer; beyond that, heads are left out
+# Of the largest gradient. A gradient that is zero up to rounding errors, such as q_proj's under a window of one, is compared with this.
 SMALLEST_GRADIENT = 1e-3
 
 
 def try_out(architecture: dict, content: dict, model_name: str) -> None:
-    """Raise UserError if transformers refuses to build the model, or builds other parameters of all keys than of the known ones.
+    """Raise UserError if transformers refuses to build the model, or builds other parameters from all keys than from the known ones.
 
-    `architecture` is what `resolve` made of the `content` of a config.json.
+    `content` is that of a config.json, and `architecture` what `resolve` made of it.
     """
     theirs = _without(content, model_config.HARMLESS)
     where = f"--model_name {model_name}: "
@@ -86,10 +84,10 @@ def check(config: Config, inputs: Inputs) -> None:
 
 
 def compare(architecture: dict, content: dict, seq_length: int, attn_impl: str = "sdpa") -> tuple[str, float]:
-    """The first difference between the reference and transformers' own model in a sentence, or "", and the largest one.
+    """(the first difference between the reference and transformers' own model in a sentence, or ""; the largest difference).
 
-    `architecture` is what the reference is built from, `content` the whole config.json. Differences are relative: the norm
-    of the difference by the norm of transformers' own.
+    The reference is built from `architecture`, transformers' model from `content`, the whole config.json. A difference is the norm of
+    the difference over the norm of transformers' tensor.
     """
     with _quiet():
         return _compare(architecture, content, seq_length, attn_impl)
@@ -133,7 +131,7 @@ def _first_difference(
     first, worst = "", 0.0
     for name, value in expected.items():
         if name not in computed or computed[name].shape != value.shape:
-            return first or f"{name} has another shape, or is missing", float("inf")
+            return first or f"{name} is missing or has another shape", float("inf")
         scale = max(float(value.norm()), largest * SMALLEST_GRADIENT if name.startswith("gradient") else 0.0)
         distance = float((computed[name] - value).norm())
         relative = distance / scale if scale else float(distance > 0)
@@ -141,7 +139,7 @@ def _first_difference(
         if not relative <= TOLERANCE:  # NaN is a difference
             first = (
                 first
-                or f"{name} differs by {relative:.1e} of its norm, where rounding makes less than {TOLERANCE:.0e}"
+                or f"{name} differs by {relative:.1e} of its norm; rounding errors make less than {TOLERANCE:.0e}"
             )
     return first, worst
 
@@ -177,7 +175,7 @@ def _without(content: dict, keys: Collection[str]) -> dict:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without transformers' warnings: a run gives them again, and an error is one line."""
+    """Suppress transformers' warnings. A run gives them again, and an error is one line."""
     from transformers.utils import logging
 
     before = logging.get_verbosity()
@@ -218,7 +216,7 @@ def _build(architecture: dict, attn_impl: str) -> "PreTrainedModel":
 
 
 def _fill(model: torch.nn.Module, generator: torch.Generator) -> None:
-    """Random weights that give outputs of about one everywhere: then a wrong angle, window, epsilon or scale shows."""
+    """Random weights that give outputs of about 1 everywhere, so that a wrong angle, window, epsilon or scale shows."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim > 1:
@@ -230,7 +228,7 @@ def _fill(model: torch.nn.Module, generator: torch.Generator) -> None:
 
 
 def _small(architecture: dict, seq_length: int) -> dict:
-    """What is changed in a config to make its model small: sizes, depth and number of heads; all else stays as it is."""
+    """The changes to a config that make its model small: sizes, depth and number of heads. All else stays."""
     heads, kv_heads = architecture["num_attention_heads"], architecture["num_key_value_heads"]
     head_dim = architecture.get("head_dim") or architecture["hidden_size"] // heads
     ratio, kv_heads = heads // kv_heads, min(kv_heads, 2)
@@ -272,7 +270,7 @@ def _require_names(model: torch.nn.Module, shapes: dict[str, tuple], whose: str)
 
 
 def _layers_differ(own: "PreTrainedConfig", reference: "PreTrainedConfig") -> str:
-    """Before the depth is cut, in a sentence or ""."""
+    """The difference of the layers' types before the depth is cut, in a sentence, or ""."""
     mine, expected = (getattr(config, "layer_types", None) or [] for config in (reference, own))
     if mine != expected[: len(mine)]:
         return (

@@ -1,13 +1,12 @@
-"""config.json: what it must say for a model that is computed here, and what it may say that would be another model.
+"""config.json: the keys of a supported model, and the keys that would make it another model.
 
 A key is one of four things:
 
-    known       what transformers builds the family's model from: checked here, and all that is passed on
-    harmless    about files, labels, outputs or generation: nothing that training computes
-    refused     what would be another model, or what no strategy here does (lockstep/inputs/refusals.py)
-    unknown     anything else. transformers builds the model without it, and so do the strategies and the reference; the
-                banner of a run names them, and lockstep/inputs/model_check.py holds the reference against transformers' own model
-                built with them
+    known       transformers builds the family's model from these. They are checked here, and no others are passed on
+    harmless    about files, labels, outputs or generation; training does not depend on them
+    refused     would be another model, or something that no strategy supports (lockstep/inputs/refusals.py)
+    unknown     any other. The strategies and the reference build the model without it. The banner of a run names it, and
+                lockstep/inputs/model_check.py compares the reference with transformers' own model built with it
 
 Nothing here imports torch or transformers.
 """
@@ -55,7 +54,7 @@ Factors = Annotated[list[Positive], Field(min_length=1, max_length=2**11)]
 
 
 class Rope(Strict):
-    """`rope_parameters`, or `rope_scaling` as it was called before. Which keys go with which type: ROPE_KEYS."""
+    """`rope_parameters`, or `rope_scaling`, its older name. ROPE_KEYS has the keys of each type."""
 
     rope_type: RopeType | None = None
     type: RopeType | None = None
@@ -75,7 +74,7 @@ class Rope(Strict):
     partial_rotary_factor: Annotated[Positive, Field(le=1)] | None = None
 
 
-# type -> (keys that must be there, keys that may be). transformers passes over a key of another type with a warning.
+# type -> (required keys, optional keys). transformers ignores a key of another type with a warning.
 ROPE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
     "linear": (("factor",), ()),
@@ -102,7 +101,7 @@ ROPE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 
 class _Common(Strict):
-    """What transformers builds all families from."""
+    """The keys of all families."""
 
     model_config = ConfigDict(extra="ignore")  # the unknown keys: see above
 
@@ -176,8 +175,8 @@ HARMLESS = frozenset((
 def checked(content: dict, where: str) -> tuple[dict, list[str]]:
     """The known keys of a config.json, as given there, and the names of its unknown keys.
 
-    `num_key_value_heads` and `head_dim` are filled in where transformers' default is not hidden_size / heads. Raises
-    UserError, beginning with `where`, for the first thing that is wrong, that no strategy does, or that contradicts itself.
+    `num_key_value_heads` and `head_dim` are filled in if transformers' default is not hidden_size / heads. Raises UserError, beginning
+    with `where`, for the first value that is wrong, unsupported or in contradiction to another one.
     """
     family = content.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
@@ -201,7 +200,7 @@ def checked(content: dict, where: str) -> tuple[dict, list[str]]:
 
 
 def _consistent(model: _Common, known: dict, where: str) -> None:
-    """Raise UserError for values that are right each for itself and do not go together."""
+    """Raise UserError for values that are each valid but contradict each other."""
 
     def refuse(key: str, why: str) -> NoReturn:
         raise UserError(f"{where}: {key} is {printable(repr(known[key]), 60)}: {why}; {REMEDY}")

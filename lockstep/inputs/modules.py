@@ -1,6 +1,6 @@
-"""Modules by their role: what Hugging Face calls them in all supported families.
+"""Modules by their role, with the names that Hugging Face gives them in all supported families.
 
-Whoever asks for the embedding, the head or a layer's blocks asks here. Faults name the tensors that they break themselves.
+Code that needs the embedding, the head or a layer's blocks asks here. Only faults name the tensors that they break.
 """
 
 from typing import TYPE_CHECKING
@@ -24,13 +24,13 @@ def is_tied(model: "torch.nn.Module") -> bool:
 
 
 def layer_of(name: str) -> int:
-    """The number of the layer that a tensor belongs to, from 0; -1: to none."""
+    """The number of the layer that a tensor belongs to, from 0; -1 if it belongs to none."""
     number, inside, _ = name.removeprefix(f"{LAYERS}.").partition(".")
     is_layer = name.startswith(f"{LAYERS}.") and inside and number.isascii() and number.isdigit()
     return int(number) if is_layer and len(number) < 6 else -1
 
 
 def is_on_heads(name: str) -> bool:
-    """Whether the last dim of a module's output, or of what enters one, is that of the attention's heads."""
+    """Whether the last dim of a captured output or input is that of the attention's heads."""
     inside = f".{ATTENTION}." in name
     return inside and not name.endswith(ATTENTION_OUTPUT)

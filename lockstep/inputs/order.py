@@ -1,8 +1,7 @@
 """The order of the windows in an epoch: a pseudo-random permutation, computed index by index.
 
-A Feistel network over the smallest 2^(2k) >= n, and cycle walking: an image outside [0, n) is permuted again until it lies
-inside (Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002). It needs no memory, so that the order of a
-corpus of any size is a function of seed, epoch and n alone.
+A Feistel network over the smallest 2^(2k) >= n with cycle walking: an image outside [0, n) is permuted again until it lies inside (Black
+and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002). It needs no memory, and the order depends on seed, epoch and n only.
 """
 
 import functools
@@ -14,7 +13,7 @@ ROUNDS = 12  # a network of few bits mixes slowly: with 4 rounds, small n show (
 
 
 def permuted(indices: np.ndarray, n: int, *, seed: int, epoch: int) -> np.ndarray:
-    """The places (len(indices),) int64 in [0, n) at which the indices, each in [0, n), are found in this epoch."""
+    """The images (len(indices),) int64 in [0, n) of the indices, each in [0, n), in this epoch."""
     half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))  # bits of either half
     low = np.uint64((1 << int(half)) - 1)
     keys = np.frombuffer(hashlib.shake_256(f"{seed} {epoch}".encode()).digest(8 * ROUNDS), dtype="<u8")
@@ -40,7 +39,7 @@ BLOCK = 4096
 
 
 def places(first: int, count: int, n: int, *, seed: int, epoch: int) -> np.ndarray:
-    """`permuted` of first, first + 1, ..., by blocks that are kept: a step asks for a few, and one costs as much as many."""
+    """`permuted` of first, first + 1, ..., in cached blocks: a step needs a few, and one costs as much as a block."""
     blocks = range(first // BLOCK, (first + count - 1) // BLOCK + 1)
     found = np.concatenate([_block(block, n, seed, epoch) for block in blocks])
     return found[first - blocks[0] * BLOCK :][:count]

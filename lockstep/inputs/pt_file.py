@@ -52,7 +52,7 @@ Kind = TypeVar("Kind")
 
 @dataclass(frozen=True)
 class Storage:
-    """The bytes of one member: `begin` in the file, and how many elements of `dtype` they are."""
+    """The bytes of one member: `begin` in the file, and the number of elements of `dtype`."""
 
     dtype: str
     itemsize: int
@@ -76,7 +76,7 @@ class _Global:
 
 
 def read(path: Path, where: str, *, checksums: bool) -> object:
-    """What torch.save was given: dicts, lists, strings, numbers, and a `PlainTensor` for each tensor.
+    """The content of the file: dicts, lists, strings, numbers, and a `PlainTensor` for each tensor.
 
     `checksums`: hold every member against the archive's CRC-32, which reads the whole file. Raises UserError, with `where` in
     front, for whatever is damaged, compressed, or no plain tensor.
@@ -119,7 +119,7 @@ def read(path: Path, where: str, *, checksums: bool) -> object:
 
 
 def _require_small_directory(path: Path, size: int) -> None:
-    """zipfile reads the archive's directory whole: a file that is nothing else would fill the memory."""
+    """Limit the archive's directory, which zipfile reads whole: a file that is all directory would fill the memory."""
     with open(path, "rb") as file:
         file.seek(max(0, size - 98))
         end = file.read()
@@ -136,7 +136,7 @@ def _require_small_directory(path: Path, size: int) -> None:
 
 
 def _members(archive: zipfile.ZipFile, path: Path) -> dict[str, zipfile.ZipInfo]:
-    """Name without the common folder -> member. Raises ValueError unless they lie uncompressed, one after the other."""
+    """Name without the common folder -> member. Raises ValueError unless all are uncompressed and do not overlap."""
     infos = sorted(archive.infolist(), key=lambda info: info.header_offset)
     if not infos:
         raise ValueError("an empty archive")
@@ -166,7 +166,7 @@ def _members(archive: zipfile.ZipFile, path: Path) -> dict[str, zipfile.ZipInfo]
 
 
 def _begin(path: Path, info: zipfile.ZipInfo) -> int:
-    """Where the bytes of a member begin in the file: after its local header, which has lengths of its own."""
+    """The place of a member's bytes in the file, after its local header, which has its own lengths."""
     with open(path, "rb") as file:
         file.seek(info.header_offset)
         header = file.read(30)
@@ -188,7 +188,7 @@ def _require_intact(archive: zipfile.ZipFile) -> None:
 
 
 class _Machine:
-    """Follows a pickle of protocol 2. Nothing is imported or called: a name from the file is compared with those known."""
+    """Interprets a pickle of protocol 2. Nothing is imported or called; names from the file are compared with known ones."""
 
     def __init__(self, places: dict[str, tuple[int, int]]):
         self.places = places  # of the members: where in the file they begin, and how many bytes they have
@@ -302,7 +302,7 @@ class _Machine:
 
 
 def _of(kind: type[Kind], value: object) -> Kind:
-    """The value, if it is of exactly this kind (True is no number)."""
+    """The value, if it is of exactly this type (True is not a number)."""
     if type(value) is not kind:
         raise ValueError(f"a {type(value).__name__} where a {kind.__name__} must stand")
     return value

@@ -1,7 +1,7 @@
-"""Keys of a config.json that ask for another model than the one computed here: refused by name, unless they ask for nothing.
+"""Keys of a config.json that ask for another model than the one computed here. They are refused by name, unless they ask for nothing.
 
-Most are unknown to transformers' class of the family, which would build the plain model and say nothing. Who wrote such a key
-meant something by it.
+transformers' class of the family does not know most of them and would silently build the plain model. Whoever wrote such a key meant
+something by it.
 """
 
 import re
@@ -86,7 +86,7 @@ _ONLY_OTHERS_HAVE: dict[str, dict[str, Refusal]] = {  # family -> keys that mean
 
 
 def refuse(content: dict, family: str, class_name: str, where: str) -> set[str]:
-    """The keys that could ask for another model than the family's, and do not.
+    """The keys of this config.json that could ask for another model than the family's, but do not.
 
     Raises UserError, beginning with `where`, for the first that does.
     """

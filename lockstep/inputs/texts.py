@@ -1,7 +1,7 @@
-"""The texts of a corpus: built in, .txt files, or a Hugging Face data set. Read in pieces, so that a text may be of any size.
+"""The texts of a corpus: built in, .txt files, or a Hugging Face data set. Read in pieces, so a text may have any size.
 
-A document is tokenized in chunks of at most CHUNK characters, cut behind the last newline; where there is none, behind the
-last white space; where there is none either, after CHUNK characters.
+A document is tokenized in chunks of at most CHUNK characters. A chunk ends after its last newline; without one, after its last white space;
+without either, after CHUNK characters.
 """
 
 import codecs
@@ -26,7 +26,7 @@ BLOCK = 1 << 20  # bytes read at once
 
 
 class ContentHash:
-    """SHA-256 over the SHA-256 of every document: says which texts, in which order, and where each ends."""
+    """SHA-256 over the SHA-256 of every document. It depends on the texts, their order, and where each ends."""
 
     def __init__(self) -> None:
         self._documents, self._open = hashlib.sha256(), hashlib.sha256()
@@ -45,7 +45,7 @@ class ContentHash:
 
 @dataclass(frozen=True)
 class Texts:
-    """The texts of files; `chunks` reads them. `built_in`: those of the module that is the only file."""
+    """The texts of files, which `chunks` reads. With `built_in`, the texts in the module that is the only file."""
 
     name: str
     paths: tuple[Path, ...]
@@ -53,7 +53,7 @@ class Texts:
     built_in: bool = False
 
     def stamp(self) -> list:
-        """What changes when a file does, without reading it. A change within one tick of the clock may leave it as it is."""
+        """Path, size and times of every file, which change with the file. A change within one tick of the clock may be missed."""
         try:
             states = [(str(path.absolute()), os.stat(path)) for path in self.paths]
         except OSError as error:
@@ -63,7 +63,7 @@ class Texts:
         return [[path, state.st_size, state.st_mtime_ns, state.st_ctime_ns] for path, state in states]
 
     def chunks(self, content: ContentHash, read: Callable[[int], None]) -> Iterator[tuple[str, bool]]:
-        """(text, whether the document ends with it). `read` is told the bytes of every piece read."""
+        """(text, whether the document ends with it). Calls `read` with the number of bytes of every piece."""
         if self.built_in:
             yield from _built_in_chunks(content, read)
         else:
@@ -72,7 +72,7 @@ class Texts:
                 content.end()
 
     def content_sha256(self, read: Callable[[int], None]) -> str:
-        """The ContentHash of the whole, without making text of it."""
+        """The ContentHash of the whole corpus, without decoding it."""
         content = ContentHash()
         if self.built_in:
             for _ in _built_in_chunks(content, read):
@@ -91,7 +91,7 @@ class DataSet:
     """A Hugging Face data set, "id" or "id:config"; its train split must have a column "text". One row is one document."""
 
     name: str
-    size: None = field(default=None, init=False)  # nobody knows before it has been read
+    size: None = field(default=None, init=False)  # unknown before it has been read
 
     def chunks(self, content: ContentHash, read: Callable[[int], None]) -> Iterator[tuple[str, bool]]:
         for index, text in enumerate(_dataset_texts(self.name)):
@@ -110,8 +110,8 @@ class DataSet:
 def find(dataset_name: str) -> Texts | DataSet:
     """What --dataset_name names: "builtin", a .txt file, a folder of .txt files, or a Hugging Face data set.
 
-    A folder's files are read in the order of their paths, those of subfolders too, but not behind links to folders. Raises
-    UserError when there is no such thing or it is not what can be read.
+    A folder's files are read in the order of their paths, with those of subfolders, but not behind links to folders. Raises UserError if
+    there is no such file, folder or data set, or it cannot be read.
     """
     if dataset_name == BUILT_IN_CORPUS:
         module = importlib.util.find_spec(

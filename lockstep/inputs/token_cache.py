@@ -1,6 +1,6 @@
-"""The tokens of a corpus, tokenized once: kept in the folder --data_cache_dir, and opened by whoever needs them next.
+"""The tokens of a corpus, tokenized once, kept in the folder --data_cache_dir, and opened by later runs.
 
-    NAME.tokens         a token file (lockstep/inputs/tokens.py); NAME is a hash of the texts and of all that makes tokens of them
+    NAME.tokens         a token file (lockstep/inputs/tokens.py); NAME is a hash of the texts and of everything that turns them into tokens
     NAME.tokens.lock    held by the process that writes it
     NAME.link           to a token file; NAME is a hash of the files' paths, sizes and times, so that they need not be read
 
@@ -38,9 +38,9 @@ def default_folder() -> Path:
 
 
 def corpus_tokens(dataset_name: str, tokenizer: Tokenizer, folder: Path) -> tuple[InMemory | TokenFile, str]:
-    """The tokens of a corpus, a separator behind every document, and their SHA-256.
+    """(the tokens of a corpus, with a separator after every document; their SHA-256).
 
-    Raises UserError when the text is missing or empty, or its tokens are not those of the model's vocabulary.
+    Raises UserError if the text is missing or empty, or has tokens outside the model's vocabulary.
     """
     source = texts.find(dataset_name)
     if isinstance(source, texts.DataSet):
@@ -65,7 +65,7 @@ def corpus_tokens(dataset_name: str, tokenizer: Tokenizer, folder: Path) -> tupl
 
 
 def _data_set(source: texts.DataSet, tokenizer: Tokenizer, folder: Path) -> tuple[InMemory | TokenFile, str]:
-    """Read and tokenized in every run: nothing but its rows says whether it has changed."""
+    """A data set is read and tokenized in every run, because only its rows show whether it has changed."""
     files.require_writable_folder(folder, "--data_cache_dir")
     mine = folder / f"data-set-{os.getpid()}.tokens"
     about = _tokenize(mine, source, tokenizer, texts.ContentHash())
@@ -82,7 +82,7 @@ def _name(tokenizer: Tokenizer, of: dict) -> str:
 
 
 def _open(path: Path) -> tuple[InMemory | TokenFile, str] | None:
-    """The tokens of a token file and their SHA-256; None where there is none, or it is damaged, which is said."""
+    """(tokens of a token file, their SHA-256); None if there is no such file. Of a damaged one it says so, and returns None."""
     try:
         found = tokens.open_file(
             Path(os.path.realpath(path))
@@ -101,7 +101,7 @@ def _open(path: Path) -> tuple[InMemory | TokenFile, str] | None:
 
 @contextlib.contextmanager
 def _locked(entry: Path) -> Iterator[None]:
-    """Held by one process at a time, and let go when that ends, however it ends."""
+    """A lock that one process holds at a time. It is released when the process ends, in whatever way."""
     path = entry.with_name(entry.name + ".lock")
     with contextlib.ExitStack() as stack:
         try:
@@ -144,7 +144,7 @@ def _tokenize(
     content: texts.ContentHash,
     check: Callable[[], None] = lambda: None,
 ) -> dict:
-    """Write the token file of a corpus; nothing is left there when `check` raises behind its last word. Returns its header."""
+    """Write the token file of a corpus and return its header. If `check` raises at the end, no file is left."""
     progress = Bytes(f"tokenizing {source.name}", source.size)
     about: dict = {}
 

@@ -1,4 +1,4 @@
-"""Text -> token ids: the model's own tokenizer.json where there is one, else words by their CRC."""
+"""Text -> token ids: by the model's own tokenizer.json if there is one, else by the CRC of words."""
 
 import hashlib
 import importlib.metadata
@@ -74,9 +74,9 @@ class HashTokenizer:
 
 
 class FileTokenizer:
-    """A Hugging Face tokenizer.json, through the tokenizers library; read when the first text comes.
+    """A Hugging Face tokenizer.json, by the tokenizers library. Read when the first text comes.
 
-    The file's own truncation and padding are off: they would cut documents, or fill them up.
+    The file's own truncation and padding are off: they would cut or pad documents.
     """
 
     starts_at_once = False
@@ -104,7 +104,7 @@ class FileTokenizer:
         self._tokenizer: tokenizers.Tokenizer | None = None
 
     def encode(self, text: str) -> list[int]:
-        """Raises UserError when the file is no tokenizer, or fails on this text."""
+        """Raises UserError if the file is not a tokenizer, or fails on this text."""
         if self._tokenizer is None:
             _try(self._path)
             self._tokenizer = load(self._path)
@@ -120,7 +120,7 @@ class FileTokenizer:
 
 
 def load(path: Path) -> "tokenizers.Tokenizer":
-    """The library's object of a tokenizer.json, which neither truncates nor pads."""
+    """The library's tokenizer of a tokenizer.json, without truncation and padding."""
     from tokenizers import Tokenizer
 
     try:
@@ -136,13 +136,13 @@ def load(path: Path) -> "tokenizers.Tokenizer":
 
 
 def raise_unless_ours(error: BaseException) -> None:
-    """Raise what a person or the interpreter wants, not the library: Ctrl-C, an exit, a lack of memory."""
+    """Raise errors that are not the library's: Ctrl-C, an exit, a lack of memory."""
     if isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError)):
         raise error
 
 
 def _try(path: Path) -> None:
-    """Load the file in a process of its own first: a malformed one may take the library, and its process, down."""
+    """Load the file in a process of its own first: a malformed one may crash the library and its process."""
     import subprocess  # not needed to answer a usage error
 
     try:
@@ -171,9 +171,9 @@ Tokenizer = HashTokenizer | FileTokenizer
 
 
 def build_tokenizer(model_name: str, architecture: dict) -> Tokenizer:
-    """The model's own tokenizer.json where there is one (its folder, or the hub), else the hash tokenizer.
+    """The model's own tokenizer.json if there is one (in its folder, or on the hub), else the hash tokenizer.
 
-    Raises UserError when the hub does not have it, or when `eos_token_id`, which separates documents, is no token id.
+    Raises UserError if it cannot be read from the hub, or if `eos_token_id`, which separates documents, is not a token id.
     """
     vocab_size = architecture["vocab_size"]
     if model_name in BUILT_IN:

@@ -1,4 +1,4 @@
-"""Whether a tokenizer.json can be used: exit status 0, or 2 and one line. With a limit of memory, and nothing else to lose.
+"""Whether a tokenizer.json can be used: exit status 0, or 2 and one line. A process of its own, with limited memory.
 
 python -m lockstep.inputs.tokenizer_trial PATH
 """
@@ -32,7 +32,7 @@ TEXT = (
 
 
 def check(path: Path) -> None:
-    """Raises UserError: what is wrong with the file, though the library might take it."""
+    """Raise UserError for a file that is wrong although the library might accept it."""
     content = files.read_json(path, limit=LARGEST)
     if not isinstance(content, dict) or not isinstance(content.get("model"), dict):
         raise UserError(f"{path}: no tokenizer.json: it has no model; fetch it again")

@@ -1,7 +1,7 @@
-"""The tokens of a corpus: in memory, or in a file of which no more is read than is asked for.
+"""The tokens of a corpus: in memory, or in a file of which only the needed blocks are read.
 
-A token file is a line of JSON filled up to HEADER bytes, the tokens (int32, little-endian), and the CRC-32 of every BLOCK
-bytes of tokens (uint32). Every block that is read is held against its CRC.
+A token file is a line of JSON padded to HEADER bytes, the tokens (int32, little-endian), and the CRC-32 of every BLOCK bytes of tokens
+(uint32). Every block that is read is checked against its CRC.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ TOKEN = np.dtype("<i4")
 
 
 class Damaged(Exception):
-    """A token file that is not as it was written."""
+    """The token file is damaged."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class InMemory:
 
 @dataclass(frozen=True)
 class TokenFile:
-    """The tokens of an open token file. Pickled as its path: whoever unpickles it must see the same file there."""
+    """The tokens of an open token file. Pickled as its path: the process that unpickles it must see the same file there."""
 
     path: Path
     about: dict[str, Any]  # the header

@@ -40,7 +40,7 @@ class Stored:
     stride: tuple[int, ...]
 
     def float32(self) -> "np.ndarray":
-        """Its values as a contiguous NumPy array of float32: the file itself where it is one already, else a copy."""
+        """The values as a contiguous NumPy array of float32: a view of the file if possible, else a copy."""
         import numpy as np
 
         itemsize = FLOATS[self.dtype]
@@ -58,7 +58,7 @@ class Stored:
 
 
 class About(Strict):
-    """What our own files say of themselves."""
+    """The description in a file that Lockstep wrote."""
 
     architecture: dict[str, Any]
     sha256: dict[str, str]
@@ -77,9 +77,9 @@ class Contents:
 
 
 def read(path: Path, where: str, *, checksums: bool = False) -> Contents:
-    """Where every tensor of a weights file lies. `checksums`: also hold a .pt file against its CRC-32.
+    """The place of every tensor of a weights file. With `checksums`, a .pt file is also checked against its CRC-32.
 
-    Raises UserError, with `where` in front, for what is no whole file of the three formats.
+    Raises UserError, beginning with `where`, unless it is a whole file of one of the three formats.
     """
     try:
         require_regular(path)
@@ -99,13 +99,13 @@ def _read_safetensors(path: Path, where: str) -> Contents:
             if length > LARGEST_HEADER:
                 raise ValueError(f"a header of {length} bytes, at most {LARGEST_HEADER} are read")
             text = file.read(length)
-        # The library's own checks first: header, dtypes, sizes, no overlaps, no holes, nothing after the last tensor.
+        # First the library's own checks: header, dtypes, sizes, no overlaps, no holes, nothing after the last tensor.
         with safe_open(path, framework="np") as opened:
             names = set(opened.keys())
         header = parse_json(text.decode("utf-8"))
         metadata = header.pop("__metadata__", None) or {}
         if header.keys() != names:
-            raise ValueError("its header can be read in two ways")
+            raise ValueError("two JSON readers find different tensors in its header")
         tensors = {}
         for name, entry in header.items():
             shape = tuple(entry["shape"])
@@ -128,7 +128,7 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def shards(path: Path, where: str) -> dict[str, set[str]]:
-    """The files that an index names, all beside it, and the tensors that each must hold."""
+    """File name -> tensors that it must hold, for the files that an index names, all beside it."""
     try:
         content = read_json(path)
     except UserError as error:
@@ -183,7 +183,7 @@ def _stored(path: Path, tensor: pt_file.PlainTensor) -> Stored:
 
 
 def _about(content: object, where: str) -> About:
-    """A pickle can hold a list a million times over, or in itself: only as much as JSON has is looked at."""
+    """The description in a .pt file, read up to a limit: a pickle can hold a list a million times, or inside itself."""
     left, seen = [(content, 0)], 0
     while left:
         value, depth = left.pop()

@@ -1,8 +1,8 @@
 """The initial weights: what every strategy starts from, with a SHA-256 of each tensor.
 
-A file of our own holds the architecture and the checksums beside the tensors (in the header of a `.safetensors`, in the dict
-of a `.pt`) and must match them; of a foreign file names, shapes and numbers are checked and the checksums computed. What
-`check` accepts, `load` loads; there is no random start in place of a file that does not fit.
+A file that Lockstep wrote holds the architecture and the checksums beside the tensors (in the header of a `.safetensors`, in the dict of
+a `.pt`), and must match them. Of a foreign file, names, shapes and numbers are checked, and the checksums are computed. `load` loads what
+`check` accepts. A file that does not fit is never replaced by random weights.
 """
 
 import hashlib
@@ -55,15 +55,17 @@ def perturb(model: "torch.nn.Module", dtype: str, seed: int) -> None:
 
 
 def combined_sha256(sums: dict[str, str]) -> str:
-    """One SHA-256 for a whole set of named tensors; independent of their order."""
+    """One SHA-256 for a set of named tensors, in any order."""
     return hashlib.sha256("\n".join(f"{name} {sums[name]}" for name in sorted(sums)).encode()).hexdigest()
 
 
 def save(
     path: Path, model: "torch.nn.Module", architecture: dict, source: str, *, overwrite: bool = False
 ) -> None:
-    """Write every trained tensor of `model` (tied ones once), the architecture, the checksums and where the weights come
-    from, atomically. A file that holds the very same stays. Raises UserError for one that `check_new` refuses."""
+    """Write every trained tensor of `model` (tied ones once), the architecture, the checksums and the source, atomically.
+
+    A file with the same content stays as it is. Raises UserError for a file that `check_new` refuses.
+    """
     check_new(path, architecture, source, overwrite=overwrite)
     tensors = {name: parameter.detach().cpu().contiguous() for name, parameter in model.named_parameters()}
     sums = checksums(tensors.items())
@@ -88,10 +90,10 @@ def save(
 
 
 def check_new(path: Path, architecture: dict, source: str, *, overwrite: bool) -> None:
-    """Raise UserError unless `save` may write there: nothing is lost, or `overwrite` asks for it.
+    """Raise UserError unless `save` may write there: nothing is lost, or `overwrite` allows it.
 
-    A file that says that it holds just these weights may stay (the run holds it against what it would have written). One
-    that this project did not write is never replaced.
+    A file that claims to hold these weights may stay; the run compares it with what it would write. A file that this project did not
+    write is never replaced.
     """
     where = f"--init_weights_path {path}"
     if path.suffix not in (".safetensors", ".pt"):
@@ -121,9 +123,9 @@ def _occupied(path: Path, what: str) -> str:
 def check(
     path: Path, architecture: dict, *, option: str = "--init_weights_path", fewer_layers: bool = False
 ) -> None:
-    """Raise UserError unless the file is whole and holds exactly this architecture's tensors, all numbers finite.
+    """Raise UserError unless the file is whole and holds exactly this architecture's tensors, with finite numbers.
 
-    `fewer_layers`: the model was cut, and a foreign file may hold the layers that were left out.
+    With `fewer_layers` the model was cut, and a foreign file may hold the layers that were left out.
     """
     where = f"{option} {path}"
     if path.suffix not in (".safetensors", ".pt") and not path.name.endswith(INDEX):
@@ -153,7 +155,7 @@ def check(
 def load(path: Path, model: "torch.nn.Module") -> dict[str, str]:
     """Copy the file's tensors into an unsharded `model`, in float32, and return their checksums.
 
-    Call `check` first. Works tensor by tensor from a memory map.
+    Call `check` first. Reads tensor by tensor from a memory map.
     """
     import torch
 
@@ -200,7 +202,7 @@ def _check_names_and_shapes(contents: Contents, where: str, architecture: dict, 
 
 
 def _may_be_left_out(name: str, depth: int, architecture: dict, fewer_layers: bool) -> bool:
-    """Of a foreign file: layers that were cut off, the head of a tied model, the rotary table (it follows from the config)."""
+    """Whether a foreign file may hold this tensor: a layer that was cut, the head of a tied model, or the rotary table."""
     tied_head = name == _HEAD and architecture.get("tie_word_embeddings", False)
     return (
         tied_head
@@ -210,7 +212,7 @@ def _may_be_left_out(name: str, depth: int, architecture: dict, fewer_layers: bo
 
 
 def _check_tied_head(contents: Contents, where: str, architecture: dict) -> None:
-    """A head that the file holds although the model ties it must be the embedding."""
+    """If the file holds a head and the model ties it, the head must be equal to the embedding."""
     import numpy as np
 
     if _HEAD not in contents.tensors or not architecture.get("tie_word_embeddings", False):
@@ -239,7 +241,7 @@ def _require_finite(values: "np.ndarray", what: str) -> None:
 
 
 def _other_key(one: dict, other: dict) -> str | None:
-    """The first key in which two architectures differ, as JSON tells values apart: true is no 1, but 1.0 is."""
+    """The first key in which two architectures differ. As in JSON, true is not 1, but 1.0 is."""
     return next(
         (key for key in sorted(one.keys() | other.keys()) if not _same(one.get(key), other.get(key))), None
     )

@@ -1,10 +1,10 @@
-"""May two runs be compared at all? What must agree before any verdict on their losses."""
+"""What must agree before the losses of two runs are compared."""
 
 from lockstep.errors import UserError
 from lockstep.training.contract import KNOWN_DIFFERENCES, contract_difference, global_batch, on_any_mesh
 from lockstep.training.history import History, not_finite
 
-# Entries of the configuration that are one meaning of "the same training"; strategy and mesh may differ, paths may, too.
+# Entries of the configuration that must agree; strategy, mesh and paths may differ.
 SAME = (
     "precision",
     "optimizer",
@@ -58,7 +58,7 @@ def require_comparable_curves(baseline: History, other: History, *, same_weights
         raise UserError(
             f"{pair}: their global batches differ, dp_size x batch_size is {batch} against {wanted}; make them equal"
         )
-    # a run that broke down in its first step has no contract; it fails for that
+    # a run whose first step is not finite has no contract; it fails for that
     if baseline.contract is not None and other.contract is not None:
         contracts = on_any_mesh(baseline.contract), on_any_mesh(other.contract)
         difference = contract_difference(*contracts, KNOWN_DIFFERENCES)

@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 CONTROL_FACTOR = 8  # twice WORST_RATIO
-WORST_RATIO = 4  # how far correct runs have gone beyond what one control run had shown
-NEIGHBOURS = 5  # steps before and after one that a lonely gap is held against
+WORST_RATIO = 4  # the margin by which correct runs have exceeded one control run
+NEIGHBOURS = 5  # steps before and after a step with which its gap is compared
 AMPLIFICATION = 400  # of the noise of the first loss; seen where the control was a measure: 290
-USUAL = 10  # amplification, which says nothing against a run, however short
-POWER = 0.5  # of the range of the loss: a tolerance beyond that would pass a run that learns nothing
+USUAL = 10  # an amplification that is usual in any run, however short
+POWER = 0.5  # of the range of the loss; a larger tolerance would pass a run that learns nothing
 _AGAIN = (
     "one of the two histories is wrong, or training is unstable: run both again, or lower --learning_rate"
 )
@@ -24,13 +24,13 @@ _CALMER = "lower --learning_rate or --debug_steps"
 
 @dataclass(frozen=True)
 class Noise:
-    """What rounding does to one quantity of a run's first step, and what a gap of the control may be in units of others'."""
+    """The rounding noise of one quantity in a run's first step, and limits of the control's gaps."""
 
     what: str
-    floor: float  # two correct runs may differ by so much at the first step
-    first: float  # a control run by so much: its weights are others, too
-    growth: float  # a step by so many times the largest gap so far
-    alone: float  # and by so many times the largest of the NEIGHBOURS; seen where training is stable: a third of both
+    floor: float  # by which two correct runs may differ in the first step
+    first: float  # by which a control run may: its weights differ, too
+    growth: float  # a step may have so many times the largest gap so far
+    alone: float  # and so many times the largest of its NEIGHBOURS; stable training reaches a third of both
     unit: str
 
 
@@ -47,9 +47,12 @@ def norm_gap(mine: dict, theirs: dict) -> float:
 
 
 def envelope(gaps: list[float]) -> list[float]:
-    """How far rounding has taken the control run by each step: the third largest gap so far, or what this step or the last
-    one shows. So one outlier, which a single batch can make, opens nothing but its own place. The first three steps share
-    what they show: a single draw can be small by chance."""
+    """How far rounding errors have moved the control run by each step: the third largest gap so far, or that of this step or the
+    last one if it is larger.
+
+    So one outlier, which a single batch can cause, raises the bound of its own step and the next one only. The first three steps share
+    their largest gap, because a single draw can be small by chance.
+    """
     largest: list[float] = []
     found = []
     for step, gap in enumerate(gaps):
@@ -61,7 +64,7 @@ def envelope(gaps: list[float]) -> list[float]:
 
 
 def ratios(gaps: list[float], noise: Noise) -> Iterator[tuple[float, float]]:
-    """Of every step: its gap in units of the largest before, and in units of its neighbours' largest, or of the noise."""
+    """For every step: its gap over the largest before it, and over the largest of its neighbours (at least the noise)."""
     so_far = noise.floor
     for step, gap in enumerate(gaps):
         around = [*gaps[max(0, step - NEIGHBOURS) : step], *gaps[step + 1 : step + 1 + NEIGHBOURS]]
@@ -70,26 +73,26 @@ def ratios(gaps: list[float], noise: Noise) -> Iterator[tuple[float, float]]:
 
 
 def damage(gaps: list[float], noise: Noise) -> str:
-    """Why these gaps are not what rounding does, in words, or ""."""
+    """Why these gaps are not the effect of rounding errors, in words, or ""."""
     for step, (gap, (growth, alone)) in enumerate(zip(gaps, ratios(gaps, noise), strict=True), start=1):
         here = f"in step {step} the control's {noise.what} is {gap:.1e}{noise.unit} from DDP's"
         if step == 1 and not gap <= noise.first:  # "not <=": a NaN is no gap of rounding either
             return f"{here}; weights perturbed by one ulp move it by at most {noise.first:.1e}; {_AGAIN}"
         if not growth <= noise.growth:
-            less = f"training amplifies rounding by less than {noise.growth:.0f} in a step"
-            return f"{here}, {growth:.0f} times the most before; {less}; {_AGAIN}"
+            less = f"training amplifies rounding errors by less than {noise.growth:.0f} in a step"
+            return f"{here}, {growth:.0f} times the largest before; {less}; {_AGAIN}"
         if not alone <= noise.alone:
             return f"{here}, {alone:.0f} times its neighbours; a single batch does less than {noise.alone:.0f}; {_AGAIN}"
     return ""
 
 
 def instability(gaps: list[float], noise: Noise, losses: list[float]) -> str:
-    """Why rounding, amplified like this, is no measure for other runs, in words, or ""."""
+    """Why rounding errors, amplified like this, are no measure for other runs, in words, or ""."""
     worst = max(gaps)
     if worst > AMPLIFICATION * noise.floor:
         more = f"more than {AMPLIFICATION} times the first loss's noise"
         return f"training is unstable: it amplifies one ulp to {worst:.1e} nats, {more}; {_CALMER}"
     scope = max(losses) - min(losses)
     if worst > USUAL * noise.floor and CONTROL_FACTOR * worst > POWER * scope:
-        return f"a tolerance of {CONTROL_FACTOR * worst:.1e} nats is no test of a run whose loss covers {scope:.1e}; {_CALMER}"
+        return f"a tolerance of {CONTROL_FACTOR * worst:.1e} nats tests nothing in a run whose loss has a range of {scope:.1e}; {_CALMER}"
     return ""

@@ -1,4 +1,4 @@
-"""What a person sees of a comparison: the statistics block and the figure."""
+"""The report of a comparison of loss curves: statistics, verdict and figure."""
 
 from pathlib import Path
 
@@ -37,11 +37,11 @@ def statistics(histories: dict[str, History]) -> str:
 
 
 def verdict_block(judged: Judged) -> str:
-    """The verdict on loss and gradient norm of each strategy, each number beside what is tolerated, and what was trained."""
+    """What was trained, and the verdict on loss and gradient norm of each strategy, with the tolerances."""
     run, tolerance = judged.histories[BASELINE].run, judged.tolerated
     versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
     lines = ["", _RULE, f"{_title(run)}, {run['num_steps']} steps; {printable(versions, 300)}"]
-    lines += ["Differences from DDP baseline: in brackets what is tolerated (docs/precision.md)"]
+    lines += ["Differences from DDP baseline: tolerances in brackets (docs/precision.md)"]
     for verdict in judged.verdicts.values():
         lines += [
             "",
@@ -60,7 +60,7 @@ def verdict_block(judged: Judged) -> str:
 
 
 def reasons(verdict: CurveVerdict) -> list[str]:
-    """Why a run fails, a line each."""
+    """Why a run fails, one line for each reason."""
     red = (("loss", verdict.red_loss_step), ("grad norm", verdict.red_grad_norm_step))
     lines = [
         f"{what} too far from step {step} on"
@@ -71,7 +71,7 @@ def reasons(verdict: CurveVerdict) -> list[str]:
 
 
 def notes(judged: Judged) -> list[str]:
-    """What is to be known about the verdict as a whole."""
+    """Notes on the verdict as a whole."""
     lines = [f"Not judged: {judged.tolerated.doubt}"] if judged.tolerated.doubt else []
     longest = max(len(history.steps) for history in judged.histories.values())
     if longest > DERIVED_STEPS and judged.control is None:
@@ -94,7 +94,7 @@ def _word(verdict: CurveVerdict, red: int | None) -> str:
 
 
 def _title(run: dict) -> str:
-    """What was trained, in a line that a terminal can be given."""
+    """What was trained, in one line that is safe on a terminal."""
     config = run["config"]
     return (
         f"{printable(config['model_name'], 60)}, {run['architecture']['num_hidden_layers']} layers, "
@@ -103,7 +103,7 @@ def _title(run: dict) -> str:
 
 
 def _drawable(text: str) -> str:
-    """Text that matplotlib shows as it is: no formula between two dollars, no character that its font lacks."""
+    """Text that matplotlib shows unchanged: no formulas between dollars, no characters that its font lacks."""
     return text.encode("ascii", "backslashreplace").decode().replace("$", r"\$")
 
 

@@ -37,7 +37,7 @@ PASS, FAIL, NOT_JUDGED = "PASS", "FAIL", "NOT JUDGED"
 
 @dataclass(frozen=True)
 class CurveVerdict:
-    """The comparison of one run with the baseline. `problems` are reasons to fail beyond the tolerances."""
+    """The comparison of one run with the baseline. `problems` are reasons to fail other than the tolerances."""
 
     label: str
     max_abs_diff: float
@@ -63,7 +63,7 @@ class CurveVerdict:
 
     @property
     def outcome(self) -> str:
-        """PASS, FAIL or NOT JUDGED: of a doubtful tolerance only the bounds of the first steps can fail a run."""
+        """PASS, FAIL or NOT JUDGED. If the tolerance is in doubt, only the bounds of the `certain` steps can fail a run."""
         red = [step for step in (self.red_loss_step, self.red_grad_norm_step) if step is not None]
         if self.problems or any(step <= self.certain for step in red):
             return FAIL
@@ -89,7 +89,7 @@ def compare_curves(baseline: History, other: History, tolerance: Tolerance) -> C
         if mine["learning_rate"] != theirs["learning_rate"]:
             rates = f"{theirs['learning_rate']!r} against {mine['learning_rate']!r}"
             problems.append(
-                f"{other.run['label']}: the learning rate of step {mine['step']} is another, {rates}"
+                f"{other.run['label']}: the learning rate of step {mine['step']} differs, {rates}"
             )
             break
     differences = [theirs["loss"] - mine["loss"] for mine, theirs in pairs]
@@ -116,7 +116,7 @@ def compare_curves(baseline: History, other: History, tolerance: Tolerance) -> C
 
 
 def _first_red(gaps: list[float], bounds: tuple[float, ...]) -> int | None:
-    """The first step whose gap is too large; a NaN is, for it compares false with everything."""
+    """The first step whose gap is too large, or NaN."""
     return next(
         (step for step, (gap, bound) in enumerate(zip(gaps, bounds, strict=False), 1) if not gap <= bound),
         None,
@@ -128,7 +128,7 @@ def _worst(values: list[float]) -> float:
 
 
 def _own_problems(history: History) -> list[str]:
-    """Why a run proves nothing, whatever it is compared with."""
+    """Why a run fails, whatever it is compared with."""
     label, rate = history.run["label"], history.run["config"]["learning_rate"]
     broken = next((step["step"] for step in history.steps if not_finite(step)), None)
     if broken is not None:
@@ -139,7 +139,7 @@ def _own_problems(history: History) -> list[str]:
             return [f"{label}: {what}, its configuration says {rate!r}"]
         if step["loss"] < 0:
             return [
-                f"{label}: the loss of step {step['step']} is {step['loss']!r}, and a cross entropy is not negative"
+                f"{label}: the loss of step {step['step']} is {step['loss']!r}; a cross entropy cannot be negative"
             ]
     if not history.weights.get("moved"):
         return [f"{label}: no weight moved in {len(history.steps)} steps, so agreement proves nothing"]

@@ -1,4 +1,4 @@
-"""The histories in a folder, and the verdict on them: what plot_loss_curves.py and run_verification_main.sh have in common."""
+"""The histories in a folder and the verdict on them, for plot_loss_curves.py and run_verification_main.sh."""
 
 import datetime
 import json
@@ -57,7 +57,7 @@ def worst(outcomes: Iterable[str]) -> str:
 
 
 def paths(input_dir: Path) -> dict[str, Path]:
-    """Every loss_NAME.json of a folder by its NAME: the baseline's first, the control's last."""
+    """NAME -> loss_NAME.json of a folder, the baseline's first, the control's last."""
     names = {path.stem.removeprefix("loss_") for path in input_dir.glob("loss_*.json")}
     ordered = in_order(names - {history.CONTROL})
     return {name: history.path_of(input_dir, name) for name in (*ordered, *(names & {history.CONTROL}))}
@@ -74,9 +74,7 @@ def read(found: dict[str, Path]) -> tuple[dict[str, History], History | None]:
             name == history.CONTROL
         ):
             what = f"{mine}'s" + (" control" if config["noise_control"] else "")
-            raise UserError(
-                f"{path}: is a history of {what} run, and not what its name says; put each under its own name"
-            )
+            raise UserError(f"{path}: is the history of {what} run, not of the run in its name; rename it")
         label = f"{row.label} ({Mesh(**run['mesh']).label})" + (
             ", control" if name == history.CONTROL else ""
         )

@@ -1,6 +1,6 @@
-"""How far may the losses of two correct runs be apart? Tolerances with their reasons. No distributed.
+"""The tolerances of loss curves, with their reasons. No distributed.
 
-docs/precision.md derives the numbers and measures the noise they are made of.
+docs/precision.md derives the numbers and measures the noise that they are made of.
 """
 
 import math
@@ -23,15 +23,18 @@ from lockstep.training.history import History, not_finite
 # float32 ulps between the losses of two correct runs
 MEAN_ULPS = 2  # of the mean over DP ranks
 RANK_ULPS = 5  # of one rank
-DERIVED_STEPS = 100  # what the growth factors below were measured over
+DERIVED_STEPS = 100  # over which the growth factors below were measured
 TRAINED_SPREAD = 4.0  # standard deviation of a trained model's logits, at most
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Bounds on |loss - DDP's loss| in nats, of every step and of the mean over steps, and on the relative difference of
-    every step's gradient norm. `doubt` says why the control run is no measure of rounding: then only the bounds of the first
-    `certain` steps can fail a run, which hold without a control run."""
+    """Bounds on |loss - DDP's loss| in nats, for every step and for the mean over steps, and on the relative difference of every step's
+    gradient norm.
+
+    `doubt` says why the control run is no measure of rounding errors. Then only the bounds of the first `certain` steps can fail a run;
+    they hold without a control run.
+    """
 
     loss: tuple[float, ...]
     mean: float
@@ -54,7 +57,7 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class Rule:
-    """How a tolerance follows from a run: the first loss may be off by its rounding noise; training amplifies that."""
+    """How a tolerance follows from a run: the rounding noise of the first loss, and its amplification by training."""
 
     growth: float  # largest difference over up to 100 steps / first difference
     mean_growth: float
@@ -78,7 +81,7 @@ RULES = {
         mean_growth=2.5,
         grad_norm=1e-2,
         first_grad_norm=1e-3,
-        reason="every bfloat16 product is rounded by a relative 2^-9: the mean loss of N tokens carries noise of at most "
+        reason="every bfloat16 product is rounded: the mean loss of N tokens carries noise of at most "
         "5 x 2^-9 x (spread of the logits) / sqrt(N); four standard deviations of the difference of two runs, ten "
         "times that in 100 steps; the gradient norm starts within 3e-4 and is amplified likewise",
     ),
@@ -91,12 +94,11 @@ FIRST_GRAD_NORM_BF16 = 8e-3  # bf16 has no rule; weights and residuals are round
 def tolerance_for(baseline: History, control: History | None = None) -> Tolerance:
     """The tolerance for comparing other runs with this one; `control` is the same run from weights perturbed by one ulp.
 
-    With a control run every step is allowed CONTROL_FACTOR times as much as rounding has moved the control run by then.
-    RULES cap that, as long as correct runs can be expected to stay within them: where WORST_RATIO times the control's
-    difference does, and only for runs and lengths that they are derived for. What RULES give for the first step is always
-    allowed, and there no more: only the control run starts from other weights. A control run that shows something else than
-    rounding leaves a doubt. Raises UserError where there is neither a rule nor a control run, and for a control run of
-    something else.
+    With a control run, every step is allowed CONTROL_FACTOR times as much as rounding errors have moved the control run by then. RULES cap
+    this where correct runs can be expected to stay within them: where WORST_RATIO times the control's difference does, for runs and
+    lengths for which RULES are derived. What RULES give for the first step is always allowed; in the first step nothing more is, because
+    only the control run starts from other weights. A control run that shows something else than rounding errors leaves a doubt. Raises
+    UserError if there is neither a rule nor a control run, and if the control run is not this run's.
     """
     rule, noise, norm_noise = rule_and_noise(baseline)
     fixed = _derived(rule, noise.floor, len(baseline.steps)) if rule else None
@@ -113,7 +115,7 @@ def tolerance_for(baseline: History, control: History | None = None) -> Toleranc
             )
         return fixed
     require_control(baseline, control)
-    if any(not_finite(step) for step in baseline.steps):  # it fails by itself; its control says nothing
+    if any(not_finite(step) for step in baseline.steps):  # it fails anyway; its control shows nothing
         nothing = (0.0,) * len(baseline.steps)
         return fixed or Tolerance(nothing, 0.0, nothing, "nothing: DDP broke down", len(nothing))
     pairs = list(zip(baseline.steps, control.steps, strict=True))
@@ -147,7 +149,7 @@ def _derived(rule: Rule, first: float, steps: int) -> Tolerance:
 
 
 def rule_and_noise(baseline: History) -> tuple[Rule | None, Noise, Noise]:
-    """The rule that holds for this run, if any, and what rounding does to its first loss and gradient norm."""
+    """(the rule for this run, or None; the noise of its loss; the noise of its gradient norm)."""
     config, step = baseline.run["config"], baseline.steps[0]
     precision, tokens = config["precision"], tokens_per_step(config)
     fresh = is_fresh(baseline.run, step["loss"])
@@ -178,8 +180,9 @@ def tokens_per_step(config: dict) -> int:
 
 
 def is_fresh(run: dict, first_loss: float) -> bool:
-    """Whether the model was random when the run began: its first loss is then that of logits that know nothing of the labels,
-    ln(vocabulary) + spread^2 / 2, give or take three times the spread. Of other weights the spread of the logits is not known.
+    """Whether the run started from random weights, for which the spread of the logits is known.
+
+    The first loss is then that of logits independent of the labels: ln(vocabulary) + spread^2 / 2, within three times the spread.
     """
     architecture = run["architecture"]
     spread = fresh_spread(architecture)

@@ -178,17 +178,17 @@ class _Log(io.TextIOBase):
             if not self.lost:
                 self._file.write(text)
                 self._file.flush()
-        except OSError as error:  # a full disk: why the run stops is to be said, too
+        except OSError as error:  # a full disk: the reason why the run stops must still be shown
             self.lost = error.strerror or str(error)
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # `lost` says it
+        with contextlib.suppress(OSError):  # `lost` has the reason
             self._file.close()
 
 
 @contextlib.contextmanager
 def _log_at(path: Path) -> Iterator[_Log]:
-    """While this lasts, what Ray prints, for itself and for its workers, goes to a file, and marked lines to the screen."""
+    """Inside, the output of Ray and its workers goes to a file, and marked lines to the screen."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = open(path, "w", encoding="utf-8", errors="replace")  # noqa: SIM115 - closed below
