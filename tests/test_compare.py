@@ -418,8 +418,6 @@ def test_a_recorded_gradient_norm_that_is_not_the_gradients(all_copied, capsys):
         lambda m: m["steps"]["2"].update(grad_norm=m["steps"]["2"]["grad_norm"] * (1 + 2e-6)),
     )
     status, output = verdict(capsys, all_copied / "fsdp", all_copied / "reference")
-    assert (
-        status == 1
-        and "step 2, gradient norm: was recorded as" in output.out
-        and "- clipping: " in output.out
-    )
+    assert status == 1
+    assert "step 2, gradient norm: was recorded as" in output.out
+    assert "- not explained" in output.out  # the gradients and the update are right: nothing says that it clipped by it
