@@ -47,7 +47,8 @@ def mutate(content, chance):
     for part in above:
         parent = parent[part]
     kind = chance.choice(["odd", "odd", "number", "remove", "add", "swap", "copy"])
-    if kind == "number" and isinstance(value, int | float) and not isinstance(value, bool):
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if kind == "number" and number and -1e300 < value < 1e300:
         parent[key] = chance.choice(
             [-value, value * 10, value + 1, value * 1.01, int(value), float(value), str(value)]
         )
