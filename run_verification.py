@@ -21,7 +21,7 @@ import sys
 from pathlib import Path
 
 from lockstep import config as config_module
-from lockstep import files, startup
+from lockstep import files, preflight, startup
 from lockstep.config import Config, Parser
 from lockstep.errors import UserError, printable, run_program
 from lockstep.losses.curves import RULES
@@ -159,11 +159,11 @@ def verify(options: argparse.Namespace, rest: list[str]) -> int:
                 f"no tolerance is derived for --precision {config.precision}; use {' or '.join(RULES)}"
             )
         require_outside(folder, config)
-        inputs = config_module.load_inputs(config)
-        config_module.check_environment(config, inputs.architecture)
+        inputs = preflight.load_inputs(config)
+        preflight.check_environment(config, inputs.architecture)
         configs.append(config)
     check_reference(config, inputs)
-    for line in [*config_module.shadowed(configs[0]), *config_module.emulated(configs[0])]:
+    for line in [*preflight.shadowed(configs[0]), *preflight.emulated(configs[0])]:
         print(printable(line), file=sys.stderr)
     startup.meaning = INTERRUPTED
     with locks.inside(folder, "verification", "--output_dir"):

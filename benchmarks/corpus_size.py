@@ -21,6 +21,7 @@ from pathlib import Path
 from outputs import output
 
 from lockstep import config as config_module
+from lockstep import preflight
 from lockstep.files import write_result
 from lockstep.inputs.architectures import TINY_QWEN2
 from lockstep.strategies import BASELINE
@@ -70,7 +71,7 @@ def measure(flags: list[str]) -> None:
     start = time.perf_counter()
     config = config_module.parse_config(BASELINE, flags)
     before = peak_mib()
-    inputs = config_module.load_inputs(config)
+    inputs = preflight.load_inputs(config)
     loaded = time.perf_counter()
     for step in range(STEPS):
         for dp_rank in range(config.dp_size):

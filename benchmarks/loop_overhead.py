@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep import config as config_module
+from lockstep import preflight
 from lockstep.inputs.model import build_model, causal_lm_loss
 from lockstep.strategies import ROWS
 from lockstep.training import history
@@ -51,7 +52,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     options, flags = parser.parse_known_args()
     config = config_module.parse_config(options.strategy, flags)
-    inputs = config_module.load_inputs(config)
+    inputs = preflight.load_inputs(config)
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank = dist.get_rank()

@@ -3,7 +3,7 @@
     python benchmarks/model_families.py --number 240 --output results/model_families.json
 
 Draws random configurations: sizes, windows, layer types, rope variants, head widths, activations, epsilons, tied weights, the token that
-pads, and in every other one something odd or wrong. Each must be computed right (lockstep/inputs/model_check.py, and a forward and backward
+pads, and in every other one something odd or wrong. Each must be computed right (lockstep/tensors/model_check.py, and a forward and backward
 pass of the drawn model itself) or refused by name. Exit status 1 if one is neither.
 """
 
@@ -18,8 +18,9 @@ from outputs import output
 
 from lockstep.errors import UserError
 from lockstep.files import write_text
-from lockstep.inputs import model_check, model_config
+from lockstep.inputs import model_config
 from lockstep.inputs.model import build_model, causal_lm_loss
+from lockstep.tensors import model_check
 from lockstep.tensors.exact import make_exact
 
 RIGHT, REFUSED, WRONG = "computed right", "refused", "WRONG"

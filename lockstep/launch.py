@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep import config as config_module
-from lockstep import files, startup, strategies
-from lockstep.config import Config, Inputs
+from lockstep import files, preflight, resources, startup, strategies
+from lockstep.config import Config
 from lockstep.errors import (
     INTERRUPTED,
     TrainingFailure,
@@ -24,9 +24,10 @@ from lockstep.errors import (
     printable,
     run_program,
 )
-from lockstep.inputs import initial_weights
+from lockstep.inputs.data import Inputs
 from lockstep.running import locks, processes, progress
 from lockstep.running.device import training_device
+from lockstep.training import initial_weights
 
 if TYPE_CHECKING:
     pass
@@ -47,7 +48,7 @@ def launch(strategy: str, argv: list[str] | None = None) -> int:
         os.getppid()
     ):  # run_verification_main.sh: killed, it takes its scripts along
         processes.end_with_parent(signal.SIGKILL)
-    if not config_module.launched_in_place():
+    if not resources.launched_in_place():
         return run_program(name, lambda: _launch(strategy, argv, _under_ray))
     status = run_program(name, lambda: _one_of_many(lambda: _launch(strategy, argv, _run_in_place)))
     # A thread of gloo that still wants the interpreter while it shuts down aborts the process, about once in fifty
@@ -91,11 +92,11 @@ def _launch(
     strategy: str, argv: list[str] | None, run: Callable[[Config, Inputs, Callable[[], None]], str]
 ) -> int:
     config = config_module.parse_config(strategy, argv)
-    inputs = config_module.load_inputs(config)
+    inputs = preflight.load_inputs(config)
     if not _first() and config.dry_run:
         return 0
-    config_module.check_environment(config, inputs.architecture)
-    for line in [*config_module.shadowed(config), *config_module.emulated(config)] if _first() else ():
+    preflight.check_environment(config, inputs.architecture)
+    for line in [*preflight.shadowed(config), *preflight.emulated(config)] if _first() else ():
         print(line, file=sys.stderr)
     if config.dry_run:
         print(describe(config, inputs))
@@ -134,7 +135,7 @@ def outputs(config: Config) -> list[tuple[Path, str]]:
 
 
 def banner(config: Config, inputs: Inputs) -> str:
-    gpus = config_module.local_gpus()
+    gpus = resources.local_gpus()
     return (
         f"{config.label}: {printable(inputs.architecture_source)}, {inputs.architecture['num_hidden_layers']} layers, "
         f"{printable(initial_weights.describe(config))}, {config.precision}, tokenizer {printable(inputs.batches.corpus.tokenizer_name)}; "

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep import config as config_module
-from lockstep.config import Config, Inputs, Parser
+from lockstep import memory, preflight
+from lockstep.config import Config, Parser
 from lockstep.errors import UserError, printable, run_program
 from lockstep.files import (
     FIGURE,
@@ -30,7 +31,8 @@ from lockstep.files import (
     require_ours,
     require_writable_folder,
 )
-from lockstep.inputs import architectures, memory
+from lockstep.inputs import architectures
+from lockstep.inputs.data import Inputs
 from lockstep.losses.curves import RULES
 from lockstep.running import processes, progress
 from lockstep.runs import Run, runs_of
@@ -92,8 +94,8 @@ def checked(run: Run, options: argparse.Namespace, flags: list[str]) -> tuple[Co
         ]
         own += ["--init_weights_path", options.init_weights_path] if options.init_weights_path else []
     config = config_module.parse_config(run.row.place, [*flags, *own])
-    inputs = config_module.load_inputs(config)
-    config_module.check_environment(config, inputs.architecture)
+    inputs = preflight.load_inputs(config)
+    preflight.check_environment(config, inputs.architecture)
     return config, inputs
 
 
@@ -101,7 +103,7 @@ def check_reference(config: Config, inputs: Inputs) -> None:
     """Raise UserError if the reference would not fit into memory, or is not the model that a user brings."""
     memory.require(dataclasses.replace(config, run_name="reference"), inputs.architecture, config.num_workers)
     if not architectures.is_built_in(inputs.architecture_source):
-        from lockstep.inputs import model_check  # imports torch
+        from lockstep.tensors import model_check  # imports torch
 
         model_check.check(config, inputs)
 
@@ -155,7 +157,7 @@ def judge_tensors(config: Config, place: Path, names: list[str]) -> tuple["Resul
 
         init_alone()
         remove_captured(place / "reference")
-        exact_run.run(config, config_module.load_inputs(config))
+        exact_run.run(config, preflight.load_inputs(config))
         reference, dumps, replays = comparison.arrange([Dump(place / name) for name in (*names, "reference")])
         result = comparison.compare_dumps(reference, dumps, replays)
         diagnoses = comparison.diagnoses(result, reference, replays)

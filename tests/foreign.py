@@ -10,7 +10,8 @@ from collections.abc import Callable
 import torch
 
 from lockstep import strategies
-from lockstep.faults.planting import Planting, around, scale_backward
+from lockstep.faults.patches import around, scale_backward
+from lockstep.faults.planting import Planting
 from lockstep.training.torch_strategy import local
 
 FOREIGN: dict[str, Callable] = {}

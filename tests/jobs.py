@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep import config as config_module
+from lockstep import preflight
 from lockstep.errors import UserError
 from lockstep.training import loop as training
 from lockstep.training.vocab_parallel_loss import vocab_parallel_cross_entropy
@@ -14,7 +15,7 @@ from lockstep.training.vocab_parallel_loss import vocab_parallel_cross_entropy
 
 def configuration(strategy: str, arguments: list[str]):
     config = config_module.parse_config(strategy, arguments)
-    return config, config_module.load_inputs(config)
+    return config, preflight.load_inputs(config)
 
 
 def histories(folder: Path, argument: dict) -> None:

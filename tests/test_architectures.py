@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from lockstep import config as config_module
+from lockstep import preflight
 from lockstep.errors import UserError
 from lockstep.inputs import architectures
 from lockstep.inputs.architectures import (
@@ -68,7 +69,7 @@ def test_what_nobody_knows_is_named(tmp_path):
 def test_all_layers_can_be_asked_for(tmp_path, number):
     (tmp_path / "config.json").write_text(json.dumps({**BUILT_IN["tiny-qwen2"], "num_hidden_layers": 3}))
     config = config_module.parse_config("ddp", ["--model_name", str(tmp_path), "--num_layers", number])
-    assert config_module.load_inputs(config).architecture["num_hidden_layers"] == 3
+    assert preflight.load_inputs(config).architecture["num_hidden_layers"] == 3
 
 
 def test_depth_is_cut_with_its_layer_types(tmp_path):

@@ -70,10 +70,11 @@ def test_the_parameters_after_a_step_are_the_input_of_its_replay(dumps):
 
 def test_nothing_is_overwritten(dumps):
     from lockstep import config as config_module
+    from lockstep import preflight
 
     config = config_module.parse_config("fsdp", [*CAPTURED, "--capture_dir", str(dumps)])
     with pytest.raises(UserError, match="already exists, and nothing is overwritten"):
-        config_module.check_environment(config, config_module.load_inputs(config).architecture)
+        preflight.check_environment(config, preflight.load_inputs(config).architecture)
 
 
 def test_a_file_in_the_place_of_the_folder(tmp_path):

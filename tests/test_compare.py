@@ -420,4 +420,6 @@ def test_a_recorded_gradient_norm_that_is_not_the_gradients(all_copied, capsys):
     status, output = verdict(capsys, all_copied / "fsdp", all_copied / "reference")
     assert status == 1
     assert "step 2, gradient norm: was recorded as" in output.out
-    assert "- not explained" in output.out  # the gradients and the update are right: nothing says that it clipped by it
+    assert (
+        "- not explained" in output.out
+    )  # the gradients and the update are right: nothing says that it clipped by it

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lockstep import config as config_module
-from lockstep import strategies
+from lockstep import preflight, resources, strategies
 from lockstep.errors import UserError
 from lockstep.inputs.architectures import BUILT_IN
 
@@ -157,7 +157,7 @@ def test_names_in_the_callers_folder_are_made_absolute(here):
         "ddp", ["--model_name", "my models/a $x 'b'", "--dataset_name", "texts"]
     )
     assert (config.model_name, config.dataset_name) == (str(here / "my models/a $x 'b'"), str(here / "texts"))
-    assert not config_module.shadowed(config)
+    assert not preflight.shadowed(config)
     config = config_module.parse_config(
         "ddp", ["--model_name", "Qwen/Qwen2.5-0.5B", "--dataset_name", "owner/data:x"]
     )
@@ -179,7 +179,7 @@ def test_without_deepspeed(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     config = config_module.parse_config("deepspeed", ["--dry_run", "--loss_output_dir", str(tmp_path)])
     with pytest.raises(UserError, match="needs the package deepspeed"):
-        config_module.check_environment(config, {})
+        preflight.check_environment(config, {})
 
 
 def test_every_rank_finds_it_and_rank_0_says_it():
@@ -251,10 +251,10 @@ def test_gpus_in_place_are_those_of_this_machine(monkeypatch):
 def test_gpus_are_counted_without_torch(monkeypatch):
     monkeypatch.setattr("importlib.metadata.version", lambda name: "2.13.0")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,3")
-    assert config_module.local_gpus() == 3
+    assert resources.local_gpus() == 3
     config = config_module.parse_config("ddp", ["--dp_size", "2"])
     assert (config.device, config.backend) == ("cuda", "nccl")
     config = config_module.parse_config("fsdp", [])
     assert (config.device, config.backend) == ("cpu", "gloo")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert config_module.local_gpus() == 0
+    assert resources.local_gpus() == 0

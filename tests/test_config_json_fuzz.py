@@ -18,8 +18,9 @@ import hub
 from test_history_fuzz import damage, mutate
 
 from lockstep.errors import UserError
-from lockstep.inputs import architectures, model_check
+from lockstep.inputs import architectures
 from lockstep.inputs.model_config import FAMILIES
+from lockstep.tensors import model_check
 
 SECONDS, SEQUENCE = 60, 24
 BASES = [

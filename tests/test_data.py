@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.config import load_inputs, parse_config
+from lockstep.config import parse_config
 from lockstep.errors import UserError
 from lockstep.inputs.architectures import BUILT_IN
 from lockstep.inputs.data import (
@@ -15,6 +15,7 @@ from lockstep.inputs.data import (
     window_hashes,
 )
 from lockstep.inputs.tokenizer import HashTokenizer
+from lockstep.preflight import load_inputs
 
 NOWHERE = Path("/proc/nothing can be written here")
 

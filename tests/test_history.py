@@ -14,8 +14,9 @@ from synthetic import rewrite, set_loss
 import lockstep
 from lockstep import origin as where
 from lockstep import schemas
-from lockstep.config import PLACES, Config, load_inputs, parse_config
+from lockstep.config import PLACES, Config, parse_config
 from lockstep.errors import UserError
+from lockstep.preflight import load_inputs
 from lockstep.training import history, history_schema
 
 

@@ -11,11 +11,12 @@ from safetensors.torch import save_file
 from test_launch import environment
 
 from lockstep import config as config_module
-from lockstep import launch
+from lockstep import launch, preflight
 from lockstep.errors import UserError
-from lockstep.inputs import initial_weights, weights
+from lockstep.inputs import weights
 from lockstep.inputs.architectures import BUILT_IN
 from lockstep.inputs.model import build_model
+from lockstep.training import initial_weights
 
 TINY = BUILT_IN["tiny-qwen2"]
 
@@ -34,7 +35,7 @@ def folder(tmp_path):
 
 def check(strategy, *arguments):
     config = config_module.parse_config(strategy, list(map(str, arguments)))
-    inputs = config_module.load_inputs(config)
+    inputs = preflight.load_inputs(config)
     initial_weights.check(config, inputs.architecture)
     return config, inputs
 
@@ -181,9 +182,9 @@ def test_a_history_of_somebody_is_not_replaced(tmp_path):
     arguments = ["--loss_output_dir", str(tmp_path), "--storage_path", str(tmp_path / "ray"), "--overwrite"]
     config = config_module.parse_config("fsdp", arguments)
     with pytest.raises(UserError, match="loss_fsdp.json was not written by this project and is not replaced"):
-        config_module.check_environment(config, TINY)
+        preflight.check_environment(config, TINY)
     (tmp_path / "loss_fsdp.json").write_text('{"format": 1, "run": {}}')
-    config_module.check_environment(config, TINY)
+    preflight.check_environment(config, TINY)
 
 
 def test_captured_steps_are_replaced_when_asked(tmp_path):
@@ -200,12 +201,12 @@ def test_captured_steps_are_replaced_when_asked(tmp_path):
     for name in ("manifest.json", "step_1.safetensors", "step_2.safetensors.part"):
         (dump / name).write_text("")
     with pytest.raises(UserError, match="nothing is overwritten; choose another folder, or add --overwrite"):
-        config_module.check_environment(config_module.parse_config("fsdp", arguments), TINY)
+        preflight.check_environment(config_module.parse_config("fsdp", arguments), TINY)
     config = config_module.parse_config("fsdp", [*arguments, "--overwrite"])
-    config_module.check_environment(config, TINY)
+    preflight.check_environment(config, TINY)
     (dump / "notes.txt").write_text("")
     with pytest.raises(UserError, match="notes.txt, which is no captured step; choose another folder"):
-        config_module.check_environment(config, TINY)
+        preflight.check_environment(config, TINY)
     from lockstep.files import remove_captured
 
     remove_captured(dump)

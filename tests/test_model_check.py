@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from lockstep import config as config_module
+from lockstep import memory, preflight
 from lockstep.errors import UserError
-from lockstep.inputs import memory, model_check
 from lockstep.inputs.architectures import BUILT_IN
 from lockstep.inputs.model import build_model, causal_lm_loss
 from lockstep.inputs.model_config import FAMILIES, checked
-from lockstep.tensors import exact
+from lockstep.tensors import exact, model_check
 
 QWEN2, QWEN3, LLAMA, MISTRAL = (BUILT_IN[f"tiny-{family}"] for family in FAMILIES)
 WINDOWS = {**QWEN2, "use_sliding_window": True, "sliding_window": 32, "max_window_layers": 1}
@@ -151,7 +151,7 @@ def test_casts_to_float32_are_all_that_is_changed():
 def folder(tmp_path, content):
     (tmp_path / "config.json").write_text(json.dumps(content))
     config = config_module.parse_config("ddp", ["--model_name", str(tmp_path), "--seq_length", "64"])
-    return config, config_module.load_inputs(config)
+    return config, preflight.load_inputs(config)
 
 
 def test_only_models_of_users_are_checked(tmp_path, monkeypatch):
@@ -162,7 +162,7 @@ def test_only_models_of_users_are_checked(tmp_path, monkeypatch):
     ):
         model_check.check(config, inputs)
     config = config_module.parse_config("ddp", [])
-    model_check.check(config, config_module.load_inputs(config))
+    model_check.check(config, preflight.load_inputs(config))
 
 
 def test_what_transformers_refuses_is_one_line(tmp_path):
@@ -195,7 +195,7 @@ def test_a_model_that_does_not_fit(tmp_path, monkeypatch):
     }
     config, inputs = folder(tmp_path, huge)
     with pytest.raises(UserError, match=r"9\.62e\+14 parameters.* need at least .* GB of memory"):
-        config_module.check_environment(config, inputs.architecture)
+        preflight.check_environment(config, inputs.architecture)
     parameters = sum(
         p.numel()
         for p in build_model(LLAMA, seed=0, attn_impl="sdpa", init_weights_path=None)[0].parameters()

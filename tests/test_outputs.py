@@ -10,9 +10,10 @@ from ranks import ROOT
 
 import run_faults
 from lockstep import files
-from lockstep.config import check_environment as check
-from lockstep.config import load_inputs, parse_config
+from lockstep.config import parse_config
 from lockstep.errors import UserError
+from lockstep.preflight import check_environment as check
+from lockstep.preflight import load_inputs
 from lockstep.tensors import comparison
 
 KEPT = "was not written by this project and is not replaced"

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.faults.handles import Handles
-from lockstep.faults.planting import reduce_again
+from lockstep.faults.patches import reduce_again
 from lockstep.inputs import modules
 
 

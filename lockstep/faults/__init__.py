@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep import strategies
-from lockstep.config import Config, Inputs
+from lockstep.config import Config
 from lockstep.faults import (  # noqa: F401
     accumulation,
     clipping,
@@ -19,6 +19,7 @@ from lockstep.faults import (  # noqa: F401
 )
 from lockstep.faults.catalogue import CATALOGUE, Fault
 from lockstep.faults.planting import Planting
+from lockstep.inputs.data import Inputs
 
 if TYPE_CHECKING:
     from lockstep.training.strategy import MakeStrategy, Strategy

@@ -1,7 +1,8 @@
 """Micro batches with wrong weights."""
 
 from lockstep.faults.catalogue import fault
-from lockstep.faults.planting import Plant, Planting, scale_backward
+from lockstep.faults.patches import scale_backward
+from lockstep.faults.planting import Plant, Planting
 
 CLASS = "accumulation, normalisation"
 THREE = ("--gradient_accumulation_steps", "3")

@@ -4,7 +4,8 @@ import torch
 import torch.distributed as dist
 
 from lockstep.faults.catalogue import fault
-from lockstep.faults.planting import Plant, Planting, around
+from lockstep.faults.patches import around
+from lockstep.faults.planting import Plant, Planting
 
 CLASS = "grad norm, clipping"
 CLIPS = (

@@ -3,7 +3,8 @@
 import torch.distributed as dist
 
 from lockstep.faults.catalogue import fault
-from lockstep.faults.planting import Plant, Planting, scale_backward
+from lockstep.faults.patches import scale_backward
+from lockstep.faults.planting import Plant, Planting
 from lockstep.mesh import Mesh
 
 MISSING, SCALE = "DP reduction missing", "wrong group or scale"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lockstep.faults.planting import Planting
+from lockstep.faults.patches import PatchedRun
 
 
 class Handles:
@@ -18,7 +18,7 @@ class Handles:
 
     strategy: Any
 
-    def __init__(self, run: Planting):
+    def __init__(self, run: PatchedRun):
         self.run = run
 
     @classmethod

@@ -5,7 +5,8 @@ from typing import Any
 import torch
 
 from lockstep.faults.catalogue import fault
-from lockstep.faults.planting import LossFunction, Plant, Planting, around, wrap_loss
+from lockstep.faults.patches import LossFunction, around, wrap_loss
+from lockstep.faults.planting import Plant, Planting
 
 CLASS = "precision, optimizer"
 FP32 = ("fp32",)

@@ -6,7 +6,8 @@ import torch
 import torch.distributed as dist
 
 from lockstep.faults.catalogue import fault
-from lockstep.faults.planting import Plant, Planting, around
+from lockstep.faults.patches import around
+from lockstep.faults.planting import Plant, Planting
 from lockstep.mesh import Mesh
 
 MISSING, DOUBLED = "TP reduction missing", "TP reduction doubled"

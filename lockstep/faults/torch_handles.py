@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.faults.handles import Handles
-from lockstep.faults.planting import around, reduce_again
+from lockstep.faults.patches import around, reduce_again
 from lockstep.inputs import modules
 from lockstep.training import torch_strategy
 from lockstep.training.optim import gradient_of

@@ -5,7 +5,8 @@ from collections.abc import Callable
 import torch
 
 from lockstep.faults.catalogue import fault
-from lockstep.faults.planting import Plant, Planting, around
+from lockstep.faults.patches import around
+from lockstep.faults.planting import Plant, Planting
 from lockstep.training.strategy import Strategy
 
 CLASS = "weights"

@@ -131,14 +131,6 @@ def is_built_in(source: str) -> bool:
     return source.startswith(_BUILT_IN_SOURCE)
 
 
-def try_out(architecture: dict, source: str, model_name: str) -> None:
-    """Raise UserError if transformers cannot build a user's model, or builds another one from all its keys. Imports torch."""
-    if not is_built_in(source):
-        from lockstep.inputs import model_check
-
-        model_check.try_out(architecture, find(model_name)[0], model_name)
-
-
 def find(model_name: str) -> tuple[dict, str]:
     """(content of a model's config.json, unchecked; where it came from). Raises UserError."""
     if model_name in BUILT_IN:

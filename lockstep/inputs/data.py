@@ -107,3 +107,13 @@ def window_hashes(micro_batches: list[tuple["torch.Tensor", "torch.Tensor"]]) ->
 def global_batch_hash(hashes: list[int]) -> str:
     """Hash of a step's global batch from the hashes of its windows, in order. It does not depend on the DP shares."""
     return hashlib.sha256(" ".join(map(str, hashes)).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a checked configuration resolves to: the architecture, where it came from, and the steps to train."""
+
+    architecture: dict
+    architecture_source: str
+    batches: Batches
+    num_steps: int

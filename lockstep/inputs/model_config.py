@@ -6,7 +6,7 @@ A key is one of four things:
     harmless    about files, labels, outputs or generation; training does not depend on them
     refused     would be another model, or something that no strategy supports (lockstep/inputs/refusals.py)
     unknown     any other. The strategies and the reference build the model without it. The banner of a run names it, and
-                lockstep/inputs/model_check.py compares the reference with transformers' own model built with it
+                lockstep/tensors/model_check.py compares the reference with transformers' own model built with it
 
 Nothing here imports torch or transformers.
 """

@@ -27,7 +27,7 @@ from typing import Annotated, TextIO
 from pydantic import Field
 
 from lockstep import config as config_module
-from lockstep import startup, strategies
+from lockstep import preflight, resources, startup, strategies
 from lockstep.config import Config
 from lockstep.errors import TrainingFailure, UserError, first_line, run_program
 from lockstep.files import read_json
@@ -153,7 +153,7 @@ def run(job: Job) -> None:
     from lockstep.training import loop as training
 
     config = configured(job)
-    inputs = config_module.load_inputs(config)
+    inputs = preflight.load_inputs(config)
     if job.strategy == REFERENCE:
         torch.set_num_threads(os.cpu_count() or 1)
         line = reference.run(config, inputs, also=[Path(folder) for folder in job.replays])
@@ -184,7 +184,7 @@ def preload(groups: list[Group]) -> None:
     jobs = [job for group in groups for job in group.jobs]
     if (
         any(word == "cuda" or word == "--device=cuda" for job in jobs for word in job.arguments)
-        or config_module.local_gpus()
+        or resources.local_gpus()
     ):
         return
     import transformers.modeling_utils  # noqa: F401

@@ -33,8 +33,9 @@ from types import ModuleType
 from typing import Any, TextIO, TypeVar
 
 from lockstep import startup
-from lockstep.config import Config, Inputs
+from lockstep.config import Config
 from lockstep.errors import TrainingFailure, UserError, first_line, run_program
+from lockstep.inputs.data import Inputs
 from lockstep.running import processes, progress
 from lockstep.running.device import set_threads
 

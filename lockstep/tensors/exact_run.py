@@ -28,20 +28,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lockstep import config as config_module
-from lockstep import files
+from lockstep import files, preflight
 from lockstep.collective import init_alone
-from lockstep.config import BETAS, EPS, Config, Inputs
+from lockstep.config import BETAS, EPS, Config
 from lockstep.errors import TrainingFailure, UserError, run_program
-from lockstep.inputs import initial_weights, model_check, weights
-from lockstep.inputs.data import global_batch_hash, window_hashes
+from lockstep.inputs import weights
+from lockstep.inputs.data import Inputs, global_batch_hash, window_hashes
 from lockstep.inputs.model import build_model, causal_lm_loss
 from lockstep.running import locks
 from lockstep.strategies import BASELINE
-from lockstep.tensors import dump
+from lockstep.tensors import dump, model_check
 from lockstep.tensors.capture import Capture
 from lockstep.tensors.comparison import require_comparable_dumps
 from lockstep.tensors.exact import make_exact
 from lockstep.tensors.manifest import REFERENCE_LABEL as LABEL
+from lockstep.training import initial_weights
 from lockstep.training.loop import provenance
 from lockstep.training.optim import gradient_of, held_whole, parameter_groups
 
@@ -212,10 +213,8 @@ def main() -> int:
         config = config_module.parse_config(BASELINE)
         if config.capture_dir is None:
             raise UserError("--capture_dir is missing; give the folder for the reference's dump")
-        inputs = config_module.load_inputs(config)
-        config_module.check_environment(
-            dataclasses.replace(config, run_name="reference"), inputs.architecture
-        )
+        inputs = preflight.load_inputs(config)
+        preflight.check_environment(dataclasses.replace(config, run_name="reference"), inputs.architecture)
         model_check.check(config, inputs)
         replays = [folder.with_name(f"replay_{folder.name}") for folder in captured(config.capture_dir)]
         for folder in replays:

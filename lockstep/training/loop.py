@@ -16,15 +16,16 @@ import torch.distributed as dist
 
 from lockstep import origin
 from lockstep.collective import stop_together, stopping_together
-from lockstep.config import PLACES, Config, Inputs
+from lockstep.config import PLACES, Config
 from lockstep.errors import TrainingFailure, UserError
-from lockstep.inputs import initial_weights, weights
-from lockstep.inputs.data import Batches, global_batch_hash, window_hashes
+from lockstep.inputs import weights
+from lockstep.inputs.data import Batches, Inputs, global_batch_hash, window_hashes
 from lockstep.inputs.model import build_model
 from lockstep.mesh import Geometry, Mesh
 from lockstep.running import progress
 from lockstep.tensors.capture import Capture
 from lockstep.training import history as history_file
+from lockstep.training import initial_weights
 from lockstep.training.contract import contract_difference, expected_contract
 from lockstep.training.observe import ComputeDtypes, peak_memory, versions
 from lockstep.training.strategy import MakeStrategy, Strategy

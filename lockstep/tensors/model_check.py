@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from lockstep.config import Config, Inputs
+from lockstep.config import Config
 from lockstep.errors import UserError, first_line, printable
 from lockstep.inputs import architectures, model_config, modules
+from lockstep.inputs.data import Inputs
 from lockstep.inputs.model import causal_lm_loss, transformers_config
 from lockstep.tensors.exact import make_exact
 from lockstep.training.optim import gradient_of
