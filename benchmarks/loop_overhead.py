@@ -23,6 +23,7 @@ from lockstep.inputs.model import build_model, causal_lm_loss
 from lockstep.strategies import ROWS
 from lockstep.training import history
 from lockstep.training import loop as training
+from lockstep.training.strategy import factory_of
 from lockstep.training.torch_strategy import TorchStrategy
 
 
@@ -58,7 +59,7 @@ def main() -> None:
     rank = dist.get_rank()
     device = torch.device("cpu")
     model, _ = build_model(inputs.architecture, seed=0, attn_impl=config.attn_impl, init_weights_path=None)
-    strategy = config.row.build()(model, config, config.mesh, device)
+    strategy = factory_of(config.row)(model, config, config.mesh, device)
     dp_rank = config.mesh.sample_share(rank)
     in_memory = iter(
         [inputs.batches.micro_batches(index, dp_rank, device)[0] for index in range(options.steps)]

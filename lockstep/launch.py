@@ -174,12 +174,13 @@ def _run_in_place(config: Config, inputs: Inputs, begin: Callable[[], None]) -> 
     import torch.distributed as dist
 
     from lockstep.training import loop as training
+    from lockstep.training.strategy import factory_of
 
     device = training_device(config)
     with startup.cleaning_up():
         try:
             dist.init_process_group(config.backend)
-            return training.run_with_control(config, inputs, config.row.build(), device)
+            return training.run_with_control(config, inputs, factory_of(config.row), device)
         except UserError as error:
             if _first():
                 raise

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.errors import UserError
-from lockstep.inputs.architectures import parameter_shapes
+from lockstep.inputs.shapes import parameter_shapes
 
 if TYPE_CHECKING:
     from lockstep.config import Config

@@ -12,13 +12,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lockstep.errors import UserError, first_line
 from lockstep.mesh import AXES, Mesh
-
-if TYPE_CHECKING:
-    from lockstep.training.strategy import MakeStrategy
 
 BASELINE = "ddp"  # what the others are held against; it writes the initial weights
 TORCH_HANDLES = "lockstep.faults.torch_handles:TorchHandles"
@@ -56,10 +53,6 @@ class Row:
     def largest(self, mesh: Mesh) -> Mesh:
         """The given mesh without the axes that the strategy cannot use."""
         return Mesh(**{axis: size for axis, size in mesh.sizes.items() if axis in self.axes})
-
-    def build(self) -> "MakeStrategy":
-        """The strategy's class. Raises UserError for a user's file that cannot be imported or has no such class."""
-        return load(self.factory)
 
 
 ROWS = {

@@ -10,6 +10,7 @@ from lockstep import config as config_module
 from lockstep import preflight
 from lockstep.errors import UserError
 from lockstep.training import loop as training
+from lockstep.training.strategy import factory_of
 from lockstep.training.vocab_parallel_loss import vocab_parallel_cross_entropy
 
 
@@ -25,7 +26,7 @@ def histories(folder: Path, argument: dict) -> None:
     for run in argument["runs"]:
         config, inputs = configuration(run["strategy"], run["arguments"])
         config = dataclasses.replace(config, loss_output_dir=folder / run["name"])
-        with planted.fault(run["fault"], config, inputs, config.row.build()) as make:
+        with planted.fault(run["fault"], config, inputs, factory_of(config.row)) as make:
             training.run(config, inputs, make, torch.device("cpu"))
 
 
@@ -43,7 +44,7 @@ def refused(folder: Path, argument: dict) -> None:
     config, inputs = configuration(argument["strategy"], argument["arguments"])
     config = dataclasses.replace(config, loss_output_dir=folder)
     try:
-        with planted.fault(argument["fault"], config, inputs, config.row.build()) as make:
+        with planted.fault(argument["fault"], config, inputs, factory_of(config.row)) as make:
             training.run(config, inputs, make, torch.device("cpu"))
         message = "not stopped"
     except training.TrainingFailure as error:
@@ -79,7 +80,7 @@ def stopped(folder: Path, argument: dict) -> None:
 
         history.write_text, training.build_model = full, missing
         try:
-            training.run(config, inputs, config.row.build(), torch.device("cpu"))
+            training.run(config, inputs, factory_of(config.row), torch.device("cpu"))
             message = "not stopped"
         except Exception as error:  # noqa: BLE001 - its type is part of what is written down
             message = f"{type(error).__name__}: {error}"

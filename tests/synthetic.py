@@ -4,7 +4,8 @@ import copy
 import json
 
 from lockstep.config import PLACES, Config
-from lockstep.inputs.architectures import BUILT_IN, parameter_shapes
+from lockstep.inputs.architectures import BUILT_IN
+from lockstep.inputs.shapes import parameter_shapes
 from lockstep.training.history import History, seal
 
 PARAMETERS = sorted(parameter_shapes(BUILT_IN["tiny-qwen2"]))

@@ -11,13 +11,9 @@ from lockstep import config as config_module
 from lockstep import preflight
 from lockstep.errors import UserError
 from lockstep.inputs import architectures
-from lockstep.inputs.architectures import (
-    BUILT_IN,
-    parameter_shapes,
-    resolve,
-    tensor_parallel_problem,
-)
+from lockstep.inputs.architectures import BUILT_IN, resolve, tensor_parallel_problem
 from lockstep.inputs.model import build_model
+from lockstep.inputs.shapes import parameter_shapes
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -1,6 +1,7 @@
 """The direction of imports: a room may only use the rooms below it."""
 
 import ast
+import graphlib
 import re
 import subprocess
 import sys
@@ -73,6 +74,22 @@ def test_only_its_own_files_name_deepspeed():
 def test_a_file_that_names_deepspeed_would_be_seen(path, text, named):
     """Negative control."""
     assert strangers({path: text}) == ([path] if named else [])
+
+
+def import_graph(files):
+    """Module -> modules of this project that it imports, in functions and for type hints, too."""
+    names = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in files}
+    names = {name.removesuffix(".__init__"): path for name, path in names.items()}
+    return {name: (imports(path) & names.keys()) - {name, "lockstep"} for name, path in names.items()}
+
+
+def test_no_circle():
+    graph = import_graph(FILES)
+    assert "lockstep.config" in graph["lockstep.preflight"]
+    graphlib.TopologicalSorter(graph).prepare()
+    graph["lockstep.config"].add("lockstep.preflight")
+    with pytest.raises(graphlib.CycleError):
+        graphlib.TopologicalSorter(graph).prepare()
 
 
 @pytest.mark.parametrize("name", STRATEGIES)

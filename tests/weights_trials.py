@@ -29,7 +29,8 @@ from weights_mutations import (
 
 from lockstep.errors import UserError
 from lockstep.inputs import weights
-from lockstep.inputs.architectures import BUILT_IN, parameter_shapes
+from lockstep.inputs.architectures import BUILT_IN
+from lockstep.inputs.shapes import parameter_shapes
 
 SMALL = {**BUILT_IN["tiny-qwen2"], "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32}
 SECONDS, MEMORY = 5, 6 << 30  # of a case; address space, most of it torch's libraries

@@ -1,12 +1,10 @@
 """The model's architecture: a built-in name, a folder or a hub id becomes a Hugging Face config, as a plain dict.
 
-Importing this does not import torch, so that a wrong model name is answered at once. Calling `parameter_shapes` does.
+Nothing here imports torch, so that a wrong model name is answered at once.
 """
 
 import copy
-import functools
 import http.client
-import json
 import os
 import threading
 import urllib.error
@@ -211,28 +209,6 @@ def _read_config(path: Path) -> dict:
     if not isinstance(config, dict):
         raise UserError(f"{path}: not a JSON object; fetch the model folder again")
     return config
-
-
-def parameter_shapes(architecture: dict) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every trained tensor, tied ones once, of transformers' model, which is built without memory.
-
-    The first call imports torch and transformers, which takes seconds: report usage errors before. Raises UserError if transformers
-    cannot build the model.
-    """
-    return dict(_shapes(json.dumps(architecture, sort_keys=True)))
-
-
-@functools.lru_cache(maxsize=16)
-def _shapes(architecture: str) -> dict[str, tuple[int, ...]]:
-    from lockstep.inputs.model import build_empty
-
-    model = build_empty(json.loads(architecture), attn_impl="sdpa")
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-
-
-def has_biases(architecture: dict) -> bool:
-    """Whether any layer of the model has a bias. As slow as `parameter_shapes`."""
-    return any(name.endswith(".bias") for name in parameter_shapes(architecture))
 
 
 def tensor_parallel_problem(architecture: dict, tp_size: int) -> str | None:

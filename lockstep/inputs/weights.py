@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from lockstep.errors import UserError, printable
 from lockstep.files import write_atomically
 from lockstep.inputs import modules, weight_files
-from lockstep.inputs.architectures import parameter_shapes
+from lockstep.inputs.shapes import parameter_shapes
 from lockstep.inputs.weight_files import FLOATS, INDEX, Contents
 
 if TYPE_CHECKING:

@@ -151,6 +151,7 @@ def run(job: Job) -> None:
     from lockstep import faults
     from lockstep.tensors import exact_run as reference
     from lockstep.training import loop as training
+    from lockstep.training.strategy import factory_of
 
     config = configured(job)
     inputs = preflight.load_inputs(config)
@@ -159,7 +160,7 @@ def run(job: Job) -> None:
         line = reference.run(config, inputs, also=[Path(folder) for folder in job.replays])
     else:
         device = training_device(config)
-        with faults.planted(job.fault, config, inputs, config.row.build()) as make:
+        with faults.planted(job.fault, config, inputs, factory_of(config.row)) as make:
             line = training.run_with_control(config, inputs, make, device)
     if os.environ.get("RANK", "0") == "0":
         progress.screen.note(line)
@@ -191,9 +192,10 @@ def preload(groups: list[Group]) -> None:
 
     from lockstep.tensors import exact_run  # noqa: F401
     from lockstep.training import loop  # noqa: F401
+    from lockstep.training.strategy import factory_of
 
     for strategy in {job.strategy for job in jobs} - {REFERENCE}:
-        strategies.row_of(strategy).build()
+        factory_of(strategies.row_of(strategy))
 
 
 def run_group(jobs: list[Job], done: Path, listener: socket.socket | None) -> int:

@@ -62,13 +62,16 @@ def _worker(arguments: dict) -> tuple[bool, str]:
     from ray.train.torch import get_device
 
     from lockstep.training import loop as training
+    from lockstep.training.strategy import factory_of
 
     progress.relay()
     config = arguments["config"]
     context = train.get_context()
     set_threads(config, context.get_local_world_size())
     try:
-        return True, training.run_with_control(config, arguments["inputs"], config.row.build(), get_device())
+        return True, training.run_with_control(
+            config, arguments["inputs"], factory_of(config.row), get_device()
+        )
     except TrainingFailure as error:
         return False, str(error)
 

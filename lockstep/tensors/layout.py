@@ -18,7 +18,7 @@ from torch.autograd.graph import Node
 
 from lockstep.errors import UserError, first_line
 from lockstep.inputs import modules
-from lockstep.inputs.model import build_empty
+from lockstep.inputs.shapes import build_empty
 
 BATCH, SEQUENCE = "batch", "sequence"
 KINDS = ("gradient", "exp_avg", "exp_avg_sq", "parameter")  # of what a strategy holds per parameter

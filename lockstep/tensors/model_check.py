@@ -20,7 +20,8 @@ from lockstep.config import Config
 from lockstep.errors import UserError, first_line, printable
 from lockstep.inputs import architectures, model_config, modules
 from lockstep.inputs.data import Inputs
-from lockstep.inputs.model import causal_lm_loss, transformers_config
+from lockstep.inputs.model import causal_lm_loss
+from lockstep.inputs.shapes import parameter_shapes, transformers_config
 from lockstep.tensors.exact import make_exact
 from lockstep.training.optim import gradient_of
 
@@ -64,7 +65,7 @@ def try_out(architecture: dict, content: dict, model_name: str) -> None:
         raise UserError(
             f"{where}its config.json: {method} would replace a method of transformers' config; remove it"
         )
-    cut = architectures.parameter_shapes({**architecture, **_depth(architecture)})
+    cut = parameter_shapes({**architecture, **_depth(architecture)})
     _require_names(model, cut, f"{where}transformers' own model")
 
 

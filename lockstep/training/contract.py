@@ -8,7 +8,7 @@ import math
 from typing import Any
 
 from lockstep.config import BETAS, EPS, Config
-from lockstep.inputs.architectures import has_biases, parameter_shapes
+from lockstep.inputs.shapes import has_biases, parameter_shapes
 
 # Entries in which strategies differ by design: recorded and shown, but no reason to refuse (docs/findings.md).
 KNOWN_DIFFERENCES = ("biased_linear_dtype",)

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from lockstep import strategies
 from lockstep.config import Config
 from lockstep.mesh import Geometry, Mesh
 
@@ -59,3 +60,8 @@ class Strategy(Protocol):
 
 
 MakeStrategy = Callable[["PreTrainedModel", Config, Mesh, torch.device], Strategy]
+
+
+def factory_of(row: strategies.Row) -> MakeStrategy:
+    """The strategy's class. Raises UserError for a user's file that cannot be imported or has no such class."""
+    return strategies.load(row.factory)
