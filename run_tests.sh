@@ -6,11 +6,12 @@
 set -euo pipefail
 source "$(dirname "$0")/environment.sh" requirements.txt requirements-transformers-tp.txt requirements-test.txt
 cd "$ROOT"
+TESTS=("$PYTHON" -m pytest -n 2 --dist loadgroup)
 if [ "${1:-}" = --all ]; then
-  "$PYTHON" -m pytest "${@:2}"
+  "${TESTS[@]}" "${@:2}"
   for precision in fp32 autocast; do
     "$PYTHON" run_faults.py --precision $precision --output runs/faults-$precision.json
   done
   exec "$PYTHON" benchmarks/clean_sweep.py --output runs/clean_sweep.json
 fi
-exec "$PYTHON" -m pytest "$@"
+exec "${TESTS[@]}" "$@"

@@ -88,12 +88,14 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
 
 
 def ours(path: Path) -> bool:
-    """Whether a verification wrote this file or folder, even one that was killed meanwhile."""
-    unfinished = re.fullmatch(r"\.(.+)\.(lock|\d+\.tmp)", path.name)
-    captured = (
-        path.is_dir() and any(path.iterdir()) and all(files.is_captured(each) for each in path.iterdir())
-    )
-    return path.name in OURS or captured or bool(unfinished)
+    """Whether a verification wrote this file or folder, even one that was killed meanwhile. Locks are never removed."""
+    if path.name.startswith(".") and path.name.endswith(".lock"):
+        return True
+    if path.is_dir() and path.name not in OURS:
+        inside = list(path.iterdir())
+        return bool(inside) and all(files.is_captured(each) for each in inside)
+    unfinished = re.fullmatch(r"\.(.+)\.\d+\.tmp", path.name)
+    return (unfinished[1] if unfinished else path.name) in OURS
 
 
 def check_folder(options: argparse.Namespace) -> Path:

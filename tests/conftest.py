@@ -14,3 +14,10 @@ def dumps(tmp_path_factory):
     folder = tmp_path_factory.mktemp("dumps")
     small_dumps.make(folder)
     return folder
+
+
+def pytest_collection_modifyitems(items):
+    """With several processes (pytest -n), the tests of a file stay together, because they share fixtures; in these files they do not."""
+    for item in items:
+        if item.path.stem != "test_launch":
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
