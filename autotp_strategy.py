@@ -1,27 +1,30 @@
 """DeepSpeed AutoTP + ZeRO-1: tensor parallelism by configuration, optimizer state sharded over dp.
 
-The only file that imports deepspeed.
+Only this file and lockstep/deepspeed/build.py import deepspeed.
 """
 
 import os
-import sys
-import time
 import warnings
-from pathlib import Path
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from lockstep.mesh import share
-from lockstep.model import causal_lm_loss
-from lockstep.observe import decay_by_name, model_contract, optimizer_contract
-from lockstep.optim import build_optimizer, keeps, parameter_groups
+from lockstep.config import Config
+from lockstep.deepspeed.build import build_extension
+from lockstep.inputs.model import causal_lm_loss
+from lockstep.mesh import Geometry, Mesh, share
+from lockstep.training.observe import decay_by_name, model_contract, optimizer_contract
+from lockstep.training.optim import build_optimizer, keeps, parameter_groups
+from lockstep.training.strategy import MicroBatch
 
-STALE_LOCK_SECONDS = 120  # no file of the build was touched for this long: nobody is building
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
-def deepspeed_config(config, mesh) -> dict:
-    """The whole of what DeepSpeed is told. Every line that differs from a default of DeepSpeed's says why."""
+def deepspeed_config(config: Config, mesh: Mesh) -> dict[str, Any]:
+    """DeepSpeed's whole configuration. Each value that differs from DeepSpeed's default has its reason."""
     return {
         "train_micro_batch_size_per_gpu": config.batch_size,
         "gradient_accumulation_steps": config.gradient_accumulation_steps,
@@ -40,61 +43,26 @@ def deepspeed_config(config, mesh) -> dict:
             "bf16_optimizer_states": config.precision == "bf16",
         },
         # "true": embedding and head are sharded over the vocabulary and the loss computed on the shards, as in FSDP
-        "tensor_parallel": {"autotp_size": mesh.tp_size, "vocab_parallel_lm_head": mesh.tp_size > 1},
+        "tensor_parallel": {"autotp_size": mesh.tp, "vocab_parallel_lm_head": mesh.tp > 1},
     }
 
 
-def build_extension() -> None:
-    """Build DeepSpeed's shared-memory op, once per environment, and say so; the other ranks of the machine wait.
-
-    DeepSpeed would build it by itself, in silence, and wait for ever on the lock of a build that was interrupted.
-    """
-    from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
-    from torch.utils.cpp_extension import _get_build_directory
-
-    # The ninja installed beside this Python: another version on the PATH would build everything again.
-    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-        folder = Path(_get_build_directory(ShareMemCommBuilder.NAME, False))
-        _wait_for_lock(folder / "lock")
-        if not (folder / f"{ShareMemCommBuilder.NAME}.so").exists():
-            print("DeepSpeed: building its shared-memory op, once per environment; takes about a minute", flush=True)
-        ShareMemCommBuilder().load(verbose=False)
-    dist.barrier()
-
-
-def _wait_for_lock(lock: Path) -> None:
-    """Wait while another process builds; remove the lock once nobody has touched the folder for a while."""
-    if lock.exists():
-        print(f"DeepSpeed: another build of its shared-memory op holds {lock}; waiting for it", flush=True)
-    while lock.exists():
-        if time.time() - max(_touched(file) for file in [lock, *lock.parent.iterdir()]) > STALE_LOCK_SECONDS:
-            print(f"DeepSpeed: removing the lock of an interrupted build, {lock}", flush=True)
-            lock.unlink(missing_ok=True)
-        time.sleep(1)
-
-
-def _touched(file: Path) -> float:
-    try:
-        return file.stat().st_mtime
-    except FileNotFoundError:  # a builder at work removes files
-        return time.time()
-
-
 class AutoTPStrategy:
-    """See `lockstep.training.Strategy` for the contract."""
+    """See `lockstep.training.strategy.Strategy` for what each method has to do."""
 
-    def __init__(self, model: torch.nn.Module, config, mesh, device: torch.device):
+    def __init__(self, model: "PreTrainedModel", config: Config, mesh: Mesh, device: torch.device):
         if device.type == "cpu":
             os.environ["DS_ACCELERATOR"] = "cpu"  # or DeepSpeed takes the GPU of a machine that has one
         import deepspeed
 
-        warnings.filterwarnings("ignore", "`torch.distributed.all_gather_into_tensor` is deprecated")  # by DeepSpeed
+        warnings.filterwarnings(
+            "ignore", "`torch.distributed.all_gather_into_tensor` is deprecated"
+        )  # by DeepSpeed
         self.full_shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         if device.type == "cpu":
             build_extension()
         deepspeed.init_distributed(dist_backend=dist.get_backend())
-        model.to(device=device, dtype=config.parameter_dtype)
+        model.to(device=device, dtype=config.parameter_dtype)  # type: ignore[call-arg] # a decorator of transformers loses self
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
             model=model,
             model_parameters=parameter_groups(model.parameters(), config.weight_decay),
@@ -105,43 +73,48 @@ class AutoTPStrategy:
         )
         self.model = self.engine.module
 
-    def geometry(self) -> tuple[int, int, int, int]:
-        dp, tp = self.engine.data_parallel_group, self._tp_group()
-        tp_rank, tp_size = (dist.get_rank(tp), dist.get_world_size(tp)) if tp else (0, 1)
-        return dist.get_rank(dp), dist.get_world_size(dp), tp_rank, tp_size
+    def geometry(self) -> Geometry:
+        return Geometry.of_groups({"dp": self.engine.data_parallel_group, "tp": self.tp_group()})
 
-    def _tp_group(self):
-        """The tensor-parallel process group, None where AutoTP is off."""
+    def tp_group(self) -> dist.ProcessGroup | None:
+        """The tensor-parallel process group; None if AutoTP is off."""
         return self.engine.mpu.get_tensor_model_parallel_group() if self.engine.autotp_size() > 1 else None
 
-    def forward_backward(self, micro_batches: list[tuple]) -> torch.Tensor:
+    def forward_backward(self, micro_batches: list[MicroBatch]) -> torch.Tensor:
         self.num_micro_batches, self.num_tokens = len(micro_batches), micro_batches[0][1].numel()
         losses = []
         for index, (input_ids, labels) in enumerate(micro_batches):
             self.engine.set_gradient_accumulation_boundary(index == len(micro_batches) - 1)
-            loss = causal_lm_loss(self.engine, input_ids, labels)
+            loss = self.loss(input_ids, labels)
             self.engine.backward(loss)  # divides by gradient_accumulation_steps
             losses.append(loss.detach())
         return torch.stack(losses).mean()
 
+    def loss(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """This rank's mean loss over one micro batch, each (B, S); shape ()."""
+        return causal_lm_loss(self.engine, input_ids, labels)
+
     def update(self) -> float:
         self.engine.step()
         grad_norm = float(self.engine.get_global_grad_norm())
-        return grad_norm if grad_norm >= 0 else float("nan")  # DeepSpeed's sign for a norm that is not finite is -1
+        return (
+            grad_norm if grad_norm >= 0 else float("nan")
+        )  # DeepSpeed's sign for a norm that is not finite is -1
 
-    def full_parameters(self):
+    def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in self.model.named_parameters():
             yield name, self._gather_over_tp(name, parameter.detach()).cpu()
 
-    def held(self, kind: str):
-        """Whole over dp, as DeepSpeed's safe_get_full_* give it, but only this rank's tensor-parallel shard."""
+    def held(self, kind: str) -> Iterator[tuple[str, torch.Tensor, tuple[int, ...], tuple[int, ...]]]:
+        """As in the protocol. A shard is whole over dp, as DeepSpeed's safe_get_full_* return it, and cut over tp."""
         from deepspeed.utils import safe_get_full_grad, safe_get_full_optimizer_state
 
         if not keeps(self.optimizer.optimizer, kind):
             return
         if kind in ("exp_avg", "exp_avg_sq"):
             self._link_moments()
-        _, _, tp_rank, tp_size = self.geometry()
+        geometry = self.geometry()
+        tp_rank, tp_size = geometry.coordinates.tp, geometry.mesh.tp
         for name, parameter in self.model.named_parameters():
             if kind == "parameter":
                 shard = parameter.detach()
@@ -151,27 +124,38 @@ class AutoTPStrategy:
                 shard = safe_get_full_optimizer_state(parameter, kind)
             full = tuple(self.full_shapes[name])
             cut = self._cut_dims(name, shard)
-            yield name, shard, full, tuple(share(size, tp_rank, tp_size)[0] if dim in cut else 0 for dim, size in enumerate(full))
+            yield (
+                name,
+                shard,
+                full,
+                tuple(share(size, tp_rank, tp_size)[0] if dim in cut else 0 for dim, size in enumerate(full)),
+            )
 
     def _link_moments(self) -> None:
-        """DeepSpeed does so once, when only the first of its parameter groups has stepped (docs/findings.md)."""
+        """Link the moments to the parameters. DeepSpeed does so too early, when only its first group has stepped (docs/findings.md)."""
         self.optimizer._hp_optimizer_states_linked = False
         self.optimizer._lazy_init_hp_params_optimizer_state()
 
     def _cut_dims(self, name: str, shard: torch.Tensor) -> list[int]:
         """The dims in which a tensor-parallel shard is smaller than the full tensor: one, or none."""
         full_shape = self.full_shapes[name]
-        return [dim for dim, (part, whole) in enumerate(zip(shard.shape, full_shape, strict=True)) if part != whole]
+        return [
+            dim
+            for dim, (part, whole) in enumerate(zip(shard.shape, full_shape, strict=True))
+            if part != whole
+        ]
 
     def _gather_over_tp(self, name: str, shard: torch.Tensor) -> torch.Tensor:
-        """Join the shards of a tensor along the one dim in which it is smaller than the whole."""
+        """Join the shards of a tensor along the one dim in which a shard is smaller than the whole."""
         dims = self._cut_dims(name, shard)
         if not dims:
             return shard
         (dim,) = dims
-        group = self._tp_group()
+        group = self.tp_group()
         parts = []
-        for rank in range(dist.get_world_size(group)):  # shards of an odd dim differ in size: broadcast, not all_gather
+        for rank in range(
+            dist.get_world_size(group)
+        ):  # shards of an odd dim differ in size: broadcast, not all_gather
             shape = list(shard.shape)
             _, shape[dim] = share(self.full_shapes[name][dim], rank, dist.get_world_size(group))
             part = shard.contiguous() if rank == dist.get_rank(group) else shard.new_empty(shape)
@@ -179,15 +163,20 @@ class AutoTPStrategy:
             parts.append(part)
         return torch.cat(parts, dim=dim)
 
-    def effective_contract(self) -> dict:
+    def effective_contract(self) -> dict[str, Any]:
         groups = zip(self.optimizer.bit16_groups, self.optimizer.param_groups, strict=True)
-        dtypes = {str(getattr(p, "comm_dtype", self.engine.communication_data_type)) for p in self.model.parameters()}
+        dtypes = {
+            str(getattr(p, "comm_dtype", self.engine.communication_data_type))
+            for p in self.model.parameters()
+        }
         return {
             **model_contract(self.model),
             **optimizer_contract(self.optimizer.optimizer),
-            "weight_decay": decay_by_name(self.model, [(members, group["weight_decay"]) for members, group in groups]),
+            "weight_decay": decay_by_name(
+                self.model, [(members, group["weight_decay"]) for members, group in groups]
+            ),
             "max_grad_norm": self.optimizer.clip_grad,
             "gradient_accumulation_steps": self.engine.gradient_accumulation_steps(),
-            "loss_is_mean_over": [self.num_tokens, self.num_micro_batches, self.geometry()[1]],
+            "loss_is_mean_over": [self.num_tokens, self.num_micro_batches, self.geometry().mesh.dp],
             "reduction_dtype": sorted(dtypes),
         }

@@ -1,12 +1,12 @@
-"""The proof: bugs planted in real distributed runs. Is each caught, is the right tensor named first, is the cause?
+"""The proof: plant bugs in real distributed runs. Is each caught, and are its first tensor and its cause named right?
 
     python run_faults.py                                   the whole catalogue (lockstep/faults/), AutoTP and FSDP
     python run_faults.py no_dp_reduction tie_broken        some of it
     python run_faults.py --list                            what there is
     python run_faults.py --precision autocast --output results/faults-autocast.json
 
-Exit status: 0 every fault changed something and was caught by tensors; 1 one did not or was not; 2 a usage error;
-3 an internal error.
+Exit status: 0 every fault changed something, was caught by tensors and had no wrong cause named; 1 some fault did not; 2 a usage
+error; 3 an internal error.
 """
 
 if __name__ == "__main__":
@@ -21,32 +21,80 @@ import json
 import os
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from lockstep import history, locks, startup
-from lockstep.config import SHARDED, STRATEGIES, Parser
+from lockstep import startup
+from lockstep.config import Parser
 from lockstep.errors import TrainingFailure, UserError, run_program
-from lockstep.files import require_new_folder, require_writable_file, require_writable_folder, write_result
+from lockstep.files import (
+    require_new_folder,
+    require_ours,
+    require_writable_file,
+    require_writable_folder,
+    write_result,
+)
+from lockstep.running import locks
+from lockstep.strategies import BASELINE, Row, others, recorded, row_of
+from lockstep.training import history
 
+if TYPE_CHECKING:
+    from lockstep.faults import Fault
+    from lockstep.losses.curves import CurveVerdict
+    from lockstep.tensors.dump import Dump
+    from lockstep.tensors.judgement import Result
+
+BEGINS = b'{\n "precision": '  # the data
+TITLE = "# Planted faults, "
 CLEAN = "clean"  # the name of a run without a fault
-HANGS_AFTER = 120  # seconds without a finished job, tiny models
-COLUMNS = ("fault", "strategy", "loss", "grad norm", "first tensor", "right", "cause", "right", "s")
+REFERENCE = "reference"  # the name of the job that writes it
+HANGS_AFTER = 120  # seconds without a finished job; the models are tiny
+COLUMNS = ("fault", "strategy", "loss", "grad norm", "first tensor", "right", "cause", "named", "s")
+RIGHT, NOT_EXPLAINED, WRONG = "right", "not explained", "wrong"  # how a cause was named
+NAMED = {RIGHT: "named right", NOT_EXPLAINED: "not explained", WRONG: "named wrong"}
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(prog="run_faults.py", description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("faults", nargs="*", help="names of faults (default: all)")
-    parser.add_argument("--strategy", choices=SHARDED, help="only in this one (default: both)")
-    parser.add_argument("--precision", choices=("fp32", "autocast"), default="fp32", help="default: %(default)s, the proof")
-    parser.add_argument("--steps", type=int, default=30, help="to train, for the loss verdict (default: %(default)s)")
-    parser.add_argument("--output", type=Path, default=Path("runs/faults.json"), help="the table as data; .md beside it (default: %(default)s)")
-    parser.add_argument("--work_dir", type=Path, help="keep the runs there, and beside each dump its report (default: a temporary folder)")
+    parser.add_argument(
+        "--strategy",
+        help="strategy to plant in, by name or as path/to/file.py:Class (default: all but the baseline)",
+    )
+    parser.add_argument(
+        "--precision",
+        choices=("fp32", "autocast"),
+        default="fp32",
+        help="precision of all runs (default: %(default)s, which is the proof)",
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=30,
+        help="number of steps to train, for the loss verdict (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("runs/faults.json"),
+        help="file for the table as data; a .md goes beside it (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--work_dir",
+        type=Path,
+        help="folder in which the runs are kept, each dump with its report (default: a temporary folder)",
+    )
     parser.add_argument("--list", action="store_true", help="print the catalogue; run nothing")
     return parser.parse_args(argv)
 
 
+def rows_of(options: argparse.Namespace) -> dict[str, Row]:
+    """The strategies to plant in, by name."""
+    return {row.name: row for row in map(row_of, [options.strategy] if options.strategy else others())}
+
+
 def choose(options: argparse.Namespace) -> list[tuple]:
-    """The (fault, strategy) pairs asked for. Raises UserError for an unknown name or an empty choice."""
-    from lockstep.faults import CATALOGUE
+    """The (fault, strategy) pairs that the options choose. Raises UserError for an unknown name or an empty choice."""
+    from lockstep.faults import CATALOGUE, applies_to
 
     unknown = next((name for name in options.faults if name not in CATALOGUE), None)
     if unknown:
@@ -55,41 +103,63 @@ def choose(options: argparse.Namespace) -> list[tuple]:
         raise UserError(f"--steps {options.steps}: some faults show in the second step; train at least 2")
     wanted = [CATALOGUE[name] for name in options.faults or CATALOGUE]
     pairs = [
-        (fault, strategy)
+        (fault, row)
         for fault in wanted
-        for strategy in fault.strategies
-        if options.strategy in (None, strategy) and options.precision in fault.precisions
+        for row in rows_of(options).values()
+        if options.precision in fault.precisions and applies_to(fault, row)
     ]
     if not pairs:
-        raise UserError(f"none of these faults applies to --strategy {options.strategy} in {options.precision}; see --list")
+        raise UserError(
+            f"none of these faults applies to --strategy {options.strategy} in {options.precision}; see --list"
+        )
     return pairs
 
 
-def print_catalogue() -> None:
-    from lockstep.faults import CATALOGUE
+def print_catalogue(options: argparse.Namespace) -> None:
+    from lockstep.faults import CATALOGUE, applies_to
 
     for fault in CATALOGUE.values():
-        print(f"{fault.name}  ({', '.join(STRATEGIES[s] for s in fault.strategies)}; {', '.join(fault.precisions)})\n  {fault.story}")
-        print(f"  {fault.bug_class}; {fault.seen_in}; breaks {fault.first} in step {fault.step}; cause: {fault.cause}")
+        labels = [row.label for row in rows_of(options).values() if applies_to(fault, row)]
+        print(f"{fault.name}  ({', '.join(labels)}; {', '.join(fault.precisions)})\n  {fault.story}")
+        print(
+            f"  {fault.bug_class}; {fault.seen_in}; breaks {fault.first} in step {fault.step}; cause: {fault.cause}"
+        )
 
 
 class Group:
-    """The runs that share a model, flags and mesh, and so DDP's run and the reference."""
+    """The runs that share model, flags and mesh, and therefore DDP's run and the reference."""
 
     def __init__(self, key: tuple, folder: Path, options: argparse.Namespace):
-        self.model, self.arguments, (self.dp, self.tp) = key
+        self.model, self.arguments, self.mesh = key
+        self.rows = {**rows_of(options), BASELINE: row_of(BASELINE)}
         self.folder, self.options = folder, options
 
     def job(self, strategy: str, name: str) -> dict:
-        """One run for lockstep/jobs.py; its dump goes to FOLDER/NAME/STRATEGY, its losses beside it. "control" is DDP's."""
-        arguments = ["--model_name", self.model, "--precision", self.options.precision, "--dp_size", str(self.dp)]
+        """One run for lockstep/running/jobs.py. Its dump goes to FOLDER/NAME/STRATEGY, its losses beside it; "control" is DDP's control run."""
+        arguments = [
+            "--model_name",
+            self.model,
+            "--precision",
+            self.options.precision,
+            "--dp_size",
+            str(self.mesh.dp),
+        ]
         arguments += ["--batch_size", "2", "--seq_length", "64", "--debug_steps", str(self.options.steps)]
-        arguments += ["--loss_output_dir", str(self.history_folder(strategy, name)), "--storage_path", str(self.folder), *self.arguments]
+        arguments += [
+            "--loss_output_dir",
+            str(self.history_folder(strategy, name)),
+            "--storage_path",
+            str(self.folder),
+            *self.arguments,
+        ]
         if strategy == history.CONTROL:
-            return {"strategy": "ddp", "arguments": [*arguments, "--noise_control"]}
+            return {"strategy": BASELINE, "arguments": [*arguments, "--noise_control"]}
         arguments += ["--capture_steps", "2", "--capture_dir", str(self.folder / name)]
-        arguments += ["--tp_size", str(self.tp)] if strategy in SHARDED else []
-        return {"strategy": strategy, "fault": None if name == CLEAN else name, "arguments": arguments}
+        if strategy == REFERENCE:
+            return {"strategy": REFERENCE, "arguments": arguments}
+        row = self.rows[strategy]
+        arguments += ["--tp_size", str(row.largest(self.mesh).tp)]
+        return {"strategy": row.place, "fault": None if name == CLEAN else name, "arguments": arguments}
 
     def dump(self, strategy: str, name: str) -> Path:
         return self.folder / name / strategy
@@ -101,21 +171,28 @@ class Group:
         return history.read(history.path_of(self.history_folder(strategy, name), strategy))
 
 
-def train(groups: dict[Group, list[tuple]], folder: Path) -> dict[tuple, float | str]:
-    """Run everything. Returns seconds, or why it failed, by (group, fault name, strategy)."""
-    from lockstep import jobs
+Planned = tuple[Group, str, str]  # (group, fault name, strategy)
 
-    outcome: dict[tuple, float | str] = {}
-    by_mesh = collections.defaultdict(list)  # DeepSpeed cannot change its mesh within a process
+
+def train(groups: dict[Group, list[tuple["Fault", Row]]], folder: Path) -> dict[Planned, float | str]:
+    """Run everything. Returns seconds, or why it failed, by (group, fault name, strategy)."""
+    from lockstep.running import jobs
+
+    outcome: dict[Planned, float | str] = {}
+    # a strategy may be unable to change its mesh within a process (docs/findings.md)
+    by_mesh: dict[tuple[int, int], list[Planned]] = collections.defaultdict(list)
     for group, pairs in groups.items():
-        by_mesh[group.dp, 1] += [(group, CLEAN, "ddp"), (group, CLEAN, history.CONTROL)]
-        strategies = list(dict.fromkeys(strategy for _, strategy in pairs))
-        sharded = [(group, CLEAN, strategy) for strategy in strategies]
-        by_mesh[group.dp, group.tp] += sharded + [(group, fault.name, strategy) for fault, strategy in pairs]
+        by_mesh[group.mesh.dp, 1] += [(group, CLEAN, BASELINE), (group, CLEAN, history.CONTROL)]
+        for row in dict.fromkeys(row for _, row in pairs):
+            mesh = row.largest(group.mesh)
+            faulty = [(group, fault.name, row.name) for fault, other in pairs if other == row]
+            by_mesh[mesh.dp, mesh.tp] += [(group, CLEAN, row.name), *faulty]
     for (dp, tp), left in sorted(by_mesh.items()):
         while left:
             work = folder / f"jobs_{dp}_{tp}_{len(left)}"
-            finished = jobs.start(dp * tp, [group.job(s, name) for group, name, s in left], work, patience=HANGS_AFTER)
+            finished = jobs.start(
+                dp * tp, [group.job(s, name) for group, name, s in left], work, patience=HANGS_AFTER
+            )
             for run, seconds in zip(left, finished, strict=False):
                 outcome[run] = seconds
             if len(finished) < len(left):
@@ -123,26 +200,35 @@ def train(groups: dict[Group, list[tuple]], folder: Path) -> dict[tuple, float |
             left = left[len(finished) + 1 :]
     replays = []
     for group in groups:
-        finished = [run for run, seconds in outcome.items() if run[0] is group and run[2] in SHARDED and not isinstance(seconds, str)]
-        dumps = [str(group.dump(strategy, name)) for _, name, strategy in finished]
-        replays.append({**group.job("reference", CLEAN), "replays": dumps})
+        ended = [
+            run
+            for run, seconds in outcome.items()
+            if run[0] is group and run[2] not in (BASELINE, history.CONTROL) and not isinstance(seconds, str)
+        ]
+        dumps = [str(group.dump(strategy, name)) for _, name, strategy in ended]
+        replays.append({**group.job(REFERENCE, CLEAN), "replays": dumps})
     jobs.start_all(None, replays, folder / "reference")
     return outcome
 
 
-def verdicts(group: Group, name: str, strategy: str):
+def verdicts(
+    group: Group, name: str, strategy: str
+) -> tuple["Result", "CurveVerdict", "Dump", dict[str, "Dump"]]:
     """(comparison of the tensors, of the losses, the reference, the replays) of one run."""
-    from lockstep import compare_losses
-    from lockstep.compare import compare
-    from lockstep.dump import Dump
+    from lockstep.losses import curves
+    from lockstep.tensors.comparison import compare_dumps
+    from lockstep.tensors.dump import Dump
 
     clean, mine = group.folder / CLEAN, group.dump(strategy, name)
-    reference, ddp, dump = Dump(clean / "reference"), Dump(clean / "ddp"), Dump(mine)
-    replays = {"ddp": Dump(clean / "replay_ddp"), strategy: Dump(mine.with_name(f"replay_{strategy}"))}
-    baseline = group.losses("ddp", CLEAN)
-    tolerance = compare_losses.tolerance_for(baseline, group.losses(history.CONTROL, CLEAN))
-    curve = compare_losses.compare(baseline, group.losses(strategy, name), tolerance)
-    return compare(reference, {"ddp": ddp, strategy: dump}, replays), curve, reference, replays
+    reference, ddp, dump = Dump(clean / "reference"), Dump(clean / BASELINE), Dump(mine)
+    replays = {
+        BASELINE: Dump(clean / f"replay_{BASELINE}"),
+        strategy: Dump(mine.with_name(f"replay_{strategy}")),
+    }
+    baseline = group.losses(BASELINE, CLEAN)
+    tolerance = curves.tolerance_for(baseline, group.losses(history.CONTROL, CLEAN))
+    curve = curves.compare_curves(baseline, group.losses(strategy, name), tolerance)
+    return compare_dumps(reference, {BASELINE: ddp, strategy: dump}, replays), curve, reference, replays
 
 
 def require_clean(group: Group, strategy: str) -> None:
@@ -150,14 +236,16 @@ def require_clean(group: Group, strategy: str) -> None:
     result, curve, _, _ = verdicts(group, CLEAN, strategy)
     if result.outcome != "PASS" or not curve.passed:
         why = [failure[2:] for name in result.dumps for failure in result.failures(name)[:1]]
-        raise TrainingFailure(f"without any fault {strategy} is {result.outcome}, losses {curve.outcome}, on {group.model}: {[*why, *curve.problems, curve.doubt]}")
+        raise TrainingFailure(
+            f"without any fault {strategy} is {result.outcome}, losses {curve.outcome}, on {group.model}: {[*why, *curve.problems, curve.doubt]}"
+        )
 
 
-def judge(group: Group, fault, strategy: str) -> dict:
+def judge(group: Group, fault: "Fault", strategy: str) -> dict:
     """What the two verdicts and the diagnosis say of one planted fault."""
-    from lockstep import tensor_report
-    from lockstep.diagnose import diagnose
-    from lockstep.dump import Dump
+    from lockstep.diagnosis.diagnose import diagnose
+    from lockstep.tensors import tensor_report
+    from lockstep.tensors.dump import Dump
 
     result, curve, reference, replays = verdicts(group, fault.name, strategy)
     failures, dump = result.failures(strategy), result.dumps[strategy]
@@ -168,23 +256,45 @@ def judge(group: Group, fault, strategy: str) -> dict:
     guards = group.history_folder(strategy, fault.name) / "guards.txt"
     causes = [cause.name for cause in diagnosis.causes]
     return {
-        "fault": fault.name, "strategy": strategy, "class": fault.bug_class, "seen_in": fault.seen_in, "story": fault.story,
-        "loss_step": curve.red_loss_step, "grad_norm_step": curve.red_grad_norm_step, "step": step, "first": first, "expected_first": fault.first,
+        "fault": fault.name,
+        "strategy": strategy,
+        "class": fault.bug_class,
+        "seen_in": fault.seen_in,
+        "story": fault.story,
+        "loss_step": curve.red_loss_step,
+        "grad_norm_step": curve.red_grad_norm_step,
+        "step": step,
+        "first": first,
+        "expected_first": fault.first,
         "caught": bool(failures),
         "first_right": (first, step) == (fault.first, fault.step),
-        "cause": causes[0] if causes else None, "expected_cause": fault.cause, "cause_right": causes[:1] == [fault.cause],
-        "causes": [[cause.name, cause.evidence] for cause in diagnosis.causes], "excluded": diagnosis.excluded,
+        "cause": causes[0] if causes else None,
+        "expected_cause": fault.cause,
+        "named": name_verdict(causes, fault.cause),
+        "causes": [[cause.name, cause.evidence] for cause in diagnosis.causes],
+        "excluded": diagnosis.excluded,
+        "odd": diagnosis.odd,
         "changed": differ(dump, Dump(group.dump(strategy, CLEAN))),
         "guard": guards.read_text(encoding="utf-8").splitlines()[0] if guards.is_file() else None,
-    }  # fmt: skip
+    }
 
 
-def differ(one, other) -> bool:
+def name_verdict(causes: list[str], expected: str) -> str:
+    """Whether the causes named are right: one other than the planted one is wrong, wherever it stands; none is no claim."""
+    if not causes:
+        return NOT_EXPLAINED
+    return RIGHT if set(causes) == {expected} else WRONG
+
+
+def differ(one: "Dump", other: "Dump") -> bool:
     """Whether two dumps hold any different number."""
     return any(
         one.steps[step]["loss"] != entry["loss"]
         or one.steps[step]["rank_losses"] != entry["rank_losses"]
-        or any(one.steps[step]["tensors"].get(name, {}).get("checksum") != tensor["checksum"] for name, tensor in entry["tensors"].items())
+        or any(
+            one.steps[step]["tensors"].get(name, {}).get("checksum") != tensor["checksum"]
+            for name, tensor in entry["tensors"].items()
+        )
         for step, entry in other.steps.items()
     )
 
@@ -192,13 +302,16 @@ def differ(one, other) -> bool:
 def table(rows: list[dict]) -> list[str]:
     lines = [f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
     for row in rows:
-        cells = [row["fault"], STRATEGIES[row["strategy"]]]
+        cells = [row["fault"], recorded(row["strategy"]).label]
         if row.get("failed"):
             cells += ["did not run", "", "", "", "", ""]
         else:
             cells += [_step(row["loss_step"]), _step(row["grad_norm_step"])]
-            cells += [f"{row['first']}, step {row['step']}" if row["first"] else "none", _word(row["first_right"])]
-            cells += [row["cause"] or "none", _word(row["cause_right"])]
+            cells += [
+                f"{row['first']}, step {row['step']}" if row["first"] else "none",
+                _word(row["first_right"]),
+            ]
+            cells += [row["cause"] or "-", row["named"].upper() if row["named"] == WRONG else row["named"]]
         lines.append(f"| {' | '.join([*cells, str(row['seconds'])])} |")
     return lines
 
@@ -221,10 +334,21 @@ def summary(rows: list[dict], steps: int) -> list[str]:
     return [
         share("caught by tensors", sum(row["caught"] for row in ran)),
         share("first tensor right", sum(row["first_right"] for row in ran)),
-        share("cause ranked first right", sum(row["cause_right"] for row in ran)),
+        *(
+            share(verdict, sum(row["caught"] and row["named"] == which for row in ran))
+            for which, verdict in NAMED.items()
+        ),
         share(f"missed by the loss curve in {steps} steps", sum(row["loss_step"] is None for row in ran)),
-        share("missed by loss and gradient norm", sum(row["loss_step"] is None and row["grad_norm_step"] is None for row in ran)),
+        share(
+            "missed by loss and gradient norm",
+            sum(row["loss_step"] is None and row["grad_norm_step"] is None for row in ran),
+        ),
         *(f"NOT CAUGHT: {row['fault']} in {row['strategy']}" for row in ran if not row["caught"]),
+        *(
+            f"NAMED WRONG: {row['fault']} in {row['strategy']}: {row['cause']}"
+            for row in ran
+            if row["named"] == WRONG
+        ),
         *(f"CHANGED NOTHING: {row['fault']} in {row['strategy']}" for row in ran if not row["changed"]),
         *(f"DID NOT RUN: {row['fault']} in {row['strategy']}" for row in rows if row.get("failed")),
     ]
@@ -233,34 +357,47 @@ def summary(rows: list[dict], steps: int) -> list[str]:
 def run(options: argparse.Namespace, folder: Path) -> int:
     pairs = choose(options)
     grouped = collections.defaultdict(list)
-    for fault, strategy in pairs:
-        grouped[fault.model, fault.arguments, fault.mesh].append((fault, strategy))
-    groups = {Group(key, folder / f"group{number}", options): members for number, (key, members) in enumerate(grouped.items())}
+    for fault, row in pairs:
+        grouped[fault.model, fault.arguments, fault.mesh].append((fault, row))
+    groups = {
+        Group(key, folder / f"group{number}", options): members
+        for number, (key, members) in enumerate(grouped.items())
+    }
     print(f"{len(pairs)} runs with a fault, {options.precision}, {options.steps} steps each", flush=True)
     outcome = train(groups, folder)
     rows = []
     for group, members in groups.items():
-        for name in ("ddp", history.CONTROL, *dict.fromkeys(strategy for _, strategy in members)):
+        for name in (BASELINE, history.CONTROL, *dict.fromkeys(row.name for _, row in members)):
             if isinstance(outcome[group, CLEAN, name], str):
                 raise TrainingFailure(f"without any fault {name} failed: {outcome[group, CLEAN, name]}")
-            if name in SHARDED:
+            if name not in (BASELINE, history.CONTROL):
                 require_clean(group, name)
-        for fault, strategy in members:
-            seconds = outcome[group, fault.name, strategy]
-            failed = {"fault": fault.name, "strategy": strategy, "failed": seconds, "seconds": "-"}
+        for fault, row in members:
+            seconds = outcome[group, fault.name, row.name]
+            failed = {"fault": fault.name, "strategy": row.name, "failed": seconds, "seconds": "-"}
             try:
-                rows.append(failed if isinstance(seconds, str) else {**judge(group, fault, strategy), "seconds": round(seconds, 1)})
+                rows.append(
+                    failed
+                    if isinstance(seconds, str)
+                    else {**judge(group, fault, row.name), "seconds": round(seconds, 1)}
+                )
             except UserError as error:  # a run that ended early has no dump to judge
                 rows.append({**failed, "failed": str(error)})
     lines = [*table(rows), "", *summary(rows, options.steps)]
     print("\n".join(lines))
     content = {"precision": options.precision, "steps": options.steps, "cores": os.cpu_count(), "rows": rows}
     write_result(options.output, json.dumps(content, indent=1) + "\n")
-    write_result(options.output.with_suffix(".md"), "\n".join(["# Planted faults, " + options.precision, "", *lines]) + "\n")
+    write_result(
+        options.output.with_suffix(".md"),
+        "\n".join([TITLE + options.precision, "", *lines]) + "\n",
+    )
     if any(row.get("failed") for row in rows):
         print(f"\nLogs of what did not run: {folder}")
     print(f"\nTable: {options.output.with_suffix('.md')}, {options.output}")
-    return 0 if all(not row.get("failed") and row["caught"] and row["changed"] for row in rows) else 1
+    good = (
+        not row.get("failed") and row["caught"] and row["changed"] and row["named"] != WRONG for row in rows
+    )
+    return 0 if all(good) else 1
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -270,20 +407,28 @@ def main(argv: list[str] | None = None) -> int:
 def checked(options: argparse.Namespace) -> int:
     """Everything that can be answered before a start; then the runs."""
     if options.list:
-        print_catalogue()
+        print_catalogue(options)
         return 0
     choose(options)
     if options.output.suffix == ".md":
-        raise UserError(f"--output {options.output}: the table goes to a .md beside it; give another ending, such as .json")
-    for path in (options.output, options.output.with_suffix(".md")):
+        raise UserError(
+            f"--output {options.output}: the table goes to a .md beside it; give another ending, such as .json"
+        )
+    for path, begins in ((options.output, BEGINS), (options.output.with_suffix(".md"), TITLE.encode())):
         require_writable_file(path, "--output")
+        require_ours(path, "--output", begins)
     if options.work_dir is None:
         with locks.held((options.output, "--output")), startup.cleaning_up():
             return in_temporary_folder(options)
     require_new_folder(options.work_dir, "--work_dir")
     require_writable_folder(options.work_dir, "--work_dir", keep=False)
-    with locks.held((options.work_dir.absolute(), "--work_dir"), (options.output, "--output")), startup.cleaning_up():
-        require_new_folder(options.work_dir, "--work_dir")  # another run may have filled it before we had the lock
+    with (
+        locks.held((options.work_dir.absolute(), "--work_dir"), (options.output, "--output")),
+        startup.cleaning_up(),
+    ):
+        require_new_folder(
+            options.work_dir, "--work_dir"
+        )  # another run may have filled it before we had the lock
         return run(options, options.work_dir.absolute())
 
 

@@ -1,6 +1,17 @@
 #!/usr/bin/env bash
-# Run the tests; arguments go to pytest. On two cores the whole suite takes less than ten minutes.
+# Run the tests; arguments go to pytest. On two cores the whole suite takes about a quarter of an hour.
+#
+#   ./run_tests.sh              the tests
+#   ./run_tests.sh --all        the tests, every planted fault in both precisions, and the sweep of correct configurations
 set -euo pipefail
-source "$(dirname "$0")/environment.sh" requirements-test.txt
+source "$(dirname "$0")/environment.sh" requirements.txt requirements-transformers-tp.txt requirements-test.txt
 cd "$ROOT"
-exec "$PYTHON" -m pytest tests "$@"
+TESTS=("$PYTHON" -m pytest -n 2 --dist loadgroup)
+if [ "${1:-}" = --all ]; then
+  "${TESTS[@]}" "${@:2}"
+  for precision in fp32 autocast; do
+    "$PYTHON" run_faults.py --precision $precision --output runs/faults-$precision.json
+  done
+  exec "$PYTHON" benchmarks/clean_sweep.py --output runs/clean_sweep.json
+fi
+exec "${TESTS[@]}" "$@"

@@ -1,12 +1,11 @@
-"""Tensor by tensor: DDP, DeepSpeed AutoTP and FSDP+DTensor against a float64 reference, from shared weights and batches.
+"""Tensor by tensor: every strategy against a float64 reference, from the same weights and batches.
 
     python run_verification.py --output_dir runs/verify
     python run_verification.py --model_name Qwen/Qwen2.5-0.5B --num_layers 2 --batch_size 2 --seq_length 128
 
-Runs the three training scripts under torchrun with --capture_dir, then the reference, then the comparison
-(lockstep/compare.py), and writes report.md and report.json. All other flags are those of the training scripts.
-Exit status: 0 every tensor is as close to the reference as a correct run's; 1 not, or a run failed; 2 a usage error;
-3 an internal error.
+Trains with every strategy and --capture_dir, computes the reference, compares (lockstep/tensors/comparison.py), and writes report.md and
+report.json. All other flags are those of the training scripts. Exit status: 0 every tensor is as close to the reference as a correct
+run's; 1 some tensor is not, or a run failed; 2 a usage error; 3 an internal error.
 """
 
 if __name__ == "__main__":
@@ -15,38 +14,69 @@ if __name__ == "__main__":
     startup.begin()  # first: from now on Ctrl-C and a missing package are one line each
 
 import argparse
-import dataclasses
 import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
-from lockstep import architectures, memory
 from lockstep import config as config_module
-from lockstep import files, locks, processes, startup
-from lockstep.compare_losses import RULES
-from lockstep.config import STRATEGIES, Parser
+from lockstep import files, preflight, startup
+from lockstep.config import Config, Parser
 from lockstep.errors import UserError, printable, run_program
+from lockstep.losses.curves import RULES
+from lockstep.running import jobs, locks
+from lockstep.runs import HELP, Run, runs_of
+from lockstep.strategies import BASELINE, ROWS
+from lockstep.verification import check_reference
 
-ROOT = Path(__file__).resolve().parent
 NAME = "run_verification.py"
 INTERRUPTED = "interrupted; --overwrite starts again"
-OURS = ("ddp", "deepspeed", "fsdp", "reference", "replay_ddp", "replay_deepspeed", "replay_fsdp", "losses", "logs")
-OURS += ("initial_weights.safetensors", "report.md", "report.json")
-SET_HERE = ("--capture_dir", "--capture_steps", "--debug_steps", "--save_init_weights", "--dry_run",
-            "--num_workers", "--num_epochs", "--loss_output_dir", "--storage_path", "--experiment_name")  # fmt: skip
+OURS = ("reference", "losses", "logs", "initial_weights.safetensors", "report.md", "report.json")
+SET_HERE = (
+    "--capture_dir",
+    "--capture_steps",
+    "--debug_steps",
+    "--save_init_weights",
+    "--dry_run",
+    "--num_workers",
+    "--num_epochs",
+    "--loss_output_dir",
+    "--storage_path",
+    "--experiment_name",
+)
 
 
 def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     defaults = config_module.Config
     parser = Parser(prog="run_verification.py", description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--output_dir", type=Path, default=Path("runs/verify"), help="default: %(default)s")
-    parser.add_argument("--steps", type=int, default=defaults.capture_steps, help="steps to compare (default: %(default)s)")
-    parser.add_argument("--tp_size", type=int, default=2, help="of AutoTP and FSDP (default: %(default)s)")
-    parser.add_argument("--dp_size", type=int, default=2, help="of all three (default: %(default)s)")
-    parser.add_argument("--overwrite", action="store_true", help="remove an older verification in --output_dir")
+    parser.add_argument(
+        "--output_dir",
+        type=Path,
+        default=Path("runs/verify"),
+        help="folder for dumps and report (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--strategies",
+        default=",".join(ROWS),
+        help=f"{HELP} (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=defaults.capture_steps,
+        help="number of steps to compare (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--tp_size",
+        type=int,
+        default=2,
+        help="tensor-parallel size of the strategies that have tensor parallelism (default: %(default)s)",
+    )
+    parser.add_argument("--dp_size", type=int, default=2, help="data-parallel size (default: %(default)s)")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="remove an older verification in --output_dir"
+    )
     parser.epilog = "All other flags are those of train_fsdp.py --help, such as --model_name, --num_layers, --batch_size, --seq_length, --precision."
     options, rest = parser.parse_known_args(argv)
     clash = next((flag for flag in rest if flag.split("=")[0] in SET_HERE), None)
@@ -57,68 +87,59 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     return options, rest
 
 
-def ours(name: str) -> bool:
-    """Whether a verification wrote a file or folder of this name, perhaps one that was killed while it wrote or held it."""
-    unfinished = re.fullmatch(r"\.(.+)\.(lock|\d+\.tmp)", name)
-    return name in OURS or bool(unfinished) and unfinished[1] in (*OURS, "verification")
+def ours(path: Path) -> bool:
+    """Whether a verification wrote this file or folder, even one that was killed meanwhile. Locks are never removed."""
+    if path.name.startswith(".") and path.name.endswith(".lock"):
+        return True
+    if path.is_dir() and path.name not in OURS:
+        inside = list(path.iterdir())
+        return bool(inside) and all(files.is_captured(each) for each in inside)
+    unfinished = re.fullmatch(r"\.(.+)\.\d+\.tmp", path.name)
+    return (unfinished[1] if unfinished else path.name) in OURS
 
 
 def check_folder(options: argparse.Namespace) -> Path:
-    """The output folder: empty, or with nothing but an older verification that may be removed."""
+    """The output folder: empty, or holding only an older verification that may be removed. Raises UserError otherwise."""
     folder = options.output_dir.expanduser().absolute()
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--output_dir {folder} is a file; choose a folder")
     try:
-        inside = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+        inside = sorted(folder.iterdir()) if folder.is_dir() else []
     except OSError as error:
-        raise UserError(f"--output_dir {folder}: cannot be read ({error.strerror}); choose another folder") from error
-    if any(not name.startswith(".") for name in inside) and not options.overwrite:
-        raise UserError(f"--output_dir {folder} is not empty, and nothing is overwritten; choose another, or add --overwrite")
-    foreign = next((name for name in inside if not ours(name)), None)
+        raise UserError(
+            f"--output_dir {folder}: cannot be read ({error.strerror}); choose another folder"
+        ) from error
+    if any(not path.name.startswith(".") for path in inside) and not options.overwrite:
+        raise UserError(
+            f"--output_dir {folder} is not empty, and nothing is overwritten; choose another, or add --overwrite"
+        )
+    foreign = next((path.name for path in inside if not ours(path)), None)
     if foreign:
-        raise UserError(f"--output_dir {folder} holds {foreign}, which no verification wrote; choose another folder")
+        raise UserError(
+            f"--output_dir {folder} holds {foreign}, which no verification wrote; choose another folder"
+        )
     return folder
 
 
-def require_outside(folder: Path, config) -> None:
-    """What a run starts from must not lie in the folder that is emptied before it."""
-    inputs = {"--init_weights_path": config.init_weights_path, "--model_name": config.model_name, "--dataset_name": config.dataset_name}
+def require_outside(folder: Path, config: Config) -> None:
+    """Raise UserError if an input of the run lies in the folder that is emptied before it."""
+    inputs = {
+        "--init_weights_path": config.init_weights_path,
+        "--model_name": config.model_name,
+        "--dataset_name": config.dataset_name,
+    }
     for option, value in inputs.items():
         path = os.path.realpath(os.path.expanduser(value or os.devnull))
         if os.path.exists(path) and Path(path).is_relative_to(os.path.realpath(folder)):
-            raise UserError(f"{option} {value} lies in --output_dir {folder}, whose contents are replaced; choose another --output_dir")
+            raise UserError(
+                f"{option} {value} lies in --output_dir {folder}, whose contents are replaced; choose another --output_dir"
+            )
 
 
 def empty(folder: Path) -> None:
-    """Remove an older verification. Locks stay: a run that goes on after its script was killed still holds them."""
+    """Remove an older verification. Locks stay: a run whose script was killed may still hold them."""
     for path in [path for path in folder.iterdir() if not path.name.endswith(".lock")]:
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-
-
-def run(command: list[str], program: str, what: str, folder: Path) -> None:
-    """Run a program; what it says on stderr, and its launcher, goes to a file. Raises ChildFailure with the line that counts."""
-    print(f"\n== {what}", flush=True)
-    path = folder / "logs" / f"{program}.txt"
-    path.parent.mkdir(exist_ok=True)
-    with open(path, "w", encoding="utf-8") as log, startup.cleaning_up():
-        process = processes.start(command, stdin=subprocess.DEVNULL, stderr=log, env=processes.environment())
-        try:
-            status = process.wait()
-        except BaseException:
-            processes.end(process)
-            raise
-    if status:
-        why, status = processes.failure(program, status, path.read_text(encoding="utf-8", errors="replace"))
-        raise processes.ChildFailure(f"{what} failed: {why}; all it said is in {path}", status)
-
-
-def check_reference(config, inputs) -> None:
-    """Raise UserError if the reference would not fit into memory, or is not the model that a user brings."""
-    memory.require(dataclasses.replace(config, strategy="reference"), inputs.architecture, config.num_workers)
-    if not architectures.is_built_in(inputs.architecture_source):
-        from lockstep import model_check  # imports torch
-
-        model_check.check(config, inputs)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -127,50 +148,61 @@ def main(argv: list[str] | None = None) -> int:
 
 def verify(options: argparse.Namespace, rest: list[str]) -> int:
     rest = [*rest, "--dp_size", str(options.dp_size), "--debug_steps", str(options.steps)]
-    sharded = ["--tp_size", str(options.tp_size)]
     folder = check_folder(options)
+    runs = runs_of(options.strategies, config_module.parse_config(BASELINE, rest), options.tp_size)
     files.require_writable_folder(folder, "--output_dir", keep=False)
     elsewhere = ["--loss_output_dir", str(folder / "losses"), "--storage_path", str(folder / "losses")]
     configs = []
-    for strategy in STRATEGIES:  # a usage error is answered before anything is removed or started
+    for run in runs:  # a usage error is answered before anything is removed or started
         dry = ["--dry_run"]  # leaves no folder behind
-        config = config_module.parse_config(strategy, [*rest, *elsewhere, *dry, *(sharded if strategy != "ddp" else [])])
+        config = config_module.parse_config(run.row.place, [*rest, *elsewhere, *dry, *run.arguments])
         if config.precision not in RULES:
-            raise UserError(f"no tolerance is derived for --precision {config.precision}; use {' or '.join(RULES)}")
+            raise UserError(
+                f"no tolerance is derived for --precision {config.precision}; use {' or '.join(RULES)}"
+            )
         require_outside(folder, config)
-        inputs = config_module.load_inputs(config)
-        config_module.check_environment(config, inputs.architecture)
+        inputs = preflight.load_inputs(config)
+        preflight.check_environment(config, inputs.architecture)
         configs.append(config)
     check_reference(config, inputs)
-    for line in config_module.shadowed(configs[0]):
+    for line in [*preflight.shadowed(configs[0]), *preflight.emulated(configs[0])]:
         print(printable(line), file=sys.stderr)
     startup.meaning = INTERRUPTED
     with locks.inside(folder, "verification", "--output_dir"):
         check_folder(options)  # another run may have ended before we had the lock
-        with locks.held(*((folder / strategy, "--output_dir") for strategy in STRATEGIES)):
+        with locks.held(*((folder / run.name, "--output_dir") for run in runs)):
             empty(folder)  # nor does a run that outlived its script write there
-        rest = [argument for argument in rest if argument != "--pretrained"]  # DDP's run writes them down for all
-        save = ["--save_init_weights", *(["--pretrained"] if config.pretrained else [])] if config.init_weights_path is None else []
-        if save:
-            rest += ["--init_weights_path", str(folder / "initial_weights.safetensors")]
-        return train_and_compare(options, [*rest, *elsewhere], save, sharded, folder)
+            rest = [
+                argument for argument in rest if argument != "--pretrained"
+            ]  # the baseline's run writes them down for all
+            save = (
+                ["--save_init_weights", *(["--pretrained"] if config.pretrained else [])]
+                if config.init_weights_path is None
+                else []
+            )
+            if save:
+                rest += ["--init_weights_path", str(folder / "initial_weights.safetensors")]
+            return train_and_compare(options, runs, [*rest, *elsewhere], save, folder)
 
 
-def train_and_compare(options: argparse.Namespace, rest: list[str], save: list[str], sharded: list[str], folder: Path) -> int:
-    """`save` are DDP's own flags, which write down the initial weights, `sharded` the others'."""
+def train_and_compare(
+    options: argparse.Namespace, runs: list[Run], rest: list[str], save: list[str], folder: Path
+) -> int:
+    """Train all runs and compare them. `save` are flags of the baseline only, which write the initial weights."""
     rest = [*rest, "--capture_steps", str(options.steps), "--capture_dir", str(folder)]
-    for strategy in STRATEGIES:
-        number = options.dp_size * (1 if strategy == "ddp" else options.tp_size)
-        extra = save if strategy == "ddp" else sharded
-        script = ROOT / f"train_{strategy}.py"
-        run([*processes.ranks(number), str(script), *rest, *extra], script.name, f"{script.name}, {number} ranks", folder)
-    run([sys.executable, "-m", "lockstep.reference", *rest], "lockstep.reference", "float64 reference", folder)
-    from lockstep import compare  # torch is not needed to answer a usage error
-    from lockstep.dump import Dump
+    groups: dict[int | None, list[dict]] = {}  # by number of ranks, the baseline's first
+    for run in runs:
+        own = [*(save if run.row.is_baseline else []), *run.arguments]
+        groups.setdefault(run.mesh.world_size, []).append(
+            {"strategy": run.row.place, "arguments": [*rest, *own]}
+        )
+    groups[None] = [{"strategy": jobs.REFERENCE, "arguments": rest}]
+    jobs.start_all_groups(list(groups.items()), folder / "logs", shown=True)
+    from lockstep.tensors import comparison  # torch is not needed to answer a usage error
+    from lockstep.tensors.dump import Dump
 
-    print("\n== comparison", flush=True)
-    opened = [Dump(folder / name) for name in (*STRATEGIES, "reference")]
-    return compare.run(opened, folder)
+    opened = [Dump(folder / name) for name in (*(run.name for run in runs), "reference")]
+    return comparison.run(opened, folder)
 
 
 if __name__ == "__main__":

@@ -13,14 +13,6 @@ if __name__ == "__main__":
 
     startup.begin()  # first: from now on Ctrl-C and a missing package are one line each
 
-from lockstep.launch import launch
+    from lockstep.launch import launch
 
-
-def make_strategy(model, config, mesh, device):
-    from ddp_strategy import DDPStrategy
-
-    return DDPStrategy(model, config, mesh, device)
-
-
-if __name__ == "__main__":
-    raise SystemExit(launch("ddp", make_strategy))
+    raise SystemExit(launch("ddp"))

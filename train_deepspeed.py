@@ -14,14 +14,6 @@ if __name__ == "__main__":
 
     startup.begin()  # first: from now on Ctrl-C and a missing package are one line each
 
-from lockstep.launch import launch
+    from lockstep.launch import launch
 
-
-def make_strategy(model, config, mesh, device):
-    from autotp_strategy import AutoTPStrategy
-
-    return AutoTPStrategy(model, config, mesh, device)
-
-
-if __name__ == "__main__":
-    raise SystemExit(launch("deepspeed", make_strategy))
+    raise SystemExit(launch("deepspeed"))

@@ -13,14 +13,6 @@ if __name__ == "__main__":
 
     startup.begin()  # first: from now on Ctrl-C and a missing package are one line each
 
-from lockstep.launch import launch
+    from lockstep.launch import launch
 
-
-def make_strategy(model, config, mesh, device):
-    from fsdp_strategy import FSDPStrategy
-
-    return FSDPStrategy(model, config, mesh, device)
-
-
-if __name__ == "__main__":
-    raise SystemExit(launch("fsdp", make_strategy))
+    raise SystemExit(launch("fsdp"))

@@ -2,41 +2,56 @@
 
     python benchmarks/capture_cost.py --output results/capture_cost.json
 
-Qwen2.5-0.5B's sizes, 2 layers, sequence 128, autocast. Steps 1 to 3 are captured, 4 to 7 are not; the first of each
-kind is left out; medians. Also the comparison of dumps against a plain pass over the same bytes, in alternation.
+Qwen2.5-0.5B's sizes, 2 layers, sequence 128, autocast. Steps 1 to 3 are captured, 4 to 7 are not. Medians, without the first of each kind.
+With --dumps, the comparison of dumps against a plain pass over the same bytes, in alternation.
 """
 
 import argparse
 import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
-from lockstep import compare, history  # noqa: E402
-from lockstep.dump import Dump  # noqa: E402
-from lockstep.files import require_writable_file, write_result  # noqa: E402
+from outputs import output
 
-RANKS = {"ddp": 2, "deepspeed": 4, "fsdp": 4}
+from lockstep.files import write_result
+from lockstep.mesh import Mesh
+from lockstep.running import jobs
+from lockstep.strategies import ROWS
+from lockstep.tensors import comparison as compare
+from lockstep.tensors.dump import Dump
+from lockstep.training import history
+
+ROOT = Path(__file__).parents[1]
+
+MESHES = {name: row.largest(Mesh(dp=2, tp=2)) for name, row in ROWS.items()}
 CAPTURED, PLAIN = 3, 4
 
 
 def train(strategy: str, folder: Path, model: list[str]) -> dict:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(RANKS[strategy])]
-    command += [f"train_{strategy}.py", *model, "--debug_steps", str(CAPTURED + PLAIN), "--capture_steps", str(CAPTURED)]
-    command += ["--capture_dir", str(folder), "--loss_output_dir", str(folder / "losses"), "--storage_path", str(folder)]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    arguments = [*model, "--debug_steps", str(CAPTURED + PLAIN), "--capture_steps", str(CAPTURED)]
+    arguments += [
+        "--capture_dir",
+        str(folder),
+        "--loss_output_dir",
+        str(folder / "losses"),
+        "--storage_path",
+        str(folder),
+    ]
+    jobs.start_all(
+        MESHES[strategy].world_size, [{"strategy": strategy, "arguments": arguments}], folder / "work"
+    )
     record = history.read(history.path_of(folder / "losses", strategy))
     seconds = [step["seconds"] for step in record.steps]
     captured, plain = statistics.median(seconds[1:CAPTURED]), statistics.median(seconds[CAPTURED + 1 :])
     size = sum(path.stat().st_size for path in (folder / strategy).iterdir()) / CAPTURED / 2**30
     row = {"captured_s": captured, "plain_s": plain, "ratio": captured / plain, "gib_per_step": size}
-    return {**row, "peak_memory_gib": [round(n / 2**30, 2) for n in record.run["peak_memory"]["bytes_by_rank"]]}
+    return {
+        **row,
+        "peak_memory_gib": [round(n / 2**30, 2) for n in record.run["peak_memory"]["bytes_by_rank"]],
+    }
 
 
 def forget(folder: Path) -> None:
@@ -59,7 +74,7 @@ def plain_pass(folder: Path) -> float:
 
 def comparison(folder: Path) -> float:
     start = time.perf_counter()
-    opened = [Dump(folder / name) for name in ("ddp", "deepspeed", "fsdp", "reference")]
+    opened = [Dump(folder / name) for name in (*MESHES, "reference")]
     result = compare.compare(*compare.arrange(opened))
     assert result.rows
     return time.perf_counter() - start
@@ -67,12 +82,12 @@ def comparison(folder: Path) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--dumps", type=Path, help="a finished run_verification.py of one step, to time the comparison")
+    parser.add_argument(
+        "--dumps", type=Path, help="a finished run_verification.py of one step, to time the comparison"
+    )
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=output('{\n "cores": '))
     options = parser.parse_args()
-    if options.output:
-        require_writable_file(options.output, "--output")
     model = ["--model_name", "Qwen2.5-0.5B", "--num_layers", "2", "--seq_length", "128", "--batch_size", "2"]
     model += ["--dp_size", "2", "--precision", "autocast", "--learning_rate", "1e-5"]
     content: dict = {"cores": os.cpu_count()}
@@ -90,7 +105,7 @@ def main() -> None:
             ratio = statistics.median(ours / plain for ours, plain in pairs)
             content[f"from the {where}"] = {"comparison_and_plain_pass_s": pairs, "median_ratio": ratio}
     else:
-        for strategy in RANKS:
+        for strategy in MESHES:
             with tempfile.TemporaryDirectory(dir=ROOT / "runs") as folder:
                 content[strategy] = train(strategy, Path(folder), model)
             print(strategy, content[strategy], flush=True)

@@ -1,10 +1,11 @@
 """Correct runs of many configurations: does any raise an alarm, and how near do they come?
 
-    python benchmarks/clean_sweep.py --output results/clean_sweep.json          216 configurations, about a quarter of an hour
+    python benchmarks/clean_sweep.py --output results/clean_sweep.json          324 configurations, less than half an hour
+    python benchmarks/clean_sweep.py --precision fp32 --strategies examples/transformers_tp.py:TransformersTP
 
-Every built-in tiny model on meshes (dp, tp) = (2, 1), (1, 2), (2, 2), in fp32 and autocast, with AdamW and SGD, one and
-two micro batches, clipped and not, and with three micro batches clipped hard, each with a seed of its own: two captured steps of DDP,
-AutoTP and FSDP, judged tensor by tensor and by their losses.
+Every built-in tiny model on three meshes of up to four ranks (with 4 KV heads also tp 4 and dp 4), in fp32 and autocast, with AdamW
+and SGD, one and two micro batches, clipped and not, and with three micro batches clipped hard, each with a seed of its own: two
+captured steps of every strategy, judged tensor by tensor and by their losses. Exit status 1 if there is an alarm.
 """
 
 import argparse
@@ -12,21 +13,29 @@ import collections
 import itertools
 import json
 import os
-import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+from outputs import output
 
-from lockstep import compare_losses, history, jobs
-from lockstep.compare import compare
-from lockstep.config import SHARDED
-from lockstep.dump import Dump
-from lockstep.files import require_writable_file, write_result
+from lockstep.files import write_result
+from lockstep.losses import curves
+from lockstep.running import jobs
+from lockstep.strategies import BASELINE, Row, others, row_of
+from lockstep.tensors.comparison import compare_dumps
+from lockstep.tensors.dump import Dump
+from lockstep.training import history
 
-MODELS = ["tiny-qwen2", "tiny-qwen2-odd-vocab", "tiny-qwen3", "tiny-llama"]
 PRECISIONS = ["fp32", "autocast"]
-MESHES = [(2, 1), (1, 2), (2, 2)]
+SMALL, WIDE = [(2, 1), (1, 2), (2, 2)], [(4, 1), (1, 4), (2, 2)]  # (dp, tp)
+MESHES = {
+    "tiny-qwen2": SMALL,
+    "tiny-qwen2-odd-vocab": SMALL,
+    "tiny-qwen3": SMALL,
+    "tiny-llama": SMALL,
+    "tiny-qwen2-4kv": WIDE,
+    "tiny-mistral": SMALL,
+}
 FURTHER = [*itertools.product(["adamw", "sgd"], ["1", "2"], ["1.0", "0"]), ("adamw", "3", "0.1")]
 FLAGS = ("--optimizer", "--gradient_accumulation_steps", "--max_grad_norm")
 
@@ -35,23 +44,41 @@ def everything() -> list[tuple]:
     """(model, precision, dp, tp, further flags) of every configuration."""
     return [
         (model, precision, *mesh, *(word for pair in zip(FLAGS, values, strict=True) for word in pair))
-        for model, precision, mesh, values in itertools.product(MODELS, PRECISIONS, MESHES, FURTHER)
+        for model, meshes in MESHES.items()
+        for precision, mesh, values in itertools.product(PRECISIONS, meshes, FURTHER)
     ]
 
 
-def train(cases: dict[tuple, int], folder: Path) -> None:
-    """Capture two steps of every case, with its seed, with all three strategies and the reference."""
+def registered() -> list[Row]:
+    """The rows of the registered strategies beside the baseline."""
+    return [row_of(name) for name in others()]
+
+
+def train(cases: dict[tuple, int], folder: Path, rows: list[Row]) -> None:
+    """Capture two steps of every case, with its seed, with the baseline, these strategies and the reference."""
     runs = collections.defaultdict(list)
     for (model, precision, dp, tp, *more), seed in cases.items():
         own = str(folder_of(folder, model, precision, dp, tp, *more))
         common = ["--model_name", model, "--precision", precision, "--seed", str(seed), "--dp_size", str(dp)]
-        common += ["--batch_size", "2", "--seq_length", "64", "--debug_steps", "2", "--capture_steps", "2", *more]
+        common += [
+            "--batch_size",
+            "2",
+            "--seq_length",
+            "64",
+            "--debug_steps",
+            "2",
+            "--capture_steps",
+            "2",
+            *more,
+        ]
         common += ["--capture_dir", own, "--loss_output_dir", own + "-losses", "--storage_path", str(folder)]
-        runs[dp, 1].append({"strategy": "ddp", "arguments": common})
-        runs[dp, tp] += [{"strategy": strategy, "arguments": [*common, "--tp_size", str(tp)]} for strategy in SHARDED]
+        runs[dp, 1].append({"strategy": BASELINE, "arguments": common})
+        runs[dp, tp] += [
+            {"strategy": row.place, "arguments": [*common, "--tp_size", str(tp)]} for row in rows
+        ]
         runs[None].append({"strategy": "reference", "arguments": common})
     references = runs.pop(None)
-    for (dp, tp), group in runs.items():  # DeepSpeed cannot change its mesh within a process
+    for (dp, tp), group in runs.items():  # a strategy may be unable to change its mesh within a process
         jobs.start_all(dp * tp, group, folder / f"ranks-{dp}-{tp}")
     jobs.start_all(None, references, folder / "references")  # last: it replays the others
 
@@ -60,12 +87,12 @@ def folder_of(folder: Path, *case) -> Path:
     return folder / "-".join(map(str, case))
 
 
-def judge(folder: Path) -> tuple[list[dict], list[str], dict[str, dict[str, float]]]:
+def judge(folder: Path, rows: list[Row]) -> tuple[list[dict], list[str], dict[str, dict[str, float]]]:
     """Alarms of one configuration, tensors too small to judge, and the worst multiple of what is tolerated, by strategy
     and kind of tensor."""
-    dumps = {name: Dump(folder / name) for name in ("ddp", *SHARDED)}
+    dumps = {name: Dump(folder / name) for name in (BASELINE, *(row.name for row in rows))}
     replays = {name: Dump(folder / f"replay_{name}") for name in dumps}
-    result = compare(Dump(folder / "reference"), dumps, replays)
+    result = compare_dumps(Dump(folder / "reference"), dumps, replays)
     worst: dict[str, dict[str, float]] = {name: collections.defaultdict(float) for name in dumps}
     for row in result.rows:
         worst[row.strategy][row.kind] = max(worst[row.strategy][row.kind], row.multiple)
@@ -75,30 +102,42 @@ def judge(folder: Path) -> tuple[list[dict], list[str], dict[str, dict[str, floa
         if result.verdict(name) != "PASS"
     ]
     losses = {name: history.read(history.path_of(Path(f"{folder}-losses"), name)) for name in dumps}
-    for name in SHARDED:
-        compare_losses.require_comparable(losses["ddp"], losses[name])
-        curve = compare_losses.compare(losses["ddp"], losses[name], compare_losses.tolerance_for(losses["ddp"]))
+    for name in (row.name for row in rows):
+        curves.require_comparable_curves(losses[BASELINE], losses[name])
+        curve = curves.compare_curves(losses[BASELINE], losses[name], curves.tolerance_for(losses[BASELINE]))
         alarms += [] if curve.passed else [{"strategy": name, "losses": curve.as_dict()}]
     return alarms, sorted({row.name for row in result.rows if not row.judged}), worst
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path)
-    parser.add_argument("--at_once", type=int, default=36, help="configurations per start of the workers (disk: 60 MB each)")
+    parser.add_argument("--output", type=output('{\n "alarms": '))
+    parser.add_argument("--precision", choices=PRECISIONS, help="one of the two (default: both)")
+    parser.add_argument(
+        "--strategies", default=",".join(others()), help="with commas between (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--at_once", type=int, default=36, help="configurations per start of the workers (disk: 60 MB each)"
+    )
     options = parser.parse_args()
-    if options.output:
-        require_writable_file(options.output, "--output")
     rows, worst = [], collections.defaultdict(float)
-    cases = {case: seed for seed, case in enumerate(everything())}
+    strategies = [row_of(name) for name in options.strategies.split(",")]
+    cases = {case: seed for seed, case in enumerate(everything()) if options.precision in (None, case[1])}
     while cases:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             now = {case: cases.pop(case) for case in list(cases)[: options.at_once]}
-            train(now, folder)
+            train(now, folder, strategies)
             for case, seed in now.items():
-                alarms, unjudged, found = judge(folder_of(folder, *case))
-                row = {"model": case[0], "precision": case[1], "dp": case[2], "tp": case[3], "flags": case[4:], "seed": seed}
+                alarms, unjudged, found = judge(folder_of(folder, *case), strategies)
+                row = {
+                    "model": case[0],
+                    "precision": case[1],
+                    "dp": case[2],
+                    "tp": case[3],
+                    "flags": case[4:],
+                    "seed": seed,
+                }
                 rows.append({**row, "alarms": alarms, "unjudged": unjudged})
                 for strategy, kinds in found.items():
                     for kind, multiple in kinds.items():
@@ -107,11 +146,17 @@ def main() -> None:
         print(f"{len(rows)} configurations, alarms {[row for row in rows if row['alarms']]}", flush=True)
     for key in sorted(worst):
         print(f"{key:<32} worst {worst[key]:.2f} of what is tolerated")
+    count = sum(bool(row["alarms"]) for row in rows)
     if options.output:
-        count = sum(bool(row["alarms"]) for row in rows)
-        content = {"alarms": count, "configurations": rows, "worst_multiple_of_tolerated": worst, "cores": os.cpu_count()}
+        content = {
+            "alarms": count,
+            "configurations": rows,
+            "worst_multiple_of_tolerated": worst,
+            "cores": os.cpu_count(),
+        }
         write_result(options.output, json.dumps(content, indent=1) + "\n")
+    return 1 if count else 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

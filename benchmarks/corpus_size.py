@@ -2,8 +2,8 @@
 
     python benchmarks/corpus_size.py --output results/corpus_size.json          1, 10, 100 and 1000 MB of text, some minutes
 
-The text is the built-in corpus again and again, with other words put in. Each run is a process of its own that loads the
-inputs and takes the batches of 100 steps, all ranks' shares. With a byte-level BPE tokenizer.json, which is slower, up to 100 MB.
+The text is the built-in corpus, repeated with other words put in. Each run is a process of its own, which loads the inputs and takes the
+batches of 100 steps of all ranks. With a byte-level BPE tokenizer.json, which is slower, up to 100 MB.
 """
 
 import argparse
@@ -18,10 +18,13 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+from outputs import output
 
-from lockstep import config as config_module  # noqa: E402
-from lockstep.architectures import TINY_QWEN2  # noqa: E402
+from lockstep import config as config_module
+from lockstep import preflight
+from lockstep.files import write_result
+from lockstep.inputs.architectures import TINY_QWEN2
+from lockstep.strategies import BASELINE
 
 SIZES, SIZES_BPE = (1, 10, 100, 1000), (1, 10, 100)  # MB
 STEPS = 100
@@ -35,18 +38,23 @@ def write_text(path: Path, size: int) -> None:
     with open(path, "w", encoding="utf-8") as file:
         while file.tell() < size:
             for line in lines:
-                file.write(line + (f" {rng.choice(line.split())}{rng.randrange(10**6)}\n" if line.strip() else "\n"))
+                file.write(
+                    line + (f" {rng.choice(line.split())}{rng.randrange(10**6)}\n" if line.strip() else "\n")
+                )
 
 
 def write_bpe(folder: Path) -> None:
     """A model folder with a tokenizer.json of 2,000 tokens."""
     from pydoc_data.topics import topics
+
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=2000, initial_alphabet=alphabet, special_tokens=["<end>"], show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=2000, initial_alphabet=alphabet, special_tokens=["<end>"], show_progress=False
+    )
     tokenizer.train_from_iterator(topics.values(), trainer)
     folder.mkdir()
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -61,19 +69,22 @@ def peak_mib() -> int:
 def measure(flags: list[str]) -> None:
     """In this process; prints one line of JSON."""
     start = time.perf_counter()
-    config = config_module.parse_config("ddp", flags)
+    config = config_module.parse_config(BASELINE, flags)
     before = peak_mib()
-    inputs = config_module.load_inputs(config)
+    inputs = preflight.load_inputs(config)
     loaded = time.perf_counter()
     for step in range(STEPS):
         for dp_rank in range(config.dp_size):
             inputs.batches.windows(step, dp_rank)
     seconds = time.perf_counter() - loaded
     found = {
-        "seconds_to_load": round(loaded - start, 3), "milliseconds_per_step": round(1e3 * seconds / STEPS, 3),
-        "peak_mib_before": before, "peak_mib": peak_mib(),
-        "tokens": len(inputs.batches.corpus.tokens), "bytes_sent_to_a_worker": len(pickle.dumps(inputs)),
-    }  # fmt: skip
+        "seconds_to_load": round(loaded - start, 3),
+        "milliseconds_per_step": round(1e3 * seconds / STEPS, 3),
+        "peak_mib_before": before,
+        "peak_mib": peak_mib(),
+        "tokens": len(inputs.batches.corpus.tokens),
+        "bytes_sent_to_a_worker": len(pickle.dumps(inputs)),
+    }
     print(json.dumps(found))
 
 
@@ -81,13 +92,17 @@ def machine() -> dict:
     words = dict(line.split(":", 1) for line in Path("/proc/cpuinfo").read_text().splitlines() if ":" in line)
     names = {key.strip(): value.strip() for key, value in words.items()}
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 30
-    return {"processor": names.get("model name", platform.machine()), "cores": os.cpu_count(), "memory_gib": memory}
+    return {
+        "processor": names.get("model name", platform.machine()),
+        "cores": os.cpu_count(),
+        "memory_gib": memory,
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--largest", type=int, default=max(SIZES), help="MB (default: %(default)s)")
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=output('{\n "machine": '))
     options = parser.parse_args()
     runs = []
     with tempfile.TemporaryDirectory() as folder:
@@ -97,19 +112,37 @@ def main() -> None:
             for size in (each for each in sizes if each <= options.largest):
                 write_text(text, size * 10**6)
                 time.sleep(2.5)  # a text that was written just now is hashed again
-                flags = ["--model_name", name, "--dataset_name", str(text), "--data_cache_dir", f"{folder}/cache", "--device", "cpu"]
+                flags = [
+                    "--model_name",
+                    name,
+                    "--dataset_name",
+                    str(text),
+                    "--data_cache_dir",
+                    f"{folder}/cache",
+                    "--device",
+                    "cpu",
+                ]
                 for run in ("first", "second"):
                     command = [sys.executable, __file__, "--measure", *flags]
                     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
                     tokenizer = "words by CRC" if name == "tiny-qwen2" else "byte-level BPE, 2000 tokens"
-                    runs.append({"tokenizer": tokenizer, "text_mb": size, "run": run, **json.loads(done.stdout)})
+                    runs.append(
+                        {"tokenizer": tokenizer, "text_mb": size, "run": run, **json.loads(done.stdout)}
+                    )
                     print(runs[-1], flush=True)
     import numpy
     import tokenizers
 
-    versions = {"python": platform.python_version(), "numpy": numpy.__version__, "tokenizers": tokenizers.__version__}
+    versions = {
+        "python": platform.python_version(),
+        "numpy": numpy.__version__,
+        "tokenizers": tokenizers.__version__,
+    }
     if options.output:
-        options.output.write_text(json.dumps({"machine": machine(), "versions": versions, "runs": runs}, indent=1) + "\n")
+        write_result(
+            options.output,
+            json.dumps({"machine": machine(), "versions": versions, "runs": runs}, indent=1) + "\n",
+        )
 
 
 if __name__ == "__main__":

@@ -4,28 +4,35 @@
     python run_verification.py --precision autocast --output_dir runs/autocast
     python benchmarks/detection_limit.py runs/fp32 runs/autocast --output results/detection_limit.json
 
-Takes the dumps of finished verifications with AdamW. For each kind, 100 times: a tensor of step 1 of AutoTP or FSDP, drawn by
-chance, is spoilt, all of it multiplied with 1 + e or 1 - e, or only its middling element (the median by size), and the
-smallest e = 2^-k that the verdict notices is looked for. Writes a figure beside the data, too.
+Reads the dumps of finished verifications with AdamW. 100 times for each kind, a tensor of step 1 of AutoTP or FSDP is drawn at random and
+spoilt: all of it, or only its median element by size, is multiplied with 1 + e or 1 - e. The smallest e = 2^-k that the verdict notices is
+sought. Writes a figure beside the data, too.
 """
 
 import argparse
 import json
 import math
 import random
-import sys
 from pathlib import Path
 
 import torch
+from outputs import output
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from lockstep.config import BETAS, EPS, SHARDED
-from lockstep.distance import Distance, Size, clip_factor
-from lockstep.dump import Dump
-from lockstep.files import require_writable_file, write_result
-from lockstep.optim import decays
-from lockstep.verdict import KINDS, ROUNDING, UPDATE, is_vector_gradient, judge, typical_error, yardstick
+from lockstep.config import BETAS, EPS
+from lockstep.files import FIGURE, write_result
+from lockstep.strategies import BASELINE, others
+from lockstep.tensors.distance import Distance, Size, clip_factor
+from lockstep.tensors.dump import Dump
+from lockstep.tensors.judgement import (
+    COMPUTED,
+    ROUNDOFF,
+    UPDATE,
+    is_vector_gradient,
+    judge,
+    typical_error,
+    yardstick,
+)
+from lockstep.training.optim import decays
 
 TRIALS = 100
 SPOILT = ("all of it", "one middling element")
@@ -42,10 +49,15 @@ def distance(dump: Dump, reference: Dump, name: str) -> Distance:
     return Distance(*sizes(dump.tensor(1, name).double() - exact), *true, true.norm, *true, 1.0)
 
 
-def exact_update(dump: Dump, reference: Dump, name: str, clip: float) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Kind -> (true tensor, what it should show) of AdamW's first step, from the run's own gradient."""
+def exact_update(
+    dump: Dump, reference: Dump, name: str, clip: float
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Kind -> (exact tensor, what it should show) of AdamW's first step, from the run's own gradient."""
     options, (b1, b2) = dump.run["config"], BETAS
-    old, gradient = reference.tensor(0, f"parameter/{name}").double(), dump.tensor(1, f"gradient/{name}").double() * clip
+    old, gradient = (
+        reference.tensor(0, f"parameter/{name}").double(),
+        dump.tensor(1, f"gradient/{name}").double() * clip,
+    )
     m, v = (1 - b1) * gradient, (1 - b2) * gradient**2
     decay = options["weight_decay"] if decays(old.ndim) else 0.0
     change = -options["learning_rate"] * (decay * old + (m / (1 - b1)) / ((v / (1 - b2)).sqrt() + EPS))
@@ -61,7 +73,7 @@ def limit(is_noticed) -> float:
     return 2.0**high if high <= LARGEST else float("inf")
 
 
-def limits_of(mine, exact, change, measure, name: str, sign: int, rounding: float) -> dict[str, float]:
+def limits_of(mine, exact, change, measure, name: str, sign: int, roundoff: float) -> dict[str, float]:
     """The limits of one tensor, by what is spoilt."""
     error, true, shown = mine - exact, sizes(exact), sizes(change)
     middling = int(mine.abs().flatten().median(dim=0).indices)
@@ -71,7 +83,7 @@ def limits_of(mine, exact, change, measure, name: str, sign: int, rounding: floa
     others = sizes(rest)
 
     def too_far(off: Size) -> bool:
-        return judge("", 1, name, Distance(*off, *true, true.norm, *shown, 1.0), measure, rounding).too_far
+        return judge("", 1, name, Distance(*off, *true, true.norm, *shown, 1.0), measure, roundoff).too_far
 
     def whole(e: float) -> bool:
         return too_far(sizes(torch.add(error, mine, alpha=sign * e)))
@@ -85,25 +97,31 @@ def limits_of(mine, exact, change, measure, name: str, sign: int, rounding: floa
 
 def limits(folder: Path, kind: str) -> dict[str, list[float]]:
     """The limits of all trials of one kind of tensor, sorted, by what is spoilt."""
-    reference, ddp = Dump(folder / "reference"), Dump(folder / "ddp")
-    dumps = {name: Dump(folder / name) for name in SHARDED}
+    reference, ddp = Dump(folder / "reference"), Dump(folder / BASELINE)
+    dumps = {name: Dump(folder / name) for name in others()}
     draw = random.Random(kind)
     entries = ddp.steps["1"]["tensors"]
     names = [name for name in entries if name.startswith(f"{kind}/")]
-    typical = typical_error([distance(ddp, reference, other) for other in names if is_vector_gradient(other, entries[other])])
-    drawn = sorted((draw.choice(names), draw.choice(list(dumps)), draw.choice((1, -1))) for _ in range(TRIALS))
+    typical = typical_error(
+        [distance(ddp, reference, other) for other in names if is_vector_gradient(other, entries[other])]
+    )
+    drawn = sorted(
+        (draw.choice(names), draw.choice(list(dumps)), draw.choice((1, -1))) for _ in range(TRIALS)
+    )
     found: dict[str, list[float]] = {what: [] for what in SPOILT}
     for name, strategy, sign in drawn:
         dump = dumps[strategy]
-        mine, measure = dump.tensor(1, name).double(), None
+        mine, measure = dump.tensor(1, name).double(), Size(0.0, 0.0)
         if kind in UPDATE:
             clip = clip_factor(dump.run["config"], dump.steps["1"]["grad_norm"])
             exact, change = exact_update(dump, reference, name.split("/", 1)[1], clip)[kind]
         else:
             exact = change = reference.tensor(1, name).double()
-            measure = yardstick(distance(ddp, reference, name), typical if is_vector_gradient(name, entries[name]) else None)
-        rounding = ROUNDING[entries[name]["dtype"]]
-        for what, value in limits_of(mine, exact, change, measure, name, sign, rounding).items():
+            measure = yardstick(
+                distance(ddp, reference, name), typical if is_vector_gradient(name, entries[name]) else None
+            )
+        roundoff = ROUNDOFF[entries[name]["dtype"]]
+        for what, value in limits_of(mine, exact, change, measure, name, sign, roundoff).items():
             found[what].append(value)
     return {what: sorted(values) for what, values in found.items()}
 
@@ -115,35 +133,54 @@ def draw_figure(rows: list[dict], path: Path) -> None:
     from matplotlib import pyplot
 
     runs = list(dict.fromkeys(row["run"] for row in rows))
-    figure, axes = pyplot.subplots(figsize=(8, 4), layout="constrained")
-    for number, run in enumerate(runs):
-        mine = [row for row in rows if row["run"] == run and row["spoilt"] == SPOILT[0]]
-        places = [index + 0.8 * (number + 0.5) / len(runs) - 0.4 for index in range(len(mine))]
-        axes.bar(places, [row["caught_99_of_100"] for row in mine], 0.8 / len(runs), label=run)
-    axes.axhline(1e-5, color="tab:red", linestyle="--", linewidth=0.8)
-    axes.set_yscale("log")
-    axes.set_xticks(range(len(KINDS)), KINDS)
-    axes.set_ylabel("relative error caught 99 times in 100")
-    axes.legend(fontsize="small")
-    figure.savefig(path, dpi=120)
+    figure, panels = pyplot.subplots(2, 1, figsize=(8, 6), sharex=True, layout="constrained")
+    for axes, spoilt in zip(panels, SPOILT, strict=True):
+        for number, run in enumerate(runs):
+            mine = [row for row in rows if row["run"] == run and row["spoilt"] == spoilt]
+            places = [index + 0.8 * (number + 0.5) / len(runs) - 0.4 for index in range(len(mine))]
+            axes.bar(
+                places,
+                [row["caught_99_of_100"] for row in mine],
+                0.8 / len(runs),
+                label=run if axes is panels[0] else None,
+            )
+        axes.set_yscale("log")
+        axes.set_title(spoilt)
+        axes.grid(axis="y", alpha=0.3)
+        axes.set_axisbelow(True)
+    panels[1].set_xticks(range(len(COMPUTED)), COMPUTED)
+    figure.supylabel("relative error caught 99 times in 100")
+    figure.get_layout_engine().set(h_pad=0.1)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)
+    figure.savefig(path, dpi=120, metadata={"Creator": FIGURE.decode()})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, nargs="+")
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=output('[\n {\n  "run": ', png=""))
     options = parser.parse_args()
-    if options.output:
-        require_writable_file(options.output, "--output")
     rows = []
     for folder in options.folder:
-        run = Dump(folder / "ddp").run["config"]
-        for kind in KINDS:
+        run = Dump(folder / BASELINE).run["config"]
+        for kind in COMPUTED:
             for what, values in limits(folder, kind).items():
-                row = {"run": f"{run['model_name']}, {run['precision']}", "kind": kind, "spoilt": what,
-                       "best": values[0], "median": values[TRIALS // 2], "caught_99_of_100": values[TRIALS - 2], "worst": values[-1]}  # fmt: skip
+                row = {
+                    "run": f"{run['model_name']}, {run['precision']}",
+                    "kind": kind,
+                    "spoilt": what,
+                    "best": values[0],
+                    "median": values[TRIALS // 2],
+                    "caught_99_of_100": values[TRIALS - 2],
+                    "worst": values[-1],
+                }
                 rows.append(row)
-                print(" | ".join(f"{value:.1e}" if isinstance(value, float) else value for value in row.values()), flush=True)
+                print(
+                    " | ".join(
+                        f"{value:.1e}" if isinstance(value, float) else value for value in row.values()
+                    ),
+                    flush=True,
+                )
     if options.output:
         finite = [{key: None if value == math.inf else value for key, value in row.items()} for row in rows]
         write_result(options.output, json.dumps(finite, indent=1) + "\n")

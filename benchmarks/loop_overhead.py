@@ -3,14 +3,13 @@
     torchrun --nproc_per_node 2 benchmarks/loop_overhead.py ddp --steps 200
     torchrun --nproc_per_node 4 benchmarks/loop_overhead.py fsdp --steps 200
 
-Both run on the same live objects, one step of the one, one step of the other. A step of the loop is a whole
-`training.train_step` with the data, the hashes, the gathering and the history file; a bare step is what a person would
-write: zero_grad, forward, backward, clip, step on batches in memory, the same as the loop's. Prints the ratio of the median times.
+Both use the same live objects, in turn, and the same batches. A step of the loop is a whole `training.train_step` with data, hashes,
+gathering and history file. A bare step is what a person would write: zero_grad, forward, backward, clip, step on batches in memory. Prints
+the ratio of the median times.
 """
 
 import argparse
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -18,30 +17,29 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-import train_ddp  # noqa: E402
-import train_deepspeed  # noqa: E402
-import train_fsdp  # noqa: E402
-from lockstep import config as config_module  # noqa: E402
-from lockstep import history, training  # noqa: E402
-from lockstep.model import build_model, causal_lm_loss  # noqa: E402
+from lockstep import config as config_module
+from lockstep import preflight
+from lockstep.inputs.model import build_model, causal_lm_loss
+from lockstep.strategies import ROWS
+from lockstep.training import history
+from lockstep.training import loop as training
+from lockstep.training.strategy import factory_of
+from lockstep.training.torch_strategy import TorchStrategy
 
-MAKE = {"ddp": train_ddp.make_strategy, "deepspeed": train_deepspeed.make_strategy, "fsdp": train_fsdp.make_strategy}
 
-
-def bare_step(name, strategy, config, device, batch):
-    """One step as written by hand; only FSDP's norm, which torch cannot take over two meshes, is the strategy's."""
+def bare_step(strategy, config, device, batch):
+    """One step as written by hand. Only the norm of shards is the strategy's, because torch cannot take it over two meshes."""
     input_ids, labels = batch
-    if name == "deepspeed":
+    if not isinstance(strategy, TorchStrategy):  # an engine holds model and optimizer
         loss = causal_lm_loss(strategy.engine, input_ids, labels)
         strategy.engine.backward(loss)
         strategy.engine.step()
     else:
         strategy.optimizer.zero_grad()
         with config.autocast(device):
-            loss = causal_lm_loss(strategy.ddp if name == "ddp" else strategy.model, input_ids, labels)
+            loss = causal_lm_loss(strategy.wrapped, input_ids, labels)
         loss.backward()
-        if name == "ddp":
+        if config.row.whole_replicas:
             torch.nn.utils.clip_grad_norm_(strategy.parameters, config.max_grad_norm)
             strategy.optimizer.step()
         else:
@@ -51,19 +49,21 @@ def bare_step(name, strategy, config, device, batch):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("strategy", choices=MAKE)
+    parser.add_argument("strategy", choices=ROWS)
     parser.add_argument("--steps", type=int, default=200)
     options, flags = parser.parse_known_args()
     config = config_module.parse_config(options.strategy, flags)
-    inputs = config_module.load_inputs(config)
+    inputs = preflight.load_inputs(config)
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     device = torch.device("cpu")
     model, _ = build_model(inputs.architecture, seed=0, attn_impl=config.attn_impl, init_weights_path=None)
-    strategy = MAKE[options.strategy](model, config, config.mesh, device)
-    dp_rank = config.mesh.coordinates(rank)[0]
-    in_memory = iter([inputs.batches.micro_batches(index, dp_rank, device)[0] for index in range(options.steps)])
+    strategy = factory_of(config.row)(model, config, config.mesh, device)
+    dp_rank = config.mesh.sample_share(rank)
+    in_memory = iter(
+        [inputs.batches.micro_batches(index, dp_rank, device)[0] for index in range(options.steps)]
+    )
     record = history.History(run={})
     path = Path(tempfile.mkdtemp()) / "history.json"
 
@@ -80,7 +80,7 @@ def main() -> None:
         return time.perf_counter() - start
 
     def bare():
-        bare_step(options.strategy, strategy, config, device, next(in_memory))
+        bare_step(strategy, config, device, next(in_memory))
 
     pairs = [(timed(loop_step), timed(bare)) for _ in range(options.steps)][10:]  # the first ten warm up
     if rank == 0:

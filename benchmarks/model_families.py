@@ -1,29 +1,30 @@
-"""Is the float64 reference the model that transformers builds, whatever a config.json of the families says?
+"""Is the float64 reference the model that transformers builds, for any config.json of the families?
 
     python benchmarks/model_families.py --number 240 --output results/model_families.json
 
-Draws configurations by chance: sizes, windows, layer types, rope variants, head widths, activations, epsilons, tied weights, the
-token that pads, and in every other one something odd or wrong. Each is either computed right (lockstep/model_check.py, and a
-forward and backward pass of the drawn model itself) or refused by name. Exit status 1 if one is neither.
+Draws random configurations: sizes, windows, layer types, rope variants, head widths, activations, epsilons, tied weights, the token that
+pads, and in every other one something odd or wrong. Each must be computed right (lockstep/tensors/model_check.py, and a forward and backward
+pass of the drawn model itself) or refused by name. Exit status 1 if one is neither.
 """
 
 import argparse
 import collections
 import json
 import random
-import sys
 from pathlib import Path
 
 import torch
+from outputs import output
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from lockstep import model_check, model_config  # noqa: E402
-from lockstep.errors import UserError  # noqa: E402
-from lockstep.exact import make_exact  # noqa: E402
-from lockstep.files import write_text  # noqa: E402
-from lockstep.model import build_model, causal_lm_loss  # noqa: E402
+from lockstep.errors import UserError
+from lockstep.files import write_text
+from lockstep.inputs import model_config
+from lockstep.inputs.model import build_model, causal_lm_loss
+from lockstep.tensors import model_check
+from lockstep.tensors.exact import make_exact
 
 RIGHT, REFUSED, WRONG = "computed right", "refused", "WRONG"
+TITLE = "# Configurations drawn by chance"
 SEQUENCE = 64
 ODD = {  # what a config.json may say besides, harmless or not
     "torch_dtype": ("bfloat16", "float16"), "use_cache": (True, False), "pretraining_tp": (1, 2),
@@ -48,29 +49,46 @@ ODD = {  # what a config.json may say besides, harmless or not
 
 
 def draw(family: str, chance: random.Random) -> dict:
-    """A config.json of the family by chance, small enough to run."""
-    kv_heads, ratio, head_dim = chance.choice((1, 2, 4)), chance.choice((1, 2, 3)), chance.choice((4, 8, 16, 32))
+    """A random config.json of the family, small enough to run."""
+    kv_heads, ratio, head_dim = (
+        chance.choice((1, 2, 4)),
+        chance.choice((1, 2, 3)),
+        chance.choice((4, 8, 16, 32)),
+    )
     heads = kv_heads * ratio
     layers = chance.choice((1, 2, 3, 5))
     content = {
-        "model_type": family, "vocab_size": chance.choice((64, 101, 512)), "hidden_size": heads * head_dim,
-        "intermediate_size": chance.choice((24, 64)), "num_hidden_layers": layers, "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads, "hidden_act": chance.choice(("silu", "silu", *model_config.ACTIVATIONS)),
-        "max_position_embeddings": chance.choice((64, 4096)), "initializer_range": chance.choice((0.02, 0.2, 1.0)),
-        "rms_norm_eps": chance.choice((1e-6, 1e-5, 1e-2)), "tie_word_embeddings": chance.random() < 0.5,
+        "model_type": family,
+        "vocab_size": chance.choice((64, 101, 512)),
+        "hidden_size": heads * head_dim,
+        "intermediate_size": chance.choice((24, 64)),
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "hidden_act": chance.choice(("silu", "silu", *model_config.ACTIVATIONS)),
+        "max_position_embeddings": chance.choice((64, 4096)),
+        "initializer_range": chance.choice((0.02, 0.2, 1.0)),
+        "rms_norm_eps": chance.choice((1e-6, 1e-5, 1e-2)),
+        "tie_word_embeddings": chance.random() < 0.5,
         "rope_theta": chance.choice((10000.0, 500000, 1e6, 2.0)),
-    }  # fmt: skip
+    }
     if family == "qwen3" or chance.random() < 0.4:
         content["head_dim"] = chance.choice((head_dim, 2 * head_dim))
         head_dim = content["head_dim"]
     if chance.random() < 0.4:
         content["pad_token_id"] = chance.randrange(content["vocab_size"])
-    if family != "llama" and chance.random() < 0.6:
-        content.update(use_sliding_window=chance.random() < 0.8, sliding_window=chance.choice((1, 2, 5, 16, 63, 64, 200)))
+    if family == "mistral":
+        content["sliding_window"] = chance.choice((None, 1, 2, 5, 16, 63, 64, 200))
+    if family in ("qwen2", "qwen3") and chance.random() < 0.6:
+        content.update(
+            use_sliding_window=chance.random() < 0.8, sliding_window=chance.choice((1, 2, 5, 16, 63, 64, 200))
+        )
         if chance.random() < 0.5:
             content["max_window_layers"] = chance.randrange(layers + 1)
         else:
-            content["layer_types"] = [chance.choice((model_config.FULL, model_config.SLIDING)) for _ in range(layers)]
+            content["layer_types"] = [
+                chance.choice((model_config.FULL, model_config.SLIDING)) for _ in range(layers)
+            ]
     if chance.random() < 0.7:
         content[chance.choice(("rope_scaling", "rope_parameters"))] = draw_rope(head_dim, chance)
     return content
@@ -108,7 +126,7 @@ def odd(content: dict, chance: random.Random) -> list[str]:
 
 
 def judge(content: dict) -> tuple[str, str | float]:
-    """What became of a configuration: (outcome, the largest relative difference or the sentence)."""
+    """(outcome, the largest relative difference or the message) of a configuration."""
     try:
         architecture, _ = model_config.checked(content, "config.json")
         model_check.try_out(architecture, content, "drawn")
@@ -125,7 +143,7 @@ def judge(content: dict) -> tuple[str, str | float]:
 
 
 def train(architecture: dict) -> str:
-    """A pass forward and back through the drawn model itself and its reference, in a sentence what went wrong, or ""."""
+    """A forward and backward pass of the drawn model and its reference: what went wrong in a sentence, or ""."""
     ids = torch.arange(SEQUENCE)[None] % architecture["vocab_size"]
     losses = []
     for exactly in (False, True):
@@ -140,7 +158,11 @@ def train(architecture: dict) -> str:
 
 
 def summary(content: dict) -> str:
-    short = {key: value for key, value in content.items() if key not in ("model_type", "intermediate_size", "initializer_range")}
+    short = {
+        key: value
+        for key, value in content.items()
+        if key not in ("model_type", "intermediate_size", "initializer_range")
+    }
     text = json.dumps(short).replace('"', "").replace("_attention", "")
     return text if len(text) < 420 else text[:417] + "..."
 
@@ -152,21 +174,30 @@ def write_report(rows: list[dict], path: Path, seed: int) -> None:
     right = [row["worst"] for row in rows if row["outcome"] == RIGHT]
     counts = ", ".join(f"{count[outcome]} {outcome}" for outcome in (RIGHT, REFUSED, WRONG))
     command = f"python benchmarks/model_families.py --number {len(rows)} --seed {seed}"
-    lines = ["# Configurations drawn by chance", "", f"`{command}`: {counts}. The largest relative difference of any output,"]
+    lines = [
+        TITLE,
+        "",
+        f"`{command}`: {counts}. The largest relative difference of any output,",
+    ]
     lines += [f"loss or gradient from transformers' own model in float64 is {max(right, default=0):.1e}."]
     lines += ["", "| family | configuration | outcome |", "|---|---|---|"]
     for row in rows:
-        outcome = f"right, {row['worst']:.1e}" if row["outcome"] == RIGHT else f"{row['outcome']}: {row['why']}"
-        lines.append(f"| {row['config']['model_type']} | {summary(row['config'])} | {outcome.replace('|', '/')} |")
+        outcome = (
+            f"right, {row['worst']:.1e}" if row["outcome"] == RIGHT else f"{row['outcome']}: {row['why']}"
+        )
+        lines.append(
+            f"| {row['config']['model_type']} | {summary(row['config'])} | {outcome.replace('|', '/')} |"
+        )
     write_text(path.with_suffix(".md"), "\n".join(lines) + "\n")
 
 
 def drawn(number: int, seed: int) -> list[dict]:
     """The configurations: the families in turn, every other one with something odd in it."""
     chance = random.Random(seed)
+    families = list(model_config.FAMILIES)
     configs = []
     for index in range(number):
-        content = draw(list(model_config.FAMILIES)[index % 3], chance)
+        content = draw(families[index % len(families)], chance)
         if index % 2:
             odd(content, chance)
         configs.append(content)
@@ -175,9 +206,16 @@ def drawn(number: int, seed: int) -> list[dict]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--number", type=int, default=240, help="configurations to draw (default: %(default)s)")
+    parser.add_argument(
+        "--number", type=int, default=240, help="configurations to draw (default: %(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
-    parser.add_argument("--output", type=Path, default=Path("runs/model_families.json"), help=".md beside it")
+    parser.add_argument(
+        "--output",
+        type=output('{\n "seed": ', md=TITLE),
+        default="runs/model_families.json",
+        help=".md beside it",
+    )
     options = parser.parse_args()
     rows = []
     for content in drawn(options.number, options.seed):

@@ -1,29 +1,28 @@
-"""What does a control run show, and how far do correct runs go beyond it? What the bounds in lockstep/control.py are made of.
+"""What does a control run show, and how far do correct runs exceed it? The data behind the bounds in lockstep/losses/control.py.
 
     python benchmarks/noise_floor.py --work_dir runs/noise --output results/noise_floor.json          about 20 minutes
 
-tiny models in fp32, autocast and bf16: batches from 2 x 8 x 128 to 2 x 32 tokens, several seeds, learning rates from 1e-6 to
-0.1, SGD, accumulation, no clipping and hard clipping, other models, up to 300 steps: DDP and its control run; for the cases
-marked with an asterisk AutoTP and FSDP, too.
+Trains DDP and its control run, and AutoTP and FSDP in the cases marked with an asterisk: tiny models in fp32, autocast and bf16, batches from
+2 x 8 x 128 to 2 x 32 tokens, several seeds, learning rates from 1e-6 to 0.1, SGD, accumulation, no clipping and hard clipping, up to 300 steps.
 
-A row of the first table says what a control's loss and gradient norm did: the first gap in units of the most allowed, the
-largest growth in a step, the loneliest step, the amplification. A row of the second says for loss and gradient norm the largest
-ratio, over the steps, of a strategy's distance from DDP to the control's envelope (at least an eighth of what is always
-allowed), and the verdict.
+The first table is about the loss and gradient norm of each control: the first gap in units of its limit, the largest growth in a step, the
+loneliest step, the amplification. The second is about other strategies: the largest ratio, over the steps, of the distance from DDP to the
+control's envelope (at least an eighth of what is always allowed), for loss and gradient norm, and the verdict.
 """
 
 import argparse
 import json
-import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+from outputs import output
 
-from lockstep import history, jobs
-from lockstep.compare_losses import compare, tolerance_for
-from lockstep.config import SHARDED
-from lockstep.control import CONTROL_FACTOR, envelope, loss_gap, norm_gap, ratios
-from lockstep.tolerance import rule_and_noise
+from lockstep.files import write_result
+from lockstep.losses.control import CONTROL_FACTOR, envelope, loss_gap, norm_gap, ratios
+from lockstep.losses.curves import compare_curves, tolerance_for
+from lockstep.losses.tolerance import rule_and_noise
+from lockstep.running import jobs
+from lockstep.strategies import BASELINE, others
+from lockstep.training import history
 
 SHAPES = {"8x128": ("8", "128"), "2x64": ("2", "64"), "1x32": ("1", "32")}
 
@@ -34,7 +33,18 @@ def cases() -> dict[str, list[str]]:
 
     def case(name: str, precision: str, shape: str, seed: int, *more: str) -> None:
         batch, sequence = SHAPES[shape]
-        flags = ["--precision", precision, "--batch_size", batch, "--seq_length", sequence, "--seed", str(seed), "--dp_size", "2"]
+        flags = [
+            "--precision",
+            precision,
+            "--batch_size",
+            batch,
+            "--seq_length",
+            sequence,
+            "--seed",
+            str(seed),
+            "--dp_size",
+            "2",
+        ]
         found[f"{precision}-{name}"] = [*flags, *more]
 
     for precision in ("fp32", "autocast"):
@@ -71,8 +81,15 @@ def train(folder: Path) -> None:
     two, four = [], []
     for name, flags in cases().items():
         flags = [*flags, "--loss_output_dir", str(folder_of(folder, name)), "--storage_path", str(folder)]
-        two += [{"strategy": "ddp", "arguments": flags}, {"strategy": "ddp", "arguments": [*flags, "--noise_control"]}]
-        four += [{"strategy": strategy, "arguments": [*flags, "--tp_size", "2"]} for strategy in SHARDED if name.endswith("*")]
+        two += [
+            {"strategy": BASELINE, "arguments": flags},
+            {"strategy": BASELINE, "arguments": [*flags, "--noise_control"]},
+        ]
+        four += [
+            {"strategy": strategy, "arguments": [*flags, "--tp_size", "2"]}
+            for strategy in others()
+            if name.endswith("*")
+        ]
     jobs.start_all(2, two, folder / "ranks-2")
     jobs.start_all(4, four, folder / "ranks-4")
 
@@ -81,12 +98,21 @@ def control_row(name: str, baseline: history.History, control: history.History) 
     """What the control run of one case shows, and whether it is a tolerance."""
     pairs = list(zip(baseline.steps, control.steps, strict=True))
     row: dict = {"case": name}
-    for what, gap, noise in zip(("loss", "grad_norm"), (loss_gap, norm_gap), rule_and_noise(baseline)[1:], strict=True):
+    for what, gap, noise in zip(
+        ("loss", "grad_norm"), (loss_gap, norm_gap), rule_and_noise(baseline)[1:], strict=True
+    ):
         gaps = [gap(*pair) for pair in pairs]
         growth, alone = (max(column) for column in zip(*ratios(gaps, noise), strict=True))
-        row[what] = {"first": gaps[0] / noise.first, "growth": growth, "alone": alone, "amplification": max(gaps) / noise.floor}
+        row[what] = {
+            "first": gaps[0] / noise.first,
+            "growth": growth,
+            "alone": alone,
+            "amplification": max(gaps) / noise.floor,
+        }
     losses = [step["loss"] for step in baseline.steps]
-    row["tolerated_of_range"] = CONTROL_FACTOR * max(loss_gap(*pair) for pair in pairs) / (max(losses) - min(losses))
+    row["tolerated_of_range"] = (
+        CONTROL_FACTOR * max(loss_gap(*pair) for pair in pairs) / (max(losses) - min(losses))
+    )
     return {**row, "doubt": tolerance_for(baseline, control).doubt}
 
 
@@ -98,48 +124,57 @@ def ratio(baseline, control, other, gap, least: float) -> float:
 
 
 def comparison_row(name: str, runs: dict[str, history.History], strategy: str) -> dict:
-    baseline, control, other = runs["ddp"], runs[history.CONTROL], runs[strategy]
+    baseline, control, other = runs[BASELINE], runs[history.CONTROL], runs[strategy]
     rule, noise, norm_noise = rule_and_noise(baseline)
     least = [noise.floor, norm_noise.floor] if rule else [0.0, 0.0]
     return {
-        "case": name, "strategy": strategy,
+        "case": name,
+        "strategy": strategy,
         "loss_ratio": ratio(baseline, control, other, loss_gap, least[0] / CONTROL_FACTOR),
         "grad_norm_ratio": ratio(baseline, control, other, norm_gap, least[1] / CONTROL_FACTOR),
-        "without_control": compare(baseline, other, tolerance_for(baseline)).outcome if rule else None,
-        "with_control": compare(baseline, other, tolerance_for(baseline, control)).outcome,
-    }  # fmt: skip
+        "without_control": compare_curves(baseline, other, tolerance_for(baseline)).outcome if rule else None,
+        "with_control": compare_curves(baseline, other, tolerance_for(baseline, control)).outcome,
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--work_dir", type=Path, required=True, help="runs that are there already are not made again")
-    parser.add_argument("--output", type=Path)
+    parser.add_argument(
+        "--work_dir", type=Path, required=True, help="runs that are there already are not made again"
+    )
+    parser.add_argument("--output", type=output('{\n "controls": '))
     options = parser.parse_args()
     folder = options.work_dir.absolute()
     if not folder.exists():
         train(folder)
     controls, comparisons = [], []
     for name in cases():
-        names = ("ddp", history.CONTROL, *(SHARDED if name.endswith("*") else ()))
+        names = (BASELINE, history.CONTROL, *(others() if name.endswith("*") else ()))
         runs = {each: history.read(history.path_of(folder_of(folder, name), each)) for each in names}
-        controls.append(control_row(name, runs["ddp"], runs[history.CONTROL]))
+        controls.append(control_row(name, runs[BASELINE], runs[history.CONTROL]))
         comparisons += [comparison_row(name, runs, strategy) for strategy in names[2:]]
     for row in controls:
         cells = [f"{value:.2g}" for what in ("loss", "grad_norm") for value in row[what].values()]
         print(" | ".join([row["case"], *cells, f"{row['tolerated_of_range']:.2g}", row["doubt"][:60]]))
     for row in comparisons:
-        print(" | ".join(f"{value:.2f}" if isinstance(value, float) else str(value) for value in row.values()))
+        print(
+            " | ".join(f"{value:.2f}" if isinstance(value, float) else str(value) for value in row.values())
+        )
     calm = {row["case"] for row in controls if not row["doubt"]}
     print(f"{len(calm)} of {len(controls)} control runs are a tolerance; of these:")
     for what in ("loss", "grad_norm"):
-        found = {key: max(row[what][key] for row in controls if row["case"] in calm) for key in controls[0][what]}
+        found = {
+            key: max(row[what][key] for row in controls if row["case"] in calm) for key in controls[0][what]
+        }
         largest = max(row[f"{what}_ratio"] for row in comparisons if row["case"] in calm)
         print(f"{what}: {found}, other runs went to {largest:.2f} of the envelope")
     for what in ("without_control", "with_control"):
         words = [row[what] for row in comparisons if row[what]]
-        print(f"{what}: {({word: words.count(word) for word in words})}")
+        print(f"{what}: { ({word: words.count(word) for word in words}) }")
     if options.output:
-        options.output.write_text(json.dumps({"controls": controls, "comparisons": comparisons}, indent=1) + "\n")
+        write_result(
+            options.output, json.dumps({"controls": controls, "comparisons": comparisons}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Step time of the three strategies at Qwen2.5-0.5B's real sizes (2 layers, sequence 256, autocast), in alternation.
+"""Step time of every strategy at Qwen2.5-0.5B's real sizes (2 layers, sequence 256, autocast), in alternation.
 
     python benchmarks/real_size.py --repeats 3 --steps 8 --output results/real_size.json
 
-Each run is a fresh torchrun; the first three steps are left out; medians over the rest. Prints step time, tokens per
-second and peak memory per rank, and FSDP's step time as a ratio of AutoTP's, pair by pair.
+Each run has a start of its own. Medians, without the first three steps. Prints step time, tokens per second and peak memory per rank, and
+each step time as a ratio of the first strategy's, pair by pair.
 """
 
 import argparse
@@ -11,28 +11,47 @@ import json
 import os
 import platform
 import statistics
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
-from lockstep import history  # noqa: E402
-from lockstep.files import require_writable_file, write_result  # noqa: E402
+from outputs import output
+
+from lockstep.files import write_result
+from lockstep.mesh import Mesh
+from lockstep.running import jobs
+from lockstep.strategies import BASELINE, ROWS, others
+from lockstep.training import history
 
 WARM_UP = 3
-RANKS = {"ddp": 2, "deepspeed": 4, "fsdp": 4}
+MESHES = {name: row.largest(Mesh(dp=2, tp=2)) for name, row in ROWS.items()}
 
 
 def measure(strategy: str, steps: int, batch_size: int) -> dict:
     with tempfile.TemporaryDirectory() as folder:
-        torchrun = Path(sys.executable).parent / "torchrun"
-        command = [torchrun, "--nproc_per_node", str(RANKS[strategy]), f"train_{strategy}.py"]
-        command += ["--model_name", "Qwen2.5-0.5B", "--num_layers", "2", "--seq_length", "256", "--dp_size", "2"]
-        command += ["--batch_size", str(batch_size), "--precision", "autocast", "--learning_rate", "1e-5"]
-        command += ["--debug_steps", str(WARM_UP + steps), "--loss_output_dir", folder, "--storage_path", folder]
-        subprocess.run(command, cwd=ROOT, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        arguments = [
+            "--model_name",
+            "Qwen2.5-0.5B",
+            "--num_layers",
+            "2",
+            "--seq_length",
+            "256",
+            "--dp_size",
+            "2",
+        ]
+        arguments += ["--batch_size", str(batch_size), "--precision", "autocast", "--learning_rate", "1e-5"]
+        arguments += [
+            "--debug_steps",
+            str(WARM_UP + steps),
+            "--loss_output_dir",
+            folder,
+            "--storage_path",
+            folder,
+        ]
+        jobs.start_all(
+            MESHES[strategy].world_size,
+            [{"strategy": strategy, "arguments": arguments}],
+            Path(folder) / "work",
+        )
         record = history.read(history.path_of(Path(folder), strategy))
     assert record.contract["fused"], "the optimizer must be fused"
     seconds = statistics.median(step["seconds"] for step in record.steps[WARM_UP:])
@@ -51,25 +70,26 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--batch_size", type=int, default=2)
-    parser.add_argument("--strategies", nargs="+", default=["deepspeed", "fsdp", "ddp"], choices=RANKS)
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--strategies", nargs="+", default=[*others(), BASELINE], choices=ROWS)
+    parser.add_argument("--output", type=output('{\n "machine": '))
     options = parser.parse_args()
-    if options.output:
-        require_writable_file(options.output, "--output")
     runs = {strategy: [] for strategy in options.strategies}
     for repeat in range(options.repeats):
         for strategy in options.strategies:
             runs[strategy].append(measure(strategy, options.steps, options.batch_size))
             print(f"{repeat + 1} {strategy:<10} {runs[strategy][-1]}", flush=True)
     summary = {s: statistics.median(run["seconds"] for run in r) for s, r in runs.items()}
-    ratios = []
-    if {"fsdp", "deepspeed"} <= runs.keys():
-        ratios = [f["seconds"] / d["seconds"] for f, d in zip(runs["fsdp"], runs["deepspeed"], strict=True)]
-        print(f"FSDP / AutoTP: median {statistics.median(ratios):.3f} of {[round(r, 3) for r in ratios]}")
+    first, *rest = options.strategies
+    ratios = {}
+    for strategy in rest:
+        pairs = zip(runs[strategy], runs[first], strict=True)
+        ratios[strategy] = [mine["seconds"] / theirs["seconds"] for mine, theirs in pairs]
+        median, each = statistics.median(ratios[strategy]), [round(ratio, 3) for ratio in ratios[strategy]]
+        print(f"{ROWS[strategy].label} / {ROWS[first].label}: median {median:.3f} of {each}")
     print(f"median step seconds: {summary}")
     if options.output:
         machine = {"cores": os.cpu_count(), "processor": platform.machine(), "batch_size": options.batch_size}
-        content = {"machine": machine, "runs": runs, "median_seconds": summary, "fsdp_over_autotp": ratios}
+        content = {"machine": machine, "runs": runs, "median_seconds": summary, f"over_{first}": ratios}
         write_result(options.output, json.dumps(content, indent=1) + "\n")
 
 

@@ -1,18 +1,20 @@
-"""How much bfloat16 autocast rounds the loss of one token: the noise that the tolerances are derived from.
+"""How much bfloat16 autocast rounds the loss of one token: the noise from which the tolerances are derived.
 
     python benchmarks/rounding_noise.py
 
 Same weights, same batch, autocast against float32; prints the table of docs/precision.md.
 """
 
-import sys
-from pathlib import Path
-
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from lockstep import architectures, data, texts, token_cache, tokenizer  # noqa: E402
-from lockstep.model import build_model  # noqa: E402
+from lockstep.inputs import (
+    architectures,
+    data,
+    texts,
+    token_cache,
+    tokenizer,
+)
+from lockstep.inputs.model import build_model
 
 MODELS = {
     "tiny-qwen2": ("tiny-qwen2", {}),
@@ -25,7 +27,9 @@ MODELS = {
 def token_losses(model, input_ids, labels) -> tuple[torch.Tensor, torch.Tensor]:
     """Per-token loss in float64, shape (B * S,), and the logits."""
     logits = model(input_ids=input_ids, use_cache=False).logits
-    return torch.nn.functional.cross_entropy(logits.double().flatten(0, 1), labels.flatten(), reduction="none"), logits
+    return torch.nn.functional.cross_entropy(
+        logits.double().flatten(0, 1), labels.flatten(), reduction="none"
+    ), logits
 
 
 def main() -> None:
@@ -33,9 +37,12 @@ def main() -> None:
     for label, (name, changes) in MODELS.items():
         architecture = {**architectures.resolve(name, 2)[0], **changes}
         corpus = data.load_corpus(
-            texts.BUILT_IN_CORPUS, tokenizer.build_tokenizer(name, architecture), seq_length=128, windows_per_step=8,
+            texts.BUILT_IN_CORPUS,
+            tokenizer.build_tokenizer(name, architecture),
+            seq_length=128,
+            windows_per_step=8,
             cache_folder=token_cache.default_folder(),
-        )  # fmt: skip
+        )
         ((input_ids, labels),) = data.Batches(corpus, 0, 1, 8, 1).micro_batches(0, 0, "cpu")
         model, _ = build_model(architecture, seed=0, attn_impl="sdpa", init_weights_path=None)
         with torch.no_grad():

@@ -1,24 +1,44 @@
-"""What all ranks say to each other outside the training itself: Python objects, and reasons to stop."""
+"""Communication outside the training itself: Python objects, and reasons to stop."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import TypeVar
 
 import torch.distributed as dist
 
-from lockstep.errors import TrainingFailure
+from lockstep.errors import TrainingFailure, UserError
+
+Said = TypeVar("Said")
 
 
-def gather_objects(mine) -> list:
+def gather_objects(mine: Said) -> list[Said]:
     """Every rank's object, in rank order. Collective."""
-    everyone: list = [None] * dist.get_world_size()
+    everyone = [mine] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     return everyone
 
 
 def stop_together(problem: str) -> None:
-    """Raise the first rank's problem as TrainingFailure on every rank; without one ("") on any rank, go on. Collective."""
+    """Raise the first rank's problem as TrainingFailure on every rank; return if no rank has one (""). Collective."""
     first = next((text for text in gather_objects(problem) if text), "")
     if first:
         raise TrainingFailure(first)
 
 
+@contextlib.contextmanager
+def stopping_together() -> Iterator[None]:
+    """For work that a rank does without the others: a UserError of one rank is raised as TrainingFailure on every rank.
+
+    Collective at its end.
+    """
+    problem = ""
+    try:
+        yield
+    except UserError as error:
+        problem = str(error)
+    stop_together(problem)
+
+
 def init_alone() -> None:
-    """A process group of one, for what runs outside any launcher."""
+    """Make a process group of one rank, for programs outside any launcher."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

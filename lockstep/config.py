@@ -1,47 +1,64 @@
-"""The configuration: one frozen dataclass, the only argument parser, and every check that needs no GPU and no cluster.
+"""The configuration: one frozen dataclass, and the only argument parser.
 
 Nothing here imports torch, transformers or ray, so that a wrong command line is answered within seconds.
 """
 
 import argparse
 import contextlib
-import importlib.util
 import math
 import os
-import shutil
-from dataclasses import asdict, dataclass, fields
+import re
+from collections.abc import Callable, Collection
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
 
-from lockstep import architectures, data, files, history, initial_weights, memory, texts, token_cache, tokenizer
+from lockstep import strategies
 from lockstep.errors import UserError
+from lockstep.inputs import architectures, texts, token_cache
+from lockstep.inputs.model_config import FAMILIES
 from lockstep.mesh import Mesh
-from lockstep.resources import launched_in_place, local_gpus, resolve_device, resolve_mesh, workers_here  # noqa: F401 - asked here
+from lockstep.resources import resolve_device, resolve_mesh
+from lockstep.training import history
 
-STRATEGIES = {"ddp": "DDP", "deepspeed": "DeepSpeed AutoTP", "fsdp": "FSDP+DTensor"}
-SHARDED = tuple(name for name in STRATEGIES if name != "ddp")  # with tensor parallelism
-PRECISIONS = ("fp32", "autocast", "bf16")
+if TYPE_CHECKING:
+    import torch
+
+Precision = Literal["fp32", "autocast", "bf16"]
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 BETAS, EPS = (0.9, 0.999), 1e-8  # of AdamW, torch's defaults
-# Flags that say where things lie, not what a run computes: no part of a run's record.
+# Flags that name places, not what a run computes. They are not recorded.
 PLACES = (
-    "init_weights_path", "overwrite", "loss_output_dir", "storage_path", "experiment_name", "capture_dir", "data_cache_dir", "dry_run",
-)  # fmt: skip
+    "init_weights_path",
+    "overwrite",
+    "loss_output_dir",
+    "storage_path",
+    "experiment_name",
+    "capture_dir",
+    "data_cache_dir",
+    "dry_run",
+    "control",  # it asks for another run
+)
 EPILOG = (
-    "Environment: RAY_ADDRESS is the cluster to join, HOST:PORT as `ray start --head` prints it, or auto (unset: a Ray instance of its "
-    "own); RAY_AUTH_MODE is token or disabled (unset: a token is shown where the cluster wants one). A built-in name wins over a folder "
-    "of that name."
+    "Environment: RAY_ADDRESS is the Ray cluster to join, as HOST:PORT (`ray start --head` prints it) or auto (unset: a Ray instance is "
+    "started). RAY_AUTH_MODE is token or disabled (unset: a token is sent if the cluster asks for one). A built-in name takes precedence "
+    "over a folder of that name."
 )
 
 
 @dataclass(frozen=True)
 class Config:
-    """What a run does. The defaults are those of a person trying it on a laptop; written here and nowhere else."""
+    """What a run does. The defaults, which stand only here, suit a laptop.
+
+    Fields without a default are resolved when a command line is parsed, from the strategy, the launcher and the machine.
+    """
 
     strategy: str
     model_name: str = "tiny-qwen2"
     num_layers: int | None = None
-    num_workers: int | None = None
-    tp_size: int | None = None
-    dp_size: int | None = None
+    num_workers: int = field(kw_only=True)
+    tp_size: int = field(kw_only=True)
+    dp_size: int = field(kw_only=True)
     batch_size: int = 8
     seq_length: int = 128
     num_epochs: int = 1
@@ -51,16 +68,18 @@ class Config:
     weight_decay: float = 0.01
     max_grad_norm: float = 1.0
     gradient_accumulation_steps: int = 1
-    precision: str = "autocast"
+    precision: Precision = "fp32"
     attn_impl: str = "sdpa"
     seed: int = 0
     dataset_name: str = texts.BUILT_IN_CORPUS
-    data_cache_dir: Path | None = None
+    data_cache_dir: Path = field(default_factory=token_cache.default_folder)
     init_weights_path: Path | None = None
     save_init_weights: bool = False
     pretrained: bool = False
     overwrite: bool = False
+    control: bool = False
     noise_control: bool = False
+    run_name: str | None = None
     loss_output_dir: Path = Path("runs/loss_curves")
     storage_path: Path = Path("runs/ray")
     experiment_name: str | None = None
@@ -73,48 +92,78 @@ class Config:
 
     @property
     def mesh(self) -> Mesh:
-        return Mesh(dp_size=self.dp_size, tp_size=self.tp_size)
+        return Mesh(dp=self.dp_size, tp=self.tp_size)
+
+    @property
+    def row(self) -> strategies.Row:
+        return strategies.recorded(self.strategy)
+
+    @property
+    def name(self) -> str:
+        """The run's name in file names."""
+        return self.run_name or self.row.name
 
     @property
     def capture_folder(self) -> Path:
-        return self.capture_dir / self.strategy
+        if self.capture_dir is None:
+            raise ValueError("this run captures nothing")
+        return self.capture_dir / self.name
 
     @property
     def label(self) -> str:
-        return f"{STRATEGIES[self.strategy]} ({self.mesh.label})" + (", control" if self.noise_control else "")
+        return f"{self.row.label} ({self.mesh.label})" + (", control" if self.noise_control else "")
 
     @property
     def history_path(self) -> Path:
-        return history.path_of(self.loss_output_dir, history.CONTROL if self.noise_control else self.strategy)
+        return history.path_of(self.loss_output_dir, history.CONTROL if self.noise_control else self.name)
 
     @property
-    def parameter_dtype(self):
+    def written_weights(self) -> Path | None:
+        """The file that the initial weights are written to; None if they are not. Raises UserError if none is named."""
+        if self.save_init_weights and self.init_weights_path is None:
+            raise UserError("--save_init_weights needs --init_weights_path, the file to write")
+        return self.init_weights_path if self.save_init_weights else None
+
+    @property
+    def parameter_dtype(self) -> "torch.dtype":
         import torch
 
         return torch.bfloat16 if self.precision == "bf16" else torch.float32
 
-    def autocast(self, device):
-        """The context of a forward pass: bfloat16 autocast, or nothing."""
+    def autocast(self, device: "torch.device") -> contextlib.AbstractContextManager[object]:
+        """The context of a forward pass: bfloat16 autocast, or a null context."""
         import torch
 
         if self.precision != "autocast":
             return contextlib.nullcontext()
         return torch.autocast(device.type, dtype=torch.bfloat16)
 
-    def as_dict(self) -> dict:
-        return {key: str(value) if isinstance(value, Path) else value for key, value in asdict(self).items()}
+    def of_control(self) -> "Config":
+        """The control run of this run. It starts from the same weights, perturbed by one ulp; if this run saves weights, from those."""
+        run = replace(self, save_init_weights=False, pretrained=False) if self.save_init_weights else self
+        return replace(run, control=False, noise_control=True, capture_dir=None)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The configuration as a run records it: the strategy by name, not by the path of a file."""
+        content = {**asdict(self), "strategy": self.row.name}
+        return {key: str(value) if isinstance(value, Path) else value for key, value in content.items()}
 
 
-def _number(kind, low, *, open_low=False, high=math.inf):
-    def parse(text: str):
+def _number(
+    kind: type[int] | type[float], low: float, *, open_low: bool = False, high: float = math.inf
+) -> Callable[[str], float]:
+    def parse(text: str) -> float:
         try:
             value = kind(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not {'a whole number' if kind is int else 'a number'}") from None
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is not {'a whole number' if kind is int else 'a number'}"
+            ) from None
         if not math.isfinite(value) or value < low or value > high or (open_low and value == low):
             least = f"{'above' if open_low else 'at least'} {low}"
             raise argparse.ArgumentTypeError(
-                f"{text} is out of range; it must be {least}" + (f" and at most {high}" if high < math.inf else "")
+                f"{text} is out of range; it must be {least}"
+                + (f" and at most {high}" if high < math.inf else "")
             )
         return value
 
@@ -122,72 +171,155 @@ def _number(kind, low, *, open_low=False, high=math.inf):
 
 
 class Parser(argparse.ArgumentParser):
-    def error(self, message: str):
+    def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; see {self.prog} --help")
 
 
 def build_parser(strategy: str) -> argparse.ArgumentParser:
-    """The parser of all three scripts: one set of flags, one meaning."""
-    parser = Parser(prog=f"train_{strategy}.py", allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter, epilog=EPILOG)
-    defaults = {field.name: field.default for field in fields(Config)}
+    """The parser of every strategy's script: one set of flags, one meaning."""
+    row = strategies.row_of(strategy)
+    parser = Parser(
+        prog=row.program,
+        allow_abbrev=False,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        epilog=EPILOG,
+    )
+    defaults = {one.name: None if one.default is MISSING else one.default for one in fields(Config)}
     positive, whole = _number(int, 1), _number(int, 0)
     amount, rate = _number(float, 0), _number(float, 0, open_low=True)
 
-    def add(name: str, kind, text: str, **options):
+    def add(name: str, kind: Callable[[str], object], text: str, **options: Any) -> None:
         parser.add_argument(f"--{name}", type=kind, default=defaults[name], help=text, **options)
 
     built_in = ", ".join(architectures.BUILT_IN)
-    add("model_name", str, f"built-in ({built_in}), else a Hugging Face model folder, else a hub id; Qwen2, Qwen3 or Llama")
-    add("num_layers", lambda text: None if text == "all" else positive(text), "cut the model to this depth, or all (None: all)")
-    add("num_workers", positive, "processes; must equal tp_size x dp_size (None: their product)")
-    add("tp_size", positive, "tensor-parallel size (None: 1 for DDP, else 2)")
+    add(
+        "model_name",
+        str,
+        f"built-in model ({built_in}), Hugging Face model folder or hub id; families: {', '.join(FAMILIES)}",
+    )
+    add(
+        "num_layers",
+        lambda text: None if text == "all" else positive(text),
+        "number of layers to keep, or all (None: all)",
+    )
+    add("num_workers", positive, "number of ranks; must equal tp_size x dp_size (None: their product)")
+    add("tp_size", positive, "tensor-parallel size (None: 2; 1 for a strategy without tensor parallelism)")
     add("dp_size", positive, "data-parallel size (None: num_workers / tp_size, else 2)")
     add("batch_size", positive, "sequences per DP rank and micro batch")
     add("seq_length", positive, "tokens per sequence")
-    add("num_epochs", positive, "passes over the corpus, when --debug_steps is 0")
-    add("debug_steps", whole, "train exactly this many steps, going round the corpus if need be (0: --num_epochs)")
+    add("num_epochs", positive, "passes over the corpus; used if --debug_steps is 0")
+    add(
+        "debug_steps",
+        whole,
+        "number of steps to train, over the corpus again if it is too short (0: --num_epochs)",
+    )
     add("learning_rate", rate, "constant learning rate")
     add("optimizer", str, "fused torch AdamW, or SGD without momentum (not fused)", choices=("adamw", "sgd"))
-    add("weight_decay", amount, "on matrices; norms and biases are not decayed")
-    add("max_grad_norm", amount, "clip the whole model's gradient to this norm (0: do not clip)")
+    add("weight_decay", amount, "weight decay of matrices; norms and biases have none")
+    add("max_grad_norm", amount, "clip the norm of the whole model's gradient to this (0: do not clip)")
     add("gradient_accumulation_steps", positive, "micro batches per step; the gradient is their mean")
-    add("precision", str, "autocast: fp32 weights and state, bf16 compute; bf16: everything bf16", choices=PRECISIONS)
+    parser.add_argument(
+        "--precision",
+        choices=PRECISIONS,
+        default=argparse.SUPPRESS,
+        help=f"autocast: fp32 weights and state, bf16 compute; bf16: everything in bf16 (default: {defaults['precision']})",
+    )
     parser.add_argument("--autocast", action="store_true", help="the same as --precision autocast")
     add("attn_impl", str, "attention implementation of transformers", choices=("eager", "sdpa"))
-    add("seed", _number(int, 0, high=2**32 - 1), "of the initial weights and of the order of the data")
-    add("dataset_name", str, "builtin, else a .txt file, a folder of them, or a Hugging Face data set id[:config]")
-    add("data_cache_dir", Path, "where the tokens of long texts are kept (None: lockstep/ in $XDG_CACHE_HOME or ~/.cache)")
-    add("init_weights_path", Path, "initial weights to start from (.safetensors, .safetensors.index.json or .pt)")
-    parser.add_argument("--save_init_weights", action="store_true", help="write them there first (train_ddp.py only)")
-    parser.add_argument("--pretrained", action="store_true", help="start from the weights that --model_name has, not from random ones")
-    parser.add_argument("--overwrite", action="store_true", help="replace an earlier run's initial weights and captured steps")
-    parser.add_argument("--noise_control", action="store_true", help="start one rounding of the compute dtype beside the initial weights, and write loss_control.json: how far rounding alone takes the loss (train_ddp.py only)")
-    add("loss_output_dir", Path, f"where loss_{strategy}.json is written")
-    add("storage_path", Path, "where Ray Train keeps its records of the run")
-    add("experiment_name", str, "name of the run under storage_path, not used before (None: strategy and time)")
-    add("log_interval", positive, "print the loss every so many steps")
-    add("capture_dir", Path, "write every tensor of the first steps there, as full tensors (None: do not)")
-    add("capture_steps", positive, "how many steps to capture")
-    add("device", str, "auto: GPUs when there is one per worker, else CPUs", choices=("auto", "cpu", "cuda"))
+    add("seed", _number(int, 0, high=2**32 - 1), "seed of the initial weights and of the order of the data")
+    add(
+        "dataset_name",
+        str,
+        "builtin, a .txt file, a folder of them, or a Hugging Face data set id[:config]",
+    )
+    add(
+        "data_cache_dir",
+        Path,
+        "folder for the tokens of long texts (None: lockstep/ in $XDG_CACHE_HOME or ~/.cache)",
+    )
+    add(
+        "init_weights_path",
+        Path,
+        "file of initial weights to start from (.safetensors, .safetensors.index.json or .pt)",
+    )
+    parser.add_argument(
+        "--save_init_weights",
+        action="store_true",
+        help="write the initial weights to --init_weights_path first (train_ddp.py only)",
+    )
+    parser.add_argument(
+        "--pretrained",
+        action="store_true",
+        help="start from the weights of --model_name, not from random ones",
+    )
+    parser.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="replace initial weights and captured steps of an earlier run",
+    )
+    parser.add_argument(
+        "--control",
+        action="store_true",
+        help="train the control run (--noise_control) after this one, with the same workers (train_ddp.py only)",
+    )
+    parser.add_argument(
+        "--noise_control",
+        action="store_true",
+        help="make the control run: start from weights perturbed by one ulp of the compute dtype and write loss_control.json. "
+        "It shows how far rounding errors alone can move the loss (train_ddp.py only)",
+    )
+    add(
+        "run_name",
+        str,
+        "name of the run in file names, so that runs of one strategy can share a folder (None: the strategy's)",
+    )
+    add("loss_output_dir", Path, f"folder for loss_{row.name}.json")
+    add("storage_path", Path, "folder for Ray Train's records of the run")
+    add(
+        "experiment_name",
+        str,
+        "new name for the run under --storage_path (None: strategy and time)",
+    )
+    add("log_interval", positive, "number of steps between printed losses")
+    add(
+        "capture_dir",
+        Path,
+        "write all tensors of the first steps to this folder, as full tensors (None: do not)",
+    )
+    add("capture_steps", positive, "number of steps to capture")
+    add("device", str, "auto: GPUs if there is one per worker, else CPUs", choices=("auto", "cpu", "cuda"))
     add("backend", str, "auto: nccl on GPUs, gloo on CPUs", choices=("auto", "gloo", "nccl"))
-    parser.add_argument("--dry_run", action="store_true", help="print configuration, mesh and contract; train nothing")
+    parser.add_argument(
+        "--dry_run", action="store_true", help="print configuration, mesh and contract; train nothing"
+    )
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher passes it
     return parser
 
 
 def parse_config(strategy: str, argv: list[str] | None = None) -> Config:
-    """Parse and check a command line. Raises UserError, before anything is started, for whatever cannot work."""
+    """Parse and check a command line. Raises UserError, before anything is started, for what cannot work."""
     options = vars(build_parser(strategy).parse_args(argv))
     options.pop("local_rank")
     autocast = options.pop("autocast")
-    if autocast and options["precision"] != "autocast":
-        raise UserError(f"--autocast contradicts --precision {options['precision']}; give one of them")
-    if options["noise_control"] and (strategy != "ddp" or options["save_init_weights"]):
-        raise UserError("--noise_control: only train_ddp.py makes the control run, from weights that another run has saved")
+    precision = options.get("precision", "autocast" if autocast else Config.precision)
+    if autocast and precision != "autocast":
+        raise UserError(f"--autocast contradicts --precision {precision}; give one of them")
+    options["precision"] = precision
+    row = strategies.row_of(strategy)
+    if options["run_name"] is not None:
+        _require_run_name(options["run_name"])
+    if options["noise_control"] and (not row.is_baseline or options["save_init_weights"]):
+        raise UserError(
+            "--noise_control: works only in train_ddp.py, and without --save_init_weights; leave it out"
+        )
+    if options["control"] and (not row.is_baseline or options["noise_control"]):
+        raise UserError("--control: only train_ddp.py trains the control run, after its own; leave it out")
     if options["pretrained"] and options["init_weights_path"] and not options["save_init_weights"]:
-        raise UserError("--pretrained and --init_weights_path both say what to start from; give one, or add --save_init_weights")
-    options.update(resolve_mesh(strategy, options))
-    options.update(resolve_device(strategy, options))
+        raise UserError(
+            "--pretrained and --init_weights_path both give the initial weights; leave one out, or add --save_init_weights"
+        )
+    options.update(resolve_mesh(row, options))
+    options.update(resolve_device(row, options))
     options["data_cache_dir"] = options["data_cache_dir"] or token_cache.default_folder()
     paths = ("init_weights_path", "loss_output_dir", "storage_path", "capture_dir", "data_cache_dir")
     for name in paths:  # workers run in other folders
@@ -195,90 +327,25 @@ def parse_config(strategy: str, argv: list[str] | None = None) -> Config:
             options[name] = Path(os.path.expanduser(options[name])).absolute()
     options["model_name"] = _absolute(options["model_name"], architectures.BUILT_IN)
     options["dataset_name"] = _absolute(options["dataset_name"], (texts.BUILT_IN_CORPUS,))
-    return Config(strategy=strategy, **options)
+    return Config(strategy=row.place, **options)
 
 
-def _absolute(name: str, built_in) -> str:
-    """A file or folder that is there, by its absolute path; any other name, and a built-in one in any case, as it is."""
+def _require_run_name(name: str) -> None:
+    taken = (history.CONTROL, "reference")
+    if (
+        not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}", name)
+        or name in taken
+        or name.startswith("replay_")
+    ):
+        raise UserError(
+            f"--run_name {name}: must be letters, digits, _, . and -, and not {', '.join(taken)} or replay_...; choose another name"
+        )
+
+
+def _absolute(name: str, built_in: Collection[str]) -> str:
+    """The absolute path of an existing file or folder; any other name, or a built-in one, unchanged."""
     path = Path(os.path.expanduser(name))
     try:
         return str(path.absolute()) if name and name not in built_in and path.exists() else name
-    except (OSError, ValueError):  # no name that a file could have
+    except (OSError, ValueError):  # not a possible file name
         return name
-
-
-def shadowed(config: Config) -> list[str]:
-    """One line for each name that is built in and the name of something in the current folder: the built-in one is taken."""
-    pairs = (("model_name", config.model_name, architectures.BUILT_IN), ("dataset_name", config.dataset_name, (texts.BUILT_IN_CORPUS,)))
-    return [
-        f"--{option} {name}: the built-in one is taken; write ./{name} for the one in this folder"
-        for option, name, built_in in pairs
-        if name in built_in and Path(name).exists()
-    ]
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """What a checked configuration resolves to: the architecture, where it came from, and the steps to train."""
-
-    architecture: dict
-    architecture_source: str
-    batches: data.Batches
-    num_steps: int
-
-
-def load_inputs(config: Config) -> Inputs:
-    """Check everything that the configuration points to and load the corpus. Raises UserError.
-
-    Runs where the run is started, so that mistakes are found there; Ray's workers are handed the result.
-    """
-    architecture, source = architectures.resolve(config.model_name, config.num_layers)
-    problem = architectures.tensor_parallel_problem(architecture, config.tp_size)
-    if problem:
-        raise UserError(problem)
-    architectures.try_out(architecture, source, config.model_name)
-    longest = architecture["max_position_embeddings"]
-    if config.seq_length > longest:
-        raise UserError(f"--seq_length {config.seq_length}: {config.model_name} has positions for {longest} tokens")
-    windows_per_step = config.dp_size * config.batch_size * config.gradient_accumulation_steps
-    corpus = data.load_corpus(
-        config.dataset_name,
-        tokenizer.build_tokenizer(config.model_name, architecture),
-        seq_length=config.seq_length,
-        windows_per_step=windows_per_step,
-        cache_folder=config.data_cache_dir,
-    )
-    batches = data.Batches(corpus, config.seed, config.dp_size, config.batch_size, config.gradient_accumulation_steps)
-    return Inputs(architecture, source, batches, config.debug_steps or config.num_epochs * batches.steps_per_epoch)
-
-
-def check_environment(config: Config, architecture: dict) -> None:
-    """Check the weights file, the folders and the tools a run needs, where it is started. Raises UserError.
-
-    A dry run leaves no folder behind.
-    """
-    if config.strategy == "deepspeed":
-        _require_deepspeed(config)
-    initial_weights.check(config, architecture)
-    memory.require(config, architecture, workers_here(config.num_workers) if launched_in_place() else config.num_workers)
-    files.require_ours(config.history_path, "--loss_output_dir", history.BEGINS)  # an older run's is replaced
-    if config.capture_dir is not None:
-        files.require_new_folder(config.capture_folder, "--capture_dir", overwrite=config.overwrite)
-    if config.experiment_name is not None and (config.storage_path / config.experiment_name).exists():
-        raise UserError(
-            f"--experiment_name {config.experiment_name}: already used under {config.storage_path}; choose a new name"
-        )
-    if config.history_path.is_dir():
-        raise UserError(f"--loss_output_dir: {config.history_path} is a folder; remove it, or choose another folder")
-    for option in ("loss_output_dir", "capture_dir"):
-        if getattr(config, option) is not None:
-            files.require_writable_folder(getattr(config, option), f"--{option}", keep=not config.dry_run)
-    if not launched_in_place():  # Ray makes it, and it may stay empty
-        files.require_writable_folder(config.storage_path, "--storage_path", keep=False)
-
-
-def _require_deepspeed(config: Config) -> None:
-    if importlib.util.find_spec("deepspeed") is None:
-        raise UserError("train_deepspeed.py needs the package deepspeed, and it is not installed; install requirements.txt")
-    if config.device == "cpu" and not (shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++")):
-        raise UserError("DeepSpeed builds a small C++ extension when it first runs on CPUs, and no C++ compiler (c++ or g++) is on the PATH; install one, e.g. the package g++")

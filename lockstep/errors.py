@@ -1,6 +1,6 @@
-"""The errors a person sees: one line each, and the exit status that goes with it.
+"""The errors that a person sees: one line each, and its exit status.
 
-    0 done, PASS    1 a failed verdict or run    2 a usage error    3 an internal error: a bug of Lockstep, no verdict
+0 done, PASS    1 a failed verdict or run    2 a usage error    3 an internal error: a bug of Lockstep, no verdict
 """
 
 import os
@@ -8,12 +8,12 @@ import sys
 import traceback
 from collections.abc import Callable
 
-INTERNAL, INTERRUPTED, BROKEN_PIPE = 3, 130, 141  # the last two as shells have them: 128 + the signal
+INTERNAL, INTERRUPTED, BROKEN_PIPE = 3, 130, 141  # the last two are 128 + the signal, as in shells
 LONGEST = 1000  # characters of a message
 
 
 class UserError(ValueError):
-    """A usage error: what was asked for cannot be done. The message says what is wrong, where, and what to do (exit 2)."""
+    """A usage error: the request cannot be carried out. The message says what is wrong, where, and what to do (exit 2)."""
 
     exit_code = 2
 
@@ -30,19 +30,21 @@ def printable(text: object, limit: int = LONGEST) -> str:
     Text from files passes through here before it is shown: an ESC in a label could rewrite what the terminal shows.
     """
     text = str(text)
-    shown = "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text[: limit + 1])
+    shown = "".join(
+        each if each.isprintable() else each.encode("unicode_escape").decode() for each in text[: limit + 1]
+    )
     return shown if len(shown) <= limit else shown[: limit - 3] + "..."
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or its type where it has none."""
+    """The first line of an error's message, or its type if it has none."""
     return printable((str(error).strip().splitlines() or [type(error).__name__])[0], 160)
 
 
 def run_program(name: str, body: Callable[[], int], *, interrupted: str = "interrupted") -> int:
-    """Run `body` and return the exit status of the program `name`: every program of the project ends through here.
+    """Run `body` and return the exit status of the program `name`. Every program of the project ends here.
 
-    An error is one line on stderr. Only an internal error shows its traceback, for the report that it asks for.
+    An error is one line on stderr. Only an internal error shows its traceback, so that it can be reported.
     """
     try:
         status = body()
@@ -54,12 +56,16 @@ def run_program(name: str, body: Callable[[], int], *, interrupted: str = "inter
     except KeyboardInterrupt:
         _say(f"{name}: {interrupted}")
         return INTERRUPTED
-    except BrokenPipeError:  # the reader of our output is gone (`| head`); what is left to flush must not raise again
+    except (
+        BrokenPipeError
+    ):  # the reader of our output is gone (`| head`); what is left to flush must not raise again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except Exception as error:  # noqa: BLE001 - status 1 would be taken for a verdict
         traceback.print_exc()
-        _say(f"{name}: internal error ({type(error).__name__}: {first_line(error)}); this is no verdict, please report it with the lines above")
+        _say(
+            f"{name}: internal error ({type(error).__name__}: {first_line(error)}); this is no verdict, please report it with the lines above"
+        )
         return INTERNAL
 
 

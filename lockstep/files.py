@@ -1,4 +1,4 @@
-"""Files: read strictly, written atomically. A reader sees the old file or the new one, never half of one."""
+"""Files: read strictly and written atomically. A reader sees the old file or the new one, never half of one."""
 
 import contextlib
 import errno
@@ -11,15 +11,22 @@ import stat
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from lockstep.errors import UserError, first_line
 
-CAPTURED = re.compile(r"manifest\.json|step_\d+\.safetensors(\.part)?")  # the files of a dump (lockstep/dump.py)
+CAPTURED = re.compile(
+    r"manifest\.json|step_\d+\.safetensors(\.part)?"
+)  # the files of a dump (lockstep/tensors/dump.py)
+# By these a file is known to be an older result, which a new one may replace: what it begins with, or a figure says of itself.
+FIGURE = b"Lockstep figure"
+VERDICT = b'{\n  "passed": '
+REPORTS = {"report.md": b"# Tensor by tensor", "report.json": b'{\n "verdict": '}
 LARGEST_JSON = 1 << 28  # bytes; the manifest of a 70-billion-parameter model is a hundredth of it
 
 
 def require_regular(path: Path) -> int:
-    """The size in bytes of a regular file. Raises UserError for anything else: a FIFO would hang, /dev/zero never ends."""
+    """The size in bytes of a regular file. Raises UserError for anything else: reading a FIFO hangs, and /dev/zero never ends."""
     try:
         status = os.stat(path)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
@@ -29,15 +36,15 @@ def require_regular(path: Path) -> int:
     return status.st_size
 
 
-def read_json(path: Path, *, limit: int = LARGEST_JSON):
-    """The value of a JSON file (RFC 8259, and the words NaN and Infinity, which a schema allows or not).
+def read_json(path: Path, *, limit: int = LARGEST_JSON) -> Any:
+    """The value of a JSON file (RFC 8259, and the words NaN and Infinity, which a schema may allow).
 
-    Raises UserError for what is no regular file, larger than `limit` bytes, not UTF-8, starts with a byte order mark, is
-    nested too deeply, has one key twice in an object, or a number that float64 does not have.
+    Raises UserError for a file that is not regular, is larger than `limit` bytes, is not UTF-8, starts with a byte order mark, is
+    nested too deeply, has a key twice in one object, or a number beyond float64.
     """
     size = require_regular(path)
     if size > limit:
-        raise UserError(f"{path}: {size} bytes of JSON, at most {limit} are read; it is not a file of this kind")
+        raise UserError(f"{path}: {size} bytes of JSON; a file of this kind has at most {limit}")
     try:
         text = path.read_bytes().decode("utf-8")
     except OSError as error:
@@ -50,7 +57,7 @@ def read_json(path: Path, *, limit: int = LARGEST_JSON):
         raise UserError(f"{path}: not valid JSON ({first_line(error)})") from error
 
 
-def parse_json(text: str):
+def parse_json(text: str) -> Any:
     """The value of a JSON text, as strictly as `read_json`; raises ValueError."""
     if text.startswith("\ufeff"):
         raise ValueError("it starts with a byte order mark; save it as UTF-8 without one")
@@ -63,20 +70,20 @@ def parse_json(text: str):
 def _without_duplicates(pairs: list[tuple]) -> dict:
     found = dict(pairs)
     if len(found) < len(pairs):
-        seen: set = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
-        raise ValueError(f"the key {twice!r} stands twice in one object")
+        keys = [key for key, _ in pairs]
+        twice = next(key for number, key in enumerate(keys) if key in keys[:number])
+        raise ValueError(f"the key {twice!r} appears twice in one object")
     return found
 
 
 def _finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise ValueError(f"{text[:40]} is no number that float64 has")
+        raise ValueError(f"{text[:40]} is not a float64 number")
     return value
 
 
-def write_atomically(path: Path, write: Callable[[Path], None], *, size: int | None = None) -> None:
+def write_atomically(path: Path, write: Callable[[Path], object], *, size: int | None = None) -> None:
     """Let `write` fill a temporary file beside `path`, then rename it into place.
 
     Raises UserError naming the file when the disk is full (with the `size` wanted, in bytes, if it is known) or the folder
@@ -88,7 +95,7 @@ def write_atomically(path: Path, write: Callable[[Path], None], *, size: int | N
         write(temporary)
         os.replace(temporary, path)
     except Exception as error:
-        with contextlib.suppress(OSError):  # what was written of it is no use, and takes room
+        with contextlib.suppress(OSError):  # half a file is of no use and takes room
             temporary.unlink(missing_ok=True)
         reason = why_not_written(error, temporary, size)
         if reason is None:
@@ -102,8 +109,8 @@ def write_atomically(path: Path, write: Callable[[Path], None], *, size: int | N
 def why_not_written(error: Exception, path: Path, size: int | None = None) -> str | None:
     """Why a file could not be written, in a few words, from the error that writing it raised; None for any other error.
 
-    On a full disk that is the `size` wanted, in bytes, and what is free besides what there is of the file. safetensors and
-    torch raise errors of their own, with the system's number or without one.
+    For a full disk it includes the `size` wanted, in bytes, and the room for it. safetensors and torch raise errors of their own,
+    some without the system's error number.
     """
     code = getattr(error, "errno", None) if isinstance(error, OSError) else None
     found = re.search(r"\(os error (\d+)\)", str(error))
@@ -121,7 +128,7 @@ def why_not_written(error: Exception, path: Path, size: int | None = None) -> st
 
 
 def _room(path: Path) -> int:
-    """Bytes free on the disk of a file, were the file not there."""
+    """Bytes that would be free on the disk of a file without that file."""
     folder = path.parent
     while not folder.exists():
         folder = folder.parent
@@ -136,9 +143,9 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_result(path: Path, text: str) -> None:
-    """`write_text` for what took minutes to compute: where it cannot be written, it is written into a temporary folder.
+    """`write_text` for a result that took minutes: if it cannot be written, it goes into a temporary folder.
 
-    Then raises UserError that says where it is.
+    Raises UserError then, which says where it is.
     """
     try:
         write_text(path, text)
@@ -149,17 +156,21 @@ def write_result(path: Path, text: str) -> None:
 
 
 def require_writable_folder(path: Path, option: str, *, keep: bool = True) -> None:
-    """Make the folder if need be; raise UserError naming the option when nothing can be written there.
+    """Make the folder if needed; raise UserError naming the option if nothing can be written there.
 
-    Without `keep`, folders that were made for the test are removed again.
+    Without `keep`, folders made for this test are removed again.
     """
     for last in (False, False, True):
         try:
             return _try_to_write(path, keep)
         except (OSError, ValueError) as error:
-            if last or not isinstance(error, FileNotFoundError):  # another program's test may have removed the folder
+            if last or not isinstance(
+                error, FileNotFoundError
+            ):  # another program's test may have removed the folder
                 reason = getattr(error, "strerror", None) or error
-                raise UserError(f"{option} {path}: cannot be written ({reason}); choose another folder") from error
+                raise UserError(
+                    f"{option} {path}: cannot be written ({reason}); choose another folder"
+                ) from error
 
 
 def _try_to_write(path: Path, keep: bool) -> None:
@@ -177,25 +188,31 @@ def _try_to_write(path: Path, keep: bool) -> None:
 
 
 def require_writable_file(path: Path, option: str) -> None:
-    """Raise UserError naming the option unless a file can be put there; for outputs, before the work starts."""
+    """Raise UserError naming the option unless the file can be written. For outputs, before the work starts."""
     if path.is_dir():
         raise UserError(f"{option} {path}: is a folder; give the name of a file")
     require_writable_folder(path.absolute().parent, option, keep=False)
 
 
 def require_new_folder(path: Path, option: str, *, overwrite: bool = False) -> None:
-    """Raise UserError naming the option if there is something in the folder already, or if it is a file.
+    """Raise UserError naming the option if the folder is not empty, or is a file.
 
-    With `overwrite`, captured steps of an earlier run may be in it, and nothing else.
+    With `overwrite` it may hold captured steps of an earlier run, and nothing else.
     """
     if not path.exists() or (path.is_dir() and not any(path.iterdir())):
         return
-    foreign = "it" if not path.is_dir() else next((each.name for each in sorted(path.iterdir()) if not is_captured(each)), None)
+    foreign = (
+        "it"
+        if not path.is_dir()
+        else next((each.name for each in sorted(path.iterdir()) if not is_captured(each)), None)
+    )
     if not overwrite:
         ask = "choose another folder" + (", or add --overwrite" if foreign is None else "")
-        raise UserError(f"{option}: {path} is there already, and nothing is overwritten; {ask}")
+        raise UserError(f"{option}: {path} already exists, and nothing is overwritten; {ask}")
     if foreign is not None:
-        raise UserError(f"{option}: {path} is there already, and {foreign} is no captured step; choose another folder")
+        raise UserError(
+            f"{option}: {path} already exists and holds {foreign}, which is no captured step; choose another folder"
+        )
 
 
 def is_captured(path: Path) -> bool:
@@ -204,21 +221,27 @@ def is_captured(path: Path) -> bool:
 
 
 def remove_captured(folder: Path) -> None:
-    """Remove the captured steps of an earlier run, which `require_new_folder` has let pass."""
+    """Remove the captured steps of an earlier run, after `require_new_folder` has allowed it."""
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         if is_captured(path):
             path.unlink(missing_ok=True)
 
 
-def require_ours(path: Path, option: str, begins: bytes) -> None:
-    """Raise UserError if there is a file at `path` that this project did not write: ours `begins` so, and are replaced."""
+def require_ours(path: Path, option: str, begins: bytes, *, anywhere: bool = False) -> None:
+    """Raise UserError if `path` is a file that this project did not write; those that it wrote begin with `begins`.
+
+    With `anywhere` they hold these bytes at any place.
+    """
     if not path.exists() and not path.is_symlink():
         return
     try:
-        require_regular(path)
+        size = require_regular(path)
         with open(path, "rb") as file:
-            ours = file.read(len(begins)) == begins
+            head = file.read(min(size, LARGEST_JSON) if anywhere else len(begins))
+        ours = begins in head if anywhere else head == begins
     except (UserError, OSError):
         ours = False
     if not ours:
-        raise UserError(f"{option}: {path} was not written by this project and is not replaced; choose another folder")
+        raise UserError(
+            f"{option}: {path} was not written by this project and is not replaced; choose another place, or remove it"
+        )

@@ -1,34 +1,56 @@
-"""From a command line to a run: under Ray Train (lockstep/under_ray.py), or in place under torchrun and the deepspeed launcher."""
+"""From a command line to a run: under Ray Train (lockstep/running/under_ray.py), or in place under torchrun or the deepspeed launcher."""
 
 import contextlib
 import gc
 import json
 import os
+import re
 import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lockstep import config as config_module
-from lockstep import files, initial_weights, locks, processes, startup
+from lockstep import files, preflight, resources, startup, strategies
 from lockstep.config import Config
-from lockstep.errors import INTERRUPTED, TrainingFailure, UserError, first_line, printable, run_program
+from lockstep.errors import (
+    INTERRUPTED,
+    TrainingFailure,
+    UserError,
+    first_line,
+    printable,
+    run_program,
+)
+from lockstep.inputs.data import Inputs
+from lockstep.running import locks, processes, progress
+from lockstep.running.device import training_device
+from lockstep.training import initial_weights
 
-PATIENCE = 15.0  # seconds that a rank waits for rank 0 to say what both have found
+if TYPE_CHECKING:
+    pass
+
+PATIENCE = 15.0  # seconds that a rank waits for rank 0 to report an error that both have found
+LOST = re.compile("closed by peer|reset by peer|Broken pipe|remote process exited")  # of gloo and NCCL
 
 
 class RankFailure(TrainingFailure):
-    """One rank alone failed, and says so itself."""
+    """Only this rank failed, and reports it itself."""
 
 
-def launch(strategy: str, make_strategy) -> int:
-    """Run one training script and return its exit status (lockstep/errors.py)."""
-    name = f"train_{strategy}.py"
-    if os.environ.get("LOCKSTEP_PARENT") == str(os.getppid()):  # run_verification_main.sh: killed, it takes its scripts along
+def launch(strategy: str, argv: list[str] | None = None) -> int:
+    """Train with a strategy, by the name of its row or as path/to/file.py:Class; returns the exit status (lockstep/errors.py)."""
+    row = strategies.ROWS.get(strategy)
+    name = row.program if row else "lockstep.train"
+    if os.environ.get("LOCKSTEP_PARENT") == str(
+        os.getppid()
+    ):  # run_verification_main.sh: killed, it takes its scripts along
         processes.end_with_parent(signal.SIGKILL)
-    if not config_module.launched_in_place():
-        return run_program(name, lambda: _launch(strategy, make_strategy, _under_ray))
-    status = run_program(name, lambda: _one_of_many(lambda: _launch(strategy, make_strategy, _run_in_place)))
+    if not resources.launched_in_place():
+        return run_program(name, lambda: _launch(strategy, argv, _under_ray))
+    status = run_program(name, lambda: _one_of_many(lambda: _launch(strategy, argv, _run_in_place)))
     # A thread of gloo that still wants the interpreter while it shuts down aborts the process, about once in fifty
     # runs: the launcher would take a finished run for a failed one.
     sys.stdout.flush()
@@ -36,11 +58,11 @@ def launch(strategy: str, make_strategy) -> int:
     os._exit(status)
 
 
-def _one_of_many(body) -> int:
-    """One rank of a launcher, which kills all the others when one ends.
+def _one_of_many(body: Callable[[], int]) -> int:
+    """One rank of a launcher that kills all other ranks when one ends.
 
-    What every rank finds is said once, by rank 0: the others wait for it to have spoken. One that is still there after
-    PATIENCE was alone in finding it.
+    An error that every rank finds is reported once, by rank 0, while the others wait. A rank that is still alive after PATIENCE was the
+    only one to find it, and reports it.
     """
     try:
         return body()
@@ -56,56 +78,64 @@ def _one_of_many(body) -> int:
         raise
 
 
-def _under_ray(config: Config, inputs, make_strategy, begin) -> str:
-    from lockstep import under_ray
+def _under_ray(config: Config, inputs: Inputs, begin: Callable[[], None]) -> str:
+    from lockstep.running import under_ray
 
-    return under_ray.run(config, inputs, make_strategy, begin)
+    return under_ray.run(config, inputs, begin)
 
 
 def _first() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def _launch(strategy: str, make_strategy, run) -> int:
-    config = config_module.parse_config(strategy)
-    inputs = config_module.load_inputs(config)
+def _launch(
+    strategy: str, argv: list[str] | None, run: Callable[[Config, Inputs, Callable[[], None]], str]
+) -> int:
+    config = config_module.parse_config(strategy, argv)
+    inputs = preflight.load_inputs(config)
     if not _first() and config.dry_run:
         return 0
-    config_module.check_environment(config, inputs.architecture)
-    for line in config_module.shadowed(config) if _first() else ():
+    preflight.check_environment(config, inputs.architecture)
+    for line in [*preflight.shadowed(config), *preflight.emulated(config)] if _first() else ():
         print(line, file=sys.stderr)
     if config.dry_run:
         print(describe(config, inputs))
         return 0
     with locks.held(*outputs(config)) if _first() else contextlib.nullcontext():
-        line = run(config, inputs, make_strategy, lambda: _begin(config, inputs))
+        line = run(config, inputs, lambda: _begin(config, inputs))
     if _first():
-        print(printable(line))
+        progress.screen.note(printable(line))
     return 0
 
 
-def _begin(config: Config, inputs) -> None:
-    """Rank 0, when nothing can be refused any more: an older run's history proves nothing."""
-    if config.capture_dir is not None:  # another run may have filled it before we had the lock
+def _begin(config: Config, inputs: Inputs) -> None:
+    """On rank 0, once nothing can be refused any more: remove an older run's history and captured steps."""
+    if config.capture_dir is not None:  # another run may have filled it before we got the lock
         files.require_new_folder(config.capture_folder, "--capture_dir", overwrite=config.overwrite)
         files.remove_captured(config.capture_folder)  # there are none without --overwrite
-    config.history_path.unlink(missing_ok=True)
-    print(banner(config, inputs), flush=True)
+    for run in runs(config):
+        run.history_path.unlink(missing_ok=True)
+    progress.screen.note(banner(config, inputs))
     startup.meaning = "interrupted; the history holds the steps so far"
 
 
-def outputs(config: Config) -> list[tuple]:
-    """What a run writes and no other run may write meanwhile, with the flags that name it."""
-    found = [(config.history_path, "--loss_output_dir")]
+def runs(config: Config) -> list[Config]:
+    """The runs that are trained with one start of the workers."""
+    return [config, config.of_control()] if config.control else [config]
+
+
+def outputs(config: Config) -> list[tuple[Path, str]]:
+    """(path, flag that names it) of everything that a run writes and no other run may write meanwhile."""
+    found = [(run.history_path, "--loss_output_dir") for run in runs(config)]
     if config.capture_dir is not None:
         found.append((config.capture_folder, "--capture_dir"))
-    if config.save_init_weights:
-        found.append((config.init_weights_path, "--init_weights_path"))
+    if config.written_weights is not None:
+        found.append((config.written_weights, "--init_weights_path"))
     return found
 
 
-def banner(config: Config, inputs) -> str:
-    gpus = config_module.local_gpus()
+def banner(config: Config, inputs: Inputs) -> str:
+    gpus = resources.local_gpus()
     return (
         f"{config.label}: {printable(inputs.architecture_source)}, {inputs.architecture['num_hidden_layers']} layers, "
         f"{printable(initial_weights.describe(config))}, {config.precision}, tokenizer {printable(inputs.batches.corpus.tokenizer_name)}; "
@@ -114,9 +144,9 @@ def banner(config: Config, inputs) -> str:
     )
 
 
-def describe(config: Config, inputs) -> str:
+def describe(config: Config, inputs: Inputs) -> str:
     """What --dry_run prints: the resolved configuration, the mesh as a grid, the contract."""
-    from lockstep.contract import expected_contract
+    from lockstep.training.contract import expected_contract
 
     contract = expected_contract(config, inputs.architecture)
     return "\n".join(
@@ -137,38 +167,36 @@ def describe(config: Config, inputs) -> str:
     )
 
 
-def _run_in_place(config: Config, inputs, make_strategy, begin) -> str:
-    """One rank of torchrun or deepspeed: the process group from the environment, then the loop."""
+def _run_in_place(config: Config, inputs: Inputs, begin: Callable[[], None]) -> str:
+    """One rank of a launcher: the process group from the environment, then the loop."""
     if _first():
         begin()
-    import torch
     import torch.distributed as dist
 
-    from lockstep import training
+    from lockstep.training import loop as training
+    from lockstep.training.strategy import factory_of
 
-    set_threads(config, config_module.workers_here(config.num_workers))
-    device = torch.device("cpu")
-    if config.device == "cuda":  # over gloo, ranks may share a GPU
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-        torch.cuda.set_device(device)
+    device = training_device(config)
     with startup.cleaning_up():
         try:
             dist.init_process_group(config.backend)
-            return training.run(config, inputs, make_strategy, device)
-        except (UserError, TrainingFailure, BrokenPipeError):
+            return training.run_with_control(config, inputs, factory_of(config.row), device)
+        except UserError as error:
+            if _first():
+                raise
+            # If rank 0 found the same, it says so. Until then it must not lose its connection to this rank.
+            time.sleep(PATIENCE)
+            raise RankFailure(f"rank {os.environ['RANK']}: {error}") from error
+        except (TrainingFailure, BrokenPipeError):
             raise
         except Exception as error:
+            if LOST.search(str(error)):
+                time.sleep(PATIENCE)  # the rank that ended has said why, and the launcher ends this one
             traceback.print_exc()
-            raise RankFailure(f"rank {os.environ['RANK']} failed: {type(error).__name__}: {first_line(error)}") from error
+            raise RankFailure(
+                f"rank {os.environ['RANK']} failed: {type(error).__name__}: {first_line(error)}"
+            ) from error
         finally:
             gc.collect()  # strategies hold cycles; their process groups must go before the default one
             if dist.is_initialized():
                 dist.destroy_process_group()
-
-
-def set_threads(config: Config, workers_here: int) -> None:
-    """Share this machine's cores among its workers; launchers set one thread, or all of them in each worker."""
-    import torch
-
-    if config.device == "cpu":
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers_here))

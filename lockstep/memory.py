@@ -1,23 +1,30 @@
-"""Does the model fit? The least that its parameters, gradients and optimizer state take, against what this machine has.
+"""Does the model fit into memory? A lower bound: parameters, gradients and optimizer state, without activations and torch itself.
 
-A lower bound: activations and what torch itself takes come on top. A model far too large is refused at once, in one line,
-and not by a kill from the kernel once the workers have started. Nothing here imports torch.
+A model that is far too large is refused at once, in one line. Otherwise the kernel would kill the workers later. `require` imports torch to
+count the parameters.
 """
 
 import math
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from lockstep.architectures import parameter_shapes
 from lockstep.errors import UserError
+from lockstep.inputs.shapes import parameter_shapes
 
-CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # of versions 2 and 1
+if TYPE_CHECKING:
+    from lockstep.config import Config
+
+CGROUP_LIMITS = (
+    "/sys/fs/cgroup/memory.max",
+    "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+)  # of versions 2 and 1
 
 
-def require(config, architecture: dict, workers_here: int) -> None:
-    """Raise UserError if this machine has less memory than the run's workers here are sure to need.
+def require(config: "Config", architecture: dict, workers_here: int) -> None:
+    """Raise UserError if this machine has less memory than the run's workers here need at least.
 
-    Looks at main memory only, and not where RAY_ADDRESS names a cluster, whose size is not this machine's.
+    Looks at main memory only. Does nothing if RAY_ADDRESS names a cluster, whose size is not this machine's.
     """
     if os.environ.get("RAY_ADDRESS"):
         return
@@ -31,20 +38,20 @@ def require(config, architecture: dict, workers_here: int) -> None:
         )
 
 
-def least_bytes(config, parameters: int) -> int:
-    """Bytes of main memory that all workers of a run with so many parameters need together, at the least.
+def least_bytes(config: "Config", parameters: int) -> int:
+    """The least number of bytes of main memory that all workers of a run with so many parameters need together.
 
-    Every worker builds the whole model in float32 first. Then DDP holds everything in each worker, the other two at least once
-    over all; the reference is one process in float64. On GPUs, training takes none of it.
+    Every worker first builds the whole model in float32. Then whole replicas hold everything in each worker; other strategies hold
+    it at least once over all workers. The reference is one process in float64. On GPUs, training takes no main memory.
     """
     copies = 4 if config.optimizer == "adamw" else 2  # parameters, gradients, two moments
-    if config.strategy == "reference":
+    if config.run_name == "reference":
         return parameters * 8 * copies
     build = parameters * 4 * config.num_workers
     if config.device == "cuda":
         return build
     size = 2 if config.precision == "bf16" else 4
-    return max(build, parameters * size * copies * (config.dp_size if config.strategy == "ddp" else 1))
+    return max(build, parameters * size * copies * (config.dp_size if config.row.whole_replicas else 1))
 
 
 def machine_bytes() -> int:

@@ -1,57 +1,180 @@
-"""(dp, tp) geometry. A rank's coordinates are a pure function of its number; TP peers are neighbours.
+"""The mesh: ranks on named axes, outermost first. A rank's coordinates are a pure function of its number.
 
-The layout is the one `torch.distributed.init_device_mesh(device, (dp, tp))` and DeepSpeed AutoTP both use,
-so the three strategies agree on who shares a batch (a row) and who shares a shard (a column).
+    axis   cuts        ranks along it see                  gradients along it
+    pp     layers      the same samples                    belong to other layers
+    dp     samples     other samples                       averaged
+    cp     positions   the same samples, other positions   summed; the loss is a mean over tokens
+    tp     weights     the same samples and positions      whole on their shard
+
+What an axis means follows from what it cuts (`AXES`). Ranks are numbered as in `init_device_mesh` and AutoTP: neighbours lie along
+the innermost axis, along which most is communicated.
 """
 
-from dataclasses import dataclass
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Literal
 
-AXES = ("dp", "tp")
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class Cuts(Enum):
+    """What the ranks along an axis divide among them."""
+
+    LAYERS = "layers"
+    SAMPLES = "samples"
+    POSITIONS = "positions"
+    WEIGHTS = "weights"
+
+
+Axis = Literal["pp", "dp", "cp", "tp"]
+AXES: dict[str, Cuts] = {"pp": Cuts.LAYERS, "dp": Cuts.SAMPLES, "cp": Cuts.POSITIONS, "tp": Cuts.WEIGHTS}
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """One rank's place along every axis, from 0."""
+
+    pp: int = 0
+    dp: int = 0
+    cp: int = 0
+    tp: int = 0
+
+    def along(self, axis: str) -> int:
+        return getattr(self, axis)
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """A grid of dp_size x tp_size ranks, numbered row by row."""
+    """The number of ranks along every axis. An axis of size 1 cuts nothing."""
 
-    dp_size: int
-    tp_size: int
+    pp: int = 1
+    dp: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Axis -> size, outermost first."""
+        return asdict(self)
 
     @property
     def world_size(self) -> int:
-        return self.dp_size * self.tp_size
+        return math.prod(self.sizes.values())
 
-    def coordinates(self, rank: int) -> tuple[int, int]:
-        """(dp_rank, tp_rank) of a rank."""
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes with more than one rank, outermost first."""
+        return tuple(axis for axis, size in self.sizes.items() if size > 1)
+
+    def size(self, axis: str) -> int:
+        return self.sizes[axis]
+
+    def coordinates(self, rank: int) -> Coordinates:
         if not 0 <= rank < self.world_size:
-            raise ValueError(f"rank {rank} is not on a mesh of {self.dp_size} x {self.tp_size} ranks")
-        return divmod(rank, self.tp_size)
+            raise ValueError(f"rank {rank} is not on a mesh of {self.world_size} ranks ({self.label})")
+        places = {}
+        for axis, size in reversed(self.sizes.items()):
+            rank, places[axis] = divmod(rank, size)
+        return Coordinates(**places)
 
-    def rank(self, dp_rank: int, tp_rank: int) -> int:
-        return dp_rank * self.tp_size + tp_rank
+    def rank(self, coordinates: Coordinates) -> int:
+        rank = 0
+        for axis, size in self.sizes.items():
+            rank = rank * size + coordinates.along(axis)
+        return rank
+
+    def sample_share(self, rank: int) -> int:
+        """The number of the share of the global batch that a rank is fed. Ranks that differ only along other axes share it."""
+        coordinates = self.coordinates(rank)
+        share = 0
+        for axis in _cutting(Cuts.SAMPLES):
+            share = share * self.size(axis) + coordinates.along(axis)
+        return share
+
+    @property
+    def num_sample_shares(self) -> int:
+        return math.prod(self.size(axis) for axis in _cutting(Cuts.SAMPLES))
+
+    def first_with_share(self, share: int) -> int:
+        """The lowest rank that is fed this share of the global batch."""
+        return next(rank for rank in range(self.world_size) if self.sample_share(rank) == share)
+
+    def neighbour(self, rank: int, axis: str) -> int:
+        """The next rank along an axis; after the last one, the first."""
+        coordinates = asdict(self.coordinates(rank))
+        coordinates[axis] = (coordinates[axis] + 1) % self.size(axis)
+        return self.rank(Coordinates(**coordinates))
 
     @property
     def label(self) -> str:
-        return f"TP={self.tp_size}, DP={self.dp_size}"
+        """ "TP=2, DP=2": tp and dp, then the other axes of more than one rank."""
+        named = ["tp", "dp", *(axis for axis in self.axes if axis not in ("tp", "dp"))]
+        return ", ".join(f"{axis.upper()}={self.size(axis)}" for axis in named)
 
     def draw(self) -> str:
-        """The grid as text: a row is one model replica, a column holds the same shard."""
-        head = "        " + "".join(f"tp {tp:<6}" for tp in range(self.tp_size))
-        rows = [
-            f"  dp {dp}  " + "".join(f"rank {self.rank(dp, tp):<4}" for tp in range(self.tp_size))
-            for dp in range(self.dp_size)
-        ]
-        return "\n".join([head.rstrip(), *(row.rstrip() for row in rows)])
+        """The grid as text: one line for the ranks along each innermost axis."""
+        outer, innermost = list(self.sizes)[:-1], list(self.sizes)[-1]
+        shown = [axis for axis in outer if self.size(axis) > 1 or axis == "dp"]
+        head = " " * (2 + 6 * len(shown)) + "".join(
+            f"{innermost} {place:<6}" for place in range(self.size(innermost))
+        )
+        lines = [head.rstrip()]
+        for places in itertools.product(*(range(self.size(axis)) for axis in outer)):
+            here = dict(zip(outer, places, strict=True))
+            ranks = (
+                self.rank(Coordinates(**here, **{innermost: place})) for place in range(self.size(innermost))
+            )
+            left = "".join(f"{axis} {here[axis]:<3}" for axis in shown)
+            lines.append(("  " + left + "".join(f"rank {rank:<4}" for rank in ranks)).rstrip())
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The sizes of the mesh and the coordinates of one rank, as planned or as read back from live groups."""
+
+    mesh: Mesh
+    coordinates: Coordinates
+
+    @classmethod
+    def of_rank(cls, mesh: Mesh, rank: int) -> "Geometry":
+        return cls(mesh, mesh.coordinates(rank))
+
+    @classmethod
+    def of_groups(cls, groups: "Mapping[str, ProcessGroup | None]") -> "Geometry":
+        """From live process groups by axis; None or a missing axis means size 1."""
+        import torch.distributed as dist
+
+        live = {axis: group for axis, group in groups.items() if group is not None}
+        sizes = {axis: dist.get_world_size(group) for axis, group in live.items()}
+        return cls(Mesh(**sizes), Coordinates(**{axis: dist.get_rank(group) for axis, group in live.items()}))
+
+    def __str__(self) -> str:
+        return ", ".join(
+            f"{axis} {self.coordinates.along(axis)} of {size}"
+            for axis, size in self.mesh.sizes.items()
+            if size > 1 or axis in ("dp", "tp")
+        )
+
+
+def _cutting(what: Cuts) -> tuple[str, ...]:
+    return tuple(axis for axis, cuts in AXES.items() if cuts is what)
 
 
 def share(length: int, rank: int, size: int) -> tuple[int, int]:
-    """(start, length) of a rank's share of a dim cut as torch.chunk cuts it: equal shares, the last ones shorter."""
+    """(start, length) of a rank's share of a dim, as torch.chunk cuts it: equal shares, the last ones shorter."""
     each = -(-length // size)
     start = min(rank * each, length)
     return start, min(each, length - start)
 
 
-def build_device_mesh(mesh: Mesh, device_type: str):
-    """The torch DeviceMesh with axes ("dp", "tp"). Needs an initialised process group."""
+def build_device_mesh(mesh: Mesh, device_type: str) -> "DeviceMesh":
+    """The torch DeviceMesh with all axes by name, including those of size 1. Needs an initialised process group."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    return init_device_mesh(device_type, (mesh.dp_size, mesh.tp_size), mesh_dim_names=AXES)
+    return init_device_mesh(device_type, tuple(mesh.sizes.values()), mesh_dim_names=tuple(mesh.sizes))

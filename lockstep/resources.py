@@ -1,32 +1,38 @@
-"""Where a run can take place: the launcher's ranks, this machine's cores and GPUs. Needs no torch."""
+"""What a run can use: the launcher's ranks, this machine's cores and GPUs. Needs no torch."""
 
 import importlib.metadata
 import os
 from pathlib import Path
+from typing import Any
 
 from lockstep.errors import UserError
+from lockstep.strategies import Row
 
 WORKERS_PER_CORE = 4  # more CPU processes than this on one core spend their time switching
 
 
 def launched_in_place() -> bool:
-    """Whether torchrun or the deepspeed launcher started this process as one of several ranks."""
+    """Whether a launcher such as torchrun started this process as one of several ranks."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def workers_here(total: int) -> int:
-    """How many of a launcher's ranks run on this machine; torchrun and deepspeed have different names for it."""
+    """The number of ranks on this machine, by either name that launchers have for it; `total` without a launcher."""
     return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or total)
 
 
-def resolve_mesh(strategy: str, options: dict) -> dict:
-    """num_workers, tp_size and dp_size, from the flags and the launcher. Raises UserError where they contradict each other."""
+def resolve_mesh(row: Row, options: dict[str, Any]) -> dict[str, int]:
+    """num_workers, tp_size and dp_size, from the flags and the launcher. Raises UserError if they contradict each other."""
     workers, tp, dp = options["num_workers"], options["tp_size"], options["dp_size"]
-    if strategy == "ddp" and tp not in (None, 1):
-        raise UserError(f"--tp_size {tp}: DDP has no tensor parallelism; leave it out, or use train_fsdp.py")
-    tp = tp or (1 if strategy == "ddp" else 2)
+    for axis, size, what in (("tp", tp, "tensor"), ("dp", dp, "data")):
+        if axis not in row.axes and size not in (None, 1):
+            raise UserError(
+                f"--{axis}_size {size}: {row.label} has no {what} parallelism; leave it out, or use another strategy"
+            )
+    tp = tp or (2 if "tp" in row.axes else 1)
     started = int(os.environ["WORLD_SIZE"]) if launched_in_place() else None
-    dp = dp or (max(1, (workers or started) // tp) if workers or started else 2)
+    total = workers or started
+    dp = dp or (1 if "dp" not in row.axes else max(1, total // tp) if total else 2)
     workers = workers or tp * dp
     if workers != tp * dp:
         raise UserError(
@@ -41,7 +47,7 @@ def resolve_mesh(strategy: str, options: dict) -> dict:
 
 
 def local_gpus() -> int:
-    """GPUs of this machine that CUDA_VISIBLE_DEVICES lets through (0 where torch has no CUDA)."""
+    """The number of GPUs of this machine that CUDA_VISIBLE_DEVICES allows (0 if torch has no CUDA)."""
     if importlib.metadata.version("torch").endswith("+cpu"):
         return 0
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -51,8 +57,8 @@ def local_gpus() -> int:
     return len(list(driver.iterdir())) if driver.is_dir() else 0
 
 
-def resolve_device(strategy: str, options: dict) -> dict:
-    """device and backend, from the flags and what there is. Raises UserError for more workers than there is room for."""
+def resolve_device(row: Row, options: dict[str, Any]) -> dict[str, str]:
+    """device and backend, from the flags and the hardware. Raises UserError for more workers than fit."""
     device, backend, workers = options["device"], options["backend"], options["num_workers"]
     gpus, cores = local_gpus(), os.cpu_count() or 1
     in_place = launched_in_place()
@@ -64,9 +70,11 @@ def resolve_device(strategy: str, options: dict) -> dict:
     if backend == "auto":
         backend = "nccl" if device == "cuda" else "gloo"
     if device == "cpu" and backend == "nccl":
-        raise UserError("--backend nccl needs --device cuda and one GPU per worker; use --backend gloo on CPUs")
+        raise UserError(
+            "--backend nccl needs --device cuda and one GPU per worker; use --backend gloo on CPUs"
+        )
     if device == "cuda" and not cluster:
-        shared = backend == "gloo" and in_place and strategy != "deepspeed"  # ray and deepspeed give each rank its own
+        shared = backend == "gloo" and in_place and row.ranks_share_gpus  # ray gives each rank its own
         needed = 1 if shared else workers
         if gpus < needed:
             raise UserError(

@@ -1,6 +1,6 @@
-"""What JSON files must look like: one strict pydantic model for each kind of file, and one way to hold a file against it.
+"""What JSON files must look like: a strict pydantic model for each kind of file, and one way to check a file against it.
 
-Strict means: no 1.5 for a count, no `true` or "1" for a number, no NaN where none may stand, no unknown keys.
+Strict means: no 1.5 for a count, no `true` or "1" for a number, no NaN unless allowed, no unknown keys.
 """
 
 from typing import Annotated, TypeVar
@@ -12,8 +12,10 @@ from lockstep.errors import UserError, printable
 Count = Annotated[int, Field(ge=1, le=2**40)]
 Whole = Annotated[int, Field(ge=0, le=2**63 - 1)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
-MayBreakDown = float  # NaN and Infinity may stand here: a run that broke down has them
-Name = Annotated[str, Field(min_length=1, max_length=512, pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]*$")]  # may be shown
+MayBreakDown = float  # may be NaN or infinite, as in a run that broke down
+Name = Annotated[
+    str, Field(min_length=1, max_length=512, pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]*$")
+]  # may be shown
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
@@ -23,13 +25,25 @@ class Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=True, frozen=True)
 
 
+class Origin(Strict):
+    """Where and when a run was made (lockstep/origin.py)."""
+
+    lockstep: Name
+    commit: Name
+    python: Name
+    date: Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ$")]
+    cpu: Name
+    cores: Count
+    instruction_sets: list[Name]  # of those that kernels are chosen by
+
+
 Schema = TypeVar("Schema", bound=BaseModel)
 
 
 def validate(schema: type[Schema], content: object, where: object, remedy: str) -> Schema:
-    """`content`, of a JSON file, as an object of the schema.
+    """`content`, read from a JSON file, as an object of the schema.
 
-    Raises UserError: `where` it is, the first thing that is wrong and its place, and the `remedy`.
+    Raises UserError that names the place (`where`), the first field that is wrong and the `remedy`.
     """
     try:
         return schema.model_validate(content)
@@ -39,6 +53,8 @@ def validate(schema: type[Schema], content: object, where: object, remedy: str) 
         value = printable(repr(first["input"]), 60)
         if first["type"] == "missing":  # the input is then all that is around it
             raise UserError(f"{where}: {printable(place, 200)} is missing; {remedy}") from error
-        raise UserError(f"{where}: {printable(place, 200)} is {value}: {first['msg'].lower()}; {remedy}") from error
+        raise UserError(
+            f"{where}: {printable(place, 200)} is {value}: {first['msg'].lower()}; {remedy}"
+        ) from error
     except RecursionError:
         raise UserError(f"{where}: nested too deeply; {remedy}") from None

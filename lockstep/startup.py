@@ -7,9 +7,9 @@ Every program begins with
 
         startup.begin()
 
-From then on Ctrl-C ends it at once, with one line and status 130: libraries turn a KeyboardInterrupt into other errors, or
-lose it, and there is nothing to clean up while they are imported or while Ray starts (its processes end with this one). Where
-there is something, `cleaning_up` raises KeyboardInterrupt instead. This file must be readable by any Python 3.
+From then on Ctrl-C ends it at once, with one line and status 130. A KeyboardInterrupt would not do: libraries lose it or turn it into
+other errors. There is nothing to clean up while they are imported or while Ray starts (its processes end with this one). Code that
+has something to clean up runs in `cleaning_up`, which raises KeyboardInterrupt. This file must be readable by Python 3.6.
 """
 
 import contextlib
@@ -17,41 +17,45 @@ import importlib.util
 import os
 import signal
 import sys
+from collections.abc import Callable, Iterator
+from typing import NoReturn
 
 PACKAGES = ("numpy", "pydantic", "safetensors", "torch", "transformers")  # what every program needs
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-meaning = "interrupted"  # what is said after Ctrl-C; a program may have more to say
-end_helpers = []  # functions that end, in order, what this process has started and what would outlive it for a while
+meaning = "interrupted"  # the line after Ctrl-C; a program may set a longer one
+end_helpers: "list[Callable[[], object]]" = []  # functions that end processes which would outlive this one for a while
 
 
-def program():
-    """The name of the running program, as its error messages have it."""
+def program() -> str:
+    """The name of the running program in its error messages."""
     if sys.argv[0] == "-m":  # while the package is imported for `python -m lockstep.NAME`
         return sys.orig_argv[sys.orig_argv.index("-m") + 1]
-    folder, name = os.path.split(os.path.abspath(sys.argv[0]))
-    return "lockstep." + name[:-3] if folder == os.path.join(ROOT, "lockstep") else name
+    path = os.path.abspath(sys.argv[0])
+    if path.startswith(os.path.join(ROOT, "lockstep", "")):
+        return os.path.relpath(path, ROOT)[: -len(".py")].replace(os.sep, ".")
+    return os.path.basename(path)
 
 
-def stop_at_once(_signal=None, _frame=None):
+def stop_at_once(_signal: object = None, _frame: object = None) -> NoReturn:
     """Say that the program was interrupted, once for all ranks of a launcher, and end it. A second Ctrl-C does not wait."""
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     with contextlib.suppress(Exception):  # it may be what was interrupted
         sys.stdout.flush()
     if os.environ.get("RANK", "0") == "0":
-        os.write(2, "{}: {}\n".format(program(), meaning).encode())
+        os.write(2, f"{program()}: {meaning}\n".encode())
     for end in end_helpers:
         with contextlib.suppress(Exception):
             end()
     os._exit(130)
 
 
-def _stop_cleanly(_signal, _frame):
+def _stop_cleanly(_signal: object, _frame: object) -> NoReturn:
     signal.signal(signal.SIGINT, stop_at_once)  # the second Ctrl-C does not wait for the cleaning up
     raise KeyboardInterrupt
 
 
 @contextlib.contextmanager
-def cleaning_up():
+def cleaning_up() -> "Iterator[None]":
     """Ctrl-C raises KeyboardInterrupt in here: there are files to remove or processes to end."""
     ours = signal.getsignal(signal.SIGINT) is stop_at_once
     if ours:
@@ -63,26 +67,28 @@ def cleaning_up():
             signal.signal(signal.SIGINT, stop_at_once)
 
 
-def _require_environment():
+def _require_environment() -> None:
     """End with status 2 and one line unless this Python is recent enough and has the packages."""
     problem = ""
-    if sys.version_info < (3, 11):
-        problem = "this is Python {}.{}, and 3.11 or later is needed".format(*sys.version_info[:2])
+    if sys.version_info < (3, 11):  # noqa: UP036 - an older Python comes this far
+        problem = f"this is Python {sys.version_info[0]}.{sys.version_info[1]}, and 3.11 or later is needed"
     else:
         missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
         if missing:
-            problem = "{} has no package {}".format(sys.executable or "this Python", missing[0])
+            problem = f"{sys.executable or 'this Python'} has no package {missing[0]}"
     if problem:
         activate = os.path.join(ROOT, ".venv", "bin", "activate")
         enter = "source " + os.path.relpath(activate)
         if not os.path.exists(activate):
             enter = "run ./run_verification_main.sh, which makes .venv, then source .venv/bin/activate"
-        os.write(2, "{}: {}; enter the environment first: {}\n".format(program(), problem, enter).encode())
+        os.write(2, f"{program()}: {problem}; enter the environment first: {enter}\n".encode())
         os._exit(2)
 
 
-def begin():
-    """From now on Ctrl-C ends the program with one line. Ends it now, with status 2, if this is not an environment for it."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where the parent ignores it, as a shell does for `&`
+def begin() -> None:
+    """From now on Ctrl-C ends the program with one line. Ends it now, with status 2, outside its environment."""
+    if (
+        signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    ):  # not where the parent ignores it, as a shell does for `&`
         signal.signal(signal.SIGINT, stop_at_once)
     _require_environment()

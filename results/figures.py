@@ -1,8 +1,8 @@
-"""Draw results/faults.png from the tables of planted faults, which verdict sees how many, and print the README's table.
+"""Draw results/faults.png, which verdict sees how many planted faults, and write the table of all of them to results/faults.md.
 
-    python run_faults.py --output results/faults-fp32.json
-    python run_faults.py --precision autocast --output results/faults-autocast.json
-    python results/figures.py
+python run_faults.py --output results/faults-fp32.json
+python run_faults.py --precision autocast --output results/faults-autocast.json
+python results/figures.py
 """
 
 import json
@@ -13,59 +13,143 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
+from lockstep.strategies import recorded
+
 HERE = Path(__file__).parent
 SEEN = {
     "loss curve": lambda row: row["loss_step"] is not None,
-    "loss curve or gradient norm": lambda row: row["loss_step"] is not None or row["grad_norm_step"] is not None,
+    "loss curve or gradient norm": lambda row: row["loss_step"] is not None
+    or row["grad_norm_step"] is not None,
     "tensors": lambda row: row["caught"],
 }
 
 
-def print_table() -> None:
-    """One row for each fault; AutoTP before FSDP where they differ."""
-    found = {precision: {} for precision in ("fp32", "autocast")}
-    for precision, rows in found.items():
-        for row in json.loads((HERE / f"faults-{precision}.json").read_text())["rows"]:
-            rows.setdefault(row["fault"], []).append(row)
+def summary(contents: dict[str, dict]) -> list[str]:
+    """How many runs each verdict saw, and how many causes were right, by precision."""
+
+    def share(rows: list[dict], wanted) -> str:
+        try:
+            return f"{sum(map(wanted, rows))} of {len(rows)}"
+        except KeyError:  # these rows have the causes of an older diagnosis
+            return "not run again"
+
+    lines = {
+        "caught by tensors": SEEN["tensors"],
+        "first tensor as foretold": lambda row: row["first_right"],
+        "cause named right": lambda row: row["named"] == "right",
+        "cause not explained": lambda row: row["named"] == "not explained",
+        "cause named wrong": lambda row: row["named"] == "wrong",
+        "missed by the loss curve": lambda row: not SEEN["loss curve"](row),
+        "missed by loss curve and gradient norm": lambda row: not SEEN["loss curve or gradient norm"](row),
+    }
+    head = [f"| | {' | '.join(contents)} |", f"|---|{'---|' * len(contents)}"]
+    return head + [
+        f"| {what} | {' | '.join(share(content['rows'], wanted) for content in contents.values())} |"
+        for what, wanted in lines.items()
+    ]
+
+
+def table(contents: dict[str, dict]) -> list[str]:
+    """One row for each fault; the strategies in the registry's order where they differ."""
+    found: dict[str, dict] = {precision: {} for precision in contents}
+    for precision, content in contents.items():
+        for row in content["rows"]:
+            found[precision].setdefault(row["fault"], []).append(row)
 
     def cell(rows: list[dict], read) -> str:
         values = list(dict.fromkeys(read(row) for row in rows))
-        return " / ".join(str(read(row)) for row in rows) if len(values) > 1 else str(values[0]) if values else "no effect"
+        return (
+            " / ".join(str(read(row)) for row in rows)
+            if len(values) > 1
+            else str(values[0])
+            if values
+            else "no effect"
+        )
 
     def step(key: str):
         return lambda row: "-" if row[key] is None else row[key]
 
-    print("| fault | class | strategies | loss curve, fp32 | autocast | grad norm, fp32 | autocast | first tensor | cause |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    lines = [
+        "| fault | class | strategies | loss curve, fp32 | autocast | grad norm, fp32 | autocast | first tensor | cause |"
+    ]
+    lines += ["|---|---|---|---|---|---|---|---|---|"]
     for name, rows in found["fp32"].items():
         others = found["autocast"].get(name, [])
-        cells = [f"`{name}`", rows[0]["class"], ", ".join({"deepspeed": "AutoTP", "fsdp": "FSDP"}[row["strategy"]] for row in rows)]
+        cells = [f"`{name}`", rows[0]["class"], ", ".join(recorded(row["strategy"]).label for row in rows)]
         for key in ("loss_step", "grad_norm_step"):
             cells += [cell(rows, step(key)), cell(others, step(key))]
         cells += [cell(rows, lambda row: "right" if row["first_right"] else f"WRONG: {row['first']}")]
-        cells += [cell(rows, lambda row: row["cause"] if row["cause_right"] else f"WRONG: {row['cause']}")]
-        print(f"| {' | '.join(cells)} |")
+        cells += [
+            cell(
+                rows,
+                lambda row: f"WRONG: {row['cause']}"
+                if row["named"] == "wrong"
+                else row["cause"] or "not explained",
+            )
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def page(contents: dict[str, dict]) -> str:
+    """The text of results/faults.md."""
+    steps = contents["fp32"]["steps"]
+    return "\n".join(
+        [
+            "# Planted faults",
+            "",
+            "Made by `python results/figures.py` from `faults-fp32.json` and `faults-autocast.json`. [docs/faults.md](../docs/faults.md) says",
+            "how the faults are planted.",
+            "",
+            *summary(contents),
+            "",
+            f"The numbers are the step, of {steps}, at which a verdict turns red; `-`: it never does. `no effect`: the fault only rounds to",
+            "bfloat16, which is no fault under autocast. First tensor and cause are those in fp32.",
+            "",
+            *table(contents),
+            "",
+        ]
+    )
+
+
+def read() -> dict[str, dict]:
+    contents = {
+        precision: json.loads((HERE / f"faults-{precision}.json").read_text())
+        for precision in ("fp32", "autocast")
+    }
+    for content in contents.values():
+        content["rows"] = [row for row in content["rows"] if not row.get("failed")]
+    return contents
+
+
+def draw(contents: dict[str, dict]) -> None:
+    figure, axes = pyplot.subplots(figsize=(8, 3.2), layout="constrained")
+    labels, places, longest = [], [], 0
+    for number, (precision, content) in enumerate(contents.items()):
+        rows = content["rows"]
+        longest = max(longest, len(rows))
+        for index, (what, seen) in enumerate(SEEN.items()):
+            hits, place = sum(map(seen, rows)), -(number * (len(SEEN) + 0.6) + index)
+            first = number == index == 0
+            axes.barh(place, hits, color="tab:blue", label="seen" if first else None)
+            axes.barh(place, len(rows) - hits, left=hits, color="tab:red", label="missed" if first else None)
+            axes.text(
+                len(rows) + 1, place, f"{len(rows) - hits} of {len(rows)} missed", va="center", fontsize=9
+            )
+            labels.append(f"{precision}: {what}")
+            places.append(place)
+    axes.set_yticks(places, labels)
+    axes.set_xlim(0, longest * 1.3)  # room for the words behind a bar
+    axes.set_xlabel(f"runs with a planted fault, {contents['fp32']['steps']} steps")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside upper right", ncols=2, frameon=False)
+    figure.savefig(HERE / "faults.png", dpi=120)
 
 
 def main() -> None:
-    print_table()
-    figure, axes = pyplot.subplots(figsize=(8, 3.2), layout="constrained")
-    labels, places = [], []
-    for number, precision in enumerate(("fp32", "autocast")):
-        content = json.loads((HERE / f"faults-{precision}.json").read_text())
-        rows = [row for row in content["rows"] if not row.get("failed")]
-        for index, (what, seen) in enumerate(SEEN.items()):
-            hits, place = sum(map(seen, rows)), -(number * (len(SEEN) + 0.6) + index)
-            axes.barh(place, hits, color="tab:blue")
-            axes.barh(place, len(rows) - hits, left=hits, color="tab:red")
-            axes.text(len(rows) + 1, place, f"{len(rows) - hits} of {len(rows)} missed", va="center", fontsize=9)
-            labels.append(f"{precision}: {what}")
-            places.append(place)
-            print(f"{labels[-1]}: {hits} of {len(rows)} seen")
-    axes.set_yticks(places, labels)
-    axes.set_xlim(0, axes.get_xlim()[1] * 1.22)
-    axes.set_xlabel(f"planted faults seen within {content['steps']} steps (blue) and missed (red)")
-    figure.savefig(HERE / "faults.png", dpi=120)
+    contents = read()
+    draw(contents)
+    (HERE / "faults.md").write_text(page(contents))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,6 @@
 import signal
-import sys
-from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-
 
 # A suite that was started in the background has inherited an ignored Ctrl-C, and the programs that it starts would, too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -15,12 +9,15 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 @pytest.fixture(scope="session")
 def dumps(tmp_path_factory):
     """A folder of dumps of two steps: ddp, fsdp, reference, replay_ddp, replay_fsdp. Not to be changed."""
-    from ranks import CAPTURED, run_alone, run_ranks
+    import small_dumps
 
     folder = tmp_path_factory.mktemp("dumps")
-    arguments = [*CAPTURED, "--debug_steps", "2", "--capture_steps", "2", "--gradient_accumulation_steps", "2", "--capture_dir", str(folder)]
-    for strategy, num_ranks in (("ddp", 2), ("fsdp", 4)):
-        run = {"name": "losses", "strategy": strategy, "fault": "none", "arguments": arguments}
-        run_ranks(num_ranks, "jobs:histories", folder / "work", {"runs": [run]})
-    run_alone("jobs:reference", folder / "work", arguments)
+    small_dumps.make(folder)
     return folder
+
+
+def pytest_collection_modifyitems(items):
+    """With several processes (pytest -n), the tests of a file stay together, because they share fixtures; in these files they do not."""
+    for item in items:
+        if item.path.stem != "test_launch":
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))

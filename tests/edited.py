@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
-from lockstep import manifest as manifest_file
-from lockstep.dump import ITEMSIZE, Dump
-from lockstep.step_file import checksum
+from lockstep.tensors import manifest as manifest_file
+from lockstep.tensors.dump import ITEMSIZE, Dump
+from lockstep.tensors.step_file import checksum
 
 
 def edit(folder: Path, change) -> None:
@@ -39,7 +39,12 @@ def overwrite(folder: Path, step: int, name: str, word: int, bits: int) -> None:
         file.write(bits.to_bytes(itemsize, "little"))
         file.seek(offset)
         data = np.frombuffer(file.read(int(np.prod(shape)) * itemsize), dtype=np.uint8)
-    edit(folder, lambda manifest: manifest["steps"][str(step)]["tensors"][name].update(checksum=checksum(data, itemsize)))
+    edit(
+        folder,
+        lambda manifest: manifest["steps"][str(step)]["tensors"][name].update(
+            checksum=checksum(data, itemsize)
+        ),
+    )
 
 
 def flip_byte(path: Path, place: int) -> None:

@@ -1,26 +1,27 @@
 """config.json files as they are on the hub, written from their model cards' repositories: what must be accepted."""
 
-_QWEN = {"attention_dropout": 0.0, "hidden_act": "silu", "initializer_range": 0.02, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "torch_dtype": "bfloat16", "use_cache": True, "use_sliding_window": False, "bos_token_id": 151643}  # fmt: skip
+# fmt: off
+_QWEN = {"attention_dropout": 0.0, "hidden_act": "silu", "initializer_range": 0.02, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "torch_dtype": "bfloat16", "use_cache": True, "use_sliding_window": False, "bos_token_id": 151643}
 
 QWEN2_5_0_5B = {
     **_QWEN, "architectures": ["Qwen2ForCausalLM"], "eos_token_id": 151643, "hidden_size": 896, "intermediate_size": 4864,
     "max_position_embeddings": 32768, "max_window_layers": 24, "model_type": "qwen2", "num_attention_heads": 14,
     "num_hidden_layers": 24, "num_key_value_heads": 2, "sliding_window": 32768, "tie_word_embeddings": True,
     "transformers_version": "4.40.1", "use_mrope": False, "vocab_size": 151936,
-}  # fmt: skip
+}
 QWEN2_5_7B_INSTRUCT = {
     **_QWEN, "architectures": ["Qwen2ForCausalLM"], "eos_token_id": 151645, "hidden_size": 3584, "intermediate_size": 18944,
     "max_position_embeddings": 32768, "max_window_layers": 28, "model_type": "qwen2", "num_attention_heads": 28,
     "num_hidden_layers": 28, "num_key_value_heads": 4, "sliding_window": 131072, "tie_word_embeddings": False,
     "transformers_version": "4.43.1", "vocab_size": 152064,
-}  # fmt: skip
+}
 QWEN3_0_6B = {
     **_QWEN, "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "eos_token_id": 151645, "head_dim": 128,
     "hidden_size": 1024, "intermediate_size": 3072, "max_position_embeddings": 40960, "max_window_layers": 28,
     "model_type": "qwen3", "num_attention_heads": 16, "num_hidden_layers": 28, "num_key_value_heads": 8, "rope_scaling": None,
     "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": True, "transformers_version": "4.51.0",
     "vocab_size": 151936,
-}  # fmt: skip
+}
 LLAMA_3_2_1B = {
     "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 128000,
     "eos_token_id": [128001, 128008, 128009], "head_dim": 64, "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02,
@@ -29,24 +30,35 @@ LLAMA_3_2_1B = {
     "rope_scaling": {"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192, "rope_type": "llama3"},
     "rope_theta": 500000.0, "tie_word_embeddings": True, "torch_dtype": "bfloat16", "transformers_version": "4.45.0.dev0",
     "use_cache": True, "vocab_size": 128256,
-}  # fmt: skip
+}
 TINYLLAMA = {
     "architectures": ["LlamaForCausalLM"], "attention_bias": False, "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
     "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 5632, "max_position_embeddings": 2048,
     "model_type": "llama", "num_attention_heads": 32, "num_hidden_layers": 22, "num_key_value_heads": 4, "pretraining_tp": 1,
     "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 10000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
     "transformers_version": "4.35.0", "use_cache": True, "vocab_size": 32000,
-}  # fmt: skip
+}
 LLAMA_2_7B = {  # older than most keys
     "_name_or_path": "meta-llama/Llama-2-7b-hf", "architectures": ["LlamaForCausalLM"], "bos_token_id": 1, "eos_token_id": 2,
     "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 11008,
     "max_position_embeddings": 4096, "model_type": "llama", "num_attention_heads": 32, "num_hidden_layers": 32,
     "num_key_value_heads": 32, "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_scaling": None, "tie_word_embeddings": False,
     "torch_dtype": "float16", "transformers_version": "4.31.0.dev0", "use_cache": True, "vocab_size": 32000,
-}  # fmt: skip
+}
+MISTRAL_7B_V0_1 = {
+    "architectures": ["MistralForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu", "hidden_size": 4096,
+    "initializer_range": 0.02, "intermediate_size": 14336, "max_position_embeddings": 32768, "model_type": "mistral",
+    "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 10000.0,
+    "sliding_window": 4096, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.34.0.dev0",
+    "use_cache": True, "vocab_size": 32000,
+}
+MISTRAL_7B_V0_3 = {
+    **MISTRAL_7B_V0_1, "attention_dropout": 0.0, "rope_theta": 1000000.0, "sliding_window": None,
+    "transformers_version": "4.42.0.dev0", "vocab_size": 32768,
+}
 QWEN2_5_YARN = {  # as the model card says to for long texts
     **QWEN2_5_7B_INSTRUCT, "rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"},
-}  # fmt: skip
+}
 SAVED_BY_TRANSFORMERS_5 = {
     "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": None, "dtype": "float32", "eos_token_id": 2,
     "hidden_act": "silu", "hidden_size": 64, "initializer_range": 0.02, "intermediate_size": 128, "layer_types": ["full_attention", "sliding_attention"],
@@ -54,5 +66,10 @@ SAVED_BY_TRANSFORMERS_5 = {
     "num_key_value_heads": 2, "pad_token_id": None, "rms_norm_eps": 1e-06, "rope_parameters": {"rope_theta": 1000000.0, "rope_type": "default"},
     "sliding_window": 32, "tie_word_embeddings": True, "transformers_version": "5.23.0", "use_cache": True, "use_sliding_window": True,
     "vocab_size": 2048,
-}  # fmt: skip
-ALL = {name: value for name, value in globals().items() if name.isupper() and not name.startswith("_") and name != "ALL"}
+}
+# fmt: on
+ALL = {
+    name: value
+    for name, value in globals().items()
+    if name.isupper() and not name.startswith("_") and name != "ALL"
+}

@@ -6,19 +6,17 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-import train_ddp
-import train_deepspeed
-import train_fsdp
 from lockstep import config as config_module
-from lockstep import training
-from lockstep.vocab_parallel_loss import vocab_parallel_cross_entropy
-
-MAKE = {"ddp": train_ddp.make_strategy, "deepspeed": train_deepspeed.make_strategy, "fsdp": train_fsdp.make_strategy}
+from lockstep import preflight
+from lockstep.errors import UserError
+from lockstep.training import loop as training
+from lockstep.training.strategy import factory_of
+from lockstep.training.vocab_parallel_loss import vocab_parallel_cross_entropy
 
 
 def configuration(strategy: str, arguments: list[str]):
     config = config_module.parse_config(strategy, arguments)
-    return config, config_module.load_inputs(config)
+    return config, preflight.load_inputs(config)
 
 
 def histories(folder: Path, argument: dict) -> None:
@@ -28,13 +26,13 @@ def histories(folder: Path, argument: dict) -> None:
     for run in argument["runs"]:
         config, inputs = configuration(run["strategy"], run["arguments"])
         config = dataclasses.replace(config, loss_output_dir=folder / run["name"])
-        with planted.fault(run["fault"], config, inputs, MAKE[run["strategy"]]) as make:
+        with planted.fault(run["fault"], config, inputs, factory_of(config.row)) as make:
             training.run(config, inputs, make, torch.device("cpu"))
 
 
 def reference(folder: Path, argument: list[str]) -> None:
     """The float64 reference under the flags of train_ddp.py."""
-    from lockstep import reference as reference_module
+    from lockstep.tensors import exact_run as reference_module
 
     reference_module.run(*configuration("ddp", argument))
 
@@ -46,12 +44,48 @@ def refused(folder: Path, argument: dict) -> None:
     config, inputs = configuration(argument["strategy"], argument["arguments"])
     config = dataclasses.replace(config, loss_output_dir=folder)
     try:
-        with planted.fault(argument["fault"], config, inputs, MAKE[argument["strategy"]]) as make:
+        with planted.fault(argument["fault"], config, inputs, factory_of(config.row)) as make:
             training.run(config, inputs, make, torch.device("cpu"))
         message = "not stopped"
     except training.TrainingFailure as error:
         message = str(error)
     (folder / f"error{dist.get_rank()}.txt").write_text(message)
+
+
+def stopped(folder: Path, argument: dict) -> None:
+    """Runs in which one rank alone meets a UserError: what every rank raises is written down, by the case's name.
+
+    A case: {"name", "arguments", and one of "file_limit" (bytes), "saves" (of the history, that go well), "unreadable" (a rank)}.
+    """
+    import resource
+
+    from lockstep.training import history
+
+    save, build, rank = history.write_text, training.build_model, dist.get_rank()
+    for case in argument["cases"]:
+        config, inputs = configuration("ddp", case["arguments"])
+        if "file_limit" in case:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (case["file_limit"], resource.RLIM_INFINITY))
+        left = iter(range(case.get("saves", 10**9)))
+
+        def full(path, text, left=left):
+            if next(left, None) is None:
+                raise UserError(f"cannot write {path}: No space left on device")
+            save(path, text)
+
+        def missing(*arguments, case=case, **options):
+            if rank == case.get("unreadable"):
+                raise UserError(f"rank {rank} has no such file")
+            return build(*arguments, **options)
+
+        history.write_text, training.build_model = full, missing
+        try:
+            training.run(config, inputs, factory_of(config.row), torch.device("cpu"))
+            message = "not stopped"
+        except Exception as error:  # noqa: BLE001 - its type is part of what is written down
+            message = f"{type(error).__name__}: {error}"
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+        (folder / f"{case['name']}-{rank}.txt").write_text(message)
 
 
 def sharded_loss(folder: Path, argument: dict) -> None:

@@ -1,23 +1,28 @@
 """What is planted in a real distributed run to see the loop's own guards and DDP's verdict go red.
 
 `fault(name, config, inputs, make_strategy)` is a context that yields what makes the live strategy. Faults of AutoTP and FSDP
-are in lockstep/faults; a name from there is good here, too.
+are in lockstep/faults, bugs that the diagnosis does not know in foreign.py; names from there are good here, too.
 """
 
 import contextlib
+import dataclasses
 import types
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from foreign import FOREIGN, foreign
 
 from lockstep.faults import CATALOGUE, planted
+from lockstep.mesh import Geometry
+
 
 @contextlib.contextmanager
 def fault(name: str, config, inputs, make_strategy):
     """Yields make_strategy with the fault in what it makes."""
-    if name in CATALOGUE:
-        with planted(name, config, inputs, make_strategy) as make:
+    if name in CATALOGUE or name in FOREIGN:
+        plant = planted if name in CATALOGUE else foreign
+        with plant(name, config, inputs, make_strategy) as make:
             yield make
         return
     with FAULTS[name](config, inputs) as wrap:
@@ -48,7 +53,7 @@ def _no_clipping_admitted(strategy, config, inputs):
 
 def _other_weights(strategy, config, inputs):
     """The last dp replica starts a little elsewhere."""
-    if strategy.geometry()[0] == config.dp_size - 1:
+    if strategy.geometry().coordinates.dp == config.dp_size - 1:
         with torch.no_grad():
             for parameter in strategy.parameters:
                 parameter.mul_(1.01)
@@ -92,7 +97,7 @@ def _wrong_data(pick):
 
     @contextlib.contextmanager
     def context(config, inputs):
-        from lockstep.data import Batches
+        from lockstep.inputs.data import Batches
 
         real = Batches.micro_batches
 
@@ -107,8 +112,9 @@ def _wrong_data(pick):
 
 def _elsewhere(strategy, config, inputs):
     """The strategy's groups do not lie as the mesh says."""
-    dp_rank, *rest = strategy.geometry()
-    strategy.geometry = lambda: (config.dp_size - 1 - dp_rank, *rest)
+    here = strategy.geometry()
+    there = dataclasses.replace(here.coordinates, dp=config.dp_size - 1 - here.coordinates.dp)
+    strategy.geometry = lambda: Geometry(here.mesh, there)
 
 
 FLIPPED = "model.layers.1.mlp.up_proj.weight"
@@ -125,11 +131,11 @@ def _flipped_bit(strategy, config, inputs):
             if place is None or place.lp_fragment_address.start:
                 return None
             return place.get_lp_grad_fragment(parameter._index_in_param_group)
-        return parameter.grad.to_local() if strategy.geometry()[0] == 0 else None
+        return parameter.grad.to_local() if strategy.geometry().coordinates.dp == 0 else None
 
     def forward_backward(micro_batches):
         loss = real(micro_batches)
-        gradient = shard() if strategy.geometry()[2] == 1 else None
+        gradient = shard() if strategy.geometry().coordinates.tp == 1 else None
         if gradient is not None:
             flat = gradient.view(-1)
             middling = int(flat.abs().median(dim=0).indices)

@@ -3,17 +3,26 @@
 import copy
 import json
 
-from lockstep.architectures import BUILT_IN, parameter_shapes
 from lockstep.config import PLACES, Config
-from lockstep.history import History, seal
+from lockstep.inputs.architectures import BUILT_IN
+from lockstep.inputs.shapes import parameter_shapes
+from lockstep.training.history import History, seal
 
-CONTRACT = {"optimizer": "AdamW", "max_grad_norm": 1.0, "biased_linear_dtype": ["torch.bfloat16"]}
+PARAMETERS = sorted(parameter_shapes(BUILT_IN["tiny-qwen2"]))
+CONTRACT = {
+    "optimizer": "AdamW",
+    "max_grad_norm": 1.0,
+    "biased_linear_dtype": ["torch.bfloat16"],
+    "weight_decay": {"0.01": PARAMETERS},
+}
 
 
 def configuration(strategy="ddp", precision="fp32", steps=20, **changes):
     tp = 1 if strategy == "ddp" else 2
     mesh = {"num_workers": 2 * tp, "tp_size": tp, "dp_size": 2, "device": "cpu", "backend": "gloo"}
-    return Config(strategy=strategy, precision=precision, debug_steps=steps, num_layers=2, **{**mesh, **changes})
+    return Config(
+        strategy=strategy, precision=precision, debug_steps=steps, num_layers=2, **{**mesh, **changes}
+    )
 
 
 def history(strategy="ddp", precision="fp32", steps=20, shift=0.0, **changes):
@@ -21,7 +30,7 @@ def history(strategy="ddp", precision="fp32", steps=20, shift=0.0, **changes):
     record = History(
         run={
             "label": config.label,
-            "mesh": [config.dp_size, config.tp_size],
+            "mesh": config.mesh.sizes,
             "config": {key: value for key, value in config.as_dict().items() if key not in PLACES},
             "architecture": copy.deepcopy(BUILT_IN["tiny-qwen2"]),
             "architecture_source": "built-in architecture tiny-qwen2",
@@ -31,7 +40,11 @@ def history(strategy="ddp", precision="fp32", steps=20, shift=0.0, **changes):
             "versions": {"torch": "2"},
         },
         contract=copy.deepcopy(CONTRACT),
-        weights={"initial_sha256": "a" * 64, "final_sha256": "b" * 64, "moved": sorted(parameter_shapes(BUILT_IN["tiny-qwen2"]))},
+        weights={
+            "initial_sha256": "a" * 64,
+            "final_sha256": "b" * 64,
+            "moved": list(PARAMETERS),
+        },
         ended="finished",
         steps=[
             {
@@ -40,7 +53,10 @@ def history(strategy="ddp", precision="fp32", steps=20, shift=0.0, **changes):
                 "rank_losses": [],
                 "grad_norm": 1.5,
                 "learning_rate": 1e-3,
-                "tokens": config.dp_size * config.batch_size * config.gradient_accumulation_steps * config.seq_length,
+                "tokens": config.dp_size
+                * config.batch_size
+                * config.gradient_accumulation_steps
+                * config.seq_length,
                 "seconds": 0.1,
                 "batch_hash": f"{n:016x}",
             }

@@ -1,13 +1,19 @@
 import json
+import socket
 import subprocess
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from lockstep import config as config_module
-from lockstep.architectures import BUILT_IN, parameter_shapes, resolve, tensor_parallel_problem
+from lockstep import preflight
 from lockstep.errors import UserError
-from lockstep.model import build_model
+from lockstep.inputs import architectures
+from lockstep.inputs.architectures import BUILT_IN, resolve, tensor_parallel_problem
+from lockstep.inputs.model import build_model
+from lockstep.inputs.shapes import parameter_shapes
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -34,7 +40,7 @@ def test_published_size_of_the_half_billion_model():
 
 
 def test_hub_name_resolves_to_the_built_in_without_a_hub(monkeypatch):
-    monkeypatch.setattr("lockstep.architectures.hub_file", lambda repo, name: (None, "no network"))
+    monkeypatch.setattr("lockstep.inputs.architectures.hub_file", lambda repo, name: (None, "no network"))
     architecture, source = resolve("Qwen/Qwen2.5-0.5B", 2)
     assert architecture["num_hidden_layers"] == 2 and architecture["vocab_size"] == 151936
     assert "built-in" in source and "no network" in source
@@ -46,16 +52,20 @@ def test_local_folder(tmp_path):
 
 
 def test_what_nobody_knows_is_named(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({**BUILT_IN["tiny-qwen2"], "torch_dtype": "bfloat16", "colour": "blue\u001b[2J"}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({**BUILT_IN["tiny-qwen2"], "torch_dtype": "bfloat16", "colour": "blue\u001b[2J"})
+    )
     architecture, source = resolve(str(tmp_path))
-    assert architecture == BUILT_IN["tiny-qwen2"] and source.endswith("(without colour: unknown to transformers' qwen2)")
+    assert architecture == BUILT_IN["tiny-qwen2"] and source.endswith(
+        "(without colour: unknown to transformers' qwen2)"
+    )
 
 
 @pytest.mark.parametrize("number", ["3", "all"])
 def test_all_layers_can_be_asked_for(tmp_path, number):
     (tmp_path / "config.json").write_text(json.dumps({**BUILT_IN["tiny-qwen2"], "num_hidden_layers": 3}))
     config = config_module.parse_config("ddp", ["--model_name", str(tmp_path), "--num_layers", number])
-    assert config_module.load_inputs(config).architecture["num_hidden_layers"] == 3
+    assert preflight.load_inputs(config).architecture["num_hidden_layers"] == 3
 
 
 def test_depth_is_cut_with_its_layer_types(tmp_path):
@@ -66,7 +76,13 @@ def test_depth_is_cut_with_its_layer_types(tmp_path):
 
 @pytest.mark.parametrize(
     "content, message",
-    [(None, "no config.json"), ("{", "not valid JSON"), ("[]", "not a JSON object"), ('{"model_type": "gemma2"}', "'gemma2'"), ('{"model_type": "qwen2"}', "gives no vocab_size")],
+    [
+        (None, "no config.json"),
+        ("{", "not valid JSON"),
+        ("[]", "not a JSON object"),
+        ('{"model_type": "gemma2"}', "'gemma2'"),
+        ('{"model_type": "qwen2"}', "gives no vocab_size"),
+    ],
 )
 def test_bad_folders(tmp_path, content, message):
     if content is not None:
@@ -93,14 +109,33 @@ def test_what_tp_must_divide(tp, key, value, words):
 @pytest.mark.parametrize(
     "settings, layers",
     [
-        ("DEVICE=cuda", "2"), ("DEVICE=cuda MODEL_NAME=mine", "all"), ("DEVICE=cuda NUM_LAYERS=5", "5"),
-        ("DEVICE=cuda NUM_LAYERS=all", "all"), ("DEVICE=cpu", "all"), ("DEVICE=cpu MODEL_NAME=mine NUM_LAYERS=3", "3"),
+        ("DEVICE=cuda", "2"),
+        ("DEVICE=cuda MODEL_NAME=mine", "all"),
+        ("DEVICE=cuda NUM_LAYERS=5", "5"),
+        ("DEVICE=cuda NUM_LAYERS=all", "all"),
+        ("DEVICE=cpu", "all"),
+        ("DEVICE=cpu MODEL_NAME=mine NUM_LAYERS=3", "3"),
     ],
-)  # fmt: skip
+)
 def test_the_script_cuts_no_model_that_somebody_chose(settings, layers):
     script = (Path(__file__).parents[1] / "run_verification_main.sh").read_text()
     start = script.index('if [ "$DEVICE" = cuda ]')
     defaults = script[start : script.index("\nfi\n", start) + 4]
     environment = dict(each.split("=") for each in settings.split())
-    done = subprocess.run(["bash", "-euc", defaults + 'echo "$NUM_LAYERS"'], env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        ["bash", "-euc", defaults + 'echo "$NUM_LAYERS"'], env=environment, capture_output=True, text=True
+    )
     assert done.stdout.strip() == layers, done.stderr
+
+
+def test_a_silent_name_server_is_not_waited_for(monkeypatch):
+    """Looking up the address of the hub is bound by no timeout of the connection."""
+    ended = threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: ended.wait(20) and [])
+    monkeypatch.setattr(architectures, "HUB_PATIENCE", 0.2)
+    start = time.monotonic()
+    try:
+        assert architectures.hub_answers("https://hub.invalid/file") is False
+        assert time.monotonic() - start < 10
+    finally:
+        ended.set()

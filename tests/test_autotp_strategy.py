@@ -8,6 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 import autotp_strategy
+from lockstep.deepspeed import build as extension
+from lockstep.mesh import Mesh
 
 
 @pytest.fixture
@@ -22,10 +24,10 @@ def build(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setenv("PATH", os.environ["PATH"])
     monkeypatch.setattr(ShareMemCommBuilder, "load", lambda self, verbose: loaded.append(1))
-    monkeypatch.setattr(autotp_strategy, "dist", SimpleNamespace(barrier=lambda: None))
+    monkeypatch.setattr("torch.distributed.barrier", lambda: None)
 
     def run():
-        autotp_strategy.build_extension()
+        extension.build_extension()
         return loaded
 
     return folder, run
@@ -33,7 +35,7 @@ def build(tmp_path, monkeypatch):
 
 def test_the_wait_is_announced(build, capsys):
     _, run = build
-    assert run() == [1] and "building its shared-memory op, once per environment" in capsys.readouterr().out
+    assert run() == [1] and "builds its shared-memory op, once per environment" in capsys.readouterr().out
 
 
 def test_a_finished_build_is_silent(build, capsys):
@@ -48,7 +50,10 @@ def test_a_stale_lock_is_removed(build, capsys):
     (folder / "lock").touch()
     os.utime(folder / "lock", (time.time() - 1000,) * 2)
     run()
-    assert not (folder / "lock").exists() and "removing the lock of an interrupted build" in capsys.readouterr().out
+    assert (
+        not (folder / "lock").exists()
+        and "removing the lock of an interrupted build" in capsys.readouterr().out
+    )
 
 
 def test_a_lock_in_use_is_waited_for(build, capsys):
@@ -64,14 +69,16 @@ def test_a_lock_in_use_is_waited_for(build, capsys):
 def test_a_young_lock_of_a_dead_build_does_not_hang(build, capsys, monkeypatch):
     folder, run = build
     (folder / "lock").touch()
-    monkeypatch.setattr(autotp_strategy, "STALE_LOCK_SECONDS", 2)
+    monkeypatch.setattr(extension, "STALE_LOCK_SECONDS", 2)
     run()
     assert "removing the lock of an interrupted build" in capsys.readouterr().out
 
 
 def test_what_deepspeed_is_told():
-    config = SimpleNamespace(batch_size=2, gradient_accumulation_steps=3, max_grad_norm=0.0, precision="autocast")
-    told = autotp_strategy.deepspeed_config(config, SimpleNamespace(tp_size=2))
+    config = SimpleNamespace(
+        batch_size=2, gradient_accumulation_steps=3, max_grad_norm=0.0, precision="autocast"
+    )
+    told = autotp_strategy.deepspeed_config(config, Mesh(tp=2))
     assert told["gradient_clipping"] == 0.0, "left out, DeepSpeed clips at 1.0"
     assert told["torch_autocast"]["lower_precision_safe_modules"] == [] and not told["bf16"]["enabled"]
     assert told["zero_optimization"] == {"stage": 1} and told["tensor_parallel"]["autotp_size"] == 2

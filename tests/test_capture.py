@@ -7,13 +7,13 @@ import sys
 
 import pytest
 import torch
+from edited import flip_byte
+from ranks import CAPTURED, ROOT, run_ranks
 from safetensors import safe_open
 
-from edited import flip_byte
-from lockstep.dump import Dump
 from lockstep.errors import UserError
 from lockstep.files import require_new_folder
-from ranks import CAPTURED, ROOT, run_ranks
+from lockstep.tensors.dump import Dump
 
 
 def test_every_tensor_of_a_step_is_there(dumps):
@@ -21,15 +21,29 @@ def test_every_tensor_of_a_step_is_there(dumps):
     kinds = {name.split("/")[0] for name in entry}
     assert kinds == {"batch", "forward", "backward", "gradient", "exp_avg", "exp_avg_sq", "parameter"}
     modules = {name.removeprefix("forward/") for name in entry if name.startswith("forward/")}
-    assert {"model.embed_tokens", "model.layers.1.mlp.act_fn", "model.layers.0.self_attn", "model.layers.1", "lm_head"} <= modules
+    assert {
+        "model.embed_tokens",
+        "model.layers.1.mlp.act_fn",
+        "model.layers.0.self_attn",
+        "model.layers.1",
+        "lm_head",
+    } <= modules
     assert entry["forward/model.layers.0.self_attn.o_proj.input"]["sharded"] == {"dp": 0, "tp": 2}
     assert entry["backward/model.layers.0.mlp.down_proj.input"]["sharded"] == {"dp": 0, "tp": 2}
     assert Dump(dumps / "fsdp").missing == []
-    assert entry["forward/lm_head"]["shape"] == [8, 32, 2048]  # dp x accumulation x batch rows, the whole vocabulary
+    assert entry["forward/lm_head"]["shape"] == [
+        8,
+        32,
+        2048,
+    ]  # dp x accumulation x batch rows, the whole vocabulary
     assert entry["forward/lm_head"]["sharded"] == {"dp": 0, "tp": 2}
     assert entry["parameter/model.layers.0.self_attn.o_proj.weight"]["sharded"] == {"dp": 0, "tp": 1}
     names = list(entry)
-    assert names.index("forward/lm_head") < names.index("backward/lm_head") < names.index("gradient/model.norm.weight")
+    assert (
+        names.index("forward/lm_head")
+        < names.index("backward/lm_head")
+        < names.index("gradient/model.norm.weight")
+    )
 
 
 def test_any_safetensors_reader_can_read_it(dumps):
@@ -49,32 +63,41 @@ def test_the_parameters_after_a_step_are_the_input_of_its_replay(dumps):
     assert list(Dump(dumps / "replay_fsdp").steps) == ["2"]
     first = Dump(dumps / "fsdp").tensor(1, "parameter/model.embed_tokens.weight")
     ids = Dump(dumps / "replay_fsdp").tensor(2, "batch/input_ids")
-    assert torch.equal(Dump(dumps / "replay_fsdp").tensor(2, "forward/model.embed_tokens"), first.double()[ids])
+    assert torch.equal(
+        Dump(dumps / "replay_fsdp").tensor(2, "forward/model.embed_tokens"), first.double()[ids]
+    )
 
 
 def test_nothing_is_overwritten(dumps):
     from lockstep import config as config_module
+    from lockstep import preflight
 
     config = config_module.parse_config("fsdp", [*CAPTURED, "--capture_dir", str(dumps)])
-    with pytest.raises(UserError, match="is there already, and nothing is overwritten"):
-        config_module.check_environment(config, config_module.load_inputs(config).architecture)
+    with pytest.raises(UserError, match="already exists, and nothing is overwritten"):
+        preflight.check_environment(config, preflight.load_inputs(config).architecture)
 
 
 def test_a_file_in_the_place_of_the_folder(tmp_path):
     (tmp_path / "fsdp").write_text("")
-    with pytest.raises(UserError, match="is there already"):
+    with pytest.raises(UserError, match="already exists"):
         require_new_folder(tmp_path / "fsdp", "--capture_dir")
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGXFSZ"), reason="needs a limit on file sizes")
 def test_a_full_disk_stops_every_rank(tmp_path):
     """One rank cannot write: all say so, and nothing is left that looks like a dump. The history is not blamed."""
-    run = {"strategy": "fsdp", "fault": "no room for files on rank 1", "arguments": [*CAPTURED, "--capture_dir", str(tmp_path)]}
+    run = {
+        "strategy": "fsdp",
+        "fault": "no room for files on rank 1",
+        "arguments": [*CAPTURED, "--capture_dir", str(tmp_path)],
+    }
     run_ranks(4, "jobs:refused", tmp_path / "work", run)
     for rank in range(4):
         said = (tmp_path / "work" / f"error{rank}.txt").read_text()
-        assert said.startswith(f"cannot write {tmp_path / 'fsdp' / 'step_1.safetensors.part'} (capture of step 1, rank 1): File too large (")
-        assert "bytes are wanted" in said and "are free); free space or choose another --capture_dir" in said
+        assert said.startswith(
+            f"cannot write {tmp_path / 'fsdp' / 'step_1.safetensors.part'} (capture of step 1, rank 1): File too large; "
+        )
+        assert "free space or choose another --capture_dir" in said
     assert not (tmp_path / "fsdp").exists()
     with pytest.raises(UserError, match="no dump"):
         Dump(tmp_path / "fsdp")
@@ -85,8 +108,27 @@ def test_no_reference_is_made_from_a_damaged_dump(dumps, tmp_path):
     shutil.copytree(dumps / "ddp", tmp_path / "ddp")
     offset, _, _ = Dump(tmp_path / "ddp")._places[1]["parameter/model.norm.weight"]
     flip_byte(tmp_path / "ddp" / "step_1.safetensors", offset)
-    arguments = [*CAPTURED, "--debug_steps", "2", "--capture_steps", "2", "--gradient_accumulation_steps", "2"]
-    command = [sys.executable, "-m", "lockstep.reference", *arguments, "--capture_dir", str(tmp_path), "--loss_output_dir", str(tmp_path), "--storage_path", str(tmp_path)]
+    arguments = [
+        *CAPTURED,
+        "--debug_steps",
+        "2",
+        "--capture_steps",
+        "2",
+        "--gradient_accumulation_steps",
+        "2",
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "lockstep.reference",
+        *arguments,
+        "--capture_dir",
+        str(tmp_path),
+        "--loss_output_dir",
+        str(tmp_path),
+        "--storage_path",
+        str(tmp_path),
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
     assert "parameter/model.norm.weight is damaged" in done.stderr and not (tmp_path / "replay_ddp").exists()

@@ -1,35 +1,60 @@
 """Correct runs raise no alarm: a sample of benchmarks/clean_sweep.py, every model and mesh, and unusual options."""
 
-import sys
-
+import clean_sweep
 import pytest
-
-from ranks import ROOT
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-import clean_sweep  # noqa: E402
 
 CASES = [
     ("tiny-llama", "fp32", 2, 2),
+    ("tiny-mistral", "fp32", 2, 2),
     ("tiny-qwen3", "autocast", 1, 2),
+    ("tiny-qwen2-4kv", "fp32", 1, 4),
+    ("tiny-qwen2-4kv", "autocast", 4, 1),
     ("tiny-qwen2", "autocast", 2, 1),
     ("tiny-qwen2", "fp32", 1, 2, "--optimizer", "sgd", "--max_grad_norm", "0", "--weight_decay", "0"),
-    ("tiny-qwen3", "fp32", 1, 2, "--attn_impl", "eager", "--batch_size", "1", "--gradient_accumulation_steps", "2"),
-    ("tiny-qwen2-odd-vocab", "autocast", 2, 2, "--gradient_accumulation_steps", "3", "--max_grad_norm", "0.1"),
+    (
+        "tiny-qwen3",
+        "fp32",
+        1,
+        2,
+        "--attn_impl",
+        "eager",
+        "--batch_size",
+        "1",
+        "--gradient_accumulation_steps",
+        "2",
+    ),
+    (
+        "tiny-qwen2-odd-vocab",
+        "autocast",
+        2,
+        2,
+        "--gradient_accumulation_steps",
+        "3",
+        "--max_grad_norm",
+        "0.1",
+    ),
 ]
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("clean")
-    clean_sweep.train(dict.fromkeys(CASES, 1000), folder)  # a seed that the published sweep does not have
+    clean_sweep.train(
+        dict.fromkeys(CASES, 1000), folder, clean_sweep.registered()
+    )  # a seed that the published sweep does not have
     return folder
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "{}-{}-dp{}-tp{}".format(*case) + "".join(case[4:]))
 def test_no_alarm(trained, case):
-    alarms, unjudged, worst = clean_sweep.judge(clean_sweep.folder_of(trained, *case))
+    alarms, unjudged, worst = clean_sweep.judge(
+        clean_sweep.folder_of(trained, *case), clean_sweep.registered()
+    )
     assert alarms == []
     # an SGD step of 1e-3 moves a norm weight of 1 by less than float32 can show
-    assert all(name.startswith("parameter/") and "norm" in name for name in unjudged) if "sgd" in case else unjudged == []
+    assert (
+        all(name.startswith("parameter/") and "norm" in name for name in unjudged)
+        if "sgd" in case
+        else unjudged == []
+    )
     assert all(0 < worst[strategy]["gradient"] < 1 for strategy in ("ddp", "deepspeed", "fsdp"))

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from lockstep import config
+from lockstep.strategies import ROWS
 
 ROOT = Path(__file__).parents[1]
 
@@ -16,7 +17,9 @@ def commands(text):
     """(strategy, arguments) of every train_*.py command line in a text. A backslash continues a line; in a docstring
     an explanation may follow after three spaces."""
     for line in re.sub(r"\\\n\s*", " ", text).splitlines():
-        match = re.search(r"(?:python|torchrun|deepspeed) .*?\btrain_(ddp|deepspeed|fsdp)\.py([^`#|>]*)", line)
+        match = re.search(
+            r"(?:python|torchrun|deepspeed) .*?\btrain_(ddp|deepspeed|fsdp)\.py([^`#|>]*)", line
+        )
         if match:
             yield match[1], shlex.split(match[2].split("   ")[0])
 
@@ -36,8 +39,8 @@ def test_there_are_documented_commands():
 
 
 STEP_BY_STEP = {  # the step-by-step verification: model and data flags common to the three
-    "ddp": "--num_workers 2 --save_init_weights",
-    "deepspeed": "--tp_size 2 --dp_size 2 --num_workers 4",
+    "ddp": "--num_workers 2 --save_init_weights --precision autocast",
+    "deepspeed": "--tp_size 2 --dp_size 2 --num_workers 4 --precision autocast",
     "fsdp": "--tp_size 2 --dp_size 2 --num_workers 4 --autocast",
 }
 
@@ -54,7 +57,7 @@ def test_step_by_step_commands(strategy):
     assert (parsed.tp_size, parsed.dp_size) == ((1, 2) if strategy == "ddp" else (2, 2))
 
 
-@pytest.mark.parametrize("strategy", config.STRATEGIES)
+@pytest.mark.parametrize("strategy", ROWS)
 def test_job_files(strategy, monkeypatch):
     from anyscale.job.models import JobConfig
 
@@ -71,11 +74,17 @@ def test_job_files(strategy, monkeypatch):
 def test_jobs_compare_like_with_like():
     from anyscale.job.models import JobConfig
 
-    jobs = {s: JobConfig.from_yaml(str(ROOT / f"job_{s}.yaml")) for s in config.STRATEGIES}
-    parsed = {s: vars(config.build_parser(s).parse_args(next(commands(j.entrypoint))[1])) for s, j in jobs.items()}
+    jobs = {s: JobConfig.from_yaml(str(ROOT / f"job_{s}.yaml")) for s in ROWS}
+    parsed = {
+        s: vars(config.build_parser(s).parse_args(next(commands(j.entrypoint))[1])) for s, j in jobs.items()
+    }
     own = {"tp_size", "dp_size", "num_workers", "save_init_weights"}
-    assert {k: v for k, v in parsed["ddp"].items() if k not in own} == {k: v for k, v in parsed["fsdp"].items() if k not in own}
-    assert {k: v for k, v in parsed["deepspeed"].items() if k not in own} == {k: v for k, v in parsed["fsdp"].items() if k not in own}
+    assert {k: v for k, v in parsed["ddp"].items() if k not in own} == {
+        k: v for k, v in parsed["fsdp"].items() if k not in own
+    }
+    assert {k: v for k, v in parsed["deepspeed"].items() if k not in own} == {
+        k: v for k, v in parsed["fsdp"].items() if k not in own
+    }
 
 
 def test_a_wrong_key_in_a_job_file_is_found(tmp_path):
@@ -92,10 +101,23 @@ def test_shell_script_defaults_are_the_parsers():
     """The laptop defaults of the script are those of the scripts it calls."""
     text = (ROOT / "run_verification_main.sh").read_text()
     laptop = text.split("else # a laptop")[1]
-    defaults = config.Config("ddp")
-    for name in ("model_name", "batch_size", "seq_length", "learning_rate", "precision", "debug_steps", "log_interval",
-                 "seed", "dataset_name", "optimizer", "weight_decay", "max_grad_norm", "gradient_accumulation_steps",
-                 "attn_impl"):  # fmt: skip
+    defaults = config.parse_config("ddp", [])
+    for name in (
+        "model_name",
+        "batch_size",
+        "seq_length",
+        "learning_rate",
+        "precision",
+        "debug_steps",
+        "log_interval",
+        "seed",
+        "dataset_name",
+        "optimizer",
+        "weight_decay",
+        "max_grad_norm",
+        "gradient_accumulation_steps",
+        "attn_impl",
+    ):
         value = re.search(rf"\b{name.upper()}=\${{{name.upper()}:-(.*)}}", laptop)[1]
         assert type(getattr(defaults, name))(value) == getattr(defaults, name), name
 
@@ -112,7 +134,38 @@ def test_documented_verifications():
     found = 0
     for path in (ROOT / "README.md", ROOT / "run_verification.py", *ROOT.glob("docs/*.md")):
         for match in re.finditer(r"^ *python run_verification\.py(.*)$", path.read_text(), re.MULTILINE):
-            options, rest = run_verification.parse(shlex.split(match[1]))
-            config.parse_config("fsdp", [*rest, "--tp_size", str(options.tp_size), "--dp_size", str(options.dp_size)])
+            options, rest = run_verification.parse(shlex.split(match[1].split("   ")[0]))
+            config.parse_config(
+                "fsdp", [*rest, "--tp_size", str(options.tp_size), "--dp_size", str(options.dp_size)]
+            )
             found += 1
     assert found >= 3
+
+
+PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.py"))
+
+
+def arguments_of(pattern):
+    """The arguments of every documented command line that matches, a comment behind three spaces left out."""
+    for path in PAGES:
+        for match in re.finditer(rf"^ *{pattern}(.*)$", path.read_text(), re.MULTILINE):
+            yield shlex.split(match[match.re.groups].split("   ")[0], comments=True)
+
+
+def test_documented_fault_runs():
+    import run_faults
+
+    parsed = [run_faults.parse(arguments) for arguments in arguments_of(r"python run_faults\.py")]
+    assert len(parsed) >= 3
+
+
+def test_documented_trainings_with_a_strategy_of_ones_own():
+    from lockstep.train import split
+
+    found = 0
+    for arguments in arguments_of(r"(?:torchrun --nproc_per_node 4 -m|python -m) lockstep\.train"):
+        strategy, rest = split(arguments)
+        assert strategy.endswith(".py:MyStrategy")
+        config.build_parser("fsdp").parse_args(rest)
+        found += 1
+    assert found >= 1

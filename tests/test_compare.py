@@ -6,14 +6,14 @@ import shutil
 
 import numpy as np
 import pytest
-
 from edited import edit, flip_byte, overwrite, take_out
-from lockstep import compare
-from lockstep.contract import expected_contract
-from lockstep.dump import Dump
+
 from lockstep.errors import UserError
-from lockstep.manifest import configuration
-from lockstep.step_file import checksum
+from lockstep.tensors import comparison as compare
+from lockstep.tensors.dump import Dump
+from lockstep.tensors.manifest import configuration
+from lockstep.tensors.step_file import checksum
+from lockstep.training.contract import expected_contract
 
 
 @pytest.fixture
@@ -59,7 +59,10 @@ def test_words_that_changed_places_are_found():
         swapped = data.copy().reshape(-1, itemsize)
         swapped[[3, 7000]] = swapped[[7000, 3]]
         assert checksum(swapped.reshape(-1), itemsize) != checksum(data, itemsize)
-        parts = [checksum(data[begin : begin + 16_000], itemsize, begin // itemsize) for begin in range(0, 64_000, 16_000)]
+        parts = [
+            checksum(data[begin : begin + 16_000], itemsize, begin // itemsize)
+            for begin in range(0, 64_000, 16_000)
+        ]
         assert sum(parts) % 2**64 == checksum(data, itemsize)  # negative control, and parts add up
 
 
@@ -96,11 +99,18 @@ def test_a_swapped_file_is_found(dumps, copy, capsys):
     assert "damaged" in refused(capsys, copy, dumps / "reference")
 
 
-@pytest.mark.parametrize("text, message", [
-    ("", "not valid JSON"), ("{", "not valid JSON"), ("[]", "it names no format"), ("{}", "it names no format"),
-    ('{"format": 99}', "format 99, this version reads 3"), ('{"format": 3, "run": {}}', "not what its sha256 says"),
-    ("[" * 100_000, "nested too deeply"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("", "not valid JSON"),
+        ("{", "not valid JSON"),
+        ("[]", "it names no format"),
+        ("{}", "it names no format"),
+        ('{"format": 99}', "format 99, this version reads 4"),
+        ('{"format": 4, "run": {}}', "not what its sha256 says"),
+        ("[" * 100_000, "nested too deeply"),
+    ],
+)
 def test_a_broken_manifest_is_found(dumps, copy, capsys, text, message):
     (copy / "manifest.json").write_text(text)
     error = refused(capsys, copy, dumps / "reference")
@@ -120,12 +130,16 @@ def _first(manifest, kind="forward/lm_head"):
 
 
 CONTRADICTIONS = {
-    "step 1: forward/lm_head is [8, 32, 2047], of this model": lambda m: _first(m).update(shape=[8, 32, 2047]),
+    "step 1: forward/lm_head is [8, 32, 2047], with this model": lambda m: _first(m).update(
+        shape=[8, 32, 2047]
+    ),
     "forward/lm_head.shape.0 is -8": lambda m: _first(m).update(shape=[-8, 32, 2048]),
-    "the model has no tensor forward/model.extra": lambda m: m["steps"]["1"]["tensors"].update({"forward/model.extra": _first(m)}),
+    "the model has no tensor forward/model.extra": lambda m: m["steps"]["1"]["tensors"].update(
+        {"forward/model.extra": _first(m)}
+    ),
     "cut along tp in dim 5": lambda m: _first(m).update(sharded={"tp": 5}),
     "checksum is -1": lambda m: _first(m).update(checksum=-1),
-    "run.mesh is 4 x 1, its configuration says 2 x 2": lambda m: m["run"].update(mesh=[4, 1]),
+    "its configuration says TP=2, DP=2 with 4 workers": lambda m: m["run"]["mesh"].update(dp=4, tp=1),
     "run.config.batch_size is '2'": lambda m: m["run"]["config"].update(batch_size="2"),
     "run.config.dp_size is True": lambda m: m["run"]["config"].update(dp_size=True),
     "run.config.learning_rate is nan": lambda m: m["run"]["config"].update(learning_rate=float("nan")),
@@ -135,11 +149,17 @@ CONTRADICTIONS = {
     "step 2: loss is missing": lambda m: m["steps"]["2"].pop("loss"),
     "step 2: grad_norm is '1'": lambda m: m["steps"]["2"].update(grad_norm="1"),
     "step 2: loss is 7.0, the mean of its rank_losses": lambda m: m["steps"]["2"].update(loss=7.0),
-    "3 rank_losses of 2 DP ranks": lambda m: m["steps"]["2"].update(rank_losses=[m["steps"]["2"]["loss"]] * 3),
+    "3 rank_losses of 2 DP ranks": lambda m: m["steps"]["2"].update(
+        rank_losses=[m["steps"]["2"]["loss"]] * 3
+    ),
     "step 2: batch_hash is '0'": lambda m: m["steps"]["2"].update(batch_hash="0"),
-    "replicas_differ has ranks [9]": lambda m: m["steps"]["2"]["replicas_differ"].update({"forward/lm_head": [9]}),
+    "replicas_differ has ranks [9]": lambda m: m["steps"]["2"]["replicas_differ"].update(
+        {"forward/lm_head": [9]}
+    ),
     "replicas_differ names x": lambda m: m["steps"]["2"]["replicas_differ"].update(x=[1]),
-    "records logits of root mean square": lambda m: m["steps"]["2"]["logits"][0].update(rms=m["steps"]["2"]["logits"][0]["rms"] * 0.999),
+    "records a root mean square of": lambda m: m["steps"]["2"]["logits"][0].update(
+        rms=m["steps"]["2"]["logits"][0]["rms"] * 0.999
+    ),
     "has 1000000000 layers": lambda m: m["run"]["architecture"].update(num_hidden_layers=10**9),
     "no model can be built": lambda m: m["run"]["architecture"].update(hidden_act="none"),
     "contract: betas is missing": lambda m: m["contract"].pop("betas"),
@@ -174,7 +194,9 @@ def test_a_folder_without_a_dump(dumps, tmp_path, capsys):
 CHANGES = {
     "their models differ": lambda manifest: manifest["run"]["architecture"].update(rope_theta=5.0),
     "different weights": lambda manifest: manifest.update(initial_sha256=64 * "0"),
-    "step 2 was trained on different batches": lambda manifest: manifest["steps"]["2"].update(batch_hash=16 * "0"),
+    "step 2 was trained on different batches": lambda manifest: manifest["steps"]["2"].update(
+        batch_hash=16 * "0"
+    ),
     "learning_rate is 0.5 in ": lambda manifest: manifest["run"]["config"].update(learning_rate=0.5),
     "it has 1 of 2 steps: the run was stopped": lambda manifest: manifest["steps"].pop("2"),
     "versions": lambda manifest: manifest["run"]["versions"].update(torch="1"),
@@ -200,24 +222,33 @@ def test_two_dumps_without_a_reference(dumps, copy, capsys):
 def test_one_folder_named_twice_is_refused(dumps, tmp_path, capsys):
     (tmp_path / "link").symlink_to(dumps / "fsdp")
     for other in (dumps / "fsdp", tmp_path / "link", dumps / "ddp" / ".." / "fsdp"):
-        assert "are one folder" in refused(capsys, dumps / "fsdp", other)
-        assert "are one folder" in refused(capsys, dumps / "fsdp", dumps / "reference", other)
+        assert "are the same folder" in refused(capsys, dumps / "fsdp", other)
+        assert "are the same folder" in refused(capsys, dumps / "fsdp", dumps / "reference", other)
 
 
-LACKING = {"one tensor": lambda name: name == "backward/model.layers.0", "all that is not held": lambda name: name.startswith(("forward/", "backward/", "batch/")),
-           "a gradient": lambda name: name == "gradient/model.norm.weight", "parameters": lambda name: name.startswith("parameter/")}  # fmt: skip
+LACKING = {
+    "one tensor": lambda name: name == "backward/model.layers.0",
+    "all that is not held": lambda name: name.startswith(("forward/", "backward/", "batch/")),
+    "a gradient": lambda name: name == "gradient/model.norm.weight",
+    "parameters": lambda name: name.startswith("parameter/"),
+}
 
 
 @pytest.mark.parametrize("lacking", LACKING)
 @pytest.mark.parametrize("whose", ["ddp", "fsdp"])
 def test_what_one_dump_lacks_is_a_failure_in_every_order(dumps, all_copied, capsys, whose, lacking):
     assert take_out(all_copied / whose, LACKING[lacking]) > 0
-    outcomes = {verdict(capsys, *(all_copied / name for name in order))[0] for order in itertools.permutations(("ddp", "fsdp"))}
+    outcomes = {
+        verdict(capsys, *(all_copied / name for name in order))[0]
+        for order in itertools.permutations(("ddp", "fsdp"))
+    }
     assert outcomes == {1}
 
 
 @pytest.mark.parametrize("lacking", LACKING)
-def test_what_a_run_lacks_is_a_failure_and_what_its_yardstick_lacks_an_error(dumps, all_copied, capsys, lacking):
+def test_what_a_run_lacks_is_a_failure_and_what_its_yardstick_lacks_an_error(
+    dumps, all_copied, capsys, lacking
+):
     """Whatever the order of the arguments. A later step has no reference if the parameters before it are not there."""
     folders = {name: all_copied / name for name in ("ddp", "fsdp", "reference")}
     orders = list(itertools.permutations(folders.values()))
@@ -244,7 +275,9 @@ def test_the_same_tensors_taken_out_of_all_dumps(all_copied, capsys):
 def test_a_later_step_needs_its_replay(dumps, tmp_path, capsys):
     for name in ("ddp", "fsdp", "reference"):
         shutil.copytree(dumps / name, tmp_path / name)
-    assert "/ddp has no replay to be judged by" in refused(capsys, tmp_path / "fsdp", tmp_path / "reference")
+    assert "/ddp has no replay to compare it with" in refused(
+        capsys, tmp_path / "fsdp", tmp_path / "reference"
+    )
 
 
 def test_without_the_yardstick_there_is_no_verdict(dumps, tmp_path, capsys):
@@ -253,8 +286,14 @@ def test_without_the_yardstick_there_is_no_verdict(dumps, tmp_path, capsys):
     assert "ddp: no dump" in refused(capsys, tmp_path / "fsdp", tmp_path / "reference")
 
 
-@pytest.mark.parametrize("option, value, first", [("learning_rate", 1.001e-3, "parameter of"), ("weight_decay", 0.5, "parameter of"),
-                                                  ("max_grad_norm", 0.9, "exp_avg of")])  # fmt: skip
+@pytest.mark.parametrize(
+    "option, value, first",
+    [
+        ("learning_rate", 1.001e-3, "parameter of"),
+        ("weight_decay", 0.5, "parameter of"),
+        ("max_grad_norm", 0.9, "exp_avg of"),
+    ],
+)
 def test_an_update_that_is_not_what_was_asked_for(all_copied, capsys, option, value, first):
     """All runs alike, DDP too: what they did is not what their configuration says."""
 
@@ -262,7 +301,9 @@ def test_an_update_that_is_not_what_was_asked_for(all_copied, capsys, option, va
         manifest["run"]["config"][option] = value
         if "contract" in manifest:
             demanded = expected_contract(configuration(manifest["run"]), manifest["run"]["architecture"])
-            manifest["contract"].update({key: demanded[key] for key in ("learning_rates", "weight_decay", "max_grad_norm")})
+            manifest["contract"].update(
+                {key: demanded[key] for key in ("learning_rates", "weight_decay", "max_grad_norm")}
+            )
         for entry in manifest["steps"].values() if option == "learning_rate" else ():
             entry.update({option: value} if option in entry else {})
 
@@ -285,7 +326,9 @@ def test_a_run_that_stopped_in_its_second_step_is_recognised(all_copied, capsys)
     for name in ("ddp", "fsdp"):
         (all_copied / name / "step_2.safetensors").rename(all_copied / name / "step_2.safetensors.part")
         edit(all_copied / name, lambda manifest: manifest["steps"].pop("2"))
-    assert "step_2.safetensors.part was not finished" in refused(capsys, all_copied / "fsdp", all_copied / "reference")
+    assert "step_2.safetensors.part was not finished" in refused(
+        capsys, all_copied / "fsdp", all_copied / "reference"
+    )
 
 
 def test_a_dump_without_steps(all_copied, capsys):
@@ -298,7 +341,12 @@ def test_two_dumps_of_one_strategy(dumps, copy, capsys):
 
 
 def test_the_other_dumps_replicas_count_too(dumps, copy, capsys):
-    edit(copy, lambda manifest: manifest["steps"]["1"]["replicas_differ"].update({"parameter/model.norm.weight": [3]}))
+    edit(
+        copy,
+        lambda manifest: manifest["steps"]["1"]["replicas_differ"].update(
+            {"parameter/model.norm.weight": [3]}
+        ),
+    )
     for pair in ((copy, dumps / "fsdp"), (dumps / "fsdp", copy)):
         status, output = verdict(capsys, *pair)
         assert status == 1 and "parameter of model.norm.weight: is not the same on all ranks" in output.out
@@ -308,7 +356,9 @@ def test_the_other_dumps_replicas_count_too(dumps, copy, capsys):
 def test_the_replay_of_another_run_is_refused(all_copied, capsys):
     shutil.rmtree(all_copied / "replay_fsdp")
     shutil.copytree(all_copied / "replay_ddp", all_copied / "replay_fsdp")
-    assert "did not start from the parameters of" in refused(capsys, all_copied / "fsdp", all_copied / "reference")
+    assert "did not start from the parameters of" in refused(
+        capsys, all_copied / "fsdp", all_copied / "reference"
+    )
 
 
 def test_a_reference_with_fewer_steps_is_refused(all_copied, capsys):
@@ -317,13 +367,19 @@ def test_a_reference_with_fewer_steps_is_refused(all_copied, capsys):
 
 
 def test_a_replay_is_no_reference(dumps, capsys):
-    assert "a replay, which is found beside the reference" in refused(capsys, dumps / "fsdp", dumps / "replay_fsdp")
+    assert "a replay, which is found beside the reference" in refused(
+        capsys, dumps / "fsdp", dumps / "replay_fsdp"
+    )
 
 
 def test_a_tensor_that_was_not_computed_is_a_failure(all_copied, capsys):
     take_out(all_copied / "fsdp", lambda name: name == "backward/model.layers.0", steps=("1",))
     status, output = verdict(capsys, all_copied / "fsdp", all_copied / "reference")
-    assert status == 1 and "backward of model.layers.0: was not computed" in output.out and "1. not computed" in output.out
+    assert (
+        status == 1
+        and "backward of model.layers.0: was not computed" in output.out
+        and "- not computed: " in output.out
+    )
 
 
 def test_a_baseline_that_ran_with_something_else_than_its_options(all_copied, capsys):
@@ -333,10 +389,13 @@ def test_a_baseline_that_ran_with_something_else_than_its_options(all_copied, ca
     assert status == 1 and "DDP (TP=1, DP=2): max_grad_norm is 0.5, not 1.0" in output.out
 
 
-@pytest.mark.parametrize("change, sentence", [
-    (lambda m: m["contract"].update(max_grad_norm=0.0), "max_grad_norm is 0.0, not 1.0"),
-    (lambda m: m["steps"]["2"].update(learning_rate=2e-3), "learning rate of step 2 is 0.002, not 0.001"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change, sentence",
+    [
+        (lambda m: m["contract"].update(max_grad_norm=0.0), "max_grad_norm is 0.0, not 1.0"),
+        (lambda m: m["steps"]["2"].update(learning_rate=2e-3), "learning rate of step 2 is 0.002, not 0.001"),
+    ],
+)
 def test_another_contract_is_a_difference_in_configuration(all_copied, capsys, change, sentence):
     """Before any tensor: what the runs really ran with. Two dumps without a reference, too."""
     edit(all_copied / "fsdp", change)
@@ -348,10 +407,19 @@ def test_another_contract_is_a_difference_in_configuration(all_copied, capsys, c
 
 def test_a_run_that_never_said_what_it_ran_with(all_copied, capsys):
     edit(all_copied / "fsdp", lambda manifest: manifest.pop("contract"))
-    assert "stopped before it said what it runs with" in refused(capsys, all_copied / "fsdp", all_copied / "reference")
+    assert "stopped before its contract was recorded" in refused(
+        capsys, all_copied / "fsdp", all_copied / "reference"
+    )
 
 
 def test_a_recorded_gradient_norm_that_is_not_the_gradients(all_copied, capsys):
-    edit(all_copied / "fsdp", lambda m: m["steps"]["2"].update(grad_norm=m["steps"]["2"]["grad_norm"] * (1 + 2e-6)))
+    edit(
+        all_copied / "fsdp",
+        lambda m: m["steps"]["2"].update(grad_norm=m["steps"]["2"]["grad_norm"] * (1 + 2e-6)),
+    )
     status, output = verdict(capsys, all_copied / "fsdp", all_copied / "reference")
-    assert status == 1 and "step 2, gradient norm: was recorded as" in output.out and "1. clipping" in output.out
+    assert status == 1
+    assert "step 2, gradient norm: was recorded as" in output.out
+    assert (
+        "- not explained" in output.out
+    )  # the gradients and the update are right: nothing says that it clipped by it

@@ -1,16 +1,19 @@
 import math
+from types import SimpleNamespace
 
 import pytest
 from synthetic import control, history, set_loss, spoil
 
-from lockstep.compare_losses import compare, require_comparable, tolerance_for
 from lockstep.errors import UserError
+from lockstep.losses.curves import compare_curves, require_comparable_curves, tolerance_for
+from lockstep.losses.tolerance import rule_and_noise
+from lockstep.tensors import comparison
 
 
 def verdict(other, baseline=None):
     baseline = baseline or history()
-    require_comparable(baseline, other)
-    return compare(baseline, other, tolerance_for(baseline))
+    require_comparable_curves(baseline, other)
+    return compare_curves(baseline, other, tolerance_for(baseline))
 
 
 def test_equal_runs_pass():
@@ -20,7 +23,12 @@ def test_equal_runs_pass():
 def test_tolerances_of_the_tiny_model():
     fp32, autocast = tolerance_for(history()), tolerance_for(history(precision="autocast"))
     assert fp32.first <= 1e-6 and fp32.maximum <= 1e-5 and fp32.mean <= 2e-6 and set(fp32.grad_norm) == {1e-5}
-    assert autocast.first <= 2e-4 and autocast.maximum <= 2e-3 and autocast.mean <= 5e-4 and set(autocast.grad_norm) == {1e-2}
+    assert (
+        autocast.first <= 2e-4
+        and autocast.maximum <= 2e-3
+        and autocast.mean <= 5e-4
+        and set(autocast.grad_norm) == {1e-2}
+    )
 
 
 def test_tolerance_shrinks_with_more_tokens():
@@ -70,7 +78,10 @@ def test_a_nan_in_both_runs_fails():
 def test_a_baseline_that_breaks_down_at_once_fails(precision, value):
     baseline, other = spoil("ddp", precision, s1={"loss": value}), history("fsdp", precision)
     assert verdict(other, baseline).outcome == "FAIL"
-    assert compare(baseline, other, tolerance_for(baseline, control(precision=precision))).outcome == "FAIL"
+    assert (
+        compare_curves(baseline, other, tolerance_for(baseline, control(precision=precision))).outcome
+        == "FAIL"
+    )
 
 
 def test_nothing_moves():
@@ -112,7 +123,7 @@ def _shorter(run):
         (_shorter, "19 steps against 20"),
         (lambda r: r.steps.pop(), "has 19 of 20 steps"),
         (lambda r: setattr(r, "ended", None), "killed or is still running"),
-        (lambda r: r.run.update(versions={"torch": "1"}), "one environment"),
+        (lambda r: r.run.update(versions={"torch": "1"}), "the same environment"),
     ],
 )
 def test_what_is_refused(change, message):
@@ -142,7 +153,10 @@ def test_the_learning_rate_of_every_step_is_compared():
         step["learning_rate"] *= 0.9
     result = verdict(other)
     assert result.outcome == "FAIL" and result.loss_passed
-    assert any("learning rate of step 11 is" in problem and "configuration says 0.001" in problem for problem in result.problems)
+    assert any(
+        "learning rate of step 11 is" in problem and "configuration says 0.001" in problem
+        for problem in result.problems
+    )
     both = history(), history("fsdp")
     for run in both:
         run.steps[3]["learning_rate"] = 1.0
@@ -154,13 +168,31 @@ def test_the_learning_rate_of_every_step_is_compared():
 
 
 @pytest.mark.parametrize(
-    "key, value", [("learning_rate", 1.0), ("precision", "autocast"), ("seq_length", 64), ("weight_decay", 0.0)]
+    "key, value",
+    [("learning_rate", 1.0), ("precision", "autocast"), ("seq_length", 64), ("weight_decay", 0.0)],
 )
 def test_other_settings_are_refused(key, value):
     other = history("fsdp")
     other.run["config"][key] = value
     with pytest.raises(UserError, match=f"configured differently, {key} is"):
         verdict(other)
+
+
+@pytest.mark.parametrize(
+    "first, pretrained, spread", [(None, False, 0.02 * 8), (None, True, 4.0), (1.5, False, 4.0)]
+)
+def test_the_tensor_comparison_has_the_loss_tolerance_of_the_curves(first, pretrained, spread):
+    """Under autocast it follows from the spread of the logits, which is known of fresh weights alone."""
+    run = history(precision="autocast", steps=1)
+    run.run["config"]["pretrained"] = pretrained
+    run.run["architecture"].update(hidden_size=64, initializer_range=0.02)
+    set_loss(run.steps[0], first or math.log(run.run["architecture"]["vocab_size"]))
+    dump = SimpleNamespace(run=run.run, steps={"1": run.steps[0]})
+    tolerated = comparison._losses(dump, {"ddp": dump}, 1, "autocast", {})[0].tolerated
+    _, noise, _ = rule_and_noise(run)
+    assert math.isclose(tolerated, math.sqrt(2) * noise.floor)  # of one of two ranks
+    tokens = run.steps[0]["tokens"] / 2
+    assert math.isclose(tolerated, 4 * math.sqrt(2) * 5 * 2**-9 * spread / math.sqrt(tokens))
 
 
 def test_weights_that_are_not_fresh_have_no_rule_under_autocast():

@@ -1,5 +1,6 @@
 """Usage errors: one line, exit status 2, before anything is started. Through the real scripts, in real processes."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -9,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from lockstep import config as config_module
-from lockstep.architectures import BUILT_IN
+from lockstep import preflight, resources, strategies
 from lockstep.errors import UserError
+from lockstep.inputs.architectures import BUILT_IN
 
 ROOT = Path(__file__).parents[1]
 
@@ -18,12 +20,20 @@ ROOT = Path(__file__).parents[1]
 def script(name, *arguments, cwd=ROOT, **environment):
     return subprocess.run(
         [sys.executable, ROOT / f"train_{name}.py", *arguments],
-        cwd=cwd, capture_output=True, text=True, timeout=60, env={**os.environ, **environment},
-    )  # fmt: skip
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, **environment},
+    )
 
 
 CASES = [
-    ("fsdp", "--tp_size 2 --dp_size 2 --num_workers 3", "--num_workers 3 is not tp_size x dp_size = 2 x 2 = 4"),
+    (
+        "fsdp",
+        "--tp_size 2 --dp_size 2 --num_workers 3",
+        "--num_workers 3 is not tp_size x dp_size = 2 x 2 = 4",
+    ),
     ("fsdp", "--tp_size 3", "does not divide the model's 4 attention heads"),
     ("deepspeed", "--tp_size 4", "does not divide the model's 2 KV heads"),
     ("ddp", "--tp_size 2", "DDP has no tensor parallelism"),
@@ -56,7 +66,14 @@ CASES = [
 
 @pytest.mark.parametrize("strategy, arguments, message", CASES)
 def test_usage_errors_are_one_line_and_exit_2(tmp_path, strategy, arguments, message):
-    result = script(strategy, "--loss_output_dir", str(tmp_path / "l"), "--storage_path", str(tmp_path / "s"), *arguments.split())
+    result = script(
+        strategy,
+        "--loss_output_dir",
+        str(tmp_path / "l"),
+        "--storage_path",
+        str(tmp_path / "s"),
+        *arguments.split(),
+    )
     assert result.returncode == 2
     assert message in result.stderr and len(result.stderr.strip().splitlines()) == 1, result.stderr
     assert result.stdout == "", "something was started"
@@ -71,24 +88,55 @@ def test_no_compiler(tmp_path):
 
 def test_a_used_experiment_name_is_refused(tmp_path):
     (tmp_path / "mine").mkdir()
-    result = script("ddp", "--storage_path", str(tmp_path), "--experiment_name", "mine", "--loss_output_dir", str(tmp_path))
+    result = script(
+        "ddp",
+        "--storage_path",
+        str(tmp_path),
+        "--experiment_name",
+        "mine",
+        "--loss_output_dir",
+        str(tmp_path),
+    )
     assert result.returncode == 2 and "already used" in result.stderr
 
 
 def test_no_cluster_at_the_address(tmp_path):
-    """The one mistake that only ray can find."""
-    result = script("ddp", "--loss_output_dir", str(tmp_path), "--storage_path", str(tmp_path), RAY_ADDRESS="127.0.0.1:1")
-    assert result.returncode == 2 and "no Ray cluster answers there" in result.stderr and len(result.stderr.splitlines()) == 1
+    """The one usage error that only ray can find."""
+    result = script(
+        "ddp", "--loss_output_dir", str(tmp_path), "--storage_path", str(tmp_path), RAY_ADDRESS="127.0.0.1:1"
+    )
+    assert (
+        result.returncode == 2
+        and "no Ray cluster answers there" in result.stderr
+        and len(result.stderr.splitlines()) == 1
+    )
     assert list(tmp_path.iterdir()) == [], "something was removed or written"
 
 
 def test_dry_run_shows_what_would_happen_and_writes_nothing(tmp_path):
-    folders = ["--loss_output_dir", "a/l", "--storage_path", "b/s", "--capture_dir", "c", "--init_weights_path", "d/w.pt", "--save_init_weights"]
+    folders = [
+        "--loss_output_dir",
+        "a/l",
+        "--storage_path",
+        "b/s",
+        "--capture_dir",
+        "c",
+        "--init_weights_path",
+        "d/w.pt",
+        "--save_init_weights",
+    ]
     result = script("fsdp", "--dry_run", *folders[:6], cwd=tmp_path)
-    for words in ("dp 1  rank 2   rank 3", "max_grad_norm                1.0", "tokens per step", "FSDP+DTensor (TP=2, DP=2)"):
+    for words in (
+        "dp 1  rank 2   rank 3",
+        "max_grad_norm                1.0",
+        "tokens per step",
+        "FSDP+DTensor (TP=2, DP=2)",
+    ):
         assert words in result.stdout
     assert result.returncode == 0 and list(tmp_path.iterdir()) == []
-    assert script("ddp", "--dry_run", *folders, cwd=tmp_path).returncode == 0 and list(tmp_path.iterdir()) == []
+    assert (
+        script("ddp", "--dry_run", *folders, cwd=tmp_path).returncode == 0 and list(tmp_path.iterdir()) == []
+    )
 
 
 @pytest.fixture
@@ -105,10 +153,14 @@ def here(tmp_path, monkeypatch):
 
 
 def test_names_in_the_callers_folder_are_made_absolute(here):
-    config = config_module.parse_config("ddp", ["--model_name", "my models/a $x 'b'", "--dataset_name", "texts"])
+    config = config_module.parse_config(
+        "ddp", ["--model_name", "my models/a $x 'b'", "--dataset_name", "texts"]
+    )
     assert (config.model_name, config.dataset_name) == (str(here / "my models/a $x 'b'"), str(here / "texts"))
-    assert not config_module.shadowed(config)
-    config = config_module.parse_config("ddp", ["--model_name", "Qwen/Qwen2.5-0.5B", "--dataset_name", "owner/data:x"])
+    assert not preflight.shadowed(config)
+    config = config_module.parse_config(
+        "ddp", ["--model_name", "Qwen/Qwen2.5-0.5B", "--dataset_name", "owner/data:x"]
+    )
     assert (config.model_name, config.dataset_name) == ("Qwen/Qwen2.5-0.5B", "owner/data:x")
 
 
@@ -116,7 +168,7 @@ def test_a_built_in_name_wins_and_says_so(here):
     result = script("ddp", "--dry_run", cwd=here)
     assert "built-in architecture tiny-qwen2" in result.stdout and result.returncode == 0
     assert result.stderr.splitlines() == [
-        f"--{option} {name}: the built-in one is taken; write ./{name} for the one in this folder"
+        f"--{option} {name}: the built-in one is used; write ./{name} for the one in this folder"
         for option, name in (("model_name", "tiny-qwen2"), ("dataset_name", "builtin"))
     ]
     result = script("ddp", "--dry_run", "--model_name", "./tiny-qwen2", "--dataset_name", "texts", cwd=here)
@@ -127,18 +179,26 @@ def test_without_deepspeed(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     config = config_module.parse_config("deepspeed", ["--dry_run", "--loss_output_dir", str(tmp_path)])
     with pytest.raises(UserError, match="needs the package deepspeed"):
-        config_module.check_environment(config, {})
+        preflight.check_environment(config, {})
 
 
 def test_every_rank_finds_it_and_rank_0_says_it():
     """torchrun kills all ranks when one ends: one that is not rank 0 waits until it has spoken."""
     ranks = [
-        subprocess.Popen([sys.executable, ROOT / "train_fsdp.py", "--tp_size", "3"], stderr=subprocess.PIPE, text=True,
-                         env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "6"})
+        subprocess.Popen(
+            [sys.executable, ROOT / "train_fsdp.py", "--tp_size", "3"],
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "6"},
+        )
         for rank in range(2)
-    ]  # fmt: skip
+    ]
     said = ranks[0].communicate(timeout=60)[1]
-    assert ranks[0].returncode == 2 and said.startswith("train_fsdp.py: --tp_size 3 does not divide") and len(said.splitlines()) == 1
+    assert (
+        ranks[0].returncode == 2
+        and said.startswith("train_fsdp.py: --tp_size 3 does not divide")
+        and len(said.splitlines()) == 1
+    )
     with pytest.raises(subprocess.TimeoutExpired):
         ranks[1].wait(2)
     ranks[1].kill()
@@ -149,12 +209,15 @@ def test_defaults_are_written_once():
     parser = config_module.build_parser("ddp")
     fields = config_module.Config.__dataclass_fields__
     for action in parser._actions:
-        if action.dest in fields and action.dest not in ("save_init_weights", "dry_run"):
-            assert action.default == fields[action.dest].default, action.dest
+        if action.dest == "precision":  # left out where it is not given, so that --autocast can tell
+            assert action.help.endswith(f"(default: {fields[action.dest].default})")
+        elif action.dest in fields and action.dest not in ("save_init_weights", "dry_run"):
+            default = fields[action.dest].default
+            assert action.default == (None if default is dataclasses.MISSING else default), action.dest
 
 
 def test_one_set_of_flags():
-    flags = [{a.dest for a in config_module.build_parser(s)._actions} for s in config_module.STRATEGIES]
+    flags = [{a.dest for a in config_module.build_parser(s)._actions} for s in strategies.ROWS]
     assert flags[0] == flags[1] == flags[2]
 
 
@@ -169,7 +232,12 @@ def test_launcher_and_mesh_must_agree(monkeypatch):
 
 def test_gpus_in_place_are_those_of_this_machine(monkeypatch):
     monkeypatch.setattr("importlib.metadata.version", lambda name: "2.13.0")
-    for name, value in {"RANK": "0", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8", "CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}.items():
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "16",
+        "LOCAL_WORLD_SIZE": "8",
+        "CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7",
+    }.items():
         monkeypatch.setenv(name, value)
     assert config_module.parse_config("fsdp", []).device == "cuda"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
@@ -183,10 +251,10 @@ def test_gpus_in_place_are_those_of_this_machine(monkeypatch):
 def test_gpus_are_counted_without_torch(monkeypatch):
     monkeypatch.setattr("importlib.metadata.version", lambda name: "2.13.0")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,3")
-    assert config_module.local_gpus() == 3
+    assert resources.local_gpus() == 3
     config = config_module.parse_config("ddp", ["--dp_size", "2"])
     assert (config.device, config.backend) == ("cuda", "nccl")
     config = config_module.parse_config("fsdp", [])
     assert (config.device, config.backend) == ("cpu", "gloo")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert config_module.local_gpus() == 0
+    assert resources.local_gpus() == 0

@@ -6,15 +6,21 @@ import re
 import pytest
 from synthetic import control, history, spoil
 
-from lockstep.compare_losses import compare, tolerance_for
 from lockstep.errors import UserError
+from lockstep.losses.curves import compare_curves, tolerance_for
 
 
 def test_a_quiet_control_tightens_the_tolerance():
     fixed, mine = tolerance_for(history()), tolerance_for(history(), control(lambda step: 4e-7))
-    assert mine.maximum == pytest.approx(8 * 4e-7) and mine.maximum < fixed.maximum and mine.mean < 2 * fixed.mean
-    assert set(mine.grad_norm) == {1e-6}  # the control's norms are the baseline's: what is always allowed is left
-    assert not compare(history(), spoil(s9={"loss": 6.6 + 5e-6}), mine).loss_passed
+    assert (
+        mine.maximum == pytest.approx(8 * 4e-7)
+        and mine.maximum < fixed.maximum
+        and mine.mean < 2 * fixed.mean
+    )
+    assert set(mine.grad_norm) == {
+        1e-6
+    }  # the control's norms are the baseline's: what is always allowed is left
+    assert not compare_curves(history(), spoil(s9={"loss": 6.6 + 5e-6}), mine).loss_passed
 
 
 def test_what_the_control_shows_is_allowed_from_that_step_on():
@@ -39,7 +45,7 @@ def test_bf16_is_judged_by_its_control():
 @pytest.mark.parametrize(
     "change, message",
     [
-        (lambda r: r.weights.update(initial_sha256="a" * 64), "shows no noise"),
+        (lambda r: r.weights.update(initial_sha256="a" * 64), "which were not perturbed"),
         (lambda r: r.steps[4].update(batch_hash="x"), "step 5 was trained on different batches"),
         (lambda r: r.steps.pop(), "has 19 of 20 steps"),
         (lambda r: r.weights["moved"].pop(), "trained other tensors"),
@@ -56,11 +62,11 @@ def judged(other=None, baseline=None, **changes):
     """The outcome for a correct run, or `other`, with a control whose difference is gap(step)."""
     baseline = baseline or history(precision=changes.get("precision", "fp32"))
     other = other or history("fsdp", changes.get("precision", "fp32"))
-    return compare(baseline, other, tolerance_for(baseline, control(**changes)))
+    return compare_curves(baseline, other, tolerance_for(baseline, control(**changes)))
 
 
 HONEST = {
-    "one spacing": lambda n: 4.8e-7,
+    "one ulp": lambda n: 4.8e-7,
     "amplified steadily": lambda n: 2e-7 * 1.3**n,
     "a batch that amplifies thirtyfold": lambda n: 1.5e-5 if n == 9 else 5e-7,
     "a late onset": lambda n: 4e-7 if n < 12 else 4e-5,
@@ -74,9 +80,15 @@ def test_what_rounding_does_is_a_tolerance(name):
 
 
 IMPLAUSIBLE = {
-    "far off in one step": (lambda n: 50.0 if n == 2 else 4e-7, "in step 2 the control's loss is 5.0e[+]01 nats from DDP's"),
-    "off from the start": (lambda n: 1e-4, "in step 1 .* weights one rounding off move it by at most"),
-    "off from some step on": (lambda n: 0.4 if n >= 3 else 4e-7, "in step 3 .* training amplifies rounding by less than 100"),
+    "far off in one step": (
+        lambda n: 50.0 if n == 2 else 4e-7,
+        "in step 2 the control's loss is 5.0e[+]01 nats from DDP's",
+    ),
+    "off from the start": (lambda n: 1e-4, "in step 1 .* weights perturbed by one ulp move it by at most"),
+    "off from some step on": (
+        lambda n: 0.4 if n >= 3 else 4e-7,
+        "in step 3 .* training amplifies rounding errors by less than 100",
+    ),
     "a step of its own": (lambda n: 8e-5 if n == 9 else 5e-7, "in step 9 .* times its neighbours"),
     "the last step": (lambda n: 8e-5 if n == 20 else 5e-7, "in step 20 .* times its neighbours"),
     "of another scale": (lambda n: 0.05 * (7.5 - 0.1 * n), "in step 1 "),
@@ -91,36 +103,51 @@ def test_a_control_that_shows_something_else_is_no_tolerance(name):
     for other in (history("fsdp"), spoil(s9={"loss": 7.0}), history("fsdp", shift=8e-7)):
         result = judged(other, gap=gap)
         assert result.outcome == "NOT JUDGED" and not result.passed and re.search(message, result.doubt)
-    assert judged(history("fsdp", shift=0.4), gap=gap).outcome == "FAIL"  # its first loss is judged without a control
+    assert (
+        judged(history("fsdp", shift=0.4), gap=gap).outcome == "FAIL"
+    )  # its first loss is judged without a control
     broken = spoil(s7={"loss": math.nan})
     assert judged(broken, gap=gap).outcome == "FAIL"
 
 
-@pytest.mark.parametrize("norms, message", [
-    ({"s7": 15.0}, "in step 7 the control's gradient norm is 9.0e[+]00 of it from DDP's"),
-    ({"s1": 1.5001}, "in step 1 the control's gradient norm"),
-    ({"s7": 0.0}, "in step 7 "),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "norms, message",
+    [
+        ({"s7": 15.0}, "in step 7 the control's gradient norm is 9.0e[+]00 of it from DDP's"),
+        ({"s1": 1.5001}, "in step 1 the control's gradient norm"),
+        ({"s7": 0.0}, "in step 7 "),
+    ],
+)
 def test_gradient_norms_likewise(norms, message):
     result = judged(**norms)
     assert result.outcome == "NOT JUDGED" and re.search(message, result.doubt)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "autocast", "bf16"])
-@pytest.mark.parametrize("values", [
-    {"loss": 0.001}, {"loss": 9.0}, {"loss": 0.0}, {"loss": -1.0}, {"loss": math.nan},
-    {"grad_norm": 15.0}, {"grad_norm": 1e-3}, {"grad_norm": 0.0}, {"learning_rate": 0.1},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"loss": 0.001},
+        {"loss": 9.0},
+        {"loss": 0.0},
+        {"loss": -1.0},
+        {"loss": math.nan},
+        {"grad_norm": 15.0},
+        {"grad_norm": 1e-3},
+        {"grad_norm": 0.0},
+        {"learning_rate": 0.1},
+    ],
+)
 @pytest.mark.parametrize("edited", ["ddp", "control", "other", "ddp and control", "ddp and other"])
 def test_whichever_history_is_edited_at_one_step(precision, values, edited):
     noise = {"fp32": 4e-7, "autocast": 1e-4, "bf16": 1e-4}[precision]
     runs = {"ddp": history(precision=precision), "other": history("fsdp", precision)}
     runs["control"] = control(lambda n: noise, precision)
-    assert compare(runs["ddp"], runs["other"], tolerance_for(runs["ddp"], runs["control"])).passed
+    assert compare_curves(runs["ddp"], runs["other"], tolerance_for(runs["ddp"], runs["control"])).passed
     for name in edited.split(" and "):
         runs[name].steps[5].update(values)
     try:
-        result = compare(runs["ddp"], runs["other"], tolerance_for(runs["ddp"], runs["control"]))
+        result = compare_curves(runs["ddp"], runs["other"], tolerance_for(runs["ddp"], runs["control"]))
     except UserError:
         return
     assert not result.passed
@@ -129,7 +156,9 @@ def test_whichever_history_is_edited_at_one_step(precision, values, edited):
 def test_one_outlier_opens_its_own_place_only():
     """A batch may amplify thirtyfold: allowed there and in the step after, and nowhere else."""
     mine = tolerance_for(history(), control(HONEST["a batch that amplifies thirtyfold"]))
-    assert mine.loss[8:10] == pytest.approx([1.2e-4] * 2) and set(mine.loss[1:8]) | set(mine.loss[10:]) == {mine.loss[1]}
+    assert mine.loss[8:10] == pytest.approx([1.2e-4] * 2) and set(mine.loss[1:8]) | set(mine.loss[10:]) == {
+        mine.loss[1]
+    }
     assert mine.loss[1] == pytest.approx(4e-6)
 
 
@@ -138,8 +167,11 @@ def test_a_tolerance_as_wide_as_the_loss_is_no_test():
     baseline, mine = history(precision="bf16"), control(lambda n: 1e-3 * 1.33**n, "bf16")
     for run in (baseline, mine):
         run.run["config"].update(batch_size=1, seq_length=16)
-    result = compare(baseline, history("fsdp", "bf16"), tolerance_for(baseline, mine))
-    assert result.outcome == "NOT JUDGED" and "no test of a run whose loss covers 1.9e+00" in result.doubt
+    result = compare_curves(baseline, history("fsdp", "bf16"), tolerance_for(baseline, mine))
+    assert (
+        result.outcome == "NOT JUDGED"
+        and "tests nothing in a run whose loss has a range of 1.9e+00" in result.doubt
+    )
     assert judged(precision="bf16", gap=lambda n: 1e-3).outcome == "PASS"
 
 
@@ -148,5 +180,9 @@ def test_a_tolerance_as_wide_as_the_loss_is_no_test():
 def test_a_short_run_is_judged(precision, steps):
     """Its loss covers nothing yet."""
     noise = {"fp32": 9e-7, "autocast": 2e-4, "bf16": 2e-4}[precision]
-    runs = [history("ddp", precision, steps), control(lambda n: noise, precision, steps), history("fsdp", precision, steps)]
-    assert compare(runs[0], runs[2], tolerance_for(*runs[:2])).outcome == "PASS"
+    runs = [
+        history("ddp", precision, steps),
+        control(lambda n: noise, precision, steps),
+        history("fsdp", precision, steps),
+    ]
+    assert compare_curves(runs[0], runs[2], tolerance_for(*runs[:2])).outcome == "PASS"

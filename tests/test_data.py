@@ -5,17 +5,25 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.architectures import BUILT_IN
-from lockstep.config import load_inputs, parse_config
-from lockstep.data import Batches, global_batch_hash, load_corpus, micro_batches_hash
+from lockstep.config import parse_config
 from lockstep.errors import UserError
-from lockstep.tokenizer import HashTokenizer
+from lockstep.inputs.architectures import BUILT_IN
+from lockstep.inputs.data import (
+    Batches,
+    global_batch_hash,
+    load_corpus,
+    window_hashes,
+)
+from lockstep.inputs.tokenizer import HashTokenizer
+from lockstep.preflight import load_inputs
 
 NOWHERE = Path("/proc/nothing can be written here")
 
 
 def corpus(dataset="builtin", vocab=2048, seq=64, need=4, cache=NOWHERE):
-    return load_corpus(dataset, HashTokenizer(vocab), seq_length=seq, windows_per_step=need, cache_folder=cache)
+    return load_corpus(
+        dataset, HashTokenizer(vocab), seq_length=seq, windows_per_step=need, cache_folder=cache
+    )
 
 
 def all_windows(one):
@@ -54,7 +62,9 @@ def flags(*more):
 @pytest.mark.parametrize("longer", [["--debug_steps", "2"], ["--debug_steps", "300"], ["--debug_steps", "0"]])
 def test_the_batches_do_not_depend_on_how_long_a_run_trains(longer):
     """What one captured step proves must hold for step 1 of a long run."""
-    short, long = (load_inputs(parse_config("ddp", flags(*steps))) for steps in (["--debug_steps", "1"], longer))
+    short, long = (
+        load_inputs(parse_config("ddp", flags(*steps))) for steps in (["--debug_steps", "1"], longer)
+    )
     assert short.num_steps != long.num_steps and short.batches.corpus.sha256 == long.batches.corpus.sha256
     for dp_rank in (0, 1):
         assert (short.batches.windows(0, dp_rank) == long.batches.windows(0, dp_rank)).all()
@@ -94,17 +104,31 @@ def test_every_quarter_of_the_vocabulary_is_used(name):
 
 def test_hash_sees_one_changed_token():
     micro = batches().micro_batches(0, 0, "cpu")
-    before = micro_batches_hash(micro)
-    assert before == micro_batches_hash(batches().micro_batches(0, 0, "cpu")) and before < 2**48
-    micro[1][1][2, 3] += 1
-    assert micro_batches_hash(micro) != before
+    before = window_hashes(micro)
+    assert before == window_hashes(batches().micro_batches(0, 0, "cpu")) and max(before) < 2**48
+    micro[1][1][2, 3] += 1  # the third window of the second micro batch
+    assert [number for number, one in enumerate(window_hashes(micro)) if one != before[number]] == [6]
     assert global_batch_hash([1, 2]) != global_batch_hash([2, 1])
+
+
+def test_the_hash_of_a_batch_does_not_depend_on_its_cut():
+    def hashed(dp_size, **options):
+        cut = batches(dp_size=dp_size, **options)
+        shares = (cut.micro_batches(3, dp, "cpu") for dp in range(dp_size))
+        return global_batch_hash([one for share in shares for one in window_hashes(share)])
+
+    assert hashed(1, batch_size=8) == hashed(2, batch_size=4) == hashed(4, batch_size=2)
+    assert hashed(2, batch_size=4, seed=1) != hashed(2, batch_size=4)
 
 
 def test_text_file_and_folder(tmp_path):
     (tmp_path / "a.txt").write_text("one two three. " * 200)
     (tmp_path / "b.txt").write_text("four five six! " * 200)
-    assert corpus(str(tmp_path)).num_windows == 2 * corpus(str(tmp_path / "a.txt")).num_windows == 2 * (801 // 65)
+    assert (
+        corpus(str(tmp_path)).num_windows
+        == 2 * corpus(str(tmp_path / "a.txt")).num_windows
+        == 2 * (801 // 65)
+    )
 
 
 @pytest.mark.parametrize(
@@ -130,7 +154,7 @@ def test_folder_without_text(tmp_path):
 
 
 def test_where_tokens_are_kept_is_absolute_and_no_part_of_the_experiment(monkeypatch, tmp_path):
-    from lockstep.training import provenance
+    from lockstep.training.loop import provenance
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     config = parse_config("ddp", [])

@@ -1,6 +1,6 @@
 """Malformed tokenizer.json files and texts: one line each, no traceback, no hang, and nothing wrong that is taken.
 
-    PYTHONPATH=. python tests/test_data_fuzz.py 1000       more of them, and the table
+python tests/test_data_fuzz.py 1000       more of them, and the table
 """
 
 import collections
@@ -15,10 +15,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from lockstep.data import load_corpus
 from lockstep.errors import UserError
-from lockstep.texts import ContentHash, find
-from lockstep.tokenizer import FileTokenizer, HashTokenizer, build_tokenizer
+from lockstep.inputs.data import load_corpus
+from lockstep.inputs.texts import ContentHash, find
+from lockstep.inputs.tokenizer import FileTokenizer, HashTokenizer, build_tokenizer
 
 SECONDS, MEMORY, VOCABULARY = 30, 4 << 30, 400
 TEXT = ["the quick brown fox jumps over the lazy dog. " * 5, "Hello, World! 123 é ü"] * 10
@@ -41,33 +41,66 @@ def bases() -> dict[str, dict]:
     silent = {"show_progress": False}
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe = trained(models.BPE(), trainers.BpeTrainer(vocab_size=320, initial_alphabet=alphabet, special_tokens=["<end>"], **silent), bytes_)
+    bpe = trained(
+        models.BPE(),
+        trainers.BpeTrainer(vocab_size=320, initial_alphabet=alphabet, special_tokens=["<end>"], **silent),
+        bytes_,
+    )
     unigram = trained(
-        models.Unigram(), trainers.UnigramTrainer(vocab_size=60, special_tokens=["<unk>"], unk_token="<unk>", **silent),
-        pre_tokenizers.Metaspace(), normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()]),
-    )  # fmt: skip
+        models.Unigram(),
+        trainers.UnigramTrainer(vocab_size=60, special_tokens=["<unk>"], unk_token="<unk>", **silent),
+        pre_tokenizers.Metaspace(),
+        normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()]),
+    )
     pieces = trained(
-        models.WordPiece(unk_token="[UNK]"), trainers.WordPieceTrainer(vocab_size=80, special_tokens=["[UNK]"], **silent),
-        pre_tokenizers.BertPreTokenizer(), normalizers.BertNormalizer(),
-    )  # fmt: skip
+        models.WordPiece(unk_token="[UNK]"),
+        trainers.WordPieceTrainer(vocab_size=80, special_tokens=["[UNK]"], **silent),
+        pre_tokenizers.BertPreTokenizer(),
+        normalizers.BertNormalizer(),
+    )
     replace = {"type": "Replace", "pattern": {"Regex": "\\s+"}, "content": " "}
     single = {"type": "Replace", "pattern": {"String": "q"}, "content": "qq"}
     strip = {"type": "Strip", "strip_left": True, "strip_right": False}
     before = [
-        {"type": "Digits", "individual_digits": True}, {"type": "Punctuation", "behavior": "Isolated"},
-        {"type": "CharDelimiterSplit", "delimiter": "z"}, {"type": "FixedLength", "length": 5}, {"type": "UnicodeScripts"},
-        {"type": "Split", "pattern": {"String": "o"}, "behavior": "MergedWithPrevious", "invert": False}, bpe["pre_tokenizer"],
-    ]  # fmt: skip
-    template = {"type": "TemplateProcessing", "single": [{"Sequence": {"id": "A", "type_id": 0}}], "special_tokens": {}}
+        {"type": "Digits", "individual_digits": True},
+        {"type": "Punctuation", "behavior": "Isolated"},
+        {"type": "CharDelimiterSplit", "delimiter": "z"},
+        {"type": "FixedLength", "length": 5},
+        {"type": "UnicodeScripts"},
+        {"type": "Split", "pattern": {"String": "o"}, "behavior": "MergedWithPrevious", "invert": False},
+        bpe["pre_tokenizer"],
+    ]
+    template = {
+        "type": "TemplateProcessing",
+        "single": [{"Sequence": {"id": "A", "type_id": 0}}],
+        "special_tokens": {},
+    }
     template["pair"] = [*template["single"], {"Sequence": {"id": "B", "type_id": 1}}]
     cut = {"direction": "Right", "max_length": 20, "strategy": "LongestFirst", "stride": 0}
-    fill = {"strategy": {"Fixed": 64}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0, "pad_token": "x"}
+    fill = {
+        "strategy": {"Fixed": 64},
+        "direction": "Right",
+        "pad_to_multiple_of": None,
+        "pad_id": 0,
+        "pad_type_id": 0,
+        "pad_token": "x",
+    }
     return {
         "bpe": bpe,
         "unigram": unigram,
         "wordpiece": pieces,
-        "wordlevel": {**bpe, "model": {"type": "WordLevel", "vocab": {"<end>": 0, "a": 1, "b": 2, "<unk>": 3}, "unk_token": "<unk>"}},
-        "normalized": {**bpe, "normalizer": {"type": "Sequence", "normalizers": [replace, single, strip, {"type": "NFD"}]}},
+        "wordlevel": {
+            **bpe,
+            "model": {
+                "type": "WordLevel",
+                "vocab": {"<end>": 0, "a": 1, "b": 2, "<unk>": 3},
+                "unk_token": "<unk>",
+            },
+        },
+        "normalized": {
+            **bpe,
+            "normalizer": {"type": "Sequence", "normalizers": [replace, single, strip, {"type": "NFD"}]},
+        },
         "split": {**bpe, "pre_tokenizer": {"type": "Sequence", "pretokenizers": before}},
         "template": {**bpe, "post_processor": template},
         "cut and filled": {**bpe, "truncation": cut, "padding": fill},
@@ -120,7 +153,11 @@ def mutated(rng: random.Random, base: dict) -> tuple[str, bytes]:
 def taken_wrongly(folder: Path, data: bytes) -> str:
     """Why a tokenizer.json that was taken should not have been, or ""."""
     try:
-        content = json.loads(data, parse_constant=lambda name: 1 / 0, object_pairs_hook=lambda pairs: dict(pairs) if len(dict(pairs)) == len(pairs) else 1 / 0)
+        content = json.loads(
+            data,
+            parse_constant=lambda name: 1 / 0,
+            object_pairs_hook=lambda pairs: dict(pairs) if len(dict(pairs)) == len(pairs) else 1 / 0,
+        )
     except (ValueError, ZeroDivisionError):
         return "no JSON"
     if content.keys() - bases_keys:
@@ -138,7 +175,17 @@ def taken_wrongly(folder: Path, data: bytes) -> str:
     return "" if ids == bare.encode(text, add_special_tokens=False).ids else "cut or filled up"
 
 
-bases_keys = {"version", "truncation", "padding", "added_tokens", "normalizer", "pre_tokenizer", "post_processor", "decoder", "model"}
+bases_keys = {
+    "version",
+    "truncation",
+    "padding",
+    "added_tokens",
+    "normalizer",
+    "pre_tokenizer",
+    "post_processor",
+    "decoder",
+    "model",
+}
 
 
 def use_tokenizer(folder: Path, data: bytes) -> str:
@@ -146,17 +193,43 @@ def use_tokenizer(folder: Path, data: bytes) -> str:
     (folder / "t.txt").write_text(" ".join(TEXT))
     tokenizer = build_tokenizer(str(folder), {"vocab_size": VOCABULARY, "eos_token_id": 0})
     assert isinstance(tokenizer, FileTokenizer)
-    corpus = load_corpus(str(folder / "t.txt"), tokenizer, seq_length=4, windows_per_step=1, cache_folder=folder / "cache")
+    corpus = load_corpus(
+        str(folder / "t.txt"), tokenizer, seq_length=4, windows_per_step=1, cache_folder=folder / "cache"
+    )
     ids = corpus.tokens.read(0, len(corpus.tokens))
     return "id out of range" if ids.min() < 0 or ids.max() >= VOCABULARY else taken_wrongly(folder, data)
 
 
 def mutated_text(rng: random.Random) -> bytes:
-    words = ["the ", "quick\n", "brown\r\n", "\x00", "é", "漢字 ", "\U0001f600", "\t", " ", "\x1c", "\ufeff", "\u2028"]
+    words = [
+        "the ",
+        "quick\n",
+        "brown\r\n",
+        "\x00",
+        "é",
+        "漢字 ",
+        "\U0001f600",
+        "\t",
+        " ",
+        "\x1c",
+        "\ufeff",
+        "\u2028",
+    ]
     data = bytearray("".join(rng.choice(words) for _ in range(rng.choice([0, 1, 5, 200]))).encode())
     for _ in range(rng.choice([0, 1, 3])):
         place = rng.randrange(len(data) + 1)
-        data[place:place] = rng.choice([b"\xff", b"\x80", b"\xed\xa0\x80", b"\xe6\xbc", b"\xf4\x90\x80\x80", b"\xc0\xaf", b"ok", b"\x1b[2J"])
+        data[place:place] = rng.choice(
+            [
+                b"\xff",
+                b"\x80",
+                b"\xed\xa0\x80",
+                b"\xe6\xbc",
+                b"\xf4\x90\x80\x80",
+                b"\xc0\xaf",
+                b"ok",
+                b"\x1b[2J",
+            ]
+        )
     return bytes(data)
 
 
@@ -173,8 +246,14 @@ def use_text(folder: Path, data: bytes) -> str:
             return "" if f"at byte {error.start})" in str(said) else "another byte named"
         return "no UTF-8"
     tokenizer = HashTokenizer(VOCABULARY)
-    corpus = load_corpus(str(path), tokenizer, seq_length=1, windows_per_step=1, cache_folder=folder / "cache")
-    return "" if corpus.tokens.read(0, len(corpus.tokens)).tolist() == [*tokenizer.encode(text), 0] else "other tokens"
+    corpus = load_corpus(
+        str(path), tokenizer, seq_length=1, windows_per_step=1, cache_folder=folder / "cache"
+    )
+    return (
+        ""
+        if corpus.tokens.read(0, len(corpus.tokens)).tolist() == [*tokenizer.encode(text), 0]
+        else "other tokens"
+    )
 
 
 def outcome(use, data: bytes) -> str:
@@ -202,7 +281,9 @@ def _child(use, folder: Path, data: bytes, said: Path) -> None:
             wrong = use(folder, data)
             result = f"taken wrongly: {wrong}" if wrong else "taken"
         except UserError as error:
-            result = "one line" if "\n" not in str(error) and len(str(error)) < 1000 else f"many lines: {error}"
+            result = (
+                "one line" if "\n" not in str(error) and len(str(error)) < 1000 else f"many lines: {error}"
+            )
         except BaseException as error:  # noqa: BLE001 - that is what is looked for
             result = f"traceback: {type(error).__name__} {str(error)[:200]}"
         said.write_text(result)
@@ -210,11 +291,13 @@ def _child(use, folder: Path, data: bytes, said: Path) -> None:
         os._exit(0)
 
 
-def table(count: int, seed: int) -> tuple[collections.Counter, list[str]]:
-    """How many cases ended how, and those that ended badly. Two thirds are tokenizer.json files, one third texts."""
+def table(
+    count: int, seed: int, kinds: tuple[str, ...] = ("text", "tokenizer.json", "tokenizer.json")
+) -> tuple[collections.Counter, list[str]]:
+    """How many cases ended how, and those that ended badly. They are of the kinds in turn."""
     rng, known, counts, bad = random.Random(seed), bases(), collections.Counter(), []
     for index in range(count):
-        if index % 3:
+        if kinds[index % len(kinds)] == "tokenizer.json":
             name = rng.choice(list(known))
             what, data = mutated(rng, known[name])
             found, kind = outcome(use_tokenizer, data), "tokenizer.json"

@@ -1,6 +1,6 @@
 """Damage by the hundred: whatever is done to a file of a dump, the comparison answers with one line or a verdict, soon.
 
-Run by hand for a longer campaign: python tests/test_dump_fuzz.py FOLDER_WITH_DUMPS NUMBER
+benchmarks/damaged_files.py runs a longer campaign.
 """
 
 import collections
@@ -12,16 +12,15 @@ import os
 import random
 import shutil
 import signal
-import sys
 import tempfile
 from pathlib import Path
 
 import pytest
-
 from edited import edit
-from lockstep import compare
-from lockstep.dump import Dump
+
 from lockstep.errors import UserError
+from lockstep.tensors import comparison as compare
+from lockstep.tensors.dump import Dump
 
 SECONDS = 20  # for one comparison, which takes a fifth of a second
 FOLDERS = ("ddp", "fsdp", "reference", "replay_ddp", "replay_fsdp")
@@ -108,7 +107,10 @@ def mutate_header(draw: random.Random, data: bytes) -> tuple[bytes, bool]:
     one, other = draw.sample(sorted(header), 2)
     kind = draw.randrange(8)
     if kind == 0:
-        header[one]["data_offsets"], header[other]["data_offsets"] = header[other]["data_offsets"], header[one]["data_offsets"]
+        header[one]["data_offsets"], header[other]["data_offsets"] = (
+            header[other]["data_offsets"],
+            header[one]["data_offsets"],
+        )
     elif kind == 1:
         header[one]["data_offsets"] = list(header[other]["data_offsets"])
     elif kind == 2:
@@ -127,7 +129,13 @@ def mutate_header(draw: random.Random, data: bytes) -> tuple[bytes, bool]:
     length = draw.choice([len(text)] * 6 + [0, 7, len(text) - 1, 2**40, 2**63, 2**64 - 1])
     changed = length.to_bytes(8, "little") + text + body
     before = header_of(data)[0]
-    contents = lambda table: {name: (entry["dtype"], entry["shape"], body[slice(*entry["data_offsets"])]) for name, entry in table.items()}  # noqa: E731
+
+    def contents(table):
+        return {
+            name: (entry["dtype"], entry["shape"], body[slice(*entry["data_offsets"])])
+            for name, entry in table.items()
+        }
+
     try:
         return changed, length != len(text) or contents(header) != contents(before)
     except (KeyError, TypeError, AttributeError, ValueError):
@@ -150,7 +158,10 @@ def mutate_bytes(draw: random.Random, data: bytes) -> bytes:
     else:
         first = 4 * draw.randrange(len(data) // 4 - 16)
         second = 4 * draw.randrange(len(data) // 4 - 16)
-        changed[first : first + 4], changed[second : second + 4] = changed[second : second + 4], changed[first : first + 4]
+        changed[first : first + 4], changed[second : second + 4] = (
+            changed[second : second + 4],
+            changed[first : first + 4],
+        )
     return bytes(changed)
 
 
@@ -178,12 +189,30 @@ def mutate(draw: random.Random, folder: Path) -> tuple[str, Path, bool]:
     """Damage one file of one dump: (what was done, the file, whether it means something else now)."""
     chosen = folder / draw.choice(FOLDERS)
     manifest = chosen / "manifest.json"
-    kind = draw.choice(["manifest", "manifest", "manifest, sealed", "manifest, sealed", "manifest, sealed", "manifest, bytes", "bytes", "bytes", "header", "header", "replaced"])
+    kind = draw.choice(
+        [
+            "manifest",
+            "manifest",
+            "manifest, sealed",
+            "manifest, sealed",
+            "manifest, sealed",
+            "manifest, bytes",
+            "bytes",
+            "bytes",
+            "header",
+            "header",
+            "replaced",
+        ]
+    )
     if kind == "manifest, sealed":
         where, before = [], manifest.read_text()
         edit(chosen, lambda content: where.append(change_somewhere(draw, content)))
         noted = any(str(part).startswith(NOTES) for part in where[0])
-        return kind, manifest, not noted and json.dumps(json.loads(manifest.read_text())) != json.dumps(json.loads(before))
+        return (
+            kind,
+            manifest,
+            not noted and json.dumps(json.loads(manifest.read_text())) != json.dumps(json.loads(before)),
+        )
     if kind == "manifest":
         before = json.loads(manifest.read_text())
         content = copying.deepcopy(before)
@@ -196,7 +225,9 @@ def mutate(draw: random.Random, folder: Path) -> tuple[str, Path, bool]:
         with contextlib.suppress(ValueError):
             return kind, manifest, json.loads(manifest.read_bytes()) != json.loads(before)
         return kind, manifest, True
-    path = draw.choice(sorted(chosen.glob("step_*"))) if kind != "replaced" or draw.random() < 0.5 else manifest
+    path = (
+        draw.choice(sorted(chosen.glob("step_*"))) if kind != "replaced" or draw.random() < 0.5 else manifest
+    )
     before = path.read_bytes()
     if kind == "replaced":
         replace(draw, path)
@@ -246,10 +277,3 @@ def test_the_campaign_can_fail(dumps, monkeypatch):
     monkeypatch.setattr(Dump, "blocks", unverified)
     table, bad = campaign(dumps, 60, seed=3)
     assert bad and table["bytes", "accepted wrong"] == len(bad)
-
-
-if __name__ == "__main__":
-    found, wrong = campaign(Path(sys.argv[1]), int(sys.argv[2]), seed=int(sys.argv[3]) if len(sys.argv) > 3 else 0)
-    for (what, how), count in sorted(found.items()):
-        print(f"{what:<18} {how:<26} {count}")
-    print("\n".join(wrong))

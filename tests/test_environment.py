@@ -6,7 +6,6 @@ import subprocess
 import sys
 
 import pytest
-
 from ranks import ROOT
 
 FILES = ("environment.sh", "run_verification_main.sh", "requirements.txt")
@@ -30,12 +29,21 @@ def checkout(tmp_path):
 
 def script(checkout, **settings):
     environment = {"PATH": f"{checkout.parent / 'bin'}:/usr/bin:/bin", **settings}
-    return subprocess.run([checkout / "run_verification_main.sh"], cwd="/", env=environment, capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        [checkout / "run_verification_main.sh"],
+        cwd="/",
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
 
 
 def test_a_python_without_the_venv_module(checkout):
     done = script(checkout)
-    assert done.returncode == 2 and done.stderr.endswith("cannot make a virtual environment; install its venv module (Debian: python3-venv)\n")
+    assert done.returncode == 2 and done.stderr.endswith(
+        "cannot make a virtual environment; install its venv module (Debian: python3-venv)\n"
+    )
 
 
 def test_a_checkout_that_cannot_be_written(checkout):
@@ -50,5 +58,12 @@ def test_a_relative_python_is_the_callers(tmp_path):
     python = os.path.relpath(sys.executable, tmp_path)
     environment = {**os.environ, "PYTHON": python, "TP_SIZE": "abc", "LC_ALL": "C"}
     environment.pop("HOME", None)
-    done = subprocess.run([ROOT / "run_verification_main.sh"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [ROOT / "run_verification_main.sh"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode == 2 and "TP_SIZE=abc" in done.stderr and list(tmp_path.iterdir()) == []

@@ -1,13 +1,23 @@
+import importlib.metadata
+import importlib.util
 import json
+import os
+import platform
 import time
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
-from synthetic import history as made_up, rewrite, set_loss
+from synthetic import history as made_up
+from synthetic import rewrite, set_loss
 
-from lockstep import history, history_schema
-from lockstep.config import PLACES, Config, load_inputs, parse_config
+import lockstep
+from lockstep import origin as where
+from lockstep import schemas
+from lockstep.config import PLACES, Config, parse_config
 from lockstep.errors import UserError
+from lockstep.preflight import load_inputs
+from lockstep.training import history, history_schema
 
 
 def written(tmp_path, **changes):
@@ -31,7 +41,9 @@ def test_what_is_read_is_what_was_written(tmp_path):
     one = made_up(steps=2)
     set_loss(one.steps[0], 0.1 + 0.2)
     one.save(tmp_path / "h.json")
-    assert history.read(tmp_path / "h.json") == history.History(one.run, one.steps, one.contract, one.weights, one.ended)
+    assert history.read(tmp_path / "h.json") == history.History(
+        one.run, one.steps, one.contract, one.weights, one.ended
+    )
     content = json.loads((tmp_path / "h.json").read_text())
     assert content["sha256"] == history.seal(content)
 
@@ -52,12 +64,55 @@ def test_the_schema_knows_the_configuration():
 
 
 def test_the_schema_knows_what_a_run_records(tmp_path):
-    from lockstep import training
+    from lockstep.training import loop as training
 
-    config = parse_config("ddp", ["--loss_output_dir", str(tmp_path), "--debug_steps", "1", "--device", "cpu"])
+    config = parse_config(
+        "ddp", ["--loss_output_dir", str(tmp_path), "--debug_steps", "1", "--device", "cpu"]
+    )
     record = history.History(run=training.provenance(config, load_inputs(config)))
     record.save(tmp_path / "h.json")
     assert history.read(tmp_path / "h.json").run == record.run
+    require_origin(record.run["versions"], record.run["origin"])
+
+
+def require_origin(versions, origin):
+    """Of all that takes part: the libraries, Lockstep itself, and what the processor's kernels are chosen by."""
+    libraries = {"torch", "transformers", "numpy", "safetensors", "tokenizers"}
+    libraries |= {name for name in ("deepspeed", "ray", "accelerate") if importlib.util.find_spec(name)}
+    assert versions == {name: importlib.metadata.version(name) for name in libraries}
+    assert set(origin) == set(schemas.Origin.model_fields)
+    assert (
+        origin["lockstep"] == lockstep.__version__ and origin["commit"] and origin["cores"] == os.cpu_count()
+    )
+    if platform.machine() == "x86_64":
+        flags = Path("/proc/cpuinfo").read_text().split("flags", 1)[1].split("\n")[0].split()
+        wanted = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+        assert set(origin["instruction_sets"]) & set(wanted) == set(wanted) & set(flags)
+
+
+def test_instruction_sets_are_those_of_the_processor(tmp_path, monkeypatch):
+    """As Linux writes them for x86 and ARM."""
+    for text, found in (
+        ("flags\t\t: fpu avx2 avx512f amx_bf16 hle", ["avx2", "avx512f", "amx_bf16"]),
+        ("Features\t: fp asimd sve bf16 i8mm", ["asimd", "sve", "bf16"]),
+        ("flags: fpu", []),
+    ):
+        (tmp_path / "cpuinfo").write_text(f"model name\t: One avx512_bf16\n{text}\n")
+        monkeypatch.setattr(where, "CPUINFO", tmp_path / "cpuinfo")
+        where.instruction_sets.cache_clear()
+        assert where.instruction_sets() == found and where.has_bfloat16() == bool(
+            {"amx_bf16", "bf16"} & set(found)
+        )
+    where.instruction_sets.cache_clear()
+
+
+def test_a_history_of_an_earlier_commit_says_less(tmp_path):
+    """It is read; a part of an origin is not."""
+    path = written(tmp_path)
+    assert "origin" not in history.read(path).run
+    rewrite(path, lambda content: content["run"].update(origin={"commit": "a"}))
+    with pytest.raises(UserError, match="run.origin.lockstep is missing"):
+        history.read(path)
 
 
 def _twice(content):
@@ -83,29 +138,55 @@ WRONG = {
     "half a count": (lambda c: c["run"].update(num_steps=1.5), "run.num_steps is 1.5"),
     "no number": (lambda c: c["steps"][0].update(seconds=float("nan")), "steps.0.seconds is nan"),
     "a huge whole number": (lambda c: c["steps"][0].update(grad_norm=10**400), "steps.0.grad_norm is"),
-    "a loss that no float32 is": (lambda c: set_loss(c["steps"][0], 1e39), "no float32 is so large"),
-    "a negative norm": (lambda c: c["steps"][0].update(grad_norm=-1.0), "a norm is not negative"),
+    "a loss that no float32 is": (lambda c: set_loss(c["steps"][0], 1e39), "too large for a float32"),
+    "a negative norm": (lambda c: c["steps"][0].update(grad_norm=-1.0), "a norm cannot be negative"),
     "negative seconds": (lambda c: c["steps"][0].update(seconds=-1.0), "steps.0.seconds is -1.0"),
     "no hash": (lambda c: c["steps"][0].update(batch_hash="h1"), "steps.0.batch_hash is 'h1'"),
     "no checksum": (lambda c: c["weights"].update(initial_sha256="a"), "weights.initial_sha256 is 'a'"),
-    "another precision": (lambda c: c["run"]["config"].update(precision="fp16"), "run.config.precision is 'fp16'"),
-    "a step is missing": (lambda c: c["steps"].pop(1), "2 of 3 steps and says that it finished"),
+    "another precision": (
+        lambda c: c["run"]["config"].update(precision="fp16"),
+        "run.config.precision is 'fp16'",
+    ),
+    "a step is missing": (lambda c: c["steps"].pop(1), "2 of 3 steps, but says that it finished"),
     "steps that do not count": (lambda c: c["steps"][1].update(step=3), "step 2 is missing"),
-    "another mean": (lambda c: c["steps"][1].update(loss=7.0), "step 2 has a loss of 7.0, which is not the mean"),
+    "another mean": (
+        lambda c: c["steps"][1].update(loss=7.0),
+        "step 2 has a loss of 7.0, which is not the mean",
+    ),
     "the mean of a nan": (_mean_of_nan, "step 2 has a loss of 7.3, which is not the mean"),
-    "a run that goes on after a nan": (_nan_in_the_middle, "step 2 is not finite and the run went on"),
-    "a rank too many": (lambda c: c["steps"][1]["rank_losses"].append(7.3), "step 2 has 3 rank losses; dp_size is 2"),
-    "other tokens": (lambda c: c["steps"][1].update(tokens=1), "step 2 has 1 tokens; its configuration makes it 2048"),
-    "another mesh": (lambda c: c["run"].update(mesh=[2, 2]), "do not go together"),
+    "a run that goes on after a nan": (_nan_in_the_middle, "step 2 is not finite, but the run went on"),
+    "a rank too many": (
+        lambda c: c["steps"][1]["rank_losses"].append(7.3),
+        "step 2 has 3 rank losses; dp_size is 2",
+    ),
+    "other tokens": (
+        lambda c: c["steps"][1].update(tokens=1),
+        "step 2 has 1 tokens; its configuration makes it 2048",
+    ),
+    "another mesh": (
+        lambda c: c["run"].update(mesh={"pp": 1, "dp": 2, "cp": 1, "tp": 2}),
+        "do not go together",
+    ),
     "other workers": (lambda c: c["run"]["config"].update(num_workers=3), "do not go together"),
     "another length": (lambda c: c["run"]["config"].update(debug_steps=4), "num_steps is 3, debug_steps 4"),
-    "a stranger moved": (lambda c: c["weights"]["moved"].append("model.layers.2.bias"), "which the model does not have"),
+    "a stranger moved": (
+        lambda c: c["weights"]["moved"].append("model.layers.2.bias"),
+        "which is in no optimizer group of its contract",
+    ),
+    "moved, and no groups": (lambda c: c["contract"].pop("weight_decay"), "which is in no optimizer group"),
+    "groups that are none": (
+        lambda c: c["contract"].update(weight_decay={"0.0": 5, "0.01": [[]]}),
+        "which is in no optimizer group",
+    ),
     "moved twice": (_twice, "moved is not a sorted list"),
     "moved, and the same": (lambda c: c["weights"].update(final_sha256="a" * 64), "say otherwise"),
     "not moved, and others": (lambda c: c["weights"].update(moved=[]), "say otherwise"),
     "moved without an end": (lambda c: c.update(ended="killed"), "when a run has finished, and not before"),
-    "no contract": (lambda c: c.update(contract=None), "says nothing of its contract"),
-    "memory of other ranks": (lambda c: c["run"].update(peak_memory={"kind": "x", "bytes_by_rank": [1]}), "peak_memory is of 1"),
+    "no contract": (lambda c: c.update(contract=None), "but it has no contract"),
+    "memory of other ranks": (
+        lambda c: c["run"].update(peak_memory={"kind": "x", "bytes_by_rank": [1]}),
+        "peak_memory is of 1",
+    ),
     "another family": (lambda c: c["run"]["architecture"].update(model_type="gpt2"), "model_type is 'gpt2'"),
 }
 
@@ -125,7 +206,7 @@ def test_another_format(tmp_path):
     path = written(tmp_path)
     for number in (1, 0, True, None, "2"):
         rewrite(path, lambda c, number=number: c.update(format=number))
-        with pytest.raises(UserError, match="not a loss history of format 2"):
+        with pytest.raises(UserError, match="not a loss history of format 3"):
             history.read(path)
 
 
@@ -135,7 +216,7 @@ def test_one_digit(tmp_path):
     rewrite(path, lambda c: None, sealed=False)
     history.read(path)
     path.write_text(path.read_text().replace("1.5", "1.4", 1))
-    with pytest.raises(UserError, match="its content was changed since it was written"):
+    with pytest.raises(UserError, match="its content is not what its sha256 says"):
         history.read(path)
 
 

@@ -1,6 +1,8 @@
 """The direction of imports: a room may only use the rooms below it."""
 
 import ast
+import graphlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -28,35 +30,143 @@ def users_of(package):
 
 def test_one_file_each():
     assert users_of("ray") == {"under_ray.py"}
-    assert users_of("deepspeed") == {"autotp_strategy.py"}
+    assert users_of("deepspeed") == {"autotp_strategy.py", "build.py"}
+
+
+# Where DeepSpeed may be spoken of: its own files, the registry, what installs it, pages, results and tests.
+MAY_NAME_DEEPSPEED = re.compile(
+    r"lockstep/deepspeed/.*|lockstep/strategies\.py|autotp_strategy\.py|train_deepspeed\.py|job_deepspeed\.yaml"
+    r"|pyproject\.toml|requirements.*\.txt|(README|CONTRIBUTING)\.md|(docs|results|findings|tests)/.*"
+)
+# In other files: its launcher, which starts every strategy, and the public thread of a planted fault.
+SPOKEN_OF = re.compile(r"deepspeed launcher|seen_in=\"deepspeedai/DeepSpeed \d+\"")
+
+
+def strangers(contents):
+    """Of {path: text} the paths that name DeepSpeed and may not."""
+    return [
+        path
+        for path, text in contents.items()
+        if not MAY_NAME_DEEPSPEED.fullmatch(path) and "deepspeed" in SPOKEN_OF.sub("", text).lower()
+    ]
+
+
+def test_only_its_own_files_name_deepspeed():
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    paths = [path for path in listed.stdout.splitlines() if not MAY_NAME_DEEPSPEED.fullmatch(path)]
+    assert "lockstep/launch.py" in paths and "run_verification_main.sh" in paths
+    assert strangers({path: (ROOT / path).read_text(errors="replace") for path in paths}) == []
+
+
+@pytest.mark.parametrize(
+    "path, text, named",
+    [
+        ("lockstep/training/loop.py", "# DeepSpeed does so by itself", True),
+        ("benchmarks/real_size.py", 'RANKS = {"deepspeed": 4}', True),
+        ("lockstep/config.py", "# the deepspeed launcher passes it; so says deepspeed", True),
+        ("lockstep/config.py", "# the deepspeed launcher passes it", False),
+        ("lockstep/faults/clipping.py", 'seen_in="deepspeedai/DeepSpeed 8068",', False),
+        ("lockstep/strategies.py", 'name="deepspeed",', False),
+    ],
+)
+def test_a_file_that_names_deepspeed_would_be_seen(path, text, named):
+    """Negative control."""
+    assert strangers({path: text}) == ([path] if named else [])
+
+
+def import_graph(files):
+    """Module -> modules of this project that it imports, in functions and for type hints, too."""
+    names = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in files}
+    names = {name.removesuffix(".__init__"): path for name, path in names.items()}
+    return {name: (imports(path) & names.keys()) - {name, "lockstep"} for name, path in names.items()}
+
+
+def test_no_circle():
+    graph = import_graph(FILES)
+    assert "lockstep.config" in graph["lockstep.preflight"]
+    graphlib.TopologicalSorter(graph).prepare()
+    graph["lockstep.config"].add("lockstep.preflight")
+    with pytest.raises(graphlib.CycleError):
+        graphlib.TopologicalSorter(graph).prepare()
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_strategies_stay_below_the_loop(name):
-    forbidden = {"lockstep.training", "lockstep.launch", "ray", *STRATEGIES} - {name}
+    forbidden = {"lockstep.training.loop", "lockstep.launch", "ray", *STRATEGIES} - {name}
     assert not imports(ROOT / f"{name}.py") & forbidden
 
 
 def test_the_loop_knows_no_strategy_by_name():
-    source = (ROOT / "lockstep/training.py").read_text()
-    assert "hasattr" not in source and not imports(ROOT / "lockstep/training.py") & {*STRATEGIES, "ray", "deepspeed"}
+    source = (ROOT / "lockstep/training/loop.py").read_text()
+    assert "hasattr" not in source and not imports(ROOT / "lockstep/training/loop.py") & {
+        *STRATEGIES,
+        "ray",
+        "deepspeed",
+    }
     assert not any(f'"{name}"' in source for name in ("ddp", "deepspeed", "fsdp"))
 
 
-@pytest.mark.parametrize("module", ["config", "contract", "compare_losses", "history", "history_schema", "report", "data", "weights", "launch", "jobs", "locks", "processes"])
-def test_what_answers_a_mistake_does_not_wait_for_torch(module):
+@pytest.mark.parametrize(
+    "module",
+    [
+        "config",
+        "training.contract",
+        "losses.curves",
+        "training.history",
+        "training.history_schema",
+        "losses.curve_report",
+        "inputs.data",
+        "inputs.weights",
+        "launch",
+        "running.jobs",
+        "running.locks",
+        "running.processes",
+        "strategies",
+    ],
+)
+def test_what_answers_a_usage_error_does_not_wait_for_torch(module):
     code = f"import sys, lockstep.{module}; sys.exit(bool({{'torch', 'transformers', 'ray', 'deepspeed'}} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ("--batch_size 0", "0 is out of range"),
+        ("--model_name tiny-nothing", "no built-in model"),
+        ("--num_layers 3", "tiny-qwen2 has 2 layers"),
+        ("--tp_size 4", "does not divide the model's 2 KV heads"),
+        ("--seq_length 8192", "has positions for 4096 tokens"),
+        ("--init_weights_path nothing.safetensors", "no such file"),
+        ("--capture_dir /proc/nothing", "cannot be written"),
+        ("--loss_output_dir /proc/nothing", "cannot be written"),
+        ("--storage_path /proc/nothing", "cannot be written"),
+    ],
+)
+def test_a_usage_error_is_answered_without_torch(arguments, message, tmp_path):
+    code = (
+        "import sys; sys.modules.update(torch=None, transformers=None); from lockstep import launch; "
+        "sys.exit(launch.launch('fsdp'))"
+    )
+    folders = ["--storage_path", str(tmp_path), "--loss_output_dir", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *folders, *arguments.split()], cwd=ROOT, capture_output=True, text=True
+    )
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1) and message in done.stderr, done.stderr
+
+
 def test_what_starts_first_needs_nothing():
     """It answers in a Python that has no packages, or is too old for the rest."""
-    standard = {"contextlib", "importlib.util", "os", "signal", "sys"}
-    assert imports(ROOT / "lockstep/startup.py") == standard and not imports(ROOT / "lockstep/__init__.py")
+    used = {name.split(".")[0] for name in imports(ROOT / "lockstep/startup.py")}
+    assert used <= sys.stdlib_module_names and not imports(ROOT / "lockstep/__init__.py")
 
 
-@pytest.mark.parametrize("name, absent", [("ddp_strategy", "deepspeed"), ("fsdp_strategy", "deepspeed"), ("lockstep.training", "ray")])
+@pytest.mark.parametrize(
+    "name, absent",
+    [("ddp_strategy", "deepspeed"), ("fsdp_strategy", "deepspeed"), ("lockstep.training.loop", "ray")],
+)
 def test_runs_without(name, absent):
     code = f"import sys; sys.modules[{absent!r}] = None; import {name}"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
-

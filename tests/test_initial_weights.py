@@ -6,15 +6,17 @@ import sys
 
 import pytest
 import torch
+from ranks import CAPTURED, ROOT, run_ranks
 from safetensors.torch import save_file
+from test_launch import environment
 
 from lockstep import config as config_module
-from lockstep import initial_weights, launch, weights
-from lockstep.architectures import BUILT_IN
+from lockstep import launch, preflight
 from lockstep.errors import UserError
-from lockstep.model import build_model
-from ranks import CAPTURED, ROOT, run_ranks
-from test_launch import environment
+from lockstep.inputs import weights
+from lockstep.inputs.architectures import BUILT_IN
+from lockstep.inputs.model import build_model
+from lockstep.training import initial_weights
 
 TINY = BUILT_IN["tiny-qwen2"]
 
@@ -33,7 +35,7 @@ def folder(tmp_path):
 
 def check(strategy, *arguments):
     config = config_module.parse_config(strategy, list(map(str, arguments)))
-    inputs = config_module.load_inputs(config)
+    inputs = preflight.load_inputs(config)
     initial_weights.check(config, inputs.architecture)
     return config, inputs
 
@@ -42,29 +44,40 @@ def test_pretrained_weights_are_those_of_transformers(folder):
     from transformers import AutoModelForCausalLM
 
     config, inputs = check("fsdp", "--model_name", folder, "--pretrained")
-    model = build_model(inputs.architecture, seed=0, attn_impl="sdpa", init_weights_path=initial_weights.file_of(config))[0]
+    model = build_model(
+        inputs.architecture, seed=0, attn_impl="sdpa", init_weights_path=initial_weights.file_of(config)
+    )[0]
     theirs = dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).named_parameters())
     mine = dict(model.named_parameters())
-    assert mine.keys() == theirs.keys() and all(torch.equal(value, theirs[name]) for name, value in mine.items())
+    assert mine.keys() == theirs.keys() and all(
+        torch.equal(value, theirs[name]) for name, value in mine.items()
+    )
     assert f"pretrained weights of {folder}, bfloat16 cast to float32" in launch.banner(config, inputs)
 
 
 def test_without_it_they_are_random_and_the_first_line_says_so(folder):
     config, inputs = check("fsdp", "--model_name", folder, "--seed", "5")
-    assert "random weights, seed 5" in launch.banner(config, inputs) and initial_weights.file_of(config) is None
+    assert (
+        "random weights, seed 5" in launch.banner(config, inputs) and initial_weights.file_of(config) is None
+    )
 
 
 def test_layers_that_are_left(folder):
     config, inputs = check("fsdp", "--model_name", folder, "--pretrained", "--num_layers", "1")
     assert inputs.architecture["num_hidden_layers"] == 1
-    build_model(inputs.architecture, seed=0, attn_impl="sdpa", init_weights_path=initial_weights.file_of(config))
+    build_model(
+        inputs.architecture, seed=0, attn_impl="sdpa", init_weights_path=initial_weights.file_of(config)
+    )
 
 
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--pretrained"], "tiny-qwen2 is an architecture that is built in, without weights"),
-        (["--pretrained", "--init_weights_path", "x.pt"], "both say what to start from; give one, or add --save_init_weights"),
+        (["--pretrained"], "tiny-qwen2 is a built-in architecture without weights"),
+        (
+            ["--pretrained", "--init_weights_path", "x.pt"],
+            "both give the initial weights; leave one out, or add --save_init_weights",
+        ),
     ],
 )
 def test_what_cannot_be(arguments, message):
@@ -94,23 +107,34 @@ def test_a_hub_id(folder, tmp_path, sharded):
     if sharded:
         built().bfloat16().save_pretrained(folder, max_shard_size="300KB")
         (folder / "model.safetensors").unlink()
-    names = [path for path in folder.iterdir() if sharded or "-of-" not in path.name and "index" not in path.name]
+    names = [
+        path for path in folder.iterdir() if sharded or "-of-" not in path.name and "index" not in path.name
+    ]
     assert len([path for path in names if path.suffix == ".safetensors"]) == (2 if sharded else 1)
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0, "the": 1}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    files = {"tokenizer.json": tokenizer.to_str().encode(), **{path.name: path.read_bytes() for path in names}}
+    files = {
+        "tokenizer.json": tokenizer.to_str().encode(),
+        **{path.name: path.read_bytes() for path in names},
+    }
     cache(tmp_path / "hub", "someone/tiny", files)
     command = [sys.executable, "train_fsdp.py", "--dry_run", "--pretrained", "--model_name", "someone/tiny"]
     elsewhere = ["--loss_output_dir", str(tmp_path / "l"), "--storage_path", str(tmp_path / "s")]
     settings = {"HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([*command, *elsewhere], cwd=ROOT, env=environment(**settings), capture_output=True, text=True)
-    assert done.returncode == 0 and "pretrained weights of someone/tiny, bfloat16 cast to float32" in done.stdout, done.stderr
+    done = subprocess.run(
+        [*command, *elsewhere], cwd=ROOT, env=environment(**settings), capture_output=True, text=True
+    )
+    assert (
+        done.returncode == 0 and "pretrained weights of someone/tiny, bfloat16 cast to float32" in done.stdout
+    ), done.stderr
     shard = next((tmp_path / "hub").rglob("model*.safetensors"))
     shard.unlink()
-    done = subprocess.run([*command, *elsewhere], cwd=ROOT, env=environment(**settings), capture_output=True, text=True)
-    message = f"{'is not' if sharded else 'has no weights'} to be had from the hub (HF_HUB_OFFLINE"
+    done = subprocess.run(
+        [*command, *elsewhere], cwd=ROOT, env=environment(**settings), capture_output=True, text=True
+    )
+    message = f"{'is not available from' if sharded else 'has no weights on'} the hub (HF_HUB_OFFLINE"
     assert done.returncode == 2 and message in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
@@ -120,7 +144,10 @@ def test_a_file_of_somebody_is_never_replaced(tmp_path):
     save_file({"a": torch.ones(1)}, path)
     before = path.read_bytes()
     for extra in ([], ["--overwrite"]):
-        with pytest.raises(UserError, match="was not written by --save_init_weights and is never replaced; choose another name"):
+        with pytest.raises(
+            UserError,
+            match="was not written by --save_init_weights and is never replaced; choose another name",
+        ):
             check("ddp", "--init_weights_path", path, "--save_init_weights", *extra)
     with pytest.raises(UserError, match="is missing") as caught:
         check("ddp", "--init_weights_path", path)
@@ -138,10 +165,12 @@ def test_our_own_file_is_replaced_when_asked(tmp_path, name):
     check("ddp", *save)
     weights.save(path, built(0), TINY, source)
     assert path.stat().st_mtime_ns == first, "the same weights need not be written again"
-    with pytest.raises(UserError, match="holds other random weights, seed 0 than are drawn or read today"):
+    with pytest.raises(UserError, match="holds other random weights, seed 0 than this run would write"):
         weights.save(path, built(1), TINY, source)
     for other in (["--seed", "1"], ["--num_layers", "1"]):
-        with pytest.raises(UserError, match=r"holds other weights \(random weights, seed 0\), and nothing is overwritten"):
+        with pytest.raises(
+            UserError, match=r"holds other weights \(random weights, seed 0\), and nothing is overwritten"
+        ):
             check("ddp", *save, *other)
         check("ddp", *save, *other, "--overwrite")
     weights.save(path, built(1), TINY, "random weights, seed 1", overwrite=True)
@@ -153,24 +182,31 @@ def test_a_history_of_somebody_is_not_replaced(tmp_path):
     arguments = ["--loss_output_dir", str(tmp_path), "--storage_path", str(tmp_path / "ray"), "--overwrite"]
     config = config_module.parse_config("fsdp", arguments)
     with pytest.raises(UserError, match="loss_fsdp.json was not written by this project and is not replaced"):
-        config_module.check_environment(config, TINY)
+        preflight.check_environment(config, TINY)
     (tmp_path / "loss_fsdp.json").write_text('{"format": 1, "run": {}}')
-    config_module.check_environment(config, TINY)
+    preflight.check_environment(config, TINY)
 
 
 def test_captured_steps_are_replaced_when_asked(tmp_path):
-    arguments = ["--loss_output_dir", str(tmp_path), "--storage_path", str(tmp_path / "ray"), "--capture_dir", str(tmp_path)]
+    arguments = [
+        "--loss_output_dir",
+        str(tmp_path),
+        "--storage_path",
+        str(tmp_path / "ray"),
+        "--capture_dir",
+        str(tmp_path),
+    ]
     dump = tmp_path / "fsdp"
     dump.mkdir()
     for name in ("manifest.json", "step_1.safetensors", "step_2.safetensors.part"):
         (dump / name).write_text("")
     with pytest.raises(UserError, match="nothing is overwritten; choose another folder, or add --overwrite"):
-        config_module.check_environment(config_module.parse_config("fsdp", arguments), TINY)
+        preflight.check_environment(config_module.parse_config("fsdp", arguments), TINY)
     config = config_module.parse_config("fsdp", [*arguments, "--overwrite"])
-    config_module.check_environment(config, TINY)
+    preflight.check_environment(config, TINY)
     (dump / "notes.txt").write_text("")
-    with pytest.raises(UserError, match="notes.txt is no captured step; choose another folder"):
-        config_module.check_environment(config, TINY)
+    with pytest.raises(UserError, match="notes.txt, which is no captured step; choose another folder"):
+        preflight.check_environment(config, TINY)
     from lockstep.files import remove_captured
 
     remove_captured(dump)
@@ -186,15 +222,25 @@ def test_all_strategies_and_the_reference_start_from_the_pretrained_weights(fold
         run = {"name": strategy, "strategy": strategy, "fault": "none", "arguments": runs[strategy]}
         run_ranks(ranks, "jobs:histories", tmp_path / "work", {"runs": [run]})
     records = [json.loads((tmp_path / "work" / name / f"loss_{name}.json").read_text()) for name in runs]
-    expected = weights.checksums((name, value.detach().bfloat16().float()) for name, value in built().named_parameters())
+    expected = weights.checksums(
+        (name, value.detach().bfloat16().float()) for name, value in built().named_parameters()
+    )
     for record in records:
         assert record["weights"]["initial_sha256"] == weights.combined_sha256(expected)
-        assert record["run"]["initial_weights"] == f"pretrained weights of {folder}" and record["ended"] == "finished"
-    from lockstep.reference import build_reference
+        assert (
+            record["run"]["initial_weights"] == f"pretrained weights of {folder}"
+            and record["ended"] == "finished"
+        )
+    from lockstep.tensors.exact_run import build_reference
 
     config, inputs = check("ddp", *common, "--pretrained")
-    reference = build_reference(inputs, seed=0, attn_impl="sdpa", init_weights_path=initial_weights.file_of(config))
-    assert weights.checksums((name, value.detach().float()) for name, value in reference.named_parameters()) == expected
+    reference = build_reference(
+        inputs, seed=0, attn_impl="sdpa", init_weights_path=initial_weights.file_of(config)
+    )
+    assert (
+        weights.checksums((name, value.detach().float()) for name, value in reference.named_parameters())
+        == expected
+    )
     config, inputs = check("fsdp", *common, *saved[:2])
     assert f"weights of {saved[1]} (pretrained weights of {folder})" in launch.banner(config, inputs)
 
@@ -215,7 +261,10 @@ def test_a_verification_does_not_empty_what_it_starts_from(tmp_path, capsys):
     [
         ({}, "was not written by --save_init_weights and is never replaced"),
         ({"INIT_WEIGHTS_PATH": "{}/init_weights.safetensors"}, "is missing"),
-        ({"INIT_WEIGHTS_PATH": "{}/init_weights.safetensors", "PRETRAINED": "1"}, "both say what to start from"),
+        (
+            {"INIT_WEIGHTS_PATH": "{}/init_weights.safetensors", "PRETRAINED": "1"},
+            "both give the initial weights",
+        ),
         ({"PRETRAINED": "yes"}, "PRETRAINED=yes; it is 1"),
     ],
 )
@@ -223,7 +272,11 @@ def test_the_one_command_does_not_replace_a_file_of_somebody(tmp_path, settings,
     path = tmp_path / "init_weights.safetensors"
     save_file({"a": torch.ones(1)}, path)
     before = path.read_bytes()
-    settings = {"OUTPUT_DIR": str(tmp_path), "DEVICE": "cpu", **{key: value.format(tmp_path) for key, value in settings.items()}}
+    settings = {
+        "OUTPUT_DIR": str(tmp_path),
+        "DEVICE": "cpu",
+        **{key: value.format(tmp_path) for key, value in settings.items()},
+    }
     command = [ROOT / "run_verification_main.sh"]
     result = subprocess.run(command, env=environment(**settings), capture_output=True, text=True, timeout=100)
     assert result.returncode == 2 and message in result.stderr and path.read_bytes() == before, result.stderr

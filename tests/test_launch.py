@@ -11,10 +11,10 @@ import time
 from pathlib import Path
 
 import pytest
-
-from lockstep import history
-from lockstep.architectures import BUILT_IN
 from ranks import ROOT, free_port
+
+from lockstep.inputs.architectures import BUILT_IN
+from lockstep.training import history
 
 BIN = Path(sys.executable).parent
 
@@ -54,10 +54,16 @@ class Run:
 
     def __init__(self, folder, command, **settings):
         self.folder, self.log, self.settings = folder, folder / "log.txt", settings
-        self.process = subprocess.Popen(
-            command, cwd=ROOT, env=environment(LOCKSTEP_TEST=str(folder), **settings), text=True,
-            stdout=open(self.log, "w"), stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
+        with open(self.log, "w") as log:
+            self.process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=environment(LOCKSTEP_TEST=str(folder), **settings),
+                text=True,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
 
     def wait_for_step(self, number):
         path = history.path_of(self.folder, "ddp")
@@ -78,7 +84,11 @@ def run(tmp_path):
         """train_ddp.py with these arguments, or run_verification_main.sh with these settings."""
         train_ddp = [sys.executable, "train_ddp.py", *folders(tmp_path), *arguments]
         script = [ROOT / "run_verification_main.sh"]
-        settings = {"OUTPUT_DIR": str(tmp_path), "DEVICE": "cpu", "RAY_TMPDIR": short, **settings} if settings else {}
+        settings = (
+            {"OUTPUT_DIR": str(tmp_path), "DEVICE": "cpu", "RAY_TMPDIR": short, **settings}
+            if settings
+            else {}
+        )
         started.append(Run(tmp_path, script if settings else train_ddp, **settings))
         return started[-1]
 
@@ -98,7 +108,10 @@ def test_interrupt_keeps_the_history_and_leaves_nothing_behind(run, tmp_path):
     assert one.process.wait(60) == 130, one.log.read_text()
     kept = history.read(history.path_of(tmp_path, "ddp"))
     assert len(kept.steps) >= 5 and kept.ended != "finished"
-    assert one.log.read_text().splitlines()[-1] == "train_ddp.py: interrupted; the history holds the steps so far"
+    assert (
+        one.log.read_text().splitlines()[-1]
+        == "train_ddp.py: interrupted; the history holds the steps so far"
+    )
     assert "Traceback" not in one.log.read_text()
     assert gone(tmp_path) is True
 
@@ -108,14 +121,21 @@ def test_an_interrupt_at_any_moment_is_one_line(tmp_path, seconds):
     """While modules are imported, while Ray starts, while the workers do."""
     command = [sys.executable, "train_ddp.py", *folders(tmp_path), "--debug_steps", "100000"]
     process = subprocess.Popen(
-        command, cwd=ROOT, env=environment(LOCKSTEP_TEST=str(tmp_path)), text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+        command,
+        cwd=ROOT,
+        env=environment(LOCKSTEP_TEST=str(tmp_path)),
+        text=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
         start_new_session=True,
-    )  # fmt: skip
+    )
     time.sleep(seconds)
     os.killpg(process.pid, signal.SIGINT)
     _, said = process.communicate(timeout=60)
-    lines = [line for line in said.splitlines() if "world_rank=" not in line and "worker group" not in line and not line.startswith(("Requesting", "Setting up"))]
-    assert process.returncode == 130 and len(lines) == 1 and lines[0].startswith("train_ddp.py: interrupted"), said
+    lines = said.splitlines()
+    assert (
+        process.returncode == 130 and len(lines) == 1 and lines[0].startswith("train_ddp.py: interrupted")
+    ), said
     assert gone(tmp_path) is True
 
 
@@ -124,48 +144,56 @@ def test_a_run_leaves_nothing_of_ray_behind(tmp_path):
     with tempfile.TemporaryDirectory(dir="/tmp") as short:  # the names of sockets must be
         command = [sys.executable, str(ROOT / "train_ddp.py"), *folders(Path("out")), "--debug_steps", "1"]
         settings = environment(RAY_TMPDIR=short)
-        done = subprocess.run(command, cwd=tmp_path, env=settings, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(
+            command, cwd=tmp_path, env=settings, capture_output=True, text=True, timeout=120
+        )
         assert done.returncode == 0, done.stderr
-        assert [path.name for path in tmp_path.glob("**/*")] == ["out", "loss_ddp.json"]
+        assert [path.name for path in tmp_path.glob("**/*")] == [
+            "out",
+            "loss_ddp.json",
+            "logs",
+            "loss_ddp.txt",
+        ]
         assert [path.name for path in Path(short).glob("**/*")] in ([], ["ray"])
 
 
 def test_a_reader_that_is_gone(tmp_path):
     """`python train_ddp.py | head -1`: no traceback of a broken pipe."""
     command = f"{sys.executable} train_ddp.py --dry_run --loss_output_dir {tmp_path} --storage_path {tmp_path} | true; echo ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", command], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=60
+    )
     assert done.stderr == "" and done.stdout.strip() in ("141", "0")
 
 
 def test_a_killed_worker_ends_the_run(run, tmp_path):
     one = run("--debug_steps", "100000")
     one.wait_for_step(5)
-    workers = subprocess.run(["pgrep", "-f", "ray::RayTrainWorker"], capture_output=True, text=True).stdout.split()
+    workers = subprocess.run(
+        ["pgrep", "-f", "ray::RayTrainWorker"], capture_output=True, text=True
+    ).stdout.split()
     mine = [pid for pid in workers if str(tmp_path).encode() in Path(f"/proc/{pid}/environ").read_bytes()]
     os.kill(int(mine[-1]), signal.SIGKILL)
     assert one.process.wait(90) == 1, one.log.read_text()
     kept = history.read(history.path_of(tmp_path, "ddp"))
     assert len(kept.steps) >= 5 and kept.ended != "finished"
-    assert one.log.read_text().splitlines()[-1].startswith("train_ddp.py: worker ")
+    last = one.log.read_text().splitlines()[-1]
+    assert last.startswith("train_ddp.py: worker ") and last.endswith(
+        f"the full output is in {tmp_path}/logs/loss_ddp.txt"
+    )
+    assert "Started training worker group" in (tmp_path / "logs" / "loss_ddp.txt").read_text()
     assert gone(tmp_path) is True
-
-
-def test_what_we_leave_out_of_ray_train_is_there():
-    """The names are private to Ray: a version that has others starts actors that nobody needs."""
-    from ray.train.torch import TorchTrainer
-
-    from lockstep import under_ray
-
-    default = {type(callback).__name__ for callback in TorchTrainer(print)._create_default_callbacks()}
-    assert {under_ray.NO_DATA, under_ray.NO_CLEANING} < default
-    assert callable(TorchTrainer._register_sigint_handler)
 
 
 def launcher(command, folder, *arguments):
     result = subprocess.run(
         [*command, *folders(folder), "--debug_steps", "3", *arguments],
-        cwd=ROOT, env=environment(DS_ACCELERATOR="cpu"), capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
+        cwd=ROOT,
+        env=environment(DS_ACCELERATOR="cpu"),
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 
@@ -173,20 +201,33 @@ def launcher(command, folder, *arguments):
 def test_torchrun_and_the_deepspeed_launcher_run_the_same_loop(tmp_path):
     weights = ["--init_weights_path", str(tmp_path / "init.pt"), "--precision", "fp32"]
     port = ["--master_port", str(free_port())]
-    out = launcher([BIN / "torchrun", "--nproc_per_node", "2", *port, "train_ddp.py"], tmp_path, *weights, "--save_init_weights")
-    assert out.count("Loaded initial weights from") == 1
+    out = launcher(
+        [BIN / "torchrun", "--nproc_per_node", "2", *port, "train_ddp.py"],
+        tmp_path,
+        *weights,
+        "--save_init_weights",
+        "--control",
+    )
+    assert out.count("Loaded initial weights from") == 2 and out.count(": 3 steps in ") == 2
     launcher([BIN / "deepspeed", "--num_gpus", "4", *port, "train_deepspeed.py"], tmp_path, *weights)
     plot = [sys.executable, "plot_loss_curves.py", "--input_dir", str(tmp_path)]
-    result = subprocess.run(plot, cwd=ROOT, capture_output=True, text=True)
+    result = subprocess.run(
+        [*plot, "--json", str(tmp_path / "v.json")], cwd=ROOT, capture_output=True, text=True
+    )
     assert result.returncode == 0, result.stdout + result.stderr
+    assert json.loads((tmp_path / "v.json").read_text())["control"] == "DDP (TP=1, DP=2), control"
 
 
 def test_a_killed_torchrun_leaves_every_step_so_far(tmp_path):
     command = [BIN / "torchrun", "--nproc_per_node", "2", "--master_port", str(free_port()), "train_ddp.py"]
     process = subprocess.Popen(
         [*command, *folders(tmp_path), "--debug_steps", "100000"],
-        cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-    )  # fmt: skip
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
     path = history.path_of(tmp_path, "ddp")
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and not (path.exists() and len(history.read(path).steps) >= 20):
@@ -202,49 +243,142 @@ def test_a_killed_torchrun_leaves_every_step_so_far(tmp_path):
 
 @pytest.mark.parametrize("attempt", range(3))
 def test_a_usage_error_under_torchrun_is_said_every_time(attempt):
-    command = [BIN / "torchrun", "--standalone", "--nproc_per_node", "4", ROOT / "train_fsdp.py", "--dp_size", "3"]
+    command = [
+        BIN / "torchrun",
+        "--standalone",
+        "--nproc_per_node",
+        "4",
+        ROOT / "train_fsdp.py",
+        "--dp_size",
+        "3",
+    ]
     result = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=100)
     said = [line for line in result.stderr.splitlines() if line.startswith("train_fsdp.py: ")]
-    assert result.returncode == 1 and len(said) == 1 and "the launcher started 4 processes, the mesh has 2 x 3" in said[0], result.stderr
+    assert (
+        result.returncode == 1
+        and len(said) == 1
+        and "the launcher started 4 processes, the mesh has 2 x 3" in said[0]
+    ), result.stderr
+
+
+def the_one_command(folder, **settings):
+    """run_verification_main.sh to its end, called from a folder."""
+    settings = {"OUTPUT_DIR": "out", "DEVICE": "cpu", **settings}
+    command = [ROOT / "run_verification_main.sh"]
+    return subprocess.run(
+        command, cwd=folder, env=environment(**settings), capture_output=True, text=True, timeout=300
+    )
 
 
 def test_the_one_command(tmp_path):
-    """run_verification_main.sh: three runs and the control in one Ray instance, a figure, a verdict, its exit status. From another
-    folder, with paths of that folder that the shell and Python could take apart."""
-    settings = {"OUTPUT_DIR": "out $x 'y'", "DEBUG_STEPS": "4", "PRECISION": "fp32", "DEVICE": "cpu", "MODEL_NAME": "a model"}
+    """All runs and the control, both verdicts, a figure, a table that fits a terminal. From another folder, with paths of that
+    folder that the shell and Python could take apart."""
+    folder = tmp_path / "out $x 'y'"
     (tmp_path / "a model").mkdir()
     (tmp_path / "a model" / "config.json").write_text(json.dumps(BUILT_IN["tiny-qwen2"]))
-    command = [ROOT / "run_verification_main.sh"]
-    result = subprocess.run(command, cwd=tmp_path, env=environment(**settings), capture_output=True, text=True, timeout=400)
+    result = the_one_command(tmp_path, DEBUG_STEPS="4", OUTPUT_DIR=folder.name, MODEL_NAME="a model")
     assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stdout.rstrip().endswith("PASS") and (tmp_path / "out $x 'y'" / "loss_curves.png").is_file()
-    verdict = json.loads((tmp_path / "out $x 'y'" / "verdict.json").read_text())
-    assert not (tmp_path / "out $x 'y'" / "ray").exists()
-    assert verdict["passed"] and verdict["control"] == "DDP (TP=1, DP=2), control"
+    lines = result.stdout.splitlines()
+    assert (
+        lines[-1] == "PASS"
+        and (folder / "loss_curves.png").is_file()
+        and (folder / "tensors" / "report.md").is_file()
+    )
+    verdict = json.loads((folder / "verdict.json").read_text())
+    assert (verdict["passed"], verdict["losses"], verdict["tensors"]) == (True, "PASS", "PASS")
+    assert verdict["control"] == "DDP (TP=1, DP=2), control" and verdict["precision"] == "fp32"
+    table = lines[
+        next(index for index, line in enumerate(lines) if "gradient norm" in line and "tensors" in line) :
+    ]
+    assert len(table) <= 12 and all(
+        any(line.startswith(label) and line.endswith("PASS") for line in table)
+        for label in ("DDP", "DeepSpeed", "FSDP")
+    )
+    assert (
+        "0.000000" not in result.stdout
+        and "RayTrainWorker" not in result.stdout
+        and max(map(len, table[:5])) <= 120
+    )
+    assert "Attempting to start training worker group" in (folder / "logs" / "loss_fsdp.txt").read_text()
+    assert not (folder / "ray").exists()
     assert gone(tmp_path) is True
 
 
+DOUBLED = """
+from ddp_strategy import DDPStrategy
+
+class Doubled(DDPStrategy):
+    label, axes = "Doubled", ("dp",)
+
+    def forward_backward(self, micro_batches):
+        loss = super().forward_backward(micro_batches)
+        for parameter in self.parameters:
+            parameter.grad.mul_(2)
+        return loss
+"""
+
+
+def test_the_one_command_names_the_first_tensor_of_a_strategy_of_ones_own(tmp_path):
+    """Gradients that are twice too large leave no trace in the losses of two steps of AdamW but in the tensors of the first."""
+    (tmp_path / "own.py").write_text(DOUBLED)
+    result = the_one_command(
+        tmp_path,
+        DEBUG_STEPS="2",
+        STRATEGIES=f"ddp,{tmp_path}/own.py:Doubled",
+        MAX_GRAD_NORM="0",
+        NOISE_FLOOR="0",
+    )
+    assert result.returncode == 1, result.stdout + result.stderr
+    lines = result.stdout.splitlines()
+    assert lines[-1] == "FAIL" and any(
+        line.startswith("Doubled (TP=1, DP=2)") and line.endswith("FAIL") for line in lines
+    )
+    assert any(
+        line.startswith("First tensor too far, Doubled") and "gradient of model.norm.weight" in line
+        for line in lines
+    )
+    assert any(line.strip() == "Cause" for line in lines)
+
+
+def test_the_one_command_without_tensors(tmp_path):
+    (tmp_path / "same.py").write_text(
+        "from ddp_strategy import DDPStrategy\n\n\nclass Same(DDPStrategy):\n    axes = ('dp',)\n"
+    )
+    result = the_one_command(tmp_path, DEBUG_STEPS="2", STRATEGIES=f"{tmp_path}/same.py:Same", TENSORS="0")
+    assert result.returncode == 0 and result.stdout.endswith("PASS\n"), result.stdout + result.stderr
+    assert json.loads((tmp_path / "out" / "verdict.json").read_text())["tensors"] is None
+    assert not (tmp_path / "out" / "tensors").exists()
+
+
 def test_the_one_command_interrupted(run, tmp_path):
-    """While one script trains and the next one waits: nothing is left of either but the steps so far."""
+    """Nothing is left but the steps so far."""
     one = run(DP_SIZE="1", DEBUG_STEPS="100000")
-    one.wait_for_step(1)
-    deadline = time.monotonic() + 120
-    while "control: waiting for the run before it" not in one.log.read_text() and time.monotonic() < deadline:
-        time.sleep(0.1)
+    one.wait_for_step(5)
     os.killpg(one.process.pid, signal.SIGINT)
     assert one.process.wait(60) == 130, one.log.read_text()
-    assert one.log.read_text().splitlines()[-1].endswith(f"interrupted; the histories in {tmp_path} hold the steps so far")
+    assert (
+        one.log.read_text()
+        .splitlines()[-1]
+        .endswith(f"interrupted; the histories in {tmp_path} hold the steps so far")
+    )
     assert [path.name for path in tmp_path.glob("*.json")] == ["loss_ddp.json"]
-    assert len(history.read(tmp_path / "loss_ddp.json").steps) >= 1
-    assert gone(tmp_path) is True and not list(Path(one.settings["RAY_TMPDIR"]).iterdir())
+    assert len(history.read(tmp_path / "loss_ddp.json").steps) >= 5
+    assert gone(tmp_path) is True
+
+
+def test_the_one_command_killed_takes_its_scripts_along(run, tmp_path):
+    one = run(DP_SIZE="1", DEBUG_STEPS="100000")
+    one.wait_for_step(1)
+    os.kill(one.process.pid, signal.SIGTERM)
+    assert one.process.wait(60) == -signal.SIGTERM
+    assert gone(tmp_path) is True
 
 
 def test_the_one_command_stops_with_the_first_run_that_fails(run, tmp_path):
-    """By divergence, which stops all ranks with its step; the script that waits is ended."""
+    """By divergence, which stops all ranks with its step."""
     one = run(DP_SIZE="1", NOISE_FLOOR="0", LEARNING_RATE="1e30", OPTIMIZER="sgd", MAX_GRAD_NORM="0")
     assert one.process.wait(120) == 1
-    lines = one.log.read_text().splitlines()
-    assert any(line.startswith("train_ddp.py: step 2: the ") for line in lines) and lines[-1].endswith("its own line above says why")
+    assert one.log.read_text().splitlines()[-1].startswith("train_ddp.py: step 2: the ")
     assert [path.name for path in tmp_path.glob("*.json")] == ["loss_ddp.json"]
     kept = history.read(tmp_path / "loss_ddp.json")
     assert len(kept.steps) == 2 and "step 2" in kept.ended
@@ -265,21 +399,44 @@ def test_the_one_command_twice_into_one_folder(run, tmp_path):
     one = run(DP_SIZE="1", DEBUG_STEPS="100000")
     one.wait_for_step(1)
     settings = {"OUTPUT_DIR": str(tmp_path), "DEVICE": "cpu"}
-    result = subprocess.run([ROOT / "run_verification_main.sh"], env=environment(**settings), capture_output=True, text=True, timeout=60)
-    assert result.returncode == 2 and f"OUTPUT_DIR: another run (process {one.process.pid} on" in result.stderr
-    assert len(result.stderr.splitlines()) == 1 and one.process.poll() is None and (tmp_path / "loss_ddp.json").exists()
+    result = subprocess.run(
+        [ROOT / "run_verification_main.sh"],
+        env=environment(**settings),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (
+        result.returncode == 2 and f"OUTPUT_DIR: another run (process {one.process.pid} on" in result.stderr
+    )
+    assert (
+        len(result.stderr.splitlines()) == 1
+        and one.process.poll() is None
+        and (tmp_path / "loss_ddp.json").exists()
+    )
 
 
-@pytest.mark.parametrize("setting, message", [
-    ({"TP_SIZE": "3"}, "--tp_size 3 does not divide"), ({"NOISE_FLOOR": "no"}, "it is 1, with"), ({"TP_SIZE": "abc"}, "TP_SIZE=abc; it is a whole"),
-    ({"PRECISION": "fp23"}, "invalid choice: 'fp23'"), ({"DEVICE": "gpu"}, "invalid choice: 'gpu'"), ({"SEED": "x"}, "'x' is not a whole number"),
-    ({"INIT_WEIGHTS_PATH": "w.bin"}, "must end in .safetensors or .pt"), ({"OUTPUT_DIR": __file__}, "cannot be written"),
-    ({"MODEL_NAME": "nosuch"}, "no built-in model"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "setting, message",
+    [
+        ({"TP_SIZE": "3"}, "--tp_size 3 does not divide"),
+        ({"NOISE_FLOOR": "no"}, "it is 1 or 0"),
+        ({"TP_SIZE": "abc"}, "TP_SIZE=abc; it is a whole"),
+        ({"PRECISION": "fp23"}, "invalid choice: 'fp23'"),
+        ({"DEVICE": "gpu"}, "invalid choice: 'gpu'"),
+        ({"SEED": "x"}, "'x' is not a whole number"),
+        ({"INIT_WEIGHTS_PATH": "w.bin"}, "must end in .safetensors or .pt"),
+        ({"OUTPUT_DIR": __file__}, "cannot be written"),
+        ({"MODEL_NAME": "nosuch"}, "no built-in model"),
+        ({"TENSORS": "2"}, "it is 1 or 0"),
+        ({"PRECISION": "bf16", "TENSORS": "1"}, "no tolerance is derived for its tensors"),
+        ({"STRATEGIES": "nosuch"}, "there is no strategy nosuch"),
+    ],
+)
 def test_the_one_command_answers_a_usage_error_at_once(tmp_path, setting, message):
-    settings = {"OUTPUT_DIR": str(tmp_path / "out"), "DEVICE": "cpu", **setting}
-    command = [ROOT / "run_verification_main.sh"]
-    result = subprocess.run(command, cwd=tmp_path, env=environment(**settings), capture_output=True, text=True, timeout=60)
+    result = the_one_command(tmp_path, **setting)
     assert "ray" not in result.stdout.lower(), "something was started"
-    assert result.returncode == 2 and message in result.stderr and len(result.stderr.splitlines()) == 1, result.stderr
+    assert result.returncode == 2 and message in result.stderr and len(result.stderr.splitlines()) == 1, (
+        result.stderr
+    )
     assert list(tmp_path.iterdir()) == [] and gone(tmp_path) is True

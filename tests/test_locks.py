@@ -6,19 +6,21 @@ import subprocess
 import sys
 
 import pytest
-
-from lockstep import locks
-from lockstep.errors import UserError
 from ranks import ROOT
 from test_config import script
 
-HOLDS = "import sys, time; from pathlib import Path; from lockstep import locks\nwith locks.held((Path(sys.argv[1]), '--x')): print(1, flush=True); time.sleep(60)"
+from lockstep.errors import UserError
+from lockstep.running import locks
+
+HOLDS = "import sys, time; from pathlib import Path; from lockstep.running import locks\nwith locks.held((Path(sys.argv[1]), '--x')): print(1, flush=True); time.sleep(60)"
 
 
 @pytest.fixture
 def holder(tmp_path):
     """A process that holds the lock of tmp_path/loss_ddp.json."""
-    process = subprocess.Popen([sys.executable, "-c", HOLDS, str(tmp_path / "loss_ddp.json")], cwd=ROOT, stdout=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDS, str(tmp_path / "loss_ddp.json")], cwd=ROOT, stdout=subprocess.PIPE
+    )
     process.stdout.readline()
     yield process
     process.kill()
@@ -26,9 +28,9 @@ def holder(tmp_path):
 
 
 def test_the_second_is_refused_and_says_who_is_first(tmp_path, holder):
-    with pytest.raises(UserError, match=rf"--x: another run \(process {holder.pid} on .*\) is writing .*loss_ddp.json; wait until"):
-        with locks.held((tmp_path / "loss_ddp.json", "--x")):
-            pass
+    said = rf"--x: another run \(process {holder.pid} on .*\) is writing .*loss_ddp.json; wait until"
+    with pytest.raises(UserError, match=said), locks.held((tmp_path / "loss_ddp.json", "--x")):
+        pass
     with locks.held((tmp_path / "loss_fsdp.json", "--x")):  # another history in the same folder
         pass
 
@@ -77,17 +79,36 @@ def test_a_training_script_is_refused_at_once(tmp_path, holder):
     assert sorted(path.name for path in tmp_path.iterdir()) == [".loss_ddp.json.lock"]
 
 
-@pytest.mark.parametrize("command, lock, option", [
-    (["run_verification.py", "--output_dir", "OUT"], "OUT/.verification.lock", "--output_dir"),
-    (["run_verification.py", "--output_dir", "OUT"], "OUT/.fsdp.lock", "--output_dir"),  # a run whose script was killed
-    (["run_faults.py", "tie_broken", "--output", "OUT/f.json"], "OUT/.f.json.lock", "--output"),
-    (["run_faults.py", "tie_broken", "--work_dir", "OUT", "--output", "OUT.json"], ".OUT.lock", "--work_dir"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "command, lock, option",
+    [
+        (["run_verification.py", "--output_dir", "OUT"], "OUT/.verification.lock", "--output_dir"),
+        (
+            ["run_verification.py", "--output_dir", "OUT"],
+            "OUT/.fsdp.lock",
+            "--output_dir",
+        ),  # a run whose script was killed
+        (["run_faults.py", "tie_broken", "--output", "OUT/f.json"], "OUT/.f.json.lock", "--output"),
+        (
+            ["run_faults.py", "tie_broken", "--work_dir", "OUT", "--output", "OUT.json"],
+            ".OUT.lock",
+            "--work_dir",
+        ),
+    ],
+)
 def test_other_programs_are_refused_at_once(tmp_path, command, lock, option):
     path = tmp_path / lock
     path.parent.mkdir(exist_ok=True)
     held = path.with_name(path.name.removesuffix(".lock")[1:])
     with locks.held((held, "--x")):
-        done = subprocess.run([sys.executable, str(ROOT / command[0]), *command[1:]], cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2 and f"{option}: another run (process {os.getpid()} " in done.stderr, done.stderr
+        done = subprocess.run(
+            [sys.executable, str(ROOT / command[0]), *command[1:]],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    assert done.returncode == 2 and f"{option}: another run (process {os.getpid()} " in done.stderr, (
+        done.stderr
+    )
     assert len(done.stderr.splitlines()) == 1 and not list(tmp_path.rglob("*.json"))

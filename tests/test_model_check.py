@@ -1,37 +1,64 @@
 """A user's model is tried before a run: transformers takes it, it fits, and the reference is transformers' model."""
 
 import json
-import sys
 
+import hub
+import model_families
 import pytest
 import torch
 
-import hub
 from lockstep import config as config_module
-from lockstep import exact, memory, model_check
-from lockstep.architectures import BUILT_IN
+from lockstep import memory, preflight
 from lockstep.errors import UserError
-from lockstep.model import build_model, causal_lm_loss
-from lockstep.model_config import checked
-from ranks import ROOT
+from lockstep.inputs.architectures import BUILT_IN
+from lockstep.inputs.model import build_model, causal_lm_loss
+from lockstep.inputs.model_config import FAMILIES, checked
+from lockstep.tensors import exact, model_check
 
-sys.path.insert(0, str(ROOT / "benchmarks"))
-import model_families  # noqa: E402
-
-QWEN2, QWEN3, LLAMA = (BUILT_IN[f"tiny-{family}"] for family in ("qwen2", "qwen3", "llama"))
+QWEN2, QWEN3, LLAMA, MISTRAL = (BUILT_IN[f"tiny-{family}"] for family in FAMILIES)
 WINDOWS = {**QWEN2, "use_sliding_window": True, "sliding_window": 32, "max_window_layers": 1}
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
 MODELS = {
     "windows": WINDOWS,
-    "window of one": {**WINDOWS, "sliding_window": 1, "max_window_layers": 0},  # no attention, so no gradient of q and k
-    "layer types": {**QWEN3, "use_sliding_window": True, "sliding_window": 5, "num_hidden_layers": 3,
-                    "layer_types": ["full_attention", "full_attention", "sliding_attention"]},
+    "window of one": {
+        **WINDOWS,
+        "sliding_window": 1,
+        "max_window_layers": 0,
+    },  # no attention, so no gradient of q and k
+    "layer types": {
+        **QWEN3,
+        "use_sliding_window": True,
+        "sliding_window": 5,
+        "num_hidden_layers": 3,
+        "layer_types": ["full_attention", "full_attention", "sliding_attention"],
+    },
     "llama3": {**LLAMA, "rope_scaling": LLAMA3, "rope_theta": 10000.0},
-    "longrope": {**QWEN3, "rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "original_max_position_embeddings": 40}},
+    "longrope": {
+        **QWEN3,
+        "rope_scaling": {
+            "rope_type": "longrope",
+            "short_factor": [1.0] * 8,
+            "long_factor": [4.0] * 8,
+            "original_max_position_embeddings": 40,
+        },
+    },
     "wide heads": {**QWEN2, "head_dim": 32},
     "padding": {**LLAMA, "pad_token_id": 7},
+    "a window in all layers": MISTRAL,
+    "mistral without a window": {
+        **MISTRAL,
+        "sliding_window": None,
+        "head_dim": 32,
+        "tie_word_embeddings": True,
+    },
     "gelu": {**LLAMA, "hidden_act": "gelu_new", "rms_norm_eps": 1e-3},
-}  # fmt: skip
+}
 
 
 def difference(content, **options):
@@ -53,27 +80,43 @@ def test_models_of_the_hub(name):
 
 def test_the_check_sees_a_window_that_is_left_out(monkeypatch):
     full = exact.attention
-    monkeypatch.setattr(exact, "attention", lambda *inputs, sliding_window=None, **options: full(*inputs, **options))
+    monkeypatch.setattr(
+        exact, "attention", lambda *inputs, sliding_window=None, **options: full(*inputs, **options)
+    )
     assert difference(WINDOWS)[0].startswith("the output of model.layers.1.self_attn.o_proj differs by")
     assert difference(QWEN2)[0] == ""
 
 
 def test_the_check_sees_a_window_that_is_one_too_wide(monkeypatch):
     full = exact.attention
-    wider = lambda *inputs, sliding_window=None, **options: full(*inputs, sliding_window=sliding_window and sliding_window + 1, **options)  # noqa: E731
+
+    def wider(*inputs, sliding_window=None, **options):
+        return full(*inputs, sliding_window=sliding_window and sliding_window + 1, **options)
+
     monkeypatch.setattr(exact, "attention", wider)
     assert "layers.1.self_attn" in difference(WINDOWS)[0]
+    assert "layers.0.self_attn" in difference(MISTRAL)[0]
 
 
 def test_the_check_sees_another_scale(monkeypatch):
     full = exact.attention
-    monkeypatch.setattr(exact, "attention", lambda *inputs, scaling, **options: full(*inputs, scaling=scaling * (1 + 1e-6), **options))
+    monkeypatch.setattr(
+        exact,
+        "attention",
+        lambda *inputs, scaling, **options: full(*inputs, scaling=scaling * (1 + 1e-6), **options),
+    )
     assert "layers.0.self_attn" in difference(QWEN2)[0]
 
 
 def test_the_check_sees_heads_in_another_order(monkeypatch):
     full = exact.attention
-    monkeypatch.setattr(exact, "attention", lambda module, query, key, value, *rest, **options: full(module, query, key.flip(1), value.flip(1), *rest, **options))
+    monkeypatch.setattr(
+        exact,
+        "attention",
+        lambda module, query, key, value, *rest, **options: full(
+            module, query, key.flip(1), value.flip(1), *rest, **options
+        ),
+    )
     assert "layers.0.self_attn" in difference(QWEN2)[0]
 
 
@@ -108,21 +151,23 @@ def test_casts_to_float32_are_all_that_is_changed():
 def folder(tmp_path, content):
     (tmp_path / "config.json").write_text(json.dumps(content))
     config = config_module.parse_config("ddp", ["--model_name", str(tmp_path), "--seq_length", "64"])
-    return config, config_module.load_inputs(config)
+    return config, preflight.load_inputs(config)
 
 
 def test_only_models_of_users_are_checked(tmp_path, monkeypatch):
     monkeypatch.setattr(exact, "attention", None)
     config, inputs = folder(tmp_path, WINDOWS)
-    with pytest.raises(UserError, match="the reference is not transformers' model of its config.json"):
+    with pytest.raises(
+        UserError, match="the reference and transformers compute different models from its config.json"
+    ):
         model_check.check(config, inputs)
     config = config_module.parse_config("ddp", [])
-    model_check.check(config, config_module.load_inputs(config))
+    model_check.check(config, preflight.load_inputs(config))
 
 
 def test_what_transformers_refuses_is_one_line(tmp_path):
     heads = {**LLAMA, "hidden_size": 66, "head_dim": 16}  # Llama wants a multiple, whatever head_dim says
-    with pytest.raises(UserError, match="transformers cannot build its config.json") as error:
+    with pytest.raises(UserError, match="transformers cannot build a model from its config.json") as error:
         folder(tmp_path, heads)
     assert "\n" not in str(error.value)
     assert folder(tmp_path, {**QWEN2, "hidden_size": 66, "head_dim": 16})[1].architecture["hidden_size"] == 66
@@ -140,11 +185,21 @@ def test_a_method_is_no_key(tmp_path):
 
 
 def test_a_model_that_does_not_fit(tmp_path, monkeypatch):
-    huge = {**LLAMA, "hidden_size": 2**18, "intermediate_size": 2**20, "num_attention_heads": 2**11, "num_key_value_heads": 2, "num_hidden_layers": 1000}
+    huge = {
+        **LLAMA,
+        "hidden_size": 2**18,
+        "intermediate_size": 2**20,
+        "num_attention_heads": 2**11,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 1000,
+    }
     config, inputs = folder(tmp_path, huge)
     with pytest.raises(UserError, match=r"9\.62e\+14 parameters.* need at least .* GB of memory"):
-        config_module.check_environment(config, inputs.architecture)
-    parameters = sum(p.numel() for p in build_model(LLAMA, seed=0, attn_impl="sdpa", init_weights_path=None)[0].parameters())
+        preflight.check_environment(config, inputs.architecture)
+    parameters = sum(
+        p.numel()
+        for p in build_model(LLAMA, seed=0, attn_impl="sdpa", init_weights_path=None)[0].parameters()
+    )
     assert memory.least_bytes(config, parameters) == parameters * 16 * 2
     monkeypatch.setattr(memory, "machine_bytes", lambda: parameters * 16 * 2)
     memory.require(config, LLAMA, 2)
@@ -169,7 +224,11 @@ def test_drawn_by_chance(number):
 
 def test_a_draw_can_be_wrong(monkeypatch):
     """Negative control: a norm that leaves its epsilon out."""
-    monkeypatch.setattr(exact, "norm_forward", lambda module, hidden: module.weight * hidden / hidden.square().mean(-1, keepdim=True).sqrt())
+    monkeypatch.setattr(
+        exact,
+        "norm_forward",
+        lambda module, hidden: module.weight * hidden / hidden.square().mean(-1, keepdim=True).sqrt(),
+    )
     outcomes = {model_families.judge(content)[0] for content in model_families.drawn(6, seed=1)}
     assert model_families.RIGHT not in outcomes and model_families.WRONG in outcomes
 
@@ -180,7 +239,11 @@ def test_a_verification_ends_before_it_starts(tmp_path, monkeypatch, capsys):
 
     folder(tmp_path, WINDOWS)
     started = []
-    monkeypatch.setattr(run_verification, "run", lambda command, *_: started.append(command) or (_ for _ in ()).throw(UserError("started")))
+    monkeypatch.setattr(
+        run_verification.jobs,
+        "start_all_groups",
+        lambda *groups, **_: started.append(groups) or (_ for _ in ()).throw(UserError("started")),
+    )
     arguments = ["--model_name", str(tmp_path), "--output_dir", str(tmp_path / "out"), "--precision", "fp32"]
     assert run_verification.main(arguments) == 2 and len(started) == 1
     right = model_check.compare
@@ -188,6 +251,10 @@ def test_a_verification_ends_before_it_starts(tmp_path, monkeypatch, capsys):
     assert run_verification.main([*arguments, "--overwrite"]) == 2 and len(started) == 1
     assert "the output of model.norm differs" in capsys.readouterr().err.splitlines()[-1]
     monkeypatch.setattr(model_check, "compare", right)
-    monkeypatch.setattr(memory, "machine_bytes", lambda: 10_000_000)  # enough for the runs, not for the reference in float64
-    monkeypatch.setattr(memory, "least_bytes", lambda config, _: 10_000_000 + (config.strategy == "reference"))
+    monkeypatch.setattr(
+        memory, "machine_bytes", lambda: 10_000_000
+    )  # enough for the runs, not for the reference in float64
+    monkeypatch.setattr(
+        memory, "least_bytes", lambda config, _: 10_000_000 + (config.run_name == "reference")
+    )
     assert run_verification.main([*arguments, "--overwrite"]) == 2 and len(started) == 1

@@ -1,15 +1,16 @@
 """config.json: real ones are accepted, what is not computed here is refused by name."""
 
+import hub
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import hub
-from lockstep.architectures import BUILT_IN
 from lockstep.errors import UserError
-from lockstep.model_config import checked
+from lockstep.inputs import model_config, refusals
+from lockstep.inputs.architectures import BUILT_IN
+from lockstep.inputs.model_config import FAMILIES, checked
 
-TINY = {family: BUILT_IN[f"tiny-{family}"] for family in ("qwen2", "qwen3", "llama")}
+TINY = {family: BUILT_IN[f"tiny-{family}"] for family in FAMILIES}
 YARN = {"rope_type": "yarn", "factor": 4.0}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
@@ -22,7 +23,11 @@ def test_real_ones_are_accepted(name):
 
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_built_in_ones_are_accepted(name):
-    content = {key: value for key, value in BUILT_IN[name].items() if "llama" not in name or key != "use_sliding_window"}
+    content = {
+        key: value
+        for key, value in BUILT_IN[name].items()
+        if "llama" not in name or key != "use_sliding_window"
+    }
     assert checked(content, "x") == (content, [])
 
 
@@ -36,7 +41,11 @@ REFUSED = [
     ("qwen2", {"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
     ("qwen2", {"rope_theta": None}, "rope_theta is None"),
     ("qwen2", {"initializer_range": 0}, "initializer_range is 0"),
-    ("qwen2", {"num_key_value_heads": 3}, "num_key_value_heads is 3: it does not divide num_attention_heads, 4"),
+    (
+        "qwen2",
+        {"num_key_value_heads": 3},
+        "num_key_value_heads is 3: it does not divide num_attention_heads, 4",
+    ),
     ("qwen2", {"hidden_size": 66}, "hidden_size is 66: num_attention_heads, 4, does not divide it"),
     ("qwen2", {"head_dim": 15}, "head_dim is 15: heads of 15 cannot be rotated"),
     ("qwen2", {"head_dim": None}, "head_dim is None"),
@@ -50,17 +59,40 @@ REFUSED = [
     ("qwen2", {"eos_token_id": [0, 2048]}, "eos_token_id"),
     ("qwen2", {"pad_token_id": -1}, "pad_token_id is -1"),
     ("qwen2", {"hidden_act": "xielu"}, "hidden_act is 'xielu'"),
+    *(
+        ("qwen2", {"hidden_act": name}, f"hidden_act is '{name}': its derivative jumps")
+        for name in ("relu", "relu6", "leaky_relu", "hardswish", "gelu_10")
+    ),
     ("qwen2", {"hidden_act": "prelu"}, "hidden_act is 'prelu'"),
-    ("qwen2", {"attention_dropout": 0.1}, "attention_dropout is 0.1: every strategy would drop other weights"),
+    (
+        "qwen2",
+        {"attention_dropout": 0.1},
+        "attention_dropout is 0.1: every strategy would drop other weights",
+    ),
     ("llama", {"resid_pdrop": 0.1}, "resid_pdrop is 0.1"),
     ("llama", {"attention_bias": True}, "attention_bias is True: biases of row-parallel layers"),
     ("llama", {"mlp_bias": True}, "mlp_bias is True"),
     ("qwen3", {"attention_bias": True}, "attention_bias is True"),
+    ("mistral", {"attention_bias": True}, "attention_bias is True: biases of row-parallel layers"),
+    ("mistral", {"mlp_bias": True}, "mlp_bias is True"),
+    ("mistral", {"sliding_window": 0}, "sliding_window is 0"),
+    (
+        "mistral",
+        {"use_sliding_window": False},
+        "use_sliding_window is False: transformers' Mistral has the window",
+    ),
+    ("mistral", {"max_window_layers": 1}, "max_window_layers is 1: transformers' Mistral has the window"),
+    ("mistral", {"layer_types": ["full_attention"] * 2}, "layer_types is"),
+    ("mistral", {"num_local_experts": 8}, "num_local_experts is 8"),
     ("qwen2", {"attention_bias": False}, "attention_bias is False"),
     ("llama", {"use_sliding_window": True}, "use_sliding_window is True: transformers' Llama has no windows"),
     ("llama", {"sliding_window": 4096, "use_sliding_window": None}, "sliding_window is 4096"),
     ("llama", {"layer_types": ["sliding_attention"] * 2}, "layer_types is"),
-    ("qwen2", {"use_sliding_window": True, "sliding_window": None}, "use_sliding_window is True: there is no sliding_window"),
+    (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": None},
+        "use_sliding_window is True: there is no sliding_window",
+    ),
     ("qwen2", {"layer_types": ["sliding_attention"] * 2}, "layer_types is .*without use_sliding_window"),
     ("qwen2", {"layer_types": ["full_attention"]}, "layer_types is .*1 layers, and num_hidden_layers is 2"),
     ("qwen2", {"layer_types": ["linear_attention"] * 2}, "layer_types.0 is 'linear_attention'"),
@@ -68,18 +100,38 @@ REFUSED = [
     ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5: the families turn whole heads"),
     ("llama", {"rope_scaling": {"rope_type": "su", "factor": 2.0}}, "rope_scaling.rope_type is 'su'"),
     ("llama", {"rope_scaling": {**YARN, "type": "linear"}}, "its type is linear, its rope_type yarn"),
-    ("llama", {"rope_scaling": {**YARN, "low_freq_factor": 1.0}}, "low_freq_factor means nothing to rope type yarn"),
+    (
+        "llama",
+        {"rope_scaling": {**YARN, "low_freq_factor": 1.0}},
+        "low_freq_factor means nothing to rope type yarn",
+    ),
     ("llama", {"rope_scaling": {**YARN, "mrope_section": [1]}}, "rope_scaling.mrope_section"),
     ("llama", {"rope_scaling": {**YARN, "beta_fast": 1, "beta_slow": 32}}, "beta_fast"),
     ("llama", {"rope_scaling": {"rope_type": "linear"}}, "rope type linear needs factor"),
     ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, "rope_scaling.factor is 0.5"),
     ("llama", {"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, "high_freq_factor must be above"),
     ("llama", {"rope_scaling": YARN, "rope_parameters": LLAMA3}, "rope_parameters says something else"),
-    ("llama", {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0] * 8}}, "short_factor has 1 numbers, and heads of 16 need 8"),
-    ("qwen2", {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters.full_attention"),
+    (
+        "llama",
+        {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0] * 8}},
+        "short_factor has 1 numbers, and heads of 16 need 8",
+    ),
+    (
+        "qwen2",
+        {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+        "rope_parameters.full_attention",
+    ),
     ("qwen2", {"architectures": ["Qwen2ForSequenceClassification"]}, "only Qwen2ForCausalLM is trained here"),
-    ("qwen2", {"auto_map": {"AutoModelForCausalLM": "modeling.Mine"}}, "auto_map is .*code of the model's own is not run"),
-    ("qwen2", {"quantization_config": {"bits": 4}}, "quantization_config is .*quantized weights are not trained"),
+    (
+        "qwen2",
+        {"auto_map": {"AutoModelForCausalLM": "modeling.Mine"}},
+        "auto_map is .*code of the model's own is not run",
+    ),
+    (
+        "qwen2",
+        {"quantization_config": {"bits": 4}},
+        "quantization_config is .*quantized weights are not trained",
+    ),
     ("qwen2", {"base_model_tp_plan": {"layers.*": "rowwise"}}, "base_model_tp_plan"),
     ("qwen2", {"per_layer_config": {"0": {"num_attention_heads": 2}}}, "per_layer_config"),
     ("qwen2", {"is_causal": False}, "is_causal is False"),
@@ -99,11 +151,26 @@ def test_refused_by_name(family, change, message):
 @pytest.mark.parametrize(
     "family, change",
     [
-        ("llama", {"resid_pdrop": 0.0, "hidden_dropout": 0, "partial_rotary_factor": 1.0, "num_local_experts": None}),
+        (
+            "llama",
+            {
+                "resid_pdrop": 0.0,
+                "hidden_dropout": 0,
+                "partial_rotary_factor": 1.0,
+                "num_local_experts": None,
+            },
+        ),
         ("llama", {"sliding_window": 4096, "use_sliding_window": False}),
+        ("mistral", {"sliding_window": None, "use_sliding_window": None, "attention_bias": False}),
         ("llama", {"quantization_config": None, "auto_map": {}, "is_causal": True}),
         ("qwen2", {"eos_token_id": [0, 2047], "pad_token_id": 2047, "use_mrope": False}),
-        ("llama", {"rope_scaling": {**YARN, "type": "yarn", "attention_factor": None}, "rope_parameters": {**YARN, "type": "yarn", "attention_factor": None}}),
+        (
+            "llama",
+            {
+                "rope_scaling": {**YARN, "type": "yarn", "attention_factor": None},
+                "rope_parameters": {**YARN, "type": "yarn", "attention_factor": None},
+            },
+        ),
     ],
 )
 def test_what_asks_for_nothing_is_not_refused(family, change):
@@ -113,9 +180,13 @@ def test_what_asks_for_nothing_is_not_refused(family, change):
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner, max_size=3), max_leaves=6,
-)  # fmt: skip
-KEYS = sorted({key for content in hub.ALL.values() for key in content} | {"layer_types", "auto_map", "is_causal", "hidden_dropout"})
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner, max_size=3),
+    max_leaves=6,
+)
+KEYS = sorted(
+    {key for content in hub.ALL.values() for key in content}
+    | {"layer_types", "auto_map", "is_causal", "hidden_dropout"}
+)
 
 
 @settings(max_examples=300, deadline=None)
@@ -138,4 +209,18 @@ def test_missing(key):
 
 
 def test_heads_of_qwen3_are_128_wide_where_nothing_is_said():
-    assert checked({key: value for key, value in TINY["qwen3"].items() if key != "head_dim"}, "x")[0]["head_dim"] == 128
+    assert (
+        checked({key: value for key, value in TINY["qwen3"].items() if key != "head_dim"}, "x")[0]["head_dim"]
+        == 128
+    )
+
+
+@pytest.mark.parametrize("name", [*model_config.ACTIVATIONS, *refusals.JUMPING])
+def test_the_derivative_of_an_activation_jumps_where_it_is_refused_for_that(name):
+    import torch
+    from transformers.activations import ACT2FN
+
+    points = torch.linspace(-12, 12, 240_001, dtype=torch.float64, requires_grad=True)
+    ACT2FN[name](points).sum().backward()
+    steepest = float(points.grad.diff().abs().max())
+    assert steepest > 0.4 if name in refusals.JUMPING else steepest < 1e-3

@@ -5,8 +5,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from lockstep import order
-from lockstep.order import permuted
+from lockstep.inputs import order
+from lockstep.inputs.order import permuted
 
 
 def whole(n, seed=0, epoch=0):
@@ -31,7 +31,7 @@ def test_does_not_change():
 def test_of_a_corpus_that_fits_nowhere():
     n = 10**12 + 39
     found = permuted(np.arange(10_000), n, seed=0, epoch=0)
-    assert len(set(found.tolist())) == 10_000 and 0 <= found.min() and found.max() < n
+    assert len(set(found.tolist())) == 10_000 and found.min() >= 0 and found.max() < n
     assert abs(found.mean() / n - 0.5) < 5 / math.sqrt(12 * 10_000)
 
 

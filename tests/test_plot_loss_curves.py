@@ -8,8 +8,9 @@ import pytest
 from synthetic import control, history, rewrite, set_loss
 
 import plot_loss_curves
-from lockstep import report
-from lockstep.history import path_of
+from lockstep import files
+from lockstep.losses import curve_report as report
+from lockstep.training.history import path_of
 
 
 def folder(tmp_path, **changed):
@@ -27,11 +28,20 @@ def plot(tmp_path, *more):
 def test_pass(tmp_path, capsys):
     assert plot(folder(tmp_path), "--json", str(tmp_path / "v.json")) == 0
     out = capsys.readouterr().out
-    assert out.startswith("=" * 60 + "\nLOSS CURVE STATISTICS\n" + "=" * 60 + "\n\nDDP (TP=1, DP=2):\n  Initial loss: 7.400000")
+    assert out.startswith(
+        "=" * 60 + "\nLOSS CURVE STATISTICS\n" + "=" * 60 + "\n\nDDP (TP=1, DP=2):\n  Initial loss: 7.400000"
+    )
     assert "Differences from DDP baseline:" in out and out.rstrip().endswith("PASS")
     data = json.loads((tmp_path / "v.json").read_text())
-    assert data["passed"] and data["outcome"] == "PASS" and data["command"].startswith("plot_loss_curves.py --input_dir")
-    assert data["date"].endswith("+00:00") and data["histories"]["fsdp"]["run"]["config"]["model_name"] == "tiny-qwen2"
+    assert (
+        data["passed"]
+        and data["outcome"] == "PASS"
+        and data["command"].startswith("plot_loss_curves.py --input_dir")
+    )
+    assert (
+        data["date"].endswith("+00:00")
+        and data["histories"]["fsdp"]["run"]["config"]["model_name"] == "tiny-qwen2"
+    )
     assert "tiny-qwen2, 2 layers, fp32, learning rate 0.001, 20 steps; torch 2\n" in out
     assert {v["label"] for v in data["verdicts"]} == {
         "DeepSpeed AutoTP (TP=2, DP=2)",
@@ -53,7 +63,9 @@ def test_refusal_is_exit_2(tmp_path, capsys):
     assert "different weights" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("missing, message", [(("ddp",), "needs DDP"), (("ddp", "deepspeed", "fsdp"), "train first")])
+@pytest.mark.parametrize(
+    "missing, message", [(("ddp",), "needs DDP"), (("ddp", "deepspeed", "fsdp"), "train first")]
+)
 def test_missing_histories(tmp_path, capsys, missing, message):
     folder(tmp_path)
     for strategy in missing:
@@ -71,7 +83,9 @@ def test_the_figure_shows_both_panels(tmp_path, monkeypatch):
     from matplotlib.figure import Figure
 
     drawn = []
-    monkeypatch.setattr(Figure, "savefig", lambda self, path, **_: (drawn.append(self), path.write_bytes(b"x")))
+    monkeypatch.setattr(
+        Figure, "savefig", lambda self, path, **_: (drawn.append(self), path.write_bytes(files.FIGURE))
+    )
     plot(folder(tmp_path, fsdp=history("fsdp", shift=1e-6)))
     top, bottom = drawn[0].axes
     assert len(top.lines) == 3 and bottom.get_yscale() == "log"
@@ -82,14 +96,18 @@ def test_the_control_run_is_used_and_drawn(tmp_path, monkeypatch, capsys):
     from matplotlib.figure import Figure
 
     drawn = []
-    monkeypatch.setattr(Figure, "savefig", lambda self, path, **_: (drawn.append(self), path.write_bytes(b"x")))
+    monkeypatch.setattr(
+        Figure, "savefig", lambda self, path, **_: (drawn.append(self), path.write_bytes(files.FIGURE))
+    )
     folder(tmp_path, fsdp=history("fsdp", shift=8e-7))
     assert plot(tmp_path) == 0
     control(lambda step: 1e-9).save(path_of(tmp_path, "control"))
     noisy = history("fsdp", shift=8e-7)
     set_loss(noisy.steps[4], noisy.steps[4]["loss"] + 4e-6)
     noisy.save(path_of(tmp_path, "fsdp"))
-    assert plot(tmp_path, "--json", str(tmp_path / "v.json")) == 1  # 5e-6 is within the rule, not within the noise
+    assert (
+        plot(tmp_path, "--json", str(tmp_path / "v.json")) == 1
+    )  # 5e-6 is within the rule, not within the noise
     assert "loss too far from step 5 on" in capsys.readouterr().out
     assert json.loads((tmp_path / "v.json").read_text())["control"] == "DDP (TP=1, DP=2), control"
     assert any("noise floor" in str(patch.get_label()) for patch in drawn[-1].axes[1].collections)
@@ -106,7 +124,10 @@ def test_a_spike_in_ddps_own_history_is_not_judged(tmp_path, capsys):
     folder(tmp_path, ddp=spiked(history(), 6, 0.001), control=control(), **runs)
     assert plot(tmp_path, "--json", str(tmp_path / "v.json")) == 1
     out = capsys.readouterr().out
-    assert out.rstrip().endswith("\nNOT JUDGED") and "Not judged: in step 6 the control's loss is 6.9e+00 nats from DDP's" in out
+    assert (
+        out.rstrip().endswith("\nNOT JUDGED")
+        and "Not judged: in step 6 the control's loss is 6.9e+00 nats from DDP's" in out
+    )
     assert json.loads((tmp_path / "v.json").read_text())["outcome"] == "NOT JUDGED"
     path_of(tmp_path, "control").unlink()
     assert plot(tmp_path) == 1 and capsys.readouterr().out.rstrip().endswith("\nFAIL")
@@ -128,7 +149,7 @@ def test_a_history_under_another_name_is_refused(tmp_path, capsys):
     """A copy of DDP's own history agrees with it."""
     folder(tmp_path)
     path_of(tmp_path, "fsdp").write_bytes(path_of(tmp_path, "ddp").read_bytes())
-    assert plot(tmp_path) == 2 and "is a history of ddp's run" in capsys.readouterr().err
+    assert plot(tmp_path) == 2 and "is the history of ddp's run" in capsys.readouterr().err
     folder(tmp_path)
     rewrite(path_of(tmp_path, "fsdp"), lambda c: c["run"].update(label="DeepSpeed AutoTP (TP=2, DP=2)"))
     assert plot(tmp_path) == 2 and "it must be 'FSDP+DTensor (TP=2, DP=2)'" in capsys.readouterr().err
@@ -138,7 +159,10 @@ def test_what_a_file_says_is_shown_harmlessly(tmp_path, capsys):
     """Two dollars begin a formula in matplotlib; an escape character begins a command to a terminal."""
     folder(tmp_path)
     for name in ("ddp", "deepspeed", "fsdp"):
-        rewrite(path_of(tmp_path, name), lambda c: c["run"]["config"].update(model_name="a$\\b{$\x1b[2J\n\u4e2d" + "x" * 99))
+        rewrite(
+            path_of(tmp_path, name),
+            lambda c: c["run"]["config"].update(model_name="a$\\b{$\x1b[2J\n\u4e2d" + "x" * 99),
+        )
     assert plot(tmp_path) == 0
     out = capsys.readouterr()
     assert "a$\\b{$\\x1b[2J\\n" in out.out and "\x1b" not in out.out + out.err
@@ -148,13 +172,16 @@ def test_text_in_a_figure():
     assert report._drawable("a $x^2$ \u4e2d") == r"a \$x^2\$ \u4e2d"
 
 
-@pytest.mark.parametrize("option, name, message", [
-    ("--output", "loss.png/x/loss.png", "cannot be written"),
-    ("--json", "loss.png/v.json", "cannot be written"),
-    ("--json", "loss_ddp.json", "is a loss history"),
-    ("--json", "folder", "is a folder"),
-    ("--output", "loss.txt", "must end in .png"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "option, name, message",
+    [
+        ("--output", "loss.png/x/loss.png", "cannot be written"),
+        ("--json", "loss.png/v.json", "cannot be written"),
+        ("--json", "loss_ddp.json", "is a loss history"),
+        ("--json", "folder", "is a folder"),
+        ("--output", "loss.txt", "must end in .png"),
+    ],
+)
 def test_outputs_are_checked_first(tmp_path, capsys, option, name, message):
     folder(tmp_path)
     (tmp_path / "loss.png").write_text("a file, no folder")
@@ -163,6 +190,25 @@ def test_outputs_are_checked_first(tmp_path, capsys, option, name, message):
     out = capsys.readouterr()
     assert out.out == "" and f"plot_loss_curves.py: {option} " in out.err and message in out.err
     assert path_of(tmp_path, "ddp").is_file()
+
+
+@pytest.mark.parametrize(
+    "option, name",
+    [("--output", "f.png"), ("--output", "f.pdf"), ("--output", "f.svg"), ("--json", "v.json")],
+)
+def test_results_are_replaced_and_nothing_else_is(tmp_path, capsys, option, name):
+    """A figure of one's own is kept, and so is a link to one; a result is replaced as often as one likes."""
+    path, other = folder(tmp_path) / name, ["--output", str(tmp_path / "other.png")] * (option == "--json")
+    for _ in range(2):
+        assert plot(tmp_path, option, str(path), *other) == 0
+    whole = path.read_bytes()
+    foreign = whole.replace(files.FIGURE, b"Somebody figure").replace(b'"passed"', b'"Passed"')
+    path.write_bytes(foreign)
+    assert foreign != whole and plot(tmp_path, option, str(path), *other) == 2
+    (tmp_path / f"link-{name}").symlink_to(path)
+    assert plot(tmp_path, option, str(tmp_path / f"link-{name}"), *other) == 2
+    assert capsys.readouterr().err.count("was not written by this project and is not replaced") == 2
+    assert path.read_bytes() == foreign
 
 
 def test_a_fifo_is_no_history(tmp_path, capsys):

@@ -8,32 +8,37 @@ import sys
 import time
 
 import pytest
-
-from lockstep import jobs, processes
-from lockstep.errors import TrainingFailure, UserError
 from ranks import ROOT
 
-TORCHRUN = "E1122 03:30:21.298000 13617 api.py:984] failed (exitcode: {}) local_rank: 1 (pid: 42) of binary: python\nTraceback ...\n"
+from lockstep.errors import TrainingFailure, UserError
+from lockstep.running import jobs, processes
 
 
-@pytest.mark.parametrize("log, why, status", [
-    ("train_x.py: --seed -1: no\n" + TORCHRUN.format(2), "--seed -1: no", 2),
-    ("train_x.py: rank 3 failed: closed by peer\ntrain_x.py: rank 1 failed: it broke\n" + TORCHRUN.format(1), "rank 1 failed: it broke", 1),
-    ("Warning: x\n" + TORCHRUN.format(-9), "killed by SIGKILL (the machine may be short of memory)", -9),
-    ("a\n\x1b[31mb\n\n", "exit status 5: \\x1b[31mb", 5),
-    ("", "exit status 5: it said nothing", 5),
-])  # fmt: skip
-def test_the_line_that_counts(log, why, status):
-    assert processes.failure("train_x.py", 5, log) == (why, status)
+@pytest.mark.parametrize(
+    "log, status, why",
+    [
+        ("train_x.py: --seed -1: no\n", 2, "--seed -1: no"),
+        (
+            "train_x.py: rank 3 failed: closed by peer\ntrain_x.py: rank 1 failed: it broke\n",
+            1,
+            "rank 1 failed: it broke",
+        ),
+        ("Warning: x\n", -9, "killed by SIGKILL (the machine may be short of memory)"),
+        ("a\n\x1b[31mb\n\n", 5, "exit status 5: \\x1b[31mb"),
+        ("", 5, "exit status 5: no output"),
+    ],
+)
+def test_the_line_that_counts(log, status, why):
+    assert processes.failure("train_x.py", status, log) == why
 
 
 @pytest.mark.parametrize("status, exit_code", [(1, 1), (2, 2), (3, 3), (-9, 1), (77, 1)])
-def test_a_childs_status_is_ours(status, exit_code):
-    assert processes.ChildFailure("x", status).exit_code == exit_code
+def test_a_jobs_status_is_ours(status, exit_code):
+    assert jobs.JobFailed("x", status).exit_code == exit_code
 
 
 def test_a_child_ends_with_a_killed_parent(tmp_path):
-    code = "import sys, time; from lockstep import processes; print(processes.start(['sleep', '60']).pid, flush=True); time.sleep(60)"
+    code = "import sys, time; from lockstep.running import processes; print(processes.start(['sleep', '60']).pid, flush=True); time.sleep(60)"
     parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     child = int(parent.stdout.readline())
     assert os.path.exists(f"/proc/{child}")
@@ -53,22 +58,52 @@ def _runs(pid):
         return False
 
 
-@pytest.mark.parametrize("content, message", [
-    ([{"strategy": "ddp", "arguments": [1]}], "jobs.0.arguments.0 is 1"),
-    ([{"strategy": "dpp", "arguments": []}], "jobs.0.strategy is 'dpp'"),
-    ([{"strategy": "ddp", "arguments": [], "faults": "x"}], "jobs.0.faults is 'x'"),
-    ([{"strategy": "ddp", "arguments": [], "fault": "x"}], "there is no fault x"),
-    ({}, "jobs is {}"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (
+            [{"num_ranks": 2, "jobs": [{"strategy": "ddp", "arguments": [1]}]}],
+            "groups.0.jobs.0.arguments.0 is 1",
+        ),
+        (
+            [{"num_ranks": 2, "jobs": [{"strategy": "ddp", "arguments": [], "faults": "x"}]}],
+            "groups.0.jobs.0.faults is 'x'",
+        ),
+        ([{"num_ranks": 0, "jobs": []}], "groups.0.num_ranks is 0"),
+        (
+            [{"num_ranks": 2, "jobs": [{"strategy": "ddp", "arguments": [], "fault": "x"}]}],
+            "there is no fault x",
+        ),
+        ([{"num_ranks": 2, "jobs": [{"strategy": "dpp", "arguments": []}]}], "there is no strategy dpp"),
+        ({}, "groups is {}"),
+    ],
+)
 def test_a_wrong_file_of_jobs(tmp_path, content, message):
     (tmp_path / "jobs.json").write_text(json.dumps(content))
     with pytest.raises(UserError, match=message):
         jobs.read(tmp_path / "jobs.json")
 
 
+def train(folder, *more):
+    return {
+        "strategy": "ddp",
+        "arguments": [
+            "--debug_steps",
+            "1",
+            "--batch_size",
+            "1",
+            "--seq_length",
+            "16",
+            "--loss_output_dir",
+            str(folder),
+            *more,
+        ],
+    }
+
+
 def test_a_failed_job_is_one_line(tmp_path):
-    good = {"strategy": "ddp", "arguments": ["--dp_size", "1", "--debug_steps", "1", "--loss_output_dir", str(tmp_path)]}
-    bad = {"strategy": "ddp", "arguments": [*good["arguments"], "--seed", "-1"]}
+    good = train(tmp_path, "--dp_size", "1")
+    bad = {**good, "arguments": [*good["arguments"], "--seed", "-1"]}
     with pytest.raises(TrainingFailure) as raised:
         jobs.start_all(None, [good, bad], tmp_path / "work")
     log = tmp_path / "work" / "log.txt"
@@ -76,4 +111,42 @@ def test_a_failed_job_is_one_line(tmp_path):
         "job 2 of 2, ddp, failed: argument --seed: -1 is out of range; it must be at least 0 and at most 4294967295; "
         f"see train_ddp.py --help; all it said is in {log}"
     )
-    assert "Traceback" not in log.read_text()
+    assert raised.value.exit_code == 2 and "Traceback" not in log.read_text()
+
+
+def test_groups_of_ranks_in_one_start(tmp_path, capsys):
+    """Two ranks, then one process outside any launcher; what is meant for a person is shown, once for all ranks."""
+    groups = [
+        (2, [train(tmp_path / "two", "--dp_size", "2")]),
+        (None, [train(tmp_path / "one", "--dp_size", "1")]),
+    ]
+    jobs.start_all_groups(groups, tmp_path / "work", shown=True)
+    assert (tmp_path / "two" / "loss_ddp.json").exists() and (tmp_path / "one" / "loss_ddp.json").exists()
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in shown] == ["DDP (TP=1, DP=2)"] * 2 + ["DDP (TP=1, DP=1)"] * 2
+
+
+DIES = """
+import os, signal
+from ddp_strategy import DDPStrategy
+
+class Dies(DDPStrategy):
+    axes = ("dp",)
+
+    def update(self):
+        if os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().update()
+"""
+
+
+def test_a_killed_rank_ends_the_others_and_is_named(tmp_path):
+    (tmp_path / "own.py").write_text(DIES)
+    job = {**train(tmp_path, "--dp_size", "2"), "strategy": f"{tmp_path}/own.py:Dies"}
+    begin = time.monotonic()
+    with pytest.raises(TrainingFailure) as raised:
+        jobs.start_all(2, [job], tmp_path / "work")
+    assert (
+        "rank 1 was killed by SIGKILL (the machine may be short of memory)" in str(raised.value)
+        and time.monotonic() - begin < 60
+    )

@@ -4,20 +4,25 @@ import pytest
 import torch
 
 from lockstep import config as config_module
-from lockstep.architectures import BUILT_IN
-from lockstep.model import build_model, causal_lm_loss
-from lockstep.reference import ReferenceStrategy, build_reference
+from lockstep import preflight
+from lockstep.inputs.architectures import BUILT_IN
+from lockstep.inputs.model import build_model, causal_lm_loss
+from lockstep.tensors.exact_run import ReferenceStrategy, build_reference
 
 MODELS = [name for name in BUILT_IN if name.startswith("tiny")]
 
 
 def inputs_of(name):
-    config = config_module.parse_config("ddp", ["--model_name", name, "--batch_size", "2", "--seq_length", "32", "--dp_size", "2"])
-    return config, config_module.load_inputs(config)
+    config = config_module.parse_config(
+        "ddp", ["--model_name", name, "--batch_size", "2", "--seq_length", "32", "--dp_size", "2"]
+    )
+    return config, preflight.load_inputs(config)
 
 
 def batch_of(inputs):
-    return [torch.cat([inputs.batches.micro_batches(0, dp, "cpu")[0][part] for dp in (0, 1)]) for part in (0, 1)]
+    return [
+        torch.cat([inputs.batches.micro_batches(0, dp, "cpu")[0][part] for dp in (0, 1)]) for part in (0, 1)
+    ]
 
 
 @pytest.fixture(params=MODELS)

@@ -9,11 +9,28 @@ import pytest
 
 import run_faults
 from lockstep.errors import TrainingFailure
-from lockstep.faults import BUG_CLASSES, CATALOGUE
+from lockstep.faults import CATALOGUE, applies_to
+from lockstep.faults.catalogue import BUG_CLASSES
+from lockstep.mesh import Mesh
+from lockstep.strategies import others, row_of
 
-SAMPLE = ["no_dp_reduction", "dp_ranks_replay_one_batch", "tp_peers_read_different_samples", "row_parallel_sum_dropped",
-          "gradients_not_zeroed", "one_side_does_not_clip"]  # fmt: skip
-GRAVE = {"no_dp_reduction", "dp_ranks_replay_one_batch", "tp_peers_read_different_samples", "row_parallel_sum_dropped", "one_side_does_not_clip"}
+SAMPLE = [
+    "no_dp_reduction",
+    "dp_ranks_replay_one_batch",
+    "tp_peers_read_different_samples",
+    "row_parallel_sum_dropped",
+    "gradients_not_zeroed",
+    "one_side_does_not_clip",
+    "norm_gradients_times_tp",
+    "summed_instead_of_averaged",
+]
+GRAVE = {
+    "no_dp_reduction",
+    "dp_ranks_replay_one_batch",
+    "tp_peers_read_different_samples",
+    "row_parallel_sum_dropped",
+    "one_side_does_not_clip",
+}
 
 
 def rows_of(folder, *arguments):
@@ -29,38 +46,69 @@ def fp32(tmp_path_factory):
 
 def test_every_fault_is_caught_placed_and_named(fp32):
     status, rows = fp32
-    assert status == 0 and len(rows) == 11
-    assert [(row["fault"], row["first"], row["cause"]) for row in rows if not (row["first_right"] and row["cause_right"])] == []
+    assert status == 0 and len(rows) == 15
+    assert [
+        (row["fault"], row["first"], row["causes"])
+        for row in rows
+        if not (row["first_right"] and row["named"] == "right")
+    ] == []
+
+
+def test_a_factor_of_four_is_told_from_one_of_two(fp32):
+    """At tp 4 x dp 1 and at dp 4 x tp 1: where both are 2, a factor does not say which it is."""
+    _, rows = fp32
+    said = {fault: [row["causes"][0][1] for row in rows if row["fault"] == fault] for fault in SAMPLE[-2:]}
+    assert all("4 = tp times" in evidence for evidence in said["norm_gradients_times_tp"])
+    assert all("4 = dp times" in evidence for evidence in said["summed_instead_of_averaged"])
 
 
 def test_the_loss_verdict_sees_the_grave_ones(fp32):
     """Within twelve steps, both by loss and by gradient norm."""
     _, rows = fp32
     for what in ("loss_step", "grad_norm_step"):
-        assert GRAVE <= {row["fault"] for row in rows if row[what] is not None}
+        assert {row["fault"] for row in rows if row[what] is not None} >= GRAVE
 
 
 def test_a_fault_without_effect_is_a_failure(tmp_path, monkeypatch, capsys):
     """Multiplied with the tensor-parallel size, which is 1."""
-    without_effect = dataclasses.replace(CATALOGUE["loss_multiplied_by_tp"], mesh=(2, 1))
+    without_effect = dataclasses.replace(CATALOGUE["loss_multiplied_by_tp"], mesh=Mesh(dp=2))
     monkeypatch.setitem(CATALOGUE, "loss_multiplied_by_tp", without_effect)
     status, (row,) = rows_of(tmp_path, "loss_multiplied_by_tp", "--strategy", "fsdp")
     assert status == 1 and not row["changed"] and not row["caught"] and row["causes"] == []
     out = capsys.readouterr().out
-    assert "CHANGED NOTHING: loss_multiplied_by_tp in fsdp" in out and "NOT CAUGHT: loss_multiplied_by_tp in fsdp" in out
+    assert (
+        "CHANGED NOTHING: loss_multiplied_by_tp in fsdp" in out
+        and "NOT CAUGHT: loss_multiplied_by_tp in fsdp" in out
+    )
+
+
+def test_a_wrong_name_is_a_failure(tmp_path, monkeypatch, capsys):
+    """The same fault, of which another cause was written down."""
+    monkeypatch.setitem(CATALOGUE, "tie_broken", dataclasses.replace(CATALOGUE["tie_broken"], cause="data"))
+    status, (row,) = rows_of(tmp_path, "tie_broken", "--strategy", "fsdp")
+    assert status == 1 and row["caught"] and row["named"] == "wrong" and row["cause"] == "tied weights"
+    out = capsys.readouterr().out
+    assert "NAMED WRONG: tie_broken in fsdp: tied weights" in out and "named wrong: 1 of 1" in out
+
+
+@pytest.mark.parametrize(
+    "causes, named", [(["a"], "right"), ([], "not explained"), (["b"], "wrong"), (["a", "b"], "wrong")]
+)
+def test_what_can_be_said_of_a_name(causes, named):
+    assert run_faults.name_verdict(causes, "a") == named
 
 
 def test_the_catalogue_covers_what_was_shipped():
     assert len(CATALOGUE) >= 32 and {fault.bug_class for fault in CATALOGUE.values()} == set(BUG_CLASSES)
-    for strategy in run_faults.SHARDED:
-        assert sum(strategy in fault.strategies for fault in CATALOGUE.values()) >= 12
+    for strategy in others():
+        assert sum(applies_to(fault, row_of(strategy)) for fault in CATALOGUE.values()) >= 12
     assert all(fault.story and "/" in fault.seen_in for fault in CATALOGUE.values())
 
 
 def test_a_crash_costs_one_fault_only(tmp_path, monkeypatch):
     """A job that fails is told apart from the others, which run all the same."""
-    pairs = [(CATALOGUE[name], "fsdp") for name in ("tie_broken", "no_dp_reduction")]
-    group = run_faults.Group(("tiny-qwen2", (), (2, 2)), tmp_path, run_faults.parse([]))
+    pairs = [(CATALOGUE[name], row_of("fsdp")) for name in ("tie_broken", "no_dp_reduction")]
+    group = run_faults.Group(("tiny-qwen2", (), Mesh(dp=2, tp=2)), tmp_path, run_faults.parse([]))
     started = []
 
     def start(size, jobs, folder, *, patience):
@@ -69,21 +117,27 @@ def test_a_crash_costs_one_fault_only(tmp_path, monkeypatch):
         (folder / "log.txt").write_text("it broke")
         return [1.0] * (started[-1].index("tie_broken") if "tie_broken" in started[-1] else len(jobs))
 
-    monkeypatch.setattr("lockstep.jobs.start", start)
-    monkeypatch.setattr("lockstep.jobs.start_all", lambda *_: None)
+    monkeypatch.setattr("lockstep.running.jobs.start", start)
+    monkeypatch.setattr("lockstep.running.jobs.start_all", lambda *_: None)
     outcome = run_faults.train({group: pairs}, tmp_path)
-    assert outcome[group, "tie_broken", "fsdp"] == "exit status 1: it broke" and outcome[group, "no_dp_reduction", "fsdp"] == 1.0
+    assert (
+        outcome[group, "tie_broken", "fsdp"] == "exit status 1: it broke"
+        and outcome[group, "no_dp_reduction", "fsdp"] == 1.0
+    )
 
 
-@pytest.mark.parametrize("arguments, message", [
-    (["no_such_fault"], "there is no fault no_such_fault"),
-    (["tie_broken", "--steps", "1"], "train at least 2"),
-    (["kv_input_gradient_not_reduced", "--strategy", "fsdp"], "none of these faults applies"),
-    (["--precision", "bf16"], "invalid choice"),
-    (["--output", "a.md"], "give another ending"),
-    (["--output", "/proc/nothing/a.json"], "--output /proc/nothing: cannot be written"),
-    (["--work_dir", "/proc/nothing"], "--work_dir /proc/nothing: cannot be written"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["no_such_fault"], "there is no fault no_such_fault"),
+        (["tie_broken", "--steps", "1"], "train at least 2"),
+        (["kv_input_gradient_not_reduced", "--strategy", "fsdp"], "none of these faults applies"),
+        (["--precision", "bf16"], "invalid choice"),
+        (["--output", "a.md"], "give another ending"),
+        (["--output", "/proc/nothing/a.json"], "--output /proc/nothing: cannot be written"),
+        (["--work_dir", "/proc/nothing"], "--work_dir /proc/nothing: cannot be written"),
+    ],
+)
 def test_usage_errors(arguments, message, capsys):
     assert run_faults.main(arguments) == 2
     assert message in capsys.readouterr().err

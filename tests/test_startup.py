@@ -7,14 +7,18 @@ import sys
 import time
 
 import pytest
-
 from ranks import ROOT
 
 PROGRAMS = {
-    "train_ddp.py": ["train_ddp.py"], "run_verification.py": ["run_verification.py"], "run_faults.py": ["run_faults.py"],
-    "plot_loss_curves.py": ["plot_loss_curves.py"], "lockstep.compare": ["-m", "lockstep.compare"],
-    "lockstep.reference": ["-m", "lockstep.reference"], "lockstep.jobs": ["-m", "lockstep.jobs"],
-}  # fmt: skip
+    "train_ddp.py": ["train_ddp.py"],
+    "run_verification.py": ["run_verification.py"],
+    "run_faults.py": ["run_faults.py"],
+    "plot_loss_curves.py": ["plot_loss_curves.py"],
+    "lockstep.compare": ["-m", "lockstep.compare"],
+    "lockstep.reference": ["-m", "lockstep.reference"],
+    "lockstep.running.jobs": ["-m", "lockstep.running.jobs"],
+    "lockstep.verification": ["-m", "lockstep.verification"],
+}
 INTERRUPTS_ITSELF = """
 import os, signal, time
 os.kill(os.getpid(), signal.SIGINT)
@@ -27,7 +31,10 @@ except KeyboardInterrupt:
 
 def run(name, folder, *, paths=(), **settings):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [*paths, ROOT])), **settings}
-    command = [sys.executable, *(str(ROOT / part) if part.endswith(".py") else part for part in PROGRAMS[name])]
+    command = [
+        sys.executable,
+        *(str(ROOT / part) if part.endswith(".py") else part for part in PROGRAMS[name]),
+    ]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
 
 
@@ -43,10 +50,16 @@ def test_ctrl_c_while_it_is_imported(name, tmp_path):
 def test_a_python_without_the_packages(name, tmp_path):
     """-S: a Python that sees no installed package."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-S", *(str(ROOT / part) if part.endswith(".py") else part for part in PROGRAMS[name])]
+    command = [
+        sys.executable,
+        "-S",
+        *(str(ROOT / part) if part.endswith(".py") else part for part in PROGRAMS[name]),
+    ]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
-    assert done.stderr.startswith(f"{name}: {sys.executable} has no package numpy; enter the environment first: ")
+    assert done.stderr.startswith(
+        f"{name}: {sys.executable} has no package numpy; enter the environment first: "
+    )
 
 
 def test_an_old_python_is_told_so(tmp_path):
@@ -59,7 +72,12 @@ def test_an_old_python_is_told_so(tmp_path):
 def test_a_shells_background_job_is_not_interrupted(tmp_path):
     (tmp_path / "numpy.py").write_text(INTERRUPTS_ITSELF.replace("10", "0"))
     command = f"trap '' INT; exec {sys.executable} {ROOT / 'train_ddp.py'} --nosuch"
-    done = subprocess.run(["bash", "-c", command], env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True)
+    done = subprocess.run(
+        ["bash", "-c", command],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
     assert "interrupted" not in done.stderr and done.returncode != 130
 
 
@@ -84,9 +102,12 @@ raise SystemExit(run_program("x.py", body))
 def test_what_has_to_clean_up_does_so_unless_asked_twice(tmp_path, times, seconds):
     (tmp_path / "x.py").write_text(CLEANS_UP)
     process = subprocess.Popen(
-        [sys.executable, tmp_path / "x.py", str(seconds)], env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
+        [sys.executable, tmp_path / "x.py", str(seconds)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
     assert process.stdout.readline() == "begun\n"
     process.send_signal(signal.SIGINT)
     assert process.stdout.readline() == "cleaned\n"

@@ -5,19 +5,34 @@ import functools
 
 import pytest
 import torch
+from ranks import run_ranks
 
 from lockstep import config as config_module
-from lockstep import weights
+from lockstep import preflight
 from lockstep.config import BETAS, EPS
-from lockstep.dump import Dump
-from lockstep.model import build_model, causal_lm_loss
-from ranks import run_ranks
+from lockstep.inputs import weights
+from lockstep.inputs.model import build_model, causal_lm_loss
+from lockstep.tensors.dump import Dump
 
 STEPS = 3
 ARGUMENTS = [
-    "--precision", "fp32", "--batch_size", "2", "--seq_length", "64", "--debug_steps", str(STEPS),
-    "--gradient_accumulation_steps", "2", "--max_grad_norm", "0.5", "--weight_decay", "0.1", "--learning_rate", "1e-3",
-]  # fmt: skip
+    "--precision",
+    "fp32",
+    "--batch_size",
+    "2",
+    "--seq_length",
+    "64",
+    "--debug_steps",
+    str(STEPS),
+    "--gradient_accumulation_steps",
+    "2",
+    "--max_grad_norm",
+    "0.5",
+    "--weight_decay",
+    "0.1",
+    "--learning_rate",
+    "1e-3",
+]
 MESHES = [(2, 1), (1, 2), (2, 2)]
 CASES = [("ddp", 2, 1), *(("fsdp", *m) for m in MESHES), *(("deepspeed", *m) for m in MESHES)]
 # A float32 gradient is a sum of products, each rounded by 6e-8, through a dozen layers of them: errors of a few 1e-7.
@@ -30,14 +45,17 @@ UPDATE = 1e-3
 def reference(dp_size: int) -> dict:
     """One process, float64, the whole global batch, plain torch: what every strategy must compute."""
     config = config_module.parse_config("ddp", [*ARGUMENTS, "--dp_size", str(dp_size)])
-    inputs = config_module.load_inputs(config)
+    inputs = preflight.load_inputs(config)
     model, _ = build_model(inputs.architecture, seed=config.seed, attn_impl="eager", init_weights_path=None)
     model.double()
     parameters = dict(model.named_parameters())
     decayed = [p for p in parameters.values() if p.ndim >= 2]
     plain = [p for p in parameters.values() if p.ndim < 2]
     optimizer = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}], lr=1e-3, betas=BETAS, eps=EPS
+        [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}],
+        lr=1e-3,
+        betas=BETAS,
+        eps=EPS,
     )
     kept = {"losses": [], "grad_norms": [], "gradients": [], "before": _copy(parameters)}
     for step in range(STEPS):
@@ -85,8 +103,11 @@ def distance(actual, exact, scale=None):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "{}-dp{}-tp{}".format(*case))
 class TestAgainstReference:
     def test_initial_weights_are_bit_identical(self, dumped, case):
-        truth = {name: weights.tensor_sha256(tensor.float()) for name, tensor in reference(case[1])["before"].items()}
-        assert dumped(*case).manifest["initial_sha256"] == weights.combined_sha256(truth)
+        wanted = {
+            name: weights.tensor_sha256(tensor.float())
+            for name, tensor in reference(case[1])["before"].items()
+        }
+        assert dumped(*case).manifest["initial_sha256"] == weights.combined_sha256(wanted)
 
     def test_loss(self, dumped, case):
         steps = dumped(*case).steps.values()
@@ -94,10 +115,12 @@ class TestAgainstReference:
             assert step["loss"] == pytest.approx(exact, rel=3e-7)
 
     def test_full_gradients(self, dumped, case):
-        dump, truth = dumped(*case), reference(case[1])["gradients"][0]
-        assert {f"gradient/{name}" for name in truth} == {n for n in dump.steps["1"]["tensors"] if n.startswith("gradient/")}
-        whole = torch.cat([g.flatten() for g in truth.values()])
-        for name, exact in truth.items():
+        dump, wanted = dumped(*case), reference(case[1])["gradients"][0]
+        assert {f"gradient/{name}" for name in wanted} == {
+            n for n in dump.steps["1"]["tensors"] if n.startswith("gradient/")
+        }
+        whole = torch.cat([g.flatten() for g in wanted.values()])
+        for name, exact in wanted.items():
             mine = dump.tensor(1, f"gradient/{name}")
             assert mine.shape == exact.shape, name
             # the bias of k is cancelled by the softmax: its gradient is judged against the whole model's
@@ -110,8 +133,8 @@ class TestAgainstReference:
             assert step["grad_norm"] == pytest.approx(exact, rel=2e-6)
 
     def test_weights_after_training(self, dumped, case):
-        truth, start = reference(case[1])["after"], reference(case[1])["before"]
-        for name, exact in truth.items():
+        wanted, start = reference(case[1])["after"], reference(case[1])["before"]
+        for name, exact in wanted.items():
             if not name.endswith("k_proj.bias"):
                 mine = dumped(*case).tensor(STEPS, f"parameter/{name}")
                 assert distance(mine, exact, exact - start[name]) < UPDATE, name
@@ -119,14 +142,14 @@ class TestAgainstReference:
 
 def test_the_reference_comparison_can_fail():
     """Negative control: a gradient divided by dp once too often, and a missing shard, are far outside the bounds."""
-    truth = reference(2)["gradients"][0]["model.layers.0.mlp.up_proj.weight"]
-    assert distance(truth / 2, truth) > 1e4 * GRADIENT
-    half = truth.clone()
+    wanted = reference(2)["gradients"][0]["model.layers.0.mlp.up_proj.weight"]
+    assert distance(wanted / 2, wanted) > 1e4 * GRADIENT
+    half = wanted.clone()
     half[half.shape[0] // 2 :] = 0
-    assert distance(half, truth) > 1e4 * GRADIENT
+    assert distance(half, wanted) > 1e4 * GRADIENT
 
 
 def test_reference_batches_cover_every_rank():
-    inputs = config_module.load_inputs(config_module.parse_config("ddp", ARGUMENTS))
+    inputs = preflight.load_inputs(config_module.parse_config("ddp", ARGUMENTS))
     assert dataclasses.asdict(inputs.batches)["num_micro_batches"] == 2
     assert not (inputs.batches.windows(0, 0) == inputs.batches.windows(0, 1)).all()

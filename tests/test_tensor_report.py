@@ -4,9 +4,11 @@ import json
 import re
 
 import pytest
-
 from edited import edit
-from lockstep import compare, tensor_report
+from test_history import require_origin
+
+from lockstep.tensors import comparison as compare
+from lockstep.tensors import tensor_report
 
 
 @pytest.fixture(scope="module")
@@ -16,12 +18,23 @@ def written(dumps, tmp_path_factory):
     return (folder / "report.md").read_text(), json.loads((folder / "report.json").read_text())
 
 
-@pytest.mark.parametrize("what, value", [
-    ("model", r"tiny-qwen2, 2 layers"), ("precision", "fp32"), ("mesh", r"DDP .*: tp 1 x dp 2 on cpu, FSDP.*: tp 2 x dp 2 on cpu"), ("seed", "0"),
-    ("steps", "1, 2 captured of 2"), ("dataset", r"builtin .* tokenizer word-crc32"), ("versions", r"torch \S+, transformers \S+.*numpy.*safetensors"),
-    ("Lockstep", r"captured at \S+; compared at \S+"), ("processor", r"\w+"), ("captured", r"\d{4}-\d\d-\d\dT\S+Z"),
-    ("compared", r"\d{4}-\d\d-\d\dT\S+Z by python "), ("options", "optimizer adamw, learning_rate 0.001"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "what, value",
+    [
+        ("model", r"tiny-qwen2, 2 layers"),
+        ("precision", "fp32"),
+        ("mesh", r"DDP .*: TP=1, DP=2, batch_size \d+ on cpu, FSDP.*: TP=2, DP=2, batch_size \d+ on cpu"),
+        ("seed", "0"),
+        ("steps", "1, 2 captured of 2"),
+        ("dataset", r"builtin .* tokenizer word-crc32"),
+        ("versions", r"torch \S+, transformers \S+.*numpy.*safetensors"),
+        ("Lockstep", r"captured at \S+; compared at \S+"),
+        ("processor", r"\w+"),
+        ("captured", r"\d{4}-\d\d-\d\dT\S+Z"),
+        ("compared", r"\d{4}-\d\d-\d\dT\S+Z by python "),
+        ("options", "optimizer adamw, learning_rate 0.001"),
+    ],
+)
 def test_it_says_what_was_compared(written, what, value):
     page, data = written
     assert re.search(value, data["about"][what]), data["about"][what]
@@ -30,7 +43,11 @@ def test_it_says_what_was_compared(written, what, value):
 
 def test_the_json_has_the_origin_of_every_run(written):
     runs = written[1]["runs"]
-    assert set(runs) == {"ddp", "fsdp"} and all(run["origin"]["commit"] and run["missing"] == [] for run in runs.values())
+    assert set(runs) == {"ddp", "fsdp"} and all(
+        run["origin"]["commit"] and run["missing"] == [] for run in runs.values()
+    )
+    for run in runs.values():
+        require_origin(run["versions"], run["origin"])
 
 
 def test_text_from_files_is_no_markup(dumps, tmp_path, capsys):
@@ -38,7 +55,10 @@ def test_text_from_files_is_no_markup(dumps, tmp_path, capsys):
 
     for name in ("ddp", "fsdp"):
         shutil.copytree(dumps / name, tmp_path / name)
-        edit(tmp_path / name, lambda manifest: manifest["run"]["config"].update(dataset_name="a|b<script>`x`[y](z)"))
+        edit(
+            tmp_path / name,
+            lambda manifest: manifest["run"]["config"].update(dataset_name="a|b<script>`x`[y](z)"),
+        )
     assert compare.main([str(tmp_path / "ddp"), str(tmp_path / "fsdp"), "--output_dir", str(tmp_path)]) == 0
     page = (tmp_path / "report.md").read_text()
     assert r"a\|b\<script\>\`x\`\[y\](z)" in page and "<script>" not in page

@@ -3,10 +3,10 @@ import random
 
 import pytest
 
-from lockstep import texts
 from lockstep.errors import UserError
-from lockstep.texts import ContentHash, DataSet, find
-from lockstep.tokenizer import HashTokenizer
+from lockstep.inputs import texts
+from lockstep.inputs.texts import ContentHash, DataSet, find
+from lockstep.inputs.tokenizer import HashTokenizer
 
 
 def chunks(source):
@@ -34,7 +34,9 @@ def test_a_folder_in_the_order_of_its_paths(tmp_path):
     assert documents(find(str(tmp_path))) == ["a/b/c.txt", "a/z.txt", "a.txt", "b.txt"]
 
 
-@pytest.mark.parametrize("content", ["", "   ", "a\x00b", "\n\n", "one\r\ntwo\rthree\n", "\ufeffbom", "no end", "ä" * 50])
+@pytest.mark.parametrize(
+    "content", ["", "   ", "a\x00b", "\n\n", "one\r\ntwo\rthree\n", "\ufeffbom", "no end", "ä" * 50]
+)
 def test_text_is_what_python_reads(tmp_path, content):
     path = tmp_path / "t.txt"
     path.write_bytes(content.encode())
@@ -45,7 +47,10 @@ def test_text_is_what_python_reads(tmp_path, content):
 @pytest.mark.parametrize("chunk", [1, 5, 16])
 def test_the_pieces_make_the_same_text_and_the_same_tokens(tmp_path, monkeypatch, block, chunk):
     """Cut anywhere else than at white space, a word would be two."""
-    rng, words = random.Random(block * chunk), ["a", "öß", "x.y", "漢字", "\U0001f600", "\r\n", "\n", "\x1c", "\u2028"]
+    rng, words = (
+        random.Random(block * chunk),
+        ["a", "öß", "x.y", "漢字", "\U0001f600", "\r\n", "\n", "\x1c", "\u2028"],
+    )
     text = "".join(rng.choice(words) + rng.choice(["", " ", "\n"]) for _ in range(300))
     (tmp_path / "t.txt").write_bytes(text.encode())
     whole = (tmp_path / "t.txt").read_text(encoding="utf-8")
@@ -72,7 +77,14 @@ def test_where_a_chunk_ends(monkeypatch):
 
 
 @pytest.mark.parametrize("before, block", [(0, 1 << 20), (5, 1), (1000, 7), (1000, 1000)])
-@pytest.mark.parametrize("bad, reason", [(b"\xff", "invalid start byte"), (b"\xe6\xbc", "unexpected end|invalid continuation"), (b"\xed\xa0\x80", "invalid")])
+@pytest.mark.parametrize(
+    "bad, reason",
+    [
+        (b"\xff", "invalid start byte"),
+        (b"\xe6\xbc", "unexpected end|invalid continuation"),
+        (b"\xed\xa0\x80", "invalid"),
+    ],
+)
 def test_what_is_no_utf8_is_named_with_its_byte(tmp_path, monkeypatch, before, block, bad, reason):
     monkeypatch.setattr(texts, "BLOCK", block)
     path = tmp_path / "t.txt"
@@ -111,7 +123,15 @@ def test_a_folder_that_cannot_be_read_is_no_empty_one(tmp_path):
         find(str(tmp_path))
 
 
-@pytest.mark.parametrize("name, message", [("gone.txt", "no such file"), ("./gone", "no such"), ("/gone", "no such"), ("x" * 5000 + ".txt", "no such")])
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("gone.txt", "no such file"),
+        ("./gone", "no such"),
+        ("/gone", "no such"),
+        ("x" * 5000 + ".txt", "no such"),
+    ],
+)
 def test_what_is_not_there(name, message):
     with pytest.raises(UserError, match=message):
         find(name)
@@ -128,7 +148,9 @@ def test_the_content_hash_says_where_documents_end(tmp_path):
         assert content.hexdigest() == source.content_sha256(lambda count: None)
         return content.hexdigest()
 
-    assert len({hashed("ab", "c"), hashed("a", "bc"), hashed("abc"), hashed("abc", ""), hashed("c", "ab")}) == 5
+    assert (
+        len({hashed("ab", "c"), hashed("a", "bc"), hashed("abc"), hashed("abc", ""), hashed("c", "ab")}) == 5
+    )
     assert hashed("ab", "c") == hashed("ab", "c")
     built_in, content = find("builtin"), ContentHash()
     list(built_in.chunks(content, lambda count: None))
@@ -155,7 +177,7 @@ def test_rows_without_text(monkeypatch, row):
 
 
 def test_missing_data_set(monkeypatch):
-    monkeypatch.setattr("lockstep.texts.hub_answers", lambda url: False)
+    monkeypatch.setattr("lockstep.inputs.texts.hub_answers", lambda url: False)
     with pytest.raises(UserError, match="the hub cannot be reached"):
         chunks(find("nobody/nothing-of-this-name"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

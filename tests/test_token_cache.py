@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lockstep import data, texts, token_cache, tokens
-from lockstep.data import load_corpus
 from lockstep.errors import UserError
-from lockstep.token_cache import corpus_tokens
-from lockstep.tokenizer import HashTokenizer
-from lockstep.tokens import InMemory, TokenFile
+from lockstep.inputs import data, texts, token_cache, tokens
+from lockstep.inputs.data import load_corpus
+from lockstep.inputs.token_cache import corpus_tokens
+from lockstep.inputs.tokenizer import HashTokenizer
+from lockstep.inputs.tokens import InMemory, TokenFile
 
 ROOT = Path(__file__).parents[1]
 
@@ -143,8 +143,17 @@ def test_a_large_file_is_read_where_it_is_asked_for(text, tmp_path, large):
     found, _ = tokens_of(text, tmp_path / "cache")
     whole = np.asarray([*HashTokenizer(5003).encode(text.read_text()), 0])
     assert isinstance(found, TokenFile) and len(found) == len(whole)
-    for first, count in ((0, 1), (0, len(whole)), (16_383, 2), (16_384, 16_384), (len(whole) - 3, 3), (100, 40_000)):
-        assert (found.read(first, count) == whole[first : first + count]).all() and len(found.read(first, count)) == count
+    for first, count in (
+        (0, 1),
+        (0, len(whole)),
+        (16_383, 2),
+        (16_384, 16_384),
+        (len(whole) - 3, 3),
+        (100, 40_000),
+    ):
+        assert (found.read(first, count) == whole[first : first + count]).all() and len(
+            found.read(first, count)
+        ) == count
 
 
 def test_the_batches_of_a_large_corpus_are_the_same(text, tmp_path, monkeypatch):
@@ -169,10 +178,14 @@ def test_a_large_corpus_is_sent_as_its_path(text, tmp_path, large):
     write(text, "other " * 9000)
     other, _ = tokens_of(text, tmp_path / "cache")
     os.replace(other.path, entry)
-    with pytest.raises(UserError, match="holds other tokens; set --data_cache_dir to a folder that all machines share"):
+    with pytest.raises(
+        UserError, match="holds other tokens; set --data_cache_dir to a folder that all machines share"
+    ):
         pickle.loads(sent)
     entry.unlink()
-    with pytest.raises(UserError, match="No such file.*set --data_cache_dir to a folder that all machines share"):
+    with pytest.raises(
+        UserError, match="No such file.*set --data_cache_dir to a folder that all machines share"
+    ):
         pickle.loads(sent)
 
 
@@ -186,7 +199,9 @@ def test_damage_in_a_large_file_is_found_when_it_is_read(text, tmp_path, large, 
             file.seek(tokens.HEADER + 70_000)
             file.write(b"\xff")
     assert len(found.read(0, 100)) == 100  # the block before
-    with pytest.raises(UserError, match="damaged, block 1 is not what was written; delete it and start again"):
+    with pytest.raises(
+        UserError, match="damaged, block 1 is not what was written; delete it and start again"
+    ):
         found.read(17_400, 200)
 
 
@@ -199,24 +214,28 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(text, tmp_path):
     code = f"""
 import resource, signal, sys
 from pathlib import Path
-from lockstep import token_cache
+from lockstep.inputs import token_cache
 from lockstep.errors import run_program
-from lockstep.tokenizer import HashTokenizer
+from lockstep.inputs.tokenizer import HashTokenizer
 token_cache.SHORT = 0
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000,) * 2)
 sys.exit(run_program("here", lambda: bool(token_cache.corpus_tokens({str(text)!r}, HashTokenizer(5003), Path({str(tmp_path)!r}, "cache")))))
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and ".tokens: File too large; free space" in done.stderr
+    assert (
+        done.returncode == 2
+        and done.stderr.count("\n") == 1
+        and ".tokens: File too large; free space" in done.stderr
+    )
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
 
 
 SLOW = """
 import sys, time
 from pathlib import Path
-from lockstep import token_cache
-from lockstep.tokenizer import HashTokenizer
+from lockstep.inputs import token_cache
+from lockstep.inputs.tokenizer import HashTokenizer
 class Slow(HashTokenizer):
     def encode(self, text):
         print("tokenizing", flush=True)
@@ -285,14 +304,14 @@ def test_a_tokenizer_that_starts_slowly_is_asked_once(tmp_path):
 
 
 def test_progress(monkeypatch, capsys):
-    from lockstep import progress
+    from lockstep.running import progress
 
     now = [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
 
     def lines(seconds, terminal):
         monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
-        shown = progress.Progress("tokenizing x", 200_000_000)
+        shown = progress.Bytes("tokenizing x", 200_000_000)
         for _ in range(100):
             now[0] += seconds / 100
             shown.add(2_000_000)

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from lockstep import tokenizer as tokenizer_module
-from lockstep.architectures import BUILT_IN
-from lockstep.data import load_corpus
 from lockstep.errors import UserError
-from lockstep.tokenizer import FileTokenizer, HashTokenizer, build_tokenizer
+from lockstep.inputs import tokenizer as tokenizer_module
+from lockstep.inputs.architectures import BUILT_IN
+from lockstep.inputs.data import load_corpus
+from lockstep.inputs.tokenizer import FileTokenizer, HashTokenizer, build_tokenizer
 
 ARCHITECTURE = {**BUILT_IN["tiny-qwen2"], "eos_token_id": 0}
 
@@ -41,7 +41,9 @@ def test_tokenizer_of_a_model_folder(folder):
     (folder / "t.txt").write_text("a b " * 100)
     small = build_tokenizer(str(folder), {**ARCHITECTURE, "vocab_size": 2})
     with pytest.raises(UserError, match="do not belong together"):
-        load_corpus(str(folder / "t.txt"), small, seq_length=8, windows_per_step=1, cache_folder=folder / "cache")
+        load_corpus(
+            str(folder / "t.txt"), small, seq_length=8, windows_per_step=1, cache_folder=folder / "cache"
+        )
 
 
 def test_without_a_tokenizer_the_words_are_hashed(tmp_path):
@@ -67,7 +69,9 @@ def test_separator(folder, ends, separator):
     assert build_tokenizer(str(folder), {**ARCHITECTURE, "eos_token_id": ends}).separator == separator
 
 
-@pytest.mark.parametrize("ends", [-1, 1.5, 1.0, "1", True, False, [], [-1], [0, -1], [0, True], [0, 2048], 2048, {"a": 1}, [[1]]])
+@pytest.mark.parametrize(
+    "ends", [-1, 1.5, 1.0, "1", True, False, [], [-1], [0, -1], [0, True], [0, 2048], 2048, {"a": 1}, [[1]]]
+)
 def test_what_is_no_separator(folder, ends):
     with pytest.raises(UserError, match="eos_token_id"):
         build_tokenizer(str(folder), {**ARCHITECTURE, "eos_token_id": ends})
@@ -84,7 +88,12 @@ def test_what_is_no_separator(folder, ends):
         (lambda c: c["model"]["vocab"].update(c=2), "have one id"),
         (lambda c: c["model"].update(unk_token="gone"), "fails on a piece of text"),
         (lambda c: c.update(pre_tokenizer={"type": "Unheard"}), "not a readable tokenizer.json"),
-        (lambda c: c.update(normalizer={"type": "Precompiled", "precompiled_charsmap": "EAAAAAAAAAAAAAAAAAAAAAAAAABhYmMA"}), "fails on"),
+        (
+            lambda c: c.update(
+                normalizer={"type": "Precompiled", "precompiled_charsmap": "EAAAAAAAAAAAAAAAAAAAAAAAAABhYmMA"}
+            ),
+            "fails on",
+        ),
     ],
 )
 def test_malformed(folder, change, message):
@@ -93,7 +102,9 @@ def test_malformed(folder, change, message):
     assert str(folder) in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b"{}" * 2, b'{"model": {}, "model": {}}', b"[" * 100_000])
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b"\xff", b"{}" * 2, b'{"model": {}, "model": {}}', b"[" * 100_000]
+)
 def test_no_json(folder, content):
     (folder / "tokenizer.json").write_bytes(content)
     with pytest.raises(UserError, match="tokenizer.json"):
@@ -102,11 +113,20 @@ def test_no_json(folder, content):
 
 def test_what_takes_the_process_down_is_one_line(folder, monkeypatch):
     path = folder / "tokenizer.json"
-    for program, message in (("import os; os.abort()", "status -6"), ("import time; time.sleep(60)", "not read within 1 seconds")):
+    for program, message in (
+        ("import os; os.abort()", "status -6"),
+        ("import time; time.sleep(60)", "not read within 1 seconds"),
+    ):
         monkeypatch.setattr(tokenizer_module, "TRIAL_SECONDS", 1 if "sleep" in program else 60)
         real = subprocess.run
         with monkeypatch.context() as patched:
-            patched.setattr(subprocess, "run", lambda command, _p=program, **options: real([sys.executable, "-c", _p], **options))
+            patched.setattr(
+                subprocess,
+                "run",
+                lambda command, _p=program, _real=real, **options: _real(
+                    [sys.executable, "-c", _p], **options
+                ),
+            )
             with pytest.raises(UserError, match=message):
                 FileTokenizer(path, 2048, 0).encode("a")
 

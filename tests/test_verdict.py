@@ -5,12 +5,19 @@ from types import SimpleNamespace
 
 import pytest
 
-from lockstep.distance import Distance, Size
-from lockstep.verdict import LIMIT, ROUNDING, Loss, Result, judge, judge_yardstick
-from lockstep.verdict import typical_error
-from lockstep.verdict import yardstick as measure_of
+from lockstep.tensors.distance import Distance, Size
+from lockstep.tensors.judgement import (
+    LIMIT,
+    ROUNDOFF,
+    Loss,
+    Result,
+    judge,
+    judge_yardstick,
+    typical_error,
+)
+from lockstep.tensors.judgement import yardstick as measure_of
 
-F32 = ROUNDING["F32"]
+F32 = ROUNDOFF["F32"]
 INF = math.inf
 
 
@@ -29,7 +36,9 @@ def yardstick(error, *, norm=1.0, noise=0.0):
     return judge_yardstick("ddp", 1, "gradient/w", size(error, norm), "fp32", Size(noise, noise / 10))
 
 
-@pytest.mark.parametrize("error, too_far", [(0.0, False), (1e-7, False), (4e-7, False), (7e-7, True), (1.0, True), (INF, True)])
+@pytest.mark.parametrize(
+    "error, too_far", [(0.0, False), (1e-7, False), (4e-7, False), (7e-7, True), (1.0, True), (INF, True)]
+)
 def test_a_multiple_of_the_yardstick(error, too_far):
     assert row(error).too_far is too_far
 
@@ -38,21 +47,29 @@ def test_one_element_far_off_is_enough():
     assert not row(1e-7).too_far and row(1e-7, largest_error=1e-6).too_far
 
 
-@pytest.mark.parametrize("numbers", [{"error": math.nan}, {"error": INF, "ddp": 1.0}, {"error": INF, "ddp": INF},
-                                     {"error": 0.0, "norm": INF}, {"error": INF, "ddp": INF, "norm": INF}])  # fmt: skip
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        {"error": math.nan},
+        {"error": INF, "ddp": 1.0},
+        {"error": INF, "ddp": INF},
+        {"error": 0.0, "norm": INF},
+        {"error": INF, "ddp": INF, "norm": INF},
+    ],
+)
 def test_what_is_not_finite_is_too_far(numbers):
     assert row(**numbers).too_far
     assert yardstick(INF).too_far and yardstick(INF, norm=INF).too_far and yardstick(math.nan).too_far
 
 
-def test_a_tensor_that_ddp_gets_exactly_right_allows_a_few_roundings():
+def test_a_tensor_that_ddp_gets_exactly_right_allows_a_few_unit_roundoffs():
     assert not row(3 * F32, ddp=0.0).too_far and row(5 * F32, ddp=0.0).too_far
 
 
 def test_the_batch_is_equal_or_not():
-    equal = judge("fsdp", 1, "batch/labels", size(0, 5), None, 0.0)
+    equal = judge("fsdp", 1, "batch/labels", size(0, 5), Size(0.0, 0.0), 0.0)
     assert equal.judged and not equal.too_far
-    assert judge("fsdp", 1, "batch/labels", size(1, 5), None, 0.0).too_far
+    assert judge("fsdp", 1, "batch/labels", size(1, 5), Size(0.0, 0.0), 0.0).too_far
 
 
 def test_noise_is_not_judged_and_can_still_be_too_far():
@@ -63,15 +80,17 @@ def test_noise_is_not_judged_and_can_still_be_too_far():
     assert not row(0.0, ddp=0.0, norm=0.0).too_far
 
 
-def test_a_yardstick_far_from_the_truth_measures_nothing():
+def test_a_yardstick_far_from_the_reference_measures_nothing():
     assert not yardstick(LIMIT["fp32"] / 2).too_far and yardstick(2 * LIMIT["fp32"]).too_far
-    quiet = yardstick(1e-9, norm=1e-9, noise=1e-3)  # all rounding noise: no reason to reject it, nothing to judge
+    quiet = yardstick(
+        1e-9, norm=1e-9, noise=1e-3
+    )  # all rounding noise: no reason to reject it, nothing to judge
     assert not quiet.too_far and not quiet.judged
 
 
-@pytest.mark.parametrize("kind, roundings", [("exp_avg", 8), ("exp_avg_sq", 16), ("parameter", 4)])
-def test_an_update_has_no_yardstick_but_its_roundings(kind, roundings):
-    near, far = (row(share * roundings * F32, ddp=1.0, change=1e-3, name=f"{kind}/w") for share in (0.9, 1.1))
+@pytest.mark.parametrize("kind, roundoffs", [("exp_avg", 8), ("exp_avg_sq", 16), ("parameter", 4)])
+def test_an_update_has_no_yardstick_but_its_unit_roundoffs(kind, roundoffs):
+    near, far = (row(share * roundoffs * F32, ddp=1.0, change=1e-3, name=f"{kind}/w") for share in (0.9, 1.1))
     assert not near.too_far and far.too_far
 
 
@@ -81,13 +100,20 @@ def test_a_parameter_is_judged_by_its_update():
 
 
 def result(rows, losses=(), replicas=None):
-    dump = SimpleNamespace(steps={"1": {"replicas_differ": replicas or {}}}, label="FSDP", expected=lambda step: {one.name: () for one in rows})
+    dump = SimpleNamespace(
+        steps={"1": {"replicas_differ": replicas or {}}},
+        label="FSDP",
+        expected=lambda step: {one.name: () for one in rows},
+    )
     return Result({"fsdp": dump}, "ddp", rows, list(losses), {}, {}, [])
 
 
 def test_all_too_small_is_not_a_pass():
     small = [row(1e-9, ddp=1e-9, norm=1e-9, name=name) for name in ("forward/a", "gradient/w")]
-    assert result(small).outcome == "NOT JUDGED" and result(small).unjudged("fsdp") == ["forward of step 1", "gradient of step 1"]
+    assert result(small).outcome == "NOT JUDGED" and result(small).unjudged("fsdp") == [
+        "forward of step 1",
+        "gradient of step 1",
+    ]
     assert result([row(1e-7), row(1e-9, ddp=1e-9, norm=1e-9, name="gradient/v")]).outcome == "PASS"
 
 
@@ -99,11 +125,15 @@ def test_one_kind_or_one_step_without_a_judged_tensor_is_not_a_pass():
 def test_the_first_in_execution_order_is_named():
     rows = [row(1e-7, name="forward/a"), row(1e-3, name="forward/b"), row(1e-1, name="gradient/w")]
     failures = result(rows).failures("fsdp")
-    assert [failure[2] for failure in failures] == ["forward/b", "gradient/w"] and result(rows).outcome == "FAIL"
+    assert [failure[2] for failure in failures] == ["forward/b", "gradient/w"] and result(
+        rows
+    ).outcome == "FAIL"
     assert result(rows, replicas={"forward/a": [1]}).failures("fsdp")[0][2] == "forward/a"
 
 
-@pytest.mark.parametrize("loss, outcome", [(7.0, "PASS"), (7.0000005, "PASS"), (7.00001, "FAIL"), (math.nan, "FAIL")])
+@pytest.mark.parametrize(
+    "loss, outcome", [(7.0, "PASS"), (7.0000005, "PASS"), (7.00001, "FAIL"), (math.nan, "FAIL")]
+)
 def test_the_loss_of_every_dp_rank(loss, outcome):
     assert result([row(1e-7)], [Loss(1, 0, 7.0, {"ddp": 7.0, "fsdp": loss}, 1e-6)]).outcome == outcome
 
@@ -113,11 +143,16 @@ def test_a_single_draw_that_came_out_small_is_no_measure():
     typical = typical_error([size(error, 2.0) for error in (2e-7, 4e-7, 8e-6)])
     assert typical.norm == pytest.approx(2e-7) and typical.largest == pytest.approx(2e-7)
     lucky, usual = size(1e-9, 2.0), size(1e-6, 2.0)
-    assert measure_of(lucky, typical) == pytest.approx((4e-7, 4e-8)) and measure_of(usual, typical) == usual.errors
+    assert (
+        measure_of(lucky, typical) == pytest.approx((4e-7, 4e-8))
+        and measure_of(usual, typical) == usual.errors
+    )
     assert measure_of(lucky) == lucky.errors and typical_error([]) == Size(0.0, 0.0)
 
 
-@pytest.mark.parametrize("loss, outcome", [(7.0, "PASS"), (7.00006, "PASS"), (7.0001, "FAIL"), (math.nan, "FAIL")])
+@pytest.mark.parametrize(
+    "loss, outcome", [(7.0, "PASS"), (7.00006, "PASS"), (7.0001, "FAIL"), (math.nan, "FAIL")]
+)
 def test_the_loss_of_every_run_against_its_own_reference(loss, outcome):
     """DDP's, too, which is held against no other run's."""
     found = result([row(1e-7)], [Loss(1, 0, 7.0, {"fsdp": loss}, 1e-6, {"fsdp": 7.0}, 7.0 * LIMIT["fp32"])])

@@ -4,10 +4,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lockstep import weights
-from lockstep.architectures import BUILT_IN
 from lockstep.errors import UserError
-from lockstep.model import build_model
+from lockstep.inputs import weights
+from lockstep.inputs.architectures import BUILT_IN
+from lockstep.inputs.model import build_model
 
 TINY = BUILT_IN["tiny-qwen2"]
 FORMATS = ["init.safetensors", "init.pt"]
@@ -110,7 +110,9 @@ def test_nothing_is_unpickled(tmp_path):
         def __reduce__(self):
             return os.mkdir, (str(tmp_path / "pwned"),)
 
-    torch.save({"architecture": {}, "sha256": {}, "tensors": Evil()}, tmp_path / "evil.pt", pickle_module=pickle)
+    torch.save(
+        {"architecture": {}, "sha256": {}, "tensors": Evil()}, tmp_path / "evil.pt", pickle_module=pickle
+    )
     with pytest.raises(UserError, match="holds posix.mkdir; only plain dense tensors"):
         weights.check(tmp_path / "evil.pt", TINY)
     assert not (tmp_path / "pwned").exists()
@@ -131,12 +133,12 @@ def test_weights_of_another_architecture_with_the_same_shapes(tmp_path, name):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_control_run_starts_one_rounding_off(dtype):
+def test_a_control_run_starts_from_weights_perturbed_by_one_ulp(dtype):
     model, original = build(seed=7)[0], dict(build(seed=7)[0].named_parameters())
     weights.perturb(model, dtype, seed=1)
     for name, parameter in model.named_parameters():
         before = original[name].detach()
-        # as numbers of that dtype nearly all are others than before, by one spacing up or down
+        # as numbers of that dtype nearly all are others than before, by one ulp up or down
         mine, theirs = (tensor.detach().to(getattr(torch, dtype)).double() for tensor in (parameter, before))
         moved = (parameter != before) | (before == 0) | (before == 1)
         assert moved.all(), name

@@ -1,15 +1,17 @@
 """Damaged and hostile weights files: refused in one line, or accepted and loaded as they were meant; nothing else."""
 
 import pytest
-
-from lockstep import weights
 from weights_trials import run
+
+from lockstep.inputs import weights
 
 
 @pytest.mark.parametrize("suffix, count", [(".safetensors", 240), (".pt", 160)])
 def test_no_damage_gets_through(tmp_path, suffix, count):
     found = run(suffix, count, 1, tmp_path)
-    assert found.keys() == {"refused", "same"}, {kind: cases for kind, cases in found.items() if kind not in ("refused", "same")}
+    assert found.keys() == {"refused", "same"}, {
+        kind: cases for kind, cases in found.items() if kind not in ("refused", "same")
+    }
     assert len(found["refused"]) > count / 2 and found["same"], "the cases are not what they are meant to be"
 
 

@@ -9,8 +9,29 @@ import zipfile
 
 import torch
 
-WORDS = [None, True, -1, 0, 1, 1.5, 2**31, 2**63, 2**64, -(2**63), 10**30, "", "x", "F32", [], [0], {}, [[]],
-    float("nan"), "\x1b[2J", "\u2028"]
+WORDS = [
+    None,
+    True,
+    -1,
+    0,
+    1,
+    1.5,
+    2**31,
+    2**63,
+    2**64,
+    -(2**63),
+    10**30,
+    "",
+    "x",
+    "F32",
+    [],
+    [0],
+    {},
+    [[]],
+    float("nan"),
+    "\x1b[2J",
+    "\u2028",
+]
 DTYPES = ["F64", "F16", "BF16", "I32", "I64", "U8", "BOOL", "F8_E4M3", "C64", "F4", "f32", "", None, 5]
 
 
@@ -80,16 +101,48 @@ def safetensors_case(content: bytes, draw: random.Random) -> bytes:
         header[one]["dtype"] = draw.choice(DTYPES)
     elif kind == 1:
         shape = header[one]["shape"]
-        header[one]["shape"] = draw.choice([shape[::-1], [*shape, 1], shape[1:], [-1], [2**32, 2**32], [2**64], [0],
-            "64", None, [1.0], [True], [[16]]])
+        header[one]["shape"] = draw.choice(
+            [
+                shape[::-1],
+                [*shape, 1],
+                shape[1:],
+                [-1],
+                [2**32, 2**32],
+                [2**64],
+                [0],
+                "64",
+                None,
+                [1.0],
+                [True],
+                [[16]],
+            ]
+        )
     elif kind == 2:
         begin, end = header[one]["data_offsets"]
-        header[one]["data_offsets"] = draw.choice([[end, begin], [-4, end], [begin, 2**63], [begin + 4, end + 4], [begin,
-            end - 4], [begin], [0, 0], [begin, end, end], [float(begin), end], None, header[two]["data_offsets"]])
+        header[one]["data_offsets"] = draw.choice(
+            [
+                [end, begin],
+                [-4, end],
+                [begin, 2**63],
+                [begin + 4, end + 4],
+                [begin, end - 4],
+                [begin],
+                [0, 0],
+                [begin, end, end],
+                [float(begin), end],
+                None,
+                header[two]["data_offsets"],
+            ]
+        )
     elif kind == 3:
-        header[one]["data_offsets"], header[two]["data_offsets"] = header[two]["data_offsets"], header[one]["data_offsets"]
+        header[one]["data_offsets"], header[two]["data_offsets"] = (
+            header[two]["data_offsets"],
+            header[one]["data_offsets"],
+        )
     elif kind == 4:
-        header[draw.choice(["", "x\x1b[31m", "a" * 5000, "__metadata__", two, "\u2028", one + "\0"])] = header.pop(one)
+        header[draw.choice(["", "x\x1b[31m", "a" * 5000, "__metadata__", two, "\u2028", one + "\0"])] = (
+            header.pop(one)
+        )
     elif kind == 5:
         header.update({f"t{i}": dict(header[one]) for i in range(draw.choice([1, 20_000]))})
     elif kind == 6:
@@ -100,23 +153,40 @@ def safetensors_case(content: bytes, draw: random.Random) -> bytes:
         header[one], header[other] = header[other], header[one]
     elif kind in (8, 9, 10) and "__metadata__" in header and "lockstep" in header["__metadata__"]:
         about = _vary(json.loads(header["__metadata__"]["lockstep"]), draw)
-        header["__metadata__"]["lockstep"] = draw.choice([json.dumps(about)] * 5 + ["", "null", "[" * 100_000,
-            '{"a":1,"a":1}', "\ufeff{}", "1" * 5000])
+        header["__metadata__"]["lockstep"] = draw.choice(
+            [json.dumps(about)] * 5 + ["", "null", "[" * 100_000, '{"a":1,"a":1}', "\ufeff{}", "1" * 5000]
+        )
     elif kind == 11:
-        return join(json.dumps(header).encode(), data, draw.choice([0, 1, 8, 2**22 + 1, 2**40, 2**63, 2**64 - 1,
-            len(json.dumps(header)) + 8]))
+        return join(
+            json.dumps(header).encode(),
+            data,
+            draw.choice([0, 1, 8, 2**22 + 1, 2**40, 2**63, 2**64 - 1, len(json.dumps(header)) + 8]),
+        )
     elif kind == 12:
         text = json.dumps(header).encode()
         empty = b'"a": {"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
-        odd = [b"[]", b"null", b"", b"5", b"{}", b"[" * 100_000, b'{"a":' * 50_000, b"\xef\xbb\xbf" + text, text + b" " * 7]
+        odd = [
+            b"[]",
+            b"null",
+            b"",
+            b"5",
+            b"{}",
+            b"[" * 100_000,
+            b'{"a":' * 50_000,
+            b"\xef\xbb\xbf" + text,
+            text + b" " * 7,
+        ]
         odd += [b" " + text, text[:-1], text + text, text.replace(b'"F32"', b"NaN", 1)]
         odd += [text[:-1] + b", " + empty + b", " + empty + b"}"]
         return join(draw.choice(odd), data)
     elif kind == 13:
         (a, b), (c, d) = header[one]["data_offsets"], header[two]["data_offsets"]
         data = bytearray(data)
-        data[a:b], data[c:d] = (data[c : c + b - a], data[a : a + d - c]) if b - a == d - c else (data[a:b][::-1],
-            data[c:d][::-1])
+        data[a:b], data[c:d] = (
+            (data[c : c + b - a], data[a : a + d - c])
+            if b - a == d - c
+            else (data[a:b][::-1], data[c:d][::-1])
+        )
         data = bytes(data)
     else:
         header = _vary(header, draw)
@@ -165,19 +235,42 @@ def odd_values(tensors: dict) -> list:
     for _ in range(60):
         laughs = (laughs, laughs)
     odd = [
-        torch.zeros(1).expand(size), torch.zeros(1).expand(2**40), torch.empty(size, device="meta"),
-            torch.eye(size).to_sparse(),
-        torch.zeros(size, dtype=torch.complex64), torch.zeros(size).double(), torch.zeros(size, dtype=torch.int8),
-            torch.full((size,), torch.nan),
-        torch.full((size,), torch.inf).bfloat16(), torch.quantize_per_tensor(torch.zeros(size), 0.1, 0, torch.qint8),
-            "text", None, 5, [1.0] * size, {}, loop, laughs,
-        torch.zeros(size).as_strided((size, 1), (0, 1)), torch.zeros(4, 4).as_strided((size,), (0,)), _Call(bytearray,
-            10**12), _Call(torch.empty, 2**40), _Call(set, [1]),
-        _Call(torch.Size, [1]), torch.nn.Linear(2, 2), torch.zeros(size, dtype=torch.float8_e4m3fn), torch.zeros(size,
-            dtype=torch.uint16),
-    ]  # fmt: skip
-    return [{**tensors, name: value} for value in odd] + [[tensors], tensors[name], loop, laughs, {}, {5: tensors[name]},
-        {"model": tensors}]
+        torch.zeros(1).expand(size),
+        torch.zeros(1).expand(2**40),
+        torch.empty(size, device="meta"),
+        torch.eye(size).to_sparse(),
+        torch.zeros(size, dtype=torch.complex64),
+        torch.zeros(size).double(),
+        torch.zeros(size, dtype=torch.int8),
+        torch.full((size,), torch.nan),
+        torch.full((size,), torch.inf).bfloat16(),
+        torch.quantize_per_tensor(torch.zeros(size), 0.1, 0, torch.qint8),
+        "text",
+        None,
+        5,
+        [1.0] * size,
+        {},
+        loop,
+        laughs,
+        torch.zeros(size).as_strided((size, 1), (0, 1)),
+        torch.zeros(4, 4).as_strided((size,), (0,)),
+        _Call(bytearray, 10**12),
+        _Call(torch.empty, 2**40),
+        _Call(set, [1]),
+        _Call(torch.Size, [1]),
+        torch.nn.Linear(2, 2),
+        torch.zeros(size, dtype=torch.float8_e4m3fn),
+        torch.zeros(size, dtype=torch.uint16),
+    ]
+    return [{**tensors, name: value} for value in odd] + [
+        [tensors],
+        tensors[name],
+        loop,
+        laughs,
+        {},
+        {5: tensors[name]},
+        {"model": tensors},
+    ]
 
 
 def pt_case(content: bytes, draw: random.Random, odd: list[bytes], own: bool) -> bytes:
@@ -204,13 +297,29 @@ def pt_case(content: bytes, draw: random.Random, odd: list[bytes], own: bool) ->
     if kind == 4:
         del entries[at]
     elif kind == 5:
-        entries[at] = (draw.choice([name + "x", "../" + name, "x/" + name, "x", "archive/constants.pkl", name.upper(),
-            name.rsplit("/", 1)[0] + "/data/99"]), data)
+        entries[at] = (
+            draw.choice(
+                [
+                    name + "x",
+                    "../" + name,
+                    "x/" + name,
+                    "x",
+                    "archive/constants.pkl",
+                    name.upper(),
+                    name.rsplit("/", 1)[0] + "/data/99",
+                ]
+            ),
+            data,
+        )
     elif kind == 6:
         entries.append((name, data[::-1]))
     elif kind == 7:
-        entries.append((name.split("/")[0] + draw.choice(["/constants.pkl", "/code/x.py", "/data/77", "/version"]),
-            b"x" * draw.choice([0, 1, 100])))
+        entries.append(
+            (
+                name.split("/")[0] + draw.choice(["/constants.pkl", "/code/x.py", "/data/77", "/version"]),
+                b"x" * draw.choice([0, 1, 100]),
+            )
+        )
     elif kind == 8:
         other = draw.randrange(len(entries))
         entries[at], entries[other] = (name, entries[other][1]), (entries[other][0], data)
@@ -228,9 +337,14 @@ def pt_case(content: bytes, draw: random.Random, odd: list[bytes], own: bool) ->
         entries[pickle_at] = (name, bytes(data))
     else:  # fields of the archive's directory: sizes, offsets, counts, methods
         whole = bytearray(archive(entries))
-        heads = [i for i in range(len(whole) - 46) if whole[i : i + 4] in (b"PK\x01\x02", b"PK\x05\x06", b"PK\x03\x04")]
+        heads = [
+            i
+            for i in range(len(whole) - 46)
+            if whole[i : i + 4] in (b"PK\x01\x02", b"PK\x05\x06", b"PK\x03\x04")
+        ]
         spot = draw.choice(heads) + draw.choice([6, 8, 10, 12, 14, 16, 18, 20, 24, 28, 30, 42])
-        whole[spot : spot + 4] = struct.pack("<I", draw.choice([0, 1, 8, 255, 2**16 - 1, 2**31, 2**32 - 1,
-            draw.randrange(2**32)]))
+        whole[spot : spot + 4] = struct.pack(
+            "<I", draw.choice([0, 1, 8, 255, 2**16 - 1, 2**31, 2**32 - 1, draw.randrange(2**32)])
+        )
         return bytes(whole)
     return archive(entries)

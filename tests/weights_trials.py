@@ -18,14 +18,19 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from weights_mutations import (
+    damage,
+    odd_values,
+    pt_case,
+    safetensors_case,
+    saved,
+    split,
+)
 
-if __name__ == "__main__":
-    sys.path[:0] = [str(Path(__file__).parents[1])]
-
-from lockstep import weights
-from lockstep.architectures import BUILT_IN, parameter_shapes
 from lockstep.errors import UserError
-from weights_mutations import damage, odd_values, pt_case, safetensors_case, saved, split
+from lockstep.inputs import weights
+from lockstep.inputs.architectures import BUILT_IN
+from lockstep.inputs.shapes import parameter_shapes
 
 SMALL = {**BUILT_IN["tiny-qwen2"], "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32}
 SECONDS, MEMORY = 5, 6 << 30  # of a case; address space, most of it torch's libraries
@@ -37,7 +42,10 @@ class Model(torch.nn.Module):
     def __init__(self, seed: int | None):
         super().__init__()
         generator = torch.Generator().manual_seed(seed or 0)
-        self.values = {n: torch.nn.Parameter(torch.randn(s, generator=generator)) for n, s in parameter_shapes(SMALL).items()}
+        self.values = {
+            n: torch.nn.Parameter(torch.randn(s, generator=generator))
+            for n, s in parameter_shapes(SMALL).items()
+        }
 
     def named_parameters(self, *_, **__):
         return iter(self.values.items())
@@ -63,7 +71,11 @@ def outcome(path: Path) -> str:
     try:
         weights.check(path, SMALL)
     except UserError as error:
-        return "refused" if "\n" not in str(error) and len(str(error)) < 2000 else f"traceback: message {str(error)[:200]!r}"
+        return (
+            "refused"
+            if "\n" not in str(error) and len(str(error)) < 2000
+            else f"traceback: message {str(error)[:200]!r}"
+        )
     except BaseException as error:  # noqa: BLE001 - a panic of a library is no Exception
         return "hang" if isinstance(error, TimeoutError) else f"traceback: {type(error).__name__}: {error}"
     try:
@@ -83,7 +95,15 @@ def cases(suffix: str, count: int, seed: int):
     for value in odd_values({n: p.detach() for n, p in Model(7).values.items()}) if suffix == ".pt" else []:
         odd.append(saved(value))
         if isinstance(value, dict) and len(value) > 5:
-            odd.append(saved({"architecture": SMALL, "sha256": weights.checksums(Model(7).values.items()), "tensors": value}))
+            odd.append(
+                saved(
+                    {
+                        "architecture": SMALL,
+                        "sha256": weights.checksums(Model(7).values.items()),
+                        "tensors": value,
+                    }
+                )
+            )
     for number in range(count):
         own = number % 4 != 3
         base = originals[f"{'own' if own else 'foreign'}{suffix}"]

@@ -1,24 +1,44 @@
-"""Micro batches that do not count for what they should."""
+"""Micro batches with wrong weights."""
 
-from lockstep.faults import backward_scaled, fault
+from lockstep.faults.catalogue import fault
+from lockstep.faults.patches import scale_backward
+from lockstep.faults.planting import Plant, Planting
 
 CLASS = "accumulation, normalisation"
 THREE = ("--gradient_accumulation_steps", "3")
 
 
-@fault(seen_in="huggingface/accelerate 3533", bug_class=CLASS, cause="accumulation", first="backward/lm_head", arguments=THREE)
-def divided_by_the_steps_twice(run):
-    """The loss of a micro batch is divided by the accumulation steps by the loop and by the library."""
-    return backward_scaled(run, lambda _call: 1 / run.config.gradient_accumulation_steps)
+@fault(
+    seen_in="huggingface/accelerate 3533",
+    bug_class=CLASS,
+    cause="accumulation",
+    first="backward/lm_head",
+    arguments=THREE,
+)
+def divided_by_the_steps_twice(run: Planting) -> Plant:
+    """The loop and the library both divide the loss of a micro batch by the accumulation steps."""
+    scale_backward((yield), lambda _call: 1 / run.config.gradient_accumulation_steps)
 
 
-@fault(seen_in="huggingface/accelerate 3533", bug_class=CLASS, cause="accumulation", first="backward/lm_head", arguments=THREE)
-def not_divided_by_the_steps(run):
+@fault(
+    seen_in="huggingface/accelerate 3533",
+    bug_class=CLASS,
+    cause="accumulation",
+    first="backward/lm_head",
+    arguments=THREE,
+)
+def not_divided_by_the_steps(run: Planting) -> Plant:
     """The gradients of the micro batches are summed and never divided."""
-    return backward_scaled(run, lambda _call: run.config.gradient_accumulation_steps)
+    scale_backward((yield), lambda _call: run.config.gradient_accumulation_steps)
 
 
-@fault(seen_in="huggingface/transformers 34191", bug_class=CLASS, cause="accumulation", first="backward/lm_head", arguments=THREE)
-def micro_batches_weighted_unequally(run):
+@fault(
+    seen_in="huggingface/transformers 34191",
+    bug_class=CLASS,
+    cause="accumulation",
+    first="backward/lm_head",
+    arguments=THREE,
+)
+def micro_batches_weighted_unequally(run: Planting) -> Plant:
     """Each micro batch is weighted by a token count that is not its own: 1/2, 1 and 3/2 times what it should."""
-    return backward_scaled(run, lambda call: (call % 3 + 1) / 2)
+    scale_backward((yield), lambda call: (call % 3 + 1) / 2)

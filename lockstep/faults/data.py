@@ -1,20 +1,27 @@
-"""Other samples than were meant, below everything that looks at batches; reported losses; random numbers."""
+"""Wrong samples, exchanged after all checks of the batches; wrong reported losses; wrong random numbers."""
 
 import dataclasses
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from lockstep.faults import fault
+from lockstep.faults.catalogue import fault
+from lockstep.faults.planting import Plant, Planting
+from lockstep.inputs.data import Batches
+from lockstep.training.strategy import MicroBatch
 
 DATA, RANDOM = "data", "random state"
+# (run, micro batches, step from 0) -> the micro batches instead
+Change = Callable[[Planting, list[MicroBatch], int], list[MicroBatch]]
 
 
-def _feed(change):
-    """Train on change(run, micro_batches, step from 0) instead of what the loop hands over."""
+def _feed(change: Change) -> Callable[[Planting], Plant]:
+    """Train on change(run, micro_batches, step from 0) instead of the loop's micro batches."""
 
-    def plant(run):
+    def plant(run: Planting) -> Plant:
         strategy = yield
         real, steps = strategy.forward_backward, itertools.count()
         strategy.forward_backward = lambda micro_batches: real(change(run, micro_batches, next(steps)))
@@ -22,66 +29,75 @@ def _feed(change):
     return plant
 
 
-def _of(run, step: int, share: int, batches=None):
+def _of(run: Planting, step: int, share: int, batches: Batches | None = None) -> list[MicroBatch]:
     return (batches or run.inputs.batches).micro_batches(step, share, torch.device("cpu"))
 
 
 @fault(seen_in="ray-project/ray 64315", bug_class=DATA, cause="data", first="batch/input_ids")
-def dp_ranks_replay_one_batch(run):
+def dp_ranks_replay_one_batch(run: Planting) -> Plant:
     """Every data-parallel rank trains on the first one's samples."""
     return _feed(lambda run, _, step: _of(run, step, 0))(run)
 
 
-@fault(seen_in="deepspeedai/DeepSpeed 7199", bug_class=DATA, cause="data", first="batch/input_ids", strategies=("fsdp",))
-def tp_peers_read_different_samples(run):
+@fault(
+    seen_in="deepspeedai/DeepSpeed 7199",
+    bug_class=DATA,
+    cause="data",
+    first="batch/input_ids",
+    axes=("tp",),
+    needs=("batches_are_not_checked",),
+)
+def tp_peers_read_different_samples(run: Planting) -> Plant:
     """The samples are chosen by the rank in the world, so tensor-parallel peers do not share theirs.
 
-    (DeepSpeed 0.19.8 looks at the first batch itself and stops.)
+    (Not planted where the strategy checks the batches itself.)
     """
     return _feed(lambda run, _, step: _of(run, step, dist.get_rank() % run.config.dp_size))(run)
 
 
-@fault(seen_in="verl-project/verl 4697", bug_class=DATA, cause="data", first="batch/input_ids")
-def sampler_counts_all_ranks(run):
+@fault(seen_in="verl-project/verl 4697", bug_class=DATA, cause="data", first="batch/input_ids", axes=("tp",))
+def sampler_counts_all_ranks(run: Planting) -> Plant:
     """The sampler takes the world size for the data-parallel size and skips the shares in between."""
     wide = dataclasses.replace(run.inputs.batches, dp_size=run.config.num_workers)
 
-    def change(run, _, step):
-        dp_rank, _ = run.config.mesh.coordinates(dist.get_rank())
-        return _of(run, step, dp_rank * run.config.tp_size, wide)
+    def change(run: Planting, _: list[MicroBatch], step: int) -> list[MicroBatch]:
+        return _of(run, step, run.config.mesh.sample_share(dist.get_rank()) * run.config.tp_size, wide)
 
     return _feed(change)(run)
 
 
 @fault(seen_in="ray-project/ray 64315", bug_class=DATA, cause="data", first="batch/input_ids")
-def samples_in_another_order(run):
+def samples_in_another_order(run: Planting) -> Plant:
     """One data-parallel rank has its samples in another order: the same loss, and other tensors."""
 
-    def change(run, micro_batches, _step):
-        dp_rank, _ = run.config.mesh.coordinates(dist.get_rank())
-        return [tuple(part.flip(0) for part in pair) for pair in micro_batches] if dp_rank == 1 else micro_batches
+    def change(run: Planting, micro_batches: list[MicroBatch], _step: int) -> list[MicroBatch]:
+        mine = run.config.mesh.sample_share(dist.get_rank()) == 1
+        return [(ids.flip(0), labels.flip(0)) for ids, labels in micro_batches] if mine else micro_batches
 
     return _feed(change)(run)
 
 
 @fault(seen_in="huggingface/transformers 34191", bug_class=DATA, cause="data", first="batch/labels")
-def labels_shifted_twice(run):
+def labels_shifted_twice(run: Planting) -> Plant:
     """The labels, shifted by one already, are shifted again: the model learns to skip a token."""
 
-    def change(run, micro_batches, _step):
-        return [(input_ids, torch.cat([labels[:, 1:], labels[:, :1]], dim=1)) for input_ids, labels in micro_batches]
+    def change(run: Planting, micro_batches: list[MicroBatch], _step: int) -> list[MicroBatch]:
+        return [
+            (input_ids, torch.cat([labels[:, 1:], labels[:, :1]], dim=1))
+            for input_ids, labels in micro_batches
+        ]
 
     return _feed(change)(run)
 
 
 @fault(seen_in="ray-project/ray 31409", bug_class=DATA, cause="reported loss", first="loss of DP rank 1")
-def only_the_first_rank_reports(run):
-    """The loss of every rank is reported as the first one's; training is right."""
-    from lockstep import training
+def only_the_first_rank_reports(run: Planting) -> Plant:
+    """Every rank reports the first rank's loss; training is right."""
+    from lockstep.training import loop as training
 
     gather = training._gather
 
-    def first_for_all(mine, device):
+    def first_for_all(mine: list[float], device: torch.device) -> list[list[float]]:
         everyone = gather(mine, device)
         return [[everyone[0][0], *row[1:]] for row in everyone]
 
@@ -89,32 +105,48 @@ def only_the_first_rank_reports(run):
     yield
 
 
-def _dropout(run, seed):
+def _dropout(run: Planting, seed: Callable[[], int]) -> Plant:
     """Dropout of one tenth on an attention block's output, which the other strategies do not have."""
     strategy = yield
     generator = torch.Generator().manual_seed(seed())
 
-    def drop(_module, _inputs, output):
+    def drop(_module: torch.nn.Module, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
         keep = torch.rand(output.shape, generator=generator) >= 0.1
         return output * keep / 0.9
 
     dict(strategy.model.named_modules())["model.layers.0.self_attn.o_proj"].register_forward_hook(drop)
 
 
-@fault(seen_in="pytorch/pytorch 168058", bug_class=RANDOM, cause="random numbers", first="forward/model.layers.0.self_attn.o_proj")
-def dropout_differs_between_tp_peers(run):
-    """Tensor-parallel peers draw different dropout masks for one and the same activation."""
+@fault(
+    seen_in="pytorch/pytorch 168058",
+    bug_class=RANDOM,
+    cause="random numbers",
+    first="forward/model.layers.0.self_attn.o_proj",
+    axes=("tp",),
+)
+def dropout_differs_between_tp_peers(run: Planting) -> Plant:
+    """Tensor-parallel peers draw different dropout masks for the same activation."""
     return _dropout(run, dist.get_rank)
 
 
-@fault(seen_in="pytorch/pytorch 168058", bug_class=RANDOM, cause="random numbers", first="forward/model.layers.0.self_attn.o_proj")
-def dropout_in_one_strategy_only(run):
+@fault(
+    seen_in="pytorch/pytorch 168058",
+    bug_class=RANDOM,
+    cause="random numbers",
+    first="forward/model.layers.0.self_attn.o_proj",
+)
+def dropout_in_one_strategy_only(run: Planting) -> Plant:
     """Dropout is on in one strategy and off in the other; tensor-parallel peers agree."""
-    return _dropout(run, lambda: run.config.mesh.coordinates(dist.get_rank())[0])
+    return _dropout(run, lambda: run.config.mesh.sample_share(dist.get_rank()))
 
 
-@fault(seen_in="pytorch/pytorch 168058", bug_class=RANDOM, cause="random numbers", first="forward/model.layers.0.self_attn.o_proj.input")
-def attention_dropout_in_one_strategy_only(run):
+@fault(
+    seen_in="pytorch/pytorch 168058",
+    bug_class=RANDOM,
+    cause="random numbers",
+    first="forward/model.layers.0.self_attn.o_proj.input",
+)
+def attention_dropout_in_one_strategy_only(run: Planting) -> Plant:
     """The attention layers drop a tenth of their probabilities, though the configuration says none."""
     strategy = yield
     torch.manual_seed(dist.get_rank())

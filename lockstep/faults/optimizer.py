@@ -1,75 +1,113 @@
-"""Updates that are not the ones that were asked for, from gradients that are right."""
+"""Wrong updates from right gradients."""
+
+from typing import Any
 
 import torch
 
-from lockstep.faults import around, fault
+from lockstep.faults.catalogue import fault
+from lockstep.faults.patches import around
+from lockstep.faults.planting import Plant, Planting
+from lockstep.training.strategy import Strategy
 
 CLASS = "precision, optimizer"
 
 
-def _groups(strategy):
+def _groups(strategy: Strategy) -> list[dict[str, Any]]:
     return strategy.optimizer.param_groups
 
 
-@fault(seen_in="verl-project/verl 5070", bug_class=CLASS, cause="weight decay",
-       first="parameter/model.layers.0.input_layernorm.weight")  # fmt: skip
-def norms_and_biases_decayed(run):
+@fault(
+    seen_in="verl-project/verl 5070",
+    bug_class=CLASS,
+    cause="weight decay",
+    first="parameter/model.layers.0.input_layernorm.weight",
+)
+def norms_and_biases_decayed(run: Planting) -> Plant:
     """Weight decay acts on norms and biases too, in one strategy only."""
     strategy = yield
     for group in _groups(strategy):
         group["weight_decay"] = run.config.weight_decay
 
 
-@fault(seen_in="huggingface/accelerate 2926", bug_class=CLASS, cause="learning rate", step=2,
-       first="parameter/model.embed_tokens.weight")  # fmt: skip
-def scheduler_steps_once_per_process(run):
+@fault(
+    seen_in="huggingface/accelerate 2926",
+    bug_class=CLASS,
+    cause="learning rate",
+    step=2,
+    first="parameter/model.embed_tokens.weight",
+)
+def scheduler_steps_once_per_process(run: Planting) -> Plant:
     """A decay of one in a thousand per step is applied once by every process."""
     strategy = yield
 
-    def decay(_step):
+    def decay(_step: int) -> None:
         for group in _groups(strategy):
             group["lr"] *= 0.999**run.config.num_workers
 
     around(strategy, "update", after=decay)
 
 
-@fault(seen_in="huggingface/accelerate 2926", bug_class=CLASS, cause="learning rate", first="parameter/model.embed_tokens.weight")
-def learning_rate_times_dp(run):
+@fault(
+    seen_in="huggingface/accelerate 2926",
+    bug_class=CLASS,
+    cause="learning rate",
+    first="parameter/model.embed_tokens.weight",
+)
+def learning_rate_times_dp(run: Planting) -> Plant:
     """The learning rate is multiplied with the data-parallel size in one strategy only."""
     strategy = yield
     for group in _groups(strategy):
         group["lr"] *= run.config.dp_size
 
 
-@fault(seen_in="verl-project/verl 5070", bug_class=CLASS, cause="betas", first="exp_avg_sq/model.embed_tokens.weight")
-def other_beta(run):
+@fault(
+    seen_in="verl-project/verl 5070",
+    bug_class=CLASS,
+    cause="betas",
+    first="exp_avg_sq/model.embed_tokens.weight",
+)
+def other_beta(run: Planting) -> Plant:
     """The second moment decays with 0.95 instead of 0.999: another default in another library."""
     strategy = yield
     for group in _groups(strategy):
         group["betas"] = (group["betas"][0], 0.95)
 
 
-@fault(seen_in="karpathy/build-nanogpt 30", bug_class=CLASS, cause="stale gradients", step=2, first="gradient/model.norm.weight")
-def gradients_not_zeroed(run):
-    """zero_grad is missing: every step goes on with the sum of all gradients so far."""
+@fault(
+    seen_in="karpathy/build-nanogpt 30",
+    bug_class=CLASS,
+    cause="stale gradients",
+    step=2,
+    first="gradient/model.norm.weight",
+    needs=("gradients",),
+)
+def gradients_not_zeroed(run: Planting) -> Plant:
+    """zero_grad is missing: every step uses the sum of all gradients so far."""
     strategy = yield
     so_far: dict[int, torch.Tensor] = {}
 
-    def add(_step):
-        for number, (_, gradient) in enumerate(run.gradients(strategy)):
+    def add(_step: int) -> None:
+        for number, (_, gradient) in enumerate(run.handles.gradients()):
             gradient.add_(so_far.get(number, 0))
             so_far[number] = gradient.clone()
 
     around(strategy, "forward_backward", after=add)
 
 
-@fault(seen_in="huggingface/accelerate 2624", bug_class=CLASS, cause="moments lost", step=2, first="exp_avg/model.embed_tokens.weight")
-def moments_lost_between_steps(run):
+@fault(
+    seen_in="huggingface/accelerate 2624",
+    bug_class=CLASS,
+    cause="moments lost",
+    step=2,
+    first="exp_avg/model.embed_tokens.weight",
+    needs=("torch_optimizer",),
+)
+def moments_lost_between_steps(run: Planting) -> Plant:
     """The moments start from zero at every step, as after a resume that loads the step count alone."""
     strategy = yield
-    inner = strategy.optimizer.optimizer if run.autotp else strategy.optimizer
+    inner = run.handles.torch_optimizer()
 
-    def forget(_step):
+    def forget(_step: int) -> None:
         for state in inner.state.values():
             state["exp_avg"].zero_()
             state["exp_avg_sq"].zero_()

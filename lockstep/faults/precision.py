@@ -1,61 +1,80 @@
-"""Numbers kept or computed in fewer bits than was asked for."""
+"""Numbers kept or computed in fewer bits than configured."""
 
-import functools
+from typing import Any
 
 import torch
 
-from lockstep.faults import around, fault
+from lockstep.faults.catalogue import fault
+from lockstep.faults.patches import LossFunction, around, wrap_loss
+from lockstep.faults.planting import Plant, Planting
 
 CLASS = "precision, optimizer"
 FP32 = ("fp32",)
 
 
-@fault(seen_in="Lightning-AI/lightning-thunder 725", bug_class=CLASS, cause="precision",
-       first="forward/model.layers.0.self_attn.q_proj", precisions=FP32)  # fmt: skip
-def autocast_in_one_strategy_only(run):
+@fault(
+    seen_in="Lightning-AI/lightning-thunder 725",
+    bug_class=CLASS,
+    cause="precision",
+    first="forward/model.layers.0.self_attn.q_proj",
+    precisions=FP32,
+)
+def autocast_in_one_strategy_only(run: Planting) -> Plant:
     """One strategy computes its products in bfloat16, the other in float32."""
-    real = run.strategy_module.causal_lm_loss
+    strategy = yield
 
-    def under_autocast(*arguments):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return real(*arguments)
+    def under_autocast(real: LossFunction) -> LossFunction:
+        def computed(*arguments: Any) -> Any:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return real(*arguments)
 
-    run.patch(run.strategy_module, "causal_lm_loss", under_autocast)
-    yield
+        return computed
+
+    wrap_loss(strategy, under_autocast)
 
 
-@fault(seen_in="huggingface/accelerate 2624", bug_class=CLASS, cause="precision", first="parameter/model.embed_tokens.weight")
-def master_weights_in_bfloat16(run):
+@fault(
+    seen_in="huggingface/accelerate 2624",
+    bug_class=CLASS,
+    cause="precision",
+    first="parameter/model.embed_tokens.weight",
+    needs=("weights",),
+)
+def master_weights_in_bfloat16(run: Planting) -> Plant:
     """The weights are rounded to bfloat16 after every update, so small updates are lost."""
     strategy = yield
 
-    def round_all(_step):
+    def round_all(_step: int) -> None:
         with torch.no_grad():
-            for _, tensor in run.weights(strategy):
+            for _, tensor in run.handles.weights():
                 tensor.copy_(tensor.bfloat16())
 
     around(strategy, "update", after=round_all)
 
 
-@fault(seen_in="huggingface/accelerate 3979", bug_class=CLASS, cause="precision", first="gradient/model.norm.weight", precisions=FP32)
-def gradients_reduced_in_bfloat16(run):
+@fault(
+    seen_in="huggingface/accelerate 3979",
+    bug_class=CLASS,
+    cause="precision",
+    first="gradient/model.norm.weight",
+    precisions=FP32,
+    needs=("reduce_in_bfloat16",),
+)
+def gradients_reduced_in_bfloat16(run: Planting) -> Plant:
     """The gradients travel between the data-parallel ranks in bfloat16 (a library's default)."""
-    module = run.strategy_module
-    if run.autotp:
-        told = module.deepspeed_config
-        run.patch(module, "deepspeed_config", lambda *a: {**told(*a), "communication_data_type": "bf16"})
-    else:
-        from torch.distributed.fsdp import MixedPrecisionPolicy
-
-        policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
-        run.patch(module, "fully_shard", functools.partial(module.fully_shard, mp_policy=policy))
+    run.handles.reduce_in_bfloat16()
     yield
 
 
-@fault(seen_in="huggingface/accelerate 3979", bug_class=CLASS, cause="precision",
-       first="forward/model.layers.0.input_layernorm", precisions=FP32)  # fmt: skip
-def norms_in_bfloat16(run):
-    """The upcast to float32 inside the layers' norms is without effect: they answer in bfloat16's precision."""
+@fault(
+    seen_in="huggingface/accelerate 3979",
+    bug_class=CLASS,
+    cause="precision",
+    first="forward/model.layers.0.input_layernorm",
+    precisions=FP32,
+)
+def norms_in_bfloat16(run: Planting) -> Plant:
+    """The upcast to float32 inside the layers' norms has no effect: their output has bfloat16's precision."""
     strategy = yield
     for name, module in strategy.model.named_modules():
         if name.endswith("layernorm"):

@@ -1,86 +1,118 @@
 """Weights that are not the file's, not the same on all ranks, not tied, or not updated."""
 
-import importlib
+from collections.abc import Callable
 
 import torch
 
-from lockstep.faults import around, fault
+from lockstep.faults.catalogue import fault
+from lockstep.faults.patches import around
+from lockstep.faults.planting import Plant, Planting
+from lockstep.training.strategy import Strategy
 
 CLASS = "weights"
 ODD = "tiny-qwen2-odd-vocab"
 
 
-def _at_start(run, strategy, change) -> None:
-    """Change the live weights in the moment before the first step, after all that looks at them: change(name, tensor)."""
+def _at_start(run: Planting, strategy: Strategy, change: Callable[[str, torch.Tensor], object]) -> None:
+    """Call change(name, tensor) for the live weights right before the first step, after all checks of them."""
 
-    def action(step):
+    def action(step: int) -> None:
         if step == 1:
             with torch.no_grad():
-                for name, tensor in run.weights(strategy):
+                for name, tensor in run.handles.weights():
                     change(name, tensor)
 
     around(strategy, "forward_backward", before=action)
 
 
-@fault(seen_in="NVIDIA-NeMo/Automodel 3822", bug_class=CLASS, cause="weights", first="forward/model.embed_tokens")
-def one_replica_starts_elsewhere(run):
-    """What the second data-parallel rank holds of the weights (under FSDP, its shards) is one in a thousand larger."""
+@fault(
+    seen_in="NVIDIA-NeMo/Automodel 3822",
+    bug_class=CLASS,
+    cause="weights",
+    first="forward/model.embed_tokens",
+    needs=("weights",),
+)
+def one_replica_starts_elsewhere(run: Planting) -> Plant:
+    """The weights on the second data-parallel rank (under FSDP, its shards) are larger by one in a thousand."""
     strategy = yield
-    if strategy.geometry()[0] == 1:
+    if strategy.geometry().coordinates.dp == 1:
         _at_start(run, strategy, lambda name, tensor: tensor.mul_(1.001))
 
 
-@fault(seen_in="huggingface/transformers 17877", bug_class=CLASS, cause="weights", first="forward/model.layers.1.self_attn.q_proj")
-def reinitialised_after_loading(run):
-    """One projection is drawn afresh after the weights were loaded (here its mirror image, as likely a draw)."""
+@fault(
+    seen_in="huggingface/transformers 17877",
+    bug_class=CLASS,
+    cause="weights",
+    first="forward/model.layers.1.self_attn.q_proj",
+    needs=("weights",),
+)
+def reinitialised_after_loading(run: Planting) -> Plant:
+    """One projection is initialised again after the weights were loaded (here it is negated, an equally likely draw)."""
     strategy = yield
 
-    def change(name, tensor):
+    def change(name: str, tensor: torch.Tensor) -> None:
         if name == "model.layers.1.self_attn.q_proj.weight":
             tensor.neg_()
 
     _at_start(run, strategy, change)
 
 
-@fault(seen_in="NVIDIA-NeMo/Automodel 3822", bug_class=CLASS, cause="weights", first="forward/model.layers.1.input_layernorm")
-def norm_weight_differs_on_one_tp_rank(run):
-    """One replicated norm is one in a thousand larger on the second tensor-parallel rank."""
+@fault(
+    seen_in="NVIDIA-NeMo/Automodel 3822",
+    bug_class=CLASS,
+    cause="weights",
+    first="forward/model.layers.1.input_layernorm",
+    axes=("tp",),
+    needs=("weights",),
+)
+def norm_weight_differs_on_one_tp_rank(run: Planting) -> Plant:
+    """One replicated norm is larger by one in a thousand on the second tensor-parallel rank."""
     strategy = yield
 
-    def change(name, tensor):
+    def change(name: str, tensor: torch.Tensor) -> None:
         if name == "model.layers.1.input_layernorm.weight":
             tensor.mul_(1.001)
 
-    if strategy.geometry()[2] == 1:
+    if strategy.geometry().coordinates.tp == 1:
         _at_start(run, strategy, change)
 
 
-@fault(seen_in="pytorch/pytorch 176076", bug_class=CLASS, cause="tied weights", first="gradient/model.embed_tokens.weight")
-def tie_broken(run):
+@fault(
+    seen_in="pytorch/pytorch 176076",
+    bug_class=CLASS,
+    cause="tied weights",
+    first="gradient/model.embed_tokens.weight",
+    needs=("detach_head_from_embedding",),
+)
+def tie_broken(run: Planting) -> Plant:
     """Embedding and head are tied in name only: what the head learns does not reach the embedding."""
-    strategy = yield
-    head = strategy.model.lm_head
-    if run.autotp:
-        column_parallel = importlib.import_module("deepspeed.module_inject.layers").ColumnParallel
-        head.forward = lambda x: torch.matmul(column_parallel.apply(head.mp_group, x), head.weight.detach().transpose(-1, -2))
-    else:
-        head.forward = lambda x: torch.nn.functional.linear(x, head.weight.detach())
+    yield
+    run.handles.detach_head_from_embedding()
 
 
-@fault(seen_in="pytorch/pytorch 176076", bug_class=CLASS, cause="update left out", model=ODD,
-       first="parameter/model.embed_tokens.weight")  # fmt: skip
-def last_uneven_shard_never_updates(run):
-    """The last vocabulary shard, shorter than the others, keeps its first weights."""
+@fault(
+    seen_in="pytorch/pytorch 176076",
+    bug_class=CLASS,
+    cause="update left out",
+    model=ODD,
+    first="parameter/model.embed_tokens.weight",
+    axes=("tp",),
+    needs=("weights",),
+)
+def last_uneven_shard_never_updates(run: Planting) -> Plant:
+    """The last vocabulary shard, shorter than the others, keeps its initial weights."""
     strategy = yield
-    if strategy.geometry()[2] != run.config.tp_size - 1:
+    if strategy.geometry().coordinates.tp != run.config.tp_size - 1:
         return
-    kept = []
+    kept: list[torch.Tensor] = []
 
-    def keep(_step):
-        kept[:] = [tensor.clone() for name, tensor in run.weights(strategy) if name == "model.embed_tokens.weight"]
+    def keep(_step: int) -> None:
+        kept[:] = [
+            tensor.clone() for name, tensor in run.handles.weights() if name == "model.embed_tokens.weight"
+        ]
 
-    def put_back(_step):
-        live = [tensor for name, tensor in run.weights(strategy) if name == "model.embed_tokens.weight"]
+    def put_back(_step: int) -> None:
+        live = [tensor for name, tensor in run.handles.weights() if name == "model.embed_tokens.weight"]
         with torch.no_grad():
             for tensor, old in zip(live, kept, strict=True):
                 tensor.copy_(old)
@@ -88,23 +120,16 @@ def last_uneven_shard_never_updates(run):
     around(strategy, "update", before=keep, after=put_back)
 
 
-@fault(seen_in="NVIDIA/Megatron-LM 1754", bug_class=CLASS, cause="loss on vocabulary shards", model=ODD, first="backward/lm_head")
-def vocabulary_offset_of_uneven_shards(run):
+@fault(
+    seen_in="NVIDIA/Megatron-LM 1754",
+    bug_class=CLASS,
+    cause="loss on vocabulary shards",
+    model=ODD,
+    first="backward/lm_head",
+    axes=("tp",),
+    needs=("shift_vocabulary_offset",),
+)
+def vocabulary_offset_of_uneven_shards(run: Planting) -> Plant:
     """The last shard's first id is computed as if all shards were as long as the shortest: labels are off by one there."""
-    if run.autotp:
-        module = importlib.import_module("deepspeed.sequence.cross_entropy")
-        function = module._VocabParallelCrossEntropy
-        real = function.apply
-        shifted = lambda logits, target, group, start, end, *more: real(  # noqa: E731
-            logits, target, group, start - (start > 0), end - (start > 0), *more
-        )
-        run.patch(module, "_VocabParallelCrossEntropy", type("Shifted", (), {"apply": staticmethod(shifted)}))
-    else:
-        import fsdp_strategy
-
-        loss = fsdp_strategy.vocab_parallel_cross_entropy
-        run.patch(
-            fsdp_strategy, "vocab_parallel_cross_entropy",
-            lambda logits, labels, first_id, group: loss(logits, labels, first_id - (first_id > 0), group),
-        )  # fmt: skip
+    run.handles.shift_vocabulary_offset()
     yield

@@ -1,0 +1,129 @@
+"""Handles of DeepSpeed AutoTP + ZeRO-1 (autotp_strategy.py)."""
+
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lockstep.faults.handles import Handles
+from lockstep.faults.patches import reduce_again
+from lockstep.inputs import modules
+
+
+class AutoTPHandles(Handles):
+    """For `autotp_strategy.AutoTPStrategy`."""
+
+    def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in self.strategy.model.named_parameters():
+            if parameter._hp_mapping is not None:  # this rank's share of the optimizer has a part of it
+                yield name, parameter._hp_mapping.get_lp_grad_fragment(parameter._index_in_param_group)
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in self.strategy.model.named_parameters():
+            yield name, parameter.data
+            if parameter._hp_mapping is not None:
+                yield name, parameter._hp_mapping.get_hp_fragment().detach()
+
+    def torch_optimizer(self) -> torch.optim.Optimizer:
+        return self.strategy.optimizer.optimizer
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        return {"dp": self.strategy.engine.data_parallel_group, "tp": self.strategy.tp_group()}[axis]
+
+    def _module(self, name: str) -> Any:  # DeepSpeed's class of a layer
+        return self.strategy.model.get_submodule(name)
+
+    def skip_dp_reduction(self) -> None:
+        self.strategy.optimizer.average_tensor = lambda tensor, communication_data_type: None
+
+    def divide_gradients_by(self, divisor: int) -> None:
+        if divisor == 1:
+            self.strategy.optimizer.gradient_average = False
+        else:
+            self.strategy.optimizer.sequence_parallel_size = (
+                self.run.config.dp_size / divisor
+            )  # part of DeepSpeed's divisor
+
+    def reduce_before_the_last_micro_batch(self) -> None:
+        engine, optimizer = self.strategy.engine, self.strategy.optimizer
+        kept: dict[str, torch.Tensor] = {}
+        reduce_gradients, backward = optimizer.reduce_gradients, engine.backward
+
+        def backward_and_note(loss: torch.Tensor) -> None:
+            if engine.is_gradient_accumulation_boundary():
+                kept.update({name: p.grad.clone() for name, p in self.strategy.model.named_parameters()})
+            backward(loss)
+
+        def without_the_last(*arguments: Any, **options: Any) -> Any:
+            for name, parameter in self.strategy.model.named_parameters():
+                if name in kept:
+                    parameter.grad.copy_(kept.pop(name))
+            return reduce_gradients(*arguments, **options)
+
+        engine.backward, optimizer.reduce_gradients = backward_and_note, without_the_last
+
+    def reduce_in_bfloat16(self) -> None:
+        import autotp_strategy
+
+        told = autotp_strategy.deepspeed_config
+        self.run.patch(
+            autotp_strategy, "deepspeed_config", lambda *a: {**told(*a), "communication_data_type": "bf16"}
+        )
+
+    def drop_sum_over_tp(self, module: str) -> None:
+        self._module(module).mp_group = None
+
+    def drop_embedding_sum(self) -> None:
+        self._module(modules.EMBEDDING).mp_group = None
+
+    def drop_input_gradient_sum(self, module: str, *layers: str) -> None:
+        for layer in layers:
+            self._module(f"{module}.{layer}").mp_group = None
+
+    def drop_input_gradient_sum_of(self, layer: str) -> None:
+        self._module(layer).mp_group = None
+
+    def drop_head_norm_gradient_sum(self) -> None:
+        auto_tp = importlib.import_module("deepspeed.module_inject.auto_tp").AutoTP
+        self.run.patch(auto_tp, "register_replicated_grad_hooks", lambda self, model: None)
+
+    def norm_not_summed_over_tp(self) -> None:
+        self.strategy.optimizer._model_parallel_all_reduce = lambda tensor, op: None
+
+    def count_replicas_in_norm(self) -> None:
+        module = importlib.import_module("deepspeed.runtime.zero.stage_1_and_2")
+        self.run.patch(module, "is_model_parallel_parameter", lambda parameter: True)
+
+    def do_not_clip(self) -> None:
+        self.strategy.optimizer.clip_grad = 0.0
+
+    def clip_by(self, norm: Callable[[], torch.Tensor]) -> None:
+        clip = self.strategy.optimizer.unscale_and_clip_grads
+        self.strategy.optimizer.unscale_and_clip_grads = lambda gradients, total_norm: clip(gradients, norm())
+
+    def sum_partition_function_again(self) -> None:
+        reduce_again(
+            self.run, importlib.import_module("deepspeed.sequence.cross_entropy"), calls_per_loss=3, which=1
+        )
+
+    def shift_vocabulary_offset(self) -> None:
+        module = importlib.import_module("deepspeed.sequence.cross_entropy")
+        real = module._VocabParallelCrossEntropy.apply
+
+        def shifted(
+            logits: torch.Tensor, target: torch.Tensor, group: object, start: int, end: int, *more: Any
+        ) -> torch.Tensor:
+            return real(logits, target, group, start - (start > 0), end - (start > 0), *more)
+
+        self.run.patch(
+            module, "_VocabParallelCrossEntropy", type("Shifted", (), {"apply": staticmethod(shifted)})
+        )
+
+    def detach_head_from_embedding(self) -> None:
+        column_parallel = importlib.import_module("deepspeed.module_inject.layers").ColumnParallel
+        head = self._module(modules.HEAD)
+        head.forward = lambda x: torch.matmul(
+            column_parallel.apply(head.mp_group, x), head.weight.detach().transpose(-1, -2)
+        )

@@ -1,0 +1,1 @@
+"""From the first wrong tensor to its cause."""

@@ -1,0 +1,148 @@
+"""Rules for a first wrong tensor in the loss or in the backward pass; forward is right."""
+
+import itertools
+import math
+
+import torch
+
+from lockstep.diagnosis import evidence, recompute
+from lockstep.diagnosis.case import LEFT, Case, Cause, describe
+from lockstep.inputs import modules
+
+HEAD, HEAD_GRADIENT = f"forward/{modules.HEAD}", f"backward/{modules.HEAD}"
+
+
+def reported_loss(case: Case) -> Cause | None:
+    """All that the step computes is right; only the reported loss is wrong."""
+    if not case.first.startswith("loss of"):
+        return None
+    losses = [loss for loss in case.result.losses if loss.step == case.step]
+    mine = [loss.by_strategy[case.strategy] for loss in losses]
+    gaps = _gaps(case)
+    equal = len(set(mine)) == 1 and len(mine) > 1
+    what = (
+        "all DP ranks report the same loss" if equal else f"{case.first} is off by {max(gaps, key=abs):.3g}"
+    )
+    return Cause("reported loss", f"every tensor is right, but {what}")
+
+
+def _gaps(case: Case) -> list[float]:
+    """How far the loss of each DP rank is from the reference's."""
+    losses = [loss for loss in case.result.losses if loss.step == case.step]
+    return [loss.by_strategy[case.strategy] - loss.reference for loss in losses if loss.reference is not None]
+
+
+def partition_function(case: Case) -> Cause | None:
+    """The sum of exponentials is tp times too large, as both the loss and the gradient of the logits show."""
+    tp = case.mesh.tp
+    gaps = _gaps(case)
+    near = max(1e-3, *(loss.tolerated for loss in case.result.losses if loss.step == case.step))
+    if case.first != HEAD_GRADIENT or tp == 1 or not all(abs(gap - math.log(tp)) <= near for gap in gaps):
+        return None
+    logits, labels = case.own(HEAD), case.own("batch/labels").long()
+    tokens = labels.numel()
+    value = logits.softmax(-1) / (tp * tokens)
+    value.scatter_add_(-1, labels[..., None], torch.full_like(logits[..., :1], -1 / tokens))
+    if not case.explains(case.first, value):
+        return None
+    return Cause(
+        "loss on vocabulary shards",
+        f"the loss is off by {gaps[0]:.4f} = log(tp), and the gradient of the logits is that of a sum of "
+        "exponentials that is tp times too large",
+    )
+
+
+def labels_of_a_shard(case: Case) -> Cause | None:
+    """The gradient is wrong only for tokens whose labels lie in some shards of the vocabulary."""
+    if case.first != HEAD_GRADIENT or "tp" not in case.sharded(HEAD_GRADIENT):
+        return None
+    own, exact, labels = (
+        case.own(HEAD_GRADIENT),
+        case.exact(HEAD_GRADIENT),
+        case.own("batch/labels").long().flatten(),
+    )
+    error = (own - exact).flatten(0, -2).norm(dim=1)
+    is_wrong = error > LEFT * float(error.max())
+    each = -(-own.shape[-1] // case.mesh.tp)
+    shards = labels // each  # as torch.chunk cuts
+    wrong, right = set(shards[is_wrong].tolist()), set(shards[~is_wrong].tolist())
+    few = min(int(is_wrong.sum()), int((~is_wrong).sum()))
+    if wrong & right or few < 8:
+        return None
+    return Cause(
+        "loss on vocabulary shards",
+        "the logits are right; their gradient is wrong for all tokens whose label is in the shard of tp rank "
+        f"{', '.join(map(str, sorted(wrong)))}, and for no others",
+    )
+
+
+def weights_of_samples(case: Case) -> Cause | None:
+    """The gradient of the logits is right except for one factor per DP rank and micro batch."""
+    if case.first != HEAD_GRADIENT:
+        return None
+    shares, micro = case.mesh.num_sample_shares, case.micro_batches
+    own, exact = (
+        tensor.chunk(shares * micro) for tensor in (case.own(HEAD_GRADIENT), case.exact(HEAD_GRADIENT))
+    )
+    factors = torch.tensor(
+        [evidence.multiple_of(a, b) for a, b in zip(own, exact, strict=True)], dtype=torch.float64
+    )
+    if not case.explains(
+        case.first, torch.cat([factor * b for factor, b in zip(factors, exact, strict=True)])
+    ):
+        return None
+    return cause_of_weights(case, factors.view(shares, micro), "the gradient of the logits")
+
+
+def cause_of_weights(case: Case, weights: torch.Tensor, what: str) -> Cause | None:
+    """The cause of `weights` (dp, micro batches), by which each DP rank's micro batches count in something; 1 is right."""
+    by_dp, by_micro = weights.mean(dim=1), weights.mean(dim=0)
+    if not _even(by_dp):
+        return None  # unequal DP ranks do not show a cause
+    if not _even(by_micro):
+        shown = ", ".join(f"{value:.3g}" for value in by_micro.tolist())
+        return Cause(
+            "accumulation",
+            f"in {what} the micro batches have different weights ({shown}; 1 is right), the same on all DP ranks",
+        )
+    factor = float(weights.mean())
+    close = evidence.name_factor(factor, case.sizes)
+    if not factor > 0 or abs(factor - 1) <= evidence.SAME_FACTOR:
+        return None
+    name = "accumulation" if close and all("accumulation" in one for one in close) else "gradient scale"
+    return Cause(name, f"{what} is {case.in_words(factor)} times what it should be, evenly for all samples")
+
+
+def _even(values: torch.Tensor) -> bool:
+    return float((values - values.mean()).abs().max()) <= evidence.SAME_FACTOR * max(
+        1.0, float(values.abs().max())
+    )
+
+
+def input_gradient(case: Case) -> Cause | None:
+    """The gradient of the input of column-parallel layers lacks the sum over tp, or has it tp times."""
+    shares = recompute.backward_shares(case, case.first.removeprefix("backward/"))
+    what = f"the gradient of {describe(case.first.removeprefix('backward/'))}"
+    if not shares or case.mesh.tp == 1:
+        return None
+    whole = {module: torch.stack(each).sum(0) for module, each in shares.items()}
+    groups = [group for size in range(len(shares), 0, -1) for group in itertools.combinations(shares, size)]
+    for rank, group in itertools.product(range(case.mesh.tp), groups):
+        value = torch.stack(
+            [shares[module][rank] if module in group else whole[module] for module in shares]
+        ).sum(0)
+        if case.explains(case.first, value):
+            through = ", ".join(group)
+            return Cause(
+                "tp reduction missing",
+                f"{what} has only tp rank {rank}'s share of the part that comes back through {through}",
+            )
+    if case.explains(case.first, case.mesh.tp * torch.stack(list(whole.values())).sum(0)):
+        return Cause(
+            "tp reduction repeated", f"{what}, a sum over tp, is {case.mesh.tp} = tp times what it should be"
+        )
+    return None
+
+
+LOSS_RULES = (reported_loss, partition_function, weights_of_samples, labels_of_a_shard)
+BACKWARD_RULES = (input_gradient,)

@@ -1,0 +1,234 @@
+"""One run that failed, and its first wrong tensor: what was captured, and whether a value explains it."""
+
+import math
+import re
+from dataclasses import dataclass
+
+import torch
+
+from lockstep.config import BETAS, EPS
+from lockstep.diagnosis import evidence
+from lockstep.inputs import modules
+from lockstep.mesh import Mesh
+from lockstep.tensors.distance import clip_factor
+from lockstep.tensors.dump import Dump
+from lockstep.tensors.judgement import Judgement, Result
+from lockstep.training.optim import decays
+
+LEFT = 0.05  # the share of an error that an explanation may leave
+
+
+@dataclass(frozen=True)
+class Cause:
+    """A cause and the evidence for it."""
+
+    name: str
+    evidence: str
+
+
+class Case:
+    """A run of a finished comparison with at least one failure.
+
+    `first` is the first wrong tensor, in step `step`. `rows` has the judgements of all tensors of that step by name, `entry` is
+    what the manifest says of the step. Tensors are whole, in float64.
+    """
+
+    def __init__(self, result: Result, strategy: str, reference: Dump, replay: Dump | None):
+        self.result, self.strategy, self.dump, self.reference = (
+            result,
+            strategy,
+            result.dumps[strategy],
+            reference,
+        )
+        self.step, _, self.first, _ = result.failures(strategy)[0]
+        self.options = self.dump.run["config"]
+        self.mesh = Mesh(dp=self.options["dp_size"], tp=self.options["tp_size"])
+        self.micro_batches: int = self.options["gradient_accumulation_steps"]
+        self.sizes = {"tp": self.mesh.tp, "dp": self.mesh.dp, "accumulation steps": self.micro_batches}
+        self.entry = self.dump.steps[str(self.step)]
+        self.rows = {
+            row.name: row for row in result.rows if row.strategy == strategy and row.step == self.step
+        }
+        self.not_computed = [
+            name for run, step, name in result.missing if (run, step) == (strategy, self.step)
+        ]
+        self._right_dump = replay if replay is not None and self.step > 1 else reference
+
+    # Tensors
+
+    def own(self, name: str, step: int | None = None) -> torch.Tensor:
+        """What the run computed, in its first wrong step unless another step is given."""
+        return self.dump.tensor(self.step if step is None else step, name).double()
+
+    def exact(self, name: str) -> torch.Tensor:
+        """The reference's tensor of the step: batch, forward, backward, gradients."""
+        return self._right_dump.tensor(self.step, name).double()
+
+    def before(self, parameter: str) -> torch.Tensor:
+        """A parameter as it must have been before the step: the initial one, or that of the last step."""
+        source = self.reference if self.step == 1 else self.dump
+        return source.tensor(self.step - 1, f"parameter/{parameter}").double()
+
+    def updated(self, parameter: str) -> torch.Tensor:
+        """The parameter after the right update from the run's own gradient and moments."""
+        before, rate = self.before(parameter), self.options["learning_rate"]
+        decay = self.options["weight_decay"] if decays(before.ndim) else 0.0
+        if self.options["optimizer"] == "adamw":
+            first, second = (self.own(f"{kind}/{parameter}") for kind in ("exp_avg", "exp_avg_sq"))
+            b1, b2 = BETAS
+            direction = first / (1 - b1**self.step) / ((second / (1 - b2**self.step)).sqrt() + EPS)
+        else:
+            direction = self.clip * self.own(f"gradient/{parameter}")
+        return before * (1 - rate * decay) - rate * direction
+
+    def right(self, name: str) -> torch.Tensor:
+        """What a tensor must be: the reference's; after the gradients, what follows from the run's own."""
+        kind, _, parameter = name.partition("/")
+        if kind == "parameter":
+            return self.updated(parameter)
+        if kind in ("exp_avg", "exp_avg_sq"):
+            gradient = self.clip * self.own(f"gradient/{parameter}")
+            b1, b2 = BETAS
+            fresh = (1 - b1) * gradient if kind == "exp_avg" else (1 - b2) * gradient.square()
+            if self.step == 1:
+                return fresh
+            return fresh + (b1 if kind == "exp_avg" else b2) * self.own(name, self.step - 1)
+        return self.exact(name)
+
+    @property
+    def clip(self) -> float:
+        """What the gradients must have been multiplied with before the update."""
+        norms = [
+            norm.held
+            for norm in self.result.norms
+            if (norm.strategy, norm.step) == (self.strategy, self.step)
+        ]
+        return clip_factor(self.options, norms[0]) if norms else math.nan
+
+    # Rows
+
+    def is_wrong(self, name: str) -> bool:
+        return name in self.rows and self.rows[name].too_far
+
+    def wrong(self, kind: str) -> list[Judgement]:
+        return [row for row in self.rows.values() if row.kind == kind and row.too_far]
+
+    def judged(self, kind: str) -> list[Judgement]:
+        return [row for row in self.rows.values() if row.kind == kind and row.judged]
+
+    # Does this value explain what is wrong?
+
+    def explains(self, name: str, value: torch.Tensor) -> bool:
+        """Whether a wrong tensor is this value, as exactly as a right tensor would match the reference."""
+        return self.is_wrong(name) and self.leaves_little(name, float((self.own(name) - value).norm()))
+
+    def leaves_little(self, name: str, left: float) -> bool:
+        """Whether an explanation may leave so much of a wrong tensor's error.
+
+        No more than is tolerated of a right tensor, in proportion if the tensor is larger than the right one; and no more than LEFT
+        of the error, if that is less.
+        """
+        row = self.rows[name]
+        size = max(1.0, row.distance.own_norm / row.distance.norm) if row.distance.norm > 0 else 1.0
+        return left <= min(row.tolerated * size, LEFT * row.distance.error)
+
+    def factor(self, rows: list[Judgement]) -> float | None:
+        """The one factor c with tensor = c reference for all of these (parameters: for their changes), or None."""
+        factors = []
+        for row in rows:
+            distance = row.distance
+            along = (distance.scale - 1) * distance.change
+            across = math.sqrt(max(0.0, distance.error**2 - along**2))
+            tolerated = row.tolerated * max(1.0, abs(distance.scale))
+            if not (0 < distance.error < math.inf and across <= min(tolerated, LEFT * distance.error)):
+                return None
+            factors.append((distance.scale, tolerated / distance.change))
+        if not factors:
+            return None
+        surest, _ = min(factors, key=lambda found: found[1])
+        same = all(
+            abs(one - surest) <= max(off, 1e-6 * abs(surest)) and off <= abs(surest - 1) / 2
+            for one, off in factors
+        )
+        return surest if same else None
+
+    def in_words(self, factor: float) -> str:
+        return evidence.factor_in_words(factor, self.sizes)
+
+    # Where a tensor lies on the mesh
+
+    def sharded(self, name: str) -> dict[str, int]:
+        """Mesh axis -> the dim that it cuts, the innermost axis first: it cuts first."""
+        dims = self.entry["tensors"][name]["sharded"]
+        return {axis: dims[axis] for axis in reversed(self.mesh.axes) if axis in dims}
+
+    def is_replicated(self, name: str) -> bool:
+        """Whether there are several tp ranks, and each has the whole parameter."""
+        return self.mesh.tp > 1 and "tp" not in self.sharded(name)
+
+    def shares(self, name: str, axis: str, tensor: torch.Tensor) -> list[list[torch.Tensor]]:
+        """What each rank along an axis holds of a tensor. An axis cuts what the axes inside it have left."""
+        pieces = [tensor]
+        for other, dim in self.sharded(name).items():
+            if other == axis:
+                break
+            pieces = [chunk for piece in pieces for chunk in piece.chunk(self.mesh.size(other), dim)]
+        size, dim = self.mesh.size(axis), self.sharded(name)[axis]
+        cut = [piece.chunk(size, dim) for piece in pieces]
+        return [[chunks[rank] for chunks in cut if rank < len(chunks)] for rank in range(size)]
+
+    def odd_ranks(self, name: str) -> list[int]:
+        """The ranks whose copy of a part differs from that of other ranks."""
+        return self.entry["replicas_differ"].get(name, [])
+
+    # The model
+
+    def weight_of(self, module: str) -> str | None:
+        """The name of a module's weight; None for a module without one. A tied head has the embedding's."""
+        own = f"{module}.weight"
+        if own in self.dump.layout.parameters:
+            return own
+        tied = modules.EMBEDDING_WEIGHT
+        is_head = module == modules.HEAD and tied in self.dump.layout.parameters
+        return tied if is_head else None
+
+    def source(self, module: str) -> str | None:
+        """The captured tensor that a module with one input computes its output from."""
+        sources = self.dump.layout.sources.get(module, ())
+        return sources[0] if len(sources) == 1 else None
+
+    def is_linear(self, module: str) -> bool:
+        """Whether a module is y = x W^T + b of one captured x."""
+        weight = self.weight_of(module)
+        return (
+            weight is not None
+            and self.source(module) is not None
+            and len(self.dump.layout.parameters[weight]) == 2
+        )
+
+    def consumers(self, module: str) -> list[str]:
+        """What is directly computed from a captured tensor."""
+        return [name for name, sources in self.dump.layout.sources.items() if module in sources]
+
+    def has(self, *names: str) -> bool:
+        """Whether the run and its reference have all of these tensors of the step."""
+        return all(
+            name in self.entry["tensors"] and name in self._right_dump.steps[str(self.step)]["tensors"]
+            for name in names
+        )
+
+
+def describe(name: str) -> str:
+    """What a captured name stands for, in words: a module's output, its input, or a further one."""
+    entering, further = (
+        re.fullmatch(r"(.*)\.input(\.\d+)?", name),
+        re.fullmatch(r"(.*(?<!layers))\.(\d+)", name),
+    )
+    if entering:
+        return f"{entering[1]}'s input"
+    return f"output {further[2]} of {further[1]}" if further else f"{name}'s output"
+
+
+def listed(names: list[str]) -> str:
+    """The first three of them, and how many more there are."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

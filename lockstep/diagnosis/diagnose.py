@@ -1,0 +1,147 @@
+"""From the first wrong tensor to its cause. Without evidence for one: what is excluded, and what is odd.
+
+A step runs batch -> forward -> loss -> backward -> gradients -> norm -> moments -> parameters. Everything after the first wrong
+tensor is wrong because of it, so only the first wrong stage is examined.
+"""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from lockstep.diagnosis import backward, forward, gradients, odd, update
+from lockstep.diagnosis.case import Case, Cause, describe
+from lockstep.tensors.dump import Dump
+from lockstep.tensors.judgement import Result
+
+CauseRule = Callable[[Case], Cause | None]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of a step: the kinds of tensors that it makes, and rules for a first wrong one among them."""
+
+    kinds: tuple[str, ...]
+    rules: tuple[CauseRule, ...]  # the first that names a cause counts
+
+
+STAGES = {
+    "batch": Stage(("batch",), forward.BATCH_RULES),
+    "forward": Stage(("forward",), forward.FORWARD_RULES),
+    "loss": Stage((), backward.LOSS_RULES),
+    "backward": Stage(("backward",), backward.BACKWARD_RULES),
+    "gradients": Stage(("gradient",), gradients.GRADIENT_RULES),
+    "gradient norm": Stage((), update.NORM_RULES),
+    "moments": Stage(("exp_avg", "exp_avg_sq"), update.MOMENT_RULES),
+    "parameters": Stage(("parameter",), update.PARAMETER_RULES),
+}
+# Entry of the effective contract -> (the cause that a difference in it is, the first stage that it can break)
+CONTRACT = {
+    "learning_rates": ("learning rate", "parameters"),
+    "betas": ("betas", "moments"),
+    "weight_decay": ("weight decay", "parameters"),
+    "max_grad_norm": ("clipping", "gradient norm"),
+    "gradient_accumulation_steps": ("accumulation", "batch"),
+    "loss_is_mean_over": ("accumulation", "batch"),
+    "tied_embeddings": ("tied weights", "forward"),
+    "parameter_dtype": ("precision", "forward"),
+    "compute_dtype": ("precision", "forward"),
+    "reduction_dtype": ("precision", "gradients"),
+    "optimizer_dtype": ("precision", "moments"),
+    "embedding_dtype": ("precision", "forward"),
+    "attention": ("attention implementation", "forward"),
+    "attention_dropout": ("random numbers", "forward"),
+    "training_mode": ("random numbers", "forward"),
+}
+OTHER_SETTING = ("optimizer settings", "moments")
+
+
+@dataclass
+class Diagnosis:
+    """Causes (none: not explained), what is excluded, what is odd about the first wrong tensor."""
+
+    causes: list[Cause] = field(default_factory=list)
+    excluded: list[str] = field(default_factory=list)
+    odd: list[str] = field(default_factory=list)
+
+    @property
+    def is_explained(self) -> bool:
+        return bool(self.causes)
+
+
+def diagnose(result: Result, strategy: str, reference: Dump, replays: dict[str, Dump]) -> Diagnosis:
+    """Why a run of a finished comparison failed. It was compared with `reference` and `replays`."""
+    configured = result.configuration.get(strategy, {})
+    if not result.failures(strategy):
+        causes = [
+            Cause(CONTRACT.get(entry, OTHER_SETTING)[0], f"configured differently: {what}")
+            for entry, what in configured.items()
+        ]
+        return Diagnosis(_once(causes), ["every tensor of every step is right"])
+    case = Case(result, strategy, reference, replays.get(strategy))
+    if case.not_computed:  # evidence may need any tensor of the step, so only this is reported
+        more = f" and {len(case.not_computed) - 1} more tensors" if len(case.not_computed) > 1 else ""
+        return Diagnosis(
+            [
+                Cause(
+                    "not computed",
+                    f"{case.not_computed[0]}{more}: the run has another model, or does not run all of it",
+                )
+            ]
+        )
+    stage = _stage(case)
+    causes, excluded = _configured_differently(configured, stage)
+    rules = (rule(case) for rule in STAGES[stage].rules)
+    causes += itertools.islice((cause for cause in rules if cause is not None), 1)
+    return Diagnosis(_once(causes), excluded + _excluded(case, stage), odd.oddities(case))
+
+
+def _stage(case: Case) -> str:
+    if case.first == backward.HEAD_GRADIENT or case.first.startswith("loss of"):
+        return "loss"
+    kind = case.first.split("/")[0]
+    return next((name for name, stage in STAGES.items() if kind in stage.kinds), kind)
+
+
+def _configured_differently(configured: dict[str, str], stage: str) -> tuple[list[Cause], list[str]]:
+    """(differences that can break this stage, as causes; the others, as excluded)."""
+    order = list(STAGES)
+    causes: list[Cause] = []
+    excluded: list[str] = []
+    for entry, what in configured.items():
+        name, earliest = CONTRACT.get(entry, OTHER_SETTING)
+        if order.index(earliest) <= order.index(stage):
+            causes.append(Cause(name, f"configured differently: {what}"))
+        else:
+            excluded.append(f"configured differently, but with no effect before a later stage: {what}")
+    return causes, excluded
+
+
+def _once(causes: list[Cause]) -> list[Cause]:
+    """The first of each name."""
+    names = [cause.name for cause in causes]
+    return [cause for number, cause in enumerate(causes) if cause.name not in names[:number]]
+
+
+def _excluded(case: Case, stage: str) -> list[str]:
+    order = list(STAGES)
+    before = order if case.first.startswith("loss of") else order[: order.index(stage)]
+    said = []
+    for what in before:
+        rows = [row for row in case.rows.values() if row.kind in STAGES[what].kinds]
+        if rows and not any(row.too_far for row in rows):
+            small = sum(not row.judged for row in rows)
+            unseen = f" ({small} of {len(rows)} tensors too small to judge)" if small else ""
+            said.append(f"{what}: right in step {case.step}{unseen}")
+    if case.first.startswith("forward/"):
+        said += _entering(case)
+    return said + ([f"steps 1 to {case.step - 1}: right throughout"] if case.step > 1 else [])
+
+
+def _entering(case: Case) -> list[str]:
+    """The tensors from which the first wrong output is computed, if they were captured and are right."""
+    module = case.first.removeprefix("forward/")
+    sources = case.dump.layout.sources[module]
+    rows = [case.rows.get(f"forward/{name}") for name in sources]
+    if not sources or not all(row is not None and row.judged and not row.too_far for row in rows):
+        return []
+    return [f"the inputs of {describe(module)} are right: {', '.join(map(describe, sources))}"]

@@ -1,0 +1,118 @@
+"""Rules for a wrong batch and for a first wrong tensor in the forward pass.
+
+A rule is a function of a Case that returns a cause, or None. It names a cause only on convincing evidence: a value that was
+recomputed from the dump and is what the run has.
+"""
+
+import torch
+
+from lockstep.diagnosis import evidence, recompute
+from lockstep.diagnosis.case import Case, Cause, describe
+
+
+def batch(case: Case) -> Cause:
+    """A batch is either equal to the right one or wrong; this says in what way."""
+    shares = case.mesh.num_sample_shares
+    own, exact = case.own(case.first), case.exact(case.first)
+    mine, right = own.chunk(shares), exact.chunk(shares)
+    peers = [rank for rank in case.odd_ranks(case.first) if case.mesh.coordinates(rank).tp]
+    if peers:
+        return Cause("data", f"tensor-parallel peers were given different samples: ranks {peers} differ")
+    same = [(a, b) for a in range(shares) for b in range(shares) if a != b and torch.equal(mine[a], right[b])]
+    if same:
+        return Cause("data", f"DP rank {same[0][0]} was given the samples of DP rank {same[0][1]}")
+    if case.first == "batch/labels":
+        return Cause("data", "the input ids are right, the labels are not")
+    both = [
+        torch.cat([of("batch/input_ids"), of("batch/labels")], dim=1).tolist()
+        for of in (case.own, case.exact)
+    ]
+    if sorted(both[0]) == sorted(both[1]):
+        return Cause("data", "the right samples in another order")
+    return Cause("data", "the samples are not those of this step")
+
+
+def dropout(case: Case) -> Cause | None:
+    share = evidence.dropped_elements(case.own(case.first), case.exact(case.first))
+    if share is None:
+        return None
+    apart = ", not the same on all ranks that hold it" if case.odd_ranks(case.first) else ""
+    what = describe(_name(case))
+    return Cause(
+        "random numbers",
+        f"{100 * share:.1f} % of the elements of {what} are zero, scattered, and the others larger to make up for it{apart}: dropout",
+    )
+
+
+def other_weights(case: Case) -> Cause | None:
+    """The module's own weights were not the right ones before the step.
+
+    The weights before the step are not captured. But if the update is right by the run's own gradients and moments and the
+    updated weight is wrong, the weight was wrong before.
+    """
+    for what in ("weight", "bias"):
+        name = f"{_name(case)}.{what}"
+        inner = [f"gradient/{name}", f"exp_avg/{name}", f"exp_avg_sq/{name}"]
+        key = f"parameter/{name}"
+        if key not in case.rows:
+            continue
+        is_update = (
+            case.factor([case.rows[key]]) is not None
+        )  # such as one left out: it says nothing about the weight before
+        if case.is_wrong(key) and not is_update and not any(map(case.is_wrong, inner[1:])):
+            off = f"{case.rows[key].distance.relative:.1e}"
+            return Cause(
+                "weights",
+                f"{name} was off by a relative {off} before the step: its update is right, and the updated weight is not",
+            )
+        if case.odd_ranks(key) and not any(map(case.odd_ranks, inner)):
+            return Cause(
+                "weights",
+                f"ranks {case.odd_ranks(key)} hold another {name} than other ranks, with equal gradient and moments: "
+                "it differed before the step",
+            )
+    return None
+
+
+def rounded(case: Case) -> Cause | None:
+    """Every element is a bfloat16 number, in a run that computes in float32."""
+    is_float32 = case.entry["tensors"][case.first]["dtype"] == "F32" and case.options["precision"] == "fp32"
+    if is_float32 and evidence.are_rounded_to_bfloat16([(case.own(case.first), case.exact(case.first))]):
+        return Cause(
+            "precision", f"every element of {describe(_name(case))} is a bfloat16 number, in a float32 run"
+        )
+    return None
+
+
+def sum_over_tp(case: Case) -> Cause | None:
+    """The output of a layer that sums over tp is one rank's share; or the sum, or only its bias, is there tp times."""
+    module, tp = _name(case), case.mesh.tp
+    shares = recompute.forward_shares(case, module)
+    if not shares:
+        return None
+    has_bias = f"{module}.bias" in case.dump.layout.parameters
+    bias = case.before(f"{module}.bias") if has_bias else torch.zeros(())
+    for rank, share in enumerate(shares):
+        if any(
+            case.explains(case.first, share + added) for added in ((bias, 0 * bias) if has_bias else (bias,))
+        ):
+            return Cause(
+                "tp reduction missing",
+                f"{describe(module)} is tp rank {rank}'s share alone, computed again from input and weights",
+            )
+    if case.explains(case.first, tp * case.exact(case.first)):
+        return Cause(
+            "tp reduction repeated",
+            f"{describe(module)}, a sum over tp, is {tp} = tp times what it should be",
+        )
+    if has_bias and case.explains(case.first, case.exact(case.first) + (tp - 1) * bias):
+        return Cause("tp reduction repeated", f"{module} adds its bias once per tp rank")
+    return None
+
+
+def _name(case: Case) -> str:
+    return case.first.removeprefix("forward/")
+
+
+BATCH_RULES = (batch,)
+FORWARD_RULES = (dropout, other_weights, rounded, sum_over_tp)

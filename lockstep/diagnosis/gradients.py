@@ -1,0 +1,167 @@
+"""Rules for a first wrong gradient of a parameter; the forward and backward tensors that it is made of are right."""
+
+import torch
+
+from lockstep.diagnosis import evidence, recompute
+from lockstep.diagnosis.backward import cause_of_weights
+from lockstep.diagnosis.case import Case, Cause, listed
+from lockstep.inputs import modules
+
+MANY = 1 << 24  # elements: of larger gradients no copies are made
+
+
+def _wrong(case: Case) -> list[str]:
+    return [row.name.removeprefix("gradient/") for row in case.wrong("gradient")]
+
+
+def stale(case: Case) -> Cause | None:
+    """Every wrong gradient is that of the step before, or has it added."""
+    names = [row.name for row in case.wrong("gradient")]
+    if case.step == 1 or not names:
+        return None
+    last = case.step - 1
+    if all(case.explains(name, case.exact(name) + case.own(name, last)) for name in names):
+        return Cause(
+            "stale gradients",
+            f"{listed(names)}: the gradient of the step before is added; it was not zeroed",
+        )
+    if all(case.explains(name, case.own(name, last)) for name in names):
+        return Cause("stale gradients", f"{listed(names)}: the gradient of the step before")
+    return None
+
+
+def rounded(case: Case) -> Cause | None:
+    """Every element is a bfloat16 number. Not in autocast, where gradients are float32 sums of bfloat16 products."""
+    names = [f"gradient/{name}" for name in _wrong(case)]
+    if not names or case.options["precision"] != "fp32":
+        return None
+    if evidence.are_rounded_to_bfloat16((case.own(name), case.exact(name)) for name in names):
+        return Cause(
+            "precision", f"every element of {len(names)} gradients is a bfloat16 number, in a float32 run"
+        )
+    return None
+
+
+def broken_tie(case: Case) -> Cause | None:
+    """The gradient of the tied weight lacks the contribution of the head, or of the embedding."""
+    tied = case.weight_of(modules.HEAD)
+    needed = (f"backward/{modules.HEAD}", f"forward/{case.source(modules.HEAD)}")
+    if _wrong(case) != [tied] or tied == modules.HEAD_WEIGHT or not case.has(*needed):
+        return None
+    gradient, entering = (case.own(name).flatten(0, -2) for name in needed)
+    head = gradient.T @ entering
+    if case.explains(f"gradient/{tied}", case.exact(f"gradient/{tied}") - head):
+        return Cause(
+            "tied weights",
+            "the gradient of the tied weight has the embedding's contribution only, not the head's",
+        )
+    if case.explains(f"gradient/{tied}", head):
+        return Cause(
+            "tied weights",
+            "the gradient of the tied weight has the head's contribution only, not the embedding's",
+        )
+    return None
+
+
+def own_heads_only(case: Case) -> Cause | None:
+    """The gradient of a norm on heads, whose weight every tp rank holds, has one rank's heads only."""
+    parts = {name: recompute.norm_gradient_shares(case, name) for name in _wrong(case)}
+    if not parts or not all(parts.values()):
+        return None
+    for name, shares in parts.items():  # the ranks take turns in writing them
+        if not any(case.explains(f"gradient/{name}", share) for share in shares):
+            return None
+    return Cause(
+        "tp reduction missing",
+        f"the gradient of {listed(list(parts))} has one tp rank's heads only, as recomputed",
+    )
+
+
+def one_rank_only(case: Case) -> Cause | None:
+    """Each part of the gradients comes from one DP rank's samples alone, as if there were no others."""
+    found = _some_known(case)
+    if not found or case.mesh.num_sample_shares == 1 or case.wrong("backward"):
+        return None
+    shown = []
+    for contributions in found:
+        counts, left = recompute.samples_of_one_rank(contributions)
+        if not case.leaves_little(f"gradient/{contributions.parameter}", left):
+            return None
+        ranks = [rank for rank, count in enumerate(counts) if count]
+        shown.append(f"{contributions.parameter}: DP rank {' or '.join(map(str, ranks))}'s")
+    times = case.mesh.num_sample_shares
+    return Cause(
+        "dp reduction missing",
+        f"each part of these gradients is {times} = dp times one DP rank's contribution, without the others', "
+        f"as recomputed ({'; '.join(shown)})",
+    )
+
+
+def uneven_samples(case: Case) -> Cause | None:
+    """Every wrong gradient is right except for the weights of the micro batches in it."""
+    if len(_wrong(case)) < len(case.judged("gradient")) / 2 or case.wrong("backward"):
+        return None
+    found = _some_known(case)
+    weights = []
+    for contributions in found:
+        solved = recompute.sample_weights(contributions)
+        if solved is None or not case.leaves_little(f"gradient/{contributions.parameter}", solved[1]):
+            return None
+        weights.append(solved[0])
+    if not weights or not all(
+        float((one - weights[0]).abs().max()) <= evidence.SAME_FACTOR for one in weights
+    ):
+        return None
+    return cause_of_weights(case, weights[0], "every gradient")
+
+
+def one_factor(case: Case) -> Cause | None:
+    """All wrong gradients are one multiple of the right ones.
+
+    If all gradients are wrong, the factor is the cause. If some are, a factor that may be tp or something else says little,
+    unless they are exactly those of the parameters that every tp rank holds.
+    """
+    wrong = case.wrong("gradient")
+    factor = case.factor(wrong)
+    if factor is None or factor <= 0:
+        return None
+    names, close = _wrong(case), evidence.name_factor(factor, case.sizes)
+    judged = case.judged("gradient")
+    if len(wrong) == len(judged):
+        return Cause("gradient scale", f"all gradients are {case.in_words(factor)} times what they should be")
+    replicated = [row.name for row in judged if case.is_replicated(row.name)]
+    if replicated and {row.name for row in wrong} == set(replicated):
+        name = "tp reduction repeated" if "tp" in close else "gradient scale"
+        return Cause(
+            name,
+            "only the gradients of the parameters that every tp rank holds are "
+            f"{case.in_words(factor)} times what they should be",
+        )
+    if close == ["tp"]:
+        return Cause(
+            "tp reduction repeated",
+            f"the gradient of {listed(names)} is {case.in_words(factor)} times what it should be",
+        )
+    if not close:
+        return Cause(
+            "gradient scale",
+            f"the gradient of {listed(names)} is {case.in_words(factor)} times what it should be",
+        )
+    return None
+
+
+def _some_known(case: Case) -> list[recompute.Contributions]:
+    """The first, the middle and the last of the wrong gradients whose parts are known."""
+    known = [
+        one
+        for one in (recompute.Contributions(case, name) for name in _wrong(case))
+        if one.known and _size(case, one.parameter) <= MANY
+    ]
+    return [known[at] for at in sorted({0, len(known) // 2, len(known) - 1})] if known else []
+
+
+def _size(case: Case, name: str) -> int:
+    return torch.Size(case.dump.layout.parameters[name]).numel()
+
+
+GRADIENT_RULES = (stale, rounded, broken_tie, own_heads_only, one_rank_only, uneven_samples, one_factor)

@@ -1,0 +1,233 @@
+"""What is odd about a wrong tensor: its elements, ranks, samples, positions, heads, columns. Facts, not causes."""
+
+import math
+
+import torch
+
+from lockstep.diagnosis import evidence, recompute
+from lockstep.diagnosis.case import Case
+from lockstep.inputs import modules
+from lockstep.mesh import AXES, Cuts
+from lockstep.tensors.layout import BATCH, SEQUENCE
+
+FEW = 3  # elements that are shown one by one
+
+
+def oddities(case: Case) -> list[str]:
+    """Sentences about the first wrong tensor; [] if what is wrong is not a tensor."""
+    if "/" not in case.first:
+        return []
+    said = _ranks(case)
+    if not case.is_wrong(case.first):
+        return said
+    own, exact = case.own(case.first), case.right(case.first)
+    if not bool(own.isfinite().all()):
+        return [*said, f"{int((~own.isfinite()).sum())} of {own.numel()} elements are not finite"]
+    if not bool(own.any()):
+        return [*said, "all elements are zero"]
+    return (
+        said
+        + _elements(case, own, exact)
+        + _places(case, own, exact)
+        + _likeness(case, own, exact)
+        + _samples(case)
+    )
+
+
+def _ranks(case: Case) -> list[str]:
+    ranks = case.odd_ranks(case.first)
+    if not ranks:
+        return []
+    where = ", ".join(
+        f"{rank} ("
+        + ", ".join(f"{axis} {case.mesh.coordinates(rank).along(axis)}" for axis in case.mesh.axes)
+        + ")"
+        for rank in ranks
+    )
+    right = "" if case.is_wrong(case.first) else "; on the rank that wrote it, it is right"
+    return [f"not the same on all ranks that hold it: different on rank {where}{right}"]
+
+
+def _wrong_elements(case: Case, own: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    """A mask of elements off by more than is tolerated of one element; if there are none, of the norm spread evenly."""
+    row, error = case.rows[case.first], (own - exact).abs()
+    found = error > row.tolerated_largest
+    return found if bool(found.any()) else error > 2 * row.tolerated / math.sqrt(max(own.numel(), 1))
+
+
+def _elements(case: Case, own: torch.Tensor, exact: torch.Tensor) -> list[str]:
+    wrong = _wrong_elements(case, own, exact)
+    count = int(wrong.sum())
+    if 0 < count <= FEW:
+        places = [tuple(place) for place in wrong.nonzero().tolist()]
+        shown = [
+            f"{list(place)} is {float(own[place]):.6g}, not {float(exact[place]):.6g}"
+            + _sign(own[place], exact[place])
+            for place in places
+        ]
+        return [f"only {count} of {own.numel()} elements {_are(shown)} wrong: {'; '.join(shown)}"]
+    zeros = wrong & (own == 0)
+    if count and bool((zeros == wrong).all()):
+        return [f"{count} of {own.numel()} elements are wrong, and all of them are zero"]
+    return [f"{count} of {own.numel()} elements are wrong"]
+
+
+def _sign(own: torch.Tensor, exact: torch.Tensor) -> str:
+    return ": its sign is flipped" if math.isclose(float(own), -float(exact), rel_tol=1e-3) else ""
+
+
+def _places(case: Case, own: torch.Tensor, exact: torch.Tensor) -> list[str]:
+    """Where the error is along each dim, by what the dim means."""
+    wrong = _wrong_elements(case, own, exact)
+    said: list[str] = []
+    if int(wrong.sum()) <= FEW:
+        return []
+    kind, _, name = case.first.partition("/")
+    computed = kind in ("forward", "backward")
+    said += _shares(
+        case, wrong, [axis for axis in case.mesh.axes if not computed or AXES[axis] is Cuts.WEIGHTS]
+    )
+    if said and not computed:
+        return said
+    if not computed:
+        what = ["row", "column"] if own.ndim == 2 else ["element"]
+        for dim, word in enumerate(what):
+            said += _along(wrong, dim, word)
+        return said
+    for dim, symbol in enumerate(case.dump.layout.outputs[name]):
+        if symbol == BATCH:
+            shares = wrong.unflatten(0, (case.mesh.num_sample_shares, case.micro_batches, -1))
+            said += _along(shares, 0, "DP rank") + _along(shares, 1, "micro batch")
+            if not said:
+                said += _along(wrong, 0, "sample")
+        elif symbol == SEQUENCE:
+            said += _along(wrong, dim, "position")
+        elif dim == own.ndim - 1:
+            heads = _heads(case, own)
+            split = wrong.unflatten(-1, (heads, -1)) if heads else wrong
+            said += (_along(split, dim, "head") if heads else []) or _along(wrong, dim, "column")
+        else:
+            said += _along(wrong, dim, "head")
+    return said
+
+
+def _shares(case: Case, wrong: torch.Tensor, axes: list[str]) -> list[str]:
+    """The one rank along each of these axes whose share alone has errors, if there is one."""
+    said = []
+    for axis in axes:
+        if axis in case.sharded(case.first):
+            hit = [
+                any(bool(piece.any()) for piece in pieces) for pieces in case.shares(case.first, axis, wrong)
+            ]
+            if hit.count(True) == 1 < len(hit):
+                said.append(f"only in the share of {axis} rank {hit.index(True)} of {len(hit)}")
+    return said
+
+
+def _heads(case: Case, own: torch.Tensor) -> int:
+    """The number of heads in the last dim of a projection or of the attention itself; 0 for anything else."""
+    if not modules.is_on_heads(case.first) or own.ndim != 3:
+        return 0
+    architecture = case.dump.run["architecture"]
+    size = architecture.get("head_dim") or architecture["hidden_size"] // architecture["num_attention_heads"]
+    return own.shape[-1] // size if own.shape[-1] % size == 0 else 0
+
+
+def _along(wrong: torch.Tensor, dim: int, word: str) -> list[str]:
+    """Which slices along a dim have errors, if some have none."""
+    hit = wrong.movedim(dim, 0).reshape(wrong.shape[dim], -1).any(1)
+    places = hit.nonzero()[:, 0].tolist()
+    if len(places) == len(hit) or not places:
+        return []
+    right = (~hit).nonzero()[:, 0].tolist()
+    of = f"of {len(hit)}"
+    if len(right) <= FEW < len(places):
+        return [f"{_numbered(word, right)} {of} {_are(right)} right, all others wrong"]
+    if len(_runs(places)) > FEW:
+        return [f"{len(right)} {word}s {of} are right, scattered"] if len(right) > FEW else []
+    return [f"only {_numbered(word, places)} {of} {_are(places)} wrong"]
+
+
+def _numbered(word: str, places: list[int]) -> str:
+    return f"{word}{'' if len(places) == 1 else 's'} {_spans(places)}"
+
+
+def _are(places: list) -> str:
+    return "is" if len(places) == 1 else "are"
+
+
+def _runs(places: list[int]) -> list[list[int]]:
+    """Sorted numbers as [first, last], or [number] for one alone."""
+    runs: list[list[int]] = []
+    for place in places:
+        if runs and place == runs[-1][-1] + 1:
+            runs[-1] = [runs[-1][0], place]
+        else:
+            runs.append([place])
+    return runs
+
+
+def _spans(places: list[int]) -> str:
+    """ "0 to 3, 7": sorted numbers in words."""
+    return ", ".join(" to ".join(map(str, run)) for run in _runs(places))
+
+
+def _likeness(case: Case, own: torch.Tensor, exact: torch.Tensor) -> list[str]:
+    """Whether the tensor is a multiple of the right one (as a whole or by head), reordered, or shifted."""
+    factor = case.factor([case.rows[case.first]])
+    if factor is not None:
+        what = "its change is" if case.first.startswith("parameter/") else "it is"
+        return [f"{what} {case.in_words(factor)} times the right one"]
+    said, heads = [], _heads(case, own)
+    if heads:
+        mine, right = (tensor.unflatten(-1, (heads, -1)).movedim(-2, 0).flatten(1) for tensor in (own, exact))
+        factors = [evidence.multiple_of(a, b) for a, b in zip(mine, right, strict=True)]
+        if case.explains(case.first, _scaled(exact, heads, factors)):
+            said.append(
+                f"each head is the reference's, times {', '.join(f'{factor:.4g}' for factor in factors)}"
+            )
+        else:
+            order = _order(mine, right)
+            if order and case.explains(
+                case.first, exact.unflatten(-1, (heads, -1))[..., order, :].flatten(-2)
+            ):
+                said.append(f"the heads are in another order: {', '.join(map(str, order))}")
+    elif own.ndim == 2 and len(own) <= 1024 and not case.first.startswith(("forward/", "backward/")):
+        order = _order(own, exact)
+        if order and case.explains(case.first, exact[order]):
+            moved = [row for row, place in enumerate(order) if row != place]
+            said.append(f"{len(moved)} rows are in other places; the first is row {moved[0]}")
+    if own.ndim == 3 and own.shape[1] > 2 and case.first.startswith("forward/"):
+        for what, mine, right in (
+            ("before", own[:, 1:], exact[:, :-1]),
+            ("after", own[:, :-1], exact[:, 1:]),
+        ):
+            if evidence.relative_error([mine], [right]) <= 1e-4 < evidence.relative_error([own], [exact]):
+                said.append(f"each position has the values of the one {what} it")
+    return said
+
+
+def _samples(case: Case) -> list[str]:
+    """The weights of each DP rank's micro batches in a gradient, if nothing else is wrong with it."""
+    kind, _, parameter = case.first.partition("/")
+    found = recompute.Contributions(case, parameter) if kind == "gradient" else None
+    solved = recompute.sample_weights(found) if found is not None and found.known else None
+    if solved is None or not case.leaves_little(case.first, solved[1]):
+        return []
+    if float((solved[0] - solved[0].mean()).abs().max()) <= evidence.SAME_FACTOR:
+        return []  # a factor, which is seen without this
+    shown = "; ".join(
+        f"DP rank {rank}: {', '.join(f'{value:.3g}' for value in row)}"
+        for rank, row in enumerate((solved[0].round(decimals=3) + 0.0).tolist())
+    )
+    return [f"it is right except for the weights of the micro batches in it (1 is right): {shown}"]
+
+
+def _scaled(exact: torch.Tensor, heads: int, factors: list[float]) -> torch.Tensor:
+    return (exact.unflatten(-1, (heads, -1)) * torch.tensor(factors, dtype=exact.dtype)[:, None]).flatten(-2)
+
+
+def _order(own: torch.Tensor, exact: torch.Tensor) -> list[int]:
+    """Which of the right rows each row is nearest to, if that is not the same row for all; [] otherwise."""
+    nearest = torch.cdist(own, exact).argmin(1).tolist()
+    return nearest if nearest != list(range(len(nearest))) and len(set(nearest)) == len(nearest) else []

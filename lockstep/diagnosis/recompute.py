@@ -1,0 +1,207 @@
+"""What single ranks and samples contribute to a tensor, recomputed from what the run captured.
+
+A layer y = x W^T + b whose weight is cut over tp has, on tp rank r,
+
+    row-parallel      W = [W_0 W_1 ...]      y = sum_r x_r W_r^T          in forward
+    column-parallel   W = [W_0; W_1; ...]    dL/dx = sum_r g_r W_r        in backward, g = dL/dy
+
+and over the samples i, each a DP rank's micro batch, dL/dW = sum_i g_i^T x_i. x, g and W are all in the dump, so each share can
+be computed alone and compared with what the run has.
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from lockstep.diagnosis.case import Case
+from lockstep.inputs import modules
+
+BLOCK_ROWS = 4096  # of a weight's gradient, looked at together
+
+
+def forward_shares(case: Case, module: str) -> list[torch.Tensor]:
+    """Each tp rank's share of the output of a module that sums over tp, without a bias; [] for others."""
+    weight = case.weight_of(module)
+    if weight is None or not _sums_over_tp(case, module):
+        return []
+    before = case.before(weight)
+    name = f"parameter/{weight}"
+    if case.is_linear(module):
+        source = f"forward/{case.source(module)}"
+        if not case.has(source):
+            return []
+        pieces = case.own(source).chunk(case.mesh.tp, -1)
+        return [x @ w[0].T for x, w in zip(pieces, case.shares(name, "tp", before), strict=True)]
+    if (
+        case.dump.layout.sources.get(module) == ()
+        and case.sharded(name).get("tp") == 0
+        and case.has("batch/input_ids")
+    ):
+        ids, shares, first = case.own("batch/input_ids").long(), [], 0
+        for (rows,) in case.shares(name, "tp", before):  # an embedding: an id of another rank looks up zeros
+            mine = (ids >= first) & (ids < first + len(rows))
+            shares.append(rows[(ids - first).clamp(0, len(rows) - 1)] * mine[..., None])
+            first += len(rows)
+        return shares
+    return []
+
+
+def _sums_over_tp(case: Case, module: str) -> bool:
+    """Whether a module has its weight cut over tp and its output whole: row-parallel, or an embedding."""
+    names = (f"parameter/{case.weight_of(module)}", f"forward/{module}")
+    return (
+        case.has(names[1])
+        and names[0] in case.entry["tensors"]
+        and "tp" in case.sharded(names[0])
+        and "tp" not in case.sharded(names[1])
+    )
+
+
+def backward_shares(case: Case, name: str) -> dict[str, list[torch.Tensor]]:
+    """Column-parallel layer that a tensor enters -> each tp rank's share of the gradient that comes back through it.
+
+    {} unless it enters such layers only.
+    """
+    found: dict[str, list[torch.Tensor]] = {}
+    for module in case.consumers(name):
+        weight = f"parameter/{case.weight_of(module)}"
+        if (
+            not case.is_linear(module)
+            or not case.has(f"backward/{module}")
+            or case.sharded(weight).get("tp") != 0
+        ):
+            return {}
+        weights = case.shares(weight, "tp", case.before(weight.removeprefix("parameter/")))
+        start, found[module] = 0, []
+        gradient = case.own(f"backward/{module}")
+        for (rows,) in weights:
+            found[module].append(gradient[..., start : start + len(rows)] @ rows)
+            start += len(rows)
+    return found
+
+
+def norm_gradient_shares(case: Case, parameter: str) -> list[torch.Tensor]:
+    """Each tp rank's share of the gradient of a norm's weight that all ranks hold, while each norms its own heads only.
+
+    y = w z has the gradient sum of dL/dy z over tokens and heads. [] for any other parameter.
+    """
+    module = parameter.removesuffix(".weight")
+    forward, backward = f"forward/{module}", f"backward/{module}"
+    if (
+        parameter == module
+        or not case.has(forward, backward)
+        or not case.is_replicated(f"parameter/{parameter}")
+    ):
+        return []
+    dim = case.sharded(forward).get("tp")
+    weight = case.before(parameter)
+    if weight.ndim != 1 or dim is None or bool((weight == 0).any()):
+        return []
+    product = case.own(forward) / weight * case.own(backward)
+    return [piece.flatten(0, -2).sum(0) for piece in product.chunk(case.mesh.tp, dim)]
+
+
+class Contributions:
+    """What each micro batch of each DP rank contributes to the gradient of one parameter; in blocks of rows.
+
+    A block of a weight has shape (samples, rows, columns). A vector is cut over tp (if it is sharded) and then over dp, because a
+    rank may hold one such part only; each part is a block of a single row.
+    """
+
+    def __init__(self, case: Case, parameter: str):
+        self.case, self.parameter = case, parameter
+        self.module, _, self.what = parameter.rpartition(".")
+        self.samples = case.mesh.num_sample_shares * case.micro_batches
+
+    @property
+    def known(self) -> bool:
+        """Whether all tensors that the gradient is made of are captured and right, and the samples can be told apart."""
+        case, module = self.case, self.module
+        needed = [f"backward/{module}"]
+        if self.what == "bias":
+            needed += [f"forward/{module}"]
+        elif case.is_linear(module) and case.weight_of(module) == self.parameter:
+            needed += [f"forward/{case.source(module)}"]
+        elif len(case.dump.layout.parameters[self.parameter]) == 1:
+            needed += [f"forward/{module}"]
+        else:
+            return False
+        shape = case.dump.layout.parameters[self.parameter]
+        is_tied = self.parameter == case.weight_of(modules.HEAD) and module != modules.HEAD  # a sum of two
+        right = case.has(*needed) and not any(case.is_wrong(name) for name in needed)
+        blocks = case.mesh.dp * self._cut_over_tp if len(shape) == 1 else 1
+        return right and not is_tied and 4 * self.samples <= shape[-1] // blocks
+
+    def blocks(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Yields (what a block is in the run, in the reference, the contributions to it)."""
+        case, name = self.case, f"gradient/{self.parameter}"
+        own, exact = case.own(name), case.exact(name)
+        output = self._by_sample(case.own(f"backward/{self.module}"))
+        if self.what == "weight" and own.ndim == 2:
+            entering = self._by_sample(case.own(f"forward/{case.source(self.module)}"))
+            for start in range(0, len(own), BLOCK_ROWS):
+                rows = slice(start, start + BLOCK_ROWS)
+                yield own[rows], exact[rows], output[..., rows].transpose(1, 2) @ entering
+            return
+        if self.what == "bias":
+            each = output.sum(1)
+        else:  # a norm's weight: y = w z
+            weight = case.before(self.parameter)
+            each = (self._by_sample(case.own(f"forward/{self.module}")) / weight * output).sum(1)
+        for mine, right, contributed in zip(
+            *(self._parts(tensor) for tensor in (own, exact, each)), strict=True
+        ):
+            yield mine[None], right[None], contributed[:, None]
+
+    def _parts(self, vector: torch.Tensor) -> list[torch.Tensor]:
+        over_tp = vector.chunk(self._cut_over_tp, -1)
+        return [part for shard in over_tp for part in shard.chunk(self.case.mesh.dp, -1)]
+
+    @property
+    def _cut_over_tp(self) -> int:
+        return self.case.mesh.tp if "tp" in self.case.sharded(f"gradient/{self.parameter}") else 1
+
+    def _by_sample(self, tensor: torch.Tensor) -> torch.Tensor:
+        """(samples, tokens, channels) of an output; its dim 0 is the global batch, in the order of samples.
+
+        The heads of a norm on heads count as tokens.
+        """
+        return tensor.unflatten(0, (self.samples, -1)).flatten(1, -2)
+
+
+def sample_weights(found: Contributions) -> tuple[torch.Tensor, float] | None:
+    """(weights (dp, micro batches) of each DP rank's micro batches in a gradient, the error left); weight 1 is right.
+
+    None if something is not finite.
+    """
+    products = torch.zeros(found.samples, found.samples, dtype=torch.float64)
+    along = torch.zeros(found.samples, dtype=torch.float64)
+    for own, _, each in found.blocks():
+        flat = each.flatten(1)
+        products += flat @ flat.T
+        along += flat @ own.flatten()
+    if not bool(products.isfinite().all() and along.isfinite().all()):
+        return None
+    weights = torch.linalg.lstsq(products, along[:, None]).solution[:, 0]
+    left = sum(
+        float((own - (weights[:, None, None] * each).sum(0)).square().sum())
+        for own, _, each in found.blocks()
+    )
+    return weights.view(found.case.mesh.num_sample_shares, found.case.micro_batches), left**0.5
+
+
+def samples_of_one_rank(found: Contributions) -> tuple[list[int], float]:
+    """Take each row for dp times one DP rank's contribution, the nearest.
+
+    Returns the number of rows of each DP rank, and the error that this leaves.
+    """
+    dp = found.case.mesh.num_sample_shares
+    counts, left = [0] * dp, 0.0
+    for own, _, each in found.blocks():
+        by_rank = dp * each.unflatten(0, (dp, -1)).sum(1)  # (dp, rows, columns)
+        errors = (by_rank - own).square().sum(-1)
+        nearest = errors.argmin(0)
+        left += float(errors.min(0).values.sum())
+        for rank in range(dp):
+            counts[rank] += int((nearest == rank).sum())
+    return counts, left**0.5

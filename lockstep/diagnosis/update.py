@@ -1,0 +1,259 @@
+"""Rules for a first wrong norm, moment or parameter; the gradients are right."""
+
+import math
+from collections.abc import Iterator
+
+import torch
+
+from lockstep.config import BETAS
+from lockstep.diagnosis import evidence
+from lockstep.diagnosis.case import LEFT, Case, Cause, listed
+from lockstep.tensors.distance import clip_factor
+from lockstep.tensors.judgement import Judgement
+
+SAME_NORM = 1e-5  # relative: two norms as near as this are one
+FACTOR = 1e-3  # and two factors of moments
+
+
+# The gradient norm
+
+
+def norm_of_other_gradients(case: Case) -> Cause | None:
+    """The recorded norm is that of a part of the gradients, or has a part of them more than once."""
+    norm = next(
+        norm for norm in case.result.norms if (norm.strategy, norm.step) == (case.strategy, case.step)
+    )
+    held, tp, copied = norm.held, case.mesh.tp, _square_of_replicated(case)
+    if tp > 1 and math.isclose(norm.recorded, math.sqrt(held**2 + (tp - 1) * copied), rel_tol=SAME_NORM):
+        ratio = norm.recorded / held
+        return Cause(
+            "clipping",
+            f"the norm is {ratio:.5f} times that of the gradients, as if the parameters that every tp rank holds "
+            "were counted tp times",
+        )
+    for axis in case.mesh.axes:
+        for rank, own in enumerate(norms_by_rank(case, axis)):
+            if not math.isclose(own, held, rel_tol=SAME_NORM) and math.isclose(
+                norm.recorded, own, rel_tol=SAME_NORM
+            ):
+                return Cause(
+                    "clipping",
+                    f"the norm is {norm.recorded / held:.4f} times that of the gradients: it is the norm of "
+                    f"{axis} rank {rank}'s shards alone",
+                )
+    return None
+
+
+def clipped_by_the_recorded_norm(case: Case) -> Cause | None:
+    """The recorded norm is not that of the gradients, and the gradients were clipped by it."""
+    norm = next(
+        norm for norm in case.result.norms if (norm.strategy, norm.step) == (case.strategy, case.step)
+    )
+    expected = clip_factor(case.options, norm.recorded) / clip_factor(case.options, norm.held)
+    found = case.factor(case.judged("exp_avg"))
+    if (
+        case.step > 1
+        or found is None
+        or abs(expected - 1) <= evidence.SAME_FACTOR
+        or not math.isclose(found, expected, rel_tol=FACTOR)
+    ):
+        return None
+    times = case.in_words(norm.recorded / norm.held)
+    return Cause(
+        "clipping",
+        f"the norm is {times} times that of the gradients, and the moments show that it was used to clip them",
+    )
+
+
+def norms_by_rank(case: Case, axis: str) -> list[float]:
+    """The norm of what each rank along an axis holds of the gradients; [] where the axis cuts none."""
+    squares, cut = [0.0] * case.mesh.size(axis), False
+    for row in case.rows.values():
+        if row.kind != "gradient":
+            continue
+        if axis not in case.sharded(row.name):
+            squares = [square + row.distance.own_norm**2 for square in squares]
+            continue
+        cut = True
+        for rank, pieces in enumerate(case.shares(row.name, axis, case.own(row.name))):
+            squares[rank] += sum(float(piece.square().sum()) for piece in pieces)
+    return [math.sqrt(square) for square in squares] if cut else []
+
+
+def _square_of_replicated(case: Case) -> float:
+    return sum(
+        row.distance.own_norm**2
+        for row in case.rows.values()
+        if row.kind == "gradient" and case.is_replicated(row.name)
+    )
+
+
+# The moments
+
+
+def moments_lost(case: Case) -> Cause | None:
+    """Both moments are those of a first step."""
+    first, second = case.wrong("exp_avg"), case.wrong("exp_avg_sq")
+    if case.step == 1 or not first:
+        return None
+    b1, b2 = BETAS
+    for row in [*first, *second]:
+        gradient = case.clip * case.own(f"gradient/{_parameter(row)}")
+        if not case.explains(
+            row.name, (1 - b1) * gradient if row.kind == "exp_avg" else (1 - b2) * gradient.square()
+        ):
+            return None
+    names = listed([row.name for row in [*first, *second]])
+    return Cause(
+        "moments lost", f"{names}: they are those of a first step; what they had accumulated is lost"
+    )
+
+
+def other_betas(case: Case) -> Cause | None:
+    """In a first step, only one moment is wrong, by one factor in all parameters: another 1 - beta."""
+    if case.step > 1:
+        return None
+    for kind, other, number in (("exp_avg", "exp_avg_sq", 0), ("exp_avg_sq", "exp_avg", 1)):
+        if case.wrong(other) or not case.wrong(kind):
+            continue
+        factor = case.factor(case.judged(kind))
+        if factor is not None and 0 < factor * (1 - BETAS[number]) <= 1:
+            beta = 1 - factor * (1 - BETAS[number])
+            return Cause(
+                "betas",
+                f"{other} is right; {kind} is {factor:.4g} times what it should be in all parameters: "
+                f"beta {number + 1} is {beta:.4g}",
+            )
+    return None
+
+
+def not_clipped(case: Case) -> Cause | None:
+    """In a first step, the moments are those of the gradients as they were before clipping."""
+    first, second = case.factor(case.judged("exp_avg")), case.factor(case.judged("exp_avg_sq"))
+    if case.step > 1 or first is None or second is None or abs(case.clip - 1) <= evidence.SAME_FACTOR:
+        return None
+    if math.isclose(first * case.clip, 1, rel_tol=FACTOR) and math.isclose(
+        second, first**2, rel_tol=2 * FACTOR
+    ):
+        return Cause(
+            "clipping",
+            f"the moments are those of gradients that were not clipped: {first:.4g} times too large",
+        )
+    return None
+
+
+def clipped_by_rank(case: Case) -> Cause | None:
+    """In a first step, each tp rank's shards are clipped by the norm of what that rank holds."""
+    if case.step > 1 or case.mesh.tp == 1 or not case.wrong("exp_avg"):
+        return None
+    by_rank = norms_by_rank(case, "tp")
+    factors = [clip_factor(case.options, norm) / case.clip for norm in by_rank]
+    if (
+        not factors
+        or max(factors) - min(factors) <= SAME_NORM
+        or min(abs(factor - 1) for factor in factors) <= SAME_NORM
+    ):
+        return None
+    b1 = BETAS[0]
+    for row in (row for row in case.wrong("exp_avg") if "tp" in case.sharded(row.name)):
+        exact = (1 - b1) * case.clip * case.own(f"gradient/{_parameter(row)}")
+        pairs = zip(
+            *(case.shares(row.name, "tp", tensor) for tensor in (case.own(row.name), exact)), strict=True
+        )
+        for factor, (mine, right) in zip(factors, pairs, strict=True):
+            expected = [factor * piece for piece in right]
+            if not evidence.relative_error(mine, expected) <= row.tolerated / row.distance.norm:
+                return None
+    shown = ", ".join(f"{factor:.4g}" for factor in factors)
+    return Cause(
+        "clipping",
+        f"the tp ranks' moments are {shown} times what they should be: each clipped by its own norm",
+    )
+
+
+# The parameters
+
+
+def rounded(case: Case) -> Cause | None:
+    """Every element is a bfloat16 number, though parameters are float32."""
+    names = [_parameter(row) for row in case.wrong("parameter")]
+    if case.options["precision"] != "bf16" and evidence.are_rounded_to_bfloat16(
+        (case.own(f"parameter/{name}"), case.updated(name)) for name in names
+    ):
+        return Cause("precision", f"every element of {len(names)} parameters is a bfloat16 number")
+    return None
+
+
+def update_left_out(case: Case) -> Cause | None:
+    """All wrong elements are bit for bit what they were before the step."""
+    wrong, shown = case.wrong("parameter"), []
+    for row in wrong:
+        name = _parameter(row)
+        own, before = case.own(row.name), case.before(name)
+        is_wrong = (own - case.updated(name)).abs() > row.tolerated_largest
+        kept = own == before
+        if not bool(is_wrong.any()) or bool((is_wrong & ~kept).any()):
+            return None
+        share = next((what for what in _shares_kept(case, row.name, own, before)), "")
+        shown.append(
+            name
+            + (
+                f" in the share of {share}"
+                if share
+                else ""
+                if bool(kept.all())
+                else f" in {int(kept.sum())} of {kept.numel()} elements"
+            )
+        )
+    if not wrong:
+        return None
+    return Cause(
+        "update left out", f"the moments are right; unchanged bit for bit: {listed(shown)}; all else is right"
+    )
+
+
+def _shares_kept(case: Case, name: str, own: torch.Tensor, before: torch.Tensor) -> Iterator[str]:
+    """ "tp rank 1 of 2": whose share of a tensor alone did not change."""
+    for axis in case.sharded(name):
+        pairs = zip(*(case.shares(name, axis, tensor) for tensor in (own, before)), strict=True)
+        moved = [any(bool((a != b).any()) for a, b in zip(*pair, strict=True)) for pair in pairs]
+        if moved.count(False) == 1:
+            yield f"{axis} rank {moved.index(False)} of {len(moved)}"
+
+
+def other_decay(case: Case) -> Cause | None:
+    """The error of the parameters is a multiple of the parameters themselves, as weight decay is and an update is not."""
+    wrong, found = case.wrong("parameter"), []
+    for row in wrong:
+        before, updated = case.before(_parameter(row)), case.updated(_parameter(row))
+        factor = evidence.multiple_of(case.own(row.name) - updated, before)
+        if not math.isfinite(factor) or not case.explains(row.name, updated + factor * before):
+            return None
+        found.append(-factor / case.options["learning_rate"])
+    if not found or not all(math.isclose(one, found[0], rel_tol=2 * LEFT) for one in found):
+        return None
+    names = listed([_parameter(row) for row in wrong])
+    return Cause(
+        "weight decay", f"the moments are right; the weight decay of {names} is off by {found[0]:+.4g}"
+    )
+
+
+def other_rate(case: Case) -> Cause | None:
+    """All updates are one multiple of the right ones."""
+    judged = case.judged("parameter")
+    factor = case.factor(judged)
+    if factor is None or factor <= 0 or len(case.wrong("parameter")) < len(judged):
+        return None
+    return Cause(
+        "learning rate",
+        f"the moments are right; every update is {case.in_words(factor)} times what it should be",
+    )
+
+
+def _parameter(row: Judgement) -> str:
+    return row.name.split("/", 1)[1]
+
+
+NORM_RULES = (norm_of_other_gradients, clipped_by_the_recorded_norm)
+MOMENT_RULES = (moments_lost, other_betas, not_clipped, clipped_by_rank)
+PARAMETER_RULES = (rounded, update_left_out, other_decay, other_rate)

@@ -1,0 +1,259 @@
+"""Handles of strategies in plain torch: DDP and FSDP2 modules, plain tensors and DTensors."""
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.parallel import DistributedDataParallel
+
+from lockstep.faults.handles import Handles
+from lockstep.faults.patches import around, reduce_again
+from lockstep.inputs import modules
+from lockstep.training import torch_strategy
+from lockstep.training.optim import gradient_of
+from lockstep.training.torch_strategy import local
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.parallel import ParallelStyle
+    from transformers import PreTrainedModel
+
+
+class OwnChunk(ReduceScatter):
+    """A reduce-scatter that keeps this rank's own chunk: nothing crosses the dp axis."""
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: object,
+        async_op: bool = False,
+    ) -> None:
+        output_tensor.copy_(input_tensor.chunk(dist.get_world_size(group))[dist.get_rank(group)])
+
+
+class TorchHandles(Handles):
+    """For every `lockstep.training.torch_strategy.TorchStrategy`."""
+
+    def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in self.strategy.model.named_parameters():
+            yield name, local(gradient_of(parameter))
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in self.strategy.model.named_parameters():
+            yield name, local(parameter.detach())
+
+    def torch_optimizer(self) -> torch.optim.Optimizer:
+        return self.strategy.optimizer
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        return self.strategy.device_mesh.get_group(axis)
+
+    def norm_not_summed_over_tp(self) -> None:
+        real, axes = self.strategy.grad_norm, torch_strategy.sharded_axes
+
+        def without_tp(tensor: DTensor) -> tuple[int, ...]:
+            names = tensor.device_mesh.mesh_dim_names or ()
+            return tuple(axis for axis in axes(tensor) if names[axis] != "tp")
+
+        def summed_over_dp_only() -> torch.Tensor:
+            with mock.patch.object(torch_strategy, "sharded_axes", without_tp):
+                return real()
+
+        self.strategy.grad_norm = summed_over_dp_only
+
+    def count_replicas_in_norm(self) -> None:
+        real, strategy = self.strategy.grad_norm, self.strategy
+        copied = [
+            p
+            for p in strategy.parameters
+            if not isinstance(p, DTensor) or "tp" not in (p.device_mesh.mesh_dim_names or ())
+        ]
+
+        def copies_summed_over_tp() -> torch.Tensor:
+            with mock.patch.object(strategy, "parameters", copied):
+                once = real()
+            return (real() ** 2 + (self.run.config.tp_size - 1) * once**2).sqrt()
+
+        strategy.grad_norm = copies_summed_over_tp
+
+    def do_not_clip(self) -> None:
+        self.run.patch(torch.nn.utils, "clip_grads_with_norm_", lambda *arguments: None)
+
+    def clip_by(self, norm: Callable[[], torch.Tensor]) -> None:
+        real = torch.nn.utils.clip_grads_with_norm_
+        self.run.patch(
+            torch.nn.utils,
+            "clip_grads_with_norm_",
+            lambda parameters, bound, _: real(parameters, bound, norm()),
+        )
+
+    def detach_head_from_embedding(self) -> None:
+        head = self.strategy.model.get_submodule(modules.HEAD)
+        head.forward = lambda x: torch.nn.functional.linear(x, head.weight.detach())
+
+    def batches_are_not_checked(self) -> None:
+        pass
+
+
+class DDPHandles(TorchHandles):
+    """For a model wrapped in DistributedDataParallel."""
+
+    def skip_dp_reduction(self) -> None:
+        reduce_by(self.strategy.wrapped, lambda buffer, group: buffer)
+
+    def divide_gradients_by(self, divisor: int) -> None:
+        def divided(buffer: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+            dist.all_reduce(buffer, group=group)
+            return buffer.div_(divisor)
+
+        reduce_by(self.strategy.wrapped, divided)
+
+    def reduce_in_bfloat16(self) -> None:
+        wrap = DistributedDataParallel.__init__
+
+        def rounded(buffer: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+            small = buffer.bfloat16()
+            dist.all_reduce(small, group=group)
+            return buffer.copy_(small).div_(dist.get_world_size(group))
+
+        def with_hook(module: DistributedDataParallel, *arguments: Any, **options: Any) -> None:
+            wrap(module, *arguments, **options)
+            reduce_by(module, rounded)
+
+        self.run.patch(DistributedDataParallel, "__init__", with_hook)
+
+
+def reduce_by(
+    module: DistributedDataParallel, change: Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor]
+) -> None:
+    """Let change(bucket of gradients, dp group) take the place of DDP's all-reduce and division."""
+
+    def hook(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        done.set_result(change(bucket.buffer(), module.process_group))
+        return done
+
+    module.register_comm_hook(None, hook)
+
+
+class FSDPHandles(TorchHandles):
+    """For fsdp_strategy.py: `fully_shard` over dp, `parallelize_module` over tp."""
+
+    def _fsdp_modules(self) -> list[FSDPModule]:
+        return [module for module in self.strategy.model.modules() if isinstance(module, FSDPModule)]
+
+    def _module(self, name: str) -> torch.nn.Module:
+        return self.strategy.model.get_submodule(name)
+
+    def skip_dp_reduction(self) -> None:
+        for module in self._fsdp_modules():
+            module.set_custom_reduce_scatter(OwnChunk())
+
+    def skip_dp_reduction_of(self, module: str) -> None:
+        layer = self._module(module)
+        assert isinstance(layer, FSDPModule), f"{module} is none of the layers that fully_shard has had"
+        layer.set_custom_reduce_scatter(OwnChunk())
+
+    def divide_gradients_by(self, divisor: int) -> None:
+        for module in self._fsdp_modules():
+            module.set_gradient_divide_factor(float(divisor))
+            module.set_force_sum_reduction_for_comms(True)  # gloo cannot multiply while it reduces
+
+    def reduce_before_the_last_micro_batch(self) -> None:
+        steps = self.run.config.gradient_accumulation_steps
+        real, calls = self.strategy.model.set_requires_gradient_sync, itertools.count()
+        self.strategy.model.set_requires_gradient_sync = lambda _: real(next(calls) % steps == steps - 2)
+        # what is left is not of the next step either
+        around(self.strategy, "update", after=lambda _step: self._drop_unreduced())
+
+    def _drop_unreduced(self) -> None:
+        for module in self._fsdp_modules():
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                for parameter in group.fsdp_params:
+                    parameter.unsharded_accumulated_grad = None
+
+    def reduce_in_bfloat16(self) -> None:
+        import fsdp_strategy
+
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
+        self.run.patch(
+            fsdp_strategy, "fully_shard", functools.partial(fsdp_strategy.fully_shard, mp_policy=policy)
+        )
+
+    def drop_sum_over_tp(self, module: str) -> None:
+        layer = self._module(module)
+        layer._forward_hooks.clear()
+        layer.register_forward_hook(lambda _module, _inputs, output: output.to_local())
+
+    def drop_embedding_sum(self) -> None:
+        from torch.distributed.tensor.placement_types import _MaskPartial
+
+        def masked_only(
+            partial: _MaskPartial, tensor: torch.Tensor, mesh: DeviceMesh, mesh_dim: int
+        ) -> torch.Tensor:
+            partial.mask_buffer.apply_mask(tensor)
+            partial.mask_buffer.release_mask()
+            return tensor
+
+        self.run.patch(_MaskPartial, "_reduce_value", masked_only)
+
+    def drop_input_gradient_sum(self, module: str, *layers: str) -> None:
+        mesh = self.strategy.device_mesh["tp"]
+        block = self._module(module)
+        block._forward_pre_hooks.clear()
+        block.register_forward_pre_hook(lambda _module, inputs: (_EnterUnreduced.apply(inputs[0], mesh),))
+
+    def drop_head_norm_gradient_sum(self) -> None:
+        import fsdp_strategy
+
+        real = fsdp_strategy.tp_plan
+
+        def without_head_norms(model: "PreTrainedModel") -> dict[str, "ParallelStyle"]:
+            return {
+                pattern: style
+                for pattern, style in real(model).items()
+                if not pattern.endswith(("q_norm", "k_norm"))
+            }
+
+        self.run.patch(fsdp_strategy, "tp_plan", without_head_norms)
+
+    def sum_partition_function_again(self) -> None:
+        from lockstep.training import vocab_parallel_loss
+
+        reduce_again(self.run, vocab_parallel_loss, calls_per_loss=2, which=1, row=0)
+
+    def shift_vocabulary_offset(self) -> None:
+        import fsdp_strategy
+
+        loss = fsdp_strategy.vocab_parallel_cross_entropy
+        self.run.patch(
+            fsdp_strategy,
+            "vocab_parallel_cross_entropy",
+            lambda logits, labels, first_id, group: loss(logits, labels, first_id - (first_id > 0), group),
+        )
+
+
+class _EnterUnreduced(torch.autograd.Function):
+    """A replicated DTensor of x; in backward, this rank's own share of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+        return DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: DTensor) -> tuple[torch.Tensor, None]:
+        return gradient.to_local(), None

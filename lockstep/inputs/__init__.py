@@ -1,0 +1,1 @@
+"""What a run starts from: the model and its weights, the text and its batches."""

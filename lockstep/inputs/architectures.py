@@ -1,0 +1,230 @@
+"""The model's architecture: a built-in name, a folder or a hub id becomes a Hugging Face config, as a plain dict.
+
+Nothing here imports torch, so that a wrong model name is answered at once.
+"""
+
+import copy
+import http.client
+import os
+import threading
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+from lockstep.errors import UserError, first_line, printable
+from lockstep.files import read_json
+from lockstep.inputs import model_config
+
+# Everything that makes tensor parallelism go wrong, small: grouped KV heads, q/k/v biases, tied embeddings.
+TINY_QWEN2 = {
+    "model_type": "qwen2",
+    "vocab_size": 2048,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_act": "silu",
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.02,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "rope_theta": 1000000.0,
+    "use_sliding_window": False,
+    "attention_dropout": 0.0,
+}
+
+TINY_QWEN2_ODD_VOCAB = {**TINY_QWEN2, "vocab_size": 2047}  # tp does not divide it: the last shard is shorter
+# heads that tp 4 divides: a factor of tp is then no factor of 2
+TINY_QWEN2_4KV = {**TINY_QWEN2, "num_attention_heads": 8, "num_key_value_heads": 4}
+# norms on the heads of q and k, whose weights every tp rank holds and only part of the heads teach; no biases
+TINY_QWEN3 = {**TINY_QWEN2, "model_type": "qwen3", "head_dim": 16, "attention_bias": False}
+# embedding and head are two matrices; no biases
+TINY_LLAMA = {
+    **TINY_QWEN2,
+    "model_type": "llama",
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+}
+# a window in all layers, shorter than the sequences of the tests; no biases
+TINY_MISTRAL = {
+    **{key: value for key, value in TINY_QWEN2.items() if key != "use_sliding_window"},
+    "model_type": "mistral",
+    "tie_word_embeddings": False,
+    "sliding_window": 32,
+}
+
+# The published config.json of Qwen/Qwen2.5-0.5B (https://huggingface.co/Qwen/Qwen2.5-0.5B).
+QWEN2_5_0_5B = {
+    "model_type": "qwen2",
+    "vocab_size": 151936,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "hidden_act": "silu",
+    "max_position_embeddings": 32768,
+    "max_window_layers": 24,
+    "initializer_range": 0.02,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "rope_theta": 1000000.0,
+    "use_sliding_window": False,
+    "attention_dropout": 0.0,
+}
+
+BUILT_IN = {
+    "tiny-qwen2": TINY_QWEN2,
+    "tiny-qwen2-odd-vocab": TINY_QWEN2_ODD_VOCAB,
+    "tiny-qwen2-4kv": TINY_QWEN2_4KV,
+    "tiny-qwen3": TINY_QWEN3,
+    "tiny-llama": TINY_LLAMA,
+    "tiny-mistral": TINY_MISTRAL,
+    "Qwen2.5-0.5B": QWEN2_5_0_5B,
+}
+HUB_STAND_INS = {"Qwen/Qwen2.5-0.5B": "Qwen2.5-0.5B"}
+HUB_TIMEOUT, HUB_PATIENCE = 2.0, 5.0  # seconds, of one operation and of all
+LARGEST_CONFIG = 1 << 24  # bytes
+_BUILT_IN_SOURCE = "built-in architecture"
+SPLIT_BY_TP = {  # of which every tp rank takes an equal share
+    "num_attention_heads": "attention heads",
+    "num_key_value_heads": "KV heads",
+    "intermediate_size": "MLP columns",
+}
+
+
+def resolve(model_name: str, num_layers: int | None = None) -> tuple[dict, str]:
+    """The config of a model as a dict, and a sentence on where it came from.
+
+    For a config.json, the dict holds the keys from which transformers builds the family's model, and the sentence names the unknown
+    keys (lockstep/inputs/model_config.py). `num_layers` replaces the depth. Raises UserError for a name that is not built in, not a
+    folder with a config.json and not available from the hub, and for a config.json that asks for something unsupported.
+    """
+    architecture, source = find(model_name)
+    if is_built_in(source):
+        architecture = copy.deepcopy(architecture)
+    else:
+        architecture, unknown = model_config.checked(
+            architecture, f"--model_name {model_name}: its config.json"
+        )
+        if unknown:
+            listed = printable(", ".join(unknown), 200)
+            source += f" (without {listed}: unknown to transformers' {architecture['model_type']})"
+    if num_layers is not None:
+        depth = architecture["num_hidden_layers"]
+        if num_layers > depth:
+            raise UserError(
+                f"--num_layers {num_layers}: {model_name} has {depth} layers; ask for 1 to {depth}, or for all"
+            )
+        architecture["num_hidden_layers"] = num_layers
+        if architecture.get("layer_types"):
+            architecture["layer_types"] = architecture["layer_types"][:num_layers]
+    return architecture, source
+
+
+def is_built_in(source: str) -> bool:
+    """Whether this source, as `resolve` gives it, is that of a BUILT_IN model, which tests cover, and not of a user's."""
+    return source.startswith(_BUILT_IN_SOURCE)
+
+
+def find(model_name: str) -> tuple[dict, str]:
+    """(content of a model's config.json, unchecked; where it came from). Raises UserError."""
+    if model_name in BUILT_IN:
+        return BUILT_IN[model_name], f"{_BUILT_IN_SOURCE} {model_name}"
+    folder = Path(os.path.expanduser(model_name))
+    if folder.is_dir():
+        own = folder / "config.json"
+        if not own.exists():
+            raise UserError(
+                f"--model_name {model_name}: the folder has no config.json; give a Hugging Face model folder"
+            )
+        return _read_config(own), f"config of {folder}"
+    path, problem = hub_file(model_name, "config.json")
+    if path is not None:
+        return _read_config(path), f"config of {model_name} from the hub"
+    if model_name in HUB_STAND_INS:
+        name = HUB_STAND_INS[model_name]
+        return BUILT_IN[
+            name
+        ], f"{_BUILT_IN_SOURCE} {name} ({model_name} cannot be read from the hub: {problem})"
+    raise UserError(
+        f"--model_name {model_name}: no built-in model, no folder, and not available from the hub ({problem}); "
+        f"built-in: {', '.join(BUILT_IN)}"
+    )
+
+
+def hub_file(repo: str, filename: str) -> tuple[Path | None, str]:
+    """One file of a hub repository: its cached path and "", or None and the reason in a few words."""
+    if repo.count("/") != 1 or os.path.isabs(repo):
+        return None, "not a hub id of the form owner/name"
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    from huggingface_hub import (
+        constants,
+        hf_hub_download,
+        hf_hub_url,
+        try_to_load_from_cache,
+    )
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+    )
+
+    try:
+        cached = try_to_load_from_cache(repo, filename)
+        if isinstance(cached, str):
+            return Path(cached), ""
+        if constants.HF_HUB_OFFLINE:
+            return None, "HF_HUB_OFFLINE is set and the file is not cached"
+        if not hub_answers(hf_hub_url(repo, filename)):  # hf_hub_download would retry for half a minute
+            return None, "the hub cannot be reached and the file is not cached"
+        return Path(hf_hub_download(repo, filename)), ""
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        return None, first_line(error)
+
+
+def hub_answers(url: str) -> bool:
+    """Whether a server answers for this address at all, be it with "not found", within HUB_PATIENCE seconds."""
+    answer: list[bool] = []
+    asking = threading.Thread(target=lambda: answer.append(_answers(url)), daemon=True)
+    asking.start()  # a name server that is silent is not bound by the timeout of a connection
+    asking.join(HUB_PATIENCE)
+    return answer == [True]
+
+
+def _answers(url: str) -> bool:
+    try:
+        urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=HUB_TIMEOUT).close()
+    except urllib.error.HTTPError:
+        return True
+    except (OSError, ValueError, http.client.HTTPException):  # no network, or no address that could be asked
+        return False
+    return True
+
+
+def _read_config(path: Path) -> dict:
+    config = read_json(path, limit=LARGEST_CONFIG)
+    if not isinstance(config, dict):
+        raise UserError(f"{path}: not a JSON object; fetch the model folder again")
+    return config
+
+
+def tensor_parallel_problem(architecture: dict, tp_size: int) -> str | None:
+    """Why this architecture cannot be sharded over tp_size ranks, in a sentence, or None."""
+    for key, what in SPLIT_BY_TP.items():
+        if architecture[key] % tp_size:
+            divisors = range(1, architecture[key] + 1)
+            fits = [n for n in divisors if all(architecture[k] % n == 0 for k in SPLIT_BY_TP)]
+            return (
+                f"--tp_size {tp_size} does not divide the model's {architecture[key]} {what} ({key}); "
+                f"choose --tp_size from {', '.join(map(str, fits))}"
+            )
+    vocabulary = architecture["vocab_size"]
+    if vocabulary % tp_size not in (0, tp_size - 1):  # the strategies cut any other size differently
+        return (
+            f"--tp_size {tp_size} leaves a rest of {vocabulary % tp_size} of the model's {vocabulary} vocabulary entries "
+            "(vocab_size), which AutoTP and DTensor share out differently; choose a --tp_size that divides it, or 2"
+        )
+    return None

@@ -1,0 +1,119 @@
+"""Corpus -> tokens -> packed windows -> the batch of one step and one DP rank.
+
+Everything is a function of (corpus, tokenizer, seq_length, seed, step, dp_rank). TP peers get the same batch and DP ranks disjoint ones;
+neither the strategy nor the number of steps matters. Documents are joined with a separator and cut into windows of seq_length + 1 tokens,
+without padding. torch is not imported before a batch is made.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from lockstep.errors import UserError
+from lockstep.inputs.order import places
+from lockstep.inputs.token_cache import corpus_tokens
+from lockstep.inputs.tokenizer import Tokenizer
+from lockstep.inputs.tokens import InMemory, TokenFile
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A corpus cut into windows of `width` = seq_length + 1 tokens. The rest at its end is not used."""
+
+    tokens: InMemory | TokenFile
+    width: int
+    tokenizer_name: str
+    sha256: str  # of all tokens
+
+    @property
+    def num_windows(self) -> int:
+        return len(self.tokens) // self.width
+
+    def windows(self, indices: np.ndarray) -> np.ndarray:
+        """The windows (len(indices), width) int32."""
+        return np.stack([self.tokens.read(index * self.width, self.width) for index in indices.tolist()])
+
+
+def load_corpus(
+    dataset_name: str, tokenizer: Tokenizer, *, seq_length: int, windows_per_step: int, cache_folder: Path
+) -> Corpus:
+    """Tokenize and pack a whole corpus, or find its tokens in the cache folder (lockstep/inputs/token_cache.py).
+
+    Raises UserError if the text is missing, empty, or too short for one step.
+    """
+    tokens, sha256 = corpus_tokens(dataset_name, tokenizer, cache_folder)
+    corpus = Corpus(tokens, seq_length + 1, tokenizer.name, sha256)
+    if corpus.num_windows < windows_per_step:
+        raise UserError(
+            f"--dataset_name {dataset_name}: {len(tokens)} tokens are {corpus.num_windows} windows of {corpus.width}, one step "
+            f"needs {windows_per_step}; give more text, or lower --batch_size, --seq_length or --gradient_accumulation_steps"
+        )
+    return corpus
+
+
+@dataclass(frozen=True)
+class Batches:
+    """The windows of each step: a new permutation for each epoch, cut into global batches and these into DP shares."""
+
+    corpus: Corpus
+    seed: int
+    dp_size: int
+    batch_size: int
+    num_micro_batches: int
+
+    @property
+    def windows_per_step(self) -> int:
+        return self.dp_size * self.batch_size * self.num_micro_batches
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self.corpus.num_windows // self.windows_per_step
+
+    def windows(self, step: int, dp_rank: int) -> np.ndarray:
+        """The windows (num_micro_batches, batch_size, seq_length + 1) of one step (from 0) and one DP rank."""
+        epoch, position = divmod(step, self.steps_per_epoch)
+        share = self.batch_size * self.num_micro_batches
+        first = position * self.windows_per_step + dp_rank * share
+        chosen = self.corpus.windows(
+            places(first, share, self.corpus.num_windows, seed=self.seed, epoch=epoch)
+        )
+        return chosen.reshape(self.num_micro_batches, self.batch_size, -1)
+
+    def micro_batches(
+        self, step: int, dp_rank: int, device: "torch.device | str"
+    ) -> list[tuple["torch.Tensor", "torch.Tensor"]]:
+        """(input_ids, labels), each (batch_size, seq_length) int64 on the device, one pair per micro batch."""
+        import torch
+
+        windows = torch.from_numpy(self.windows(step, dp_rank).astype(np.int64)).to(device)
+        return [(window[:, :-1].contiguous(), window[:, 1:].contiguous()) for window in windows]
+
+
+def window_hashes(micro_batches: list[tuple["torch.Tensor", "torch.Tensor"]]) -> list[int]:
+    """48 bits of the SHA-256 of each sequence that a rank really feeds its model, in order. A float64 can carry 48 bits."""
+    return [
+        int.from_bytes(hashlib.sha256(ids.tobytes() + labels.tobytes()).digest()[:6], "big")
+        for pair in micro_batches
+        for ids, labels in zip(*(half.cpu().numpy() for half in pair), strict=True)
+    ]
+
+
+def global_batch_hash(hashes: list[int]) -> str:
+    """Hash of a step's global batch from the hashes of its windows, in order. It does not depend on the DP shares."""
+    return hashlib.sha256(" ".join(map(str, hashes)).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a checked configuration resolves to: the architecture, where it came from, and the steps to train."""
+
+    architecture: dict
+    architecture_source: str
+    batches: Batches
+    num_steps: int

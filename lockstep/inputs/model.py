@@ -1,0 +1,37 @@
+"""Build the model: a Hugging Face causal LM in float32 on the CPU, unsharded, from a seed or from a weights file."""
+
+import contextlib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from lockstep.inputs import weights
+from lockstep.inputs.shapes import from_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def build_model(
+    architecture: dict, *, seed: int, attn_impl: str, init_weights_path: Path | None
+) -> tuple["PreTrainedModel", dict[str, str] | None]:
+    """The model, and the checksums of its weights file (None if the weights come from the seed).
+
+    Every rank that calls this with the same arguments has the same weights. Sharding comes later.
+    """
+    from transformers.initialization import no_init_weights
+
+    torch.manual_seed(seed)
+    with no_init_weights() if init_weights_path else contextlib.nullcontext():
+        model = from_config(architecture, attn_impl=attn_impl)
+    sums = weights.load(init_weights_path, model) if init_weights_path else None
+    return model, sums
+
+
+def causal_lm_loss(model: torch.nn.Module, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy over all B x S positions, in float32; `labels` (B, S) are already shifted by one.
+
+    Calls the model's own `loss_function`, which a strategy with sharded logits replaces.
+    """
+    return model(input_ids=input_ids, labels=labels, shift_labels=labels, use_cache=False).loss

@@ -1,0 +1,68 @@
+"""Names and shapes of a model's parameters, from transformers' own model on torch's meta device.
+
+Importing this imports neither torch nor transformers; the first call of a function does, which takes seconds. Report usage errors before.
+"""
+
+import copy
+import functools
+import json
+from typing import TYPE_CHECKING
+
+from lockstep.errors import UserError, first_line
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+
+def parameter_shapes(architecture: dict) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every trained tensor, tied ones once. Raises UserError if transformers cannot build the model."""
+    return dict(_shapes(json.dumps(architecture, sort_keys=True)))
+
+
+@functools.lru_cache(maxsize=16)
+def _shapes(architecture: str) -> dict[str, tuple[int, ...]]:
+    model = build_empty(json.loads(architecture), attn_impl="sdpa")
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def has_biases(architecture: dict) -> bool:
+    """Whether any layer of the model has a bias."""
+    return any(name.endswith(".bias") for name in parameter_shapes(architecture))
+
+
+def build_empty(architecture: dict, *, attn_impl: str) -> "PreTrainedModel":
+    """The model on the meta device: names and shapes without numbers. Does not change the random state.
+
+    Raises UserError if transformers cannot build the model.
+    """
+    import torch
+
+    try:
+        with torch.device("meta"), torch.random.fork_rng(devices=[]):
+            return from_config(architecture, attn_impl=attn_impl)
+    except Exception as error:  # noqa: BLE001 - transformers and torch raise anything for an architecture that is none
+        raise UserError(f"no model can be built of this architecture ({first_line(error)})") from error
+
+
+def from_config(architecture: dict, *, attn_impl: str) -> "PreTrainedModel":
+    """transformers' float32 model in training mode, with random weights. Raises whatever transformers raises."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(
+        transformers_config(architecture), dtype=torch.float32, attn_implementation=attn_impl
+    )
+    model.tie_weights()
+    return model.train()
+
+
+def transformers_config(architecture: dict) -> "PreTrainedConfig":
+    """The model's config as an object of transformers. Raises whatever transformers raises for a config that it refuses."""
+    from transformers import AutoConfig
+
+    fields = {
+        key: value for key, value in architecture.items() if key not in ("model_type", "dtype", "torch_dtype")
+    }
+    return AutoConfig.for_model(
+        architecture["model_type"], **copy.deepcopy(fields)
+    )  # it writes into the rope's dict

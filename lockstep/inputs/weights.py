@@ -1,0 +1,255 @@
+"""The initial weights: what every strategy starts from, with a SHA-256 of each tensor.
+
+A file that Lockstep wrote holds the architecture and the checksums beside the tensors (in the header of a `.safetensors`, in the dict of
+a `.pt`), and must match them. Of a foreign file, names, shapes and numbers are checked, and the checksums are computed. `load` loads what
+`check` accepts. A file that does not fit is never replaced by random weights.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lockstep.errors import UserError, printable
+from lockstep.files import write_atomically
+from lockstep.inputs import modules, weight_files
+from lockstep.inputs.shapes import parameter_shapes
+from lockstep.inputs.weight_files import FLOATS, INDEX, Contents
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+_ANOTHER = "write a file for this model under another name with train_ddp.py --save_init_weights"
+_EMBEDDING, _HEAD = modules.EMBEDDING_WEIGHT, modules.HEAD_WEIGHT
+_PIECE = 1 << 22  # elements looked at at a time
+
+
+def tensor_sha256(tensor: "torch.Tensor") -> str:
+    """SHA-256 of a CPU tensor's bytes, whatever its dtype."""
+    import torch
+
+    return hashlib.sha256(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data).hexdigest()
+
+
+def checksums(tensors: Iterable[tuple[str, "torch.Tensor"]]) -> dict[str, str]:
+    """Name -> SHA-256, one tensor in memory at a time."""
+    return {name: tensor_sha256(tensor) for name, tensor in tensors}
+
+
+def perturb(model: "torch.nn.Module", dtype: str, seed: int) -> None:
+    """Perturb every weight by one ulp of `dtype`, up or down at random: a relative change of half its epsilon, rounded.
+
+    Upwards, a power of two (the 1 of a fresh norm) lands half-way between two numbers and is rounded back to itself.
+    """
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    half = torch.finfo(getattr(torch, dtype)).eps / 2
+    with torch.no_grad():
+        for parameter in model.parameters():
+            signs = torch.randint(0, 2, parameter.shape, generator=generator).double().mul_(2).sub_(1)
+            parameter.copy_(parameter.double() * (1 + half * signs))
+
+
+def combined_sha256(sums: dict[str, str]) -> str:
+    """One SHA-256 for a set of named tensors, in any order."""
+    return hashlib.sha256("\n".join(f"{name} {sums[name]}" for name in sorted(sums)).encode()).hexdigest()
+
+
+def save(
+    path: Path, model: "torch.nn.Module", architecture: dict, source: str, *, overwrite: bool = False
+) -> None:
+    """Write every trained tensor of `model` (tied ones once), the architecture, the checksums and the source, atomically.
+
+    A file with the same content stays as it is. Raises UserError for a file that `check_new` refuses.
+    """
+    check_new(path, architecture, source, overwrite=overwrite)
+    tensors = {name: parameter.detach().cpu().contiguous() for name, parameter in model.named_parameters()}
+    sums = checksums(tensors.items())
+    about = {"architecture": architecture, "sha256": sums, "source": source}
+    if os.path.lexists(path) and not overwrite:
+        there = weight_files.read(path, f"--init_weights_path {path}").about
+        if there is not None and there.sha256 == sums:
+            return
+        raise UserError(_occupied(path, f"holds other {source} than this run would write"))
+
+    def write(temporary: Path) -> None:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import save_file
+
+            save_file(tensors, temporary, metadata={weight_files.HEADER: json.dumps(about)})
+        else:
+            import torch
+
+            torch.save({**about, "tensors": tensors}, temporary)
+
+    write_atomically(path, write)
+
+
+def check_new(path: Path, architecture: dict, source: str, *, overwrite: bool) -> None:
+    """Raise UserError unless `save` may write there: nothing is lost, or `overwrite` allows it.
+
+    A file that claims to hold these weights may stay; the run compares it with what it would write. A file that this project did not
+    write is never replaced.
+    """
+    where = f"--init_weights_path {path}"
+    if path.suffix not in (".safetensors", ".pt"):
+        raise UserError(f"{where}: the name must end in .safetensors or .pt")
+    if not os.path.lexists(path):
+        return
+    try:
+        about = weight_files.read(path, where).about
+    except UserError:
+        about = None
+    if about is None:
+        raise UserError(
+            f"{where}: already exists, was not written by --save_init_weights and is never replaced; choose another name, "
+            "or leave out --save_init_weights to start from it"
+        )
+    if not overwrite and (about.source != source or _other_key(about.architecture, architecture) is not None):
+        raise UserError(_occupied(path, f"holds other weights ({about.source or 'of an unknown source'})"))
+
+
+def _occupied(path: Path, what: str) -> str:
+    return (
+        f"--init_weights_path {path}: already exists and {what}, and nothing is overwritten; choose another name, leave out "
+        "--save_init_weights to start from it, or add --overwrite"
+    )
+
+
+def check(
+    path: Path, architecture: dict, *, option: str = "--init_weights_path", fewer_layers: bool = False
+) -> None:
+    """Raise UserError unless the file is whole and holds exactly this architecture's tensors, with finite numbers.
+
+    With `fewer_layers` the model was cut, and a foreign file may hold the layers that were left out.
+    """
+    where = f"{option} {path}"
+    if path.suffix not in (".safetensors", ".pt") and not path.name.endswith(INDEX):
+        raise UserError(f"{where}: the name must end in .safetensors, {INDEX} or .pt")
+    if not os.path.exists(path):
+        raise UserError(f"{where}: no such file; run train_ddp.py with --save_init_weights first")
+    contents = weight_files.read(path, where, checksums=True)
+    _check_names_and_shapes(contents, where, architecture, fewer_layers)
+    about = contents.about
+    if about is not None:
+        other = _other_key(about.architecture, architecture)
+        if other is not None:
+            raise UserError(
+                f"{where}: written for {printable(other, 80)} = {printable(about.architecture.get(other), 80)}, the model has "
+                f"{architecture.get(other)}; use the model it was written with, or {_ANOTHER}"
+            )
+    for name in parameter_shapes(architecture):
+        values = contents.tensors[name].float32()
+        _require_finite(values, f"{where}: tensor {name}")
+        if about is not None and hashlib.sha256(values.data).hexdigest() != about.sha256[name]:
+            raise UserError(
+                f"{where}: tensor {name} is damaged (its checksum does not match); {weight_files.DAMAGED}"
+            )
+    _check_tied_head(contents, where, architecture)
+
+
+def load(path: Path, model: "torch.nn.Module") -> dict[str, str]:
+    """Copy the file's tensors into an unsharded `model`, in float32, and return their checksums.
+
+    Call `check` first. Reads tensor by tensor from a memory map.
+    """
+    import torch
+
+    contents = weight_files.read(path, str(path))
+    sums = {} if contents.about is None else contents.about.sha256
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            values = contents.tensors[name].float32()
+            parameter.copy_(torch.from_numpy(values))
+            if contents.about is None:
+                sums[name] = hashlib.sha256(values.data).hexdigest()
+    return sums
+
+
+def _check_names_and_shapes(contents: Contents, where: str, architecture: dict, fewer_layers: bool) -> None:
+    expected, found = parameter_shapes(architecture), contents.tensors
+    remedy = f"use the --model_name and --num_layers it was written with, or {_ANOTHER}"
+    for name, shape in expected.items():
+        if name not in found:
+            raise UserError(f"{where}: tensor {name} is missing; {remedy}")
+        if found[name].shape != shape:
+            raise UserError(
+                f"{where}: tensor {name} has shape {found[name].shape}, the model needs {shape}; {remedy}"
+            )
+        if found[name].dtype not in (FLOATS if contents.about is None else ("F32",)):
+            least = "float32, bfloat16 or float16" if contents.about is None else "float32"
+            raise UserError(
+                f"{where}: tensor {name} is {found[name].dtype}, initial weights are {least}; {_ANOTHER}"
+            )
+    depth = architecture["num_hidden_layers"]
+    for name in sorted(found.keys() - expected.keys()):
+        if contents.about is None and _may_be_left_out(name, depth, architecture, fewer_layers):
+            continue
+        hint = (
+            "; add --num_layers to leave layers out"
+            if contents.about is None and modules.layer_of(name) >= depth
+            else ""
+        )
+        raise UserError(f"{where}: tensor {printable(name, 200)} is not part of the model{hint}; {remedy}")
+    if contents.about is not None and contents.about.sha256.keys() != found.keys():
+        name = min(contents.about.sha256.keys() ^ found.keys())
+        what = "is damaged (it and its checksum are not both there)"
+        raise UserError(f"{where}: tensor {printable(name, 200)} {what}; {weight_files.DAMAGED}")
+
+
+def _may_be_left_out(name: str, depth: int, architecture: dict, fewer_layers: bool) -> bool:
+    """Whether a foreign file may hold this tensor: a layer that was cut, the head of a tied model, or the rotary table."""
+    tied_head = name == _HEAD and architecture.get("tie_word_embeddings", False)
+    return (
+        tied_head
+        or name.endswith(".rotary_emb.inv_freq")
+        or (fewer_layers and modules.layer_of(name) >= depth)
+    )
+
+
+def _check_tied_head(contents: Contents, where: str, architecture: dict) -> None:
+    """If the file holds a head and the model ties it, the head must be equal to the embedding."""
+    import numpy as np
+
+    if _HEAD not in contents.tensors or not architecture.get("tie_word_embeddings", False):
+        return
+    head, embedding = contents.tensors[_HEAD], contents.tensors[_EMBEDDING]
+    if (
+        head.shape != embedding.shape
+        or head.dtype not in FLOATS
+        or not np.array_equal(head.float32(), embedding.float32())
+    ):
+        raise UserError(
+            f"{where}: {_HEAD} is not {_EMBEDDING}, and the model has one for both (tie_word_embeddings); set "
+            "tie_word_embeddings to false in config.json, or use the model it was written with"
+        )
+
+
+def _require_finite(values: "np.ndarray", what: str) -> None:
+    import numpy as np
+
+    flat = values.reshape(-1)
+    for begin in range(0, flat.size, _PIECE):
+        if not np.isfinite(flat[begin : begin + _PIECE]).all():
+            raise UserError(
+                f"{what} holds a NaN or an infinity; training cannot start from it, give other weights"
+            )
+
+
+def _other_key(one: dict, other: dict) -> str | None:
+    """The first key in which two architectures differ. As in JSON, true is not 1, but 1.0 is."""
+    return next(
+        (key for key in sorted(one.keys() | other.keys()) if not _same(one.get(key), other.get(key))), None
+    )
+
+
+def _same(a: object, b: object) -> bool:
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return isinstance(a, bool) == isinstance(b, bool) and a == b

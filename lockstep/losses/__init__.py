@@ -1,0 +1,1 @@
+"""The verdict on loss curves: tolerance, comparison, figure."""

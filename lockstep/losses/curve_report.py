@@ -1,0 +1,178 @@
+"""The report of a comparison of loss curves: statistics, verdict and figure."""
+
+from pathlib import Path
+
+from lockstep.errors import printable
+from lockstep.files import FIGURE, write_atomically
+from lockstep.losses.curves import (
+    DERIVED_STEPS,
+    FAIL,
+    NOT_JUDGED,
+    PASS,
+    CurveVerdict,
+    Tolerance,
+)
+from lockstep.losses.folder import Judged
+from lockstep.strategies import BASELINE, color_of
+from lockstep.training.contract import KNOWN_DIFFERENCES
+from lockstep.training.history import History
+
+_WIDE, _RULE = "=" * 60, "-" * 60
+
+
+def statistics(histories: dict[str, History]) -> str:
+    """Initial, final, smallest and mean loss of each run."""
+    lines = [_WIDE, "LOSS CURVE STATISTICS", _WIDE]
+    for history in histories.values():
+        losses = [step["loss"] for step in history.steps]
+        lines += [
+            "",
+            f"{history.run['label']}:",
+            f"  Initial loss: {losses[0]:.6f}",
+            f"  Final loss:   {losses[-1]:.6f}",
+            f"  Min loss:     {min(losses):.6f}",
+            f"  Mean loss:    {sum(losses) / len(losses):.6f}",
+        ]
+    return "\n".join(lines)
+
+
+def verdict_block(judged: Judged) -> str:
+    """What was trained, and the verdict on loss and gradient norm of each strategy, with the tolerances."""
+    run, tolerance = judged.histories[BASELINE].run, judged.tolerated
+    versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
+    lines = ["", _RULE, f"{_title(run)}, {run['num_steps']} steps; {printable(versions, 300)}"]
+    lines += ["Differences from DDP baseline: tolerances in brackets (docs/precision.md)"]
+    for verdict in judged.verdicts.values():
+        lines += [
+            "",
+            f"{verdict.label}: {verdict.outcome}",
+            f"  loss       {_word(verdict, verdict.red_loss_step)}  "
+            f"first {abs(verdict.first_diff):.1e} (<= {tolerance.first:.1e})  "
+            f"max {verdict.max_abs_diff:.1e} (<= {tolerance.maximum:.1e}) at step {verdict.worst_step}  "
+            f"mean {verdict.mean_abs_diff:.1e} (<= {tolerance.mean:.1e})  "
+            f"final {abs(verdict.final_diff):.1e}",
+            f"  grad norm  {_word(verdict, verdict.red_grad_norm_step)}  "
+            f"max relative {verdict.max_grad_norm_diff:.1e} (<= {max(tolerance.grad_norm):.1e}) "
+            f"at step {verdict.worst_grad_norm_step}",
+            *(f"  {line}" for line in reasons(verdict)),
+        ]
+    return "\n".join([*lines, *(line for note in notes(judged) for line in ("", note))])
+
+
+def reasons(verdict: CurveVerdict) -> list[str]:
+    """Why a run fails, one line for each reason."""
+    red = (("loss", verdict.red_loss_step), ("grad norm", verdict.red_grad_norm_step))
+    lines = [
+        f"{what} too far from step {step} on"
+        for what, step in red
+        if step is not None and step <= verdict.certain
+    ]
+    return [*lines, *(f"FAIL  {printable(problem, 400)}" for problem in verdict.problems)]
+
+
+def notes(judged: Judged) -> list[str]:
+    """Notes on the verdict as a whole."""
+    lines = [f"Not judged: {judged.tolerated.doubt}"] if judged.tolerated.doubt else []
+    longest = max(len(history.steps) for history in judged.histories.values())
+    if longest > DERIVED_STEPS and judged.control is None:
+        drift = f"in {longest}, correct runs may drift further"
+        lines.append(f"Note: the tolerances are derived for {DERIVED_STEPS} steps; {drift}.")
+    contracts = {
+        history.run["label"]: history.contract for history in judged.histories.values() if history.contract
+    }
+    for key in KNOWN_DIFFERENCES:
+        values = {label: contract.get(key) for label, contract in contracts.items()}
+        if len({str(value) for value in values.values()}) > 1:
+            lines.append(f"Note: {key} differs by strategy ({printable(values, 400)}); see docs/findings.md.")
+    return lines
+
+
+def _word(verdict: CurveVerdict, red: int | None) -> str:
+    if red is not None and red <= verdict.certain:
+        return FAIL
+    return NOT_JUDGED if verdict.doubt else PASS
+
+
+def _title(run: dict) -> str:
+    """What was trained, in one line that is safe on a terminal."""
+    config = run["config"]
+    return (
+        f"{printable(config['model_name'], 60)}, {run['architecture']['num_hidden_layers']} layers, "
+        f"{config['precision']}, learning rate {config['learning_rate']:g}"
+    )
+
+
+def _drawable(text: str) -> str:
+    """Text that matplotlib shows unchanged: no formulas between dollars, no characters that its font lacks."""
+    return text.encode("ascii", "backslashreplace").decode().replace("$", r"\$")
+
+
+# a log axis has no zero: exact agreement is drawn at the bottom, one float64 ulp of a loss between 4 and 8
+LOWEST = 2.0**-50
+
+
+def _gaps(baseline: History, other: History) -> list[float]:
+    pairs = zip(baseline.steps, other.steps, strict=False)
+    return [max(abs(theirs["loss"] - mine["loss"]), LOWEST) for mine, theirs in pairs]
+
+
+def draw(
+    histories: dict[str, History], control: History | None, tolerance: Tolerance | None, path: Path
+) -> None:
+    """Two panels: the loss curves; the absolute difference from DDP on a log axis, with the tolerance.
+
+    A control run's difference is drawn as the noise floor.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    figure, (top, bottom) = pyplot.subplots(
+        2, 1, figsize=(8, 7), sharex=True, height_ratios=(3, 2), layout=ConstrainedLayoutEngine(h_pad=0.1)
+    )
+    widths = [
+        max(0.8, 3.5 - 1.3 * number) for number in range(len(histories))
+    ]  # thinner on top: curves that agree stay visible
+    for width, (name, history) in zip(widths, histories.items(), strict=True):
+        steps = [step["step"] for step in history.steps]
+        losses = [step["loss"] for step in history.steps]
+        top.plot(steps, losses, color=color_of(name), linewidth=width, label=_drawable(history.run["label"]))
+        if name != BASELINE and BASELINE in histories:
+            gaps = _gaps(histories[BASELINE], history)
+            bottom.plot(steps[: len(gaps)], gaps, ".", markersize=4, color=color_of(name))
+    if control is not None and BASELINE in histories:
+        lowest = bottom.dataLim.y0 if bottom.lines else LOWEST
+        gaps = [max(gap, lowest) for gap in _gaps(histories[BASELINE], control)]
+        label = "noise floor: DDP, weights perturbed by one ulp"
+        bottom.fill_between(
+            range(1, len(gaps) + 1), lowest, gaps, color="0.85", step="mid", label=label, zorder=0
+        )
+    top.set_ylabel("loss, mean over DP ranks (nats)")
+    top.set_title(_drawable(_title(next(iter(histories.values())).run)))
+    if tolerance is not None:
+        bottom.plot(
+            range(1, len(tolerance.loss) + 1),
+            tolerance.loss,
+            color="tab:red",
+            linestyle="--",
+            label=f"tolerated: up to {tolerance.maximum:.1e}",
+        )
+        bottom.axhline(
+            tolerance.mean,
+            color="tab:red",
+            linestyle=":",
+            label=f"tolerated in the mean: {tolerance.mean:.1e}",
+        )
+    bottom.set_yscale("log")
+    bottom.set_ylabel("|loss - DDP's loss| (nats)")
+    bottom.set_xlabel("step")
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)  # beside the panels: it hides nothing
+    for axes in (top, bottom):
+        axes.grid(alpha=0.3)
+    about = {"Creator": FIGURE.decode()}
+    write_atomically(
+        path, lambda temporary: figure.savefig(temporary, dpi=120, format=path.suffix[1:], metadata=about)
+    )
+    pyplot.close(figure)

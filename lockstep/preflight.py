@@ -1,0 +1,99 @@
+"""The checks of a configuration before its run: the model, the weights, the corpus, the folders, memory.
+
+They run where a run is started, before its workers, and need no GPU and no cluster.
+"""
+
+from pathlib import Path
+
+from lockstep import files, memory, origin, strategies
+from lockstep.config import Config
+from lockstep.errors import UserError
+from lockstep.inputs import architectures, data, texts, tokenizer
+from lockstep.resources import launched_in_place, workers_here
+from lockstep.training import history, initial_weights
+
+
+def shadowed(config: Config) -> list[str]:
+    """One line for each built-in name that is also a name in the current folder: the built-in one is used."""
+    pairs = (
+        ("model_name", config.model_name, architectures.BUILT_IN),
+        ("dataset_name", config.dataset_name, (texts.BUILT_IN_CORPUS,)),
+    )
+    return [
+        f"--{option} {name}: the built-in one is used; write ./{name} for the one in this folder"
+        for option, name, built_in in pairs
+        if name in built_in and Path(name).exists()
+    ]
+
+
+def emulated(config: Config) -> list[str]:
+    """One line if this processor has to emulate the run's precision."""
+    if config.precision == "fp32" or config.device != "cpu" or origin.has_bfloat16():
+        return []
+    return [
+        f"--precision {config.precision}: this processor has no bfloat16 instructions and emulates them, several times slower than fp32"
+    ]
+
+
+def load_inputs(config: Config) -> data.Inputs:
+    """Check everything that the configuration names, and load the corpus. Raises UserError.
+
+    Called where the run is started, so that usage errors are found there. Ray's workers get the result.
+    """
+    architecture, source = architectures.resolve(config.model_name, config.num_layers)
+    problem = architectures.tensor_parallel_problem(architecture, config.tp_size)
+    if problem:
+        raise UserError(problem)
+    if not architectures.is_built_in(source):
+        from lockstep.tensors import model_check  # imports torch
+
+        model_check.try_out(architecture, architectures.find(config.model_name)[0], config.model_name)
+    longest = architecture["max_position_embeddings"]
+    if config.seq_length > longest:
+        raise UserError(
+            f"--seq_length {config.seq_length}: {config.model_name} has positions for {longest} tokens; lower it"
+        )
+    windows_per_step = config.dp_size * config.batch_size * config.gradient_accumulation_steps
+    corpus = data.load_corpus(
+        config.dataset_name,
+        tokenizer.build_tokenizer(config.model_name, architecture),
+        seq_length=config.seq_length,
+        windows_per_step=windows_per_step,
+        cache_folder=config.data_cache_dir,
+    )
+    batches = data.Batches(
+        corpus, config.seed, config.dp_size, config.batch_size, config.gradient_accumulation_steps
+    )
+    return data.Inputs(
+        architecture, source, batches, config.debug_steps or config.num_epochs * batches.steps_per_epoch
+    )
+
+
+def check_environment(config: Config, architecture: dict) -> None:
+    """Check the weights file, the folders and the tools that a run needs, where it is started. Raises UserError.
+
+    A dry run leaves no folder behind.
+    """
+    if config.row.requires:
+        strategies.load(config.row.requires)(config)
+    initial_weights.check(config, architecture)
+    for run in [config, config.of_control()] if config.control else [config]:  # an older run's is replaced
+        files.require_ours(run.history_path, "--loss_output_dir", history.BEGINS)
+    if config.capture_dir is not None:
+        files.require_new_folder(config.capture_folder, "--capture_dir", overwrite=config.overwrite)
+    if config.experiment_name is not None and (config.storage_path / config.experiment_name).exists():
+        raise UserError(
+            f"--experiment_name {config.experiment_name}: already used under {config.storage_path}; choose a new name"
+        )
+    if config.history_path.is_dir():
+        raise UserError(
+            f"--loss_output_dir: {config.history_path} is a folder; remove it, or choose another folder"
+        )
+    written = (("--loss_output_dir", config.loss_output_dir), ("--capture_dir", config.capture_dir))
+    for option, folder in written:
+        if folder is not None:
+            files.require_writable_folder(folder, option, keep=not config.dry_run)
+    if not launched_in_place():  # Ray makes it, and it may stay empty
+        files.require_writable_folder(config.storage_path, "--storage_path", keep=False)
+    workers = workers_here(config.num_workers) if launched_in_place() else config.num_workers
+    memory.require(config, architecture, workers)  # last: it imports torch

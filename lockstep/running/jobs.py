@@ -1,0 +1,253 @@
+"""Many runs with one start of the workers: that start takes ten seconds, a step of a tiny model a tenth of one.
+
+    python -m lockstep.running.jobs JOBS.json
+
+JOBS.json holds groups, {"num_ranks", "jobs"}, which run one after the other. The jobs of a group share its ranks
+(lockstep/running/ranks.py), or one process outside any launcher if num_ranks is null. A job is {"strategy", "arguments", "fault"}: a
+strategy, its flags, and the name of a fault to plant or null. The strategy "reference" is lockstep.tensors.exact_run with the flags of
+train_ddp.py; with "replays", a list of folders, it replays those dumps, too. `start` and the functions below it start such a file.
+"""
+
+if __name__ == "__main__":
+    from lockstep import startup
+
+    startup.begin()  # first: from now on Ctrl-C and a missing package are one line each
+
+import functools
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Annotated, TextIO
+
+from pydantic import Field
+
+from lockstep import config as config_module
+from lockstep import preflight, resources, startup, strategies
+from lockstep.config import Config
+from lockstep.errors import TrainingFailure, UserError, first_line, run_program
+from lockstep.files import read_json
+from lockstep.running import processes, progress, ranks
+from lockstep.running.device import training_device
+from lockstep.schemas import Name, Strict, validate
+from lockstep.strategies import BASELINE
+
+NAME = "lockstep.running.jobs"
+REFERENCE = "reference"
+
+
+class Job(Strict):
+    """One entry of JOBS.json."""
+
+    strategy: Name  # as on a command line; or "reference"
+    arguments: list[str]
+    fault: Name | None = None
+    replays: list[str] = []
+
+
+class Group(Strict):
+    """Jobs that share a start of the ranks."""
+
+    num_ranks: Annotated[int, Field(ge=1)] | None
+    jobs: list[Job]
+
+
+class Groups(Strict):
+    """The list in JOBS.json."""
+
+    groups: list[Group]
+
+
+class JobFailed(TrainingFailure):
+    """A job has failed; `exit_code` is its rank's."""
+
+    def __init__(self, message: str, status: int):
+        super().__init__(message)
+        self.exit_code = status if status in (1, 2, 3) else 1
+
+
+def start_groups(
+    groups: list[tuple[int | None, list[dict]]], folder: Path, *, patience: float = 1800, shown: bool = False
+) -> tuple[list[float], int]:
+    """Run the jobs of (number of ranks, jobs), group after group, until one fails.
+
+    Returns the seconds of each finished job, and the exit status. If a job failed, or took more than `patience` seconds, there are fewer
+    seconds than jobs. FOLDER/log.txt has the output of the ranks; their progress is shown, if `shown`.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path, done = folder / "jobs.json", folder / "done.txt"
+    path.write_text(
+        json.dumps([{"num_ranks": number, "jobs": jobs} for number, jobs in groups]), encoding="utf-8"
+    )
+    done.write_text("")
+    environment = {**processes.environment(), "OMP_NUM_THREADS": "1"}
+    with (
+        open(folder / "log.txt", "w", encoding="utf-8") as log,
+        open(folder / "log.txt", encoding="utf-8", errors="replace") as said,
+    ):
+        with startup.cleaning_up():
+            process = processes.start(
+                [sys.executable, "-m", NAME, str(path)],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+            try:
+                while process.poll() is None and time.time() - done.stat().st_mtime < patience:
+                    time.sleep(0.1)
+                    _show(said, shown)
+            finally:
+                processes.end(process)
+        _show(said, shown)
+    return [float(line) for line in done.read_text().splitlines()], process.returncode
+
+
+def _show(said: TextIO, shown: bool) -> None:
+    """Show the marked lines among the new ones of a log."""
+    for line in said if shown else ():
+        progress.screen.take(line)
+
+
+def start(num_ranks: int | None, jobs: list[dict], folder: Path, *, patience: float = 1800) -> list[float]:
+    """`start_groups` of one group; returns the seconds of each finished job."""
+    return start_groups([(num_ranks, jobs)], folder, patience=patience)[0]
+
+
+def start_all(num_ranks: int | None, jobs: list[dict], folder: Path) -> None:
+    """Like `start`. Raises JobFailed, with the reason, if a job failed."""
+    start_all_groups([(num_ranks, jobs)], folder)
+
+
+def start_all_groups(
+    groups: list[tuple[int | None, list[dict]]], folder: Path, *, shown: bool = False
+) -> None:
+    """Like `start_groups`. Raises JobFailed, with the reason, if a job failed."""
+    seconds, status = start_groups(groups, folder, shown=shown)
+    jobs = [job for _, group in groups for job in group]
+    if len(seconds) < len(jobs):
+        failed = f"job {len(seconds) + 1} of {len(jobs)}, {jobs[len(seconds)]['strategy']}, failed"
+        raise JobFailed(f"{failed}: {why(folder, status)}; all it said is in {folder / 'log.txt'}", status)
+
+
+def why(folder: Path, status: int = 1) -> str:
+    """Why the first unfinished job of a folder failed, in one line."""
+    return processes.failure(NAME, status, (folder / "log.txt").read_text(encoding="utf-8", errors="replace"))
+
+
+def configured(job: Job) -> Config:
+    """The configuration of a job, as one of the ranks of this group."""
+    return config_module.parse_config(BASELINE if job.strategy == REFERENCE else job.strategy, job.arguments)
+
+
+def run(job: Job) -> None:
+    """Run one job in this process, as one rank of the process group."""
+    import torch
+
+    from lockstep import faults
+    from lockstep.tensors import exact_run as reference
+    from lockstep.training import loop as training
+    from lockstep.training.strategy import factory_of
+
+    config = configured(job)
+    inputs = preflight.load_inputs(config)
+    if job.strategy == REFERENCE:
+        torch.set_num_threads(os.cpu_count() or 1)
+        line = reference.run(config, inputs, also=[Path(folder) for folder in job.replays])
+    else:
+        device = training_device(config)
+        with faults.planted(job.fault, config, inputs, factory_of(config.row)) as make:
+            line = training.run_with_control(config, inputs, make, device)
+    if os.environ.get("RANK", "0") == "0":
+        progress.screen.note(line)
+
+
+def read(path: Path) -> list[Group]:
+    """The groups of a file. Raises UserError if it holds no jobs, or names an unknown strategy or fault."""
+    from lockstep.faults import CATALOGUE
+
+    groups = validate(Groups, {"groups": read_json(path)}, path, "see lockstep/running/jobs.py").groups
+    faults = [job.fault for group in groups for job in group.jobs]
+    for job in (job for group in groups for job in group.jobs if job.strategy != REFERENCE):
+        strategies.row_of(job.strategy)
+    unknown = next((fault for fault in faults if fault is not None and fault not in CATALOGUE), None)
+    if unknown:
+        raise UserError(f"{path}: there is no fault {unknown}; see run_faults.py --list")
+    return groups
+
+
+def preload(groups: list[Group]) -> None:
+    """Import what the ranks need, unless they use GPUs: importing a library may initialise CUDA."""
+    jobs = [job for group in groups for job in group.jobs]
+    if (
+        any(word == "cuda" or word == "--device=cuda" for job in jobs for word in job.arguments)
+        or resources.local_gpus()
+    ):
+        return
+    import transformers.modeling_utils  # noqa: F401
+
+    from lockstep.tensors import exact_run  # noqa: F401
+    from lockstep.training import loop  # noqa: F401
+    from lockstep.training.strategy import factory_of
+
+    for strategy in {job.strategy for job in jobs} - {REFERENCE}:
+        factory_of(strategies.row_of(strategy))
+
+
+def run_group(jobs: list[Job], done: Path, listener: socket.socket | None) -> int:
+    """Run the jobs of a group as one of its ranks. `listener` is None outside any launcher."""
+    import torch.distributed as dist
+
+    from lockstep.collective import init_alone
+
+    progress.relay()
+    if listener is None:
+        init_alone()
+    else:
+        ranks.join(listener, configured(jobs[0]).backend)
+    for job in jobs:
+        begin = time.perf_counter()
+        try:
+            run(job)
+        except (UserError, TrainingFailure):
+            raise
+        except Exception as error:
+            traceback.print_exc()
+            raise TrainingFailure(
+                f"rank {dist.get_rank()} failed: {type(error).__name__}: {first_line(error)}"
+            ) from error
+        dist.barrier()
+        if dist.get_rank() == 0:
+            with open(done, "a") as file:
+                file.write(f"{time.perf_counter() - begin:.2f}\n")
+    return 0
+
+
+def main() -> int:
+    if len(sys.argv) != 2:
+        raise UserError("give one file of jobs")
+    path = Path(sys.argv[1])
+    groups = read(path)
+    preload(groups)
+    for group in groups:
+        status = ranks.fork(
+            group.num_ranks or 1, functools.partial(_rank, group, path.with_name("done.txt")), NAME
+        )
+        if status:
+            return status
+    return 0
+
+
+def _rank(group: Group, done: Path, listener: socket.socket) -> int:
+    if group.num_ranks is None:
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            del os.environ[name]
+    return run_program(NAME, lambda: run_group(group.jobs, done, listener if group.num_ranks else None))
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_program(NAME, main))

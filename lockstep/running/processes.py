@@ -1,0 +1,60 @@
+"""Child processes that end with this one, and the reason why one failed."""
+
+import ctypes
+import os
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import printable
+
+ROOT = Path(__file__).parents[2]
+PATIENCE = 30  # seconds for a program to end
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)
+
+
+def environment() -> dict[str, str]:
+    """This process's environment with one thread per rank. Modules are found from any folder, but not in that folder."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
+
+
+def start(command: list[str], **options: Any) -> subprocess.Popen:
+    """Start a program that ends with this one, even if this one is killed. Ctrl-C reaches this one only."""
+    return subprocess.Popen(command, start_new_session=True, preexec_fn=end_with_parent, **options)
+
+
+def end_with_parent(by: int = signal.SIGTERM) -> None:
+    """Let the kernel send this process a signal when its parent ends. Linux only."""
+    _libc.prctl(_PR_SET_PDEATHSIG, by)
+
+
+def end(process: subprocess.Popen) -> None:
+    """End a process that `start` started; its ranks end with it."""
+    process.terminate()
+    try:
+        process.wait(PATIENCE)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def killed_by(number: int) -> str:
+    """ "killed by SIGTERM", with what it may mean."""
+    return f"killed by {signal.Signals(number).name}" + (
+        " (the machine may be short of memory)" if number == signal.SIGKILL else ""
+    )
+
+
+def failure(program: str, status: int, log: str) -> str:
+    """Why a program failed, in one line, from its exit status and its output."""
+    said = [line.removeprefix(f"{program}: ") for line in log.splitlines() if line.startswith(f"{program}: ")]
+    if said:
+        first = min(range(len(said)), key=lambda index: ("closed by peer" in said[index], index))
+        return printable(said[first])
+    if status < 0:
+        return killed_by(-status)
+    last = next((line for line in reversed(log.splitlines()) if line.strip()), "no output")
+    return printable(f"exit status {status}: {last.strip()}", 300)

@@ -1,0 +1,174 @@
+"""The registry: one row per strategy, with everything that others may ask about it. No other file compares a strategy's name.
+
+A user's own strategy is a row made on the spot, from `path/to/file.py:Class`.
+"""
+
+import hashlib
+import importlib
+import importlib.util
+import re
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from lockstep.errors import UserError, first_line
+from lockstep.mesh import AXES, Mesh
+
+BASELINE = "ddp"  # what the others are held against; it writes the initial weights
+TORCH_HANDLES = "lockstep.faults.torch_handles:TorchHandles"
+FURTHER_COLORS = ("tab:green", "tab:purple", "tab:brown", "tab:pink", "tab:olive", "tab:cyan")
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is known about a strategy."""
+
+    name: str  # on the command line, in file names
+    label: str  # to people
+    color: str  # in figures
+    axes: tuple[str, ...]  # the mesh axes that it can use
+    factory: str  # "module:Class" or "/path/to/file.py:Class"; imported when it is built
+    handles: str = TORCH_HANDLES  # what planted faults take hold of
+    program: str = "python -m lockstep.train"  # what starts it
+    whole_replicas: bool = False  # every rank holds all weights, gradients and moments
+    # Under autocast with tensor parallelism, a float32 bias is added to a bfloat16 product, and the sum is not rounded again. This is
+    # by design and no reason to refuse a comparison (docs/findings.md).
+    float32_biases_under_autocast: bool = False
+    ranks_share_gpus: bool = True  # over gloo, several ranks may use one GPU
+    library: str = ""  # a package beyond torch that it runs on; histories and dumps record its version
+    requires: str = ""  # "module:function" that is called with a configuration and raises UserError if something is missing
+
+    @property
+    def is_baseline(self) -> bool:
+        return self.name == BASELINE
+
+    @property
+    def place(self) -> str:
+        """Its name on a command line, valid in any folder."""
+        return self.name if self.name in ROWS else self.factory
+
+    def largest(self, mesh: Mesh) -> Mesh:
+        """The given mesh without the axes that the strategy cannot use."""
+        return Mesh(**{axis: size for axis, size in mesh.sizes.items() if axis in self.axes})
+
+
+ROWS = {
+    row.name: row
+    for row in (
+        Row(
+            name=BASELINE,
+            label="DDP",
+            color="black",
+            axes=("dp",),
+            factory="ddp_strategy:DDPStrategy",
+            handles="lockstep.faults.torch_handles:DDPHandles",
+            program="train_ddp.py",
+            whole_replicas=True,
+        ),
+        Row(
+            name="deepspeed",
+            label="DeepSpeed AutoTP",
+            color="tab:orange",
+            axes=("dp", "tp"),
+            factory="autotp_strategy:AutoTPStrategy",
+            handles="lockstep.deepspeed.handles:AutoTPHandles",
+            program="train_deepspeed.py",
+            float32_biases_under_autocast=True,
+            ranks_share_gpus=False,
+            library="deepspeed",
+            requires="lockstep.deepspeed.build:require",
+        ),
+        Row(
+            name="fsdp",
+            label="FSDP+DTensor",
+            color="tab:blue",
+            axes=("dp", "tp"),
+            factory="fsdp_strategy:FSDPStrategy",
+            handles="lockstep.faults.torch_handles:FSDPHandles",
+            program="train_fsdp.py",
+        ),
+    )
+}
+
+
+def row_of(name: str) -> Row:
+    """The row of a registered name, or of a user's `path/to/file.py:Class`. Raises UserError for anything else.
+
+    The class may have the attributes `label` (default: its name), `axes` (dp and tp) and `handles` (TORCH_HANDLES).
+    """
+    if name in ROWS:
+        return ROWS[name]
+    path, separator, class_name = name.rpartition(":")
+    if not separator or not path.endswith(".py"):
+        raise UserError(
+            f"there is no strategy {name}; choose from {', '.join(ROWS)}, or give your own as path/to/file.py:Class"
+        )
+    factory = f"{Path(path).expanduser().absolute()}:{class_name}"
+    own = load(factory)
+    return Row(
+        name=re.sub(r"\W", "_", class_name).lower(),
+        label=getattr(own, "label", class_name),
+        color=color_of(class_name),
+        axes=tuple(getattr(own, "axes", ("dp", "tp"))),
+        factory=factory,
+        handles=getattr(own, "handles", TORCH_HANDLES),
+    )
+
+
+def recorded(name: str) -> Row:
+    """The row of a recorded strategy. The file of a user's own may be gone; then the row has what follows from its name."""
+    if name in ROWS or ":" in name:
+        return row_of(name)
+    return Row(name=name, label=name, color=color_of(name), axes=tuple(AXES), factory="")
+
+
+def color_of(name: str) -> str:
+    """The colour of a run in figures: its strategy's, or one that is chosen by its name."""
+    number = int(hashlib.sha256(name.encode()).hexdigest(), 16)
+    return ROWS[name].color if name in ROWS else FURTHER_COLORS[number % len(FURTHER_COLORS)]
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """Names of runs: the baseline first, then in the registry's order, then by name."""
+    order = list(ROWS)
+    return sorted(names, key=lambda name: (order.index(name) if name in ROWS else len(order), name))
+
+
+def others() -> list[str]:
+    """The registered strategies that are held against the baseline."""
+    return [name for name in ROWS if name != BASELINE]
+
+
+def load(place: str) -> Any:
+    """What "module:Name" or "/path/to/file.py:Name" names. Raises UserError if it is not there."""
+    module_name, _, name = place.rpartition(":")
+    try:
+        module = (
+            _import_file(Path(module_name))
+            if module_name.endswith(".py")
+            else importlib.import_module(module_name)
+        )
+    except (OSError, SyntaxError, ImportError) as error:
+        raise UserError(f"{module_name}: cannot be imported ({first_line(error)})") from error
+    if not hasattr(module, name):
+        raise UserError(f"{module_name} has no {name}; name the class of the strategy")
+    return getattr(module, name)
+
+
+def _import_file(path: Path) -> ModuleType:
+    """A user's file as a module, under a name that processes started later can import again."""
+    name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec and spec.loader, "a name that ends in .py has a loader"
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]

@@ -1,0 +1,1 @@
+"""The verdict on tensors: capture, dump, float64 reference, comparison, report."""

@@ -1,0 +1,328 @@
+"""Capture: write what a run computes in its first steps, as full tensors, while it trains.
+
+For every captured step, in one file (lockstep/tensors/dump.py):
+
+    forward/MODULE           the output of every module (MODULE.1 for the second tensor of a tuple)
+    forward/MODULE.input     its input, unless that is the output of another module (lockstep/tensors/layout.py)
+    backward/...             the gradient of the loss with respect to each of these
+    gradient/PARAMETER       before clipping
+    exp_avg/PARAMETER  exp_avg_sq/PARAMETER  parameter/PARAMETER      after the update
+    batch/input_ids  batch/labels          what the model was really called with
+
+The loss is the mean over the global batch, so the gradients that a DP rank computes for its own share are divided by dp_size. Rows
+(dim 0) are the global batch: DP rank by DP rank, micro batch by micro batch. Hooks exist only during captured steps.
+"""
+
+import contextlib
+import functools
+import math
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from lockstep.collective import gather_objects, stop_together
+from lockstep.errors import first_line
+from lockstep.files import why_not_written
+from lockstep.inputs import modules
+from lockstep.mesh import share
+from lockstep.tensors import manifest, step_file
+from lockstep.tensors.layout import (
+    BATCH,
+    KINDS,
+    NOT_WATCHED,
+    SEQUENCE,
+    layout_of,
+    named_outputs,
+)
+
+if TYPE_CHECKING:
+    from lockstep.config import Config
+
+Given = ParamSpec("Given")
+Returned = TypeVar("Returned")
+
+
+class Captured(Protocol):
+    """What a capture needs of a strategy; see lockstep/training/strategy.py."""
+
+    @property
+    def model(self) -> torch.nn.Module: ...
+
+    def held(self, kind: str) -> Iterator[tuple[str, torch.Tensor, tuple[int, ...], tuple[int, ...]]]: ...
+
+
+class Capture:
+    """One rank's capture. `begin`, `gradients` and `end` are collective, once per captured step.
+
+    Raises TrainingFailure on every rank if a part has no place in its full tensor, a tensor was only partly written, or the disk is
+    full.
+    """
+
+    writer: step_file.StepWriter  # of the step that is being captured
+    path: Path
+
+    def __init__(self, config: "Config", model: torch.nn.Module, provenance: dict):
+        self.config, self.mesh, self.rank = config, config.mesh, dist.get_rank()
+        here = self.mesh.coordinates(self.rank)
+        self.dp_rank, self.tp_rank = here.dp, here.tp
+        self.folder = config.capture_folder
+        self.layout = layout_of(provenance["architecture"], config.attn_impl)
+        self.num_tensors = 2 * len(self.layout.outputs) + len(KINDS) * len(self.layout.parameters) + 2
+        run = {key: value for key, value in provenance.items() if key != "origin"}
+        self.manifest: dict[str, Any] = {"origin": provenance["origin"], "run": run, "steps": {}}
+        self.writers: dict[str, bool] = {}
+        self.unfinished: Path | None = None
+
+    def begin(self, strategy: Captured, step: int) -> None:
+        """Before the step's first forward pass: open the file and register the hooks."""
+        self._open(strategy, step)
+        self.handles = [strategy.model.register_forward_pre_hook(self._see_batch, with_kwargs=True)]
+        modules = dict(strategy.model.named_modules())
+        for name in self.layout.inputs.keys() & modules.keys():
+            self.handles.append(
+                modules[name].register_forward_pre_hook(
+                    functools.partial(self._see_inputs, name), with_kwargs=True
+                )
+            )
+        for name, module in modules.items():
+            if name not in NOT_WATCHED:
+                self.handles.append(module.register_forward_hook(functools.partial(self._see_outputs, name)))
+
+    def _open(self, strategy: Captured, step: int) -> None:
+        self.strategy, self.step, self.problem = strategy, step, ""
+        self.no_room: OSError | None = None
+        self.calls: Counter[str] = Counter()
+        self.logits: list[float] = [0.0, 0.0, 0.0, 0.0]  # count, sum, sum of squares, largest
+        self.path = step_file.step_path(self.folder, step).with_suffix(".safetensors.part")
+        self.unfinished = self.path
+        if self.rank == 0:
+            self._try(step_file.StepWriter.create, self.path)
+        stop_together(self.problem)
+        writer = self._try(step_file.StepWriter, self.path, self.num_tensors)
+        stop_together(self.problem)
+        assert writer is not None, "where there is none there is a problem"
+        self.writer = writer
+        if not self.writers:
+            self.writers = self._parameter_writers()
+
+    def gradients(self) -> None:
+        """Between the backward pass and the update: write every parameter's gradient."""
+        for handle in self.handles:
+            handle.remove()
+        self._write_held("gradient")
+
+    def only_parameters(self, strategy: Captured) -> None:
+        """Write the parameters alone, as step 0."""
+        self._open(strategy, 0)
+        self._write_held("parameter")
+        self._close({})
+
+    def end(self, record: dict, *, updated: bool = True) -> None:
+        """After the update: write moments and parameters, finish the file, name the step in the manifest."""
+        for kind in KINDS[1:] if updated else ():
+            self._write_held(kind)
+        fields = ("loss", "rank_losses", "grad_norm", "learning_rate", "batch_hash", "started_from")
+        self._close({key: record[key] for key in fields if key in record})
+
+    def state_contract(self, contract: dict) -> None:
+        """Record the effective contract. Called once, by one rank, after a first step."""
+        self.manifest["contract"] = contract
+        manifest.write(self.folder, self.manifest)
+
+    def abandon(self) -> None:
+        """After a failure: remove the file of an unfinished step. It is of no use and takes room."""
+        if self.rank == 0 and self.unfinished is not None:
+            with contextlib.suppress(OSError):
+                self.unfinished.unlink(missing_ok=True)
+                self.folder.rmdir()  # if no step was finished
+
+    def _close(self, entry: dict) -> None:
+        self._try(self.writer.close)
+        if self.no_room:  # the size of the whole file is known now
+            reason = why_not_written(self.no_room, self.path, self.writer.size)
+            self.problem = f"cannot write {self.path} (capture of step {self.step}, rank {self.rank}): {reason}; free space or choose another --capture_dir"
+        parts = {name: slot.parts for name, slot in self.writer.slots.items()}
+        layout = {name: (slot.shape, slot.dtype, slot.offset) for name, slot in self.writer.slots.items()}
+        everyone = gather_objects((parts, layout, self.logits))
+        stop_together(self.problem)
+        if self.rank == 0:
+            self._try(self._finish, everyone, entry)
+        stop_together(self.problem)
+
+    def _try(
+        self, call: Callable[Given, Returned], *arguments: Given.args, **options: Given.kwargs
+    ) -> Returned | None:
+        """Call the function and keep an error for `stop_together`, because the other ranks wait in a collective."""
+        try:
+            return call(*arguments, **options)
+        except Exception as error:  # noqa: BLE001 - it is raised on every rank, by stop_together
+            if not self.problem:
+                self.problem = (
+                    f"capture of step {self.step}, rank {self.rank}: {first_line(error)} ({self.path})"
+                )
+                self.no_room = error if isinstance(error, OSError) else None
+            return None
+
+    def _see_batch(self, _model: torch.nn.Module, _inputs: object, options: dict[str, Any]) -> None:
+        micro = self.calls["batch"]
+        self.calls["batch"] += 1
+        for name in ("input_ids", "labels"):
+            self._try(self._write_placed, f"batch/{name}", options[name], (BATCH, SEQUENCE), micro)
+
+    def _see_inputs(
+        self, module: str, _module: torch.nn.Module, arguments: tuple, options: dict[str, Any]
+    ) -> None:
+        values = [*arguments, *options.values()]
+        for position, name in self.layout.inputs[module].items():
+            if position < len(values) and isinstance(values[position], torch.Tensor):
+                self._see(name, values[position])
+
+    def _see_outputs(self, module: str, _module: torch.nn.Module, _arguments: object, output: object) -> None:
+        for name, tensor in named_outputs(module, output):
+            self._see(name, tensor)
+
+    def _see(self, name: str, tensor: torch.Tensor) -> None:
+        """Write an output or input of a module, and its gradient later."""
+        if name not in self.layout.outputs:
+            self.problem = (
+                self.problem
+                or f"capture of step {self.step}, rank {self.rank}: {name} was computed, but the model has no such module"
+            )
+            return
+        micro = self.calls[name]
+        self.calls[name] += 1
+        symbols = self.layout.outputs[name]
+        if micro > 0 and symbols[0] != BATCH:
+            return  # the same for every micro batch
+        local = _local(tensor)
+        if name == modules.HEAD:
+            self._summarise(local)
+        self._try(self._write_placed, f"forward/{name}", local, symbols, micro)
+        if tensor.requires_grad and name in self.layout.backward:
+            # its place is fixed here, in the order of the forward pass, which is the same on all ranks
+            self._try(self._place, f"backward/{name}", local, symbols)
+            tensor.register_hook(functools.partial(self._see_gradient, name, micro))
+
+    def _see_gradient(self, name: str, micro: int, gradient: torch.Tensor) -> None:
+        local = _local(gradient) / self.mesh.dp
+        self._try(self._write_placed, f"backward/{name}", local, self.layout.outputs[name], micro)
+
+    def _summarise(self, logits: torch.Tensor) -> None:
+        wide = logits.double()
+        count, total, square, largest = self.logits
+        self.logits = [
+            count + wide.numel(),
+            total + float(wide.sum()),
+            square + float(wide.square().sum()),
+            max(largest, float(wide.abs().max())),
+        ]
+
+    def _write_placed(self, name: str, local: torch.Tensor, symbols: tuple, micro: int) -> None:
+        start, is_writer = self._place(name, local, symbols)
+        if symbols[0] == BATCH:
+            start[0] += micro * self.config.batch_size
+        self.writer.write(name, tuple(start), local, is_writer=is_writer)
+
+    def _place(self, name: str, local: torch.Tensor, symbols: tuple) -> tuple[list[int], bool]:
+        """(where this rank's first micro batch of an output begins in the full tensor, whether this rank writes it).
+
+        Makes the tensor's slot. Raises ValueError for a shape that is no share of the full tensor along one dim.
+        """
+        config = self.config
+        per_rank = config.batch_size * config.gradient_accumulation_steps
+        sizes = {BATCH: per_rank * config.dp_size, SEQUENCE: config.seq_length}
+        full = tuple(sizes.get(symbol, symbol) for symbol in symbols)
+        start, over_dp, over_tp = [0] * len(full), symbols[0] == BATCH, False
+        expected = [config.batch_size if over_dp else full[0], *full[1:]]
+        if over_dp:
+            start[0] = self.dp_rank * per_rank
+        for dim in range(1, len(full)):
+            if local.shape[dim] != full[dim] and not over_tp:
+                over_tp = True
+                start[dim], expected[dim] = share(full[dim], self.tp_rank, self.mesh.tp)
+        if list(local.shape) != expected:
+            raise ValueError(
+                f"{name} has shape {tuple(local.shape)}, which is no share of the full tensor {full} along one dim"
+            )
+        self.writer.slot(name, full, local.dtype)
+        return start, (over_dp or self.dp_rank == 0) and (over_tp or self.tp_rank == 0)
+
+    def _write_held(self, kind: str) -> None:
+        for name, local, full, start in self.strategy.held(kind):
+            self._try(self._write_one_held, f"{kind}/{name}", name, local, full, start)
+
+    def _write_one_held(self, key: str, name: str, local: torch.Tensor, full: tuple, start: tuple) -> None:
+        self.writer.slot(key, full, local.dtype)
+        self.writer.write(key, start, local, is_writer=self.writers[name])
+
+    def _parameter_writers(self) -> dict[str, bool]:
+        """Parameter -> whether this rank writes its part: ranks that hold the same part take turns."""
+        mine = {
+            name: (start, tuple(local.shape)) for name, local, _, start in self.strategy.held("parameter")
+        }
+        everyone = gather_objects(mine)
+        writes = {}
+        for number, name in enumerate(mine):
+            twins = [rank for rank, theirs in enumerate(everyone) if theirs[name] == mine[name]]
+            writes[name] = twins[number % len(twins)] == self.rank
+        return writes
+
+    def _finish(self, everyone: list, entry: dict) -> None:
+        """On rank 0: check that the parts cover the tensors, write the header, name the step in the manifest."""
+        tensors, replicas = {}, {}
+        for rank, (_, layout, _) in enumerate(everyone):
+            if layout != everyone[0][1]:
+                raise ValueError(f"rank {rank} and rank 0 did not see the same tensors in the same order")
+        rows = self.config.batch_size * self.config.gradient_accumulation_steps * self.config.dp_size
+        for name in self.layout.of_step(KINDS, rows, self.config.seq_length):
+            if not any(ranks.get(name) for ranks, _, _ in everyone):
+                continue  # not computed in this step
+            slot = self.writer.slots[name]
+            parts = [ranks[name] for ranks, _, _ in everyone]
+            total, odd = step_file.merge(name, parts, slot.shape, slot.dtype.itemsize)
+            tensors[name] = {
+                "dtype": step_file.DTYPES[slot.dtype],
+                "shape": list(slot.shape),
+                "sharded": self._sharded(parts),
+                "checksum": total,
+            }
+            if odd:
+                replicas[name] = odd
+        self.writer.write_header(self.path)
+        os.replace(self.path, step_file.step_path(self.folder, self.step))
+        step = {**entry, "tensors": tensors, "replicas_differ": replicas}
+        if self.step > 0:
+            by_rank, tp = [logits for _, _, logits in everyone], self.mesh.tp
+            step["logits"] = [_combine(by_rank[first : first + tp]) for first in range(0, len(by_rank), tp)]
+        self.manifest["steps"][str(self.step)] = step
+        manifest.write(self.folder, self.manifest)
+
+    def _sharded(self, parts: list[list[step_file.Part]]) -> dict[str, int]:
+        """Mesh axis -> the dim that it cuts, from the places of the ranks' parts."""
+        dims: dict[str, int] = {}
+        for axis in self.mesh.axes:
+            here, there = parts[0][0].start, parts[self.mesh.neighbour(0, axis)][0].start
+            dims.update((axis, dim) for dim, (a, b) in enumerate(zip(here, there, strict=True)) if a != b)
+        return dims
+
+
+def _combine(shards: list[list[float]]) -> dict[str, float]:
+    """Summary of one DP rank's logits from those of its vocabulary shards (or of its replicas)."""
+    counts, totals, squares, largest = zip(*shards, strict=True)
+    if not sum(counts):
+        return dict.fromkeys(("mean", "rms", "max_abs"), math.nan)  # the head was not called
+    return {
+        "mean": sum(totals) / sum(counts),
+        "rms": (sum(squares) / sum(counts)) ** 0.5,
+        "max_abs": max(largest),
+    }
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()

@@ -1,0 +1,130 @@
+"""Conditions for comparing dumps: the same experiment, the same settings, references that agree with themselves."""
+
+import math
+
+from lockstep.errors import UserError
+from lockstep.inputs import modules
+from lockstep.inputs.data import global_batch_hash, window_hashes
+from lockstep.tensors.dump import Dump
+from lockstep.tensors.manifest import REMEDY, configuration
+from lockstep.training.contract import (
+    KNOWN_DIFFERENCES,
+    contract_differences,
+    expected_contract,
+    global_batch,
+    on_any_mesh,
+)
+
+SAME = (
+    "optimizer",
+    "learning_rate",
+    "weight_decay",
+    "max_grad_norm",
+    "gradient_accumulation_steps",
+    "precision",
+    "seq_length",
+    "attn_impl",
+    "seed",
+)
+SUMMED = 1e-9  # relative: how far two float64 sums of the same numbers may be apart
+
+
+def require_comparable_dumps(one: Dump, other: Dump, *, same_steps: bool = True) -> None:
+    """Raise UserError naming the first difference that makes a comparison of two dumps meaningless.
+
+    A reference may have more steps than the other dump. `same_steps=False` compares only the steps of both.
+    """
+    pair = f"{one.folder} and {other.folder} cannot be compared"
+    if one.run["architecture"] != other.run["architecture"]:
+        raise UserError(
+            f"{pair}: their models differ; capture both with the same --model_name and --num_layers"
+        )
+    for key, what in (("corpus_sha256", "corpora"), ("tokenizer", "tokenizers")):
+        if one.run[key] != other.run[key]:
+            raise UserError(
+                f"{pair}: their {what} differ; capture both with the same --dataset_name and tokenizer"
+            )
+    if one.manifest["initial_sha256"] != other.manifest["initial_sha256"]:
+        raise UserError(
+            f"{pair}: they started from different weights; give both the same --init_weights_path"
+        )
+    for key in SAME:
+        a, b = one.run["config"][key], other.run["config"][key]
+        if a != b:
+            raise UserError(
+                f"{pair}: {key} is {a} in one and {b} in the other; capture both with the same options"
+            )
+    if global_batch(one.run["config"]) != global_batch(other.run["config"]):
+        raise UserError(f"{pair}: their global batches differ; dp_size x batch_size must be the same in both")
+    steps, others = ({step for step in dump.steps if step != "0"} for dump in (one, other))
+    if same_steps and not (steps <= others if other.exact else steps == others):
+        raise UserError(
+            f"{pair}: steps {', '.join(sorted(steps))} against {', '.join(sorted(others))}; capture the same steps"
+        )
+    for step in sorted(steps & others, key=int):
+        if one.steps[step]["batch_hash"] != other.steps[step]["batch_hash"]:
+            raise UserError(
+                f"{pair}: step {step} was trained on different batches; use the same corpus, --seed and --seq_length"
+            )
+    if one.run["versions"] != other.run["versions"]:
+        raise UserError(
+            f"{pair}: versions {one.run['versions']} against {other.run['versions']}; use the same environment"
+        )
+
+
+def configuration_differences(baseline: Dump, dump: Dump) -> dict[str, str]:
+    """Entry -> sentence, for settings in which the effective contracts of two runs differ.
+
+    The baseline itself is compared with what its own configuration demands.
+    """
+    wanted, rates = (
+        baseline.contract,
+        {step: entry["learning_rate"] for step, entry in baseline.steps.items()},
+    )
+    if dump is baseline:
+        wanted = expected_contract(configuration(dump.run), dump.run["architecture"])
+        rates = dict.fromkeys(dump.steps, dump.run["config"]["learning_rate"])
+    found = contract_differences(on_any_mesh(wanted), on_any_mesh(dump.contract), KNOWN_DIFFERENCES)
+    for step in sorted(dump.steps, key=int):
+        rate = dump.steps[step]["learning_rate"]
+        if rate != rates.get(step, rate) and "learning_rates" not in found:
+            found["learning_rates"] = f"learning rate of step {step} is {rate}, not {rates[step]}"
+    return found
+
+
+def require_summary(dump: Dump, step: int, norm: float) -> None:
+    """Raise UserError unless the summaries of the logits are those of logits with this 2-norm."""
+    summaries = dump.steps[str(step)]["logits"]
+    said = math.sqrt(sum(one["rms"] ** 2 for one in summaries) / len(summaries))
+    held = norm / math.sqrt(math.prod(dump.expected(step)[f"forward/{modules.HEAD}"]))
+    if math.isfinite(held) and not math.isclose(said, held, rel_tol=SUMMED):
+        raise UserError(
+            f"{dump.folder}: step {step} records a root mean square of {said:.9g} for its logits, which is {held:.9g}; {REMEDY}"
+        )
+
+
+def require_its_batch(reference: Dump, step: int) -> None:
+    """Raise UserError unless the batch that a reference was called with is the one whose hash it records."""
+    input_ids, labels = (reference.tensor(step, f"batch/{name}") for name in ("input_ids", "labels"))
+    if global_batch_hash(window_hashes([(input_ids, labels)])) != reference.steps[str(step)]["batch_hash"]:
+        raise UserError(f"{reference.folder}: step {step}: its batch_hash is not that of its batch; {REMEDY}")
+
+
+def require_norms(references: dict[str, Dump], step: int, found: dict, parameters: list[str]) -> None:
+    """Raise UserError unless each run's reference records the norm of its own gradients, which `found` has."""
+    for strategy, reference in references.items():
+        if all(f"gradient/{name}" in found[strategy] for name in parameters):
+            require_norm(
+                reference,
+                step,
+                math.hypot(*(found[strategy][f"gradient/{name}"].norm for name in parameters)),
+            )
+
+
+def require_norm(reference: Dump, step: int, held: float) -> None:
+    """Raise UserError unless the gradient norm that a reference records is that of its gradients, `held`."""
+    said = reference.steps[str(step)]["grad_norm"]
+    if not math.isclose(said, held, rel_tol=SUMMED):
+        raise UserError(
+            f"{reference.folder}: step {step} records a gradient norm of {said:.9g}, its gradients have {held:.9g}; {REMEDY}"
+        )

@@ -1,0 +1,268 @@
+"""How far tensors are from the reference: one pass over the dumps, block by block. numpy and torch only.
+
+error     |T - T*|_2         every element a little off     (T* is the reference)
+largest   max |T - T*|       one element far off
+"""
+
+import math
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from multiprocessing import get_context
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+
+from lockstep.config import BETAS, EPS
+from lockstep.errors import TrainingFailure
+from lockstep.tensors.dump import Dump
+from lockstep.training.optim import decays
+
+BLOCK = (
+    1 << 13
+)  # elements: all blocks of a comparison stay in the cache, and BLAS starts no threads for so few
+SMALL = 1 << 26  # elements that are compared before a process pool has started
+
+
+class Size(NamedTuple):
+    """How large a tensor is, or an error."""
+
+    norm: float  # 2-norm
+    largest: float  # of one element
+
+
+@dataclass
+class Distance:
+    """One tensor of one dump against the reference: absolute errors, and the sizes that they are compared with."""
+
+    error: float  # infinite, like `largest_error`, if anything is not finite
+    largest_error: float
+    norm: float  # 2-norm of the reference's tensor
+    largest: float
+    own_norm: float  # 2-norm of the dump's tensor
+    change: float  # 2-norm of what the tensor should show: itself; of a parameter, its last update
+    largest_change: float
+    scale: float  # <own, reference> / <reference, reference> of what it should show: 1 if it is right; NaN if that is zero
+
+    @property
+    def errors(self) -> Size:
+        return Size(self.error, self.largest_error)
+
+    @property
+    def relative(self) -> float:
+        return _ratio(self.error, self.norm)
+
+    @property
+    def relative_largest(self) -> float:
+        return _ratio(self.largest_error, self.largest)
+
+
+def _ratio(error: float, size: float) -> float:
+    if error == 0:
+        return 0.0
+    return error / size if size > 0 else math.inf
+
+
+class _Sums:
+    """Running 2-norm and maximum of one tensor, in float64; infinite once anything is not finite."""
+
+    def __init__(self) -> None:
+        self.square, self.largest = 0.0, 0.0
+
+    def add(self, values: np.ndarray) -> None:
+        self.square += float(np.dot(values, values))
+        self.largest = max(self.largest, float(values.max()), -float(values.min()))
+
+    def result(self) -> Size:
+        return (
+            Size(math.sqrt(self.square), self.largest)
+            if math.isfinite(self.square)
+            else Size(math.inf, math.inf)
+        )
+
+
+class _Comparison:
+    """Sums of one tensor of one dump against its reference."""
+
+    def __init__(self) -> None:
+        self.error, self.own_square, self.error_along = _Sums(), 0.0, 0.0
+
+    def add(self, values: np.ndarray, exact: np.ndarray, change: np.ndarray, spare: np.ndarray) -> None:
+        """`change` is what the tensor should show. `spare`, of the same length, is overwritten with the difference."""
+        self.error.add(np.subtract(values, exact, out=spare))
+        self.error_along += float(np.dot(spare, change))
+        self.own_square += float(np.dot(values, values))
+
+    def distance(self, reference: _Sums, change: _Sums) -> Distance:
+        own = math.sqrt(self.own_square) if math.isfinite(self.own_square) else math.inf
+        scale = 1 + self.error_along / change.square if 0 < change.square < math.inf else math.nan
+        error, size, shown = self.error.result(), reference.result(), change.result()
+        return Distance(
+            error=error.norm,
+            largest_error=error.largest,
+            norm=size.norm,
+            largest=size.largest,
+            own_norm=own,
+            change=shown.norm,
+            largest_change=shown.largest,
+            scale=scale,
+        )
+
+
+_arrays: dict[str, np.ndarray] = {}
+
+
+def _array(name: str, length: int) -> np.ndarray:
+    """A float64 array, used again for every block: fresh memory would cost more than the arithmetic."""
+    if name not in _arrays:
+        _arrays[name] = np.empty(BLOCK)
+    return _arrays[name][:length]
+
+
+def _blocks(sources: list[tuple[Dump, int, str]]) -> Iterator[list[np.ndarray]]:
+    """The float64 blocks of several tensors of one size, side by side. Good until the next ones are asked for."""
+    readers = [
+        dump.blocks(step, name, BLOCK, _array(f"raw {number}", BLOCK).view(np.uint8))
+        for number, (dump, step, name) in enumerate(sources)
+    ]
+    for blocks in zip(*readers, strict=True):
+        wide = []
+        for number, block in enumerate(blocks):
+            array = _array(f"wide {number}", len(block))
+            torch.from_numpy(array).copy_(block)
+            wide.append(array)
+        yield wide
+
+
+@dataclass
+class Measured:
+    """One tensor of several dumps: distances from the reference, differences from the first dump, equality of the last two."""
+
+    distances: list[Distance]
+    from_first: list[Size]  # of the difference from the first dump
+    last_two_identical: bool  # the same values, bit for bit, whatever their dtypes
+
+
+QUIET = np.errstate(
+    over="ignore", invalid="ignore"
+)  # what is not finite is counted as infinitely far, and said once
+
+
+@QUIET
+def tensor_distances(references: list[Dump], dumps: list[Dump], step: int, name: str) -> Measured:
+    """One tensor of every dump against its reference (often one for all dumps), reading each file once."""
+    distinct = list(dict.fromkeys(references))
+    places = [distinct.index(reference) for reference in references]
+    wanted, same = [_Sums() for _ in distinct], True
+    found, apart = [_Comparison() for _ in dumps], [_Sums() for _ in dumps]
+    for blocks in _blocks([(source, step, name) for source in [*distinct, *dumps]]):
+        exact, values = blocks[: len(distinct)], blocks[len(distinct) :]
+        spare = _array("spare", len(values[0]))
+        for sums, block in zip(wanted, exact, strict=True):
+            sums.add(block)
+        for index, own in enumerate(values):
+            found[index].add(own, exact[places[index]], exact[places[index]], spare)
+            if index:
+                apart[index].add(np.subtract(own, values[0], out=spare))
+        if same and len(values) > 1:
+            same = np.array_equal(values[-1].view(np.uint64), values[-2].view(np.uint64))
+    distances = [
+        each.distance(wanted[place], wanted[place]) for each, place in zip(found, places, strict=True)
+    ]
+    return Measured(distances, [each.result() for each in apart], same)
+
+
+@QUIET
+def update_distances(dump: Dump, initial: Dump, step: int, clip: float, name: str) -> dict[str, Distance]:
+    """What the optimizer made of this run's own gradient, moments and weights, against the same update in float64.
+
+    `initial` holds the weights before step 1; `clip` is what the gradients were multiplied with. Returns a distance
+    for "parameter", and with AdamW for "exp_avg" and "exp_avg_sq" (Loshchilov and Hutter 2019, arXiv 1711.05101):
+
+        m = b1 m + (1 - b1) g    v = b2 v + (1 - b2) g^2    p = p - lr (decay p + (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps))
+    """
+    options = dump.run["config"]
+    adamw, rate = options["optimizer"] == "adamw", options["learning_rate"]
+    shape = dump.steps[str(step)]["tensors"][f"parameter/{name}"]["shape"]
+    decay = options["weight_decay"] if decays(len(shape)) else 0.0
+    kinds = ["exp_avg", "exp_avg_sq", "parameter"] if adamw else ["parameter"]
+    before = initial if step == 1 else dump
+    sources = [(dump, step, f"gradient/{name}"), (before, step - 1, f"parameter/{name}")]
+    sources += [(dump, step, f"{kind}/{name}") for kind in kinds]
+    if adamw and step > 1:
+        sources += [(dump, step - 1, f"{kind}/{name}") for kind in kinds[:2]]
+    found = {kind: _Comparison() for kind in kinds}
+    wanted, change = {kind: _Sums() for kind in kinds}, _Sums()
+    b1, b2 = BETAS
+    for gradient, old, *rest in _blocks(sources):
+        spare, moments = _array("spare", len(old)), rest[len(kinds) :]
+        gradient *= clip
+        exact = {}
+        if adamw:
+            exact["exp_avg"] = m = _array("m", len(old))
+            exact["exp_avg_sq"] = v = _array("v", len(old))
+            np.multiply(gradient, 1 - b1, out=m)
+            np.multiply(np.square(gradient, out=v), 1 - b2, out=v)
+            if moments:
+                m += np.multiply(moments[0], b1, out=spare)
+                v += np.multiply(moments[1], b2, out=spare)
+            np.sqrt(np.multiply(v, 1 / (1 - b2**step), out=spare), out=spare)
+            spare += EPS
+            np.divide(m, spare, out=gradient)
+            gradient *= 1 / (1 - b1**step)
+        gradient *= -rate
+        gradient -= np.multiply(old, rate * decay, out=spare)
+        change.add(gradient)
+        exact["parameter"] = np.add(gradient, old, out=old)
+        for kind, values in zip(kinds, rest, strict=False):
+            wanted[kind].add(exact[kind])
+            found[kind].add(values, exact[kind], gradient if kind == "parameter" else exact[kind], spare)
+    return {
+        kind: comparison.distance(wanted[kind], change if kind == "parameter" else wanted[kind])
+        for kind, comparison in found.items()
+    }
+
+
+def clip_factor(options: dict, grad_norm: float) -> float:
+    """What clipping multiplies the gradients with: min(1, bound / (norm + 1e-6)), as in `clip_grad_norm_`."""
+    bound = options["max_grad_norm"]
+    return min(1.0, bound / (grad_norm + 1e-6)) if bound > 0 else 1.0
+
+
+Item = TypeVar("Item")
+Made = TypeVar("Made")
+
+
+def on_all_cores(work: Callable[[Item], Made], items: list[Item], sizes: list[int]) -> list[Made]:
+    """[work(item)], the largest first so that no core is left with a big one.
+
+    In processes: threads would wait for each other's turns with the interpreter. Small work is done here and now,
+    before a process would have started.
+    """
+    if sum(sizes) < SMALL:
+        return [work(item) for item in items]
+    order = sorted(range(len(items)), key=lambda index: -sizes[index])
+    try:
+        with ProcessPoolExecutor(os.cpu_count(), get_context("spawn"), _begin, (work,)) as pool:
+            results = dict(zip(order, pool.map(_call, [items[index] for index in order]), strict=True))
+    except BrokenProcessPool as error:
+        raise TrainingFailure(
+            "comparison: a process was killed, perhaps because memory ran out; compare fewer dumps at once"
+        ) from error
+    return [results[index] for index in range(len(items))]
+
+
+_work: Callable[[Any], Any]  # what a process of the pool does with every item
+
+
+def _begin(work: Callable[[Any], Any]) -> None:
+    global _work
+    _work = work
+    torch.set_num_threads(1)
+
+
+def _call(item: Any) -> Any:
+    return _work(item)

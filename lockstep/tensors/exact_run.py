@@ -1,0 +1,233 @@
+"""The float64 reference: one process, the global batch, the same initial weights.
+
+    python -m lockstep.reference --capture_dir runs/dumps --init_weights_path runs/init.safetensors ...
+
+takes the flags of train_ddp.py and writes
+
+    runs/dumps/reference      the first --capture_steps steps, and as step 0 the initial parameters
+    runs/dumps/replay_NAME    for every dump NAME there with more than one step: its later steps, each from the
+                              parameters that the run itself had reached
+
+Replays are needed because Adam divides noise by noise where a gradient is nearly zero. Two correct runs differ visibly in a few weights
+after one step, by chance. From the same weights they must agree.
+
+Float64 throughout (lockstep/tensors/exact.py).
+"""
+
+if __name__ == "__main__":
+    from lockstep import startup
+
+    startup.begin()  # first: from now on Ctrl-C and a missing package are one line each
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lockstep import config as config_module
+from lockstep import files, preflight
+from lockstep.collective import init_alone
+from lockstep.config import BETAS, EPS, Config
+from lockstep.errors import TrainingFailure, UserError, run_program
+from lockstep.inputs import weights
+from lockstep.inputs.data import Inputs, global_batch_hash, window_hashes
+from lockstep.inputs.model import build_model, causal_lm_loss
+from lockstep.running import locks
+from lockstep.strategies import BASELINE
+from lockstep.tensors import dump, model_check
+from lockstep.tensors.capture import Capture
+from lockstep.tensors.comparison import require_comparable_dumps
+from lockstep.tensors.exact import make_exact
+from lockstep.tensors.manifest import REFERENCE_LABEL as LABEL
+from lockstep.training import initial_weights
+from lockstep.training.loop import provenance
+from lockstep.training.optim import gradient_of, held_whole, parameter_groups
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def build_reference(
+    inputs: Inputs, *, seed: int, attn_impl: str, init_weights_path: Path | None
+) -> "PreTrainedModel":
+    """The model in float64."""
+    model, _ = build_model(
+        inputs.architecture, seed=seed, attn_impl="sdpa", init_weights_path=init_weights_path
+    )
+    make_exact(model, attn_impl=attn_impl)
+    return model
+
+
+class ReferenceStrategy:
+    """What `capture` needs of a strategy: a model, and what it holds of each parameter."""
+
+    optimizer: torch.optim.Optimizer
+
+    def __init__(self, model: "PreTrainedModel", config: Config):
+        self.model, self.config = model, config
+        groups = parameter_groups(model.parameters(), config.weight_decay)
+        if config.optimizer == "adamw":
+            self.optimizer = torch.optim.AdamW(
+                groups, lr=config.learning_rate, betas=BETAS, eps=EPS, foreach=False
+            )
+        else:
+            self.optimizer = torch.optim.SGD(groups, lr=config.learning_rate, foreach=False)
+
+    def forward_backward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> list[float]:
+        """Gradient of the mean loss over the global batch (G, S); returns the mean loss of every DP rank's share."""
+        self.optimizer.zero_grad()
+        per_token = causal_lm_loss(self.model, input_ids, labels)
+        per_token.mean().backward()
+        return per_token.detach().view(self.config.dp_size, -1).mean(dim=-1).tolist()
+
+    def grad_norm(self) -> float:
+        return (
+            sum(float(gradient_of(parameter).square().sum()) for parameter in self.model.parameters()) ** 0.5
+        )
+
+    def update(self) -> float:
+        grad_norm, bound = self.grad_norm(), self.config.max_grad_norm
+        if bound > 0:
+            for parameter in self.model.parameters():
+                gradient_of(parameter).mul_(min(1.0, bound / (grad_norm + 1e-6)))
+        self.optimizer.step()
+        return grad_norm
+
+    def held(self, kind: str) -> Iterator[tuple[str, torch.Tensor, tuple[int, ...], tuple[int, ...]]]:
+        return held_whole(self.model, self.optimizer, kind)
+
+
+def run(config: Config, inputs: Inputs, also: Sequence[Path] = ()) -> str:
+    """Write the reference's dump and the replays, including those of the folders `also`. Needs a process group of one rank."""
+    model = build_reference(
+        inputs,
+        seed=config.seed,
+        attn_impl=config.attn_impl,
+        init_weights_path=initial_weights.file_of(config),
+    )
+    strategy = ReferenceStrategy(model, config)
+    initial = ((name, parameter.detach().float()) for name, parameter in model.named_parameters())
+    initial_sha256 = weights.combined_sha256(weights.checksums(initial))
+    capture = _capture(config, inputs, "reference", model, initial_sha256)
+    capture.only_parameters(strategy)
+    for index in range(config.capture_steps):
+        loss = _one_step(config, inputs, strategy, capture, index)
+    for folder in [*captured(capture.folder.parent), *also]:
+        if (folder / dump.MANIFEST).is_file():
+            replay(config, inputs, strategy, folder, dump.Dump(capture.folder))
+    return f"{LABEL}: {config.capture_steps} steps, last loss {loss:.9f}, {capture.folder}"
+
+
+def captured(folder: Path) -> list[Path]:
+    """The dumps of runs in a folder, without reference and replays."""
+    inside = sorted(folder.iterdir()) if folder.is_dir() else []
+    return [
+        each
+        for each in inside
+        if (each / dump.MANIFEST).is_file()
+        and each.name != "reference"
+        and not each.name.startswith("replay_")
+    ]
+
+
+def replay(
+    config: Config, inputs: Inputs, strategy: "ReferenceStrategy", folder: Path, reference: dump.Dump
+) -> None:
+    """Write the replay of the run dumped in a folder, beside it, as replay_NAME.
+
+    It has forward, backward and gradients of steps 2 and later, each from the run's own parameters.
+    """
+    theirs = dump.Dump(folder)
+    require_comparable_dumps(theirs, reference, same_steps=False)
+    if len(theirs.steps) < 2:
+        return
+    beside = dataclasses.replace(config, capture_dir=folder.parent)
+    capture = _capture(
+        beside, inputs, f"replay_{folder.name}", strategy.model, reference.manifest["initial_sha256"]
+    )
+    for index in range(1, len(theirs.steps)):
+        with torch.no_grad():
+            for name, parameter in strategy.model.named_parameters():
+                parameter.copy_(theirs.tensor(index, f"parameter/{name}"))
+        _one_step(config, inputs, strategy, capture, index, started_from=theirs.parameter_digest(index))
+
+
+def _capture(
+    config: Config, inputs: Inputs, name: str, model: torch.nn.Module, initial_sha256: str
+) -> Capture:
+    alone = dataclasses.replace(
+        config,
+        run_name=name,
+        num_workers=1,
+        dp_size=1,
+        batch_size=inputs.batches.windows_per_step,
+        gradient_accumulation_steps=1,
+    )
+    capture = Capture(alone, model, {**provenance(config, inputs), "label": LABEL, "exact": True})
+    capture.manifest["initial_sha256"] = initial_sha256
+    return capture
+
+
+def _one_step(
+    config: Config,
+    inputs: Inputs,
+    strategy: ReferenceStrategy,
+    capture: Capture,
+    index: int,
+    *,
+    started_from: str = "",
+) -> float:
+    """One captured step on the global batch, in the order of its DP ranks; returns the mean loss.
+
+    `started_from` identifies the parameters of a replay, which makes no update.
+    """
+    by_rank = [inputs.batches.micro_batches(index, dp_rank, "cpu") for dp_rank in range(config.dp_size)]
+    input_ids, labels = (torch.cat([pair[i] for micro in by_rank for pair in micro]) for i in (0, 1))
+    capture.begin(strategy, index + 1)
+    rank_losses = strategy.forward_backward(input_ids, labels)
+    capture.gradients()
+    grad_norm = strategy.grad_norm() if started_from else strategy.update()
+    loss = sum(rank_losses) / len(rank_losses)
+    if not math.isfinite(loss + grad_norm):
+        raise TrainingFailure(
+            f"{LABEL}: step {index + 1} has loss {loss} and gradient norm {grad_norm}; lower --learning_rate"
+        )
+    record: dict[str, Any] = {
+        "loss": loss,
+        "rank_losses": rank_losses,
+        "grad_norm": grad_norm,
+        "learning_rate": config.learning_rate,
+        "batch_hash": global_batch_hash(window_hashes([(input_ids, labels)])),
+    }
+    if started_from:
+        record["started_from"] = started_from
+    capture.end(record, updated=not started_from)
+    return loss
+
+
+def main() -> int:
+    def body() -> int:
+        config = config_module.parse_config(BASELINE)
+        if config.capture_dir is None:
+            raise UserError("--capture_dir is missing; give the folder for the reference's dump")
+        inputs = preflight.load_inputs(config)
+        preflight.check_environment(dataclasses.replace(config, run_name="reference"), inputs.architecture)
+        model_check.check(config, inputs)
+        replays = [folder.with_name(f"replay_{folder.name}") for folder in captured(config.capture_dir)]
+        for folder in replays:
+            files.require_new_folder(folder, "--capture_dir", overwrite=config.overwrite)
+        with locks.held((config.capture_dir / "reference", "--capture_dir")):
+            for folder in (config.capture_dir / "reference", *replays):
+                files.remove_captured(folder)  # there are none without --overwrite
+            init_alone()
+            print(run(config, inputs))
+        return 0
+
+    return run_program("lockstep.reference", body)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

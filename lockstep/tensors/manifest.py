@@ -1,0 +1,283 @@
+"""The manifest of a dump: its schema, the entries that must agree, and the checksum that shows random damage.
+
+A run has steps 1 to n. A reference also has step 0, the initial parameters. A replay has steps 2 to n.
+"""
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field
+
+from lockstep import strategies
+from lockstep.config import Config, Precision
+from lockstep.errors import UserError, printable
+from lockstep.files import read_json, write_text
+from lockstep.mesh import Axis, Mesh
+from lockstep.schemas import (
+    Count,
+    Finite,
+    MayBreakDown,
+    Name,
+    Origin,
+    Sha256,
+    Strict,
+    Whole,
+    validate,
+)
+from lockstep.training.contract import expected_contract
+
+FORMAT = 4
+MANIFEST = "manifest.json"
+REFERENCE_LABEL = "float64 reference"
+REMEDY = "capture again"
+
+Step = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")]
+Word = Annotated[int, Field(ge=0, lt=2**64)]
+Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Size = Annotated[int, Field(ge=0, le=2**40)]
+
+
+class TensorEntry(Strict):
+    dtype: Literal["F64", "F32", "BF16", "I64"]
+    shape: Annotated[list[Size], Field(max_length=8)]
+    sharded: dict[Axis, Annotated[int, Field(ge=0, lt=8)]]  # mesh axis -> the dim that it cuts
+    checksum: Word
+
+
+class Logits(Strict):
+    mean: MayBreakDown
+    rms: MayBreakDown
+    max_abs: MayBreakDown
+
+
+class Tensors(Strict):
+    tensors: dict[Name, TensorEntry]
+    replicas_differ: dict[Name, Annotated[list[Whole], Field(min_length=1)]]
+
+
+class Trained(Tensors):
+    loss: MayBreakDown
+    rank_losses: list[MayBreakDown]
+    grad_norm: MayBreakDown
+    learning_rate: Annotated[Finite, Field(gt=0)]
+    batch_hash: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
+    logits: list[Logits]
+    started_from: Sha256 | None = None
+
+
+class Options(Strict):
+    """The flags that a comparison reads. Others may be there."""
+
+    model_config = ConfigDict(extra="allow")
+    strategy: Name
+    run_name: Name | None = None
+    model_name: Name
+    num_layers: Count | None
+    num_workers: Count
+    tp_size: Count
+    dp_size: Count
+    batch_size: Count
+    seq_length: Count
+    learning_rate: Annotated[Finite, Field(gt=0)]
+    optimizer: Literal["adamw", "sgd"]
+    weight_decay: Amount
+    max_grad_norm: Amount
+    gradient_accumulation_steps: Count
+    precision: Precision
+    attn_impl: Literal["eager", "sdpa"]
+    seed: Whole
+    dataset_name: Name
+    noise_control: bool
+    capture_steps: Count
+    device: Literal["cpu", "cuda"]
+
+
+class Architecture(Strict):
+    """The fields of a Hugging Face config that are read here. lockstep/tensors/layout.py builds the model from all fields."""
+
+    model_config = ConfigDict(extra="allow")
+    model_type: Name
+    vocab_size: Count
+    hidden_size: Count
+    intermediate_size: Count
+    num_hidden_layers: Count
+    num_attention_heads: Count
+    num_key_value_heads: Count
+    head_dim: Count | None = None
+    initializer_range: Amount
+    tie_word_embeddings: bool = False
+
+
+class Run(Strict):
+    label: Name
+    mesh: dict[Axis, Count]  # axis -> size
+    config: Options
+    architecture: Architecture
+    architecture_source: Name
+    initial_weights: Name  # where they came from, in words
+    corpus_sha256: Sha256
+    tokenizer: Name
+    num_steps: Count
+    versions: dict[Name, Name]
+    exact: Literal[True] | None = None
+
+
+class Manifest(Strict):
+    format: int  # FORMAT: `read` has looked
+    origin: Origin
+    run: Run
+    initial_sha256: Sha256
+    contract: dict[Name, Any] | None = None
+    steps: dict[Step, Any]
+    sha256: Sha256
+
+
+def write(folder: Path, manifest: dict) -> None:
+    """Write the manifest of a dump, with a SHA-256 of its content."""
+    content = {
+        "format": FORMAT,
+        **{key: value for key, value in manifest.items() if key not in ("format", "sha256")},
+    }
+    write_text(folder / MANIFEST, json.dumps({**content, "sha256": _seal(content)}, indent=1) + "\n")
+
+
+def _seal(content: dict) -> str:
+    return hashlib.sha256(json.dumps(content, separators=(",", ":")).encode()).hexdigest()
+
+
+def read(path: Path) -> dict:
+    """The content of a manifest. Raises UserError if it is damaged, against the schema, or contradicts itself."""
+    try:
+        content = read_json(path)
+    except UserError as error:
+        raise UserError(f"{error}; {REMEDY}") from error
+    if not isinstance(content, dict) or "format" not in content:
+        raise UserError(f"{path}: not a dump's manifest (it names no format); {REMEDY}")
+    if content["format"] != FORMAT or isinstance(content["format"], bool):
+        found = printable(repr(content["format"]), 40)
+        raise UserError(f"{path}: format {found}, this version reads {FORMAT}; {REMEDY} with this version")
+    if content.get("sha256") != _seal({key: value for key, value in content.items() if key != "sha256"}):
+        raise UserError(f"{path}: damaged (its content is not what its sha256 says); {REMEDY}")
+    validate(Manifest, content, path, REMEDY)
+    for step, entry in content["steps"].items():
+        validate(Tensors if step == "0" else Trained, entry, f"{path}: step {step}", REMEDY)
+    for problem in _contradictions(content):
+        raise UserError(f"{path}: {problem}; {REMEDY}")
+    return content
+
+
+def _contradictions(manifest: dict) -> Iterator[str]:
+    """Sentences about entries of a manifest that contradict each other."""
+    run, steps = manifest["run"], manifest["steps"]
+    options, exact = run["config"], bool(run.get("exact"))
+    if not steps:
+        yield "not one step was finished: the run was stopped or is still going on"
+    layers, most = (
+        run["architecture"]["num_hidden_layers"],
+        max(len(entry["tensors"]) for entry in steps.values()),
+    )
+    if layers > most:  # a damaged number must not lead to a huge model
+        yield f"run.architecture has {layers} layers, and no step has more than {most} tensors"
+    mesh = Mesh(dp=options["dp_size"], tp=options["tp_size"])
+    if run["mesh"] != mesh.sizes or mesh.world_size != options["num_workers"]:
+        yield f"run.mesh is {run['mesh']}, its configuration says {mesh.label} with {options['num_workers']} workers"
+    row = strategies.recorded(options["strategy"])
+    unused = next((axis for axis in mesh.axes if axis not in row.axes), None)
+    if unused:
+        yield f"run.mesh has {unused} {mesh.size(unused)}, and {row.label} has no such axis"
+    configured = configuration(run)
+    label = REFERENCE_LABEL if exact else configured.label
+    if run["label"] != label and (exact or row.factory):
+        yield f"run.label is {printable(repr(run['label']), 60)}, of this configuration it is {label!r}"
+    if options["num_layers"] not in (None, run["architecture"]["num_hidden_layers"]):
+        yield f"run.config.num_layers is {options['num_layers']}, the architecture has {run['architecture']['num_hidden_layers']}"
+    libraries = ("torch", "transformers")
+    if any(name not in run["versions"] for name in libraries):
+        yield f"run.versions does not name {' and '.join(libraries)}"
+    elif run["versions"]["transformers"] != importlib.metadata.version("transformers"):
+        here = importlib.metadata.version("transformers")
+        found = run["versions"]["transformers"]
+        yield f"captured with transformers {found}; the modules of {here} here may differ; compare where it was captured, or use the same version"
+    numbers = sorted(map(int, steps))
+    first = 1 if not exact else 0 if "0" in steps else 2
+    last = options["capture_steps"] if exact else min(options["capture_steps"], run["num_steps"])
+    if numbers != list(range(first, first + len(numbers))) or numbers[-1] > last:
+        yield f"it has the steps {', '.join(map(str, numbers[:20]))}; {options['capture_steps']} were to be captured"
+    # a replay has as many as the run that it replays, and a run that broke down has what it reached
+    if numbers[-1] < last and first < 2 and (exact or _finite(steps[str(numbers[-1])])):
+        yield f"it has {numbers[-1]} of {last} steps: the run was stopped"
+    for step in map(str, numbers):
+        yield from (
+            f"step {step}: {problem}" for problem in _contradictions_of_step(manifest, step, exact, first)
+        )
+    if exact and manifest.get("contract") is not None:
+        yield "it has a contract, and a reference has none"
+    if not exact and manifest.get("contract") is not None:
+        try:
+            expected = expected_contract(configured, run["architecture"])
+        except UserError as error:
+            yield f"run.architecture: {error}"
+            return
+        odd = sorted(expected.keys() ^ manifest["contract"].keys())
+        if odd:
+            yield f"contract: {printable(odd[0], 60)} is {'missing' if odd[0] in expected else 'unknown'}"
+
+
+def _finite(step: dict) -> bool:
+    return all(map(math.isfinite, (step["loss"], step["grad_norm"], *step["rank_losses"])))
+
+
+def _contradictions_of_step(manifest: dict, step: str, exact: bool, first: int) -> Iterator[str]:
+    run, entry = manifest["run"], manifest["steps"][step]
+    options = run["config"]
+    sizes = {"dp": 1, "tp": 1} if exact else {axis: options[f"{axis}_size"] for axis in ("dp", "tp")}
+    if not entry["tensors"]:
+        yield "it has no tensors"
+    for name, tensor in entry["tensors"].items():
+        for axis, dim in tensor["sharded"].items():
+            if sizes[axis] == 1 or dim >= len(tensor["shape"]):
+                yield f"{printable(name, 200)}: cut along {axis} in dim {dim}, of shape {tensor['shape']} on {sizes[axis]} ranks"
+    for name, ranks in entry["replicas_differ"].items():
+        if name not in entry["tensors"]:
+            yield f"replicas_differ names {printable(name, 200)}, which is not among the tensors"
+        if ranks != sorted(set(ranks)) or ranks[-1] >= sizes["dp"] * sizes["tp"] or ranks[0] == 0:
+            yield f"replicas_differ has ranks {ranks[:20]} of {printable(name, 200)}; there are 1 to {sizes['dp'] * sizes['tp'] - 1}"
+    if step == "0":
+        return
+    losses = entry["rank_losses"]
+    if len(losses) != options["dp_size"]:
+        yield f"{len(losses)} rank_losses of {options['dp_size']} DP ranks"
+    elif not _equal(entry["loss"], sum(losses) / len(losses)):
+        yield f"loss is {entry['loss']}, the mean of its rank_losses is {sum(losses) / len(losses)}"
+    if len(entry["logits"]) != sizes["dp"]:
+        yield f"{len(entry['logits'])} summaries of logits of {sizes['dp']} DP ranks"
+    more = 1 + 1e-9  # rounding errors of float64 sums
+    finite = [one for one in entry["logits"] if math.isfinite(sum(one.values()))]
+    if any(
+        not (abs(one["mean"]) <= one["rms"] * more and one["rms"] <= one["max_abs"] * more) for one in finite
+    ):
+        yield "a summary of logits whose mean, rms and largest are not in order"
+    if entry["grad_norm"] < 0:
+        yield f"grad_norm is {entry['grad_norm']}"
+    if exact and not _finite(entry):
+        yield "a loss or norm of the reference is not finite"
+    if exact and entry["learning_rate"] != options["learning_rate"]:
+        yield f"learning_rate is {entry['learning_rate']}, its configuration says {options['learning_rate']}"
+    if (entry.get("started_from") is not None) != (exact and first == 2):
+        yield "started_from must be in all steps of a replay and in no others"
+
+
+def _equal(one: float, other: float) -> bool:
+    return one == other or (math.isnan(one) and math.isnan(other))
+
+
+def configuration(run: dict) -> Config:
+    """The configuration of a recorded run, without its paths."""
+    known = {field.name for field in dataclasses.fields(Config)}
+    return Config(**{key: value for key, value in run["config"].items() if key in known})

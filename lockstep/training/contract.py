@@ -1,0 +1,87 @@
+"""The effective contract: what a strategy really runs with.
+
+This module says what a configuration demands of every strategy. `lockstep/training/observe.py` reads the live objects after the first
+step, and the loop stops the run if the two differ. Two runs are compared only if their contracts agree.
+"""
+
+import math
+from typing import Any
+
+from lockstep.config import BETAS, EPS, Config
+from lockstep.inputs.shapes import has_biases, parameter_shapes
+
+# Entries in which strategies differ by design: recorded and shown, but no reason to refuse (docs/findings.md).
+KNOWN_DIFFERENCES = ("biased_linear_dtype",)
+
+
+def expected_contract(config: Config, architecture: dict) -> dict[str, Any]:
+    """The contract that this configuration demands of every strategy; one meaning for each option."""
+    compute = "torch.float32" if config.precision == "fp32" else "torch.bfloat16"
+    promoted = (
+        config.row.float32_biases_under_autocast and config.precision == "autocast" and config.tp_size > 1
+    )
+    biased = ["torch.float32" if promoted else compute] if has_biases(architecture) else []
+    storage = "torch.bfloat16" if config.precision == "bf16" else "torch.float32"
+    adamw = config.optimizer == "adamw"
+    decay: dict[str, list[str]] = {}
+    for name, shape in parameter_shapes(architecture).items():
+        decay.setdefault(str(config.weight_decay if len(shape) >= 2 else 0.0), []).append(name)
+    return {
+        "optimizer": "AdamW" if adamw else "SGD",
+        "fused": adamw,
+        "learning_rates": [config.learning_rate],
+        "betas": list(BETAS) if adamw else [],
+        "eps": EPS if adamw else None,
+        "momentum": None if adamw else 0,
+        "weight_decay": {rate: sorted(names) for rate, names in decay.items()},
+        "max_grad_norm": config.max_grad_norm,
+        "gradient_accumulation_steps": config.gradient_accumulation_steps,
+        "loss_is_mean_over": [
+            config.batch_size * config.seq_length,
+            config.gradient_accumulation_steps,
+            config.dp_size,
+        ],
+        "parameter_dtype": [storage],
+        "reduction_dtype": [storage],
+        "optimizer_dtype": [storage] if adamw else [],
+        "compute_dtype": [compute],
+        "biased_linear_dtype": biased,
+        "embedding_dtype": [storage],
+        "attention": config.attn_impl,
+        "attention_dropout": architecture.get("attention_dropout", 0.0),
+        "training_mode": True,
+        "tied_embeddings": architecture.get("tie_word_embeddings", False),
+    }
+
+
+def global_batch(config: dict) -> int:
+    """The number of windows in one micro batch of all DP ranks together, of a recorded configuration.
+
+    Runs with the same number are fed the same windows in the same order, whatever their dp_size.
+    """
+    return config["dp_size"] * config["batch_size"]
+
+
+def on_any_mesh(contract: dict) -> dict:
+    """The contract without what depends on the mesh: the loss is a mean over so many tokens, however they are divided."""
+    means = contract.get("loss_is_mean_over")
+    return {**contract, "loss_is_mean_over": math.prod(means)} if means else contract
+
+
+def contract_differences(expected: dict, actual: dict, ignoring: tuple[str, ...] = ()) -> dict[str, str]:
+    """Entry -> "key is a, not b" for every entry in which two contracts differ."""
+    return {
+        key: f"{key} is {_short(actual.get(key))}, not {_short(expected.get(key))}"
+        for key in sorted((expected.keys() | actual.keys()) - set(ignoring))
+        if expected.get(key) != actual.get(key)
+    }
+
+
+def contract_difference(expected: dict, actual: dict, ignoring: tuple[str, ...] = ()) -> str:
+    """The first of the differences, or "" if there are none."""
+    return next(iter(contract_differences(expected, actual, ignoring).values()), "")
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 120 else text[:117] + "..."

@@ -1,0 +1,87 @@
+"""The loss history: one JSON file per run, rewritten whole after every step and read strictly.
+
+    {"format": 3, "run": {...}, "contract": {...} | null, "weights": {...} | null,
+     "ended": null | "finished" | "why it stopped", "steps": [{"step": 1, "loss": ..., ...}, ...], "sha256": "..."}
+
+`ended` is null while the run goes on, and stays null if it is killed; the steps so far are in the file. `sha256` is the seal: SHA-256 of
+the rest as `json.dumps` writes it, so that any damage is found. The fields: lockstep/training/history_schema.py.
+"""
+
+import hashlib
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import UserError
+from lockstep.files import read_json, write_text
+
+FORMAT = 3
+BEGINS = b'{"format": '  # every history file
+PARTS = ("run", "contract", "weights", "ended")  # of the file, beside its format, the steps and the seal
+
+CONTROL = "control"  # the name of the run that shows how far rounding errors alone can move the loss
+
+
+def path_of(folder: Path, run: str) -> Path:
+    """The path of the history of a run; the control run's is CONTROL."""
+    return folder / f"loss_{run}.json"
+
+
+@dataclass
+class History:
+    """One run. `save` is cheap enough for every step: each step is turned into text once."""
+
+    run: dict[str, Any]
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    contract: dict[str, Any] | None = None
+    weights: dict[str, Any] = field(default_factory=dict)  # empty until they are known: null in the file
+    ended: str | None = None
+    _lines: list[str] = field(default_factory=list, repr=False)
+
+    def add(self, step: dict) -> None:
+        self.steps.append(step)
+
+    def save(self, path: Path) -> None:
+        """Write the history so far, sealed. Raises UserError naming the file when the disk is full."""
+        self._lines.extend(json.dumps(step) for step in self.steps[len(self._lines) :])
+        content = {**{key: getattr(self, key) for key in PARTS}, "weights": self.weights or None}
+        head = [f'"format": {FORMAT}', *(f'"{key}": {json.dumps(part)}' for key, part in content.items())]
+        sealed = hashlib.sha256(
+            f'{{{", ".join(head)}, "steps": [{", ".join(self._lines)}]}}'.encode()
+        ).hexdigest()
+        parts = [*head, '"steps": [\n' + ",\n".join(self._lines) + "\n]", f'"sha256": "{sealed}"']
+        write_text(path, "{" + ",\n".join(parts) + "}\n")
+
+
+def seal(content: dict) -> str:
+    """The SHA-256 of the content of a history file without the seal itself; the order of keys counts."""
+    return hashlib.sha256(
+        json.dumps({k: v for k, v in content.items() if k != "sha256"}).encode()
+    ).hexdigest()
+
+
+def read(path: Path) -> History:
+    """Read a history file. Raises UserError if it is not one, was changed, or contradicts itself."""
+    from lockstep.training import history_schema  # pydantic is for those who read
+
+    content = read_json(path)
+    if (
+        not isinstance(content, dict)
+        or content.get("format") != FORMAT
+        or isinstance(content["format"], bool)
+    ):
+        raise UserError(
+            f"{path}: not a loss history of format {FORMAT}; run its training again with this version"
+        )
+    file = history_schema.parse(content, path)
+    if content["sha256"] != seal(content):
+        raise UserError(f"{path}: damaged (its content is not what its sha256 says); run its training again")
+    history_schema.require_consistent(file, path)
+    parts = {**{key: content[key] for key in PARTS}, "weights": content["weights"] or {}}
+    return History(steps=content["steps"], **parts)
+
+
+def not_finite(step: dict) -> bool:
+    return not all(math.isfinite(value) for value in (step["loss"], step["grad_norm"], *step["rank_losses"]))

@@ -1,0 +1,239 @@
+"""The schema of a loss history, and the fields that must agree with each other."""
+
+import math
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, ConfigDict, Field
+
+from lockstep.errors import UserError
+from lockstep.inputs.model_config import FAMILIES
+from lockstep.mesh import Axis, Mesh
+from lockstep.schemas import (
+    Count,
+    Finite,
+    MayBreakDown,
+    Name,
+    Origin,
+    Sha256,
+    Strict,
+    Whole,
+    validate,
+)
+
+REMEDY = "run its training again"
+LARGEST = 3.5e38  # no float32 is larger, so no loss is
+DEEPEST = 10_000  # layers
+
+
+def _float32(value: float) -> float:
+    if LARGEST < abs(value) < math.inf:
+        raise ValueError("too large for a float32")
+    return value
+
+
+def _norm(value: float) -> float:
+    if value < 0:
+        raise ValueError("a norm cannot be negative")
+    return value
+
+
+Text = Annotated[str, Field(max_length=65536)]  # a path, a message: made harmless where it is shown
+Loss = Annotated[MayBreakDown, AfterValidator(_float32)]
+Norm = Annotated[MayBreakDown, AfterValidator(_norm)]
+NotNegative = Annotated[Finite, Field(ge=0)]
+Depth = Annotated[int, Field(ge=1, le=DEEPEST)]
+
+
+class Step(Strict):
+    """One step, from 1. Losses in nats, seconds of wall clock."""
+
+    step: Count
+    loss: Loss  # mean over dp ranks (of the mean over tokens, of the mean over micro batches)
+    rank_losses: Annotated[list[Loss], Field(min_length=1)]  # one per dp rank
+    grad_norm: Norm  # of the whole model's averaged gradient, before clipping
+    learning_rate: NotNegative
+    tokens: Count  # of the global batch
+    seconds: NotNegative
+    batch_hash: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
+
+
+class RunConfig(Strict):
+    """lockstep.config.Config without its paths. tests/test_history.py checks that the two agree."""
+
+    strategy: Name
+    model_name: Text
+    num_layers: Count | None
+    num_workers: Count
+    tp_size: Count
+    dp_size: Count
+    batch_size: Count
+    seq_length: Count
+    num_epochs: Count
+    debug_steps: Whole
+    learning_rate: Annotated[Finite, Field(gt=0)]
+    optimizer: Literal["adamw", "sgd"]
+    weight_decay: NotNegative
+    max_grad_norm: NotNegative
+    gradient_accumulation_steps: Count
+    precision: Literal["fp32", "autocast", "bf16"]
+    attn_impl: Literal["eager", "sdpa"]
+    seed: Annotated[int, Field(ge=0, lt=2**32)]
+    dataset_name: Text
+    save_init_weights: bool
+    pretrained: bool = False
+    run_name: Name | None = None
+    noise_control: bool
+    log_interval: Count
+    capture_steps: Count
+    device: Literal["cpu", "cuda"]
+    backend: Literal["gloo", "nccl"]
+
+
+class Architecture(Strict):
+    """The entries of a model's config.json that a comparison uses; there may be any others."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model_type: Name
+    vocab_size: Count
+    hidden_size: Count
+    intermediate_size: Count
+    num_hidden_layers: Depth
+    num_attention_heads: Count
+    num_key_value_heads: Count
+    head_dim: Count | None = None
+    initializer_range: NotNegative
+    tie_word_embeddings: bool = False
+
+
+class PeakMemory(Strict):
+    kind: Name
+    bytes_by_rank: list[Whole]
+
+
+class Run(Strict):
+    label: Name
+    mesh: dict[Axis, Count]  # axis -> size
+    config: RunConfig
+    architecture: Architecture
+    architecture_source: Text
+    initial_weights: Text | None = None  # where they came from, in words
+    corpus_sha256: Sha256
+    tokenizer: Text
+    num_steps: Count
+    versions: dict[Name, Name]
+    origin: Origin | None = None  # histories of earlier commits have none
+    peak_memory: PeakMemory | None = None  # of a run that finished
+
+
+class Weights(Strict):
+    """Hashes of all weights together, and the names of those that moved. The last two only of a run that finished."""
+
+    initial_sha256: Sha256
+    final_sha256: Sha256 | None = None
+    moved: list[Name] | None = None
+
+
+class File(Strict):
+    """The whole file. `sha256` is the seal of all the rest."""
+
+    format: int
+    run: Run
+    contract: dict[Name, Any] | None
+    weights: Weights | None
+    ended: Annotated[str, Field(min_length=1, max_length=65536)] | None
+    steps: list[Step]
+    sha256: Sha256
+
+
+def parse(content: dict, path: object) -> File:
+    """The content of a loss history. Raises UserError for the first field that is missing, unknown or of another type."""
+    return validate(File, content, path, REMEDY)
+
+
+def require_consistent(file: File, path: object) -> None:
+    """Raise UserError if fields of the history contradict each other."""
+    problem = (
+        _run_problem(file.run) or _progress_problem(file) or _weights_problem(file) or _step_problem(file)
+    )
+    if problem:
+        raise UserError(f"{path}: {problem}; {REMEDY}")
+
+
+def _run_problem(run: Run) -> str:
+    config = run.config
+    mesh = Mesh(dp=config.dp_size, tp=config.tp_size)
+    if run.mesh != mesh.sizes or config.num_workers != mesh.world_size:
+        return f"mesh {run.mesh}, {config.num_workers} workers, and {mesh.label} of the configuration do not go together"
+    if config.debug_steps and run.num_steps != config.debug_steps:
+        return f"num_steps is {run.num_steps}, debug_steps {config.debug_steps}"
+    if run.peak_memory and len(run.peak_memory.bytes_by_rank) != config.num_workers:
+        return f"peak_memory is of {len(run.peak_memory.bytes_by_rank)} ranks, there are {config.num_workers}"
+    return ""
+
+
+def _progress_problem(file: File) -> str:
+    done, finished = len(file.steps), file.ended == "finished"
+    if done > file.run.num_steps or (finished and done < file.run.num_steps):
+        return f"it has {done} of {file.run.num_steps} steps, but says that it {'finished' if finished else 'goes on'}"
+    if done and file.weights is None or (finished or done > 1) and file.contract is None:
+        return f"{done} steps were trained, but it has no {'weights' if file.weights is None else 'contract'}"
+    if finished != (file.weights is not None and file.weights.moved is not None):
+        return "the weights that moved are recorded when a run has finished, and not before"
+    return ""
+
+
+def _weights_problem(file: File) -> str:
+    weights = file.weights
+    if weights is None:
+        return ""
+    if (weights.final_sha256 is None) != (weights.moved is None):
+        return "only one of final_sha256 and moved is there"
+    if weights.moved is None:
+        return ""
+    architecture = file.run.architecture
+    if architecture.model_type not in FAMILIES:
+        return (
+            f"model_type is {architecture.model_type!r}, and only {', '.join(FAMILIES)} can be trained here"
+        )
+    if bool(weights.moved) != (weights.final_sha256 != weights.initial_sha256):
+        return f"{len(weights.moved)} weights moved, but initial and final sha256 say otherwise"
+    stranger = next(iter(sorted(set(weights.moved) - _updated(file.contract))), None)
+    if stranger:
+        return f"moved has {stranger}, which is in no optimizer group of its contract"
+    return "" if weights.moved == sorted(set(weights.moved)) else "moved is not a sorted list of names"
+
+
+def _updated(contract: dict[Name, Any] | None) -> set[str]:
+    """The parameters in the optimizer's groups, by the contract's entry weight_decay (rate -> names). No model is built for it."""
+    groups = (contract or {}).get("weight_decay")
+    members = groups.values() if isinstance(groups, dict) else ()
+    return {name for names in members if isinstance(names, list) for name in names if isinstance(name, str)}
+
+
+def _step_problem(file: File) -> str:
+    config = file.run.config
+    tokens = config.dp_size * config.batch_size * config.gradient_accumulation_steps * config.seq_length
+    for position, step in enumerate(file.steps, start=1):
+        if step.step != position:
+            return f"step {position} is missing"
+        if step.tokens != tokens:
+            return f"step {position} has {step.tokens} tokens; its configuration makes it {tokens}"
+        if len(step.rank_losses) != config.dp_size:
+            return f"step {position} has {len(step.rank_losses)} rank losses; dp_size is {config.dp_size}"
+        if not is_mean(step.loss, step.rank_losses):
+            return f"step {position} has a loss of {step.loss!r}, which is not the mean of its rank losses"
+        broken = not all(math.isfinite(value) for value in (step.loss, step.grad_norm, *step.rank_losses))
+        if broken and (position < len(file.steps) or file.ended == "finished"):
+            return f"step {position} is not finite, but the run went on"
+    return ""
+
+
+def is_mean(loss: float, rank_losses: list[float]) -> bool:
+    """Whether `loss` is the mean, up to the rounding errors of a float64 sum in any order; not finite if one of them is not."""
+    mean = sum(rank_losses) / len(rank_losses)
+    if not math.isfinite(mean):
+        return not math.isfinite(loss)
+    return abs(loss - mean) <= 2.0**-52 * sum(
+        map(abs, rank_losses)
+    )  # two sums of n terms, n unit roundoffs (2^-53) each

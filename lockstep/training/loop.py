@@ -1,0 +1,308 @@
+"""THE loop: seeding, one step, the loss record. It drives a `Strategy` (strategy.py) and imports no strategy and no launcher.
+
+The loop does not know how a strategy works. It feeds every rank its micro batches, gathers what every rank saw, and stops all
+ranks if something is wrong.
+"""
+
+import contextlib
+import gc
+import math
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from lockstep import origin
+from lockstep.collective import stop_together, stopping_together
+from lockstep.config import PLACES, Config
+from lockstep.errors import TrainingFailure, UserError
+from lockstep.inputs import weights
+from lockstep.inputs.data import Batches, Inputs, global_batch_hash, window_hashes
+from lockstep.inputs.model import build_model
+from lockstep.mesh import Geometry, Mesh
+from lockstep.running import progress
+from lockstep.tensors.capture import Capture
+from lockstep.training import history as history_file
+from lockstep.training import initial_weights
+from lockstep.training.contract import contract_difference, expected_contract
+from lockstep.training.observe import ComputeDtypes, peak_memory, versions
+from lockstep.training.strategy import MakeStrategy, Strategy
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def run_with_control(
+    config: Config, inputs: Inputs, make_strategy: MakeStrategy, device: torch.device
+) -> str:
+    """`run`; with --control, then the control run in the same process. Returns the closing sentence of the last run."""
+    line = run(config, inputs, make_strategy, device)
+    if not config.control:
+        return line
+    if dist.get_rank() == 0:
+        progress.screen.note(line)
+    gc.collect()  # strategies hold cycles; the first model must be gone before the second is made
+    return run(config.of_control(), inputs, make_strategy, device)
+
+
+def run(config: Config, inputs: Inputs, make_strategy: MakeStrategy, device: torch.device) -> str:
+    """Train in this process, on this device, as one rank of an initialised process group; returns a closing sentence.
+
+    `make_strategy(model, config, mesh, device)` builds the Strategy. Raises TrainingFailure on every rank.
+    """
+    begin = time.monotonic()
+    rank = dist.get_rank()
+    model, file_sums = _initial_model(config, inputs, rank)
+    about = provenance(config, inputs)
+    capture = Capture(config, model, about) if config.capture_dir else None
+    strategy = make_strategy(model, config, config.mesh, device)
+    expected, actual = Geometry.of_rank(config.mesh, rank), strategy.geometry()
+    stop_together(
+        f"rank {rank}: the strategy's groups put it at {actual}, the mesh at {expected}"
+        if actual != expected
+        else ""
+    )
+
+    record = history_file.History(run=about)
+    path = config.history_path
+    try:
+        _train(config, inputs, strategy, rank, device, file_sums, record, path, capture)
+    except BaseException as error:
+        record.ended = f"{type(error).__name__}: {error}".splitlines()[0]
+        if capture:
+            capture.abandon()
+        if rank == 0:
+            with contextlib.suppress(UserError):  # on a full disk: the error above says which file filled it
+                record.save(path)
+        raise
+    with stopping_together():
+        if rank == 0:
+            record.save(path)
+    last = record.steps[-1]
+    took = progress.duration(time.monotonic() - begin)
+    return f"{config.label}: {len(record.steps)} steps in {took}, loss {record.steps[0]['loss']:.6f} -> {last['loss']:.6f}, {path}"
+
+
+def _train(
+    config: Config,
+    inputs: Inputs,
+    strategy: Strategy,
+    rank: int,
+    device: torch.device,
+    file_sums: dict[str, str] | None,
+    record: history_file.History,
+    path: Path,
+    capture: Capture | None,
+) -> None:
+    before = _live_checksums(strategy, rank)
+    _require_file_weights(before, file_sums, config)
+    if before is not None:
+        record.weights = {"initial_sha256": weights.combined_sha256(before)}
+        if capture:
+            capture.manifest["initial_sha256"] = record.weights["initial_sha256"]
+    with stopping_together():
+        if rank == 0:
+            record.save(path)
+
+    shown = progress.Steps(config.label, inputs.num_steps, config.log_interval)
+    problem = ""  # why rank 0 could not write the history after the last step
+    for index in range(inputs.num_steps):
+        compute_dtypes = ComputeDtypes(strategy.model) if index == 0 else None
+        watching = capture if capture is not None and index < config.capture_steps else None
+        step, everyone = train_step(
+            strategy, inputs.batches, config, rank, device, index, watching, problem=problem
+        )
+        record.add(step)
+        _require_finite(step["step"], everyone, config.mesh)
+        if compute_dtypes is not None:
+            record.contract = {**strategy.effective_contract(), **compute_dtypes.stop()}
+            if rank == 0 and watching:
+                watching.state_contract(record.contract)
+            difference = contract_difference(expected_contract(config, inputs.architecture), record.contract)
+            stop_together(
+                f"{config.label} does not run with the options given: {difference}" if difference else ""
+            )
+        if rank == 0:
+            try:
+                record.save(path)
+            except UserError as error:  # the others learn of it in the next step, or below
+                problem = str(error)
+            shown.add(step)
+
+    stop_together(problem)
+    after = _live_checksums(strategy, rank)
+    memory = peak_memory(device)
+    if before is not None and after is not None:
+        record.weights = {
+            "initial_sha256": weights.combined_sha256(before),
+            "final_sha256": weights.combined_sha256(after),
+            "moved": sorted(name for name in after if after[name] != before[name]),
+        }
+        record.run["peak_memory"] = memory
+        record.ended = "finished"
+
+
+def train_step(
+    strategy: Strategy,
+    batches: Batches,
+    config: Config,
+    rank: int,
+    device: torch.device,
+    index: int,
+    capture: Capture | None = None,
+    *,
+    problem: str = "",
+) -> tuple[dict[str, Any], list[list[float]]]:
+    """Step `index` (from 0) of the loop: feed, update, gather what every rank saw. `capture` writes all that is computed.
+
+    A `problem` that this rank has had since the last step stops all ranks, without a collective of its own in every step.
+
+    Returns the record of the step, which keeps one loss per DP rank, and (loss, norm) of every rank.
+
+    Raises TrainingFailure on every rank if TP peers saw different batches, or DP ranks the same, and for a `problem`.
+    """
+    micro_batches = batches.micro_batches(index, config.mesh.sample_share(rank), device)
+    start = time.perf_counter()
+    if capture:
+        capture.begin(strategy, index + 1)
+    loss = strategy.forward_backward(micro_batches)
+    if capture:
+        capture.gradients()
+    grad_norm = strategy.update()
+    everyone = _gather([float(loss), grad_norm, float(bool(problem)), *window_hashes(micro_batches)], device)
+    losses, hashes = [row[0] for row in everyone], [list(map(int, row[3:])) for row in everyone]
+    seconds = time.perf_counter() - start
+    if any(row[2] for row in everyone):
+        stop_together(problem)
+    _require_right_batches(hashes, config.mesh, index + 1)
+    lead = [config.mesh.first_with_share(share) for share in range(config.mesh.num_sample_shares)]
+    step = {
+        "step": index + 1,
+        "loss": sum(losses[r] for r in lead) / len(lead),
+        "rank_losses": [losses[r] for r in lead],
+        "grad_norm": grad_norm,
+        "learning_rate": strategy.optimizer.param_groups[0]["lr"],
+        "tokens": batches.windows_per_step * config.seq_length,
+        "seconds": seconds,
+        "batch_hash": global_batch_hash([each for r in lead for each in hashes[r]]),
+    }
+    if capture:
+        capture.end(step)
+        step["seconds"] = time.perf_counter() - start
+    return step, [row[:2] for row in everyone]
+
+
+def _initial_model(
+    config: Config, inputs: Inputs, rank: int
+) -> tuple["PreTrainedModel", dict[str, str] | None]:
+    """The model that the run starts from, and the checksums of its weights file; None if its weights are not a file's."""
+
+    def build(path: Path | None) -> tuple["PreTrainedModel", dict[str, str] | None]:
+        return build_model(
+            inputs.architecture, seed=config.seed, attn_impl=config.attn_impl, init_weights_path=path
+        )
+
+    path = initial_weights.file_of(config)
+    written = config.written_weights
+    if written is not None:
+        with stopping_together():
+            if rank == 0:
+                model, _ = build(path)
+                weights.save(
+                    written,
+                    model,
+                    inputs.architecture,
+                    initial_weights.origin(config),
+                    overwrite=config.overwrite,
+                )
+                print(f"Saved initial weights to {written}", flush=True)
+        path = written
+    with stopping_together():  # a file need not be there on every machine
+        model, sums = build(path)
+    if path and rank == 0:
+        print(f"Loaded initial weights from {path}", flush=True)
+    if config.noise_control:
+        weights.perturb(model, "float32" if config.precision == "fp32" else "bfloat16", config.seed)
+        return model, None  # no longer the file's
+    return model, sums
+
+
+def _require_file_weights(
+    live: dict[str, str] | None, file_sums: dict[str, str] | None, config: Config
+) -> None:
+    """The weights, sharded and gathered back, must be the file's, bit for bit (unless they were cast to bfloat16).
+
+    Only rank 0 has the checksums `live`; all ranks share its finding.
+    """
+    if file_sums is None or config.precision == "bf16":
+        return
+    wrong = None
+    if live is not None:
+        names = sorted(live.keys() | file_sums.keys())
+        wrong = next((name for name in names if live.get(name) != file_sums.get(name)), None)
+    stop_together(
+        f"after sharding, {wrong} differs from {config.init_weights_path or config.model_name}"
+        if wrong
+        else ""
+    )
+
+
+def _require_right_batches(hashes: list[list[int]], mesh: Mesh, step: int) -> None:
+    """Ranks with the same share of the global batch must see the same batch, ranks with different shares different ones."""
+    for rank, value in enumerate(hashes):
+        share = mesh.sample_share(rank)
+        lead = mesh.first_with_share(share)
+        if value != hashes[lead]:
+            raise TrainingFailure(
+                f"step {step}: TP peers rank {lead} and rank {rank} (dp {share}) saw different batches"
+            )
+        twin = next((other for other in range(share) if hashes[mesh.first_with_share(other)] == value), None)
+        if twin is not None:
+            raise TrainingFailure(
+                f"step {step}: DP ranks {twin} and {share} saw the same batch; give a corpus without repetitions"
+            )
+
+
+def _require_finite(step: int, everyone: list[list[float]], mesh: Mesh) -> None:
+    for rank, (loss, grad_norm) in enumerate(everyone):
+        for what, value in (("loss", loss), ("gradient norm", grad_norm)):
+            if not math.isfinite(value):
+                raise TrainingFailure(
+                    f"step {step}: the {what} is {value} on rank {rank} ({Geometry.of_rank(mesh, rank)})"
+                )
+
+
+def _gather(mine: list[float], device: torch.device) -> list[list[float]]:
+    """Every rank's numbers, in rank order. float64 carries them exactly (a hash has 48 bits)."""
+    row = torch.tensor(mine, dtype=torch.float64, device=device)
+    everyone = [torch.empty_like(row) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, row)
+    return [row.tolist() for row in everyone]
+
+
+def _live_checksums(strategy: Strategy, rank: int) -> dict[str, str] | None:
+    """Checksums of the live weights, gathered whole. On rank 0 only, but collective."""
+    if rank == 0:
+        return weights.checksums(strategy.full_parameters())
+    for _ in strategy.full_parameters():
+        pass
+    return None
+
+
+def provenance(config: Config, inputs: Inputs) -> dict[str, Any]:
+    """What a history and a dump record of a run before it begins."""
+    return {
+        "label": config.label,
+        "mesh": config.mesh.sizes,
+        "config": {key: value for key, value in config.as_dict().items() if key not in PLACES},
+        "architecture": inputs.architecture,
+        "architecture_source": inputs.architecture_source,
+        "initial_weights": initial_weights.origin(config),
+        "corpus_sha256": inputs.batches.corpus.sha256,
+        "tokenizer": inputs.batches.corpus.tokenizer_name,
+        "num_steps": inputs.num_steps,
+        "versions": versions(),
+        "origin": origin.about(),
+    }

@@ -1,0 +1,136 @@
+"""Read back what a run really does from its live objects: dtypes, optimizer, decay groups, versions, memory."""
+
+import contextlib
+import importlib.metadata
+import math
+import resource
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from lockstep import strategies
+from lockstep.collective import gather_objects
+from lockstep.inputs import modules
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class ComputeDtypes:
+    """Watches one forward pass and records the dtypes that linear layers and the embedding return."""
+
+    def __init__(self, model: torch.nn.Module):
+        self._seen: dict[str, set[str]] = {
+            "compute_dtype": set(),
+            "biased_linear_dtype": set(),
+            "embedding_dtype": set(),
+        }
+        self._handles: list[RemovableHandle] = []
+        for name, module in model.named_modules():
+            own = dict(module.named_parameters(recurse=False))
+            if name == modules.EMBEDDING:
+                self._watch(module, "embedding_dtype")
+            elif "weight" in own and own["weight"].ndim == 2:
+                self._watch(module, "biased_linear_dtype" if "bias" in own else "compute_dtype")
+
+    def _watch(self, module: torch.nn.Module, key: str) -> None:
+        seen = self._seen[key]
+        self._handles.append(module.register_forward_hook(lambda _m, _i, output: seen.add(str(output.dtype))))
+
+    def stop(self) -> dict:
+        for handle in self._handles:
+            handle.remove()
+        return {key: sorted(seen) for key, seen in self._seen.items()}
+
+
+def model_contract(model: "PreTrainedModel") -> dict[str, Any]:
+    """The live model's attention implementation, dropout, mode, parameter dtypes and tie."""
+    layers = model.get_submodule(modules.LAYERS).children()
+    attentions: list[Any] = [layer.get_submodule(modules.ATTENTION) for layer in layers]
+    return {
+        "attention": model.config._attn_implementation,
+        "attention_dropout": max(attention.attention_dropout for attention in attentions),
+        "training_mode": model.training,
+        "parameter_dtype": sorted({str(parameter.dtype) for parameter in model.parameters()}),
+        "tied_embeddings": modules.is_tied(model),
+    }
+
+
+def optimizer_contract(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Class, rates and state dtypes of the live optimizer. Call it after a first step, when the state exists."""
+    first = optimizer.param_groups[0]
+    state_dtypes = {
+        str(value.dtype)
+        for state in optimizer.state.values()
+        for key, value in state.items()
+        if isinstance(value, torch.Tensor) and key != "step"
+    }
+    return {
+        "optimizer": type(optimizer).__name__,
+        "fused": bool(first["fused"]),
+        "learning_rates": sorted({group["lr"] for group in optimizer.param_groups}),
+        "betas": list(first.get("betas", ())),
+        "eps": first.get("eps"),
+        "momentum": first.get("momentum"),
+        "optimizer_dtype": sorted(state_dtypes),
+    }
+
+
+def decay_by_name(model: torch.nn.Module, groups: list[tuple[list, float]]) -> dict[str, list[str]]:
+    """Weight decay -> names of the parameters it acts on, from the optimizer's own groups (parameters, decay)."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    decay: dict[str, list[str]] = {}
+    for parameters, rate in groups:
+        decay.setdefault(str(rate), []).extend(names[id(parameter)] for parameter in parameters)
+    return {rate: sorted(members) for rate, members in decay.items()}
+
+
+def observed_max_grad_norm(configured: float, before: float, after: float) -> float:
+    """The clipping bound that follows from the norms before and after an update.
+
+    It is the configured one if nothing had to be clipped and nothing was.
+    """
+    if math.isclose(before, after, rel_tol=1e-6):
+        return 0.0 if 0 < configured < before * (1 - 1e-6) else configured
+    return configured if math.isclose(after, configured, rel_tol=1e-3) else after
+
+
+def torch_contract(model: "PreTrainedModel", optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Model and optimizer of a strategy that steps a torch optimizer itself; gradients are reduced in their own dtype."""
+    return {
+        **model_contract(model),
+        **optimizer_contract(optimizer),
+        "weight_decay": decay_by_name(
+            model, [(g["params"], g["weight_decay"]) for g in optimizer.param_groups]
+        ),
+        "reduction_dtype": sorted({str(p.grad.dtype) for p in model.parameters() if p.grad is not None}),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Versions of the installed libraries that take part; runs with other versions are not comparable."""
+    found = {}
+    of_strategies = (row.library for row in strategies.ROWS.values() if row.library)
+    for name in (
+        "torch",
+        "transformers",
+        *of_strategies,
+        "ray",
+        "numpy",
+        "safetensors",
+        "tokenizers",
+        "accelerate",
+    ):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def peak_memory(device: torch.device) -> dict:
+    """Peak memory of every rank in bytes, in rank order: of the allocator on a GPU, resident set on a CPU."""
+    if device.type == "cuda":
+        kind, mine = "torch.cuda.max_memory_allocated", torch.cuda.max_memory_allocated(device)
+    else:
+        kind, mine = "ru_maxrss", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {"kind": kind, "bytes_by_rank": gather_objects(mine)}

@@ -1,0 +1,81 @@
+"""The optimizer, with one meaning in all strategies: torch AdamW or SGD over the same decay groups."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from lockstep.config import BETAS, EPS
+
+
+def decays(ndim: int) -> bool:
+    """Weight decay acts on matrices; norms and biases (one dim) are left alone."""
+    return ndim >= 2
+
+
+def parameter_groups(parameters: Iterable[torch.nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    """Two groups, decayed and not, in the order of the parameters; an empty group is left out."""
+    parameters = list(parameters)
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in parameters if decays(p.ndim)], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if not decays(p.ndim)], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def build_optimizer(
+    groups: list[dict[str, Any]], *, optimizer: str, learning_rate: float
+) -> torch.optim.Optimizer:
+    """AdamW (decoupled decay, Loshchilov and Hutter 2019, arXiv 1711.05101), fused, or SGD without momentum.
+
+    SGD is not fused: torch's fused SGD cannot work on DTensors (docs/findings.md).
+    """
+    if optimizer == "adamw":
+        return torch.optim.AdamW(groups, lr=learning_rate, betas=BETAS, eps=EPS, fused=True)
+    return torch.optim.SGD(groups, lr=learning_rate, foreach=False)
+
+
+def keeps(optimizer: torch.optim.Optimizer, kind: str) -> bool:
+    """Whether the optimizer has this kind of tensor for every parameter: SGD without momentum has no moments."""
+    return kind in ("parameter", "gradient") or not isinstance(optimizer, torch.optim.SGD)
+
+
+def gradient_of(parameter: torch.Tensor) -> torch.Tensor:
+    """The gradient of a parameter. Raises ValueError if it has none: the loss does not depend on it."""
+    if parameter.grad is None:
+        raise ValueError(f"a parameter of shape {tuple(parameter.shape)} has no gradient")
+    return parameter.grad
+
+
+def held_tensors(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, kind: str
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of every parameter: "parameter", "gradient", or the moment "exp_avg" or "exp_avg_sq".
+
+    SGD keeps no moments and yields none.
+    """
+    if not keeps(optimizer, kind):
+        return
+    for name, parameter in model.named_parameters():
+        if kind == "parameter":
+            yield name, parameter.detach()
+        else:
+            yield name, gradient_of(parameter) if kind == "gradient" else optimizer.state[parameter][kind]
+
+
+def held_whole(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, kind: str
+) -> Iterator[tuple[str, torch.Tensor, tuple[int, ...], tuple[int, ...]]]:
+    """What `Strategy.held` yields if every rank holds whole tensors."""
+    for name, tensor in held_tensors(model, optimizer, kind):
+        yield name, tensor, tuple(tensor.shape), (0,) * tensor.ndim
+
+
+def total_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
+    """The 2-norm over all gradients together, as a float64 scalar (a DTensor if they are).
+
+    Summed in float64: torch's float32 norm on the CPU is off by 1e-5 for 10^6 elements and by 1 % for 10^8
+    (docs/findings.md), which is more than two correct strategies differ by.
+    """
+    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]
+    return torch.linalg.vector_norm(torch.stack(norms))

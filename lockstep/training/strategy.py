@@ -1,0 +1,67 @@
+"""The Strategy protocol: everything that the loop asks of a strategy."""
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from lockstep import strategies
+from lockstep.config import Config
+from lockstep.mesh import Geometry, Mesh
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+MicroBatch = tuple[torch.Tensor, torch.Tensor]  # input_ids and labels, each (B, S); labels are shifted by one
+
+
+class Optimizer(Protocol):
+    """What the loop needs of an optimizer, torch's own or a wrapper."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """As in torch; the learning rate is `lr`."""
+
+
+class Strategy(Protocol):
+    """What a strategy must do. All methods are collective: every rank calls them, in the same order."""
+
+    @property
+    def model(self) -> "PreTrainedModel":
+        """The model, sharded or not, under Hugging Face names."""
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer that `update` steps."""
+
+    def geometry(self) -> Geometry:
+        """The mesh and this rank's coordinates, read back from the live groups."""
+
+    def forward_backward(self, micro_batches: list[MicroBatch]) -> torch.Tensor:
+        """Replace the last step's gradient by that of the mean loss over the micro batches, averaged over dp.
+
+        Returns this rank's mean loss, shape ().
+        """
+
+    def update(self) -> float:
+        """Clip and step the optimizer. Returns the norm of the whole model's gradient before clipping."""
+
+    def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, whole CPU tensor) of every parameter, gathered over tp and dp, one at a time; tied tensors once."""
+
+    def held(self, kind: str) -> Iterator[tuple[str, torch.Tensor, tuple[int, ...], tuple[int, ...]]]:
+        """(name, this rank's shard, shape of the full tensor, start of the shard in it) of every parameter.
+
+        `kind` is "gradient" (between `forward_backward` and `update`), or "parameter", "exp_avg" or "exp_avg_sq".
+        """
+
+    def effective_contract(self) -> dict[str, Any]:
+        """What the run really runs with, read back from live objects after the first step (lockstep/training/observe.py)."""
+
+
+MakeStrategy = Callable[["PreTrainedModel", Config, Mesh, torch.device], Strategy]
+
+
+def factory_of(row: strategies.Row) -> MakeStrategy:
+    """The strategy's class. Raises UserError for a user's file that cannot be imported or has no such class."""
+    return strategies.load(row.factory)

@@ -1,0 +1,196 @@
+"""The base of strategies in plain torch: for any model whose parameters are plain tensors or DTensors, on any mesh.
+
+A subclass says how to parallelize. The rest follows from the parameters themselves:
+
+    class MyStrategy(TorchStrategy):
+        def parallelize(self, model, device_mesh):
+            return DistributedDataParallel(model, process_group=device_mesh["dp"].get_group())
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parallel import DistributedDataParallel
+
+from lockstep.config import Config
+from lockstep.inputs.model import causal_lm_loss
+from lockstep.mesh import AXES, Geometry, Mesh, build_device_mesh, share
+from lockstep.training.observe import observed_max_grad_norm, torch_contract
+from lockstep.training.optim import (
+    build_optimizer,
+    gradient_of,
+    held_tensors,
+    parameter_groups,
+    total_norm,
+)
+from lockstep.training.strategy import MicroBatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class TorchStrategy:
+    """See `lockstep.training.strategy.Strategy` for what each method has to do.
+
+    The module that `parallelize` returns averages the gradients over dp. DDP and FSDP2 modules are told which micro batch is the last;
+    any other module reduces by its own hooks, at every micro batch.
+    """
+
+    def __init__(self, model: "PreTrainedModel", config: Config, mesh: Mesh, device: torch.device):
+        self.config, self.device = config, device
+        self.device_mesh = build_device_mesh(mesh, device.type)
+        model.to(device=device, dtype=config.parameter_dtype)  # type: ignore[call-arg] # a decorator of transformers loses self
+        self.wrapped = self.parallelize(model, self.device_mesh)
+        inner = self.wrapped.module if isinstance(self.wrapped, DistributedDataParallel) else self.wrapped
+        self.model = cast("PreTrainedModel", inner)  # sharded, it is still transformers' class
+        self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.optimizer = build_optimizer(
+            [
+                group
+                for alike in by_layout(self.parameters)  # a fused step cannot mix device meshes
+                for group in parameter_groups(alike, config.weight_decay)
+            ],
+            optimizer=config.optimizer,
+            learning_rate=config.learning_rate,
+        )
+
+    def parallelize(self, model: "PreTrainedModel", device_mesh: DeviceMesh) -> torch.nn.Module:
+        """Turn `model`, which every rank holds whole, into a module that runs on `device_mesh`; returns what forward calls.
+
+        `device_mesh` has the axes of lockstep/mesh.py by name. Parameters keep their Hugging Face names.
+        """
+        raise NotImplementedError
+
+    def geometry(self) -> Geometry:
+        return Geometry.of_groups({axis: self.device_mesh.get_group(axis) for axis in AXES})
+
+    def forward_backward(self, micro_batches: list[MicroBatch]) -> torch.Tensor:
+        self.num_micro_batches, self.num_tokens = len(micro_batches), micro_batches[0][1].numel()
+        self.optimizer.zero_grad()
+        losses = []
+        for index, (input_ids, labels) in enumerate(micro_batches):
+            with self._reducing(index == len(micro_batches) - 1):
+                with self.config.autocast(self.device):
+                    loss = self.loss(input_ids, labels)
+                (loss / len(micro_batches)).backward()
+            losses.append(loss.detach())
+        for parameter in self.parameters:  # reduce gradients that are still partial sums
+            gradient = parameter.grad
+            if (
+                isinstance(parameter, DTensor)
+                and isinstance(gradient, DTensor)
+                and any(placement.is_partial() for placement in gradient.placements)
+            ):
+                parameter.grad = gradient.redistribute(placements=parameter.placements)
+        return torch.stack(losses).mean()
+
+    def loss(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """This rank's mean loss over one micro batch, each (B, S); shape ()."""
+        return causal_lm_loss(self.wrapped, input_ids, labels)
+
+    @contextlib.contextmanager
+    def _reducing(self, last: bool) -> Iterator[None]:
+        """Reduce gradients over dp in this micro batch's backward only if it is the last one."""
+        if isinstance(self.wrapped, FSDPModule):
+            self.wrapped.set_requires_gradient_sync(last)
+        if isinstance(self.wrapped, DistributedDataParallel) and not last:
+            with self.wrapped.no_sync():
+                yield
+        else:
+            yield
+
+    def grad_norm(self) -> torch.Tensor:
+        """The norm of the whole gradient: squares of the local shards, summed over every axis that shards them."""
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for alike in by_layout(self.parameters):
+            square = total_norm([local(gradient_of(parameter)) for parameter in alike]) ** 2
+            first = alike[0]
+            if isinstance(first, DTensor):
+                for axis in sharded_axes(first):
+                    dist.all_reduce(square, group=first.device_mesh.get_group(axis))
+            total += square
+        return total.sqrt()
+
+    def update(self) -> float:
+        norm = self.grad_norm()
+        if self.config.max_grad_norm > 0:
+            for alike in by_layout(self.parameters):
+                torch.nn.utils.clip_grads_with_norm_(alike, self.config.max_grad_norm, norm)
+        self.optimizer.step()
+        self.last_norm = float(norm)
+        return self.last_norm
+
+    def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in self.model.named_parameters():
+            whole = parameter.detach()
+            yield name, (whole.full_tensor() if isinstance(whole, DTensor) else whole).cpu()
+
+    def held(self, kind: str) -> Iterator[tuple[str, torch.Tensor, tuple[int, ...], tuple[int, ...]]]:
+        for name, tensor in held_tensors(self.model, self.optimizer, kind):
+            yield name, local(tensor), tuple(tensor.shape), start_of(tensor)
+
+    def effective_contract(self) -> dict[str, Any]:
+        return {
+            **torch_contract(self.model, self.optimizer),
+            "max_grad_norm": observed_max_grad_norm(
+                self.config.max_grad_norm, self.last_norm, float(self.grad_norm())
+            ),
+            "gradient_accumulation_steps": self.num_micro_batches,
+            "loss_is_mean_over": [self.num_tokens, self.num_micro_batches, self.geometry().mesh.dp],
+            "reduction_dtype": sorted(
+                {str(self._reduction_dtype(parameter)) for parameter in self.parameters}
+            ),
+        }
+
+    def _reduction_dtype(self, parameter: torch.Tensor) -> torch.dtype:
+        """The dtype in which a gradient is reduced over dp: what `fully_shard` was told, else the gradient's own."""
+        told = (
+            self.wrapped._get_fsdp_state()._mp_policy.reduce_dtype
+            if isinstance(self.wrapped, FSDPModule)
+            else None
+        )
+        return told or gradient_of(parameter).dtype
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def by_layout(parameters: list[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
+    """Parameters grouped by device mesh and by the axes that cut them; plain tensors are a group of their own."""
+    groups: dict[object, list[torch.nn.Parameter]] = {}
+    for parameter in parameters:
+        layout = (parameter.device_mesh, sharded_axes(parameter)) if isinstance(parameter, DTensor) else None
+        groups.setdefault(layout, []).append(parameter)
+    return list(groups.values())
+
+
+def sharded_axes(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The axes of a tensor's own device mesh over which it is cut, not copied; none for a plain tensor."""
+    if not isinstance(tensor, DTensor):
+        return ()
+    return tuple(axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate())
+
+
+def start_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The start of this rank's shard in the full tensor. The innermost axis cuts first, the next one what is left."""
+    start, shape = [0] * tensor.ndim, list(tensor.shape)
+    if not isinstance(tensor, DTensor):
+        return tuple(start)
+    for axis in reversed(sharded_axes(tensor)):
+        mesh = tensor.device_mesh
+        dim = cast(Shard, tensor.placements[axis]).dim  # or _StridedShard, which has a dim too
+        first, shape[dim] = share(shape[dim], mesh.get_local_rank(axis), mesh.size(axis))
+        start[dim] += first
+    if shape != list(local(tensor).shape):
+        raise ValueError(
+            f"a shard of {tuple(tensor.shape)} is {tuple(local(tensor).shape)}, expected {tuple(shape)}"
+        )
+    return tuple(start)

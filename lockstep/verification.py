@@ -1,0 +1,215 @@
+"""The two ends of run_verification_main.sh: the checks before its runs, and the verdict after them.
+
+    python -m lockstep.verification plan --strategies ddp,fsdp --tp_size 2 FLAGS      a line NAME, FLAGS, STRATEGY for every run, with tabs
+    python -m lockstep.verification verdict --strategies ddp,fsdp --tp_size 2 FLAGS   the table, the figure, the reports
+
+FLAGS are those of the training scripts. Flags about the initial weights go to the baseline only, which writes them. With --capture_dir
+the tensors of the captured steps are judged as well.
+"""
+
+if __name__ == "__main__":
+    from lockstep import startup
+
+    startup.begin()  # first: from now on Ctrl-C and a missing package are one line each
+
+import argparse
+import dataclasses
+import os
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lockstep import config as config_module
+from lockstep import memory, preflight
+from lockstep.config import Config, Parser
+from lockstep.errors import UserError, printable, run_program
+from lockstep.files import (
+    FIGURE,
+    REPORTS,
+    VERDICT,
+    remove_captured,
+    require_ours,
+    require_writable_folder,
+)
+from lockstep.inputs import architectures
+from lockstep.inputs.data import Inputs
+from lockstep.losses.curves import RULES
+from lockstep.running import processes, progress
+from lockstep.runs import Run, runs_of
+from lockstep.strategies import BASELINE, ROWS
+from lockstep.training import history
+
+if TYPE_CHECKING:
+    from lockstep.diagnosis.diagnose import Diagnosis
+    from lockstep.losses.folder import Judged
+    from lockstep.tensors.judgement import Result
+
+NAME = "lockstep.verification"
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = Parser(prog=f"python -m {NAME}", description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("what", choices=("plan", "verdict"))
+    parser.add_argument("--strategies", default=",".join(ROWS))
+    parser.add_argument("--tp_size", type=int, default=2)
+    for flag in ("--save_init_weights", "--pretrained", "--control"):  # the baseline's alone
+        parser.add_argument(flag, action="store_true")
+    parser.add_argument("--init_weights_path")
+
+    def body() -> int:
+        if os.environ.get("LOCKSTEP_PARENT") == str(os.getppid()):  # as in lockstep/launch.py
+            processes.end_with_parent(signal.SIGKILL)
+        options, flags = parser.parse_known_args(argv)
+        return (plan if options.what == "plan" else verdict)(options, flags)
+
+    return run_program(NAME, body)
+
+
+def plan(options: argparse.Namespace, flags: list[str]) -> int:
+    """Check everything that can be checked before a run, and print the runs. Leaves no folder behind."""
+    runs = runs_of(options.strategies, config_module.parse_config(BASELINE, flags), options.tp_size)
+    for run in runs:
+        config, inputs = checked(run, options, flags)
+    require_ours(config.loss_output_dir / "loss_curves.png", "OUTPUT_DIR", FIGURE, anywhere=True)
+    require_ours(config.loss_output_dir / "verdict.json", "OUTPUT_DIR", VERDICT)
+    if config.capture_dir is not None:
+        for name, begins in REPORTS.items():
+            require_ours(config.capture_dir / name, "OUTPUT_DIR", begins)
+        if config.precision not in RULES:
+            raise UserError(
+                f"--precision {config.precision}: no tolerance is derived for its tensors; leave them out (TENSORS=0)"
+            )
+        check_reference(config, inputs)
+    for run in runs:
+        print(run.name, " ".join(run.arguments), run.row.place, sep="\t")
+    return 0
+
+
+def checked(run: Run, options: argparse.Namespace, flags: list[str]) -> tuple[Config, Inputs]:
+    """A run's configuration and inputs. Raises UserError if it could not be started with them."""
+    own = [*run.arguments, "--dry_run"]
+    if run.row.is_baseline:
+        own += [
+            f"--{name}" for name in ("save_init_weights", "pretrained", "control") if getattr(options, name)
+        ]
+        own += ["--init_weights_path", options.init_weights_path] if options.init_weights_path else []
+    config = config_module.parse_config(run.row.place, [*flags, *own])
+    inputs = preflight.load_inputs(config)
+    preflight.check_environment(config, inputs.architecture)
+    return config, inputs
+
+
+def check_reference(config: Config, inputs: Inputs) -> None:
+    """Raise UserError if the reference would not fit into memory, or is not the model that a user brings."""
+    memory.require(dataclasses.replace(config, run_name="reference"), inputs.architecture, config.num_workers)
+    if not architectures.is_built_in(inputs.architecture_source):
+        from lockstep.tensors import model_check  # imports torch
+
+        model_check.check(config, inputs)
+
+
+def verdict(options: argparse.Namespace, flags: list[str]) -> int:
+    """Judge the losses, and the tensors if they were captured; draw, write and print. Returns 0, or 1 unless all PASS."""
+    from lockstep.losses import curve_report, folder
+
+    weights = ["--init_weights_path", options.init_weights_path] if options.init_weights_path else []
+    config = config_module.parse_config(BASELINE, [*flags, *weights])
+    place = config.loss_output_dir
+    require_writable_folder(place, "--loss_output_dir")
+    figure, data = place / "loss_curves.png", place / "verdict.json"
+    names = [run.name for run in runs_of(options.strategies, config, options.tp_size)]
+    found = {
+        name: history.path_of(place, name)
+        for name in (*names, *([history.CONTROL] if options.control else []))
+    }
+    missing = next((path for path in found.values() if not path.exists()), None)
+    if missing:
+        raise UserError(f"{missing}: no such file; run the training first")
+    judged = folder.judge(place, *folder.read(found))
+    result: Result | None = None
+    diagnoses: dict[str, Diagnosis] = {}
+    captured = config.capture_dir
+    if not judged.problem and captured is not None:
+        result, diagnoses = judge_tensors(config, captured, names)
+    curve_report.draw(judged.histories, judged.control, judged.tolerance, figure)
+    if judged.problem:
+        raise UserError(judged.problem)
+    tensors = (
+        None if result is None else ("FAIL" if result.outcome == "CONFIGURED DIFFERENTLY" else result.outcome)
+    )
+    folder.write(judged, data, f"run_verification_main.sh ({' '.join(flags)})", tensors=tensors)
+    print("\n".join(["", *table(judged, result), "", *explanations(judged, result, diagnoses)]))
+    print(f"Figure   {printable(figure)}")
+    if captured is not None:
+        print(f"Tensors  {printable(captured / 'report.md')}")
+    print(f"Data     {printable(data)}; all that the libraries said: {printable(place / 'logs')}")
+    outcome = folder.worst([judged.outcome, *([tensors] if tensors else [])])
+    print(f"\n{outcome}")
+    return 0 if outcome == "PASS" else 1
+
+
+def judge_tensors(config: Config, place: Path, names: list[str]) -> tuple["Result", dict[str, "Diagnosis"]]:
+    """(comparison of the tensors captured in `place` with the float64 reference, which is computed now; diagnoses), with its report written."""
+    with progress.working("Comparing every tensor with a float64 reference"):
+        from lockstep.collective import init_alone
+        from lockstep.tensors import comparison, exact_run, tensor_report
+        from lockstep.tensors.dump import Dump
+
+        init_alone()
+        remove_captured(place / "reference")
+        exact_run.run(config, preflight.load_inputs(config))
+        reference, dumps, replays = comparison.arrange([Dump(place / name) for name in (*names, "reference")])
+        result = comparison.compare_dumps(reference, dumps, replays)
+        diagnoses = comparison.diagnoses(result, reference, replays)
+        tensor_report.write(result, diagnoses, place)
+    return result, diagnoses
+
+
+def table(judged: "Judged", result: "Result | None") -> list[str]:
+    """A line for each run: how far from DDP and from the reference, of what is tolerated."""
+    from lockstep.losses.folder import worst
+
+    tolerance = judged.tolerated
+    rows = [
+        ("", "loss", "gradient norm", "tensors", ""),
+        ("", "max nats from DDP", "max relative to DDP", "worst / tolerated", ""),
+    ]
+    for name, one in judged.histories.items():
+        verdict, outcomes = judged.verdicts.get(name), []
+        cells = [one.run["label"], "baseline", "baseline", "not captured"]
+        if verdict is not None:
+            outcomes.append(verdict.outcome)
+            cells[1] = f"{verdict.max_abs_diff:.1e} of {tolerance.maximum:.1e}"
+            cells[2] = f"{verdict.max_grad_norm_diff:.1e} of {max(tolerance.grad_norm):.1e}"
+        if result is not None:
+            mine = [row for row in result.rows if row.strategy == name and row.judged]
+            cells[3] = f"{max((row.multiple for row in mine), default=0.0):.2g} ({len(mine)} tensors)"
+            outcomes.append("FAIL" if result.has_failed(name) else result.verdict(name))
+        rows.append((*cells, worst(outcomes) if outcomes else ""))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        printable("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip(), 300)
+        for row in rows
+    ]
+
+
+def explanations(judged: "Judged", result: "Result | None", diagnoses: dict[str, "Diagnosis"]) -> list[str]:
+    """Why what failed has failed: by the losses, and by the first tensor and its cause."""
+    from lockstep.losses.curve_report import notes, reasons
+    from lockstep.tensors import tensor_report
+
+    lines = [f"{one.label}: {line}" for one in judged.verdicts.values() for line in reasons(one)]
+    lines += [line for line in notes(judged) if line.startswith("Not judged")]
+    if result is not None and result.outcome != "PASS":
+        lines += [
+            f"First tensor too far, {line}"
+            for line in tensor_report.first_tensors(result)
+            if not line.endswith(": none")
+        ]
+        lines += ["Cause", *tensor_report.causes(result, diagnoses)] if diagnoses else []
+        lines += tensor_report.configuration(result) if any(result.configuration.values()) else []
+    return [*(printable(line) for line in lines), ""] if lines else []
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,96 @@
+"""The program behind results/damaged_files.md."""
+
+import collections
+import json
+import subprocess
+import sys
+
+import damaged_files
+import pytest
+from ranks import ROOT
+
+RESULTS = ROOT / "results" / "damaged_files.json"
+
+
+def run(monkeypatch, tmp_path, words, *more):
+    """With one reader that ends so, in this process, whose memory is not to be limited."""
+    bad = [word for word in words if word not in ("refused", "taken")]
+    reader = ("a text", lambda number, seed: (collections.Counter(words), bad))
+    monkeypatch.setitem(damaged_files.READERS, "text", reader)
+    monkeypatch.setattr(damaged_files.resource, "setrlimit", lambda *_: None)
+    return damaged_files.main(["text", "--number", "3", "--output", str(tmp_path / "d.json"), *more])
+
+
+def test_what_must_not_be_is_counted_and_named(tmp_path, monkeypatch, capsys):
+    assert run(monkeypatch, tmp_path, {"refused": 2, "taken": 1}) == 0
+    assert "| a text | 2 | 1 | 0 | 0 | 0 | 0 | 0 | 0 | 0 |" in (tmp_path / "d.md").read_text()
+    wrong = {"refused": 1, "taken wrongly: other tokens": 1, "traceback: MemoryError": 1}
+    assert run(monkeypatch, tmp_path, wrong) == 1
+    page = (tmp_path / "d.md").read_text()
+    assert (
+        "| a text | 1 | 0 | 0 | 0 | 1 | 0 | 0 | 1 | 0 |" in page
+        and "a text: taken wrongly: other tokens" in page
+    )
+
+
+@pytest.mark.parametrize(
+    "word, found",
+    [
+        ("crash ValueError: x", "traceback"),
+        ("hang", "hang"),
+        ("killed, status 9", "memory"),
+        ("accepted wrong", "accepted wrong"),
+        ("accepted", "read, means the same"),
+        ("untidy", "more than a line"),
+        ("NOT JUDGED", "NOT JUDGED"),
+        ("fails later", "fails later"),
+    ],
+)
+def test_the_words_of_the_tests(word, found):
+    assert {key for key, count in damaged_files.outcomes(collections.Counter([word])).items() if count} == {
+        found
+    }
+
+
+def test_no_word_is_unknown():
+    with pytest.raises(StopIteration):
+        damaged_files.outcomes(collections.Counter(["something new"]))
+
+
+def test_other_cases_and_other_files_are_not_mixed_in(tmp_path, monkeypatch, capsys):
+    assert run(monkeypatch, tmp_path, {"refused": 3}) == 0
+    assert run(monkeypatch, tmp_path, {"refused": 3}, "--seed", "1") == 2
+    assert "is of --number 3 --seed 26; give another name" in capsys.readouterr().err
+    (tmp_path / "d.json").write_text("{}")
+    assert run(monkeypatch, tmp_path, {"refused": 3}) == 2
+    assert "is not replaced" in capsys.readouterr().err and (tmp_path / "d.json").read_text() == "{}"
+
+
+def test_real_cases(tmp_path):
+    """A reader that needs no processes, started as the page says."""
+    command = [
+        sys.executable,
+        "benchmarks/damaged_files.py",
+        "history",
+        "--number",
+        "8",
+        "--output",
+        tmp_path / "d.json",
+    ]
+    done = subprocess.run(
+        command, cwd=ROOT, env={"PYTHONPATH": ".:tests"}, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    row = json.loads((tmp_path / "d.json").read_text())["readers"]["history"]
+    assert sum(row["outcomes"].values()) == 8 and row["bad"] == [] and row["origin"]["cpu"]
+
+
+def test_the_table_is_generated_and_nothing_in_it_is_wrong():
+    content = json.loads(RESULTS.read_text())
+    assert RESULTS.with_suffix(".md").read_text() == damaged_files.page(content)
+    assert content["number"] >= 1000 and content["readers"].keys() == damaged_files.READERS.keys()
+    for row in content["readers"].values():
+        assert (
+            row["bad"] == []
+            and sum(row["outcomes"][name] for name in damaged_files.GOOD) == content["number"]
+        )

@@ -1,0 +1,122 @@
+"""What a program writes replaces its own older results and no other file; it is answered before any work."""
+
+import json
+import subprocess
+import sys
+
+import outputs
+import pytest
+from ranks import ROOT
+
+import run_faults
+from lockstep import files
+from lockstep.config import parse_config
+from lockstep.errors import UserError
+from lockstep.preflight import check_environment as check
+from lockstep.preflight import load_inputs
+from lockstep.tensors import comparison
+
+KEPT = "was not written by this project and is not replaced"
+# what must be given besides
+ARGUMENTS = {"detection_limit": ["x"], "noise_floor": ["--work_dir", "x"], "damaged_files": ["text"]}
+PROGRAMS = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py") if '"--output"' in path.read_text() and path.stem != "outputs")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_benchmark_keeps_the_files_of_others(tmp_path, name):
+    path = tmp_path / "thesis.json"
+    path.write_text('{"mine": 1}')
+    command = [sys.executable, f"benchmarks/{name}.py", *ARGUMENTS.get(name, []), "--output", path]
+    done = subprocess.run(
+        command, cwd=ROOT, env={"PYTHONPATH": ".:tests"}, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2 and KEPT in done.stderr and "Traceback" not in done.stderr, done.stderr
+    assert [each.name for each in tmp_path.iterdir()] == [path.name] and path.read_text() == '{"mine": 1}'
+
+
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if (ROOT / "results" / f"{name}.json").exists()])
+def test_a_benchmark_replaces_its_result_in_the_repository(name):
+    """What it looks for is what it writes. Of damaged_files test_damaged_files.py speaks."""
+    command = [sys.executable, f"benchmarks/{name}.py", "--output", f"results/{name}.json", "--help"]
+    done = subprocess.run(
+        command, cwd=ROOT, env={"PYTHONPATH": ".:tests"}, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_results_in_the_repository_are_known_as_results():
+    for precision in ("fp32", "autocast"):
+        files.require_ours(ROOT / f"results/faults-{precision}.json", "x", run_faults.BEGINS)
+        files.require_ours(ROOT / f"results/faults-{precision}.md", "x", run_faults.TITLE.encode())
+    for path in (ROOT / "results").glob("*/verdict.json"):
+        files.require_ours(path, "x", files.VERDICT)
+    for path in (ROOT / "results").glob("*/report.*"):
+        files.require_ours(path, "x", files.REPORTS[path.name])
+    for path in (*(ROOT / "results").glob("*/loss_curves.png"), ROOT / "results" / "detection_limit.png"):
+        files.require_ours(path, "x", files.FIGURE, anywhere=True)
+
+
+def test_a_page_and_a_figure_beside_it_are_looked_at_too(tmp_path):
+    take = outputs.output("[", md="# Title", png="")
+    assert take(str(tmp_path / "a.json")) == tmp_path / "a.json"
+    for suffix, ours in ((".json", b"[1]"), (".md", b"# Title\n"), (".png", b"..." + files.FIGURE)):
+        (tmp_path / "a").with_suffix(suffix).write_bytes(ours)
+    take(str(tmp_path / "a.json"))
+    for suffix in (".json", ".md", ".png"):
+        path = (tmp_path / "a").with_suffix(suffix)
+        before = path.read_bytes()
+        path.write_bytes(b"mine")
+        with pytest.raises(outputs.argparse.ArgumentTypeError, match=f"^{path} {KEPT}"):
+            take(str(tmp_path / "a.json"))
+        path.write_bytes(before)
+    with pytest.raises(outputs.argparse.ArgumentTypeError, match="^.*: is a folder"):
+        take(str(tmp_path))
+
+
+@pytest.mark.parametrize("suffix", [".json", ".md"])
+def test_the_table_of_faults(tmp_path, capsys, suffix):
+    (tmp_path / "f").with_suffix(suffix).write_text("mine")
+    assert run_faults.main(["tie_broken", "--output", str(tmp_path / "f.json")]) == 2
+    assert KEPT in capsys.readouterr().err and (tmp_path / "f").with_suffix(suffix).read_text() == "mine"
+
+
+def test_the_report_of_tensors(tmp_path, capsys):
+    (tmp_path / "report.md").write_text("mine")
+    assert comparison.main([str(tmp_path / "a"), str(tmp_path / "b"), "--output_dir", str(tmp_path)]) == 2
+    assert f"report.md {KEPT}" in capsys.readouterr().err and (tmp_path / "report.md").read_text() == "mine"
+
+
+def test_the_control_runs_history(tmp_path):
+    (tmp_path / "loss_control.json").write_text('{"mine": 1}')
+    flags = ["--loss_output_dir", str(tmp_path), "--debug_steps", "1", "--device", "cpu"]
+    config = parse_config("ddp", flags)
+    check(config, load_inputs(config).architecture)
+    config = parse_config("ddp", [*flags, "--control"])
+    with pytest.raises(UserError, match=f"loss_control.json {KEPT}"):
+        check(config, load_inputs(config).architecture)
+
+
+@pytest.mark.parametrize(
+    "name", ["loss_curves.png", "verdict.json", "tensors/report.md", "loss_control.json"]
+)
+def test_the_one_command_keeps_the_files_of_others(tmp_path, name):
+    """It removes older results before its first run."""
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text(json.dumps("mine"))
+    flags = [
+        "--loss_output_dir",
+        str(tmp_path),
+        "--capture_dir",
+        str(tmp_path / "tensors"),
+        "--overwrite",
+        "--debug_steps",
+        "1",
+        "--device",
+        "cpu",
+    ]
+    command = [sys.executable, "-m", "lockstep.verification", "plan", *flags, "--control"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and f"{name} {KEPT}" in done.stderr and done.stderr.count("\n") == 1, (
+        done.stderr
+    )
+    assert json.loads((tmp_path / name).read_text()) == "mine"
