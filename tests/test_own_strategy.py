@@ -30,10 +30,10 @@ def folder(tmp_path_factory):
     return folder
 
 
-def run(folder, *command, **settings):
+def run(folder, *command, status=0, **settings):
     environment = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(ROOT), **settings}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=380)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert done.returncode == status, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
 
 
@@ -78,20 +78,41 @@ def test_a_planted_fault_is_found_in_it(folder):
     )
 
 
+DOUBLED = """
+
+class Doubled(Mine):
+    label, axes = "Doubled", ("dp",)
+
+    def forward_backward(self, micro_batches):
+        loss = super().forward_backward(micro_batches)
+        for parameter in self.parameters:
+            parameter.grad.mul_(2)
+        return loss
+"""
+
+
 def test_through_the_script_and_the_figure(folder):
+    """With a second one, whose gradients are twice too large. AdamW hides it from the losses; the tensors of the first step show it."""
+    with open(folder / "my_parallel.py", "a") as file:
+        file.write(DOUBLED)
     settings = {
-        "STRATEGIES": "ddp,my_parallel.py:Mine",
-        "DEBUG_STEPS": "3",
+        "STRATEGIES": "ddp,my_parallel.py:Mine,my_parallel.py:Doubled",
+        "DEBUG_STEPS": "2",
         "OUTPUT_DIR": "out",
         "DEVICE": "cpu",
         "SEQ_LENGTH": "64",
+        "MAX_GRAD_NORM": "0",
+        "NOISE_FLOOR": "0",
     }
-    assert run(folder, ROOT / "run_verification_main.sh", **settings).rstrip().endswith("PASS")
+    lines = run(folder, ROOT / "run_verification_main.sh", status=1, **settings).splitlines()
+    assert lines[-1] == "FAIL" and any(line.strip() == "Cause" for line in lines)
+    for begin, end in (("mine (TP=1, DP=2)", "PASS"), ("Doubled (TP=1, DP=2)", "FAIL")):
+        assert any(line.startswith(begin) and line.endswith(end) for line in lines)
+    said = "First tensor too far, Doubled (TP=1, DP=2): step 1, gradient pass, gradient of model.norm.weight"
+    assert any(line.startswith(said) for line in lines)
     assert history.read(folder / "out" / "loss_mine.json").run["label"] == "mine (TP=1, DP=2)"
-    out = run(
-        folder, sys.executable, ROOT / "plot_loss_curves.py", "--input_dir", "out", "--output", "figure.png"
-    )
-    assert "mine (TP=1, DP=2)" in out and (folder / "figure.png").is_file()
+    plot = [sys.executable, ROOT / "plot_loss_curves.py", "--input_dir", "out", "--output", "figure.png"]
+    assert "mine (TP=1, DP=2)" in run(folder, *plot, status=1) and (folder / "figure.png").is_file()
 
 
 @pytest.mark.parametrize(
