@@ -23,7 +23,7 @@ for name in TP_SIZE DP_SIZE; do
     exit 2
   fi
 done
-read -r gpus registered <<<"$("$PYTHON" -c 'from lockstep import config, strategies; print(config.local_gpus(), ",".join(strategies.ROWS))')"
+read -r gpus registered <<<"$("$PYTHON" -c 'from lockstep import resources, strategies; print(resources.local_gpus(), ",".join(strategies.ROWS))')"
 STRATEGIES=${STRATEGIES:-$registered} # comma-separated; your own as path/to/file.py:Class; on another mesh as fsdp@tp1xdp4
 DEVICE=${DEVICE:-$([ "$gpus" -ge $((TP_SIZE * DP_SIZE)) ] && echo cuda || echo cpu)}
 if [ "$DEVICE" = cuda ]; then # the full configuration; the default model has two layers
