@@ -59,7 +59,7 @@ _set_up() { # FILE...
   PYTHON=$ROOT/.venv/bin/python
   if ! _satisfied "$PYTHON" "$@"; then
     if ! { mkdir -p "$ROOT/.venv" && touch "$ROOT/.venv/.writable" && rm "$ROOT/.venv/.writable"; } 2>/dev/null; then
-      echo "$0: no Python here has what ${*#"$ROOT/"} asks for, and $ROOT/.venv cannot be written; set PYTHON to one that has" >&2
+      echo "$0: no Python found with the packages of ${*#"$ROOT/"}, and $ROOT/.venv is not writable; set PYTHON to one that has them" >&2
       exit 2
     fi
     local begin=$SECONDS

@@ -2,9 +2,9 @@
 
     python plot_loss_curves.py --input_dir runs/loss_curves --output runs/loss_curves/loss_curves.png
 
-Exit status: 0 PASS, every strategy agrees with DDP within the tolerance; 1 FAIL, a strategy does not, moves no weight, or has a NaN;
-1 NOT JUDGED, the control run is no measure of rounding errors; 2 the runs cannot be compared (different weights, batches, length or
-contract; a damaged file), or a usage error; 3 an internal error.
+Exit status: 0 PASS, every strategy agrees with DDP within the tolerance; 1 FAIL, a strategy differs by more than the tolerance, updates
+no weight, or has a NaN; 1 NOT JUDGED, the control run is no measure of rounding errors; 2 the runs cannot be compared (different weights,
+batches, length or contract; a damaged file), or a usage error; 3 an internal error.
 """
 
 if __name__ == "__main__":
@@ -41,7 +41,7 @@ def _main(argv: list[str] | None) -> int:
     parser.add_argument(
         "--output", type=Path, help="figure to write (default: loss_curves.png in the folder)"
     )
-    parser.add_argument("--json", type=Path, help="file for the comparison as data")
+    parser.add_argument("--json", type=Path, help="write the comparison as JSON to this file")
     options = parser.parse_args(argv)
     output = options.output or options.input_dir / "loss_curves.png"
     _require_outputs(options.input_dir, output, options.json)

@@ -1,12 +1,12 @@
-"""The proof: plant bugs in real distributed runs. Is each caught, and are its first tensor and its cause named right?
+"""Plant bugs in real distributed runs; check that each is caught and its first tensor and cause are named correctly.
 
     python run_faults.py                                   the whole catalogue (lockstep/faults/), AutoTP and FSDP
     python run_faults.py no_dp_reduction tie_broken        some of it
     python run_faults.py --list                            what there is
     python run_faults.py --precision autocast --output results/faults-autocast.json
 
-Exit status: 0 every fault changed something, was caught by tensors and had no wrong cause named; 1 some fault did not; 2 a usage
-error; 3 an internal error.
+Exit status: 0 every fault changed something, was caught by tensors and had no wrong cause named; 1 otherwise; 2 a usage error;
+3 an internal error.
 """
 
 if __name__ == "__main__":
@@ -64,7 +64,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--precision",
         choices=("fp32", "autocast"),
         default="fp32",
-        help="precision of all runs (default: %(default)s, which is the proof)",
+        help="precision of all runs (default: %(default)s)",
     )
     parser.add_argument(
         "--steps",
@@ -76,7 +76,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--output",
         type=Path,
         default=Path("runs/faults.json"),
-        help="file for the table as data; a .md goes beside it (default: %(default)s)",
+        help="JSON file for the table; the same table goes to a .md beside it (default: %(default)s)",
     )
     parser.add_argument(
         "--work_dir",
@@ -235,9 +235,10 @@ def require_clean(group: Group, strategy: str) -> None:
     """Raise TrainingFailure if the run without a fault is red: then a red run with one proves nothing."""
     result, curve, _, _ = verdicts(group, CLEAN, strategy)
     if result.outcome != "PASS" or not curve.passed:
-        why = [failure[2:] for name in result.dumps for failure in result.failures(name)[:1]]
+        first = [" ".join(failure[2:]) for name in result.dumps for failure in result.failures(name)[:1]]
+        why = [reason for reason in (*first, *curve.problems, curve.doubt) if reason]
         raise TrainingFailure(
-            f"without any fault {strategy} is {result.outcome}, losses {curve.outcome}, on {group.model}: {[*why, *curve.problems, curve.doubt]}"
+            f"{strategy} fails without a fault (tensors {result.outcome}, losses {curve.outcome}) on {group.model}: {'; '.join(why)}"
         )
 
 
@@ -369,7 +370,7 @@ def run(options: argparse.Namespace, folder: Path) -> int:
     for group, members in groups.items():
         for name in (BASELINE, history.CONTROL, *dict.fromkeys(row.name for _, row in members)):
             if isinstance(outcome[group, CLEAN, name], str):
-                raise TrainingFailure(f"without any fault {name} failed: {outcome[group, CLEAN, name]}")
+                raise TrainingFailure(f"{name} fails without a fault: {outcome[group, CLEAN, name]}")
             if name not in (BASELINE, history.CONTROL):
                 require_clean(group, name)
         for fault, row in members:

@@ -1,11 +1,12 @@
-"""Tensor by tensor: every strategy against a float64 reference, from the same weights and batches.
+"""Compare every strategy with a float64 reference, tensor by tensor.
 
     python run_verification.py --output_dir runs/verify
     python run_verification.py --model_name Qwen/Qwen2.5-0.5B --num_layers 2 --batch_size 2 --seq_length 128
 
 Trains with every strategy and --capture_dir, computes the reference, compares (lockstep/tensors/comparison.py), and writes report.md and
-report.json. All other flags are those of the training scripts. Exit status: 0 every tensor is as close to the reference as a correct
-run's; 1 some tensor is not, or a run failed; 2 a usage error; 3 an internal error.
+report.json. All other flags are those of the training scripts. Exit status: 0 every tensor is as close to the reference as the same
+tensor of a correct run; 1 some tensor is not, a run failed, or the verdict is NOT JUDGED or CONFIGURED DIFFERENTLY; 2 a usage error;
+3 an internal error.
 """
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@
 #   ./run_verification_main.sh                     on GPUs if there are TP_SIZE x DP_SIZE of them, else on the CPU
 #   LEARNING_RATE=1e-5 ./run_verification_main.sh  any setting below can be overridden from the environment
 #
-# Exit status: 0 they compute the same thing; 1 they do not, or a run failed; 2 a usage error; 3 an internal error.
+# Exit status: 0 they compute the same thing; 1 they do not, a run failed, or the verdict is NOT JUDGED; 2 a usage error, or runs that cannot
+# be compared; 3 an internal error.
 set -euo pipefail
 trap 'echo "$0: interrupted" >&2; exit 130' INT
 source "$(dirname "$0")/environment.sh" requirements.txt
@@ -19,7 +20,7 @@ OUTPUT_DIR=${OUTPUT_DIR:-runs/verification}
 case $OUTPUT_DIR in /*) ;; *) OUTPUT_DIR=$PWD/$OUTPUT_DIR ;; esac
 for name in TP_SIZE DP_SIZE; do
   if ! [[ ${!name} =~ ^[1-9][0-9]{0,5}$ ]]; then
-    echo "$0: $name=${!name}; it is a whole number, at least 1" >&2
+    echo "$0: $name=${!name}: must be a whole number, at least 1" >&2
     exit 2
   fi
 done
@@ -58,7 +59,7 @@ INIT_WEIGHTS_PATH=${INIT_WEIGHTS_PATH:-}
 
 for name in NOISE_FLOOR TENSORS PRETRAINED; do
   if [[ ${!name} != [01] ]]; then
-    echo "$0: $name=${!name}; it is 1 or 0" >&2
+    echo "$0: $name=${!name}: must be 0 or 1" >&2
     exit 2
   fi
 done

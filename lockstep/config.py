@@ -175,13 +175,20 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message}; see {self.prog} --help")
 
 
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Adds the default to a flag's help, unless the help says it in words."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if "(default: " in (action.help or "") else super()._get_help_string(action)
+
+
 def build_parser(strategy: str) -> argparse.ArgumentParser:
     """The parser of every strategy's script: one set of flags, one meaning."""
     row = strategies.row_of(strategy)
     parser = Parser(
         prog=row.program,
         allow_abbrev=False,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=_Help,
         epilog=EPILOG,
     )
     defaults = {one.name: None if one.default is MISSING else one.default for one in fields(Config)}
@@ -200,18 +207,24 @@ def build_parser(strategy: str) -> argparse.ArgumentParser:
     add(
         "num_layers",
         lambda text: None if text == "all" else positive(text),
-        "number of layers to keep, or all (None: all)",
+        "number of layers to keep, or all (default: all)",
     )
-    add("num_workers", positive, "number of ranks; must equal tp_size x dp_size (None: their product)")
-    add("tp_size", positive, "tensor-parallel size (None: 2; 1 for a strategy without tensor parallelism)")
-    add("dp_size", positive, "data-parallel size (None: num_workers / tp_size, else 2)")
+    add("num_workers", positive, "number of ranks; must equal tp_size x dp_size (default: tp_size x dp_size)")
+    add(
+        "tp_size",
+        positive,
+        "tensor-parallel size (default: 2, or 1 for a strategy without tensor parallelism)",
+    )
+    add(
+        "dp_size", positive, "data-parallel size (default: num_workers / tp_size, or 2 without --num_workers)"
+    )
     add("batch_size", positive, "sequences per DP rank and micro batch")
     add("seq_length", positive, "tokens per sequence")
     add("num_epochs", positive, "passes over the corpus; used if --debug_steps is 0")
     add(
         "debug_steps",
         whole,
-        "number of steps to train, over the corpus again if it is too short (0: --num_epochs)",
+        "steps to train; the corpus is repeated if it is too short (0: train --num_epochs instead)",
     )
     add("learning_rate", rate, "constant learning rate")
     add("optimizer", str, "fused torch AdamW, or SGD without momentum (not fused)", choices=("adamw", "sgd"))
@@ -235,12 +248,12 @@ def build_parser(strategy: str) -> argparse.ArgumentParser:
     add(
         "data_cache_dir",
         Path,
-        "folder for the tokens of long texts (None: lockstep/ in $XDG_CACHE_HOME or ~/.cache)",
+        "folder for the tokens of long texts (default: lockstep/ in $XDG_CACHE_HOME or ~/.cache)",
     )
     add(
         "init_weights_path",
         Path,
-        "file of initial weights to start from (.safetensors, .safetensors.index.json or .pt)",
+        "file of initial weights to start from: .safetensors, .safetensors.index.json or .pt (default: random weights)",
     )
     parser.add_argument(
         "--save_init_weights",
@@ -271,20 +284,20 @@ def build_parser(strategy: str) -> argparse.ArgumentParser:
     add(
         "run_name",
         str,
-        "name of the run in file names, so that runs of one strategy can share a folder (None: the strategy's)",
+        "name of the run in file names, so that runs of one strategy can share a folder (default: the strategy's name)",
     )
     add("loss_output_dir", Path, f"folder for loss_{row.name}.json")
     add("storage_path", Path, "folder for Ray Train's records of the run")
     add(
         "experiment_name",
         str,
-        "new name for the run under --storage_path (None: strategy and time)",
+        "new name for the run under --storage_path (default: strategy and time)",
     )
     add("log_interval", positive, "number of steps between printed losses")
     add(
         "capture_dir",
         Path,
-        "write all tensors of the first steps to this folder, as full tensors (None: do not)",
+        "folder for the full tensors of the first steps (default: none are written)",
     )
     add("capture_steps", positive, "number of steps to capture")
     add("device", str, "auto: GPUs if there is one per worker, else CPUs", choices=("auto", "cpu", "cuda"))

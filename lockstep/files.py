@@ -243,5 +243,5 @@ def require_ours(path: Path, option: str, begins: bytes, *, anywhere: bool = Fal
         ours = False
     if not ours:
         raise UserError(
-            f"{option}: {path} was not written by this project and is not replaced; choose another place, or remove it"
+            f"{option}: {path} was not written by Lockstep and is not replaced; choose another path, or remove it"
         )

@@ -9,8 +9,8 @@ from lockstep.mesh import AXES, Mesh
 from lockstep.strategies import BASELINE, Row, row_of
 
 HELP = (
-    "strategies to run, by name or as path/to/file.py:Class; @ and a mesh run one of them on another mesh: "
-    "fsdp,fsdp@tp1xdp4"
+    "comma-separated strategies, each a name or path/to/file.py:Class; NAME@MESH sets its mesh, as in "
+    "fsdp@tp1xdp4"
 )
 
 
@@ -53,7 +53,7 @@ def _run(name: str, baseline: Config, tp_size: int) -> Run:
         return Run(row, mesh, baseline.batch_size, row.name)
     sizes = dict(re.findall(r"([a-z]+)([1-9]\d{0,5})(?:x|$)", text))
     if not text or "x".join(map("".join, sizes.items())) != text or not sizes.keys() <= AXES.keys():
-        raise UserError(f"--strategies {name}: {text or 'nothing'} is no mesh; write it as tp1xdp4")
+        raise UserError(f"--strategies {name}: {text or 'nothing'} is not a mesh; write it as tp1xdp4")
     unknown = next((axis for axis, size in sizes.items() if axis not in row.axes and int(size) > 1), None)
     if unknown:
         raise UserError(

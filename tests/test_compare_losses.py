@@ -163,7 +163,7 @@ def test_the_learning_rate_of_every_step_is_compared():
     assert verdict(both[1], both[0]).outcome == "FAIL"
     wrong = control()
     wrong.steps[3]["learning_rate"] = 1.0
-    with pytest.raises(UserError, match="another learning rate in step 4"):
+    with pytest.raises(UserError, match="a different learning rate in step 4 from the baseline"):
         tolerance_for(history(), wrong)
 
 
@@ -198,15 +198,15 @@ def test_the_tensor_comparison_has_the_loss_tolerance_of_the_curves(first, pretr
 def test_weights_that_are_not_fresh_have_no_rule_under_autocast():
     """How far the logits of a trained model spread is not known; that it is trained, its first loss says."""
     trained = history(precision="autocast", shift=-4.0)
-    with pytest.raises(UserError, match="weights that are not fresh.*add a control run.*--precision fp32"):
+    with pytest.raises(UserError, match="trained weights.*add a control run.*--precision fp32"):
         tolerance_for(trained)
     said = history(precision="autocast")
     said.run["config"]["pretrained"] = True
-    with pytest.raises(UserError, match="not fresh"):
+    with pytest.raises(UserError, match="trained weights"):
         tolerance_for(said)
     other_model = history(precision="autocast")
     other_model.run["architecture"]["initializer_range"] *= 45
-    with pytest.raises(UserError, match="not fresh"):
+    with pytest.raises(UserError, match="trained weights"):
         tolerance_for(other_model)
     tolerance_for(history(precision="fp32", shift=-4.0))
     beside = control(lambda n: 2e-4, "autocast")

@@ -50,7 +50,7 @@ def test_a_checkout_that_cannot_be_written(checkout):
     (checkout / ".venv").write_text("")  # in the folder's place
     done = script(checkout)
     assert done.returncode == 2 and done.stdout == "" and len(done.stderr.splitlines()) == 1
-    assert f"{checkout}/.venv cannot be written; set PYTHON to one that has" in done.stderr
+    assert f"{checkout}/.venv is not writable; set PYTHON to one that has them" in done.stderr
 
 
 def test_a_relative_python_is_the_callers(tmp_path):

@@ -181,7 +181,7 @@ def test_a_history_of_somebody_is_not_replaced(tmp_path):
     (tmp_path / "loss_fsdp.json").write_text('{"my": "thesis"}')
     arguments = ["--loss_output_dir", str(tmp_path), "--storage_path", str(tmp_path / "ray"), "--overwrite"]
     config = config_module.parse_config("fsdp", arguments)
-    with pytest.raises(UserError, match="loss_fsdp.json was not written by this project and is not replaced"):
+    with pytest.raises(UserError, match="loss_fsdp.json was not written by Lockstep and is not replaced"):
         preflight.check_environment(config, TINY)
     (tmp_path / "loss_fsdp.json").write_text('{"format": 1, "run": {}}')
     preflight.check_environment(config, TINY)
@@ -265,7 +265,7 @@ def test_a_verification_does_not_empty_what_it_starts_from(tmp_path, capsys):
             {"INIT_WEIGHTS_PATH": "{}/init_weights.safetensors", "PRETRAINED": "1"},
             "both give the initial weights",
         ),
-        ({"PRETRAINED": "yes"}, "PRETRAINED=yes; it is 1"),
+        ({"PRETRAINED": "yes"}, "PRETRAINED=yes: must be 0 or 1"),
     ],
 )
 def test_the_one_command_does_not_replace_a_file_of_somebody(tmp_path, settings, message):

@@ -16,7 +16,7 @@ from lockstep.preflight import check_environment as check
 from lockstep.preflight import load_inputs
 from lockstep.tensors import comparison
 
-KEPT = "was not written by this project and is not replaced"
+KEPT = "was not written by Lockstep and is not replaced"
 # what must be given besides
 ARGUMENTS = {"detection_limit": ["x"], "noise_floor": ["--work_dir", "x"], "damaged_files": ["text"]}
 PROGRAMS = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py") if '"--output"' in path.read_text() and path.stem != "outputs")  # fmt: skip

@@ -110,7 +110,9 @@ def test_the_control_run_is_used_and_drawn(tmp_path, monkeypatch, capsys):
     )  # 5e-6 is within the rule, not within the noise
     assert "loss too far from step 5 on" in capsys.readouterr().out
     assert json.loads((tmp_path / "v.json").read_text())["control"] == "DDP (TP=1, DP=2), control"
-    assert any("noise floor" in str(patch.get_label()) for patch in drawn[-1].axes[1].collections)
+    assert any(
+        "noise floor (control run)" in str(patch.get_label()) for patch in drawn[-1].axes[1].collections
+    )
 
 
 def spiked(run, step, value):
@@ -207,7 +209,7 @@ def test_results_are_replaced_and_nothing_else_is(tmp_path, capsys, option, name
     assert foreign != whole and plot(tmp_path, option, str(path), *other) == 2
     (tmp_path / f"link-{name}").symlink_to(path)
     assert plot(tmp_path, option, str(tmp_path / f"link-{name}"), *other) == 2
-    assert capsys.readouterr().err.count("was not written by this project and is not replaced") == 2
+    assert capsys.readouterr().err.count("was not written by Lockstep and is not replaced") == 2
     assert path.read_bytes() == foreign
 
 

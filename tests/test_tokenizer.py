@@ -80,11 +80,11 @@ def test_what_is_no_separator(folder, ends):
 @pytest.mark.parametrize(
     "change, message",
     [
-        (lambda c: c.update(extra=1), "key 'extra'"),
-        (lambda c: c.update(model=None), "no model"),
+        (lambda c: c.update(extra=1), "unknown key 'extra'"),
+        (lambda c: c.update(model=None), "no key 'model'"),
         (lambda c: c["model"].update(dropout=0.1), "other tokens"),
-        (lambda c: c["model"]["vocab"].update(c=-1), "no token id"),
-        (lambda c: c["model"]["vocab"].update(c=True), "no token id"),
+        (lambda c: c["model"]["vocab"].update(c=-1), "is not a token id"),
+        (lambda c: c["model"]["vocab"].update(c=True), "is not a token id"),
         (lambda c: c["model"]["vocab"].update(c=2), "have one id"),
         (lambda c: c["model"].update(unk_token="gone"), "fails on a piece of text"),
         (lambda c: c.update(pre_tokenizer={"type": "Unheard"}), "not a readable tokenizer.json"),
@@ -145,7 +145,7 @@ def test_no_regular_file(folder, monkeypatch):
     (folder / "tokenizer.json").unlink()
     words().save(str(folder / "tokenizer.json"))
     monkeypatch.setattr(tokenizer_module, "LARGEST", 10)
-    with pytest.raises(UserError, match="at most 10 are read"):
+    with pytest.raises(UserError, match="the limit is 10"):
         build_tokenizer(str(folder), ARCHITECTURE)
 
 

@@ -51,7 +51,7 @@ def load_corpus(
     corpus = Corpus(tokens, seq_length + 1, tokenizer.name, sha256)
     if corpus.num_windows < windows_per_step:
         raise UserError(
-            f"--dataset_name {dataset_name}: {len(tokens)} tokens are {corpus.num_windows} windows of {corpus.width}, one step "
+            f"--dataset_name {dataset_name}: {len(tokens)} tokens make {corpus.num_windows} windows of {corpus.width}; one step "
             f"needs {windows_per_step}; give more text, or lower --batch_size, --seq_length or --gradient_accumulation_steps"
         )
     return corpus

@@ -214,14 +214,14 @@ def _consistent(model: _Common, known: dict, where: str) -> None:
     if head_dim % 2:
         refuse(
             "head_dim" if known.get("head_dim") else "hidden_size",
-            f"heads of {head_dim} cannot be rotated in pairs",
+            f"rotary embedding needs an even head_dim, it is {head_dim}",
         )
     for key in ("pad_token_id", "bos_token_id", "eos_token_id"):
         ids = known.get(key)
         if any(
             each >= model.vocab_size for each in (ids if isinstance(ids, list) else [ids]) if each is not None
         ):
-            refuse(key, f"the vocabulary has {model.vocab_size} entries, from 0 on")
+            refuse(key, f"token ids run from 0 to {model.vocab_size - 1}")
     if isinstance(model, _Windowed):
         _consistent_windows(model, refuse)
     if model.rope_parameters and model.rope_scaling and known["rope_parameters"] != known["rope_scaling"]:
@@ -259,7 +259,7 @@ def _consistent_rope(rope: Rope, head_dim: int, refuse: Callable[[str], NoReturn
     if missing:
         refuse(f"rope type {kind} needs {missing}")
     if foreign:
-        refuse(f"{foreign} means nothing to rope type {kind}")
+        refuse(f"{foreign} is not a key of rope type {kind}")
     low, high = rope.low_freq_factor, rope.high_freq_factor
     if kind == "llama3" and low is not None and high is not None and high <= low:
         refuse("high_freq_factor must be above low_freq_factor")

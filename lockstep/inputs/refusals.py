@@ -13,7 +13,8 @@ Refusal = tuple[
 ]  # the values that ask for nothing, why any other is refused and what to do
 OFF: tuple[object, ...] = (None, False, 0, 0.0, [], {})
 _OTHER = "transformers' model of this family does not do that, nor does the reference; remove it, or choose another model"
-_PLAN = "every strategy here has a plan of its own; remove it"
+_PLAN = "the plan comes from transformers' class of the family, not from config.json; remove it"
+_WHOLE_HEADS = "the supported families apply rotary embedding to the whole head; remove it"
 NEUTRAL: dict[str, Refusal] = {
     "quantization_config": (
         OFF,
@@ -34,8 +35,8 @@ NEUTRAL: dict[str, Refusal] = {
     "add_cross_attention": (OFF, _OTHER),
     "pruned_heads": (OFF, _OTHER),
     "chunk_size_feed_forward": (OFF, _OTHER),
-    "partial_rotary_factor": ((None, 1, 1.0), "the families turn whole heads; remove it"),
-    "rotary_pct": ((None, 1, 1.0), "the families turn whole heads; remove it"),
+    "partial_rotary_factor": ((None, 1, 1.0), _WHOLE_HEADS),
+    "rotary_pct": ((None, 1, 1.0), _WHOLE_HEADS),
     "no_rope_layers": (OFF, _OTHER),
     "attention_chunk_size": (OFF, _OTHER),
     "query_pre_attn_scalar": ((None,), _OTHER),
@@ -51,7 +52,7 @@ _PATTERNS = (  # of names; the same two things
     (
         re.compile(r".*(drop_?out|pdrop|drop_?path|layer_?drop|drop_rate).*"),
         (None, False, 0, 0.0),
-        "every strategy would drop other weights; set it to 0 in config.json",
+        "every strategy would drop different elements; set it to 0 in config.json",
     ),
     (re.compile(r".*soft_?cap.*"), OFF, _OTHER),
     (

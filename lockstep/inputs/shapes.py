@@ -41,7 +41,7 @@ def build_empty(architecture: dict, *, attn_impl: str) -> "PreTrainedModel":
         with torch.device("meta"), torch.random.fork_rng(devices=[]):
             return from_config(architecture, attn_impl=attn_impl)
     except Exception as error:  # noqa: BLE001 - transformers and torch raise anything for an architecture that is none
-        raise UserError(f"no model can be built of this architecture ({first_line(error)})") from error
+        raise UserError(f"no model can be built from this architecture ({first_line(error)})") from error
 
 
 def from_config(architecture: dict, *, attn_impl: str) -> "PreTrainedModel":

@@ -58,7 +58,7 @@ class Texts:
             states = [(str(path.absolute()), os.stat(path)) for path in self.paths]
         except OSError as error:
             raise UserError(
-                f"--dataset_name {self.name}: {error.filename} cannot be read ({error.strerror})"
+                f"--dataset_name {self.name}: {error.filename} cannot be read ({error.strerror}); check its permissions"
             ) from error
         return [[path, state.st_size, state.st_mtime_ns, state.st_ctime_ns] for path, state in states]
 
@@ -127,13 +127,15 @@ def find(dataset_name: str) -> Texts | DataSet:
     if os.path.isdir(path):
         paths = _text_files(path, dataset_name)
         if not paths:
-            raise UserError(f"--dataset_name {dataset_name}: the folder holds no .txt file")
+            raise UserError(
+                f"--dataset_name {dataset_name}: the folder holds no .txt file; give a folder with .txt files"
+            )
     elif os.path.lexists(path):
         if path.suffix != ".txt":
             raise UserError(f"--dataset_name {dataset_name}: not a .txt file; give plain text in UTF-8")
         paths = (path,)
     elif path.suffix == ".txt" or path.is_absolute() or dataset_name.startswith(("~", ".")):
-        raise UserError(f"--dataset_name {dataset_name}: no such file or folder")
+        raise UserError(f"--dataset_name {dataset_name}: no such file or folder; check the path")
     else:
         return DataSet(dataset_name)
     return Texts(dataset_name, paths, sum(require_regular(each) for each in paths))
@@ -142,7 +144,7 @@ def find(dataset_name: str) -> Texts | DataSet:
 def _text_files(folder: Path, dataset_name: str) -> tuple[Path, ...]:
     def stop(error: OSError) -> NoReturn:
         raise UserError(
-            f"--dataset_name {dataset_name}: {error.filename} cannot be read ({error.strerror})"
+            f"--dataset_name {dataset_name}: {error.filename} cannot be read ({error.strerror}); check its permissions"
         ) from error
 
     found = [Path(where, name) for where, _, names in os.walk(folder, onerror=stop) for name in names]
@@ -166,7 +168,9 @@ def _blocks(path: Path) -> Iterator[bytes]:
             while data := file.read(BLOCK):
                 yield data
     except OSError as error:
-        raise UserError(f"--dataset_name: {path} cannot be read ({error.strerror or error})") from error
+        raise UserError(
+            f"--dataset_name: {path} cannot be read ({error.strerror or error}); check its permissions"
+        ) from error
 
 
 def _decoded(path: Path, content: ContentHash, read: Callable[[int], None]) -> Iterator[str]:

@@ -85,7 +85,7 @@ class FileTokenizer:
         size = require_regular(path)
         if size > LARGEST:
             raise UserError(
-                f"{path}: {size} bytes, at most {LARGEST} are read; it is no tokenizer.json, fetch it again"
+                f"{path}: {size} bytes; the limit is {LARGEST}; not a tokenizer.json, fetch it again"
             )
         try:
             sha256 = hashlib.sha256(path.read_bytes()).hexdigest()

@@ -35,10 +35,10 @@ def check(path: Path) -> None:
     """Raise UserError for a file that is wrong although the library might accept it."""
     content = files.read_json(path, limit=LARGEST)
     if not isinstance(content, dict) or not isinstance(content.get("model"), dict):
-        raise UserError(f"{path}: no tokenizer.json: it has no model; fetch it again")
+        raise UserError(f"{path}: not a tokenizer.json (no key 'model'); fetch it again")
     unknown = sorted(content.keys() - KEYS)
     if unknown:
-        raise UserError(f"{path}: no tokenizer.json has a key {unknown[0]!r}; fetch it again")
+        raise UserError(f"{path}: not a tokenizer.json (unknown key {unknown[0]!r}); fetch it again")
     model = content["model"]
     if model.get("dropout"):
         raise UserError(
@@ -51,7 +51,7 @@ def check(path: Path) -> None:
             None,
         )
         if wrong:
-            raise UserError(f"{path}: its vocabulary has {wrong}, which is no token id; fetch it again")
+            raise UserError(f"{path}: vocabulary entry {wrong} is not a token id; fetch it again")
         if len(set(vocabulary.values())) < len(vocabulary):
             raise UserError(f"{path}: two words of its vocabulary have one id; fetch it again")
 

@@ -161,7 +161,7 @@ def _read_pt(path: Path, where: str, checksums: bool) -> Contents:
     content = pt_file.read(path, where, checksums=checksums)
     remedy = "give a plain dict of tensors: torch.save(model.state_dict(), ...)"
     if type(content) is not dict:
-        raise UserError(f"{where}: holds one {type(content).__name__}; {remedy}")
+        raise UserError(f"{where}: holds a {type(content).__name__}, not a dict; {remedy}")
     about = None
     if {"architecture", "sha256", "tensors"} <= content.keys():
         about, content = (
@@ -169,7 +169,9 @@ def _read_pt(path: Path, where: str, checksums: bool) -> Contents:
             content["tensors"],
         )
         if type(content) is not dict:
-            raise UserError(f"{where}: its tensors are one {type(content).__name__}; {DAMAGED}")
+            raise UserError(
+                f"{where}: its entry 'tensors' is a {type(content).__name__}, not a dict; {DAMAGED}"
+            )
     other = next((name for name, value in content.items() if type(value) is not pt_file.PlainTensor), None)
     if other is not None:
         kind = type(content[other]).__name__
@@ -194,7 +196,7 @@ def _about(content: object, where: str) -> About:
             or not isinstance(value, (dict, list, str, int, float, type(None)))
         ):
             raise UserError(
-                f"{where}: its description of the model is no plain dict of numbers and words; {DAMAGED}"
+                f"{where}: its description of the model is not a plain dict of numbers and strings; {DAMAGED}"
             )
         inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
         left.extend((each, depth + 1) for each in inside)

@@ -197,7 +197,7 @@ def _check_names_and_shapes(contents: Contents, where: str, architecture: dict, 
         raise UserError(f"{where}: tensor {printable(name, 200)} is not part of the model{hint}; {remedy}")
     if contents.about is not None and contents.about.sha256.keys() != found.keys():
         name = min(contents.about.sha256.keys() ^ found.keys())
-        what = "is damaged (it and its checksum are not both there)"
+        what = "has no checksum, or its checksum has no tensor"
         raise UserError(f"{where}: tensor {printable(name, 200)} {what}; {weight_files.DAMAGED}")
 
 

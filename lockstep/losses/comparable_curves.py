@@ -87,7 +87,7 @@ def require_control(baseline: History, control: History) -> None:
     for mine, theirs in zip(control.steps, baseline.steps, strict=True):
         if mine["learning_rate"] != theirs["learning_rate"]:
             raise UserError(
-                f"{control.run['label']} has another learning rate in step {mine['step']} than the baseline; {again}"
+                f"{control.run['label']} has a different learning rate in step {mine['step']} from the baseline's; {again}"
             )
     if control.weights.get("moved") != baseline.weights.get("moved"):
         raise UserError(f"{control.run['label']} trained other tensors than the baseline; {again}")

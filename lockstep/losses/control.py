@@ -80,7 +80,7 @@ def damage(gaps: list[float], noise: Noise) -> str:
             return f"{here}; weights perturbed by one ulp move it by at most {noise.first:.1e}; {_AGAIN}"
         if not growth <= noise.growth:
             less = f"training amplifies rounding errors by less than {noise.growth:.0f} in a step"
-            return f"{here}, {growth:.0f} times the largest before; {less}; {_AGAIN}"
+            return f"{here}, {growth:.0f} times the largest difference before; {less}; {_AGAIN}"
         if not alone <= noise.alone:
             return f"{here}, {alone:.0f} times its neighbours; a single batch does less than {noise.alone:.0f}; {_AGAIN}"
     return ""
@@ -94,5 +94,5 @@ def instability(gaps: list[float], noise: Noise, losses: list[float]) -> str:
         return f"training is unstable: it amplifies one ulp to {worst:.1e} nats, {more}; {_CALMER}"
     scope = max(losses) - min(losses)
     if worst > USUAL * noise.floor and CONTROL_FACTOR * worst > POWER * scope:
-        return f"a tolerance of {CONTROL_FACTOR * worst:.1e} nats tests nothing in a run whose loss has a range of {scope:.1e}; {_CALMER}"
+        return f"a tolerance of {CONTROL_FACTOR * worst:.1e} nats is more than half the range of the loss, {scope:.1e}, so it proves nothing; {_CALMER}"
     return ""

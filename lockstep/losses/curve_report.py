@@ -121,7 +121,7 @@ def draw(
 ) -> None:
     """Two panels: the loss curves; the absolute difference from DDP on a log axis, with the tolerance.
 
-    A control run's difference is drawn as the noise floor.
+    A control run's difference is drawn as "noise floor (control run)".
     """
     import matplotlib
 
@@ -145,7 +145,7 @@ def draw(
     if control is not None and BASELINE in histories:
         lowest = bottom.dataLim.y0 if bottom.lines else LOWEST
         gaps = [max(gap, lowest) for gap in _gaps(histories[BASELINE], control)]
-        label = "noise floor: DDP, weights perturbed by one ulp"
+        label = "noise floor (control run)"
         bottom.fill_between(
             range(1, len(gaps) + 1), lowest, gaps, color="0.85", step="mid", label=label, zorder=0
         )

@@ -105,9 +105,7 @@ def tolerance_for(baseline: History, control: History | None = None) -> Toleranc
     if control is None:
         if fixed is None:
             precision = baseline.run["config"]["precision"]
-            kind = f"--precision {precision}" + (
-                " and weights that are not fresh" if precision in RULES else ""
-            )
+            kind = f"--precision {precision}" + (" and trained weights" if precision in RULES else "")
             instead = "fp32" if precision in RULES else " or ".join(RULES)
             raise UserError(
                 f"no tolerance is derived for {kind}, so there is no verdict; add a control run "

@@ -76,7 +76,7 @@ def compare_dumps(reference: Dump, dumps: dict[str, Dump], replays: dict[str, Du
     """
     if BASELINE not in dumps:
         raise UserError(
-            "the yardstick is DDP's own distance from the reference; capture train_ddp.py too and name its dump"
+            "tolerances are multiples of DDP's error, so DDP's dump is needed; run train_ddp.py with --capture_dir and name its dump"
         )
     if not reference.is_reference:
         raise UserError(
@@ -87,7 +87,7 @@ def compare_dumps(reference: Dump, dumps: dict[str, Dump], replays: dict[str, Du
     if baseline.missing:
         step, name = baseline.missing[0]
         raise UserError(
-            f"{baseline.folder}: step {step} lacks {name}; the yardstick must have every tensor; {REMEDY}"
+            f"{baseline.folder}: step {step} lacks {name}; DDP's dump must have every tensor; {REMEDY}"
         )
     precision = reference.run["config"]["precision"]
     _require_precision(precision)

@@ -279,6 +279,6 @@ class Result:
 def describe(row: Judgement) -> str:
     distance = row.distance
     return (
-        f"{distance.relative:.2e} of its norm from the reference, {_over(row.tolerated, distance.norm):.1e} is tolerated; "
-        f"largest element off by {distance.relative_largest:.2e} of the largest, {_over(row.tolerated_largest, distance.largest):.1e} is tolerated"
+        f"relative error {distance.relative:.2e} (2-norm), tolerated {_over(row.tolerated, distance.norm):.1e}; "
+        f"{distance.relative_largest:.2e} (largest element), tolerated {_over(row.tolerated_largest, distance.largest):.1e}"
     )

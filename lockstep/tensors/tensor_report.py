@@ -157,10 +157,10 @@ def verdict(result: Result) -> list[str]:
         rows = [row for row in result.rows if row.strategy == name]
         judged = sum(row.judged for row in rows)
         lines.append(
-            f"{result.verdict(name):<10}  {_label(result, name)}: {judged} of {len(rows)} tensors judged, {len(rows) - judged} too small"
+            f"{result.verdict(name):<10}  {_label(result, name)}: {judged} of {len(rows)} tensors judged, {len(rows) - judged} too small to judge"
         )
         small = sorted({row.name for row in rows if not row.judged})
-        lines += [f"  too small: {', '.join(small)}"] if small else []
+        lines += [f"  too small to judge: {', '.join(small)}"] if small else []
         unjudged = result.unjudged(name)
         if unjudged:
             lines.append(
@@ -193,7 +193,9 @@ def first_tensors(result: Result) -> list[str]:
         step, _, tensor, what = failures[0]
         kind, _, where = tensor.partition("/")
         which = f"{PASSES[kind]} pass, {kind} of {where}" if where else tensor
-        lines.append(f"{_label(result, name)}: step {step}, {which}: {what} ({len(failures)} tensors in all)")
+        lines.append(
+            f"{_label(result, name)}: step {step}, {which}: {what} ({len(failures)} tensors too far in all)"
+        )
     return lines
 
 
@@ -203,7 +205,7 @@ def causes(result: Result, diagnoses: dict[str, Diagnosis]) -> list[str]:
         lines += [f"{_label(result, name)}:"]
         lines += [f"- {cause.name}: {cause.evidence}" for cause in diagnosis.causes] or ["- not explained"]
         lines += (
-            [f"- odd about {result.failures(name)[0][2]}: {'; '.join(diagnosis.odd)}"]
+            [f"- observed in {result.failures(name)[0][2]}: {'; '.join(diagnosis.odd)}"]
             if diagnosis.odd
             else []
         )

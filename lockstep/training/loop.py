@@ -122,7 +122,7 @@ def _train(
                 watching.state_contract(record.contract)
             difference = contract_difference(expected_contract(config, inputs.architecture), record.contract)
             stop_together(
-                f"{config.label} does not run with the options given: {difference}" if difference else ""
+                f"{config.label}: the live objects contradict the options: {difference}" if difference else ""
             )
         if rank == 0:
             try:
@@ -270,7 +270,7 @@ def _require_finite(step: int, everyone: list[list[float]], mesh: Mesh) -> None:
         for what, value in (("loss", loss), ("gradient norm", grad_norm)):
             if not math.isfinite(value):
                 raise TrainingFailure(
-                    f"step {step}: the {what} is {value} on rank {rank} ({Geometry.of_rank(mesh, rank)})"
+                    f"step {step}: the {what} is {value} on rank {rank} ({Geometry.of_rank(mesh, rank)}); lower --learning_rate, or check the weights"
                 )
 
 
