@@ -85,6 +85,10 @@ def test_what_is_no_separator(folder, ends):
         (lambda c: c["model"].update(dropout=0.1), "other tokens"),
         (lambda c: c["model"]["vocab"].update(c=-1), "is not a token id"),
         (lambda c: c["model"]["vocab"].update(c=True), "is not a token id"),
+        (
+            lambda c: c["model"]["vocab"].update(c={"x" * 9000: 1}),
+            r"entry 'c': \{'xxx.{30,60}\.\.\. is not a token id",
+        ),
         (lambda c: c["model"]["vocab"].update(c=2), "have one id"),
         (lambda c: c["model"].update(unk_token="gone"), "fails on a piece of text"),
         (lambda c: c.update(pre_tokenizer={"type": "Unheard"}), "not a readable tokenizer.json"),

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from lockstep.errors import UserError, first_line
+from lockstep.errors import UserError, first_line, printable
 from lockstep.files import require_regular
 from lockstep.inputs.architectures import BUILT_IN, HUB_STAND_INS, hub_file
 
@@ -201,7 +201,7 @@ def _separator(model_name: str, ends: object, vocab_size: int) -> int:
     ids = [each for each in listed if type(each) is int and 0 <= each < vocab_size]
     if not listed or ids != listed:
         raise UserError(
-            f"--model_name {model_name}: eos_token_id is {ends!r} in its config.json; it must be one or more whole numbers "
+            f"--model_name {model_name}: eos_token_id is {printable(repr(ends), 60)} in its config.json; it must be one or more whole numbers "
             f"from 0 to {vocab_size - 1}"
         )
     return ids[0]

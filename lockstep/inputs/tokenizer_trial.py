@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from lockstep import files
-from lockstep.errors import UserError, first_line, run_program
+from lockstep.errors import UserError, first_line, printable, run_program
 from lockstep.inputs.tokenizer import LARGEST, load, raise_unless_ours
 
 MEMORY = 4 << 30  # bytes of address space
@@ -38,22 +38,30 @@ def check(path: Path) -> None:
         raise UserError(f"{path}: not a tokenizer.json (no key 'model'); fetch it again")
     unknown = sorted(content.keys() - KEYS)
     if unknown:
-        raise UserError(f"{path}: not a tokenizer.json (unknown key {unknown[0]!r}); fetch it again")
+        raise UserError(f"{path}: not a tokenizer.json (unknown key {_short(unknown[0])}); fetch it again")
     model = content["model"]
     if model.get("dropout"):
         raise UserError(
-            f"{path}: its dropout is {model['dropout']!r}: each run would have other tokens; set it to null"
+            f"{path}: its dropout is {_short(model['dropout'])}: each run would have other tokens; set it to null"
         )
     vocabulary = model.get("vocab")
     if isinstance(vocabulary, dict):
         wrong = next(
-            (f"{word!r}: {id_!r}" for word, id_ in vocabulary.items() if type(id_) is not int or id_ < 0),
+            (
+                f"{_short(word)}: {_short(id_)}"
+                for word, id_ in vocabulary.items()
+                if type(id_) is not int or id_ < 0
+            ),
             None,
         )
         if wrong:
             raise UserError(f"{path}: vocabulary entry {wrong} is not a token id; fetch it again")
         if len(set(vocabulary.values())) < len(vocabulary):
             raise UserError(f"{path}: two words of its vocabulary have one id; fetch it again")
+
+
+def _short(value: object) -> str:
+    return printable(repr(value), 60)
 
 
 def main() -> int:
