@@ -246,7 +246,7 @@ class Result:
             for base, whose, tolerated in off[:1]:
                 what = f"is {mine:.9f}, {whose}'s is {base:.9f}; {tolerated:.1e} is tolerated"
                 found.append((loss.step, len(order[loss.step]), f"loss of DP rank {loss.dp_rank}", what))
-        return sorted(found)
+        return sorted(found, key=lambda failure: failure[:3])  # of one tensor, its distance first
 
     def unjudged(self, strategy: str) -> list[str]:
         """Kinds of tensors of which none was large enough to judge in some step; all passes if there are no rows."""
