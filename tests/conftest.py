@@ -16,6 +16,7 @@ def dumps(tmp_path_factory):
     return folder
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items):
     """With several processes (pytest -n), the tests of a file stay together, because they share fixtures; in these files they do not."""
     for item in items:

@@ -34,10 +34,10 @@ def outcome(folder: Path) -> str:
     signal.signal(signal.SIGALRM, _late)
     signal.alarm(SECONDS)
     try:
-        architecture, source = architectures.resolve(str(folder))
-        architectures.try_out(architecture, source, str(folder))
-        problem = architectures.tensor_parallel_problem(architecture, 1)
+        architecture, _ = architectures.resolve(str(folder))
         content, _ = architectures.find(str(folder))
+        model_check.try_out(architecture, content, str(folder))
+        problem = architectures.tensor_parallel_problem(architecture, 1)
         difference, _ = model_check.compare(architecture, content, SEQUENCE)
         return "refused" if problem or difference else "taken"
     except UserError as error:
