@@ -17,7 +17,9 @@ if __name__ == "__main__":
 import argparse
 import collections
 import contextlib
+import itertools
 import json
+import operator
 import os
 import tempfile
 from pathlib import Path
@@ -187,17 +189,19 @@ def train(groups: dict[Group, list[tuple["Fault", Row]]], folder: Path) -> dict[
             mesh = row.largest(group.mesh)
             faulty = [(group, fault.name, row.name) for fault, other in pairs if other == row]
             by_mesh[mesh.dp, mesh.tp] += [(group, CLEAN, row.name), *faulty]
-    for (dp, tp), left in sorted(by_mesh.items()):
-        while left:
-            work = folder / f"jobs_{dp}_{tp}_{len(left)}"
-            finished = jobs.start(
-                dp * tp, [group.job(s, name) for group, name, s in left], work, patience=HANGS_AFTER
-            )
-            for run, seconds in zip(left, finished, strict=False):
-                outcome[run] = seconds
-            if len(finished) < len(left):
-                outcome[left[len(finished)]] = jobs.why(work)
-            left = left[len(finished) + 1 :]
+    left = [(mesh, run) for mesh, runs in sorted(by_mesh.items()) for run in runs]
+    while left:
+        work = folder / f"jobs_{len(left)}"
+        meshes = [
+            (dp * tp, [group.job(strategy, name) for _, (group, name, strategy) in runs])
+            for (dp, tp), runs in itertools.groupby(left, key=operator.itemgetter(0))
+        ]
+        finished, status = jobs.start_groups(meshes, work, patience=HANGS_AFTER)
+        for (_, run), seconds in zip(left, finished, strict=False):
+            outcome[run] = seconds
+        if len(finished) < len(left):
+            outcome[left[len(finished)][1]] = jobs.why(work, status)
+        left = left[len(finished) + 1 :]
     replays = []
     for group in groups:
         ended = [

@@ -56,7 +56,8 @@ def registered() -> list[Row]:
 
 def train(cases: dict[tuple, int], folder: Path, rows: list[Row]) -> None:
     """Capture two steps of every case, with its seed, with the baseline, these strategies and the reference."""
-    runs = collections.defaultdict(list)
+    runs: dict[tuple[int, int], list[dict]] = collections.defaultdict(list)
+    references = []
     for (model, precision, dp, tp, *more), seed in cases.items():
         own = str(folder_of(folder, model, precision, dp, tp, *more))
         common = ["--model_name", model, "--precision", precision, "--seed", str(seed), "--dp_size", str(dp)]
@@ -76,11 +77,13 @@ def train(cases: dict[tuple, int], folder: Path, rows: list[Row]) -> None:
         runs[dp, tp] += [
             {"strategy": row.place, "arguments": [*common, "--tp_size", str(tp)]} for row in rows
         ]
-        runs[None].append({"strategy": "reference", "arguments": common})
-    references = runs.pop(None)
-    for (dp, tp), group in runs.items():  # a strategy may be unable to change its mesh within a process
-        jobs.start_all(dp * tp, group, folder / f"ranks-{dp}-{tp}")
-    jobs.start_all(None, references, folder / "references")  # last: it replays the others
+        references.append({"strategy": "reference", "arguments": common})
+    groups = [
+        (dp * tp, group) for (dp, tp), group in runs.items()
+    ]  # docs/findings.md: a mesh for each process
+    jobs.start_all_groups(
+        [*groups, (None, references)], folder / "jobs"
+    )  # the reference last: it replays the others
 
 
 def folder_of(folder: Path, *case) -> Path:

@@ -111,13 +111,14 @@ def test_a_crash_costs_one_fault_only(tmp_path, monkeypatch):
     group = run_faults.Group(("tiny-qwen2", (), Mesh(dp=2, tp=2)), tmp_path, run_faults.parse([]))
     started = []
 
-    def start(size, jobs, folder, *, patience):
-        started.append([job.get("fault") for job in jobs])
+    def start_groups(groups, folder, *, patience):
+        started.append([job.get("fault") for _, jobs in groups for job in jobs])
         folder.mkdir()
         (folder / "log.txt").write_text("it broke")
-        return [1.0] * (started[-1].index("tie_broken") if "tie_broken" in started[-1] else len(jobs))
+        broken = "tie_broken" in started[-1]
+        return [1.0] * (started[-1].index("tie_broken") if broken else len(started[-1])), int(broken)
 
-    monkeypatch.setattr("lockstep.running.jobs.start", start)
+    monkeypatch.setattr("lockstep.running.jobs.start_groups", start_groups)
     monkeypatch.setattr("lockstep.running.jobs.start_all", lambda *_: None)
     outcome = run_faults.train({group: pairs}, tmp_path)
     assert (

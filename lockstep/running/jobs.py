@@ -5,7 +5,7 @@
 JOBS.json holds groups, {"num_ranks", "jobs"}, which run one after the other. The jobs of a group share its ranks
 (lockstep/running/ranks.py), or one process outside any launcher if num_ranks is null. A job is {"strategy", "arguments", "fault"}: a
 strategy, its flags, and the name of a fault to plant or null. The strategy "reference" is lockstep.tensors.exact_run with the flags of
-train_ddp.py; with "replays", a list of folders, it replays those dumps, too. `start` and the functions below it start such a file.
+train_ddp.py; with "replays", a list of folders, it replays those dumps, too. `start_groups` and the functions below it start such a file.
 """
 
 if __name__ == "__main__":
@@ -113,13 +113,8 @@ def _show(said: TextIO, shown: bool) -> None:
         progress.screen.take(line)
 
 
-def start(num_ranks: int | None, jobs: list[dict], folder: Path, *, patience: float = 1800) -> list[float]:
-    """`start_groups` of one group; returns the seconds of each finished job."""
-    return start_groups([(num_ranks, jobs)], folder, patience=patience)[0]
-
-
 def start_all(num_ranks: int | None, jobs: list[dict], folder: Path) -> None:
-    """Like `start`. Raises JobFailed, with the reason, if a job failed."""
+    """`start_all_groups` of one group."""
     start_all_groups([(num_ranks, jobs)], folder)
 
 
