@@ -331,14 +331,6 @@ def test_the_one_command_interrupted(run, tmp_path):
     assert gone(tmp_path) is True
 
 
-def test_the_one_command_killed_takes_its_scripts_along(run, tmp_path):
-    one = run(DP_SIZE="1", DEBUG_STEPS="100000")
-    one.wait_for_step(1)
-    os.kill(one.process.pid, signal.SIGTERM)
-    assert one.process.wait(60) == -signal.SIGTERM
-    assert gone(tmp_path) is True
-
-
 def test_the_one_command_stops_with_the_first_run_that_fails(run, tmp_path):
     """By divergence, which stops all ranks with its step."""
     one = run(DP_SIZE="1", NOISE_FLOOR="0", LEARNING_RATE="1e30", OPTIMIZER="sgd", MAX_GRAD_NORM="0")
@@ -350,35 +342,18 @@ def test_the_one_command_stops_with_the_first_run_that_fails(run, tmp_path):
     assert gone(tmp_path) is True
 
 
-def test_the_one_command_killed(run, tmp_path):
-    """Its scripts end with it, and none speaks of a Ray cluster that the user never named."""
+def test_the_one_command_twice_into_one_folder_then_killed(run, tmp_path):
+    """The second is refused at once. The first one's scripts end with it, and none speaks of a Ray cluster that the user never named."""
     one = run(DP_SIZE="1", DEBUG_STEPS="100000")
     one.wait_for_step(1)
+    again = the_one_command(tmp_path, OUTPUT_DIR=str(tmp_path))
+    assert again.returncode == 2 and len(again.stderr.splitlines()) == 1
+    assert f"OUTPUT_DIR: another run (process {one.process.pid} on" in again.stderr
+    assert one.process.poll() is None and (tmp_path / "loss_ddp.json").exists()
     os.kill(one.process.pid, signal.SIGKILL)
     one.process.wait()
     assert gone(tmp_path, 30) is True
     assert "RAY_ADDRESS" not in one.log.read_text()
-
-
-def test_the_one_command_twice_into_one_folder(run, tmp_path):
-    one = run(DP_SIZE="1", DEBUG_STEPS="100000")
-    one.wait_for_step(1)
-    settings = {"OUTPUT_DIR": str(tmp_path), "DEVICE": "cpu"}
-    result = subprocess.run(
-        [ROOT / "run_verification_main.sh"],
-        env=environment(**settings),
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert (
-        result.returncode == 2 and f"OUTPUT_DIR: another run (process {one.process.pid} on" in result.stderr
-    )
-    assert (
-        len(result.stderr.splitlines()) == 1
-        and one.process.poll() is None
-        and (tmp_path / "loss_ddp.json").exists()
-    )
 
 
 @pytest.mark.parametrize(
