@@ -28,7 +28,7 @@ def deepspeed_config(config: Config, mesh: Mesh) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": config.batch_size,
         "gradient_accumulation_steps": config.gradient_accumulation_steps,
-        "zero_optimization": {"stage": 1},
+        "zero_optimization": {"stage": int(os.environ.get("STAGE","1"))},
         "zero_allow_untested_optimizer": True,  # torch's SGD is not on DeepSpeed's list
         "gradient_clipping": config.max_grad_norm,  # the default is 1.0, not off
         "communication_data_type": "bf16" if config.precision == "bf16" else "fp32",
@@ -103,7 +103,7 @@ class AutoTPStrategy:
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in self.model.named_parameters():
-            yield name, self._gather_over_tp(name, parameter.detach()).cpu()
+            yield name, self._gather_over_tp(name, self._whole_over_dp(parameter)).cpu()
 
     def held(self, kind: str) -> Iterator[tuple[str, torch.Tensor, tuple[int, ...], tuple[int, ...]]]:
         """As in the protocol. A shard is whole over dp, as DeepSpeed's safe_get_full_* return it, and cut over tp."""
@@ -117,7 +117,7 @@ class AutoTPStrategy:
         tp_rank, tp_size = geometry.coordinates.tp, geometry.mesh.tp
         for name, parameter in self.model.named_parameters():
             if kind == "parameter":
-                shard = parameter.detach()
+                shard = self._whole_over_dp(parameter)
             elif kind == "gradient":
                 shard = safe_get_full_grad(parameter)
             else:
@@ -131,8 +131,17 @@ class AutoTPStrategy:
                 tuple(share(size, tp_rank, tp_size)[0] if dim in cut else 0 for dim, size in enumerate(full)),
             )
 
+    def _whole_over_dp(self, parameter):
+        if not hasattr(parameter, "ds_id"):
+            return parameter.detach()
+        import deepspeed
+        with deepspeed.zero.GatheredParameters([parameter]):
+            return parameter.detach().clone()
+
     def _link_moments(self) -> None:
         """Link the moments to the parameters. DeepSpeed does so too early, when only its first group has stepped (docs/findings.md)."""
+        if not hasattr(self.optimizer, "_hp_optimizer_states_linked"):
+            return
         self.optimizer._hp_optimizer_states_linked = False
         self.optimizer._lazy_init_hp_params_optimizer_state()
 
@@ -164,7 +173,7 @@ class AutoTPStrategy:
         return torch.cat(parts, dim=dim)
 
     def effective_contract(self) -> dict[str, Any]:
-        groups = zip(self.optimizer.bit16_groups, self.optimizer.param_groups, strict=True)
+        groups = zip(getattr(self.optimizer, "bit16_groups", None) or self.optimizer.fp16_groups, self.optimizer.param_groups, strict=True)
         dtypes = {
             str(getattr(p, "comm_dtype", self.engine.communication_data_type))
             for p in self.model.parameters()

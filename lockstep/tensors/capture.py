@@ -87,7 +87,7 @@ class Capture:
         for name in self.layout.inputs.keys() & modules.keys():
             self.handles.append(
                 modules[name].register_forward_pre_hook(
-                    functools.partial(self._see_inputs, name), with_kwargs=True
+                    functools.partial(self._see_inputs, name), prepend=True, with_kwargs=True
                 )
             )
         for name, module in modules.items():

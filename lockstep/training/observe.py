@@ -31,7 +31,7 @@ class ComputeDtypes:
             own = dict(module.named_parameters(recurse=False))
             if name == modules.EMBEDDING:
                 self._watch(module, "embedding_dtype")
-            elif "weight" in own and own["weight"].ndim == 2:
+            elif "weight" in own and len(getattr(own["weight"], "ds_shape", own["weight"].shape)) == 2:
                 self._watch(module, "biased_linear_dtype" if "bias" in own else "compute_dtype")
 
     def _watch(self, module: torch.nn.Module, key: str) -> None:
