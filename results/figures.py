@@ -28,10 +28,7 @@ def summary(contents: dict[str, dict]) -> list[str]:
     """How many runs each verdict saw, and how many causes were right, by precision."""
 
     def share(rows: list[dict], wanted) -> str:
-        try:
-            return f"{sum(map(wanted, rows))} of {len(rows)}"
-        except KeyError:  # these rows have the causes of an older diagnosis
-            return "not run again"
+        return f"{sum(map(wanted, rows))} of {len(rows)}"
 
     lines = {
         "caught by tensors": SEEN["tensors"],
