@@ -1,4 +1,4 @@
-"""DeepSpeed AutoTP + ZeRO-1: tensor parallelism by configuration, optimizer state sharded over dp.
+"""DeepSpeed AutoTP + ZeRO: tensor parallelism by configuration; optimizer state, gradients and weights sharded over dp by stage.
 
 Only this file and lockstep/deepspeed/build.py import deepspeed.
 """
@@ -15,8 +15,19 @@ from lockstep.config import Config
 from lockstep.deepspeed.build import build_extension
 from lockstep.inputs.model import causal_lm_loss
 from lockstep.mesh import Geometry, Mesh, share
-from lockstep.training.observe import decay_by_name, model_contract, optimizer_contract
-from lockstep.training.optim import build_optimizer, keeps, parameter_groups
+from lockstep.training.observe import (
+    decay_by_name,
+    model_contract,
+    observed_max_grad_norm,
+    optimizer_contract,
+)
+from lockstep.training.optim import (
+    build_optimizer,
+    gradient_of,
+    keeps,
+    parameter_groups,
+    total_norm,
+)
 from lockstep.training.strategy import MicroBatch
 
 if TYPE_CHECKING:
@@ -28,9 +39,12 @@ def deepspeed_config(config: Config, mesh: Mesh) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": config.batch_size,
         "gradient_accumulation_steps": config.gradient_accumulation_steps,
-        "zero_optimization": {"stage": int(os.environ.get("STAGE","1"))},
+        "zero_optimization": zero_config(config),
         "zero_allow_untested_optimizer": True,  # torch's SGD is not on DeepSpeed's list
-        "gradient_clipping": config.max_grad_norm,  # the default is 1.0, not off
+        "zero_force_ds_cpu_optimizer": False,  # all strategies step torch's optimizer, offloaded or not
+        "gradient_clipping": config.max_grad_norm
+        if config.zero_stage
+        else 0.0,  # the default is 1.0, not off
         "communication_data_type": "bf16" if config.precision == "bf16" else "fp32",
         "torch_autocast": {
             "enabled": config.precision == "autocast",
@@ -45,6 +59,121 @@ def deepspeed_config(config: Config, mesh: Mesh) -> dict[str, Any]:
         # "true": embedding and head are sharded over the vocabulary and the loss computed on the shards, as in FSDP
         "tensor_parallel": {"autotp_size": mesh.tp, "vocab_parallel_lm_head": mesh.tp > 1},
     }
+
+
+def zero_config(config: Config) -> dict[str, Any]:
+    """DeepSpeed's "zero_optimization". No `pin_memory`: on CPUs there is nothing to pin for."""
+    offload = {"optimizer": config.offload_optimizer, "param": config.offload_param}
+    to = {f"offload_{what}": {"device": device} for what, device in offload.items() if device != "none"}
+    for where in to.values():
+        if where["device"] == "nvme":
+            where["nvme_path"] = str(config.nvme_path)
+    return {"stage": config.zero_stage, **to}
+
+
+class Stage0:
+    """Where the live objects of an engine without ZeRO are: torch's own optimizer steps the parameters."""
+
+    def __init__(self, engine: Any):
+        self.engine = engine
+
+    def torch_optimizer(self) -> torch.optim.Optimizer:
+        return self.engine.optimizer
+
+    def members(self) -> list[list[torch.nn.Parameter]]:
+        """The model's parameters by group of the optimizer."""
+        return [group["params"] for group in self.torch_optimizer().param_groups]
+
+    def step(self, max_grad_norm: float) -> float:
+        """Clip and step; returns the norm before.
+
+        Clipped here: DeepSpeed's own clipping takes torch's float32 norm, which is inexact on a CPU (docs/findings.md).
+        """
+        before = self._norm()
+        if max_grad_norm > 0:
+            torch.nn.utils.clip_grads_with_norm_(self.engine.module.parameters(), max_grad_norm, before)
+        self.norms = float(before), float(self._norm())
+        self.engine.step()
+        return float(before)
+
+    def _norm(self) -> torch.Tensor:
+        from deepspeed.runtime.utils import is_model_parallel_parameter
+
+        mpu = self.engine.mpu
+        parameters = [
+            parameter
+            for parameter in self.engine.module.parameters()
+            if is_model_parallel_parameter(parameter) or mpu.get_model_parallel_rank() == 0
+        ]
+        square = total_norm(map(gradient_of, parameters)).square()
+        dist.all_reduce(square, group=mpu.get_model_parallel_group())
+        return square.sqrt()
+
+    def observed_max_grad_norm(self, configured: float) -> float:
+        return observed_max_grad_norm(configured, *self.norms)
+
+    def parameter(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        """This tp rank's shard, whole over dp."""
+        return parameter.detach()
+
+    def gradient(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        assert parameter.grad is not None
+        return parameter.grad
+
+    def moment(self, parameter: torch.nn.Parameter, kind: str) -> torch.Tensor:
+        return self.torch_optimizer().state[parameter][kind]
+
+
+class Stage1And2(Stage0):
+    """DeepSpeed's optimizer holds a flat share of each group in float32, whose parts are linked to the parameters."""
+
+    def torch_optimizer(self) -> torch.optim.Optimizer:
+        return self.engine.optimizer.optimizer
+
+    def members(self) -> list[list[torch.nn.Parameter]]:
+        return self.engine.optimizer.bit16_groups
+
+    def step(self, max_grad_norm: float) -> float:
+        self.engine.step()  # clips
+        norm = float(self.engine.get_global_grad_norm())
+        return norm if norm >= 0 else float("nan")  # DeepSpeed's sign for a norm that is not finite is -1
+
+    def observed_max_grad_norm(self, configured: float) -> float:
+        return self.engine.optimizer.clip_grad
+
+    def gradient(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        from deepspeed.utils import safe_get_full_grad
+
+        return safe_get_full_grad(parameter)
+
+    def moment(self, parameter: torch.nn.Parameter, kind: str) -> torch.Tensor:
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        # DeepSpeed links the moments too early, when only its first group has stepped (docs/findings.md).
+        self.engine.optimizer._hp_optimizer_states_linked = False
+        self.engine.optimizer._lazy_init_hp_params_optimizer_state()
+        return safe_get_full_optimizer_state(parameter, kind)
+
+
+class Stage3(Stage1And2):
+    """A parameter holds nothing between its uses; it is gathered from the shares of the dp ranks."""
+
+    def members(self) -> list[list[torch.nn.Parameter]]:
+        return self.engine.optimizer.fp16_groups
+
+    def parameter(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters([parameter]):
+            return parameter.detach().clone()
+
+    def moment(self, parameter: torch.nn.Parameter, kind: str) -> torch.Tensor:
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        return safe_get_full_optimizer_state(parameter, kind)
+
+
+STAGES = (Stage0, Stage1And2, Stage1And2, Stage3)
 
 
 class AutoTPStrategy:
@@ -72,6 +201,8 @@ class AutoTPStrategy:
             config=deepspeed_config(config, mesh),
         )
         self.model = self.engine.module
+        self.max_grad_norm = config.max_grad_norm
+        self.zero = STAGES[config.zero_stage](self.engine)
 
     def geometry(self) -> Geometry:
         return Geometry.of_groups({"dp": self.engine.data_parallel_group, "tp": self.tp_group()})
@@ -95,33 +226,25 @@ class AutoTPStrategy:
         return causal_lm_loss(self.engine, input_ids, labels)
 
     def update(self) -> float:
-        self.engine.step()
-        grad_norm = float(self.engine.get_global_grad_norm())
-        return (
-            grad_norm if grad_norm >= 0 else float("nan")
-        )  # DeepSpeed's sign for a norm that is not finite is -1
+        return self.zero.step(self.max_grad_norm)
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in self.model.named_parameters():
-            yield name, self._gather_over_tp(name, self._whole_over_dp(parameter)).cpu()
+            yield name, self._gather_over_tp(name, self.zero.parameter(parameter)).cpu()
 
     def held(self, kind: str) -> Iterator[tuple[str, torch.Tensor, tuple[int, ...], tuple[int, ...]]]:
         """As in the protocol. A shard is whole over dp, as DeepSpeed's safe_get_full_* return it, and cut over tp."""
-        from deepspeed.utils import safe_get_full_grad, safe_get_full_optimizer_state
-
-        if not keeps(self.optimizer.optimizer, kind):
+        if not keeps(self.zero.torch_optimizer(), kind):
             return
-        if kind in ("exp_avg", "exp_avg_sq"):
-            self._link_moments()
         geometry = self.geometry()
         tp_rank, tp_size = geometry.coordinates.tp, geometry.mesh.tp
         for name, parameter in self.model.named_parameters():
             if kind == "parameter":
-                shard = self._whole_over_dp(parameter)
+                shard = self.zero.parameter(parameter)
             elif kind == "gradient":
-                shard = safe_get_full_grad(parameter)
+                shard = self.zero.gradient(parameter)
             else:
-                shard = safe_get_full_optimizer_state(parameter, kind)
+                shard = self.zero.moment(parameter, kind)
             full = tuple(self.full_shapes[name])
             cut = self._cut_dims(name, shard)
             yield (
@@ -130,20 +253,6 @@ class AutoTPStrategy:
                 full,
                 tuple(share(size, tp_rank, tp_size)[0] if dim in cut else 0 for dim, size in enumerate(full)),
             )
-
-    def _whole_over_dp(self, parameter):
-        if not hasattr(parameter, "ds_id"):
-            return parameter.detach()
-        import deepspeed
-        with deepspeed.zero.GatheredParameters([parameter]):
-            return parameter.detach().clone()
-
-    def _link_moments(self) -> None:
-        """Link the moments to the parameters. DeepSpeed does so too early, when only its first group has stepped (docs/findings.md)."""
-        if not hasattr(self.optimizer, "_hp_optimizer_states_linked"):
-            return
-        self.optimizer._hp_optimizer_states_linked = False
-        self.optimizer._lazy_init_hp_params_optimizer_state()
 
     def _cut_dims(self, name: str, shard: torch.Tensor) -> list[int]:
         """The dims in which a tensor-parallel shard is smaller than the full tensor: one, or none."""
@@ -173,18 +282,19 @@ class AutoTPStrategy:
         return torch.cat(parts, dim=dim)
 
     def effective_contract(self) -> dict[str, Any]:
-        groups = zip(getattr(self.optimizer, "bit16_groups", None) or self.optimizer.fp16_groups, self.optimizer.param_groups, strict=True)
+        optimizer = self.zero.torch_optimizer()
+        groups = zip(self.zero.members(), optimizer.param_groups, strict=True)
         dtypes = {
             str(getattr(p, "comm_dtype", self.engine.communication_data_type))
             for p in self.model.parameters()
         }
         return {
             **model_contract(self.model),
-            **optimizer_contract(self.optimizer.optimizer),
+            **optimizer_contract(optimizer),
             "weight_decay": decay_by_name(
                 self.model, [(members, group["weight_decay"]) for members, group in groups]
             ),
-            "max_grad_norm": self.optimizer.clip_grad,
+            "max_grad_norm": self.zero.observed_max_grad_norm(self.max_grad_norm),
             "gradient_accumulation_steps": self.engine.gradient_accumulation_steps(),
             "loss_is_mean_over": [self.num_tokens, self.num_micro_batches, self.geometry().mesh.dp],
             "reduction_dtype": sorted(dtypes),

@@ -27,6 +27,12 @@ if TYPE_CHECKING:
 Precision = Literal["fp32", "autocast", "bf16"]
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 BETAS, EPS = (0.9, 0.999), 1e-8  # of AdamW, torch's defaults
+OF_SOME_STRATEGIES = {
+    "zero_stage",
+    "offload_optimizer",
+    "offload_param",
+    "nvme_path",
+}  # those whose row names them
 # Flags that name places, not what a run computes. They are not recorded.
 PLACES = (
     "init_weights_path",
@@ -36,6 +42,7 @@ PLACES = (
     "experiment_name",
     "capture_dir",
     "data_cache_dir",
+    "nvme_path",
     "dry_run",
     "control",  # it asks for another run
 )
@@ -68,6 +75,10 @@ class Config:
     weight_decay: float = 0.01
     max_grad_norm: float = 1.0
     gradient_accumulation_steps: int = 1
+    zero_stage: int = 1
+    offload_optimizer: str = "none"
+    offload_param: str = "none"
+    nvme_path: Path | None = None
     precision: Precision = "fp32"
     attn_impl: str = "sdpa"
     seed: int = 0
@@ -146,6 +157,8 @@ class Config:
     def as_dict(self) -> dict[str, Any]:
         """The configuration as a run records it: the strategy by name, not by the path of a file."""
         content = {**asdict(self), "strategy": self.row.name}
+        for option in OF_SOME_STRATEGIES - set(self.row.options):
+            del content[option]
         return {key: str(value) if isinstance(value, Path) else value for key, value in content.items()}
 
 
@@ -238,6 +251,17 @@ def build_parser(strategy: str) -> argparse.ArgumentParser:
         help=f"autocast: fp32 weights and state, bf16 compute; bf16: everything in bf16 (default: {defaults['precision']})",
     )
     parser.add_argument("--autocast", action="store_true", help="the same as --precision autocast")
+    if "zero_stage" in row.options:
+        zero = ("none", "cpu", "nvme")
+        add(
+            "zero_stage",
+            int,
+            "what is sharded over dp: 0 nothing, 1 optimizer state, 2 and gradients, 3 and weights",
+            choices=range(4),
+        )
+        add("offload_optimizer", str, "where the optimizer state is kept (from stage 1 on)", choices=zero)
+        add("offload_param", str, "where the weights are kept (stage 3)", choices=zero)
+        add("nvme_path", Path, "folder for what is kept on nvme")
     add("attn_impl", str, "attention implementation of transformers", choices=("eager", "sdpa"))
     add("seed", _number(int, 0, high=2**32 - 1), "seed of the initial weights and of the order of the data")
     add(

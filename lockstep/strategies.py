@@ -38,6 +38,7 @@ class Row:
     # by design and no reason to refuse a comparison (docs/findings.md).
     float32_biases_under_autocast: bool = False
     ranks_share_gpus: bool = True  # over gloo, several ranks may use one GPU
+    options: tuple[str, ...] = ()  # flags beyond those that all strategies have
     library: str = ""  # a package beyond torch that it runs on; histories and dumps record its version
     requires: str = ""  # "module:function" that is called with a configuration and raises UserError if something is missing
 
@@ -78,6 +79,7 @@ ROWS = {
             program="train_deepspeed.py",
             float32_biases_under_autocast=True,
             ranks_share_gpus=False,
+            options=("zero_stage", "offload_optimizer", "offload_param", "nvme_path"),
             library="deepspeed",
             requires="lockstep.deepspeed.build:require",
         ),

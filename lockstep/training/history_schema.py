@@ -75,6 +75,9 @@ class RunConfig(Strict):
     weight_decay: NotNegative
     max_grad_norm: NotNegative
     gradient_accumulation_steps: Count
+    zero_stage: Literal[0, 1, 2, 3] | None = None
+    offload_optimizer: Literal["none", "cpu", "nvme"] | None = None
+    offload_param: Literal["none", "cpu", "nvme"] | None = None
     precision: Literal["fp32", "autocast", "bf16"]
     attn_impl: Literal["eager", "sdpa"]
     seed: Annotated[int, Field(ge=0, lt=2**32)]
