@@ -29,6 +29,7 @@ from lockstep.losses.curves import RULES
 from lockstep.running import jobs, locks
 from lockstep.runs import HELP, Run, runs_of
 from lockstep.strategies import BASELINE, ROWS
+from lockstep.training import initial_weights
 from lockstep.verification import check_reference
 
 NAME = "run_verification.py"
@@ -168,6 +169,9 @@ def verify(options: argparse.Namespace, rest: list[str]) -> int:
     check_reference(config, inputs)
     for line in [*preflight.shadowed(configs[0]), *preflight.emulated(configs[0])]:
         print(printable(line), file=sys.stderr)
+    baseline = configs[0]
+    about = f"{baseline.model_name}, {initial_weights.describe(baseline)}, {baseline.precision}, steps 1 to {options.steps}"
+    print(printable(about))
     startup.meaning = INTERRUPTED
     with locks.inside(folder, "verification", "--output_dir"):
         check_folder(options)  # another run may have ended before we had the lock

@@ -3,6 +3,7 @@
 Strict means: no 1.5 for a count, no `true` or "1" for a number, no NaN unless allowed, no unknown keys.
 """
 
+import re
 from typing import Annotated, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -38,6 +39,8 @@ class Origin(Strict):
 
 
 Schema = TypeVar("Schema", bound=BaseModel)
+# What pydantic adds to the place of an error for the member of a union that it tried: "constrained-int", "list[constrained-int]".
+UNION_MEMBER = re.compile(r"constrained-\w+|\w+\[.*\]")
 
 
 def validate(schema: type[Schema], content: object, where: object, remedy: str) -> Schema:
@@ -49,7 +52,8 @@ def validate(schema: type[Schema], content: object, where: object, remedy: str) 
         return schema.model_validate(content)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
-        place = ".".join(str(part) for part in first["loc"]) or "the whole"
+        parts = [str(part) for part in first["loc"] if not UNION_MEMBER.fullmatch(str(part))]
+        place = ".".join(parts) or "the whole"
         value = printable(repr(first["input"]), 60)
         if first["type"] == "missing":  # the input is then all that is around it
             raise UserError(f"{where}: {printable(place, 200)} is missing; {remedy}") from error

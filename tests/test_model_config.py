@@ -50,7 +50,7 @@ REFUSED = [
     ("qwen2", {"head_dim": 15}, "head_dim is 15: rotary embedding needs an even head_dim, it is 15"),
     ("qwen2", {"head_dim": None}, "head_dim is None"),
     ("qwen2", {"hidden_size": 60}, "hidden_size is 60: rotary embedding needs an even head_dim, it is 15"),
-    ("qwen2", {"eos_token_id": -1}, "eos_token_id"),
+    ("qwen2", {"eos_token_id": -1}, "eos_token_id is -1: "),
     ("qwen2", {"eos_token_id": 1.5}, "eos_token_id"),
     ("qwen2", {"eos_token_id": "1"}, "eos_token_id"),
     ("qwen2", {"eos_token_id": True}, "eos_token_id"),

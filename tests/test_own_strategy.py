@@ -38,22 +38,24 @@ def run(folder, *command, status=0, **settings):
 
 
 def test_through_the_verification_of_tensors(folder):
+    """With the worked example of the documentation, on a model whose head is not tied."""
+    example = ROOT / "examples" / "transformers_tp.py"
     out = run(
         folder,
         sys.executable,
         ROOT / "run_verification.py",
         "--strategies",
-        "ddp,my_parallel.py:Mine",
+        f"ddp,my_parallel.py:Mine,{example}:TransformersTP",
+        "--model_name",
+        "tiny-llama",
         "--output_dir",
         "verify",
         *SMALL,
     )
     runs = json.loads((folder / "verify" / "report.json").read_text())["runs"]
-    assert (
-        out.endswith("PASS\n")
-        and list(runs) == ["ddp", "mine"]
-        and runs["mine"]["label"] == "mine (TP=1, DP=2)"
-    )
+    assert out.endswith("PASS\n") and list(runs) == ["ddp", "mine", "transformerstp"]
+    labels = [runs[name]["label"] for name in ("mine", "transformerstp")]
+    assert labels == ["mine (TP=1, DP=2)", "transformers TP (TP=2, DP=2)"]
 
 
 def test_a_planted_fault_is_found_in_it(folder):

@@ -44,6 +44,11 @@ def test_from_end_to_end(tmp_path):
     assert done.returncode == 0 and done.stdout.endswith("PASS\n"), done.stdout[-3000:] + done.stderr[-3000:]
     report = json.loads((folder / "report.json").read_text())
     assert report["verdict"] == "PASS" and {run["verdict"] for run in report["runs"].values()} == {"PASS"}
+    first = f"{tmp_path}/models/a model, random weights, seed 0, fp32, steps 1 to 2"
+    assert (
+        done.stdout.splitlines()[0] == first
+        and report["about"]["initial weights"] == "random weights, seed 0"
+    )
     assert len(report["runs"]) == 4 and all(row["judged"] for row in report["tensors"])
     text = (folder / "report.md").read_text()
     order = [

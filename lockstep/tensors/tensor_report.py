@@ -123,6 +123,7 @@ def about(result: Result) -> dict[str, str]:
         "mesh": alike(
             lambda dump: f"{Mesh(**dump.run['mesh']).label}, batch_size {dump.run['config']['batch_size']} on {dump.run['config']['device']}"
         ),
+        "initial weights": alike(lambda dump: dump.run["initial_weights"]),
         "seed": alike(lambda dump: str(dump.run["config"]["seed"])),
         "steps": f"{', '.join(next(iter(dumps.values())).steps)} captured of {alike(lambda dump: str(dump.run['num_steps']))}",
         "options": ", ".join(f"{key} {config[key]}" for key in options),

@@ -80,14 +80,8 @@ class TorchStrategy:
                     loss = self.loss(input_ids, labels)
                 (loss / len(micro_batches)).backward()
             losses.append(loss.detach())
-        for parameter in self.parameters:  # reduce gradients that are still partial sums
-            gradient = parameter.grad
-            if (
-                isinstance(parameter, DTensor)
-                and isinstance(gradient, DTensor)
-                and any(placement.is_partial() for placement in gradient.placements)
-            ):
-                parameter.grad = gradient.redistribute(placements=parameter.placements)
+        for parameter in self.parameters:
+            parameter.grad = laid_out_like(parameter, parameter.grad)
         return torch.stack(losses).mean()
 
     def loss(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -161,6 +155,14 @@ class TorchStrategy:
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's shard of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def laid_out_like(parameter: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """The gradient, cut as its parameter is. Backward may leave it as partial sums, or whole on every rank."""
+    if not isinstance(parameter, DTensor) or not isinstance(gradient, DTensor):
+        return gradient
+    same = gradient.placements == parameter.placements
+    return gradient if same else gradient.redistribute(placements=parameter.placements)
 
 
 def by_layout(parameters: list[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
