@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.config import Config
+from lockstep.deepspeed import zero
 from lockstep.deepspeed.build import build_extension
 from lockstep.inputs.model import causal_lm_loss
 from lockstep.mesh import Geometry, Mesh, share
@@ -39,7 +40,7 @@ def deepspeed_config(config: Config, mesh: Mesh) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": config.batch_size,
         "gradient_accumulation_steps": config.gradient_accumulation_steps,
-        "zero_optimization": zero_config(config),
+        "zero_optimization": zero.section(config),
         "zero_allow_untested_optimizer": True,  # torch's SGD is not on DeepSpeed's list
         "zero_force_ds_cpu_optimizer": False,  # all strategies step torch's optimizer, offloaded or not
         "gradient_clipping": config.max_grad_norm
@@ -59,16 +60,6 @@ def deepspeed_config(config: Config, mesh: Mesh) -> dict[str, Any]:
         # "true": embedding and head are sharded over the vocabulary and the loss computed on the shards, as in FSDP
         "tensor_parallel": {"autotp_size": mesh.tp, "vocab_parallel_lm_head": mesh.tp > 1},
     }
-
-
-def zero_config(config: Config) -> dict[str, Any]:
-    """DeepSpeed's "zero_optimization". No `pin_memory`: on CPUs there is nothing to pin for."""
-    offload = {"optimizer": config.offload_optimizer, "param": config.offload_param}
-    to = {f"offload_{what}": {"device": device} for what, device in offload.items() if device != "none"}
-    for where in to.values():
-        if where["device"] == "nvme":
-            where["nvme_path"] = str(config.nvme_path)
-    return {"stage": config.zero_stage, **to}
 
 
 class Stage0:
@@ -202,7 +193,7 @@ class AutoTPStrategy:
         )
         self.model = self.engine.module
         self.max_grad_norm = config.max_grad_norm
-        self.zero = STAGES[config.zero_stage](self.engine)
+        self.stage = STAGES[config.zero_stage](self.engine)
 
     def geometry(self) -> Geometry:
         return Geometry.of_groups({"dp": self.engine.data_parallel_group, "tp": self.tp_group()})
@@ -226,25 +217,25 @@ class AutoTPStrategy:
         return causal_lm_loss(self.engine, input_ids, labels)
 
     def update(self) -> float:
-        return self.zero.step(self.max_grad_norm)
+        return self.stage.step(self.max_grad_norm)
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in self.model.named_parameters():
-            yield name, self._gather_over_tp(name, self.zero.parameter(parameter)).cpu()
+            yield name, self._gather_over_tp(name, self.stage.parameter(parameter)).cpu()
 
     def held(self, kind: str) -> Iterator[tuple[str, torch.Tensor, tuple[int, ...], tuple[int, ...]]]:
         """As in the protocol. A shard is whole over dp, as DeepSpeed's safe_get_full_* return it, and cut over tp."""
-        if not keeps(self.zero.torch_optimizer(), kind):
+        if not keeps(self.stage.torch_optimizer(), kind):
             return
         geometry = self.geometry()
         tp_rank, tp_size = geometry.coordinates.tp, geometry.mesh.tp
         for name, parameter in self.model.named_parameters():
             if kind == "parameter":
-                shard = self.zero.parameter(parameter)
+                shard = self.stage.parameter(parameter)
             elif kind == "gradient":
-                shard = self.zero.gradient(parameter)
+                shard = self.stage.gradient(parameter)
             else:
-                shard = self.zero.moment(parameter, kind)
+                shard = self.stage.moment(parameter, kind)
             full = tuple(self.full_shapes[name])
             cut = self._cut_dims(name, shard)
             yield (
@@ -282,8 +273,8 @@ class AutoTPStrategy:
         return torch.cat(parts, dim=dim)
 
     def effective_contract(self) -> dict[str, Any]:
-        optimizer = self.zero.torch_optimizer()
-        groups = zip(self.zero.members(), optimizer.param_groups, strict=True)
+        optimizer = self.stage.torch_optimizer()
+        groups = zip(self.stage.members(), optimizer.param_groups, strict=True)
         dtypes = {
             str(getattr(p, "comm_dtype", self.engine.communication_data_type))
             for p in self.model.parameters()
@@ -294,8 +285,9 @@ class AutoTPStrategy:
             "weight_decay": decay_by_name(
                 self.model, [(members, group["weight_decay"]) for members, group in groups]
             ),
-            "max_grad_norm": self.zero.observed_max_grad_norm(self.max_grad_norm),
+            "max_grad_norm": self.stage.observed_max_grad_norm(self.max_grad_norm),
             "gradient_accumulation_steps": self.engine.gradient_accumulation_steps(),
             "loss_is_mean_over": [self.num_tokens, self.num_micro_batches, self.geometry().mesh.dp],
             "reduction_dtype": sorted(dtypes),
+            "sharding": zero.observed(self.engine, optimizer),
         }

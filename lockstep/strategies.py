@@ -40,6 +40,7 @@ class Row:
     ranks_share_gpus: bool = True  # over gloo, several ranks may use one GPU
     options: tuple[str, ...] = ()  # flags beyond those that all strategies have
     library: str = ""  # a package beyond torch that it runs on; histories and dumps record its version
+    sharding: str = ""  # "module:function" from a configuration to what its contract says is sharded
     requires: str = ""  # "module:function" that is called with a configuration and raises UserError if something is missing
 
     @property
@@ -81,6 +82,7 @@ ROWS = {
             ranks_share_gpus=False,
             options=("zero_stage", "offload_optimizer", "offload_param", "nvme_path"),
             library="deepspeed",
+            sharding="lockstep.deepspeed.zero:expected",
             requires="lockstep.deepspeed.build:require",
         ),
         Row(

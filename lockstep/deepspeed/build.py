@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 from lockstep.config import Config
+from lockstep.deepspeed import zero
 from lockstep.errors import UserError
 from lockstep.running import progress
 
@@ -16,7 +17,8 @@ STALE_LOCK_SECONDS = 120  # no file of the build was touched for this long: nobo
 
 
 def require(config: Config) -> None:
-    """Raise UserError if the package, or a compiler for its extension, is missing."""
+    """Raise UserError if the package, or a compiler for its extension, is missing, or the options contradict each other."""
+    zero.require(config)
     if importlib.util.find_spec("deepspeed") is None:
         raise UserError(
             "train_deepspeed.py needs the package deepspeed, which is not installed; install requirements.txt"

@@ -7,11 +7,12 @@ step, and the loop stops the run if the two differ. Two runs are compared only i
 import math
 from typing import Any
 
+from lockstep import strategies
 from lockstep.config import BETAS, EPS, Config
 from lockstep.inputs.shapes import has_biases, parameter_shapes
 
 # Entries in which strategies differ by design: recorded and shown, but no reason to refuse (docs/findings.md).
-KNOWN_DIFFERENCES = ("biased_linear_dtype",)
+KNOWN_DIFFERENCES = ("biased_linear_dtype", "sharding")
 
 
 def expected_contract(config: Config, architecture: dict) -> dict[str, Any]:
@@ -51,6 +52,7 @@ def expected_contract(config: Config, architecture: dict) -> dict[str, Any]:
         "attention_dropout": architecture.get("attention_dropout", 0.0),
         "training_mode": True,
         "tied_embeddings": architecture.get("tie_word_embeddings", False),
+        **({"sharding": strategies.load(config.row.sharding)(config)} if config.row.sharding else {}),
     }
 
 

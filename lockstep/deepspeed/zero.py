@@ -1,0 +1,77 @@
+"""ZeRO stages and offload: what can be combined, what DeepSpeed is told, and what a live engine must then be."""
+
+from typing import Any
+
+from lockstep.config import Config
+from lockstep.errors import UserError
+
+# The class of the engine's optimizer by stage; at stage 0 it is torch's own.
+CLASSES = ("", "DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3")
+
+
+def require(config: Config) -> None:
+    """Raise UserError for a combination that DeepSpeed does not have or would silently change."""
+    stage = config.zero_stage
+    if stage == 0 and config.precision == "bf16":
+        raise UserError(
+            "--zero_stage 0 --precision bf16: DeepSpeed then keeps float32 copies of the weights; choose a stage from 1 to 3"
+        )
+    if stage == 0 and config.offload_optimizer != "none":
+        raise UserError(
+            f"--zero_stage 0 --offload_optimizer {config.offload_optimizer}: there is nothing sharded to offload; choose a stage from 1 to 3"
+        )
+    if stage < 3 and config.offload_param != "none":
+        raise UserError(
+            f"--zero_stage {stage} --offload_param {config.offload_param}: weights are offloaded at stage 3 alone; add --zero_stage 3"
+        )
+    nvme = [name for name in ("offload_optimizer", "offload_param") if getattr(config, name) == "nvme"]
+    if nvme and stage < 3:
+        raise UserError(f"--{nvme[0]} nvme: ZeRO-Infinity needs stage 3; add --zero_stage 3")
+    if nvme and config.nvme_path is None:
+        raise UserError(f"--{nvme[0]} nvme needs --nvme_path, a folder on the disk to use")
+    if config.nvme_path is not None and not nvme:
+        raise UserError(
+            f"--nvme_path {config.nvme_path}: nothing is offloaded to nvme; add --offload_optimizer nvme, or leave it out"
+        )
+
+
+def section(config: Config) -> dict[str, Any]:
+    """DeepSpeed's "zero_optimization"."""
+    offload = {"offload_optimizer": config.offload_optimizer, "offload_param": config.offload_param}
+    devices: dict[str, dict[str, str]] = {
+        name: {"device": to} for name, to in offload.items() if to != "none"
+    }
+    for where in devices.values():
+        if where["device"] == "nvme":
+            where["nvme_path"] = str(config.nvme_path)
+    return {"stage": config.zero_stage, **devices}
+
+
+def expected(config: Config) -> dict[str, Any]:
+    """What `observed` must find in the engine of such a run."""
+    stage = config.zero_stage
+    return {
+        "optimizer": CLASSES[stage] or ("AdamW" if config.optimizer == "adamw" else "SGD"),
+        "optimizer_shards": config.dp_size if stage else 1,
+        "gradients_sharded": stage >= 2,
+        "weights_sharded": stage == 3,
+        "offload_optimizer": config.offload_optimizer,
+        "offload_param": config.offload_param,
+    }
+
+
+def observed(engine: Any, torch_optimizer: Any) -> dict[str, Any]:
+    """What the live engine shards, from its tensors; the devices of offload are only echoed on a CPU."""
+    parameters = list(engine.module.parameters())
+    sharded = [hasattr(parameter, "ds_id") for parameter in parameters]
+    whole = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in parameters)
+    mine = sum(tensor.numel() for group in torch_optimizer.param_groups for tensor in group["params"])
+    told = engine.config["zero_optimization"]
+    return {
+        "optimizer": type(engine.optimizer).__name__,
+        "optimizer_shards": round(whole / mine),
+        "gradients_sharded": all(sharded) or bool(getattr(engine.optimizer, "partition_gradients", False)),
+        "weights_sharded": all(sharded),
+        "offload_optimizer": told.get("offload_optimizer", {}).get("device", "none"),
+        "offload_param": told.get("offload_param", {}).get("device", "none"),
+    }
