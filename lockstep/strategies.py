@@ -40,6 +40,7 @@ class Row:
     ranks_share_gpus: bool = True  # over gloo, several ranks may use one GPU
     library: str = ""  # a package beyond torch that it runs on; histories and dumps record its version
     requires: str = ""  # "module:function" that is called with a configuration and raises UserError if something is missing
+    preload: str = ""  # "module:function" that imports, in a process that forks ranks for CPUs, what they would import one by one
 
     @property
     def is_baseline(self) -> bool:
@@ -80,6 +81,7 @@ ROWS = {
             ranks_share_gpus=False,
             library="deepspeed",
             requires="lockstep.deepspeed.build:require",
+            preload="lockstep.deepspeed.build:preload",
         ),
         Row(
             name="fsdp",

@@ -6,6 +6,10 @@ import pytest
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_addoption(parser):
+    parser.addoption("--all", action="store_true", help="all the bugs of test_foreign_bugs.py, not a sample")
+
+
 @pytest.fixture(scope="session")
 def dumps(tmp_path_factory):
     """A folder of dumps of two steps: ddp, fsdp, reference, replay_ddp, replay_fsdp. Not to be changed."""

@@ -30,11 +30,15 @@ def histories(folder: Path, argument: dict) -> None:
             training.run(config, inputs, make, torch.device("cpu"))
 
 
-def reference(folder: Path, argument: list[str]) -> None:
-    """The float64 reference under the flags of train_ddp.py."""
+def reference(folder: Path, argument: dict) -> None:
+    """The float64 reference under `arguments`, the flags of train_ddp.py; it also replays the dumps in `replays`."""
+    import os
+
     from lockstep.tensors import exact_run as reference_module
 
-    reference_module.run(*configuration("ddp", argument))
+    torch.set_num_threads(os.cpu_count() or 1)
+    replays = [Path(dump) for dump in argument.get("replays", [])]
+    reference_module.run(*configuration("ddp", argument["arguments"]), also=replays)
 
 
 def refused(folder: Path, argument: dict) -> None:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from ranks import CAPTURED, run_alone, run_ranks
+from ranks import CAPTURED, run_groups
 
 
 def make(folder: Path) -> None:
@@ -17,7 +17,9 @@ def make(folder: Path) -> None:
         "2",
     ]
     arguments += ["--capture_dir", str(folder)]
+    groups = []
     for strategy, num_ranks in (("ddp", 2), ("fsdp", 4)):
         run = {"name": "losses", "strategy": strategy, "fault": "none", "arguments": arguments}
-        run_ranks(num_ranks, "jobs:histories", folder / "work", {"runs": [run]})
-    run_alone("jobs:reference", folder / "work", arguments)
+        groups.append((num_ranks, "jobs:histories", folder / "work" / strategy, {"runs": [run]}))
+    groups.append((0, "jobs:reference", folder / "work" / "reference", {"arguments": arguments}))
+    run_groups(groups)
