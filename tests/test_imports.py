@@ -110,10 +110,21 @@ def test_the_loop_knows_no_strategy_by_name():
 
 
 # Each may wait for those before it.
-ANSWERS_AT_ONCE = (
-    "config, training.contract, losses.curves, training.history, training.history_schema, losses.curve_report, inputs.data, "
-    "inputs.weights, launch, running.jobs, running.locks, running.processes, strategies"
-).split(", ")
+ANSWERS_AT_ONCE = [
+    "config",
+    "training.contract",
+    "losses.curves",
+    "training.history",
+    "training.history_schema",
+    "losses.curve_report",
+    "inputs.data",
+    "inputs.weights",
+    "launch",
+    "running.jobs",
+    "running.locks",
+    "running.processes",
+    "strategies",
+]
 SLOW = {"torch", "transformers", "ray", "deepspeed"}
 
 
