@@ -270,5 +270,5 @@ def test_the_campaign_can_fail(dumps, monkeypatch):
             yield from real(self, *arguments)
 
     monkeypatch.setattr(Dump, "blocks", unverified)
-    table, bad = campaign(dumps, 60, seed=3)
+    table, bad = campaign(dumps, 25, seed=3)
     assert bad and table["bytes", "accepted wrong"] == len(bad)

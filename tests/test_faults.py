@@ -81,7 +81,7 @@ def runs(tmp_path_factory):
 
     ddp = [history_of(f, p) for p in PRECISIONS for f in DDP_FAULTS] + [history_of("frozen", "fp32")]
     stopped = {"cases": [alone(folder / "2" / "alone", name) for name in ALONE]}
-    two = [("jobs:histories", ".", {"runs": ddp}), ("jobs:stopped", "alone", stopped), *stops(2)]
+    two = [("jobs:histories", ".", {"runs": ddp}), *stops(2), ("jobs:stopped", "alone", stopped)]
     run_groups((2, "groups:in_turn", folder / "2", two), (4, "groups:in_turn", folder / "4", list(stops(4))))
     return folder
 

@@ -205,7 +205,7 @@ LIST_OF_LISTS = b"]q\x00" + b"".join(
 )  # 2^60 lists, in 600 bytes
 PICKLES = {
     "deep": b"\x80\x02)" + b"\x85" * 1_000_000 + b".",
-    "deep key": b"\x80\x02})" + b"\x85" * 1_000_000 + b"K\x01s.",
+    "deep key": b"\x80\x02})" + b"\x85" * 200_000 + b"K\x01s.",
     "a memo of 4 billion places": b"\x80\x02Nr\xff\xff\xff\xff.",
     "a billion laughs": b"\x80\x02}(X\x0c\x00\x00\x00architecture}X\x01\x00\x00\x00a" + LIST_OF_LISTS + b"s.",
     "in itself": b"\x80\x02}q\x00X\x01\x00\x00\x00ah\x00s.",
