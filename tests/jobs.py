@@ -1,6 +1,8 @@
 """What the test processes run. Imported in the ranks that `ranks.run_ranks` starts; no test is here."""
 
 import dataclasses
+import importlib
+import os
 from pathlib import Path
 
 import torch
@@ -32,8 +34,6 @@ def histories(folder: Path, argument: dict) -> None:
 
 def reference(folder: Path, argument: dict) -> None:
     """The float64 reference under `arguments`, the flags of train_ddp.py; it also replays the dumps in `replays`."""
-    import os
-
     from lockstep.tensors import exact_run as reference_module
 
     torch.set_num_threads(os.cpu_count() or 1)
@@ -90,6 +90,14 @@ def stopped(folder: Path, argument: dict) -> None:
             message = f"{type(error).__name__}: {error}"
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
         (folder / f"{case['name']}-{rank}.txt").write_text(message)
+
+
+def in_turn(folder: Path, calls: list) -> None:
+    """The calls ("module:function", name of a folder in `folder`, argument) one after the other in the same ranks."""
+    for target, name, argument in calls:
+        module, function = target.split(":")
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        getattr(importlib.import_module(module), function)(folder / name, argument)
 
 
 def sharded_loss(folder: Path, argument: dict) -> None:
