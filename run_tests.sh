@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Run the tests; arguments go to pytest. On two cores the whole suite takes about a quarter of an hour.
+# Run the tests; arguments go to pytest. On two cores the whole suite takes about eight minutes.
 #
 #   ./run_tests.sh              the tests
 #   ./run_tests.sh --all        the tests, every planted fault in both precisions, and the sweep of correct configurations
