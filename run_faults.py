@@ -399,10 +399,12 @@ def run(options: argparse.Namespace, folder: Path) -> int:
     if any(row.get("failed") for row in rows):
         print(f"\nLogs of what did not run: {folder}")
     print(f"\nTable: {options.output.with_suffix('.md')}, {options.output}")
-    good = (
-        not row.get("failed") and row["caught"] and row["changed"] and row["named"] != WRONG for row in rows
-    )
-    return 0 if all(good) else 1
+    return 0 if all(as_it_should_be(row) for row in rows) else 1
+
+
+def as_it_should_be(row: dict) -> bool:
+    """Whether a fault ran, changed something, was caught, and was not named wrong."""
+    return not row.get("failed") and row["caught"] and row["changed"] and row["named"] != WRONG
 
 
 def main(argv: list[str] | None = None) -> int:

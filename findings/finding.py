@@ -6,6 +6,7 @@ says nothing about the finding.
 
 import json
 import os
+import shutil
 import sys
 import tempfile
 import traceback
@@ -66,6 +67,23 @@ def tiny_model():
     return Qwen2ForCausalLM(
         Qwen2Config(vocab_size=256, num_key_value_heads=2, tie_word_embeddings=True, **sizes)
     )
+
+
+def sharded_by_transformers(model, **sizes: int):
+    """The model as transformers loads it with a `DistributedConfig` of these sizes. Collective."""
+    import torch.distributed as dist
+    from transformers.distributed import DistributedConfig
+
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    if dist.get_rank() == 0:
+        model.save_pretrained(folder[0])
+    dist.barrier()
+    sharded = type(model).from_pretrained(folder[0], distributed_config=DistributedConfig(**sizes))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder[0])
+    return sharded
 
 
 def deepspeed_engine(config: dict, parameters=None):

@@ -3,15 +3,9 @@
 python findings/transformers_accumulated_head_norms.py
 """
 
-import shutil
-import tempfile
-from pathlib import Path
-
 import torch
-import torch.distributed as dist
-from finding import settle
+from finding import settle, sharded_by_transformers
 from transformers import Qwen3Config, Qwen3ForCausalLM
-from transformers.distributed import DistributedConfig
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4}
 NORM = "model.layers.0.self_attn.q_norm.weight"
@@ -30,15 +24,7 @@ def gradient(model: torch.nn.Module, passes: int) -> torch.Tensor:
 def check() -> tuple[bool, str]:
     torch.manual_seed(0)
     whole = Qwen3ForCausalLM(Qwen3Config(vocab_size=256, num_key_value_heads=2, head_dim=16, **SIZES))
-    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(folder)
-    if dist.get_rank() == 0:
-        whole.save_pretrained(folder[0])
-    dist.barrier()
-    model = Qwen3ForCausalLM.from_pretrained(folder[0], distributed_config=DistributedConfig(tp_size=2))
-    dist.barrier()
-    if dist.get_rank() == 0:
-        shutil.rmtree(Path(folder[0]))
+    model = sharded_by_transformers(whole, tp_size=2)
     errors = {}
     for passes in (1, 2):
         right = gradient(whole, passes)

@@ -3,15 +3,9 @@
 python findings/transformers_tied_weights_uneven_over_fsdp.py
 """
 
-import shutil
-import tempfile
-from pathlib import Path
-
 import torch
-import torch.distributed as dist
-from finding import settle
+from finding import settle, sharded_by_transformers
 from transformers import Qwen2Config, Qwen2ForCausalLM
-from transformers.distributed import DistributedConfig
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 
@@ -19,18 +13,8 @@ SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "n
 def difference(vocab_size: int) -> float:
     """The largest difference after a step between the logits of the sharded model and of one with the gathered weights."""
     config = Qwen2Config(vocab_size=vocab_size, num_key_value_heads=2, tie_word_embeddings=True, **SIZES)
-    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(folder)
     whole = Qwen2ForCausalLM(config)
-    if dist.get_rank() == 0:
-        whole.save_pretrained(folder[0])
-    dist.barrier()
-    model = Qwen2ForCausalLM.from_pretrained(
-        folder[0], distributed_config=DistributedConfig(fsdp_size=2, tp_size=1)
-    )
-    dist.barrier()
-    if dist.get_rank() == 0:
-        shutil.rmtree(Path(folder[0]))
+    model = sharded_by_transformers(whole, fsdp_size=2, tp_size=1)
     ids = torch.arange(32).reshape(2, 16)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, foreach=False)
     model(input_ids=ids, labels=ids).loss.backward()

@@ -42,6 +42,7 @@ class Row:
     library: str = ""  # a package beyond torch that it runs on; histories and dumps record its version
     sharding: str = ""  # "module:function" from a configuration to what its contract says is sharded
     requires: str = ""  # "module:function" that is called with a configuration and raises UserError if something is missing
+    preload: str = ""  # "module:function" that imports, in a process that forks ranks for CPUs, what they would import one by one
 
     @property
     def is_baseline(self) -> bool:
@@ -84,6 +85,7 @@ ROWS = {
             library="deepspeed",
             sharding="lockstep.deepspeed.zero:expected",
             requires="lockstep.deepspeed.build:require",
+            preload="lockstep.deepspeed.build:preload",
         ),
         Row(
             name="fsdp",

@@ -9,7 +9,6 @@ RUNS = {
     "tiny-qwen2-fp32-lr1e-3": "tiny, fp32, lr 1e-3",
     "tiny-qwen2-autocast-lr1e-5": "tiny, autocast, lr 1e-5",
     "tiny-qwen2-autocast-lr1e-3": "tiny, autocast, lr 1e-3",
-    "wikitext2-qwen2.5-0.5b-2-layers-autocast": "Qwen2.5-0.5B sizes, 2 layers of random weights, WikiText-2, autocast, lr 1e-5",
 }
 
 

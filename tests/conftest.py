@@ -2,8 +2,20 @@ import signal
 
 import pytest
 
+SLOW = [
+    "test_launch",
+    "test_run_faults",
+    "test_foreign_bugs",
+    "test_clean",
+    "test_run_verification",
+    "test_own_strategy",
+]
 # A suite that was started in the background has inherited an ignored Ctrl-C, and the programs that it starts would, too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--all", action="store_true", help="all the bugs of test_foreign_bugs.py, not a sample")
 
 
 @pytest.fixture(scope="session")
@@ -16,9 +28,6 @@ def dumps(tmp_path_factory):
     return folder
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items):
-    """With several processes (pytest -n), the tests of a file stay together, because they share fixtures; in these files they do not."""
-    for item in items:
-        if item.path.stem != "test_launch":
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+    """The slowest files begin, or one of several processes (pytest -n) would be left with one of them."""
+    items.sort(key=lambda item: SLOW.index(item.path.stem) if item.path.stem in SLOW else len(SLOW))

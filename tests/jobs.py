@@ -1,6 +1,8 @@
 """What the test processes run. Imported in the ranks that `ranks.run_ranks` starts; no test is here."""
 
 import dataclasses
+import importlib
+import os
 from pathlib import Path
 
 import torch
@@ -30,11 +32,13 @@ def histories(folder: Path, argument: dict) -> None:
             training.run(config, inputs, make, torch.device("cpu"))
 
 
-def reference(folder: Path, argument: list[str]) -> None:
-    """The float64 reference under the flags of train_ddp.py."""
+def reference(folder: Path, argument: dict) -> None:
+    """The float64 reference under `arguments`, the flags of train_ddp.py; it also replays the dumps in `replays`."""
     from lockstep.tensors import exact_run as reference_module
 
-    reference_module.run(*configuration("ddp", argument))
+    torch.set_num_threads(os.cpu_count() or 1)
+    replays = [Path(dump) for dump in argument.get("replays", [])]
+    reference_module.run(*configuration("ddp", argument["arguments"]), also=replays)
 
 
 def refused(folder: Path, argument: dict) -> None:
@@ -86,6 +90,14 @@ def stopped(folder: Path, argument: dict) -> None:
             message = f"{type(error).__name__}: {error}"
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
         (folder / f"{case['name']}-{rank}.txt").write_text(message)
+
+
+def in_turn(folder: Path, calls: list) -> None:
+    """The calls ("module:function", name of a folder in `folder`, argument) one after the other in the same ranks."""
+    for target, name, argument in calls:
+        module, function = target.split(":")
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        getattr(importlib.import_module(module), function)(folder / name, argument)
 
 
 def sharded_loss(folder: Path, argument: dict) -> None:

@@ -1,8 +1,9 @@
-"""Run a function in real gloo processes, one per rank, with a time limit; output is tagged by rank.
+"""Run functions in real gloo processes, one per rank, with a time limit; output is tagged by rank.
 
-The function is named "module:function", takes (folder, argument) and may write files into the folder.
+A function is named "module:function", takes (folder, argument) and may write files into the folder.
 """
 
+import functools
 import gc
 import importlib
 import json
@@ -34,14 +35,28 @@ def free_port() -> int:
 
 def run_ranks(world_size: int, target: str, folder: Path, argument=None, *, timeout: float = 240) -> str:
     """Fork the ranks, wait for all, return their tagged output; AssertionError with it when one fails or hangs."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "argument.json").write_text(json.dumps(argument))
+    return run_groups([(world_size, target, folder, argument)], timeout=timeout)
+
+
+def run_groups(groups: list[tuple], *, timeout: float = 240) -> str:
+    """`run_ranks` of (number of ranks, or 0 outside any launcher; target; folder; argument), one after the other.
+
+    All are forked from one process, which imports torch and the rest once. The function's folders must differ.
+    """
+    for _, _, folder, argument in groups:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "argument.json").write_text(json.dumps(argument))
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     environment = {key: value for key, value in os.environ.items() if key not in names}
     environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]), "OMP_NUM_THREADS": "1"}
-    with open(folder / "log.txt", "w") as log:
+    log_path = groups[0][2] / "log.txt"
+    with open(log_path, "w") as log:
         process = subprocess.Popen(
-            [sys.executable, __file__, target, str(folder), str(world_size)],
+            [
+                sys.executable,
+                __file__,
+                json.dumps([[size, target, str(folder)] for size, target, folder, _ in groups]),
+            ],
             env=environment,
             cwd=ROOT,
             stdout=log,
@@ -54,9 +69,11 @@ def run_ranks(world_size: int, target: str, folder: Path, argument=None, *, time
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             status = "a time limit"
-    logs = {f"rank {rank}": folder / f"rank{rank}.log" for rank in range(world_size)} | {
-        "start": folder / "log.txt"
-    }
+    logs = {"start": log_path}
+    for world_size, _, folder, _ in groups:
+        logs |= {
+            f"rank {rank} of {folder.name}": folder / f"rank{rank}.log" for rank in range(max(world_size, 1))
+        }
     output = "\n".join(
         f"[{who}] {line}"
         for who, path in logs.items()
@@ -67,40 +84,56 @@ def run_ranks(world_size: int, target: str, folder: Path, argument=None, *, time
     return output
 
 
-def run_alone(target: str, folder: Path, argument=None, *, timeout: float = 240) -> None:
-    """Run the function in one process outside any launcher, with a process group of its own."""
-    run_ranks(0, target, folder, argument, timeout=timeout)
-
-
-def main() -> int:
+def rank(target: str, folder: Path, alone: bool, listener: socket.socket) -> int:
+    """One forked process: its output goes to a file, then the process group, then the function."""
     import torch
     import torch.distributed as dist
-    import transformers.modeling_utils  # noqa: F401
 
     from lockstep.collective import init_alone
     from lockstep.running import ranks
 
-    target, folder, world_size = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+    log = os.open(folder / f"rank{os.environ['RANK']}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    torch.set_num_threads(1)
+    if alone:
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+            del os.environ[name]
+        init_alone()
+    else:
+        ranks.join(listener, "gloo")
     module, function = target.split(":")
-    body = getattr(importlib.import_module(module), function)
+    try:
+        getattr(importlib.import_module(module), function)(
+            folder, json.loads((folder / "argument.json").read_text())
+        )
+    finally:
+        gc.collect()  # as in lockstep/launch.py
+        dist.destroy_process_group()
+    return 0
 
-    def run(listener: socket.socket | None) -> int:
-        torch.set_num_threads(1)
-        ranks.join(listener, "gloo") if listener else init_alone()
-        try:
-            body(folder, json.loads((folder / "argument.json").read_text()))
-        finally:
-            gc.collect()  # as in lockstep/launch.py
-            dist.destroy_process_group()
-        return 0
 
-    def logged(listener: socket.socket) -> int:
-        log = os.open(folder / f"rank{os.environ['RANK']}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        return run(listener)
+def main() -> int:
+    import transformers.models.qwen2.modeling_qwen2  # noqa: F401
 
-    return ranks.fork(world_size, logged, "ranks.py") if world_size else run(None)
+    from lockstep.running import ranks
+    from lockstep.strategies import ROWS, load
+    from lockstep.training.strategy import factory_of
+
+    groups = json.loads(sys.argv[1])
+    arguments = [(Path(folder) / "argument.json").read_text() for _, _, folder in groups]
+    for row in ROWS.values():
+        if any(f'"{row.name}"' in argument for argument in arguments):
+            factory_of(row)
+            if row.preload:
+                load(row.preload)()
+    for world_size, target, name in groups:
+        importlib.import_module(target.split(":")[0])
+        body = functools.partial(rank, target, Path(name), world_size == 0)
+        status = ranks.fork(world_size or 1, body, "ranks.py")
+        if status:
+            return status
+    return 0
 
 
 if __name__ == "__main__":

@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
-from ranks import CAPTURED, run_alone, run_ranks
+from ranks import CAPTURED
+
+from lockstep.running import jobs
 
 
 def make(folder: Path) -> None:
@@ -16,8 +18,9 @@ def make(folder: Path) -> None:
         "--gradient_accumulation_steps",
         "2",
     ]
-    arguments += ["--capture_dir", str(folder)]
-    for strategy, num_ranks in (("ddp", 2), ("fsdp", 4)):
-        run = {"name": "losses", "strategy": strategy, "fault": "none", "arguments": arguments}
-        run_ranks(num_ranks, "jobs:histories", folder / "work", {"runs": [run]})
-    run_alone("jobs:reference", folder / "work", arguments)
+    arguments += ["--capture_dir", str(folder), "--loss_output_dir", str(folder / "work")]
+    groups = [(2, "ddp"), (4, "fsdp"), (None, jobs.REFERENCE)]
+    jobs.start_all_groups(
+        [(ranks, [{"strategy": strategy, "arguments": arguments}]) for ranks, strategy in groups],
+        folder / "work",
+    )

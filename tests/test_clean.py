@@ -1,16 +1,12 @@
-"""Correct runs raise no alarm: a sample of benchmarks/clean_sweep.py, every model and mesh, and unusual options."""
+"""Correct runs raise no alarm: a sample of benchmarks/clean_sweep.py, every model, and unusual options."""
 
 import clean_sweep
 import pytest
 
 CASES = [
-    ("tiny-llama", "fp32", 2, 2),
     ("tiny-mistral", "fp32", 2, 2),
-    ("tiny-qwen3", "autocast", 1, 2),
     ("tiny-qwen2-4kv", "fp32", 1, 4),
-    ("tiny-qwen2-4kv", "autocast", 4, 1),
-    ("tiny-qwen2", "autocast", 2, 1),
-    ("tiny-qwen2", "fp32", 1, 2, "--optimizer", "sgd", "--max_grad_norm", "0", "--weight_decay", "0"),
+    ("tiny-llama", "fp32", 1, 2, "--optimizer", "sgd", "--max_grad_norm", "0", "--weight_decay", "0"),
     (
         "tiny-qwen3",
         "fp32",

@@ -1,71 +1,21 @@
 """Negative controls of the loss verdict and of the loop's own guards. Faults of AutoTP and FSDP: test_run_faults.py."""
 
 import pytest
-from ranks import run_ranks
+from ranks import run_groups
+from test_weights import write_weights
 
 from lockstep.errors import UserError
 from lockstep.losses.curves import compare_curves, require_comparable_curves, tolerance_for
 from lockstep.training import history
 
-COMMON = ["--batch_size", "4", "--seq_length", "64", "--debug_steps", "12"]
+COMMON = ["--batch_size", "4", "--seq_length", "64", "--debug_steps", "6"]
 BOTH = {"loss", "grad norm"}
-# fault -> what is red within 12 steps, in fp32 and in autocast
+# fault -> what is red within 6 steps, in fp32 and in autocast
 DDP_FAULTS = {
     "none": {"fp32": set(), "autocast": set()},
     "one replica with other weights": {"fp32": BOTH, "autocast": BOTH},
 }
 PRECISIONS = ("fp32", "autocast")
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """One start of two processes, which train once per fault and precision."""
-    folder = tmp_path_factory.mktemp("faults")
-
-    def job(strategy, fault, precision, *more):
-        arguments = [*COMMON, "--precision", precision, *more]
-        return {
-            "name": f"{strategy} {precision} {fault}",
-            "strategy": strategy,
-            "fault": fault,
-            "arguments": arguments,
-        }
-
-    ddp = [job("ddp", f, p, "--dp_size", "2") for p in PRECISIONS for f in (*DDP_FAULTS, "frozen")]
-    run_ranks(2, "jobs:histories", folder, {"runs": ddp})
-    return folder
-
-
-def verdict_of(runs, fault, strategy, precision="fp32"):
-    baseline = history.read(runs / f"ddp {precision} none" / "loss_ddp.json")
-    other = history.read(runs / f"{strategy} {precision} {fault}" / f"loss_{strategy}.json")
-    require_comparable_curves(baseline, other)
-    return compare_curves(baseline, other, tolerance_for(baseline))
-
-
-def red(verdict):
-    return {
-        name
-        for name, passed in (("loss", verdict.loss_passed), ("grad norm", verdict.grad_norm_passed))
-        if not passed
-    }
-
-
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("fault", DDP_FAULTS)
-def test_ddp(runs, fault, precision):
-    assert red(verdict_of(runs, fault, "ddp", precision)) == DDP_FAULTS[fault][precision]
-
-
-def test_a_run_in_which_nothing_moves_fails(runs):
-    verdict = verdict_of(runs, "frozen", "ddp")
-    assert not verdict.passed and "no weight moved" in verdict.problems[0]
-
-
-def test_two_runs_in_which_nothing_moves_fail_although_they_agree(runs):
-    frozen = history.read(runs / "ddp fp32 frozen" / "loss_ddp.json")
-    verdict = compare_curves(frozen, frozen, tolerance_for(frozen))
-    assert verdict.loss_passed and verdict.grad_norm_passed and not verdict.passed
 
 
 STOPPED = {
@@ -84,22 +34,122 @@ STOPPED = {
         "step 1: TP peers rank 0 and rank 1 (dp 0) saw different batches",
     ),
 }
+STEPS = 5
+# What one rank alone meets: {"file_limit"}, {"saves"} or {"unreadable"} of `jobs.stopped`.
+ALONE = {
+    "safetensors": {"file_limit": 100_000},
+    "pt": {"file_limit": 100_000},
+    "first": {"saves": 0},
+    "middle": {"saves": 3},
+    "after_the_last_step": {"saves": STEPS},
+    "end": {"saves": STEPS + 1},
+    "unreadable": {"unreadable": 1},
+    "none": {},
+}
+
+
+def alone(folder, name):
+    """A case of `jobs.stopped`."""
+    small = ["--batch_size", "2", "--seq_length", "32", "--debug_steps", str(STEPS), "--device", "cpu"]
+    flags = [*small, "--loss_output_dir", str(folder / name), "--storage_path", str(folder)]
+    if "file_limit" in ALONE[name]:
+        flags += ["--save_init_weights", "--init_weights_path", str(folder / name / f"w.{name}")]
+    return {"name": name, "arguments": flags, **ALONE[name]}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """All trainings of this file: one start, of two processes and of four."""
+    folder = tmp_path_factory.mktemp("faults")
+    weights = ["--init_weights_path", str(write_weights(folder / "init.safetensors"))]
+
+    def history_of(fault, precision):
+        arguments = [*COMMON, "--precision", precision, "--dp_size", "2"]
+        return {
+            "name": f"ddp {precision} {fault}",
+            "strategy": "ddp",
+            "fault": fault,
+            "arguments": arguments,
+        }
+
+    def stops(size):
+        for fault, (strategy, its_size, _) in STOPPED.items():
+            arguments = [*COMMON, "--precision", "fp32", "--debug_steps", "4"]
+            arguments += weights * (fault == "weights changed after loading")
+            if its_size == size:
+                yield "jobs:refused", fault, {"strategy": strategy, "fault": fault, "arguments": arguments}
+
+    ddp = [history_of(f, p) for p in PRECISIONS for f in DDP_FAULTS] + [history_of("frozen", "fp32")]
+    stopped = {"cases": [alone(folder / "2" / "alone", name) for name in ALONE]}
+    two = [("jobs:histories", ".", {"runs": ddp}), *stops(2), ("jobs:stopped", "alone", stopped)]
+    run_groups([(2, "jobs:in_turn", folder / "2", two), (4, "jobs:in_turn", folder / "4", list(stops(4)))])
+    return folder
+
+
+def verdict_of(runs, fault, precision="fp32"):
+    baseline = history.read(runs / "2" / f"ddp {precision} none" / "loss_ddp.json")
+    other = history.read(runs / "2" / f"ddp {precision} {fault}" / "loss_ddp.json")
+    require_comparable_curves(baseline, other)
+    return compare_curves(baseline, other, tolerance_for(baseline))
+
+
+def red(verdict):
+    return {
+        name
+        for name, passed in (("loss", verdict.loss_passed), ("grad norm", verdict.grad_norm_passed))
+        if not passed
+    }
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("fault", DDP_FAULTS)
+def test_ddp(runs, fault, precision):
+    assert red(verdict_of(runs, fault, precision)) == DDP_FAULTS[fault][precision]
+
+
+def test_a_run_in_which_nothing_moves_fails(runs):
+    verdict = verdict_of(runs, "frozen")
+    assert not verdict.passed and "no weight moved" in verdict.problems[0]
+
+
+def test_two_runs_in_which_nothing_moves_fail_although_they_agree(runs):
+    frozen = history.read(runs / "2" / "ddp fp32 frozen" / "loss_ddp.json")
+    verdict = compare_curves(frozen, frozen, tolerance_for(frozen))
+    assert verdict.loss_passed and verdict.grad_norm_passed and not verdict.passed
 
 
 @pytest.mark.parametrize("fault", STOPPED)
-def test_the_loop_stops_every_rank(tmp_path, fault):
-    strategy, size, message = STOPPED[fault]
-    arguments = [*COMMON, "--precision", "fp32", "--debug_steps", "4"]
-    if fault == "weights changed after loading":
-        from test_weights import write_weights
-
-        arguments += ["--init_weights_path", str(write_weights(tmp_path / "init.safetensors"))]
-    run_ranks(size, "jobs:refused", tmp_path, {"strategy": strategy, "fault": fault, "arguments": arguments})
-    errors = [(tmp_path / f"error{rank}.txt").read_text() for rank in range(size)]
+def test_the_loop_stops_every_rank(runs, fault):
+    _, size, message = STOPPED[fault]
+    folder = runs / str(size) / fault
+    errors = [(folder / f"error{rank}.txt").read_text() for rank in range(size)]
     assert all(message in error for error in errors), errors
     if fault == "nan":
-        stopped = history.read(tmp_path / "loss_ddp.json")
+        stopped = history.read(folder / "loss_ddp.json")
         assert len(stopped.steps) == 3 and "step 3" in stopped.ended
         with pytest.raises(UserError, match="has 2 of 4 steps"):
             stopped.steps.pop()  # without the NaN it is merely an unfinished run, which is refused
             require_comparable_curves(stopped, stopped)
+
+
+def errors_of(runs, name):
+    return [(runs / "2" / "alone" / f"{name}-{rank}.txt").read_text() for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("case, message", [
+    ("safetensors", "/w.safetensors: File too large; free space"), ("pt", "/w.pt: "),
+    *((case, "loss_ddp.json: No space left on device") for case in ("first", "middle", "after_the_last_step", "end")),
+    ("unreadable", "rank 1 has no such file"),
+])  # fmt: skip
+def test_what_one_rank_alone_meets_stops_both_with_one_line(runs, case, message):
+    """test_one_rank_alone.py: what a person sees of it."""
+    one, other = errors_of(runs, case)
+    assert one == other and one.startswith("TrainingFailure: ") and message in one and "\n" not in one
+
+
+def test_nothing_is_left_but_the_steps_that_were_written(runs):
+    folder = runs / "2" / "alone"
+    assert errors_of(runs, "none") == ["not stopped"] * 2  # negative control
+    assert not list(folder.glob("*/*w.*")) and not (folder / "first" / "loss_ddp.json").exists()
+    kept = history.read(folder / "middle" / "loss_ddp.json")
+    assert len(kept.steps) == 2 and kept.ended is None

@@ -1,13 +1,10 @@
 """Every finding has a script of its own, and no script depends on the text of this repository."""
 
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from programs import ROOT, in_process
 
-ROOT = Path(__file__).parents[1]
 SCRIPTS = sorted(path.name for path in (ROOT / "findings").glob("*.py") if path.name != "finding.py")
 
 
@@ -26,13 +23,12 @@ def test_a_script_uses_the_libraries_alone(name):
 @pytest.mark.parametrize(
     "body, status", [("return True, 'x'", 0), ("return False, 'x'", 1), ("raise ValueError", 3)]
 )
-def test_the_status_says_whether_it_holds(body, status, tmp_path):
+def test_the_status_says_whether_it_holds(body, status, tmp_path, monkeypatch):
+    """The rank that a script starts is a process of its own."""
     (tmp_path / "probe.py").write_text(
         f"from finding import settle\n\n\ndef check():\n    {body}\n\n\n"
         "if __name__ == '__main__':\n    raise SystemExit(settle(check, libraries=('torch',)))\n"
     )
-    environment = {"PYTHONPATH": str(ROOT / "findings"), "PATH": "/usr/bin:/bin"}
-    done = subprocess.run(
-        [sys.executable, tmp_path / "probe.py"], env=environment, capture_output=True, text=True
-    )
+    monkeypatch.syspath_prepend(ROOT / "findings")
+    done = in_process(tmp_path / "probe.py")
     assert done.returncode == status, done.stderr

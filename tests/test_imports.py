@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+import json
 import re
 import subprocess
 import sys
@@ -108,53 +109,74 @@ def test_the_loop_knows_no_strategy_by_name():
     assert not any(f'"{name}"' in source for name in ("ddp", "deepspeed", "fsdp"))
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        "config",
-        "training.contract",
-        "losses.curves",
-        "training.history",
-        "training.history_schema",
-        "losses.curve_report",
-        "inputs.data",
-        "inputs.weights",
-        "launch",
-        "running.jobs",
-        "running.locks",
-        "running.processes",
-        "strategies",
-    ],
-)
-def test_what_answers_a_usage_error_does_not_wait_for_torch(module):
-    code = f"import sys, lockstep.{module}; sys.exit(bool({{'torch', 'transformers', 'ray', 'deepspeed'}} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+# Each may wait for those before it.
+ANSWERS_AT_ONCE = [
+    "config",
+    "training.contract",
+    "losses.curves",
+    "training.history",
+    "training.history_schema",
+    "losses.curve_report",
+    "inputs.data",
+    "inputs.weights",
+    "launch",
+    "running.jobs",
+    "running.locks",
+    "running.processes",
+    "strategies",
+]
+SLOW = {"torch", "transformers", "ray", "deepspeed"}
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        ("--batch_size 0", "0 is out of range"),
-        ("--model_name tiny-nothing", "no built-in model"),
-        ("--num_layers 3", "tiny-qwen2 has 2 layers"),
-        ("--tp_size 4", "does not divide the model's 2 KV heads"),
-        ("--seq_length 8192", "has positions for 4096 tokens"),
-        ("--init_weights_path nothing.safetensors", "no such file"),
-        ("--capture_dir /proc/nothing", "cannot be written"),
-        ("--loss_output_dir /proc/nothing", "cannot be written"),
-        ("--storage_path /proc/nothing", "cannot be written"),
-    ],
-)
-def test_a_usage_error_is_answered_without_torch(arguments, message, tmp_path):
+def first_slow(modules):
+    """The first of the modules whose import imports a slow library, or "". In one new process."""
     code = (
-        "import sys; sys.modules.update(torch=None, transformers=None); from lockstep import launch; "
-        "sys.exit(launch.launch('fsdp'))"
+        "import importlib, sys\nfor name in sys.argv[1:]:\n    importlib.import_module(name)\n"
+        f"    if {SLOW!r} & set(sys.modules): print(name); break"
     )
+    done = subprocess.run([sys.executable, "-c", code, *modules], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_what_answers_a_usage_error_does_not_wait_for_torch():
+    assert first_slow(f"lockstep.{name}" for name in ANSWERS_AT_ONCE) == ""
+    assert first_slow(["lockstep.config", "lockstep.collective"]) == "lockstep.collective"  # negative control
+
+
+USAGE_ERRORS = {
+    "--batch_size 0": "0 is out of range",
+    "--model_name tiny-nothing": "no built-in model",
+    "--num_layers 3": "tiny-qwen2 has 2 layers",
+    "--tp_size 4": "does not divide the model's 2 KV heads",
+    "--seq_length 8192": "has positions for 4096 tokens",
+    "--init_weights_path nothing.safetensors": "no such file",
+    "--capture_dir /proc/nothing": "cannot be written",
+    "--loss_output_dir /proc/nothing": "cannot be written",
+    "--storage_path /proc/nothing": "cannot be written",
+}
+WITHOUT_TORCH = """
+import contextlib, io, json, sys
+sys.modules.update(torch=None, transformers=None)
+from lockstep import launch
+for arguments in json.loads(sys.argv[1]):
+    with contextlib.redirect_stderr(io.StringIO()) as error:
+        status = launch.launch("fsdp", arguments)
+    print(json.dumps([status, error.getvalue()]))
+"""
+
+
+def test_a_usage_error_is_answered_without_torch(tmp_path):
+    """All of them in one process."""
     folders = ["--storage_path", str(tmp_path), "--loss_output_dir", str(tmp_path)]
+    calls = json.dumps([[*folders, *arguments.split()] for arguments in USAGE_ERRORS])
     done = subprocess.run(
-        [sys.executable, "-c", code, *folders, *arguments.split()], cwd=ROOT, capture_output=True, text=True
+        [sys.executable, "-c", WITHOUT_TORCH, calls], cwd=ROOT, capture_output=True, text=True
     )
-    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1) and message in done.stderr, done.stderr
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    for (arguments, message), line in zip(USAGE_ERRORS.items(), done.stdout.splitlines(), strict=True):
+        status, said = json.loads(line)
+        assert (status, len(said.splitlines())) == (2, 1) and message in said, (arguments, said)
 
 
 def test_what_starts_first_needs_nothing():
@@ -163,10 +185,7 @@ def test_what_starts_first_needs_nothing():
     assert used <= sys.stdlib_module_names and not imports(ROOT / "lockstep/__init__.py")
 
 
-@pytest.mark.parametrize(
-    "name, absent",
-    [("ddp_strategy", "deepspeed"), ("fsdp_strategy", "deepspeed"), ("lockstep.training.loop", "ray")],
-)
-def test_runs_without(name, absent):
-    code = f"import sys; sys.modules[{absent!r}] = None; import {name}"
+def test_runs_without():
+    """DDP and FSDP without deepspeed, and the loop without ray, too."""
+    code = "import sys; sys.modules.update(deepspeed=None, ray=None); import ddp_strategy, fsdp_strategy, lockstep.training.loop"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

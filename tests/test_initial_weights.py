@@ -1,14 +1,16 @@
 """Where the weights come from: --pretrained, --init_weights_path, --save_init_weights, --overwrite; nothing is lost."""
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
-from ranks import CAPTURED, ROOT, run_ranks
+from programs import in_process
+from ranks import CAPTURED, ROOT, run_groups
 from safetensors.torch import save_file
-from test_launch import environment
 
 from lockstep import config as config_module
 from lockstep import launch, preflight
@@ -103,7 +105,7 @@ def cache(home, repo, files):
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_a_hub_id(folder, tmp_path, sharded):
+def test_a_hub_id(folder, tmp_path, monkeypatch, sharded):
     if sharded:
         built().bfloat16().save_pretrained(folder, max_shard_size="300KB")
         (folder / "model.safetensors").unlink()
@@ -120,20 +122,16 @@ def test_a_hub_id(folder, tmp_path, sharded):
         **{path.name: path.read_bytes() for path in names},
     }
     cache(tmp_path / "hub", "someone/tiny", files)
-    command = [sys.executable, "train_fsdp.py", "--dry_run", "--pretrained", "--model_name", "someone/tiny"]
-    elsewhere = ["--loss_output_dir", str(tmp_path / "l"), "--storage_path", str(tmp_path / "s")]
-    settings = {"HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [*command, *elsewhere], cwd=ROOT, env=environment(**settings), capture_output=True, text=True
-    )
-    assert (
-        done.returncode == 0 and "pretrained weights of someone/tiny, bfloat16 cast to float32" in done.stdout
-    ), done.stderr
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    arguments = ["--dry_run", "--pretrained", "--model_name", "someone/tiny"]
+    arguments += ["--loss_output_dir", str(tmp_path / "l"), "--storage_path", str(tmp_path / "s")]
+    done = in_process("train_fsdp.py", *arguments)
+    said = "pretrained weights of someone/tiny, bfloat16 cast to float32"
+    assert done.returncode == 0 and said in done.stdout, done.stderr
     shard = next((tmp_path / "hub").rglob("model*.safetensors"))
     shard.unlink()
-    done = subprocess.run(
-        [*command, *elsewhere], cwd=ROOT, env=environment(**settings), capture_output=True, text=True
-    )
+    done = in_process("train_fsdp.py", *arguments)
     message = f"{'is not available from' if sharded else 'has no weights on'} the hub (HF_HUB_OFFLINE"
     assert done.returncode == 2 and message in done.stderr
     assert len(done.stderr.splitlines()) == 1
@@ -218,10 +216,12 @@ def test_all_strategies_and_the_reference_start_from_the_pretrained_weights(fold
     common = [*CAPTURED, "--debug_steps", "1", "--model_name", str(folder)]
     saved = ["--init_weights_path", str(tmp_path / "init.safetensors"), "--save_init_weights"]
     runs = {"ddp": [*common, "--pretrained", *saved], "fsdp": [*common, "--pretrained"]}
+    calls = []
     for strategy, ranks in (("ddp", 2), ("fsdp", 4)):
-        run = {"name": strategy, "strategy": strategy, "fault": "none", "arguments": runs[strategy]}
-        run_ranks(ranks, "jobs:histories", tmp_path / "work", {"runs": [run]})
-    records = [json.loads((tmp_path / "work" / name / f"loss_{name}.json").read_text()) for name in runs]
+        run = {"name": "run", "strategy": strategy, "fault": "none", "arguments": runs[strategy]}
+        calls.append((ranks, "jobs:histories", tmp_path / strategy, {"runs": [run]}))
+    run_groups(calls)
+    records = [json.loads((tmp_path / name / "run" / f"loss_{name}.json").read_text()) for name in runs]
     expected = weights.checksums(
         (name, value.detach().bfloat16().float()) for name, value in built().named_parameters()
     )
@@ -260,7 +260,10 @@ def test_a_verification_does_not_empty_what_it_starts_from(tmp_path, capsys):
     "settings, message",
     [
         ({}, "was not written by --save_init_weights and is never replaced"),
-        ({"INIT_WEIGHTS_PATH": "{}/init_weights.safetensors"}, "is missing"),
+        (
+            {"INIT_WEIGHTS_PATH": "{}/thesis.safetensors"},
+            "thesis.safetensors: damaged, truncated or no safetensors file",
+        ),
         (
             {"INIT_WEIGHTS_PATH": "{}/init_weights.safetensors", "PRETRAINED": "1"},
             "both give the initial weights",
@@ -269,14 +272,21 @@ def test_a_verification_does_not_empty_what_it_starts_from(tmp_path, capsys):
     ],
 )
 def test_the_one_command_does_not_replace_a_file_of_somebody(tmp_path, settings, message):
-    path = tmp_path / "init_weights.safetensors"
-    save_file({"a": torch.ones(1)}, path)
-    before = path.read_bytes()
+    """With the address of a Ray cluster it starts none of its own, and it asks for none before these errors."""
+    paths = [tmp_path / name for name in ("init_weights.safetensors", "thesis.safetensors")]
+    save_file({"a": torch.ones(1)}, paths[0])
+    paths[1].write_text("mine")
+    before = [path.read_bytes() for path in paths]
     settings = {
         "OUTPUT_DIR": str(tmp_path),
         "DEVICE": "cpu",
+        "RAY_ADDRESS": "127.0.0.1:1",
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         **{key: value.format(tmp_path) for key, value in settings.items()},
     }
     command = [ROOT / "run_verification_main.sh"]
-    result = subprocess.run(command, env=environment(**settings), capture_output=True, text=True, timeout=100)
-    assert result.returncode == 2 and message in result.stderr and path.read_bytes() == before, result.stderr
+    result = subprocess.run(
+        command, env={**os.environ, **settings}, capture_output=True, text=True, timeout=100
+    )
+    assert result.returncode == 2 and message in result.stderr, result.stderr
+    assert [path.read_bytes() for path in paths] == before

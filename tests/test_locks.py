@@ -6,8 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from ranks import ROOT
-from test_config import script
+from programs import ROOT, in_process
 
 from lockstep.errors import UserError
 from lockstep.running import locks
@@ -73,7 +72,7 @@ def test_a_folder_in_the_locks_place(tmp_path):
 
 
 def test_a_training_script_is_refused_at_once(tmp_path, holder):
-    result = script("ddp", "--loss_output_dir", str(tmp_path), "--storage_path", str(tmp_path / "s"))
+    result = in_process("train_ddp.py", "--loss_output_dir", tmp_path, "--storage_path", tmp_path / "s")
     assert result.returncode == 2 and result.stdout == "" and len(result.stderr.splitlines()) == 1
     assert f"--loss_output_dir: another run (process {holder.pid}" in result.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == [".loss_ddp.json.lock"]
@@ -101,13 +100,7 @@ def test_other_programs_are_refused_at_once(tmp_path, command, lock, option):
     path.parent.mkdir(exist_ok=True)
     held = path.with_name(path.name.removesuffix(".lock")[1:])
     with locks.held((held, "--x")):
-        done = subprocess.run(
-            [sys.executable, str(ROOT / command[0]), *command[1:]],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
+        done = in_process(*command, cwd=tmp_path)
     assert done.returncode == 2 and f"{option}: another run (process {os.getpid()} " in done.stderr, (
         done.stderr
     )

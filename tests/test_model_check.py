@@ -15,6 +15,16 @@ from lockstep.inputs.model import build_model, causal_lm_loss
 from lockstep.inputs.model_config import FAMILIES, checked
 from lockstep.tensors import exact, model_check
 
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """The models are so small that a second thread only waits, which costs twice the time."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 QWEN2, QWEN3, LLAMA, MISTRAL = (BUILT_IN[f"tiny-{family}"] for family in FAMILIES)
 WINDOWS = {**QWEN2, "use_sliding_window": True, "sliding_window": 32, "max_window_layers": 1}
 LLAMA3 = {

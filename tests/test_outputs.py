@@ -1,12 +1,10 @@
 """What a program writes replaces its own older results and no other file; it is answered before any work."""
 
 import json
-import subprocess
-import sys
 
 import outputs
 import pytest
-from ranks import ROOT
+from programs import ROOT, in_process
 
 import run_faults
 from lockstep import files
@@ -26,10 +24,7 @@ PROGRAMS = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py") if '"
 def test_a_benchmark_keeps_the_files_of_others(tmp_path, name):
     path = tmp_path / "thesis.json"
     path.write_text('{"mine": 1}')
-    command = [sys.executable, f"benchmarks/{name}.py", *ARGUMENTS.get(name, []), "--output", path]
-    done = subprocess.run(
-        command, cwd=ROOT, env={"PYTHONPATH": ".:tests"}, capture_output=True, text=True, timeout=60
-    )
+    done = in_process(f"benchmarks/{name}.py", *ARGUMENTS.get(name, []), "--output", path)
     assert done.returncode == 2 and KEPT in done.stderr and "Traceback" not in done.stderr, done.stderr
     assert [each.name for each in tmp_path.iterdir()] == [path.name] and path.read_text() == '{"mine": 1}'
 
@@ -37,10 +32,7 @@ def test_a_benchmark_keeps_the_files_of_others(tmp_path, name):
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if (ROOT / "results" / f"{name}.json").exists()])
 def test_a_benchmark_replaces_its_result_in_the_repository(name):
     """What it looks for is what it writes. Of damaged_files test_damaged_files.py speaks."""
-    command = [sys.executable, f"benchmarks/{name}.py", "--output", f"results/{name}.json", "--help"]
-    done = subprocess.run(
-        command, cwd=ROOT, env={"PYTHONPATH": ".:tests"}, capture_output=True, text=True, timeout=60
-    )
+    done = in_process(f"benchmarks/{name}.py", "--output", f"results/{name}.json", "--help")
     assert done.returncode == 0, done.stderr
 
 
@@ -100,7 +92,7 @@ def test_the_control_runs_history(tmp_path):
     "name", ["loss_curves.png", "verdict.json", "tensors/report.md", "loss_control.json"]
 )
 def test_the_one_command_keeps_the_files_of_others(tmp_path, name):
-    """It removes older results before its first run."""
+    """It removes older results before its first run. test_initial_weights.py runs the whole script."""
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text(json.dumps("mine"))
     flags = [
@@ -114,8 +106,7 @@ def test_the_one_command_keeps_the_files_of_others(tmp_path, name):
         "--device",
         "cpu",
     ]
-    command = [sys.executable, "-m", "lockstep.verification", "plan", *flags, "--control"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = in_process("lockstep/verification.py", "plan", *flags, "--control")
     assert done.returncode == 2 and f"{name} {KEPT}" in done.stderr and done.stderr.count("\n") == 1, (
         done.stderr
     )

@@ -101,26 +101,19 @@ def train(folder, *more):
     }
 
 
-def test_a_failed_job_is_one_line(tmp_path):
-    good = train(tmp_path, "--dp_size", "1")
+def test_groups_of_ranks_in_one_start_and_a_job_that_fails(tmp_path, capsys):
+    """Two ranks, then one process outside any launcher; what is meant for a person is shown, once for all ranks."""
+    good = train(tmp_path / "one", "--dp_size", "1")
     bad = {**good, "arguments": [*good["arguments"], "--seed", "-1"]}
+    groups = [(2, [train(tmp_path / "two", "--dp_size", "2")]), (None, [good, bad])]
     with pytest.raises(TrainingFailure) as raised:
-        jobs.start_all(None, [good, bad], tmp_path / "work")
+        jobs.start_all_groups(groups, tmp_path / "work", shown=True)
     log = tmp_path / "work" / "log.txt"
     assert str(raised.value) == (
-        "job 2 of 2, ddp, failed: argument --seed: -1 is out of range; it must be at least 0 and at most 4294967295; "
+        "job 3 of 3, ddp, failed: argument --seed: -1 is out of range; it must be at least 0 and at most 4294967295; "
         f"see train_ddp.py --help; all it said is in {log}"
     )
     assert raised.value.exit_code == 2 and "Traceback" not in log.read_text()
-
-
-def test_groups_of_ranks_in_one_start(tmp_path, capsys):
-    """Two ranks, then one process outside any launcher; what is meant for a person is shown, once for all ranks."""
-    groups = [
-        (2, [train(tmp_path / "two", "--dp_size", "2")]),
-        (None, [train(tmp_path / "one", "--dp_size", "1")]),
-    ]
-    jobs.start_all_groups(groups, tmp_path / "work", shown=True)
     assert (tmp_path / "two" / "loss_ddp.json").exists() and (tmp_path / "one" / "loss_ddp.json").exists()
     shown = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in shown] == ["DDP (TP=1, DP=2)"] * 2 + ["DDP (TP=1, DP=1)"] * 2

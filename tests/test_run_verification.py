@@ -20,7 +20,7 @@ def verify(*arguments, cwd=ROOT):
     return subprocess.run(command, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=280)
 
 
-def test_from_end_to_end(tmp_path):
+def test_from_end_to_end(tmp_path, monkeypatch, capsys):
     """From another folder, with a model and an output folder of that folder."""
     folder = tmp_path / "the output"
     (tmp_path / "models" / "a model").mkdir(parents=True)
@@ -64,11 +64,11 @@ def test_from_end_to_end(tmp_path):
     ]
     places = [text.index(f"## {title}") for title in order]
     assert places == sorted(places) and "- batch: 2 of 2 tensors bit-identical" in text
-    again = verify(*arguments, cwd=tmp_path)
-    assert again.returncode == 2 and "nothing is overwritten" in again.stderr
+    monkeypatch.chdir(tmp_path)
+    assert run_verification.main(arguments) == 2 and "nothing is overwritten" in capsys.readouterr().err
     (folder / "thesis.tex").write_text("")
-    again = verify(*arguments, "--overwrite", cwd=tmp_path)
-    assert again.returncode == 2 and "holds thesis.tex, which no verification wrote" in again.stderr
+    assert run_verification.main([*arguments, "--overwrite"]) == 2
+    assert "holds thesis.tex, which no verification wrote" in capsys.readouterr().err
     assert (folder / "report.md").exists()
 
 
@@ -83,10 +83,10 @@ def test_from_end_to_end(tmp_path):
         (["--capture_dir", "x"], "is set by run_verification.py itself"),
     ],
 )
-def test_usage_errors_are_one_line_and_exit_2(tmp_path, arguments, message):
-    done = verify("--output_dir", tmp_path / "verify", *arguments)
-    assert done.returncode == 2 and message in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
-    assert not list((tmp_path / "verify").rglob("*.*"))
+def test_usage_errors_are_one_line_and_exit_2(tmp_path, capsys, arguments, message):
+    assert run_verification.main(["--output_dir", str(tmp_path / "verify"), *arguments]) == 2
+    said = capsys.readouterr().err
+    assert message in said and len(said.splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
 
 
@@ -125,10 +125,12 @@ def test_a_job_that_fails_is_one_line_with_its_status(tmp_path):
         "0",
         "--steps",
         "3",
+        "--strategies",
+        "ddp,fsdp",
     )
     assert done.returncode == 1 and len(done.stderr.splitlines()) == 1, done.stderr
     log = tmp_path / "v" / "logs" / "log.txt"
-    begins = "run_verification.py: job 1 of 4, ddp, failed: step 2: the loss is nan on rank "
+    begins = "run_verification.py: job 1 of 3, ddp, failed: step 2: the loss is nan on rank "
     assert done.stderr.startswith(begins) and done.stderr.endswith(f"all it said is in {log}\n")
     assert "step 2: the loss is nan on rank " in log.read_text()
 
@@ -142,6 +144,8 @@ def test_it_takes_its_ranks_along(tmp_path, number):
         str(tmp_path / "v"),
         "--steps",
         "50",
+        "--strategies",
+        "ddp,fsdp",
     ]
     process = subprocess.Popen(
         command,

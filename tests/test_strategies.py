@@ -5,7 +5,7 @@ import functools
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import run_groups
 
 from lockstep import config as config_module
 from lockstep import preflight
@@ -81,18 +81,18 @@ def _copy(tensors):
 
 @pytest.fixture(scope="module")
 def dumped(tmp_path_factory):
-    """What a strategy on a mesh really computed, from its capture."""
-
-    @functools.cache
-    def of(strategy, dp, tp):
-        folder = tmp_path_factory.mktemp(f"{strategy}-{dp}-{tp}")
+    """What every strategy on every mesh really computed, from its capture, by case."""
+    top = tmp_path_factory.mktemp("strategies")
+    groups, dumps = [], {}
+    for strategy, dp, tp in CASES:
+        folder = top / f"{strategy}-{dp}-{tp}"
         arguments = [*ARGUMENTS, "--dp_size", str(dp), *(["--tp_size", str(tp)] if strategy != "ddp" else [])]
         arguments += ["--capture_dir", str(folder), "--capture_steps", str(STEPS)]
         run = {"name": "losses", "strategy": strategy, "fault": "none", "arguments": arguments}
-        run_ranks(dp * tp, "jobs:histories", folder, {"runs": [run]})
-        return Dump(folder / strategy)
-
-    return of
+        groups.append((dp * tp, "jobs:histories", folder, {"runs": [run]}))
+        dumps[strategy, dp, tp] = folder / strategy
+    run_groups(groups)
+    return lambda *case: Dump(dumps[case])
 
 
 def distance(actual, exact, scale=None):

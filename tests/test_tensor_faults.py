@@ -2,7 +2,7 @@
 
 import pytest
 from planted import FLIPPED
-from ranks import run_alone, run_ranks
+from ranks import run_groups
 
 from lockstep.tensors.comparison import compare_dumps
 from lockstep.tensors.dump import Dump
@@ -18,7 +18,7 @@ PRECISIONS = ("fp32", "autocast")
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """One start each for DDP, AutoTP and FSDP; each trains one step per fault and precision. Then the references."""
+    """DDP, AutoTP and FSDP each train one step per fault and precision. Then the references."""
     folder = tmp_path_factory.mktemp("faults")
 
     def job(strategy, fault, precision):
@@ -26,14 +26,28 @@ def runs(tmp_path_factory):
         arguments = [*COMMON, "--precision", precision, "--capture_dir", str(folder / name)]
         return {"name": name, "strategy": strategy, "fault": fault, "arguments": arguments}
 
-    run_ranks(2, "jobs:histories", folder / "ddp", {"runs": [job("ddp", "none", p) for p in PRECISIONS]})
-    for strategy in ("deepspeed", "fsdp"):
-        jobs = [job(strategy, fault, p) for p in PRECISIONS for fault in FIRST]
-        run_ranks(4, "jobs:histories", folder / strategy, {"runs": jobs})
-    for precision in PRECISIONS:
-        run_alone(
-            "jobs:reference", folder / f"reference {precision}", job("ddp", "none", precision)["arguments"]
-        )
+    groups = [
+        (2, "jobs:histories", folder / "ddp", {"runs": [job("ddp", "none", p) for p in PRECISIONS]}),
+        *(
+            (
+                4,
+                "jobs:histories",
+                folder / strategy,
+                {"runs": [job(strategy, fault, p) for p in PRECISIONS for fault in FIRST]},
+            )
+            for strategy in ("deepspeed", "fsdp")
+        ),
+        *(
+            (
+                0,
+                "jobs:reference",
+                folder / f"reference {p}",
+                {"arguments": job("ddp", "none", p)["arguments"]},
+            )
+            for p in PRECISIONS
+        ),
+    ]
+    run_groups(groups)
     return folder
 
 

@@ -1,13 +1,21 @@
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import run_groups
 
 
-@pytest.fixture(scope="module", params=[2, 4])
-def shards(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("loss")
-    run_ranks(request.param, "jobs:sharded_loss", folder)
-    return [torch.load(folder / f"loss{rank}.pt", weights_only=True) for rank in range(request.param)]
+@pytest.fixture(scope="module")
+def all_shards(tmp_path_factory):
+    folders = {size: tmp_path_factory.mktemp(f"loss{size}") for size in (2, 4)}
+    run_groups([(size, "jobs:sharded_loss", folder, None) for size, folder in folders.items()])
+    return {
+        size: [torch.load(folder / f"loss{rank}.pt", weights_only=True) for rank in range(size)]
+        for size, folder in folders.items()
+    }
+
+
+@pytest.fixture(params=[2, 4])
+def shards(request, all_shards):
+    return all_shards[request.param]
 
 
 @pytest.mark.parametrize("vocab", [64, 61])

@@ -190,7 +190,10 @@ def preload(groups: list[Group]) -> None:
     from lockstep.training.strategy import factory_of
 
     for strategy in {job.strategy for job in jobs} - {REFERENCE}:
-        factory_of(strategies.row_of(strategy))
+        row = strategies.row_of(strategy)
+        factory_of(row)
+        if row.preload:
+            strategies.load(row.preload)()
 
 
 def run_group(jobs: list[Job], done: Path, listener: socket.socket | None) -> int:

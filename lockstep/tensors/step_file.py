@@ -8,7 +8,6 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -90,11 +89,12 @@ class StepWriter:
         data = local.reshape(-1).view(torch.uint8).numpy()
         part = Part(tuple(start), tuple(local.shape), hashlib.sha256(data.data).hexdigest())
         if is_writer:
-            part.checksum = 0
-            for begin, offset, length in _runs(slot.shape, part.start, part.shape, slot.dtype.itemsize):
-                run = data[begin : begin + length]
+            itemsize = slot.dtype.itemsize
+            offsets, length = _runs(slot.shape, part.start, part.shape, itemsize)
+            runs = data.reshape(len(offsets), length)
+            for run, offset in zip(runs, offsets.tolist(), strict=True):
                 self._write_all(run, 8 + self.header_bytes + slot.offset + offset)
-                part.checksum += checksum(run, slot.dtype.itemsize, offset // slot.dtype.itemsize)
+            part.checksum = _checksum_of_runs(runs, itemsize, offsets // itemsize)
         slot.parts.append(part)
 
     def _write_all(self, data: np.ndarray, offset: int) -> None:
@@ -129,34 +129,40 @@ def checksum(data: np.ndarray, itemsize: int, first: int = 0) -> int:
     The weight is an odd number made of the word's place, so a changed word is always noticed, and so are words that changed places. The
     checksums of the parts add up to the tensor's, so nobody needs the whole tensor.
     """
-    words, total = data.view(WORDS[itemsize]), 0
-    for begin in range(0, len(words), _CHUNK):
-        piece = words[begin : begin + _CHUNK]
-        weights = _PLACES[: len(piece)] + np.uint64((first + begin) * _SPREAD % 2**64)
-        weights ^= weights >> np.uint64(32)
-        weights |= np.uint64(1)
-        weights *= piece
-        total += int(weights.sum(dtype=np.uint64))
+    return _checksum_of_runs(data[None], itemsize, np.array([first]))
+
+
+def _checksum_of_runs(runs: np.ndarray, itemsize: int, first: np.ndarray) -> int:
+    """The `checksum` of several runs of consecutive words of one length, a row of bytes each; `first` has the place of each run's first word."""
+    words, total = runs.view(WORDS[itemsize]), 0
+    columns = min(words.shape[1], _CHUNK)
+    rows = max(1, _CHUNK // max(columns, 1))
+    for begin in range(0, len(words), rows):
+        for column in range(0, words.shape[1], _CHUNK):
+            piece = words[begin : begin + rows, column : column + _CHUNK]
+            places = (first[begin : begin + rows] + column).astype(np.uint64) * np.uint64(_SPREAD)
+            weights = _PLACES[: piece.shape[1]] + places[:, None]
+            weights ^= weights >> np.uint64(32)
+            weights |= np.uint64(1)
+            weights *= piece
+            total += int(weights.sum(dtype=np.uint64))
     return total % 2**64
 
 
 def _runs(
     full: tuple[int, ...], start: tuple[int, ...], shape: tuple[int, ...], itemsize: int
-) -> Iterator[tuple[int, int, int]]:
-    """(offset in the part, offset in the full tensor, length) in bytes of every contiguous run of a part."""
+) -> tuple[np.ndarray, int]:
+    """(offsets in the full tensor of the contiguous runs of a part, in its order; the length of each), in bytes."""
     if math.prod(shape) == 0:
-        return
+        return np.zeros(0, dtype=np.int64), 0
     split = max((dim for dim in range(len(full)) if shape[dim] != full[dim]), default=0)
     strides = [math.prod(full[dim + 1 :]) * itemsize for dim in range(len(full))]
     if not full:
-        yield 0, 0, itemsize
-        return
-    length = shape[split] * strides[split]
+        return np.zeros(1, dtype=np.int64), itemsize
     offsets = np.full((), start[split] * strides[split], dtype=np.int64)
     for dim in range(split):
         offsets = offsets[..., None] + (start[dim] + np.arange(shape[dim])) * strides[dim]
-    for number, offset in enumerate(offsets.reshape(-1).tolist()):
-        yield number * length, offset, length
+    return offsets.reshape(-1), shape[split] * strides[split]
 
 
 def merge(

@@ -1,0 +1,37 @@
+"""Run a program of this repository as a shell does, but in this process, which has imported the libraries already."""
+
+import contextlib
+import io
+import os
+import runpy
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def in_process(
+    program: str | Path, *arguments, cwd: Path = ROOT, **environment: str
+) -> subprocess.CompletedProcess:
+    """Run the file `program`, a path from the repository's root, as __main__: its status, and what it printed.
+
+    A start of Python costs 0.3 s, with torch 3 s. That the program is found and starts is proven by one real process somewhere.
+    """
+    out, error = io.StringIO(), io.StringIO()
+    before, argv, on_interrupt = dict(os.environ), sys.argv, signal.getsignal(signal.SIGINT)
+    os.environ.update(environment)
+    sys.argv = [str(ROOT / program), *map(str, arguments)]
+    status: object = 0
+    try:
+        with contextlib.chdir(cwd), contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
+            runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as end:
+        status = end.code or 0
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+        sys.argv = argv
+        signal.signal(signal.SIGINT, on_interrupt)  # startup.begin() has set its own
+    return subprocess.CompletedProcess([program, *arguments], status, out.getvalue(), error.getvalue())
