@@ -75,6 +75,10 @@ class Stage0:
         """The model's parameters by group of the optimizer."""
         return [group["params"] for group in self.torch_optimizer().param_groups]
 
+    def num_stepped(self) -> int:
+        """How many elements this rank's optimizer steps."""
+        return sum(p.numel() for group in self.torch_optimizer().param_groups for p in group["params"])
+
     def step(self, max_grad_norm: float) -> float:
         """Clip and step; returns the norm before.
 
@@ -91,6 +95,8 @@ class Stage0:
         from deepspeed.runtime.utils import is_model_parallel_parameter
 
         mpu = self.engine.mpu
+        if mpu is None:  # no tensor parallelism: this rank holds all gradients
+            return total_norm(map(gradient_of, self.engine.module.parameters()))
         parameters = [
             parameter
             for parameter in self.engine.module.parameters()
@@ -152,6 +158,9 @@ class Stage3(Stage1And2):
     def members(self) -> list[list[torch.nn.Parameter]]:
         return self.engine.optimizer.fp16_groups
 
+    def num_stepped(self) -> int:
+        return sum(share.numel() for share in self.engine.optimizer.fp32_partitioned_groups_flat)
+
     def parameter(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         import deepspeed
 
@@ -193,7 +202,9 @@ class AutoTPStrategy:
         )
         self.model = self.engine.module
         self.max_grad_norm = config.max_grad_norm
-        self.stage = STAGES[config.zero_stage](self.engine)
+        self.stage = STAGES[self.engine.zero_optimization_stage()](
+            self.engine
+        )  # the contract holds it against the options
 
     def geometry(self) -> Geometry:
         return Geometry.of_groups({"dp": self.engine.data_parallel_group, "tp": self.tp_group()})
@@ -289,5 +300,5 @@ class AutoTPStrategy:
             "gradient_accumulation_steps": self.engine.gradient_accumulation_steps(),
             "loss_is_mean_over": [self.num_tokens, self.num_micro_batches, self.geometry().mesh.dp],
             "reduction_dtype": sorted(dtypes),
-            "sharding": zero.observed(self.engine, optimizer),
+            "sharding": zero.observed(self.engine, self.stage.num_stepped()),
         }

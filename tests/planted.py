@@ -153,7 +153,18 @@ def _no_room(strategy, config, inputs):
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
 
 
+@contextlib.contextmanager
+def _another_stage(config, inputs):
+    """DeepSpeed is told another ZeRO stage than the options say."""
+    from lockstep.deepspeed import zero
+
+    real = zero.section
+    with mock.patch.object(zero, "section", lambda config: {**real(config), "stage": config.zero_stage - 1}):
+        yield lambda strategy: strategy
+
+
 FAULTS = {
+    "another ZeRO stage": _another_stage,
     "no room for files on rank 1": _wrapping(_no_room),
     "a flipped exponent bit": _wrapping(_flipped_bit),
     "none": _wrapping(_none),

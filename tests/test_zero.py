@@ -1,10 +1,16 @@
 """ZeRO stages and offload: which combinations are refused, and that the live engine is what was asked for."""
 
 import pytest
+from ranks import run_groups
 
 from lockstep.config import parse_config
 from lockstep.deepspeed import zero
 from lockstep.errors import UserError
+from lockstep.losses import curves
+from lockstep.running import jobs
+from lockstep.tensors.comparison import compare_dumps
+from lockstep.tensors.dump import Dump
+from lockstep.training import history
 
 
 def config(*arguments, strategy="deepspeed"):
@@ -39,3 +45,82 @@ def test_other_strategies_have_no_such_flags_and_record_none():
     with pytest.raises(UserError, match="unrecognized arguments: --zero_stage 2"):
         config("--zero_stage", "2", strategy="fsdp")
     assert "zero_stage" not in config(strategy="fsdp").as_dict() and config().as_dict()["zero_stage"] == 1
+
+
+COMBINATIONS = {
+    "stage 0": "--zero_stage 0",
+    "stage 1": "--zero_stage 1",
+    "stage 2": "--zero_stage 2",
+    "stage 3": "--zero_stage 3",
+    "stage 1, optimizer on the CPU": "--zero_stage 1 --offload_optimizer cpu",
+    "stage 2, optimizer on the CPU": "--zero_stage 2 --offload_optimizer cpu",
+    "stage 3, all on the CPU": "--zero_stage 3 --offload_optimizer cpu --offload_param cpu",
+    "stage 0, TP=1": "--zero_stage 0",
+    "stage 3, TP=1": "--zero_stage 3",
+}
+FLAGS = ["--batch_size", "2", "--seq_length", "32", "--gradient_accumulation_steps", "2", "--dp_size", "2"]
+STEPS = ["--debug_steps", "2", "--capture_steps", "2", "--max_grad_norm", "0.5"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Two steps of DDP, of every stage and offload with DP=2, and the float64 reference of all."""
+    folder = tmp_path_factory.mktemp("zero")
+
+    def job(strategy, name, *arguments):
+        own = ["--capture_dir", str(folder / name), "--loss_output_dir", str(folder / name / "losses")]
+        return {"strategy": strategy, "arguments": [*FLAGS, *STEPS, *own, *arguments]}
+
+    runs = {1: [], 2: []}
+    for name, flags in COMBINATIONS.items():
+        tp = 1 if name.endswith("TP=1") else 2
+        runs[tp].append(job("deepspeed", name, "--tp_size", str(tp), *flags.split()))
+    replays = [str(folder / name / "deepspeed") for name in COMBINATIONS]
+    reference = {**job(jobs.REFERENCE, "ddp"), "replays": replays}
+    groups = [(2, [job("ddp", "ddp")]), (2, runs[1]), (4, runs[2]), (None, [reference])]
+    jobs.start_all_groups(groups, folder / "work")
+    return folder
+
+
+@pytest.mark.parametrize("name", COMBINATIONS)
+def test_every_stage_computes_the_same(trained, name):
+    ddp, folder = trained / "ddp", trained / name
+    result = compare_dumps(
+        Dump(ddp / "reference"),
+        {"ddp": Dump(ddp / "ddp"), "deepspeed": Dump(folder / "deepspeed")},
+        {"ddp": Dump(ddp / "replay_ddp"), "deepspeed": Dump(folder / "replay_deepspeed")},
+    )
+    assert result.verdict("deepspeed") == "PASS", result.failures("deepspeed")[:3]
+    baseline = history.read(history.path_of(ddp / "losses", "ddp"))
+    other = history.read(history.path_of(folder / "losses", "deepspeed"))
+    curves.require_comparable_curves(baseline, other)
+    assert curves.compare_curves(baseline, other, curves.tolerance_for(baseline)).passed
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_run_that_got_another_stage_stops(others_stages, stage):
+    for rank in range(2):
+        said = (others_stages / str(stage) / f"error{rank}.txt").read_text()
+        assert "the live objects contradict the options: sharding" in said, said
+
+
+@pytest.fixture(scope="module")
+def others_stages(tmp_path_factory):
+    """Every stage from 1 on was asked for, and DeepSpeed was told the one before it."""
+    folder = tmp_path_factory.mktemp("stages")
+    calls = []
+    for stage in (1, 2, 3):
+        arguments = [*FLAGS, "--tp_size", "1", "--debug_steps", "1", "--zero_stage", str(stage)]
+        run = {"strategy": "deepspeed", "fault": "another ZeRO stage", "arguments": arguments}
+        calls.append(("jobs:refused", str(stage), run))
+    run_groups([(2, "jobs:in_turn", folder, calls)])
+    return folder
+
+
+@pytest.mark.parametrize("name", COMBINATIONS)
+def test_the_contract_says_what_is_sharded(trained, name):
+    sharding = Dump(trained / name / "deepspeed").manifest["contract"]["sharding"]
+    stage = int(name[6])
+    assert sharding["optimizer_shards"] == (2 if stage else 1)
+    assert (sharding["gradients_sharded"], sharding["weights_sharded"]) == (stage >= 2, stage == 3)
+    assert sharding["offload_param"] == ("cpu" if "all on" in name else "none")

@@ -60,16 +60,16 @@ def expected(config: Config) -> dict[str, Any]:
     }
 
 
-def observed(engine: Any, torch_optimizer: Any) -> dict[str, Any]:
-    """What the live engine shards, from its tensors; the devices of offload are only echoed on a CPU."""
+def observed(engine: Any, stepped: int) -> dict[str, Any]:
+    """What the live engine shards, from its tensors: `stepped` is the number of elements that this rank's optimizer steps. The devices of
+    offload are only echoed on a CPU."""
     parameters = list(engine.module.parameters())
     sharded = [hasattr(parameter, "ds_id") for parameter in parameters]
     whole = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in parameters)
-    mine = sum(tensor.numel() for group in torch_optimizer.param_groups for tensor in group["params"])
     told = engine.config["zero_optimization"]
     return {
         "optimizer": type(engine.optimizer).__name__,
-        "optimizer_shards": round(whole / mine),
+        "optimizer_shards": round(whole / stepped),
         "gradients_sharded": all(sharded) or bool(getattr(engine.optimizer, "partition_gradients", False)),
         "weights_sharded": all(sharded),
         "offload_optimizer": told.get("offload_optimizer", {}).get("device", "none"),
