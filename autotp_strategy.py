@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.config import Config
-from lockstep.deepspeed import zero
+from lockstep.deepspeed import configuration, zero
 from lockstep.deepspeed.build import build_extension
 from lockstep.inputs.model import causal_lm_loss
 from lockstep.mesh import Geometry, Mesh, share
@@ -33,33 +33,6 @@ from lockstep.training.strategy import MicroBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-
-def deepspeed_config(config: Config, mesh: Mesh) -> dict[str, Any]:
-    """DeepSpeed's whole configuration. Each value that differs from DeepSpeed's default has its reason."""
-    return {
-        "train_micro_batch_size_per_gpu": config.batch_size,
-        "gradient_accumulation_steps": config.gradient_accumulation_steps,
-        "zero_optimization": zero.section(config),
-        "zero_allow_untested_optimizer": True,  # torch's SGD is not on DeepSpeed's list
-        "zero_force_ds_cpu_optimizer": False,  # all strategies step torch's optimizer, offloaded or not
-        "gradient_clipping": config.max_grad_norm
-        if config.zero_stage
-        else 0.0,  # the default is 1.0, not off
-        "communication_data_type": "bf16" if config.precision == "bf16" else "fp32",
-        "torch_autocast": {
-            "enabled": config.precision == "autocast",
-            "dtype": "bfloat16",
-            "lower_precision_safe_modules": [],  # the default reduces the gradients of nn.Linear in bfloat16
-        },
-        "bf16": {  # no float32 master copy: "bf16" means the same as in DDP and FSDP
-            "enabled": config.precision == "bf16",
-            "bf16_master_weights_and_grads": config.precision == "bf16",
-            "bf16_optimizer_states": config.precision == "bf16",
-        },
-        # "true": embedding and head are sharded over the vocabulary and the loss computed on the shards, as in FSDP
-        "tensor_parallel": {"autotp_size": mesh.tp, "vocab_parallel_lm_head": mesh.tp > 1},
-    }
 
 
 class Stage0:
@@ -198,7 +171,7 @@ class AutoTPStrategy:
             optimizer=lambda groups: build_optimizer(
                 groups, optimizer=config.optimizer, learning_rate=config.learning_rate
             ),
-            config=deepspeed_config(config, mesh),
+            config=configuration.resolved(config, model.config.hidden_size),
         )
         self.model = self.engine.module
         self.max_grad_norm = config.max_grad_norm

@@ -27,12 +27,13 @@ if TYPE_CHECKING:
 Precision = Literal["fp32", "autocast", "bf16"]
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 BETAS, EPS = (0.9, 0.999), 1e-8  # of AdamW, torch's defaults
-OF_SOME_STRATEGIES = {
-    "zero_stage",
-    "offload_optimizer",
-    "offload_param",
-    "nvme_path",
-}  # those whose row names them
+PATHS = (
+    "init_weights_path",
+    "loss_output_dir",
+    "storage_path",
+    "capture_dir",
+    "data_cache_dir",
+)
 # Flags that name places, not what a run computes. They are not recorded.
 PLACES = (
     "init_weights_path",
@@ -42,7 +43,6 @@ PLACES = (
     "experiment_name",
     "capture_dir",
     "data_cache_dir",
-    "nvme_path",
     "dry_run",
     "control",  # it asks for another run
 )
@@ -75,10 +75,6 @@ class Config:
     weight_decay: float = 0.01
     max_grad_norm: float = 1.0
     gradient_accumulation_steps: int = 1
-    zero_stage: int = 1
-    offload_optimizer: str = "none"
-    offload_param: str = "none"
-    nvme_path: Path | None = None
     precision: Precision = "fp32"
     attn_impl: str = "sdpa"
     seed: int = 0
@@ -90,6 +86,9 @@ class Config:
     overwrite: bool = False
     control: bool = False
     noise_control: bool = False
+    own: dict[str, Any] = field(
+        default_factory=dict
+    )  # flags that only this strategy has, by name (its row's `options`)
     run_name: str | None = None
     loss_output_dir: Path = Path("runs/loss_curves")
     storage_path: Path = Path("runs/ray")
@@ -129,6 +128,11 @@ class Config:
         return history.path_of(self.loss_output_dir, history.CONTROL if self.noise_control else self.name)
 
     @property
+    def told_path(self) -> Path:
+        """What the strategy's library was told, if it has a configuration of its own."""
+        return self.history_path.with_name(f"told_{self.name}.json")
+
+    @property
     def written_weights(self) -> Path | None:
         """The file that the initial weights are written to; None if they are not. Raises UserError if none is named."""
         if self.save_init_weights and self.init_weights_path is None:
@@ -157,8 +161,7 @@ class Config:
     def as_dict(self) -> dict[str, Any]:
         """The configuration as a run records it: the strategy by name, not by the path of a file."""
         content = {**asdict(self), "strategy": self.row.name}
-        for option in OF_SOME_STRATEGIES - set(self.row.options):
-            del content[option]
+        content["own"] = {key: value for key, value in self.own.items() if not isinstance(value, Path)}
         return {key: str(value) if isinstance(value, Path) else value for key, value in content.items()}
 
 
@@ -251,17 +254,8 @@ def build_parser(strategy: str) -> argparse.ArgumentParser:
         help=f"autocast: fp32 weights and state, bf16 compute; bf16: everything in bf16 (default: {defaults['precision']})",
     )
     parser.add_argument("--autocast", action="store_true", help="the same as --precision autocast")
-    if "zero_stage" in row.options:
-        zero = ("none", "cpu", "nvme")
-        add(
-            "zero_stage",
-            int,
-            "what is sharded over dp: 0 nothing, 1 optimizer state, 2 and gradients, 3 and weights",
-            choices=range(4),
-        )
-        add("offload_optimizer", str, "where the optimizer state is kept (from stage 1 on)", choices=zero)
-        add("offload_param", str, "where the weights are kept (stage 3)", choices=zero)
-        add("nvme_path", Path, "folder for what is kept on nvme")
+    for option in row.own_options():
+        parser.add_argument(f"--{option.name}", default=option.default, **option.metadata)
     add("attn_impl", str, "attention implementation of transformers", choices=("eager", "sdpa"))
     add("seed", _number(int, 0, high=2**32 - 1), "seed of the initial weights and of the order of the data")
     add(
@@ -335,14 +329,18 @@ def build_parser(strategy: str) -> argparse.ArgumentParser:
 
 def parse_config(strategy: str, argv: list[str] | None = None) -> Config:
     """Parse and check a command line. Raises UserError, before anything is started, for what cannot work."""
-    options = vars(build_parser(strategy).parse_args(argv))
+    parser, row = build_parser(strategy), strategies.row_of(strategy)
+    parsed = parser.parse_args(argv)
+    if row.defaults:
+        parser.set_defaults(**strategies.load(row.defaults)(parsed))
+        parsed = parser.parse_args(argv)
+    options = vars(parsed)
     options.pop("local_rank")
     autocast = options.pop("autocast")
     precision = options.get("precision", "autocast" if autocast else Config.precision)
     if autocast and precision != "autocast":
         raise UserError(f"--autocast contradicts --precision {precision}; give one of them")
     options["precision"] = precision
-    row = strategies.row_of(strategy)
     if options["run_name"] is not None:
         _require_run_name(options["run_name"])
     if options["noise_control"] and (not row.is_baseline or options["save_init_weights"]):
@@ -355,13 +353,12 @@ def parse_config(strategy: str, argv: list[str] | None = None) -> Config:
         raise UserError(
             "--pretrained and --init_weights_path both give the initial weights; leave one out, or add --save_init_weights"
         )
+    options["own"] = {option.name: _placed(options.pop(option.name)) for option in row.own_options()}
     options.update(resolve_mesh(row, options))
     options.update(resolve_device(row, options))
     options["data_cache_dir"] = options["data_cache_dir"] or token_cache.default_folder()
-    paths = ("init_weights_path", "loss_output_dir", "storage_path", "capture_dir", "data_cache_dir")
-    for name in paths:  # workers run in other folders
-        if options[name] is not None:
-            options[name] = Path(os.path.expanduser(options[name])).absolute()
+    for name in PATHS:
+        options[name] = _placed(options[name])
     options["model_name"] = _absolute(options["model_name"], architectures.BUILT_IN)
     options["dataset_name"] = _absolute(options["dataset_name"], (texts.BUILT_IN_CORPUS,))
     return Config(strategy=row.place, **options)
@@ -377,6 +374,11 @@ def _require_run_name(name: str) -> None:
         raise UserError(
             f"--run_name {name}: must be letters, digits, _, . and -, and not {', '.join(taken)} or replay_...; choose another name"
         )
+
+
+def _placed(value: Any) -> Any:
+    """A path made absolute, because workers run in other folders; anything else as it is."""
+    return value.expanduser().absolute() if isinstance(value, Path) else value
 
 
 def _absolute(name: str, built_in: Collection[str]) -> str:

@@ -75,7 +75,7 @@ def check_environment(config: Config, architecture: dict) -> None:
     A dry run leaves no folder behind.
     """
     if config.row.requires:
-        strategies.load(config.row.requires)(config)
+        strategies.load(config.row.requires)(config, architecture)
     initial_weights.check(config, architecture)
     for run in [config, config.of_control()] if config.control else [config]:  # an older run's is replaced
         files.require_ours(run.history_path, "--loss_output_dir", history.BEGINS)

@@ -9,7 +9,7 @@ import importlib.util
 import re
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import Field, dataclass, fields
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -38,10 +38,14 @@ class Row:
     # by design and no reason to refuse a comparison (docs/findings.md).
     float32_biases_under_autocast: bool = False
     ranks_share_gpus: bool = True  # over gloo, several ranks may use one GPU
-    options: tuple[str, ...] = ()  # flags beyond those that all strategies have
+    options: str = ""  # "module:Class", a dataclass: flags beyond those that all strategies have
     library: str = ""  # a package beyond torch that it runs on; histories and dumps record its version
     sharding: str = ""  # "module:function" from a configuration to what its contract says is sharded
-    requires: str = ""  # "module:function" that is called with a configuration and raises UserError if something is missing
+    requires: str = ""  # "module:function" of a configuration and an architecture; raises UserError if something is missing or contradictory
+    defaults: str = (
+        ""  # "module:function" from the parsed flags to the defaults that a file among them gives to others
+    )
+    resolved: str = ""  # "module:function" of a configuration and an architecture: what the library is told, as text for people
     preload: str = ""  # "module:function" that imports, in a process that forks ranks for CPUs, what they would import one by one
 
     @property
@@ -52,6 +56,10 @@ class Row:
     def place(self) -> str:
         """Its name on a command line, valid in any folder."""
         return self.name if self.name in ROWS else self.factory
+
+    def own_options(self) -> tuple[Field, ...]:
+        """The flags that only this strategy has; the metadata of a field are the arguments of argparse's add_argument."""
+        return fields(load(self.options)) if self.options else ()
 
     def largest(self, mesh: Mesh) -> Mesh:
         """The given mesh without the axes that the strategy cannot use."""
@@ -81,10 +89,12 @@ ROWS = {
             program="train_deepspeed.py",
             float32_biases_under_autocast=True,
             ranks_share_gpus=False,
-            options=("zero_stage", "offload_optimizer", "offload_param", "nvme_path"),
+            options="lockstep.deepspeed.options:Options",
             library="deepspeed",
             sharding="lockstep.deepspeed.zero:expected",
             requires="lockstep.deepspeed.build:require",
+            defaults="lockstep.deepspeed.configuration:defaults",
+            resolved="lockstep.deepspeed.configuration:text",
             preload="lockstep.deepspeed.build:preload",
         ),
         Row(

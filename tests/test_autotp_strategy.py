@@ -3,13 +3,12 @@
 import os
 import threading
 import time
-from types import SimpleNamespace
 
 import pytest
 
-import autotp_strategy
+from lockstep.config import parse_config
 from lockstep.deepspeed import build as extension
-from lockstep.mesh import Mesh
+from lockstep.deepspeed import configuration
 
 
 @pytest.fixture
@@ -75,10 +74,9 @@ def test_a_young_lock_of_a_dead_build_does_not_hang(build, capsys, monkeypatch):
 
 
 def test_what_deepspeed_is_told():
-    config = SimpleNamespace(
-        batch_size=2, gradient_accumulation_steps=3, max_grad_norm=0.0, precision="autocast"
+    told = configuration.of_flags(
+        parse_config("deepspeed", ["--max_grad_norm", "0", "--precision", "autocast"])
     )
-    told = autotp_strategy.deepspeed_config(config, Mesh(tp=2))
     assert told["gradient_clipping"] == 0.0, "left out, DeepSpeed clips at 1.0"
     assert told["torch_autocast"]["lower_precision_safe_modules"] == [] and not told["bf16"]["enabled"]
     assert told["zero_optimization"] == {"stage": 1} and told["tensor_parallel"]["autotp_size"] == 2

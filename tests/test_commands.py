@@ -79,6 +79,7 @@ def test_jobs_compare_like_with_like():
         s: vars(config.build_parser(s).parse_args(next(commands(j.entrypoint))[1])) for s, j in jobs.items()
     }
     own = {"tp_size", "dp_size", "num_workers", "save_init_weights"}
+    own |= {option.name for row in ROWS.values() for option in row.own_options()}
     assert {k: v for k, v in parsed["ddp"].items() if k not in own} == {
         k: v for k, v in parsed["fsdp"].items() if k not in own
     }

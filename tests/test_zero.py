@@ -1,10 +1,12 @@
 """ZeRO stages and offload: which combinations are refused, and that the live engine is what was asked for."""
 
+import json
+
 import pytest
 from ranks import run_groups
 
 from lockstep.config import parse_config
-from lockstep.deepspeed import zero
+from lockstep.deepspeed import configuration, zero
 from lockstep.errors import UserError
 from lockstep.losses import curves
 from lockstep.running import jobs
@@ -44,7 +46,7 @@ def test_what_can_be_combined(arguments):
 def test_other_strategies_have_no_such_flags_and_record_none():
     with pytest.raises(UserError, match="unrecognized arguments: --zero_stage 2"):
         config("--zero_stage", "2", strategy="fsdp")
-    assert "zero_stage" not in config(strategy="fsdp").as_dict() and config().as_dict()["zero_stage"] == 1
+    assert config(strategy="fsdp").own == {} and config().as_dict()["own"]["zero_stage"] == 1
 
 
 COMBINATIONS = {
@@ -124,3 +126,73 @@ def test_the_contract_says_what_is_sharded(trained, name):
     assert sharding["optimizer_shards"] == (2 if stage else 1)
     assert (sharding["gradients_sharded"], sharding["weights_sharded"]) == (stage >= 2, stage == 3)
     assert sharding["offload_param"] == ("cpu" if "all on" in name else "none")
+
+
+def told(tmp_path, content, *arguments):
+    """What DeepSpeed is told with a user's file of this content."""
+    path = tmp_path / "mine.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    parsed = config("--deepspeed_config", str(path), *arguments)
+    zero.require(parsed)
+    return configuration.resolved(parsed, hidden_size=64)
+
+
+def test_a_users_file_is_filled_in(tmp_path):
+    """As transformers' Trainer does, and ZeRO's stage comes from the file alone."""
+    content = {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"},
+        "fp16": {"enabled": "auto"},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "weight_decay": "auto"}},
+        "zero_optimization": {
+            "stage": 3,
+            "overlap_comm": True,
+            "reduce_bucket_size": "auto",
+            "stage3_param_persistence_threshold": "auto",
+            "offload_optimizer": {"device": "cpu", "pin_memory": False},
+        },
+        "wall_clock_breakdown": False,
+    }
+    resolved = told(tmp_path, content, "--batch_size", "3")
+    assert resolved["train_micro_batch_size_per_gpu"] == 3 and resolved["gradient_clipping"] == 1.0
+    assert resolved["zero_optimization"] == {
+        "stage": 3,
+        "overlap_comm": True,
+        "reduce_bucket_size": 64 * 64,
+        "stage3_param_persistence_threshold": 640,
+        "offload_optimizer": {"device": "cpu", "pin_memory": False},
+    }
+    assert resolved["wall_clock_breakdown"] is False and "optimizer" not in resolved
+    assert '"auto"' not in json.dumps(resolved)
+
+
+@pytest.mark.parametrize(
+    "content, arguments, message",
+    [
+        ({"train_batch_size": 99}, "", "train_batch_size is 99, but --batch_size, .* ask for 16"),
+        ({"train_micro_batch_size_per_gpu": 4}, "", "is 4, but --batch_size asks for 8"),
+        ({"zero_optimization": {"stage": 2}}, "--zero_stage 3", "stage is 2, but --zero_stage asks for 3"),
+        ({"zero_optimization": {"stage": 7}}, "", "must be 0, 1, 2 or 3"),
+        ({"zero_optimization": {"offload_param": {"device": "disk"}}}, "", "must be none, cpu or nvme"),
+        ({"optimizer": {"type": "Lion"}}, "", 'optimizer.type is "Lion", but --optimizer asks for "AdamW"'),
+        ({"optimizer": {"params": {"lr": 0.5}}}, "", "lr is 0.5, but --learning_rate asks for"),
+        ({"optimizer": {"params": {"torch_adam": True}}}, "", "gives DeepSpeed its own optimizer"),
+        ({"bf16": {"enabled": True}}, "", "bf16.enabled is true, but --precision asks for false"),
+        ({"fp16": {"enabled": True}}, "", "fp16.enabled is true, but Lockstep asks for false"),
+        ({"scheduler": {"type": "WarmupLR"}}, "", "the learning rate is constant"),
+        ({"zero_optimization": {"allgather_bucket_size": "auto"}}, "", "no flag gives it a value"),
+        ({"tensor_parallel": {"autotp_size": 4}}, "", "is 4, but --tp_size asks for 2"),
+        ("[]", "", "must be a JSON object"),
+        ("{", "", "mine.json"),
+    ],
+)
+def test_a_users_file_that_contradicts_the_flags(tmp_path, content, arguments, message):
+    with pytest.raises(UserError, match=message):
+        told(tmp_path, content, *arguments.split())
+
+
+def test_without_a_file_the_flags_alone_are_told():
+    parsed = config("--zero_stage", "2")
+    assert configuration.resolved(parsed, hidden_size=64) == configuration.of_flags(parsed)

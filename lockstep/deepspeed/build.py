@@ -9,16 +9,15 @@ import time
 from pathlib import Path
 
 from lockstep.config import Config
-from lockstep.deepspeed import zero
+from lockstep.deepspeed import configuration, zero
 from lockstep.errors import UserError
 from lockstep.running import progress
 
 STALE_LOCK_SECONDS = 120  # no file of the build was touched for this long: nobody is building
 
 
-def require(config: Config) -> None:
+def require(config: Config, architecture: dict) -> None:
     """Raise UserError if the package, or a compiler for its extension, is missing, or the options contradict each other."""
-    zero.require(config)
     if importlib.util.find_spec("deepspeed") is None:
         raise UserError(
             "train_deepspeed.py needs the package deepspeed, which is not installed; install requirements.txt"
@@ -28,6 +27,8 @@ def require(config: Config) -> None:
             "DeepSpeed builds a small C++ extension when it first runs on CPUs, and no C++ compiler (c++ or g++) is on the PATH; "
             "install one, e.g. the package g++"
         )
+    zero.require(config)
+    configuration.text(config, architecture)
 
 
 def preload() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lockstep.deepspeed import configuration
 from lockstep.faults.handles import Handles
 from lockstep.faults.patches import reduce_again
 from lockstep.inputs import modules
@@ -65,12 +66,8 @@ class AutoTPHandles(Handles):
         engine.backward, optimizer.reduce_gradients = backward_and_note, without_the_last
 
     def reduce_in_bfloat16(self) -> None:
-        import autotp_strategy
-
-        told = autotp_strategy.deepspeed_config
-        self.run.patch(
-            autotp_strategy, "deepspeed_config", lambda *a: {**told(*a), "communication_data_type": "bf16"}
-        )
+        told = configuration.resolved
+        self.run.patch(configuration, "resolved", lambda *a: {**told(*a), "communication_data_type": "bf16"})
 
     def drop_sum_over_tp(self, module: str) -> None:
         self._module(module).mp_group = None

@@ -3,6 +3,7 @@
 from typing import Any
 
 from lockstep.config import Config
+from lockstep.deepspeed import options
 from lockstep.errors import UserError
 
 # The class of the engine's optimizer by stage; at stage 0 it is torch's own.
@@ -11,52 +12,55 @@ CLASSES = ("", "DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer", "DeepSpeedZer
 
 def require(config: Config) -> None:
     """Raise UserError for a combination that DeepSpeed does not have or would silently change."""
-    stage = config.zero_stage
+    own = options.of(config)
+    stage = own.zero_stage
     if stage == 0 and config.precision == "bf16":
         raise UserError(
             "--zero_stage 0 --precision bf16: DeepSpeed then keeps float32 copies of the weights; choose a stage from 1 to 3"
         )
-    if stage == 0 and config.offload_optimizer != "none":
+    if stage == 0 and own.offload_optimizer != "none":
         raise UserError(
-            f"--zero_stage 0 --offload_optimizer {config.offload_optimizer}: there is nothing sharded to offload; choose a stage from 1 to 3"
+            f"--zero_stage 0 --offload_optimizer {own.offload_optimizer}: there is nothing sharded to offload; choose a stage from 1 to 3"
         )
-    if stage < 3 and config.offload_param != "none":
+    if stage < 3 and own.offload_param != "none":
         raise UserError(
-            f"--zero_stage {stage} --offload_param {config.offload_param}: weights are offloaded at stage 3 alone; add --zero_stage 3"
+            f"--zero_stage {stage} --offload_param {own.offload_param}: weights are offloaded at stage 3 alone; add --zero_stage 3"
         )
-    nvme = [name for name in ("offload_optimizer", "offload_param") if getattr(config, name) == "nvme"]
+    nvme = [name for name in ("offload_optimizer", "offload_param") if getattr(own, name) == "nvme"]
     if nvme and stage < 3:
         raise UserError(f"--{nvme[0]} nvme: ZeRO-Infinity needs stage 3; add --zero_stage 3")
-    if nvme and config.nvme_path is None:
+    if nvme and own.nvme_path is None:
         raise UserError(f"--{nvme[0]} nvme needs --nvme_path, a folder on the disk to use")
-    if config.nvme_path is not None and not nvme:
+    if own.nvme_path is not None and not nvme:
         raise UserError(
-            f"--nvme_path {config.nvme_path}: nothing is offloaded to nvme; add --offload_optimizer nvme, or leave it out"
+            f"--nvme_path {own.nvme_path}: nothing is offloaded to nvme; add --offload_optimizer nvme, or leave it out"
         )
 
 
 def section(config: Config) -> dict[str, Any]:
     """DeepSpeed's "zero_optimization"."""
-    offload = {"offload_optimizer": config.offload_optimizer, "offload_param": config.offload_param}
+    own = options.of(config)
+    offload = {"offload_optimizer": own.offload_optimizer, "offload_param": own.offload_param}
     devices: dict[str, dict[str, str]] = {
         name: {"device": to} for name, to in offload.items() if to != "none"
     }
     for where in devices.values():
         if where["device"] == "nvme":
-            where["nvme_path"] = str(config.nvme_path)
-    return {"stage": config.zero_stage, **devices}
+            where["nvme_path"] = str(own.nvme_path)
+    return {"stage": own.zero_stage, **devices}
 
 
 def expected(config: Config) -> dict[str, Any]:
     """What `observed` must find in the engine of such a run."""
-    stage = config.zero_stage
+    own = options.of(config)
+    stage = own.zero_stage
     return {
         "optimizer": CLASSES[stage] or ("AdamW" if config.optimizer == "adamw" else "SGD"),
         "optimizer_shards": config.dp_size if stage else 1,
         "gradients_sharded": stage >= 2,
         "weights_sharded": stage == 3,
-        "offload_optimizer": config.offload_optimizer,
-        "offload_param": config.offload_param,
+        "offload_optimizer": own.offload_optimizer,
+        "offload_param": own.offload_param,
     }
 
 

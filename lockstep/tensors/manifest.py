@@ -125,6 +125,7 @@ class Run(Strict):
     tokenizer: Name
     num_steps: Count
     versions: dict[Name, Name]
+    told_sha256: Sha256 | None = None  # of what the strategy's library was told
     exact: Literal[True] | None = None
 
 

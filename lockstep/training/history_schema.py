@@ -75,9 +75,7 @@ class RunConfig(Strict):
     weight_decay: NotNegative
     max_grad_norm: NotNegative
     gradient_accumulation_steps: Count
-    zero_stage: Literal[0, 1, 2, 3] | None = None
-    offload_optimizer: Literal["none", "cpu", "nvme"] | None = None
-    offload_param: Literal["none", "cpu", "nvme"] | None = None
+    own: dict[Name, Any] = {}  # flags that only this strategy has
     precision: Literal["fp32", "autocast", "bf16"]
     attn_impl: Literal["eager", "sdpa"]
     seed: Annotated[int, Field(ge=0, lt=2**32)]
@@ -126,6 +124,9 @@ class Run(Strict):
     num_steps: Count
     versions: dict[Name, Name]
     origin: Origin | None = None  # histories of earlier commits have none
+    told_sha256: Sha256 | None = (
+        None  # of told_NAME.json beside the history: what the strategy's library was told
+    )
     peak_memory: PeakMemory | None = None  # of a run that finished
 
 

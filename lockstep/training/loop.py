@@ -6,6 +6,7 @@ ranks if something is wrong.
 
 import contextlib
 import gc
+import hashlib
 import math
 import time
 from pathlib import Path
@@ -14,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from lockstep import origin
+from lockstep import origin, strategies
 from lockstep.collective import stop_together, stopping_together
 from lockstep.config import PLACES, Config
 from lockstep.errors import TrainingFailure, UserError
+from lockstep.files import write_text
 from lockstep.inputs import weights
 from lockstep.inputs.data import Batches, Inputs, global_batch_hash, window_hashes
 from lockstep.inputs.model import build_model
@@ -105,6 +107,8 @@ def _train(
     with stopping_together():
         if rank == 0:
             record.save(path)
+            if config.row.resolved:
+                write_text(config.told_path, told(config, inputs))
 
     shown = progress.Steps(config.label, inputs.num_steps, config.log_interval)
     problem = ""  # why rank 0 could not write the history after the last step
@@ -291,9 +295,18 @@ def _live_checksums(strategy: Strategy, rank: int) -> dict[str, str] | None:
     return None
 
 
+def told(config: Config, inputs: Inputs) -> str:
+    """What the strategy's library is told, for people; "" for a strategy without a configuration of its own."""
+    if not config.row.resolved:
+        return ""
+    return strategies.load(config.row.resolved)(config, inputs.architecture)
+
+
 def provenance(config: Config, inputs: Inputs) -> dict[str, Any]:
     """What a history and a dump record of a run before it begins."""
+    text = told(config, inputs)
     return {
+        **({"told_sha256": hashlib.sha256(text.encode()).hexdigest()} if text else {}),
         "label": config.label,
         "mesh": config.mesh.sizes,
         "config": {key: value for key, value in config.as_dict().items() if key not in PLACES},

@@ -1,0 +1,205 @@
+"""DeepSpeed's configuration: what the flags ask for, and a user's own file (--deepspeed_config) held against it.
+
+In the file, "auto" takes the flag's value, as with Hugging Face's Trainer. ZeRO's stage and offload may be set in the file alone. Every
+other value that a flag sets must be the flag's. What no flag sets goes to DeepSpeed as it stands.
+"""
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from lockstep.config import BETAS, EPS, Config
+from lockstep.deepspeed import options as flags
+from lockstep.deepspeed import zero
+from lockstep.errors import UserError
+from lockstep.files import read_json
+
+AUTO = "auto"
+# flag -> where the file may set it; the command line may repeat it
+OF_THE_FILE = {
+    "zero_stage": ("zero_optimization", "stage"),
+    "offload_optimizer": ("zero_optimization", "offload_optimizer", "device"),
+    "offload_param": ("zero_optimization", "offload_param", "device"),
+}
+# place in the file -> the flag that an error names
+FLAGS = {
+    "train_batch_size": "--batch_size, --gradient_accumulation_steps and --dp_size",
+    "train_micro_batch_size_per_gpu": "--batch_size",
+    "gradient_accumulation_steps": "--gradient_accumulation_steps",
+    "gradient_clipping": "--max_grad_norm",
+    "zero_optimization.stage": "--zero_stage",
+    "zero_optimization.offload_optimizer.device": "--offload_optimizer",
+    "zero_optimization.offload_param.device": "--offload_param",
+    "zero_optimization.offload_optimizer.nvme_path": "--nvme_path",
+    "zero_optimization.offload_param.nvme_path": "--nvme_path",
+    "bf16.enabled": "--precision",
+    "torch_autocast.enabled": "--precision",
+    "communication_data_type": "--precision",
+    "tensor_parallel.autotp_size": "--tp_size",
+    "optimizer.type": "--optimizer",
+    "optimizer.params.lr": "--learning_rate",
+    "optimizer.params.weight_decay": "--weight_decay",
+}
+REFUSED = {  # section -> why
+    "scheduler": "the learning rate is constant here; leave the section out",
+    "amp": "Lockstep has --precision fp32, autocast and bf16; leave the section out",
+    "aio": "this release of DeepSpeed takes it at the top level only with --offload_optimizer or --offload_param nvme; leave it out",
+}
+
+
+def of_flags(config: Config) -> dict[str, Any]:
+    """What the flags alone ask for. Each value that differs from DeepSpeed's default has its reason."""
+    own = flags.of(config)
+    bf16 = config.precision == "bf16"
+    return {
+        "train_micro_batch_size_per_gpu": config.batch_size,
+        "gradient_accumulation_steps": config.gradient_accumulation_steps,
+        "zero_optimization": zero.section(config),
+        "zero_allow_untested_optimizer": True,  # torch's SGD is not on DeepSpeed's list
+        "zero_force_ds_cpu_optimizer": False,  # all strategies step torch's optimizer, offloaded or not
+        # the default is 1.0, not off; without ZeRO the strategy clips (autotp_strategy.py)
+        "gradient_clipping": config.max_grad_norm if own.zero_stage else 0.0,
+        "communication_data_type": "bf16" if bf16 else "fp32",
+        "torch_autocast": {
+            "enabled": config.precision == "autocast",
+            "dtype": "bfloat16",
+            "lower_precision_safe_modules": [],  # the default reduces the gradients of nn.Linear in bfloat16
+        },
+        "bf16": {  # no float32 master copy: "bf16" means the same as in DDP and FSDP
+            "enabled": bf16,
+            "bf16_master_weights_and_grads": bf16,
+            "bf16_optimizer_states": bf16,
+        },
+        # "true": embedding and head are sharded over the vocabulary and the loss computed on the shards, as in FSDP
+        "tensor_parallel": {
+            "autotp_size": config.tp_size,
+            "vocab_parallel_lm_head": config.tp_size > 1,
+        },
+    }
+
+
+def resolved(config: Config, hidden_size: int) -> dict[str, Any]:
+    """What DeepSpeed is given: the flags', and what else a user's file has. Raises UserError if the two contradict each other."""
+    own = flags.of(config)
+    ours = of_flags(config)
+    if own.deepspeed_config is None:
+        return ours
+    found = read(own.deepspeed_config)
+    known = {**_leaves(ours), **_leaves(_derived(config))}
+    sizes = _leaves(_bucket_sizes(hidden_size))
+    for place, value in _leaves(found).items():
+        if place[0] in REFUSED:
+            raise UserError(f"{own.deepspeed_config}: {place[0]}: {REFUSED[place[0]]}")
+        name = ".".join(place)
+        if place in known:
+            if value != AUTO and not _same(name, value, known[place]):
+                flag = FLAGS.get(name)
+                remedy = f'give that flag the same value, or write "{AUTO}"' if flag else "leave it out"
+                asked = f"{flag or 'Lockstep'} {'ask' if flag and ' and ' in flag else 'asks'} for {json.dumps(known[place])}"
+                raise UserError(
+                    f"{own.deepspeed_config}: {name} is {json.dumps(value)}, but {asked}; {remedy}"
+                )
+        elif value == AUTO and place in sizes:
+            _set(ours, place, sizes[place])
+        elif value == AUTO:
+            raise UserError(
+                f'{own.deepspeed_config}: {name} is "{AUTO}", and no flag gives it a value; write one'
+            )
+        elif place[0] != "optimizer":
+            _set(ours, place, value)
+        else:
+            raise UserError(
+                f"{own.deepspeed_config}: {name}: Lockstep gives DeepSpeed its own optimizer; leave it out"
+            )
+    return ours
+
+
+def _derived(config: Config) -> dict[str, Any]:
+    """What a file may say that follows from the flags and is not given to DeepSpeed a second time."""
+    own = flags.of(config)
+    adamw = {"betas": list(BETAS), "eps": EPS} if config.optimizer == "adamw" else {}
+    return {
+        "train_batch_size": config.batch_size * config.gradient_accumulation_steps * config.dp_size,
+        "gradient_clipping": config.max_grad_norm,
+        "fp16": {"enabled": False},
+        "zero_optimization": {
+            "offload_optimizer": {"device": own.offload_optimizer},
+            "offload_param": {"device": own.offload_param},
+        },
+        "optimizer": {
+            "type": "AdamW" if config.optimizer == "adamw" else "SGD",
+            "params": {"lr": config.learning_rate, "weight_decay": config.weight_decay, **adamw},
+        },
+    }
+
+
+def _bucket_sizes(hidden_size: int) -> dict[str, Any]:
+    """What "auto" means for sizes that depend on the model, as in transformers.integrations.deepspeed."""
+    square = hidden_size * hidden_size
+    return {
+        "zero_optimization": {
+            "reduce_bucket_size": square,
+            "stage3_prefetch_bucket_size": int(0.9 * square),
+            "stage3_param_persistence_threshold": 10 * hidden_size,
+        }
+    }
+
+
+def _same(name: str, value: Any, known: Any) -> bool:
+    if name.endswith("nvme_path") and isinstance(value, str):
+        return Path(value).expanduser().absolute() == Path(known)
+    return value == known and isinstance(value, bool) == isinstance(known, bool)
+
+
+def defaults(options: argparse.Namespace) -> dict[str, Any]:
+    """The defaults that the file gives to flags: ZeRO's stage and offload."""
+    if options.deepspeed_config is None:
+        return {}
+    leaves = _leaves(read(options.deepspeed_config))
+    given = {flag: leaves[place] for flag, place in OF_THE_FILE.items() if leaves.get(place, AUTO) != AUTO}
+    if given.get("zero_stage", 1) not in range(4) or isinstance(given.get("zero_stage"), bool):
+        raise UserError(f"{options.deepspeed_config}: zero_optimization.stage must be 0, 1, 2 or 3")
+    for flag in ("offload_optimizer", "offload_param"):
+        if given.get(flag, "none") not in ("none", "cpu", "nvme"):
+            raise UserError(
+                f"{options.deepspeed_config}: zero_optimization.{flag}.device must be none, cpu or nvme"
+            )
+        place = leaves.get(("zero_optimization", flag, "nvme_path"), AUTO)
+        if given.get(flag) == "nvme" and place != AUTO:
+            given["nvme_path"] = Path(str(place))
+    return given
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A user's file. Raises UserError unless it is a JSON object."""
+    content = read_json(path.expanduser())
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: must be a JSON object, as DeepSpeed's configurations are")
+    return content
+
+
+def text(config: Config, architecture: dict) -> str:
+    """What DeepSpeed is given, as JSON. It is written beside the history."""
+    return json.dumps(resolved(config, architecture["hidden_size"]), indent=2) + "\n"
+
+
+def _leaves(content: dict[str, Any], above: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
+    """Every value that is not an object, by its place."""
+    return dict(_each_leaf(content, above))
+
+
+def _each_leaf(content: dict[str, Any], above: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for key, value in content.items():
+        if isinstance(value, dict) and value:
+            yield from _each_leaf(value, (*above, key))
+        else:
+            yield (*above, key), value
+
+
+def _set(content: dict[str, Any], place: tuple[str, ...], value: object) -> None:
+    *above, last = place
+    for key in above:
+        content = content.setdefault(key, {})
+    content[last] = value
