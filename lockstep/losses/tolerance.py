@@ -88,6 +88,9 @@ RULES = {
 }
 
 
+RANDOM = (
+    "random weights"  # what a run says of weights drawn from a seed (lockstep/training/initial_weights.py)
+)
 FIRST_GRAD_NORM_BF16 = 8e-3  # bf16 has no rule; weights and residuals are rounded, too
 
 
@@ -180,14 +183,19 @@ def tokens_per_step(config: dict) -> int:
 def is_fresh(run: dict, first_loss: float) -> bool:
     """Whether the run started from random weights, for which the spread of the logits is known.
 
-    The first loss is then that of logits independent of the labels: ln(vocabulary) + spread^2 / 2, within three times the spread.
+    The first loss is then that of logits independent of the labels: ln(vocabulary) + spread^2 / 2, within three times the spread. With
+    tied embeddings the logit of the token just read is higher by spread x sqrt(hidden_size), so a text that repeats its tokens starts
+    lower, by at most as much. This much is allowed to a run that says that its weights are random; a file's may be trained.
     """
     architecture = run["architecture"]
     spread = fresh_spread(architecture)
     expected = math.log(architecture["vocab_size"]) + spread**2 / 2
-    off = abs(first_loss - expected)
-    # a run that broke down fails anyway
-    return not run["config"].get("pretrained") and not 3 * spread < off < math.inf
+    lower = 3 * spread
+    if architecture.get("tie_word_embeddings") and (run.get("initial_weights") or "").startswith(RANDOM):
+        lower += spread * math.sqrt(architecture["hidden_size"])
+    off = first_loss - expected
+    broken = not math.isfinite(first_loss)  # such a run fails anyway
+    return not run["config"].get("pretrained") and (broken or -lower <= off <= 3 * spread)
 
 
 def fresh_spread(architecture: dict) -> float:
