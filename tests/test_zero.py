@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from ranks import run_groups
+from ranks import ROOT, run_groups
 
 from lockstep.config import parse_config
 from lockstep.deepspeed import configuration, zero
@@ -183,6 +183,7 @@ def test_a_users_file_is_filled_in(tmp_path):
         ({"fp16": {"enabled": True}}, "", "fp16.enabled is true, but Lockstep asks for false"),
         ({"scheduler": {"type": "WarmupLR"}}, "", "the learning rate is constant"),
         ({"zero_optimization": {"allgather_bucket_size": "auto"}}, "", "no flag gives it a value"),
+        ({"zero_optimization": {"aio": {"block_size": 1}}}, "", "zero_optimization.aio: .* move it there"),
         ({"tensor_parallel": {"autotp_size": 4}}, "", "is 4, but --tp_size asks for 2"),
         ("[]", "", "must be a JSON object"),
         ("{", "", "mine.json"),
@@ -196,3 +197,19 @@ def test_a_users_file_that_contradicts_the_flags(tmp_path, content, arguments, m
 def test_without_a_file_the_flags_alone_are_told():
     parsed = config("--zero_stage", "2")
     assert configuration.resolved(parsed, hidden_size=64) == configuration.of_flags(parsed)
+
+
+@pytest.mark.parametrize("further", ["--precision autocast", "--precision bf16 --tp_size 1"])
+@pytest.mark.parametrize("name", configuration.SHIPPED)
+def test_the_shipped_files_are_what_the_flags_ask_for(tmp_path, name, further):
+    """With any number of ranks, batch size, clipping and precision."""
+    path = ROOT / "studies" / "deepspeed" / f"{name}.json"
+    assert path.read_text() == configuration.shipped(name)
+    more = ["--dp_size", "3", "--batch_size", "5", "--max_grad_norm", "0.3", *further.split()]
+    if name == "zero_infinity":
+        more += ["--nvme_path", str(tmp_path)]
+    parsed = config("--deepspeed_config", str(path), *more)
+    zero.require(parsed)
+    assert configuration.resolved(parsed, hidden_size=64) == configuration.of_flags(parsed)
+    stage = configuration.SHIPPED[name]["stage"]
+    assert configuration.of_flags(parsed)["zero_optimization"]["stage"] == stage

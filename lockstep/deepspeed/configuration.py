@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lockstep.config import BETAS, EPS, Config
+from lockstep.config import BETAS, EPS, Config, parse_config
 from lockstep.deepspeed import options as flags
 from lockstep.deepspeed import zero
 from lockstep.errors import UserError
@@ -35,17 +35,35 @@ FLAGS = {
     "zero_optimization.offload_optimizer.nvme_path": "--nvme_path",
     "zero_optimization.offload_param.nvme_path": "--nvme_path",
     "bf16.enabled": "--precision",
+    "bf16.bf16_master_weights_and_grads": "--precision",
+    "bf16.bf16_optimizer_states": "--precision",
     "torch_autocast.enabled": "--precision",
     "communication_data_type": "--precision",
     "tensor_parallel.autotp_size": "--tp_size",
+    "tensor_parallel.vocab_parallel_lm_head": "--tp_size",
     "optimizer.type": "--optimizer",
     "optimizer.params.lr": "--learning_rate",
     "optimizer.params.weight_decay": "--weight_decay",
 }
-REFUSED = {  # section -> why
-    "scheduler": "the learning rate is constant here; leave the section out",
-    "amp": "Lockstep has --precision fp32, autocast and bf16; leave the section out",
-    "aio": "this release of DeepSpeed takes it at the top level only with --offload_optimizer or --offload_param nvme; leave it out",
+REFUSED = {  # place, and all below it -> why
+    ("scheduler",): "the learning rate is constant here; leave the section out",
+    ("amp",): "Lockstep has --precision fp32, autocast and bf16; leave the section out",
+    (
+        "zero_optimization",
+        "aio",
+    ): "DeepSpeed knows the section at the top level of the file alone; move it there",
+}
+# The files under studies/deepspeed: each is a stage and where things are kept; the flags fill in the rest.
+SHIPPED = {
+    "zero1": {"stage": 1},
+    "zero2": {"stage": 2},
+    "zero3": {"stage": 3},
+    "zero_offload": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+    "zero_infinity": {
+        "stage": 3,
+        "offload_optimizer": {"device": "nvme", "nvme_path": AUTO},
+        "offload_param": {"device": "nvme", "nvme_path": AUTO},
+    },
 }
 
 
@@ -90,9 +108,10 @@ def resolved(config: Config, hidden_size: int) -> dict[str, Any]:
     known = {**_leaves(ours), **_leaves(_derived(config))}
     sizes = _leaves(_bucket_sizes(hidden_size))
     for place, value in _leaves(found).items():
-        if place[0] in REFUSED:
-            raise UserError(f"{own.deepspeed_config}: {place[0]}: {REFUSED[place[0]]}")
         name = ".".join(place)
+        for refused, why in REFUSED.items():
+            if place[: len(refused)] == refused:
+                raise UserError(f"{own.deepspeed_config}: {'.'.join(refused)}: {why}")
         if place in known:
             if value != AUTO and not _same(name, value, known[place]):
                 flag = FLAGS.get(name)
@@ -114,6 +133,16 @@ def resolved(config: Config, hidden_size: int) -> dict[str, Any]:
                 f"{own.deepspeed_config}: {name}: Lockstep gives DeepSpeed its own optimizer; leave it out"
             )
     return ours
+
+
+def shipped(name: str) -> str:
+    """The text of studies/deepspeed/NAME.json: everything that a flag sets is "auto", so it works with any number of ranks."""
+    told = of_flags(parse_config("deepspeed", ["--device", "cpu"]))
+    for place in _leaves(told):
+        if place[0] != "zero_optimization" and ".".join(place) in FLAGS:
+            _set(told, place, AUTO)
+    content = {"train_batch_size": AUTO, **told, "zero_optimization": SHIPPED[name]}
+    return json.dumps(content, indent=2) + "\n"
 
 
 def _derived(config: Config) -> dict[str, Any]:
