@@ -1,0 +1,187 @@
+"""What came out of a study: a row for each run, as a table, report.md, report.json and a figure."""
+
+import json
+import statistics
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lockstep.errors import UserError, printable
+from lockstep.files import write_text
+from lockstep.losses import curve_report, curves, folder
+from lockstep.losses.curves import FAIL, PASS
+from lockstep.strategies import BASELINE
+from lockstep.studies.study import Planned, Study, differences
+from lockstep.training import history
+from lockstep.training.history import History
+
+if TYPE_CHECKING:
+    from lockstep.tensors.judgement import Result
+
+MEASURED, DID_NOT_RUN, REFUSED = "measured", "DID NOT RUN", "NOT COMPARABLE"
+WARM_UP = 3  # steps that are left out of times, if there are more
+
+
+def rows(study: Study, planned: list[Planned], failed: dict[str, str], place: Path) -> list[dict[str, Any]]:
+    """One row for each run, the control's first. Raises UserError if the control has no usable history."""
+    control = planned[0]
+    baseline = history.read(control.config.history_path)
+    noise = history.read(history.path_of(control.config.loss_output_dir, history.CONTROL))
+    tolerance = curves.tolerance_for(baseline, noise)
+    result = (
+        judge_tensors(place, [run for run in planned if run.name not in failed]) if study.tensors else None
+    )
+    return [_row(run, control, baseline, tolerance, failed.get(run.name), result) for run in planned]
+
+
+def judge_tensors(place: Path, ran: list[Planned]) -> "Result":
+    """Every captured tensor against the float64 reference; report.md and report.json of the tensors are written beside the dumps."""
+    from lockstep.tensors import comparison, tensor_report
+    from lockstep.tensors.dump import Dump
+
+    opened = [
+        Dump(place / "tensors" / name)
+        for name in (*(run.name for run in ran if run.differs is None), "reference")
+    ]
+    reference, dumps, replays = comparison.arrange(opened)
+    result = comparison.compare_dumps(reference, dumps, replays)
+    tensor_report.write(result, comparison.diagnoses(result, reference, replays), place / "tensors")
+    return result
+
+
+def _row(
+    run: Planned,
+    control: Planned,
+    baseline: History,
+    tolerance: curves.Tolerance,
+    failure: str | None,
+    result: "Result | None",
+) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "run": run.name,
+        "label": run.config.label,
+        "differs from the control in": {key: pair[0] for key, pair in differences(run, control).items()},
+        "told_sha256": None,
+    }
+    if failure:
+        return {**row, "outcome": DID_NOT_RUN, "why": failure}
+    mine = history.read(run.config.history_path)
+    row |= {"told_sha256": mine.run.get("told_sha256"), **measured(mine)}
+    if run is control:
+        return {**row, "outcome": "control"}
+    gaps = [abs(a["loss"] - b["loss"]) for a, b in zip(mine.steps, baseline.steps, strict=False)]
+    row |= {"largest loss difference": max(gaps), "last loss difference": gaps[-1]}
+    if run.differs is not None:
+        return {**row, "outcome": MEASURED, "why": run.differs}
+    try:
+        curves.require_comparable_curves(baseline, mine)
+    except UserError as error:
+        return {**row, "outcome": REFUSED, "why": str(error)}
+    curve = curves.compare_curves(baseline, mine, tolerance)
+    row |= {"losses": curve.outcome, "tolerated loss difference": tolerance.maximum}
+    outcomes = [curve.outcome]
+    if result is not None:
+        judged = [one.multiple for one in result.rows if one.strategy == run.name and one.judged]
+        verdict = FAIL if result.has_failed(run.name) else result.verdict(run.name)
+        first = [" ".join(map(str, failure)) for failure in result.failures(run.name)[:1]]
+        row |= {
+            "tensors": verdict,
+            "worst tensor of tolerated": max(judged),
+            "tensors judged": len(judged),
+            "first wrong": first,
+        }
+        outcomes.append(verdict)
+    return {**row, "outcome": folder.worst(outcomes)}
+
+
+def measured(mine: History) -> dict[str, Any]:
+    """First and last loss, time and memory of a finished run."""
+    steady = mine.steps[WARM_UP:] or mine.steps
+    seconds = statistics.median(step["seconds"] for step in steady)
+    memory = mine.run["peak_memory"]
+    return {
+        "first loss": mine.steps[0]["loss"],
+        "last loss": mine.steps[-1]["loss"],
+        "steps": len(mine.steps),
+        "median seconds per step": seconds,
+        "tokens per second": mine.steps[0]["tokens"] / seconds,
+        "peak memory": {"kind": memory["kind"], "bytes by rank": memory["bytes_by_rank"]},
+    }
+
+
+def good(found: list[dict[str, Any]]) -> bool:
+    return all(row["outcome"] in ("control", PASS, MEASURED) for row in found)
+
+
+def table(study: Study, found: list[dict[str, Any]]) -> list[list[str]]:
+    """Head and rows of the table that a person reads."""
+    head = ["run", "mesh", "loss", "from the control", "tensors / tolerated", "s a step", "tokens/s"]
+    head += ["peak memory of a rank"] if study.memory else []
+    lines = [[*head, ""]]
+    for row in found:
+        if row["outcome"] == DID_NOT_RUN:
+            lines.append([row["run"], row["label"], *[""] * (len(head) - 2), DID_NOT_RUN])
+            continue
+        gap = "" if row["outcome"] == "control" else f"{row.get('largest loss difference', 0):.1e}"
+        if "tolerated loss difference" in row:
+            gap += f" of {row['tolerated loss difference']:.1e}"
+        worst = (
+            f"{row['worst tensor of tolerated']:.2g} ({row['tensors judged']})" if "tensors" in row else ""
+        )
+        cells = [row["run"], row["label"], f"{row['first loss']:.4f} -> {row['last loss']:.4f}", gap, worst]
+        cells += [f"{row['median seconds per step']:.3f}", f"{row['tokens per second']:.0f}"]
+        if study.memory:
+            largest = max(row["peak memory"]["bytes by rank"])
+            cells.append(f"{largest / 2**20:.0f} MiB")
+        lines.append([*cells, row["outcome"]])
+    return lines
+
+
+def text(lines: list[list[str]]) -> str:
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    return "\n".join(
+        printable(
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip(), 300
+        )
+        for line in lines
+    )
+
+
+def write(
+    study: Study, planned: list[Planned], found: list[dict[str, Any]], place: Path, command: str
+) -> None:
+    """report.md, report.json and losses.png in the folder of the study."""
+    content = {"title": study.title, "command": command, "good": good(found), "runs": found}
+    write_text(place / "report.json", json.dumps(content, indent=1) + "\n")
+    head, *lines = table(study, found)
+    parts = [f"# {study.title}", "", *([study.about.strip(), ""] if study.about else [])]
+    parts += [
+        f"Made by `{printable(command, 400)}`.",
+        "",
+        f"| {' | '.join(head)} |",
+        f"|{'---|' * len(head)}",
+    ]
+    parts += [f"| {' | '.join(line)} |" for line in lines]
+    parts += ["", "| run | differs from the control in |", "|---|---|"]
+    for row in found[1:]:
+        changed = ", ".join(f"{key} {value}" for key, value in row["differs from the control in"].items())
+        parts.append(f"| {row['run']} | {printable(changed, 400)} |")
+    parts += [
+        "",
+        *(
+            f"- {row['run']}: {row['outcome']}: {printable(row['why'], 600)}"
+            for row in found
+            if row.get("why")
+        ),
+    ]
+    parts += [
+        f"- {row['run']}: first wrong tensor: {row['first wrong'][0]}"
+        for row in found
+        if row.get("first wrong")
+    ]
+    write_text(place / "report.md", "\n".join(parts) + "\n")
+    ran = {row["run"] for row in found if row["outcome"] != DID_NOT_RUN}
+    histories = {run.name: history.read(run.config.history_path) for run in planned if run.name in ran}
+    noise = history.read(history.path_of(planned[0].config.loss_output_dir, history.CONTROL))
+    curve_report.draw(
+        histories, noise, curves.tolerance_for(histories[BASELINE], noise), place / "losses.png"
+    )

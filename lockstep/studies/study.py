@@ -1,0 +1,196 @@
+"""The file of a study, and the configuration of each of its runs.
+
+title = "ZeRO stages"
+tensors = 1                    # steps that are captured and judged tensor by tensor; 0: losses only
+memory = true                  # measure the peak memory of each run, which then has a start of its own
+
+[shared]                       # flags of all runs, as on a command line
+model_name = "tiny-qwen2"
+
+[control]                      # flags of the control: DDP, which every run is compared with
+
+[runs.zero2]                   # a run, by the name that its files get
+strategy = "deepspeed"
+zero_stage = 2
+
+[runs.bf16]
+strategy = "fsdp"
+precision = "bf16"
+differs = "bfloat16 weights"   # it need not agree with the control: it is measured, not judged
+"""
+
+import re
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import ConfigDict, Field
+
+from lockstep import config as config_module
+from lockstep import preflight
+from lockstep.config import Config
+from lockstep.errors import UserError, first_line
+from lockstep.files import require_regular
+from lockstep.inputs.data import Inputs
+from lockstep.schemas import Name, Strict, Whole, validate
+from lockstep.strategies import BASELINE, row_of
+
+LARGEST = 1 << 20  # bytes of a study
+REMEDY = "see lockstep/studies/study.py for what a study may hold"
+SET_HERE = (
+    "run_name", "init_weights_path", "save_init_weights", "loss_output_dir", "storage_path", "experiment_name",
+    "capture_dir", "capture_steps", "overwrite", "dry_run", "control", "noise_control", "num_workers",
+)  # fmt: skip
+Value = str | int | float | bool
+Flags = dict[Annotated[str, Field(pattern=r"^[a-z_]{1,40}$")], Value]
+
+
+class Run(Strict):
+    """A run: its strategy, why it may differ from the control, and flags."""
+
+    model_config = ConfigDict(extra="allow")
+    strategy: Name
+    differs: Name | None = None
+
+    @property
+    def flags(self) -> Flags:
+        return self.model_extra or {}
+
+
+class Study(Strict):
+    """The whole file."""
+
+    title: Name
+    about: Annotated[str, Field(max_length=4000)] = ""
+    tensors: Whole = 0
+    memory: bool = False
+    shared: Flags = {}
+    control: Flags = {}
+    runs: Annotated[
+        dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,60}$")], Run], Field(min_length=1)
+    ]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One run of a study, checked."""
+
+    name: str  # in file names
+    differs: str | None  # why it need not agree with the control
+    arguments: tuple[str, ...]  # flags of its training script
+    config: Config
+    inputs: Inputs
+
+    @property
+    def strategy(self) -> str:
+        return self.config.row.place
+
+
+def read(path: Path) -> Study:
+    """Raises UserError, with the line, for a file that is no study."""
+    try:
+        if require_regular(path) > LARGEST:
+            raise UserError(f"{path}: too large for a study ({LARGEST >> 20} MiB at most)")
+        text = path.read_text(encoding="utf-8")
+        content = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{path}: is not TOML ({first_line(error)}); correct it") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read ({first_line(error)})") from error
+    try:
+        study = validate(Study, content, path, REMEDY)
+    except UserError as error:
+        raise UserError(_at_line(text, path, str(error))) from error
+    for table, flags in {"shared": study.shared, "control": study.control, **_by_table(study)}.items():
+        taken = next((flag for flag in flags if flag in SET_HERE), None)
+        if taken:
+            raise UserError(
+                f"{path}, line {line_of(text, table, taken)}: {taken} is set by the study itself; leave it out"
+            )
+    return study
+
+
+def _by_table(study: Study) -> dict[str, Flags]:
+    return {f"runs.{name}": run.flags for name, run in study.runs.items()}
+
+
+def _at_line(text: str, path: Path, message: str) -> str:
+    """The message of `validate`, with the line of the field that it names."""
+    place = message.removeprefix(f"{path}: ").split(" is ")[0]
+    table, _, key = place.rpartition(".")
+    return message.replace(str(path), f"{path}, line {line_of(text, table, key)}", 1)
+
+
+def line_of(text: str, table: str, key: str) -> int:
+    """The line of a key in a table of a TOML text; the table's own line, or 1, where the key has none."""
+    found, inside = 1, table == ""
+    for number, line in enumerate(text.splitlines(), start=1):
+        header = re.match(r"\s*\[([^\]]*)\]", line)
+        if header:
+            name = header[1].replace('"', "").replace(" ", "")
+            inside = name == table
+            if name in (table, f"{table}.{key}".strip(".")):
+                found = number
+        elif inside and re.match(rf"\s*\"?{re.escape(key)}\"?\s*=", line):
+            return number
+    return found
+
+
+def plan(study: Study, path: Path, folder: Path) -> list[Planned]:
+    """Every run, the control first. Raises UserError, with the line, for one that could not be started."""
+    text = path.read_text(encoding="utf-8")
+    planned = [_planned(study, BASELINE, Run(strategy=BASELINE), {**study.shared, **study.control}, folder)]
+    for name, run in study.runs.items():
+        if name == row_of(BASELINE).name:
+            raise UserError(
+                f"{path}, line {line_of(text, f'runs.{name}', '')}: the name is the control's; choose another"
+            )
+        try:
+            planned.append(_planned(study, name, run, {**study.shared, **run.flags}, folder))
+        except UserError as error:
+            flag = re.match(r"(?:unrecognized arguments: |argument )?--([a-z_]+)", str(error))
+            line = line_of(text, f"runs.{name}", flag[1] if flag else "strategy")
+            raise UserError(f"{path}, line {line}: run {name}: {error}") from error
+    return planned
+
+
+def _planned(study: Study, name: str, run: Run, flags: Flags, folder: Path) -> Planned:
+    arguments = [word for flag, value in flags.items() for word in _words(flag, value)]
+    arguments += ["--loss_output_dir", str(folder / "losses"), "--storage_path", str(folder / "losses")]
+    if name != BASELINE:
+        arguments += ["--run_name", name]
+    if study.tensors:
+        arguments += [
+            "--capture_dir",
+            str(folder / "tensors"),
+            "--capture_steps",
+            str(study.tensors),
+            "--overwrite",
+        ]
+    config = config_module.parse_config(run.strategy, arguments)
+    inputs = preflight.load_inputs(config)
+    preflight.check_environment(config, inputs.architecture)
+    return Planned(name, run.differs, tuple(arguments), config, inputs)
+
+
+def _words(flag: str, value: Value) -> list[str]:
+    """A flag on a command line. A flag without a value is on or left out."""
+    if isinstance(value, bool):
+        return [f"--{flag}"] if value else []
+    return [f"--{flag}", str(value)]
+
+
+def differences(run: Planned, control: Planned) -> dict[str, tuple[object, object]]:
+    """Flag -> (the run's value, the control's) of all in which they differ, other than places."""
+    mine, theirs = (
+        {
+            key: value
+            for key, value in one.config.as_dict().items()
+            if key not in (*config_module.PLACES, "run_name")
+        }
+        for one in (run, control)
+    )
+    mine, theirs = ({**{k: v for k, v in one.items() if k != "own"}, **one["own"]} for one in (mine, theirs))
+    keys = [*mine, *(key for key in theirs if key not in mine)]
+    return {key: (mine.get(key), theirs.get(key)) for key in keys if mine.get(key) != theirs.get(key)}

@@ -1,0 +1,88 @@
+"""Train the runs of a study that are not finished. A run that fails costs no other."""
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from lockstep.config import PLACES
+from lockstep.errors import UserError
+from lockstep.running import jobs, progress
+from lockstep.strategies import BASELINE
+from lockstep.studies.study import Planned
+from lockstep.training import history
+
+WEIGHTS = "initial_weights.safetensors"
+
+
+def finished(run: Planned, *, noise: bool = False) -> bool:
+    """Whether a run of exactly this configuration has finished before."""
+    config = dataclasses.replace(run.config, noise_control=True) if noise else run.config
+    try:
+        found = history.read(config.history_path)
+    except UserError:  # there is none, or it was cut off
+        return False
+    asked = {key: value for key, value in config.as_dict().items() if key not in PLACES}
+    recorded = {key: value for key, value in found.run["config"].items() if key in asked}
+    captured = config.capture_dir is None or (config.capture_folder / "manifest.json").exists()
+    return found.ended == "finished" and recorded == asked and captured
+
+
+def train(
+    planned: list[Planned], folder: Path, *, apart: bool, note: Callable[[str], None]
+) -> dict[str, str]:
+    """Train what is not finished, the control and its control run first; returns why runs failed, by name.
+
+    Runs of one mesh share a start of the ranks, unless they are to run `apart`: the peak memory of a process is that of all it has done.
+    Raises jobs.JobFailed if the control fails: nothing can then be compared.
+    """
+    control, *others = planned
+    weights = ["--init_weights_path", str(folder / WEIGHTS)]
+    left = [run for run in others if not finished(run)]
+    total, begin = len(left) + 1, time.monotonic()
+    if not (finished(control) and finished(control, noise=True)):
+        note(f"run 1 of {total}: the control, and the control run")
+        first = [*control.arguments, *weights, "--save_init_weights", "--overwrite", "--control"]
+        jobs.start_all_groups(
+            [(control.config.num_workers, [_job(control, first)])], folder / "logs" / BASELINE, shown=True
+        )
+    failed: dict[str, str] = {}
+    done = 1
+    by_mesh = sorted(left, key=lambda run: tuple(run.config.mesh.sizes.values()))
+    groups = (
+        [[run] for run in left]
+        if apart
+        else [
+            list(runs)
+            for _, runs in itertools.groupby(by_mesh, key=lambda run: tuple(run.config.mesh.sizes.values()))
+        ]
+    )
+    for number, group in enumerate(groups):
+        waiting = group
+        while waiting:
+            each = (time.monotonic() - begin) / done
+            names = ", ".join(run.name for run in waiting)
+            note(f"run {done + 1} of {total}: {names}; about {progress.duration(each * (total - done))} left")
+            work = folder / "logs" / f"{number}-{waiting[0].name}"
+            todo = [_job(run, [*run.arguments, *weights]) for run in waiting]
+            seconds, status = jobs.start_groups([(waiting[0].config.num_workers, todo)], work, shown=True)
+            done += len(seconds)
+            waiting = waiting[len(seconds) :]
+            if waiting and status:
+                failed[waiting[0].name] = jobs.why(work, status)
+                done, waiting = done + 1, waiting[1:]
+    return failed
+
+
+def _job(run: Planned, arguments: list[str]) -> dict:
+    return {"strategy": run.strategy, "arguments": arguments}
+
+
+def reference(planned: list[Planned], folder: Path) -> None:
+    """The float64 reference of the control's steps, and the replays of all captured runs."""
+    control = planned[0]
+    arguments = [*control.arguments, "--init_weights_path", str(folder / WEIGHTS)]
+    jobs.start_all(
+        None, [{"strategy": jobs.REFERENCE, "arguments": arguments}], folder / "logs" / "reference"
+    )

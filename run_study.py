@@ -1,0 +1,127 @@
+"""Train a control and runs that differ from it in one thing each, and compare them.
+
+    python run_study.py --list
+    python run_study.py studies/zero_stages.toml                     into runs/study-zero_stages
+    python run_study.py studies/zero_stages.toml --resume            the runs that are finished are kept
+    python run_study.py studies/zero_stages.toml --dry_run           every run, and what differs from the control
+
+A study is a file (lockstep/studies/study.py). Writes report.md, report.json and losses.png. Exit status: 0 every run agrees with the control,
+or was only to be measured; 1 one does not, or failed; 2 a usage error; 3 an internal error.
+"""
+
+if __name__ == "__main__":
+    from lockstep import startup
+
+    startup.begin()  # first: from now on Ctrl-C and a missing package are one line each
+
+import argparse
+import shlex
+import sys
+from pathlib import Path
+
+from lockstep import files, startup
+from lockstep.config import Parser
+from lockstep.errors import UserError, printable, run_program
+from lockstep.running import locks
+from lockstep.studies import study as study_file
+from lockstep.studies.study import Planned, Study
+
+NAME = "run_study.py"
+INTERRUPTED = "interrupted; --resume keeps the finished runs and goes on"
+STUDIES = Path(__file__).parent / "studies"
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = Parser(prog=NAME, description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument(
+        "study", type=Path, nargs="?", help="file of the study, such as studies/zero_stages.toml"
+    )
+    parser.add_argument("--list", action="store_true", help="show the studies that come with Lockstep")
+    parser.add_argument(
+        "--only", metavar="RUN", action="append", help="train only this run and the control; may be repeated"
+    )
+    parser.add_argument(
+        "--dry_run",
+        action="store_true",
+        help="show every run and what differs from the control; train nothing",
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="keep the finished runs of an interrupted study"
+    )
+    parser.add_argument("--output_dir", type=Path, help="folder for everything (default: runs/study-NAME)")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    return run_program(
+        NAME, lambda: body(parse(argv), sys.argv[1:] if argv is None else argv), interrupted=INTERRUPTED
+    )
+
+
+def body(options: argparse.Namespace, argv: list[str]) -> int:
+    if options.list:
+        for path in sorted(STUDIES.glob("*.toml")):
+            print(f"{path.relative_to(STUDIES.parent)}  {study_file.read(path).title}")
+        return 0
+    if options.study is None:
+        raise UserError("name the file of a study; --list shows those that come with Lockstep")
+    place = (options.output_dir or Path("runs") / f"study-{options.study.stem}").expanduser().absolute()
+    study = study_file.read(options.study)
+    unknown = next((name for name in options.only or () if name not in study.runs), None)
+    if unknown:
+        raise UserError(f"--only {unknown}: {options.study} has no such run; it has {', '.join(study.runs)}")
+    if options.only:
+        chosen = {name: run for name, run in study.runs.items() if name in options.only}
+        study = study.model_copy(update={"runs": chosen})
+    planned = study_file.plan(study, options.study, place)
+    if options.dry_run:
+        show(planned)
+        return 0
+    if (
+        place.exists()
+        and any(not each.name.startswith(".") for each in place.iterdir())
+        and not options.resume
+    ):
+        raise UserError(
+            f"--output_dir {place} is not empty; choose another, or add --resume to go on with its study"
+        )
+    files.require_writable_folder(place, "--output_dir")
+    startup.meaning = INTERRUPTED
+    with locks.inside(place, "study", "--output_dir"):
+        return run(study, planned, place, shlex.join([NAME, *argv]))
+
+
+def show(planned: list[Planned]) -> None:
+    control = planned[0]
+    print(f"{control.name}: {control.config.label}, the control")
+    for key, value in control.config.as_dict().items():
+        print(f"  {key:<28} {printable(value)}")
+    for each in planned[1:]:
+        print(
+            f"{each.name}: {each.config.label}" + (f"; measured only: {each.differs}" if each.differs else "")
+        )
+        for key, (mine, theirs) in study_file.differences(each, control).items():
+            print(f"  {key:<28} {printable(mine)} (control: {printable(theirs)})")
+
+
+def run(study: Study, planned: list[Planned], place: Path, command: str) -> int:
+    from lockstep.studies import report, training
+
+    print(f"{printable(study.title)}: {len(planned)} runs -> {printable(place)}", flush=True)
+    failed = training.train(planned, place, apart=study.memory, note=lambda line: print(line, flush=True))
+    if study.tensors:
+        training.reference(planned, place)
+    found = report.rows(study, planned, failed, place)
+    report.write(study, planned, found, place, command)
+    print(f"\n{report.text(report.table(study, found))}\n")
+    for row in found:
+        if row.get("why"):
+            print(f"{row['run']}: {row['outcome']}: {printable(row['why'], 400)}")
+    print(f"Report  {printable(place / 'report.md')}\nFigure  {printable(place / 'losses.png')}")
+    passed = report.good(found)
+    print(f"\n{'PASS' if passed else 'FAIL'}")
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
