@@ -160,7 +160,7 @@ def _planned(study: Study, name: str, run: Run, flags: Flags, folder: Path) -> P
     arguments += ["--loss_output_dir", str(folder / "losses"), "--storage_path", str(folder / "losses")]
     if name != BASELINE:
         arguments += ["--run_name", name]
-    if study.tensors:
+    if study.tensors and run.differs is None:  # what is only measured is not judged
         arguments += [
             "--capture_dir",
             str(folder / "tensors"),
@@ -168,7 +168,7 @@ def _planned(study: Study, name: str, run: Run, flags: Flags, folder: Path) -> P
             str(study.tensors),
             "--overwrite",
         ]
-    config = config_module.parse_config(run.strategy, arguments)
+    config = config_module.parse_config(run.strategy, [*arguments, "--dry_run"])  # leaves no folder behind
     inputs = preflight.load_inputs(config)
     preflight.check_environment(config, inputs.architecture)
     return Planned(name, run.differs, tuple(arguments), config, inputs)

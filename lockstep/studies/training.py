@@ -14,6 +14,7 @@ from lockstep.studies.study import Planned
 from lockstep.training import history
 
 WEIGHTS = "initial_weights.safetensors"
+NOT_ASKED = (*PLACES, "save_init_weights")  # the control's alone, which writes the weights of all
 
 
 def finished(run: Planned, *, noise: bool = False) -> bool:
@@ -23,7 +24,7 @@ def finished(run: Planned, *, noise: bool = False) -> bool:
         found = history.read(config.history_path)
     except UserError:  # there is none, or it was cut off
         return False
-    asked = {key: value for key, value in config.as_dict().items() if key not in PLACES}
+    asked = {key: value for key, value in config.as_dict().items() if key not in NOT_ASKED}
     recorded = {key: value for key, value in found.run["config"].items() if key in asked}
     captured = config.capture_dir is None or (config.capture_folder / "manifest.json").exists()
     return found.ended == "finished" and recorded == asked and captured
@@ -40,8 +41,9 @@ def train(
     control, *others = planned
     weights = ["--init_weights_path", str(folder / WEIGHTS)]
     left = [run for run in others if not finished(run)]
-    total, begin = len(left) + 1, time.monotonic()
-    if not (finished(control) and finished(control, noise=True)):
+    total, begin = len(left) + 1, time.monotonic()  # the control among them
+    there = (folder / WEIGHTS).exists() and finished(control) and finished(control, noise=True)
+    if not there:
         note(f"run 1 of {total}: the control, and the control run")
         first = [*control.arguments, *weights, "--save_init_weights", "--overwrite", "--control"]
         jobs.start_all_groups(

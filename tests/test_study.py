@@ -1,0 +1,125 @@
+"""run_study.py: what a study's file may hold, what is kept, and what a failed run costs."""
+
+import json
+
+import pytest
+from own_strategy import own_strategy
+
+import run_study
+from lockstep.errors import UserError
+from lockstep.studies import study as study_file
+
+SMALL = """title = "small"
+tensors = 1
+
+[shared]
+batch_size = 2
+seq_length = 32
+debug_steps = 3
+dp_size = 1
+
+[control]
+
+[runs.sharded]
+strategy = "fsdp"
+tp_size = 1
+"""
+
+
+def written(tmp_path, text):
+    (tmp_path / "s.toml").write_text(text)
+    return tmp_path / "s.toml"
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (("seq_length = 32", "seq_lenght = 32"), "unrecognized arguments: --seq_lenght 32"),
+        (("tp_size = 1", "tp_size = 3"), "s.toml, line 14: run sharded: --tp_size 3"),
+        (("tp_size = 1", "tp_sise = 1"), "s.toml, line 14: run sharded: unrecognized arguments: --tp_sise"),
+        (('strategy = "fsdp"', 'strategy = "nosuch"'), "line 13: run sharded: there is no strategy nosuch"),
+        (("tensors = 1", 'tensors = "one"'), "s.toml, line 2: tensors is 'one'"),
+        (("[runs.sharded]", "[runs.ddp]"), "line 12: the name is the control's"),
+        (("dp_size = 1", 'run_name = "x"'), "line 8: run_name is set by the study itself"),
+        (('title = "small"', "title = "), "is not TOML"),
+        (('[runs.sharded]\nstrategy = "fsdp"\ntp_size = 1\n', ""), "s.toml, line 1: runs is missing"),
+        (("[control]", "[kontrol]"), "line 10: kontrol"),
+    ],
+)
+def test_a_study_that_cannot_be_run_is_refused_with_its_line(tmp_path, capsys, change, message):
+    assert change[0] in SMALL
+    path = written(tmp_path, SMALL.replace(*change))
+    assert run_study.main([str(path), "--output_dir", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert message in said and len(said.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ([], "name the file of a study"),
+        (["nosuch.toml"], "nosuch.toml"),
+        (["s.toml", "--only", "other"], "has no such run; it has sharded"),
+    ],
+)
+def test_usage_errors(tmp_path, monkeypatch, capsys, arguments, message):
+    written(tmp_path, SMALL)
+    monkeypatch.chdir(tmp_path)
+    assert run_study.main(arguments) == 2
+    said = capsys.readouterr().err
+    assert message in said and len(said.splitlines()) == 1
+
+
+def test_a_dry_run_shows_what_differs(tmp_path, capsys):
+    path = written(tmp_path, SMALL)
+    assert run_study.main([str(path), "--dry_run", "--output_dir", str(tmp_path / "out")]) == 0
+    out = capsys.readouterr().out
+    assert "sharded: FSDP+DTensor (TP=1, DP=1)\n  strategy                     fsdp (control: ddp)\n" in out
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_studies_that_come_with_it_can_be_planned(tmp_path, capsys):
+    assert run_study.main(["--list"]) == 0
+    assert "studies/zero_stages.toml" in capsys.readouterr().out
+    for path in run_study.STUDIES.glob("*.toml"):
+        assert study_file.plan(study_file.read(path), path, tmp_path / "out")
+    with pytest.raises(UserError, match="no such file|cannot be read"):
+        study_file.read(tmp_path / "gone.toml")
+
+
+BROKEN = """
+
+class Broken(Mine):
+    label, axes = "Broken", ("dp",)
+
+    def forward_backward(self, micro_batches):
+        raise RuntimeError("it broke")
+"""
+
+
+def test_a_failed_run_loses_no_other_and_finished_ones_are_kept(tmp_path, capsys):
+    """First one run, as if the study had been interrupted after it; then all."""
+    own_strategy(tmp_path / "mine.py", name="Mine", then=BROKEN)
+    more = f'[runs.broken]\nstrategy = "{tmp_path}/mine.py:Broken"\n[runs.mine]\nstrategy = "{tmp_path}/mine.py:Mine"\n'
+    more += 'differs = "to be measured"\nlearning_rate = 0.01\n'
+    path, out = written(tmp_path, SMALL + more), tmp_path / "out"
+    arguments = [str(path), "--output_dir", str(out)]
+    assert run_study.main([*arguments, "--only", "sharded"]) == 0, capsys.readouterr().err
+    first = {each.name: each.read_bytes() for each in (out / "losses").glob("loss_*.json")}
+    assert set(first) == {"loss_ddp.json", "loss_control.json", "loss_sharded.json"}
+    assert run_study.main(arguments) == 2 and "--resume" in capsys.readouterr().err
+    assert run_study.main([*arguments, "--resume"]) == 1
+    said = capsys.readouterr().out
+    assert said.endswith("FAIL\n") and "broken: DID NOT RUN: rank 0 failed: RuntimeError: it broke" in said
+    assert {name: (out / "losses" / name).read_bytes() for name in first} == first
+    found = {row["run"]: row for row in json.loads((out / "report.json").read_text())["runs"]}
+    assert {name: row["outcome"] for name, row in found.items()} == {
+        "ddp": "control",
+        "sharded": "PASS",
+        "broken": "DID NOT RUN",
+        "mine": "measured",
+    }
+    assert found["sharded"]["tensors"] == "PASS" and found["sharded"]["worst tensor of tolerated"] < 1
+    assert found["mine"]["largest loss difference"] > 1e-3
+    assert (out / "report.md").is_file() and (out / "losses.png").is_file()
