@@ -1,10 +1,13 @@
 """The one-off build of DeepSpeed's extension, and the lock that an interrupted one leaves."""
 
 import os
+import subprocess
+import sys
 import threading
 import time
 
 import pytest
+from ranks import ROOT
 
 from lockstep.config import parse_config
 from lockstep.deepspeed import build as extension
@@ -80,3 +83,11 @@ def test_what_deepspeed_is_told():
     assert told["gradient_clipping"] == 0.0, "left out, DeepSpeed clips at 1.0"
     assert told["torch_autocast"]["lower_precision_safe_modules"] == [] and not told["bf16"]["enabled"]
     assert told["zero_optimization"] == {"stage": 1} and told["tensor_parallel"]["autotp_size"] == 2
+
+
+def test_the_process_that_forks_ranks_stays_without_threads():
+    """A lock that another thread holds while a process forks is never released in the fork."""
+    program = "import os; from lockstep.deepspeed.build import preload; preload(); print(len(os.listdir('/proc/self/task')))"
+    settings = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", program], env=settings, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1:] == ["1"], done.stdout + done.stderr

@@ -4,10 +4,12 @@ from types import SimpleNamespace
 import pytest
 from synthetic import control, history, set_loss, spoil
 
+from lockstep.config import parse_config
 from lockstep.errors import UserError
 from lockstep.losses.curves import compare_curves, require_comparable_curves, tolerance_for
 from lockstep.losses.tolerance import is_fresh, rule_and_noise
 from lockstep.tensors import comparison
+from lockstep.training import initial_weights
 
 
 def verdict(other, baseline=None):
@@ -215,11 +217,14 @@ def test_weights_that_are_not_fresh_have_no_rule_under_autocast():
     assert tolerance_for(trained, beside).loss == pytest.approx([1.6e-3] * 20)
 
 
+DRAWN = initial_weights.origin(parse_config("ddp", ["--seed", "36"]))
+
+
 @pytest.mark.parametrize(
     "origin, tied, fresh",
     [
-        ("random weights, seed 36", True, True),
-        ("random weights, seed 36", False, False),
+        (DRAWN, True, True),
+        (DRAWN, False, False),
         ("weights of a file", True, False),
         (None, True, False),
     ],

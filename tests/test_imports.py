@@ -109,7 +109,7 @@ def test_the_loop_knows_no_strategy_by_name():
     assert not any(f'"{name}"' in source for name in ("ddp", "deepspeed", "fsdp"))
 
 
-# Each may wait for those before it.
+# In this order in one process: a module that imports something slow is the first after which it is there.
 ANSWERS_AT_ONCE = [
     "config",
     "training.contract",

@@ -272,7 +272,7 @@ def test_a_verification_does_not_empty_what_it_starts_from(tmp_path, capsys):
     ],
 )
 def test_the_one_command_does_not_replace_a_file_of_somebody(tmp_path, settings, message):
-    """With the address of a Ray cluster it starts none of its own, and it asks for none before these errors."""
+    """The script is given the address of a Ray cluster, so it starts none. It does not connect before it refuses."""
     paths = [tmp_path / name for name in ("init_weights.safetensors", "thesis.safetensors")]
     save_file({"a": torch.ones(1)}, paths[0])
     paths[1].write_text("mine")

@@ -66,6 +66,12 @@ class Run:
                 start_new_session=True,
             )
 
+    def wait_for(self, text):
+        deadline = time.monotonic() + 60
+        while text not in self.log.read_text() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert text in self.log.read_text()
+
     def wait_for_step(self, number):
         path = history.path_of(self.folder, "ddp")
         for _ in range(1200):
@@ -102,24 +108,25 @@ def run(tmp_path):
     shutil.rmtree(short, ignore_errors=True)
 
 
-@pytest.mark.parametrize("moment", ["imports", "Ray starts", "training"])
+@pytest.mark.parametrize("moment", ["imports", "Ray starts", "workers start", "training"])
 def test_an_interrupt_is_one_line(run, tmp_path, moment):
     """And the steps so far are kept."""
-    one = run("--debug_steps", "100000", "--dp_size", "1")
+    one = run("--debug_steps", "100000")
     if moment == "training":
         one.wait_for_step(5)
+    elif moment == "workers start":
+        one.wait_for("2 workers on cpu")
     else:
         time.sleep({"imports": 1, "Ray starts": 4}[moment])
     os.killpg(one.process.pid, signal.SIGINT)
     assert one.process.wait(60) == 130, one.log.read_text()
     *_, last = said = one.log.read_text().splitlines()
     assert last.startswith("train_ddp.py: interrupted") and not any("Traceback" in line for line in said)
+    assert sum(line.startswith("train_ddp.py: ") for line in said) == 1
     if moment == "training":
         assert last == "train_ddp.py: interrupted; the history holds the steps so far"
         kept = history.read(history.path_of(tmp_path, "ddp"))
         assert len(kept.steps) >= 5 and kept.ended != "finished"
-    else:
-        assert len(said) == 1
     assert gone(tmp_path) is True
 
 
@@ -271,7 +278,7 @@ def test_the_one_command(tmp_path):
     folder = tmp_path / "out $x 'y'"
     (tmp_path / "a model").mkdir()
     (tmp_path / "a model" / "config.json").write_text(json.dumps(BUILT_IN["tiny-qwen2"]))
-    settings = {"DEBUG_STEPS": "4", "OUTPUT_DIR": folder.name, "MODEL_NAME": "a model", "DP_SIZE": "1"}
+    settings = {"DEBUG_STEPS": "4", "OUTPUT_DIR": folder.name, "MODEL_NAME": "a model"}
     result = the_one_command(tmp_path, **settings)
     assert result.returncode == 0, result.stdout + result.stderr
     lines = result.stdout.splitlines()
@@ -282,7 +289,7 @@ def test_the_one_command(tmp_path):
     )
     verdict = json.loads((folder / "verdict.json").read_text())
     assert (verdict["passed"], verdict["losses"], verdict["tensors"]) == (True, "PASS", "PASS")
-    assert verdict["control"] == "DDP (TP=1, DP=1), control" and verdict["precision"] == "fp32"
+    assert verdict["control"] == "DDP (TP=1, DP=2), control" and verdict["precision"] == "fp32"
     table = lines[
         next(index for index, line in enumerate(lines) if "gradient norm" in line and "tensors" in line) :
     ]
@@ -301,7 +308,8 @@ def test_the_one_command(tmp_path):
 
 
 def test_the_one_command_names_the_first_tensor(tmp_path):
-    """The gradients of a strategy from outside are twice too large. AdamW hides it from the losses; the tensors of the first step do not."""
+    """Of two strategies from outside, one has gradients twice too large. AdamW hides it from the losses; the tensors of the first step do
+    not."""
     own_strategy(tmp_path / "my_parallel.py", name="Mine", then=DOUBLED)
     settings = {
         "DEBUG_STEPS": "2",
@@ -310,11 +318,14 @@ def test_the_one_command_names_the_first_tensor(tmp_path):
         "NOISE_FLOOR": "0",
         "DP_SIZE": "1",
     }
-    result = the_one_command(tmp_path, **settings, STRATEGIES="ddp,my_parallel.py:Doubled")
+    result = the_one_command(
+        tmp_path, **settings, STRATEGIES="ddp,my_parallel.py:Mine,my_parallel.py:Doubled"
+    )
     lines = result.stdout.splitlines()
     assert result.returncode == 1 and lines[-1] == "FAIL", result.stdout + result.stderr
     assert any(line.strip() == "Cause" for line in lines)
-    assert any(line.startswith("Doubled (TP=1, DP=1)") and line.endswith("FAIL") for line in lines)
+    for label, verdict in (("mine", "PASS"), ("Doubled", "FAIL")):
+        assert any(line.startswith(f"{label} (TP=1, DP=1)") and line.endswith(verdict) for line in lines)
     said = "First tensor too far, Doubled (TP=1, DP=1): step 1, gradient pass, gradient of model.norm.weight"
     assert any(line.startswith(said) for line in lines)
     assert history.read(tmp_path / "out" / "loss_doubled.json").run["label"] == "Doubled (TP=1, DP=1)"
@@ -353,14 +364,11 @@ def test_the_one_command_stops_with_the_first_run_that_fails(run, tmp_path):
 def test_the_one_command_killed(run, tmp_path):
     """Its scripts end with it, and none speaks of a Ray cluster that the user never named."""
     one = run(DP_SIZE="1", DEBUG_STEPS="100000")
-    deadline = time.monotonic() + 60
-    while "1 workers on cpu" not in one.log.read_text() and time.monotonic() < deadline:
-        time.sleep(0.1)
+    one.wait_for("1 workers on cpu")
     os.kill(one.process.pid, signal.SIGKILL)
     one.process.wait()
     assert gone(tmp_path, 30) is True
-    said = one.log.read_text()
-    assert "1 workers on cpu" in said and "RAY_ADDRESS" not in said
+    assert "RAY_ADDRESS" not in one.log.read_text()
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,12 @@ def require(config: Config, architecture: dict) -> None:
 
 
 def preload() -> None:
-    """Import DeepSpeed, and what it imports when it is given an optimizer: Muon, and with it torch's compiler, two seconds of a core."""
+    """Import DeepSpeed, and what it imports when it is given an optimizer: Muon, and with it torch's compiler, two seconds of a core.
+
+    Without the package nothing happens: the ranks say so.
+    """
+    if importlib.util.find_spec("deepspeed") is None:
+        return
     os.environ["DS_ACCELERATOR"] = "cpu"  # or DeepSpeed takes the GPU of a machine that has one
     import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
 

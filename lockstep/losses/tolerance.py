@@ -185,7 +185,7 @@ def is_fresh(run: dict, first_loss: float) -> bool:
 
     The first loss is then that of logits independent of the labels: ln(vocabulary) + spread^2 / 2, within three times the spread. With
     tied embeddings the logit of the token just read is higher by spread x sqrt(hidden_size), so a text that repeats its tokens starts
-    lower, by at most as much. This much is allowed to a run that says that its weights are random; a file's may be trained.
+    lower, by at most as much. This much is allowed to a run whose weights, by its own record, were drawn from a seed.
     """
     architecture = run["architecture"]
     spread = fresh_spread(architecture)
