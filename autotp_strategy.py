@@ -129,10 +129,17 @@ class Stage3(Stage1And2):
     """A parameter holds nothing between its uses; it is gathered from the shares of the dp ranks."""
 
     def members(self) -> list[list[torch.nn.Parameter]]:
-        return self.engine.optimizer.fp16_groups
+        """Stage 3 steps a group in parts of at most `sub_group_size` elements."""
+        optimizer = self.engine.optimizer
+        groups: list[list[torch.nn.Parameter]] = [[] for _ in self.torch_optimizer().param_groups]
+        for number, part in enumerate(optimizer.fp16_groups):
+            groups[optimizer.sub_group_to_group_id[number]] += part
+        return groups
 
     def num_stepped(self) -> int:
-        return sum(share.numel() for share in self.engine.optimizer.fp32_partitioned_groups_flat)
+        return sum(
+            self.engine.optimizer.fp16_partitioned_groups_flat_numel
+        )  # what is on NVMe has no elements meanwhile
 
     def parameter(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         import deepspeed

@@ -159,7 +159,9 @@ def _another_stage(config, inputs):
     from lockstep.deepspeed import zero
 
     real = zero.section
-    with mock.patch.object(zero, "section", lambda config: {**real(config), "stage": config.zero_stage - 1}):
+    with mock.patch.object(
+        zero, "section", lambda config: {**real(config), "stage": config.own["zero_stage"] - 1}
+    ):
         yield lambda strategy: strategy
 
 

@@ -28,6 +28,7 @@ def config(*arguments, strategy="deepspeed"):
         ("--zero_stage 2 --offload_optimizer nvme --nvme_path x", "add --zero_stage 3"),
         ("--zero_stage 3 --offload_optimizer nvme", "needs --nvme_path"),
         ("--nvme_path x", "nothing is offloaded to nvme"),
+        ("--precision bf16 --offload_optimizer cpu", "with its own optimizer alone"),
     ],
 )
 def test_what_cannot_be_combined(arguments, message):
@@ -185,6 +186,17 @@ def test_a_users_file_is_filled_in(tmp_path):
         ({"zero_optimization": {"allgather_bucket_size": "auto"}}, "", "no flag gives it a value"),
         ({"zero_optimization": {"aio": {"block_size": 1}}}, "", "zero_optimization.aio: .* move it there"),
         ({"tensor_parallel": {"autotp_size": 4}}, "", "is 4, but --tp_size asks for 2"),
+        ({"gradient_cliping": 1.0}, "", "gradient_cliping is no key of DeepSpeed's"),
+        ({"bfloat16": {"enabled": True}}, "", "bfloat16 is no key"),
+        ({"zero_optimization": {"cpu_offload": True}}, "", "cpu_offload: write offload_optimizer"),
+        ({"zero_optimization": True}, "", "zero_optimization is true, it must be an object"),
+        (
+            {"zero_optimization": {"offload_optimizer": None}},
+            "",
+            "offload_optimizer is null, which DeepSpeed",
+        ),
+        ({"gradient_clipping": {"x": 1}}, "", "gradient_clipping.x is 1, which DeepSpeed cannot read"),
+        ({"zero_optimization": {"stage": 2.0}}, "", "must be 0, 1, 2 or 3"),
         ("[]", "", "must be a JSON object"),
         ("{", "", "mine.json"),
     ],
@@ -194,12 +206,17 @@ def test_a_users_file_that_contradicts_the_flags(tmp_path, content, arguments, m
         told(tmp_path, content, *arguments.split())
 
 
+def test_empty_sections_ask_for_nothing(tmp_path):
+    parsed = told(tmp_path, {"zero_optimization": {}, "bf16": {}, "tensor_parallel": {}})
+    assert parsed == configuration.of_flags(config())
+
+
 def test_without_a_file_the_flags_alone_are_told():
     parsed = config("--zero_stage", "2")
     assert configuration.resolved(parsed, hidden_size=64) == configuration.of_flags(parsed)
 
 
-@pytest.mark.parametrize("further", ["--precision autocast", "--precision bf16 --tp_size 1"])
+@pytest.mark.parametrize("further", ["--precision autocast", "--precision fp32 --tp_size 1"])
 @pytest.mark.parametrize("name", configuration.SHIPPED)
 def test_the_shipped_files_are_what_the_flags_ask_for(tmp_path, name, further):
     """With any number of ranks, batch size, clipping and precision."""

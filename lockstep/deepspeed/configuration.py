@@ -47,12 +47,24 @@ FLAGS = {
 }
 REFUSED = {  # place, and all below it -> why
     ("scheduler",): "the learning rate is constant here; leave the section out",
+    ("zero_optimization", "cpu_offload"): "write offload_optimizer with a device in its place",
+    ("zero_optimization", "cpu_offload_param"): "write offload_param with a device in its place",
     ("amp",): "Lockstep has --precision fp32, autocast and bf16; leave the section out",
     (
         "zero_optimization",
         "aio",
     ): "DeepSpeed knows the section at the top level of the file alone; move it there",
 }
+# DeepSpeed reads these, and no others, at the top level; it ignores what it does not know
+TOP_LEVEL = frozenset((
+    "activation_checkpointing", "aio", "amp", "autotuning", "bf16", "checkpoint", "comms_logger", "communication_data_type",
+    "compile", "csv_monitor", "data_types", "dataloader_drop_last", "disable_allgather", "dump_state", "flops_profiler", "fp16",
+    "gradient_accumulation_steps", "gradient_allreduce_op", "gradient_clipping", "gradient_predivide_factor", "log_level",
+    "managed_gradient_accumulation", "memory_breakdown", "optimizer", "prescale_gradients", "scheduler",
+    "seq_parallel_communication_data_type", "steps_per_print", "tensor_parallel", "tensorboard", "torch_autocast",
+    "train_batch_size", "train_micro_batch_size_per_gpu", "wall_clock_breakdown", "wandb", "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer", "zero_optimization",
+))  # fmt: skip
 # The files under studies/deepspeed: each is a stage and where things are kept; the flags fill in the rest.
 SHIPPED = {
     "zero1": {"stage": 1},
@@ -105,10 +117,27 @@ def resolved(config: Config, hidden_size: int) -> dict[str, Any]:
     if own.deepspeed_config is None:
         return ours
     found = read(own.deepspeed_config)
+    for section, value in found.items():
+        if section not in TOP_LEVEL:
+            raise UserError(
+                f"{own.deepspeed_config}: {section} is no key of DeepSpeed's, which would ignore it; correct it"
+            )
+        if isinstance(ours.get(section), dict) and not isinstance(value, dict):
+            raise UserError(
+                f"{own.deepspeed_config}: {section} is {json.dumps(value)}, it must be an object; correct it"
+            )
     known = {**_leaves(ours), **_leaves(_derived(config))}
     sizes = _leaves(_bucket_sizes(hidden_size))
     for place, value in _leaves(found).items():
         name = ".".join(place)
+        if any(
+            other[: len(place)] == place or place[: len(other)] == other for other in known if other != place
+        ):
+            if value == {}:
+                continue
+            raise UserError(
+                f"{own.deepspeed_config}: {name} is {json.dumps(value)}, which DeepSpeed cannot read there; correct it"
+            )
         for refused, why in REFUSED.items():
             if place[: len(refused)] == refused:
                 raise UserError(f"{own.deepspeed_config}: {'.'.join(refused)}: {why}")
@@ -188,7 +217,7 @@ def defaults(options: argparse.Namespace) -> dict[str, Any]:
         return {}
     leaves = _leaves(read(options.deepspeed_config))
     given = {flag: leaves[place] for flag, place in OF_THE_FILE.items() if leaves.get(place, AUTO) != AUTO}
-    if given.get("zero_stage", 1) not in range(4) or isinstance(given.get("zero_stage"), bool):
+    if given.get("zero_stage", 1) not in range(4) or type(given.get("zero_stage", 1)) is not int:
         raise UserError(f"{options.deepspeed_config}: zero_optimization.stage must be 0, 1, 2 or 3")
     for flag in ("offload_optimizer", "offload_param"):
         if given.get(flag, "none") not in ("none", "cpu", "nvme"):

@@ -18,6 +18,10 @@ def require(config: Config) -> None:
         raise UserError(
             "--zero_stage 0 --precision bf16: DeepSpeed then keeps float32 copies of the weights; choose a stage from 1 to 3"
         )
+    if config.precision == "bf16" and own.offload_optimizer != "none":
+        raise UserError(
+            f"--precision bf16 --offload_optimizer {own.offload_optimizer}: DeepSpeed offloads bfloat16 moments with its own optimizer alone; choose fp32 or autocast"
+        )
     if stage == 0 and own.offload_optimizer != "none":
         raise UserError(
             f"--zero_stage 0 --offload_optimizer {own.offload_optimizer}: there is nothing sharded to offload; choose a stage from 1 to 3"
@@ -65,17 +69,18 @@ def expected(config: Config) -> dict[str, Any]:
 
 
 def observed(engine: Any, stepped: int) -> dict[str, Any]:
-    """What the live engine shards, from its tensors: `stepped` is the number of elements that this rank's optimizer steps. The devices of
-    offload are only echoed on a CPU."""
-    parameters = list(engine.module.parameters())
+    """What the live engine shards and offloads: `stepped` is the number of elements that this rank's optimizer steps."""
+    parameters, optimizer = list(engine.module.parameters()), engine.optimizer
     sharded = [hasattr(parameter, "ds_id") for parameter in parameters]
     whole = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in parameters)
-    told = engine.config["zero_optimization"]
+    offloaded = getattr(optimizer, "offload_optimizer", False) or getattr(optimizer, "cpu_offload", False)
+    weights, swaps = getattr(optimizer, "offload_param", False), getattr(optimizer, "swap_optimizer", False)
+    weights_swap = getattr(optimizer, "params_in_nvme_and_cpu", False)
     return {
-        "optimizer": type(engine.optimizer).__name__,
+        "optimizer": type(optimizer).__name__,
         "optimizer_shards": round(whole / stepped),
-        "gradients_sharded": all(sharded) or bool(getattr(engine.optimizer, "partition_gradients", False)),
+        "gradients_sharded": all(sharded) or bool(getattr(optimizer, "partition_gradients", False)),
         "weights_sharded": all(sharded),
-        "offload_optimizer": told.get("offload_optimizer", {}).get("device", "none"),
-        "offload_param": told.get("offload_param", {}).get("device", "none"),
+        "offload_optimizer": ("nvme" if swaps else "cpu") if offloaded else "none",
+        "offload_param": ("nvme" if weights_swap else "cpu") if weights else "none",
     }
