@@ -19,6 +19,7 @@ from lockstep.losses.control import (
     norm_gap,
 )
 from lockstep.training.history import History, not_finite
+from lockstep.training.initial_weights import DRAWN
 
 # float32 ulps between the losses of two correct runs
 MEAN_ULPS = 2  # of the mean over DP ranks
@@ -88,9 +89,6 @@ RULES = {
 }
 
 
-RANDOM = (
-    "random weights"  # what a run says of weights drawn from a seed (lockstep/training/initial_weights.py)
-)
 FIRST_GRAD_NORM_BF16 = 8e-3  # bf16 has no rule; weights and residuals are rounded, too
 
 
@@ -191,7 +189,7 @@ def is_fresh(run: dict, first_loss: float) -> bool:
     spread = fresh_spread(architecture)
     expected = math.log(architecture["vocab_size"]) + spread**2 / 2
     lower = 3 * spread
-    if architecture.get("tie_word_embeddings") and (run.get("initial_weights") or "").startswith(RANDOM):
+    if architecture.get("tie_word_embeddings") and (run.get("initial_weights") or "").startswith(DRAWN):
         lower += spread * math.sqrt(architecture["hidden_size"])
     off = first_loss - expected
     broken = not math.isfinite(first_loss)  # such a run fails anyway
