@@ -85,6 +85,13 @@ class Batches:
         )
         return chosen.reshape(self.num_micro_batches, self.batch_size, -1)
 
+    def independent_tokens(self, step: int) -> float:
+        """`independent_tokens` of the global batch of a step (from 0)."""
+        windows = np.concatenate(
+            [self.windows(step, share).reshape(-1, self.corpus.width) for share in range(self.dp_size)]
+        )
+        return independent_tokens(windows[:, :-1], windows[:, 1:])
+
     def micro_batches(
         self, step: int, dp_rank: int, device: "torch.device | str"
     ) -> list[tuple["torch.Tensor", "torch.Tensor"]]:
@@ -93,6 +100,16 @@ class Batches:
 
         windows = torch.from_numpy(self.windows(step, dp_rank).astype(np.int64)).to(device)
         return [(window[:, :-1].contiguous(), window[:, 1:].contiguous()) for window in windows]
+
+
+def independent_tokens(input_ids: np.ndarray, labels: np.ndarray) -> float:
+    """The number of tokens whose rounding errors are independent: N^2 / (sum of n^2 over the pairs of token and label that occur n times).
+
+    Equal tokens with equal labels are rounded nearly alike, so the error of a mean over N tokens falls with the square root of this number,
+    not of N. It is N if no pair occurs twice, and 1 if there is only one pair.
+    """
+    _, counts = np.unique(np.stack([input_ids.ravel(), labels.ravel()]), axis=1, return_counts=True)
+    return float(counts.sum() ** 2 / np.square(counts, dtype=np.float64).sum())
 
 
 def window_hashes(micro_batches: list[tuple["torch.Tensor", "torch.Tensor"]]) -> list[int]:
