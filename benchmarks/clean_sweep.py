@@ -73,7 +73,7 @@ def train(cases: dict[tuple, int], folder: Path, rows: list[Row]) -> None:
             *more,
         ]
         common += ["--capture_dir", own, "--loss_output_dir", own + "-losses", "--storage_path", str(folder)]
-        runs[dp, 1].append({"strategy": BASELINE, "arguments": common})
+        runs[dp, 1].append({"strategy": BASELINE, "arguments": [*common, "--control"]})
         runs[dp, tp] += [
             {"strategy": row.place, "arguments": [*common, "--tp_size", str(tp)]} for row in rows
         ]
@@ -104,10 +104,14 @@ def judge(folder: Path, rows: list[Row]) -> tuple[list[dict], list[str], dict[st
         for name in dumps
         if result.verdict(name) != "PASS"
     ]
-    losses = {name: history.read(history.path_of(Path(f"{folder}-losses"), name)) for name in dumps}
+    losses = {
+        name: history.read(history.path_of(Path(f"{folder}-losses"), name))
+        for name in (*dumps, history.CONTROL)
+    }
+    tolerance = curves.tolerance_for(losses[BASELINE], losses[history.CONTROL])
     for name in (row.name for row in rows):
         curves.require_comparable_curves(losses[BASELINE], losses[name])
-        curve = curves.compare_curves(losses[BASELINE], losses[name], curves.tolerance_for(losses[BASELINE]))
+        curve = curves.compare_curves(losses[BASELINE], losses[name], tolerance)
         alarms += [] if curve.passed else [{"strategy": name, "losses": curve.as_dict()}]
     return alarms, sorted({row.name for row in result.rows if not row.judged}), worst
 

@@ -70,7 +70,7 @@ def main() -> None:
     def loop_step():
         record.add(training.train_step(strategy, inputs.batches, config, rank, device, len(record.steps))[0])
         if rank == 0:
-            record.save(path)
+            record.save_if_due(path)
 
     def timed(step):
         dist.barrier()

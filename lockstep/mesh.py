@@ -10,6 +10,7 @@ What an axis means follows from what it cuts (`AXES`). Ranks are numbered as in 
 the innermost axis, along which most is communicated.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Mapping
@@ -90,11 +91,7 @@ class Mesh:
 
     def sample_share(self, rank: int) -> int:
         """The number of the share of the global batch that a rank is fed. Ranks that differ only along other axes share it."""
-        coordinates = self.coordinates(rank)
-        share = 0
-        for axis in _cutting(Cuts.SAMPLES):
-            share = share * self.size(axis) + coordinates.along(axis)
-        return share
+        return _sample_shares(self)[rank]
 
     @property
     def num_sample_shares(self) -> int:
@@ -102,7 +99,7 @@ class Mesh:
 
     def first_with_share(self, share: int) -> int:
         """The lowest rank that is fed this share of the global batch."""
-        return next(rank for rank in range(self.world_size) if self.sample_share(rank) == share)
+        return _sample_shares(self).index(share)
 
     def neighbour(self, rank: int, axis: str) -> int:
         """The next rank along an axis; after the last one, the first."""
@@ -164,6 +161,18 @@ class Geometry:
 
 def _cutting(what: Cuts) -> tuple[str, ...]:
     return tuple(axis for axis, cuts in AXES.items() if cuts is what)
+
+
+@functools.cache  # the loop asks at every step
+def _sample_shares(mesh: Mesh) -> tuple[int, ...]:
+    """The share of the global batch of every rank."""
+    shares = []
+    for rank in range(mesh.world_size):
+        coordinates, share = mesh.coordinates(rank), 0
+        for axis in _cutting(Cuts.SAMPLES):
+            share = share * mesh.size(axis) + coordinates.along(axis)
+        shares.append(share)
+    return tuple(shares)
 
 
 def share(length: int, rank: int, size: int) -> tuple[int, int]:

@@ -116,17 +116,14 @@ def rank(target: str, folder: Path, alone: bool, listener: socket.socket) -> int
 def main() -> int:
     import transformers.models.qwen2.modeling_qwen2  # noqa: F401
 
-    from lockstep.running import ranks
-    from lockstep.strategies import ROWS, load
-    from lockstep.training.strategy import factory_of
+    from lockstep.running import jobs, ranks
+    from lockstep.strategies import ROWS
 
     groups = json.loads(sys.argv[1])
     arguments = [(Path(folder) / "argument.json").read_text() for _, _, folder in groups]
     for row in ROWS.values():
         if any(f'"{row.name}"' in argument for argument in arguments):
-            factory_of(row)
-            if row.preload:
-                load(row.preload)()
+            jobs.preload_strategy(row)
     for world_size, target, name in groups:
         importlib.import_module(target.split(":")[0])
         body = functools.partial(rank, target, Path(name), world_size == 0)

@@ -2,6 +2,7 @@ import math
 from types import SimpleNamespace
 
 import pytest
+import torch
 from synthetic import control, history, set_loss, spoil
 
 from lockstep.config import parse_config
@@ -189,7 +190,10 @@ def test_the_tensor_comparison_has_the_loss_tolerance_of_the_curves(first, pretr
     run.run["config"]["pretrained"] = pretrained
     run.run["architecture"].update(hidden_size=64, initializer_range=0.02)
     set_loss(run.steps[0], first or math.log(run.run["architecture"]["vocab_size"]))
-    dump = SimpleNamespace(run=run.run, steps={"1": run.steps[0]})
+    config = run.run["config"]
+    rows = 2 * config["batch_size"] * config["gradient_accumulation_steps"]
+    batch = torch.arange(rows * config["seq_length"]).reshape(rows, -1)  # no token occurs twice
+    dump = SimpleNamespace(run=run.run, steps={"1": run.steps[0]}, tensor=lambda step, name: batch)
     tolerated = comparison._losses(dump, {"ddp": dump}, 1, "autocast", {})[0].tolerated
     _, noise, _ = rule_and_noise(run)
     assert math.isclose(tolerated, math.sqrt(2) * noise.floor)  # of one of two ranks
@@ -239,3 +243,25 @@ def test_a_text_that_repeats_its_tokens_starts_lower_with_tied_embeddings(origin
     assert is_fresh(run.run, expected - 3.2 * spread) is fresh
     assert is_fresh(run.run, expected - 2.9 * spread) and not is_fresh(run.run, expected + 3.1 * spread)
     assert not is_fresh(run.run, expected - 12 * spread)
+
+
+@pytest.mark.parametrize("repeated, wider", [(1, 1.0), (4, 2.0)])
+def test_repeated_tokens_are_rounded_alike(repeated, wider):
+    """Each pair of token and label four times: a quarter of the tokens are independent, the noise of their mean is twice as large."""
+    one, other = history(precision="autocast"), history(precision="autocast")
+    for step in other.steps:
+        step["independent_tokens"] = step["tokens"] / repeated
+    assert math.isclose(tolerance_for(other).first, wider * tolerance_for(one).first)
+    assert math.isclose(tolerance_for(other).mean, wider * tolerance_for(one).mean)
+    assert tolerance_for(history()) == tolerance_for(history(precision="fp32")), (
+        "fp32 has a fixed number of ulps"
+    )
+
+
+def test_a_late_step_of_repeated_tokens_is_allowed_more_alone():
+    one = history(precision="autocast")
+    before = tolerance_for(one)
+    one.steps[7]["independent_tokens"] = one.steps[7]["tokens"] / 9
+    after = tolerance_for(one)
+    assert math.isclose(after.loss[7], 3 * before.loss[7])
+    assert after.loss[:7] == before.loss[:7] and after.loss[8:] == before.loss[8:]

@@ -11,6 +11,7 @@ from lockstep.inputs.architectures import BUILT_IN
 from lockstep.inputs.data import (
     Batches,
     global_batch_hash,
+    independent_tokens,
     load_corpus,
     window_hashes,
 )
@@ -162,3 +163,16 @@ def test_where_tokens_are_kept_is_absolute_and_no_part_of_the_experiment(monkeyp
     assert parse_config("ddp", ["--data_cache_dir", "here"]).data_cache_dir == Path("here").absolute()
     about = provenance(config, load_inputs(config))["config"]
     assert "dataset_name" in about and "data_cache_dir" not in about
+
+
+@pytest.mark.parametrize(
+    "ids, labels, independent",
+    [
+        ([1, 2, 3, 4], [2, 3, 4, 5], 4.0),
+        ([7, 7, 7, 7], [7, 7, 7, 7], 1.0),
+        ([1, 1, 2, 3], [1, 1, 3, 4], 16 / 6),
+        ([1, 1], [1, 2], 2.0),
+    ],
+)
+def test_equal_tokens_are_not_independent(ids, labels, independent):
+    assert independent_tokens(np.array(ids), np.array(labels)) == independent

@@ -9,11 +9,8 @@ from ranks import ROOT
 CONFIGURATION = str(ROOT / "pyproject.toml")
 FORMAT = ("ruff", "format", "--check", "--no-cache", "--config", CONFIGURATION)
 CHECK = ("ruff", "check", "--no-cache", "--config", CONFIGURATION)
-MYPY = (
-    "mypy",
-    "--config-file",
-    CONFIGURATION,
-)  # its cache is .mypy_cache: only the first run takes a quarter of a minute
+# its cache is .mypy_cache: only the first run takes a quarter of a minute
+MYPY = ("mypy", "--config-file", CONFIGURATION)
 
 
 def run(*command):

@@ -77,13 +77,21 @@ class Batches:
 
     def windows(self, step: int, dp_rank: int) -> np.ndarray:
         """The windows (num_micro_batches, batch_size, seq_length + 1) of one step (from 0) and one DP rank."""
-        epoch, position = divmod(step, self.steps_per_epoch)
         share = self.batch_size * self.num_micro_batches
-        first = position * self.windows_per_step + dp_rank * share
-        chosen = self.corpus.windows(
-            places(first, share, self.corpus.num_windows, seed=self.seed, epoch=epoch)
+        return self._windows(step, dp_rank * share, share).reshape(
+            self.num_micro_batches, self.batch_size, -1
         )
-        return chosen.reshape(self.num_micro_batches, self.batch_size, -1)
+
+    def _windows(self, step: int, first: int, count: int) -> np.ndarray:
+        """`count` windows (count, seq_length + 1) of the global batch of a step, from its `first` on."""
+        epoch, position = divmod(step, self.steps_per_epoch)
+        start = position * self.windows_per_step + first
+        return self.corpus.windows(places(start, count, self.corpus.num_windows, seed=self.seed, epoch=epoch))
+
+    def independent_tokens(self, step: int) -> float:
+        """`independent_tokens` of the global batch of a step (from 0)."""
+        windows = self._windows(step, 0, self.windows_per_step)
+        return independent_tokens(windows[:, :-1], windows[:, 1:])
 
     def micro_batches(
         self, step: int, dp_rank: int, device: "torch.device | str"
@@ -93,6 +101,17 @@ class Batches:
 
         windows = torch.from_numpy(self.windows(step, dp_rank).astype(np.int64)).to(device)
         return [(window[:, :-1].contiguous(), window[:, 1:].contiguous()) for window in windows]
+
+
+def independent_tokens(input_ids: np.ndarray, labels: np.ndarray) -> float:
+    """The number of tokens whose rounding errors are independent: N^2 / (sum of n^2 over the pairs of token and label that occur n times).
+
+    Equal tokens with equal labels are rounded nearly alike, so the error of a mean over N tokens falls with the square root of this number,
+    not of N. It is N if no pair occurs twice, and 1 if there is only one pair.
+    """
+    pairs = input_ids.astype(np.int64) << 32 | labels.astype(np.int64)  # one integer sorts faster than a pair
+    _, counts = np.unique(pairs, return_counts=True)
+    return float(counts.sum() ** 2 / np.square(counts, dtype=np.float64).sum())
 
 
 def window_hashes(micro_batches: list[tuple["torch.Tensor", "torch.Tensor"]]) -> list[int]:

@@ -19,6 +19,7 @@ from lockstep.losses.control import (
     norm_gap,
 )
 from lockstep.training.history import History, not_finite
+from lockstep.training.initial_weights import DRAWN
 
 # float32 ulps between the losses of two correct runs
 MEAN_ULPS = 2  # of the mean over DP ranks
@@ -88,9 +89,6 @@ RULES = {
 }
 
 
-RANDOM = (
-    "random weights"  # what a run says of weights drawn from a seed (lockstep/training/initial_weights.py)
-)
 FIRST_GRAD_NORM_BF16 = 8e-3  # bf16 has no rule; weights and residuals are rounded, too
 
 
@@ -104,7 +102,7 @@ def tolerance_for(baseline: History, control: History | None = None) -> Toleranc
     UserError if there is neither a rule nor a control run, and if the control run is not this run's.
     """
     rule, noise, norm_noise = rule_and_noise(baseline)
-    fixed = _derived(rule, noise.floor, len(baseline.steps)) if rule else None
+    fixed = _derived(rule, floors(baseline)) if rule else None
     if control is None:
         if fixed is None:
             precision = baseline.run["config"]["precision"]
@@ -143,19 +141,32 @@ def _bounds(gaps: list[float], least: float = 0.0, cap: float = math.inf) -> tup
     return tuple(min(bound, cap) if WORST_RATIO * gap <= cap else bound for gap, bound in bounds)
 
 
-def _derived(rule: Rule, first: float, steps: int) -> Tolerance:
-    """What RULES say when the first losses may be `first` nats apart."""
-    losses = (first, *[rule.growth * first] * (steps - 1))
-    return Tolerance(losses, rule.mean_growth * first, (rule.grad_norm,) * steps, rule.reason, steps)
+def _derived(rule: Rule, noise: list[float]) -> Tolerance:
+    """What RULES say when rounding alone may move the loss of each step by `noise` nats; no later step is allowed less than the first."""
+    first, steps = noise[0], len(noise)
+    later = [max(first, each) for each in noise]
+    losses = (first, *(rule.growth * each for each in later[1:]))
+    return Tolerance(
+        losses, rule.mean_growth * sum(later) / steps, (rule.grad_norm,) * steps, rule.reason, steps
+    )
+
+
+def floors(baseline: History) -> list[float]:
+    """By how much rounding alone may move the loss of each step (nats), with the weights of the first."""
+    first, config = baseline.steps[0]["loss"], baseline.run["config"]
+    return [
+        loss_noise(baseline.run, first, first, step.get("independent_tokens") or tokens_per_step(config))
+        for step in baseline.steps
+    ]
 
 
 def rule_and_noise(baseline: History) -> tuple[Rule | None, Noise, Noise]:
     """(the rule for this run, or None; the noise of its loss; the noise of its gradient norm)."""
     config, step = baseline.run["config"], baseline.steps[0]
-    precision, tokens = config["precision"], tokens_per_step(config)
+    precision = config["precision"]
     fresh = is_fresh(baseline.run, step["loss"])
     rule = RULES.get(precision) if fresh or precision == "fp32" else None
-    floor = loss_noise(baseline.run, step["loss"], step["loss"], tokens)
+    floor = floors(baseline)[0]
     norm = FIRST_GRAD_NORM_BF16 if precision == "bf16" else RULES[precision].first_grad_norm
     unit_roundoff = (
         2.0**-24 if precision == "fp32" else 2.0**-8
@@ -191,7 +202,7 @@ def is_fresh(run: dict, first_loss: float) -> bool:
     spread = fresh_spread(architecture)
     expected = math.log(architecture["vocab_size"]) + spread**2 / 2
     lower = 3 * spread
-    if architecture.get("tie_word_embeddings") and (run.get("initial_weights") or "").startswith(RANDOM):
+    if architecture.get("tie_word_embeddings") and (run.get("initial_weights") or "").startswith(DRAWN):
         lower += spread * math.sqrt(architecture["hidden_size"])
     off = first_loss - expected
     broken = not math.isfinite(first_loss)  # such a run fails anyway
@@ -203,8 +214,10 @@ def fresh_spread(architecture: dict) -> float:
     return architecture["initializer_range"] * math.sqrt(architecture["hidden_size"])
 
 
-def loss_noise(run: dict, first_loss: float, loss: float, num_tokens: int, *, ulps: int = MEAN_ULPS) -> float:
-    """By how much mean losses (nats) over the same tokens, of correct runs whose first loss was `first_loss`, may differ
+def loss_noise(
+    run: dict, first_loss: float, loss: float, num_tokens: float, *, ulps: int = MEAN_ULPS
+) -> float:
+    """By how much mean losses (nats) over the same `num_tokens` independent tokens, of correct runs whose first loss was `first_loss`, may differ
     from `loss` by rounding alone. `run` is what a history or a dump says of one of them."""
     if run["config"]["precision"] == "fp32":
         return ulps * 2.0 ** (math.floor(math.log2(loss)) - 23) if 0 < loss < math.inf else 2.0**-23

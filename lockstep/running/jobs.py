@@ -187,13 +187,18 @@ def preload(groups: list[Group]) -> None:
 
     from lockstep.tensors import exact_run  # noqa: F401
     from lockstep.training import loop  # noqa: F401
-    from lockstep.training.strategy import factory_of
 
     for strategy in {job.strategy for job in jobs} - {REFERENCE}:
-        row = strategies.row_of(strategy)
-        factory_of(row)
-        if row.preload:
-            strategies.load(row.preload)()
+        preload_strategy(strategies.row_of(strategy))
+
+
+def preload_strategy(row: strategies.Row) -> None:
+    """Import what the ranks of a strategy need on CPUs."""
+    from lockstep.training.strategy import factory_of
+
+    factory_of(row)
+    if row.preload:
+        strategies.load(row.preload)()
 
 
 def run_group(jobs: list[Job], done: Path, listener: socket.socket | None) -> int:

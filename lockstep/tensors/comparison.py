@@ -24,6 +24,7 @@ from lockstep.diagnosis.diagnose import Diagnosis, diagnose
 from lockstep.errors import UserError, run_program
 from lockstep.files import REPORTS, require_ours, require_writable_folder
 from lockstep.inputs import modules
+from lockstep.inputs.data import independent_tokens
 from lockstep.losses.curves import RANK_ULPS, RULES, loss_noise
 from lockstep.strategies import BASELINE, in_order
 from lockstep.tensors import tensor_report
@@ -62,7 +63,6 @@ from lockstep.tensors.judgement import (
     yardstick,
 )
 from lockstep.tensors.manifest import REMEDY
-from lockstep.training.contract import global_batch
 
 # Without a reference: the largest distance from it that DDP had, over the clean sweep and the real sizes (results/).
 TYPICAL = {"fp32": 1.5e-6, "autocast": 2e-2}
@@ -324,9 +324,9 @@ def _losses(
 
     `references` are those of the runs, by strategy; empty without one.
     """
-    config = baseline.run["config"]
     shares = math.gcd(*(len(_rank_losses(dump, step)) for dump in (*dumps.values(), *references.values())))
-    tokens = global_batch(config) * config["gradient_accumulation_steps"] * config["seq_length"] // shares
+    ids, labels = (baseline.tensor(step, f"batch/{name}").numpy() for name in ("input_ids", "labels"))
+    rows = len(ids) // shares
     growth = 1 if step == 1 else RULES[precision].growth
 
     def of_rank(dump: Dump, share: int) -> float:
@@ -337,6 +337,8 @@ def _losses(
     found = []
     for rank in range(shares):
         loss = of_rank(baseline, rank)
+        mine = slice(rank * rows, (rank + 1) * rows)
+        tokens = independent_tokens(ids[mine], labels[mine])
         noise = loss_noise(baseline.run, baseline.steps["1"]["loss"], loss, tokens, ulps=RANK_ULPS)
         by_strategy, exact = (
             {name: of_rank(dump, rank) for name, dump in each.items()} for each in (dumps, references)

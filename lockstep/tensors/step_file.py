@@ -135,8 +135,7 @@ def checksum(data: np.ndarray, itemsize: int, first: int = 0) -> int:
 def _checksum_of_runs(runs: np.ndarray, itemsize: int, first: np.ndarray) -> int:
     """The `checksum` of several runs of consecutive words of one length, a row of bytes each; `first` has the place of each run's first word."""
     words, total = runs.view(WORDS[itemsize]), 0
-    columns = min(words.shape[1], _CHUNK)
-    rows = max(1, _CHUNK // max(columns, 1))
+    rows = max(1, _CHUNK // max(1, words.shape[1]))
     for begin in range(0, len(words), rows):
         for column in range(0, words.shape[1], _CHUNK):
             piece = words[begin : begin + rows, column : column + _CHUNK]

@@ -1,15 +1,16 @@
-"""The loss history: one JSON file per run, rewritten whole after every step and read strictly.
+"""The loss history: one JSON file per run, rewritten whole as the run goes on and read strictly.
 
     {"format": 3, "run": {...}, "contract": {...} | null, "weights": {...} | null,
      "ended": null | "finished" | "why it stopped", "steps": [{"step": 1, "loss": ..., ...}, ...], "sha256": "..."}
 
-`ended` is null while the run goes on, and stays null if it is killed; the steps so far are in the file. `sha256` is the seal: SHA-256 of
+`ended` is null while the run goes on, and stays null if it is killed; the steps up to the last second are in the file. `sha256` is the seal: SHA-256 of
 the rest as `json.dumps` writes it, so that any damage is found. The fields: lockstep/training/history_schema.py.
 """
 
 import hashlib
 import json
 import math
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ FORMAT = 3
 BEGINS = b'{"format": '  # every history file
 PARTS = ("run", "contract", "weights", "ended")  # of the file, beside its format, the steps and the seal
 
+SAVE_INTERVAL = 1.0  # seconds; a killed run loses the steps of so much time
+
 CONTROL = "control"  # the name of the run that shows how far rounding errors alone can move the loss
 
 
@@ -31,7 +34,7 @@ def path_of(folder: Path, run: str) -> Path:
 
 @dataclass
 class History:
-    """One run. `save` is cheap enough for every step: each step is turned into text once."""
+    """One run. Each step is turned into text once."""
 
     run: dict[str, Any]
     steps: list[dict[str, Any]] = field(default_factory=list)
@@ -39,9 +42,15 @@ class History:
     weights: dict[str, Any] = field(default_factory=dict)  # empty until they are known: null in the file
     ended: str | None = None
     _lines: list[str] = field(default_factory=list, repr=False)
+    _saved: float = field(default=-math.inf, repr=False)  # time.monotonic() of the last save
 
     def add(self, step: dict) -> None:
         self.steps.append(step)
+
+    def save_if_due(self, path: Path) -> None:
+        """`save`, but at most once in SAVE_INTERVAL: short steps should not wait for the disk."""
+        if time.monotonic() - self._saved >= SAVE_INTERVAL:
+            self.save(path)
 
     def save(self, path: Path) -> None:
         """Write the history so far, sealed. Raises UserError naming the file when the disk is full."""
@@ -53,6 +62,7 @@ class History:
         ).hexdigest()
         parts = [*head, '"steps": [\n' + ",\n".join(self._lines) + "\n]", f'"sha256": "{sealed}"']
         write_text(path, "{" + ",\n".join(parts) + "}\n")
+        self._saved = time.monotonic()
 
 
 def seal(content: dict) -> str:

@@ -53,6 +53,9 @@ class Step(Strict):
     grad_norm: Norm  # of the whole model's averaged gradient, before clipping
     learning_rate: NotNegative
     tokens: Count  # of the global batch
+    independent_tokens: Annotated[Finite, Field(ge=1)] | None = (
+        None  # of those, by their rounding errors (lockstep/inputs/data.py)
+    )
     seconds: NotNegative
     batch_hash: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 

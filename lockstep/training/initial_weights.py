@@ -13,6 +13,7 @@ from lockstep.inputs.weight_files import INDEX, TORCH_NAMES
 if TYPE_CHECKING:
     from lockstep.config import Config
 
+DRAWN = "random weights"  # so begins the source of weights that were drawn from a seed
 _SINGLE = "model.safetensors"
 
 
@@ -62,7 +63,7 @@ def origin(config: "Config") -> str:
         return f"pretrained weights of {config.model_name}"
     path = file_of(config)
     if path is None:
-        return f"random weights, seed {config.seed}"
+        return f"{DRAWN}, seed {config.seed}"
     about = weight_files.read(path, f"--init_weights_path {path}").about
     return (about and about.source) or "weights of a file"
 

@@ -130,7 +130,7 @@ def _train(
             )
         if rank == 0:
             try:
-                record.save(path)
+                record.save_if_due(path)
             except UserError as error:  # the others learn of it in the next step, or below
                 problem = str(error)
             shown.add(step)
@@ -189,6 +189,7 @@ def train_step(
         "grad_norm": grad_norm,
         "learning_rate": strategy.optimizer.param_groups[0]["lr"],
         "tokens": batches.windows_per_step * config.seq_length,
+        "independent_tokens": batches.independent_tokens(index),
         "seconds": seconds,
         "batch_hash": global_batch_hash([each for r in lead for each in hashes[r]]),
     }
