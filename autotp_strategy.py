@@ -3,6 +3,7 @@
 Only this file and lockstep/deepspeed/build.py import deepspeed.
 """
 
+import contextlib
 import os
 import warnings
 from collections.abc import Iterator
@@ -12,8 +13,9 @@ import torch
 import torch.distributed as dist
 
 from lockstep.config import Config
-from lockstep.deepspeed import configuration, zero
-from lockstep.deepspeed.build import build_extension
+from lockstep.deepspeed import configuration, options, zero
+from lockstep.deepspeed.build import ASYNC_IO, SHARED_MEMORY, build_extension
+from lockstep.errors import UserError, first_line
 from lockstep.inputs.model import causal_lm_loss
 from lockstep.mesh import Geometry, Mesh, share
 from lockstep.training.observe import (
@@ -153,6 +155,19 @@ class Stage3(Stage1And2):
         return safe_get_full_optimizer_state(parameter, kind)
 
 
+@contextlib.contextmanager
+def _refusals_named(file: options.UserFile | None) -> Iterator[None]:
+    """What DeepSpeed refuses while a user's file is given, as one line that names the file."""
+    from deepspeed.runtime.config import DeepSpeedConfigError
+
+    try:
+        yield
+    except (AssertionError, ValueError, NotImplementedError, DeepSpeedConfigError) as error:
+        if file is None:
+            raise
+        raise UserError(f"{file.path}: DeepSpeed refuses it: {first_line(error)}; correct it") from error
+
+
 STAGES = (Stage0, Stage1And2, Stage1And2, Stage3)
 
 
@@ -169,17 +184,20 @@ class AutoTPStrategy:
         )  # by DeepSpeed
         self.full_shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         if device.type == "cpu":
-            build_extension()
+            build_extension(*SHARED_MEMORY)
+        if zero.on_nvme(config):
+            build_extension(*ASYNC_IO)
         deepspeed.init_distributed(dist_backend=dist.get_backend())
         model.to(device=device, dtype=config.parameter_dtype)  # type: ignore[call-arg] # a decorator of transformers loses self
-        self.engine, self.optimizer, _, _ = deepspeed.initialize(
-            model=model,
-            model_parameters=parameter_groups(model.parameters(), config.weight_decay),
-            optimizer=lambda groups: build_optimizer(
-                groups, optimizer=config.optimizer, learning_rate=config.learning_rate
-            ),
-            config=configuration.resolved(config, model.config.hidden_size),
-        )
+        with _refusals_named(options.of(config).deepspeed_config):
+            self.engine, self.optimizer, _, _ = deepspeed.initialize(
+                model=model,
+                model_parameters=parameter_groups(model.parameters(), config.weight_decay),
+                optimizer=lambda groups: build_optimizer(
+                    groups, optimizer=config.optimizer, learning_rate=config.learning_rate
+                ),
+                config=configuration.resolved(config, model.config.hidden_size),
+            )
         self.model = self.engine.module
         self.max_grad_norm = config.max_grad_norm
         self.stage = STAGES[self.engine.zero_optimization_stage()](

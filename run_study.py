@@ -15,6 +15,7 @@ if __name__ == "__main__":
     startup.begin()  # first: from now on Ctrl-C and a missing package are one line each
 
 import argparse
+import json
 import shlex
 import sys
 from pathlib import Path
@@ -24,7 +25,9 @@ from lockstep.config import Parser
 from lockstep.errors import UserError, printable, run_program
 from lockstep.running import locks
 from lockstep.studies import study as study_file
+from lockstep.studies import variations
 from lockstep.studies.study import Planned, Study
+from lockstep.studies.variations import Group
 
 NAME = "run_study.py"
 INTERRUPTED = "interrupted; --resume keeps the finished runs and goes on"
@@ -73,10 +76,16 @@ def body(options: argparse.Namespace, argv: list[str]) -> int:
     if options.only:
         chosen = {name: run for name, run in study.runs.items() if name in options.only}
         study = study.model_copy(update={"runs": chosen})
-    planned = study_file.plan(study, options.study, place)
-    if options.dry_run:
-        show(planned)
-        return 0
+    if study.vary:
+        groups = variations.groups(study.vary)
+        if options.dry_run:
+            show_groups(groups)
+            return 0
+    else:
+        planned = study_file.plan(study, options.study, place)
+        if options.dry_run:
+            show(planned)
+            return 0
     if (
         place.exists()
         and any(not each.name.startswith(".") for each in place.iterdir())
@@ -87,8 +96,11 @@ def body(options: argparse.Namespace, argv: list[str]) -> int:
         )
     files.require_writable_folder(place, "--output_dir")
     startup.meaning = INTERRUPTED
+    command = shlex.join([NAME, *argv])
     with locks.inside(place, "study", "--output_dir"):
-        return run(study, planned, place, shlex.join([NAME, *argv]))
+        if study.vary:
+            return run_groups(study, groups, options.study, place, command)
+        return run(study, planned, place, command)
 
 
 def show(planned: list[Planned]) -> None:
@@ -102,6 +114,39 @@ def show(planned: list[Planned]) -> None:
         )
         for key, (mine, theirs) in study_file.differences(each, control).items():
             print(f"  {key:<28} {printable(mine)} (control: {printable(theirs)})")
+
+
+def show_groups(groups: list[Group]) -> None:
+    for group in groups:
+        print(f"{group.name}: {len(group.cases)} runs")
+        for case in group.cases:
+            print(f"  {case.name}: {json.dumps(case.choice)}")
+
+
+def run_groups(study: Study, groups: list[Group], path: Path, place: Path, command: str) -> int:
+    """Every group against its own control. What is refused is a result, too."""
+    from lockstep.studies import options_report, report, training
+
+    rows = []
+    for number, group in enumerate(groups):
+        folder = place / "groups" / group.name
+        planned, refused = variations.plan(study, study.vary, group, path, folder)
+        print(
+            f"{number + 1} of {len(groups)}, {group.name}: {len(group.cases)} runs, {len(refused)} refused",
+            flush=True,
+        )
+        failed = training.train(
+            planned, folder, apart=False, note=lambda line: print(f"  {line}", flush=True)
+        )
+        training.reference([run for run in planned if run.name not in failed], folder)
+        found = report.rows(study, planned, failed, folder)
+        rows += options_report.results(group, planned, found, refused)
+        options_report.write(study, rows, place, command)  # what is known so far
+    print(f"\n{report.text(options_report.table(study, rows))}\n")
+    print(f"Report  {printable(place / 'report.md')}")
+    passed = options_report.good(rows)
+    print(f"\n{'PASS' if passed else 'FAIL'}")
+    return 0 if passed else 1
 
 
 def run(study: Study, planned: list[Planned], place: Path, command: str) -> int:

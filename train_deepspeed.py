@@ -1,4 +1,4 @@
-"""Train with DeepSpeed AutoTP + ZeRO-1: tensor parallelism by configuration, optimizer state sharded over dp.
+"""Train with DeepSpeed AutoTP + ZeRO: tensor parallelism by configuration, and by stage what is sharded over dp.
 
     python train_deepspeed.py --tp_size 2 --dp_size 2 --init_weights_path runs/init.safetensors
     torchrun --nproc_per_node 4 train_deepspeed.py      the same loop in place, without ray

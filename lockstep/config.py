@@ -161,7 +161,11 @@ class Config:
     def as_dict(self) -> dict[str, Any]:
         """The configuration as a run records it: the strategy by name, not by the path of a file."""
         content = {**asdict(self), "strategy": self.row.name}
-        content["own"] = {key: value for key, value in self.own.items() if not isinstance(value, Path)}
+        content["own"] = {
+            key: getattr(value, "recorded", value)  # of what a flag read from a file
+            for key, value in self.own.items()
+            if not isinstance(value, Path)
+        }
         return {key: str(value) if isinstance(value, Path) else value for key, value in content.items()}
 
 

@@ -115,6 +115,7 @@ def _begin(config: Config, inputs: Inputs) -> None:
         files.remove_captured(config.capture_folder)  # there are none without --overwrite
     for run in runs(config):
         run.history_path.unlink(missing_ok=True)
+        run.told_path.unlink(missing_ok=True)
     progress.screen.note(banner(config, inputs))
     startup.meaning = "interrupted; the history holds the steps so far"
 
@@ -131,7 +132,8 @@ def outputs(config: Config) -> list[tuple[Path, str]]:
         found.append((config.capture_folder, "--capture_dir"))
     if config.written_weights is not None:
         found.append((config.written_weights, "--init_weights_path"))
-    return found
+    own = [(value, f"--{name}") for name, value in config.own.items() if isinstance(value, Path)]
+    return found + own
 
 
 def banner(config: Config, inputs: Inputs) -> str:

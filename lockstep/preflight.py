@@ -79,6 +79,7 @@ def check_environment(config: Config, architecture: dict) -> None:
     initial_weights.check(config, architecture)
     for run in [config, config.of_control()] if config.control else [config]:  # an older run's is replaced
         files.require_ours(run.history_path, "--loss_output_dir", history.BEGINS)
+        files.require_ours(run.told_path, "--loss_output_dir", b"{")
     if config.capture_dir is not None:
         files.require_new_folder(config.capture_folder, "--capture_dir", overwrite=config.overwrite)
     if config.experiment_name is not None and (config.storage_path / config.experiment_name).exists():

@@ -39,6 +39,9 @@ class Row:
     float32_biases_under_autocast: bool = False
     ranks_share_gpus: bool = True  # over gloo, several ranks may use one GPU
     options: str = ""  # "module:Class", a dataclass: flags beyond those that all strategies have
+    file_option: str = (
+        ""  # of those, the flag that takes its library's own configuration, a file or JSON itself
+    )
     library: str = ""  # a package beyond torch that it runs on; histories and dumps record its version
     sharding: str = ""  # "module:function" from a configuration to what its contract says is sharded
     requires: str = ""  # "module:function" of a configuration and an architecture; raises UserError if something is missing or contradictory
@@ -90,6 +93,7 @@ ROWS = {
             float32_biases_under_autocast=True,
             ranks_share_gpus=False,
             options="lockstep.deepspeed.options:Options",
+            file_option="deepspeed_config",
             library="deepspeed",
             sharding="lockstep.deepspeed.zero:expected",
             requires="lockstep.deepspeed.build:require",

@@ -29,7 +29,7 @@ def build(tmp_path, monkeypatch):
     monkeypatch.setattr("torch.distributed.barrier", lambda: None)
 
     def run():
-        extension.build_extension()
+        extension.build_extension(*extension.SHARED_MEMORY)
         return loaded
 
     return folder, run

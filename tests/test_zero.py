@@ -6,7 +6,7 @@ import pytest
 from ranks import ROOT, run_groups
 
 from lockstep.config import parse_config
-from lockstep.deepspeed import configuration, zero
+from lockstep.deepspeed import build, configuration, zero
 from lockstep.errors import UserError
 from lockstep.losses import curves
 from lockstep.running import jobs
@@ -60,6 +60,10 @@ COMBINATIONS = {
     "stage 3, all on the CPU": "--zero_stage 3 --offload_optimizer cpu --offload_param cpu",
     "stage 0, TP=1": "--zero_stage 0",
     "stage 3, TP=1": "--zero_stage 3",
+    "stage 2, a user's file": f"--deepspeed_config {ROOT}/studies/deepspeed/zero_offload.json",
+    "stage 1, autocast": "--zero_stage 1 --precision autocast",
+    "stage 2, autocast": "--zero_stage 2 --precision autocast",
+    "stage 3, autocast": "--zero_stage 3 --precision autocast",
 }
 FLAGS = ["--batch_size", "2", "--seq_length", "32", "--gradient_accumulation_steps", "2", "--dp_size", "2"]
 STEPS = ["--debug_steps", "2", "--capture_steps", "2", "--max_grad_norm", "0.5"]
@@ -78,16 +82,23 @@ def trained(tmp_path_factory):
     for name, flags in COMBINATIONS.items():
         tp = 1 if name.endswith("TP=1") else 2
         runs[tp].append(job("deepspeed", name, "--tp_size", str(tp), *flags.split()))
-    replays = [str(folder / name / "deepspeed") for name in COMBINATIONS]
-    reference = {**job(jobs.REFERENCE, "ddp"), "replays": replays}
-    groups = [(2, [job("ddp", "ddp")]), (2, runs[1]), (4, runs[2]), (None, [reference])]
+    groups = [(2, runs[1]), (4, runs[2])]
+    for name in ("ddp", "ddp, autocast"):
+        precision = ["--precision", "autocast"] if name != "ddp" else []
+        replays = [str(folder / other / "deepspeed") for other in COMBINATIONS if baseline_of(other) == name]
+        reference = {**job(jobs.REFERENCE, name, *precision), "replays": replays}
+        groups += [(2, [job("ddp", name, *precision, "--control")]), (None, [reference])]
     jobs.start_all_groups(groups, folder / "work")
     return folder
 
 
+def baseline_of(name):
+    return "ddp, autocast" if "autocast" in name else "ddp"
+
+
 @pytest.mark.parametrize("name", COMBINATIONS)
 def test_every_stage_computes_the_same(trained, name):
-    ddp, folder = trained / "ddp", trained / name
+    ddp, folder = trained / baseline_of(name), trained / name
     result = compare_dumps(
         Dump(ddp / "reference"),
         {"ddp": Dump(ddp / "ddp"), "deepspeed": Dump(folder / "deepspeed")},
@@ -97,7 +108,8 @@ def test_every_stage_computes_the_same(trained, name):
     baseline = history.read(history.path_of(ddp / "losses", "ddp"))
     other = history.read(history.path_of(folder / "losses", "deepspeed"))
     curves.require_comparable_curves(baseline, other)
-    assert curves.compare_curves(baseline, other, curves.tolerance_for(baseline)).passed
+    control = history.read(history.path_of(ddp / "losses", history.CONTROL))
+    assert curves.compare_curves(baseline, other, curves.tolerance_for(baseline, control)).passed
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -125,6 +137,7 @@ def test_the_contract_says_what_is_sharded(trained, name):
     sharding = Dump(trained / name / "deepspeed").manifest["contract"]["sharding"]
     stage = int(name[6])
     assert sharding["optimizer_shards"] == (2 if stage else 1)
+    assert sharding["offload_optimizer"] == ("cpu" if "CPU" in name or "file" in name else "none")
     assert (sharding["gradients_sharded"], sharding["weights_sharded"]) == (stage >= 2, stage == 3)
     assert sharding["offload_param"] == ("cpu" if "all on" in name else "none")
 
@@ -196,6 +209,7 @@ def test_a_users_file_is_filled_in(tmp_path):
             "offload_optimizer is null, which DeepSpeed",
         ),
         ({"gradient_clipping": {"x": 1}}, "", "gradient_clipping.x is 1, which DeepSpeed cannot read"),
+        ({"bf16": {"enabled": True}}, "--precision bf16", "keeps float32 master weights"),
         ({"zero_optimization": {"stage": 2.0}}, "", "must be 0, 1, 2 or 3"),
         ("[]", "", "must be a JSON object"),
         ("{", "", "mine.json"),
@@ -230,3 +244,19 @@ def test_the_shipped_files_are_what_the_flags_ask_for(tmp_path, name, further):
     assert configuration.resolved(parsed, hidden_size=64) == configuration.of_flags(parsed)
     stage = configuration.SHIPPED[name]["stage"]
     assert configuration.of_flags(parsed)["zero_optimization"]["stage"] == stage
+
+
+def test_a_file_is_read_once(tmp_path):
+    """Where the run is started; what it says is recorded, where it lies is not."""
+    path = tmp_path / "mine.json"
+    path.write_text('{"zero_optimization": {"stage": 2}}')
+    parsed = config("--deepspeed_config", str(path))
+    path.unlink()
+    assert configuration.resolved(parsed, hidden_size=64)["zero_optimization"]["stage"] == 2
+    assert parsed.as_dict()["own"]["deepspeed_config"] == {"zero_optimization": {"stage": 2}}
+
+
+def test_without_libaio_one_line_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", "false")  # a compiler that cannot link it
+    with pytest.raises(UserError, match="install the package libaio-dev"):
+        build._require_libaio()

@@ -1,16 +1,18 @@
-"""DeepSpeed's shared-memory op, which it builds with a C++ compiler when it first runs on CPUs."""
+"""The extensions that DeepSpeed builds with a C++ compiler when it first needs them, and what a machine must have for that."""
 
 import contextlib
 import importlib.util
 import os
 import shutil
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 from lockstep.config import Config
-from lockstep.deepspeed import configuration, zero
+from lockstep.deepspeed import configuration, options, zero
 from lockstep.errors import UserError
+from lockstep.files import require_writable_folder
 from lockstep.running import progress
 
 STALE_LOCK_SECONDS = 120  # no file of the build was touched for this long: nobody is building
@@ -29,6 +31,25 @@ def require(config: Config, architecture: dict) -> None:
         )
     zero.require(config)
     configuration.text(config, architecture)
+    if zero.on_nvme(config):
+        _require_libaio()
+        require_writable_folder(options.of(config).nvme_path, "--nvme_path", keep=not config.dry_run)
+
+
+def _require_libaio() -> None:
+    """Raise UserError unless a program can be linked with libaio, with which DeepSpeed reads and writes the disk."""
+    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
+    program = "#include <libaio.h>\nint main() { io_context_t context = 0; return io_setup(1, &context); }\n"
+    command = [compiler or "c++", "-x", "c++", "-", "-o", os.devnull, "-laio"]
+    try:
+        linked = subprocess.run(command, input=program, text=True, capture_output=True).returncode == 0
+    except OSError:
+        linked = False
+    if not linked:
+        raise UserError(
+            "offload to nvme needs libaio with its headers and a C++ compiler; install the package libaio-dev (Debian, Ubuntu) or libaio-devel "
+            "(Fedora, RHEL), and g++"
+        )
 
 
 def preload() -> None:
@@ -42,37 +63,40 @@ def preload() -> None:
     import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
 
 
-def build_extension() -> None:
-    """Build DeepSpeed's shared-memory op, once per environment, and say so. The other ranks of the machine wait.
+SHARED_MEMORY = ("ShareMemCommBuilder", "its shared-memory op", "about a minute")
+ASYNC_IO = ("AsyncIOBuilder", "its file access for ZeRO-Infinity", "about four minutes")
+
+
+def build_extension(builder: str, what: str, how_long: str) -> None:
+    """Build one of DeepSpeed's extensions, once per environment, and say so. The other ranks of the machine wait.
 
     DeepSpeed itself would build it silently, and wait for ever on the lock of an interrupted build.
     """
     import torch.distributed as dist
-    from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
+    from deepspeed.accelerator import get_accelerator
     from torch.utils.cpp_extension import _get_build_directory
 
     # The ninja installed beside this Python: another version on the PATH would build everything again.
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-        folder = Path(_get_build_directory(ShareMemCommBuilder.NAME, False))
-        _wait_for_lock(folder / "lock")
-        built = (folder / f"{ShareMemCommBuilder.NAME}.so").exists()
+        extension = get_accelerator().create_op_builder(builder)
+        folder = Path(_get_build_directory(extension.NAME, False))
+        _wait_for_lock(folder / "lock", what)
+        built = (folder / f"{extension.NAME}.so").exists()
         announced = (
             contextlib.nullcontext()
             if built
-            else progress.working(
-                "DeepSpeed builds its shared-memory op, once per environment (about a minute)"
-            )
+            else progress.working(f"DeepSpeed builds {what}, once per environment ({how_long})")
         )
         with announced:
-            ShareMemCommBuilder().load(verbose=False)
+            extension.load(verbose=False)
     dist.barrier()
 
 
-def _wait_for_lock(lock: Path) -> None:
+def _wait_for_lock(lock: Path, what: str) -> None:
     """Wait while another process builds; remove the lock once nobody has touched the folder for a while."""
     if lock.exists():
-        progress.screen.note(f"DeepSpeed: another build of its shared-memory op holds {lock}; waiting for it")
+        progress.screen.note(f"DeepSpeed: another build of {what} holds {lock}; waiting for it")
     while lock.exists():
         if time.time() - max(_touched(file) for file in [lock, *lock.parent.iterdir()]) > STALE_LOCK_SECONDS:
             progress.screen.note(f"DeepSpeed: removing the lock of an interrupted build, {lock}")

@@ -14,7 +14,6 @@ from lockstep.config import BETAS, EPS, Config, parse_config
 from lockstep.deepspeed import options as flags
 from lockstep.deepspeed import zero
 from lockstep.errors import UserError
-from lockstep.files import read_json
 
 AUTO = "auto"
 # flag -> where the file may set it; the command line may repeat it
@@ -45,6 +44,7 @@ FLAGS = {
     "optimizer.params.lr": "--learning_rate",
     "optimizer.params.weight_decay": "--weight_decay",
 }
+BF16_WITHOUT_MASTER = ("bf16_master_weights_and_grads", "bf16_optimizer_states")
 REFUSED = {  # place, and all below it -> why
     ("scheduler",): "the learning rate is constant here; leave the section out",
     ("zero_optimization", "cpu_offload"): "write offload_optimizer with a device in its place",
@@ -99,8 +99,7 @@ def of_flags(config: Config) -> dict[str, Any]:
         },
         "bf16": {  # no float32 master copy: "bf16" means the same as in DDP and FSDP
             "enabled": bf16,
-            "bf16_master_weights_and_grads": bf16,
-            "bf16_optimizer_states": bf16,
+            **dict.fromkeys(BF16_WITHOUT_MASTER, bf16),
         },
         # "true": embedding and head are sharded over the vocabulary and the loss computed on the shards, as in FSDP
         "tensor_parallel": {
@@ -116,16 +115,22 @@ def resolved(config: Config, hidden_size: int) -> dict[str, Any]:
     ours = of_flags(config)
     if own.deepspeed_config is None:
         return ours
-    found = read(own.deepspeed_config)
+    file, found = own.deepspeed_config.path, own.deepspeed_config.content
     for section, value in found.items():
         if section not in TOP_LEVEL:
-            raise UserError(
-                f"{own.deepspeed_config}: {section} is no key of DeepSpeed's, which would ignore it; correct it"
-            )
+            raise UserError(f"{file}: {section} is no key of DeepSpeed's, which would ignore it; correct it")
         if isinstance(ours.get(section), dict) and not isinstance(value, dict):
-            raise UserError(
-                f"{own.deepspeed_config}: {section} is {json.dumps(value)}, it must be an object; correct it"
-            )
+            raise UserError(f"{file}: {section} is {json.dumps(value)}, it must be an object; correct it")
+    bf16 = found.get("bf16", {})
+    if (
+        config.precision == "bf16"
+        and bf16.get("enabled") is True
+        and None in map(bf16.get, BF16_WITHOUT_MASTER)
+    ):
+        raise UserError(
+            f"{file}: bf16.enabled alone keeps float32 master weights, and --precision bf16 keeps none; "
+            f'write "{AUTO}", or set {" and ".join(BF16_WITHOUT_MASTER)} too'
+        )
     known = {**_leaves(ours), **_leaves(_derived(config))}
     sizes = _leaves(_bucket_sizes(hidden_size))
     for place, value in _leaves(found).items():
@@ -136,31 +141,25 @@ def resolved(config: Config, hidden_size: int) -> dict[str, Any]:
             if value == {}:
                 continue
             raise UserError(
-                f"{own.deepspeed_config}: {name} is {json.dumps(value)}, which DeepSpeed cannot read there; correct it"
+                f"{file}: {name} is {json.dumps(value)}, which DeepSpeed cannot read there; correct it"
             )
         for refused, why in REFUSED.items():
             if place[: len(refused)] == refused:
-                raise UserError(f"{own.deepspeed_config}: {'.'.join(refused)}: {why}")
+                raise UserError(f"{file}: {'.'.join(refused)}: {why}")
         if place in known:
             if value != AUTO and not _same(name, value, known[place]):
                 flag = FLAGS.get(name)
-                remedy = f'give that flag the same value, or write "{AUTO}"' if flag else "leave it out"
+                remedy = f'change one of the two, or write "{AUTO}"' if flag else "leave it out"
                 asked = f"{flag or 'Lockstep'} {'ask' if flag and ' and ' in flag else 'asks'} for {json.dumps(known[place])}"
-                raise UserError(
-                    f"{own.deepspeed_config}: {name} is {json.dumps(value)}, but {asked}; {remedy}"
-                )
+                raise UserError(f"{file}: {name} is {json.dumps(value)}, but {asked}; {remedy}")
         elif value == AUTO and place in sizes:
             _set(ours, place, sizes[place])
         elif value == AUTO:
-            raise UserError(
-                f'{own.deepspeed_config}: {name} is "{AUTO}", and no flag gives it a value; write one'
-            )
+            raise UserError(f'{file}: {name} is "{AUTO}", and no flag gives it a value; write one')
         elif place[0] != "optimizer":
             _set(ours, place, value)
         else:
-            raise UserError(
-                f"{own.deepspeed_config}: {name}: Lockstep gives DeepSpeed its own optimizer; leave it out"
-            )
+            raise UserError(f"{file}: {name}: Lockstep gives DeepSpeed its own optimizer; leave it out")
     return ours
 
 
@@ -215,27 +214,18 @@ def defaults(options: argparse.Namespace) -> dict[str, Any]:
     """The defaults that the file gives to flags: ZeRO's stage and offload."""
     if options.deepspeed_config is None:
         return {}
-    leaves = _leaves(read(options.deepspeed_config))
+    file = options.deepspeed_config.path
+    leaves = _leaves(options.deepspeed_config.content)
     given = {flag: leaves[place] for flag, place in OF_THE_FILE.items() if leaves.get(place, AUTO) != AUTO}
     if given.get("zero_stage", 1) not in range(4) or type(given.get("zero_stage", 1)) is not int:
-        raise UserError(f"{options.deepspeed_config}: zero_optimization.stage must be 0, 1, 2 or 3")
+        raise UserError(f"{file}: zero_optimization.stage must be 0, 1, 2 or 3")
     for flag in ("offload_optimizer", "offload_param"):
         if given.get(flag, "none") not in ("none", "cpu", "nvme"):
-            raise UserError(
-                f"{options.deepspeed_config}: zero_optimization.{flag}.device must be none, cpu or nvme"
-            )
+            raise UserError(f"{file}: zero_optimization.{flag}.device must be none, cpu or nvme")
         place = leaves.get(("zero_optimization", flag, "nvme_path"), AUTO)
         if given.get(flag) == "nvme" and place != AUTO:
             given["nvme_path"] = Path(str(place))
     return given
-
-
-def read(path: Path) -> dict[str, Any]:
-    """A user's file. Raises UserError unless it is a JSON object."""
-    content = read_json(path.expanduser())
-    if not isinstance(content, dict):
-        raise UserError(f"{path}: must be a JSON object, as DeepSpeed's configurations are")
-    return content
 
 
 def text(config: Config, architecture: dict) -> str:

@@ -1,4 +1,4 @@
-"""Handles of DeepSpeed AutoTP + ZeRO-1 (autotp_strategy.py)."""
+"""Handles of DeepSpeed AutoTP + ZeRO (autotp_strategy.py)."""
 
 import importlib
 from collections.abc import Callable, Iterator

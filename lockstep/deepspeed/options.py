@@ -2,12 +2,40 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from lockstep.errors import UserError, first_line
+from lockstep.files import parse_json, read_json
 
 if TYPE_CHECKING:
     from lockstep.config import Config
 
 WHERE = ("none", "cpu", "nvme")
+
+
+@dataclass(frozen=True)
+class UserFile:
+    """A user's configuration of DeepSpeed. It is read where the run is started: other machines need not have the file."""
+
+    path: Path
+    content: dict[str, Any]
+
+    @classmethod
+    def read(cls, path: str) -> "UserFile":
+        """The content of a file, or JSON itself. Raises UserError unless it is a JSON object."""
+        if path.startswith("{"):
+            try:
+                return cls(Path("--deepspeed_config"), parse_json(path))
+            except ValueError as error:
+                raise UserError(f"--deepspeed_config: not valid JSON ({first_line(error)})") from error
+        content = read_json(Path(path).expanduser())
+        if not isinstance(content, dict):
+            raise UserError(f"{path}: must be a JSON object, as DeepSpeed's configurations are")
+        return cls(Path(path), content)
+
+    @property
+    def recorded(self) -> dict[str, Any]:
+        return self.content
 
 
 @dataclass(frozen=True)
@@ -30,11 +58,11 @@ class Options:
     nvme_path: Path | None = field(
         default=None, metadata={"help": "folder for what is kept on nvme", "type": Path}
     )
-    deepspeed_config: Path | None = field(
+    deepspeed_config: UserFile | None = field(
         default=None,
         metadata={
-            "help": "DeepSpeed's JSON: \"auto\" takes the flag's value, any other value must agree with the flags",
-            "type": Path,
+            "help": "DeepSpeed's JSON, a file or the text itself: \"auto\" takes the flag's value, any other value must agree with the flags",
+            "type": UserFile.read,
         },
     )
 

@@ -17,6 +17,8 @@ zero_stage = 2
 strategy = "fsdp"
 precision = "bf16"
 differs = "bfloat16 weights"   # it need not agree with the control: it is measured, not judged
+
+In the place of runs, a study may have a table [vary] (lockstep/studies/variations.py).
 """
 
 import re
@@ -43,7 +45,11 @@ SET_HERE = (
     "capture_dir", "capture_steps", "overwrite", "dry_run", "control", "noise_control", "num_workers",
 )  # fmt: skip
 Value = str | int | float | bool
-Flags = dict[Annotated[str, Field(pattern=r"^[a-z_]{1,40}$")], Value]
+Flag = Annotated[str, Field(pattern=r"^[a-z_]{1,40}$")]
+Flags = dict[Flag, Value]
+Option = Annotated[str, Field(pattern=r"^[a-z0-9_]{1,60}(\.[a-z0-9_]{1,60})*$")]
+Values = Annotated[list[Value], Field(min_length=1, max_length=20)]
+DEFAULT = "default"  # among the values of an option: it is left out
 
 
 class Run(Strict):
@@ -58,6 +64,16 @@ class Run(Strict):
         return self.model_extra or {}
 
 
+class Vary(Strict):
+    """Options that are varied one by one and in pairs."""
+
+    strategy: Name
+    flags: Flags = {}  # of all runs but the control
+    shared: dict[Flag, Values] = {}
+    options: Annotated[dict[Option, Values], Field(min_length=1)]
+    needs: dict[Option, dict[Option, Values]] = {}
+
+
 class Study(Strict):
     """The whole file."""
 
@@ -67,9 +83,8 @@ class Study(Strict):
     memory: bool = False
     shared: Flags = {}
     control: Flags = {}
-    runs: Annotated[
-        dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,60}$")], Run], Field(min_length=1)
-    ]
+    runs: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,60}$")], Run] = {}
+    vary: Vary | None = None
 
 
 @dataclass(frozen=True)
@@ -102,6 +117,8 @@ def read(path: Path) -> Study:
         study = validate(Study, content, path, REMEDY)
     except UserError as error:
         raise UserError(_at_line(text, path, str(error))) from error
+    if bool(study.runs) == bool(study.vary):
+        raise UserError(f"{path}, line 1: a study has either tables [runs.NAME] or a table [vary]; {REMEDY}")
     for table, flags in {"shared": study.shared, "control": study.control, **_by_table(study)}.items():
         taken = next((flag for flag in flags if flag in SET_HERE), None)
         if taken:
@@ -140,14 +157,14 @@ def line_of(text: str, table: str, key: str) -> int:
 def plan(study: Study, path: Path, folder: Path) -> list[Planned]:
     """Every run, the control first. Raises UserError, with the line, for one that could not be started."""
     text = path.read_text(encoding="utf-8")
-    planned = [_planned(study, BASELINE, Run(strategy=BASELINE), {**study.shared, **study.control}, folder)]
+    planned = [plan_control(study, {**study.shared, **study.control}, folder)]
     for name, run in study.runs.items():
         if name == row_of(BASELINE).name:
             raise UserError(
                 f"{path}, line {line_of(text, f'runs.{name}', '')}: the name is the control's; choose another"
             )
         try:
-            planned.append(_planned(study, name, run, {**study.shared, **run.flags}, folder))
+            planned.append(plan_run(study, name, run, {**study.shared, **run.flags}, folder))
         except UserError as error:
             flag = re.match(r"(?:unrecognized arguments: |argument )?--([a-z_]+)", str(error))
             line = line_of(text, f"runs.{name}", flag[1] if flag else "strategy")
@@ -155,7 +172,13 @@ def plan(study: Study, path: Path, folder: Path) -> list[Planned]:
     return planned
 
 
-def _planned(study: Study, name: str, run: Run, flags: Flags, folder: Path) -> Planned:
+def plan_control(study: Study, flags: Flags, folder: Path) -> Planned:
+    """The control of a study, or of a group of its runs."""
+    return plan_run(study, BASELINE, Run(strategy=BASELINE), flags, folder)
+
+
+def plan_run(study: Study, name: str, run: Run, flags: Flags, folder: Path) -> Planned:
+    """One run with all its flags, in a folder. Raises UserError if it could not be started."""
     arguments = [word for flag, value in flags.items() for word in _words(flag, value)]
     arguments += ["--loss_output_dir", str(folder / "losses"), "--storage_path", str(folder / "losses")]
     if name != BASELINE:

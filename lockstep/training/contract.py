@@ -73,10 +73,20 @@ def on_any_mesh(contract: dict) -> dict:
 def contract_differences(expected: dict, actual: dict, ignoring: tuple[str, ...] = ()) -> dict[str, str]:
     """Entry -> "key is a, not b" for every entry in which two contracts differ."""
     return {
-        key: f"{key} is {_short(actual.get(key))}, not {_short(expected.get(key))}"
+        key: _difference(key, expected.get(key), actual.get(key))
         for key in sorted((expected.keys() | actual.keys()) - set(ignoring))
         if expected.get(key) != actual.get(key)
     }
+
+
+def _difference(key: str, expected: object, actual: object) -> str:
+    """The first difference inside of two objects, the values themselves otherwise."""
+    if isinstance(expected, dict) and isinstance(actual, dict):
+        inner = next(
+            name for name in [*expected, *actual] if name not in actual or expected.get(name) != actual[name]
+        )
+        return _difference(f"{key}.{inner}", expected.get(inner), actual.get(inner))
+    return f"{key} is {_short(actual)}, not {_short(expected)}"
 
 
 def contract_difference(expected: dict, actual: dict, ignoring: tuple[str, ...] = ()) -> str:

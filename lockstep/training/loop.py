@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep import origin, strategies
-from lockstep.collective import stop_together, stopping_together
+from lockstep.collective import gather_objects, stop_together, stopping_together
 from lockstep.config import PLACES, Config
 from lockstep.errors import TrainingFailure, UserError
 from lockstep.files import write_text
@@ -58,6 +58,7 @@ def run(config: Config, inputs: Inputs, make_strategy: MakeStrategy, device: tor
     rank = dist.get_rank()
     model, file_sums = _initial_model(config, inputs, rank)
     about = provenance(config, inputs)
+    _require_told_alike(about.get("told_sha256"))
     capture = Capture(config, model, about) if config.capture_dir else None
     strategy = make_strategy(model, config, config.mesh, device)
     expected, actual = Geometry.of_rank(config.mesh, rank), strategy.geometry()
@@ -294,6 +295,14 @@ def _live_checksums(strategy: Strategy, rank: int) -> dict[str, str] | None:
     for _ in strategy.full_parameters():
         pass
     return None
+
+
+def _require_told_alike(sha256: str | None) -> None:
+    """Ranks that a launcher starts read a user's file each for itself."""
+    if len(set(gather_objects(sha256))) > 1:
+        raise TrainingFailure(
+            "ranks were given different configurations of the strategy's library; give the same file on every machine"
+        )
 
 
 def told(config: Config, inputs: Inputs) -> str:

@@ -1,0 +1,107 @@
+"""What came out of a study that varies options: for each value of each option, whether its runs compute the same."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import printable
+from lockstep.files import write_text
+from lockstep.losses.curves import PASS
+from lockstep.studies.report import DID_NOT_RUN
+from lockstep.studies.study import Planned, Study
+from lockstep.studies.variations import Case, Group
+from lockstep.training import history
+
+REFUSED_BY_US, REFUSED_BY_LIBRARY = "refused by Lockstep", "refused by the library"
+OTHERS_REFUSAL = ": DeepSpeed refuses it: "
+HEAD = ["option", "alone", "other bits than without it", "in pairs", ""]
+
+
+def results(
+    group: Group, planned: list[Planned], found: list[dict[str, Any]], refused: dict[str, str]
+) -> list[dict[str, Any]]:
+    """A row for each case of a group: outcome, why, and whether its bits differ from those of the run without the option."""
+    outcomes = {row["run"]: row for row in found}
+    runs = {run.name: run for run in planned}
+    rows = []
+    for case in group.cases:
+        row = outcomes.get(case.name, {})
+        outcome, why = row.get("outcome", REFUSED_BY_US), row.get("why") or refused.get(case.name, "")
+        if outcome == DID_NOT_RUN and OTHERS_REFUSAL in why:
+            outcome = REFUSED_BY_LIBRARY
+        first = row.get("first wrong") or []
+        rows.append(
+            {
+                "group": group.name,
+                "case": case.name,
+                "options": case.choice,
+                "varied": case.varied,
+                "outcome": outcome,
+                "why": why or (f"first wrong tensor: {first[0]}" if first else ""),
+                "worst tensor of tolerated": row.get("worst tensor of tolerated"),
+                "other bits": _other_bits(case, runs),
+            }
+        )
+    return rows
+
+
+def _other_bits(case: Case, runs: dict[str, Planned]) -> bool | None:
+    """Whether losses, norms or final weights differ in any bit from the neighbour's; None if one of the two did not run."""
+    if case.neighbour is None or not {case.name, case.neighbour} <= runs.keys():
+        return None
+    read = []
+    for name in (case.name, case.neighbour):
+        path = runs[name].config.history_path
+        if not path.exists():
+            return None
+        record = history.read(path)
+        read.append(
+            ([(step["loss"], step["grad_norm"]) for step in record.steps], record.weights.get("final_sha256"))
+        )
+    return read[0] != read[1]
+
+
+def table(study: Study, rows: list[dict[str, Any]]) -> list[list[str]]:
+    assert study.vary is not None
+    lines = [HEAD]
+    for option, values in study.vary.options.items():
+        for value in values:
+            with_it = [row for row in rows if row["options"].get(option, ...) == value]
+            alone = [row for row in with_it if row["varied"] == option]
+            pairs = [row for row in with_it if row["case"].startswith("pairs-")]
+            passed = sum(row["outcome"] == PASS for row in pairs)
+            bits = {True: "yes", False: "no: not seen to act", None: ""}[
+                alone[0]["other bits"] if alone else None
+            ]
+            why = next((row["why"] for row in (*alone, *pairs) if row["outcome"] != PASS and row["why"]), "")
+            lines.append(
+                [
+                    f"{option} = {json.dumps(value)}",
+                    alone[0]["outcome"] if alone else "",
+                    bits,
+                    f"{passed} of {len(pairs)}",
+                    printable(why, 160),
+                ]
+            )
+    return lines
+
+
+def good(rows: list[dict[str, Any]]) -> bool:
+    return all(row["outcome"] in (PASS, REFUSED_BY_US, REFUSED_BY_LIBRARY) for row in rows)
+
+
+def write(study: Study, rows: list[dict[str, Any]], place: Path, command: str) -> None:
+    """report.md and report.json in the folder of the study."""
+    content = {"title": study.title, "command": command, "good": good(rows), "runs": rows}
+    write_text(place / "report.json", json.dumps(content, indent=1) + "\n")
+    head, *lines = table(study, rows)
+    parts = [f"# {study.title}", "", study.about.strip(), "", f"Made by `{printable(command, 400)}`.", ""]
+    parts += [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    parts += [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines]
+    wrong = [row for row in rows if row["outcome"] not in (PASS, REFUSED_BY_US, REFUSED_BY_LIBRARY)]
+    parts += ["", f"{len(rows)} runs; {len(wrong)} neither pass nor are refused.", ""]
+    parts += [
+        f"- {row['group']}, {json.dumps(row['options'])}: {row['outcome']}: {printable(row['why'], 400)}"
+        for row in wrong
+    ]
+    write_text(place / "report.md", "\n".join(parts) + "\n")

@@ -1,0 +1,156 @@
+"""A [vary] table: options of a strategy, one by one and together in pairs, each run judged against a control with the same model.
+
+[vary]
+strategy = "deepspeed"
+
+[vary.flags]                                # of all runs but the control
+tp_size = 1
+
+[vary.shared]                               # flags of the control, too: each combination that occurs has a control of its own
+gradient_accumulation_steps = [1, 2, 3]
+
+[vary.options]                              # flags of the strategy, or places in its library's file; beside the values, the default
+zero_stage = [0, 2, 3]
+"zero_optimization.overlap_comm" = [true]
+
+[vary.needs]                                # what an option needs to mean anything; "default" is the option left out
+"zero_optimization.overlap_comm" = { zero_stage = [2, 3, "default"] }
+"""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import UserError
+from lockstep.strategies import Row, row_of
+from lockstep.studies import study as study_file
+from lockstep.studies.study import DEFAULT, Flags, Planned, Run, Study, Value, Vary
+
+Choice = dict[str, Value]  # option -> value; one that is left out has its default
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run: what it varies, and the run that differs from it in `varied` alone (only of runs that vary one option)."""
+
+    name: str
+    choice: Choice
+    varied: str | None = None
+    neighbour: str | None = None
+
+
+@dataclass
+class Group:
+    """The runs that share flags with one control."""
+
+    name: str
+    shared: Flags
+    cases: list[Case] = field(default_factory=list)
+
+
+def groups(vary: Vary) -> list[Group]:
+    """One by one with the first of the shared values; then in pairs with all. Raises UserError without the package covertable."""
+    first = {flag: values[0] for flag, values in vary.shared.items()}
+    found = {_name(first): Group(_name(first), first, one_by_one(vary))}
+    for number, row in enumerate(_in_pairs(vary)):
+        shared = {flag: row[flag] for flag in vary.shared}
+        choice = {
+            option: value for option, value in row.items() if option in vary.options and value != DEFAULT
+        }
+        group = found.setdefault(_name(shared), Group(_name(shared), shared))
+        group.cases.append(Case(f"pairs-{number:02}", choice))
+    return list(found.values())
+
+
+def _name(shared: Flags) -> str:
+    return ",".join(f"{value}" for value in shared.values()) or "all"
+
+
+def one_by_one(vary: Vary) -> list[Case]:
+    """The default, and each value of each option, with what the option needs and nothing else."""
+    cases = [Case("default", {})]
+    names = {_key({}): "default"}
+    for option, values in vary.options.items():
+        for value in values:
+            needed = {key: allowed[0] for key, allowed in vary.needs.get(option, {}).items()}
+            without = {key: each for key, each in needed.items() if each != DEFAULT}
+            choice = {**without, option: value}
+            neighbour = names.get(_key(without))
+            if neighbour is None:
+                neighbour = names[_key(without)] = f"base-{len(cases):02}"
+                cases.append(Case(neighbour, without))
+            name = names.setdefault(_key(choice), f"alone-{len(cases):02}")
+            cases.append(Case(name, choice, option, neighbour))
+    return cases
+
+
+def _key(choice: Choice) -> str:
+    return json.dumps(choice, sort_keys=True)
+
+
+def _in_pairs(vary: Vary) -> list[dict[str, Any]]:
+    """Rows in which every two values of two options, or of an option and a shared flag, meet at least once."""
+    try:
+        import covertable
+    except ImportError as error:
+        raise UserError(
+            "a study that varies options needs the package covertable; install requirements-studies.txt"
+        ) from error
+    factors = {**vary.shared, **{option: [DEFAULT, *values] for option, values in vary.options.items()}}
+    keys = {
+        option: f"factor{number}" for number, option in enumerate(factors)
+    }  # a dot in a key means a path there
+    needs = [
+        {
+            "operator": "or",
+            "conditions": [
+                {"operator": "eq", "left": keys[option], "value": DEFAULT},
+                {"operator": "in", "left": keys[other], "values": allowed},
+            ],
+        }
+        for option, needed in vary.needs.items()
+        for other, allowed in needed.items()
+    ]
+    rows = covertable.make({keys[option]: values for option, values in factors.items()}, constraints=needs)
+    return [{option: row[key] for option, key in keys.items()} for row in rows]
+
+
+def as_run(vary: Vary, case: Case) -> Run:
+    """The case as a run of a study: flags as they are, everything else in the file of the strategy's library."""
+    row = row_of(vary.strategy)
+    own = {option.name for option in row.own_options()}
+    flags = {option: value for option, value in case.choice.items() if option in own}
+    content: dict[str, Any] = {}
+    for place, value in case.choice.items():
+        if place not in own:
+            *above, last = place.split(".")
+            inside = content
+            for key in above:
+                inside = inside.setdefault(key, {})
+            inside[last] = value
+    if content:
+        flags[_file_option(row)] = json.dumps(content)
+    return Run(strategy=vary.strategy, **flags)
+
+
+def _file_option(row: Row) -> str:
+    if not row.file_option:
+        raise UserError(f"{row.name} takes no file of its library; vary its flags alone")
+    return row.file_option
+
+
+def plan(
+    study: Study, vary: Vary, group: Group, path: Path, place: Path
+) -> tuple[list[Planned], dict[str, str]]:
+    """The control and the runs of a group, and why the others are refused, by name."""
+    planned = study_file.plan_control(study, {**study.shared, **group.shared, **study.control}, place)
+    accepted, refused = [planned], {}
+    for case in group.cases:
+        run = as_run(vary, case)
+        flags = {**study.shared, **group.shared, **vary.flags, **run.flags}
+        try:
+            accepted.append(study_file.plan_run(study, case.name, run, flags, place))
+        except UserError as error:
+            refused[case.name] = str(error)
+    return accepted, refused

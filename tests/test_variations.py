@@ -1,0 +1,130 @@
+"""Studies that vary options: every pair that can be meets, what an option needs is there, and a refusal is a result."""
+
+import itertools
+import json
+
+import pytest
+
+import run_study
+from lockstep.errors import UserError
+from lockstep.studies import options_report, variations
+from lockstep.studies import study as study_file
+from lockstep.studies.study import DEFAULT
+
+VARIED = """title = "varied"
+tensors = 1
+
+[shared]
+batch_size = 2
+seq_length = 32
+debug_steps = 2
+dp_size = 1
+
+[control]
+
+[vary]
+strategy = "deepspeed"
+
+[vary.flags]
+tp_size = 1
+
+[vary.shared]
+gradient_accumulation_steps = [2, 1]
+
+[vary.options]
+zero_stage = [2, 3]
+fp16 = [true]
+"zero_optimization.stage3_max_live_parameters" = [0]
+"zero_optimization.reduce_bucket_size" = [1000, -1]
+
+[vary.needs]
+"zero_optimization.stage3_max_live_parameters" = { zero_stage = [3] }
+"zero_optimization.reduce_bucket_size" = { zero_stage = [2, 3] }
+"""
+
+
+def written(tmp_path, text=VARIED):
+    (tmp_path / "s.toml").write_text(text)
+    return tmp_path / "s.toml"
+
+
+def allowed(vary, pair):
+    """Whether two values can meet: each has what it needs, as far as the two say."""
+    return all(
+        pair.get(other, allowed[0]) in allowed
+        for option, value in pair.items()
+        if value != DEFAULT
+        for other, allowed in vary.needs.get(option, {}).items()
+    )
+
+
+def test_every_pair_that_can_be_meets_and_no_other(tmp_path):
+    vary = study_file.read(run_study.STUDIES / "deepspeed_options.toml").vary
+    factors = {**vary.shared, **{option: [DEFAULT, *values] for option, values in vary.options.items()}}
+    rows = variations._in_pairs(vary)
+    met = {
+        ((one, row[one]), (two, row[two])) for row in rows for one, two in itertools.combinations(factors, 2)
+    }
+    assert all(allowed(vary, row) for row in rows)
+    missing = [
+        (a, b)
+        for one, two in itertools.combinations(factors, 2)
+        for a in ((one, value) for value in factors[one])
+        for b in ((two, value) for value in factors[two])
+        if allowed(vary, dict((a, b))) and (a, b) not in met
+    ]
+    # two options may need different values of a third: no run can have both
+    assert all(needs_conflict(vary, dict(pair)) for pair in missing), missing
+
+
+def needs_conflict(vary, pair):
+    needed = [
+        vary.needs[option] for option, value in pair.items() if value != DEFAULT and option in vary.needs
+    ]
+    return any(
+        not set(map(str, one[other])) & set(map(str, two[other]))
+        for one, two in itertools.combinations(needed, 2)
+        for other in one.keys() & two.keys()
+    )
+
+
+def test_one_by_one_every_value_has_a_neighbour_without_it(tmp_path):
+    vary = study_file.read(written(tmp_path)).vary
+    cases = {case.name: case for case in variations.one_by_one(vary)}
+    for option, values in vary.options.items():
+        for value in values:
+            (case,) = [c for c in cases.values() if c.varied == option and c.choice[option] == value]
+            without = dict(case.choice)
+            del without[option]
+            assert cases[case.neighbour].choice == without
+
+
+def test_what_no_flag_sets_goes_into_the_file(tmp_path):
+    vary = study_file.read(written(tmp_path)).vary
+    choice = {"zero_stage": 3, "zero_optimization.stage3_max_live_parameters": 0}
+    run = variations.as_run(vary, variations.Case("x", choice))
+    assert run.flags["zero_stage"] == 3
+    assert json.loads(run.flags["deepspeed_config"]) == {
+        "zero_optimization": {"stage3_max_live_parameters": 0}
+    }
+    fsdp = vary.model_copy(update={"strategy": "fsdp"})
+    with pytest.raises(UserError, match="takes no file of its library"):
+        variations.as_run(fsdp, variations.Case("x", {"a.b": 1}))
+
+
+def test_from_end_to_end(tmp_path, capsys):
+    """Two options are right, one is refused by Lockstep, one by DeepSpeed."""
+    out = tmp_path / "out"
+    status = run_study.main([str(written(tmp_path)), "--output_dir", str(out)])
+    said = capsys.readouterr()
+    assert status == 0, said.out + said.err
+    rows = json.loads((out / "report.json").read_text())["runs"]
+    alone = {json.dumps(row["options"]): row for row in rows if row["varied"]}
+    assert alone['{"zero_stage": 2}']["outcome"] == "PASS"
+    assert alone['{"fp16": true}']["outcome"] == options_report.REFUSED_BY_US
+    negative = alone['{"zero_stage": 2, "zero_optimization.reduce_bucket_size": -1}']
+    assert (
+        negative["outcome"] == options_report.REFUSED_BY_LIBRARY and "reduce_bucket_size" in negative["why"]
+    )
+    assert alone['{"zero_stage": 3, "zero_optimization.stage3_max_live_parameters": 0}']["outcome"] == "PASS"
+    assert "not seen to act" in (out / "report.md").read_text()
