@@ -8,8 +8,8 @@ import sys
 import time
 
 import pytest
-from ranks import ROOT
 from launched import environment, gone
+from ranks import ROOT
 
 import run_verification
 from lockstep.inputs.architectures import BUILT_IN
