@@ -31,8 +31,8 @@ def dumps(tmp_path_factory):
 
 @pytest.fixture
 def run(tmp_path):
-    """Starts a run of its own in a folder: see launched.py."""
-    from launched import starting
+    """Starts a run of its own in a folder: see real_runs.py."""
+    from real_runs import starting
 
     with starting(tmp_path) as start:
         yield start

@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
-from launched import BIN, environment, folders, gone
 from ranks import ROOT, free_port
+from real_runs import BIN, environment, folders, gone
 
 from lockstep.training import history
 

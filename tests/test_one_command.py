@@ -7,9 +7,9 @@ import subprocess
 import sys
 
 import pytest
-from launched import environment, gone
 from own_strategy import DOUBLED, own_strategy
 from ranks import ROOT
+from real_runs import environment, gone
 
 from lockstep.inputs.architectures import BUILT_IN
 from lockstep.training import history

@@ -8,8 +8,8 @@ import sys
 import time
 
 import pytest
-from launched import environment, gone
 from ranks import ROOT
+from real_runs import environment, gone
 
 import run_verification
 from lockstep.inputs.architectures import BUILT_IN
