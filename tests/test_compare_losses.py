@@ -267,3 +267,12 @@ def test_a_late_step_of_repeated_tokens_is_allowed_more_alone():
     after = tolerance_for(one)
     assert math.isclose(after.loss[7], 3 * before.loss[7])
     assert after.loss[:7] == before.loss[:7] and after.loss[8:] == before.loss[8:]
+
+
+def test_one_rank_alone_averages_nothing():
+    """Its loss is allowed as much as the tensor comparison allows the loss of a rank: 5 ulps, not the 2 of a mean of two."""
+    two, one = history(), history()
+    for step in one.steps:
+        step["rank_losses"] = step["rank_losses"][:1]
+    assert math.isclose(tolerance_for(one).first, 2.5 * tolerance_for(two).first)
+    assert tolerance_for(one).first == 5 * 2.0 ** (math.floor(math.log2(one.steps[0]["loss"])) - 23)

@@ -5,9 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from pathlib import Path
 
 import pytest
 from ranks import ROOT, free_port
@@ -38,25 +36,6 @@ def test_an_interrupt_is_one_line(run, tmp_path, moment):
     assert gone(tmp_path) is True
 
 
-def test_a_run_leaves_nothing_of_ray_behind(tmp_path):
-    """From another folder, too."""
-    with tempfile.TemporaryDirectory(dir="/tmp") as short:  # the names of sockets must be
-        command = [sys.executable, str(ROOT / "train_ddp.py"), *folders(Path("out"))]
-        command += ["--debug_steps", "1", "--dp_size", "1"]
-        settings = environment(RAY_TMPDIR=short)
-        done = subprocess.run(
-            command, cwd=tmp_path, env=settings, capture_output=True, text=True, timeout=120
-        )
-        assert done.returncode == 0, done.stderr
-        assert [path.name for path in tmp_path.glob("**/*")] == [
-            "out",
-            "loss_ddp.json",
-            "logs",
-            "loss_ddp.txt",
-        ]
-        assert [path.name for path in Path(short).glob("**/*")] in ([], ["ray"])
-
-
 def test_a_reader_that_is_gone(tmp_path):
     """`python train_ddp.py | head -1`: no traceback of a broken pipe."""
     command = f"{sys.executable} train_ddp.py --dry_run --loss_output_dir {tmp_path} --storage_path {tmp_path} | true; echo ${{PIPESTATUS[0]}}"
@@ -64,25 +43,6 @@ def test_a_reader_that_is_gone(tmp_path):
         ["bash", "-c", command], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=60
     )
     assert done.stderr == "" and done.stdout.strip() in ("141", "0")
-
-
-def test_a_killed_worker_ends_the_run(run, tmp_path):
-    one = run("--debug_steps", "100000")
-    one.wait_for_step(5)
-    workers = subprocess.run(
-        ["pgrep", "-f", "ray::RayTrainWorker"], capture_output=True, text=True
-    ).stdout.split()
-    mine = [pid for pid in workers if str(tmp_path).encode() in Path(f"/proc/{pid}/environ").read_bytes()]
-    os.kill(int(mine[-1]), signal.SIGKILL)
-    assert one.process.wait(90) == 1, one.log.read_text()
-    kept = history.read(history.path_of(tmp_path, "ddp"))
-    assert len(kept.steps) >= 5 and kept.ended != "finished"
-    last = one.log.read_text().splitlines()[-1]
-    assert last.startswith("train_ddp.py: worker ") and last.endswith(
-        f"the full output is in {tmp_path}/logs/loss_ddp.txt"
-    )
-    assert "Started training worker group" in (tmp_path / "logs" / "loss_ddp.txt").read_text()
-    assert gone(tmp_path) is True
 
 
 def launcher(command, folder, *arguments):
