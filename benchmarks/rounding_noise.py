@@ -1,12 +1,14 @@
-"""How much bfloat16 autocast rounds the loss of one token: the noise from which the tolerances are derived.
+"""How much bfloat16 autocast rounds the loss of one token, and the mean over a batch: the noise from which the tolerances are derived.
 
     python benchmarks/rounding_noise.py
 
-Same weights, same batch, autocast against float32; prints the table of docs/precision.md.
+Same weights, same batch, autocast against float32; prints the tables of docs/precision.md.
 """
 
 import torch
 
+from lockstep import config as config_module
+from lockstep import preflight
 from lockstep.inputs import (
     architectures,
     data,
@@ -51,6 +53,31 @@ def main() -> None:
                 rounded, _ = token_losses(model, input_ids, labels)
         noise, spread = (rounded - exact).std().item(), logits.std().item()
         print(f"{label:<28} {spread:.3f}    {noise:.1e}  {noise / (2**-9 * spread):.1f}")
+    print(
+        "\nmodel         seed  tokens  independent  error of the mean / (noise / sqrt(tokens))  .../ sqrt(independent)"
+    )
+    for name in ("tiny-qwen2", "tiny-llama", "tiny-mistral"):
+        for seed in range(4):
+            print(f"{name:<13} {seed}     " + of_the_mean(name, seed))
+
+
+def of_the_mean(name: str, seed: int) -> str:
+    """The error of a batch's mean loss, in the noise of a mean of independent tokens: all of them, and as many as are independent."""
+    config = config_module.parse_config("ddp", ["--model_name", name, "--seed", str(seed), "--device", "cpu"])
+    inputs = preflight.load_inputs(config)
+    model, _ = build_model(inputs.architecture, seed=seed, attn_impl="sdpa", init_weights_path=None)
+    pairs = [
+        pair for share in range(config.dp_size) for pair in inputs.batches.micro_batches(0, share, "cpu")
+    ]
+    input_ids, labels = (torch.cat(halves) for halves in zip(*pairs, strict=True))
+    with torch.no_grad():
+        exact, _ = token_losses(model, input_ids, labels)
+        with torch.autocast("cpu", torch.bfloat16):
+            rounded, _ = token_losses(model, input_ids, labels)
+    error = rounded - exact
+    independent = inputs.batches.independent_tokens(0)
+    in_noise = abs(error.mean().item()) / error.square().mean().sqrt().item()
+    return f"{error.numel():<7} {independent:<12.0f} {in_noise * error.numel() ** 0.5:<44.1f} {in_noise * independent**0.5:.1f}"
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@ import signal
 import pytest
 
 SLOW = [
+    "test_one_command",
     "test_launch",
     "test_run_faults",
     "test_foreign_bugs",
@@ -26,6 +27,15 @@ def dumps(tmp_path_factory):
     folder = tmp_path_factory.mktemp("dumps")
     small_dumps.make(folder)
     return folder
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Starts a run of its own in a folder: see real_runs.py."""
+    from real_runs import starting
+
+    with starting(tmp_path) as start:
+        yield start
 
 
 def pytest_collection_modifyitems(items):

@@ -193,7 +193,9 @@ def test_the_tensor_comparison_has_the_loss_tolerance_of_the_curves(first, pretr
     config = run.run["config"]
     rows = 2 * config["batch_size"] * config["gradient_accumulation_steps"]
     batch = torch.arange(rows * config["seq_length"]).reshape(rows, -1)  # no token occurs twice
-    dump = SimpleNamespace(run=run.run, steps={"1": run.steps[0]}, tensor=lambda step, name: batch)
+    dump = SimpleNamespace(
+        run=run.run, steps={"1": run.steps[0]}, has=lambda *names: True, tensor=lambda step, name: batch
+    )
     tolerated = comparison._losses(dump, {"ddp": dump}, 1, "autocast", {})[0].tolerated
     _, noise, _ = rule_and_noise(run)
     assert math.isclose(tolerated, math.sqrt(2) * noise.floor)  # of one of two ranks
@@ -265,3 +267,12 @@ def test_a_late_step_of_repeated_tokens_is_allowed_more_alone():
     after = tolerance_for(one)
     assert math.isclose(after.loss[7], 3 * before.loss[7])
     assert after.loss[:7] == before.loss[:7] and after.loss[8:] == before.loss[8:]
+
+
+def test_one_rank_alone_averages_nothing():
+    """Its loss is allowed as much as the tensor comparison allows the loss of a rank: 5 ulps, not the 2 of a mean of two."""
+    two, one = history(), history()
+    for step in one.steps:
+        step["rank_losses"] = step["rank_losses"][:1]
+    assert math.isclose(tolerance_for(one).first, 2.5 * tolerance_for(two).first)
+    assert tolerance_for(one).first == 5 * 2.0 ** (math.floor(math.log2(one.steps[0]["loss"])) - 23)

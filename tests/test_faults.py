@@ -13,7 +13,8 @@ BOTH = {"loss", "grad norm"}
 # fault -> what is red within 6 steps, in fp32 and in autocast
 DDP_FAULTS = {
     "none": {"fp32": set(), "autocast": set()},
-    "one replica with other weights": {"fp32": BOTH, "autocast": BOTH},
+    # without a control run, autocast may move the losses of so few tokens by more than this
+    "one replica with other weights": {"fp32": BOTH, "autocast": {"grad norm"}},
 }
 PRECISIONS = ("fp32", "autocast")
 

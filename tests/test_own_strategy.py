@@ -1,4 +1,4 @@
-"""A strategy from outside the repository goes through every program as it is; through run_verification_main.sh in test_launch.py."""
+"""A strategy from outside the repository goes through every program as it is; through run_verification_main.sh in test_one_command.py."""
 
 import ast
 import json

@@ -9,7 +9,7 @@ import time
 
 import pytest
 from ranks import ROOT
-from test_launch import environment, gone
+from real_runs import environment, gone
 
 import run_verification
 from lockstep.inputs.architectures import BUILT_IN

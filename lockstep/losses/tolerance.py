@@ -22,8 +22,8 @@ from lockstep.training.history import History, not_finite
 from lockstep.training.initial_weights import DRAWN
 
 # float32 ulps between the losses of two correct runs
-MEAN_ULPS = 2  # of the mean over DP ranks
-RANK_ULPS = 5  # of one rank
+MEAN_ULPS = 2  # of the mean over two DP ranks or more
+RANK_ULPS = 5  # of one rank, whose loss is no mean
 DERIVED_STEPS = 100  # over which the growth factors below were measured
 TRAINED_SPREAD = 4.0  # standard deviation of a trained model's logits, at most
 
@@ -154,8 +154,15 @@ def _derived(rule: Rule, noise: list[float]) -> Tolerance:
 def floors(baseline: History) -> list[float]:
     """By how much rounding alone may move the loss of each step (nats), with the weights of the first."""
     first, config = baseline.steps[0]["loss"], baseline.run["config"]
+    ulps = MEAN_ULPS if len(baseline.steps[0]["rank_losses"]) > 1 else RANK_ULPS
     return [
-        loss_noise(baseline.run, first, first, step.get("independent_tokens") or tokens_per_step(config))
+        loss_noise(
+            baseline.run,
+            first,
+            first,
+            step.get("independent_tokens") or tokens_per_step(config),
+            ulps=ulps,
+        )
         for step in baseline.steps
     ]
 
@@ -214,9 +221,7 @@ def fresh_spread(architecture: dict) -> float:
     return architecture["initializer_range"] * math.sqrt(architecture["hidden_size"])
 
 
-def loss_noise(
-    run: dict, first_loss: float, loss: float, num_tokens: float, *, ulps: int = MEAN_ULPS
-) -> float:
+def loss_noise(run: dict, first_loss: float, loss: float, num_tokens: float, *, ulps: int) -> float:
     """By how much mean losses (nats) over the same `num_tokens` independent tokens, of correct runs whose first loss was `first_loss`, may differ
     from `loss` by rounding alone. `run` is what a history or a dump says of one of them."""
     if run["config"]["precision"] == "fp32":

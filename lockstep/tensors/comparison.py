@@ -325,7 +325,10 @@ def _losses(
     `references` are those of the runs, by strategy; empty without one.
     """
     shares = math.gcd(*(len(_rank_losses(dump, step)) for dump in (*dumps.values(), *references.values())))
-    ids, labels = (baseline.tensor(step, f"batch/{name}").numpy() for name in ("input_ids", "labels"))
+    batch = ("batch/input_ids", "batch/labels")
+    everyone = (baseline, *references.values(), *dumps.values())  # they have one batch; some may lack it
+    holder = next((dump for dump in everyone if dump.has(step, *batch)), baseline)
+    ids, labels = (holder.tensor(step, name).numpy() for name in batch)
     rows = len(ids) // shares
     growth = 1 if step == 1 else RULES[precision].growth
 
