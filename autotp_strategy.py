@@ -9,13 +9,14 @@ import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import pydantic
 import torch
 import torch.distributed as dist
 
 from lockstep.config import Config
 from lockstep.deepspeed import configuration, options, zero
 from lockstep.deepspeed.build import ASYNC_IO, SHARED_MEMORY, build_extension
-from lockstep.errors import UserError, first_line
+from lockstep.errors import LIBRARY_REFUSES, UserError, first_line
 from lockstep.inputs.model import causal_lm_loss
 from lockstep.mesh import Geometry, Mesh, share
 from lockstep.training.observe import (
@@ -165,7 +166,11 @@ def _refusals_named(file: options.UserFile | None) -> Iterator[None]:
     except (AssertionError, ValueError, NotImplementedError, DeepSpeedConfigError) as error:
         if file is None:
             raise
-        raise UserError(f"{file.path}: DeepSpeed refuses it: {first_line(error)}; correct it") from error
+        why = first_line(error)
+        if isinstance(error, pydantic.ValidationError):  # its first line names no field
+            first = error.errors()[0]
+            why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        raise UserError(f"{file.path}: {LIBRARY_REFUSES}: {why}; correct it") from error
 
 
 STAGES = (Stage0, Stage1And2, Stage1And2, Stage3)

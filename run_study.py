@@ -26,7 +26,7 @@ from lockstep.errors import UserError, printable, run_program
 from lockstep.running import locks
 from lockstep.studies import study as study_file
 from lockstep.studies import variations
-from lockstep.studies.study import Planned, Study
+from lockstep.studies.study import Planned, Study, Vary
 from lockstep.studies.variations import Group
 
 NAME = "run_study.py"
@@ -99,7 +99,7 @@ def body(options: argparse.Namespace, argv: list[str]) -> int:
     command = shlex.join([NAME, *argv])
     with locks.inside(place, "study", "--output_dir"):
         if study.vary:
-            return run_groups(study, groups, options.study, place, command)
+            return run_groups(study, study.vary, groups, place, command)
         return run(study, planned, place, command)
 
 
@@ -123,14 +123,14 @@ def show_groups(groups: list[Group]) -> None:
             print(f"  {case.name}: {json.dumps(case.choice)}")
 
 
-def run_groups(study: Study, groups: list[Group], path: Path, place: Path, command: str) -> int:
+def run_groups(study: Study, vary: Vary, groups: list[Group], place: Path, command: str) -> int:
     """Every group against its own control. What is refused is a result, too."""
     from lockstep.studies import options_report, report, training
 
     rows = []
     for number, group in enumerate(groups):
         folder = place / "groups" / group.name
-        planned, refused = variations.plan(study, study.vary, group, path, folder)
+        planned, refused = variations.plan(study, vary, group, folder)
         print(
             f"{number + 1} of {len(groups)}, {group.name}: {len(group.cases)} runs, {len(refused)} refused",
             flush=True,

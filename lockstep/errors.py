@@ -18,6 +18,9 @@ class UserError(ValueError):
     exit_code = 2
 
 
+LIBRARY_REFUSES = "the strategy's library refuses it"  # in the message of such an error
+
+
 class TrainingFailure(RuntimeError):
     """Training started and had to stop: a non-finite loss, peers on different data, wrong weights (exit 1)."""
 

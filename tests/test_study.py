@@ -42,7 +42,7 @@ def written(tmp_path, text):
         (("[runs.sharded]", "[runs.ddp]"), "line 12: the name is the control's"),
         (("dp_size = 1", 'run_name = "x"'), "line 8: run_name is set by the study itself"),
         (('title = "small"', "title = "), "is not TOML"),
-        (('[runs.sharded]\nstrategy = "fsdp"\ntp_size = 1\n', ""), "s.toml, line 1: runs is missing"),
+        (('[runs.sharded]\nstrategy = "fsdp"\ntp_size = 1\n', ""), "line 1: a study has either tables"),
         (("[control]", "[kontrol]"), "line 10: kontrol"),
     ],
 )

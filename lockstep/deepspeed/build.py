@@ -31,9 +31,10 @@ def require(config: Config, architecture: dict) -> None:
         )
     zero.require(config)
     configuration.text(config, architecture)
-    if zero.on_nvme(config):
+    path = options.of(config).nvme_path
+    if path is not None:
         _require_libaio()
-        require_writable_folder(options.of(config).nvme_path, "--nvme_path", keep=not config.dry_run)
+        require_writable_folder(path, "--nvme_path", keep=not config.dry_run)
 
 
 def _require_libaio() -> None:

@@ -1,5 +1,6 @@
 """The flags that only train_deepspeed.py has. lockstep/config.py makes them from this class."""
 
+import argparse
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,17 +22,19 @@ class UserFile:
     content: dict[str, Any]
 
     @classmethod
-    def read(cls, path: str) -> "UserFile":
-        """The content of a file, or JSON itself. Raises UserError unless it is a JSON object."""
-        if path.startswith("{"):
-            try:
-                return cls(Path("--deepspeed_config"), parse_json(path))
-            except ValueError as error:
-                raise UserError(f"--deepspeed_config: not valid JSON ({first_line(error)})") from error
-        content = read_json(Path(path).expanduser())
+    def read(cls, text: str) -> "UserFile":
+        """A file, or JSON itself. Raises ArgumentTypeError, which argparse expects, unless it is a JSON object."""
+        try:
+            if text.startswith("{"):
+                return cls(Path("--deepspeed_config"), parse_json(text))
+            content = read_json(Path(text).expanduser())
+        except (UserError, ValueError) as error:
+            raise argparse.ArgumentTypeError(first_line(error)) from error
         if not isinstance(content, dict):
-            raise UserError(f"{path}: must be a JSON object, as DeepSpeed's configurations are")
-        return cls(Path(path), content)
+            raise argparse.ArgumentTypeError(
+                f"{text}: must be a JSON object, as DeepSpeed's configurations are"
+            )
+        return cls(Path(text), content)
 
     @property
     def recorded(self) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import printable
+from lockstep.errors import LIBRARY_REFUSES, printable
 from lockstep.files import write_text
 from lockstep.losses.curves import PASS
 from lockstep.studies.report import DID_NOT_RUN
@@ -13,7 +13,6 @@ from lockstep.studies.variations import Case, Group
 from lockstep.training import history
 
 REFUSED_BY_US, REFUSED_BY_LIBRARY = "refused by Lockstep", "refused by the library"
-OTHERS_REFUSAL = ": DeepSpeed refuses it: "
 HEAD = ["option", "alone", "other bits than without it", "in pairs", ""]
 
 
@@ -27,7 +26,7 @@ def results(
     for case in group.cases:
         row = outcomes.get(case.name, {})
         outcome, why = row.get("outcome", REFUSED_BY_US), row.get("why") or refused.get(case.name, "")
-        if outcome == DID_NOT_RUN and OTHERS_REFUSAL in why:
+        if outcome == DID_NOT_RUN and LIBRARY_REFUSES in why:
             outcome = REFUSED_BY_LIBRARY
         first = row.get("first wrong") or []
         rows.append(
@@ -62,9 +61,8 @@ def _other_bits(case: Case, runs: dict[str, Planned]) -> bool | None:
 
 
 def table(study: Study, rows: list[dict[str, Any]]) -> list[list[str]]:
-    assert study.vary is not None
     lines = [HEAD]
-    for option, values in study.vary.options.items():
+    for option, values in study.vary.options.items() if study.vary else ():
         for value in values:
             with_it = [row for row in rows if row["options"].get(option, ...) == value]
             alone = [row for row in with_it if row["varied"] == option]

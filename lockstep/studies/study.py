@@ -9,9 +9,9 @@ model_name = "tiny-qwen2"
 
 [control]                      # flags of the control: DDP, which every run is compared with
 
-[runs.zero2]                   # a run, by the name that its files get
-strategy = "deepspeed"
-zero_stage = 2
+[runs.sharded]                 # a run, by the name that its files get
+strategy = "fsdp"
+tp_size = 1
 
 [runs.bf16]
 strategy = "fsdp"

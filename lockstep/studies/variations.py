@@ -1,7 +1,7 @@
 """A [vary] table: options of a strategy, one by one and together in pairs, each run judged against a control with the same model.
 
 [vary]
-strategy = "deepspeed"
+strategy = "NAME"
 
 [vary.flags]                                # of all runs but the control
 tp_size = 1
@@ -131,7 +131,7 @@ def as_run(vary: Vary, case: Case) -> Run:
             inside[last] = value
     if content:
         flags[_file_option(row)] = json.dumps(content)
-    return Run(strategy=vary.strategy, **flags)
+    return Run.model_validate({"strategy": vary.strategy, **flags})
 
 
 def _file_option(row: Row) -> str:
@@ -140,9 +140,7 @@ def _file_option(row: Row) -> str:
     return row.file_option
 
 
-def plan(
-    study: Study, vary: Vary, group: Group, path: Path, place: Path
-) -> tuple[list[Planned], dict[str, str]]:
+def plan(study: Study, vary: Vary, group: Group, place: Path) -> tuple[list[Planned], dict[str, str]]:
     """The control and the runs of a group, and why the others are refused, by name."""
     planned = study_file.plan_control(study, {**study.shared, **group.shared, **study.control}, place)
     accepted, refused = [planned], {}
