@@ -100,6 +100,37 @@ class Stage0:
 class Stage1And2(Stage0):
     """DeepSpeed's optimizer holds a flat share of each group in float32, whose parts are linked to the parameters."""
 
+    def __init__(self, engine: Any):
+        super().__init__(engine)
+        if engine.zero_round_robin_gradients():
+            self._link_in_round_robin_order()
+
+    def _link_in_round_robin_order(self) -> None:
+        """Link every parameter to its own part. DeepSpeed links it to that of another one (docs/findings.md)."""
+        from deepspeed.utils import link_hp_params
+
+        optimizer, rank = self.engine.optimizer, dist.get_rank(self.engine.data_parallel_group)
+        for number, group in enumerate(optimizer.bit16_groups):
+            places = zip(
+                optimizer.round_robin_bit16_groups[number],
+                optimizer.round_robin_bit16_offsets[number],
+                strict=True,
+            )
+            offsets = {id(parameter): offset for parameter, offset in places}
+            size = optimizer.partition_size[number]
+            link_hp_params(
+                lp_param_list=group,
+                flat_hp_partition=optimizer.single_partition_of_fp32_groups[number],
+                gradient_dict=optimizer.averaged_gradients,
+                offload_gradient_dict=optimizer.offload_gradient_dict,
+                use_offload=optimizer.cpu_offload,
+                param_group_index=number,
+                partition_start=rank * size,
+                partition_size=size,
+                dp_group=self.engine.data_parallel_group,
+                param_offsets=[offsets[id(parameter)] for parameter in group],
+            )
+
     def torch_optimizer(self) -> torch.optim.Optimizer:
         return self.engine.optimizer.optimizer
 

@@ -34,7 +34,7 @@ PATHS = (
     "capture_dir",
     "data_cache_dir",
 )
-# Flags that name places, not what a run computes. They are not recorded.
+# Flags that name places, or do not change what a run computes. They are not recorded.
 PLACES = (
     "init_weights_path",
     "overwrite",
@@ -45,6 +45,7 @@ PLACES = (
     "data_cache_dir",
     "dry_run",
     "control",  # it asks for another run
+    "count_collectives",  # what it counts is recorded
 )
 EPILOG = (
     "Environment: RAY_ADDRESS is the Ray cluster to join, as HOST:PORT (`ray start --head` prints it) or auto (unset: a Ray instance is "
@@ -86,6 +87,7 @@ class Config:
     overwrite: bool = False
     control: bool = False
     noise_control: bool = False
+    count_collectives: bool = False
     own: dict[str, Any] = field(
         default_factory=dict
     )  # flags that only this strategy has, by name (its row's `options`)
@@ -296,6 +298,11 @@ def build_parser(strategy: str) -> argparse.ArgumentParser:
         "--control",
         action="store_true",
         help="train the control run (--noise_control) after this one, with the same workers (train_ddp.py only)",
+    )
+    parser.add_argument(
+        "--count_collectives",
+        action="store_true",
+        help="count the collective operations of the last step, with torch's profiler, and record them in the history",
     )
     parser.add_argument(
         "--noise_control",

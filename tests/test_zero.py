@@ -195,6 +195,7 @@ def test_a_users_file_is_filled_in(tmp_path):
         ({"optimizer": {"params": {"torch_adam": True}}}, "", "gives DeepSpeed its own optimizer"),
         ({"bf16": {"enabled": True}}, "", "bf16.enabled is true, but --precision asks for false"),
         ({"fp16": {"enabled": True}}, "", "fp16.enabled is true, but Lockstep asks for false"),
+        ({"managed_gradient_accumulation": False}, "", "is false, but Lockstep asks for true; leave it out"),
         ({"scheduler": {"type": "WarmupLR"}}, "", "the learning rate is constant"),
         ({"zero_optimization": {"allgather_bucket_size": "auto"}}, "", "no flag gives it a value"),
         ({"zero_optimization": {"aio": {"block_size": 1}}}, "", "zero_optimization.aio: .* move it there"),

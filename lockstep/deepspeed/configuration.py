@@ -39,11 +39,12 @@ FLAGS = {
     "torch_autocast.enabled": "--precision",
     "communication_data_type": "--precision",
     "tensor_parallel.autotp_size": "--tp_size",
-    "tensor_parallel.vocab_parallel_lm_head": "--tp_size",
     "optimizer.type": "--optimizer",
     "optimizer.params.lr": "--learning_rate",
     "optimizer.params.weight_decay": "--weight_decay",
 }
+# The strategy has a default, and computes the same with another value.
+OWN_CHOICE = {("tensor_parallel", "vocab_parallel_lm_head")}
 BF16_WITHOUT_MASTER = ("bf16_master_weights_and_grads", "bf16_optimizer_states")
 REFUSED = {  # place, and all below it -> why
     ("scheduler",): "the learning rate is constant here; leave the section out",
@@ -146,7 +147,9 @@ def resolved(config: Config, hidden_size: int) -> dict[str, Any]:
         for refused, why in REFUSED.items():
             if place[: len(refused)] == refused:
                 raise UserError(f"{file}: {'.'.join(refused)}: {why}")
-        if place in known:
+        if place in OWN_CHOICE and isinstance(value, bool):
+            _set(ours, place, value)
+        elif place in known:
             if value != AUTO and not _same(name, value, known[place]):
                 flag = FLAGS.get(name)
                 remedy = f'change one of the two, or write "{AUTO}"' if flag else "leave it out"
@@ -167,7 +170,7 @@ def shipped(name: str) -> str:
     """The text of studies/deepspeed/NAME.json: everything that a flag sets is "auto", so it works with any number of ranks."""
     told = of_flags(parse_config("deepspeed", ["--device", "cpu"]))
     for place in _leaves(told):
-        if place[0] != "zero_optimization" and ".".join(place) in FLAGS:
+        if place[0] != "zero_optimization" and (".".join(place) in FLAGS or place in OWN_CHOICE):
             _set(told, place, AUTO)
     content = {"train_batch_size": AUTO, **told, "zero_optimization": SHIPPED[name]}
     return json.dumps(content, indent=2) + "\n"
@@ -181,6 +184,7 @@ def _derived(config: Config) -> dict[str, Any]:
         "train_batch_size": config.batch_size * config.gradient_accumulation_steps * config.dp_size,
         "gradient_clipping": config.max_grad_norm,
         "fp16": {"enabled": False},
+        "managed_gradient_accumulation": True,  # otherwise step() reduces the gradients, too late to read them before
         "zero_optimization": {
             "offload_optimizer": {"device": own.offload_optimizer},
             "offload_param": {"device": own.offload_param},

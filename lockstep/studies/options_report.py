@@ -13,13 +13,13 @@ from lockstep.studies.variations import Case, Group
 from lockstep.training import history
 
 REFUSED_BY_US, REFUSED_BY_LIBRARY = "refused by Lockstep", "refused by the library"
-HEAD = ["option", "alone", "other bits than without it", "in pairs", ""]
+HEAD = ["option", "alone", "other bits or collectives than without it", "in pairs", ""]
 
 
 def results(
     group: Group, planned: list[Planned], found: list[dict[str, Any]], refused: dict[str, str]
 ) -> list[dict[str, Any]]:
-    """A row for each case of a group: outcome, why, and whether its bits differ from those of the run without the option."""
+    """A row for each case of a group: outcome, why, and in what it differs from the run without the option."""
     outcomes = {row["run"]: row for row in found}
     runs = {run.name: run for run in planned}
     rows = []
@@ -38,14 +38,17 @@ def results(
                 "outcome": outcome,
                 "why": why or (f"first wrong tensor: {first[0]}" if first else ""),
                 "worst tensor of tolerated": row.get("worst tensor of tolerated"),
-                "other bits": _other_bits(case, runs),
+                "other": _other(case, runs),
             }
         )
     return rows
 
 
-def _other_bits(case: Case, runs: dict[str, Planned]) -> bool | None:
-    """Whether losses, norms or final weights differ in any bit from the neighbour's; None if one of the two did not run."""
+def _other(case: Case, runs: dict[str, Planned]) -> list[str] | None:
+    """In what the run differs from its neighbour: "bits" (of losses, norms or final weights), "collectives" (how many of each operation).
+
+    None if one of the two did not finish.
+    """
     if case.neighbour is None or not {case.name, case.neighbour} <= runs.keys():
         return None
     read = []
@@ -54,10 +57,17 @@ def _other_bits(case: Case, runs: dict[str, Planned]) -> bool | None:
         if not path.exists():
             return None
         record = history.read(path)
+        if record.ended != "finished":
+            return None
+        numbers = [(step["loss"], step["grad_norm"]) for step in record.steps]
         read.append(
-            ([(step["loss"], step["grad_norm"]) for step in record.steps], record.weights.get("final_sha256"))
+            {
+                "bits": (numbers, record.weights["final_sha256"]),
+                "collectives": record.run.get("collectives"),
+            }
         )
-    return read[0] != read[1]
+    one, other = read
+    return [what for what in one if one[what] != other[what]]
 
 
 def table(study: Study, rows: list[dict[str, Any]]) -> list[list[str]]:
@@ -68,15 +78,14 @@ def table(study: Study, rows: list[dict[str, Any]]) -> list[list[str]]:
             alone = [row for row in with_it if row["varied"] == option]
             pairs = [row for row in with_it if row["case"].startswith("pairs-")]
             passed = sum(row["outcome"] == PASS for row in pairs)
-            bits = {True: "yes", False: "no: not seen to act", None: ""}[
-                alone[0]["other bits"] if alone else None
-            ]
+            other = alone[0]["other"] if alone else None
+            acts = "" if other is None else ", ".join(other) or "no: not seen to act"
             why = next((row["why"] for row in (*alone, *pairs) if row["outcome"] != PASS and row["why"]), "")
             lines.append(
                 [
                     f"{option} = {json.dumps(value)}",
                     alone[0]["outcome"] if alone else "",
-                    bits,
+                    acts,
                     f"{passed} of {len(pairs)}",
                     printable(why, 160),
                 ]

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lockstep.config import build_parser
 from lockstep.errors import UserError
 from lockstep.strategies import Row, row_of
 from lockstep.studies import study as study_file
@@ -119,7 +120,7 @@ def _in_pairs(vary: Vary) -> list[dict[str, Any]]:
 def as_run(vary: Vary, case: Case) -> Run:
     """The case as a run of a study: flags as they are, everything else in the file of the strategy's library."""
     row = row_of(vary.strategy)
-    own = {option.name for option in row.own_options()}
+    own = {action.dest for action in build_parser(vary.strategy)._actions}
     flags = {option: value for option, value in case.choice.items() if option in own}
     content: dict[str, Any] = {}
     for place, value in case.choice.items():
@@ -146,7 +147,7 @@ def plan(study: Study, vary: Vary, group: Group, place: Path) -> tuple[list[Plan
     accepted, refused = [planned], {}
     for case in group.cases:
         run = as_run(vary, case)
-        flags = {**study.shared, **group.shared, **vary.flags, **run.flags}
+        flags = {**study.shared, **group.shared, **vary.flags, **run.flags, "count_collectives": True}
         try:
             accepted.append(study_file.plan_run(study, case.name, run, flags, place))
         except UserError as error:

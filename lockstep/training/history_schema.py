@@ -131,6 +131,9 @@ class Run(Strict):
         None  # of told_NAME.json beside the history: what the strategy's library was told
     )
     peak_memory: PeakMemory | None = None  # of a run that finished
+    collectives: dict[Name, Count] | None = (
+        None  # operation -> calls of rank 0 in the last step, if they were counted
+    )
 
 
 class Weights(Strict):

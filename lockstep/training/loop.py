@@ -29,7 +29,7 @@ from lockstep.tensors.capture import Capture
 from lockstep.training import history as history_file
 from lockstep.training import initial_weights
 from lockstep.training.contract import contract_difference, expected_contract
-from lockstep.training.observe import ComputeDtypes, peak_memory, versions
+from lockstep.training.observe import ComputeDtypes, collectives, peak_memory, versions
 from lockstep.training.strategy import MakeStrategy, Strategy
 
 if TYPE_CHECKING:
@@ -116,9 +116,13 @@ def _train(
     for index in range(inputs.num_steps):
         compute_dtypes = ComputeDtypes(strategy.model) if index == 0 else None
         watching = capture if capture is not None and index < config.capture_steps else None
-        step, everyone = train_step(
-            strategy, inputs.batches, config, rank, device, index, watching, problem=problem
-        )
+        counting = config.count_collectives and index == inputs.num_steps - 1
+        with collectives() if counting else contextlib.nullcontext() as counted:
+            step, everyone = train_step(
+                strategy, inputs.batches, config, rank, device, index, watching, problem=problem
+            )
+        if counted is not None:
+            record.run["collectives"] = counted
         record.add(step)
         _require_finite(step["step"], everyone, config.mesh)
         if compute_dtypes is not None:

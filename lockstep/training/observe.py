@@ -4,6 +4,7 @@ import contextlib
 import importlib.metadata
 import math
 import resource
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,16 @@ from lockstep.inputs import modules
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+@contextlib.contextmanager
+def collectives() -> Iterator[dict[str, int]]:
+    """Yields a dict that is filled at the end: operation of torch.distributed, such as "c10d::allreduce_" -> calls in this process."""
+    counted: dict[str, int] = {}
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        yield counted
+    averages = {event.key: event.count for event in profiler.key_averages()}
+    counted |= {key: count for key, count in sorted(averages.items()) if key.startswith("c10d::")}
 
 
 class ComputeDtypes:
