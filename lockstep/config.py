@@ -18,7 +18,7 @@ from lockstep.errors import UserError
 from lockstep.inputs import architectures, texts, token_cache
 from lockstep.inputs.model_config import FAMILIES
 from lockstep.mesh import Mesh
-from lockstep.resources import resolve_device, resolve_mesh
+from lockstep.resources import require_one_process_or_ranks, resolve_device, resolve_mesh
 from lockstep.training import history
 
 if TYPE_CHECKING:
@@ -365,6 +365,7 @@ def parse_config(strategy: str, argv: list[str] | None = None) -> Config:
             "--pretrained and --init_weights_path both give the initial weights; leave one out, or add --save_init_weights"
         )
     options["own"] = {option.name: _placed(options.pop(option.name)) for option in row.own_options()}
+    require_one_process_or_ranks()
     options.update(resolve_mesh(row, options))
     options.update(resolve_device(row, options))
     options["data_cache_dir"] = options["data_cache_dir"] or token_cache.default_folder()

@@ -16,6 +16,22 @@ def launched_in_place() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+# What sets the number of processes without giving them ranks
+STARTERS = {"OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpirun", "SLURM_STEP_NUM_TASKS": "srun"}
+
+
+def require_one_process_or_ranks() -> None:
+    """Raise UserError in one of several processes that have no ranks: each would start a Ray instance, and train by itself."""
+    if launched_in_place():
+        return
+    for name, program in STARTERS.items():
+        if int(os.environ.get(name) or 1) > 1:
+            raise UserError(
+                f"{program} started {os.environ[name]} processes and gave them no RANK and WORLD_SIZE; "
+                "start them with torchrun or deepspeed, or start one process, which uses Ray"
+            )
+
+
 def workers_here(total: int) -> int:
     """The number of ranks on this machine, by either name that launchers have for it; `total` without a launcher."""
     return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or total)
