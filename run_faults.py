@@ -132,7 +132,7 @@ class Group:
     """The runs that share model, flags and mesh, and therefore DDP's run and the reference."""
 
     def __init__(self, key: tuple, folder: Path, options: argparse.Namespace):
-        self.model, self.arguments, self.mesh = key
+        self.model, self.arguments, self.flags, self.mesh = key
         self.rows = {**rows_of(options), BASELINE: row_of(BASELINE)}
         self.folder, self.options = folder, options
 
@@ -160,7 +160,7 @@ class Group:
         if strategy == REFERENCE:
             return {"strategy": REFERENCE, "arguments": arguments}
         row = self.rows[strategy]
-        arguments += ["--tp_size", str(row.largest(self.mesh).tp)]
+        arguments += ["--tp_size", str(row.largest(self.mesh).tp), *self.flags * (strategy != BASELINE)]
         return {"strategy": row.place, "fault": None if name == CLEAN else name, "arguments": arguments}
 
     def dump(self, strategy: str, name: str) -> Path:
@@ -363,7 +363,7 @@ def run(options: argparse.Namespace, folder: Path) -> int:
     pairs = choose(options)
     grouped = collections.defaultdict(list)
     for fault, row in pairs:
-        grouped[fault.model, fault.arguments, fault.mesh].append((fault, row))
+        grouped[fault.model, fault.arguments, fault.flags, fault.mesh].append((fault, row))
     groups = {
         Group(key, folder / f"group{number}", options): members
         for number, (key, members) in enumerate(grouped.items())

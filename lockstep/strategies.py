@@ -38,6 +38,7 @@ class Row:
     # by design and no reason to refuse a comparison (docs/findings.md).
     float32_biases_under_autocast: bool = False
     ranks_share_gpus: bool = True  # over gloo, several ranks may use one GPU
+    faults: str = ""  # a module with planted bugs that only it can have
     options: str = ""  # "module:Class", a dataclass: flags beyond those that all strategies have
     file_option: str = (
         ""  # of those, the flag that takes its library's own configuration, a file or JSON itself
@@ -92,6 +93,7 @@ ROWS = {
             program="train_deepspeed.py",
             float32_biases_under_autocast=True,
             ranks_share_gpus=False,
+            faults="lockstep.deepspeed.faults",
             options="lockstep.deepspeed.options:Options",
             file_option="deepspeed_config",
             library="deepspeed",

@@ -108,7 +108,7 @@ def test_the_catalogue_covers_what_was_shipped():
 def test_a_crash_costs_one_fault_only(tmp_path, monkeypatch):
     """A job that fails is told apart from the others, which run all the same."""
     pairs = [(CATALOGUE[name], row_of("fsdp")) for name in ("tie_broken", "no_dp_reduction")]
-    group = run_faults.Group(("tiny-qwen2", (), Mesh(dp=2, tp=2)), tmp_path, run_faults.parse([]))
+    group = run_faults.Group(("tiny-qwen2", (), (), Mesh(dp=2, tp=2)), tmp_path, run_faults.parse([]))
     started = []
 
     def start_groups(groups, folder, *, patience):

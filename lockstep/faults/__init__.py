@@ -1,6 +1,7 @@
 """Planted bugs: the catalogue, and how one is planted in a run."""
 
 import contextlib
+import importlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,10 @@ from lockstep.faults.catalogue import CATALOGUE, Fault
 from lockstep.faults.planting import Planting
 from lockstep.inputs.data import Inputs
 
+for _row in strategies.ROWS.values():  # the faults that only one strategy can have enter themselves
+    if _row.faults:
+        importlib.import_module(_row.faults)
+
 if TYPE_CHECKING:
     from lockstep.training.strategy import MakeStrategy, Strategy
 
@@ -28,6 +33,8 @@ if TYPE_CHECKING:
 def applies_to(fault: Fault, row: strategies.Row) -> bool:
     """Whether a strategy has the axes and the handles that a fault needs."""
     offered = strategies.load(row.handles).offered()
+    if fault.only not in ("", row.name):
+        return False
     return set(fault.axes) <= set(row.axes) and set(fault.needs) <= offered
 
 

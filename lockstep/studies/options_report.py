@@ -72,7 +72,8 @@ def _other(case: Case, runs: dict[str, Planned]) -> list[str] | None:
 
 def table(study: Study, rows: list[dict[str, Any]]) -> list[list[str]]:
     lines = [HEAD]
-    for option, values in study.vary.options.items() if study.vary else ():
+    vary = study.vary
+    for option, values in (*vary.options.items(), *vary.alone.items()) if vary else ():
         for value in values:
             with_it = [row for row in rows if row["options"].get(option, ...) == value]
             alone = [row for row in with_it if row["varied"] == option]

@@ -71,6 +71,7 @@ class Vary(Strict):
     flags: Flags = {}  # of all runs but the control
     shared: dict[Flag, Values] = {}
     options: Annotated[dict[Option, Values], Field(min_length=1)]
+    alone: dict[Option, Values] = {}  # options that are varied one by one only
     needs: dict[Option, dict[Option, Values]] = {}
 
 

@@ -13,6 +13,9 @@ gradient_accumulation_steps = [1, 2, 3]
 zero_stage = [0, 2, 3]
 "zero_optimization.overlap_comm" = [true]
 
+[vary.alone]                                # the same, but not in pairs
+"zero_optimization.stage3_max_live_parameters" = [0]
+
 [vary.needs]                                # what an option needs to mean anything; "default" is the option left out
 "zero_optimization.overlap_comm" = { zero_stage = [2, 3, "default"] }
 """
@@ -72,7 +75,7 @@ def one_by_one(vary: Vary) -> list[Case]:
     """The default, and each value of each option, with what the option needs and nothing else."""
     cases = [Case("default", {})]
     names = {_key({}): "default"}
-    for option, values in vary.options.items():
+    for option, values in (*vary.options.items(), *vary.alone.items()):
         for value in values:
             needed = {key: allowed[0] for key, allowed in vary.needs.get(option, {}).items()}
             without = {key: each for key, each in needed.items() if each != DEFAULT}

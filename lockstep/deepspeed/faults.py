@@ -1,0 +1,173 @@
+"""Planted bugs of ZeRO: what goes wrong when optimizer state, gradients and weights are sharded over dp.
+
+They change DeepSpeed's own objects (`engine.optimizer`), and its flags choose the stage.
+"""
+
+import functools
+import importlib
+from typing import Any
+
+import torch
+
+from lockstep.faults.catalogue import fault
+from lockstep.faults.patches import around
+from lockstep.faults.planting import Plant, Planting
+from lockstep.mesh import Mesh
+
+zero_fault = functools.partial(fault, only="deepspeed", mesh=Mesh(dp=2))
+MISSING, NORM, ACCUMULATION, UPDATE = (
+    "DP reduction missing",
+    "grad norm, clipping",
+    "accumulation, normalisation",
+    "precision, optimizer",
+)
+SMALL_BUCKETS = ("--deepspeed_config", '{"zero_optimization": {"stage": 2, "reduce_bucket_size": 20000}}')
+SMALL_GROUPS = ("--deepspeed_config", '{"zero_optimization": {"stage": 3, "sub_group_size": 50000}}')
+STAGE_2, STAGE_3 = ("--zero_stage", "2"), ("--zero_stage", "3")
+OFFLOAD = ("--zero_stage", "2", "--offload_optimizer", "cpu")
+
+
+@zero_fault(
+    seen_in="deepspeedai/DeepSpeed 4879",
+    bug_class=MISSING,
+    cause="dp reduction missing",
+    first="gradient/model.norm.weight",
+    flags=SMALL_BUCKETS,
+)
+def first_bucket_not_reduced(run: Planting) -> Plant:
+    """The first bucket of every backward pass is not averaged over the ranks; the others are."""
+    strategy = yield
+    optimizer = strategy.engine.optimizer
+    reduce, calls = optimizer.average_tensor, []
+
+    def without_the_first(tensor: torch.Tensor, communication_data_type: torch.dtype) -> None:
+        calls.append(1)
+        if len(calls) > 1:
+            reduce(tensor, communication_data_type)
+
+    optimizer.average_tensor = without_the_first
+    around(strategy.engine, "backward", before=lambda _: calls.clear())
+
+
+@zero_fault(
+    seen_in="allenai/open-instruct 1498",
+    bug_class=ACCUMULATION,
+    cause="accumulation",
+    first="gradient/model.norm.weight",
+    arguments=("--gradient_accumulation_steps", "3"),
+    flags=STAGE_2,
+)
+def last_micro_batch_alone(run: Planting) -> Plant:
+    """The sharded gradient is overwritten by every micro batch, so only the last one counts."""
+    strategy = yield
+    optimizer = strategy.engine.optimizer
+    around(strategy.engine, "backward", before=lambda _: optimizer.all_grad_tensors.clear())
+
+
+@zero_fault(
+    seen_in="deepspeedai/DeepSpeed 966",
+    bug_class=UPDATE,
+    cause="update left out",
+    first="parameter/model.embed_tokens.weight",
+)
+def updated_weights_not_gathered(run: Planting) -> Plant:
+    """Every rank updates its own share of the weights and never receives those of the others."""
+    yield
+    module = importlib.import_module("deepspeed.runtime.zero.stage_1_and_2")
+    run.patch(module, "all_gather_dp_groups", lambda *_, **__: None)
+
+
+@zero_fault(
+    seen_in="deepspeedai/DeepSpeed 1021",
+    bug_class=NORM,
+    cause="clipping",
+    first="gradient norm",
+    arguments=("--max_grad_norm", "0.5"),
+    flags=STAGE_2,
+)
+def norm_of_the_own_share(run: Planting) -> Plant:
+    """The gradient norm by which a rank clips is that of its own share: the squares are not summed over dp."""
+    strategy = yield
+    optimizer = strategy.engine.optimizer
+
+    def of_share(gradients: list[torch.Tensor], params: object, norm_type: int = 2) -> torch.Tensor:
+        return torch.stack([gradient.double().norm() for gradient in gradients]).norm().float()
+
+    optimizer.get_grad_norm_direct = of_share
+
+
+@zero_fault(
+    seen_in="deepspeedai/DeepSpeed 848",
+    bug_class=UPDATE,
+    cause="weights",
+    first="parameter/model.embed_tokens.weight",
+)
+def share_one_element_off(run: Planting) -> Plant:
+    """The second rank's float32 weights are cut one element too late, as if a parameter before them were padded."""
+    strategy = yield
+    if strategy.geometry().coordinates.dp == 1:
+        share = strategy.engine.optimizer.single_partition_of_fp32_groups[0]
+        with torch.no_grad():
+            share.copy_(share.roll(-1))
+
+
+@zero_fault(
+    seen_in="deepspeedai/DeepSpeed 3097",
+    bug_class=UPDATE,
+    cause="stale gradients",
+    step=2,
+    first="exp_avg/model.embed_tokens.weight",
+    flags=OFFLOAD,
+)
+def offloaded_gradients_of_the_step_before(run: Planting) -> Plant:
+    """The optimizer on the CPU steps before the copy of the gradients has ended, with those of the step before."""
+    strategy = yield
+    inner = strategy.engine.optimizer.optimizer
+    kept: dict[int, torch.Tensor] = {}
+
+    def swap(_step: int) -> None:
+        for group in inner.param_groups:
+            for share in group["params"]:
+                now = share.grad.clone()
+                if id(share) in kept:
+                    share.grad.copy_(kept[id(share)])
+                kept[id(share)] = now
+
+    around(inner, "step", before=swap)
+
+
+@zero_fault(
+    seen_in="huggingface/transformers 24860",
+    bug_class=UPDATE,
+    cause="update left out",
+    first="parameter/model.embed_tokens.weight",
+    precisions=("fp32",),  # under autocast the two are one tensor
+    flags=STAGE_3,
+)
+def updated_shares_not_copied_back(run: Planting) -> Plant:
+    """Stage 3 updates its float32 shares of the weights and does not copy them into the shares that forward gathers."""
+    strategy = yield
+    strategy.engine.optimizer._reassign_or_swap_out_partitioned_parameters = lambda sub_group_id: None
+
+
+@zero_fault(
+    seen_in="deepspeedai/DeepSpeed 1823",
+    bug_class=UPDATE,
+    cause="update left out",
+    step=2,
+    first="exp_avg/model.embed_tokens.weight",
+    flags=SMALL_GROUPS,
+)
+def first_sub_group_stepped_once(run: Planting) -> Plant:
+    """Stage 3 steps the weights in parts. From the second step on, the first part is left out."""
+    strategy = yield
+    optimizer = strategy.engine.optimizer
+    step: Any = optimizer._optimizer_step
+    seen: set[int] = set()
+
+    def without_the_first(sub_group_id: int) -> None:
+        if sub_group_id or sub_group_id not in seen:
+            step(sub_group_id)
+        seen.add(sub_group_id)
+
+    optimizer._optimizer_step = without_the_first
