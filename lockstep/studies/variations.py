@@ -114,6 +114,7 @@ def _in_pairs(vary: Vary) -> list[dict[str, Any]]:
             ],
         }
         for option, needed in vary.needs.items()
+        if option in vary.options
         for other, allowed in needed.items()
     ]
     rows = covertable.make({keys[option]: values for option, values in factors.items()}, constraints=needs)
