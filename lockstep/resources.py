@@ -28,7 +28,7 @@ def require_one_process_or_ranks() -> None:
         if int(os.environ.get(name) or 1) > 1:
             raise UserError(
                 f"{program} started {os.environ[name]} processes and gave them no RANK and WORLD_SIZE; "
-                "start them with torchrun or deepspeed, or start one process, which uses Ray"
+                "start them with torchrun or the deepspeed launcher, or start one process, which uses Ray"
             )
 
 

@@ -93,7 +93,9 @@ def test_processes_without_ranks_are_refused(monkeypatch, environment, by):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match=f"{by} started 4 processes .* start them with torchrun or deepspeed"):
+    with pytest.raises(
+        UserError, match=f"{by} started 4 processes .* start them with torchrun or the deepspeed launcher"
+    ):
         config_module.parse_config("deepspeed", [])
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "4")
