@@ -5,11 +5,14 @@ import json
 import pytest
 from ranks import ROOT, run_groups
 
+import run_faults
 from lockstep.config import parse_config
 from lockstep.deepspeed import build, configuration, zero
 from lockstep.errors import UserError
+from lockstep.faults import CATALOGUE, applies_to
 from lockstep.losses import curves
 from lockstep.running import jobs
+from lockstep.strategies import row_of
 from lockstep.tensors.comparison import compare_dumps
 from lockstep.tensors.dump import Dump
 from lockstep.training import history
@@ -261,3 +264,25 @@ def test_without_libaio_one_line_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", "false")  # a compiler that cannot link it
     with pytest.raises(UserError, match="install the package libaio-dev"):
         build._require_libaio()
+
+
+@pytest.fixture(scope="module")
+def zero_faults(tmp_path_factory):
+    """A sample of the faults that only ZeRO can have."""
+    output = tmp_path_factory.mktemp("faults") / "faults.json"
+    names = ["first_bucket_not_reduced", "share_one_element_off"]
+    status = run_faults.main([*names, "--steps", "2", "--output", str(output)])
+    return status, {row["fault"]: row for row in json.loads(output.read_text())["rows"]}
+
+
+def test_planted_bugs_of_zero_are_caught_where_they_are(zero_faults):
+    status, rows = zero_faults
+    assert status == 0 and len(rows) == 2
+    assert all(row["first_right"] and row["named"] != "wrong" for row in rows.values())
+    assert rows["first_bucket_not_reduced"]["causes"][0][0] == "dp reduction missing"
+
+
+def test_the_faults_of_one_strategy_apply_to_no_other():
+    own = [fault for fault in CATALOGUE.values() if fault.only]
+    assert len(own) >= 8 and {fault.only for fault in own} == {"deepspeed"}
+    assert not any(applies_to(fault, row_of("fsdp")) for fault in own)
