@@ -18,7 +18,7 @@ tensors = 1
 batch_size = 2
 seq_length = 32
 debug_steps = 2
-dp_size = 1
+dp_size = 2
 
 [control]
 
@@ -36,6 +36,9 @@ zero_stage = [3]
 fp16 = [true]
 "zero_optimization.stage3_max_live_parameters" = [0]
 "zero_optimization.reduce_bucket_size" = [-1]
+
+[vary.alone]
+gradient_allreduce_op = ["sum"]
 
 [vary.needs]
 "zero_optimization.stage3_max_live_parameters" = { zero_stage = [3] }
@@ -90,7 +93,7 @@ def needs_conflict(vary, pair):
 def test_one_by_one_every_value_has_a_neighbour_without_it(tmp_path):
     vary = study_file.read(written(tmp_path)).vary
     cases = {case.name: case for case in variations.one_by_one(vary)}
-    for option, values in vary.options.items():
+    for option, values in (*vary.options.items(), *vary.alone.items()):
         for value in values:
             (case,) = [c for c in cases.values() if c.varied == option and c.choice[option] == value]
             without = dict(case.choice)
@@ -112,11 +115,11 @@ def test_what_no_flag_sets_goes_into_the_file(tmp_path):
 
 
 def test_from_end_to_end(tmp_path, capsys):
-    """Two options are right, one is refused by Lockstep, one by DeepSpeed."""
+    """Two options are right, one is refused by Lockstep, one by DeepSpeed, and one sums what the others average."""
     out = tmp_path / "out"
     status = run_study.main([str(written(tmp_path)), "--output_dir", str(out)])
     said = capsys.readouterr()
-    assert status == 0, said.out + said.err
+    assert status == 1 and said.out.endswith("FAIL\n"), said.out + said.err
     rows = json.loads((out / "report.json").read_text())["runs"]
     alone = {json.dumps(row["options"]): row for row in rows if row["varied"]}
     assert alone['{"zero_stage": 3}']["outcome"] == "PASS"
@@ -126,4 +129,6 @@ def test_from_end_to_end(tmp_path, capsys):
         negative["outcome"] == options_report.REFUSED_BY_LIBRARY and "reduce_bucket_size" in negative["why"]
     )
     assert alone['{"zero_stage": 3, "zero_optimization.stage3_max_live_parameters": 0}']["outcome"] == "PASS"
+    wrong = alone['{"gradient_allreduce_op": "sum"}']
+    assert wrong["outcome"] == "FAIL" and "gradient/model.norm.weight" in wrong["why"]
     assert "not seen to act" in (out / "report.md").read_text()

@@ -13,7 +13,8 @@ from lockstep.studies.variations import Case, Group
 from lockstep.training import history
 
 REFUSED_BY_US, REFUSED_BY_LIBRARY = "refused by Lockstep", "refused by the library"
-HEAD = ["option", "alone", "other bits or collectives than without it", "in pairs", ""]
+REFUSALS = (REFUSED_BY_US, REFUSED_BY_LIBRARY)
+HEAD = ["option", "alone", "other bits or collectives than without it", "passes in pairs"]
 
 
 def results(
@@ -81,21 +82,22 @@ def table(study: Study, rows: list[dict[str, Any]]) -> list[list[str]]:
             passed = sum(row["outcome"] == PASS for row in pairs)
             other = alone[0]["other"] if alone else None
             acts = "" if other is None else ", ".join(other) or "no: not seen to act"
-            why = next((row["why"] for row in (*alone, *pairs) if row["outcome"] != PASS and row["why"]), "")
+            refused = sum(row["outcome"] in REFUSALS for row in pairs)
             lines.append(
                 [
                     f"{option} = {json.dumps(value)}",
                     alone[0]["outcome"] if alone else "",
                     acts,
-                    f"{passed} of {len(pairs)}",
-                    printable(why, 160),
+                    f"{passed} of {len(pairs)}" + (f", {refused} refused" if refused else "")
+                    if pairs
+                    else "",
                 ]
             )
     return lines
 
 
 def good(rows: list[dict[str, Any]]) -> bool:
-    return all(row["outcome"] in (PASS, REFUSED_BY_US, REFUSED_BY_LIBRARY) for row in rows)
+    return all(row["outcome"] in (PASS, *REFUSALS) for row in rows)
 
 
 def write(study: Study, rows: list[dict[str, Any]], place: Path, command: str) -> None:
@@ -106,10 +108,10 @@ def write(study: Study, rows: list[dict[str, Any]], place: Path, command: str) -
     parts = [f"# {study.title}", "", study.about.strip(), "", f"Made by `{printable(command, 400)}`.", ""]
     parts += [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     parts += [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines]
-    wrong = [row for row in rows if row["outcome"] not in (PASS, REFUSED_BY_US, REFUSED_BY_LIBRARY)]
-    parts += ["", f"{len(rows)} runs; {len(wrong)} neither pass nor are refused.", ""]
+    others = [row for row in rows if row["outcome"] != PASS]
+    parts += ["", f"{len(rows)} runs. {len(rows) - len(others)} pass. The others:", ""]
     parts += [
         f"- {row['group']}, {json.dumps(row['options'])}: {row['outcome']}: {printable(row['why'], 400)}"
-        for row in wrong
+        for row in others
     ]
     write_text(place / "report.md", "\n".join(parts) + "\n")
