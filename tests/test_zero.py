@@ -286,3 +286,34 @@ def test_the_faults_of_one_strategy_apply_to_no_other():
     own = [fault for fault in CATALOGUE.values() if fault.only]
     assert len(own) >= 8 and {fault.only for fault in own} == {"deepspeed"}
     assert not any(applies_to(fault, row_of("fsdp")) for fault in own)
+
+
+def test_zero_infinity_on_a_disk(trained, tmp_path, request):
+    """Weights and optimizer state on NVMe. Only with --all: the first run builds an extension for four minutes, with libaio."""
+    if not request.config.getoption("--all"):
+        pytest.skip("only with --all")
+    try:
+        build._require_libaio()
+    except UserError as error:
+        pytest.skip(str(error))
+    arguments = [*FLAGS, *STEPS, "--tp_size", "1", "--zero_stage", "3", "--nvme_path", str(tmp_path / "disk")]
+    arguments += ["--offload_optimizer", "nvme", "--offload_param", "nvme"]
+    arguments += ["--capture_dir", str(tmp_path), "--loss_output_dir", str(tmp_path / "losses")]
+    reference = {
+        "strategy": jobs.REFERENCE,
+        "arguments": [*FLAGS, *STEPS, "--capture_dir", str(tmp_path / "again")],
+        "replays": [str(tmp_path / "deepspeed")],
+    }
+    jobs.start_all_groups(
+        [(2, [{"strategy": "deepspeed", "arguments": arguments}]), (None, [reference])], tmp_path / "work"
+    )
+    ddp = trained / "ddp"
+    result = compare_dumps(
+        Dump(ddp / "reference"),
+        {"ddp": Dump(ddp / "ddp"), "deepspeed": Dump(tmp_path / "deepspeed")},
+        {"ddp": Dump(ddp / "replay_ddp"), "deepspeed": Dump(tmp_path / "replay_deepspeed")},
+    )
+    assert result.verdict("deepspeed") == "PASS", result.failures("deepspeed")[:3]
+    sharding = Dump(tmp_path / "deepspeed").manifest["contract"]["sharding"]
+    assert (sharding["offload_optimizer"], sharding["offload_param"]) == ("nvme", "nvme")
+    assert any((tmp_path / "disk").rglob("*.swp")), "nothing was written to the disk"
