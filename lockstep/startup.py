@@ -13,6 +13,7 @@ has something to clean up runs in `cleaning_up`, which raises KeyboardInterrupt.
 """
 
 import contextlib
+import gc
 import importlib.util
 import os
 import signal
@@ -52,6 +53,17 @@ def stop_at_once(_signal: object = None, _frame: object = None) -> NoReturn:
 def _stop_cleanly(_signal: object, _frame: object) -> NoReturn:
     signal.signal(signal.SIGINT, stop_at_once)  # the second Ctrl-C does not wait for the cleaning up
     raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def importing() -> "Iterator[None]":
+    """Around imports of torch, transformers or Ray: the garbage collector looks through what stays a thousand times, a second of a core."""
+    thresholds = gc.get_threshold()
+    gc.set_threshold(100_000, 50, 100)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
 
 
 @contextlib.contextmanager

@@ -1,14 +1,21 @@
 """Names and shapes of a model's parameters, from transformers' own model on torch's meta device.
 
-Importing this imports neither torch nor transformers; the first call of a function does, which takes seconds. Report usage errors before.
+Importing this imports neither torch nor transformers. Building a model does, which takes four seconds, so `parameter_shapes` keeps what it
+found in the cache folder.
 """
 
+import contextlib
 import copy
 import functools
+import hashlib
+import importlib.metadata
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.errors import UserError, first_line
+from lockstep.files import read_json, write_text
+from lockstep.inputs import token_cache
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -21,8 +28,36 @@ def parameter_shapes(architecture: dict) -> dict[str, tuple[int, ...]]:
 
 @functools.lru_cache(maxsize=16)
 def _shapes(architecture: str) -> dict[str, tuple[int, ...]]:
+    path = _kept_at(architecture)
+    kept = _read(path, architecture)
+    if kept is not None:
+        return kept
     model = build_empty(json.loads(architecture), attn_impl="sdpa")
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    found = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    with contextlib.suppress(UserError):  # the next run builds the model again
+        write_text(path, json.dumps({"shapes": found, "sha256": _seal(architecture, found)}))
+    return found
+
+
+def _kept_at(architecture: str) -> Path:
+    """Another version of torch, transformers or this file may find other shapes."""
+    libraries = [importlib.metadata.version(name) for name in ("torch", "transformers")]
+    key = json.dumps([architecture, *libraries, Path(__file__).read_text(encoding="utf-8")])
+    return token_cache.default_folder() / f"shapes-{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+
+
+def _read(path: Path, architecture: str) -> dict[str, tuple[int, ...]] | None:
+    """What was kept; None if it is not there or not what was written."""
+    try:
+        content = read_json(path)
+        shapes = {name: tuple(shape) for name, shape in content["shapes"].items()}
+        return shapes if content["sha256"] == _seal(architecture, shapes) else None
+    except (UserError, LookupError, TypeError, ValueError, AttributeError):
+        return None
+
+
+def _seal(architecture: str, shapes: dict[str, tuple[int, ...]]) -> str:
+    return hashlib.sha256(json.dumps([architecture, shapes]).encode()).hexdigest()
 
 
 def has_biases(architecture: dict) -> bool:

@@ -235,7 +235,8 @@ def main() -> int:
         raise UserError("give one file of jobs")
     path = Path(sys.argv[1])
     groups = read(path)
-    preload(groups)
+    with startup.importing():
+        preload(groups)
     for group in groups:
         status = ranks.fork(
             group.num_ranks or 1, functools.partial(_rank, group, path.with_name("done.txt")), NAME

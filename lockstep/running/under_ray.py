@@ -58,20 +58,21 @@ def _worker(arguments: dict) -> tuple[bool, str]:
     A TrainingFailure is returned, because all ranks have it and Ray would print each rank's traceback. Any other error is raised, or
     the other ranks would wait for this one.
     """
-    from ray import train
-    from ray.train.torch import get_device
-
-    from lockstep.training import loop as training
-    from lockstep.training.strategy import factory_of
-
-    progress.relay()
     config = arguments["config"]
+    with startup.importing():
+        import transformers.modeling_utils  # noqa: F401 - the model's module needs it
+        from ray import train
+        from ray.train.torch import get_device
+
+        from lockstep.training import loop as training
+        from lockstep.training.strategy import factory_of
+
+        make_strategy = factory_of(config.row)
+    progress.relay()
     context = train.get_context()
     set_threads(config, context.get_local_world_size())
     try:
-        return True, training.run_with_control(
-            config, arguments["inputs"], factory_of(config.row), get_device()
-        )
+        return True, training.run_with_control(config, arguments["inputs"], make_strategy, get_device())
     except TrainingFailure as error:
         return False, str(error)
 
@@ -243,7 +244,8 @@ def _import_ray_train() -> ModuleType:
 
 def _import(name: str) -> ModuleType:
     try:
-        return importlib.import_module(name)
+        with startup.importing():
+            return importlib.import_module(name)
     except ImportError as error:
         raise UserError(
             f"ray cannot be imported ({first_line(error)}); install requirements.txt, or use torchrun"
