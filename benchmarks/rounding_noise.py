@@ -17,6 +17,7 @@ from lockstep.inputs import (
     tokenizer,
 )
 from lockstep.inputs.model import build_model
+from lockstep.strategies import BASELINE
 
 MODELS = {
     "tiny-qwen2": ("tiny-qwen2", {}),
@@ -63,7 +64,9 @@ def main() -> None:
 
 def of_the_mean(name: str, seed: int) -> str:
     """The error of a batch's mean loss, in the noise of a mean of independent tokens: all of them, and as many as are independent."""
-    config = config_module.parse_config("ddp", ["--model_name", name, "--seed", str(seed), "--device", "cpu"])
+    config = config_module.parse_config(
+        BASELINE, ["--model_name", name, "--seed", str(seed), "--device", "cpu"]
+    )
     inputs = preflight.load_inputs(config)
     model, _ = build_model(inputs.architecture, seed=seed, attn_impl="sdpa", init_weights_path=None)
     pairs = [

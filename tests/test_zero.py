@@ -239,7 +239,7 @@ def test_without_a_file_the_flags_alone_are_told():
 def test_the_shipped_files_are_what_the_flags_ask_for(tmp_path, name, further):
     """With any number of ranks, batch size, clipping and precision."""
     path = ROOT / "studies" / "deepspeed" / f"{name}.json"
-    assert path.read_text() == configuration.shipped(name)
+    assert path.read_text() == configuration.shipped(name, config())
     more = ["--dp_size", "3", "--batch_size", "5", "--max_grad_norm", "0.3", *further.split()]
     if name == "zero_infinity":
         more += ["--nvme_path", str(tmp_path)]

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lockstep.config import BETAS, EPS, Config, parse_config
+from lockstep.config import BETAS, EPS, Config
 from lockstep.deepspeed import options as flags
 from lockstep.deepspeed import zero
 from lockstep.errors import UserError
@@ -166,9 +166,12 @@ def resolved(config: Config, hidden_size: int) -> dict[str, Any]:
     return ours
 
 
-def shipped(name: str) -> str:
-    """The text of studies/deepspeed/NAME.json: everything that a flag sets is "auto", so it works with any number of ranks."""
-    told = of_flags(parse_config("deepspeed", ["--device", "cpu"]))
+def shipped(name: str, config: Config) -> str:
+    """The text of studies/deepspeed/NAME.json: everything that a flag sets is "auto", so it works with any number of ranks.
+
+    `config` is any of this strategy.
+    """
+    told = of_flags(config)
     for place in _leaves(told):
         if place[0] != "zero_optimization" and (".".join(place) in FLAGS or place in OWN_CHOICE):
             _set(told, place, AUTO)

@@ -14,7 +14,7 @@ from lockstep.faults.patches import around
 from lockstep.faults.planting import Plant, Planting
 from lockstep.mesh import Mesh
 
-zero_fault = functools.partial(fault, only="deepspeed", mesh=Mesh(dp=2))
+zero_fault = functools.partial(fault, mesh=Mesh(dp=2))
 MISSING, NORM, ACCUMULATION, UPDATE = (
     "DP reduction missing",
     "grad norm, clipping",

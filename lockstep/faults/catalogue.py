@@ -47,8 +47,8 @@ class Fault:
     needs: tuple[str, ...]  # the handles (handles.py) that the strategy must offer
     mesh: Mesh  # without the axes that the strategy cannot use
     plant: Planter
-    only: str = ""  # the strategy that it belongs to; "": any that offers what it needs
-    flags: tuple[str, ...] = ()  # of that strategy alone, in its run without the fault as well
+    flags: tuple[str, ...] = ()  # of the strategy alone, in its run without the fault as well
+    only: str = ""  # the strategy that brings it; "": any that offers what it needs
 
 
 SMALL_MESH = Mesh(dp=2, tp=2)
@@ -68,7 +68,6 @@ def fault(
     axes: tuple[str, ...] = ("dp",),
     needs: tuple[str, ...] = (),
     mesh: Mesh = SMALL_MESH,
-    only: str = "",
     flags: tuple[str, ...] = (),
 ) -> Callable[[Planter], Planter]:
     """Enter a generator function into the catalogue under its own name."""
@@ -92,7 +91,6 @@ def fault(
             needs,
             mesh,
             plant,
-            only,
             flags,
         )
         return plant
