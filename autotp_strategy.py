@@ -221,7 +221,7 @@ class AutoTPStrategy:
         self.full_shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         if device.type == "cpu":
             build_extension(*SHARED_MEMORY)
-        if zero.on_nvme(config):
+        if options.of(config).nvme_path is not None:
             build_extension(*ASYNC_IO)
         deepspeed.init_distributed(dist_backend=dist.get_backend())
         model.to(device=device, dtype=config.parameter_dtype)  # type: ignore[call-arg] # a decorator of transformers loses self

@@ -36,13 +36,9 @@ PATHS = (
 )
 # Flags that name places, or do not change what a run computes. They are not recorded.
 PLACES = (
-    "init_weights_path",
+    *PATHS,
     "overwrite",
-    "loss_output_dir",
-    "storage_path",
     "experiment_name",
-    "capture_dir",
-    "data_cache_dir",
     "dry_run",
     "control",  # it asks for another run
     "count_collectives",  # what it counts is recorded

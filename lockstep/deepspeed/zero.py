@@ -41,11 +41,6 @@ def require(config: Config) -> None:
         )
 
 
-def on_nvme(config: Config) -> bool:
-    own = options.of(config)
-    return "nvme" in (own.offload_optimizer, own.offload_param)
-
-
 def section(config: Config) -> dict[str, Any]:
     """DeepSpeed's "zero_optimization"."""
     own = options.of(config)

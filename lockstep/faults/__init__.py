@@ -1,7 +1,6 @@
 """Planted bugs: the catalogue, and how one is planted in a run."""
 
 import contextlib
-import dataclasses
 import importlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,12 +22,9 @@ from lockstep.faults.catalogue import CATALOGUE, Fault
 from lockstep.faults.planting import Planting
 from lockstep.inputs.data import Inputs
 
-for _row in strategies.ROWS.values():  # the faults that only one strategy can have
+for _row in strategies.ROWS.values():  # the faults that only one strategy can have enter themselves
     if _row.faults:
-        _before = set(CATALOGUE)
         importlib.import_module(_row.faults)
-        for _name in CATALOGUE.keys() - _before:
-            CATALOGUE[_name] = dataclasses.replace(CATALOGUE[_name], only=_row.name)
 
 if TYPE_CHECKING:
     from lockstep.training.strategy import MakeStrategy, Strategy

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from lockstep.faults.planting import Plant, Planting
 from lockstep.mesh import Mesh
+from lockstep.strategies import ROWS
 
 BUG_CLASSES = (
     "TP reduction missing",
@@ -76,6 +77,7 @@ def fault(
 
     def enter(plant: Planter) -> Planter:
         story = " ".join((plant.__doc__ or "").split())
+        owner = next((row.name for row in ROWS.values() if row.faults == plant.__module__), "")
         CATALOGUE[plant.__name__] = Fault(
             plant.__name__,
             story,
@@ -92,6 +94,7 @@ def fault(
             mesh,
             plant,
             flags,
+            owner,
         )
         return plant
 
