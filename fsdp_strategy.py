@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -116,9 +116,10 @@ class FSDPStrategy(TorchStrategy):
             shard_over_tp(model, device_mesh["tp"])
         # Shards are gathered once per step: kept between forward and backward, as ZeRO-1 keeps whole parameters.
         # At dp 1 this gathers nothing and still makes every strategy run the same code.
-        for layer in model.get_submodule(modules.LAYERS).children():
-            fully_shard(layer, mesh=device_mesh["dp"], reshard_after_forward=False)
-        fully_shard(model, mesh=device_mesh["dp"], reshard_after_forward=False)
+        mixed = self.config.precision == "mixed"
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if mixed else MixedPrecisionPolicy()
+        for module in (*model.get_submodule(modules.LAYERS).children(), model):
+            fully_shard(module, mesh=device_mesh["dp"], reshard_after_forward=False, mp_policy=policy)
         return model
 
 

@@ -24,8 +24,14 @@ from lockstep.training import history
 if TYPE_CHECKING:
     import torch
 
-Precision = Literal["fp32", "autocast", "bf16"]
+Precision = Literal["fp32", "autocast", "mixed", "bf16"]
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+PARAM_DTYPES: dict[Precision, str] = {  # of the weights that a forward pass computes with
+    "fp32": "float32",
+    "autocast": "float32",
+    "mixed": "bfloat16",
+    "bf16": "bfloat16",
+}
 BETAS, EPS = (0.9, 0.999), 1e-8  # of AdamW, torch's defaults
 PATHS = (
     "init_weights_path",
@@ -42,6 +48,7 @@ PLACES = (
     "dry_run",
     "control",  # it asks for another run
     "count_collectives",  # what it counts is recorded
+    "group_norms",  # likewise
 )
 EPILOG = (
     "Environment: RAY_ADDRESS is the Ray cluster to join, as HOST:PORT (`ray start --head` prints it) or auto (unset: a Ray instance is "
@@ -75,6 +82,7 @@ class Config:
     precision: Precision = "fp32"
     attn_impl: str = "sdpa"
     seed: int = 0
+    init_seed: int | None = None
     dataset_name: str = texts.BUILT_IN_CORPUS
     data_cache_dir: Path = field(default_factory=token_cache.default_folder)
     init_weights_path: Path | None = None
@@ -84,6 +92,8 @@ class Config:
     control: bool = False
     noise_control: bool = False
     count_collectives: bool = False
+    group_norms: bool = False
+    held_out: int = 0
     own: dict[str, Any] = field(
         default_factory=dict
     )  # flags that only this strategy has, by name (its row's `options`)
@@ -136,6 +146,11 @@ class Config:
         if self.save_init_weights and self.init_weights_path is None:
             raise UserError("--save_init_weights needs --init_weights_path, the file to write")
         return self.init_weights_path if self.save_init_weights else None
+
+    @property
+    def weights_seed(self) -> int:
+        """The seed of random initial weights."""
+        return self.seed if self.init_seed is None else self.init_seed
 
     @property
     def parameter_dtype(self) -> "torch.dtype":
@@ -253,13 +268,21 @@ def build_parser(strategy: str) -> argparse.ArgumentParser:
         "--precision",
         choices=PRECISIONS,
         default=argparse.SUPPRESS,
-        help=f"autocast: fp32 weights and state, bf16 compute; bf16: everything in bf16 (default: {defaults['precision']})",
+        help="autocast: fp32 weights and state, bf16 compute by torch.autocast; mixed: the same with all weights cast to bf16 for computing, and "
+        f"gradients reduced in fp32; bf16: everything in bf16 (default: {defaults['precision']})",
     )
     parser.add_argument("--autocast", action="store_true", help="the same as --precision autocast")
+    parser.add_argument(
+        "--param_dtype",
+        choices=("float32", "bfloat16"),
+        help="dtype that weights are cast to for computing; bfloat16 is the same as --precision mixed (default: the precision's)",
+    )
     for option in row.own_options():
         parser.add_argument(f"--{option.name}", default=option.default, **option.metadata)
     add("attn_impl", str, "attention implementation of transformers", choices=("eager", "sdpa"))
-    add("seed", _number(int, 0, high=2**32 - 1), "seed of the initial weights and of the order of the data")
+    seed = _number(int, 0, high=2**32 - 1)
+    add("seed", seed, "seed of the initial weights and of the order of the data")
+    add("init_seed", seed, "seed of the initial weights, if they are to have another (default: --seed)")
     add(
         "dataset_name",
         str,
@@ -299,6 +322,16 @@ def build_parser(strategy: str) -> argparse.ArgumentParser:
         "--count_collectives",
         action="store_true",
         help="count the collective operations of the last step, with torch's profiler, and record them in the history",
+    )
+    parser.add_argument(
+        "--group_norms",
+        action="store_true",
+        help="record at every step the gradient norm of each layer, of the embedding and of the rest",
+    )
+    add(
+        "held_out",
+        whole,
+        "sequences at the end of the corpus that are not trained on; the loss and next-token accuracy of the final weights on them are recorded",
     )
     parser.add_argument(
         "--noise_control",
@@ -343,11 +376,9 @@ def parse_config(strategy: str, argv: list[str] | None = None) -> Config:
         parsed = parser.parse_args(argv)
     options = vars(parsed)
     options.pop("local_rank")
-    autocast = options.pop("autocast")
-    precision = options.get("precision", "autocast" if autocast else Config.precision)
-    if autocast and precision != "autocast":
-        raise UserError(f"--autocast contradicts --precision {precision}; give one of them")
-    options["precision"] = precision
+    options["precision"] = _precision(
+        options.get("precision"), options.pop("autocast"), options.pop("param_dtype")
+    )
     if options["run_name"] is not None:
         _require_run_name(options["run_name"])
     if options["noise_control"] and (not row.is_baseline or options["save_init_weights"]):
@@ -370,6 +401,20 @@ def parse_config(strategy: str, argv: list[str] | None = None) -> Config:
     options["model_name"] = _absolute(options["model_name"], architectures.BUILT_IN)
     options["dataset_name"] = _absolute(options["dataset_name"], (texts.BUILT_IN_CORPUS,))
     return Config(strategy=row.place, **options)
+
+
+def _precision(given: Precision | None, autocast: bool, param_dtype: str | None) -> Precision:
+    """The precision that three flags name together. Raises UserError if two of them contradict each other."""
+    if autocast and given not in (None, "autocast"):
+        raise UserError(f"--autocast contradicts --precision {given}; give one of them")
+    meant: Precision = given or (
+        "autocast" if autocast else "mixed" if param_dtype == "bfloat16" else Config.precision
+    )
+    if param_dtype and PARAM_DTYPES[meant] != param_dtype:
+        raise UserError(
+            f"--param_dtype {param_dtype} contradicts {'--autocast' if autocast else f'--precision {meant}'}; leave it out"
+        )
+    return meant
 
 
 def _require_run_name(name: str) -> None:

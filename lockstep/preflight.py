@@ -60,9 +60,15 @@ def load_inputs(config: Config) -> data.Inputs:
         seq_length=config.seq_length,
         windows_per_step=windows_per_step,
         cache_folder=config.data_cache_dir,
+        held_out=config.held_out,
     )
     batches = data.Batches(
-        corpus, config.seed, config.dp_size, config.batch_size, config.gradient_accumulation_steps
+        corpus,
+        config.seed,
+        config.dp_size,
+        config.batch_size,
+        config.gradient_accumulation_steps,
+        config.held_out,
     )
     return data.Inputs(
         architecture, source, batches, config.debug_steps or config.num_epochs * batches.steps_per_epoch

@@ -97,10 +97,12 @@ def starting(tmp_path):
         started.append(Run(tmp_path, script if settings else train_ddp, **settings))
         return started[-1]
 
-    yield start
-    for one in started:
-        if one.process.poll() is None:
-            os.killpg(one.process.pid, signal.SIGKILL)
-            one.process.wait()
-    gone(tmp_path)
-    shutil.rmtree(short, ignore_errors=True)
+    try:
+        yield start
+    finally:
+        for one in started:
+            if one.process.poll() is None:
+                os.killpg(one.process.pid, signal.SIGKILL)
+                one.process.wait()
+        gone(tmp_path)
+        shutil.rmtree(short, ignore_errors=True)

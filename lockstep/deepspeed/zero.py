@@ -14,6 +14,10 @@ def require(config: Config) -> None:
     """Raise UserError for a combination that DeepSpeed does not have or would silently change."""
     own = options.of(config)
     stage = own.zero_stage
+    if config.precision == "mixed":
+        raise UserError(
+            "--precision mixed: DeepSpeed would also accumulate gradients in bfloat16; choose fp32, autocast or bf16"
+        )
     if stage == 0 and config.precision == "bf16":
         raise UserError(
             "--zero_stage 0 --precision bf16: DeepSpeed then keeps float32 copies of the weights; choose a stage from 1 to 3"

@@ -55,6 +55,16 @@ TINY_MISTRAL = {
     "sliding_window": 32,
 }
 
+# Deep and narrow: the width, depth and heads of a model with which DDP and FSDP were once compared (docs/studies.md)
+NARROW_QWEN2 = {
+    **TINY_QWEN2,
+    "hidden_size": 192,
+    "intermediate_size": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 3,
+}
+
 # The published config.json of Qwen/Qwen2.5-0.5B (https://huggingface.co/Qwen/Qwen2.5-0.5B).
 QWEN2_5_0_5B = {
     "model_type": "qwen2",
@@ -82,6 +92,7 @@ BUILT_IN = {
     "tiny-qwen3": TINY_QWEN3,
     "tiny-llama": TINY_LLAMA,
     "tiny-mistral": TINY_MISTRAL,
+    "narrow-qwen2": NARROW_QWEN2,
     "Qwen2.5-0.5B": QWEN2_5_0_5B,
 }
 HUB_STAND_INS = {"Qwen/Qwen2.5-0.5B": "Qwen2.5-0.5B"}

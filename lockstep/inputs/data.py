@@ -6,6 +6,7 @@ without padding. torch is not imported before a batch is made.
 """
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,7 +42,13 @@ class Corpus:
 
 
 def load_corpus(
-    dataset_name: str, tokenizer: Tokenizer, *, seq_length: int, windows_per_step: int, cache_folder: Path
+    dataset_name: str,
+    tokenizer: Tokenizer,
+    *,
+    seq_length: int,
+    windows_per_step: int,
+    cache_folder: Path,
+    held_out: int = 0,
 ) -> Corpus:
     """Tokenize and pack a whole corpus, or find its tokens in the cache folder (lockstep/inputs/token_cache.py).
 
@@ -49,10 +56,11 @@ def load_corpus(
     """
     tokens, sha256 = corpus_tokens(dataset_name, tokenizer, cache_folder)
     corpus = Corpus(tokens, seq_length + 1, tokenizer.name, sha256)
-    if corpus.num_windows < windows_per_step:
+    if corpus.num_windows < windows_per_step + held_out:
+        needed = f"{windows_per_step}" + (f", and --held_out {held_out}" if held_out else "")
         raise UserError(
             f"--dataset_name {dataset_name}: {len(tokens)} tokens make {corpus.num_windows} windows of {corpus.width}; one step "
-            f"needs {windows_per_step}; give more text, or lower --batch_size, --seq_length or --gradient_accumulation_steps"
+            f"needs {needed}; give more text, or lower --batch_size, --seq_length or --gradient_accumulation_steps"
         )
     return corpus
 
@@ -66,6 +74,12 @@ class Batches:
     dp_size: int
     batch_size: int
     num_micro_batches: int
+    held_out: int = 0  # windows at the end of the corpus that are not trained on
+
+    @property
+    def num_windows(self) -> int:
+        """Windows to train on."""
+        return self.corpus.num_windows - self.held_out
 
     @property
     def windows_per_step(self) -> int:
@@ -73,7 +87,7 @@ class Batches:
 
     @property
     def steps_per_epoch(self) -> int:
-        return self.corpus.num_windows // self.windows_per_step
+        return self.num_windows // self.windows_per_step
 
     def windows(self, step: int, dp_rank: int) -> np.ndarray:
         """The windows (num_micro_batches, batch_size, seq_length + 1) of one step (from 0) and one DP rank."""
@@ -86,7 +100,7 @@ class Batches:
         """`count` windows (count, seq_length + 1) of the global batch of a step, from its `first` on."""
         epoch, position = divmod(step, self.steps_per_epoch)
         start = position * self.windows_per_step + first
-        return self.corpus.windows(places(start, count, self.corpus.num_windows, seed=self.seed, epoch=epoch))
+        return self.corpus.windows(places(start, count, self.num_windows, seed=self.seed, epoch=epoch))
 
     def independent_tokens(self, step: int) -> float:
         """`independent_tokens` of the global batch of a step (from 0)."""
@@ -101,6 +115,15 @@ class Batches:
 
         windows = torch.from_numpy(self.windows(step, dp_rank).astype(np.int64)).to(device)
         return [(window[:, :-1].contiguous(), window[:, 1:].contiguous()) for window in windows]
+
+    def held_out_pairs(self) -> Iterator[tuple["torch.Tensor", "torch.Tensor"]]:
+        """(input_ids, labels), each (at most batch_size, seq_length) int64 on the CPU: the windows that are not trained on."""
+        import torch
+
+        for first in range(self.num_windows, self.corpus.num_windows, self.batch_size):
+            indices = np.arange(first, min(first + self.batch_size, self.corpus.num_windows))
+            windows = torch.from_numpy(self.corpus.windows(indices).astype(np.int64))
+            yield windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
 
 def independent_tokens(input_ids: np.ndarray, labels: np.ndarray) -> float:

@@ -138,7 +138,9 @@ def draw(
     for width, (name, history) in zip(widths, histories.items(), strict=True):
         steps = [step["step"] for step in history.steps]
         losses = [step["loss"] for step in history.steps]
-        top.plot(steps, losses, color=color_of(name), linewidth=width, label=_drawable(history.run["label"]))
+        own_name = name != history.run["config"]["strategy"]  # runs of one strategy have one label
+        label = f"{name}: {history.run['label']}" if own_name else history.run["label"]
+        top.plot(steps, losses, color=color_of(name), linewidth=width, label=_drawable(label))
         if name != BASELINE and BASELINE in histories:
             gaps = _gaps(histories[BASELINE], history)
             bottom.plot(steps[: len(gaps)], gaps, ".", markersize=4, color=color_of(name))

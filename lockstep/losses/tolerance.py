@@ -89,7 +89,7 @@ RULES = {
 }
 
 
-FIRST_GRAD_NORM_BF16 = 8e-3  # bf16 has no rule; weights and residuals are rounded, too
+FIRST_GRAD_NORM_BF16 = 8e-3  # mixed and bf16 have no rule; weights and residuals are rounded, too
 
 
 def tolerance_for(baseline: History, control: History | None = None) -> Tolerance:
@@ -174,7 +174,7 @@ def rule_and_noise(baseline: History) -> tuple[Rule | None, Noise, Noise]:
     fresh = is_fresh(baseline.run, step["loss"])
     rule = RULES.get(precision) if fresh or precision == "fp32" else None
     floor = floors(baseline)[0]
-    norm = FIRST_GRAD_NORM_BF16 if precision == "bf16" else RULES[precision].first_grad_norm
+    norm = RULES[precision].first_grad_norm if precision in RULES else FIRST_GRAD_NORM_BF16
     unit_roundoff = (
         2.0**-24 if precision == "fp32" else 2.0**-8
     )  # the relative change of a weight of the control run

@@ -27,6 +27,7 @@ import socket
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -84,7 +85,7 @@ def run(config: Config, inputs: Inputs, begin: Callable[[], None]) -> str:
     """
     ray = _import_ray()
     training_library = _in_background(_import_ray_train)  # it takes as long as Ray takes to start
-    startup.end_helpers.append(lambda: _kill(_helpers_of_ray()))
+    startup.end_helpers.append(_end_children_of_raylet)
     _connect(ray)
     training_library.result()
     path = config.loss_output_dir / "logs" / f"{config.history_path.stem}.txt"
@@ -330,6 +331,32 @@ def _shutdown(ray: ModuleType, *, clean: bool) -> None:
         latest = session.with_name("session_latest")
         if latest.is_symlink() and not latest.exists():
             latest.unlink(missing_ok=True)
+
+
+def _end_children_of_raylet() -> None:
+    """After Ctrl-C: kill the workers and agents of this process's raylet, which the kernel kills with this process.
+
+    The raylet is stopped first. A worker that it started later would try for up to a minute to reach it.
+    """
+    for child in _children(os.getpid()):
+        if _raylet_state(child) is None:
+            continue
+        os.kill(child, signal.SIGSTOP)
+        while _raylet_state(child) not in ("T", None):  # the signal may arrive while it starts one
+            time.sleep(0.001)
+        for worker in _children(child):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(worker, signal.SIGKILL)
+
+
+def _raylet_state(process: int) -> str | None:
+    """The state of a raylet: R, S or D as long as it can start processes, T once it is stopped. None for any other process."""
+    try:
+        name, _, fields = Path(f"/proc/{process}/stat").read_text().partition("(")[2].rpartition(")")
+    except OSError:  # it has ended
+        return None
+    state = fields.split()[0]
+    return state if name == "raylet" and state not in "XZ" else None
 
 
 def _helpers_of_ray() -> list[int]:

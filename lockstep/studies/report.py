@@ -23,14 +23,17 @@ WARM_UP = 3  # steps that are left out of times, if there are more
 
 def rows(study: Study, planned: list[Planned], failed: dict[str, str], place: Path) -> list[dict[str, Any]]:
     """One row for each run, the control's first. Raises UserError if the control has no usable history."""
-    control = planned[0]
-    baseline = history.read(control.config.history_path)
-    noise = history.read(history.path_of(control.config.loss_output_dir, history.CONTROL))
-    tolerance = curves.tolerance_for(baseline, noise)
-    result = (
-        judge_tensors(place, [run for run in planned if run.name not in failed]) if study.tensors else None
-    )
-    return [_row(run, control, baseline, tolerance, failed.get(run.name), result) for run in planned]
+    ran = [run for run in planned if run.name not in failed]
+    bases = {run.name: _base(run) for run in ran if run is planned[0] or run.is_base}
+    result = judge_tensors(place, ran) if study.tensors else None
+    return [_row(run, planned[0], bases, failed.get(run.name), result) for run in planned]
+
+
+def _base(run: Planned) -> tuple[History, curves.Tolerance]:
+    """What other runs are judged by: its history, and the tolerance that its control run shows."""
+    baseline = history.read(run.config.history_path)
+    noise = history.read(history.path_of(run.config.loss_output_dir, history.CONTROL))
+    return baseline, curves.tolerance_for(baseline, noise)
 
 
 def judge_tensors(place: Path, ran: list[Planned]) -> "Result":
@@ -40,7 +43,7 @@ def judge_tensors(place: Path, ran: list[Planned]) -> "Result":
 
     opened = [
         Dump(place / "tensors" / name)
-        for name in (*(run.name for run in ran if run.differs is None), "reference")
+        for name in (*(run.name for run in ran if run.config.capture_dir is not None), "reference")
     ]
     reference, dumps, replays = comparison.arrange(opened)
     result = comparison.compare_dumps(reference, dumps, replays)
@@ -51,8 +54,7 @@ def judge_tensors(place: Path, ran: list[Planned]) -> "Result":
 def _row(
     run: Planned,
     control: Planned,
-    baseline: History,
-    tolerance: curves.Tolerance,
+    bases: dict[str, tuple[History, curves.Tolerance]],
     failure: str | None,
     result: "Result | None",
 ) -> dict[str, Any]:
@@ -68,10 +70,20 @@ def _row(
     row |= {"told_sha256": mine.run.get("told_sha256"), **measured(mine)}
     if run is control:
         return {**row, "outcome": "control"}
-    gaps = [abs(a["loss"] - b["loss"]) for a, b in zip(mine.steps, baseline.steps, strict=False)]
-    row |= {"largest loss difference": max(gaps), "last loss difference": gaps[-1]}
+    baseline, tolerance = bases[control.name]
+    row |= _gaps(mine, baseline)
     if run.differs is not None:
         return {**row, "outcome": MEASURED, "why": run.differs}
+    if run.against is not None:
+        if run.against not in bases:
+            return {
+                **row,
+                "outcome": DID_NOT_RUN,
+                "why": f"{run.against}, which it is judged by, did not run",
+            }
+        baseline, tolerance = bases[run.against]
+        row |= {"judged by": run.against, "from the control": _gaps(mine, bases[control.name][0])}
+        row |= _gaps(mine, baseline)
     try:
         curves.require_comparable_curves(baseline, mine)
     except UserError as error:
@@ -79,7 +91,7 @@ def _row(
     curve = curves.compare_curves(baseline, mine, tolerance)
     row |= {"losses": curve.outcome, "tolerated loss difference": tolerance.maximum}
     outcomes = [curve.outcome]
-    if result is not None:
+    if result is not None and run.against is None:
         judged = [one.multiple for one in result.rows if one.strategy == run.name and one.judged]
         verdict = FAIL if result.has_failed(run.name) else result.verdict(run.name)
         first = [" ".join(map(str, failure)) for failure in result.failures(run.name)[:1]]
@@ -91,6 +103,27 @@ def _row(
         }
         outcomes.append(verdict)
     return {**row, "outcome": folder.worst(outcomes)}
+
+
+def _gaps(mine: History, baseline: History) -> dict[str, Any]:
+    """How far losses (nats) and gradient norms of groups (relative) are from those of another run."""
+    pairs = list(zip(mine.steps, baseline.steps, strict=False))
+    gaps = [abs(a["loss"] - b["loss"]) for a, b in pairs]
+    found: dict[str, Any] = {
+        "largest loss difference": max(gaps),
+        "mean loss difference": statistics.fmean(gaps),
+        "last loss difference": gaps[-1],
+        "largest gradient norm difference": max(curves.norm_gap(b, a) for a, b in pairs),
+    }
+    if all("group_norms" in step for pair in pairs for step in pair):
+        found["mean difference of group norms"] = {
+            group: statistics.fmean(
+                abs(a["group_norms"][group] - b["group_norms"][group]) / b["group_norms"][group]
+                for a, b in pairs
+            )
+            for group in baseline.steps[0]["group_norms"]
+        }
+    return found
 
 
 def measured(mine: History) -> dict[str, Any]:
@@ -105,7 +138,26 @@ def measured(mine: History) -> dict[str, Any]:
         "median seconds per step": seconds,
         "tokens per second": mine.steps[0]["tokens"] / seconds,
         "peak memory": {"kind": memory["kind"], "bytes by rank": memory["bytes_by_rank"]},
+        **({"held out": mine.run["held_out"]} if "held_out" in mine.run else {}),
     }
+
+
+def group_norms(found: list[dict[str, Any]]) -> list[str]:
+    """Lines of a table: how far the gradient norm of each group of parameters is from that of the run that judges, in the mean over steps."""
+    key = "mean difference of group norms"
+    measured = [row for row in found if key in row]
+    if not measured:
+        return []
+    names = [row["run"] + (f" (from {row['judged by']})" if "judged by" in row else "") for row in measured]
+    lines = [
+        "",
+        "Gradient norm of each group of parameters: relative difference from the control, mean over the steps.",
+        "",
+    ]
+    lines += [f"| group | {' | '.join(names)} |", f"|---|{'---|' * len(names)}"]
+    for group in measured[0][key]:
+        lines.append(f"| {group} | {' | '.join(f'{row[key][group]:.1e}' for row in measured)} |")
+    return lines
 
 
 def good(found: list[dict[str, Any]]) -> bool:
@@ -115,6 +167,8 @@ def good(found: list[dict[str, Any]]) -> bool:
 def table(study: Study, found: list[dict[str, Any]]) -> list[list[str]]:
     """Head and rows of the table that a person reads."""
     head = ["run", "mesh", "loss", "from the control", "tensors / tolerated", "s a step", "tokens/s"]
+    held_out = any("held out" in row for row in found)
+    head += ["held-out loss, accuracy"] if held_out else []
     head += ["peak memory of a rank"] if study.memory else []
     lines = [[*head, ""]]
     for row in found:
@@ -124,11 +178,15 @@ def table(study: Study, found: list[dict[str, Any]]) -> list[list[str]]:
         gap = "" if row["outcome"] == "control" else f"{row.get('largest loss difference', 0):.1e}"
         if "tolerated loss difference" in row:
             gap += f" of {row['tolerated loss difference']:.1e}"
+        if "judged by" in row:
+            gap += f", from {row['judged by']}"
         worst = (
             f"{row['worst tensor of tolerated']:.2g} ({row['tensors judged']})" if "tensors" in row else ""
         )
         cells = [row["run"], row["label"], f"{row['first loss']:.4f} -> {row['last loss']:.4f}", gap, worst]
         cells += [f"{row['median seconds per step']:.3f}", f"{row['tokens per second']:.0f}"]
+        if held_out:
+            cells.append(f"{row['held out']['loss']:.4f}, {100 * row['held out']['accuracy']:.2f} %")
         if study.memory:
             largest = max(row["peak memory"]["bytes by rank"])
             cells.append(f"{largest / 2**20:.0f} MiB")
@@ -165,6 +223,7 @@ def write(
     for row in found[1:]:
         changed = ", ".join(f"{key} {value}" for key, value in row["differs from the control in"].items())
         parts.append(f"| {row['run']} | {printable(changed, 400)} |")
+    parts += group_norms(found)
     parts += [
         "",
         *(
@@ -179,7 +238,7 @@ def write(
         if row.get("first wrong")
     ]
     write_text(place / "report.md", "\n".join(parts) + "\n")
-    ran = {row["run"] for row in found if row["outcome"] != DID_NOT_RUN}
+    ran = {row["run"] for row in found if row["outcome"] not in (DID_NOT_RUN, REFUSED)}
     histories = {run.name: history.read(run.config.history_path) for run in planned if run.name in ran}
     noise = history.read(history.path_of(planned[0].config.loss_output_dir, history.CONTROL))
     curve_report.draw(

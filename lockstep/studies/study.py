@@ -13,10 +13,16 @@ model_name = "tiny-qwen2"
 strategy = "fsdp"
 tp_size = 1
 
-[runs.bf16]
-strategy = "fsdp"
+[runs.ddp-bf16]
+strategy = "ddp"
 precision = "bf16"
 differs = "bfloat16 weights"   # it need not agree with the control: it is measured, not judged
+
+[runs.fsdp-bf16]
+strategy = "fsdp"
+tp_size = 1
+precision = "bf16"
+against = "ddp-bf16"           # its losses are judged by this run of DDP, which gets a control run of its own
 
 In the place of runs, a study may have a table [vary] (lockstep/studies/variations.py).
 """
@@ -53,11 +59,12 @@ DEFAULT = "default"  # among the values of an option: it is left out
 
 
 class Run(Strict):
-    """A run: its strategy, why it may differ from the control, and flags."""
+    """A run: its strategy, why it may differ from the control or which other run it is judged by, and flags."""
 
     model_config = ConfigDict(extra="allow")
     strategy: Name
     differs: Name | None = None
+    against: Name | None = None
 
     @property
     def flags(self) -> Flags:
@@ -94,6 +101,8 @@ class Planned:
 
     name: str  # in file names
     differs: str | None  # why it need not agree with the control
+    against: str | None  # the run that it is judged by, if that is not the control
+    is_base: bool  # another run is judged by it: it has a folder of histories, and a control run, of its own
     arguments: tuple[str, ...]  # flags of its training script
     config: Config
     inputs: Inputs
@@ -165,12 +174,27 @@ def plan(study: Study, path: Path, folder: Path) -> list[Planned]:
                 f"{path}, line {line_of(text, f'runs.{name}', '')}: the name is the control's; choose another"
             )
         try:
+            _require_base(study, run)
             planned.append(plan_run(study, name, run, {**study.shared, **run.flags}, folder))
         except UserError as error:
             flag = re.match(r"(?:unrecognized arguments: |argument )?--([a-z_]+)", str(error))
-            line = line_of(text, f"runs.{name}", flag[1] if flag else "strategy")
+            key = flag[1] if flag else "against" if str(error).startswith("against") else "strategy"
+            line = line_of(text, f"runs.{name}", key)
             raise UserError(f"{path}, line {line}: run {name}: {error}") from error
     return planned
+
+
+def _require_base(study: Study, run: Run) -> None:
+    """Raise UserError unless the run that this one is judged by is a run of the baseline, itself judged by none."""
+    if run.against is None:
+        return
+    base = study.runs.get(run.against)
+    if base is None or base.strategy != BASELINE or base.against is not None:
+        raise UserError(
+            f'against is "{run.against}", which is no run of {BASELINE} that stands for itself; name one'
+        )
+    if run.differs is not None:
+        raise UserError('against: a run with "differs" is judged by none; leave one of them out')
 
 
 def plan_control(study: Study, flags: Flags, folder: Path) -> Planned:
@@ -181,10 +205,12 @@ def plan_control(study: Study, flags: Flags, folder: Path) -> Planned:
 def plan_run(study: Study, name: str, run: Run, flags: Flags, folder: Path) -> Planned:
     """One run with all its flags, in a folder. Raises UserError if it could not be started."""
     arguments = [word for flag, value in flags.items() for word in _words(flag, value)]
-    arguments += ["--loss_output_dir", str(folder / "losses"), "--storage_path", str(folder / "losses")]
+    is_base = any(other.against == name for other in study.runs.values())
+    losses = str(folder / "losses" / name if is_base else folder / "losses")
+    arguments += ["--loss_output_dir", losses, "--storage_path", losses]
     if name != BASELINE:
         arguments += ["--run_name", name]
-    if study.tensors and run.differs is None:  # what is only measured is not judged
+    if study.tensors and run.differs is None and run.against is None:  # the reference is the control's
         arguments += [
             "--capture_dir",
             str(folder / "tensors"),
@@ -195,7 +221,7 @@ def plan_run(study: Study, name: str, run: Run, flags: Flags, folder: Path) -> P
     config = config_module.parse_config(run.strategy, [*arguments, "--dry_run"])  # leaves no folder behind
     inputs = preflight.load_inputs(config)
     preflight.check_environment(config, inputs.architecture)
-    return Planned(name, run.differs, tuple(arguments), config, inputs)
+    return Planned(name, run.differs, run.against, is_base, tuple(arguments), config, inputs)
 
 
 def _words(flag: str, value: Value) -> list[str]:

@@ -40,7 +40,7 @@ def train(
     """
     control, *others = planned
     weights = ["--init_weights_path", str(folder / WEIGHTS)]
-    left = [run for run in others if not finished(run)]
+    left = [run for run in others if not finished(run) or (run.is_base and not finished(run, noise=True))]
     total, begin = len(left) + 1, time.monotonic()  # the control among them
     there = (folder / WEIGHTS).exists() and finished(control) and finished(control, noise=True)
     if not there:
@@ -67,7 +67,10 @@ def train(
             names = ", ".join(run.name for run in waiting)
             note(f"run {done + 1} of {total}: {names}; about {progress.duration(each * (total - done))} left")
             work = folder / "logs" / f"{number}-{waiting[0].name}"
-            todo = [_job(run, [*run.arguments, *weights]) for run in waiting]
+            todo = [
+                _job(run, [*run.arguments, *weights, *(["--control"] if run.is_base else [])])
+                for run in waiting
+            ]
             seconds, status = jobs.start_groups([(waiting[0].config.num_workers, todo)], work, shown=True)
             done += len(seconds)
             waiting = waiting[len(seconds) :]

@@ -104,7 +104,7 @@ def run(config: Config, inputs: Inputs, also: Sequence[Path] = ()) -> str:
     """Write the reference's dump and the replays, including those of the folders `also`. Needs a process group of one rank."""
     model = build_reference(
         inputs,
-        seed=config.seed,
+        seed=config.weights_seed,
         attn_impl=config.attn_impl,
         init_weights_path=initial_weights.file_of(config),
     )

@@ -8,7 +8,7 @@ import math
 from typing import Any
 
 from lockstep import strategies
-from lockstep.config import BETAS, EPS, Config
+from lockstep.config import BETAS, EPS, PARAM_DTYPES, Config
 from lockstep.inputs.shapes import has_biases, parameter_shapes
 
 # Entries in which strategies differ by design: recorded and shown, but no reason to refuse (docs/findings.md).
@@ -47,7 +47,7 @@ def expected_contract(config: Config, architecture: dict) -> dict[str, Any]:
         "optimizer_dtype": [storage] if adamw else [],
         "compute_dtype": [compute],
         "biased_linear_dtype": biased,
-        "embedding_dtype": [storage],
+        "embedding_dtype": [f"torch.{PARAM_DTYPES[config.precision]}"],
         "attention": config.attn_impl,
         "attention_dropout": architecture.get("attention_dropout", 0.0),
         "training_mode": True,

@@ -41,6 +41,7 @@ Text = Annotated[str, Field(max_length=65536)]  # a path, a message: made harmle
 Loss = Annotated[MayBreakDown, AfterValidator(_float32)]
 Norm = Annotated[MayBreakDown, AfterValidator(_norm)]
 NotNegative = Annotated[Finite, Field(ge=0)]
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
 Depth = Annotated[int, Field(ge=1, le=DEEPEST)]
 
 
@@ -58,6 +59,7 @@ class Step(Strict):
     )
     seconds: NotNegative
     batch_hash: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
+    group_norms: dict[Name, Norm] | None = None  # of the gradient of each group of parameters (--group_norms)
 
 
 class RunConfig(Strict):
@@ -79,13 +81,15 @@ class RunConfig(Strict):
     max_grad_norm: NotNegative
     gradient_accumulation_steps: Count
     own: dict[Name, Any] = {}  # flags that only this strategy has
-    precision: Literal["fp32", "autocast", "bf16"]
+    precision: Literal["fp32", "autocast", "mixed", "bf16"]
     attn_impl: Literal["eager", "sdpa"]
-    seed: Annotated[int, Field(ge=0, lt=2**32)]
+    seed: Seed
+    init_seed: Seed | None = None
     dataset_name: Text
     save_init_weights: bool
     pretrained: bool = False
     run_name: Name | None = None
+    held_out: Whole = 0
     noise_control: bool
     log_interval: Count
     capture_steps: Count
@@ -115,6 +119,14 @@ class PeakMemory(Strict):
     bytes_by_rank: list[Whole]
 
 
+class HeldOut(Strict):
+    """The final weights on the sequences that were not trained on, computed by rank 0 in float32."""
+
+    sequences: Count
+    loss: Loss  # nats per token
+    accuracy: Annotated[Finite, Field(ge=0, le=1)]  # how often the next token is the most likely one
+
+
 class Run(Strict):
     label: Name
     mesh: dict[Axis, Count]  # axis -> size
@@ -131,6 +143,7 @@ class Run(Strict):
         None  # of told_NAME.json beside the history: what the strategy's library was told
     )
     peak_memory: PeakMemory | None = None  # of a run that finished
+    held_out: HeldOut | None = None  # of a run that finished, with --held_out
     collectives: dict[Name, Count] | None = (
         None  # operation -> calls of rank 0 in the last step, if they were counted
     )

@@ -63,7 +63,7 @@ def origin(config: "Config") -> str:
         return f"pretrained weights of {config.model_name}"
     path = file_of(config)
     if path is None:
-        return f"{DRAWN}, seed {config.seed}"
+        return f"{DRAWN}, seed {config.weights_seed}"
     about = weight_files.read(path, f"--init_weights_path {path}").about
     return (about and about.source) or "weights of a file"
 

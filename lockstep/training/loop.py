@@ -29,6 +29,7 @@ from lockstep.tensors.capture import Capture
 from lockstep.training import history as history_file
 from lockstep.training import initial_weights
 from lockstep.training.contract import contract_difference, expected_contract
+from lockstep.training.measure import group_norms, held_out
 from lockstep.training.observe import ComputeDtypes, collectives, peak_memory, versions
 from lockstep.training.strategy import MakeStrategy, Strategy
 
@@ -143,6 +144,7 @@ def _train(
     stop_together(problem)
     after = _live_checksums(strategy, rank)
     memory = peak_memory(device)
+    measured = held_out(strategy, inputs, config.attn_impl, lead=rank == 0) if config.held_out else None
     if before is not None and after is not None:
         record.weights = {
             "initial_sha256": weights.combined_sha256(before),
@@ -150,6 +152,8 @@ def _train(
             "moved": sorted(name for name in after if after[name] != before[name]),
         }
         record.run["peak_memory"] = memory
+        if measured:
+            record.run["held_out"] = measured
         record.ended = "finished"
 
 
@@ -179,6 +183,7 @@ def train_step(
     loss = strategy.forward_backward(micro_batches)
     if capture:
         capture.gradients()
+    norms = group_norms(strategy) if config.group_norms else None
     grad_norm = strategy.update()
     everyone = _gather([float(loss), grad_norm, float(bool(problem)), *window_hashes(micro_batches)], device)
     losses, hashes = [row[0] for row in everyone], [list(map(int, row[3:])) for row in everyone]
@@ -198,6 +203,8 @@ def train_step(
         "seconds": seconds,
         "batch_hash": global_batch_hash([each for r in lead for each in hashes[r]]),
     }
+    if norms is not None:
+        step["group_norms"] = norms
     if capture:
         capture.end(step)
         step["seconds"] = time.perf_counter() - start
@@ -211,7 +218,10 @@ def _initial_model(
 
     def build(path: Path | None) -> tuple["PreTrainedModel", dict[str, str] | None]:
         return build_model(
-            inputs.architecture, seed=config.seed, attn_impl=config.attn_impl, init_weights_path=path
+            inputs.architecture,
+            seed=config.weights_seed,
+            attn_impl=config.attn_impl,
+            init_weights_path=path,
         )
 
     path = initial_weights.file_of(config)
@@ -234,7 +244,7 @@ def _initial_model(
     if path and rank == 0:
         print(f"Loaded initial weights from {path}", flush=True)
     if config.noise_control:
-        weights.perturb(model, "float32" if config.precision == "fp32" else "bfloat16", config.seed)
+        weights.perturb(model, "float32" if config.precision == "fp32" else "bfloat16", config.weights_seed)
         return model, None  # no longer the file's
     return model, sums
 

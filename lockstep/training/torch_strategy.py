@@ -47,8 +47,9 @@ class TorchStrategy:
         self.device_mesh = build_device_mesh(mesh, device.type)
         model.to(device=device, dtype=config.parameter_dtype)  # type: ignore[call-arg] # a decorator of transformers loses self
         self.wrapped = self.parallelize(model, self.device_mesh)
-        inner = self.wrapped.module if isinstance(self.wrapped, DistributedDataParallel) else self.wrapped
-        self.model = cast("PreTrainedModel", inner)  # sharded, it is still transformers' class
+        self.model = cast(
+            "PreTrainedModel", unwrapped(self.wrapped)
+        )  # sharded, it is still transformers' class
         self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.optimizer = build_optimizer(
             [
@@ -150,6 +151,13 @@ class TorchStrategy:
             else None
         )
         return told or gradient_of(parameter).dtype
+
+
+def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
+    """The model inside wrappers that keep it as their `module`, as DistributedDataParallel does."""
+    while isinstance(inner := getattr(module, "module", None), torch.nn.Module):
+        module = inner
+    return module
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
