@@ -78,6 +78,7 @@ class Config:
     optimizer: str = "adamw"
     weight_decay: float = 0.01
     max_grad_norm: float = 1.0
+    ema_decay: float = 1.0
     gradient_accumulation_steps: int = 1
     precision: Precision = "fp32"
     attn_impl: str = "sdpa"
@@ -263,6 +264,12 @@ def build_parser(strategy: str) -> argparse.ArgumentParser:
     add("optimizer", str, "fused torch AdamW, or SGD without momentum (not fused)", choices=("adamw", "sgd"))
     add("weight_decay", amount, "weight decay of matrices; norms and biases have none")
     add("max_grad_norm", amount, "clip the norm of the whole model's gradient to this (0: do not clip)")
+    add(
+        "ema_decay",
+        _number(float, 0, open_low=True, high=1),
+        "keep an exponential moving average of the weights, in float32: after each step, this times the average plus the rest times the weights "
+        "(1: no average)",
+    )
     add("gradient_accumulation_steps", positive, "micro batches per step; the gradient is their mean")
     parser.add_argument(
         "--precision",

@@ -14,6 +14,10 @@ def require(config: Config) -> None:
     """Raise UserError for a combination that DeepSpeed does not have or would silently change."""
     own = options.of(config)
     stage = own.zero_stage
+    if config.ema_decay < 1:
+        raise UserError(
+            f"--ema_decay {config.ema_decay}: DeepSpeed keeps no average of the weights; leave it out, or choose another strategy"
+        )
     if config.precision == "mixed":
         raise UserError(
             "--precision mixed: DeepSpeed would also accumulate gradients in bfloat16; choose fp32, autocast or bf16"

@@ -69,6 +69,10 @@ class Case:
         source = self.reference if self.step == 1 else self.dump
         return source.tensor(self.step - 1, f"parameter/{parameter}").double()
 
+    def average_before(self, parameter: str) -> torch.Tensor:
+        """The average of a parameter before the step; it begins with the initial parameter."""
+        return self.before(parameter) if self.step == 1 else self.own(f"average/{parameter}", self.step - 1)
+
     def updated(self, parameter: str) -> torch.Tensor:
         """The parameter after the right update from the run's own gradient and moments."""
         before, rate = self.before(parameter), self.options["learning_rate"]
@@ -86,6 +90,9 @@ class Case:
         kind, _, parameter = name.partition("/")
         if kind == "parameter":
             return self.updated(parameter)
+        if kind == "average":
+            decay = self.options["ema_decay"]
+            return decay * self.average_before(parameter) + (1 - decay) * self.own(f"parameter/{parameter}")
         if kind in ("exp_avg", "exp_avg_sq"):
             gradient = self.clip * self.own(f"gradient/{parameter}")
             b1, b2 = BETAS

@@ -33,6 +33,7 @@ STAGES = {
     "gradient norm": Stage((), update.NORM_RULES),
     "moments": Stage(("exp_avg", "exp_avg_sq"), update.MOMENT_RULES),
     "parameters": Stage(("parameter",), update.PARAMETER_RULES),
+    "average": Stage(("average",), update.AVERAGE_RULES),
 }
 # Entry of the effective contract -> (the cause that a difference in it is, the first stage that it can break)
 CONTRACT = {
@@ -48,6 +49,7 @@ CONTRACT = {
     "reduction_dtype": ("precision", "gradients"),
     "optimizer_dtype": ("precision", "moments"),
     "embedding_dtype": ("precision", "forward"),
+    "average_dtype": ("precision", "average"),
     "attention": ("attention implementation", "forward"),
     "attention_dropout": ("random numbers", "forward"),
     "training_mode": ("random numbers", "forward"),

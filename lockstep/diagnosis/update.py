@@ -250,6 +250,32 @@ def other_rate(case: Case) -> Cause | None:
     )
 
 
+# The average of the weights
+
+
+def other_average(case: Case) -> Cause | None:
+    """All averages moved towards the weights by one share of the way, which is not 1 - decay; or not at all."""
+    shares = []
+    for row in case.wrong("average"):
+        before, weights = case.average_before(_parameter(row)), case.own(f"parameter/{_parameter(row)}")
+        share = evidence.multiple_of(case.own(row.name) - before, weights - before)
+        if not math.isfinite(share) or not case.explains(row.name, before + share * (weights - before)):
+            return None
+        shares.append(share)
+    if not shares or not all(math.isclose(one, shares[0], rel_tol=LEFT, abs_tol=1e-6) for one in shares):
+        return None
+    decay = case.options["ema_decay"]
+    moved = (
+        "did not move"
+        if abs(shares[0]) < 1e-6
+        else f"moved {shares[0]:.4g} of the way to the weights, as with a decay of {1 - shares[0]:.4g}"
+    )
+    names = listed([_parameter(row) for row in case.wrong("average")])
+    return Cause(
+        "weight average", f"the weights are right; the average of {names} {moved}; the decay is {decay:g}"
+    )
+
+
 def _parameter(row: Judgement) -> str:
     return row.name.split("/", 1)[1]
 
@@ -257,3 +283,4 @@ def _parameter(row: Judgement) -> str:
 NORM_RULES = (norm_of_other_gradients, clipped_by_the_recorded_norm)
 MOMENT_RULES = (moments_lost, other_betas, not_clipped, clipped_by_rank)
 PARAMETER_RULES = (rounded, update_left_out, other_decay, other_rate)
+AVERAGE_RULES = (other_average,)

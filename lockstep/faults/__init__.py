@@ -10,6 +10,7 @@ from lockstep import strategies
 from lockstep.config import Config
 from lockstep.faults import (  # noqa: F401
     accumulation,
+    average,
     clipping,
     data,
     data_parallel,

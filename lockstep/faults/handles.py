@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.faults.patches import PatchedRun
+from lockstep.training.optim import WeightAverage
 
 
 class Handles:
@@ -41,6 +42,10 @@ class Handles:
 
     def torch_optimizer(self) -> torch.optim.Optimizer:
         """The torch optimizer that keeps the moments."""
+        raise NotImplementedError
+
+    def weight_average(self) -> WeightAverage:
+        """The average of the weights that --ema_decay asks for. Call it once the strategy is built."""
         raise NotImplementedError
 
     def group(self, axis: str) -> dist.ProcessGroup:

@@ -18,7 +18,7 @@ from lockstep.faults.handles import Handles
 from lockstep.faults.patches import around, reduce_again
 from lockstep.inputs import modules
 from lockstep.training import torch_strategy
-from lockstep.training.optim import gradient_of
+from lockstep.training.optim import WeightAverage, gradient_of
 from lockstep.training.torch_strategy import local
 
 if TYPE_CHECKING:
@@ -58,6 +58,9 @@ class TorchHandles(Handles):
 
     def torch_optimizer(self) -> torch.optim.Optimizer:
         return self.strategy.optimizer
+
+    def weight_average(self) -> WeightAverage:
+        return self.strategy.average
 
     def group(self, axis: str) -> dist.ProcessGroup:
         return self.strategy.device_mesh.get_group(axis)

@@ -26,6 +26,7 @@ SAME = (
     "attn_impl",
     "seed",
 )
+DEFAULTS = {"ema_decay": 1.0}  # likewise; dumps of earlier versions do not have it
 SUMMED = 1e-9  # relative: how far two float64 sums of the same numbers may be apart
 
 
@@ -48,8 +49,8 @@ def require_comparable_dumps(one: Dump, other: Dump, *, same_steps: bool = True)
         raise UserError(
             f"{pair}: they started from different weights; give both the same --init_weights_path"
         )
-    for key in SAME:
-        a, b = one.run["config"][key], other.run["config"][key]
+    for key in (*SAME, *DEFAULTS):
+        a, b = (dump.run["config"].get(key, DEFAULTS.get(key)) for dump in (one, other))
         if a != b:
             raise UserError(
                 f"{pair}: {key} is {a} in one and {b} in the other; capture both with the same options"

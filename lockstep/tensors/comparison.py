@@ -41,6 +41,7 @@ from lockstep.tensors.distance import (
     Distance,
     Measured,
     Size,
+    average_distance,
     clip_factor,
     on_all_cores,
     tensor_distances,
@@ -62,6 +63,7 @@ from lockstep.tensors.judgement import (
     typical_error,
     yardstick,
 )
+from lockstep.tensors.layout import has_average
 from lockstep.tensors.manifest import REMEDY
 
 # Without a reference: the largest distance from it that DDP had, over the clean sweep and the real sizes (results/).
@@ -314,7 +316,11 @@ def _update(
     dumps: dict[str, Dump], reference: Dump, step: int, clips: dict[str, float], item: tuple[str, str]
 ) -> dict[str, Distance]:
     strategy, name = item
-    return update_distances(dumps[strategy], reference, step, clips[strategy], name)
+    dump = dumps[strategy]
+    found = update_distances(dump, reference, step, clips[strategy], name)
+    if has_average(dump.run["config"]):
+        found["average"] = average_distance(dump, reference, step, name)
+    return found
 
 
 def _losses(

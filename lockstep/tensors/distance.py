@@ -226,6 +226,25 @@ def update_distances(dump: Dump, initial: Dump, step: int, clip: float, name: st
     }
 
 
+@QUIET
+def average_distance(dump: Dump, initial: Dump, step: int, name: str) -> Distance:
+    """The average of this run's own weights (--ema_decay d) against d average + (1 - d) weights in float64, from its own average before.
+
+    `initial` holds the weights before step 1, with which the average begins.
+    """
+    decay = dump.run["config"]["ema_decay"]
+    before = (initial, 0, f"parameter/{name}") if step == 1 else (dump, step - 1, f"average/{name}")
+    found, wanted = _Comparison(), _Sums()
+    for old, new, own in _blocks(
+        [before, (dump, step, f"parameter/{name}"), (dump, step, f"average/{name}")]
+    ):
+        old *= decay
+        old += np.multiply(new, 1 - decay, out=new)
+        wanted.add(old)
+        found.add(own, old, old, new)
+    return found.distance(wanted, wanted)
+
+
 def clip_factor(options: dict, grad_norm: float) -> float:
     """What clipping multiplies the gradients with: min(1, bound / (norm + 1e-6)), as in `clip_grad_norm_`."""
     bound = options["max_grad_norm"]

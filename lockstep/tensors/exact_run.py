@@ -44,7 +44,7 @@ from lockstep.tensors.exact import make_exact
 from lockstep.tensors.manifest import REFERENCE_LABEL as LABEL
 from lockstep.training import initial_weights
 from lockstep.training.loop import provenance
-from lockstep.training.optim import gradient_of, held_whole, parameter_groups
+from lockstep.training.optim import WeightAverage, gradient_of, held_whole, parameter_groups
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -75,6 +75,7 @@ class ReferenceStrategy:
             )
         else:
             self.optimizer = torch.optim.SGD(groups, lr=config.learning_rate, foreach=False)
+        self.average = WeightAverage(model, config.ema_decay) if config.ema_decay < 1 else None
 
     def forward_backward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> list[float]:
         """Gradient of the mean loss over the global batch (G, S); returns the mean loss of every DP rank's share."""
@@ -94,10 +95,12 @@ class ReferenceStrategy:
             for parameter in self.model.parameters():
                 gradient_of(parameter).mul_(min(1.0, bound / (grad_norm + 1e-6)))
         self.optimizer.step()
+        if self.average is not None:
+            self.average.update()
         return grad_norm
 
     def held(self, kind: str) -> Iterator[tuple[str, torch.Tensor, tuple[int, ...], tuple[int, ...]]]:
-        return held_whole(self.model, self.optimizer, kind)
+        return held_whole(self.model, self.optimizer, kind, self.average)
 
 
 def run(config: Config, inputs: Inputs, also: Sequence[Path] = ()) -> str:

@@ -13,6 +13,7 @@ UPDATE = {
     "exp_avg": 8,
     "exp_avg_sq": 16,
     "parameter": 4,
+    "average": 4,
 }  # unit roundoffs of the result, for the rounding errors of an optimizer step
 UPDATE_OF_CHANGE = 16  # and, for a parameter, of its change
 NORM = 8  # float32 unit roundoffs of a recorded gradient norm: summed in float64, passed on in float32

@@ -21,11 +21,17 @@ from lockstep.inputs import modules
 from lockstep.inputs.shapes import build_empty
 
 BATCH, SEQUENCE = "batch", "sequence"
-KINDS = ("gradient", "exp_avg", "exp_avg_sq", "parameter")  # of what a strategy holds per parameter
+# of what a strategy holds per parameter; the average only with --ema_decay
+KINDS = ("gradient", "exp_avg", "exp_avg_sq", "parameter", "average")
 NOT_WATCHED = (
     "",
     modules.BASE,
 )  # the outputs of the model and its base model are outputs of modules inside them
+
+
+def has_average(config: dict) -> bool:
+    """Whether a recorded run keeps an average of its weights."""
+    return config.get("ema_decay", 1.0) < 1
 
 
 @dataclass(frozen=True)

@@ -88,6 +88,7 @@ class Options(Strict):
     optimizer: Literal["adamw", "sgd"]
     weight_decay: Amount
     max_grad_norm: Amount
+    ema_decay: Annotated[Finite, Field(gt=0, le=1)] = 1.0
     gradient_accumulation_steps: Count
     precision: Precision
     attn_impl: Literal["eager", "sdpa"]

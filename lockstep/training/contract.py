@@ -45,6 +45,7 @@ def expected_contract(config: Config, architecture: dict) -> dict[str, Any]:
         "parameter_dtype": [storage],
         "reduction_dtype": [storage],
         "optimizer_dtype": [storage] if adamw else [],
+        **({"average_dtype": ["torch.float32"]} if config.ema_decay < 1 else {}),
         "compute_dtype": [compute],
         "biased_linear_dtype": biased,
         "embedding_dtype": [f"torch.{PARAM_DTYPES[config.precision]}"],

@@ -42,6 +42,7 @@ Loss = Annotated[MayBreakDown, AfterValidator(_float32)]
 Norm = Annotated[MayBreakDown, AfterValidator(_norm)]
 NotNegative = Annotated[Finite, Field(ge=0)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
+Decay = Annotated[Finite, Field(gt=0, le=1)]
 Depth = Annotated[int, Field(ge=1, le=DEEPEST)]
 
 
@@ -79,6 +80,7 @@ class RunConfig(Strict):
     optimizer: Literal["adamw", "sgd"]
     weight_decay: NotNegative
     max_grad_norm: NotNegative
+    ema_decay: Decay = 1.0
     gradient_accumulation_steps: Count
     own: dict[Name, Any] = {}  # flags that only this strategy has
     precision: Literal["fp32", "autocast", "mixed", "bf16"]

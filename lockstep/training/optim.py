@@ -40,6 +40,28 @@ def keeps(optimizer: torch.optim.Optimizer, kind: str) -> bool:
     return kind in ("parameter", "gradient") or not isinstance(optimizer, torch.optim.SGD)
 
 
+class WeightAverage:
+    """The exponential moving average of a model's weights: after each update, decay x average + (1 - decay) x weights, in float32 at least.
+
+    It begins with the weights themselves. Every rank averages its own shards, because the average is elementwise.
+    """
+
+    def __init__(self, model: torch.nn.Module, decay: float):
+        self.decay = decay
+        self.parameters = dict(model.named_parameters())
+        self.averages = {name: _wide(parameter).clone() for name, parameter in self.parameters.items()}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        for name, average in self.averages.items():
+            average.lerp_(_wide(self.parameters[name]), 1 - self.decay)
+
+
+def _wide(parameter: torch.Tensor) -> torch.Tensor:
+    """In bfloat16 a step of a tenth of a percent would be rounded away."""
+    return parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32))
+
+
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor:
     """The gradient of a parameter. Raises ValueError if it has none: the loss does not depend on it."""
     if parameter.grad is None:
@@ -48,12 +70,18 @@ def gradient_of(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def held_tensors(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, kind: str
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    kind: str,
+    average: WeightAverage | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of every parameter: "parameter", "gradient", or the moment "exp_avg" or "exp_avg_sq".
+    """(name, tensor) of every parameter: "parameter", "gradient", "average", or the moment "exp_avg" or "exp_avg_sq".
 
-    SGD keeps no moments and yields none.
+    SGD keeps no moments and yields none, and so does a run without an average.
     """
+    if kind == "average":
+        yield from average.averages.items() if average is not None else ()
+        return
     if not keeps(optimizer, kind):
         return
     for name, parameter in model.named_parameters():
@@ -64,10 +92,13 @@ def held_tensors(
 
 
 def held_whole(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, kind: str
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    kind: str,
+    average: WeightAverage | None = None,
 ) -> Iterator[tuple[str, torch.Tensor, tuple[int, ...], tuple[int, ...]]]:
     """What `Strategy.held` yields if every rank holds whole tensors."""
-    for name, tensor in held_tensors(model, optimizer, kind):
+    for name, tensor in held_tensors(model, optimizer, kind, average):
         yield name, tensor, tuple(tensor.shape), (0,) * tensor.ndim
 
 

@@ -52,7 +52,8 @@ class Strategy(Protocol):
     def held(self, kind: str) -> Iterator[tuple[str, torch.Tensor, tuple[int, ...], tuple[int, ...]]]:
         """(name, this rank's shard, shape of the full tensor, start of the shard in it) of every parameter.
 
-        `kind` is "gradient" (between `forward_backward` and `update`), or "parameter", "exp_avg" or "exp_avg_sq".
+        `kind` is "gradient" (between `forward_backward` and `update`), or "parameter", "exp_avg", "exp_avg_sq" or,
+        with --ema_decay, "average".
         """
 
     def effective_contract(self) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from lockstep.inputs.model import causal_lm_loss
 from lockstep.mesh import AXES, Geometry, Mesh, build_device_mesh, share
 from lockstep.training.observe import observed_max_grad_norm, torch_contract
 from lockstep.training.optim import (
+    WeightAverage,
     build_optimizer,
     gradient_of,
     held_tensors,
@@ -60,6 +61,7 @@ class TorchStrategy:
             optimizer=config.optimizer,
             learning_rate=config.learning_rate,
         )
+        self.average = WeightAverage(self.model, config.ema_decay) if config.ema_decay < 1 else None
 
     def parallelize(self, model: "PreTrainedModel", device_mesh: DeviceMesh) -> torch.nn.Module:
         """Turn `model`, which every rank holds whole, into a module that runs on `device_mesh`; returns what forward calls.
@@ -118,6 +120,8 @@ class TorchStrategy:
             for alike in by_layout(self.parameters):
                 torch.nn.utils.clip_grads_with_norm_(alike, self.config.max_grad_norm, norm)
         self.optimizer.step()
+        if self.average is not None:
+            self.average.update()
         self.last_norm = float(norm)
         return self.last_norm
 
@@ -127,12 +131,17 @@ class TorchStrategy:
             yield name, (whole.full_tensor() if isinstance(whole, DTensor) else whole).cpu()
 
     def held(self, kind: str) -> Iterator[tuple[str, torch.Tensor, tuple[int, ...], tuple[int, ...]]]:
-        for name, tensor in held_tensors(self.model, self.optimizer, kind):
+        for name, tensor in held_tensors(self.model, self.optimizer, kind, self.average):
             yield name, local(tensor), tuple(tensor.shape), start_of(tensor)
 
     def effective_contract(self) -> dict[str, Any]:
         return {
             **torch_contract(self.model, self.optimizer),
+            **(
+                {"average_dtype": sorted({str(one.dtype) for one in self.average.averages.values()})}
+                if self.average is not None
+                else {}
+            ),
             "max_grad_norm": observed_max_grad_norm(
                 self.config.max_grad_norm, self.last_norm, float(self.grad_norm())
             ),

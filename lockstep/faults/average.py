@@ -1,0 +1,109 @@
+"""Wrong averages of right weights (--ema_decay)."""
+
+import torch
+
+from lockstep.faults.catalogue import fault
+from lockstep.faults.patches import around
+from lockstep.faults.planting import Plant, Planting
+
+CLASS, CAUSE = "precision, optimizer", "weight average"
+AVERAGES = ("--ema_decay", "0.9")
+FIRST = "average/model.embed_tokens.weight"
+NEEDS = ("weight_average",)
+
+
+@fault(
+    seen_in="ostris/ai-toolkit 1034",
+    bug_class=CLASS,
+    cause=CAUSE,
+    first=FIRST,
+    arguments=AVERAGES,
+    needs=NEEDS,
+)
+def average_moves_away(run: Planting) -> Plant:
+    """The sign of the step is wrong: the average moves away from the weights."""
+    yield
+    average = run.handles.weight_average()
+    average.decay = 2 - average.decay
+
+
+@fault(
+    seen_in="MultimediaTechLab/YOLO 97",
+    bug_class=CLASS,
+    cause=CAUSE,
+    first=FIRST,
+    arguments=AVERAGES,
+    needs=NEEDS,
+)
+def average_never_updated(run: Planting) -> Plant:
+    """Nobody calls the update of the average, so it stays at the initial weights."""
+    yield
+    run.patch(run.handles.weight_average(), "update", lambda: None)
+
+
+@fault(
+    seen_in="huggingface/diffusers 1864",
+    bug_class=CLASS,
+    cause=CAUSE,
+    step=2,
+    first=FIRST,
+    arguments=AVERAGES,
+    needs=NEEDS,
+)
+def average_changes_its_decay(run: Planting) -> Plant:
+    """A warm-up of the decay is written into the decay itself, so the next step starts from the warmed-up one."""
+    yield
+    average = run.handles.weight_average()
+    update = average.update
+
+    def update_and_warm_up() -> None:
+        update()
+        average.decay = 1 - average.decay
+
+    run.patch(average, "update", update_and_warm_up)
+
+
+@fault(
+    seen_in="SWivid/F5-TTS 631",
+    bug_class=CLASS,
+    cause=CAUSE,
+    step=2,
+    first=FIRST,
+    arguments=(*AVERAGES, "--gradient_accumulation_steps", "2"),
+    needs=NEEDS,
+)
+def average_updated_by_every_micro_batch(run: Planting) -> Plant:
+    """The average is updated after every micro batch, and not after every step."""
+    strategy = yield
+    average = run.handles.weight_average()
+    micro_batches = run.config.gradient_accumulation_steps
+
+    def early(_step: int) -> None:
+        for _ in range(micro_batches - 1):
+            average.update()
+
+    around(strategy, "forward_backward", after=early)
+
+
+@fault(
+    seen_in="pytorch/pytorch 117742",
+    bug_class=CLASS,
+    cause=CAUSE,
+    first="average/model.embed_tokens.weight",
+    arguments=AVERAGES,
+    needs=NEEDS,
+)
+def average_of_shards_is_lost(run: Planting) -> Plant:
+    """What is written into sharded averages does not last: only whole tensors keep their update."""
+    yield
+    average = run.handles.weight_average()
+    update = average.update
+
+    def lost() -> None:
+        kept = {name: one.detach().clone() for name, one in average.averages.items() if one.ndim >= 2}
+        update()
+        with torch.no_grad():
+            for name, old in kept.items():
+                average.averages[name].copy_(old)
+
+    run.patch(average, "update", lost)
