@@ -15,6 +15,7 @@ from lockstep.mesh import Mesh
 from lockstep.strategies import others, row_of
 
 SAMPLE = [
+    "average_moves_away",
     "no_dp_reduction",
     "tp_peers_read_different_samples",
     "row_parallel_sum_dropped",
@@ -42,7 +43,7 @@ def fp32(tmp_path_factory):
 
 def test_every_fault_is_caught_placed_and_named(fp32):
     status, rows = fp32
-    assert status == 0 and len(rows) == 11
+    assert status == 0 and len(rows) == 12
     assert [
         (row["fault"], row["first"], row["causes"])
         for row in rows

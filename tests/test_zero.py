@@ -32,6 +32,8 @@ def config(*arguments, strategy="deepspeed"):
         ("--zero_stage 3 --offload_optimizer nvme", "needs --nvme_path"),
         ("--nvme_path x", "nothing is offloaded to nvme"),
         ("--precision bf16 --offload_optimizer cpu", "with its own optimizer alone"),
+        ("--precision mixed", "would also accumulate gradients in bfloat16"),
+        ("--ema_decay 0.9", "keeps no average of the weights"),
     ],
 )
 def test_what_cannot_be_combined(arguments, message):

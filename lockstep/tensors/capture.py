@@ -34,9 +34,9 @@ from lockstep.mesh import share
 from lockstep.tensors import manifest, step_file
 from lockstep.tensors.layout import (
     BATCH,
-    KINDS,
     NOT_WATCHED,
     SEQUENCE,
+    kinds_of,
     layout_of,
     named_outputs,
 )
@@ -73,7 +73,8 @@ class Capture:
         self.dp_rank, self.tp_rank = here.dp, here.tp
         self.folder = config.capture_folder
         self.layout = layout_of(provenance["architecture"], config.attn_impl)
-        self.num_tensors = 2 * len(self.layout.outputs) + len(KINDS) * len(self.layout.parameters) + 2
+        self.kinds = kinds_of(provenance["config"])
+        self.num_tensors = 2 * len(self.layout.outputs) + len(self.kinds) * len(self.layout.parameters) + 2
         run = {key: value for key, value in provenance.items() if key != "origin"}
         self.manifest: dict[str, Any] = {"origin": provenance["origin"], "run": run, "steps": {}}
         self.writers: dict[str, bool] = {}
@@ -125,7 +126,7 @@ class Capture:
 
     def end(self, record: dict, *, updated: bool = True) -> None:
         """After the update: write moments and parameters, finish the file, name the step in the manifest."""
-        for kind in KINDS[1:] if updated else ():
+        for kind in self.kinds[1:] if updated else ():
             self._write_held(kind)
         fields = ("loss", "rank_losses", "grad_norm", "learning_rate", "batch_hash", "started_from")
         self._close({key: record[key] for key in fields if key in record})
@@ -280,7 +281,7 @@ class Capture:
             if layout != everyone[0][1]:
                 raise ValueError(f"rank {rank} and rank 0 did not see the same tensors in the same order")
         rows = self.config.batch_size * self.config.gradient_accumulation_steps * self.config.dp_size
-        for name in self.layout.of_step(KINDS, rows, self.config.seq_length):
+        for name in self.layout.of_step(self.kinds, rows, self.config.seq_length):
             if not any(ranks.get(name) for ranks, _, _ in everyone):
                 continue  # not computed in this step
             slot = self.writer.slots[name]

@@ -63,7 +63,7 @@ from lockstep.tensors.judgement import (
     typical_error,
     yardstick,
 )
-from lockstep.tensors.layout import has_average
+from lockstep.tensors.layout import kinds_of
 from lockstep.tensors.manifest import REMEDY
 
 # Without a reference: the largest distance from it that DDP had, over the clean sweep and the real sizes (results/).
@@ -318,7 +318,7 @@ def _update(
     strategy, name = item
     dump = dumps[strategy]
     found = update_distances(dump, reference, step, clips[strategy], name)
-    if has_average(dump.run["config"]):
+    if "average" in kinds_of(dump.run["config"]):
         found["average"] = average_distance(dump, reference, step, name)
     return found
 

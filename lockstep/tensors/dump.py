@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from lockstep.errors import UserError, first_line, printable
 from lockstep.files import parse_json, require_regular
 from lockstep.tensors import manifest as manifest_file
-from lockstep.tensors.layout import KINDS, Layout, has_average, layout_of
+from lockstep.tensors.layout import Layout, kinds_of, layout_of
 from lockstep.tensors.manifest import MANIFEST, REMEDY
 from lockstep.tensors.step_file import DTYPES, checksum, step_path
 
@@ -93,9 +93,7 @@ class Dump:
     def expected(self, step: int) -> dict[str, tuple[int, ...]]:
         """Name -> shape of every tensor that the step must have, in order of execution."""
         config = self.run["config"]
-        kinds = KINDS if has_average(config) else KINDS[:-1]
-        if config["optimizer"] != "adamw":  # SGD keeps no moments
-            kinds = tuple(kind for kind in kinds if not kind.startswith("exp_avg"))
+        kinds = kinds_of(config)
         if step == 0 or self.is_replay:
             kinds = ("parameter",) if step == 0 else ("gradient",)
         rows = config["batch_size"] * config["gradient_accumulation_steps"] * config["dp_size"]

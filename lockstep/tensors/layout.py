@@ -21,7 +21,7 @@ from lockstep.inputs import modules
 from lockstep.inputs.shapes import build_empty
 
 BATCH, SEQUENCE = "batch", "sequence"
-# of what a strategy holds per parameter; the average only with --ema_decay
+# of what a strategy holds per parameter
 KINDS = ("gradient", "exp_avg", "exp_avg_sq", "parameter", "average")
 NOT_WATCHED = (
     "",
@@ -29,9 +29,11 @@ NOT_WATCHED = (
 )  # the outputs of the model and its base model are outputs of modules inside them
 
 
-def has_average(config: dict) -> bool:
-    """Whether a recorded run keeps an average of its weights."""
-    return config.get("ema_decay", 1.0) < 1
+def kinds_of(config: dict) -> tuple[str, ...]:
+    """Those of KINDS that a recorded configuration has: SGD keeps no moments, and an average is kept only if asked for."""
+    without = {"average"} if config.get("ema_decay", 1.0) == 1 else set()
+    without |= {"exp_avg", "exp_avg_sq"} if config["optimizer"] != "adamw" else set()
+    return tuple(kind for kind in KINDS if kind not in without)
 
 
 @dataclass(frozen=True)
