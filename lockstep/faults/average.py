@@ -5,6 +5,7 @@ import torch
 from lockstep.faults.catalogue import fault
 from lockstep.faults.patches import around
 from lockstep.faults.planting import Plant, Planting
+from lockstep.training.torch_strategy import local
 
 CLASS, CAUSE = "precision, optimizer", "weight average"
 AVERAGES = ("--ema_decay", "0.9")
@@ -39,6 +40,24 @@ def average_never_updated(run: Planting) -> Plant:
     """Nobody calls the update of the average, so it stays at the initial weights."""
     yield
     run.patch(run.handles.weight_average(), "update", lambda: None)
+
+
+@fault(
+    seen_in="BangLiu/QANet-PyTorch 4",
+    bug_class=CLASS,
+    cause=CAUSE,
+    first=FIRST,
+    arguments=AVERAGES,
+    needs=NEEDS,
+)
+def average_of_earlier_weights(run: Planting) -> Plant:
+    """The average is created before the model gets its initial weights, so it begins with those of another seed."""
+    yield
+    generator = torch.Generator().manual_seed(run.config.weights_seed + 1)
+    for average in run.handles.weight_average().averages.values():
+        if average.ndim >= 2:
+            shard = local(average)
+            shard.copy_(0.02 * torch.randn(shard.shape, generator=generator))
 
 
 @fault(
