@@ -49,7 +49,7 @@ CONTRACT = {
     "optimizer_dtype": ("precision", "moments"),
     "embedding_dtype": ("precision", "forward"),
     "attention": ("attention implementation", "forward"),
-    "attention_dropout": ("random numbers", "forward"),
+    "dropout": ("random numbers", "forward"),
     "training_mode": ("random numbers", "forward"),
 }
 OTHER_SETTING = ("optimizer settings", "moments")
