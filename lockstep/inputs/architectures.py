@@ -125,7 +125,7 @@ BUILT_IN = {  # content of config.json
 HUB_IDS = {
     name: f"openai-community/{name}" for name in ("gpt2", "gpt2-medium", "gpt2-large")
 }  # of their weights
-NO_DROPOUT = dict.fromkeys(HUB_IDS, "; every dropout is 0, and 0.1 in the published model")
+NO_DROPOUT = dict.fromkeys(HUB_IDS, " (its dropouts are 0, those of the published model 0.1)")
 HUB_STAND_INS = {"Qwen/Qwen2.5-0.5B": "Qwen2.5-0.5B"}
 HUB_TIMEOUT, HUB_PATIENCE = 2.0, 5.0  # seconds, of one operation and of all
 LARGEST_CONFIG = 1 << 24  # bytes

@@ -22,8 +22,8 @@ def pretrained_file(model_name: str) -> Path:
 
     Raises UserError if there are none.
     """
-    where = f"--pretrained: {model_name}"
     model_name = HUB_IDS.get(model_name, model_name)
+    where = f"--pretrained: {model_name}"
     if model_name in BUILT_IN:
         raise UserError(
             f"{where} is a built-in architecture without weights; give a model folder or a hub id"
