@@ -15,14 +15,16 @@ HEAD_WEIGHT = f"{HEAD}.weight"
 
 @dataclass(frozen=True)
 class Names:
-    """The names of one naming scheme. Those of `attention`, `mlp` and `attention_output` are inside a layer."""
+    """The names of one naming scheme. Those of `attention` and `mlp` are inside a layer."""
 
     base: str  # all but the head
     embedding: str  # of the tokens
     layers: str  # a list, in order of execution
     attention: str
     mlp: str
-    attention_output: str
+    not_on_heads: tuple[
+        str, ...
+    ]  # ends of names inside the attention whose last dim is not that of the heads
     buffers: tuple[str, ...]  # how the names of what a published file holds beside the parameters end
     linear_is_transposed: bool = False  # linear layers but the head hold W^T, as transformers' Conv1D does
 
@@ -38,7 +40,7 @@ class Names:
 
     def is_on_heads(self, name: str) -> bool:
         """Whether the last dim of a captured output or input is that of the attention's heads."""
-        return f".{self.attention}." in name and not name.endswith(self.attention_output)
+        return f".{self.attention}." in name and not name.endswith(self.not_on_heads)
 
 
 LLAMA = Names(
@@ -47,7 +49,7 @@ LLAMA = Names(
     layers="model.layers",
     attention="self_attn",
     mlp="mlp",
-    attention_output="self_attn.o_proj",
+    not_on_heads=("self_attn.o_proj",),
     buffers=(".rotary_emb.inv_freq",),
 )
 
@@ -58,7 +60,7 @@ GPT2 = Names(
     layers="transformer.h",
     attention="attn",
     mlp="mlp",
-    attention_output="attn.c_proj",
+    not_on_heads=("attn.c_attn", "attn.c_proj", "attn.resid_dropout"),  # c_attn: q, k and v beside each other
     buffers=(".attn.bias", ".attn.masked_bias"),
     linear_is_transposed=True,
 )
