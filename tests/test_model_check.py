@@ -256,7 +256,8 @@ def test_a_draw_can_be_wrong(monkeypatch):
         "norm_forward",
         lambda module, hidden: module.weight * hidden / hidden.square().mean(-1, keepdim=True).sqrt(),
     )
-    outcomes = {model_families.judge(content)[0] for content in model_families.drawn(6, seed=1)}
+    drawn = [content for content in model_families.drawn(7, seed=1) if content["model_type"] != "gpt2"]
+    outcomes = {model_families.judge(content)[0] for content in drawn}  # GPT-2's norms are torch's own
     assert model_families.RIGHT not in outcomes and model_families.WRONG in outcomes
 
 
