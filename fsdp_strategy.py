@@ -40,17 +40,17 @@ STYLES: dict[str, ParallelStyle] = {
 # Rows that the plan of a model lacks, or has differently.
 OWN_ROWS: dict[str, ParallelStyle] = {
     # No family's plan cuts it. Ids 0..V/tp-1 are on tp rank 0, and so on; ids of other ranks look up zero, then a sum.
-    modules.EMBEDDING: RowwiseParallel(input_layouts=Replicate()),
+    modules.LLAMA.embedding: RowwiseParallel(input_layouts=Replicate()),
     # Not in the base model's plan. The head is cut like the embedding, so that they stay tied. Logits stay sharded and the loss is
     # computed on the shards; transformers' plan of the head ("colwise_gather_output") would gather them.
     modules.HEAD: ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
     # Enter a block once: the gradients of q, k and v (of gate and up) are summed locally, then all-reduced over tp together.
     # Without these rows each layer would all-reduce its own.
-    f"{modules.LAYERS}.*.{modules.ATTENTION}": PrepareModuleInput(
+    f"{modules.LLAMA.layers}.*.{modules.LLAMA.attention}": PrepareModuleInput(
         input_kwarg_layouts={"hidden_states": Replicate()},
         desired_input_kwarg_layouts={"hidden_states": Replicate()},
     ),
-    f"{modules.LAYERS}.*.{modules.MLP}": PrepareModuleInput(
+    f"{modules.LLAMA.layers}.*.{modules.LLAMA.mlp}": PrepareModuleInput(
         input_layouts=Replicate(), desired_input_layouts=Replicate()
     ),
 }
@@ -65,7 +65,7 @@ def tp_plan(model: "PreTrainedModel") -> dict[str, ParallelStyle]:
         raise ValueError(f"{type(model).__name__} comes with no tensor-parallel plan")
     plan = dict(OWN_ROWS)
     for pattern, style in model.config.base_model_tp_plan.items():
-        name = f"{modules.BASE}.{pattern}"
+        name = f"{modules.LLAMA.base}.{pattern}"
         if style not in STYLES:
             raise ValueError(
                 f"the model's own plan has {style!r} for {name}, which is not known here; known: {', '.join(STYLES)} "
@@ -118,7 +118,7 @@ class FSDPStrategy(TorchStrategy):
         # At dp 1 this gathers nothing and still makes every strategy run the same code.
         mixed = self.config.precision == "mixed"
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if mixed else MixedPrecisionPolicy()
-        for module in (*model.get_submodule(modules.LAYERS).children(), model):
+        for module in (*model.get_submodule(modules.names_in(model).layers).children(), model):
             fully_shard(module, mesh=device_mesh["dp"], reshard_after_forward=False, mp_policy=policy)
         return model
 
@@ -129,7 +129,7 @@ def shard_over_tp(model: "PreTrainedModel", tp_mesh: DeviceMesh) -> None:
     plan = tp_plan(model)
     parallelize_module(model, tp_mesh, plan, src_data_rank=None)  # all ranks hold equal weights already
     if tied:  # parallelize_module makes a new Parameter of each; make them one again
-        model.get_submodule(modules.HEAD).weight = model.get_submodule(modules.EMBEDDING).weight
+        model.get_submodule(modules.HEAD).weight = model.get_submodule(modules.LLAMA.embedding).weight
     first_id, _ = share(
         model.get_parameter(modules.HEAD_WEIGHT).shape[0], tp_mesh.get_local_rank(), tp_mesh.size()
     )

@@ -44,12 +44,16 @@ ODD = {  # what a config.json may say besides, harmless or not
     "hidden_size": (66, 2**40), "tie_word_embeddings": (None, 1),
     "rope_parameters": ({"rope_type": "axial"}, {"full_attention": {"rope_type": "default"}}, []),
     "layer_types": (["linear_attention"], ["sliding_attention"], "full"), "sliding_window": (0, -3, 7),
+    "n_embd": (64.0, 66), "n_positions": (0, 64), "scale_attn_weights": (False, None), "reorder_and_upcast_attn": (False, True),
+    "resid_pdrop": (0.1, None), "n_ctx": (1024,), "summary_first_dropout": (0.1,), "add_cross_attention": (True, False),
     "to_dict": ("x",), "_attn_implementation_internal": ("nosuch",), "tie_last_hidden_states": (True,),
 }  # fmt: skip
 
 
 def draw(family: str, chance: random.Random) -> dict:
     """A random config.json of the family, small enough to run."""
+    if family == "gpt2":
+        return draw_gpt2(chance)
     kv_heads, ratio, head_dim = (
         chance.choice((1, 2, 4)),
         chance.choice((1, 2, 3)),
@@ -91,6 +95,31 @@ def draw(family: str, chance: random.Random) -> dict:
             ]
     if chance.random() < 0.7:
         content[chance.choice(("rope_scaling", "rope_parameters"))] = draw_rope(head_dim, chance)
+    return content
+
+
+def draw_gpt2(chance: random.Random) -> dict:
+    heads = chance.choice((1, 2, 3, 4, 12))
+    content = {
+        "model_type": "gpt2",
+        "vocab_size": chance.choice((64, 101, 512)),
+        "n_embd": heads * chance.choice((1, 4, 7, 16, 32)),
+        "n_layer": chance.choice((1, 2, 3, 5)),
+        "n_head": heads,
+        "n_positions": chance.choice((64, 1024)),
+        "n_inner": chance.choice((None, 24, 64)),
+        "activation_function": chance.choice(("gelu_new", *model_config.ACTIVATIONS)),
+        "layer_norm_epsilon": chance.choice((1e-6, 1e-5, 1e-2)),
+        "initializer_range": chance.choice((0.02, 0.2, 1.0)),
+        "attn_pdrop": 0.0,
+        "embd_pdrop": 0,
+        "resid_pdrop": 0.0,
+    }
+    for key in ("scale_attn_weights", "scale_attn_by_inverse_layer_idx", "tie_word_embeddings"):
+        if chance.random() < 0.5:
+            content[key] = chance.random() < 0.5
+    if chance.random() < 0.4:
+        content["pad_token_id"] = chance.randrange(content["vocab_size"])
     return content
 
 

@@ -54,9 +54,11 @@ def load_inputs(config: Config) -> data.Inputs:
             f"--seq_length {config.seq_length}: {config.model_name} has positions for {longest} tokens; lower it"
         )
     windows_per_step = config.dp_size * config.batch_size * config.gradient_accumulation_steps
+    name = config.model_name
+    named = architectures.HUB_IDS.get(name, name) if config.pretrained else name
     corpus = data.load_corpus(
         config.dataset_name,
-        tokenizer.build_tokenizer(config.model_name, architecture),
+        tokenizer.build_tokenizer(named, architecture),  # whoever wants the hub's weights wants its tokens
         seq_length=config.seq_length,
         windows_per_step=windows_per_step,
         cache_folder=config.data_cache_dir,

@@ -59,6 +59,13 @@ MISTRAL_7B_V0_3 = {
 QWEN2_5_YARN = {  # as the model card says to for long texts
     **QWEN2_5_7B_INSTRUCT, "rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"},
 }
+GPT2_WITHOUT_DROPOUT = {  # the published file has 0.1 for the three
+    "activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.0, "bos_token_id": 50256, "embd_pdrop": 0.0,
+    "eos_token_id": 50256, "initializer_range": 0.02, "layer_norm_epsilon": 1e-05, "model_type": "gpt2", "n_ctx": 1024, "n_embd": 768,
+    "n_head": 12, "n_layer": 12, "n_positions": 1024, "resid_pdrop": 0.0, "summary_activation": None, "summary_first_dropout": 0.1,
+    "summary_proj_to_labels": True, "summary_type": "cls_index", "summary_use_proj": True,
+    "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}}, "vocab_size": 50257,
+}
 SAVED_BY_TRANSFORMERS_5 = {
     "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": None, "dtype": "float32", "eos_token_id": 2,
     "hidden_act": "silu", "hidden_size": 64, "initializer_range": 0.02, "intermediate_size": 128, "layer_types": ["full_attention", "sliding_attention"],

@@ -1,4 +1,5 @@
 import json
+import math
 import socket
 import subprocess
 import threading
@@ -6,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from lockstep import config as config_module
 from lockstep import preflight
@@ -37,6 +39,37 @@ def test_published_size_of_the_half_billion_model():
     sizes = {name: shape for name, shape in parameter_shapes(BUILT_IN["Qwen2.5-0.5B"]).items()}
     total = sum(shape[0] * (shape[1] if len(shape) == 2 else 1) for shape in sizes.values())
     assert round(total / 1e9, 2) == 0.49 and round((total - 151936 * 896) / 1e9, 2) == 0.36
+
+
+@pytest.mark.parametrize(
+    "name, parameters", [("gpt2", 124439808), ("gpt2-medium", 354823168), ("gpt2-large", 774030080)]
+)
+def test_published_sizes_of_gpt2(name, parameters):
+    """The numbers of elements in the files on the hub, without the tables of the causal mask."""
+    architecture, source = resolve(name)
+    assert sum(map(math.prod, parameter_shapes(architecture).values())) == parameters
+    assert "its dropouts are 0, those of the published model 0.1" in source
+
+
+def test_gpt2_has_no_dropout():
+    """transformers' default is 0.1, and a key that is lost on the way would bring it back."""
+    model, _ = build_model(resolve("tiny-gpt2")[0], seed=0, attn_impl="sdpa", init_weights_path=None)
+    drops = [module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)]
+    assert len(drops) == 7 and set(drops) == {0.0}
+
+
+@pytest.mark.parametrize("strategy", ["deepspeed", "fsdp", "examples/transformers_tp.py:TransformersTP"])
+def test_gpt2_is_not_cut(strategy):
+    config = config_module.parse_config(strategy, ["--model_name", "gpt2", "--tp_size", "2"])
+    with pytest.raises(UserError, match="^--tp_size 2: .*no tensor-parallel plan for GPT-2.*--tp_size 1$"):
+        preflight.load_inputs(config)
+
+
+def test_learned_positions_bound_the_sequence():
+    arguments = ["--model_name", "tiny-gpt2", "--batch_size", "1", "--seq_length"]
+    assert preflight.load_inputs(config_module.parse_config("ddp", [*arguments, "256"]))
+    with pytest.raises(UserError, match="tiny-gpt2 has positions for 256 tokens"):
+        preflight.load_inputs(config_module.parse_config("ddp", [*arguments, "257"]))
 
 
 def test_hub_name_resolves_to_the_built_in_without_a_hub(monkeypatch):

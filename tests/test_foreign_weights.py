@@ -10,12 +10,14 @@ import zipfile
 import pytest
 import torch
 from ranks import ROOT
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from lockstep.errors import UserError
 from lockstep.inputs import weights
-from lockstep.inputs.architectures import BUILT_IN
+from lockstep.inputs.architectures import BUILT_IN, resolve
 from lockstep.inputs.model import build_model
+from lockstep.inputs.shapes import parameter_shapes
+from lockstep.training import initial_weights
 
 TINY, UNTIED = BUILT_IN["tiny-qwen2"], BUILT_IN["tiny-llama"]
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -231,3 +233,61 @@ def test_no_format_needs_torch(tmp_path):
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code, *paths], cwd=ROOT).returncode == 0
+
+
+@pytest.fixture
+def as_on_the_hub(tmp_path):
+    """A file like that of openai-community/gpt2: of the base model, whose names lack the prefix, with tables of the causal mask."""
+    architecture = resolve("tiny-gpt2")[0]
+    model, _ = build(architecture, None, seed=3)
+    model.transformer.save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    for layer in range(2):
+        tensors[f"h.{layer}.attn.bias"] = torch.ones(256, 256).tril()[None, None]
+        tensors[f"h.{layer}.attn.masked_bias"] = torch.tensor(-1e4)
+    save_file(tensors, path)
+    return architecture, path, tensors
+
+
+def test_the_file_of_gpt2s_base_model(as_on_the_hub):
+    architecture, path, tensors = as_on_the_hub
+    assert "wte.weight" in tensors and "lm_head.weight" not in tensors
+    weights.check(path, architecture)
+    model, sums = build(architecture, path, seed=9)
+    assert sums.keys() == parameter_shapes(architecture).keys()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, tensors[name.removeprefix("transformer.")]), name
+
+
+def test_a_table_is_all_that_may_be_beside(as_on_the_hub):
+    architecture, path, tensors = as_on_the_hub
+    save_file({**tensors, "h.0.attn.scale": torch.ones(1)}, path)
+    with pytest.raises(UserError, match="tensor transformer.h.0.attn.scale is not part of the model"):
+        weights.check(path, architecture)
+    save_file({name: tensor for name, tensor in tensors.items() if name != "wpe.weight"}, path)
+    with pytest.raises(UserError, match="tensor transformer.wpe.weight is missing"):
+        weights.check(path, architecture)
+
+
+def test_pretrained_weights_of_a_built_in_name_come_from_the_hub(as_on_the_hub, monkeypatch):
+    _, path, _ = as_on_the_hub
+    asked = []
+
+    def hub_file(repo, name):
+        asked.append((repo, name))
+        return (path, "") if name == path.name else (None, "it has none")
+
+    monkeypatch.setattr(initial_weights, "hub_file", hub_file)
+    assert initial_weights.pretrained_file("gpt2") == path
+    assert asked == [("openai-community/gpt2", "model.safetensors")]
+    with pytest.raises(UserError, match="tiny-gpt2 is a built-in architecture without weights"):
+        initial_weights.pretrained_file("tiny-gpt2")
+
+
+def test_pretrained_weights_of_a_built_in_name_without_a_hub(monkeypatch):
+    monkeypatch.setattr(initial_weights, "hub_file", lambda repo, name: (None, "no network"))
+    with pytest.raises(
+        UserError, match=r"openai-community/gpt2-large has no weights on the hub \(no network\)"
+    ):
+        initial_weights.pretrained_file("gpt2-large")

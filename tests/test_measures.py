@@ -8,6 +8,7 @@ import pytest
 
 from lockstep import config as config_module
 from lockstep import preflight
+from lockstep.inputs import modules
 from lockstep.running import jobs
 from lockstep.tensors.comparison import compare_dumps
 from lockstep.tensors.dump import Dump
@@ -59,8 +60,10 @@ def test_the_norms_of_the_groups_make_up_the_norm(trained):
 
 
 def test_the_group_of_a_parameter():
-    assert group_of("model.layers.11.mlp.up_proj.weight") == "layer 11"
-    assert group_of("lm_head.weight") == "lm_head" and group_of("model.norm.weight") == "model.norm"
+    assert group_of("model.layers.11.mlp.up_proj.weight", modules.LLAMA) == "layer 11"
+    assert group_of("lm_head.weight", modules.LLAMA) == "lm_head"
+    assert group_of("transformer.h.3.attn.c_attn.bias", modules.GPT2) == "layer 3"
+    assert group_of("transformer.ln_f.bias", modules.GPT2) == "transformer.ln_f"
 
 
 def test_held_out_text(trained):

@@ -18,7 +18,9 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 @pytest.mark.parametrize("name", hub.ALL)
 def test_real_ones_are_accepted(name):
     known, unknown = checked(hub.ALL[name], "x")
-    assert unknown == [] and known.items() <= hub.ALL[name].items()
+    family = known["model_type"]
+    said = {**model_config.SCHEMAS[family].defaults, **hub.ALL[name]}
+    assert unknown == [] and model_config.in_own_names(known, family).items() <= said.items()
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
@@ -28,7 +30,7 @@ def test_built_in_ones_are_accepted(name):
         for key, value in BUILT_IN[name].items()
         if "llama" not in name or key != "use_sliding_window"
     }
-    assert checked(content, "x") == (content, [])
+    assert checked(content, "x") == (model_config.in_common_names(content), [])
 
 
 REFUSED = [
@@ -142,6 +144,22 @@ REFUSED = [
     ("qwen2", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0"),
     ("llama", {"residual_multiplier": 0.22}, "residual_multiplier is 0.22"),
     ("llama", {"num_local_experts": 8}, "num_local_experts is 8"),
+    ("gpt2", {"n_embd": 66}, "n_embd is 66: n_head, 4, does not divide it"),
+    ("gpt2", {"n_layer": 0}, "n_layer is 0"),
+    ("gpt2", {"n_positions": None}, "n_positions is None"),
+    ("gpt2", {"n_inner": 0}, "n_inner is 0"),
+    ("gpt2", {"activation_function": "relu"}, "activation_function is 'relu': its derivative jumps"),
+    ("gpt2", {"activation_function": "nosuch"}, "activation_function is 'nosuch'"),
+    ("gpt2", {"layer_norm_epsilon": -1.0}, "layer_norm_epsilon is -1.0"),
+    *(
+        ("gpt2", {key: 0.1}, f"{key} is 0.1: every strategy would drop .* or choose the built-in gpt2")
+        for key in ("attn_pdrop", "embd_pdrop", "resid_pdrop")
+    ),
+    ("gpt2", {"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn is True"),
+    ("gpt2", {"add_cross_attention": True}, "add_cross_attention is True"),
+    ("gpt2", {"hidden_size": 64}, "hidden_size is 64: GPT-2 has another name for it"),
+    ("gpt2", {"eos_token_id": 2048}, "eos_token_id is 2048: token ids run from 0 to 2047"),
+    ("gpt2", {"architectures": ["GPT2Model"]}, "only GPT2LMHeadModel is trained here"),
 ]
 
 
@@ -166,6 +184,10 @@ def test_refused_by_name(family, change, message):
         ),
         ("llama", {"sliding_window": 4096, "use_sliding_window": False}),
         ("mistral", {"sliding_window": None, "use_sliding_window": None, "attention_bias": False}),
+        (
+            "gpt2",
+            {"n_ctx": 256, "summary_first_dropout": 0.1, "task_specific_params": {"text-generation": {}}},
+        ),
         ("llama", {"quantization_config": None, "auto_map": {}, "is_causal": True}),
         ("qwen2", {"eos_token_id": [0, 2047], "pad_token_id": 2047, "use_mrope": False}),
         (
@@ -210,6 +232,17 @@ def test_missing(key):
     if key == "num_key_value_heads":  # transformers' Llama has as many as attention heads then
         without = {**{each: value for each, value in TINY["llama"].items() if each != key}}
         assert checked(without, "x")[0][key] == TINY["llama"]["num_attention_heads"]
+
+
+@pytest.mark.parametrize("key", ["attn_pdrop", "embd_pdrop", "resid_pdrop"])
+def test_a_dropout_of_gpt2_that_is_not_named_is_transformers_default(key):
+    with pytest.raises(UserError, match=f"x: {key} is 0.1"):
+        checked({each: value for each, value in TINY["gpt2"].items() if each != key}, "x")
+
+
+def test_gpt2_is_tied_where_nothing_is_said():
+    content = {key: value for key, value in TINY["gpt2"].items() if key != "tie_word_embeddings"}
+    assert checked(content, "x")[0]["tie_word_embeddings"] is True
 
 
 def test_heads_of_qwen3_are_128_wide_where_nothing_is_said():

@@ -73,7 +73,7 @@ class AutoTPHandles(Handles):
         self._module(module).mp_group = None
 
     def drop_embedding_sum(self) -> None:
-        self._module(modules.EMBEDDING).mp_group = None
+        self._module(modules.names_in(self.strategy.model).embedding).mp_group = None
 
     def drop_input_gradient_sum(self, module: str, *layers: str) -> None:
         for layer in layers:

@@ -42,6 +42,7 @@ class Case:
         )
         self.step, _, self.first, _ = result.failures(strategy)[0]
         self.options = self.dump.run["config"]
+        self.names = modules.names_of(self.dump.run["architecture"])
         self.mesh = Mesh(dp=self.options["dp_size"], tp=self.options["tp_size"])
         self.micro_batches: int = self.options["gradient_accumulation_steps"]
         self.sizes = {"tp": self.mesh.tp, "dp": self.mesh.dp, "accumulation steps": self.micro_batches}
@@ -195,7 +196,7 @@ class Case:
         own = f"{module}.weight"
         if own in self.dump.layout.parameters:
             return own
-        tied = modules.EMBEDDING_WEIGHT
+        tied = self.names.embedding_weight
         is_head = module == modules.HEAD and tied in self.dump.layout.parameters
         return tied if is_head else None
 
@@ -203,6 +204,10 @@ class Case:
         """The captured tensor that a module with one input computes its output from."""
         sources = self.dump.layout.sources.get(module, ())
         return sources[0] if len(sources) == 1 else None
+
+    def is_transposed(self, module: str) -> bool:
+        """Whether a linear layer holds W^T, (in, out), in the place of W."""
+        return self.names.linear_is_transposed and module != modules.HEAD
 
     def is_linear(self, module: str) -> bool:
         """Whether a module is y = x W^T + b of one captured x."""
@@ -229,7 +234,7 @@ def describe(name: str) -> str:
     """What a captured name stands for, in words: a module's output, its input, or a further one."""
     entering, further = (
         re.fullmatch(r"(.*)\.input(\.\d+)?", name),
-        re.fullmatch(r"(.*(?<!layers))\.(\d+)", name),
+        re.fullmatch(r"(.*(?<!\.layers)(?<!\.h))\.(\d+)", name),
     )
     if entering:
         return f"{entering[1]}'s input"

@@ -51,7 +51,7 @@ CONTRACT = {
     "embedding_dtype": ("precision", "forward"),
     "average_dtype": ("precision", "average"),
     "attention": ("attention implementation", "forward"),
-    "attention_dropout": ("random numbers", "forward"),
+    "dropout": ("random numbers", "forward"),
     "training_mode": ("random numbers", "forward"),
 }
 OTHER_SETTING = ("optimizer settings", "moments")

@@ -6,7 +6,6 @@ import torch
 
 from lockstep.diagnosis import evidence, recompute
 from lockstep.diagnosis.case import Case
-from lockstep.inputs import modules
 from lockstep.mesh import AXES, Cuts
 from lockstep.tensors.layout import BATCH, SEQUENCE
 
@@ -126,7 +125,7 @@ def _shares(case: Case, wrong: torch.Tensor, axes: list[str]) -> list[str]:
 
 def _heads(case: Case, own: torch.Tensor) -> int:
     """The number of heads in the last dim of a projection or of the attention itself; 0 for anything else."""
-    if not modules.is_on_heads(case.first) or own.ndim != 3:
+    if not case.names.is_on_heads(case.first) or own.ndim != 3:
         return 0
     architecture = case.dump.run["architecture"]
     size = architecture.get("head_dim") or architecture["hidden_size"] // architecture["num_attention_heads"]

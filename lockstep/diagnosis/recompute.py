@@ -139,15 +139,20 @@ class Contributions:
         output = self._by_sample(case.own(f"backward/{self.module}"))
         if self.what == "weight" and own.ndim == 2:
             entering = self._by_sample(case.own(f"forward/{case.source(self.module)}"))
+            if case.is_transposed(self.module):
+                entering, output = output, entering
             for start in range(0, len(own), BLOCK_ROWS):
                 rows = slice(start, start + BLOCK_ROWS)
                 yield own[rows], exact[rows], output[..., rows].transpose(1, 2) @ entering
             return
         if self.what == "bias":
             each = output.sum(1)
-        else:  # a norm's weight: y = w z
-            weight = case.before(self.parameter)
-            each = (self._by_sample(case.own(f"forward/{self.module}")) / weight * output).sum(1)
+        else:  # a norm's weight: y = w z, or w z + b
+            weight, bias = case.before(self.parameter), f"{self.module}.bias"
+            normed = self._by_sample(case.own(f"forward/{self.module}"))
+            if bias in case.dump.layout.parameters:
+                normed = normed - case.before(bias)
+            each = (normed / weight * output).sum(1)
         for mine, right, contributed in zip(
             *(self._parts(tensor) for tensor in (own, exact, each)), strict=True
         ):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep import strategies
 from lockstep.config import Config
+from lockstep.errors import UserError
 from lockstep.faults import (  # noqa: F401
     accumulation,
     average,
@@ -21,6 +22,7 @@ from lockstep.faults import (  # noqa: F401
 )
 from lockstep.faults.catalogue import CATALOGUE, Fault
 from lockstep.faults.planting import Planting
+from lockstep.inputs import architectures, modules
 from lockstep.inputs.data import Inputs
 
 for _row in strategies.ROWS.values():  # the faults that only one strategy can have enter themselves
@@ -46,16 +48,22 @@ def planted(
     """Yields make_strategy, or, given the name of a fault, one that plants it.
 
     The loop's own guards (weights, batches, contract) then do not stop the run. They write what they find to guards.txt beside the loss
-    history: the verdict has to see the fault without them.
+    history: the verdict has to see the fault without them. Raises UserError for a fault that names modules which this model does not have.
     """
     if name is None:
         yield make_strategy
         return
+    fault = CATALOGUE[name]
+    own = modules.names_of(architectures.BUILT_IN[fault.model])
+    if fault.named and modules.names_of(inputs.architecture) != own:
+        raise UserError(
+            f"{name} names modules of {fault.model}, which {config.model_name} does not have; choose another fault"
+        )
     with contextlib.ExitStack() as stack:
         planting = Planting(config, inputs, stack)
         planting.handles = strategies.load(strategies.row_of(config.strategy).handles)(planting)
         _disarm_guards(planting, config.loss_output_dir / "guards.txt")
-        plant = CATALOGUE[name].plant(planting)
+        plant = fault.plant(planting)
 
         def make(*arguments: Any) -> "Strategy":
             next(plant)

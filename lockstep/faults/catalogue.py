@@ -49,6 +49,7 @@ class Fault:
     mesh: Mesh  # without the axes that the strategy cannot use
     plant: Planter
     flags: tuple[str, ...] = ()  # of the strategy alone, in its run without the fault as well
+    named: bool = False  # it names modules, as they are called in the family of `model`
     only: str = ""  # the strategy that brings it; "": any that offers what it needs
 
 
@@ -70,6 +71,7 @@ def fault(
     needs: tuple[str, ...] = (),
     mesh: Mesh = SMALL_MESH,
     flags: tuple[str, ...] = (),
+    named: bool = False,
 ) -> Callable[[Planter], Planter]:
     """Enter a generator function into the catalogue under its own name."""
     if bug_class not in BUG_CLASSES:
@@ -94,6 +96,7 @@ def fault(
             mesh,
             plant,
             flags,
+            named,
             owner,
         )
         return plant

@@ -123,6 +123,7 @@ def _dropout(run: Planting, seed: Callable[[], int]) -> Plant:
     cause="random numbers",
     first="forward/model.layers.0.self_attn.o_proj",
     axes=("tp",),
+    named=True,
 )
 def dropout_differs_between_tp_peers(run: Planting) -> Plant:
     """Tensor-parallel peers draw different dropout masks for the same activation."""
@@ -134,6 +135,7 @@ def dropout_differs_between_tp_peers(run: Planting) -> Plant:
     bug_class=RANDOM,
     cause="random numbers",
     first="forward/model.layers.0.self_attn.o_proj",
+    named=True,
 )
 def dropout_in_one_strategy_only(run: Planting) -> Plant:
     """Dropout is on in one strategy and off in the other; tensor-parallel peers agree."""
@@ -145,6 +147,7 @@ def dropout_in_one_strategy_only(run: Planting) -> Plant:
     bug_class=RANDOM,
     cause="random numbers",
     first="forward/model.layers.0.self_attn.o_proj.input",
+    named=True,
 )
 def attention_dropout_in_one_strategy_only(run: Planting) -> Plant:
     """The attention layers drop a tenth of their probabilities, though the configuration says none."""

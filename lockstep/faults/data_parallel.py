@@ -29,6 +29,7 @@ def no_dp_reduction(run: Planting) -> Plant:
     cause="dp reduction missing",
     first="gradient/model.layers.0.mlp.down_proj.weight",
     needs=("skip_dp_reduction_of",),
+    named=True,
 )
 def one_layer_without_dp_reduction(run: Planting) -> Plant:
     """Only the first layer does not average its gradients over the data-parallel ranks."""

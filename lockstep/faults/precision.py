@@ -72,6 +72,7 @@ def gradients_reduced_in_bfloat16(run: Planting) -> Plant:
     cause="precision",
     first="forward/model.layers.0.input_layernorm",
     precisions=FP32,
+    named=True,
 )
 def norms_in_bfloat16(run: Planting) -> Plant:
     """The upcast to float32 inside the layers' norms has no effect: their output has bfloat16's precision."""

@@ -45,6 +45,7 @@ def one_replica_starts_elsewhere(run: Planting) -> Plant:
     cause="weights",
     first="forward/model.layers.1.self_attn.q_proj",
     needs=("weights",),
+    named=True,
 )
 def reinitialised_after_loading(run: Planting) -> Plant:
     """One projection is initialised again after the weights were loaded (here it is negated, an equally likely draw)."""

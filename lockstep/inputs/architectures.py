@@ -65,6 +65,26 @@ NARROW_QWEN2 = {
     "num_key_value_heads": 3,
 }
 
+# learned positions, of which a short sequence leaves some untaught; biases everywhere; transposed weights; q, k and v in one matrix
+TINY_GPT2 = {
+    "model_type": "gpt2",
+    "vocab_size": 2048,
+    "n_embd": 64,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 256,
+    "n_inner": None,
+    "activation_function": "gelu_new",
+    "layer_norm_epsilon": 1e-5,
+    "initializer_range": 0.02,
+    "tie_word_embeddings": True,
+    "attn_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "resid_pdrop": 0.0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
 # The published config.json of Qwen/Qwen2.5-0.5B (https://huggingface.co/Qwen/Qwen2.5-0.5B).
 QWEN2_5_0_5B = {
     "model_type": "qwen2",
@@ -85,7 +105,21 @@ QWEN2_5_0_5B = {
     "attention_dropout": 0.0,
 }
 
-BUILT_IN = {
+# The published config.json of openai-community/gpt2, gpt2-medium and gpt2-large, whose dropouts are 0.1.
+GPT2 = {
+    **TINY_GPT2,
+    "vocab_size": 50257,
+    "n_embd": 768,
+    "n_layer": 12,
+    "n_head": 12,
+    "n_positions": 1024,
+    "bos_token_id": 50256,
+    "eos_token_id": 50256,
+}
+GPT2_MEDIUM = {**GPT2, "n_embd": 1024, "n_layer": 24, "n_head": 16}
+GPT2_LARGE = {**GPT2, "n_embd": 1280, "n_layer": 36, "n_head": 20}
+
+BUILT_IN = {  # content of config.json
     "tiny-qwen2": TINY_QWEN2,
     "tiny-qwen2-odd-vocab": TINY_QWEN2_ODD_VOCAB,
     "tiny-qwen2-4kv": TINY_QWEN2_4KV,
@@ -93,8 +127,16 @@ BUILT_IN = {
     "tiny-llama": TINY_LLAMA,
     "tiny-mistral": TINY_MISTRAL,
     "narrow-qwen2": NARROW_QWEN2,
+    "tiny-gpt2": TINY_GPT2,
     "Qwen2.5-0.5B": QWEN2_5_0_5B,
+    "gpt2": GPT2,
+    "gpt2-medium": GPT2_MEDIUM,
+    "gpt2-large": GPT2_LARGE,
 }
+HUB_IDS = {
+    name: f"openai-community/{name}" for name in ("gpt2", "gpt2-medium", "gpt2-large")
+}  # of their weights
+NO_DROPOUT = dict.fromkeys(HUB_IDS, " (its dropouts are 0, those of the published model 0.1)")
 HUB_STAND_INS = {"Qwen/Qwen2.5-0.5B": "Qwen2.5-0.5B"}
 HUB_TIMEOUT, HUB_PATIENCE = 2.0, 5.0  # seconds, of one operation and of all
 LARGEST_CONFIG = 1 << 24  # bytes
@@ -115,7 +157,7 @@ def resolve(model_name: str, num_layers: int | None = None) -> tuple[dict, str]:
     """
     architecture, source = find(model_name)
     if is_built_in(source):
-        architecture = copy.deepcopy(architecture)
+        architecture = model_config.in_common_names(copy.deepcopy(architecture))
     else:
         architecture, unknown = model_config.checked(
             architecture, f"--model_name {model_name}: its config.json"
@@ -143,7 +185,7 @@ def is_built_in(source: str) -> bool:
 def find(model_name: str) -> tuple[dict, str]:
     """(content of a model's config.json, unchecked; where it came from). Raises UserError."""
     if model_name in BUILT_IN:
-        return BUILT_IN[model_name], f"{_BUILT_IN_SOURCE} {model_name}"
+        return BUILT_IN[model_name], f"{_BUILT_IN_SOURCE} {model_name}{NO_DROPOUT.get(model_name, '')}"
     folder = Path(os.path.expanduser(model_name))
     if folder.is_dir():
         own = folder / "config.json"
@@ -224,6 +266,13 @@ def _read_config(path: Path) -> dict:
 
 def tensor_parallel_problem(architecture: dict, tp_size: int) -> str | None:
     """Why this architecture cannot be sharded over tp_size ranks, in a sentence, or None."""
+    if tp_size == 1:
+        return None
+    if architecture["model_type"] == "gpt2":
+        return (
+            f"--tp_size {tp_size}: transformers has no tensor-parallel plan for GPT-2, whose c_attn holds q, k and v in one matrix; "
+            "choose --tp_size 1"
+        )
     for key, what in SPLIT_BY_TP.items():
         if architecture[key] % tp_size:
             divisors = range(1, architecture[key] + 1)

@@ -63,6 +63,14 @@ _PATTERNS = (  # of names; the same two things
     (re.compile(r"(num|n)_(local_|routed_|shared_)?experts"), OFF, _OTHER),
 )
 JUMPING = ("relu", "relu6", "leaky_relu", "hardswish", "gelu_10")  # activations whose derivative jumps
+_NO_DROPOUT: Refusal = (
+    (0, 0.0),
+    "every strategy would drop different elements; set it to 0 in config.json, or choose the built-in gpt2, gpt2-medium or gpt2-large",
+)
+_ONE_NAME: Refusal = (
+    (),
+    "GPT-2 has another name for it (n_embd, n_layer, n_head, n_positions, n_inner); remove it",
+)
 _ONE_WINDOW = "transformers' Mistral has the window of sliding_window in all layers (null: none); remove it"
 _ONLY_OTHERS_HAVE: dict[str, dict[str, Refusal]] = {  # family -> keys that mean something to other families
     "qwen2": {
@@ -82,6 +90,23 @@ _ONLY_OTHERS_HAVE: dict[str, dict[str, Refusal]] = {  # family -> keys that mean
         "use_sliding_window": ((None,), _ONE_WINDOW),
         "max_window_layers": ((None,), _ONE_WINDOW),
         "layer_types": ((None,), _ONE_WINDOW),
+    },
+    "gpt2": {
+        **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), _NO_DROPOUT),
+        **dict.fromkeys(
+            (
+                "hidden_size",
+                "num_hidden_layers",
+                "num_attention_heads",
+                "max_position_embeddings",
+                "intermediate_size",
+            ),
+            _ONE_NAME,
+        ),
+        "reorder_and_upcast_attn": (
+            OFF,
+            "it changes the precision of the attention in autocast and with eager attention alone; set it to false",
+        ),
     },
 }
 
@@ -106,9 +131,10 @@ def refuse(content: dict, family: str, class_name: str, where: str) -> set[str]:
         ):
             raise UserError(f"{where}: {printable(key, 60)} is {printable(repr(value), 60)}: {why}")
         ruled.add(key)
-    if content.get("hidden_act") in JUMPING:
+    activation = next((key for key in ("hidden_act", "activation_function") if key in content), "hidden_act")
+    if content.get(activation) in JUMPING:
         raise UserError(
-            f"{where}: hidden_act is {content['hidden_act']!r}: its derivative jumps, so rounding errors alone can change an element of a "
+            f"{where}: {activation} is {content[activation]!r}: its derivative jumps, so rounding errors alone can change an element of a "
             "gradient by its whole size, and no tolerance holds; choose a model with a smooth activation"
         )
     if family == "llama" and any(each != "full_attention" for each in _listed(content.get("layer_types"))):

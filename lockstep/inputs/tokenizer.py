@@ -183,9 +183,11 @@ def build_tokenizer(model_name: str, architecture: dict) -> Tokenizer:
     if folder.is_dir():
         path = folder / "tokenizer.json" if os.path.lexists(folder / "tokenizer.json") else None
     else:
-        path, _ = hub_file(model_name, "tokenizer.json")
+        path, problem = hub_file(model_name, "tokenizer.json")
         if path is None and model_name not in HUB_STAND_INS:
-            raise UserError(f"--model_name {model_name}: its tokenizer.json cannot be read from the hub")
+            raise UserError(
+                f"--model_name {model_name}: its tokenizer.json cannot be read from the hub ({problem}); give a model folder"
+            )
     if path is None:
         return HashTokenizer(vocab_size)
     return FileTokenizer(

@@ -5,6 +5,7 @@ a `.pt`), and must match them. Of a foreign file, names, shapes and numbers are 
 `check` accepts. A file that does not fit is never replaced by random weights.
 """
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -21,9 +22,10 @@ from lockstep.inputs.weight_files import FLOATS, INDEX, Contents
 if TYPE_CHECKING:
     import numpy as np
     import torch
+    from transformers import PreTrainedModel
 
 _ANOTHER = "write a file for this model under another name with train_ddp.py --save_init_weights"
-_EMBEDDING, _HEAD = modules.EMBEDDING_WEIGHT, modules.HEAD_WEIGHT
+_HEAD = modules.HEAD_WEIGHT
 _PIECE = 1 << 22  # elements looked at at a time
 
 
@@ -132,7 +134,7 @@ def check(
         raise UserError(f"{where}: the name must end in .safetensors, {INDEX} or .pt")
     if not os.path.exists(path):
         raise UserError(f"{where}: no such file; run train_ddp.py with --save_init_weights first")
-    contents = weight_files.read(path, where, checksums=True)
+    contents = _whole_names(weight_files.read(path, where, checksums=True), modules.names_of(architecture))
     _check_names_and_shapes(contents, where, architecture, fewer_layers)
     about = contents.about
     if about is not None:
@@ -152,14 +154,14 @@ def check(
     _check_tied_head(contents, where, architecture)
 
 
-def load(path: Path, model: "torch.nn.Module") -> dict[str, str]:
+def load(path: Path, model: "PreTrainedModel") -> dict[str, str]:
     """Copy the file's tensors into an unsharded `model`, in float32, and return their checksums.
 
     Call `check` first. Reads tensor by tensor from a memory map.
     """
     import torch
 
-    contents = weight_files.read(path, str(path))
+    contents = _whole_names(weight_files.read(path, str(path)), modules.names_in(model))
     sums = {} if contents.about is None else contents.about.sha256
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -168,6 +170,19 @@ def load(path: Path, model: "torch.nn.Module") -> dict[str, str]:
             if contents.about is None:
                 sums[name] = hashlib.sha256(values.data).hexdigest()
     return sums
+
+
+def _whole_names(contents: Contents, names: modules.Names) -> Contents:
+    """A file of the base model alone, as that of openai-community/gpt2, has names without the base's."""
+    if (
+        contents.about is not None
+        or names.embedding_weight.removeprefix(f"{names.base}.") not in contents.tensors
+    ):
+        return contents
+    tensors = {
+        name if name == _HEAD else f"{names.base}.{name}": stored for name, stored in contents.tensors.items()
+    }
+    return dataclasses.replace(contents, tensors=tensors)
 
 
 def _check_names_and_shapes(contents: Contents, where: str, architecture: dict, fewer_layers: bool) -> None:
@@ -191,7 +206,7 @@ def _check_names_and_shapes(contents: Contents, where: str, architecture: dict, 
             continue
         hint = (
             "; add --num_layers to leave layers out"
-            if contents.about is None and modules.layer_of(name) >= depth
+            if contents.about is None and modules.names_of(architecture).layer_of(name) >= depth
             else ""
         )
         raise UserError(f"{where}: tensor {printable(name, 200)} is not part of the model{hint}; {remedy}")
@@ -202,13 +217,10 @@ def _check_names_and_shapes(contents: Contents, where: str, architecture: dict, 
 
 
 def _may_be_left_out(name: str, depth: int, architecture: dict, fewer_layers: bool) -> bool:
-    """Whether a foreign file may hold this tensor: a layer that was cut, the head of a tied model, or the rotary table."""
+    """Whether a foreign file may hold this tensor: a layer that was cut, the head of a tied model, or a table such as the rotary one."""
+    names = modules.names_of(architecture)
     tied_head = name == _HEAD and architecture.get("tie_word_embeddings", False)
-    return (
-        tied_head
-        or name.endswith(".rotary_emb.inv_freq")
-        or (fewer_layers and modules.layer_of(name) >= depth)
-    )
+    return tied_head or name.endswith(names.buffers) or (fewer_layers and names.layer_of(name) >= depth)
 
 
 def _check_tied_head(contents: Contents, where: str, architecture: dict) -> None:
@@ -217,14 +229,15 @@ def _check_tied_head(contents: Contents, where: str, architecture: dict) -> None
 
     if _HEAD not in contents.tensors or not architecture.get("tie_word_embeddings", False):
         return
-    head, embedding = contents.tensors[_HEAD], contents.tensors[_EMBEDDING]
+    tied = modules.names_of(architecture).embedding_weight
+    head, embedding = contents.tensors[_HEAD], contents.tensors[tied]
     if (
         head.shape != embedding.shape
         or head.dtype not in FLOATS
         or not np.array_equal(head.float32(), embedding.float32())
     ):
         raise UserError(
-            f"{where}: {_HEAD} is not {_EMBEDDING}, and the model has one for both (tie_word_embeddings); set "
+            f"{where}: {_HEAD} is not {tied}, and the model has one for both (tie_word_embeddings); set "
             "tie_word_embeddings to false in config.json, or use the model it was written with"
         )
 

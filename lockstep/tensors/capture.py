@@ -34,14 +34,16 @@ from lockstep.mesh import share
 from lockstep.tensors import manifest, step_file
 from lockstep.tensors.layout import (
     BATCH,
-    NOT_WATCHED,
     SEQUENCE,
     kinds_of,
     layout_of,
     named_outputs,
+    watched,
 )
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from lockstep.config import Config
 
 Given = ParamSpec("Given")
@@ -52,7 +54,7 @@ class Captured(Protocol):
     """What a capture needs of a strategy; see lockstep/training/strategy.py."""
 
     @property
-    def model(self) -> torch.nn.Module: ...
+    def model(self) -> "PreTrainedModel": ...
 
     def held(self, kind: str) -> Iterator[tuple[str, torch.Tensor, tuple[int, ...], tuple[int, ...]]]: ...
 
@@ -84,16 +86,15 @@ class Capture:
         """Before the step's first forward pass: open the file and register the hooks."""
         self._open(strategy, step)
         self.handles = [strategy.model.register_forward_pre_hook(self._see_batch, with_kwargs=True)]
-        modules = dict(strategy.model.named_modules())
-        for name in self.layout.inputs.keys() & modules.keys():
+        by_name = dict(watched(strategy.model))
+        for name in self.layout.inputs.keys() & by_name.keys():
             self.handles.append(
-                modules[name].register_forward_pre_hook(
+                by_name[name].register_forward_pre_hook(
                     functools.partial(self._see_inputs, name), prepend=True, with_kwargs=True
                 )
             )
-        for name, module in modules.items():
-            if name not in NOT_WATCHED:
-                self.handles.append(module.register_forward_hook(functools.partial(self._see_outputs, name)))
+        for name, module in by_name.items():
+            self.handles.append(module.register_forward_hook(functools.partial(self._see_outputs, name)))
 
     def _open(self, strategy: Captured, step: int) -> None:
         self.strategy, self.step, self.problem = strategy, step, ""

@@ -1,7 +1,7 @@
 """Turn a Hugging Face model into one that computes in float64 only.
 
-transformers casts to float32 inside its norms, its softmax and its loss, so these are replaced here. The rotary table stays the
-model's own float32 table: it is an input, the same for all runs.
+transformers casts to float32 inside its RMS norms, its softmax and its loss, so these are replaced here. torch's own LayerNorm computes
+in the dtype of its input. The rotary table stays the model's own float32 table: it is an input, the same for all runs.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -11,7 +11,9 @@ and, backward, the gradient of the loss with respect to each of them.
 
 import functools
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch.autograd.graph import Node
@@ -20,13 +22,12 @@ from lockstep.errors import UserError, first_line
 from lockstep.inputs import modules
 from lockstep.inputs.shapes import build_empty
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 BATCH, SEQUENCE = "batch", "sequence"
 # of what a strategy holds per parameter
 KINDS = ("gradient", "exp_avg", "exp_avg_sq", "parameter", "average")
-NOT_WATCHED = (
-    "",
-    modules.BASE,
-)  # the outputs of the model and its base model are outputs of modules inside them
 
 
 def kinds_of(config: dict) -> tuple[str, ...]:
@@ -95,24 +96,25 @@ def _layout(architecture: str, attn_impl: str) -> Layout:
         for name, tensor in first.tensors.items()
     }
     parameters = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    return Layout(outputs, tuple(first.backward), first.inputs, first.sources(), parameters)
+    # The gradient of an output that is the same for all samples, as GPT-2's positions, is a sum over them: no rank has it.
+    backward = tuple(name for name in first.backward if outputs[name][:1] == (BATCH,))
+    return Layout(outputs, backward, first.inputs, first.sources(), parameters)
 
 
 class _Trace:
     """A forward and a backward pass over a batch of this size, and the tensors seen on the way."""
 
-    def __init__(self, model: torch.nn.Module, batch: int, sequence: int):
+    def __init__(self, model: "PreTrainedModel", batch: int, sequence: int):
         self.tensors: dict[str, torch.Tensor] = {}  # kept alive, so that no storage is used twice
         self.inputs: dict[str, dict[int, str]] = {}
         self.backward: list[str] = []
         self._seen: set[tuple[int, int]] = set()
         handles = []
-        for name, module in model.named_modules():
-            if name not in NOT_WATCHED:
-                handles.append(
-                    module.register_forward_pre_hook(functools.partial(self._enter, name), with_kwargs=True)
-                )
-                handles.append(module.register_forward_hook(functools.partial(self._leave, name)))
+        for name, module in watched(model):
+            handles.append(
+                module.register_forward_pre_hook(functools.partial(self._enter, name), with_kwargs=True)
+            )
+            handles.append(module.register_forward_hook(functools.partial(self._leave, name)))
         with torch.device("meta"):
             # a mask of four dims is taken as it is; without one transformers would look into the positions' values
             mask = torch.zeros(batch, 1, sequence, sequence)
@@ -167,6 +169,12 @@ class _Trace:
             if node is not None:
                 by_node[node] = name
         return found
+
+
+def watched(model: "PreTrainedModel") -> Iterator[tuple[str, torch.nn.Module]]:
+    """The modules whose outputs are captured, by name. Those of the model and its base model are outputs of modules inside them."""
+    base = modules.names_in(model).base
+    return ((name, module) for name, module in model.named_modules() if name not in ("", base))
 
 
 def named_outputs(module: str, output: object) -> list[tuple[str, torch.Tensor]]:

@@ -106,10 +106,10 @@ class Architecture(Strict):
     model_type: Name
     vocab_size: Count
     hidden_size: Count
-    intermediate_size: Count
+    intermediate_size: Count | None = None
     num_hidden_layers: Count
     num_attention_heads: Count
-    num_key_value_heads: Count
+    num_key_value_heads: Count | None = None
     head_dim: Count | None = None
     initializer_range: Amount
     tie_word_embeddings: bool = False

@@ -18,11 +18,12 @@ from torch.overrides import TorchFunctionMode
 
 from lockstep.config import Config
 from lockstep.errors import UserError, first_line, printable
-from lockstep.inputs import architectures, model_config, modules
+from lockstep.inputs import architectures, model_config
 from lockstep.inputs.data import Inputs
 from lockstep.inputs.model import causal_lm_loss
 from lockstep.inputs.shapes import parameter_shapes, transformers_config
 from lockstep.tensors.exact import make_exact
+from lockstep.tensors.layout import watched
 from lockstep.training.optim import gradient_of
 
 if TYPE_CHECKING:
@@ -41,7 +42,8 @@ def try_out(architecture: dict, content: dict, model_name: str) -> None:
 
     `content` is that of a config.json, and `architecture` what `resolve` made of it.
     """
-    theirs = _without(content, model_config.HARMLESS)
+    family = architecture["model_type"]
+    theirs = _without(content, model_config.harmless(family))
     where = f"--model_name {model_name}: "
     try:
         with _quiet(), torch.device("meta"):
@@ -55,7 +57,7 @@ def try_out(architecture: dict, content: dict, model_name: str) -> None:
             )
             if not method:
                 transformers_config(theirs)
-                model = _build({**theirs, **_depth(architecture)}, "sdpa")
+                model = _build({**theirs, **model_config.in_own_names(_depth(architecture), family)}, "sdpa")
     except Exception as error:  # noqa: BLE001 - whatever it is, transformers does not take this model
         reason = printable(" ".join(str(error).split()) or type(error).__name__, 300)
         raise UserError(
@@ -96,9 +98,9 @@ def compare(architecture: dict, content: dict, seq_length: int, attn_impl: str =
 
 
 def _compare(architecture: dict, content: dict, seq_length: int, attn_impl: str) -> tuple[str, float]:
-    small = _small(architecture, seq_length)
+    small, family = _small(architecture, seq_length), architecture["model_type"]
     left_out = {
-        *model_config.HARMLESS,
+        *model_config.harmless(family),
         "bos_token_id",
         "eos_token_id",
     }  # the small vocabulary may not have them
@@ -111,7 +113,7 @@ def _compare(architecture: dict, content: dict, seq_length: int, attn_impl: str)
         if problem:
             return problem, float("inf")
         reference = _build({**architecture, **small}, "sdpa")
-        own = _build({**theirs, **small}, attn_impl)
+        own = _build({**theirs, **model_config.in_own_names(small, family)}, attn_impl)
         _fill(own, generator)
         problem = _names_differ(own, reference)
         if problem:
@@ -146,7 +148,7 @@ def _first_difference(
     return first, worst
 
 
-def _run(model: torch.nn.Module, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+def _run(model: "PreTrainedModel", ids: torch.Tensor) -> dict[str, torch.Tensor]:
     """Name -> output of every module in the order of the forward pass, the loss, then every parameter's gradient."""
     seen: dict[str, torch.Tensor] = {}
 
@@ -157,8 +159,7 @@ def _run(model: torch.nn.Module, ids: torch.Tensor) -> dict[str, torch.Tensor]:
 
     handles = [
         module.register_forward_hook(lambda _module, _inputs, output, name=name: see(name, output))
-        for name, module in model.named_modules()
-        if name not in ("", modules.BASE)
+        for name, module in watched(model)
     ]
     model.train()
     loss = causal_lm_loss(model, ids[:, :-1], ids[:, 1:]).mean()
@@ -223,7 +224,7 @@ def _fill(model: torch.nn.Module, generator: torch.Generator) -> None:
         for name, parameter in model.named_parameters():
             if parameter.ndim > 1:
                 parameter.normal_(0, parameter.shape[-1] ** -0.5, generator=generator)
-            elif name.endswith("norm.weight"):
+            elif name.endswith(".weight"):  # of a norm
                 parameter.uniform_(0.5, 1.5, generator=generator)
             else:
                 parameter.normal_(0, 0.5, generator=generator)
@@ -231,20 +232,18 @@ def _fill(model: torch.nn.Module, generator: torch.Generator) -> None:
 
 def _small(architecture: dict, seq_length: int) -> dict:
     """The changes to a config that make its model small: sizes, depth and number of heads. All else stays."""
-    heads, kv_heads = architecture["num_attention_heads"], architecture["num_key_value_heads"]
+    heads = architecture["num_attention_heads"]
+    kv_heads = architecture.get("num_key_value_heads", heads)
     head_dim = architecture.get("head_dim") or architecture["hidden_size"] // heads
     ratio, kv_heads = heads // kv_heads, min(kv_heads, 2)
     ratio = min(ratio, LARGEST_RATIO, max(2, LARGEST_SCORES // (kv_heads * seq_length**2)))
     heads = kv_heads * ratio
-    small = {
-        "vocab_size": SMALL_VOCABULARY,
-        "hidden_size": max(1, SMALL_HIDDEN // heads) * heads,  # transformers wants a multiple
-        "intermediate_size": SMALL_INNER,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head_dim,
-        **_depth(architecture),
-    }
+    small = {"vocab_size": SMALL_VOCABULARY, "num_attention_heads": heads, **_depth(architecture)}
+    if "num_key_value_heads" in architecture:
+        small["hidden_size"] = max(1, SMALL_HIDDEN // heads) * heads  # transformers wants a multiple
+        small |= {"intermediate_size": SMALL_INNER, "num_key_value_heads": kv_heads, "head_dim": head_dim}
+    else:  # GPT-2: the width of the heads follows from the others
+        small |= {"hidden_size": heads * head_dim, "n_inner": SMALL_INNER}
     if architecture.get("pad_token_id") is not None:
         small["pad_token_id"] = architecture["pad_token_id"] % SMALL_VOCABULARY
     return small

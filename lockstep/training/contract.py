@@ -50,7 +50,7 @@ def expected_contract(config: Config, architecture: dict) -> dict[str, Any]:
         "biased_linear_dtype": biased,
         "embedding_dtype": [f"torch.{PARAM_DTYPES[config.precision]}"],
         "attention": config.attn_impl,
-        "attention_dropout": architecture.get("attention_dropout", 0.0),
+        "dropout": 0.0,
         "training_mode": True,
         "tied_embeddings": architecture.get("tie_word_embeddings", False),
         **({"sharding": strategies.load(config.row.sharding)(config)} if config.row.sharding else {}),

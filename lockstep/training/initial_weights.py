@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from lockstep import files
 from lockstep.errors import UserError
 from lockstep.inputs import weight_files, weights
-from lockstep.inputs.architectures import BUILT_IN, hub_file
+from lockstep.inputs.architectures import BUILT_IN, HUB_IDS, hub_file
 from lockstep.inputs.weight_files import INDEX, TORCH_NAMES
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ def pretrained_file(model_name: str) -> Path:
 
     Raises UserError if there are none.
     """
+    model_name = HUB_IDS.get(model_name, model_name)
     where = f"--pretrained: {model_name}"
     if model_name in BUILT_IN:
         raise UserError(

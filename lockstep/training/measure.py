@@ -13,9 +13,9 @@ from lockstep.inputs.shapes import from_config
 from lockstep.training.strategy import Strategy
 
 
-def group_of(name: str) -> str:
+def group_of(name: str, names: modules.Names) -> str:
     """The group that a parameter belongs to: its layer, or the module itself outside of the layers."""
-    layer = modules.layer_of(name)
+    layer = names.layer_of(name)
     return name.rpartition(".")[0] if layer < 0 else f"layer {layer}"
 
 
@@ -29,10 +29,12 @@ def group_norms(strategy: Strategy) -> dict[str, float]:
         for name, local, _, start in strategy.held("gradient")
     }
     everyone = gather_objects(mine)
+    names = modules.names_in(strategy.model)
     squares: dict[str, float] = {}
     for name in mine:
         shards = dict(held[name] for held in everyone)  # place -> sum of squares
-        squares[group_of(name)] = squares.get(group_of(name), 0.0) + sum(shards.values())
+        group = group_of(name, names)
+        squares[group] = squares.get(group, 0.0) + sum(shards.values())
     return {group: math.sqrt(square) for group, square in squares.items()}
 
 

@@ -31,7 +31,7 @@ def collectives() -> Iterator[dict[str, int]]:
 class ComputeDtypes:
     """Watches one forward pass and records the dtypes that linear layers and the embedding return."""
 
-    def __init__(self, model: torch.nn.Module):
+    def __init__(self, model: "PreTrainedModel"):
         self._seen: dict[str, set[str]] = {
             "compute_dtype": set(),
             "biased_linear_dtype": set(),
@@ -40,7 +40,7 @@ class ComputeDtypes:
         self._handles: list[RemovableHandle] = []
         for name, module in model.named_modules():
             own = dict(module.named_parameters(recurse=False))
-            if name == modules.EMBEDDING:
+            if isinstance(module, torch.nn.Embedding) or name == modules.names_in(model).embedding:
                 self._watch(module, "embedding_dtype")
             elif "weight" in own and len(getattr(own["weight"], "ds_shape", own["weight"].shape)) == 2:
                 self._watch(module, "biased_linear_dtype" if "bias" in own else "compute_dtype")
@@ -57,15 +57,19 @@ class ComputeDtypes:
 
 def model_contract(model: "PreTrainedModel") -> dict[str, Any]:
     """The live model's attention implementation, dropout, mode, parameter dtypes and tie."""
-    layers = model.get_submodule(modules.LAYERS).children()
-    attentions: list[Any] = [layer.get_submodule(modules.ATTENTION) for layer in layers]
     return {
         "attention": model.config._attn_implementation,
-        "attention_dropout": max(attention.attention_dropout for attention in attentions),
+        "dropout": max(map(_dropout, model.modules())),
         "training_mode": model.training,
         "parameter_dtype": sorted({str(parameter.dtype) for parameter in model.parameters()}),
         "tied_embeddings": modules.is_tied(model),
     }
+
+
+def _dropout(module: torch.nn.Module) -> float:
+    """The probability with which a module drops elements, be it nn.Dropout or an attention."""
+    own = module.p if isinstance(module, torch.nn.Dropout) else getattr(module, "attention_dropout", 0.0)
+    return float(own)
 
 
 def optimizer_contract(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
