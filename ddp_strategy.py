@@ -1,11 +1,17 @@
 """The baseline: PyTorch DistributedDataParallel. Every rank holds the whole model; gradients are averaged over dp."""
 
-from typing import TYPE_CHECKING
+import collections
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from lockstep.training import ddp_options
 from lockstep.training.torch_strategy import TorchStrategy
 
 if TYPE_CHECKING:
@@ -15,7 +21,41 @@ if TYPE_CHECKING:
 class DDPStrategy(TorchStrategy):
     """Whole replicas; `lockstep.training.torch_strategy` has what it shares with other strategies in torch."""
 
+    wrapped: DistributedDataParallel
+
     def parallelize(self, model: "PreTrainedModel", device_mesh: DeviceMesh) -> torch.nn.Module:
-        return DistributedDataParallel(
-            model, process_group=device_mesh["dp"].get_group(), gradient_as_bucket_view=True
+        own = ddp_options.of(self.config)
+        self.synced = collections.deque[str](maxlen=self.config.gradient_accumulation_steps)
+        given = own.bucket_cap_mb != ddp_options.TORCHS_BUCKET
+        wrapped = DistributedDataParallel(
+            model,
+            process_group=device_mesh["dp"].get_group(),
+            static_graph=own.static_graph,
+            find_unused_parameters=own.find_unused_parameters,
+            gradient_as_bucket_view=own.gradient_as_bucket_view,
+            bucket_cap_mb=own.bucket_cap_mb if given else None,
         )
+        if own.compress_gradients == "bf16":
+            wrapped.register_comm_hook(wrapped.process_group, bf16_compress_hook)
+        return wrapped
+
+    @contextlib.contextmanager
+    def _reducing(self, last: bool) -> Iterator[None]:
+        with super()._reducing(last or ddp_options.of(self.config).gradient_sync == "every"):
+            self.synced.append("all" if self.wrapped.require_backward_grad_sync else "none")
+            yield
+
+    def sharding(self) -> dict[str, Any]:
+        live = self.wrapped._get_ddp_logging_data()  # of the C++ reducer; it has no static_graph unless that was set
+        return {
+            "replicas": dist.get_world_size(self.wrapped.process_group),
+            "static_graph": bool(live.get("static_graph", 0)),
+            "find_unused_parameters": bool(live["find_unused_parameters"]),
+            "gradient_as_bucket_view": bool(live["gradient_as_bucket_view"]),
+            "bucket_bytes": live["bucket_cap_bytes"],
+            "gradients_of_micro_batches": list(self.synced),
+        }
+
+    def _reduction_dtype(self, parameter: torch.Tensor) -> torch.dtype:
+        compressed = any(hook is bf16_compress_hook for hook, _ in self.wrapped._comm_hooks)
+        return torch.bfloat16 if compressed else super()._reduction_dtype(parameter)
