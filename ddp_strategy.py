@@ -46,7 +46,9 @@ class DDPStrategy(TorchStrategy):
             yield
 
     def sharding(self) -> dict[str, Any]:
-        live = self.wrapped._get_ddp_logging_data()  # of the C++ reducer; it has no static_graph unless that was set
+        live = (
+            self.wrapped._get_ddp_logging_data()
+        )  # of the C++ reducer; it has no static_graph unless that was set
         return {
             "replicas": dist.get_world_size(self.wrapped.process_group),
             "static_graph": bool(live.get("static_graph", 0)),

@@ -116,6 +116,7 @@ ROWS = {
             factory="fsdp_strategy:FSDPStrategy",
             handles="lockstep.faults.torch_handles:FSDPHandles",
             program="train_fsdp.py",
+            faults="lockstep.faults.sharding",
             options="lockstep.training.fsdp_options:Options",
             sharding="lockstep.training.fsdp_options:expected",
             requires="lockstep.training.fsdp_options:require",

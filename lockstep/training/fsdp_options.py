@@ -99,7 +99,9 @@ def require(config: "Config", architecture: dict) -> None:
                 f"--reshard_after_forward {neighbours} --tp_size {config.tp_size}: FSDP cannot do so with tensor parallelism; choose true or false"
             )
     if own.prefetch and own.wrap == "model":
-        raise UserError(f"--prefetch {own.prefetch} --wrap model: there is nothing to gather ahead; leave one out")
+        raise UserError(
+            f"--prefetch {own.prefetch} --wrap model: there is nothing to gather ahead; leave one out"
+        )
     if own.gradient_sync == "scatter" and own.dp_replicate == 1:
         raise UserError("--gradient_sync scatter: there is one replica; choose every, or add --dp_replicate")
 
