@@ -36,7 +36,8 @@ class DDPStrategy(TorchStrategy):
             bucket_cap_mb=own.bucket_cap_mb if given else None,
         )
         if own.compress_gradients == "bf16":
-            wrapped.register_comm_hook(wrapped.process_group, bf16_compress_hook)
+            hook = bf16_compress_hook if self.device.type == "cuda" else sum_in_bfloat16
+            wrapped.register_comm_hook(wrapped.process_group, hook)
         return wrapped
 
     @contextlib.contextmanager
@@ -46,12 +47,10 @@ class DDPStrategy(TorchStrategy):
             yield
 
     def sharding(self) -> dict[str, Any]:
-        live = (
-            self.wrapped._get_ddp_logging_data()
-        )  # of the C++ reducer; it has no static_graph unless that was set
+        live = self.wrapped._get_ddp_logging_data()  # of the C++ reducer
         return {
             "replicas": dist.get_world_size(self.wrapped.process_group),
-            "static_graph": bool(live.get("static_graph", 0)),
+            "static_graph": bool(live.get("static_graph", 0)),  # it is there once it was set
             "find_unused_parameters": bool(live["find_unused_parameters"]),
             "gradient_as_bucket_view": bool(live["gradient_as_bucket_view"]),
             "bucket_bytes": live["bucket_cap_bytes"],
@@ -59,5 +58,12 @@ class DDPStrategy(TorchStrategy):
         }
 
     def _reduction_dtype(self, parameter: torch.Tensor) -> torch.dtype:
-        compressed = any(hook is bf16_compress_hook for hook, _ in self.wrapped._comm_hooks)
+        compressed = any(
+            hook in (bf16_compress_hook, sum_in_bfloat16) for hook, _ in self.wrapped._comm_hooks
+        )
         return torch.bfloat16 if compressed else super()._reduction_dtype(parameter)
+
+
+def sum_in_bfloat16(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """torch's hook. DDP refuses it by its name where there is no CUDA; gloo can sum bfloat16."""
+    return bf16_compress_hook(group, bucket)
