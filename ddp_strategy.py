@@ -1,12 +1,18 @@
 """The baseline: PyTorch DistributedDataParallel. Every rank holds the whole model; gradients are averaged over dp."""
 
+import collections
+import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
+from lockstep.training import ddp_options
 from lockstep.training.torch_strategy import TorchStrategy
 
 if TYPE_CHECKING:
@@ -16,11 +22,52 @@ if TYPE_CHECKING:
 class DDPStrategy(TorchStrategy):
     """Whole replicas; `lockstep.training.torch_strategy` has what it shares with other strategies in torch."""
 
+    wrapped: DistributedDataParallel
+
     def parallelize(self, model: "PreTrainedModel", device_mesh: DeviceMesh) -> torch.nn.Module:
-        replica = CastWeights(model, torch.bfloat16) if self.config.precision == "mixed" else model
-        return DistributedDataParallel(
-            replica, process_group=device_mesh["dp"].get_group(), gradient_as_bucket_view=True
+        own = ddp_options.of(self.config)
+        self.synced = collections.deque[str](maxlen=self.config.gradient_accumulation_steps)
+        given = own.bucket_cap_mb != ddp_options.TORCHS_BUCKET
+        wrapped = DistributedDataParallel(
+            CastWeights(model, torch.bfloat16) if self.config.precision == "mixed" else model,
+            process_group=device_mesh["dp"].get_group(),
+            static_graph=own.static_graph,
+            find_unused_parameters=own.find_unused_parameters,
+            gradient_as_bucket_view=own.gradient_as_bucket_view,
+            bucket_cap_mb=own.bucket_cap_mb if given else None,
         )
+        if own.compress_gradients == "bf16":
+            hook = bf16_compress_hook if self.device.type == "cuda" else sum_in_bfloat16
+            wrapped.register_comm_hook(wrapped.process_group, hook)
+        return wrapped
+
+    @contextlib.contextmanager
+    def _reducing(self, last: bool) -> Iterator[None]:
+        with super()._reducing(last or ddp_options.of(self.config).gradient_sync == "every"):
+            self.synced.append("all" if self.wrapped.require_backward_grad_sync else "none")
+            yield
+
+    def sharding(self) -> dict[str, Any]:
+        live = self.wrapped._get_ddp_logging_data()  # of the C++ reducer
+        return {
+            "replicas": dist.get_world_size(self.wrapped.process_group),
+            "static_graph": bool(live.get("static_graph", 0)),  # it is there once it was set
+            "find_unused_parameters": bool(live["find_unused_parameters"]),
+            "gradient_as_bucket_view": bool(live["gradient_as_bucket_view"]),
+            "bucket_bytes": live["bucket_cap_bytes"],
+            "gradients_of_micro_batches": list(self.synced),
+        }
+
+    def _reduction_dtype(self, parameter: torch.Tensor) -> torch.dtype:
+        compressed = any(
+            hook in (bf16_compress_hook, sum_in_bfloat16) for hook, _ in self.wrapped._comm_hooks
+        )
+        return torch.bfloat16 if compressed else super()._reduction_dtype(parameter)
+
+
+def sum_in_bfloat16(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """torch's hook. DDP refuses it by its name where there is no CUDA; gloo can sum bfloat16."""
+    return bf16_compress_hook(group, bucket)
 
 
 class CastWeights(torch.nn.Module):

@@ -1,11 +1,21 @@
 """FSDP2 + DTensor: a tensor-parallel plan over the tp axis, then `fully_shard` over the dp axis."""
 
+import collections
+import contextlib
+import functools
 import logging
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -18,6 +28,7 @@ from torch.distributed.tensor.parallel import (
 
 from lockstep.inputs import modules
 from lockstep.mesh import share
+from lockstep.training import fsdp_options
 from lockstep.training.torch_strategy import TorchStrategy
 from lockstep.training.vocab_parallel_loss import vocab_parallel_cross_entropy
 
@@ -114,13 +125,86 @@ class FSDPStrategy(TorchStrategy):
     def parallelize(self, model: "PreTrainedModel", device_mesh: DeviceMesh) -> torch.nn.Module:
         if device_mesh["tp"].size() > 1:
             shard_over_tp(model, device_mesh["tp"])
-        # Shards are gathered once per step: kept between forward and backward, as ZeRO-1 keeps whole parameters.
+        own = fsdp_options.of(self.config)
+        self.synced = collections.deque[str](maxlen=self.config.gradient_accumulation_steps)
+        pinned = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
+        # By default shards are gathered once per step: kept between forward and backward, as ZeRO-1 keeps whole parameters.
         # At dp 1 this gathers nothing and still makes every strategy run the same code.
         mixed = self.config.precision == "mixed"
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if mixed else MixedPrecisionPolicy()
-        for module in (*model.get_submodule(modules.names_in(model).layers).children(), model):
-            fully_shard(module, mesh=device_mesh["dp"], reshard_after_forward=False, mp_policy=policy)
+        shard = functools.partial(
+            fully_shard,
+            mesh=shard_mesh(device_mesh, own.dp_replicate),
+            reshard_after_forward=own.reshard_after_forward,
+            mp_policy=policy,
+            offload_policy=pinned if own.cpu_offload else OffloadPolicy(),
+        )
+        layers = (
+            list(model.get_submodule(modules.names_in(model).layers).children())
+            if own.wrap == "layer"
+            else []
+        )
+        for layer in layers:
+            shard(layer)
+        shard(model)
+        if own.prefetch:
+            gather_ahead([model, *layers], own.prefetch)
         return model
+
+    @contextlib.contextmanager
+    def _reducing(self, last: bool) -> Iterator[None]:
+        sync = fsdp_options.of(self.config).gradient_sync
+        with super()._reducing(last or sync != "last"):
+            if sync == "scatter":
+                cast(FSDPModule, self.wrapped).set_requires_all_reduce(last)
+            self.synced.append(", ".join(sorted({_synced(group) for group in self.param_groups()})))
+            yield
+
+    def param_groups(self) -> list[Any]:
+        """FSDP's groups of parameters, which are gathered and reduced together."""
+        sharded = (module for module in self.model.modules() if isinstance(module, FSDPModule))
+        return [group for module in sharded for group in module._get_fsdp_state()._fsdp_param_groups]
+
+    def sharding(self) -> dict[str, Any]:
+        groups = self.param_groups()
+        states = [group.modules[0]._get_fsdp_state() for group in groups]
+        ahead = [(s._states_to_forward_prefetch, s._states_to_backward_prefetch) for s in states]
+        return {
+            "replicas": sorted({getattr(group.mesh_info, "replicate_mesh_size", 1) for group in groups}),
+            "shards": sorted({group.mesh_info.shard_mesh_size for group in groups}),
+            "reshard_after_forward": sorted({_left_after_forward(group) for group in groups}),
+            "offloaded": sorted({p.offload_to_cpu for group in groups for p in group.fsdp_params}),
+            "prefetch": max(len(each) for pair in ahead for each in pair),
+            "gradients_of_micro_batches": list(self.synced),
+            "wrap": "layer" if len(groups) > 1 else "model",
+        }
+
+
+def shard_mesh(device_mesh: DeviceMesh, replicas: int) -> DeviceMesh:
+    """What `fully_shard` cuts over: dp, or dp as replicas of shards. Neighbours along dp are shards of one replica."""
+    if replicas == 1:
+        return device_mesh["dp"]
+    names = ("dp_replicate", "dp_shard")
+    return device_mesh._unflatten("dp", (replicas, device_mesh["dp"].size() // replicas), names)[names]
+
+
+def gather_ahead(units: list[Any], number: int) -> None:
+    """Let each of the units, the model and its layers in order, gather the weights of the next ones, in forward and in backward."""
+    model, *layers = units
+    for order, when in (([model, *layers], "forward"), ([model, *reversed(layers)], "backward")):
+        for place, unit in enumerate(order):
+            getattr(unit, f"set_modules_to_{when}_prefetch")(order[place + 1 : place + 1 + number])
+
+
+def _synced(group: Any) -> str:
+    """What the next backward pass does with a group's gradients."""
+    return "none" if not group.reduce_grads else "all" if group.all_reduce_grads else "shards"
+
+
+def _left_after_forward(group: Any) -> bool | int:
+    """What a group keeps of the gathered weights between forward and backward, as `--reshard_after_forward` says it."""
+    mesh = group.post_forward_mesh_info
+    return False if mesh is None else mesh is group.mesh_info or mesh.shard_mesh_size
 
 
 def shard_over_tp(model: "PreTrainedModel", tp_mesh: DeviceMesh) -> None:

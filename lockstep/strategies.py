@@ -44,7 +44,8 @@ class Row:
         ""  # of those, the flag that takes its library's own configuration, a file or JSON itself
     )
     library: str = ""  # a package beyond torch that it runs on; histories and dumps record its version
-    sharding: str = ""  # "module:function" from a configuration to what its contract says is sharded
+    sharding: str = ""  # "module:function" from a configuration to what its contract says is sharded, and how gradients are reduced
+    contract: str = ""  # "module:function" from a configuration to entries of its contract in which its options differ by design
     requires: str = ""  # "module:function" of a configuration and an architecture; raises UserError if something is missing or contradictory
     defaults: str = (
         ""  # "module:function" from the parsed flags to the defaults that a file among them gives to others
@@ -82,6 +83,10 @@ ROWS = {
             handles="lockstep.faults.torch_handles:DDPHandles",
             program="train_ddp.py",
             whole_replicas=True,
+            options="lockstep.training.ddp_options:Options",
+            sharding="lockstep.training.ddp_options:expected",
+            contract="lockstep.training.ddp_options:contract",
+            requires="lockstep.training.ddp_options:require",
         ),
         Row(
             name="deepspeed",
@@ -111,6 +116,10 @@ ROWS = {
             factory="fsdp_strategy:FSDPStrategy",
             handles="lockstep.faults.torch_handles:FSDPHandles",
             program="train_fsdp.py",
+            faults="lockstep.faults.sharding",
+            options="lockstep.training.fsdp_options:Options",
+            sharding="lockstep.training.fsdp_options:expected",
+            requires="lockstep.training.fsdp_options:require",
         ),
     )
 }

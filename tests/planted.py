@@ -165,8 +165,26 @@ def _another_stage(config, inputs):
         yield lambda strategy: strategy
 
 
+@contextlib.contextmanager
+def _defaults(config, inputs):
+    """The strategy takes the defaults of all options that only it has."""
+    import ddp_strategy
+    import fsdp_strategy
+    from lockstep.training import ddp_options, fsdp_options
+
+    def deaf(module):
+        return types.SimpleNamespace(**{**vars(module), "of": lambda config: module.Options()})
+
+    with (
+        mock.patch.object(ddp_strategy, "ddp_options", deaf(ddp_options)),
+        mock.patch.object(fsdp_strategy, "fsdp_options", deaf(fsdp_options)),
+    ):
+        yield lambda strategy: strategy
+
+
 FAULTS = {
     "another ZeRO stage": _another_stage,
+    "options are not passed on": _defaults,
     "no room for files on rank 1": _wrapping(_no_room),
     "a flipped exponent bit": _wrapping(_flipped_bit),
     "none": _wrapping(_none),

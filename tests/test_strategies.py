@@ -34,11 +34,18 @@ ARGUMENTS = [
     "1e-3",
 ]
 MESHES = [(2, 1), (1, 2), (2, 2)]
-CASES = [("ddp", 2, 1), *(("fsdp", *m) for m in MESHES), *(("deepspeed", *m) for m in MESHES)]
+REPLICAS = ("--dp_replicate", "2")  # of shards: on 4 x 1, two of two; on 2 x 2, two whole ones, cut over tp
+CASES = [
+    ("ddp", 2, 1),
+    *(("fsdp", *m) for m in MESHES),
+    *(("fsdp", *m, *REPLICAS) for m in ((4, 1), (2, 2))),
+    *(("deepspeed", *m) for m in MESHES),
+]
 # A float32 gradient is a sum of products, each rounded by 6e-8, through a dozen layers of them: errors of a few 1e-7.
 GRADIENT = 5e-6
 # AdamW turns a relative gradient error into an equal error of the update, except where a gradient is all noise.
 UPDATE = 1e-3
+MOMENTS = {"exp_avg": GRADIENT, "exp_avg_sq": 2 * GRADIENT}  # linear in the gradient, and a square of it
 
 
 @functools.cache
@@ -57,7 +64,7 @@ def reference(dp_size: int) -> dict:
         betas=BETAS,
         eps=EPS,
     )
-    kept = {"losses": [], "grad_norms": [], "gradients": [], "before": _copy(parameters)}
+    kept = {"losses": [], "grad_norms": [], "gradients": [], "moments": [], "before": _copy(parameters)}
     for step in range(STEPS):
         optimizer.zero_grad()
         ranks = [inputs.batches.micro_batches(step, dp_rank, "cpu") for dp_rank in range(dp_size)]
@@ -71,6 +78,10 @@ def reference(dp_size: int) -> dict:
         for p in parameters.values():
             p.grad *= min(1.0, 0.5 / (norm.item() + 1e-6))
         optimizer.step()
+        moments = {
+            kind: {n: optimizer.state[p][kind].clone() for n, p in parameters.items()} for kind in MOMENTS
+        }
+        kept["moments"].append(moments)
     kept["after"] = _copy(parameters)
     return kept
 
@@ -84,13 +95,13 @@ def dumped(tmp_path_factory):
     """What every strategy on every mesh really computed, from its capture, by case."""
     top = tmp_path_factory.mktemp("strategies")
     groups, dumps = [], {}
-    for strategy, dp, tp in CASES:
-        folder = top / f"{strategy}-{dp}-{tp}"
+    for strategy, dp, tp, *flags in CASES:
+        folder = top / "-".join(map(str, (strategy, dp, tp, *flags[1:])))
         arguments = [*ARGUMENTS, "--dp_size", str(dp), *(["--tp_size", str(tp)] if strategy != "ddp" else [])]
-        arguments += ["--capture_dir", str(folder), "--capture_steps", str(STEPS)]
+        arguments += ["--capture_dir", str(folder), "--capture_steps", str(STEPS), *flags]
         run = {"name": "losses", "strategy": strategy, "fault": "none", "arguments": arguments}
         groups.append((dp * tp, "jobs:histories", folder, {"runs": [run]}))
-        dumps[strategy, dp, tp] = folder / strategy
+        dumps[strategy, dp, tp, *flags] = folder / strategy
     run_groups(groups)
     return lambda *case: Dump(dumps[case])
 
@@ -100,7 +111,9 @@ def distance(actual, exact, scale=None):
     return ((actual.double() - exact).norm() / scale.norm()).item()
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "{}-dp{}-tp{}".format(*case))
+@pytest.mark.parametrize(
+    "case", CASES, ids=lambda case: "{}-dp{}-tp{}".format(*case) + "-replicas" * (len(case) > 3)
+)
 class TestAgainstReference:
     def test_initial_weights_are_bit_identical(self, dumped, case):
         wanted = {
@@ -131,6 +144,13 @@ class TestAgainstReference:
         steps = dumped(*case).steps.values()
         for step, exact in zip(steps, reference(case[1])["grad_norms"], strict=True):
             assert step["grad_norm"] == pytest.approx(exact, rel=2e-6)
+
+    def test_moments(self, dumped, case):
+        for kind, bound in MOMENTS.items():
+            for name, exact in reference(case[1])["moments"][0][kind].items():
+                if not name.endswith("k_proj.bias"):
+                    mine = dumped(*case).tensor(1, f"{kind}/{name}")
+                    assert distance(mine, exact) < bound, (kind, name)
 
     def test_weights_after_training(self, dumped, case):
         wanted, start = reference(case[1])["after"], reference(case[1])["before"]

@@ -56,12 +56,13 @@ def allowed(vary, pair):
         pair.get(other, allowed[0]) in allowed
         for option, value in pair.items()
         if value != DEFAULT
-        for other, allowed in vary.needs.get(option, {}).items()
+        for other, allowed in variations.needs_of(vary, option, value).items()
     )
 
 
-def test_every_pair_that_can_be_meets_and_no_other(tmp_path):
-    vary = study_file.read(run_study.STUDIES / "deepspeed_options.toml").vary
+@pytest.mark.parametrize("name", ["ddp", "deepspeed", "fsdp"])
+def test_every_pair_that_can_be_meets_and_no_other(name):
+    vary = study_file.read(run_study.STUDIES / f"{name}_options.toml").vary
     factors = {**vary.shared, **{option: [DEFAULT, *values] for option, values in vary.options.items()}}
     rows = variations._in_pairs(vary)
     met = {
@@ -80,9 +81,7 @@ def test_every_pair_that_can_be_meets_and_no_other(tmp_path):
 
 
 def needs_conflict(vary, pair):
-    needed = [
-        vary.needs[option] for option, value in pair.items() if value != DEFAULT and option in vary.needs
-    ]
+    needed = [variations.needs_of(vary, option, value) for option, value in pair.items() if value != DEFAULT]
     return any(
         not set(map(str, one[other])) & set(map(str, two[other]))
         for one, two in itertools.combinations(needed, 2)
@@ -90,9 +89,13 @@ def needs_conflict(vary, pair):
     )
 
 
-def test_one_by_one_every_value_has_a_neighbour_without_it(tmp_path):
-    vary = study_file.read(written(tmp_path)).vary
-    cases = {case.name: case for case in variations.one_by_one(vary)}
+@pytest.mark.parametrize("name", [None, "ddp", "deepspeed", "fsdp"])
+def test_one_by_one_every_value_has_a_neighbour_without_it(tmp_path, name):
+    path = run_study.STUDIES / f"{name}_options.toml" if name else written(tmp_path)
+    vary, cases = study_file.read(path).vary, {}
+    for case in variations.one_by_one(vary):
+        assert case.name not in cases
+        cases[case.name] = case
     for option, values in (*vary.options.items(), *vary.alone.items()):
         for value in values:
             (case,) = [c for c in cases.values() if c.varied == option and c.choice[option] == value]
@@ -132,3 +135,61 @@ def test_from_end_to_end(tmp_path, capsys):
     assert (released["outcome"], released["other"]) == ("PASS", ["collectives"])
     wrong = alone['{"gradient_allreduce_op": "sum"}']
     assert wrong["outcome"] == "FAIL" and "gradient/model.norm.weight" in wrong["why"]
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (
+            ('max_live_parameters" = { zero', 'max_alive" = { zero'),
+            "line 31: .*max_alive is no option that is varied",
+        ),
+        (
+            ("[vary.needs]\n", '[vary.needs]\n"zero_stage.7" = { fp16 = [true] }\n'),
+            "line 31: zero_stage.7 is no",
+        ),
+        (("[vary.needs]\n", '[vary.differs]\nfp61 = "x"\n[vary.needs]\n'), "line 31: fp61 is no option"),
+    ],
+)
+def test_what_is_said_of_an_option_that_is_not_varied_is_refused(tmp_path, change, message):
+    assert change[0] in VARIED
+    with pytest.raises(UserError, match=message):
+        study_file.read(written(tmp_path, VARIED.replace(*change)))
+
+
+DDP = """title = "ddp"
+tensors = 1
+
+[shared]
+batch_size = 1
+seq_length = 32
+debug_steps = 1
+dp_size = 2
+
+[control]
+
+[vary]
+strategy = "ddp"
+
+[vary.options]
+gradient_as_bucket_view = [false]
+
+[vary.alone]
+compress_gradients = ["bf16"]
+"""
+
+
+def test_an_option_that_changes_numbers_fails_unless_it_is_declared(tmp_path, capsys):
+    """Compression: not comparable with the control. Declared, it is measured."""
+    path, out = written(tmp_path, DDP), tmp_path / "out"
+    assert run_study.main([str(path), "--output_dir", str(out)]) == 1
+    assert outcomes(out) == {"default": "PASS", "alone-01": "PASS", "alone-02": "NOT COMPARABLE"}
+    assert "reduction_dtype" in (out / "report.md").read_text()
+    written(tmp_path, f'{DDP}\n[vary.differs]\ncompress_gradients = "rounded to bfloat16"\n')
+    assert run_study.main([str(path), "--output_dir", str(out), "--resume"]) == 0, capsys.readouterr().out
+    assert outcomes(out)["alone-02"] == "measured"
+
+
+def outcomes(out):
+    rows = json.loads((out / "report.json").read_text())["runs"]
+    return {row["case"]: row["outcome"] for row in rows if not row["case"].startswith("pairs")}

@@ -78,21 +78,30 @@ def own_heads_only(case: Case) -> Cause | None:
 
 
 def one_rank_only(case: Case) -> Cause | None:
-    """Each part of the gradients comes from one DP rank's samples alone, as if there were no others."""
-    found = _some_known(case)
-    if not found or case.mesh.num_sample_shares == 1 or case.wrong("backward"):
+    """Each part of the gradients comes from one DP rank's samples alone, as if there were no others; or from one replica's."""
+    found, shares = _some_known(case), case.mesh.num_sample_shares
+    if not found or case.wrong("backward"):
         return None
-    shown = []
+    for size in (size for size in range(1, shares) if shares % size == 0):
+        cause = _one_replica_only(case, found, size)
+        if cause:
+            return cause
+    return None
+
+
+def _one_replica_only(case: Case, found: list[recompute.Contributions], size: int) -> Cause | None:
+    """The same for replicas of `size` neighbouring DP ranks; a replica of one is a rank."""
+    who, shown = "DP rank" if size == 1 else "replica", []
     for contributions in found:
-        counts, left = recompute.samples_of_one_rank(contributions)
+        counts, left = recompute.samples_of_one_replica(contributions, size)
         if not case.leaves_little(f"gradient/{contributions.parameter}", left):
             return None
-        ranks = [rank for rank, count in enumerate(counts) if count]
-        shown.append(f"{contributions.parameter}: DP rank {' or '.join(map(str, ranks))}'s")
-    times = case.mesh.num_sample_shares
+        numbers = [number for number, count in enumerate(counts) if count]
+        shown.append(f"{contributions.parameter}: {who} {' or '.join(map(str, numbers))}'s")
+    times, of = case.mesh.num_sample_shares // size, "dp" if size == 1 else f"dp / {size}"
     return Cause(
         "dp reduction missing",
-        f"each part of these gradients is {times} = dp times one DP rank's contribution, without the others', "
+        f"each part of these gradients is {times} = {of} times one {who}'s contribution, without the others', "
         f"as recomputed ({'; '.join(shown)})",
     )
 

@@ -195,18 +195,18 @@ def sample_weights(found: Contributions) -> tuple[torch.Tensor, float] | None:
     return weights.view(found.case.mesh.num_sample_shares, found.case.micro_batches), left**0.5
 
 
-def samples_of_one_rank(found: Contributions) -> tuple[list[int], float]:
-    """Take each row for dp times one DP rank's contribution, the nearest.
+def samples_of_one_replica(found: Contributions, size: int) -> tuple[list[int], float]:
+    """Take each row for the mean over the samples of one replica, the nearest: `size` neighbouring DP ranks.
 
-    Returns the number of rows of each DP rank, and the error that this leaves.
+    Returns the number of rows of each replica, and the error that this leaves.
     """
-    dp = found.case.mesh.num_sample_shares
-    counts, left = [0] * dp, 0.0
+    replicas = found.case.mesh.num_sample_shares // size
+    counts, left = [0] * replicas, 0.0
     for own, _, each in found.blocks():
-        by_rank = dp * each.unflatten(0, (dp, -1)).sum(1)  # (dp, rows, columns)
-        errors = (by_rank - own).square().sum(-1)
+        means = replicas * each.unflatten(0, (replicas, -1)).sum(1)  # (replicas, rows, columns)
+        errors = (means - own).square().sum(-1)
         nearest = errors.argmin(0)
         left += float(errors.min(0).values.sum())
-        for rank in range(dp):
-            counts[rank] += int((nearest == rank).sum())
+        for replica in range(replicas):
+            counts[replica] += int((nearest == replica).sum())
     return counts, left**0.5

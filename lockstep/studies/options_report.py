@@ -7,7 +7,7 @@ from typing import Any
 from lockstep.errors import LIBRARY_REFUSES, printable
 from lockstep.files import write_text
 from lockstep.losses.curves import PASS
-from lockstep.studies.report import DID_NOT_RUN
+from lockstep.studies.report import DID_NOT_RUN, MEASURED
 from lockstep.studies.study import Planned, Study
 from lockstep.studies.variations import Case, Group
 from lockstep.training import history
@@ -97,7 +97,7 @@ def table(study: Study, rows: list[dict[str, Any]]) -> list[list[str]]:
 
 
 def good(rows: list[dict[str, Any]]) -> bool:
-    return all(row["outcome"] in (PASS, *REFUSALS) for row in rows)
+    return all(row["outcome"] in (PASS, MEASURED, *REFUSALS) for row in rows)
 
 
 def write(study: Study, rows: list[dict[str, Any]], place: Path, command: str) -> None:

@@ -79,7 +79,8 @@ class Vary(Strict):
     shared: dict[Flag, Values] = {}
     options: Annotated[dict[Option, Values], Field(min_length=1)]
     alone: dict[Option, Values] = {}  # options that are varied one by one only
-    needs: dict[Option, dict[Option, Values]] = {}
+    needs: dict[Option, dict[Option, Values]] = {}  # of an option, or of one value of it (`place_of`)
+    differs: dict[Option, Name] = {}  # options that change numbers by design, and how: measured, not judged
 
 
 class Study(Strict):
@@ -129,6 +130,8 @@ def read(path: Path) -> Study:
         raise UserError(_at_line(text, path, str(error))) from error
     if bool(study.runs) == bool(study.vary):
         raise UserError(f"{path}, line 1: a study has either tables [runs.NAME] or a table [vary]; {REMEDY}")
+    if study.vary:
+        _require_varied(study.vary, text, path)
     for table, flags in {"shared": study.shared, "control": study.control, **_by_table(study)}.items():
         taken = next((flag for flag in flags if flag in SET_HERE), None)
         if taken:
@@ -136,6 +139,25 @@ def read(path: Path) -> Study:
                 f"{path}, line {line_of(text, table, taken)}: {taken} is set by the study itself; leave it out"
             )
     return study
+
+
+def _require_varied(vary: Vary, text: str, path: Path) -> None:
+    """Raise UserError unless the tables about options are about those that are varied."""
+    for table, names in (("needs", set(vary.needs)), ("differs", set(vary.differs))):
+        for stranger in sorted(names - _named(vary)):
+            line = line_of(text, f"vary.{table}", stranger)
+            raise UserError(f"{path}, line {line}: {stranger} is no option that is varied; {REMEDY}")
+
+
+def place_of(option: str, value: Value) -> str:
+    """OPTION.VALUE, as [vary.needs] names one value of an option."""
+    return f"{option}.{str(value).lower() if isinstance(value, bool) else value}"
+
+
+def _named(vary: Vary) -> set[str]:
+    """What [vary.needs] and [vary.differs] can be about."""
+    varied = [*vary.options.items(), *vary.alone.items()]
+    return {name for option, values in varied for name in (option, *(place_of(option, v) for v in values))}
 
 
 def _by_table(study: Study) -> dict[str, Flags]:
@@ -204,7 +226,10 @@ def plan_control(study: Study, flags: Flags, folder: Path) -> Planned:
 
 def plan_run(study: Study, name: str, run: Run, flags: Flags, folder: Path) -> Planned:
     """One run with all its flags, in a folder. Raises UserError if it could not be started."""
-    arguments = [word for flag, value in flags.items() for word in _words(flag, value)]
+    takes_none = {
+        action.dest for action in config_module.build_parser(run.strategy)._actions if action.nargs == 0
+    }
+    arguments = [word for flag, value in flags.items() for word in _words(flag, value, flag in takes_none)]
     is_base = any(other.against == name for other in study.runs.values())
     losses = str(folder / "losses" / name if is_base else folder / "losses")
     arguments += ["--loss_output_dir", losses, "--storage_path", losses]
@@ -224,10 +249,10 @@ def plan_run(study: Study, name: str, run: Run, flags: Flags, folder: Path) -> P
     return Planned(name, run.differs, run.against, is_base, tuple(arguments), config, inputs)
 
 
-def _words(flag: str, value: Value) -> list[str]:
-    """A flag on a command line. A flag without a value is on or left out."""
+def _words(flag: str, value: Value, takes_none: bool) -> list[str]:
+    """A flag on a command line. One that takes no value is on or left out; others are told true or false as TOML writes them."""
     if isinstance(value, bool):
-        return [f"--{flag}"] if value else []
+        return ([f"--{flag}"] if value else []) if takes_none else [f"--{flag}", str(value).lower()]
     return [f"--{flag}", str(value)]
 
 

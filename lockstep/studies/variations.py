@@ -18,6 +18,10 @@ zero_stage = [0, 2, 3]
 
 [vary.needs]                                # what an option needs to mean anything; "default" is the option left out
 "zero_optimization.overlap_comm" = { zero_stage = [2, 3, "default"] }
+"zero_stage.3" = { tp_size = ["default"] }  # of one value alone
+
+[vary.differs]                              # options that change numbers by design: their runs are measured, not judged
+"data_types.grad_accum_dtype" = "gradients are added in bfloat16"
 """
 
 import json
@@ -73,20 +77,23 @@ def _name(shared: Flags) -> str:
 
 def one_by_one(vary: Vary) -> list[Case]:
     """The default, and each value of each option, with what the option needs and nothing else."""
-    cases = [Case("default", {})]
+    cases = {"default": Case("default", {})}
     names = {_key({}): "default"}
     for option, values in (*vary.options.items(), *vary.alone.items()):
         for value in values:
-            needed = {key: allowed[0] for key, allowed in vary.needs.get(option, {}).items()}
+            needed = {key: allowed[0] for key, allowed in needs_of(vary, option, value).items()}
             without = {key: each for key, each in needed.items() if each != DEFAULT}
             choice = {**without, option: value}
-            neighbour = names.get(_key(without))
-            if neighbour is None:
-                neighbour = names[_key(without)] = f"base-{len(cases):02}"
-                cases.append(Case(neighbour, without))
+            neighbour = names.setdefault(_key(without), f"base-{len(cases):02}")
+            cases.setdefault(neighbour, Case(neighbour, without))
             name = names.setdefault(_key(choice), f"alone-{len(cases):02}")
-            cases.append(Case(name, choice, option, neighbour))
-    return cases
+            cases[name] = Case(name, choice, option, neighbour)  # it may have been there as a neighbour
+    return list(cases.values())
+
+
+def needs_of(vary: Vary, option: str, value: Value) -> dict[str, list[Value]]:
+    """Other option -> the values of it that this value of an option needs."""
+    return {**vary.needs.get(option, {}), **vary.needs.get(study_file.place_of(option, value), {})}
 
 
 def _key(choice: Choice) -> str:
@@ -109,13 +116,13 @@ def _in_pairs(vary: Vary) -> list[dict[str, Any]]:
         {
             "operator": "or",
             "conditions": [
-                {"operator": "eq", "left": keys[option], "value": DEFAULT},
+                {"operator": "ne", "left": keys[option], "value": value},
                 {"operator": "in", "left": keys[other], "values": allowed},
             ],
         }
-        for option, needed in vary.needs.items()
-        if option in vary.options
-        for other, allowed in needed.items()
+        for option, values in vary.options.items()
+        for value in values
+        for other, allowed in needs_of(vary, option, value).items()
     ]
     rows = covertable.make({keys[option]: values for option, values in factors.items()}, constraints=needs)
     return [{option: row[key] for option, key in keys.items()} for row in rows]
@@ -136,7 +143,8 @@ def as_run(vary: Vary, case: Case) -> Run:
             inside[last] = value
     if content:
         flags[_file_option(row)] = json.dumps(content)
-    return Run.model_validate({"strategy": vary.strategy, **flags})
+    differs = next((why for option, why in vary.differs.items() if option in case.choice), None)
+    return Run.model_validate({"strategy": vary.strategy, "differs": differs, **flags})
 
 
 def _file_option(row: Row) -> str:

@@ -54,6 +54,7 @@ def expected_contract(config: Config, architecture: dict) -> dict[str, Any]:
         "training_mode": True,
         "tied_embeddings": architecture.get("tie_word_embeddings", False),
         **({"sharding": strategies.load(config.row.sharding)(config)} if config.row.sharding else {}),
+        **(strategies.load(config.row.contract)(config) if config.row.contract else {}),
     }
 
 

@@ -106,7 +106,8 @@ class TorchStrategy:
         """The norm of the whole gradient: squares of the local shards, summed over every axis that shards them."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for alike in by_layout(self.parameters):
-            square = total_norm([local(gradient_of(parameter)) for parameter in alike]) ** 2
+            gradients = [local(gradient_of(parameter)) for parameter in alike]
+            square = total_norm(gradients).to(self.device) ** 2  # offloaded gradients are on the CPU
             first = alike[0]
             if isinstance(first, DTensor):
                 for axis in sharded_axes(first):
@@ -128,7 +129,9 @@ class TorchStrategy:
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in self.model.named_parameters():
             whole = parameter.detach()
-            yield name, (whole.full_tensor() if isinstance(whole, DTensor) else whole).cpu()
+            if isinstance(whole, DTensor):  # offloaded shards are on the CPU
+                whole = cast(DTensor, whole.to(self.device)).full_tensor()
+            yield name, whole.cpu()
 
     def held(self, kind: str) -> Iterator[tuple[str, torch.Tensor, tuple[int, ...], tuple[int, ...]]]:
         for name, tensor in held_tensors(self.model, self.optimizer, kind, self.average):
@@ -150,7 +153,12 @@ class TorchStrategy:
             "reduction_dtype": sorted(
                 {str(self._reduction_dtype(parameter)) for parameter in self.parameters}
             ),
+            **({"sharding": self.sharding()} if self.config.row.sharding else {}),
         }
+
+    def sharding(self) -> dict[str, Any]:
+        """What is sharded and how gradients are reduced, read back from the live module: for a row that has `sharding`."""
+        raise NotImplementedError
 
     def _reduction_dtype(self, parameter: torch.Tensor) -> torch.dtype:
         """The dtype in which a gradient is reduced over dp: what `fully_shard` was told, else the gradient's own."""

@@ -1,0 +1,156 @@
+"""Planted bugs of FSDP's options: replicas of shards, and weights that are gathered ahead. They change torch's own objects."""
+
+import functools
+from typing import Any
+from unittest import mock
+
+import torch
+
+from lockstep.faults.catalogue import fault
+from lockstep.faults.clipping import CLIPS
+from lockstep.faults.patches import around
+from lockstep.faults.planting import Plant, Planting
+from lockstep.mesh import Mesh
+from lockstep.training import torch_strategy
+
+REPLICAS = ("--dp_replicate", "2")
+hsdp_fault = functools.partial(fault, mesh=Mesh(dp=4))
+
+
+class Reductions:
+    """torch.distributed as FSDP's reductions call it, with another all-reduce. It is called over replicas alone."""
+
+    def __init__(self, real: Any, all_reduce: Any):
+        self.real, self.all_reduce = real, all_reduce
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.real, name)
+
+
+def _all_reduce_replicas_by(run: Planting, all_reduce: Any) -> None:
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+
+    run.patch(_fsdp_collectives, "dist", Reductions(_fsdp_collectives.dist, all_reduce))
+
+
+@fault(
+    seen_in="verl-project/verl 7493",
+    bug_class="DP reduction missing",
+    cause="dp reduction missing",
+    first="gradient/model.norm.weight",
+    mesh=Mesh(dp=2),
+    flags=REPLICAS,
+)
+def replicas_of_one_shard_not_reduced(run: Planting) -> Plant:
+    """Weights are sharded over one rank, and nobody averages the gradients of the replicas."""
+    yield
+    _all_reduce_replicas_by(run, lambda *_, **__: None)
+
+
+@hsdp_fault(
+    seen_in="verl-project/verl 7493",
+    bug_class="DP reduction missing",
+    cause="dp reduction missing",
+    first="gradient/model.norm.weight",
+    flags=REPLICAS,
+)
+def replicas_not_reduced(run: Planting) -> Plant:
+    """Gradients are averaged within each replica, and not over the replicas."""
+    yield
+    _all_reduce_replicas_by(run, lambda *_, **__: None)
+
+
+@hsdp_fault(
+    seen_in="pytorch/pytorch 125484",
+    bug_class="DP reduction missing",
+    cause="dp reduction missing",
+    first="gradient/model.norm.weight",
+    arguments=("--gradient_accumulation_steps", "3"),
+    flags=(*REPLICAS, "--gradient_sync", "scatter"),
+)
+def only_the_last_micro_batch_over_replicas(run: Planting) -> Plant:
+    """What earlier micro batches left on a replica is added after the all-reduce over replicas, not before."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group
+
+    yield
+    real, reduce = _fsdp_collectives.dist.all_reduce, _fsdp_param_group.foreach_reduce
+    earlier: dict[str, torch.Tensor | None] = {}
+
+    def noting(*arguments: Any) -> Any:
+        earlier["sum"] = arguments[12]  # partial_reduce_output
+        return reduce(*arguments)
+
+    def all_reduce(tensor: torch.Tensor, **options: Any) -> None:
+        kept = earlier["sum"]
+        if kept is not None:
+            tensor -= kept
+        real(tensor, **options)
+        if kept is not None:
+            tensor += kept
+
+    run.patch(_fsdp_param_group, "foreach_reduce", noting)
+    _all_reduce_replicas_by(run, all_reduce)
+
+
+@hsdp_fault(
+    seen_in="ByteDance-Seed/VeOmni 862",
+    bug_class="grad norm, clipping",
+    cause="clipping",
+    first="gradient norm",
+    arguments=CLIPS,
+    flags=REPLICAS,
+)
+def norm_summed_over_replicas(run: Planting) -> Plant:
+    """The squares of the gradient norm are summed over all data-parallel ranks, so that every replica counts."""
+    strategy = yield
+    real = strategy.grad_norm
+
+    def every_axis(tensor: Any) -> tuple[int, ...]:
+        return tuple(range(tensor.device_mesh.ndim))
+
+    def norm() -> torch.Tensor:
+        with mock.patch.object(torch_strategy, "sharded_axes", every_axis):
+            return real()
+
+    strategy.grad_norm = norm
+
+
+@hsdp_fault(
+    seen_in="allenai/OLMo-core 319",
+    bug_class="weights",
+    cause="weights",
+    first="forward/model.embed_tokens",
+    needs=("weights",),
+    flags=REPLICAS,
+)
+def replicas_start_apart(run: Planting) -> Plant:
+    """Nothing is broadcast between replicas: the second one starts from other weights (here larger by one in a thousand)."""
+    strategy = yield
+
+    def change(step: int) -> None:
+        if step == 1 and strategy.geometry().coordinates.dp >= 2:
+            with torch.no_grad():
+                for _, tensor in run.handles.weights():
+                    tensor.mul_(1.001)
+
+    around(strategy, "forward_backward", before=change)
+
+
+@fault(
+    seen_in="pytorch/pytorch 137348",
+    bug_class="weights",
+    cause="weights",
+    step=2,
+    first="forward/model.layers.1.input_layernorm",
+    mesh=Mesh(dp=2),
+    flags=("--prefetch", "1", "--reshard_after_forward", "true"),
+)
+def weights_gathered_before_the_update(run: Planting) -> Plant:
+    """A layer's weights are gathered ahead at the end of backward, before the update; the next forward takes them as they are."""
+    strategy = yield
+
+    def gather(_step: int) -> None:
+        for group in strategy.model.get_submodule("model.layers.1")._get_fsdp_state()._fsdp_param_groups:
+            group.unshard(async_op=True)
+
+    around(strategy, "update", before=gather)

@@ -1,0 +1,126 @@
+"""The flags that only train_fsdp.py has: they change speed or memory. Nothing here imports torch."""
+
+import argparse
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from lockstep.errors import UserError
+
+if TYPE_CHECKING:
+    from lockstep.config import Config
+
+# --gradient_sync -> what happens to the gradients of a micro batch, and of the last one
+SYNCS = {"last": ("none", "all"), "every": ("all", "all"), "scatter": ("shards", "all")}
+
+
+def whole_number(text: str, low: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+    if value < low:
+        raise argparse.ArgumentTypeError(f"{text} is out of range; it must be at least {low}")
+    return value
+
+
+def true_false_or_number(text: str) -> bool | int:
+    return text == "true" if text in ("true", "false") else whole_number(text, 2)
+
+
+@dataclass(frozen=True)
+class Options:
+    reshard_after_forward: bool | int = field(
+        default=False,
+        metadata={
+            "help": "what is left of the gathered weights between forward and backward: false all of them, true this rank's shard, "
+            "N a shard among N neighbours (default: false)",
+            "type": true_false_or_number,
+            "metavar": "{true,false,N}",
+        },
+    )
+    dp_replicate: int = field(
+        default=1,
+        metadata={
+            "help": "replicas along dp; each is sharded over dp_size / N ranks (HSDP)",
+            "type": lambda text: whole_number(text, 1),
+            "metavar": "N",
+        },
+    )
+    cpu_offload: bool = field(
+        default=False,
+        metadata={
+            "help": "keep shards, gradients and optimizer state on the CPU (on a CPU: they are there already)",
+            "action": "store_true",
+        },
+    )
+    prefetch: int = field(
+        default=0,
+        metadata={
+            "help": "layers whose weights are gathered ahead, in forward and backward; 0: as torch does by itself",
+            "type": lambda text: whole_number(text, 0),
+            "metavar": "N",
+        },
+    )
+    gradient_sync: str = field(
+        default="last",
+        metadata={
+            "help": "micro batches whose gradients are averaged over dp; scatter: all within a replica, the last between replicas, too",
+            "choices": tuple(SYNCS),
+        },
+    )
+    wrap: str = field(
+        default="layer",
+        metadata={
+            "help": "what is gathered and reduced together: each layer, or the whole model",
+            "choices": ("layer", "model"),
+        },
+    )
+
+
+def of(config: "Config") -> Options:
+    return Options(**config.own)
+
+
+def require(config: "Config", architecture: dict) -> None:
+    """Raise UserError for options that FSDP cannot honour on this mesh, or together."""
+    own = of(config)
+    if config.dp_size % own.dp_replicate:
+        raise UserError(
+            f"--dp_replicate {own.dp_replicate} does not divide --dp_size {config.dp_size}; choose a divisor"
+        )
+    shards, neighbours = config.dp_size // own.dp_replicate, own.reshard_after_forward
+    if not isinstance(neighbours, bool):
+        if neighbours >= shards or shards % neighbours:
+            raise UserError(
+                f"--reshard_after_forward {neighbours}: must divide the {shards} shards along dp and be less; choose another number, or true"
+            )
+        if config.tp_size > 1:
+            raise UserError(
+                f"--reshard_after_forward {neighbours} --tp_size {config.tp_size}: FSDP cannot do so with tensor parallelism; choose true or false"
+            )
+    if own.prefetch and own.wrap == "model":
+        raise UserError(
+            f"--prefetch {own.prefetch} --wrap model: there is nothing to gather ahead; leave one out"
+        )
+    if own.gradient_sync == "scatter" and own.dp_replicate == 1:
+        raise UserError("--gradient_sync scatter: there is one replica; choose every, or add --dp_replicate")
+
+
+def synced(config: "Config") -> list[str]:
+    """What happens to the gradients of each micro batch of a step."""
+    early, last = SYNCS[of(config).gradient_sync]
+    return [early] * (config.gradient_accumulation_steps - 1) + [last]
+
+
+def expected(config: "Config") -> dict[str, Any]:
+    """What `FSDPStrategy.sharding` must find in the live modules."""
+    own = of(config)
+    return {
+        "replicas": [own.dp_replicate],
+        "shards": [config.dp_size // own.dp_replicate],
+        "reshard_after_forward": [own.reshard_after_forward],
+        "offloaded": [own.cpu_offload],
+        "prefetch": own.prefetch,
+        "gradients_of_micro_batches": synced(config),
+        "wrap": own.wrap,
+    }
