@@ -110,7 +110,7 @@ def draw_gpt2(chance: random.Random) -> dict:
         "n_inner": chance.choice((None, 24, 64)),
         "activation_function": chance.choice(("gelu_new", *model_config.ACTIVATIONS)),
         "layer_norm_epsilon": chance.choice((1e-6, 1e-5, 1e-2)),
-        "initializer_range": chance.choice((0.02, 0.2, 1.0)),
+        "initializer_range": chance.choice((0.02, 0.2)),  # with 1.0, float32 alone is off by 3e-3 in the loss
         "attn_pdrop": 0.0,
         "embd_pdrop": 0,
         "resid_pdrop": 0.0,

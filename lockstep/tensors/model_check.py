@@ -233,17 +233,18 @@ def _fill(model: torch.nn.Module, generator: torch.Generator) -> None:
 def _small(architecture: dict, seq_length: int) -> dict:
     """The changes to a config that make its model small: sizes, depth and number of heads. All else stays."""
     heads = architecture["num_attention_heads"]
-    kv_heads = architecture.get("num_key_value_heads", heads)
     head_dim = architecture.get("head_dim") or architecture["hidden_size"] // heads
-    ratio, kv_heads = heads // kv_heads, min(kv_heads, 2)
-    ratio = min(ratio, LARGEST_RATIO, max(2, LARGEST_SCORES // (kv_heads * seq_length**2)))
-    heads = kv_heads * ratio
-    small = {"vocab_size": SMALL_VOCABULARY, "num_attention_heads": heads, **_depth(architecture)}
+    small = {"vocab_size": SMALL_VOCABULARY, **_depth(architecture)}
     if "num_key_value_heads" in architecture:
+        kv_heads = architecture["num_key_value_heads"]
+        ratio, kv_heads = heads // kv_heads, min(kv_heads, 2)
+        heads = kv_heads * min(ratio, LARGEST_RATIO, max(2, LARGEST_SCORES // (kv_heads * seq_length**2)))
         small["hidden_size"] = max(1, SMALL_HIDDEN // heads) * heads  # transformers wants a multiple
         small |= {"intermediate_size": SMALL_INNER, "num_key_value_heads": kv_heads, "head_dim": head_dim}
-    else:  # GPT-2: the width of the heads follows from the others
+    else:  # GPT-2: hidden_size is heads x head_dim, and LayerNorm of a few elements is nearly a step: it needs many narrow heads
+        heads = max(2, min(SMALL_HIDDEN // head_dim, LARGEST_SCORES // seq_length**2))
         small |= {"hidden_size": heads * head_dim, "n_inner": SMALL_INNER}
+    small["num_attention_heads"] = heads
     if architecture.get("pad_token_id") is not None:
         small["pad_token_id"] = architecture["pad_token_id"] % SMALL_VOCABULARY
     return small
