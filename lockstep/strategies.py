@@ -50,6 +50,9 @@ class Row:
         ""  # "module:function" from the parsed flags to the defaults that a file among them gives to others
     )
     resolved: str = ""  # "module:function" of a configuration and an architecture: what the library is told, as text for people
+    memory: str = (
+        ""  # "module:function" from a lockstep.memory.plan.Rank to its Plan: what a rank holds, and when
+    )
     preload: str = ""  # "module:function" that imports, in a process that forks ranks for CPUs, what they would import one by one
 
     @property
@@ -82,6 +85,7 @@ ROWS = {
             handles="lockstep.faults.torch_handles:DDPHandles",
             program="train_ddp.py",
             whole_replicas=True,
+            memory="lockstep.memory.torch_plans:replicated",
         ),
         Row(
             name="deepspeed",
@@ -101,6 +105,7 @@ ROWS = {
             requires="lockstep.deepspeed.build:require",
             defaults="lockstep.deepspeed.configuration:defaults",
             resolved="lockstep.deepspeed.configuration:text",
+            memory="lockstep.deepspeed.memory:plan",
             preload="lockstep.deepspeed.build:preload",
         ),
         Row(
@@ -111,6 +116,7 @@ ROWS = {
             factory="fsdp_strategy:FSDPStrategy",
             handles="lockstep.faults.torch_handles:FSDPHandles",
             program="train_fsdp.py",
+            memory="lockstep.memory.torch_plans:sharded",
         ),
     )
 }
@@ -119,7 +125,7 @@ ROWS = {
 def row_of(name: str) -> Row:
     """The row of a registered name, or of a user's `path/to/file.py:Class`. Raises UserError for anything else.
 
-    The class may have the attributes `label` (default: its name), `axes` (dp and tp) and `handles` (TORCH_HANDLES).
+    The class may have the attributes `label` (default: its name), `axes` (dp and tp), `handles` (TORCH_HANDLES) and `memory`.
     """
     if name in ROWS:
         return ROWS[name]
@@ -137,6 +143,7 @@ def row_of(name: str) -> Row:
         axes=tuple(getattr(own, "axes", ("dp", "tp"))),
         factory=factory,
         handles=getattr(own, "handles", TORCH_HANDLES),
+        memory=getattr(own, "memory", ""),
     )
 
 
