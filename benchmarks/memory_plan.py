@@ -1,6 +1,7 @@
 """The memory plan against what torch's CPU allocator really holds, in real runs of two ranks.
 
-    PYTHONPATH=.:tests python benchmarks/memory_plan.py --output results/memory_plan.json      about four minutes on two cores
+    PYTHONPATH=.:tests python benchmarks/memory_plan.py --output results/memory_plan.json      about eight minutes on two cores
+    PYTHONPATH=.:tests python benchmarks/memory_plan.py --runs ddp stage1 --output results/memory_plan.json      replaces their rows
 
 The runs are those of studies/memory.toml, with a widened tiny model whose tensors dominate, tied and not. A row fails if the peak of the plan is
 more than 15 % from the peak of the rank that holds most. Exit status: 0 no row fails; 1 one does; 2 a usage error.
@@ -18,7 +19,7 @@ from outputs import output
 
 from lockstep import config as config_module
 from lockstep.errors import run_program
-from lockstep.files import write_result
+from lockstep.files import read_json, write_result
 from lockstep.inputs import architectures
 from lockstep.inputs.architectures import BUILT_IN
 from lockstep.memory import plan
@@ -109,6 +110,11 @@ def run(options: argparse.Namespace) -> int:
                 ),
                 flush=True,
             )
+    if options.output.exists():
+        new = {(row["model"], row["run"]) for row in rows}
+        older = [row for row in read_json(options.output)["rows"] if (row["model"], row["run"]) not in new]
+        order = [(model, name) for model in MODELS for name in (BASELINE, *study.runs)]
+        rows = sorted(older + rows, key=lambda row: order.index((row["model"], row["run"])))
     content = {
         "of": "memory plan",
         "machine": {"cores": os.cpu_count(), "processor": platform.machine()},

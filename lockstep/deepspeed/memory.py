@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 
 from lockstep.deepspeed import configuration, options, zero
+from lockstep.inputs.modules import EMBEDDING_WEIGHT
 from lockstep.memory.plan import (
     END_OF_BACKWARD,
     LOSS,
@@ -38,6 +39,7 @@ def plan(rank: Rank) -> Plan:
     """The plan of a run. Raises UserError for a combination that DeepSpeed does not have."""
     config = rank.config
     zero.require(config)
+    rank = whole_embedding(rank)
     stage = options.of(config).zero_stage
     told = configuration.resolved(config, rank.hidden_size)["zero_optimization"]
     sizes = {name: told.get(name, default) for name, default in DEFAULTS.items()}
@@ -46,6 +48,17 @@ def plan(rank: Rank) -> Plan:
     if stage == 0:
         return stage_0(rank)
     return stage_3(rank, sizes, bucket) if stage == 3 else stage_1_and_2(rank, stage, sizes, bucket)
+
+
+def whole_embedding(rank: Rank) -> Rank:
+    """AutoTP cuts the head over the vocabulary, and the embedding only if it is the head."""
+    if rank.tied or rank.config.tp_size == 1:
+        return rank
+    shapes = {**rank.shapes, EMBEDDING_WEIGHT: rank.model[EMBEDDING_WEIGHT]}
+    more = (elements(shapes) - rank.elements) * rank.width  # its gradient is made whole
+    return replace(
+        rank, shapes=shapes, activations=replace(rank.activations, tail=rank.activations.tail + more)
+    )
 
 
 def groups(shapes: Shapes) -> list[Shapes]:
@@ -105,7 +118,7 @@ def stage_1_and_2(rank: Rank, stage: int, sizes: dict, bucket: int) -> Plan:
     kept = sum(owned(group, dp) for group in split) * width  # gradients of this rank's share
     all_of_them, numel = rank.elements * width, largest(rank.shapes)
     oversized = numel > sizes["reduce_bucket_size"]
-    filled = numel * width if oversized else min(bucket, all_of_them)
+    filled = 2 * numel * width if oversized else min(bucket, all_of_them)  # the gradient, and its flat copy
     state = share * (1 + rank.moments)
     offloaded = options.of(config).offload_optimizer != "none"
     accumulates = config.gradient_accumulation_steps > 1
@@ -144,7 +157,7 @@ def stage_1_and_2(rank: Rank, stage: int, sizes: dict, bucket: int) -> Plan:
             max(rank.norm(numel), 0 if offloaded else shares[0] * width, rank.step(shares[0])),
         ),
     }
-    return placed(rank, moments, host, {})
+    return placed(rank, moments, host, {}, share)
 
 
 def stage_3(rank: Rank, sizes: dict, bucket: int) -> Plan:
@@ -171,9 +184,10 @@ def stage_3(rank: Rank, sizes: dict, bucket: int) -> Plan:
     all_of_them = rank.elements * width
     filled = min(bucket, all_of_them)
     device = {"parameters": share, "gradients": share, "optimizer": state}
-    host, nvme = {}, {}
+    host: dict[str, int] = {}
+    nvme: dict[str, int] = {}
     if own.offload_optimizer != "none":
-        host["gradients"] = device.pop("gradients")
+        host["gradients"] = 2 * device.pop("gradients")  # those of the flat masters, too
         (nvme if own.offload_optimizer == "nvme" else host)["optimizer"] = device.pop("optimizer")
         if own.offload_optimizer == "nvme":
             host["temporary"] = OPTIMIZER_BUFFERS * group
@@ -191,7 +205,8 @@ def stage_3(rank: Rank, sizes: dict, bucket: int) -> Plan:
         ),
         LOSS: most(
             rank.at_loss(parameters + live, gradients, optimizer),
-            Moment(parameters + live, gradients, optimizer, 0, gathering),
+            # what was prefetched together is joined parameter by parameter, and freed after the last one
+            Moment(parameters + live, gradients, optimizer, rank.activations.layers, gathering),
         ),
         END_OF_BACKWARD: most(
             rank.at_end(parameters + resident + rank.of_embedding, gradients, optimizer),
@@ -209,15 +224,18 @@ def stage_3(rank: Rank, sizes: dict, bucket: int) -> Plan:
         name: one if name == START else replace(one, temporary=one.temporary + bucket)
         for name, one in moments.items()
     }
-    return placed(rank, steady, host, nvme)
+    return placed(rank, steady, host, nvme, share)
 
 
-def placed(rank: Rank, moments: dict[str, Moment], host: dict[str, int], nvme: dict[str, int]) -> Plan:
-    """The plan with what is kept in main memory: beside a GPU, or on CPUs in the same place."""
+def placed(
+    rank: Rank, moments: dict[str, Moment], host: dict[str, int], nvme: dict[str, int], master: int
+) -> Plan:
+    """The plan with what is kept in main memory: beside a GPU, or on CPUs in the same place. At the start there is no state but `master`."""
     if rank.config.device != "cpu":
         return Plan(moments, rank.built, host, nvme)
-    together = {
-        name: replace(one, **{part: getattr(one, part) + count for part, count in host.items()})
-        for name, one in moments.items()
-    }
-    return Plan(together, rank.built, nvme=nvme)
+
+    def together(name: str, one: Moment) -> Moment:
+        here = {**host, "optimizer": min(host.get("optimizer", 0), master)} if name == START else host
+        return replace(one, **{part: getattr(one, part) + count for part, count in here.items()})
+
+    return Plan({name: together(name, one) for name, one in moments.items()}, rank.built, nvme=nvme)

@@ -30,6 +30,11 @@ def predict(argv: list[str]) -> int:
     problem = architectures.tensor_parallel_problem(architecture, config.tp_size)
     if problem:
         raise UserError(problem)
+    longest = architecture["max_position_embeddings"]
+    if config.seq_length > longest:
+        raise UserError(
+            f"--seq_length {config.seq_length}: {config.model_name} has positions for {longest} tokens; lower it"
+        )
     found = plan.required(config, architecture)
     print(
         f"{config.label}: {printable(source)}, {architecture['num_hidden_layers']} layers, {config.num_workers} ranks, "

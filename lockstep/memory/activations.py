@@ -39,7 +39,8 @@ class Activations:
     """
 
     saved: int
-    forward: int
+    layers: int  # forward, until the head
+    forward: int  # head and loss
     head: int  # backward of loss and head, until the last layer's first gradient
     top: int  # from there on
     bottom: int  # from the first layer's first gradient on
@@ -127,13 +128,26 @@ def measure(
             _compute_loss_on_shards(model, group)
         ids = torch.zeros(batch_size, seq_length, dtype=torch.long)
         live = _live([*model.parameters(), *model.buffers(), ids])
-        with _phases(model, live), live:
+        with _one_sequence(), _phases(model, live), live:
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "autocast"):
                 loss = causal_lm_loss(model, ids, ids)
             saved = live.bytes
             live.enter("head")
             loss.backward()
     return Activations(saved=saved, **live.peaks)
+
+
+@contextlib.contextmanager
+def _one_sequence() -> Iterator[None]:
+    """transformers looks at the positions to see that a batch is not packed. Fake ones have no values, and it would make a mask."""
+    from transformers import masking_utils
+
+    looks = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = looks
 
 
 @contextlib.contextmanager
@@ -176,8 +190,8 @@ def _live(uncounted: "list[torch.Tensor]") -> Any:
         def __init__(self) -> None:
             super().__init__()
             self.sizes = {tensor.untyped_storage()._cdata: 0 for tensor in uncounted}
-            self.bytes, self.phase = 0, "forward"
-            self.peaks = {"forward": 0}
+            self.bytes, self.phase = 0, "layers"
+            self.peaks = {"layers": 0}
 
         def enter(self, phase: str) -> None:
             if phase != self.phase:
@@ -230,7 +244,7 @@ def _phases(model: Any, live: Any) -> Iterator[None]:
 
         return whole
 
-    handles = []
+    handles = [model.get_submodule(modules.HEAD).register_forward_pre_hook(lambda *_: live.enter("forward"))]
     for name, parameter in model.named_parameters():
         if modules.layer_of(name) >= 0:
             left[modules.layer_of(name)] += 1

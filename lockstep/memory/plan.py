@@ -87,7 +87,9 @@ class Rank:
 
     @property
     def whole(self) -> int:
-        """Bytes of the whole model on the device: every strategy puts it there before it cuts it."""
+        """Bytes of the whole model on the device: every strategy puts it there, and in its dtype, before it cuts it."""
+        if self.config.device == "cpu" and self.width != FLOAT32:  # cast tensor by tensor
+            return elements(self.model) * FLOAT32 + largest(self.model) * self.width
         return elements(self.model) * self.width
 
     @property
@@ -103,9 +105,6 @@ class Rank:
     @property
     def elements(self) -> int:
         return elements(self.shapes)
-
-    def of_layer(self, number: int) -> Shapes:
-        return {name: shape for name, shape in self.shapes.items() if modules.layer_of(name) == number}
 
     def norm(self, numel: int) -> int:
         """Bytes of the copy in float64 that torch makes on a CPU to take the norm of a gradient (the largest)."""

@@ -1,7 +1,9 @@
 """What the strategies in plain torch hold: whole replicas, and weights cut over dp by `fully_shard`."""
 
 import math
+from dataclasses import replace
 
+from lockstep.inputs.modules import EMBEDDING_WEIGHT, layer_of
 from lockstep.memory.plan import END_OF_BACKWARD, LOSS, START, UPDATE, Moment, Plan, Rank, elements, largest
 
 BROADCAST = 250 << 20  # bytes that DDP joins to broadcast its weights (torch.nn.parallel.distributed)
@@ -29,12 +31,11 @@ def sharded(rank: Rank) -> Plan:
     A parameter is cut in its first dim, and the shards are padded to equal length. Gathered weights stay from forward to backward; a
     group's gradients are whole until they are reduced. One rank along dp gathers and reduces nothing.
     """
-    dp = rank.config.dp_size
+    rank, dp = _embedding_backward(rank), rank.config.dp_size
     rows = {name: (math.ceil(shape[0] / dp), *shape[1:]) for name, shape in rank.shapes.items()}
     shard = elements(rows) * rank.width
     gathered = shard * dp if dp > 1 else 0
-    layers = {name for number in _layers(rank) for name in rank.of_layer(number)}
-    last = sum(math.prod(shape) for name, shape in rows.items() if name not in layers) * rank.width
+    last = elements({name: shape for name, shape in rows.items() if layer_of(name) < 0}) * rank.width
     in_flight = last * dp if dp > 1 else 0  # of the group that is reduced last: embedding, norm and head
     optimizer = shard * rank.moments
     numel = largest(rows)
@@ -54,7 +55,11 @@ def sharded(rank: Rank) -> Plan:
     )
 
 
-def _layers(rank: Rank) -> range:
-    from lockstep.inputs.modules import layer_of
-
-    return range(1 + max(map(layer_of, rank.shapes)))
+def _embedding_backward(rank: Rank) -> Rank:
+    """The gradient of an embedding that is cut over the vocabulary: DTensor makes it whole, and cuts it last. Three such tensors are alive
+    at once (measured)."""
+    if rank.config.tp_size == 1:
+        return rank
+    whole = 3 * math.prod(rank.model[EMBEDDING_WEIGHT]) * rank.width
+    tail = whole + (rank.of_embedding if rank.tied else 0)  # and the head's gradient, which waits for it
+    return replace(rank, activations=replace(rank.activations, tail=max(rank.activations.tail, tail)))
