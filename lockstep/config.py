@@ -18,7 +18,12 @@ from lockstep.errors import UserError
 from lockstep.inputs import architectures, texts, token_cache
 from lockstep.inputs.model_config import FAMILIES
 from lockstep.mesh import Mesh
-from lockstep.resources import require_one_process_or_ranks, resolve_device, resolve_mesh
+from lockstep.resources import (
+    device_elsewhere,
+    require_one_process_or_ranks,
+    resolve_device,
+    resolve_mesh,
+)
 from lockstep.training import history
 
 if TYPE_CHECKING:
@@ -374,8 +379,11 @@ def build_parser(strategy: str) -> argparse.ArgumentParser:
     return parser
 
 
-def parse_config(strategy: str, argv: list[str] | None = None) -> Config:
-    """Parse and check a command line. Raises UserError, before anything is started, for what cannot work."""
+def parse_config(strategy: str, argv: list[str] | None = None, *, elsewhere: bool = False) -> Config:
+    """Parse and check a command line. Raises UserError, before anything is started, for what cannot work.
+
+    A run `elsewhere` is not held against this machine's cores and GPUs; auto is then a GPU for each worker.
+    """
     parser, row = build_parser(strategy), strategies.row_of(strategy)
     parsed = parser.parse_args(argv)
     if row.defaults:
@@ -401,7 +409,7 @@ def parse_config(strategy: str, argv: list[str] | None = None) -> Config:
     options["own"] = {option.name: _placed(options.pop(option.name)) for option in row.own_options()}
     require_one_process_or_ranks()
     options.update(resolve_mesh(row, options))
-    options.update(resolve_device(row, options))
+    options.update(device_elsewhere(options) if elsewhere else resolve_device(row, options))
     options["data_cache_dir"] = options["data_cache_dir"] or token_cache.default_folder()
     for name in PATHS:
         options[name] = _placed(options[name])

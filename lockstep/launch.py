@@ -147,7 +147,8 @@ def banner(config: Config, inputs: Inputs) -> str:
 
 
 def describe(config: Config, inputs: Inputs) -> str:
-    """What --dry_run prints: the resolved configuration, the mesh as a grid, the contract."""
+    """What --dry_run prints: the resolved configuration, the mesh as a grid, the contract, the memory."""
+    from lockstep.memory import plan
     from lockstep.training.contract import expected_contract
 
     contract = expected_contract(config, inputs.architecture)
@@ -165,6 +166,8 @@ def describe(config: Config, inputs: Inputs) -> str:
             "",
             "contract (read back from the live objects after the first step; any difference stops the run)",
             *(f"  {key:<28} {json.dumps(value)}" for key, value in contract.items()),
+            "",
+            *plan.summary(config, inputs.architecture),
         ]
     )
 

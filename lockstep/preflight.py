@@ -5,10 +5,11 @@ They run where a run is started, before its workers, and need no GPU and no clus
 
 from pathlib import Path
 
-from lockstep import files, memory, origin, strategies
+from lockstep import files, origin, strategies
 from lockstep.config import Config
 from lockstep.errors import UserError
 from lockstep.inputs import architectures, data, texts, tokenizer
+from lockstep.memory import limit
 from lockstep.resources import launched_in_place, workers_here
 from lockstep.training import history, initial_weights
 
@@ -105,4 +106,4 @@ def check_environment(config: Config, architecture: dict) -> None:
     if not launched_in_place():  # Ray makes it, and it may stay empty
         files.require_writable_folder(config.storage_path, "--storage_path", keep=False)
     workers = workers_here(config.num_workers) if launched_in_place() else config.num_workers
-    memory.require(config, architecture, workers)  # last: it imports torch
+    limit.require(config, architecture, workers)  # last: it imports torch

@@ -102,3 +102,13 @@ def resolve_device(row: Row, options: dict[str, Any]) -> dict[str, str]:
             f"{workers} workers on {cores} CPU cores: at most {WORKERS_PER_CORE} per core; lower --tp_size or --dp_size"
         )
     return {"device": device, "backend": backend}
+
+
+def device_elsewhere(options: dict[str, Any]) -> dict[str, str]:
+    """device and backend of a run on machines that are not at hand: auto is GPUs, as many as there are workers."""
+    device = "cuda" if options["device"] == "auto" else options["device"]
+    backend = options["backend"]
+    return {
+        "device": device,
+        "backend": {"cuda": "nccl", "cpu": "gloo"}[device] if backend == "auto" else backend,
+    }

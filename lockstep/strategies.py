@@ -51,6 +51,9 @@ class Row:
         ""  # "module:function" from the parsed flags to the defaults that a file among them gives to others
     )
     resolved: str = ""  # "module:function" of a configuration and an architecture: what the library is told, as text for people
+    memory: str = (
+        ""  # "module:function" from a lockstep.memory.plan.Rank to its Plan: what a rank holds, and when
+    )
     preload: str = ""  # "module:function" that imports, in a process that forks ranks for CPUs, what they would import one by one
 
     @property
@@ -87,6 +90,7 @@ ROWS = {
             sharding="lockstep.training.ddp_options:expected",
             contract="lockstep.training.ddp_options:contract",
             requires="lockstep.training.ddp_options:require",
+            memory="lockstep.memory.torch_plans:replicated",
         ),
         Row(
             name="deepspeed",
@@ -106,6 +110,7 @@ ROWS = {
             requires="lockstep.deepspeed.build:require",
             defaults="lockstep.deepspeed.configuration:defaults",
             resolved="lockstep.deepspeed.configuration:text",
+            memory="lockstep.deepspeed.memory:plan",
             preload="lockstep.deepspeed.build:preload",
         ),
         Row(
@@ -120,6 +125,7 @@ ROWS = {
             options="lockstep.training.fsdp_options:Options",
             sharding="lockstep.training.fsdp_options:expected",
             requires="lockstep.training.fsdp_options:require",
+            memory="lockstep.memory.torch_plans:sharded",
         ),
     )
 }
@@ -128,7 +134,7 @@ ROWS = {
 def row_of(name: str) -> Row:
     """The row of a registered name, or of a user's `path/to/file.py:Class`. Raises UserError for anything else.
 
-    The class may have the attributes `label` (default: its name), `axes` (dp and tp) and `handles` (TORCH_HANDLES).
+    The class may have the attributes `label` (default: its name), `axes` (dp and tp), `handles` (TORCH_HANDLES) and `memory`.
     """
     if name in ROWS:
         return ROWS[name]
@@ -146,6 +152,7 @@ def row_of(name: str) -> Row:
         axes=tuple(getattr(own, "axes", ("dp", "tp"))),
         factory=factory,
         handles=getattr(own, "handles", TORCH_HANDLES),
+        memory=getattr(own, "memory", ""),
     )
 
 

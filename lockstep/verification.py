@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep import config as config_module
-from lockstep import memory, preflight
+from lockstep import preflight
 from lockstep.config import Config, Parser
 from lockstep.errors import UserError, printable, run_program
 from lockstep.files import (
@@ -34,6 +34,7 @@ from lockstep.files import (
 from lockstep.inputs import architectures
 from lockstep.inputs.data import Inputs
 from lockstep.losses.curves import RULES
+from lockstep.memory import limit
 from lockstep.running import processes, progress
 from lockstep.runs import Run, runs_of
 from lockstep.strategies import BASELINE, ROWS
@@ -101,7 +102,7 @@ def checked(run: Run, options: argparse.Namespace, flags: list[str]) -> tuple[Co
 
 def check_reference(config: Config, inputs: Inputs) -> None:
     """Raise UserError if the reference would not fit into memory, or is not the model that a user brings."""
-    memory.require(dataclasses.replace(config, run_name="reference"), inputs.architecture, config.num_workers)
+    limit.require(dataclasses.replace(config, run_name="reference"), inputs.architecture, config.num_workers)
     if not architectures.is_built_in(inputs.architecture_source):
         from lockstep.tensors import model_check  # imports torch
 

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from lockstep import config as config_module
-from lockstep import memory, preflight
+from lockstep import preflight
 from lockstep.errors import UserError
 from lockstep.inputs.architectures import BUILT_IN
 from lockstep.inputs.model import build_model, causal_lm_loss
 from lockstep.inputs.model_config import FAMILIES, checked
+from lockstep.memory import limit
 from lockstep.tensors import exact, model_check
 
 
@@ -227,12 +228,12 @@ def test_a_model_that_does_not_fit(tmp_path, monkeypatch):
         p.numel()
         for p in build_model(LLAMA, seed=0, attn_impl="sdpa", init_weights_path=None)[0].parameters()
     )
-    assert memory.least_bytes(config, parameters) == parameters * 16 * 2
-    monkeypatch.setattr(memory, "machine_bytes", lambda: parameters * 16 * 2)
-    memory.require(config, LLAMA, 2)
-    monkeypatch.setattr(memory, "machine_bytes", lambda: parameters * 16 * 2 - 1)
+    assert limit.least_bytes(config, parameters) == parameters * 16 * 2
+    monkeypatch.setattr(limit, "machine_bytes", lambda: parameters * 16 * 2)
+    limit.require(config, LLAMA, 2)
+    monkeypatch.setattr(limit, "machine_bytes", lambda: parameters * 16 * 2 - 1)
     with pytest.raises(UserError, match="choose a smaller model"):
-        memory.require(config, LLAMA, 2)
+        limit.require(config, LLAMA, 2)
 
 
 def test_a_rope_leaves_the_architecture_as_it_is():
@@ -280,9 +281,7 @@ def test_a_verification_ends_before_it_starts(tmp_path, monkeypatch, capsys):
     assert "the output of model.norm differs" in capsys.readouterr().err.splitlines()[-1]
     monkeypatch.setattr(model_check, "compare", right)
     monkeypatch.setattr(
-        memory, "machine_bytes", lambda: 10_000_000
+        limit, "machine_bytes", lambda: 10_000_000
     )  # enough for the runs, not for the reference in float64
-    monkeypatch.setattr(
-        memory, "least_bytes", lambda config, _: 10_000_000 + (config.run_name == "reference")
-    )
+    monkeypatch.setattr(limit, "least_bytes", lambda config, _: 10_000_000 + (config.run_name == "reference"))
     assert run_verification.main([*arguments, "--overwrite"]) == 2 and len(started) == 1

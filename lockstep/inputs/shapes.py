@@ -18,6 +18,7 @@ from lockstep.files import read_json, write_text
 from lockstep.inputs import token_cache
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedConfig, PreTrainedModel
 
 
@@ -79,13 +80,15 @@ def build_empty(architecture: dict, *, attn_impl: str) -> "PreTrainedModel":
         raise UserError(f"no model can be built from this architecture ({first_line(error)})") from error
 
 
-def from_config(architecture: dict, *, attn_impl: str) -> "PreTrainedModel":
-    """transformers' float32 model in training mode, with random weights. Raises whatever transformers raises."""
+def from_config(
+    architecture: dict, *, attn_impl: str, dtype: "torch.dtype | None" = None
+) -> "PreTrainedModel":
+    """transformers' model in training mode, with random weights, in float32 unless told. Raises whatever transformers raises."""
     import torch
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_config(
-        transformers_config(architecture), dtype=torch.float32, attn_implementation=attn_impl
+        transformers_config(architecture), dtype=dtype or torch.float32, attn_implementation=attn_impl
     )
     model.tie_weights()
     return model.train()

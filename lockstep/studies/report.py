@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from lockstep.tensors.judgement import Result
 
 MEASURED, DID_NOT_RUN, REFUSED = "measured", "DID NOT RUN", "NOT COMPARABLE"
+MEMORY = (
+    "On CPUs the peak memory is that of the process, with Python and its libraries (about 0.5 GiB); predicted are the tensors alone, with "
+    "buffers that were allocated and never written, which are not resident ([the plan](../../docs/memory.md))."
+)
 WARM_UP = 3  # steps that are left out of times, if there are more
 
 
@@ -26,7 +30,12 @@ def rows(study: Study, planned: list[Planned], failed: dict[str, str], place: Pa
     ran = [run for run in planned if run.name not in failed]
     bases = {run.name: _base(run) for run in ran if run is planned[0] or run.is_base}
     result = judge_tensors(place, ran) if study.tensors else None
-    return [_row(run, planned[0], bases, failed.get(run.name), result) for run in planned]
+    found = [_row(run, planned[0], bases, failed.get(run.name), result) for run in planned]
+    return (
+        [{**row, **predicted(run)} for row, run in zip(found, planned, strict=True)]
+        if study.memory
+        else found
+    )
 
 
 def _base(run: Planned) -> tuple[History, curves.Tolerance]:
@@ -34,6 +43,20 @@ def _base(run: Planned) -> tuple[History, curves.Tolerance]:
     baseline = history.read(run.config.history_path)
     noise = history.read(history.path_of(run.config.loss_output_dir, history.CONTROL))
     return baseline, curves.tolerance_for(baseline, noise)
+
+
+def predicted(run: Planned) -> dict[str, Any]:
+    """What the memory plan says of a rank; nothing for a strategy that has none."""
+    from lockstep.memory import plan
+
+    try:
+        found = plan.of(run.config, run.inputs.architecture)
+    except UserError:  # what it keeps is not known
+        return {}
+    moment, most = found.peak
+    if run.config.device == "cpu" and found.built > most:
+        moment, most = "building the model", found.built
+    return {"predicted memory": {"bytes": most, "moment": moment}}
 
 
 def judge_tensors(place: Path, ran: list[Planned]) -> "Result":
@@ -169,7 +192,7 @@ def table(study: Study, found: list[dict[str, Any]]) -> list[list[str]]:
     head = ["run", "mesh", "loss", "from the control", "tensors / tolerated", "s a step", "tokens/s"]
     held_out = any("held out" in row for row in found)
     head += ["held-out loss, accuracy"] if held_out else []
-    head += ["peak memory of a rank"] if study.memory else []
+    head += ["peak memory of a rank", "predicted"] if study.memory else []
     lines = [[*head, ""]]
     for row in found:
         if row["outcome"] == DID_NOT_RUN:
@@ -190,6 +213,8 @@ def table(study: Study, found: list[dict[str, Any]]) -> list[list[str]]:
         if study.memory:
             largest = max(row["peak memory"]["bytes by rank"])
             cells.append(f"{largest / 2**20:.0f} MiB")
+            plan = row.get("predicted memory")
+            cells.append(f"{plan['bytes'] / 2**20:.0f} MiB" if plan else "not known")
         lines.append([*cells, row["outcome"]])
     return lines
 
@@ -219,6 +244,8 @@ def write(
         f"|{'---|' * len(head)}",
     ]
     parts += [f"| {' | '.join(line)} |" for line in lines]
+    if study.memory:
+        parts += ["", MEMORY]
     parts += ["", "| run | differs from the control in |", "|---|---|"]
     for row in found[1:]:
         changed = ", ".join(f"{key} {value}" for key, value in row["differs from the control in"].items())

@@ -1,4 +1,4 @@
-"""Does the model fit into memory? A lower bound: parameters, gradients and optimizer state, without activations and torch itself.
+"""Does the model fit into main memory? A lower bound: parameters, gradients and optimizer state, without activations and torch itself.
 
 A model that is far too large is refused at once, in one line. Otherwise the kernel would kill the workers later. `require` imports torch to
 count the parameters.

@@ -1,0 +1,79 @@
+"""What the strategies in plain torch hold: whole replicas, and weights cut over dp by `fully_shard`."""
+
+import math
+from dataclasses import replace
+
+from lockstep.errors import UserError
+from lockstep.memory.plan import END_OF_BACKWARD, LOSS, START, UPDATE, Moment, Plan, Rank, elements, largest
+
+BROADCAST = 250 << 20  # bytes that DDP joins to broadcast its weights (torch.nn.parallel.distributed)
+
+
+def replicated(rank: Rank) -> Plan:
+    """DDP: parameters, moments and buckets of gradients, whole on every rank; `gradient_as_bucket_view` makes no second gradient."""
+    _require_default(rank, "gradient_as_bucket_view", "compress_gradients")
+    size = rank.elements * rank.width
+    optimizer = size * rank.moments
+    numel = largest(rank.shapes)
+    return Plan(
+        {
+            START: Moment(parameters=size, temporary=max(size, min(size, BROADCAST))),
+            LOSS: rank.at_loss(size, size, optimizer),
+            END_OF_BACKWARD: rank.at_end(size, size, optimizer),  # the bucket is there before the gradient
+            UPDATE: Moment(size, size, optimizer, 0, max(rank.norm(numel), rank.step(numel))),
+        },
+        rank.built,
+    )
+
+
+def sharded(rank: Rank) -> Plan:
+    """FSDP2, each layer a group and the rest another, `reshard_after_forward=False`.
+
+    A parameter is cut in its first dim, and the shards are padded to equal length. Gathered weights stay from forward to backward; a
+    group's gradients are whole until they are reduced. One rank along dp gathers and reduces nothing.
+    """
+    _require_default(rank, "reshard_after_forward", "dp_replicate", "cpu_offload", "prefetch", "wrap")
+    rank, dp = _embedding_backward(rank), rank.config.dp_size
+    rows = {name: (math.ceil(shape[0] / dp), *shape[1:]) for name, shape in rank.shapes.items()}
+    shard = elements(rows) * rank.width
+    gathered = shard * dp if dp > 1 else 0
+    last = (
+        elements({name: shape for name, shape in rows.items() if rank.names.layer_of(name) < 0}) * rank.width
+    )
+    in_flight = last * dp if dp > 1 else 0  # of the group that is reduced last: embedding, norm and head
+    optimizer = shard * rank.moments
+    numel = largest(rows)
+    # Until the last micro batch nothing is reduced, and whole gradients are kept.
+    kept = gathered if rank.config.gradient_accumulation_steps > 1 else 0
+    cutting = largest(rank.model) * rank.width if rank.config.tp_size > 1 else last
+    return Plan(
+        {
+            START: Moment(parameters=rank.whole, temporary=cutting),
+            LOSS: rank.at_loss(shard + gathered, kept, optimizer),
+            END_OF_BACKWARD: rank.at_end(
+                shard + in_flight, max(shard - last, kept), optimizer, in_flight + last
+            ),
+            UPDATE: Moment(shard, shard, optimizer, 0, in_flight + max(rank.norm(numel), rank.step(numel))),
+        },
+        rank.built,
+    )
+
+
+def _require_default(rank: Rank, *names: str) -> None:
+    """Raise UserError for an option whose memory is not known."""
+    defaults = {option.name: option.default for option in rank.config.row.own_options()}
+    for name in names:
+        if rank.config.own.get(name) != defaults.get(name):
+            raise UserError(
+                f"what --{name} {rank.config.own[name]} keeps in memory is not known; leave it out"
+            )
+
+
+def _embedding_backward(rank: Rank) -> Rank:
+    """The gradient of an embedding that is cut over the vocabulary: DTensor makes it whole, and cuts it last. Three such tensors are alive
+    at once (measured)."""
+    if rank.config.tp_size == 1:
+        return rank
+    whole = 3 * math.prod(rank.model[rank.names.embedding_weight]) * rank.width
+    tail = whole + (rank.of_embedding if rank.tied else 0)  # and the head's gradient, which waits for it
+    return replace(rank, activations=replace(rank.activations, tail=max(rank.activations.tail, tail)))
