@@ -15,6 +15,7 @@ from lockstep.inputs.architectures import BUILT_IN
 from lockstep.inputs.model import build_model, causal_lm_loss
 from lockstep.memory import __main__ as program
 from lockstep.memory import activations, plan
+from lockstep.studies import report
 
 # Llama-3-70B's config.json
 LLAMA_70B = {
@@ -183,6 +184,29 @@ def test_a_strategy_of_ones_own_may_name_a_plan(tmp_path, capsys):
     )
     assert program.main(["--strategy", f"{tmp_path}/mine.py:Mine"]) == 0
     assert "GPU memory of a rank" in capsys.readouterr().out
+
+
+def test_a_studys_report_has_the_prediction(tmp_path):
+    study = benchmark.study_file.read(benchmark.STUDY)
+    control = benchmark.study_file.plan_control(study, study.shared, tmp_path)
+    row = {
+        "run": "ddp",
+        "label": control.config.label,
+        "outcome": "control",
+        "first loss": 7.6,
+        "last loss": 7.5,
+    }
+    row |= {
+        "median seconds per step": 0.1,
+        "tokens per second": 5120.0,
+        "peak memory": {"bytes by rank": [2**29]},
+    }
+    expected = plan.of(control.config, control.inputs.architecture).peak[1]
+    for found, cell in ((report.predicted(control), f"{expected / 2**20:.0f} MiB"), ({}, "not known")):
+        (head, line) = report.table(study, [{**row, **found}])
+        assert line[head.index("peak memory of a rank")] == "512 MiB"
+        assert line[head.index("predicted")] == cell
+    assert "predicted" not in report.table(study.model_copy(update={"memory": False}), [row])[0]
 
 
 @pytest.fixture(scope="module")

@@ -3,10 +3,12 @@
 import json
 
 import pytest
+import synthetic
 from own_strategy import own_strategy
 
 import run_study
 from lockstep.errors import UserError
+from lockstep.studies import parting
 from lockstep.studies import study as study_file
 
 SMALL = """title = "small"
@@ -44,6 +46,14 @@ def written(tmp_path, text):
         (('title = "small"', "title = "), "is not TOML"),
         (('[runs.sharded]\nstrategy = "fsdp"\ntp_size = 1\n', ""), "line 1: a study has either tables"),
         (("[control]", "[kontrol]"), "line 10: kontrol"),
+        (
+            ("tp_size = 1", 'against = "ddp"'),
+            'line 14: run sharded: against is "ddp", which is no run of ddp',
+        ),
+        (
+            ("tp_size = 1", 'against = "x"\ndiffers = "y"\n[runs.x]\nstrategy = "ddp"'),
+            'line 14: run sharded: against: a run with "differs" is judged by none',
+        ),
     ],
 )
 def test_a_study_that_cannot_be_run_is_refused_with_its_line(tmp_path, capsys, change, message):
@@ -69,6 +79,16 @@ def test_usage_errors(tmp_path, monkeypatch, capsys, arguments, message):
     assert run_study.main(arguments) == 2
     said = capsys.readouterr().err
     assert message in said and len(said.splitlines()) == 1
+
+
+def test_where_losses_part():
+    one, other = synthetic.history(steps=40), synthetic.history(steps=40)
+    other.steps[4]["loss"] += 0.5
+    other.steps[39]["loss"] += 0.25
+    assert parting.ranges(40) == [(1, 1), (2, 3), (4, 10), (11, 30), (31, 40)]
+    assert parting.ranges(1) == [(1, 1)] and parting.ranges(3) == [(1, 1), (2, 3)]
+    cells = [line.split(" | ")[1].removesuffix(" |") for line in parting.lines({"a": (one, other)})[2:]]
+    assert cells == ["0.0e+00", "0.0e+00", "5.0e-01", "0.0e+00", "2.5e-01"]
 
 
 def test_a_dry_run_shows_what_differs(tmp_path, capsys):
@@ -103,6 +123,10 @@ def test_a_failed_run_loses_no_other_and_finished_ones_are_kept(tmp_path, capsys
     own_strategy(tmp_path / "mine.py", name="Mine", then=BROKEN)
     more = f'[runs.broken]\nstrategy = "{tmp_path}/mine.py:Broken"\n[runs.mine]\nstrategy = "{tmp_path}/mine.py:Mine"\n'
     more += 'differs = "to be measured"\nlearning_rate = 0.01\n'
+    more += '[runs.cast]\nstrategy = "ddp"\nparam_dtype = "bfloat16"\ndiffers = "another dtype"\n'
+    more += (
+        f'[runs.mine-cast]\nstrategy = "{tmp_path}/mine.py:Mine"\nlearning_rate = 0.01\nagainst = "cast"\n'
+    )
     path, out = written(tmp_path, SMALL + more), tmp_path / "out"
     arguments = [str(path), "--output_dir", str(out)]
     assert run_study.main([*arguments, "--only", "sharded"]) == 0, capsys.readouterr().err
@@ -119,7 +143,15 @@ def test_a_failed_run_loses_no_other_and_finished_ones_are_kept(tmp_path, capsys
         "sharded": "PASS",
         "broken": "DID NOT RUN",
         "mine": "measured",
+        "cast": "measured",
+        "mine-cast": "NOT COMPARABLE",
     }
     assert found["sharded"]["tensors"] == "PASS" and found["sharded"]["worst tensor of tolerated"] < 1
     assert found["mine"]["largest loss difference"] > 1e-3
-    assert (out / "report.md").is_file() and (out / "losses.png").is_file()
+    assert "precision is 'fp32' against 'mixed'" in found["mine-cast"]["why"]
+    page = (out / "report.md").read_text()
+    assert (
+        "| steps | control run of ddp | sharded from ddp | mine from ddp | cast from ddp | control run of cast |"
+        in page
+    )
+    assert (out / "losses.png").is_file()

@@ -73,7 +73,7 @@ def stage_0(rank: Rank) -> Plan:
     """Whole parameters, moments and gradients. To be reduced, gradients are copied into buckets of 500 million elements."""
     size = rank.elements * rank.width
     optimizer, numel = size * rank.moments, largest(rank.shapes)
-    buckets = min(rank.elements, ENGINE_BUCKET) * rank.width if rank.config.dp_size > 1 else 0
+    buckets = min(rank.elements, ENGINE_BUCKET) * rank.width  # with one DP rank, too
     earlier = size if rank.config.gradient_accumulation_steps > 1 else 0
     return Plan(
         {
@@ -152,8 +152,8 @@ def stage_1_and_2(rank: Rank, stage: int, sizes: dict, bucket: int) -> Plan:
             whole,
             kept,
             optimizer,
-            extra,
-            max(rank.norm(numel), 0 if offloaded else shares[0] * width, rank.step(shares[0])),
+            0,
+            extra + max(rank.norm(numel), 0 if offloaded else shares[0] * width, rank.step(shares[0])),
         ),
     }
     return placed(rank, moments, host, {}, share)

@@ -30,17 +30,17 @@ def sharded(rank: Rank) -> Plan:
     """FSDP2, each layer a group and the rest another, `reshard_after_forward=False`.
 
     A parameter is cut in its first dim, and the shards are padded to equal length. Gathered weights stay from forward to backward; a
-    group's gradients are whole until they are reduced. One rank along dp gathers and reduces nothing.
+    group's gradients are whole until they are reduced. With one rank along dp, too, a weight in use is a copy of its shard; nothing is reduced.
     """
     _require_default(rank, "reshard_after_forward", "dp_replicate", "cpu_offload", "prefetch", "wrap")
     rank, dp = _embedding_backward(rank), rank.config.dp_size
     rows = {name: (math.ceil(shape[0] / dp), *shape[1:]) for name, shape in rank.shapes.items()}
     shard = elements(rows) * rank.width
-    gathered = shard * dp if dp > 1 else 0
+    gathered = shard * dp
     last = (
         elements({name: shape for name, shape in rows.items() if rank.names.layer_of(name) < 0}) * rank.width
     )
-    in_flight = last * dp if dp > 1 else 0  # of the group that is reduced last: embedding, norm and head
+    in_flight = last * dp if dp > 1 else 0  # what is reduced last: gradients of embedding, norm and head
     optimizer = shard * rank.moments
     numel = largest(rows)
     # Until the last micro batch nothing is reduced, and whole gradients are kept.
@@ -51,7 +51,7 @@ def sharded(rank: Rank) -> Plan:
             START: Moment(parameters=rank.whole, temporary=cutting),
             LOSS: rank.at_loss(shard + gathered, kept, optimizer),
             END_OF_BACKWARD: rank.at_end(
-                shard + in_flight, max(shard - last, kept), optimizer, in_flight + last
+                shard + last * dp, max(shard - last, kept), optimizer, in_flight + last
             ),
             UPDATE: Moment(shard, shard, optimizer, 0, in_flight + max(rank.norm(numel), rank.step(numel))),
         },
@@ -70,10 +70,11 @@ def _require_default(rank: Rank, *names: str) -> None:
 
 
 def _embedding_backward(rank: Rank) -> Rank:
-    """The gradient of an embedding that is cut over the vocabulary: DTensor makes it whole, and cuts it last. Three such tensors are alive
-    at once (measured)."""
+    """The gradient of an embedding that is cut over the vocabulary: DTensor makes it whole, and copies this rank's rows. If the head is
+    tied to it, its gradient and the sum of the two are there as well.
+    """
     if rank.config.tp_size == 1:
         return rank
-    whole = 3 * math.prod(rank.model[rank.names.embedding_weight]) * rank.width
-    tail = whole + (rank.of_embedding if rank.tied else 0)  # and the head's gradient, which waits for it
+    whole = math.prod(rank.model[rank.names.embedding_weight]) * rank.width
+    tail = whole + rank.of_embedding * (3 if rank.tied else 1)
     return replace(rank, activations=replace(rank.activations, tail=max(rank.activations.tail, tail)))

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 from lockstep.errors import UserError, printable
 from lockstep.files import write_text
 from lockstep.losses import curve_report, curves, folder
-from lockstep.losses.curves import FAIL, PASS
+from lockstep.losses.curves import FAIL, NOT_JUDGED, PASS
 from lockstep.strategies import BASELINE
+from lockstep.studies import parting
 from lockstep.studies.study import Planned, Study, differences
 from lockstep.training import history
 from lockstep.training.history import History
@@ -41,8 +42,12 @@ def rows(study: Study, planned: list[Planned], failed: dict[str, str], place: Pa
 def _base(run: Planned) -> tuple[History, curves.Tolerance]:
     """What other runs are judged by: its history, and the tolerance that its control run shows."""
     baseline = history.read(run.config.history_path)
-    noise = history.read(history.path_of(run.config.loss_output_dir, history.CONTROL))
-    return baseline, curves.tolerance_for(baseline, noise)
+    return baseline, curves.tolerance_for(baseline, _noise(run))
+
+
+def _noise(base: Planned) -> History:
+    """The control run of a run that others are judged by."""
+    return history.read(history.path_of(base.config.loss_output_dir, history.CONTROL))
 
 
 def predicted(run: Planned) -> dict[str, Any]:
@@ -125,7 +130,8 @@ def _row(
             "first wrong": first,
         }
         outcomes.append(verdict)
-    return {**row, "outcome": folder.worst(outcomes)}
+    row["outcome"] = folder.worst(outcomes)
+    return {**row, "why": curve.doubt} if row["outcome"] == NOT_JUDGED else row
 
 
 def _gaps(mine: History, baseline: History) -> dict[str, Any]:
@@ -163,6 +169,19 @@ def measured(mine: History) -> dict[str, Any]:
         "peak memory": {"kind": memory["kind"], "bytes by rank": memory["bytes_by_rank"]},
         **({"held out": mine.run["held_out"]} if "held_out" in mine.run else {}),
     }
+
+
+def _parting(planned: list[Planned], histories: dict[str, History]) -> list[str]:
+    """Lines of a table: where losses part, each run from the one that it is judged by, and that one from its own control run."""
+    pairs: dict[str, tuple[History, History]] = {}
+    for run in planned:
+        base = run.against or planned[0].name
+        if run is not planned[0] and {run.name, base} <= histories.keys():
+            pairs[f"{run.name} from {base}"] = (histories[run.name], histories[base])
+        if run.name in histories and (run is planned[0] or run.is_base):
+            pairs[f"control run of {run.name}"] = (_noise(run), histories[run.name])
+    about = "Largest difference of the losses (nats). A control run starts from weights perturbed by one ulp: rounding errors alone do that."
+    return ["", about, "", *parting.lines(pairs)]
 
 
 def group_norms(found: list[dict[str, Any]]) -> list[str]:
@@ -264,10 +283,11 @@ def write(
         for row in found
         if row.get("first wrong")
     ]
-    write_text(place / "report.md", "\n".join(parts) + "\n")
     ran = {row["run"] for row in found if row["outcome"] not in (DID_NOT_RUN, REFUSED)}
     histories = {run.name: history.read(run.config.history_path) for run in planned if run.name in ran}
-    noise = history.read(history.path_of(planned[0].config.loss_output_dir, history.CONTROL))
+    parts += _parting(planned, histories)
+    write_text(place / "report.md", "\n".join(parts) + "\n")
+    noise = _noise(planned[0])
     curve_report.draw(
         histories, noise, curves.tolerance_for(histories[BASELINE], noise), place / "losses.png"
     )
