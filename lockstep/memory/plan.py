@@ -62,11 +62,6 @@ class Plan:
         name = max(self.moments, key=lambda name: self.moments[name].total)
         return name, self.moments[name].total
 
-    @property
-    def main_memory(self) -> int:
-        """The most main memory of a rank beside a GPU."""
-        return max(self.built, sum(self.host.values()))
-
 
 @dataclass(frozen=True)
 class Rank:
@@ -194,7 +189,8 @@ def summary(config: "Config", architecture: dict) -> list[str]:
 def lines(config: "Config", found: Plan) -> list[str]:
     """The plan as a table for people."""
     device = "GPU" if config.device == "cuda" else "main"
-    name, most = found.peak
+    step = {name: one.total for name, one in found.moments.items() if name != START}
+    name = max(step, key=lambda name: step[name])
     head = ["", *found.moments]
     rows = [[part, *(size(getattr(one, part)) for one in found.moments.values())] for part in PARTS]
     rows.append(["sum", *(size(one.total) for one in found.moments.values())])
@@ -207,7 +203,7 @@ def lines(config: "Config", found: Plan) -> list[str]:
     for where, kept in (("main memory", found.host), ("the disk", found.nvme)):
         beside += [f"{size(count)} of {where}: {part}" for part, count in kept.items() if count]
     return [
-        f"{device} memory of a rank: {size(most)} ({name}), predicted",
+        f"{device} memory of a rank, predicted: {size(step[name])} in a step ({name}), {size(found.moments[START].total)} at the start",
         *shown,
         *(f"  {line}" for line in beside),
         f"  {LEFT_OUT}",
