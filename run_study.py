@@ -51,6 +51,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--resume", action="store_true", help="keep the finished runs of an interrupted study"
     )
+    parser.add_argument(
+        "--dataset_name", help="text to train on, as for the training scripts (default: the study's)"
+    )
     parser.add_argument("--output_dir", type=Path, help="folder for everything (default: runs/study-NAME)")
     return parser.parse_args(argv)
 
@@ -76,6 +79,8 @@ def body(options: argparse.Namespace, argv: list[str]) -> int:
     if options.only:
         chosen = {name: run for name, run in study.runs.items() if name in options.only}
         study = study.model_copy(update={"runs": chosen})
+    if options.dataset_name is not None:
+        study = study.model_copy(update={"shared": {**study.shared, "dataset_name": options.dataset_name}})
     if study.vary:
         groups = variations.groups(study.vary)
         if options.dry_run:

@@ -97,6 +97,10 @@ def test_a_dry_run_shows_what_differs(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "sharded: FSDP+DTensor (TP=1, DP=1)\n  strategy                     fsdp (control: ddp)\n" in out
     assert not (tmp_path / "out").exists()
+    (tmp_path / "text.txt").write_text("one two three " * 4000)
+    other = ["--dataset_name", str(tmp_path / "text.txt")]
+    assert run_study.main([str(path), "--dry_run", "--output_dir", str(tmp_path / "out"), *other]) == 0
+    assert f"dataset_name                 {tmp_path}/text.txt" in capsys.readouterr().out
 
 
 def test_the_studies_that_come_with_it_can_be_planned(tmp_path, capsys):
