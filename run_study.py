@@ -118,7 +118,8 @@ def show(planned: list[Planned]) -> None:
             f"{each.name}: {each.config.label}" + (f"; measured only: {each.differs}" if each.differs else "")
         )
         for key, (mine, theirs) in study_file.differences(each, control).items():
-            print(f"  {key:<28} {printable(mine)} (control: {printable(theirs)})")
+            of_control = "" if theirs is None else f" (control: {printable(theirs)})"
+            print(f"  {key:<28} {printable(mine)}{of_control}")
 
 
 def show_groups(groups: list[Group]) -> None:

@@ -10,6 +10,7 @@ import functools
 import hashlib
 import importlib.metadata
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -78,6 +79,19 @@ def build_empty(architecture: dict, *, attn_impl: str) -> "PreTrainedModel":
             return from_config(architecture, attn_impl=attn_impl)
     except Exception as error:  # noqa: BLE001 - transformers and torch raise anything for an architecture that is none
         raise UserError(f"no model can be built from this architecture ({first_line(error)})") from error
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Suppress transformers' warnings. A run gives them again, and an error is one line."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 def from_config(

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.errors import UserError
 from lockstep.files import read_json, write_text
 from lockstep.inputs import modules, token_cache
-from lockstep.inputs.shapes import from_config
+from lockstep.inputs.shapes import from_config, quiet
 
 if TYPE_CHECKING:
     import torch
@@ -125,7 +125,7 @@ def measure(
     from lockstep.inputs.model import causal_lm_loss
 
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    with FakeTensorMode(), torch.random.fork_rng(devices=[]), _tp_group(tp_size) as group:
+    with quiet(), FakeTensorMode(), torch.random.fork_rng(devices=[]), _tp_group(tp_size) as group:
         model = from_config(architecture, attn_impl=attn_impl, dtype=dtype)
         if group is not None:
             _compute_loss_on_shards(model, group)

@@ -95,7 +95,7 @@ def _row(
     if failure:
         return {**row, "outcome": DID_NOT_RUN, "why": failure}
     mine = history.read(run.config.history_path)
-    row |= {"told_sha256": mine.run.get("told_sha256"), **measured(mine)}
+    row |= {"told_sha256": mine.run.get("told_sha256"), **measured(mine, run.inputs.batches.steps_per_epoch)}
     if run is control:
         return {**row, "outcome": "control"}
     baseline, tolerance = bases[control.name]
@@ -155,7 +155,7 @@ def _gaps(mine: History, baseline: History) -> dict[str, Any]:
     return found
 
 
-def measured(mine: History) -> dict[str, Any]:
+def measured(mine: History, steps_per_epoch: int) -> dict[str, Any]:
     """First and last loss, time and memory of a finished run."""
     steady = mine.steps[WARM_UP:] or mine.steps
     seconds = statistics.median(step["seconds"] for step in steady)
@@ -166,6 +166,8 @@ def measured(mine: History) -> dict[str, Any]:
         "steps": len(mine.steps),
         "median seconds per step": seconds,
         "tokens per second": mine.steps[0]["tokens"] / seconds,
+        "samples per second": mine.steps[0]["tokens"] / mine.run["config"]["seq_length"] / seconds,
+        "seconds per epoch": seconds * steps_per_epoch,
         "peak memory": {"kind": memory["kind"], "bytes by rank": memory["bytes_by_rank"]},
         **({"held out": mine.run["held_out"]} if "held_out" in mine.run else {}),
     }
@@ -182,6 +184,31 @@ def _parting(planned: list[Planned], histories: dict[str, History]) -> list[str]
             pairs[f"control run of {run.name}"] = (_noise(run), histories[run.name])
     about = "Largest difference of the losses (nats). A control run starts from weights perturbed by one ulp: rounding errors alone do that."
     return ["", about, "", *parting.lines(pairs)]
+
+
+def resources(found: list[dict[str, Any]]) -> list[str]:
+    """Lines of a table: time of an epoch and memory of each rank; and which run that passes needs least of either."""
+    lines = [
+        "",
+        "| run | s an epoch | samples/s | mean loss of the first and last step | peak memory of the ranks | of the plan |",
+        "|---|---|---|---|---|---|",
+    ]
+    ran = [row for row in found if "peak memory" in row]
+    for row in ran:
+        memory = ", ".join(f"{size / 2**20:.0f}" for size in row["peak memory"]["bytes by rank"])
+        plan = row.get("predicted memory")
+        of_plan = f"{max(row['peak memory']['bytes by rank']) / plan['bytes']:.2f}" if plan else "not known"
+        lines.append(
+            f"| {row['run']} | {row['seconds per epoch']:.1f} | {row['samples per second']:.1f} | {row['first loss']:.4f}, {row['last loss']:.4f} | {memory} MiB | {of_plan} |"
+        )
+    right = [row for row in ran if row["outcome"] in ("control", PASS)]
+    fastest = max(right, key=lambda row: row["samples per second"])
+    smallest = min(right, key=lambda row: max(row["peak memory"]["bytes by rank"]))
+    return [
+        *lines,
+        "",
+        f"Of the runs that compute the same, {fastest['run']} was the fastest here, and {smallest['run']} took the least memory.",
+    ]
 
 
 def group_norms(found: list[dict[str, Any]]) -> list[str]:
@@ -264,7 +291,7 @@ def write(
     ]
     parts += [f"| {' | '.join(line)} |" for line in lines]
     if study.memory:
-        parts += ["", MEMORY]
+        parts += ["", MEMORY, *resources(found)]
     parts += ["", "| run | differs from the control in |", "|---|---|"]
     for row in found[1:]:
         changed = ", ".join(f"{key} {value}" for key, value in row["differs from the control in"].items())

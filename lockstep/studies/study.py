@@ -266,6 +266,9 @@ def differences(run: Planned, control: Planned) -> dict[str, tuple[object, objec
         }
         for one in (run, control)
     )
-    mine, theirs = ({**{k: v for k, v in one.items() if k != "own"}, **one["own"]} for one in (mine, theirs))
-    keys = [*mine, *(key for key in theirs if key not in mine)]
-    return {key: (mine.get(key), theirs.get(key)) for key in keys if mine.get(key) != theirs.get(key)}
+    own, others = mine.pop("own"), theirs.pop("own")
+    # What only one of two strategies can be told is a difference if it is told so.
+    defaults = {option.name: option.default for option in run.config.row.own_options()}
+    mine |= {key: value for key, value in own.items() if key in others or value != defaults[key]}
+    theirs |= {key: value for key, value in others.items() if key in own}
+    return {key: (value, theirs.get(key)) for key, value in mine.items() if value != theirs.get(key)}

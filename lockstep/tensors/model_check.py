@@ -9,8 +9,7 @@ The unit roundoff is 1.1e-16, and TOLERANCE is 9e4 of those. Correct models show
 gradient is zero up to rounding errors). An epsilon of 1e-5 in place of 1e-6 in the norms shows about 5e-6.
 """
 
-import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +20,7 @@ from lockstep.errors import UserError, first_line, printable
 from lockstep.inputs import architectures, model_config
 from lockstep.inputs.data import Inputs
 from lockstep.inputs.model import causal_lm_loss
-from lockstep.inputs.shapes import parameter_shapes, transformers_config
+from lockstep.inputs.shapes import parameter_shapes, quiet, transformers_config
 from lockstep.tensors.exact import make_exact
 from lockstep.tensors.layout import watched
 from lockstep.training.optim import gradient_of
@@ -46,7 +45,7 @@ def try_out(architecture: dict, content: dict, model_name: str) -> None:
     theirs = _without(content, model_config.harmless(family))
     where = f"--model_name {model_name}: "
     try:
-        with _quiet(), torch.device("meta"):
+        with quiet(), torch.device("meta"):
             method = next(
                 (
                     key
@@ -93,7 +92,7 @@ def compare(architecture: dict, content: dict, seq_length: int, attn_impl: str =
     The reference is built from `architecture`, transformers' model from `content`, the whole config.json. A difference is the norm of
     the difference over the norm of transformers' tensor.
     """
-    with _quiet():
+    with quiet():
         return _compare(architecture, content, seq_length, attn_impl)
 
 
@@ -174,19 +173,6 @@ def _run(model: "PreTrainedModel", ids: torch.Tensor) -> dict[str, torch.Tensor]
 
 def _without(content: dict, keys: Collection[str]) -> dict:
     return {key: value for key, value in content.items() if key not in keys}
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Suppress transformers' warnings. A run gives them again, and an error is one line."""
-    from transformers.utils import logging
-
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)
 
 
 class _Float64Casts(TorchFunctionMode):

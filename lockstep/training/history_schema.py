@@ -119,6 +119,7 @@ class Architecture(Strict):
 class PeakMemory(Strict):
     kind: Name
     bytes_by_rank: list[Whole]
+    reserved_by_rank: list[Whole] | None = None  # on GPUs
 
 
 class HeldOut(Strict):

@@ -143,9 +143,11 @@ def versions() -> dict[str, str]:
 
 
 def peak_memory(device: torch.device) -> dict:
-    """Peak memory of every rank in bytes, in rank order: of the allocator on a GPU, resident set on a CPU."""
-    if device.type == "cuda":
-        kind, mine = "torch.cuda.max_memory_allocated", torch.cuda.max_memory_allocated(device)
-    else:
-        kind, mine = "ru_maxrss", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return {"kind": kind, "bytes_by_rank": gather_objects(mine)}
+    """Peak memory of every rank in bytes, in rank order: allocated and reserved on a GPU, the resident set on a CPU."""
+    if device.type != "cuda":
+        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return {"kind": "ru_maxrss", "bytes_by_rank": gather_objects(resident)}
+    mine = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+    allocated, reserved = zip(*gather_objects(mine), strict=True)
+    kind = "torch.cuda.max_memory_allocated"
+    return {"kind": kind, "bytes_by_rank": list(allocated), "reserved_by_rank": list(reserved)}
