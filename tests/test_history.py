@@ -187,7 +187,7 @@ WRONG = {
         lambda c: c["run"].update(peak_memory={"kind": "x", "bytes_by_rank": [1]}),
         "peak_memory is of 1",
     ),
-    "another family": (lambda c: c["run"]["architecture"].update(model_type="gpt2"), "model_type is 'gpt2'"),
+    "another family": (lambda c: c["run"]["architecture"].update(model_type="gemma"), "model_type is 'gemma'"),
 }
 
 
