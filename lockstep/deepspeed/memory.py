@@ -147,7 +147,7 @@ def stage_1_and_2(rank: Rank, stage: int, sizes: dict, bucket: int) -> Plan:
                 parameters=whole, optimizer=0 if offloaded else share, temporary=shares[0] * width + extra
             ),
         ),
-        LOSS: rank.at_loss(whole, earlier, optimizer, bucket + extra),
+        LOSS: rank.at_loss(whole, earlier, optimizer, after=bucket + extra),
         END_OF_BACKWARD: most(rank.at_end(whole, before, optimizer, bucket + extra), reducing),
         UPDATE: Moment(
             whole,

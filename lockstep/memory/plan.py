@@ -114,10 +114,13 @@ class Rank:
         """Bytes of the embedding's gradient, which comes last."""
         return math.prod(self.shapes[modules.EMBEDDING_WEIGHT]) * self.width
 
-    def at_loss(self, parameters: int, gradients: int, optimizer: int, later: int = 0) -> Moment:
-        """The moment with the most activations and logits. What comes with the first gradient is `later` than the head's backward."""
+    def at_loss(
+        self, parameters: int, gradients: int, optimizer: int, *, before: int = 0, after: int = 0
+    ) -> Moment:
+        """The moment with the most activations and logits. A buffer is there only until backward (`before`), or from the first layer's
+        gradient on (`after`)."""
         measured = self.activations
-        most = max(measured.forward, measured.head, measured.top + later)
+        most = max(measured.forward + before, measured.head, measured.top + after)
         return Moment(parameters, gradients, optimizer, measured.saved, most - measured.saved)
 
     def at_end(self, parameters: int, gradients: int, optimizer: int, buffers: int = 0) -> Moment:

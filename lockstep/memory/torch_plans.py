@@ -41,11 +41,15 @@ def sharded(rank: Rank) -> Plan:
     numel = largest(rows)
     # Until the last micro batch nothing is reduced, and whole gradients are kept.
     kept = gathered if rank.config.gradient_accumulation_steps > 1 else 0
+    # The last layer's weights were gathered into one flat buffer, which is freed when the next group is gathered.
+    number = max(map(layer_of, rows))
+    layer = {name: shape for name, shape in rows.items() if layer_of(name) == number}
+    flat = elements(layer) * dp * rank.width if dp > 1 else 0
     cutting = largest(rank.model) * rank.width if rank.config.tp_size > 1 else last
     return Plan(
         {
             START: Moment(parameters=rank.whole, temporary=cutting),
-            LOSS: rank.at_loss(shard + gathered, kept, optimizer),
+            LOSS: rank.at_loss(shard + gathered, kept, optimizer, before=flat),
             END_OF_BACKWARD: rank.at_end(
                 shard + last * dp, max(shard - last, kept), optimizer, in_flight + last
             ),
