@@ -135,7 +135,7 @@ class Written:
             "weight_decay": 0.0,
             "max_grad_norm": 0.0,
         },
-        "architecture": {"hidden_size": CHANNELS, "num_attention_heads": 4},
+        "architecture": {"model_type": "qwen2", "hidden_size": CHANNELS, "num_attention_heads": 4},
     }
 
     def __init__(self, steps, replicas_differ=None):
