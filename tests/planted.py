@@ -48,7 +48,7 @@ def _none(strategy, config, inputs):
 
 
 def _no_clipping_admitted(strategy, config, inputs):
-    strategy.config = types.SimpleNamespace(max_grad_norm=0.0, autocast=config.autocast)
+    strategy.config = dataclasses.replace(config, max_grad_norm=0.0)
 
 
 def _other_weights(strategy, config, inputs):

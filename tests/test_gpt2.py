@@ -117,7 +117,7 @@ def test_a_planted_bug_is_caught_placed_and_explained(runs):
     ]
     for part in parts:
         own = torch.cat([mine.flatten() for mine, _, _ in part.blocks()])
-        assert part.known and recompute.samples_of_one_rank(part)[1] < 1e-5 * float(own.norm())
+        assert part.known and recompute.samples_of_one_replica(part, 1)[1] < 1e-5 * float(own.norm())
 
 
 def test_a_fault_that_names_modules_of_another_family_is_refused(tmp_path):

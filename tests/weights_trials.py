@@ -30,7 +30,7 @@ from weights_mutations import (
 from lockstep.errors import UserError
 from lockstep.inputs import weights
 from lockstep.inputs.architectures import BUILT_IN
-from lockstep.inputs.shapes import parameter_shapes
+from lockstep.inputs.shapes import parameter_shapes, transformers_config
 
 SMALL = {**BUILT_IN["tiny-qwen2"], "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32}
 SECONDS, MEMORY = 5, 6 << 30  # of a case; address space, most of it torch's libraries
@@ -41,6 +41,7 @@ class Model(torch.nn.Module):
 
     def __init__(self, seed: int | None):
         super().__init__()
+        self.config = transformers_config(SMALL)
         generator = torch.Generator().manual_seed(seed or 0)
         self.values = {
             n: torch.nn.Parameter(torch.randn(s, generator=generator))

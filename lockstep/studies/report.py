@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 MEASURED, DID_NOT_RUN, REFUSED = "measured", "DID NOT RUN", "NOT COMPARABLE"
 MEMORY = (
     "On CPUs the peak memory is that of the process, with Python and its libraries (about 0.5 GiB); predicted are the tensors alone, with "
-    "buffers that were allocated and never written, which are not resident ([the plan](../../docs/memory.md))."
+    "buffers that were allocated and never written, which are not resident (docs/memory.md)."
 )
 WARM_UP = 3  # steps that are left out of times, if there are more
 
