@@ -121,11 +121,12 @@ def read(path: Path) -> Study:
         raise UserError(_at_line(text, path, str(error))) from error
     if bool(study.runs) == bool(study.vary):
         raise UserError(f"{path}, line 1: a study has either tables [runs.NAME] or a table [vary]; {REMEDY}")
-    vary = study.vary
-    for table, names in {"needs": vary.needs, "differs": vary.differs}.items() if vary else ():
-        for stranger in sorted(set(names) - _named(vary)):
-            line = line_of(text, f"vary.{table}", stranger)
-            raise UserError(f"{path}, line {line}: {stranger} is no option that is varied; {REMEDY}")
+    for table, names in _strangers(study.vary).items() if study.vary else ():
+        stranger = next(iter(sorted(names)), None)
+        if stranger:
+            raise UserError(
+                f"{path}, line {line_of(text, f'vary.{table}', stranger)}: {stranger} is no option that is varied; {REMEDY}"
+            )
     for table, flags in {"shared": study.shared, "control": study.control, **_by_table(study)}.items():
         taken = next((flag for flag in flags if flag in SET_HERE), None)
         if taken:
@@ -140,10 +141,11 @@ def place_of(option: str, value: Value) -> str:
     return f"{option}.{str(value).lower() if isinstance(value, bool) else value}"
 
 
-def _named(vary: Vary) -> set[str]:
-    """What [vary.needs] and [vary.differs] can be about."""
+def _strangers(vary: Vary) -> dict[str, set[str]]:
+    """Table -> what [vary.needs] and [vary.differs] are about, and is not varied."""
     varied = [*vary.options.items(), *vary.alone.items()]
-    return {name for option, values in varied for name in (option, *(place_of(option, v) for v in values))}
+    names = {name for option, values in varied for name in (option, *(place_of(option, v) for v in values))}
+    return {"needs": vary.needs.keys() - names, "differs": vary.differs.keys() - names}
 
 
 def _by_table(study: Study) -> dict[str, Flags]:

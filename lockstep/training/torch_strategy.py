@@ -123,8 +123,8 @@ class TorchStrategy:
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in self.model.named_parameters():
-            whole = parameter.detach()
-            yield name, (whole.to(self.device).full_tensor() if isinstance(whole, DTensor) else whole).cpu()
+            whole = parameter.detach().to(self.device)  # an offloaded shard is on the CPU
+            yield name, (whole.full_tensor() if isinstance(whole, DTensor) else whole).cpu()
 
     def held(self, kind: str) -> Iterator[tuple[str, torch.Tensor, tuple[int, ...], tuple[int, ...]]]:
         for name, tensor in held_tensors(self.model, self.optimizer, kind):
