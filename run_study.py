@@ -73,16 +73,20 @@ def body(options: argparse.Namespace, argv: list[str]) -> int:
         raise UserError("name the file of a study; --list shows those that come with Lockstep")
     place = (options.output_dir or Path("runs") / f"study-{options.study.stem}").expanduser().absolute()
     study = study_file.read(options.study)
-    unknown = next((name for name in options.only or () if name not in study.runs), None)
-    if unknown:
-        raise UserError(f"--only {unknown}: {options.study} has no such run; it has {', '.join(study.runs)}")
-    if options.only:
+    if options.only and not study.vary:
+        unknown = next((name for name in options.only if name not in study.runs), None)
+        if unknown:
+            raise UserError(
+                f"--only {unknown}: {options.study} has no such run; it has {', '.join(study.runs)}"
+            )
         chosen = {name: run for name, run in study.runs.items() if name in options.only}
         study = study.model_copy(update={"runs": chosen})
     if options.dataset_name is not None:
         study = study.model_copy(update={"shared": {**study.shared, "dataset_name": options.dataset_name}})
     if study.vary:
         groups = variations.groups(study.vary)
+        if options.only:
+            groups = variations.only(groups, options.only)
         if options.dry_run:
             show_groups(groups)
             return 0

@@ -231,3 +231,12 @@ def test_a_reader_that_leaves_early(tmp_path):
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         process.stdout.close()
         assert process.stderr.read() == b"" and process.wait(60) == 141
+
+
+def test_runs_of_a_figure_have_colours_of_their_own():
+    names = ["ddp", "fsdp-float32", "ddp-bfloat16", "fsdp-bfloat16", "fsdp"]
+    colors = report.colors(names)
+    assert len(set(colors.values())) == len(names)
+    assert (colors["ddp"], colors["fsdp"]) == (report.color_of("ddp"), report.color_of("fsdp"))
+    many = report.colors(f"run-{number}" for number in range(20))  # more runs than colours
+    assert set(many.values()) == set(report.FURTHER_COLORS)

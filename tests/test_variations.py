@@ -104,6 +104,20 @@ def test_one_by_one_every_value_has_a_neighbour_without_it(tmp_path, name):
             assert cases[case.neighbour].choice == without
 
 
+def test_only_one_run_takes_its_neighbour_along(tmp_path, capsys):
+    path = written(tmp_path)
+    groups = variations.groups(study_file.read(path).vary)
+    (case,) = [
+        case for case in groups[0].cases if case.varied == "zero_optimization.stage3_max_live_parameters"
+    ]
+    (chosen,) = variations.only(groups, [case.name])
+    assert {each.name for each in chosen.cases} == {case.name, case.neighbour}
+    assert run_study.main([str(path), "--only", case.name, "--dry_run"]) == 0
+    assert f"{groups[0].name}: 2 runs" in capsys.readouterr().out
+    assert run_study.main([str(path), "--only", "nosuch"]) == 2
+    assert "--only nosuch: the study has no such run; --dry_run shows its" in capsys.readouterr().err
+
+
 def test_what_no_flag_sets_goes_into_the_file(tmp_path):
     vary = study_file.read(written(tmp_path)).vary
     choice = {"zero_stage": 3, "zero_optimization.stage3_max_live_parameters": 0}

@@ -1,5 +1,6 @@
 """The report of a comparison of loss curves: statistics, verdict and figure."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from lockstep.errors import printable
@@ -13,7 +14,7 @@ from lockstep.losses.curves import (
     Tolerance,
 )
 from lockstep.losses.folder import Judged
-from lockstep.strategies import BASELINE, color_of
+from lockstep.strategies import BASELINE, FURTHER_COLORS, color_of
 from lockstep.training.contract import KNOWN_DIFFERENCES
 from lockstep.training.history import History
 
@@ -107,6 +108,15 @@ def _drawable(text: str) -> str:
     return text.encode("ascii", "backslashreplace").decode().replace("$", r"\$")
 
 
+def colors(names: Iterable[str]) -> dict[str, str]:
+    """A colour for each run: that of its strategy or its name, or another one if an earlier run has it."""
+    chosen: dict[str, str] = {}
+    for name in names:
+        free = (color for color in (color_of(name), *FURTHER_COLORS) if color not in chosen.values())
+        chosen[name] = next(free, color_of(name))
+    return chosen
+
+
 # a log axis has no zero: exact agreement is drawn at the bottom, one float64 ulp of a loss between 4 and 8
 LOWEST = 2.0**-50
 
@@ -135,15 +145,16 @@ def draw(
     widths = [
         max(0.8, 3.5 - 1.3 * number) for number in range(len(histories))
     ]  # thinner on top: curves that agree stay visible
+    color = colors(histories)
     for width, (name, history) in zip(widths, histories.items(), strict=True):
         steps = [step["step"] for step in history.steps]
         losses = [step["loss"] for step in history.steps]
         own_name = name != history.run["config"]["strategy"]  # runs of one strategy have one label
         label = f"{name}: {history.run['label']}" if own_name else history.run["label"]
-        top.plot(steps, losses, color=color_of(name), linewidth=width, label=_drawable(label))
+        top.plot(steps, losses, color=color[name], linewidth=width, label=_drawable(label))
         if name != BASELINE and BASELINE in histories:
             gaps = _gaps(histories[BASELINE], history)
-            bottom.plot(steps[: len(gaps)], gaps, ".", markersize=4, color=color_of(name))
+            bottom.plot(steps[: len(gaps)], gaps, ".", markersize=4, color=color[name])
     if control is not None and BASELINE in histories:
         lowest = bottom.dataLim.y0 if bottom.lines else LOWEST
         gaps = [max(gap, lowest) for gap in _gaps(histories[BASELINE], control)]

@@ -24,6 +24,7 @@ zero_stage = [0, 2, 3]
 "data_types.grad_accum_dtype" = "gradients are added in bfloat16"
 """
 
+import dataclasses
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,6 +70,23 @@ def groups(vary: Vary) -> list[Group]:
         group = found.setdefault(_name(shared), Group(_name(shared), shared))
         group.cases.append(Case(f"pairs-{number:02}", choice))
     return list(found.values())
+
+
+def only(groups: list[Group], names: list[str]) -> list[Group]:
+    """The runs of these names, and those that they are compared with. Raises UserError for a name that no run has."""
+    known = [case.name for group in groups for case in group.cases]
+    for name in names:
+        if name not in known:
+            raise UserError(
+                f"--only {name}: the study has no such run; --dry_run shows its {len(known)} runs"
+            )
+    chosen = []
+    for group in groups:
+        kept = {*names, *(case.neighbour for case in group.cases if case.name in names)}
+        cases = [case for case in group.cases if case.name in kept]
+        if cases:
+            chosen.append(dataclasses.replace(group, cases=cases))
+    return chosen
 
 
 def _name(shared: Flags) -> str:
