@@ -47,9 +47,7 @@ def replicated(rank: Rank) -> Plan:
                 rank.at_end(size, size + max(before, earlier), optimizer),  # the bucket is there before
                 Moment(size, size + second, optimizer, 0, copy),
             ),
-            UPDATE: Moment(
-                size, size + second, optimizer, 0, copy + max(rank.norm(numel), rank.step(numel))
-            ),
+            UPDATE: Moment(size, size + second, optimizer, 0, copy + max(rank.norm(numel), rank.step(numel))),
         },
         rank.built,
     )
@@ -104,9 +102,7 @@ def sharded(rank: Rank) -> Plan:
     accumulates = config.gradient_accumulation_steps > 1
     whole_kept = accumulates and own.gradient_sync == "last"
     reduced = shard if accumulates and not whole_kept else 0
-    head = (
-        math.prod(rank.shapes[modules.HEAD_WEIGHT]) * computed if not rank.tied and not whole_kept else 0
-    )
+    head = math.prod(rank.shapes[modules.HEAD_WEIGHT]) * computed if not rank.tied and not whole_kept else 0
 
     def gathered(number: int) -> int:
         """Weights of so many layers, of which the last is in use, in backward."""
