@@ -71,14 +71,16 @@ def test_options_of_fsdp_by_hand():
     """Of tiny-llama: what is gathered at the loss, and the shards."""
     one = ("fsdp", "--tp_size", "1")
     kept = planned(*one).moments[plan.LOSS]
-    resharded = planned(*one, "--reshard_after_forward", "true", "--batch_size", "1", "--seq_length", "8")
+    resharded = planned(*one, "--reshard_after_forward", "true")
     assert resharded.moments[plan.LOSS].parameters < kept.parameters
     four = (*one, "--dp_size", "4")
     assert state(planned(*four, "--dp_replicate", "2")) == state(planned(*one))
     assert state(planned(*four)) != state(planned(*one)), "negative control: shards of four ranks"
     whole = planned(*one, "--wrap", "model").moments[plan.LOSS]
     assert whole.parameters == kept.parameters == 2 * WHOLE + 4 * WHOLE
-    assert whole.total > kept.total  # the flat buffer of the whole model
+    few = ("--batch_size", "1", "--seq_length", "8")
+    layers, at_once = (planned(*one, *few, "--wrap", name).moments[plan.LOSS] for name in ("layer", "model"))
+    assert at_once.total > layers.total  # the flat buffer of the whole model
     mixed = planned(*one, "--precision", "mixed")
     assert mixed.moments[plan.LOSS].parameters == 2 * WHOLE + 2 * WHOLE  # float32 shards, bfloat16 gathered
     assert state(mixed) == state(planned(*one))
