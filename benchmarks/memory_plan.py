@@ -51,8 +51,7 @@ def cases(study: study_file.Study, folder: Path) -> list[tuple[str, str, str, li
         runs = {BASELINE: study_file.Run(strategy=BASELINE), **study.runs}
         for name, run in runs.items():
             flags = {**study.shared, **run.flags, "model_name": str(place)}
-            words = [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
-            found.append((model, name, run.strategy, words))
+            found.append((model, name, run.strategy, study_file.arguments_of(run.strategy, flags)))
     return found
 
 

@@ -26,22 +26,28 @@ def preload(folder: Path) -> dict[str, str]:
 
 
 def measure(cases: list[tuple[str, list[str]]], folder: Path) -> list[dict[str, int]]:
-    """The most bytes that any rank holds at each moment, of runs (strategy, flags) of two ranks."""
+    """The most bytes that any rank holds at each moment, of runs (strategy, flags)."""
+    from lockstep import config as config_module
+
     variables = preload(folder)
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
+    ranks = [config_module.parse_config(strategy, flags).num_workers for strategy, flags in cases]
     try:
         run_groups(
-            [(2, "allocated:steps", folder / str(number), list(case)) for number, case in enumerate(cases)],
+            [
+                (count, "allocated:steps", folder / str(number), list(case))
+                for number, (count, case) in enumerate(zip(ranks, cases, strict=True))
+            ],
             timeout=600,
         )
     finally:
         for name, value in before.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})
     found = []
-    for number in range(len(cases)):
+    for number, count in enumerate(ranks):
         by_rank = [json.loads(path.read_text()) for path in sorted((folder / str(number)).glob("rank?.json"))]
-        assert len(by_rank) == 2
+        assert len(by_rank) == count
         found.append({moment: max(one[moment] for one in by_rank) for moment in by_rank[0]})
     return found
 

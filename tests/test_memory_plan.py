@@ -67,6 +67,40 @@ def test_gathered_weights_stay_until_backward():
     assert accumulated[plan.LOSS].gradients == 4 * WHOLE
 
 
+def test_options_of_fsdp_by_hand():
+    """Of tiny-llama: what is gathered at the loss, and the shards."""
+    one = ("fsdp", "--tp_size", "1")
+    kept = planned(*one).moments[plan.LOSS]
+    resharded = planned(*one, "--reshard_after_forward", "true")
+    assert resharded.moments[plan.LOSS].parameters < kept.parameters
+    four = (*one, "--dp_size", "4")
+    assert state(planned(*four, "--dp_replicate", "2")) == state(planned(*one))
+    assert state(planned(*four)) != state(planned(*one)), "negative control: shards of four ranks"
+    whole = planned(*one, "--wrap", "model").moments[plan.LOSS]
+    assert whole.parameters == kept.parameters == 2 * WHOLE + 4 * WHOLE
+    few = ("--batch_size", "1", "--seq_length", "8")
+    layers, at_once = (planned(*one, *few, "--wrap", name).moments[plan.LOSS] for name in ("layer", "model"))
+    assert at_once.total > layers.total  # the flat buffer of the whole model
+    mixed = planned(*one, "--precision", "mixed")
+    assert mixed.moments[plan.LOSS].parameters == 2 * WHOLE + 2 * WHOLE  # float32 shards, bfloat16 gathered
+    assert state(mixed) == state(planned(*one))
+    every = ("--gradient_accumulation_steps", "2", "--gradient_sync", "every")
+    assert planned(*one, *every).moments[plan.LOSS].gradients == 2 * WHOLE
+
+
+def test_options_of_ddp_by_hand():
+    plain = planned("ddp")
+    twice = planned("ddp", "--gradient_as_bucket_view", "false")
+    assert state(twice) == (4 * WHOLE, 8 * WHOLE, 8 * WHOLE)
+    step = plain.moments[plan.UPDATE].temporary
+    for cap, last in (("25", WHOLE), ("0.5", WHOLE - 2048 * 64)):  # MiB; the head alone has half of one
+        compressed = planned("ddp", "--compress_gradients", "bf16", "--bucket_cap_mb", cap)
+        assert compressed.moments[plan.UPDATE].temporary - step == 2 * last
+    bf16, mixed = (planned("ddp", "--precision", name).moments[plan.LOSS] for name in ("bf16", "mixed"))
+    # but for the norms and the embedding, the bfloat16 copies of the weights are saved
+    assert mixed.activations - bf16.activations == pytest.approx(2 * (2048 * 64 + 2 * LAYER), rel=0.01)
+
+
 def test_zero_by_hand():
     """Beside the paper (arXiv 1910.02054, section 3.1): K = 12 bytes of state for each element, a share of them on each rank. Weights and
     gradients have four bytes here, not two, because they are float32."""
@@ -166,6 +200,7 @@ def test_seventy_billion_parameters_on_a_thousand_ranks(tmp_path, capsys):
         ("--strategy ddp --tp_size 2", "has no tensor parallelism"),
         ("--strategy fsdp --seq_length 8192", "has positions for 4096 tokens"),
         ("--strategy deepspeed --zero_stage 1 --offload_param cpu", "add --zero_stage 3"),
+        ("--strategy fsdp --cpu_offload", "what --cpu_offload keeps on a GPU is not known"),
         ("--strategy fsdp --colour blue", "unrecognized arguments"),
         ("--strategy mine.py:Mine", "what mine keeps in memory is not known"),
     ],

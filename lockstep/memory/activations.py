@@ -45,10 +45,13 @@ class Activations:
     top: int  # from there on
     bottom: int  # from the first layer's first gradient on
     tail: int  # backward of the embedding
+    layer: int = 0  # of `saved`, what one layer adds
 
 
-def of(config: "Config", architecture: dict) -> Activations:
-    """The activations of a rank: those of the model that is left when tp has cut it."""
+def of(config: "Config", architecture: dict, *, whole_layers: bool = False) -> Activations:
+    """The activations of a rank: those of the model that is left when tp has cut it. With `whole_layers` the gradients of a layer are
+    among them until its last one is there.
+    """
     rank = local_architecture(architecture, config.tp_size)
     layers = rank["num_hidden_layers"]
     two, three = (
@@ -59,11 +62,12 @@ def of(config: "Config", architecture: dict) -> Activations:
             config.batch_size,
             config.seq_length,
             config.tp_size,
+            whole_layers,
         )
         for count in (2, 3)
     )
     values = {key: value + (layers - 2) * (getattr(three, key) - value) for key, value in asdict(two).items()}
-    return Activations(**values)
+    return Activations(**{**values, "layer": three.saved - two.saved})
 
 
 def local_architecture(architecture: dict, tp_size: int) -> dict:
@@ -95,10 +99,16 @@ def _with_layers(architecture: dict, count: int) -> dict:
 
 @functools.lru_cache(maxsize=64)
 def _kept(
-    architecture: str, attn_impl: str, precision: str, batch_size: int, seq_length: int, tp_size: int
+    architecture: str,
+    attn_impl: str,
+    precision: str,
+    batch_size: int,
+    seq_length: int,
+    tp_size: int,
+    whole_layers: bool,
 ) -> Activations:
     """`measure`, or what an earlier process found: measuring imports torch and transformers, which takes seconds."""
-    asked = [architecture, attn_impl, precision, batch_size, seq_length, tp_size]
+    asked = [architecture, attn_impl, precision, batch_size, seq_length, tp_size, whole_layers]
     libraries = [importlib.metadata.version(name) for name in ("torch", "transformers")]
     key = json.dumps([asked, libraries, Path(__file__).read_text(encoding="utf-8")])
     name = hashlib.sha256(key.encode()).hexdigest()
@@ -109,16 +119,27 @@ def _kept(
             return Activations(**{field.name: content[field.name] for field in fields(Activations)})
     except (UserError, LookupError, TypeError):  # not there, or not what was written
         pass
-    found = measure(json.loads(architecture), attn_impl, precision, batch_size, seq_length, tp_size)
+    found = measure(
+        json.loads(architecture), attn_impl, precision, batch_size, seq_length, tp_size, whole_layers
+    )
     with contextlib.suppress(UserError):  # the next process measures again
         write_text(path, json.dumps({"of": name, **asdict(found)}))
     return found
 
 
 def measure(
-    architecture: dict, attn_impl: str, precision: str, batch_size: int, seq_length: int, tp_size: int
+    architecture: dict,
+    attn_impl: str,
+    precision: str,
+    batch_size: int,
+    seq_length: int,
+    tp_size: int,
+    whole_layers: bool = False,
 ) -> Activations:
-    """Run forward and backward of a model that tp has already cut, on fake tensors. Does not change the random state."""
+    """Run forward and backward of a model that tp has already cut, on fake tensors. Does not change the random state.
+
+    In `mixed` the copies of the weights in bfloat16 are activations, as `CastWeights` of ddp_strategy.py makes them.
+    """
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -131,13 +152,24 @@ def measure(
             _compute_loss_on_shards(model, group)
         ids = torch.zeros(batch_size, seq_length, dtype=torch.long)
         live = _live([*model.parameters(), *model.buffers(), ids])
-        with _one_sequence(), _phases(model, live), live:
+        with _one_sequence(), _phases(model, live, whole_layers), live:
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "autocast"):
-                loss = causal_lm_loss(model, ids, ids)
+                loss = causal_lm_loss(_cast(model) if precision == "mixed" else model, ids, ids)
             saved = live.bytes
             live.enter("head")
             loss.backward()
     return Activations(saved=saved, **live.peaks)
+
+
+def _cast(model: Any) -> Any:
+    """The model, to be called with its weights cast to bfloat16."""
+    import torch
+
+    def forward(**inputs: Any) -> Any:
+        cast = {name: weight.to(torch.bfloat16) for name, weight in model.named_parameters()}
+        return torch.func.functional_call(model, cast, (), inputs)
+
+    return forward
 
 
 @contextlib.contextmanager
@@ -226,17 +258,21 @@ def _live(uncounted: "list[torch.Tensor]") -> Any:
 
 
 @contextlib.contextmanager
-def _phases(model: Any, live: Any) -> Iterator[None]:
-    """Drop every gradient once it is whole, and tell from it how far backward has come."""
+def _phases(model: Any, live: Any, whole_layers: bool) -> Iterator[None]:
+    """Drop every gradient once it is whole, or once all of its layer are, and tell from it how far backward has come."""
     last = model.config.num_hidden_layers - 1
     layer_of = modules.names_in(model).layer_of
     left = {number: 0 for number in range(last + 1)}
+    done: dict[int, list[torch.Tensor]] = {}  # layer -> parameters whose gradients are kept
 
     def watch(name: str) -> Any:
         number = layer_of(name)
 
         def whole(parameter: "torch.Tensor") -> None:
-            parameter.grad = None
+            done.setdefault(number, []).append(parameter)
+            if number < 0 or not whole_layers or left[number] == 1:
+                for one in done.pop(number):
+                    one.grad = None
             if number == last:
                 live.enter("top")
             elif number == 0:

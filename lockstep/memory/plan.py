@@ -74,6 +74,7 @@ class Rank:
     activations: activations.Activations
     model: Shapes  # the whole model's, before tp cuts it
     tied: bool
+    architecture: dict = field(repr=False)
 
     @property
     def built(self) -> int:
@@ -151,8 +152,6 @@ def of(config: "Config", architecture: dict) -> Plan:
             f"what {config.row.label} keeps in memory is not known; give its class an attribute memory, such as "
             'memory = "lockstep.memory.torch_plans:replicated"'
         )
-    if config.precision == "mixed":
-        raise UserError("what --precision mixed keeps in memory is not known; choose another precision")
     rank = Rank(
         config,
         architecture["hidden_size"],
@@ -161,6 +160,7 @@ def of(config: "Config", architecture: dict) -> Plan:
         activations.of(config, architecture),
         parameter_shapes(architecture),
         architecture.get("tie_word_embeddings", False),
+        architecture,
     )
     return _with_average(strategies.load(config.row.memory)(rank), rank)
 

@@ -226,10 +226,7 @@ def plan_control(study: Study, flags: Flags, folder: Path) -> Planned:
 
 def plan_run(study: Study, name: str, run: Run, flags: Flags, folder: Path) -> Planned:
     """One run with all its flags, in a folder. Raises UserError if it could not be started."""
-    takes_none = {
-        action.dest for action in config_module.build_parser(run.strategy)._actions if action.nargs == 0
-    }
-    arguments = [word for flag, value in flags.items() for word in _words(flag, value, flag in takes_none)]
+    arguments = arguments_of(run.strategy, flags)
     is_base = any(other.against == name for other in study.runs.values())
     losses = str(folder / "losses" / name if is_base else folder / "losses")
     arguments += ["--loss_output_dir", losses, "--storage_path", losses]
@@ -247,6 +244,14 @@ def plan_run(study: Study, name: str, run: Run, flags: Flags, folder: Path) -> P
     inputs = preflight.load_inputs(config)
     preflight.check_environment(config, inputs.architecture)
     return Planned(name, run.differs, run.against, is_base, tuple(arguments), config, inputs)
+
+
+def arguments_of(strategy: str, flags: Flags) -> list[str]:
+    """Flags as words of a strategy's command line."""
+    takes_none = {
+        action.dest for action in config_module.build_parser(strategy)._actions if action.nargs == 0
+    }
+    return [word for flag, value in flags.items() for word in _words(flag, value, flag in takes_none)]
 
 
 def _words(flag: str, value: Value, takes_none: bool) -> list[str]:
