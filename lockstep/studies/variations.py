@@ -95,7 +95,7 @@ def one_by_one(vary: Vary, shared: Flags) -> list[Case]:
             if any(shared[key] not in allowed for key, allowed in needs.items() if key in shared):
                 continue
             needed = {key: allowed[0] for key, allowed in needs.items() if key not in shared}
-            without = {key: each for key, each in needed.items() if each != DEFAULT}
+            without: Choice = {key: each for key, each in needed.items() if each != DEFAULT}
             choice = {**without, option: value}
             neighbour = names.setdefault(_key(without), f"base-{len(cases):02}")
             cases.setdefault(neighbour, Case(neighbour, without))
