@@ -66,7 +66,9 @@ def test_every_pair_that_can_be_meets_and_no_other(name):
     factors = {**vary.shared, **{option: [DEFAULT, *values] for option, values in vary.options.items()}}
     rows = variations._in_pairs(vary)
     met = {
-        ((one, row[one]), (two, row[two])) for row in rows for one, two in itertools.combinations(factors, 2)
+        repr(((one, row[one]), (two, row[two])))  # a value may be a table
+        for row in rows
+        for one, two in itertools.combinations(factors, 2)
     }
     assert all(allowed(vary, row) for row in rows)
     missing = [
@@ -74,7 +76,7 @@ def test_every_pair_that_can_be_meets_and_no_other(name):
         for one, two in itertools.combinations(factors, 2)
         for a in ((one, value) for value in factors[one])
         for b in ((two, value) for value in factors[two])
-        if allowed(vary, dict((a, b))) and (a, b) not in met
+        if allowed(vary, dict((a, b))) and repr((a, b)) not in met
     ]
     # two options may need different values of a third: no run can have both
     assert all(needs_conflict(vary, dict(pair)) for pair in missing), missing
@@ -94,10 +96,11 @@ def test_one_by_one_every_value_has_a_neighbour_without_it(tmp_path, name):
     path = run_study.STUDIES / f"{name}_options.toml" if name else written(tmp_path)
     vary = study_file.read(path).vary
     met = set()
-    for group in variations.groups(vary):
-        cases = {case.name: case for case in group.cases}
-        assert len(cases) == len(group.cases)
-        for case in group.cases:
+    for shared in variations._alone(vary):
+        found = variations.one_by_one(vary, shared)
+        cases = {case.name: case for case in found}
+        assert len(cases) == len(found)
+        for case in found:
             if case.varied is not None:
                 without = dict(case.choice)
                 met.add(study_file.place_of(case.varied, without.pop(case.varied)))
