@@ -86,13 +86,13 @@ def sharded_by_transformers(model, **sizes: int):
     return sharded
 
 
-def deepspeed_engine(config: dict, parameters=None):
-    """A DeepSpeed engine around the tiny model with torch's AdamW, ZeRO-1 and micro batches of 2."""
+def deepspeed_engine(config: dict, parameters=None, model=None):
+    """A DeepSpeed engine around a model, the tiny one by default, with torch's AdamW, ZeRO-1 and micro batches of 2."""
     import deepspeed
     import torch
 
     deepspeed.init_distributed(dist_backend="gloo")
-    model = tiny_model()
+    model = model or tiny_model()
     whole = {
         "train_micro_batch_size_per_gpu": 2,
         "zero_optimization": {"stage": 1},

@@ -66,7 +66,9 @@ def test_every_pair_that_can_be_meets_and_no_other(name):
     factors = {**vary.shared, **{option: [DEFAULT, *values] for option, values in vary.options.items()}}
     rows = variations._in_pairs(vary)
     met = {
-        ((one, row[one]), (two, row[two])) for row in rows for one, two in itertools.combinations(factors, 2)
+        repr(((one, row[one]), (two, row[two])))  # a value may be a table
+        for row in rows
+        for one, two in itertools.combinations(factors, 2)
     }
     assert all(allowed(vary, row) for row in rows)
     missing = [
@@ -74,34 +76,76 @@ def test_every_pair_that_can_be_meets_and_no_other(name):
         for one, two in itertools.combinations(factors, 2)
         for a in ((one, value) for value in factors[one])
         for b in ((two, value) for value in factors[two])
-        if allowed(vary, dict((a, b))) and (a, b) not in met
+        if allowed(vary, dict((a, b))) and repr((a, b)) not in met
     ]
     # two options may need different values of a third: no run can have both
     assert all(needs_conflict(vary, dict(pair)) for pair in missing), missing
 
 
 def needs_conflict(vary, pair):
-    needed = [variations.needs_of(vary, option, value) for option, value in pair.items() if value != DEFAULT]
-    return any(
-        not set(map(str, one[other])) & set(map(str, two[other]))
-        for one, two in itertools.combinations(needed, 2)
-        for other in one.keys() & two.keys()
-    )
+    """Whether what two values need, and what that needs in turn, contradicts each other."""
+    possible = {option: {repr(value)} for option, value in pair.items()}
+    waiting = list(pair.items())
+    while waiting:
+        option, value = waiting.pop()
+        if value == DEFAULT or option in vary.shared:
+            continue
+        for other, values in variations.needs_of(vary, option, value).items():
+            narrowed = possible.get(other, {repr(each) for each in values}) & {repr(each) for each in values}
+            if len(values) == 1 and narrowed != possible.get(other):
+                waiting.append((other, values[0]))
+            possible[other] = narrowed
+    return not all(possible.values())
 
 
 @pytest.mark.parametrize("name", [None, "ddp", "deepspeed", "fsdp"])
 def test_one_by_one_every_value_has_a_neighbour_without_it(tmp_path, name):
     path = run_study.STUDIES / f"{name}_options.toml" if name else written(tmp_path)
-    vary, cases = study_file.read(path).vary, {}
-    for case in variations.one_by_one(vary):
-        assert case.name not in cases
-        cases[case.name] = case
-    for option, values in (*vary.options.items(), *vary.alone.items()):
-        for value in values:
-            (case,) = [c for c in cases.values() if c.varied == option and c.choice[option] == value]
-            without = dict(case.choice)
-            del without[option]
-            assert cases[case.neighbour].choice == without
+    vary = study_file.read(path).vary
+    met = set()
+    for shared in variations._alone(vary):
+        found = variations.one_by_one(vary, shared)
+        cases = {case.name: case for case in found}
+        assert len(cases) == len(found)
+        for case in found:
+            if case.varied is not None:
+                without = dict(case.choice)
+                met.add(study_file.place_of(case.varied, without.pop(case.varied)))
+                assert cases[case.neighbour].choice == without
+    varied = [*vary.options.items(), *vary.alone.items()]
+    assert met == {study_file.place_of(option, value) for option, values in varied for value in values}
+
+
+SHARED = """gradient_accumulation_steps = [2]
+optimizer = ["sgd", "adamw"]"""
+
+
+def test_alone_with_each_value_of_a_shared_flag(tmp_path):
+    """Each has a group and a column; an option that needs one of the values is tried with that one alone."""
+    text = VARIED.replace("gradient_accumulation_steps = [2]", SHARED)
+    text = text.replace("[vary.flags]", 'alone_with = "optimizer"\n[vary.flags]')
+    study = study_file.read(written(tmp_path, f'{text}fp16 = {{ optimizer = ["adamw"] }}\n'))
+    groups = {group.shared["optimizer"]: group for group in variations.groups(study.vary)}
+    varied = {name: [case.varied for case in group.cases] for name, group in groups.items()}
+    assert "fp16" in varied["adamw"] and "fp16" not in varied["sgd"]
+    assert all("zero_stage" in each and "gradient_allreduce_op" in each for each in varied.values())
+    rows = [
+        row
+        for group in groups.values()
+        for row in options_report.results(group, [], [], {case.name: group.name for case in group.cases})
+    ]
+    head, *lines = options_report.table(study, rows)
+    assert head[1:3] == ["alone, sgd", "alone, adamw"]
+    by_option = {line[0]: line[1:3] for line in lines}
+    assert by_option["zero_stage = 3"] == [options_report.REFUSED_BY_US] * 2
+    assert by_option["fp16 = true"] == ["", options_report.REFUSED_BY_US]
+
+
+def test_a_table_goes_into_the_file_as_it_is(tmp_path):
+    rule = {"layer_specs": [{"patterns": ["x"], "partition_type": "row"}]}
+    vary = study_file.read(written(tmp_path)).vary
+    run = variations.as_run(vary, variations.Case("x", {"tensor_parallel.partition_config": rule}))
+    assert json.loads(run.flags["deepspeed_config"]) == {"tensor_parallel": {"partition_config": rule}}
 
 
 def test_only_one_run_takes_its_neighbour_along(tmp_path, capsys):
@@ -163,6 +207,10 @@ def test_from_end_to_end(tmp_path, capsys):
             "line 31: zero_stage.7 is no",
         ),
         (("[vary.needs]\n", '[vary.differs]\nfp61 = "x"\n[vary.needs]\n'), "line 31: fp61 is no option"),
+        (
+            ("[vary.flags]\n", 'alone_with = "zero_stage"\n[vary.flags]\n'),
+            "line 15: zero_stage is no flag of",
+        ),
     ],
 )
 def test_what_is_said_of_an_option_that_is_not_varied_is_refused(tmp_path, change, message):

@@ -201,6 +201,13 @@ def test_a_users_file_is_filled_in(tmp_path):
         ({"bf16": {"enabled": True}}, "", "bf16.enabled is true, but --precision asks for false"),
         ({"fp16": {"enabled": True}}, "", "fp16.enabled is true, but Lockstep asks for false"),
         ({"managed_gradient_accumulation": False}, "", "is false, but Lockstep asks for true; leave it out"),
+        ({"data_types": {"grad_accum_dtype": "bf16"}}, "", 'is "bf16", but --precision asks for "fp32"'),
+        ({"zero_optimization": {"compute_grad_norm": False}}, "", "is false, but Lockstep asks for true"),
+        (
+            {"tensor_parallel": {"preset_model": "qwen3"}},
+            "",
+            '"qwen3" is no preset of DeepSpeed\'s, .* llama',
+        ),
         ({"scheduler": {"type": "WarmupLR"}}, "", "the learning rate is constant"),
         ({"zero_optimization": {"allgather_bucket_size": "auto"}}, "", "no flag gives it a value"),
         ({"zero_optimization": {"aio": {"block_size": 1}}}, "", "zero_optimization.aio: .* move it there"),

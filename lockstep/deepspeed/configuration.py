@@ -38,6 +38,7 @@ FLAGS = {
     "bf16.bf16_optimizer_states": "--precision",
     "torch_autocast.enabled": "--precision",
     "communication_data_type": "--precision",
+    "data_types.grad_accum_dtype": "--precision",
     "tensor_parallel.autotp_size": "--tp_size",
     "optimizer.type": "--optimizer",
     "optimizer.params.lr": "--learning_rate",
@@ -59,13 +60,16 @@ REFUSED = {  # place, and all below it -> why
 # DeepSpeed reads these, and no others, at the top level; it ignores what it does not know
 TOP_LEVEL = frozenset((
     "activation_checkpointing", "aio", "amp", "autotuning", "bf16", "checkpoint", "comms_logger", "communication_data_type",
-    "compile", "csv_monitor", "data_types", "dataloader_drop_last", "disable_allgather", "dump_state", "flops_profiler", "fp16",
+    "compile", "csv_monitor", "data_types", "dataloader_drop_last", "disable_allgather", "disable_python_gc", "dump_state",
+    "flops_profiler", "fp16",
     "gradient_accumulation_steps", "gradient_allreduce_op", "gradient_clipping", "gradient_predivide_factor", "log_level",
     "managed_gradient_accumulation", "memory_breakdown", "optimizer", "prescale_gradients", "scheduler",
-    "seq_parallel_communication_data_type", "steps_per_print", "tensor_parallel", "tensorboard", "torch_autocast",
+    "seq_parallel_communication_data_type", "steps_per_print", "tensor_parallel", "tensorboard", "timers", "torch_autocast",
     "train_batch_size", "train_micro_batch_size_per_gpu", "wall_clock_breakdown", "wandb", "zero_allow_untested_optimizer",
     "zero_force_ds_cpu_optimizer", "zero_optimization",
 ))  # fmt: skip
+# It ignores the name of a preset that it does not have, too (docs/findings.md).
+PRESETS = frozenset(("bloom", "chatglm", "deepseek_v2", "llama", "mixtral", "phi3", "qwen2"))
 # The files under studies/deepspeed: each is a stage and where things are kept; the flags fill in the rest.
 SHIPPED = {
     "zero1": {"stage": 1},
@@ -147,6 +151,10 @@ def resolved(config: Config, hidden_size: int) -> dict[str, Any]:
         for refused, why in REFUSED.items():
             if place[: len(refused)] == refused:
                 raise UserError(f"{file}: {'.'.join(refused)}: {why}")
+        if place == ("tensor_parallel", "preset_model") and str(value).lower() not in PRESETS:
+            raise UserError(
+                f"{file}: {name} {json.dumps(value)} is no preset of DeepSpeed's, which would ignore it; choose from {', '.join(sorted(PRESETS))}"
+            )
         if place in OWN_CHOICE and isinstance(value, bool):
             _set(ours, place, value)
         elif place in known:
@@ -188,7 +196,10 @@ def _derived(config: Config) -> dict[str, Any]:
         "gradient_clipping": config.max_grad_norm,
         "fp16": {"enabled": False},
         "managed_gradient_accumulation": True,  # otherwise step() reduces the gradients, too late to read them before
+        "data_types": {"grad_accum_dtype": "bf16" if config.precision == "bf16" else "fp32"},
         "zero_optimization": {
+            "compute_grad_norm": True,  # histories have the norm
+            "legacy_stage1": False,  # DeepSpeed has it no more
             "offload_optimizer": {"device": own.offload_optimizer},
             "offload_param": {"device": own.offload_param},
         },

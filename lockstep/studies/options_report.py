@@ -14,7 +14,8 @@ from lockstep.training import history
 
 REFUSED_BY_US, REFUSED_BY_LIBRARY = "refused by Lockstep", "refused by the library"
 REFUSALS = (REFUSED_BY_US, REFUSED_BY_LIBRARY)
-HEAD = ["option", "alone", "other bits or collectives than without it", "passes in pairs"]
+NOT_SEEN = "no: not seen to act"
+OTHER, IN_PAIRS = "other bits or collectives than without it", "passes in pairs"
 
 
 def results(
@@ -33,6 +34,7 @@ def results(
         rows.append(
             {
                 "group": group.name,
+                "shared": group.shared,
                 "case": case.name,
                 "options": case.choice,
                 "varied": case.varied,
@@ -72,28 +74,38 @@ def _other(case: Case, runs: dict[str, Planned]) -> list[str] | None:
 
 
 def table(study: Study, rows: list[dict[str, Any]]) -> list[list[str]]:
-    lines = [HEAD]
+    """A line for each value of each option; the outcome alone has a column for each value of `alone_with`."""
     vary = study.vary
-    for option, values in (*vary.options.items(), *vary.alone.items()) if vary else ():
+    if vary is None:
+        return []
+    flag = vary.alone_with
+    alone_with = vary.shared[flag] if flag else [None]
+    lines = [["option", *(f"alone, {value}" if flag else "alone" for value in alone_with), OTHER, IN_PAIRS]]
+    for option, values in (*vary.options.items(), *vary.alone.items()):
         for value in values:
             with_it = [row for row in rows if row["options"].get(option, ...) == value]
             alone = [row for row in with_it if row["varied"] == option]
+            outcomes = {row["shared"].get(flag): row["outcome"] for row in alone}
             pairs = [row for row in with_it if row["case"].startswith("pairs-")]
             passed = sum(row["outcome"] == PASS for row in pairs)
-            other = alone[0]["other"] if alone else None
-            acts = "" if other is None else ", ".join(other) or "no: not seen to act"
             refused = sum(row["outcome"] in REFUSALS for row in pairs)
+            in_pairs = f"{passed} of {len(pairs)}" + (f", {refused} refused" if refused else "")
             lines.append(
                 [
                     f"{option} = {json.dumps(value)}",
-                    alone[0]["outcome"] if alone else "",
-                    acts,
-                    f"{passed} of {len(pairs)}" + (f", {refused} refused" if refused else "")
-                    if pairs
-                    else "",
+                    *(outcomes.get(each, "") for each in alone_with),
+                    _acts(alone),
+                    in_pairs if pairs else "",
                 ]
             )
     return lines
+
+
+def _acts(alone: list[dict[str, Any]]) -> str:
+    """In what any of the runs with an option alone differs from that without it."""
+    known = [row["other"] for row in alone if row["other"] is not None]
+    differ = [what for what in ("bits", "collectives") if any(what in other for other in known)]
+    return (", ".join(differ) or NOT_SEEN) if known else ""
 
 
 def good(rows: list[dict[str, Any]]) -> bool:

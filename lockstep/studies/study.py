@@ -31,7 +31,7 @@ import re
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field
 
@@ -55,6 +55,8 @@ Flag = Annotated[str, Field(pattern=r"^[a-z_]{1,40}$")]
 Flags = dict[Flag, Value]
 Option = Annotated[str, Field(pattern=r"^[a-z0-9_]{1,60}(\.[a-z0-9_]{1,60})*$")]
 Values = Annotated[list[Value], Field(min_length=1, max_length=20)]
+Varied = Value | dict[str, Any]  # of an option; a table goes into the library's file as it is
+VariedValues = Annotated[list[Varied], Field(min_length=1, max_length=20)]
 DEFAULT = "default"  # among the values of an option: it is left out
 
 
@@ -77,8 +79,9 @@ class Vary(Strict):
     strategy: Name
     flags: Flags = {}  # of all runs but the control
     shared: dict[Flag, Values] = {}
-    options: Annotated[dict[Option, Values], Field(min_length=1)]
-    alone: dict[Option, Values] = {}  # options that are varied one by one only
+    alone_with: Flag | None = None  # a shared flag: one by one with each of its values
+    options: Annotated[dict[Option, VariedValues], Field(min_length=1)]
+    alone: dict[Option, VariedValues] = {}  # options that are varied one by one only
     needs: dict[Option, dict[Option, Values]] = {}  # of an option, or of one value of it (`place_of`)
     differs: dict[Option, Name] = {}  # options that change numbers by design, and how: measured, not judged
 
@@ -147,9 +150,12 @@ def _require_varied(vary: Vary, text: str, path: Path) -> None:
         for stranger in sorted(names - _named(vary)):
             line = line_of(text, f"vary.{table}", stranger)
             raise UserError(f"{path}, line {line}: {stranger} is no option that is varied; {REMEDY}")
+    if vary.alone_with is not None and vary.alone_with not in vary.shared:
+        line = line_of(text, "vary", "alone_with")
+        raise UserError(f"{path}, line {line}: {vary.alone_with} is no flag of [vary.shared]; {REMEDY}")
 
 
-def place_of(option: str, value: Value) -> str:
+def place_of(option: str, value: Varied) -> str:
     """OPTION.VALUE, as [vary.needs] names one value of an option."""
     return f"{option}.{str(value).lower() if isinstance(value, bool) else value}"
 

@@ -2,12 +2,14 @@
 
 [vary]
 strategy = "NAME"
+alone_with = "optimizer"                    # one by one with each value of this shared flag; without it with the first of all
 
 [vary.flags]                                # of all runs but the control
 tp_size = 1
 
 [vary.shared]                               # flags of the control, too: each combination that occurs has a control of its own
 gradient_accumulation_steps = [1, 2, 3]
+optimizer = ["sgd", "adamw"]
 
 [vary.options]                              # flags of the strategy, or places in its library's file; beside the values, the default
 zero_stage = [0, 2, 3]
@@ -19,6 +21,7 @@ zero_stage = [0, 2, 3]
 [vary.needs]                                # what an option needs to mean anything; "default" is the option left out
 "zero_optimization.overlap_comm" = { zero_stage = [2, 3, "default"] }
 "zero_stage.3" = { tp_size = ["default"] }  # of one value alone
+"tensor_parallel.preset_model.qwen2" = { model_name = ["tiny-qwen2"] }  # a shared flag
 
 [vary.differs]                              # options that change numbers by design: their runs are measured, not judged
 "data_types.grad_accum_dtype" = "gradients are added in bfloat16"
@@ -34,9 +37,9 @@ from lockstep.config import build_parser
 from lockstep.errors import UserError
 from lockstep.strategies import Row, row_of
 from lockstep.studies import study as study_file
-from lockstep.studies.study import DEFAULT, Flags, Planned, Run, Study, Value, Vary
+from lockstep.studies.study import DEFAULT, Flags, Planned, Run, Study, Value, Varied, Vary
 
-Choice = dict[str, Value]  # option -> value; one that is left out has its default
+Choice = dict[str, Varied]  # option -> value; one that is left out has its default
 
 
 @dataclass(frozen=True)
@@ -59,9 +62,8 @@ class Group:
 
 
 def groups(vary: Vary) -> list[Group]:
-    """One by one with the first of the shared values; then in pairs with all. Raises UserError without the package covertable."""
-    first = {flag: values[0] for flag, values in vary.shared.items()}
-    found = {_name(first): Group(_name(first), first, one_by_one(vary))}
+    """One by one, then in pairs with all shared values. Raises UserError without the package covertable."""
+    found = {_name(shared): Group(_name(shared), shared, one_by_one(vary, shared)) for shared in _alone(vary)}
     for number, row in enumerate(_in_pairs(vary)):
         shared = {flag: row[flag] for flag in vary.shared}
         choice = {
@@ -93,14 +95,25 @@ def _name(shared: Flags) -> str:
     return ",".join(f"{value}" for value in shared.values()) or "all"
 
 
-def one_by_one(vary: Vary) -> list[Case]:
-    """The default, and each value of each option, with what the option needs and nothing else."""
+def _alone(vary: Vary) -> list[Flags]:
+    """The shared flags of the runs one by one: the first values, and `alone_with` has each of its own."""
+    first = {flag: values[0] for flag, values in vary.shared.items()}
+    if vary.alone_with is None:
+        return [first]
+    return [{**first, vary.alone_with: value} for value in vary.shared[vary.alone_with]]
+
+
+def one_by_one(vary: Vary, shared: Flags) -> list[Case]:
+    """The default, and each value of each option, with what the option needs and nothing else; not where `shared` is not what it needs."""
     cases = {"default": Case("default", {})}
     names = {_key({}): "default"}
     for option, values in (*vary.options.items(), *vary.alone.items()):
         for value in values:
-            needed = {key: allowed[0] for key, allowed in needs_of(vary, option, value).items()}
-            without = {key: each for key, each in needed.items() if each != DEFAULT}
+            needs = needs_of(vary, option, value)
+            if any(shared[key] not in allowed for key, allowed in needs.items() if key in shared):
+                continue
+            needed = {key: allowed[0] for key, allowed in needs.items() if key not in shared}
+            without: Choice = {key: each for key, each in needed.items() if each != DEFAULT}
             choice = {**without, option: value}
             neighbour = names.setdefault(_key(without), f"base-{len(cases):02}")
             cases.setdefault(neighbour, Case(neighbour, without))
@@ -109,8 +122,8 @@ def one_by_one(vary: Vary) -> list[Case]:
     return list(cases.values())
 
 
-def needs_of(vary: Vary, option: str, value: Value) -> dict[str, list[Value]]:
-    """Other option -> the values of it that this value of an option needs."""
+def needs_of(vary: Vary, option: str, value: Varied) -> dict[str, list[Value]]:
+    """Other option, or shared flag -> the values of it that this value of an option needs."""
     return {**vary.needs.get(option, {}), **vary.needs.get(study_file.place_of(option, value), {})}
 
 
