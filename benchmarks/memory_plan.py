@@ -1,6 +1,6 @@
 """The memory plan against what torch's CPU allocator really holds, in real runs of two ranks.
 
-    PYTHONPATH=.:tests python benchmarks/memory_plan.py --output results/memory_plan.json      about eight minutes on two cores
+    PYTHONPATH=.:tests python benchmarks/memory_plan.py --output results/memory_plan.json      about fifteen minutes on two cores
     PYTHONPATH=.:tests python benchmarks/memory_plan.py --runs ddp stage1 --output results/memory_plan.json      replaces their rows
 
 The runs are those of studies/memory.toml, with a widened tiny model whose tensors dominate, tied and not. A row fails if the peak of the plan is
