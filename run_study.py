@@ -18,6 +18,7 @@ import argparse
 import json
 import shlex
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from lockstep import files, startup
@@ -163,9 +164,13 @@ def run(study: Study, planned: list[Planned], place: Path, command: str) -> int:
     from lockstep.studies import report, training
 
     print(f"{printable(study.title)}: {len(planned)} runs -> {printable(place)}", flush=True)
-    failed = training.train(planned, place, apart=study.memory, note=lambda line: print(line, flush=True))
-    if study.tensors:
-        training.reference(planned, place)
+    with ThreadPoolExecutor(
+        1
+    ) as aside:  # while one core imports for the first ranks, the other does for the report
+        aside.submit(report.prepare, planned[0])
+        failed = training.train(planned, place, apart=study.memory, note=lambda line: print(line, flush=True))
+        if study.tensors:
+            training.reference(planned, place)
     found = report.rows(study, planned, failed, place)
     report.write(study, planned, found, place, command)
     print(f"\n{report.text(report.table(study, found))}\n")

@@ -90,7 +90,7 @@ ROWS = {
             sharding="lockstep.training.ddp_options:expected",
             contract="lockstep.training.ddp_options:contract",
             requires="lockstep.training.ddp_options:require",
-            memory="lockstep.memory.torch_plans:replicated",
+            memory="lockstep.memory.replicated:plan",
         ),
         Row(
             name="deepspeed",
@@ -125,7 +125,7 @@ ROWS = {
             options="lockstep.training.fsdp_options:Options",
             sharding="lockstep.training.fsdp_options:expected",
             requires="lockstep.training.fsdp_options:require",
-            memory="lockstep.memory.torch_plans:sharded",
+            memory="lockstep.memory.sharded:plan",
         ),
     )
 }

@@ -215,7 +215,7 @@ def test_usage_errors(tmp_path, monkeypatch, capsys, arguments, message):
 
 def test_a_strategy_of_ones_own_may_name_a_plan(tmp_path, capsys):
     own_strategy(
-        tmp_path / "mine.py", name="Mine", then='\nMine.memory = "lockstep.memory.torch_plans:replicated"\n'
+        tmp_path / "mine.py", name="Mine", then='\nMine.memory = "lockstep.memory.replicated:plan"\n'
     )
     assert program.main(["--strategy", f"{tmp_path}/mine.py:Mine"]) == 0
     assert "GPU memory of a rank" in capsys.readouterr().out

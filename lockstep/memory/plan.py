@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 PARTS = ("parameters", "gradients", "optimizer", "activations", "temporary")
 START, LOSS, END_OF_BACKWARD, UPDATE = "start", "loss", "end of backward", "update"
 Shapes = dict[str, tuple[int, ...]]
-FLOAT32, FLOAT64 = 4, 8  # bytes
+BFLOAT16, FLOAT32, FLOAT64 = 2, 4, 8  # bytes
 LEFT_OUT = (
     "left out: waste of the allocator, the CUDA context, buffers of NCCL and gloo, Python and its libraries"
 )
@@ -150,7 +150,7 @@ def of(config: "Config", architecture: dict) -> Plan:
     if not config.row.memory:
         raise UserError(
             f"what {config.row.label} keeps in memory is not known; give its class an attribute memory, such as "
-            'memory = "lockstep.memory.torch_plans:replicated"'
+            'memory = "lockstep.memory.replicated:plan"'
         )
     rank = Rank(
         config,

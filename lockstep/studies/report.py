@@ -39,6 +39,17 @@ def rows(study: Study, planned: list[Planned], failed: dict[str, str], place: Pa
     )
 
 
+def prepare(run: Planned) -> None:
+    """Import what the report needs, which takes seconds. What goes wrong here goes wrong in `rows` and `write` again."""
+    import matplotlib.pyplot  # noqa: F401
+
+    if run.config.capture_dir is not None:
+        from lockstep.tensors import comparison  # noqa: F401
+        from lockstep.tensors.layout import layout_of
+
+        layout_of(run.inputs.architecture, run.config.attn_impl)
+
+
 def _base(run: Planned) -> tuple[History, curves.Tolerance]:
     """What other runs are judged by: its history, and the tolerance that its control run shows."""
     baseline = history.read(run.config.history_path)
