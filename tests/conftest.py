@@ -1,6 +1,9 @@
 import signal
 
+import preloaded
 import pytest
+
+from lockstep.running import jobs, processes
 
 SLOW = [
     "test_one_command",
@@ -13,6 +16,26 @@ SLOW = [
 ]
 # A suite that was started in the background has inherited an ignored Ctrl-C, and the programs that it starts would, too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+_start = processes.start
+
+
+def _start_preloaded(command, **options):
+    if command[1:3] == ["-m", jobs.NAME]:
+        return preloaded.server().start_command(command, **options)
+    return _start(command, **options)
+
+
+processes.start = _start_preloaded  # see preloaded.py
+
+
+@pytest.fixture(scope="module")
+def from_nothing():
+    """The ranks of this file's tests are started as a user's are: by a program that has imported nothing."""
+    processes.start = _start
+    yield
+    processes.start = _start_preloaded
 
 
 def pytest_addoption(parser):

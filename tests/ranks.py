@@ -14,6 +14,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import preloaded
+
 ROOT = Path(__file__).parents[1]
 CAPTURED = [
     "--batch_size",
@@ -48,27 +50,16 @@ def run_groups(groups: list[tuple], *, timeout: float = 240) -> str:
         (folder / "argument.json").write_text(json.dumps(argument))
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     environment = {key: value for key, value in os.environ.items() if key not in names}
-    environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]), "OMP_NUM_THREADS": "1"}
+    environment |= {"OMP_NUM_THREADS": "1"}
     log_path = groups[0][2] / "log.txt"
-    with open(log_path, "w") as log:
-        process = subprocess.Popen(
-            [
-                sys.executable,
-                __file__,
-                json.dumps([[size, target, str(folder)] for size, target, folder, _ in groups]),
-            ],
-            env=environment,
-            cwd=ROOT,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-        try:
-            status = process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            status = "a time limit"
+    log_path.write_text("")
+    told = json.dumps([[size, target, str(folder)] for size, target, folder, _ in groups])
+    process = preloaded.server().start("ranks", [told], str(log_path), environment)
+    try:
+        status = process.wait(timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        status = "a time limit"
     logs = {"start": log_path}
     for world_size, _, folder, _ in groups:
         logs |= {
@@ -114,16 +105,9 @@ def rank(target: str, folder: Path, alone: bool, listener: socket.socket) -> int
 
 
 def main() -> int:
-    import transformers.models.qwen2.modeling_qwen2  # noqa: F401
-
-    from lockstep.running import jobs, ranks
-    from lockstep.strategies import ROWS
+    from lockstep.running import ranks
 
     groups = json.loads(sys.argv[1])
-    arguments = [(Path(folder) / "argument.json").read_text() for _, _, folder in groups]
-    for row in ROWS.values():
-        if any(f'"{row.name}"' in argument for argument in arguments):
-            jobs.preload_strategy(row)
     for world_size, target, name in groups:
         importlib.import_module(target.split(":")[0])
         body = functools.partial(rank, target, Path(name), world_size == 0)

@@ -17,7 +17,7 @@ from lockstep.training import history
 @pytest.mark.parametrize("moment", ["imports", "Ray starts", "workers start", "training"])
 def test_an_interrupt_is_one_line(run, tmp_path, moment):
     """And the steps so far are kept."""
-    one = run("--debug_steps", "100000")
+    one = run("--debug_steps", "100000", "--dp_size", "1" if moment == "training" else "2")
     if moment == "training":
         one.wait_for_step(5)
     elif moment == "workers start":

@@ -13,6 +13,8 @@ from ranks import ROOT
 from lockstep.errors import TrainingFailure, UserError
 from lockstep.running import jobs, processes
 
+pytestmark = pytest.mark.usefixtures("from_nothing")
+
 
 @pytest.mark.parametrize(
     "log, status, why",

@@ -169,33 +169,29 @@ def test_a_failed_run_loses_no_other_and_finished_ones_are_kept(tmp_path, capsys
 
 
 def test_an_interrupted_study_ends_with_the_same_numbers(tmp_path, capsys):
-    """Ctrl-C while the last run trains. --resume keeps what is finished and trains that run again: every loss, gradient norm and final weight
-    is the same, bit for bit."""
+    """Two runs are the same. Ctrl-C comes while the second trains. --resume keeps the first and trains the second again: every loss, gradient
+    norm and final weight is the first one's, bit for bit."""
+    twice = '\n[runs.again]\nstrategy = "fsdp"\ntp_size = 1\n'
     steps = SMALL.replace("tensors = 1", "tensors = 0").replace("debug_steps = 3", "debug_steps = 60")
-    path = written(tmp_path, steps)
-    cut = tmp_path / "cut"
-    command = [sys.executable, ROOT / "run_study.py", path, "--output_dir", cut]
+    path, out = written(tmp_path, steps + twice), tmp_path / "out"
+    command = [sys.executable, ROOT / "run_study.py", path, "--output_dir", out]
     study = subprocess.Popen(
         command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    history_of = {folder: folder / "losses" / "loss_sharded.json" for folder in (cut, tmp_path / "whole")}
-    end = time.monotonic() + 120
-    while not history_of[cut].exists():
+    first, again = (out / "losses" / f"loss_{name}.json" for name in ("sharded", "again"))
+    end = time.monotonic() + 200
+    while not again.exists():
         assert study.poll() is None and time.monotonic() < end, study.communicate()
-        time.sleep(0.05)
+        time.sleep(0.02)
     os.kill(study.pid, signal.SIGINT)
     _, err = study.communicate(timeout=60)
-    assert (study.returncode, err) == (
-        130,
-        "run_study.py: interrupted; --resume keeps the finished runs and goes on\n",
-    )
-    assert json.loads(history_of[cut].read_text())["ended"] != "finished"
-    assert run_study.main([str(path), "--output_dir", str(cut), "--resume"]) == 0, capsys.readouterr().err
-    assert run_study.main([str(path), "--output_dir", str(tmp_path / "whole")]) == 0, capsys.readouterr().err
-    for name in ("loss_ddp.json", "loss_control.json", "loss_sharded.json"):
-        once, twice = (
-            json.loads((folder / "losses" / name).read_text()) for folder in (cut, tmp_path / "whole")
-        )
-        assert len(once["steps"]) == 60 and once["weights"] == twice["weights"]
-        for key in ("loss", "grad_norm"):
-            assert [step[key] for step in once["steps"]] == [step[key] for step in twice["steps"]]
+    assert study.returncode == 130
+    assert err == "run_study.py: interrupted; --resume keeps the finished runs and goes on\n"
+    kept = first.read_bytes()
+    assert json.loads(again.read_text())["ended"] != "finished"
+    assert run_study.main([str(path), "--output_dir", str(out), "--resume"]) == 0, capsys.readouterr().err
+    assert first.read_bytes() == kept
+    one, other = (json.loads(each.read_text()) for each in (first, again))
+    assert len(one["steps"]) == 60 and one["weights"] == other["weights"]
+    for key in ("loss", "grad_norm"):
+        assert [step[key] for step in one["steps"]] == [step[key] for step in other["steps"]]
