@@ -11,13 +11,14 @@ import os
 import subprocess
 from pathlib import Path
 
+import preloaded
 from ranks import run_groups
 
 LIBRARY = "LOCKSTEP_ALLOCATOR"  # names the preloaded library to the ranks
 STEPS = 3  # the optimizer has no state before the first update
 
 
-def preload(folder: Path) -> dict[str, str]:
+def build(folder: Path) -> dict[str, str]:
     """Build the library in a folder; the environment of ranks that are to be counted."""
     library = folder / "allocator.so"
     source = Path(__file__).with_name("allocator.c")
@@ -29,21 +30,13 @@ def measure(cases: list[tuple[str, list[str]]], folder: Path) -> list[dict[str, 
     """The most bytes that any rank holds at each moment, of runs (strategy, flags)."""
     from lockstep import config as config_module
 
-    variables = preload(folder)
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
+    server = preloaded.Server(build(folder))
     ranks = [config_module.parse_config(strategy, flags).num_workers for strategy, flags in cases]
-    try:
-        run_groups(
-            [
-                (count, "allocated:steps", folder / str(number), list(case))
-                for number, (count, case) in enumerate(zip(ranks, cases, strict=True))
-            ],
-            timeout=600,
-        )
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
+    groups = [
+        (count, "allocated:steps", folder / str(number), list(case))
+        for number, (count, case) in enumerate(zip(ranks, cases, strict=True))
+    ]
+    run_groups(groups, timeout=600, server=server)
     found = []
     for number, count in enumerate(ranks):
         by_rank = [json.loads(path.read_text()) for path in sorted((folder / str(number)).glob("rank?.json"))]

@@ -39,7 +39,7 @@ def from_nothing():
 
 
 def pytest_addoption(parser):
-    parser.addoption("--all", action="store_true", help="all the bugs of test_foreign_bugs.py, not a sample")
+    parser.addoption("--all", action="store_true", help="also what takes long: see run_tests.sh")
 
 
 @pytest.fixture(scope="session")

@@ -45,12 +45,14 @@ class Forked:
 
 
 class Server:
-    def __init__(self):
+    def __init__(self, environment: dict[str, str] | None = None):
+        """`environment`: variables that the server has, and all that it starts."""
+        self._environment = environment or {}
         self._folder = tempfile.TemporaryDirectory()
         paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
         self._process = subprocess.Popen(
             [sys.executable, __file__, self._folder.name],
-            env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **self._environment},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -63,7 +65,7 @@ class Server:
             "module": module,
             "arguments": arguments,
             "log": log,
-            "env": env,
+            "env": {**env, **self._environment},
             "folder": os.getcwd(),
         }
         print(json.dumps(asked), file=self._process.stdin, flush=True)

@@ -40,10 +40,10 @@ def run_ranks(world_size: int, target: str, folder: Path, argument=None, *, time
     return run_groups([(world_size, target, folder, argument)], timeout=timeout)
 
 
-def run_groups(groups: list[tuple], *, timeout: float = 240) -> str:
+def run_groups(groups: list[tuple], *, timeout: float = 240, server: preloaded.Server | None = None) -> str:
     """`run_ranks` of (number of ranks, or 0 outside any launcher; target; folder; argument), one after the other.
 
-    All are forked from one process, which imports torch and the rest once. The function's folders must differ.
+    All are forked from one process, which has imported torch and the rest: preloaded.py. The functions' folders must differ.
     """
     for _, _, folder, argument in groups:
         folder.mkdir(parents=True, exist_ok=True)
@@ -54,7 +54,8 @@ def run_groups(groups: list[tuple], *, timeout: float = 240) -> str:
     log_path = groups[0][2] / "log.txt"
     log_path.write_text("")
     told = json.dumps([[size, target, str(folder)] for size, target, folder, _ in groups])
-    process = preloaded.server().start("ranks", [told], str(log_path), environment)
+    server = server or preloaded.server()
+    process = server.start("ranks", [told], str(log_path), environment)
     try:
         status = process.wait(timeout)
     except subprocess.TimeoutExpired:

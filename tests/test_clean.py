@@ -5,7 +5,6 @@ import pytest
 
 CASES = [
     ("tiny-mistral", "fp32", 2, 2),
-    ("tiny-qwen2-4kv", "fp32", 1, 4),
     ("tiny-gpt2", "autocast", 2, 1, "--gradient_accumulation_steps", "2"),
     ("tiny-llama", "fp32", 1, 2, "--optimizer", "sgd", "--max_grad_norm", "0", "--weight_decay", "0"),
     (
