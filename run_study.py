@@ -152,7 +152,8 @@ def run_groups(study: Study, vary: Vary, groups: list[Group], place: Path, comma
         training.reference([run for run in planned if run.name not in failed], folder)
         found = report.rows(study, planned, failed, folder)
         rows += options_report.results(group, planned, found, refused)
-        options_report.write(study, rows, place, command)  # what is known so far
+        machine = report.provenance(planned[0])
+        options_report.write(study, rows, place, command, machine)  # what is known so far
     print(f"\n{report.text(options_report.table(study, rows))}\n")
     print(f"Report  {printable(place / 'report.md')}")
     passed = options_report.good(rows)

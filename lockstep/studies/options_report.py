@@ -7,7 +7,7 @@ from typing import Any
 from lockstep.errors import LIBRARY_REFUSES, printable
 from lockstep.files import write_text
 from lockstep.losses.curves import PASS
-from lockstep.studies.report import DID_NOT_RUN, MEASURED
+from lockstep.studies.report import DID_NOT_RUN, MEASURED, made_by
 from lockstep.studies.study import Planned, Study
 from lockstep.studies.variations import Case, Group
 from lockstep.training import history
@@ -112,16 +112,22 @@ def good(rows: list[dict[str, Any]]) -> bool:
     return all(row["outcome"] in (PASS, MEASURED, *REFUSALS) for row in rows)
 
 
-def write(study: Study, rows: list[dict[str, Any]], place: Path, command: str) -> None:
-    """report.md and report.json in the folder of the study."""
-    content = {"title": study.title, "command": command, "good": good(rows), "runs": rows}
+def write(
+    study: Study, rows: list[dict[str, Any]], place: Path, command: str, machine: dict[str, Any]
+) -> None:
+    """report.md and report.json in the folder of the study; `machine` is the provenance."""
+    content = {"title": study.title, "command": command, **machine, "good": good(rows), "runs": rows}
     write_text(place / "report.json", json.dumps(content, indent=1) + "\n")
     head, *lines = table(study, rows)
-    parts = [f"# {study.title}", "", study.about.strip(), "", f"Made by `{printable(command, 400)}`.", ""]
+    parts = [f"# {study.title}", "", study.about.strip(), "", made_by(command, machine), ""]
     parts += [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     parts += [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines]
     others = [row for row in rows if row["outcome"] != PASS]
-    parts += ["", f"{len(rows)} runs. {len(rows) - len(others)} pass. The others:", ""]
+    parts += [
+        "",
+        f"{len(rows)} runs. {len(rows) - len(others)} pass." + (" The others:" if others else ""),
+        "",
+    ]
     parts += [
         f"- {row['group']}, {json.dumps(row['options'])}: {row['outcome']}: {printable(row['why'], 400)}"
         for row in others

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 MEASURED, DID_NOT_RUN, REFUSED = "measured", "DID NOT RUN", "NOT COMPARABLE"
 MEMORY = (
-    "On CPUs the peak memory is that of the process, with Python and its libraries (about 0.5 GiB); predicted are the tensors alone, with "
+    "On CPUs the peak memory is that of the process, with Python and its libraries (0.3 GiB and more); predicted are the tensors alone, with "
     "buffers that were allocated and never written, which are not resident (docs/memory.md)."
 )
 WARM_UP = 3  # steps that are left out of times, if there are more
@@ -286,16 +286,32 @@ def text(lines: list[list[str]]) -> str:
     )
 
 
+def provenance(control: Planned) -> dict[str, Any]:
+    """What the control's history records of libraries and machine."""
+    run = history.read(control.config.history_path).run
+    return {"versions": run["versions"], "origin": run["origin"]}
+
+
+def made_by(command: str, machine: dict[str, Any]) -> str:
+    origin = machine["origin"]
+    libraries = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    return (
+        f"Made by `{printable(command, 400)}`, commit {printable(origin['commit'])}, on {origin['cores']} cores of "
+        f"{printable(origin['cpu'])}, with {printable(libraries, 400)}."
+    )
+
+
 def write(
     study: Study, planned: list[Planned], found: list[dict[str, Any]], place: Path, command: str
 ) -> None:
     """report.md, report.json and losses.png in the folder of the study."""
-    content = {"title": study.title, "command": command, "good": good(found), "runs": found}
+    machine = provenance(planned[0])
+    content = {"title": study.title, "command": command, **machine, "good": good(found), "runs": found}
     write_text(place / "report.json", json.dumps(content, indent=1) + "\n")
     head, *lines = table(study, found)
     parts = [f"# {study.title}", "", *([study.about.strip(), ""] if study.about else [])]
     parts += [
-        f"Made by `{printable(command, 400)}`.",
+        made_by(command, machine),
         "",
         f"| {' | '.join(head)} |",
         f"|{'---|' * len(head)}",
