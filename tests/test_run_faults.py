@@ -18,6 +18,7 @@ SAMPLE = [
     "no_dp_reduction",
     "tp_peers_read_different_samples",
     "row_parallel_sum_dropped",
+    "gradients_reduced_in_bfloat16",
     "norm_gradients_times_tp",
     "summed_instead_of_averaged",
 ]
@@ -41,7 +42,7 @@ def fp32(tmp_path_factory):
 
 def test_every_fault_is_caught_placed_and_named(fp32):
     status, rows = fp32
-    assert status == 0 and len(rows) == 9
+    assert status == 0 and len(rows) == 11
     assert [
         (row["fault"], row["first"], row["causes"])
         for row in rows

@@ -1,6 +1,5 @@
 """Handles of strategies in plain torch: DDP and FSDP2 modules, plain tensors and DTensors."""
 
-import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -192,10 +191,12 @@ class FSDPHandles(TorchHandles):
     def reduce_in_bfloat16(self) -> None:
         import fsdp_strategy
 
-        policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
-        self.run.patch(
-            fsdp_strategy, "fully_shard", functools.partial(fsdp_strategy.fully_shard, mp_policy=policy)
-        )
+        shard, policy = fsdp_strategy.fully_shard, MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
+
+        def in_bfloat16(module: torch.nn.Module, **told: Any) -> FSDPModule:
+            return shard(module, **{**told, "mp_policy": policy})
+
+        self.run.patch(fsdp_strategy, "fully_shard", in_bfloat16)
 
     def drop_sum_over_tp(self, module: str) -> None:
         layer = self._module(module)
