@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Run the tests; arguments go to pytest. On two cores the whole suite takes about ten minutes.
+# Run the tests; arguments go to pytest. On two cores the whole suite takes about twelve minutes.
 #
 #   ./run_tests.sh              the tests
 #   ./run_tests.sh --all        the tests with all foreign bugs, every planted fault in both precisions, and the sweep of correct runs
 set -euo pipefail
 source "$(dirname "$0")/environment.sh" requirements.txt requirements-transformers-tp.txt requirements-studies.txt requirements-test.txt
 cd "$ROOT"
-export OMP_NUM_THREADS=1 # three processes share two cores: they often wait
-TESTS=("$PYTHON" -m pytest -n 3 --dist loadfile --no-loadscope-reorder)
+export OMP_NUM_THREADS=1 # the two processes share two cores
+TESTS=("$PYTHON" -m pytest -n 2 --dist loadfile --no-loadscope-reorder)
 if [ "${1:-}" = --all ]; then
   "${TESTS[@]}" --all "${@:2}"
   for precision in fp32 autocast; do

@@ -7,12 +7,20 @@ from lockstep.running import jobs, processes
 
 SLOW = [
     "test_one_command",
-    "test_launch",
+    "test_study",
     "test_run_faults",
-    "test_foreign_bugs",
+    "test_launch",
+    "test_variations",
+    "test_strategies",
+    "test_zero",
     "test_clean",
+    "test_foreign_bugs",
     "test_run_verification",
     "test_own_strategy",
+    "test_tensor_faults",
+    "test_options",
+    "test_capture",
+    "test_memory_plan",
 ]
 # A suite that was started in the background has inherited an ignored Ctrl-C, and the programs that it starts would, too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
