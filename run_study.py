@@ -165,9 +165,8 @@ def run(study: Study, planned: list[Planned], place: Path, command: str) -> int:
     from lockstep.studies import report, training
 
     print(f"{printable(study.title)}: {len(planned)} runs -> {printable(place)}", flush=True)
-    with ThreadPoolExecutor(
-        1
-    ) as aside:  # while one core imports for the first ranks, the other does for the report
+    # While one core imports for the first ranks, the other imports for the report.
+    with ThreadPoolExecutor(max_workers=1) as aside:
         aside.submit(report.prepare, planned[0])
         failed = training.train(planned, place, apart=study.memory, note=lambda line: print(line, flush=True))
         if study.tensors:
