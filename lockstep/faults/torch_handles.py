@@ -226,10 +226,10 @@ class FSDPHandles(TorchHandles):
 
         real = fsdp_strategy.tp_plan
 
-        def without_head_norms(model: "PreTrainedModel") -> dict[str, "ParallelStyle"]:
+        def without_head_norms(model: "PreTrainedModel", **told: bool) -> dict[str, "ParallelStyle"]:
             return {
                 pattern: style
-                for pattern, style in real(model).items()
+                for pattern, style in real(model, **told).items()
                 if not pattern.endswith(("q_norm", "k_norm"))
             }
 

@@ -30,7 +30,7 @@ from lockstep.collective import gather_objects, stop_together
 from lockstep.errors import first_line
 from lockstep.files import why_not_written
 from lockstep.inputs import modules
-from lockstep.mesh import share
+from lockstep.mesh import balanced_share, share
 from lockstep.tensors import manifest, step_file
 from lockstep.tensors.layout import (
     BATCH,
@@ -46,6 +46,9 @@ if TYPE_CHECKING:
 
     from lockstep.config import Config
 
+Runs = list[
+    tuple[int, int]
+]  # (start, length) of consecutive places along a dim of a full tensor, in a rank's own order
 Given = ParamSpec("Given")
 Returned = TypeVar("Returned")
 
@@ -71,8 +74,8 @@ class Capture:
 
     def __init__(self, config: "Config", model: torch.nn.Module, provenance: dict):
         self.config, self.mesh, self.rank = config, config.mesh, dist.get_rank()
-        here = self.mesh.coordinates(self.rank)
-        self.dp_rank, self.tp_rank = here.dp, here.tp
+        self.here = self.mesh.coordinates(self.rank)
+        self.positions = balanced_share(config.seq_length, self.here.cp, self.mesh.cp)
         self.folder = config.capture_folder
         self.layout = layout_of(provenance["architecture"], config.attn_impl)
         self.kinds = kinds_of(provenance["config"])
@@ -212,7 +215,7 @@ class Capture:
             tensor.register_hook(functools.partial(self._see_gradient, name, micro))
 
     def _see_gradient(self, name: str, micro: int, gradient: torch.Tensor) -> None:
-        local = _local(gradient) / self.mesh.dp
+        local = _local(gradient) / self.mesh.num_loss_shares
         self._try(self._write_placed, f"backward/{name}", local, self.layout.outputs[name], micro)
 
     def _summarise(self, logits: torch.Tensor) -> None:
@@ -226,34 +229,39 @@ class Capture:
         ]
 
     def _write_placed(self, name: str, local: torch.Tensor, symbols: tuple, micro: int) -> None:
-        start, is_writer = self._place(name, local, symbols)
+        runs, is_writer = self._place(name, local, symbols)
         if symbols[0] == BATCH:
-            start[0] += micro * self.config.batch_size
-        self.writer.write(name, tuple(start), local, is_writer=is_writer)
+            [(first, rows)] = runs[0]
+            runs[0] = [(first + micro * self.config.batch_size, rows)]
+        for start, block in _blocks(local, runs):
+            self.writer.write(name, start, block, is_writer=is_writer)
 
-    def _place(self, name: str, local: torch.Tensor, symbols: tuple) -> tuple[list[int], bool]:
-        """(where this rank's first micro batch of an output begins in the full tensor, whether this rank writes it).
+    def _place(self, name: str, local: torch.Tensor, symbols: tuple) -> tuple[list[Runs], bool]:
+        """(the runs of every dim of the full tensor that this rank's first micro batch covers, whether this rank writes them).
 
-        Makes the tensor's slot. Raises ValueError for a shape that is no share of the full tensor along one dim.
+        Makes the tensor's slot. Raises ValueError for a shape that is no share of the full tensor.
         """
         config = self.config
         per_rank = config.batch_size * config.gradient_accumulation_steps
         sizes = {BATCH: per_rank * config.dp_size, SEQUENCE: config.seq_length}
         full = tuple(sizes.get(symbol, symbol) for symbol in symbols)
-        start, over_dp, over_tp = [0] * len(full), symbols[0] == BATCH, False
-        expected = [config.batch_size if over_dp else full[0], *full[1:]]
-        if over_dp:
-            start[0] = self.dp_rank * per_rank
+        cut = {"dp": symbols[0] == BATCH, "cp": SEQUENCE in symbols, "tp": False}
+        runs = [
+            self.positions if symbol == SEQUENCE else [(0, size)]
+            for symbol, size in zip(symbols, full, strict=True)
+        ]
+        if cut["dp"]:
+            runs[0] = [(self.here.dp * per_rank, config.batch_size)]
         for dim in range(1, len(full)):
-            if local.shape[dim] != full[dim] and not over_tp:
-                over_tp = True
-                start[dim], expected[dim] = share(full[dim], self.tp_rank, self.mesh.tp)
-        if list(local.shape) != expected:
+            if local.shape[dim] != _length(runs[dim]) and not cut["tp"]:
+                cut["tp"] = True
+                runs[dim] = _part(runs[dim], *share(_length(runs[dim]), self.here.tp, self.mesh.tp))
+        if list(local.shape) != list(map(_length, runs)):
             raise ValueError(
-                f"{name} has shape {tuple(local.shape)}, which is no share of the full tensor {full} along one dim"
+                f"{name} has shape {tuple(local.shape)}, which is no share of the full tensor {full}"
             )
         self.writer.slot(name, full, local.dtype)
-        return start, (over_dp or self.dp_rank == 0) and (over_tp or self.tp_rank == 0)
+        return runs, all(is_cut or self.here.along(axis) == 0 for axis, is_cut in cut.items())
 
     def _write_held(self, kind: str) -> None:
         for name, local, full, start in self.strategy.held(kind):
@@ -300,8 +308,10 @@ class Capture:
         os.replace(self.path, step_file.step_path(self.folder, self.step))
         step = {**entry, "tensors": tensors, "replicas_differ": replicas}
         if self.step > 0:
-            by_rank, tp = [logits for _, _, logits in everyone], self.mesh.tp
-            step["logits"] = [_combine(by_rank[first : first + tp]) for first in range(0, len(by_rank), tp)]
+            shares: list[list[list[float]]] = [[] for _ in range(self.mesh.num_sample_shares)]
+            for rank, (_, _, logits) in enumerate(everyone):
+                shares[self.mesh.sample_share(rank)].append(logits)
+            step["logits"] = [_combine(share) for share in shares]
         self.manifest["steps"][str(self.step)] = step
         manifest.write(self.folder, self.manifest)
 
@@ -315,7 +325,7 @@ class Capture:
 
 
 def _combine(shards: list[list[float]]) -> dict[str, float]:
-    """Summary of one DP rank's logits from those of its vocabulary shards (or of its replicas)."""
+    """Summary of the logits of one share of the samples from those of the ranks that have parts of them (or replicas)."""
     counts, totals, squares, largest = zip(*shards, strict=True)
     if not sum(counts):
         return dict.fromkeys(("mean", "rms", "max_abs"), math.nan)  # the head was not called
@@ -324,6 +334,34 @@ def _combine(shards: list[list[float]]) -> dict[str, float]:
         "rms": (sum(squares) / sum(counts)) ** 0.5,
         "max_abs": max(largest),
     }
+
+
+def _length(runs: Runs) -> int:
+    return sum(length for _, length in runs)
+
+
+def _part(runs: Runs, start: int, length: int) -> Runs:
+    """Those `length` places of the runs that begin with the `start`-th."""
+    found = []
+    for first, size in runs:
+        begin, end = max(start, 0), min(start + length, size)
+        if begin < end:
+            found.append((first + begin, end - begin))
+        start -= size
+    return found or [(sum(runs[-1]), 0)]
+
+
+def _blocks(local: torch.Tensor, runs: list[Runs]) -> list[tuple[tuple[int, ...], torch.Tensor]]:
+    """(start in the full tensor, block) of the blocks of a part that has these runs along its dims."""
+    blocks: list[tuple[tuple[int, ...], torch.Tensor]] = [((), local)]
+    for dim, along in enumerate(runs):
+        lengths = [length for _, length in along]
+        blocks = [
+            ((*start, first), piece)
+            for start, block in blocks
+            for (first, _), piece in zip(along, block.split(lengths, dim), strict=True)
+        ]
+    return blocks
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

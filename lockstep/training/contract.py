@@ -10,9 +10,10 @@ from typing import Any
 from lockstep import strategies
 from lockstep.config import BETAS, EPS, PARAM_DTYPES, Config
 from lockstep.inputs.shapes import has_biases, parameter_shapes
+from lockstep.mesh import balanced_share, runs
 
 # Entries in which strategies differ by design: recorded and shown, but no reason to refuse (docs/findings.md).
-KNOWN_DIFFERENCES = ("biased_linear_dtype", "sharding")
+KNOWN_DIFFERENCES = ("biased_linear_dtype", "sharding", "positions")
 
 
 def expected_contract(config: Config, architecture: dict) -> dict[str, Any]:
@@ -54,8 +55,15 @@ def expected_contract(config: Config, architecture: dict) -> dict[str, Any]:
         "training_mode": True,
         "tied_embeddings": architecture.get("tie_word_embeddings", False),
         **({"sharding": strategies.load(config.row.sharding)(config)} if config.row.sharding else {}),
+        **({"positions": _positions(config)} if config.cp_size > 1 else {}),
         **(strategies.load(config.row.contract)(config) if config.row.contract else {}),
     }
+
+
+def _positions(config: Config) -> list[list[list[int]]]:
+    """[start, length] of the pieces of each sequence that each rank along cp has."""
+    pieces = (balanced_share(config.seq_length, rank, config.cp_size) for rank in range(config.cp_size))
+    return [runs([start + at for start, length in own for at in range(length)]) for own in pieces]
 
 
 def global_batch(config: dict) -> int:

@@ -68,6 +68,13 @@ class Options:
             "choices": tuple(SYNCS),
         },
     )
+    sequence_parallel: bool = field(
+        default=False,
+        metadata={
+            "help": "cut norms and residuals along the sequence over tp (Megatron-LM's sequence parallelism)",
+            "action": "store_true",
+        },
+    )
     wrap: str = field(
         default="layer",
         metadata={
@@ -98,6 +105,15 @@ def require(config: "Config", architecture: dict) -> None:
             raise UserError(
                 f"--reshard_after_forward {neighbours} --tp_size {config.tp_size}: FSDP cannot do so with tensor parallelism; choose true or false"
             )
+    if own.sequence_parallel and config.tp_size == 1:
+        raise UserError(
+            "--sequence_parallel: it cuts the sequence over tp, which has one rank; add --tp_size 2, or leave it out"
+        )
+    if own.sequence_parallel and config.seq_length % (config.cp_size * config.tp_size):
+        raise UserError(
+            f"--sequence_parallel --seq_length {config.seq_length}: cannot be cut into {config.cp_size * config.tp_size} equal parts; "
+            f"choose a multiple of {config.cp_size * config.tp_size}"
+        )
     if own.prefetch and own.wrap == "model":
         raise UserError(
             f"--prefetch {own.prefetch} --wrap model: there is nothing to gather ahead; leave one out"
@@ -117,10 +133,13 @@ def expected(config: "Config") -> dict[str, Any]:
     own = of(config)
     return {
         "replicas": [own.dp_replicate],
-        "shards": [config.dp_size // own.dp_replicate],
+        "shards": [config.dp_size * config.cp_size // own.dp_replicate],
         "reshard_after_forward": [own.reshard_after_forward],
         "offloaded": [own.cpu_offload],
         "prefetch": own.prefetch,
+        "positions_in_norms": config.seq_length
+        // config.cp_size
+        // (config.tp_size if own.sequence_parallel else 1),
         "gradients_of_micro_batches": synced(config),
         "wrap": own.wrap,
     }

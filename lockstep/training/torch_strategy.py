@@ -18,9 +18,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
+from lockstep.collective import gather_objects
 from lockstep.config import Config
 from lockstep.inputs.model import causal_lm_loss
 from lockstep.mesh import AXES, Geometry, Mesh, build_device_mesh, share
+from lockstep.training.context_parallel import ContextParallel
 from lockstep.training.observe import observed_max_grad_norm, torch_contract
 from lockstep.training.optim import (
     WeightAverage,
@@ -47,6 +49,11 @@ class TorchStrategy:
         self.config, self.device = config, device
         self.device_mesh = build_device_mesh(mesh, device.type)
         model.to(device=device, dtype=config.parameter_dtype)  # type: ignore[call-arg] # a decorator of transformers loses self
+        self.context = (
+            ContextParallel(model, self.device_mesh.get_group("cp"), config.seq_length)
+            if mesh.cp > 1
+            else None
+        )
         self.wrapped = self.parallelize(model, self.device_mesh)
         self.model = cast(
             "PreTrainedModel", unwrapped(self.wrapped)
@@ -74,7 +81,7 @@ class TorchStrategy:
         return Geometry.of_groups({axis: self.device_mesh.get_group(axis) for axis in AXES})
 
     def forward_backward(self, micro_batches: list[MicroBatch]) -> torch.Tensor:
-        self.num_micro_batches, self.num_tokens = len(micro_batches), micro_batches[0][1].numel()
+        self.num_micro_batches = len(micro_batches)
         self.optimizer.zero_grad()
         losses = []
         for index, (input_ids, labels) in enumerate(micro_batches):
@@ -85,11 +92,23 @@ class TorchStrategy:
             losses.append(loss.detach())
         for parameter in self.parameters:
             parameter.grad = laid_out_like(parameter, parameter.grad)
-        return torch.stack(losses).mean()
+        mean = torch.stack(losses).mean()
+        if self.context is not None:
+            dist.all_reduce(mean, group=self.context.group)
+            mean /= self.context.size
+        return mean
 
     def loss(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """This rank's mean loss over one micro batch, each (B, S); shape ()."""
-        return causal_lm_loss(self.wrapped, input_ids, labels)
+        """This rank's mean loss over its positions of one micro batch, each (B, S); shape ()."""
+        input_ids, labels, positions = self.cut(input_ids, labels)
+        self.num_tokens = labels.numel()
+        return causal_lm_loss(self.wrapped, input_ids, labels, positions)
+
+    def cut(
+        self, input_ids: torch.Tensor, labels: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """This rank's positions of a micro batch, each (B, S), and which they are (1, S); None: all of them."""
+        return (input_ids, labels, None) if self.context is None else self.context.cut(input_ids, labels)
 
     @contextlib.contextmanager
     def _reducing(self, last: bool) -> Iterator[None]:
@@ -149,11 +168,16 @@ class TorchStrategy:
                 self.config.max_grad_norm, self.last_norm, float(self.grad_norm())
             ),
             "gradient_accumulation_steps": self.num_micro_batches,
-            "loss_is_mean_over": [self.num_tokens, self.num_micro_batches, self.geometry().mesh.dp],
+            "loss_is_mean_over": [
+                self.num_tokens * self.geometry().mesh.cp,
+                self.num_micro_batches,
+                self.geometry().mesh.dp,
+            ],
             "reduction_dtype": sorted(
                 {str(self._reduction_dtype(parameter)) for parameter in self.parameters}
             ),
             **({"sharding": self.sharding()} if self.config.row.sharding else {}),
+            **({"positions": gather_objects(self.context.seen, self.context.group)} if self.context else {}),
         }
 
     def sharding(self) -> dict[str, Any]:
