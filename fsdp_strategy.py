@@ -26,9 +26,12 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from lockstep.collective import gather_objects
 from lockstep.inputs import modules
 from lockstep.mesh import share
 from lockstep.training import fsdp_options
+from lockstep.training.optim import gradient_of
+from lockstep.training.pipeline import Pipeline
 from lockstep.training.torch_strategy import TorchStrategy
 from lockstep.training.vocab_parallel_loss import vocab_parallel_cross_entropy
 
@@ -161,8 +164,13 @@ class FSDPStrategy(TorchStrategy):
         own = fsdp_options.of(self.config)
         if device_mesh["tp"].size() > 1:
             shard_over_tp(model, device_mesh["tp"], sequence_parallel=own.sequence_parallel)
-        last_norm = model.get_submodule(norms_between_blocks(model)[-1])
-        last_norm.register_forward_hook(self._see_norm)
+        self.positions_in_norms: set[int] = set()
+        for norm in norms_between_blocks(model):
+            model.get_submodule(norm).register_forward_hook(self._see_norm)
+        self.roots: list[torch.nn.Module] = [model]
+        if self.config.pp_size > 1:
+            self.pipeline = self._pipeline(model, device_mesh)
+            self.roots = [*self.pipeline.stages]
         self.synced = collections.deque[str](maxlen=self.config.gradient_accumulation_steps)
         pinned = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
         # By default shards are gathered once per step: kept between forward and backward, as ZeRO-1 keeps whole parameters.
@@ -183,13 +191,34 @@ class FSDPStrategy(TorchStrategy):
         )
         for layer in layers:
             shard(layer)
-        shard(model)
+        for root in self.roots:
+            shard(root)
         if own.prefetch:
             gather_ahead([model, *layers], own.prefetch)
         return model
 
+    def _pipeline(self, model: "PreTrainedModel", device_mesh: DeviceMesh) -> Pipeline:
+        config, own = self.config, fsdp_options.of(self.config)
+        micro = fsdp_options.microbatches(config)
+        pipeline = Pipeline(
+            model,
+            device_mesh,
+            schedule=own.pp_schedule,
+            micro=micro,
+            share=micro * config.gradient_accumulation_steps,
+            autocast=lambda: config.autocast(self.device),
+        )
+        positions = config.seq_length // config.cp_size
+        pipeline.prepare(
+            config.batch_size // micro,
+            positions,
+            positions // (config.tp_size if own.sequence_parallel else 1),
+            torch.float32 if config.precision in ("fp32", "autocast") else torch.bfloat16,
+        )
+        return pipeline
+
     def _see_norm(self, _module: torch.nn.Module, _arguments: object, output: torch.Tensor) -> None:
-        self.positions_in_norms = output.shape[1]
+        self.positions_in_norms.add(output.shape[1])
 
     def cut(
         self, input_ids: torch.Tensor, labels: torch.Tensor
@@ -206,13 +235,22 @@ class FSDPStrategy(TorchStrategy):
         with super()._reducing(last or sync != "last"):
             if sync == "scatter":
                 cast(FSDPModule, self.wrapped).set_requires_all_reduce(last)
+            if self.pipeline is not None:  # its schedule says when to reduce
+                yield
             self.synced.append(", ".join(sorted({_synced(group) for group in self.param_groups()})))
-            yield
+            if self.pipeline is None:
+                yield
 
     def param_groups(self) -> list[Any]:
         """FSDP's groups of parameters, which are gathered and reduced together."""
-        sharded = (module for module in self.model.modules() if isinstance(module, FSDPModule))
+        sharded = (
+            module for root in self.roots for module in root.modules() if isinstance(module, FSDPModule)
+        )
         return [group for module in sharded for group in module._get_fsdp_state()._fsdp_param_groups]
+
+    def _reduction_dtype(self, parameter: torch.Tensor) -> torch.dtype:
+        policies = {cast(FSDPModule, root)._get_fsdp_state()._mp_policy.reduce_dtype for root in self.roots}
+        return policies.pop() or gradient_of(parameter).dtype
 
     def sharding(self) -> dict[str, Any]:
         groups = self.param_groups()
@@ -224,7 +262,7 @@ class FSDPStrategy(TorchStrategy):
             "reshard_after_forward": sorted({_left_after_forward(group) for group in groups}),
             "offloaded": sorted({p.offload_to_cpu for group in groups for p in group.fsdp_params}),
             "prefetch": max(len(each) for pair in ahead for each in pair),
-            "positions_in_norms": self.positions_in_norms,
+            "positions_in_norms": sorted(set().union(*gather_objects(self.positions_in_norms))),
             "gradients_of_micro_batches": list(self.synced),
             "wrap": "layer" if len(groups) > 1 else "model",
         }

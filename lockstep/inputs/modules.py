@@ -78,5 +78,7 @@ def names_in(model: "PreTrainedModel") -> Names:
 
 
 def is_tied(model: "PreTrainedModel") -> bool:
-    """Whether embedding and head of a live model share one Parameter."""
-    return model.get_submodule(HEAD).weight is model.get_submodule(names_in(model).embedding).weight
+    """Whether embedding and head of a live model share one Parameter. A stage of a pipeline that has not both has none to share."""
+    here = dict(model.named_modules())
+    head, embedding = (here.get(name) for name in (HEAD, names_in(model).embedding))
+    return head is not None and embedding is not None and head.weight is embedding.weight

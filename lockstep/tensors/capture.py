@@ -30,7 +30,7 @@ from lockstep.collective import gather_objects, stop_together
 from lockstep.errors import first_line
 from lockstep.files import why_not_written
 from lockstep.inputs import modules
-from lockstep.mesh import balanced_share, share
+from lockstep.mesh import Coordinates, balanced_share, share
 from lockstep.tensors import manifest, step_file
 from lockstep.tensors.layout import (
     BATCH,
@@ -61,6 +61,8 @@ class Captured(Protocol):
 
     def held(self, kind: str) -> Iterator[tuple[str, torch.Tensor, tuple[int, ...], tuple[int, ...]]]: ...
 
+    def called(self) -> list[tuple[torch.nn.Module, dict[str, str | int]]]: ...
+
 
 class Capture:
     """One rank's capture. `begin`, `gradients` and `end` are collective, once per captured step.
@@ -83,12 +85,15 @@ class Capture:
         run = {key: value for key, value in provenance.items() if key != "origin"}
         self.manifest: dict[str, Any] = {"origin": provenance["origin"], "run": run, "steps": {}}
         self.writers: dict[str, bool] = {}
-        self.unfinished: Path | None = None
+        self.unfinished: list[Path] = []
 
     def begin(self, strategy: Captured, step: int) -> None:
         """Before the step's first forward pass: open the file and register the hooks."""
         self._open(strategy, step)
-        self.handles = [strategy.model.register_forward_pre_hook(self._see_batch, with_kwargs=True)]
+        self.handles = [
+            module.register_forward_pre_hook(functools.partial(self._see_batch, places), with_kwargs=True)
+            for module, places in strategy.called()
+        ]
         by_name = dict(watched(strategy.model))
         for name in self.layout.inputs.keys() & by_name.keys():
             self.handles.append(
@@ -102,11 +107,14 @@ class Capture:
     def _open(self, strategy: Captured, step: int) -> None:
         self.strategy, self.step, self.problem = strategy, step, ""
         self.no_room: OSError | None = None
-        self.calls: Counter[str] = Counter()
+        self.rows: Counter[str] = Counter()  # of this rank, seen so far
         self.logits: list[float] = [0.0, 0.0, 0.0, 0.0]  # count, sum, sum of squares, largest
-        self.path = step_file.step_path(self.folder, step).with_suffix(".safetensors.part")
-        self.unfinished = self.path
-        if self.rank == 0:
+        self.final = step_file.step_path(self.folder, step)
+        self.unfinished = [
+            self.final.with_suffix(f".{stage}.part" if stage else ".part") for stage in range(self.mesh.pp)
+        ]
+        self.path = self.unfinished[self.here.pp]
+        if self.rank == self.mesh.rank(Coordinates(pp=self.here.pp)):
             self._try(step_file.StepWriter.create, self.path)
         stop_together(self.problem)
         writer = self._try(step_file.StepWriter, self.path, self.num_tensors)
@@ -142,9 +150,10 @@ class Capture:
 
     def abandon(self) -> None:
         """After a failure: remove the file of an unfinished step. It is of no use and takes room."""
-        if self.rank == 0 and self.unfinished is not None:
+        if self.rank == 0 and self.unfinished:
             with contextlib.suppress(OSError):
-                self.unfinished.unlink(missing_ok=True)
+                for path in self.unfinished:
+                    path.unlink(missing_ok=True)
                 self.folder.rmdir()  # if no step was finished
 
     def _close(self, entry: dict) -> None:
@@ -174,11 +183,23 @@ class Capture:
                 self.no_room = error if isinstance(error, OSError) else None
             return None
 
-    def _see_batch(self, _model: torch.nn.Module, _inputs: object, options: dict[str, Any]) -> None:
-        micro = self.calls["batch"]
-        self.calls["batch"] += 1
-        for name in ("input_ids", "labels"):
-            self._try(self._write_placed, f"batch/{name}", options[name], (BATCH, SEQUENCE), micro)
+    def _see_batch(
+        self,
+        places: dict[str, str | int],
+        _module: torch.nn.Module,
+        arguments: tuple,
+        options: dict[str, Any],
+    ) -> None:
+        for name, place in places.items():
+            given = arguments[place] if isinstance(place, int) else options[place]
+            row = self._next_row(f"batch/{name}", given)
+            self._try(self._write_placed, f"batch/{name}", given, (BATCH, SEQUENCE), row)
+
+    def _next_row(self, name: str, local: torch.Tensor) -> int:
+        """Where a micro batch begins among the samples of this rank, which come one after the other."""
+        row = self.rows[name]
+        self.rows[name] += local.shape[0]
+        return row
 
     def _see_inputs(
         self, module: str, _module: torch.nn.Module, arguments: tuple, options: dict[str, Any]
@@ -200,23 +221,21 @@ class Capture:
                 or f"capture of step {self.step}, rank {self.rank}: {name} was computed, but the model has no such module"
             )
             return
-        micro = self.calls[name]
-        self.calls[name] += 1
-        symbols = self.layout.outputs[name]
-        if micro > 0 and symbols[0] != BATCH:
+        local, symbols = _local(tensor), self.layout.outputs[name]
+        row = self._next_row(name, local)
+        if row > 0 and symbols[0] != BATCH:
             return  # the same for every micro batch
-        local = _local(tensor)
         if name == modules.HEAD:
             self._summarise(local)
-        self._try(self._write_placed, f"forward/{name}", local, symbols, micro)
+        self._try(self._write_placed, f"forward/{name}", local, symbols, row)
         if tensor.requires_grad and name in self.layout.backward:
             # its place is fixed here, in the order of the forward pass, which is the same on all ranks
             self._try(self._place, f"backward/{name}", local, symbols)
-            tensor.register_hook(functools.partial(self._see_gradient, name, micro))
+            tensor.register_hook(functools.partial(self._see_gradient, name, row))
 
-    def _see_gradient(self, name: str, micro: int, gradient: torch.Tensor) -> None:
+    def _see_gradient(self, name: str, row: int, gradient: torch.Tensor) -> None:
         local = _local(gradient) / self.mesh.num_loss_shares
-        self._try(self._write_placed, f"backward/{name}", local, self.layout.outputs[name], micro)
+        self._try(self._write_placed, f"backward/{name}", local, self.layout.outputs[name], row)
 
     def _summarise(self, logits: torch.Tensor) -> None:
         wide = logits.double()
@@ -228,11 +247,11 @@ class Capture:
             max(largest, float(wide.abs().max())),
         ]
 
-    def _write_placed(self, name: str, local: torch.Tensor, symbols: tuple, micro: int) -> None:
+    def _write_placed(self, name: str, local: torch.Tensor, symbols: tuple, row: int) -> None:
         runs, is_writer = self._place(name, local, symbols)
         if symbols[0] == BATCH:
             [(first, rows)] = runs[0]
-            runs[0] = [(first + micro * self.config.batch_size, rows)]
+            runs[0] = [(first + row, rows)]
         for start, block in _blocks(local, runs):
             self.writer.write(name, start, block, is_writer=is_writer)
 
@@ -251,7 +270,9 @@ class Capture:
             for symbol, size in zip(symbols, full, strict=True)
         ]
         if cut["dp"]:
-            runs[0] = [(self.here.dp * per_rank, config.batch_size)]
+            runs[0] = [
+                (self.here.dp * per_rank, local.shape[0])
+            ]  # that all of them come is checked at the end
         for dim in range(1, len(full)):
             if local.shape[dim] != _length(runs[dim]) and not cut["tp"]:
                 cut["tp"] = True
@@ -276,25 +297,36 @@ class Capture:
         mine = {
             name: (start, tuple(local.shape)) for name, local, _, start in self.strategy.held("parameter")
         }
-        everyone = gather_objects(mine)
+        everyone = gather_objects((self.here.pp, mine))
         writes = {}
         for number, name in enumerate(mine):
-            twins = [rank for rank, theirs in enumerate(everyone) if theirs[name] == mine[name]]
+            twins = [
+                rank
+                for rank, (stage, theirs) in enumerate(everyone)
+                if stage == self.here.pp and theirs[name] == mine[name]
+            ]
             writes[name] = twins[number % len(twins)] == self.rank
         return writes
 
     def _finish(self, everyone: list, entry: dict) -> None:
         """On rank 0: check that the parts cover the tensors, write the header, name the step in the manifest."""
         tensors, replicas = {}, {}
+        first_of = [self.mesh.rank(Coordinates(pp=stage)) for stage in range(self.mesh.pp)]
         for rank, (_, layout, _) in enumerate(everyone):
-            if layout != everyone[0][1]:
-                raise ValueError(f"rank {rank} and rank 0 did not see the same tensors in the same order")
+            first = first_of[self.mesh.coordinates(rank).pp]
+            if layout != everyone[first][1]:
+                raise ValueError(
+                    f"rank {rank} and rank {first} did not see the same tensors in the same order"
+                )
+        for stage, path in enumerate(self.unfinished[1:], 1):
+            self.writer.append(path, everyone[first_of[stage]][1])
         rows = self.config.batch_size * self.config.gradient_accumulation_steps * self.config.dp_size
         for name in self.layout.of_step(self.kinds, rows, self.config.seq_length):
             if not any(ranks.get(name) for ranks, _, _ in everyone):
                 continue  # not computed in this step
             slot = self.writer.slots[name]
-            parts = [ranks[name] for ranks, _, _ in everyone]
+            parts = [ranks.get(name, []) for ranks, _, _ in everyone]
+            self._count_one_stage(parts)
             total, odd = step_file.merge(name, parts, slot.shape, slot.dtype.itemsize)
             tensors[name] = {
                 "dtype": step_file.DTYPES[slot.dtype],
@@ -305,7 +337,7 @@ class Capture:
             if odd:
                 replicas[name] = odd
         self.writer.write_header(self.path)
-        os.replace(self.path, step_file.step_path(self.folder, self.step))
+        os.replace(self.path, self.final)
         step = {**entry, "tensors": tensors, "replicas_differ": replicas}
         if self.step > 0:
             shares: list[list[list[float]]] = [[] for _ in range(self.mesh.num_sample_shares)]
@@ -315,11 +347,22 @@ class Capture:
         self.manifest["steps"][str(self.step)] = step
         manifest.write(self.folder, self.manifest)
 
+    def _count_one_stage(self, parts: list[list[step_file.Part]]) -> None:
+        """Of a tensor that ranks of several stages have written, each into its own file, only the first stage's counts."""
+        stages = [self.mesh.coordinates(rank).pp for rank in range(len(parts))]
+        owner = min(stage for stage, of_rank in zip(stages, parts, strict=True) if of_rank)
+        for stage, of_rank in zip(stages, parts, strict=True):
+            for part in of_rank if stage != owner else ():
+                part.checksum = None
+
     def _sharded(self, parts: list[list[step_file.Part]]) -> dict[str, int]:
         """Mesh axis -> the dim that it cuts, from the places of the ranks' parts."""
         dims: dict[str, int] = {}
+        first = next(rank for rank, of_rank in enumerate(parts) if of_rank)
         for axis in self.mesh.axes:
-            here, there = parts[0][0].start, parts[self.mesh.neighbour(0, axis)][0].start
+            if axis == "pp":  # it cuts no tensor
+                continue
+            here, there = parts[first][0].start, parts[self.mesh.neighbour(first, axis)][0].start
             dims.update((axis, dim) for dim, (a, b) in enumerate(zip(here, there, strict=True)) if a != b)
         return dims
 

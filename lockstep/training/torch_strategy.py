@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.collective import gather_objects
 from lockstep.config import Config
+from lockstep.inputs import modules
 from lockstep.inputs.model import causal_lm_loss
 from lockstep.mesh import AXES, Geometry, Mesh, build_device_mesh, share
 from lockstep.training.context_parallel import ContextParallel
@@ -32,6 +33,7 @@ from lockstep.training.optim import (
     parameter_groups,
     total_norm,
 )
+from lockstep.training.pipeline import Pipeline
 from lockstep.training.strategy import MicroBatch
 
 if TYPE_CHECKING:
@@ -54,6 +56,7 @@ class TorchStrategy:
             if mesh.cp > 1
             else None
         )
+        self.pipeline: Pipeline | None = None  # a strategy that has pp makes it in `parallelize`
         self.wrapped = self.parallelize(model, self.device_mesh)
         self.model = cast(
             "PreTrainedModel", unwrapped(self.wrapped)
@@ -83,6 +86,21 @@ class TorchStrategy:
     def forward_backward(self, micro_batches: list[MicroBatch]) -> torch.Tensor:
         self.num_micro_batches = len(micro_batches)
         self.optimizer.zero_grad()
+        through = self._through_model if self.pipeline is None else self._through_pipeline
+        mean = through(micro_batches)
+        for parameter in self.parameters:
+            parameter.grad = laid_out_like(parameter, parameter.grad)
+        if self.pipeline is not None:
+            if self.pipeline.ends is not None:
+                self.pipeline.sum_tied(self._tied_weight())
+            dist.broadcast(mean, group=self.pipeline.group, group_src=self.pipeline.last_rank)
+        if self.context is not None:
+            dist.all_reduce(mean, group=self.context.group)
+            mean /= self.context.size
+        return mean
+
+    def _through_model(self, micro_batches: list[MicroBatch]) -> torch.Tensor:
+        """Forward and backward of all micro batches; this rank's mean loss."""
         losses = []
         for index, (input_ids, labels) in enumerate(micro_batches):
             with self._reducing(index == len(micro_batches) - 1):
@@ -90,13 +108,37 @@ class TorchStrategy:
                     loss = self.loss(input_ids, labels)
                 (loss / len(micro_batches)).backward()
             losses.append(loss.detach())
-        for parameter in self.parameters:
-            parameter.grad = laid_out_like(parameter, parameter.grad)
-        mean = torch.stack(losses).mean()
-        if self.context is not None:
-            dist.all_reduce(mean, group=self.context.group)
-            mean /= self.context.size
+        return torch.stack(losses).mean()
+
+    def _through_pipeline(self, micro_batches: list[MicroBatch]) -> torch.Tensor:
+        """The same on this rank's stages. The mean loss is known on the rank of the last stage."""
+        assert self.pipeline is not None
+        mean = torch.zeros((), device=self.device)
+        for index, (input_ids, labels) in enumerate(micro_batches):
+            input_ids, labels, positions = self.cut(input_ids, labels)
+            if positions is None:
+                positions = torch.arange(labels.shape[1], device=labels.device)[None]
+            self.num_tokens = labels.numel()
+            with self._reducing(index == len(micro_batches) - 1):
+                mean += self.pipeline.step(input_ids, labels, positions)
         return mean
+
+    def _tied_weight(self) -> torch.Tensor:
+        """The embedding's weights, or the head's replica of them, on the ranks of a pipeline's two ends."""
+        name = (
+            modules.HEAD_WEIGHT
+            if self.pipeline and self.pipeline.replica is not None
+            else modules.names_in(self.model).embedding_weight
+        )
+        return self.model.get_parameter(name)
+
+    def called(self) -> list[tuple[torch.nn.Module, dict[str, str | int]]]:
+        """See `lockstep.training.strategy.Strategy`."""
+        return (
+            [(self.model, {"input_ids": "input_ids", "labels": "labels"})]
+            if self.pipeline is None
+            else self.pipeline.called()
+        )
 
     def loss(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """This rank's mean loss over its positions of one micro batch, each (B, S); shape ()."""
@@ -124,7 +166,10 @@ class TorchStrategy:
     def grad_norm(self) -> torch.Tensor:
         """The norm of the whole gradient: squares of the local shards, summed over every axis that shards them."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for alike in by_layout(self.parameters):
+        replica = (
+            self.pipeline.replica.weight if self.pipeline and self.pipeline.replica is not None else None
+        )
+        for alike in by_layout([parameter for parameter in self.parameters if parameter is not replica]):
             gradients = [local(gradient_of(parameter)) for parameter in alike]
             square = total_norm(gradients).to(self.device) ** 2  # offloaded gradients are on the CPU
             first = alike[0]
@@ -132,6 +177,8 @@ class TorchStrategy:
                 for axis in sharded_axes(first):
                     dist.all_reduce(square, group=first.device_mesh.get_group(axis))
             total += square
+        if self.pipeline is not None:
+            dist.all_reduce(total, group=self.pipeline.group)
         return total.sqrt()
 
     def update(self) -> float:
@@ -146,18 +193,34 @@ class TorchStrategy:
         return self.last_norm
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, parameter in self.model.named_parameters():
-            whole = parameter.detach()
-            if isinstance(whole, DTensor):  # offloaded shards are on the CPU
-                whole = cast(DTensor, whole.to(self.device)).full_tensor()
+        own = dict(self.model.named_parameters())
+        if self.pipeline is None:
+            for name in own:
+                yield name, self._whole(own[name]).cpu()
+            return
+        for name, (shape, owner) in self.pipeline.whole.items():
+            mine = owner == self.pipeline.rank
+            whole = (
+                self._whole(own[name]).contiguous()
+                if mine
+                else torch.empty(shape, dtype=self.config.parameter_dtype, device=self.device)
+            )
+            dist.broadcast(whole, group=self.pipeline.group, group_src=owner)
             yield name, whole.cpu()
+
+    def _whole(self, parameter: torch.Tensor) -> torch.Tensor:
+        whole = parameter.detach()
+        if isinstance(whole, DTensor):  # offloaded shards are on the CPU
+            whole = cast(DTensor, whole.to(self.device)).full_tensor()
+        return whole
 
     def held(self, kind: str) -> Iterator[tuple[str, torch.Tensor, tuple[int, ...], tuple[int, ...]]]:
         for name, tensor in held_tensors(self.model, self.optimizer, kind, self.average):
+            name = self.pipeline.renamed.get(name, name) if self.pipeline else name
             yield name, local(tensor), tuple(tensor.shape), start_of(tensor)
 
     def effective_contract(self) -> dict[str, Any]:
-        return {
+        found = {
             **torch_contract(self.model, self.optimizer),
             **(
                 {"average_dtype": sorted({str(one.dtype) for one in self.average.averages.values()})}
@@ -179,6 +242,14 @@ class TorchStrategy:
             **({"sharding": self.sharding()} if self.config.row.sharding else {}),
             **({"positions": gather_objects(self.context.seen, self.context.group)} if self.context else {}),
         }
+        if self.pipeline is not None:
+            found["pipeline"] = self.pipeline.contract()
+            found["tied_embeddings"] = self.pipeline.tied
+            found["weight_decay"] = {
+                rate: sorted(self.pipeline.renamed.get(name, name) for name in names)
+                for rate, names in found["weight_decay"].items()
+            }
+        return found
 
     def sharding(self) -> dict[str, Any]:
         """What is sharded and how gradients are reduced, read back from the live module: for a row that has `sharding`."""
