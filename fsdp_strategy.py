@@ -184,11 +184,7 @@ class FSDPStrategy(TorchStrategy):
             mp_policy=policy,
             offload_policy=pinned if own.cpu_offload else OffloadPolicy(),
         )
-        layers = (
-            list(model.get_submodule(modules.names_in(model).layers).children())
-            if own.wrap == "layer"
-            else []
-        )
+        layers = self._layers(model) if own.wrap == "layer" else []
         for layer in layers:
             shard(layer)
         for root in self.roots:
@@ -196,6 +192,10 @@ class FSDPStrategy(TorchStrategy):
         if own.prefetch:
             gather_ahead([model, *layers], own.prefetch)
         return model
+
+    def _layers(self, model: "PreTrainedModel") -> list[torch.nn.Module]:
+        """The layers that this rank has."""
+        return list(model.get_submodule(modules.names_in(model).layers).children())
 
     def _pipeline(self, model: "PreTrainedModel", device_mesh: DeviceMesh) -> Pipeline:
         config, own = self.config, fsdp_options.of(self.config)
@@ -264,7 +264,9 @@ class FSDPStrategy(TorchStrategy):
             "prefetch": max(len(each) for pair in ahead for each in pair),
             "positions_in_norms": sorted(set().union(*gather_objects(self.positions_in_norms))),
             "gradients_of_micro_batches": list(self.synced),
-            "wrap": "layer" if len(groups) > 1 else "model",
+            "wrap": "layer"
+            if all(isinstance(layer, FSDPModule) for layer in self._layers(self.model))
+            else "model",
         }
 
 

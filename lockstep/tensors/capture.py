@@ -108,6 +108,7 @@ class Capture:
         self.strategy, self.step, self.problem = strategy, step, ""
         self.no_room: OSError | None = None
         self.rows: Counter[str] = Counter()  # of this rank, seen so far
+        self.gradients_seen: set[tuple[str, int]] = set()
         self.logits: list[float] = [0.0, 0.0, 0.0, 0.0]  # count, sum, sum of squares, largest
         self.final = step_file.step_path(self.folder, step)
         self.unfinished = [
@@ -234,6 +235,9 @@ class Capture:
             tensor.register_hook(functools.partial(self._see_gradient, name, row))
 
     def _see_gradient(self, name: str, row: int, gradient: torch.Tensor) -> None:
+        if (name, row) in self.gradients_seen:
+            return  # a zero-bubble schedule computes the gradients of weights later, from this gradient again
+        self.gradients_seen.add((name, row))
         local = _local(gradient) / self.mesh.num_loss_shares
         self._try(self._write_placed, f"backward/{name}", local, self.layout.outputs[name], row)
 
