@@ -10,7 +10,7 @@ from lockstep.errors import UserError
 from lockstep.mesh import AXES, Mesh
 from lockstep.strategies import Row
 
-WORKERS_PER_CORE = 4  # more CPU processes than this on one core spend their time switching
+WORKERS_PER_CORE = 8  # more CPU processes than this on one core spend their time switching
 
 
 def launched_in_place() -> bool:

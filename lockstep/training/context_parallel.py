@@ -105,7 +105,12 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        wide = gradient.float()  # a sum in bfloat16 would be rounded once per rank
-        own = wide.new_empty(wide.shape[0] // dist.get_world_size(ctx.group), *wide.shape[1:])
-        dist.reduce_scatter_tensor(own, wide.contiguous(), group=ctx.group)
-        return own.to(gradient.dtype), None
+        wide = gradient.float().contiguous()  # a sum in bfloat16 would be rounded once per rank
+        return reduce_scatter(wide, ctx.group).to(gradient.dtype), None
+
+
+def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """(size * N, ...) of every rank -> this rank's (N, ...) of the sum over ranks."""
+    own = x.new_empty(x.shape[0] // dist.get_world_size(group), *x.shape[1:])
+    dist.reduce_scatter_tensor(own, x, group=group)
+    return own

@@ -41,11 +41,11 @@ class Stage(torch.nn.Module):
         self.config, self.loss_function = model.config, model.loss_function
         self.numbers = [unit for unit in units if isinstance(unit, int)]
         layers = model.get_submodule(names.layers)
-        self.embedding = model.get_submodule(names.embedding) if stages.EMBEDDING in units else None
+        self.embedding = model.get_submodule(names.embedding) if modules.EMBEDDING in units else None
         self.layers = torch.nn.ModuleList(layers.get_submodule(str(number)) for number in self.numbers)
         self.rotary_emb = base.get_submodule("rotary_emb")
-        self.norm = base.get_submodule("norm") if stages.HEAD in units else None
-        self.head = model.get_submodule(modules.HEAD) if stages.HEAD in units else None
+        self.norm = base.get_submodule("norm") if modules.HEAD in units else None
+        self.head = model.get_submodule(modules.HEAD) if modules.HEAD in units else None
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         """Token ids (b, S), or hidden states (b, S, hidden) of the stage before -> hidden states, or the loss (), divided by `share`.
@@ -136,9 +136,7 @@ class Pipeline:
 
     def _rank_of(self, name: str, names: modules.Names, layers: int) -> int:
         """The rank along pp that has a parameter; of tied ones, the embedding's."""
-        unit: str | int = names.layer_of(name)
-        if unit == -1:
-            unit = stages.EMBEDDING if name == names.embedding_weight else stages.HEAD
+        unit = names.unit_of(name)
         stage = next(n for n in range(self.count) if unit in stages.units_of(n, self.count, layers))
         return stages.rank_of(self.name, stage, self.size)
 
@@ -212,8 +210,8 @@ def _keep(model: "PreTrainedModel", names: modules.Names, units: list[str | int]
     base.layers = torch.nn.ModuleDict(
         {str(number): layers[number] for number in sorted(unit for unit in units if isinstance(unit, int))}
     )
-    if stages.EMBEDDING not in units:
+    if modules.EMBEDDING not in units:
         base.embed_tokens = None
-    if stages.HEAD not in units:
+    if modules.HEAD not in units:
         base.norm = None
         cast(Any, model).lm_head = None

@@ -21,7 +21,6 @@ SCHEDULES = {
     "zbv": ("ZBVZeroBubble", 2, True),
     "dualpipev": ("DualPipeV", 2, True),
 }
-EMBEDDING, HEAD = "embedding", "head"
 
 
 def num_stages(schedule: str, pp_size: int) -> int:
@@ -42,7 +41,7 @@ def rank_of(schedule: str, stage: int, pp_size: int) -> int:
 
 def units_of(stage: int, stages: int, num_layers: int) -> list[str | int]:
     """The units of a stage, layers by their number: equally many, the first stages have one more."""
-    units = [EMBEDDING, *range(num_layers), HEAD]
+    units = [modules.EMBEDDING, *range(num_layers), modules.HEAD]
     each, more = divmod(len(units), stages)
     start = stage * each + min(stage, more)
     return units[start : start + each + (stage < more)]
