@@ -276,8 +276,7 @@ def shard_mesh(device_mesh: DeviceMesh, replicas: int) -> DeviceMesh:
     Ranks along cp hold the same weights and see other tokens, as those along dp do, so they hold shards of them, too.
     """
     if device_mesh["cp"].size() > 1:
-        device_mesh = device_mesh["dp", "cp"]._flatten("dp_cp")
-        return device_mesh
+        return device_mesh["dp", "cp"]._flatten("dp_cp")
     if replicas == 1:
         return device_mesh["dp"]
     names = ("dp_replicate", "dp_shard")

@@ -55,12 +55,18 @@ def resolve_mesh(row: Row, options: dict[str, Any]) -> dict[str, int]:
         sizes["dp"] = 1 if "dp" not in row.axes else max(1, total // others) if total else 2
     mesh = Mesh(**sizes)
     workers = options["num_workers"] or mesh.world_size
-    product = " x ".join(f"{axis}_size {mesh.size(axis)}" for axis in ("tp", "dp", *mesh.further_axes))
+    shown = ("tp", "dp", *mesh.further_axes)
+    names, sizes_of = (
+        " x ".join(each)
+        for each in ((f"{axis}_size" for axis in shown), (str(mesh.size(axis)) for axis in shown))
+    )
     if workers != mesh.world_size:
-        raise UserError(f"--num_workers {workers} is not {product} = {mesh.world_size}; change one of them")
+        raise UserError(
+            f"--num_workers {workers} is not {names} = {sizes_of} = {mesh.world_size}; change one of them"
+        )
     if started not in (None, workers):
         raise UserError(
-            f"the launcher started {started} processes, the mesh has {product} = {workers}; start {workers}, or change the mesh"
+            f"the launcher started {started} processes, the mesh has {sizes_of} = {workers}; start {workers}, or change the mesh ({names})"
         )
     return {"num_workers": workers, **{f"{axis}_size": size for axis, size in mesh.sizes.items()}}
 

@@ -53,7 +53,8 @@ def _sums_over_tp(case: Case, module: str) -> bool:
         case.has(names[1])
         and names[0] in case.entry["tensors"]
         and "tp" in case.sharded(names[0])
-        and case.sharded(names[1]).get("tp", 1) == 1  # with sequence parallelism it is cut along its positions
+        and case.sharded(names[1]).get("tp", 1)
+        == 1  # with sequence parallelism it is cut along its positions
     )
 
 

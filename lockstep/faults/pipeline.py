@@ -101,7 +101,9 @@ def a_stage_reads_the_micro_batch_before(run: Planting) -> Plant:
         stage.forward = late
 
 
-@pp_fault(seen_in="NVIDIA/Megatron-LM 1304", cause="not computed", first="forward/model.layers.1.input_layernorm")
+@pp_fault(
+    seen_in="NVIDIA/Megatron-LM 1304", cause="not computed", first="forward/model.layers.1.input_layernorm"
+)
 def a_layer_left_out(run: Planting) -> Plant:
     """The split over stages leaves a layer out."""
     yield

@@ -112,7 +112,7 @@ class Capture:
         self.logits: list[float] = [0.0, 0.0, 0.0, 0.0]  # count, sum, sum of squares, largest
         self.final = step_file.step_path(self.folder, step)
         self.unfinished = [
-            self.final.with_suffix(f".{stage}.part" if stage else ".part") for stage in range(self.mesh.pp)
+            self.final.with_name(f"{self.final.name}.part{stage or ''}") for stage in range(self.mesh.pp)
         ]
         self.path = self.unfinished[self.here.pp]
         if self.rank == self.mesh.rank(Coordinates(pp=self.here.pp)):

@@ -153,6 +153,22 @@ def require(config: "Config", architecture: dict) -> None:
             f"--sequence_parallel --seq_length {config.seq_length}: cannot be cut into {config.cp_size * config.tp_size} equal parts; "
             f"choose a multiple of {config.cp_size * config.tp_size}"
         )
+    if own.sequence_parallel and config.attn_impl != "sdpa":
+        raise UserError(
+            f"--sequence_parallel --attn_impl {config.attn_impl}: transformers makes its mask for the positions of one rank; leave --attn_impl out"
+        )
+    if (
+        own.sequence_parallel
+        and (architecture.get("sliding_window") or config.seq_length) < config.seq_length
+    ):
+        raise UserError(
+            f"--sequence_parallel: {config.model_name} attends within a sliding window of {architecture['sliding_window']}, and transformers "
+            f"makes its mask for the positions of one rank; leave it out, or lower --seq_length"
+        )
+    if config.cp_size > 1 and own.dp_replicate > 1:
+        raise UserError(
+            f"--cp_size {config.cp_size} --dp_replicate {own.dp_replicate}: weights are sharded over dp and cp together; leave --dp_replicate out"
+        )
     if own.prefetch and own.wrap == "model":
         raise UserError(
             f"--prefetch {own.prefetch} --wrap model: there is nothing to gather ahead; leave one out"

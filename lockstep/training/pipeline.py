@@ -71,7 +71,12 @@ class Stage(torch.nn.Module):
             "full_attention": create_causal_mask,
             "sliding_attention": create_sliding_window_causal_mask,
         }
-        kinds = [self.config.layer_types[number] for number in self.numbers]
+        told = self.config.to_dict()
+        alike = (
+            "sliding_attention" if told.get("sliding_window") else "full_attention"
+        )  # of families without types
+        types = told.get("layer_types") or [alike] * self.config.num_hidden_layers
+        kinds = [types[number] for number in self.numbers]
         masks = {
             kind: made[kind](self.config, x, attention_mask=None, past_key_values=None)
             for kind in sorted(set(kinds))
@@ -178,14 +183,17 @@ class Pipeline:
         """Forward and backward of a batch, each (B, S); this rank's part of the mean loss, which is 0 but on the rank of the last stage."""
         losses: list[torch.Tensor] = []
         given = (input_ids,) if 0 in self.numbers else ()
-        self.schedule.step(
-            *given,
-            target=labels,
-            losses=losses,
-            return_outputs=False,
-            labels=labels,
-            position_ids=position_ids.expand(len(labels), -1),
-        )
+        try:
+            self.schedule.step(
+                *given,
+                target=labels,
+                losses=losses,
+                return_outputs=False,
+                labels=labels,
+                position_ids=position_ids.expand(len(labels), -1),
+            )
+        except RuntimeError as error:  # the schedule says in which stage, not what went wrong
+            raise error.__cause__ or error from None
         return torch.stack(losses).detach().sum() if losses else torch.zeros((), device=self.device)
 
     def sum_tied(self, weight: torch.Tensor) -> None:

@@ -50,11 +50,11 @@ def units_of(stage: int, stages: int, num_layers: int) -> list[str | int]:
 def require(config: "Config", architecture: dict, schedule: str, microbatches: int) -> None:
     """Raise UserError for a pipeline that this model or batch cannot have."""
     size, stages = config.pp_size, num_stages(schedule, config.pp_size)
-    units = architecture["num_hidden_layers"] + 2
     if modules.names_of(architecture) is not modules.LLAMA:
         raise UserError(
             f"--pp_size {size}: stages are known for models that are built like Llama, and {config.model_name} is not; choose another model"
         )
+    units = architecture["num_hidden_layers"] + 2
     if stages > units:
         raise UserError(
             f"--pp_size {size} --pp_schedule {schedule}: {stages} stages, and the model has {units} parts to share out (its layers, "
