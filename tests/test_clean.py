@@ -1,4 +1,4 @@
-"""Correct runs raise no alarm: a sample of benchmarks/clean_sweep.py, every model, and unusual options."""
+"""Correct runs raise no alarm: a sample of benchmarks/clean_sweep.py, and unusual options. `run_tests.sh --all` runs the whole sweep."""
 
 import clean_sweep
 import pytest
@@ -6,7 +6,6 @@ import pytest
 CASES = [
     ("tiny-mistral", "fp32", 2, 2),
     ("tiny-gpt2", "autocast", 2, 1, "--gradient_accumulation_steps", "2"),
-    ("tiny-llama", "fp32", 1, 2, "--optimizer", "sgd", "--max_grad_norm", "0", "--weight_decay", "0"),
     (
         "tiny-qwen3",
         "fp32",
@@ -14,10 +13,12 @@ CASES = [
         2,
         "--attn_impl",
         "eager",
-        "--batch_size",
-        "1",
-        "--gradient_accumulation_steps",
-        "2",
+        "--optimizer",
+        "sgd",
+        "--max_grad_norm",
+        "0",
+        "--weight_decay",
+        "0",
     ),
     (
         "tiny-qwen2-odd-vocab",

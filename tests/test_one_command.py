@@ -106,28 +106,25 @@ def test_the_one_command_names_the_first_tensor(tmp_path):
     assert "Doubled" in plotted(tmp_path / "out", status=1) and (tmp_path / "figure.png").is_file()
 
 
-def test_the_one_command_twice_into_one_folder_then_interrupted(run, tmp_path):
-    """The second is refused at once. Of the first, the steps so far are left. With TENSORS=0 nothing is captured."""
-    one = run(DP_SIZE="1", DEBUG_STEPS="100000", TENSORS="0")
+def test_the_one_command_interrupted(run, tmp_path):
+    """By Ctrl-C, while the first run starts."""
+    one = run(DP_SIZE="1", DEBUG_STEPS="100000")
+    one.wait_for("1 workers on cpu")
+    os.killpg(one.process.pid, signal.SIGINT)
+    assert one.process.wait(60) == 130, one.log.read_text()
+    last = one.log.read_text().splitlines()[-1]
+    assert last.endswith(f"interrupted; the histories in {tmp_path} hold the steps so far")
+    assert gone(tmp_path) is True
+
+
+def test_the_one_command_twice_into_one_folder_then_a_worker_dies(run, tmp_path):
+    """The second is refused at once. The death of a worker ends the first; the steps so far are kept. With TENSORS=0 nothing is captured."""
+    one = run(DEBUG_STEPS="100000", TENSORS="0")
     one.wait_for_step(5)
     again = the_one_command(tmp_path, OUTPUT_DIR=str(tmp_path))
     assert again.returncode == 2 and len(again.stderr.splitlines()) == 1
     assert f"OUTPUT_DIR: another run (process {one.process.pid} on" in again.stderr
     assert one.process.poll() is None and (tmp_path / "loss_ddp.json").exists()
-    os.killpg(one.process.pid, signal.SIGINT)
-    assert one.process.wait(60) == 130, one.log.read_text()
-    last = one.log.read_text().splitlines()[-1]
-    assert last.endswith(f"interrupted; the histories in {tmp_path} hold the steps so far")
-    assert [path.name for path in tmp_path.glob("*.json")] == ["loss_ddp.json"]
-    assert len(history.read(tmp_path / "loss_ddp.json").steps) >= 5
-    assert not (tmp_path / "tensors").exists()
-    assert gone(tmp_path) is True
-
-
-def test_the_one_command_stops_with_the_first_run_that_fails(run, tmp_path):
-    """By the death of a worker, which ends the others; the steps so far are kept."""
-    one = run(DEBUG_STEPS="100000")
-    one.wait_for_step(5)
     workers = subprocess.run(
         ["pgrep", "-f", "ray::RayTrainWorker"], capture_output=True, text=True
     ).stdout.split()
@@ -142,6 +139,7 @@ def test_the_one_command_stops_with_the_first_run_that_fails(run, tmp_path):
     assert [path.name for path in tmp_path.glob("*.json")] == ["loss_ddp.json"]
     kept = history.read(tmp_path / "loss_ddp.json")
     assert len(kept.steps) >= 5 and kept.ended != "finished"
+    assert not (tmp_path / "tensors").exists()
     assert gone(tmp_path) is True
 
 
