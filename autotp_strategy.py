@@ -317,6 +317,9 @@ class AutoTPStrategy:
             parts.append(part)
         return torch.cat(parts, dim=dim)
 
+    def called(self) -> list[tuple[torch.nn.Module, dict[str, str | int]]]:
+        return [(self.model, {"input_ids": "input_ids", "labels": "labels"})]
+
     def effective_contract(self) -> dict[str, Any]:
         optimizer = self.stage.torch_optimizer()
         groups = zip(self.stage.members(), optimizer.param_groups, strict=True)

@@ -26,9 +26,12 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from lockstep.collective import gather_objects
 from lockstep.inputs import modules
 from lockstep.mesh import share
 from lockstep.training import fsdp_options
+from lockstep.training.optim import gradient_of
+from lockstep.training.pipeline import Pipeline
 from lockstep.training.torch_strategy import TorchStrategy
 from lockstep.training.vocab_parallel_loss import vocab_parallel_cross_entropy
 
@@ -48,7 +51,7 @@ STYLES: dict[str, ParallelStyle] = {
     # the shares are summed over tp. Dim 2 of (batch, sequence, heads, head_dim) is the one that is cut.
     "replicated_with_grad_allreduce": SequenceParallel(sequence_dim=2, use_local_output=True),
 }
-# Rows that the plan of a model lacks, or has differently.
+# Rows that the plan of a model lacks.
 OWN_ROWS: dict[str, ParallelStyle] = {
     # No family's plan cuts it. Ids 0..V/tp-1 are on tp rank 0, and so on; ids of other ranks look up zero, then a sum.
     modules.LLAMA.embedding: RowwiseParallel(input_layouts=Replicate()),
@@ -67,28 +70,63 @@ OWN_ROWS: dict[str, ParallelStyle] = {
 }
 
 
-def tp_plan(model: "PreTrainedModel") -> dict[str, ParallelStyle]:
-    """Module (with * for the number of its layer) -> how it is cut over tp: the model's own `base_model_tp_plan` and OWN_ROWS.
+# With sequence parallelism x is cut along its positions, dim 1, between blocks: norms and residuals work on a rank's own positions.
+# A block gathers them at its input, and its partial products are summed and cut again (arXiv 2205.05198, section 4.2.2).
+SEQUENCE_STYLES: dict[str, ParallelStyle] = {**STYLES, "rowwise": RowwiseParallel(output_layouts=Shard(1))}
+SEQUENCE_ROWS: dict[str, ParallelStyle] = {
+    modules.LLAMA.embedding: RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+    modules.HEAD: ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
+    f"{modules.LLAMA.layers}.*.{modules.LLAMA.attention}": PrepareModuleInput(
+        input_kwarg_layouts={"hidden_states": Shard(1)},
+        desired_input_kwarg_layouts={"hidden_states": Replicate()},
+    ),
+    f"{modules.LLAMA.layers}.*.{modules.LLAMA.mlp}": PrepareModuleInput(
+        input_layouts=Shard(1), desired_input_layouts=Replicate()
+    ),
+}
+
+
+def tp_plan(model: "PreTrainedModel", *, sequence_parallel: bool = False) -> dict[str, ParallelStyle]:
+    """Module (with * for the number of its layer) -> how it is cut over tp: the model's own `base_model_tp_plan` and own rows.
 
     Raises ValueError naming the first row with an unknown style, or the first module that needs a row and has none.
     """
+    styles, own_rows = (SEQUENCE_STYLES, SEQUENCE_ROWS) if sequence_parallel else (STYLES, OWN_ROWS)
     if model.config.base_model_tp_plan is None:
         raise ValueError(f"{type(model).__name__} comes with no tensor-parallel plan")
-    plan = dict(OWN_ROWS)
+    plan = dict(own_rows)
+    if (
+        sequence_parallel
+    ):  # each rank has its own positions' share of a norm's gradient: the shares are summed over tp
+        plan |= {
+            _pattern(name): SequenceParallel(use_local_output=True) for name in norms_between_blocks(model)
+        }
     for pattern, style in model.config.base_model_tp_plan.items():
         name = f"{modules.LLAMA.base}.{pattern}"
-        if style not in STYLES:
+        if style not in styles:
             raise ValueError(
                 f"the model's own plan has {style!r} for {name}, which is not known here; known: {', '.join(STYLES)} "
                 "(fsdp_strategy.STYLES)"
             )
-        if name in OWN_ROWS:
+        if name in own_rows:
             raise ValueError(
                 f"the model's own plan has a row for {name} ({style!r}), and so has fsdp_strategy.OWN_ROWS; keep one of them"
             )
-        plan[name] = STYLES[style]
+        plan[name] = styles[style]
     _require_fits(model, plan)
     return plan
+
+
+def norms_between_blocks(model: "PreTrainedModel") -> list[str]:
+    """The norms outside of attention and MLP, by name: those of the layers, and the last one."""
+    names = modules.names_in(model)
+    inside = (f".{names.attention}.", f".{names.mlp}.")
+    return [
+        name
+        for name, module in model.named_modules()
+        if {parameter.ndim for parameter in module.parameters(recurse=False)} == {1}
+        and not any(block in name for block in inside)
+    ]
 
 
 def _require_fits(model: torch.nn.Module, plan: dict[str, ParallelStyle]) -> None:
@@ -123,9 +161,16 @@ class FSDPStrategy(TorchStrategy):
     """Weights cut over tp, then over dp; `lockstep.training.torch_strategy` has what it shares with other strategies in torch."""
 
     def parallelize(self, model: "PreTrainedModel", device_mesh: DeviceMesh) -> torch.nn.Module:
-        if device_mesh["tp"].size() > 1:
-            shard_over_tp(model, device_mesh["tp"])
         own = fsdp_options.of(self.config)
+        if device_mesh["tp"].size() > 1:
+            shard_over_tp(model, device_mesh["tp"], sequence_parallel=own.sequence_parallel)
+        self.positions_in_norms: set[int] = set()
+        for norm in norms_between_blocks(model):
+            model.get_submodule(norm).register_forward_hook(self._see_norm)
+        self.roots: list[torch.nn.Module] = [model]
+        if self.config.pp_size > 1:
+            self.pipeline = self._pipeline(model, device_mesh)
+            self.roots = [*self.pipeline.stages]
         self.synced = collections.deque[str](maxlen=self.config.gradient_accumulation_steps)
         pinned = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
         # By default shards are gathered once per step: kept between forward and backward, as ZeRO-1 keeps whole parameters.
@@ -139,17 +184,50 @@ class FSDPStrategy(TorchStrategy):
             mp_policy=policy,
             offload_policy=pinned if own.cpu_offload else OffloadPolicy(),
         )
-        layers = (
-            list(model.get_submodule(modules.names_in(model).layers).children())
-            if own.wrap == "layer"
-            else []
-        )
+        layers = self._layers(model) if own.wrap == "layer" else []
         for layer in layers:
             shard(layer)
-        shard(model)
+        for root in self.roots:
+            shard(root)
         if own.prefetch:
             gather_ahead([model, *layers], own.prefetch)
         return model
+
+    def _layers(self, model: "PreTrainedModel") -> list[torch.nn.Module]:
+        """The layers that this rank has."""
+        return list(model.get_submodule(modules.names_in(model).layers).children())
+
+    def _pipeline(self, model: "PreTrainedModel", device_mesh: DeviceMesh) -> Pipeline:
+        config, own = self.config, fsdp_options.of(self.config)
+        micro = fsdp_options.microbatches(config)
+        pipeline = Pipeline(
+            model,
+            device_mesh,
+            schedule=own.pp_schedule,
+            micro=micro,
+            share=micro * config.gradient_accumulation_steps,
+            autocast=lambda: config.autocast(self.device),
+        )
+        positions = config.seq_length // config.cp_size
+        pipeline.prepare(
+            config.batch_size // micro,
+            positions,
+            positions // (config.tp_size if own.sequence_parallel else 1),
+            torch.float32 if config.precision in ("fp32", "autocast") else torch.bfloat16,
+        )
+        return pipeline
+
+    def _see_norm(self, _module: torch.nn.Module, _arguments: object, output: torch.Tensor) -> None:
+        self.positions_in_norms.add(output.shape[1])
+
+    def cut(
+        self, input_ids: torch.Tensor, labels: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        input_ids, labels, positions = super().cut(input_ids, labels)
+        if positions is None and fsdp_options.of(self.config).sequence_parallel:
+            # transformers would count the positions of the embedding's output, of which this rank has a part
+            positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+        return input_ids, labels, positions
 
     @contextlib.contextmanager
     def _reducing(self, last: bool) -> Iterator[None]:
@@ -157,13 +235,22 @@ class FSDPStrategy(TorchStrategy):
         with super()._reducing(last or sync != "last"):
             if sync == "scatter":
                 cast(FSDPModule, self.wrapped).set_requires_all_reduce(last)
+            if self.pipeline is not None:  # its schedule says when to reduce
+                yield
             self.synced.append(", ".join(sorted({_synced(group) for group in self.param_groups()})))
-            yield
+            if self.pipeline is None:
+                yield
 
     def param_groups(self) -> list[Any]:
         """FSDP's groups of parameters, which are gathered and reduced together."""
-        sharded = (module for module in self.model.modules() if isinstance(module, FSDPModule))
+        sharded = (
+            module for root in self.roots for module in root.modules() if isinstance(module, FSDPModule)
+        )
         return [group for module in sharded for group in module._get_fsdp_state()._fsdp_param_groups]
+
+    def _reduction_dtype(self, parameter: torch.Tensor) -> torch.dtype:
+        policies = {cast(FSDPModule, root)._get_fsdp_state()._mp_policy.reduce_dtype for root in self.roots}
+        return policies.pop() or gradient_of(parameter).dtype
 
     def sharding(self) -> dict[str, Any]:
         groups = self.param_groups()
@@ -175,13 +262,21 @@ class FSDPStrategy(TorchStrategy):
             "reshard_after_forward": sorted({_left_after_forward(group) for group in groups}),
             "offloaded": sorted({p.offload_to_cpu for group in groups for p in group.fsdp_params}),
             "prefetch": max(len(each) for pair in ahead for each in pair),
+            "positions_in_norms": sorted(set().union(*gather_objects(self.positions_in_norms))),
             "gradients_of_micro_batches": list(self.synced),
-            "wrap": "layer" if len(groups) > 1 else "model",
+            "wrap": "layer"
+            if all(isinstance(layer, FSDPModule) for layer in self._layers(self.model))
+            else "model",
         }
 
 
 def shard_mesh(device_mesh: DeviceMesh, replicas: int) -> DeviceMesh:
-    """What `fully_shard` cuts over: dp, or dp as replicas of shards. Neighbours along dp are shards of one replica."""
+    """What `fully_shard` cuts over: dp, or dp as replicas of shards. Neighbours along dp are shards of one replica.
+
+    Ranks along cp hold the same weights and see other tokens, as those along dp do, so they hold shards of them, too.
+    """
+    if device_mesh["cp"].size() > 1:
+        return device_mesh["dp", "cp"]._flatten("dp_cp")
     if replicas == 1:
         return device_mesh["dp"]
     names = ("dp_replicate", "dp_shard")
@@ -207,10 +302,10 @@ def _left_after_forward(group: Any) -> bool | int:
     return False if mesh is None else mesh is group.mesh_info or mesh.shard_mesh_size
 
 
-def shard_over_tp(model: "PreTrainedModel", tp_mesh: DeviceMesh) -> None:
+def shard_over_tp(model: "PreTrainedModel", tp_mesh: DeviceMesh, *, sequence_parallel: bool = False) -> None:
     """Cut the model by its `tp_plan`, in place. Its loss is then computed on vocabulary shards."""
     tied = modules.is_tied(model)
-    plan = tp_plan(model)
+    plan = tp_plan(model, sequence_parallel=sequence_parallel)
     parallelize_module(model, tp_mesh, plan, src_data_rank=None)  # all ranks hold equal weights already
     if tied:  # parallelize_module makes a new Parameter of each; make them one again
         model.get_submodule(modules.HEAD).weight = model.get_submodule(modules.LLAMA.embedding).weight

@@ -19,6 +19,7 @@ import collections
 import contextlib
 import itertools
 import json
+import math
 import operator
 import os
 import tempfile
@@ -160,7 +161,10 @@ class Group:
         if strategy == REFERENCE:
             return {"strategy": REFERENCE, "arguments": arguments}
         row = self.rows[strategy]
-        arguments += ["--tp_size", str(row.largest(self.mesh).tp), *self.flags * (strategy != BASELINE)]
+        mesh = row.largest(self.mesh)
+        for axis in ("tp", *mesh.further_axes):
+            arguments += [f"--{axis}_size", str(mesh.size(axis))]
+        arguments += self.flags * (strategy != BASELINE)
         return {"strategy": row.place, "fault": None if name == CLEAN else name, "arguments": arguments}
 
     def dump(self, strategy: str, name: str) -> Path:
@@ -182,19 +186,20 @@ def train(groups: dict[Group, list[tuple["Fault", Row]]], folder: Path) -> dict[
 
     outcome: dict[Planned, float | str] = {}
     # a strategy may be unable to change its mesh within a process (docs/findings.md)
-    by_mesh: dict[tuple[int, int], list[Planned]] = collections.defaultdict(list)
+    by_mesh: dict[tuple[int, ...], list[Planned]] = collections.defaultdict(list)
     for group, pairs in groups.items():
-        by_mesh[group.mesh.dp, 1] += [(group, CLEAN, BASELINE), (group, CLEAN, history.CONTROL)]
+        alone = row_of(BASELINE).largest(group.mesh)
+        by_mesh[tuple(alone.sizes.values())] += [(group, CLEAN, BASELINE), (group, CLEAN, history.CONTROL)]
         for row in dict.fromkeys(row for _, row in pairs):
             mesh = row.largest(group.mesh)
             faulty = [(group, fault.name, row.name) for fault, other in pairs if other == row]
-            by_mesh[mesh.dp, mesh.tp] += [(group, CLEAN, row.name), *faulty]
+            by_mesh[tuple(mesh.sizes.values())] += [(group, CLEAN, row.name), *faulty]
     left = [(mesh, run) for mesh, runs in sorted(by_mesh.items()) for run in runs]
     while left:
         work = folder / f"jobs_{len(left)}"
         meshes = [
-            (dp * tp, [group.job(strategy, name) for _, (group, name, strategy) in runs])
-            for (dp, tp), runs in itertools.groupby(left, key=operator.itemgetter(0))
+            (math.prod(sizes), [group.job(strategy, name) for _, (group, name, strategy) in runs])
+            for sizes, runs in itertools.groupby(left, key=operator.itemgetter(0))
         ]
         finished, status = jobs.start_groups(meshes, work, patience=HANGS_AFTER)
         for (_, run), seconds in zip(left, finished, strict=False):

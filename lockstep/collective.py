@@ -11,10 +11,10 @@ from lockstep.errors import TrainingFailure, UserError
 Said = TypeVar("Said")
 
 
-def gather_objects(mine: Said) -> list[Said]:
-    """Every rank's object, in rank order. Collective."""
-    everyone = [mine] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
+def gather_objects(mine: Said, group: dist.ProcessGroup | None = None) -> list[Said]:
+    """The object of every rank of a group, or of all, in rank order. Collective."""
+    everyone = [mine] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, mine, group=group)
     return everyone
 
 

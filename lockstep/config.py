@@ -75,6 +75,8 @@ class Config:
     num_workers: int = field(kw_only=True)
     tp_size: int = field(kw_only=True)
     dp_size: int = field(kw_only=True)
+    cp_size: int = 1
+    pp_size: int = 1
     batch_size: int = 8
     seq_length: int = 128
     num_epochs: int = 1
@@ -116,7 +118,7 @@ class Config:
 
     @property
     def mesh(self) -> Mesh:
-        return Mesh(dp=self.dp_size, tp=self.tp_size)
+        return Mesh.of_options(vars(self))
 
     @property
     def row(self) -> strategies.Row:
@@ -248,15 +250,19 @@ def build_parser(strategy: str) -> argparse.ArgumentParser:
         lambda text: None if text == "all" else positive(text),
         "number of layers to keep, or all (default: all)",
     )
-    add("num_workers", positive, "number of ranks; must equal tp_size x dp_size (default: tp_size x dp_size)")
+    add("num_workers", positive, "number of ranks (default: the product of the sizes of all axes)")
     add(
         "tp_size",
         positive,
         "tensor-parallel size (default: 2, or 1 for a strategy without tensor parallelism)",
     )
     add(
-        "dp_size", positive, "data-parallel size (default: num_workers / tp_size, or 2 without --num_workers)"
+        "dp_size",
+        positive,
+        "data-parallel size (default: what --num_workers leaves to it, or 2 without --num_workers)",
     )
+    add("cp_size", positive, "context-parallel size: ranks that share the positions of each sequence")
+    add("pp_size", positive, "pipeline-parallel size: ranks that share the layers")
     add("batch_size", positive, "sequences per DP rank and micro batch")
     add("seq_length", positive, "tokens per sequence")
     add("num_epochs", positive, "passes over the corpus; used if --debug_steps is 0")

@@ -16,7 +16,7 @@ from typing import Any
 from lockstep.errors import UserError, first_line
 
 CAPTURED = re.compile(
-    r"manifest\.json|step_\d+\.safetensors(\.part)?"
+    r"manifest\.json|step_\d+\.safetensors(\.part\d*)?"
 )  # the files of a dump (lockstep/tensors/dump.py)
 # By these a file is known to be an older result, which a new one may replace: what it begins with, or a figure says of itself.
 FIGURE = b"Lockstep figure"

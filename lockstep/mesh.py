@@ -16,7 +16,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 
 class Cuts(Enum):
-    """What the ranks along an axis divide among them."""
+    """What the ranks along an axis divide among them, and what this kind of parallelism is called."""
 
-    LAYERS = "layers"
-    SAMPLES = "samples"
-    POSITIONS = "positions"
-    WEIGHTS = "weights"
+    LAYERS = "pipeline"
+    SAMPLES = "data"
+    POSITIONS = "context"
+    WEIGHTS = "tensor"
 
 
 Axis = Literal["pp", "dp", "cp", "tp"]
@@ -57,6 +57,11 @@ class Mesh:
     dp: int = 1
     cp: int = 1
     tp: int = 1
+
+    @classmethod
+    def of_options(cls, options: Mapping[str, Any]) -> "Mesh":
+        """From the flags of a run, such as dp_size. An axis that is not among them has size 1."""
+        return cls(**{axis: options.get(f"{axis}_size", 1) for axis in AXES})
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -101,6 +106,11 @@ class Mesh:
         """The lowest rank that is fed this share of the global batch."""
         return _sample_shares(self).index(share)
 
+    @property
+    def num_loss_shares(self) -> int:
+        """Ranks that compute the loss of other tokens; the loss is the mean over them."""
+        return self.num_sample_shares * self.cp
+
     def neighbour(self, rank: int, axis: str) -> int:
         """The next rank along an axis; after the last one, the first."""
         coordinates = asdict(self.coordinates(rank))
@@ -110,8 +120,12 @@ class Mesh:
     @property
     def label(self) -> str:
         """ "TP=2, DP=2": tp and dp, then the other axes of more than one rank."""
-        named = ["tp", "dp", *(axis for axis in self.axes if axis not in ("tp", "dp"))]
-        return ", ".join(f"{axis.upper()}={self.size(axis)}" for axis in named)
+        return ", ".join(f"{axis.upper()}={self.size(axis)}" for axis in ("tp", "dp", *self.further_axes))
+
+    @property
+    def further_axes(self) -> tuple[str, ...]:
+        """The axes of more than one rank beside tp and dp."""
+        return tuple(axis for axis in self.axes if axis not in ("tp", "dp"))
 
     def draw(self) -> str:
         """The grid as text: one line for the ranks along each innermost axis."""
@@ -180,6 +194,30 @@ def share(length: int, rank: int, size: int) -> tuple[int, int]:
     each = -(-length // size)
     start = min(rank * each, length)
     return start, min(each, length - start)
+
+
+def balanced_share(length: int, rank: int, size: int) -> list[tuple[int, int]]:
+    """(start, length) of the pieces of a sequence that a rank along cp has: of 2 * size equal ones, its own from the head and from the tail.
+
+    With size 1, the whole. Raises ValueError unless the pieces can be equal.
+    """
+    if size == 1:
+        return [(0, length)]
+    if length % (2 * size):
+        raise ValueError(f"{length} positions cannot be cut into {2 * size} equal pieces")
+    each = length // (2 * size)
+    return [(rank * each, each), ((2 * size - 1 - rank) * each, each)]
+
+
+def runs(positions: list[int]) -> list[list[int]]:
+    """[start, length] of the runs of consecutive positions, in order."""
+    found: list[list[int]] = []
+    for position in positions:
+        if found and position == sum(found[-1]):
+            found[-1][1] += 1
+        else:
+            found.append([position, 1])
+    return found
 
 
 def build_device_mesh(mesh: Mesh, device_type: str) -> "DeviceMesh":

@@ -1,14 +1,16 @@
 """What a run can use: the launcher's ranks, this machine's cores and GPUs. Needs no torch."""
 
 import importlib.metadata
+import math
 import os
 from pathlib import Path
 from typing import Any
 
 from lockstep.errors import UserError
+from lockstep.mesh import AXES, Mesh
 from lockstep.strategies import Row
 
-WORKERS_PER_CORE = 4  # more CPU processes than this on one core spend their time switching
+WORKERS_PER_CORE = 8  # more CPU processes than this on one core spend their time switching
 
 
 def launched_in_place() -> bool:
@@ -38,28 +40,35 @@ def workers_here(total: int) -> int:
 
 
 def resolve_mesh(row: Row, options: dict[str, Any]) -> dict[str, int]:
-    """num_workers, tp_size and dp_size, from the flags and the launcher. Raises UserError if they contradict each other."""
-    workers, tp, dp = options["num_workers"], options["tp_size"], options["dp_size"]
-    for axis, size, what in (("tp", tp, "tensor"), ("dp", dp, "data")):
+    """num_workers and the size of every axis, from the flags and the launcher. Raises UserError if they contradict each other."""
+    sizes = {axis: options[f"{axis}_size"] for axis in AXES}
+    for axis, size in sizes.items():
         if axis not in row.axes and size not in (None, 1):
             raise UserError(
-                f"--{axis}_size {size}: {row.label} has no {what} parallelism; leave it out, or use another strategy"
+                f"--{axis}_size {size}: {row.label} has no {AXES[axis].value} parallelism; leave it out, or use another strategy"
             )
-    tp = tp or (2 if "tp" in row.axes else 1)
+    sizes["tp"] = sizes["tp"] or (2 if "tp" in row.axes else 1)
     started = int(os.environ["WORLD_SIZE"]) if launched_in_place() else None
-    total = workers or started
-    dp = dp or (1 if "dp" not in row.axes else max(1, total // tp) if total else 2)
-    workers = workers or tp * dp
-    if workers != tp * dp:
+    total = options["num_workers"] or started
+    if sizes["dp"] is None:
+        others = math.prod(size for axis, size in sizes.items() if axis != "dp")
+        sizes["dp"] = 1 if "dp" not in row.axes else max(1, total // others) if total else 2
+    mesh = Mesh(**sizes)
+    workers = options["num_workers"] or mesh.world_size
+    shown = ("tp", "dp", *mesh.further_axes)
+    names, sizes_of = (
+        " x ".join(each)
+        for each in ((f"{axis}_size" for axis in shown), (str(mesh.size(axis)) for axis in shown))
+    )
+    if workers != mesh.world_size:
         raise UserError(
-            f"--num_workers {workers} is not tp_size x dp_size = {tp} x {dp} = {tp * dp}; change one of the three"
+            f"--num_workers {workers} is not {names} = {sizes_of} = {mesh.world_size}; change one of them"
         )
     if started not in (None, workers):
         raise UserError(
-            f"the launcher started {started} processes, the mesh has {tp} x {dp} = {workers}; "
-            f"start {workers}, or change --tp_size or --dp_size"
+            f"the launcher started {started} processes, the mesh has {sizes_of} = {workers}; start {workers}, or change the mesh ({names})"
         )
-    return {"num_workers": workers, "tp_size": tp, "dp_size": dp}
+    return {"num_workers": workers, **{f"{axis}_size": size for axis, size in mesh.sizes.items()}}
 
 
 def local_gpus() -> int:

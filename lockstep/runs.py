@@ -29,6 +29,8 @@ class Run:
         own = ["--dp_size", str(self.mesh.dp), "--batch_size", str(self.batch_size)]
         if "tp" in self.row.axes:
             own += ["--tp_size", str(self.mesh.tp)]
+        for axis in self.mesh.further_axes:
+            own += [f"--{axis}_size", str(self.mesh.size(axis))]
         return own if self.name == self.row.name else [*own, "--run_name", self.name]
 
 

@@ -46,6 +46,7 @@ class Row:
     library: str = ""  # a package beyond torch that it runs on; histories and dumps record its version
     sharding: str = ""  # "module:function" from a configuration to what its contract says is sharded, and how gradients are reduced
     contract: str = ""  # "module:function" from a configuration to entries of its contract in which its options differ by design
+    pipeline: str = ""  # "module:function" from a configuration and an architecture to what its contract says of the stages
     requires: str = ""  # "module:function" of a configuration and an architecture; raises UserError if something is missing or contradictory
     defaults: str = (
         ""  # "module:function" from the parsed flags to the defaults that a file among them gives to others
@@ -117,13 +118,14 @@ ROWS = {
             name="fsdp",
             label="FSDP+DTensor",
             color="tab:blue",
-            axes=("dp", "tp"),
+            axes=("pp", "dp", "cp", "tp"),
             factory="fsdp_strategy:FSDPStrategy",
             handles="lockstep.faults.torch_handles:FSDPHandles",
             program="train_fsdp.py",
             faults="lockstep.faults.sharding",
             options="lockstep.training.fsdp_options:Options",
             sharding="lockstep.training.fsdp_options:expected",
+            pipeline="lockstep.training.fsdp_options:expected_pipeline",
             requires="lockstep.training.fsdp_options:require",
             memory="lockstep.memory.sharded:plan",
         ),

@@ -44,7 +44,7 @@ CASES = [
     ("fsdp", "--tp_size 3", "does not divide the model's 4 attention heads"),
     ("deepspeed", "--tp_size 4", "does not divide the model's 2 KV heads"),
     ("ddp", "--tp_size 2", "DDP has no tensor parallelism"),
-    ("ddp", "--dp_size 4096", "at most 4 per core"),
+    ("ddp", "--dp_size 4096", "at most 8 per core"),
     ("ddp", "--device cuda --dp_size 64", "64 GPUs needed"),
     ("ddp", "--device cpu --backend nccl", "--backend nccl needs --device cuda"),
     ("ddp", "--model_name no-such-model", "built-in: tiny-qwen2"),

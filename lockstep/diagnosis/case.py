@@ -43,9 +43,12 @@ class Case:
         self.step, _, self.first, _ = result.failures(strategy)[0]
         self.options = self.dump.run["config"]
         self.names = modules.names_of(self.dump.run["architecture"])
-        self.mesh = Mesh(dp=self.options["dp_size"], tp=self.options["tp_size"])
+        self.mesh = Mesh.of_options(self.options)
         self.micro_batches: int = self.options["gradient_accumulation_steps"]
-        self.sizes = {"tp": self.mesh.tp, "dp": self.mesh.dp, "accumulation steps": self.micro_batches}
+        self.sizes = {
+            **{axis: self.mesh.size(axis) for axis in ("tp", "dp", *self.mesh.further_axes)},
+            "accumulation steps": self.micro_batches,
+        }
         self.entry = self.dump.steps[str(self.step)]
         self.rows = {
             row.name: row for row in result.rows if row.strategy == strategy and row.step == self.step

@@ -51,7 +51,7 @@ def other_weights(case: Case) -> Cause | None:
     updated weight is wrong, the weight was wrong before.
     """
     for what in ("weight", "bias"):
-        name = f"{_name(case)}.{what}"
+        name = (case.weight_of(_name(case)) if what == "weight" else None) or f"{_name(case)}.{what}"
         inner = [f"gradient/{name}", f"exp_avg/{name}", f"exp_avg_sq/{name}"]
         key = f"parameter/{name}"
         if key not in case.rows:
@@ -99,6 +99,13 @@ def sum_over_tp(case: Case) -> Cause | None:
             return Cause(
                 "tp reduction missing",
                 f"{describe(module)} is tp rank {rank}'s share alone, computed again from input and weights",
+            )
+    if "tp" in case.sharded(case.first) and case.mesh.cp == 1:  # each rank keeps its own positions of the sum
+        cut = [share.chunk(tp, 1)[rank] for rank, share in enumerate(shares)]
+        if case.explains(case.first, torch.cat(cut, 1)):
+            return Cause(
+                "tp reduction missing",
+                f"{describe(module)} is, at each tp rank's positions, that rank's share alone, computed again from input and weights",
             )
     if case.explains(case.first, tp * case.exact(case.first)):
         return Cause(

@@ -47,13 +47,14 @@ def forward_shares(case: Case, module: str) -> list[torch.Tensor]:
 
 
 def _sums_over_tp(case: Case, module: str) -> bool:
-    """Whether a module has its weight cut over tp and its output whole: row-parallel, or an embedding."""
+    """Whether a module has its weight cut over tp and its output not along its features: row-parallel, or an embedding."""
     names = (f"parameter/{case.weight_of(module)}", f"forward/{module}")
     return (
         case.has(names[1])
         and names[0] in case.entry["tensors"]
         and "tp" in case.sharded(names[0])
-        and "tp" not in case.sharded(names[1])
+        and case.sharded(names[1]).get("tp", 1)
+        == 1  # with sequence parallelism it is cut along its positions
     )
 
 

@@ -32,14 +32,14 @@ def norm_of_other_gradients(case: Case) -> Cause | None:
             "were counted tp times",
         )
     for axis in case.mesh.axes:
-        for rank, own in enumerate(norms_by_rank(case, axis)):
+        for rank, own in enumerate(norms_by_stage(case) if axis == "pp" else norms_by_rank(case, axis)):
             if not math.isclose(own, held, rel_tol=SAME_NORM) and math.isclose(
                 norm.recorded, own, rel_tol=SAME_NORM
             ):
                 return Cause(
                     "clipping",
                     f"the norm is {norm.recorded / held:.4f} times that of the gradients: it is the norm of "
-                    f"{axis} rank {rank}'s shards alone",
+                    f"{axis} rank {rank}'s {'layers' if axis == 'pp' else 'shards'} alone",
                 )
     return None
 
@@ -78,6 +78,20 @@ def norms_by_rank(case: Case, axis: str) -> list[float]:
         for rank, pieces in enumerate(case.shares(row.name, axis, case.own(row.name))):
             squares[rank] += sum(float(piece.square().sum()) for piece in pieces)
     return [math.sqrt(square) for square in squares] if cut else []
+
+
+def norms_by_stage(case: Case) -> list[float]:
+    """The norm of the gradients of what each rank along pp has; of tied weights, the first has them."""
+    norms = []
+    for stages in case.dump.manifest["contract"]["pipeline"]["units"]:
+        units = {unit for stage in stages for unit in stage}
+        own = [
+            row.distance.own_norm**2
+            for row in case.rows.values()
+            if row.kind == "gradient" and case.names.unit_of(row.name.removeprefix("gradient/")) in units
+        ]
+        norms.append(math.sqrt(sum(own)))
+    return norms
 
 
 def _square_of_replicated(case: Case) -> float:

@@ -13,10 +13,13 @@ from lockstep.faults import (  # noqa: F401
     accumulation,
     average,
     clipping,
+    context_parallel,
     data,
     data_parallel,
     optimizer,
+    pipeline,
     precision,
+    sequence_parallel,
     tensor_parallel,
     weights,
 )

@@ -22,6 +22,9 @@ BUG_CLASSES = (
     "random state",
     "weights",
     "precision, optimizer",
+    "context parallelism",
+    "sequence parallelism",
+    "pipeline",
 )
 
 

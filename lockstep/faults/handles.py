@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 
 from lockstep.faults.patches import PatchedRun
+from lockstep.training.context_parallel import ContextParallel
 from lockstep.training.optim import WeightAverage
+from lockstep.training.pipeline import Pipeline
 
 
 class Handles:
@@ -50,6 +52,14 @@ class Handles:
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """The process group along a mesh axis."""
+        raise NotImplementedError
+
+    def context(self) -> ContextParallel:
+        """This rank's positions, and how it attends to those of others. Call it once the strategy is built."""
+        raise NotImplementedError
+
+    def pipeline(self) -> Pipeline:
+        """This rank's stages. Call it once the strategy is built."""
         raise NotImplementedError
 
     # --- gradients over dp ---
@@ -94,6 +104,14 @@ class Handles:
 
     def drop_head_norm_gradient_sum(self) -> None:
         """The gradients of the norms on the heads stay this rank's share. Call it before the strategy is built."""
+        raise NotImplementedError
+
+    def drop_norm_gradient_sum(self) -> None:
+        """With sequence parallelism: norms between blocks have the gradient of this rank's positions. Call it before the strategy is built."""
+        raise NotImplementedError
+
+    def cut_without_sum(self, module: str) -> None:
+        """With sequence parallelism: of a row-parallel layer's output this rank keeps its positions of its own partial product."""
         raise NotImplementedError
 
     # --- norm and clipping ---

@@ -17,7 +17,9 @@ from lockstep.faults.handles import Handles
 from lockstep.faults.patches import around, reduce_again
 from lockstep.inputs import modules
 from lockstep.training import torch_strategy
+from lockstep.training.context_parallel import ContextParallel
 from lockstep.training.optim import WeightAverage, gradient_of
+from lockstep.training.pipeline import Pipeline
 from lockstep.training.torch_strategy import local
 
 if TYPE_CHECKING:
@@ -63,6 +65,12 @@ class TorchHandles(Handles):
 
     def group(self, axis: str) -> dist.ProcessGroup:
         return self.strategy.device_mesh.get_group(axis)
+
+    def context(self) -> ContextParallel:
+        return self.strategy.context
+
+    def pipeline(self) -> Pipeline:
+        return self.strategy.pipeline
 
     def norm_not_summed_over_tp(self) -> None:
         real, axes = self.strategy.grad_norm, torch_strategy.sharded_axes
@@ -226,14 +234,26 @@ class FSDPHandles(TorchHandles):
 
         real = fsdp_strategy.tp_plan
 
-        def without_head_norms(model: "PreTrainedModel") -> dict[str, "ParallelStyle"]:
+        def without_head_norms(model: "PreTrainedModel", **told: bool) -> dict[str, "ParallelStyle"]:
             return {
                 pattern: style
-                for pattern, style in real(model).items()
+                for pattern, style in real(model, **told).items()
                 if not pattern.endswith(("q_norm", "k_norm"))
             }
 
         self.run.patch(fsdp_strategy, "tp_plan", without_head_norms)
+
+    def drop_norm_gradient_sum(self) -> None:
+        import fsdp_strategy
+
+        self.run.patch(fsdp_strategy, "norms_between_blocks", lambda model: [])
+
+    def cut_without_sum(self, module: str) -> None:
+        layer, mesh = self._module(module), self.strategy.device_mesh["tp"]
+        layer._forward_hooks.clear()
+        layer.register_forward_hook(
+            lambda _module, _inputs, output: output.to_local().chunk(mesh.size(), 1)[mesh.get_local_rank()]
+        )
 
     def sum_partition_function_again(self) -> None:
         from lockstep.training import vocab_parallel_loss

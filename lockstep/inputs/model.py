@@ -29,9 +29,17 @@ def build_model(
     return model, sums
 
 
-def causal_lm_loss(model: torch.nn.Module, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def causal_lm_loss(
+    model: torch.nn.Module,
+    input_ids: torch.Tensor,
+    labels: torch.Tensor,
+    position_ids: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Mean cross-entropy over all B x S positions, in float32; `labels` (B, S) are already shifted by one.
 
-    Calls the model's own `loss_function`, which a strategy with sharded logits replaces.
+    `position_ids` (1, S) are the positions in the sequence; None means all of them. Calls the model's own `loss_function`, which a
+    strategy with sharded logits replaces.
     """
-    return model(input_ids=input_ids, labels=labels, shift_labels=labels, use_cache=False).loss
+    return model(
+        input_ids=input_ids, labels=labels, shift_labels=labels, position_ids=position_ids, use_cache=False
+    ).loss

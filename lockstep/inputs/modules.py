@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
 HEAD = "lm_head"  # in all families; its output is the logits, and its weight may be the embedding's
 HEAD_WEIGHT = f"{HEAD}.weight"
+EMBEDDING = "embedding"  # as a part of a model, beside its layers and HEAD
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,11 @@ class Names:
         number, inside, _ = name.removeprefix(f"{self.layers}.").partition(".")
         is_layer = name.startswith(f"{self.layers}.") and inside and number.isascii() and number.isdigit()
         return int(number) if is_layer and len(number) < 6 else -1
+
+    def unit_of(self, name: str) -> str | int:
+        """The part of the model that a tensor belongs to: the number of its layer, EMBEDDING, or HEAD with the norm before it."""
+        layer = self.layer_of(name)
+        return layer if layer >= 0 else EMBEDDING if name == self.embedding_weight else HEAD
 
     def is_on_heads(self, name: str) -> bool:
         """Whether the last dim of a captured output or input is that of the attention's heads."""
@@ -78,5 +84,7 @@ def names_in(model: "PreTrainedModel") -> Names:
 
 
 def is_tied(model: "PreTrainedModel") -> bool:
-    """Whether embedding and head of a live model share one Parameter."""
-    return model.get_submodule(HEAD).weight is model.get_submodule(names_in(model).embedding).weight
+    """Whether embedding and head of a live model share one Parameter. A stage of a pipeline that has not both has none to share."""
+    here = dict(model.named_modules())
+    head, embedding = (here.get(name) for name in (HEAD, names_in(model).embedding))
+    return head is not None and embedding is not None and head.weight is embedding.weight

@@ -30,7 +30,7 @@ from lockstep.collective import gather_objects, stop_together
 from lockstep.errors import first_line
 from lockstep.files import why_not_written
 from lockstep.inputs import modules
-from lockstep.mesh import share
+from lockstep.mesh import Coordinates, balanced_share, share
 from lockstep.tensors import manifest, step_file
 from lockstep.tensors.layout import (
     BATCH,
@@ -46,6 +46,9 @@ if TYPE_CHECKING:
 
     from lockstep.config import Config
 
+Runs = list[
+    tuple[int, int]
+]  # (start, length) of consecutive places along a dim of a full tensor, in a rank's own order
 Given = ParamSpec("Given")
 Returned = TypeVar("Returned")
 
@@ -57,6 +60,8 @@ class Captured(Protocol):
     def model(self) -> "PreTrainedModel": ...
 
     def held(self, kind: str) -> Iterator[tuple[str, torch.Tensor, tuple[int, ...], tuple[int, ...]]]: ...
+
+    def called(self) -> list[tuple[torch.nn.Module, dict[str, str | int]]]: ...
 
 
 class Capture:
@@ -71,8 +76,8 @@ class Capture:
 
     def __init__(self, config: "Config", model: torch.nn.Module, provenance: dict):
         self.config, self.mesh, self.rank = config, config.mesh, dist.get_rank()
-        here = self.mesh.coordinates(self.rank)
-        self.dp_rank, self.tp_rank = here.dp, here.tp
+        self.here = self.mesh.coordinates(self.rank)
+        self.positions = balanced_share(config.seq_length, self.here.cp, self.mesh.cp)
         self.folder = config.capture_folder
         self.layout = layout_of(provenance["architecture"], config.attn_impl)
         self.kinds = kinds_of(provenance["config"])
@@ -80,12 +85,15 @@ class Capture:
         run = {key: value for key, value in provenance.items() if key != "origin"}
         self.manifest: dict[str, Any] = {"origin": provenance["origin"], "run": run, "steps": {}}
         self.writers: dict[str, bool] = {}
-        self.unfinished: Path | None = None
+        self.unfinished: list[Path] = []
 
     def begin(self, strategy: Captured, step: int) -> None:
         """Before the step's first forward pass: open the file and register the hooks."""
         self._open(strategy, step)
-        self.handles = [strategy.model.register_forward_pre_hook(self._see_batch, with_kwargs=True)]
+        self.handles = [
+            module.register_forward_pre_hook(functools.partial(self._see_batch, places), with_kwargs=True)
+            for module, places in strategy.called()
+        ]
         by_name = dict(watched(strategy.model))
         for name in self.layout.inputs.keys() & by_name.keys():
             self.handles.append(
@@ -99,11 +107,15 @@ class Capture:
     def _open(self, strategy: Captured, step: int) -> None:
         self.strategy, self.step, self.problem = strategy, step, ""
         self.no_room: OSError | None = None
-        self.calls: Counter[str] = Counter()
+        self.rows: Counter[str] = Counter()  # of this rank, seen so far
+        self.gradients_seen: set[tuple[str, int]] = set()
         self.logits: list[float] = [0.0, 0.0, 0.0, 0.0]  # count, sum, sum of squares, largest
-        self.path = step_file.step_path(self.folder, step).with_suffix(".safetensors.part")
-        self.unfinished = self.path
-        if self.rank == 0:
+        self.final = step_file.step_path(self.folder, step)
+        self.unfinished = [
+            self.final.with_name(f"{self.final.name}.part{stage or ''}") for stage in range(self.mesh.pp)
+        ]
+        self.path = self.unfinished[self.here.pp]
+        if self.rank == self.mesh.rank(Coordinates(pp=self.here.pp)):
             self._try(step_file.StepWriter.create, self.path)
         stop_together(self.problem)
         writer = self._try(step_file.StepWriter, self.path, self.num_tensors)
@@ -139,9 +151,10 @@ class Capture:
 
     def abandon(self) -> None:
         """After a failure: remove the file of an unfinished step. It is of no use and takes room."""
-        if self.rank == 0 and self.unfinished is not None:
+        if self.rank == 0 and self.unfinished:
             with contextlib.suppress(OSError):
-                self.unfinished.unlink(missing_ok=True)
+                for path in self.unfinished:
+                    path.unlink(missing_ok=True)
                 self.folder.rmdir()  # if no step was finished
 
     def _close(self, entry: dict) -> None:
@@ -171,11 +184,23 @@ class Capture:
                 self.no_room = error if isinstance(error, OSError) else None
             return None
 
-    def _see_batch(self, _model: torch.nn.Module, _inputs: object, options: dict[str, Any]) -> None:
-        micro = self.calls["batch"]
-        self.calls["batch"] += 1
-        for name in ("input_ids", "labels"):
-            self._try(self._write_placed, f"batch/{name}", options[name], (BATCH, SEQUENCE), micro)
+    def _see_batch(
+        self,
+        places: dict[str, str | int],
+        _module: torch.nn.Module,
+        arguments: tuple,
+        options: dict[str, Any],
+    ) -> None:
+        for name, place in places.items():
+            given = arguments[place] if isinstance(place, int) else options[place]
+            row = self._next_row(f"batch/{name}", given)
+            self._try(self._write_placed, f"batch/{name}", given, (BATCH, SEQUENCE), row)
+
+    def _next_row(self, name: str, local: torch.Tensor) -> int:
+        """Where a micro batch begins among the samples of this rank, which come one after the other."""
+        row = self.rows[name]
+        self.rows[name] += local.shape[0]
+        return row
 
     def _see_inputs(
         self, module: str, _module: torch.nn.Module, arguments: tuple, options: dict[str, Any]
@@ -197,23 +222,24 @@ class Capture:
                 or f"capture of step {self.step}, rank {self.rank}: {name} was computed, but the model has no such module"
             )
             return
-        micro = self.calls[name]
-        self.calls[name] += 1
-        symbols = self.layout.outputs[name]
-        if micro > 0 and symbols[0] != BATCH:
+        local, symbols = _local(tensor), self.layout.outputs[name]
+        row = self._next_row(name, local)
+        if row > 0 and symbols[0] != BATCH:
             return  # the same for every micro batch
-        local = _local(tensor)
         if name == modules.HEAD:
             self._summarise(local)
-        self._try(self._write_placed, f"forward/{name}", local, symbols, micro)
+        self._try(self._write_placed, f"forward/{name}", local, symbols, row)
         if tensor.requires_grad and name in self.layout.backward:
             # its place is fixed here, in the order of the forward pass, which is the same on all ranks
             self._try(self._place, f"backward/{name}", local, symbols)
-            tensor.register_hook(functools.partial(self._see_gradient, name, micro))
+            tensor.register_hook(functools.partial(self._see_gradient, name, row))
 
-    def _see_gradient(self, name: str, micro: int, gradient: torch.Tensor) -> None:
-        local = _local(gradient) / self.mesh.dp
-        self._try(self._write_placed, f"backward/{name}", local, self.layout.outputs[name], micro)
+    def _see_gradient(self, name: str, row: int, gradient: torch.Tensor) -> None:
+        if (name, row) in self.gradients_seen:
+            return  # a zero-bubble schedule computes the gradients of weights later, from this gradient again
+        self.gradients_seen.add((name, row))
+        local = _local(gradient) / self.mesh.num_loss_shares
+        self._try(self._write_placed, f"backward/{name}", local, self.layout.outputs[name], row)
 
     def _summarise(self, logits: torch.Tensor) -> None:
         wide = logits.double()
@@ -225,35 +251,42 @@ class Capture:
             max(largest, float(wide.abs().max())),
         ]
 
-    def _write_placed(self, name: str, local: torch.Tensor, symbols: tuple, micro: int) -> None:
-        start, is_writer = self._place(name, local, symbols)
+    def _write_placed(self, name: str, local: torch.Tensor, symbols: tuple, row: int) -> None:
+        runs, is_writer = self._place(name, local, symbols)
         if symbols[0] == BATCH:
-            start[0] += micro * self.config.batch_size
-        self.writer.write(name, tuple(start), local, is_writer=is_writer)
+            [(first, rows)] = runs[0]
+            runs[0] = [(first + row, rows)]
+        for start, block in _blocks(local, runs):
+            self.writer.write(name, start, block, is_writer=is_writer)
 
-    def _place(self, name: str, local: torch.Tensor, symbols: tuple) -> tuple[list[int], bool]:
-        """(where this rank's first micro batch of an output begins in the full tensor, whether this rank writes it).
+    def _place(self, name: str, local: torch.Tensor, symbols: tuple) -> tuple[list[Runs], bool]:
+        """(the runs of every dim of the full tensor that this rank's first micro batch covers, whether this rank writes them).
 
-        Makes the tensor's slot. Raises ValueError for a shape that is no share of the full tensor along one dim.
+        Makes the tensor's slot. Raises ValueError for a shape that is no share of the full tensor.
         """
         config = self.config
         per_rank = config.batch_size * config.gradient_accumulation_steps
         sizes = {BATCH: per_rank * config.dp_size, SEQUENCE: config.seq_length}
         full = tuple(sizes.get(symbol, symbol) for symbol in symbols)
-        start, over_dp, over_tp = [0] * len(full), symbols[0] == BATCH, False
-        expected = [config.batch_size if over_dp else full[0], *full[1:]]
-        if over_dp:
-            start[0] = self.dp_rank * per_rank
+        cut = {"dp": symbols[0] == BATCH, "cp": SEQUENCE in symbols, "tp": False}
+        runs = [
+            self.positions if symbol == SEQUENCE else [(0, size)]
+            for symbol, size in zip(symbols, full, strict=True)
+        ]
+        if cut["dp"]:
+            runs[0] = [
+                (self.here.dp * per_rank, local.shape[0])
+            ]  # that all of them come is checked at the end
         for dim in range(1, len(full)):
-            if local.shape[dim] != full[dim] and not over_tp:
-                over_tp = True
-                start[dim], expected[dim] = share(full[dim], self.tp_rank, self.mesh.tp)
-        if list(local.shape) != expected:
+            if local.shape[dim] != _length(runs[dim]) and not cut["tp"]:
+                cut["tp"] = True
+                runs[dim] = _part(runs[dim], *share(_length(runs[dim]), self.here.tp, self.mesh.tp))
+        if list(local.shape) != list(map(_length, runs)):
             raise ValueError(
-                f"{name} has shape {tuple(local.shape)}, which is no share of the full tensor {full} along one dim"
+                f"{name} has shape {tuple(local.shape)}, which is no share of the full tensor {full}"
             )
         self.writer.slot(name, full, local.dtype)
-        return start, (over_dp or self.dp_rank == 0) and (over_tp or self.tp_rank == 0)
+        return runs, all(is_cut or self.here.along(axis) == 0 for axis, is_cut in cut.items())
 
     def _write_held(self, kind: str) -> None:
         for name, local, full, start in self.strategy.held(kind):
@@ -268,25 +301,36 @@ class Capture:
         mine = {
             name: (start, tuple(local.shape)) for name, local, _, start in self.strategy.held("parameter")
         }
-        everyone = gather_objects(mine)
+        everyone = gather_objects((self.here.pp, mine))
         writes = {}
         for number, name in enumerate(mine):
-            twins = [rank for rank, theirs in enumerate(everyone) if theirs[name] == mine[name]]
+            twins = [
+                rank
+                for rank, (stage, theirs) in enumerate(everyone)
+                if stage == self.here.pp and theirs[name] == mine[name]
+            ]
             writes[name] = twins[number % len(twins)] == self.rank
         return writes
 
     def _finish(self, everyone: list, entry: dict) -> None:
         """On rank 0: check that the parts cover the tensors, write the header, name the step in the manifest."""
         tensors, replicas = {}, {}
+        first_of = [self.mesh.rank(Coordinates(pp=stage)) for stage in range(self.mesh.pp)]
         for rank, (_, layout, _) in enumerate(everyone):
-            if layout != everyone[0][1]:
-                raise ValueError(f"rank {rank} and rank 0 did not see the same tensors in the same order")
+            first = first_of[self.mesh.coordinates(rank).pp]
+            if layout != everyone[first][1]:
+                raise ValueError(
+                    f"rank {rank} and rank {first} did not see the same tensors in the same order"
+                )
+        for stage, path in enumerate(self.unfinished[1:], 1):
+            self.writer.append(path, everyone[first_of[stage]][1])
         rows = self.config.batch_size * self.config.gradient_accumulation_steps * self.config.dp_size
         for name in self.layout.of_step(self.kinds, rows, self.config.seq_length):
             if not any(ranks.get(name) for ranks, _, _ in everyone):
                 continue  # not computed in this step
             slot = self.writer.slots[name]
-            parts = [ranks[name] for ranks, _, _ in everyone]
+            parts = [ranks.get(name, []) for ranks, _, _ in everyone]
+            self._count_one_stage(parts)
             total, odd = step_file.merge(name, parts, slot.shape, slot.dtype.itemsize)
             tensors[name] = {
                 "dtype": step_file.DTYPES[slot.dtype],
@@ -297,25 +341,38 @@ class Capture:
             if odd:
                 replicas[name] = odd
         self.writer.write_header(self.path)
-        os.replace(self.path, step_file.step_path(self.folder, self.step))
+        os.replace(self.path, self.final)
         step = {**entry, "tensors": tensors, "replicas_differ": replicas}
         if self.step > 0:
-            by_rank, tp = [logits for _, _, logits in everyone], self.mesh.tp
-            step["logits"] = [_combine(by_rank[first : first + tp]) for first in range(0, len(by_rank), tp)]
+            shares: list[list[list[float]]] = [[] for _ in range(self.mesh.num_sample_shares)]
+            for rank, (_, _, logits) in enumerate(everyone):
+                shares[self.mesh.sample_share(rank)].append(logits)
+            step["logits"] = [_combine(share) for share in shares]
         self.manifest["steps"][str(self.step)] = step
         manifest.write(self.folder, self.manifest)
+
+    def _count_one_stage(self, parts: list[list[step_file.Part]]) -> None:
+        """Of a tensor that ranks of several stages have written, each into its own file, only the first stage's counts."""
+        stages = [self.mesh.coordinates(rank).pp for rank in range(len(parts))]
+        owner = min(stage for stage, of_rank in zip(stages, parts, strict=True) if of_rank)
+        for stage, of_rank in zip(stages, parts, strict=True):
+            for part in of_rank if stage != owner else ():
+                part.checksum = None
 
     def _sharded(self, parts: list[list[step_file.Part]]) -> dict[str, int]:
         """Mesh axis -> the dim that it cuts, from the places of the ranks' parts."""
         dims: dict[str, int] = {}
+        first = next(rank for rank, of_rank in enumerate(parts) if of_rank)
         for axis in self.mesh.axes:
-            here, there = parts[0][0].start, parts[self.mesh.neighbour(0, axis)][0].start
+            if axis == "pp":  # it cuts no tensor
+                continue
+            here, there = parts[first][0].start, parts[self.mesh.neighbour(first, axis)][0].start
             dims.update((axis, dim) for dim, (a, b) in enumerate(zip(here, there, strict=True)) if a != b)
         return dims
 
 
 def _combine(shards: list[list[float]]) -> dict[str, float]:
-    """Summary of one DP rank's logits from those of its vocabulary shards (or of its replicas)."""
+    """Summary of the logits of one share of the samples from those of the ranks that have parts of them (or replicas)."""
     counts, totals, squares, largest = zip(*shards, strict=True)
     if not sum(counts):
         return dict.fromkeys(("mean", "rms", "max_abs"), math.nan)  # the head was not called
@@ -324,6 +381,34 @@ def _combine(shards: list[list[float]]) -> dict[str, float]:
         "rms": (sum(squares) / sum(counts)) ** 0.5,
         "max_abs": max(largest),
     }
+
+
+def _length(runs: Runs) -> int:
+    return sum(length for _, length in runs)
+
+
+def _part(runs: Runs, start: int, length: int) -> Runs:
+    """Those `length` places of the runs that begin with the `start`-th."""
+    found = []
+    for first, size in runs:
+        begin, end = max(start, 0), min(start + length, size)
+        if begin < end:
+            found.append((first + begin, end - begin))
+        start -= size
+    return found or [(sum(runs[-1]), 0)]
+
+
+def _blocks(local: torch.Tensor, runs: list[Runs]) -> list[tuple[tuple[int, ...], torch.Tensor]]:
+    """(start in the full tensor, block) of the blocks of a part that has these runs along its dims."""
+    blocks: list[tuple[tuple[int, ...], torch.Tensor]] = [((), local)]
+    for dim, along in enumerate(runs):
+        lengths = [length for _, length in along]
+        blocks = [
+            ((*start, first), piece)
+            for start, block in blocks
+            for (first, _), piece in zip(along, block.split(lengths, dim), strict=True)
+        ]
+    return blocks
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

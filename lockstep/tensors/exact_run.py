@@ -84,6 +84,9 @@ class ReferenceStrategy:
         per_token.mean().backward()
         return per_token.detach().view(self.config.dp_size, -1).mean(dim=-1).tolist()
 
+    def called(self) -> list[tuple[torch.nn.Module, dict[str, str | int]]]:
+        return [(self.model, {"input_ids": "input_ids", "labels": "labels"})]
+
     def grad_norm(self) -> float:
         return (
             sum(float(gradient_of(parameter).square().sum()) for parameter in self.model.parameters()) ** 0.5

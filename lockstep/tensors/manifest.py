@@ -82,6 +82,8 @@ class Options(Strict):
     num_workers: Count
     tp_size: Count
     dp_size: Count
+    cp_size: Count = 1
+    pp_size: Count = 1
     batch_size: Count
     seq_length: Count
     learning_rate: Annotated[Finite, Field(gt=0)]
@@ -186,7 +188,7 @@ def _contradictions(manifest: dict) -> Iterator[str]:
     )
     if layers > most:  # a damaged number must not lead to a huge model
         yield f"run.architecture has {layers} layers, and no step has more than {most} tensors"
-    mesh = Mesh(dp=options["dp_size"], tp=options["tp_size"])
+    mesh = Mesh.of_options(options)
     if run["mesh"] != mesh.sizes or mesh.world_size != options["num_workers"]:
         yield f"run.mesh is {run['mesh']}, its configuration says {mesh.label} with {options['num_workers']} workers"
     row = strategies.recorded(options["strategy"])
@@ -238,18 +240,18 @@ def _finite(step: dict) -> bool:
 def _contradictions_of_step(manifest: dict, step: str, exact: bool, first: int) -> Iterator[str]:
     run, entry = manifest["run"], manifest["steps"][step]
     options = run["config"]
-    sizes = {"dp": 1, "tp": 1} if exact else {axis: options[f"{axis}_size"] for axis in ("dp", "tp")}
+    mesh = Mesh() if exact else Mesh.of_options(options)
     if not entry["tensors"]:
         yield "it has no tensors"
     for name, tensor in entry["tensors"].items():
         for axis, dim in tensor["sharded"].items():
-            if sizes[axis] == 1 or dim >= len(tensor["shape"]):
-                yield f"{printable(name, 200)}: cut along {axis} in dim {dim}, of shape {tensor['shape']} on {sizes[axis]} ranks"
+            if mesh.size(axis) == 1 or dim >= len(tensor["shape"]):
+                yield f"{printable(name, 200)}: cut along {axis} in dim {dim}, of shape {tensor['shape']} on {mesh.size(axis)} ranks"
     for name, ranks in entry["replicas_differ"].items():
         if name not in entry["tensors"]:
             yield f"replicas_differ names {printable(name, 200)}, which is not among the tensors"
-        if ranks != sorted(set(ranks)) or ranks[-1] >= sizes["dp"] * sizes["tp"] or ranks[0] == 0:
-            yield f"replicas_differ has ranks {ranks[:20]} of {printable(name, 200)}; there are 1 to {sizes['dp'] * sizes['tp'] - 1}"
+        if ranks != sorted(set(ranks)) or ranks[-1] >= mesh.world_size or ranks[0] == 0:
+            yield f"replicas_differ has ranks {ranks[:20]} of {printable(name, 200)}; there are 1 to {mesh.world_size - 1}"
     if step == "0":
         return
     losses = entry["rank_losses"]
@@ -257,8 +259,8 @@ def _contradictions_of_step(manifest: dict, step: str, exact: bool, first: int) 
         yield f"{len(losses)} rank_losses of {options['dp_size']} DP ranks"
     elif not _equal(entry["loss"], sum(losses) / len(losses)):
         yield f"loss is {entry['loss']}, the mean of its rank_losses is {sum(losses) / len(losses)}"
-    if len(entry["logits"]) != sizes["dp"]:
-        yield f"{len(entry['logits'])} summaries of logits of {sizes['dp']} DP ranks"
+    if len(entry["logits"]) != mesh.dp:
+        yield f"{len(entry['logits'])} summaries of logits of {mesh.dp} DP ranks"
     more = 1 + 1e-9  # rounding errors of float64 sums
     finite = [one for one in entry["logits"] if math.isfinite(sum(one.values()))]
     if any(

@@ -18,6 +18,7 @@ HEADER_ENTRY = 320  # bytes reserved in the header for a tensor; a longer one is
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.int64: "I64"}
 WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _LARGEST_WRITE = 1 << 30
+_LARGEST_COPY = 1 << 24
 _CHUNK = 1 << 13  # words that are summed at a time: they stay in the cache
 _SPREAD = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: the factors of neighbouring places lie far apart
 _PLACES = np.arange(_CHUNK, dtype=np.uint64) * np.uint64(_SPREAD)
@@ -58,7 +59,7 @@ class StepWriter:
         self.header_bytes = 8 * math.ceil(HEADER_ENTRY * num_tensors / 8)
         self.slots: dict[str, Slot] = {}
         self._end = 0
-        self._file = os.open(path, os.O_RDWR)
+        self._path, self._file = path, os.open(path, os.O_RDWR)
 
     @staticmethod
     def create(path: Path) -> None:
@@ -118,6 +119,23 @@ class StepWriter:
         with open(path, "r+b") as file:
             file.write(self.header_bytes.to_bytes(8, "little") + text.ljust(self.header_bytes))
             file.truncate(8 + self.header_bytes + self._end)  # also if the last tensors were never computed
+
+    def append(self, path: Path, slots: dict[str, tuple[tuple[int, ...], torch.dtype, int]]) -> None:
+        """Take over the tensors that this file has not from that of another stage, and remove it. `slots` are (shape, dtype, offset)."""
+        with open(self._path, "r+b") as file, open(path, "rb") as other:
+            for name, (shape, dtype, offset) in slots.items():
+                if name not in self.slots:
+                    slot = self.slot(name, shape, dtype)
+                    file.seek(8 + self.header_bytes + slot.offset)
+                    other.seek(8 + self.header_bytes + offset)
+                    left = math.prod(shape) * dtype.itemsize
+                    while left:
+                        block = other.read(min(left, _LARGEST_COPY))
+                        if not block:
+                            raise ValueError(f"{path} ends inside {name}")
+                        file.write(block)
+                        left -= len(block)
+        path.unlink()
 
     def close(self) -> None:
         os.close(self._file)

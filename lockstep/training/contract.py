@@ -10,9 +10,21 @@ from typing import Any
 from lockstep import strategies
 from lockstep.config import BETAS, EPS, PARAM_DTYPES, Config
 from lockstep.inputs.shapes import has_biases, parameter_shapes
+from lockstep.mesh import balanced_share, runs
 
 # Entries in which strategies differ by design: recorded and shown, but no reason to refuse (docs/findings.md).
-KNOWN_DIFFERENCES = ("biased_linear_dtype", "sharding")
+KNOWN_DIFFERENCES = ("biased_linear_dtype", "sharding", "positions", "pipeline")
+# Entries of which a rank knows only what concerns its own layers.
+OF_LAYERS = (
+    "weight_decay",
+    "parameter_dtype",
+    "reduction_dtype",
+    "optimizer_dtype",
+    "average_dtype",
+    "compute_dtype",
+    "biased_linear_dtype",
+    "embedding_dtype",
+)
 
 
 def expected_contract(config: Config, architecture: dict) -> dict[str, Any]:
@@ -54,8 +66,35 @@ def expected_contract(config: Config, architecture: dict) -> dict[str, Any]:
         "training_mode": True,
         "tied_embeddings": architecture.get("tie_word_embeddings", False),
         **({"sharding": strategies.load(config.row.sharding)(config)} if config.row.sharding else {}),
+        **({"positions": _positions(config)} if config.cp_size > 1 else {}),
+        **(
+            {"pipeline": strategies.load(config.row.pipeline)(config, architecture)}
+            if config.pp_size > 1
+            else {}
+        ),
         **(strategies.load(config.row.contract)(config) if config.row.contract else {}),
     }
+
+
+def of_all_stages(contracts: list[dict[str, Any]], own: dict[str, Any]) -> dict[str, Any]:
+    """A rank's own contract, with what the ranks of a pipeline know of their layers put together."""
+
+    def together(values: list) -> Any:
+        if isinstance(values[0], dict):
+            keys = sorted(set().union(*values))
+            return {key: together([value.get(key, []) for value in values]) for key in keys}
+        return sorted(set().union(*values))
+
+    return {
+        key: together([contract[key] for contract in contracts]) if key in OF_LAYERS else value
+        for key, value in own.items()
+    }
+
+
+def _positions(config: Config) -> list[list[list[int]]]:
+    """[start, length] of the pieces of each sequence that each rank along cp has."""
+    pieces = (balanced_share(config.seq_length, rank, config.cp_size) for rank in range(config.cp_size))
+    return [runs([start + at for start, length in own for at in range(length)]) for own in pieces]
 
 
 def global_batch(config: dict) -> int:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import UserError
+from lockstep.training import stages
 
 if TYPE_CHECKING:
     from lockstep.config import Config
@@ -68,6 +69,28 @@ class Options:
             "choices": tuple(SYNCS),
         },
     )
+    sequence_parallel: bool = field(
+        default=False,
+        metadata={
+            "help": "cut norms and residuals along the sequence over tp (Megatron-LM's sequence parallelism)",
+            "action": "store_true",
+        },
+    )
+    pp_schedule: str = field(
+        default="1f1b",
+        metadata={
+            "help": "order in which the ranks of a pipeline work on their micro batches, as torch.distributed.pipelining has it",
+            "choices": tuple(stages.SCHEDULES),
+        },
+    )
+    pp_microbatches: int = field(
+        default=0,
+        metadata={
+            "help": "micro batches that a pipeline cuts each batch of --batch_size into; 0: one per sequence",
+            "type": lambda text: whole_number(text, 0),
+            "metavar": "N",
+        },
+    )
     wrap: str = field(
         default="layer",
         metadata={
@@ -81,9 +104,32 @@ def of(config: "Config") -> Options:
     return Options(**config.own)
 
 
+def microbatches(config: "Config") -> int:
+    return of(config).pp_microbatches or config.batch_size
+
+
+def expected_pipeline(config: "Config", architecture: dict) -> dict[str, Any]:
+    return stages.expected(config, architecture, of(config).pp_schedule, microbatches(config))
+
+
 def require(config: "Config", architecture: dict) -> None:
     """Raise UserError for options that FSDP cannot honour on this mesh, or together."""
     own = of(config)
+    if config.pp_size > 1:
+        stages.require(config, architecture, own.pp_schedule, microbatches(config))
+        if config.gradient_accumulation_steps > 1 and own.gradient_sync != "every":
+            raise UserError(
+                f"--pp_size {config.pp_size} --gradient_accumulation_steps {config.gradient_accumulation_steps}: torch's schedules reduce "
+                "gradients at the end of every batch; add --gradient_sync every"
+            )
+        if own.wrap == "model" or own.prefetch:
+            raise UserError(
+                f"--pp_size {config.pp_size}: --wrap model and --prefetch are for a rank with all layers; leave them out"
+            )
+    elif own.pp_microbatches:
+        raise UserError(
+            f"--pp_microbatches {own.pp_microbatches}: there is no pipeline; add --pp_size 2, or leave it out"
+        )
     if config.dp_size % own.dp_replicate:
         raise UserError(
             f"--dp_replicate {own.dp_replicate} does not divide --dp_size {config.dp_size}; choose a divisor"
@@ -98,6 +144,31 @@ def require(config: "Config", architecture: dict) -> None:
             raise UserError(
                 f"--reshard_after_forward {neighbours} --tp_size {config.tp_size}: FSDP cannot do so with tensor parallelism; choose true or false"
             )
+    if own.sequence_parallel and config.tp_size == 1:
+        raise UserError(
+            "--sequence_parallel: it cuts the sequence over tp, which has one rank; add --tp_size 2, or leave it out"
+        )
+    if own.sequence_parallel and config.seq_length % (config.cp_size * config.tp_size):
+        raise UserError(
+            f"--sequence_parallel --seq_length {config.seq_length}: cannot be cut into {config.cp_size * config.tp_size} equal parts; "
+            f"choose a multiple of {config.cp_size * config.tp_size}"
+        )
+    if own.sequence_parallel and config.attn_impl != "sdpa":
+        raise UserError(
+            f"--sequence_parallel --attn_impl {config.attn_impl}: transformers makes its mask for the positions of one rank; leave --attn_impl out"
+        )
+    if (
+        own.sequence_parallel
+        and (architecture.get("sliding_window") or config.seq_length) < config.seq_length
+    ):
+        raise UserError(
+            f"--sequence_parallel: {config.model_name} attends within a sliding window of {architecture['sliding_window']}, and transformers "
+            f"makes its mask for the positions of one rank; leave it out, or lower --seq_length"
+        )
+    if config.cp_size > 1 and own.dp_replicate > 1:
+        raise UserError(
+            f"--cp_size {config.cp_size} --dp_replicate {own.dp_replicate}: weights are sharded over dp and cp together; leave --dp_replicate out"
+        )
     if own.prefetch and own.wrap == "model":
         raise UserError(
             f"--prefetch {own.prefetch} --wrap model: there is nothing to gather ahead; leave one out"
@@ -117,10 +188,13 @@ def expected(config: "Config") -> dict[str, Any]:
     own = of(config)
     return {
         "replicas": [own.dp_replicate],
-        "shards": [config.dp_size // own.dp_replicate],
+        "shards": [config.dp_size * config.cp_size // own.dp_replicate],
         "reshard_after_forward": [own.reshard_after_forward],
         "offloaded": [own.cpu_offload],
         "prefetch": own.prefetch,
+        "positions_in_norms": [
+            config.seq_length // config.cp_size // (config.tp_size if own.sequence_parallel else 1)
+        ],
         "gradients_of_micro_batches": synced(config),
         "wrap": own.wrap,
     }

@@ -72,6 +72,8 @@ class RunConfig(Strict):
     num_workers: Count
     tp_size: Count
     dp_size: Count
+    cp_size: Count = 1
+    pp_size: Count = 1
     batch_size: Count
     seq_length: Count
     num_epochs: Count
@@ -188,7 +190,7 @@ def require_consistent(file: File, path: object) -> None:
 
 def _run_problem(run: Run) -> str:
     config = run.config
-    mesh = Mesh(dp=config.dp_size, tp=config.tp_size)
+    mesh = Mesh.of_options(vars(config))
     if run.mesh != mesh.sizes or config.num_workers != mesh.world_size:
         return f"mesh {run.mesh}, {config.num_workers} workers, and {mesh.label} of the configuration do not go together"
     if config.debug_steps and run.num_steps != config.debug_steps:

@@ -28,7 +28,7 @@ from lockstep.running import progress
 from lockstep.tensors.capture import Capture
 from lockstep.training import history as history_file
 from lockstep.training import initial_weights
-from lockstep.training.contract import contract_difference, expected_contract
+from lockstep.training.contract import contract_difference, expected_contract, of_all_stages
 from lockstep.training.measure import group_norms, held_out
 from lockstep.training.observe import ComputeDtypes, collectives, peak_memory, versions
 from lockstep.training.strategy import MakeStrategy, Strategy
@@ -127,7 +127,8 @@ def _train(
         record.add(step)
         _require_finite(step["step"], everyone, config.mesh)
         if compute_dtypes is not None:
-            record.contract = {**strategy.effective_contract(), **compute_dtypes.stop()}
+            own = {**strategy.effective_contract(), **compute_dtypes.stop()}
+            record.contract = of_all_stages(gather_objects(own), own) if config.pp_size > 1 else own
             if rank == 0 and watching:
                 watching.state_contract(record.contract)
             difference = contract_difference(expected_contract(config, inputs.architecture), record.contract)

@@ -56,6 +56,9 @@ class Strategy(Protocol):
         with --ema_decay, "average".
         """
 
+    def called(self) -> list[tuple[torch.nn.Module, dict[str, str | int]]]:
+        """The modules that are called with the batch, and where among their arguments `input_ids` and `labels` are: a name or a place."""
+
     def effective_contract(self) -> dict[str, Any]:
         """What the run really runs with, read back from live objects after the first step (lockstep/training/observe.py)."""
 

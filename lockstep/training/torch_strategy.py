@@ -18,9 +18,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
+from lockstep.collective import gather_objects
 from lockstep.config import Config
+from lockstep.inputs import modules
 from lockstep.inputs.model import causal_lm_loss
 from lockstep.mesh import AXES, Geometry, Mesh, build_device_mesh, share
+from lockstep.training.context_parallel import ContextParallel
 from lockstep.training.observe import observed_max_grad_norm, torch_contract
 from lockstep.training.optim import (
     WeightAverage,
@@ -30,6 +33,7 @@ from lockstep.training.optim import (
     parameter_groups,
     total_norm,
 )
+from lockstep.training.pipeline import Pipeline
 from lockstep.training.strategy import MicroBatch
 
 if TYPE_CHECKING:
@@ -47,6 +51,12 @@ class TorchStrategy:
         self.config, self.device = config, device
         self.device_mesh = build_device_mesh(mesh, device.type)
         model.to(device=device, dtype=config.parameter_dtype)  # type: ignore[call-arg] # a decorator of transformers loses self
+        self.context = (
+            ContextParallel(model, self.device_mesh.get_group("cp"), config.seq_length)
+            if mesh.cp > 1
+            else None
+        )
+        self.pipeline: Pipeline | None = None  # a strategy that has pp makes it in `parallelize`
         self.wrapped = self.parallelize(model, self.device_mesh)
         self.model = cast(
             "PreTrainedModel", unwrapped(self.wrapped)
@@ -74,8 +84,23 @@ class TorchStrategy:
         return Geometry.of_groups({axis: self.device_mesh.get_group(axis) for axis in AXES})
 
     def forward_backward(self, micro_batches: list[MicroBatch]) -> torch.Tensor:
-        self.num_micro_batches, self.num_tokens = len(micro_batches), micro_batches[0][1].numel()
+        self.num_micro_batches = len(micro_batches)
         self.optimizer.zero_grad()
+        through = self._through_model if self.pipeline is None else self._through_pipeline
+        mean = through(micro_batches)
+        for parameter in self.parameters:
+            parameter.grad = laid_out_like(parameter, parameter.grad)
+        if self.pipeline is not None:
+            if self.pipeline.ends is not None:
+                self.pipeline.sum_tied(self._tied_weight())
+            dist.broadcast(mean, group=self.pipeline.group, group_src=self.pipeline.last_rank)
+        if self.context is not None:
+            dist.all_reduce(mean, group=self.context.group)
+            mean /= self.context.size
+        return mean
+
+    def _through_model(self, micro_batches: list[MicroBatch]) -> torch.Tensor:
+        """Forward and backward of all micro batches; this rank's mean loss."""
         losses = []
         for index, (input_ids, labels) in enumerate(micro_batches):
             with self._reducing(index == len(micro_batches) - 1):
@@ -83,13 +108,49 @@ class TorchStrategy:
                     loss = self.loss(input_ids, labels)
                 (loss / len(micro_batches)).backward()
             losses.append(loss.detach())
-        for parameter in self.parameters:
-            parameter.grad = laid_out_like(parameter, parameter.grad)
         return torch.stack(losses).mean()
 
+    def _through_pipeline(self, micro_batches: list[MicroBatch]) -> torch.Tensor:
+        """The same on this rank's stages. The mean loss is known on the rank of the last stage."""
+        assert self.pipeline is not None
+        mean = torch.zeros((), device=self.device)
+        for index, (input_ids, labels) in enumerate(micro_batches):
+            input_ids, labels, positions = self.cut(input_ids, labels)
+            if positions is None:
+                positions = torch.arange(labels.shape[1], device=labels.device)[None]
+            self.num_tokens = labels.numel()
+            with self._reducing(index == len(micro_batches) - 1):
+                mean += self.pipeline.step(input_ids, labels, positions)
+        return mean
+
+    def _tied_weight(self) -> torch.Tensor:
+        """The embedding's weights, or the head's replica of them, on the ranks of a pipeline's two ends."""
+        name = (
+            modules.HEAD_WEIGHT
+            if self.pipeline and self.pipeline.replica is not None
+            else modules.names_in(self.model).embedding_weight
+        )
+        return self.model.get_parameter(name)
+
+    def called(self) -> list[tuple[torch.nn.Module, dict[str, str | int]]]:
+        """See `lockstep.training.strategy.Strategy`."""
+        return (
+            [(self.model, {"input_ids": "input_ids", "labels": "labels"})]
+            if self.pipeline is None
+            else self.pipeline.called()
+        )
+
     def loss(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """This rank's mean loss over one micro batch, each (B, S); shape ()."""
-        return causal_lm_loss(self.wrapped, input_ids, labels)
+        """This rank's mean loss over its positions of one micro batch, each (B, S); shape ()."""
+        input_ids, labels, positions = self.cut(input_ids, labels)
+        self.num_tokens = labels.numel()
+        return causal_lm_loss(self.wrapped, input_ids, labels, positions)
+
+    def cut(
+        self, input_ids: torch.Tensor, labels: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """This rank's positions of a micro batch, each (B, S), and which they are (1, S); None: all of them."""
+        return (input_ids, labels, None) if self.context is None else self.context.cut(input_ids, labels)
 
     @contextlib.contextmanager
     def _reducing(self, last: bool) -> Iterator[None]:
@@ -105,7 +166,10 @@ class TorchStrategy:
     def grad_norm(self) -> torch.Tensor:
         """The norm of the whole gradient: squares of the local shards, summed over every axis that shards them."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for alike in by_layout(self.parameters):
+        replica = (
+            self.pipeline.replica.weight if self.pipeline and self.pipeline.replica is not None else None
+        )
+        for alike in by_layout([parameter for parameter in self.parameters if parameter is not replica]):
             gradients = [local(gradient_of(parameter)) for parameter in alike]
             square = total_norm(gradients).to(self.device) ** 2  # offloaded gradients are on the CPU
             first = alike[0]
@@ -113,6 +177,8 @@ class TorchStrategy:
                 for axis in sharded_axes(first):
                     dist.all_reduce(square, group=first.device_mesh.get_group(axis))
             total += square
+        if self.pipeline is not None:
+            dist.all_reduce(total, group=self.pipeline.group)
         return total.sqrt()
 
     def update(self) -> float:
@@ -127,18 +193,34 @@ class TorchStrategy:
         return self.last_norm
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, parameter in self.model.named_parameters():
-            whole = parameter.detach()
-            if isinstance(whole, DTensor):  # offloaded shards are on the CPU
-                whole = cast(DTensor, whole.to(self.device)).full_tensor()
+        own = dict(self.model.named_parameters())
+        if self.pipeline is None:
+            for name in own:
+                yield name, self._whole(own[name]).cpu()
+            return
+        for name, (shape, owner) in self.pipeline.whole.items():
+            mine = owner == self.pipeline.rank
+            whole = (
+                self._whole(own[name]).contiguous()
+                if mine
+                else torch.empty(shape, dtype=self.config.parameter_dtype, device=self.device)
+            )
+            dist.broadcast(whole, group=self.pipeline.group, group_src=owner)
             yield name, whole.cpu()
+
+    def _whole(self, parameter: torch.Tensor) -> torch.Tensor:
+        whole = parameter.detach()
+        if isinstance(whole, DTensor):  # offloaded shards are on the CPU
+            whole = cast(DTensor, whole.to(self.device)).full_tensor()
+        return whole
 
     def held(self, kind: str) -> Iterator[tuple[str, torch.Tensor, tuple[int, ...], tuple[int, ...]]]:
         for name, tensor in held_tensors(self.model, self.optimizer, kind, self.average):
+            name = self.pipeline.renamed.get(name, name) if self.pipeline else name
             yield name, local(tensor), tuple(tensor.shape), start_of(tensor)
 
     def effective_contract(self) -> dict[str, Any]:
-        return {
+        found = {
             **torch_contract(self.model, self.optimizer),
             **(
                 {"average_dtype": sorted({str(one.dtype) for one in self.average.averages.values()})}
@@ -149,12 +231,25 @@ class TorchStrategy:
                 self.config.max_grad_norm, self.last_norm, float(self.grad_norm())
             ),
             "gradient_accumulation_steps": self.num_micro_batches,
-            "loss_is_mean_over": [self.num_tokens, self.num_micro_batches, self.geometry().mesh.dp],
+            "loss_is_mean_over": [
+                self.num_tokens * self.geometry().mesh.cp,
+                self.num_micro_batches,
+                self.geometry().mesh.dp,
+            ],
             "reduction_dtype": sorted(
                 {str(self._reduction_dtype(parameter)) for parameter in self.parameters}
             ),
             **({"sharding": self.sharding()} if self.config.row.sharding else {}),
+            **({"positions": gather_objects(self.context.seen, self.context.group)} if self.context else {}),
         }
+        if self.pipeline is not None:
+            found["pipeline"] = self.pipeline.contract()
+            found["tied_embeddings"] = self.pipeline.tied
+            found["weight_decay"] = {
+                rate: sorted(self.pipeline.renamed.get(name, name) for name in names)
+                for rate, names in found["weight_decay"].items()
+            }
+        return found
 
     def sharding(self) -> dict[str, Any]:
         """What is sharded and how gradients are reduced, read back from the live module: for a row that has `sharding`."""

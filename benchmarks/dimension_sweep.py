@@ -1,0 +1,142 @@
+"""Correct runs of pipeline, context and sequence parallelism: does any raise an alarm?
+
+    PYTHONPATH=. python benchmarks/dimension_sweep.py --seeds 10 --output results/dimension_sweep.json
+
+Each dimension alone at 2 and 4, pairs, and three together, on three tiny models in fp32; each dimension alone in autocast. Two captured
+steps of every run, judged tensor by tensor and by their losses. Exit status 1 if there is an alarm.
+"""
+
+import argparse
+import collections
+import json
+import os
+import tempfile
+from pathlib import Path
+
+from outputs import output
+
+from lockstep.config import parse_config
+from lockstep.files import write_result
+from lockstep.losses import curves
+from lockstep.running import jobs
+from lockstep.strategies import BASELINE
+from lockstep.tensors.comparison import compare_dumps
+from lockstep.tensors.dump import Dump
+from lockstep.training import history
+
+STRATEGY = "fsdp"
+MODELS = ("tiny-qwen2", "tiny-qwen3", "tiny-llama")
+SEQUENCE = "--tp_size 2 --sequence_parallel"
+ALONE = {
+    "pp 2": "--pp_size 2",
+    "cp 2": "--cp_size 2",
+    "sp 2": SEQUENCE,
+    "dp 2": "--dp_size 2 --batch_size 2",
+}
+COMBINATIONS = {
+    **ALONE,
+    "pp 4": "--pp_size 4",
+    "cp 4": "--cp_size 4",
+    "pp 2, interleaved": "--pp_size 2 --pp_schedule interleaved1f1b",
+    "pp 2 x dp 2": "--pp_size 2 --dp_size 2 --batch_size 2",
+    "pp 2 x cp 2": "--pp_size 2 --cp_size 2",
+    "pp 2 x sp 2": f"--pp_size 2 {SEQUENCE}",
+    "dp 2 x cp 2": "--dp_size 2 --batch_size 2 --cp_size 2",
+    "cp 2 x sp 2": f"--cp_size 2 {SEQUENCE}",
+    "pp 2 x dp 2 x tp 2": "--pp_size 2 --dp_size 2 --batch_size 2 --tp_size 2",
+}
+FLAGS = [
+    "--batch_size",
+    "4",
+    "--seq_length",
+    "64",
+    "--debug_steps",
+    "2",
+    "--capture_steps",
+    "2",
+    "--dp_size",
+    "1",
+    "--device",
+    "cpu",
+]
+
+
+def cases(precision: str) -> dict[str, list[str]]:
+    """Name -> flags of the runs in a precision, besides those that all share."""
+    chosen = COMBINATIONS if precision == "fp32" else ALONE
+    return {name: ["--tp_size", "1", *flags.split()] for name, flags in chosen.items()}
+
+
+def train(folder: Path, model: str, precision: str, seeds: list[int]) -> None:
+    """Every run with every seed, DDP's and the control's, and the reference of each seed, into FOLDER/SEED."""
+    groups: dict[int, dict[tuple[int, ...], list[dict]]] = collections.defaultdict(
+        lambda: collections.defaultdict(list)
+    )
+    references = []
+    for seed in seeds:
+        own = str(folder / str(seed))
+        common = [*FLAGS, "--model_name", model, "--precision", precision, "--seed", str(seed)]
+        common += ["--capture_dir", own, "--loss_output_dir", f"{own}/losses", "--storage_path", str(folder)]
+        groups[1][(1,)].append({"strategy": BASELINE, "arguments": [*common, "--control"]})
+        for name, flags in cases(precision).items():
+            arguments = [*common, *flags, "--run_name", name.replace(" ", "").replace(",", "-")]
+            mesh = parse_config(STRATEGY, arguments).mesh
+            groups[mesh.world_size][tuple(mesh.sizes.values())].append(
+                {"strategy": STRATEGY, "arguments": arguments}
+            )
+        references.append({"strategy": jobs.REFERENCE, "arguments": common})
+    started = [(ranks, runs) for ranks, meshes in groups.items() for runs in meshes.values()]
+    jobs.start_all_groups([*started, (None, references)], folder / "jobs")
+
+
+def judge(folder: Path, precision: str) -> dict[str, dict]:
+    """Name of a run -> its alarms, and the largest multiple of what is tolerated of a tensor."""
+    found = {}
+    baseline, control = (
+        history.read(history.path_of(folder / "losses", name)) for name in (BASELINE, history.CONTROL)
+    )
+    tolerance = curves.tolerance_for(baseline, control)
+    for name in cases(precision):
+        run = name.replace(" ", "").replace(",", "-")
+        dumps = {each: Dump(folder / each) for each in (BASELINE, run)}
+        replays = {each: Dump(folder / f"replay_{each}") for each in dumps}
+        result = compare_dumps(Dump(folder / "reference"), dumps, replays)
+        losses = history.read(history.path_of(folder / "losses", run))
+        curves.require_comparable_curves(baseline, losses)
+        curve = curves.compare_curves(baseline, losses, tolerance)
+        alarms = [f"tensors {result.verdict(run)}: {result.failures(run)[:1]}"] * (
+            result.verdict(run) != "PASS"
+        )
+        alarms += [] if curve.passed else [f"losses: {curve.as_dict()}"]
+        worst = max(row.multiple for row in result.rows if row.strategy == run)
+        found[name] = {"alarms": alarms, "worst": worst}
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--output", type=output('{\n "alarms": '))
+    options = parser.parse_args()
+    rows = []
+    for model in MODELS:
+        for precision in ("fp32", "autocast"):
+            with tempfile.TemporaryDirectory() as name:
+                seeds = list(range(options.seeds))
+                train(Path(name), model, precision, seeds)
+                for seed in seeds:
+                    for run, found in judge(Path(name) / str(seed), precision).items():
+                        rows.append(
+                            {"model": model, "precision": precision, "run": run, "seed": seed, **found}
+                        )
+            alarms = [row for row in rows if row["alarms"]]
+            print(f"{model} {precision}: {len(rows)} runs so far, alarms {alarms}", flush=True)
+    count = sum(bool(row["alarms"]) for row in rows)
+    if options.output:
+        content = {"alarms": count, "runs": rows, "cores": os.cpu_count()}
+        write_result(options.output, json.dumps(content, indent=1) + "\n")
+    return 1 if count else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

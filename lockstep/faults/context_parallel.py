@@ -1,0 +1,151 @@
+"""Context parallelism: positions, keys and losses that belong to other ranks."""
+
+import functools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lockstep.faults.catalogue import fault
+from lockstep.faults.patches import scale_backward
+from lockstep.faults.planting import Plant, Planting
+from lockstep.mesh import Mesh
+
+CLASS = "context parallelism"
+cp_fault = functools.partial(
+    fault, bug_class=CLASS, axes=("cp",), needs=("context",), mesh=Mesh(cp=2), precisions=("fp32",)
+)
+ATTENDED = "forward/model.layers.0.self_attn.o_proj.input"
+
+
+@cp_fault(seen_in="NVIDIA-NeMo/Automodel 3508", cause="context parallelism", first=ATTENDED)
+def causal_mask_local_to_the_rank(run: Planting) -> Plant:
+    """A rank attends to as many keys as if its own positions were the first ones."""
+    yield
+    context: Any = run.handles.context()
+    real, each = context.mask, context.pieces[0][1]
+
+    def local(start: int, length: int, window: int | None, device: torch.device) -> torch.Tensor:
+        own = 0 if start == context.pieces[0][0] else each
+        allowed = torch.zeros(length, start + length, dtype=torch.bool, device=device)
+        allowed[:, : own + length] = real(own, length, window, device)
+        return allowed
+
+    context.mask = local
+
+
+@cp_fault(seen_in="NVIDIA/Megatron-LM 4977", cause="context parallelism", first="forward/model.rotary_emb")
+def rotary_positions_local_to_the_rank(run: Planting) -> Plant:
+    """The rotary angles of every rank begin at position 0."""
+    yield
+    context: Any = run.handles.context()
+    real = context.cut
+
+    def local(*batch: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        input_ids, labels, positions = real(*batch)
+        return input_ids, labels, torch.arange(positions.shape[1], device=positions.device)[None]
+
+    context.cut = local
+
+
+@cp_fault(seen_in="THUDM/slime 1871", cause="context parallelism", first=ATTENDED)
+def keys_in_the_order_of_ranks(run: Planting) -> Plant:
+    """Keys and values are joined rank by rank, though each rank has an early and a late piece."""
+    yield
+    context: Any = run.handles.context()
+    real = context.whole
+
+    def by_rank(local: torch.Tensor) -> torch.Tensor:
+        pieces = real(local).chunk(2 * context.size, -2)
+        order = [each for rank in range(context.size) for each in (rank, 2 * context.size - 1 - rank)]
+        return torch.cat([pieces[place] for place in order], -2)
+
+    context.whole = by_rank
+
+
+@cp_fault(
+    seen_in="NVIDIA-NeMo/Megatron-Bridge 4784",
+    cause="cp reduction missing",
+    first="backward/model.layers.1.self_attn.v_proj",
+)
+def key_gradients_not_summed(run: Planting) -> Plant:
+    """The gradients of keys and values are what the rank's own queries give; those of other ranks are lost."""
+    from lockstep.training import context_parallel
+
+    def own(wide: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        return wide.chunk(dist.get_world_size(group))[dist.get_rank(group)].contiguous()
+
+    run.patch(context_parallel, "reduce_scatter", own)
+    yield
+
+
+@cp_fault(seen_in="NVIDIA/Megatron-LM 906", cause="gradient scale", first="backward/lm_head")
+def loss_summed_over_cp(run: Planting) -> Plant:
+    """The gradients of the ranks' losses are summed over cp and never divided."""
+    scale_backward((yield), lambda _call: run.config.cp_size)
+
+
+@cp_fault(seen_in="deepspeedai/DeepSpeed 4530", cause="gradient scale", first="backward/lm_head")
+def loss_divided_by_cp_twice(run: Planting) -> Plant:
+    """A rank's mean loss is divided by cp, and so is the sum of the gradients."""
+    scale_backward((yield), lambda _call: 1 / run.config.cp_size)
+
+
+@cp_fault(seen_in="PrimeIntellect-ai/prime-rl 1960", cause="accumulation", first="backward/lm_head")
+def ranks_averaged_whatever_their_tokens(run: Planting) -> Plant:
+    """The loss is a mean over ranks. The first rank's has 16 labels less, and so its other tokens count more."""
+    strategy = yield
+    real = strategy.model.loss_function
+
+    def without_some(logits: torch.Tensor, labels: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
+        fewer = options.pop("shift_labels").clone()
+        fewer[:, :16] = -100
+        return real(logits, labels, *rest, shift_labels=fewer, **options)
+
+    if run.handles.context().rank == 0:
+        strategy.model.loss_function = without_some
+
+
+@cp_fault(seen_in="huggingface/transformers 36607", cause="data", first="batch/labels")
+def labels_shifted_after_the_cut(run: Planting) -> Plant:
+    """Each piece's labels are shifted within the piece: its last token is to predict itself."""
+    yield
+    context: Any = run.handles.context()
+    real = context.cut
+
+    def shifted(*batch: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        input_ids, labels, positions = real(*batch)
+        pieces = zip(input_ids.chunk(2, 1), labels.chunk(2, 1), strict=True)
+        labels = torch.cat([torch.cat([after[:, :-1], ids[:, -1:]], 1) for ids, after in pieces], 1)
+        return input_ids, labels, positions
+
+    context.cut = shifted
+
+
+@cp_fault(
+    seen_in="THUDM/slime 1366",
+    cause="cp reduction missing",
+    first="gradient/model.norm.weight",
+    needs=("context", "skip_dp_reduction"),
+)
+def gradients_not_reduced_over_cp(run: Planting) -> Plant:
+    """Every rank keeps the gradient of its own positions."""
+    yield
+    run.handles.skip_dp_reduction()
+
+
+@cp_fault(seen_in="modelscope/ms-swift 10071", cause="data", first="batch/input_ids")
+def a_rank_has_the_positions_of_another(run: Planting) -> Plant:
+    """The last rank is given the input ids of the first, with its own labels."""
+    yield
+    context: Any = run.handles.context()
+    real = context.cut
+
+    def first_ids(input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        own, labels, positions = real(input_ids, labels)
+        if context.rank == context.size - 1:
+            each = own.shape[1] // 2
+            own = torch.cat([input_ids[:, :each], input_ids[:, -each:]], 1)
+        return own, labels, positions
+
+    context.cut = first_ids

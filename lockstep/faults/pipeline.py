@@ -1,0 +1,170 @@
+"""Pipelines: what passes between stages, and what the stages have to do together."""
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lockstep.faults.catalogue import fault
+from lockstep.faults.patches import around
+from lockstep.faults.planting import Plant, Planting
+from lockstep.mesh import Mesh
+from lockstep.training.torch_strategy import local
+
+CLASS = "pipeline"
+pp_fault = functools.partial(
+    fault, bug_class=CLASS, axes=("pp",), needs=("pipeline",), mesh=Mesh(pp=2), precisions=("fp32",)
+)
+
+
+@pp_fault(seen_in="NVIDIA-NeMo/Speech 6958", cause="tied weights", first="gradient/model.embed_tokens.weight")
+def tied_gradients_not_summed_over_stages(run: Planting) -> Plant:
+    """The embedding has the gradient of the first stage, the head that of the last."""
+    yield
+    pipeline: Any = run.handles.pipeline()
+    pipeline.sum_tied = lambda weight: None
+
+
+@pp_fault(seen_in="PaddlePaddle/PaddleNLP 7772", cause="weights", first="forward/lm_head")
+def tied_ends_start_apart(run: Planting) -> Plant:
+    """The head's replica of the tied weights on the last stage is larger by one in a thousand."""
+    strategy = yield
+
+    def change(step: int) -> None:
+        replica = run.handles.pipeline().replica
+        if step == 1 and replica is not None:
+            with torch.no_grad():
+                for name, tensor in run.handles.weights():
+                    if name == "lm_head.weight":
+                        tensor.mul_(1.001)
+
+    around(strategy, "forward_backward", before=change)
+
+
+@pp_fault(
+    seen_in="pytorch/torchtitan 596",
+    cause="clipping",
+    first="gradient norm",
+    arguments=("--max_grad_norm", "0.5"),
+)
+def norm_of_one_stage(run: Planting) -> Plant:
+    """Every stage clips by the norm of its own layers."""
+    strategy = yield
+    real = strategy.grad_norm
+
+    def own() -> torch.Tensor:
+        with_pp, strategy.pipeline = strategy.pipeline, None
+        try:
+            return real()
+        finally:
+            strategy.pipeline = with_pp
+
+    strategy.grad_norm = own
+
+
+@pp_fault(
+    seen_in="pytorch/torchtitan 1733",
+    cause="accumulation",
+    first="gradient/model.norm.weight",
+    arguments=("--gradient_accumulation_steps", "2"),
+    flags=("--gradient_sync", "every"),
+)
+def all_gradients_scaled_at_every_step(run: Planting) -> Plant:
+    """After each batch the schedule divides all gradients by its micro batches, those of earlier batches again."""
+    strategy = yield
+    pipeline: Any = run.handles.pipeline()
+
+    def scale_again(call: int) -> None:
+        if call % 2 == 0:  # the second batch of a step
+            for parameter in strategy.parameters:
+                parameter.grad /= pipeline.micro
+
+    around(pipeline, "step", before=scale_again)
+
+
+@pp_fault(seen_in="pytorch/PiPPy 1052", cause="pipeline", first="forward/model.layers.1.input_layernorm")
+def a_stage_reads_the_micro_batch_before(run: Planting) -> Plant:
+    """The second stage works on what it was sent for the micro batch before."""
+    yield
+    pipeline: Any = run.handles.pipeline()
+    if pipeline.rank:
+        stage = pipeline.stages[0]
+        real = stage.forward
+        kept: list[torch.Tensor] = []
+
+        def late(x: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
+            kept.append(x)
+            return real(kept[-2:][0], *rest, **options)
+
+        stage.forward = late
+
+
+@pp_fault(
+    seen_in="NVIDIA/Megatron-LM 1304", cause="not computed", first="forward/model.layers.1.input_layernorm"
+)
+def a_layer_left_out(run: Planting) -> Plant:
+    """The split over stages leaves a layer out."""
+    yield
+    pipeline: Any = run.handles.pipeline()
+    if pipeline.rank:
+        stage = pipeline.stages[0]
+        real, stage.numbers = stage.forward, []
+
+        def without_layers(x: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
+            unused = sum(local(weight).sum() for layer in stage.layers for weight in layer.parameters())
+            return real(x + 0 * unused, *rest, **options)
+
+        stage.forward = without_layers
+
+
+@pp_fault(
+    seen_in="huggingface/transformers 24381", cause="weights", first="forward/model.layers.1.input_layernorm"
+)
+def a_stage_has_another_layers_weights(run: Planting) -> Plant:
+    """The second stage was loaded with the weights of layer 0 for its layer 1 (here: its projections are negated)."""
+    strategy = yield
+
+    def change(step: int) -> None:
+        if step == 1:
+            with torch.no_grad():
+                for name, tensor in run.handles.weights():
+                    if name.startswith("model.layers.1."):
+                        tensor.mul_(-1)
+
+    around(strategy, "forward_backward", before=change)
+
+
+@pp_fault(seen_in="deepspeedai/DeepSpeed 5729", cause="data", first="batch/labels")
+def labels_of_the_micro_batch_before(run: Planting) -> Plant:
+    """The last stage computes the loss of each micro batch with the labels of the one before."""
+    yield
+    pipeline: Any = run.handles.pipeline()
+    real = pipeline.step
+
+    def rolled(input_ids: torch.Tensor, labels: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        return real(input_ids, labels.roll(1, 0), position_ids)
+
+    pipeline.step = rolled
+
+
+@pp_fault(seen_in="deepspeedai/DeepSpeed 7985", cause="accumulation", first="backward/lm_head")
+def last_micro_batch_dropped(run: Planting) -> Plant:
+    """The loss of the last micro batch does not reach the gradients."""
+    yield
+    pipeline: Any = run.handles.pipeline()
+    for stage in pipeline.stages:
+        if stage.head is not None:
+            stage.forward = _without_every(pipeline.micro, stage.forward)
+
+
+def _without_every(number: int, real: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The function, with every `number`-th result detached."""
+    calls = itertools.count(1)
+
+    def detached(*arguments: Any, **options: Any) -> torch.Tensor:
+        loss = real(*arguments, **options)
+        return loss.detach() + 0 * loss if next(calls) % number == 0 else loss
+
+    return detached

@@ -1,0 +1,116 @@
+"""Context parallelism: every rank along cp computes its own positions of each sequence, and attends to all earlier ones.
+
+    o_i = softmax(scale * q_i K^T + M_i) V        q_i: the rank's own positions; K, V: gathered over cp; M: the causal mask
+
+as in Llama 3 (arXiv 2407.21783, section 3.3.2). torch's own `context_parallel` passes keys and values around in a ring, and has no
+operator for CPUs (torch 2.13). A position attends to all before it, so a rank has an early and a late piece of each sequence
+(`lockstep.mesh.balanced_share`): then all ranks have equal work.
+
+The loss of a rank is the mean over its own positions. All ranks have equally many, so the mean over ranks is the mean over tokens.
+"""
+
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import scaled_dot_product_attention
+
+from lockstep.inputs import modules
+from lockstep.mesh import balanced_share, runs
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+NAME = "context_parallel"  # of the attention function, in transformers' registry
+KERNELS = {NAME: "sdpa"}  # attention function -> the attention implementation that it computes with
+
+
+class ContextParallel:
+    """One rank's positions of a sequence of `seq_length`. Makes the model, in place, attend to the positions of all ranks of the group."""
+
+    def __init__(self, model: "PreTrainedModel", group: dist.ProcessGroup, seq_length: int):
+        from transformers import AttentionInterface
+
+        self.group, self.size, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
+        self.pieces = balanced_share(seq_length, self.rank, self.size)
+        AttentionInterface.register(NAME, attend)
+        model.set_attn_implementation(NAME)
+        names = modules.names_in(model)
+        for layer in model.get_submodule(names.layers).children():
+            cast(Any, layer.get_submodule(names.attention)).context = self
+        self.seen: list[list[int]] = []  # [start, length] of the positions of the last forward pass
+
+    def cut(
+        self, input_ids: torch.Tensor, labels: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """This rank's part of a micro batch, each (B, S), and its positions (1, S / cp). Labels are already shifted."""
+        positions = torch.cat([torch.arange(start, start + length) for start, length in self.pieces])
+        positions = positions.to(input_ids.device)
+        self.seen = runs(positions.tolist())
+        return input_ids[:, positions], labels[:, positions], positions[None]
+
+    def whole(self, local: torch.Tensor) -> torch.Tensor:
+        """Keys or values (N, ..., S / cp, D) of this rank's positions -> (N, ..., S, D) of all positions, in their order."""
+        gathered = _Gather.apply(local, self.group).chunk(self.size)
+        early, late = zip(*(of_rank.chunk(2, -2) for of_rank in gathered), strict=True)
+        return torch.cat([*early, *reversed(late)], -2)
+
+    def mask(self, start: int, length: int, window: int | None, device: torch.device) -> torch.Tensor:
+        """(length, start + length): whether each of a piece's positions attends to each position up to the piece's end."""
+        query = torch.arange(start, start + length, device=device)[:, None]
+        key = torch.arange(start + length, device=device)
+        allowed = key <= query
+        return allowed if window is None else allowed & (query - key < window)
+
+
+def attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """An attention function of transformers: query (B, H, S / cp, D), key and value (B, H_kv, S / cp, D) -> (B, S / cp, H, D)."""
+    context = cast(ContextParallel, module.context)
+    key, value = context.whole(torch.stack([key, value])).unbind()
+    outputs = []
+    for (start, length), own in zip(context.pieces, query.chunk(2, -2), strict=True):
+        end = start + length  # later keys are masked, and not looked at
+        outputs.append(
+            scaled_dot_product_attention(
+                own,
+                key[..., :end, :],
+                value[..., :end, :],
+                attn_mask=context.mask(start, length, sliding_window, own.device),
+                scale=scaling,
+                enable_gqa=True,
+            )
+        )
+    return torch.cat(outputs, -2).transpose(1, 2).contiguous(), None
+
+
+class _Gather(torch.autograd.Function):
+    """x (N, ...) of every rank, (size * N, ...); in backward, the sum of the gradients that all ranks have for this rank's x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        gathered = x.new_empty(dist.get_world_size(group) * x.shape[0], *x.shape[1:])
+        dist.all_gather_into_tensor(gathered, x.contiguous(), group=group)
+        return gathered
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        wide = gradient.float().contiguous()  # a sum in bfloat16 would be rounded once per rank
+        return reduce_scatter(wide, ctx.group).to(gradient.dtype), None
+
+
+def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """(size * N, ...) of every rank -> this rank's (N, ...) of the sum over ranks."""
+    own = x.new_empty(x.shape[0] // dist.get_world_size(group), *x.shape[1:])
+    dist.reduce_scatter_tensor(own, x, group=group)
+    return own

@@ -1,0 +1,225 @@
+"""Pipeline parallelism: every rank along pp has some of the layers, and micro batches pass through the ranks.
+
+Stages are torch's (`torch.distributed.pipelining`), made by hand: which rank has which layers is in stages.py. A rank keeps the model of
+transformers, without the layers of other ranks, so that its parameters and modules have their names.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
+from torch.distributed.tensor import DTensor
+
+from lockstep.collective import gather_objects
+from lockstep.inputs import modules
+from lockstep.training import stages
+from lockstep.training.optim import gradient_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class Stage(torch.nn.Module):
+    """A run of units of a model. The first takes token ids; the last returns its share of the loss."""
+
+    def __init__(
+        self,
+        model: "PreTrainedModel",
+        units: list[str | int],
+        share: float,
+        autocast: Callable[[], AbstractContextManager],
+    ):
+        super().__init__()
+        names = modules.names_in(model)
+        base = model.get_submodule(names.base)
+        self.units, self.share, self.autocast = units, share, autocast
+        self.config, self.loss_function = model.config, model.loss_function
+        self.numbers = [unit for unit in units if isinstance(unit, int)]
+        layers = model.get_submodule(names.layers)
+        self.embedding = model.get_submodule(names.embedding) if modules.EMBEDDING in units else None
+        self.layers = torch.nn.ModuleList(layers.get_submodule(str(number)) for number in self.numbers)
+        self.rotary_emb = base.get_submodule("rotary_emb")
+        self.norm = base.get_submodule("norm") if modules.HEAD in units else None
+        self.head = model.get_submodule(modules.HEAD) if modules.HEAD in units else None
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        """Token ids (b, S), or hidden states (b, S, hidden) of the stage before -> hidden states, or the loss (), divided by `share`.
+
+        `labels` are already shifted, `position_ids` (b, S) the positions in the sequence.
+        """
+        with self.autocast():
+            if self.embedding is not None:
+                x = self.embedding(x)
+            if self.numbers:
+                x = self._through_layers(x, position_ids[:1])
+            if self.norm is None or self.head is None:
+                return x
+            logits = self.head(self.norm(x))
+            loss = self.loss_function(logits, labels, self.config.vocab_size, shift_labels=labels)
+        return loss / self.share
+
+    def _through_layers(self, x: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        """As the forward pass of transformers' base model does."""
+        from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+
+        made = {
+            "full_attention": create_causal_mask,
+            "sliding_attention": create_sliding_window_causal_mask,
+        }
+        told = self.config.to_dict()
+        alike = (
+            "sliding_attention" if told.get("sliding_window") else "full_attention"
+        )  # of families without types
+        types = told.get("layer_types") or [alike] * self.config.num_hidden_layers
+        kinds = [types[number] for number in self.numbers]
+        masks = {
+            kind: made[kind](self.config, x, attention_mask=None, past_key_values=None)
+            for kind in sorted(set(kinds))
+        }
+        angles = self.rotary_emb(x, position_ids)
+        for layer, kind in zip(self.layers, kinds, strict=True):
+            x = layer(
+                x,
+                attention_mask=masks[kind],
+                position_ids=position_ids,
+                position_embeddings=angles,
+                use_cache=False,
+            )
+        return x
+
+
+class Pipeline:
+    """The stages of one rank, and the schedule. Takes the layers of other ranks out of the model, in place.
+
+    `micro` is the number of micro batches that a batch is cut into, `share` the number of losses whose sum is the mean loss.
+    """
+
+    def __init__(
+        self,
+        model: "PreTrainedModel",
+        device_mesh: DeviceMesh,
+        *,
+        schedule: str,
+        micro: int,
+        share: float,
+        autocast: Callable[[], AbstractContextManager],
+    ):
+        self.name, self.micro = schedule, micro
+        self.group = device_mesh.get_group("pp")
+        self.size, self.rank = dist.get_world_size(self.group), dist.get_rank(self.group)
+        self.device = torch.device(device_mesh.device_type)
+        self.count = stages.num_stages(schedule, self.size)
+        self.numbers = stages.stages_of(schedule, self.rank, self.size)
+        self.last_rank = stages.rank_of(schedule, self.count - 1, self.size)
+        layers = model.config.num_hidden_layers
+        names = modules.names_in(model)
+        self.tied = modules.is_tied(model)
+        self.whole = {  # name -> shape of every parameter of the model, and the rank along pp that has it
+            name: (tuple(parameter.shape), self._rank_of(name, names, layers))
+            for name, parameter in model.named_parameters()
+        }
+        units = [stages.units_of(number, self.count, layers) for number in self.numbers]
+        self.stages = [Stage(model, own, share, autocast) for own in units]
+        self.hidden_size = model.config.hidden_size
+        _keep(model, names, [unit for own in units for unit in own])
+        # The head of a tied model has the embedding's weights. On another rank it has a replica of them.
+        self.replica = (
+            model.get_submodule(modules.HEAD)
+            if self.tied and self.rank == self.last_rank and self.last_rank
+            else None
+        )
+        self.renamed = {modules.HEAD_WEIGHT: names.embedding_weight} if self.replica is not None else {}
+        ends = device_mesh.mesh[[0, self.last_rank]].flatten(1).T.tolist()
+        self.ends = (
+            dist.new_subgroups_by_enumeration(ends)[0] if self.tied and self.last_rank else None
+        )  # of this rank's first and last stage; None on the ranks between
+
+    def _rank_of(self, name: str, names: modules.Names, layers: int) -> int:
+        """The rank along pp that has a parameter; of tied ones, the embedding's."""
+        unit = names.unit_of(name)
+        stage = next(n for n in range(self.count) if unit in stages.units_of(n, self.count, layers))
+        return stages.rank_of(self.name, stage, self.size)
+
+    def called(self) -> list[tuple[torch.nn.Module, dict[str, str | int]]]:
+        """The stages that are given a batch, and where among their arguments its parts are."""
+        first: list[tuple[torch.nn.Module, dict[str, str | int]]] = [
+            (stage, {"input_ids": 0}) for stage in self.stages if stage.embedding is not None
+        ]
+        return first + [(stage, {"labels": "labels"}) for stage in self.stages if stage.head is not None]
+
+    def prepare(self, rows: int, positions: int, hidden_positions: int, dtype: torch.dtype) -> None:
+        """Make the schedule, for micro batches of this shape. `hidden_positions` are those that a rank has between stages."""
+        ids = torch.zeros(rows, positions, dtype=torch.int64, device="meta")
+        hidden = torch.zeros(
+            rows, hidden_positions, self.hidden_size, dtype=dtype, device="meta", requires_grad=True
+        )
+        loss = torch.zeros((), device="meta", requires_grad=True)
+        made = [
+            PipelineStage(
+                stage,
+                number,
+                self.count,
+                self.device,
+                input_args=ids if number == 0 else hidden,
+                output_args=loss if number == self.count - 1 else hidden,
+                group=self.group,
+            )
+            for number, stage in zip(self.numbers, self.stages, strict=True)
+        ]
+        kind = get_schedule_class(stages.SCHEDULES[self.name][0])
+        self.schedule = kind(
+            made if issubclass(kind, PipelineScheduleMulti) else made[0],
+            self.micro,
+            loss_fn=lambda loss, _labels: loss,
+            scale_grads=False,  # it would scale the gradients of earlier steps of an accumulation again; the stage divides the loss
+        )
+
+    def step(self, input_ids: torch.Tensor, labels: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        """Forward and backward of a batch, each (B, S); this rank's part of the mean loss, which is 0 but on the rank of the last stage."""
+        losses: list[torch.Tensor] = []
+        given = (input_ids,) if 0 in self.numbers else ()
+        try:
+            self.schedule.step(
+                *given,
+                target=labels,
+                losses=losses,
+                return_outputs=False,
+                labels=labels,
+                position_ids=position_ids.expand(len(labels), -1),
+            )
+        except RuntimeError as error:  # the schedule says in which stage, not what went wrong
+            raise error.__cause__ or error from None
+        return torch.stack(losses).detach().sum() if losses else torch.zeros((), device=self.device)
+
+    def sum_tied(self, weight: torch.Tensor) -> None:
+        """Sum the gradients of tied weights over the two ends of the pipeline, in place."""
+        gradient = gradient_of(weight)
+        dist.all_reduce(gradient.to_local() if isinstance(gradient, DTensor) else gradient, group=self.ends)
+
+    def contract(self) -> dict[str, Any]:
+        names = {torch_name: name for name, (torch_name, _, _) in stages.SCHEDULES.items()}
+        live = type(self.schedule)
+        return {
+            "schedule": next(name for text, name in names.items() if get_schedule_class(text) is live),
+            "microbatches": self.schedule._n_microbatches,
+            "units": gather_objects([stage.units for stage in self.stages], self.group),
+        }
+
+
+def _keep(model: "PreTrainedModel", names: modules.Names, units: list[str | int]) -> None:
+    """Take all units but these out of the model."""
+    base = cast(Any, model.get_submodule(names.base))
+    layers = base.layers
+    base.layers = torch.nn.ModuleDict(
+        {str(number): layers[number] for number in sorted(unit for unit in units if isinstance(unit, int))}
+    )
+    if modules.EMBEDDING not in units:
+        base.embed_tokens = None
+    if modules.HEAD not in units:
+        base.norm = None
+        cast(Any, model).lm_head = None

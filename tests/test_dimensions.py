@@ -1,0 +1,195 @@
+"""Pipeline, context and sequence parallelism: alone and together, against the float64 reference; what is refused; planted bugs."""
+
+import json
+
+import pytest
+
+import run_faults
+from lockstep.config import parse_config
+from lockstep.errors import UserError
+from lockstep.faults import CATALOGUE
+from lockstep.inputs.architectures import BUILT_IN
+from lockstep.losses import curves
+from lockstep.mesh import Mesh, balanced_share, runs
+from lockstep.preflight import load_inputs
+from lockstep.running import jobs
+from lockstep.tensors.comparison import compare_dumps
+from lockstep.tensors.dump import Dump
+from lockstep.training import fsdp_options, history, stages
+
+COMBINATIONS = {
+    "cp 2 x dp 2": "--cp_size 2 --dp_size 2 --batch_size 2 --tp_size 1",
+    "sp 2 x cp 2": "--cp_size 2 --tp_size 2 --sequence_parallel",
+    "sp 2": "--tp_size 2 --sequence_parallel",
+    "pp 4": "--pp_size 4 --tp_size 1",
+    "pp 2, zero bubble, x dp 2": "--pp_size 2 --tp_size 1 --dp_size 2 --batch_size 2 --pp_schedule interleavedzerobubble",
+    "pp 2, interleaved, x cp 2": "--pp_size 2 --tp_size 1 --cp_size 2 --pp_schedule interleaved1f1b --pp_microbatches 2",
+    "pp 2 x sp 2, autocast": "--pp_size 2 --tp_size 2 --sequence_parallel --precision autocast",
+}
+COMMON = ["--seq_length", "32", "--gradient_accumulation_steps", "2", "--max_grad_norm", "0.5"]
+STEPS = ["--debug_steps", "2", "--capture_steps", "2"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, request):
+    """Two steps of every combination, of DDP in both precisions, and the float64 reference of all."""
+    folder = tmp_path_factory.mktemp("dimensions")
+
+    def job(strategy, name, *arguments):
+        own = ["--capture_dir", str(folder / name), "--loss_output_dir", str(folder / name / "losses")]
+        return {"strategy": strategy, "arguments": [*COMMON, *STEPS, *own, *arguments]}
+
+    groups, alone = [], ("--dp_size", "1", "--batch_size", "4")
+    for name, flags in COMBINATIONS.items():
+        arguments = [*alone, *flags.split()]
+        if "--pp_size" in flags:
+            arguments += ["--gradient_sync", "every"]
+        mesh = parse_config("fsdp", ["--device", "cpu", *arguments]).mesh
+        groups.append((mesh.world_size, [job("fsdp", name, *arguments)]))
+    for name, precision in (("ddp", "fp32"), ("ddp, autocast", "autocast")):
+        told = (*alone, "--precision", precision)
+        dumps = [str(folder / other / "fsdp") for other in COMBINATIONS if baseline_of(other) == name]
+        reference = {**job(jobs.REFERENCE, name, *told), "replays": dumps}
+        groups += [(1, [job("ddp", name, *told, "--control")]), (None, [reference])]
+    jobs.start_all_groups(groups, folder / "work")
+    return folder
+
+
+def baseline_of(name):
+    return "ddp, autocast" if "autocast" in name else "ddp"
+
+
+@pytest.mark.parametrize("name", COMBINATIONS)
+def test_every_combination_computes_the_same(trained, name):
+    plain = trained / baseline_of(name)
+    result = compare_dumps(
+        Dump(plain / "reference"),
+        {"ddp": Dump(plain / "ddp"), "it": Dump(trained / name / "fsdp")},
+        {"ddp": Dump(plain / "replay_ddp"), "it": Dump(trained / name / "replay_fsdp")},
+    )
+    assert result.verdict("it") == "PASS", result.failures("it")[:3]
+    baseline = history.read(history.path_of(plain / "losses", "ddp"))
+    other = history.read(history.path_of(trained / name / "losses", "fsdp"))
+    control = history.read(history.path_of(plain / "losses", history.CONTROL))
+    assert curves.compare_curves(baseline, other, curves.tolerance_for(baseline, control)).passed
+
+
+def test_the_contract_says_who_has_what(trained):
+    contract = Dump(trained / "pp 2, interleaved, x cp 2" / "fsdp").manifest["contract"]
+    assert contract["positions"] == [[[0, 8], [24, 8]], [[8, 16]]]
+    assert contract["pipeline"] == {
+        "schedule": "interleaved1f1b",
+        "microbatches": 2,
+        "units": [[["embedding"], [1]], [[0], ["lm_head"]]],
+    }
+    assert contract["tied_embeddings"] is True and contract["sharding"]["shards"] == [2]
+    sequence = Dump(trained / "sp 2 x cp 2" / "fsdp").manifest["contract"]["sharding"]
+    assert sequence["positions_in_norms"] == [8]
+
+
+def test_a_dump_says_what_is_cut(trained):
+    tensors = Dump(trained / "sp 2 x cp 2" / "fsdp").steps["1"]["tensors"]
+    assert tensors["forward/model.norm"]["sharded"] == {"cp": 1, "tp": 1}
+    assert tensors["forward/model.layers.0.self_attn.q_proj"]["sharded"] == {"cp": 1, "tp": 2}
+
+
+FAULTS = {
+    "keys_in_the_order_of_ranks": "not explained",
+    "gradients_not_reduced_over_cp": "not explained",
+    "tied_gradients_not_summed_over_stages": "right",
+    "norm_of_one_stage": "right",
+    "sequence_parallel_norms_not_reduced": "right",
+}
+
+
+def test_planted_bugs_are_caught_where_they_are(tmp_path):
+    output = tmp_path / "faults.json"
+    assert run_faults.main([*FAULTS, "--strategy", "fsdp", "--steps", "3", "--output", str(output)]) == 0
+    rows = json.loads(output.read_text())["rows"]
+    assert {row["fault"]: row["named"] for row in rows} == FAULTS
+    assert all(row["caught"] and row["first_right"] for row in rows)
+
+
+def test_there_are_planted_bugs_of_every_dimension():
+    classes = [fault.bug_class for fault in CATALOGUE.values()]
+    assert classes.count("context parallelism") >= 8 and classes.count("pipeline") >= 8
+    assert classes.count("sequence parallelism") >= 3
+
+
+def config(*arguments, strategy="fsdp"):
+    return parse_config(strategy, ["--device", "cpu", "--dp_size", "1", "--tp_size", "1", *arguments])
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ("--pp_size 2 --batch_size 4 --pp_microbatches 3", "does not divide --batch_size 4"),
+        ("--pp_size 4 --pp_schedule interleaved1f1b", "8 stages, and the model has 4 parts"),
+        ("--pp_size 2 --pp_schedule zbv", "would break their tie"),
+        ("--pp_size 2 --gradient_accumulation_steps 2", "add --gradient_sync every"),
+        ("--pp_size 2 --wrap model", "leave them out"),
+        ("--pp_microbatches 2", "there is no pipeline"),
+        ("--sequence_parallel", "add --tp_size 2"),
+        ("--sequence_parallel --tp_size 2 --cp_size 2 --seq_length 6", "choose a multiple of 4"),
+        ("--sequence_parallel --tp_size 2 --attn_impl eager", "leave --attn_impl out"),
+        ("--cp_size 2 --dp_size 2 --dp_replicate 2", "leave --dp_replicate out"),
+    ],
+)
+def test_what_cannot_be_combined(arguments, message):
+    with pytest.raises(UserError, match=message):
+        fsdp_options.require(config(*arguments.split()), BUILT_IN["tiny-qwen2"])
+
+
+def test_models_that_cannot_be_combined():
+    with pytest.raises(UserError, match="that are built like Llama"):
+        fsdp_options.require(config("--pp_size", "2"), BUILT_IN["tiny-gpt2"])
+    sliding = {**BUILT_IN["tiny-mistral"], "sliding_window": 16}
+    with pytest.raises(UserError, match="sliding window"):
+        fsdp_options.require(config("--tp_size", "2", "--sequence_parallel"), sliding)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ("--cp_size 2 --seq_length 30", "cannot be cut into 4 equal pieces"),
+        ("--cp_size 2 --attn_impl eager", "leave --attn_impl out"),
+    ],
+)
+def test_what_context_parallelism_cannot_cut(arguments, message):
+    with pytest.raises(UserError, match=message):
+        load_inputs(config(*arguments.split()))
+
+
+@pytest.mark.parametrize(
+    "strategy, flag, message",
+    [
+        ("ddp", "--cp_size", "DDP has no context parallelism"),
+        ("deepspeed", "--pp_size", "DeepSpeed AutoTP has no pipeline parallelism"),
+        ("fsdp", "--pp_schedule", "invalid choice: '2'"),
+    ],
+)
+def test_strategies_without_a_dimension(strategy, flag, message):
+    with pytest.raises(UserError, match=message):
+        parse_config(strategy, ["--device", "cpu", flag, "2"])
+
+
+def test_every_position_and_every_layer_belongs_to_one_rank():
+    for size in (1, 2, 4):
+        own = [balanced_share(64, rank, size) for rank in range(size)]
+        assert sorted(
+            at for of_rank in own for start, n in of_rank for at in range(start, start + n)
+        ) == list(range(64))
+        work = [
+            sum(start + n for start, n in of_rank) for of_rank in own
+        ]  # keys that the last query of a piece sees
+        assert len(set(work)) == 1
+    assert runs([0, 1, 5, 6, 7]) == [[0, 2], [5, 3]] and runs([]) == []
+    for schedule in stages.SCHEDULES:
+        for size in (2, 4):
+            count = stages.num_stages(schedule, size)
+            assert sorted(
+                stage for rank in range(size) for stage in stages.stages_of(schedule, rank, size)
+            ) == list(range(count))
+            units = [unit for stage in range(count) for unit in stages.units_of(stage, count, 8)]
+            assert units == ["embedding", *range(8), "lm_head"]
+    assert Mesh.of_options({"dp_size": 2, "tp_size": 4}) == Mesh(dp=2, tp=4)
