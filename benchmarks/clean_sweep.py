@@ -1,6 +1,6 @@
 """Correct runs of many configurations: does any raise an alarm, and how near do they come?
 
-    python benchmarks/clean_sweep.py --output results/clean_sweep.json          324 configurations, less than half an hour
+    python benchmarks/clean_sweep.py --output results/clean_sweep.json          360 configurations, less than an hour
     python benchmarks/clean_sweep.py --precision fp32 --strategies examples/transformers_tp.py:TransformersTP
 
 Every built-in tiny model on three meshes of up to four ranks (with 4 KV heads also tp 4 and dp 4), in fp32 and autocast, with AdamW

@@ -38,19 +38,19 @@ class Strategy(Protocol):
         """The mesh and this rank's coordinates, read back from the live groups."""
 
     def forward_backward(self, micro_batches: list[MicroBatch]) -> torch.Tensor:
-        """Replace the last step's gradient by that of the mean loss over the micro batches, averaged over dp.
+        """Replace the last step's gradient by that of the mean loss over the micro batches, averaged over dp and cp.
 
-        Returns this rank's mean loss, shape ().
+        Returns the mean loss of this rank's samples, over all their positions, on every stage; shape ().
         """
 
     def update(self) -> float:
         """Clip and step the optimizer. Returns the norm of the whole model's gradient before clipping."""
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, whole CPU tensor) of every parameter, gathered over tp and dp, one at a time; tied tensors once."""
+        """(name, whole CPU tensor) of every parameter, gathered over all axes, one at a time; tied tensors once."""
 
     def held(self, kind: str) -> Iterator[tuple[str, torch.Tensor, tuple[int, ...], tuple[int, ...]]]:
-        """(name, this rank's shard, shape of the full tensor, start of the shard in it) of every parameter.
+        """(name, this rank's shard, shape of the full tensor, start of the shard in it) of every parameter that it has.
 
         `kind` is "gradient" (between `forward_backward` and `update`), or "parameter", "exp_avg", "exp_avg_sq" or,
         with --ema_decay, "average".
