@@ -235,11 +235,9 @@ class FSDPStrategy(TorchStrategy):
         with super()._reducing(last or sync != "last"):
             if sync == "scatter":
                 cast(FSDPModule, self.wrapped).set_requires_all_reduce(last)
-            if self.pipeline is not None:  # its schedule says when to reduce
-                yield
+            yield
+            # After the backward pass, because a pipeline's schedule sets the flags itself.
             self.synced.append(", ".join(sorted({_synced(group) for group in self.param_groups()})))
-            if self.pipeline is None:
-                yield
 
     def param_groups(self) -> list[Any]:
         """FSDP's groups of parameters, which are gathered and reduced together."""

@@ -87,6 +87,7 @@ class Config:
     max_grad_norm: float = 1.0
     ema_decay: float = 1.0
     gradient_accumulation_steps: int = 1
+    activation_checkpointing: bool = False
     precision: Precision = "fp32"
     attn_impl: str = "sdpa"
     seed: int = 0
@@ -282,6 +283,11 @@ def build_parser(strategy: str) -> argparse.ArgumentParser:
         "(1: no average)",
     )
     add("gradient_accumulation_steps", positive, "micro batches per step; the gradient is their mean")
+    parser.add_argument(
+        "--activation_checkpointing",
+        action="store_true",
+        help="keep only the inputs of layers, and compute the layers again in the backward pass",
+    )
     parser.add_argument(
         "--precision",
         choices=PRECISIONS,

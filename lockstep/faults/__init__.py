@@ -12,6 +12,7 @@ from lockstep.errors import UserError
 from lockstep.faults import (  # noqa: F401
     accumulation,
     average,
+    checkpointing,
     clipping,
     context_parallel,
     data,

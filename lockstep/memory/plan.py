@@ -152,6 +152,10 @@ def of(config: "Config", architecture: dict) -> Plan:
             f"what {config.row.label} keeps in memory is not known; give its class an attribute memory, such as "
             'memory = "lockstep.memory.replicated:plan"'
         )
+    if config.activation_checkpointing:
+        raise UserError(
+            "what a rank holds with --activation_checkpointing is not known; leave it out of the plan"
+        )
     rank = Rank(
         config,
         architecture["hidden_size"],

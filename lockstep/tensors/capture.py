@@ -40,6 +40,7 @@ from lockstep.tensors.layout import (
     named_outputs,
     watched,
 )
+from lockstep.training import recompute
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -216,6 +217,8 @@ class Capture:
 
     def _see(self, name: str, tensor: torch.Tensor) -> None:
         """Write an output or input of a module, and its gradient later."""
+        if recompute.active():
+            return
         if name not in self.layout.outputs:
             self.problem = (
                 self.problem

@@ -13,7 +13,13 @@ from lockstep.inputs.shapes import has_biases, parameter_shapes
 from lockstep.mesh import balanced_share, runs
 
 # Entries in which strategies differ by design: recorded and shown, but no reason to refuse (docs/findings.md).
-KNOWN_DIFFERENCES = ("biased_linear_dtype", "sharding", "positions", "pipeline")
+KNOWN_DIFFERENCES = (
+    "biased_linear_dtype",
+    "sharding",
+    "positions",
+    "pipeline",
+    "activation_checkpointing",  # it changes memory and time
+)
 # Entries of which a rank knows only what concerns its own layers.
 OF_LAYERS = (
     "weight_decay",
@@ -64,6 +70,7 @@ def expected_contract(config: Config, architecture: dict) -> dict[str, Any]:
         "attention": config.attn_impl,
         "dropout": 0.0,
         "training_mode": True,
+        "activation_checkpointing": config.activation_checkpointing,
         "tied_embeddings": architecture.get("tie_word_embeddings", False),
         **({"sharding": strategies.load(config.row.sharding)(config)} if config.row.sharding else {}),
         **({"positions": _positions(config)} if config.cp_size > 1 else {}),

@@ -84,6 +84,7 @@ class RunConfig(Strict):
     max_grad_norm: NotNegative
     ema_decay: Decay = 1.0
     gradient_accumulation_steps: Count
+    activation_checkpointing: bool = False
     own: dict[Name, Any] = {}  # flags that only this strategy has
     precision: Literal["fp32", "autocast", "mixed", "bf16"]
     attn_impl: Literal["eager", "sdpa"]

@@ -27,7 +27,7 @@ from lockstep.mesh import Geometry, Mesh
 from lockstep.running import progress
 from lockstep.tensors.capture import Capture
 from lockstep.training import history as history_file
-from lockstep.training import initial_weights
+from lockstep.training import initial_weights, recompute
 from lockstep.training.contract import contract_difference, expected_contract, of_all_stages
 from lockstep.training.measure import group_norms, held_out
 from lockstep.training.observe import ComputeDtypes, collectives, peak_memory, versions
@@ -58,6 +58,8 @@ def run(config: Config, inputs: Inputs, make_strategy: MakeStrategy, device: tor
     begin = time.monotonic()
     rank = dist.get_rank()
     model, file_sums = _initial_model(config, inputs, rank)
+    if config.activation_checkpointing:
+        recompute.enable(model)
     about = provenance(config, inputs)
     _require_told_alike(about.get("told_sha256"))
     capture = Capture(config, model, about) if config.capture_dir else None

@@ -63,6 +63,7 @@ def model_contract(model: "PreTrainedModel") -> dict[str, Any]:
         "attention": KERNELS.get(attention, attention),
         "dropout": max(map(_dropout, model.modules())),
         "training_mode": model.training,
+        "activation_checkpointing": model.is_gradient_checkpointing,
         "parameter_dtype": sorted({str(parameter.dtype) for parameter in model.parameters()}),
         "tied_embeddings": modules.is_tied(model),
     }
