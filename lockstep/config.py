@@ -24,7 +24,7 @@ from lockstep.resources import (
     resolve_device,
     resolve_mesh,
 )
-from lockstep.training import history
+from lockstep.training import history, rates
 
 if TYPE_CHECKING:
     import torch
@@ -82,6 +82,8 @@ class Config:
     num_epochs: int = 1
     debug_steps: int = 100
     learning_rate: float = 1e-3
+    lr_schedule: rates.Schedule = "constant"
+    warmup_steps: int = 0
     optimizer: str = "adamw"
     weight_decay: float = 0.01
     max_grad_norm: float = 1.0
@@ -272,7 +274,14 @@ def build_parser(strategy: str) -> argparse.ArgumentParser:
         whole,
         "steps to train; the corpus is repeated if it is too short (0: train --num_epochs instead)",
     )
-    add("learning_rate", rate, "constant learning rate")
+    add("learning_rate", rate, "learning rate, after the warm-up")
+    add(
+        "lr_schedule",
+        str,
+        "learning rate after the warm-up: constant, or falling to 0 along half a cosine until the last step",
+        choices=rates.SCHEDULES,
+    )
+    add("warmup_steps", whole, "first steps in which the learning rate rises in equal parts")
     add("optimizer", str, "fused torch AdamW, or SGD without momentum (not fused)", choices=("adamw", "sgd"))
     add("weight_decay", amount, "weight decay of matrices; norms and biases have none")
     add("max_grad_norm", amount, "clip the norm of the whole model's gradient to this (0: do not clip)")

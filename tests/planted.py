@@ -81,6 +81,19 @@ def _frozen(strategy, config, inputs):
     strategy.update = update
 
 
+def _first_rate(strategy, config, inputs):
+    """Every step has the learning rate of the first."""
+    real, rates = strategy.update, []
+
+    def update():
+        rates.append(strategy.optimizer.param_groups[0]["lr"])
+        for group in strategy.optimizer.param_groups:
+            group["lr"] = rates[0]
+        return real()
+
+    strategy.update = update
+
+
 def _nan(strategy, config, inputs):
     """Rank 1 computes a NaN at step 3."""
     real, step = strategy.forward_backward, iter(range(10**6))
@@ -183,6 +196,7 @@ def _defaults(config, inputs):
 
 
 FAULTS = {
+    "learning rate of the first step": _wrapping(_first_rate),
     "another ZeRO stage": _another_stage,
     "options are not passed on": _defaults,
     "no room for files on rank 1": _wrapping(_no_room),

@@ -79,7 +79,7 @@ class Case:
 
     def updated(self, parameter: str) -> torch.Tensor:
         """The parameter after the right update from the run's own gradient and moments."""
-        before, rate = self.before(parameter), self.options["learning_rate"]
+        before, rate = self.before(parameter), self.entry["learning_rate"]
         decay = self.options["weight_decay"] if decays(before.ndim) else 0.0
         if self.options["optimizer"] == "adamw":
             first, second = (self.own(f"{kind}/{parameter}") for kind in ("exp_avg", "exp_avg_sq"))

@@ -16,6 +16,9 @@ SAME = (
 )
 
 
+DEFAULTS = {"lr_schedule": "constant", "warmup_steps": 0}  # likewise; runs of earlier versions do not have it
+
+
 def require_comparable_curves(baseline: History, other: History, *, same_weights: bool = True) -> None:
     """Raise UserError naming the first thing in which two runs differ that no verdict may overlook.
 
@@ -47,8 +50,8 @@ def require_comparable_curves(baseline: History, other: History, *, same_weights
             )
     if other.run["architecture"] != baseline.run["architecture"]:
         raise UserError(f"{pair}: their models differ; use the same --model_name and --num_layers")
-    for key in SAME:
-        value, wanted = other.run["config"][key], baseline.run["config"][key]
+    for key in (*SAME, *DEFAULTS):
+        value, wanted = (run.run["config"].get(key, DEFAULTS.get(key)) for run in (other, baseline))
         if value != wanted:
             raise UserError(
                 f"{pair}: they were configured differently, {key} is {value!r} against {wanted!r}; use the same --{key}"

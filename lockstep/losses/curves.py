@@ -14,6 +14,7 @@ from lockstep.losses.tolerance import (
     tolerance_for,
 )
 from lockstep.training.history import History, not_finite
+from lockstep.training.rates import rate_of
 
 __all__ = [
     "CONTROL_FACTOR",
@@ -129,11 +130,12 @@ def _worst(values: list[float]) -> float:
 
 def _own_problems(history: History) -> list[str]:
     """Why a run fails, whatever it is compared with."""
-    label, rate = history.run["label"], history.run["config"]["learning_rate"]
+    label, options = history.run["label"], history.run["config"]
     broken = next((step["step"] for step in history.steps if not_finite(step)), None)
     if broken is not None:
         return [f"{label}: step {broken} has a loss or gradient norm that is not finite"]
     for step in history.steps:
+        rate = rate_of(options, step["step"], history.run["num_steps"])
         if step["learning_rate"] != rate:
             what = f"the learning rate of step {step['step']} is {step['learning_rate']!r}"
             return [f"{label}: {what}, its configuration says {rate!r}"]

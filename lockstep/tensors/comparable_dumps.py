@@ -14,6 +14,7 @@ from lockstep.training.contract import (
     global_batch,
     on_any_mesh,
 )
+from lockstep.training.rates import rate_of
 
 SAME = (
     "optimizer",
@@ -26,7 +27,11 @@ SAME = (
     "attn_impl",
     "seed",
 )
-DEFAULTS = {"ema_decay": 1.0}  # likewise; dumps of earlier versions do not have it
+DEFAULTS = {
+    "ema_decay": 1.0,
+    "lr_schedule": "constant",
+    "warmup_steps": 0,
+}  # likewise; dumps of earlier versions do not have it
 SUMMED = 1e-9  # relative: how far two float64 sums of the same numbers may be apart
 
 
@@ -84,7 +89,7 @@ def configuration_differences(baseline: Dump, dump: Dump) -> dict[str, str]:
     )
     if dump is baseline:
         wanted = expected_contract(configuration(dump.run), dump.run["architecture"])
-        rates = dict.fromkeys(dump.steps, dump.run["config"]["learning_rate"])
+        rates = {step: rate_of(dump.run["config"], int(step), dump.run["num_steps"]) for step in dump.steps}
     found = contract_differences(on_any_mesh(wanted), on_any_mesh(dump.contract), KNOWN_DIFFERENCES)
     for step in sorted(dump.steps, key=int):
         rate = dump.steps[step]["learning_rate"]

@@ -19,6 +19,7 @@ import torch
 from lockstep.config import BETAS, EPS
 from lockstep.errors import TrainingFailure
 from lockstep.tensors.dump import Dump
+from lockstep.training import rates
 from lockstep.training.optim import decays
 
 BLOCK = (
@@ -185,7 +186,7 @@ def update_distances(dump: Dump, initial: Dump, step: int, clip: float, name: st
         m = b1 m + (1 - b1) g    v = b2 v + (1 - b2) g^2    p = p - lr (decay p + (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps))
     """
     options = dump.run["config"]
-    adamw, rate = options["optimizer"] == "adamw", options["learning_rate"]
+    adamw, rate = options["optimizer"] == "adamw", rates.rate_of(options, step, dump.run["num_steps"])
     shape = dump.steps[str(step)]["tensors"][f"parameter/{name}"]["shape"]
     decay = options["weight_decay"] if decays(len(shape)) else 0.0
     kinds = ["exp_avg", "exp_avg_sq", "parameter"] if adamw else ["parameter"]

@@ -42,7 +42,7 @@ from lockstep.tensors.capture import Capture
 from lockstep.tensors.comparison import require_comparable_dumps
 from lockstep.tensors.exact import make_exact
 from lockstep.tensors.manifest import REFERENCE_LABEL as LABEL
-from lockstep.training import initial_weights
+from lockstep.training import initial_weights, rates
 from lockstep.training.loop import provenance
 from lockstep.training.optim import WeightAverage, gradient_of, held_whole, parameter_groups
 
@@ -190,6 +190,9 @@ def _one_step(
 
     `started_from` identifies the parameters of a replay, which makes no update.
     """
+    rate = rates.rate_of(vars(config), index + 1, inputs.num_steps)
+    for group in strategy.optimizer.param_groups:
+        group["lr"] = rate
     by_rank = [inputs.batches.micro_batches(index, dp_rank, "cpu") for dp_rank in range(config.dp_size)]
     input_ids, labels = (torch.cat([pair[i] for micro in by_rank for pair in micro]) for i in (0, 1))
     capture.begin(strategy, index + 1)
@@ -205,7 +208,7 @@ def _one_step(
         "loss": loss,
         "rank_losses": rank_losses,
         "grad_norm": grad_norm,
-        "learning_rate": config.learning_rate,
+        "learning_rate": rate,
         "batch_hash": global_batch_hash(window_hashes([(input_ids, labels)])),
     }
     if started_from:

@@ -30,6 +30,7 @@ from lockstep.schemas import (
     Whole,
     validate,
 )
+from lockstep.training import rates
 from lockstep.training.contract import expected_contract
 
 FORMAT = 4
@@ -87,6 +88,8 @@ class Options(Strict):
     batch_size: Count
     seq_length: Count
     learning_rate: Annotated[Finite, Field(gt=0)]
+    lr_schedule: rates.Schedule = "constant"
+    warmup_steps: Whole = 0
     optimizer: Literal["adamw", "sgd"]
     weight_decay: Amount
     max_grad_norm: Amount
@@ -271,8 +274,9 @@ def _contradictions_of_step(manifest: dict, step: str, exact: bool, first: int) 
         yield f"grad_norm is {entry['grad_norm']}"
     if exact and not _finite(entry):
         yield "a loss or norm of the reference is not finite"
-    if exact and entry["learning_rate"] != options["learning_rate"]:
-        yield f"learning_rate is {entry['learning_rate']}, its configuration says {options['learning_rate']}"
+    rate = rates.rate_of(options, int(step), run["num_steps"])
+    if exact and entry["learning_rate"] != rate:
+        yield f"learning_rate is {entry['learning_rate']}, its configuration says {rate}"
     if (entry.get("started_from") is not None) != (exact and first == 2):
         yield "started_from must be in all steps of a replay and in no others"
 

@@ -11,6 +11,7 @@ from lockstep import strategies
 from lockstep.config import BETAS, EPS, PARAM_DTYPES, Config
 from lockstep.inputs.shapes import has_biases, parameter_shapes
 from lockstep.mesh import balanced_share, runs
+from lockstep.training import rates
 
 # Entries in which strategies differ by design: recorded and shown, but no reason to refuse (docs/findings.md).
 KNOWN_DIFFERENCES = (
@@ -48,7 +49,7 @@ def expected_contract(config: Config, architecture: dict) -> dict[str, Any]:
     return {
         "optimizer": "AdamW" if adamw else "SGD",
         "fused": adamw,
-        "learning_rates": [config.learning_rate],
+        "learning_rates": [rates.rate_of(vars(config), 1, 1 + config.warmup_steps)],  # of the first step
         "betas": list(BETAS) if adamw else [],
         "eps": EPS if adamw else None,
         "momentum": None if adamw else 0,

@@ -19,6 +19,7 @@ from lockstep.schemas import (
     Whole,
     validate,
 )
+from lockstep.training.rates import Schedule
 
 REMEDY = "run its training again"
 LARGEST = 3.5e38  # no float32 is larger, so no loss is
@@ -79,6 +80,8 @@ class RunConfig(Strict):
     num_epochs: Count
     debug_steps: Whole
     learning_rate: Annotated[Finite, Field(gt=0)]
+    lr_schedule: Schedule = "constant"
+    warmup_steps: Whole = 0
     optimizer: Literal["adamw", "sgd"]
     weight_decay: NotNegative
     max_grad_norm: NotNegative

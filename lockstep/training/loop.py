@@ -27,7 +27,7 @@ from lockstep.mesh import Geometry, Mesh
 from lockstep.running import progress
 from lockstep.tensors.capture import Capture
 from lockstep.training import history as history_file
-from lockstep.training import initial_weights, recompute
+from lockstep.training import initial_weights, rates, recompute
 from lockstep.training.contract import contract_difference, expected_contract, of_all_stages
 from lockstep.training.measure import group_norms, held_out
 from lockstep.training.observe import ComputeDtypes, collectives, peak_memory, versions
@@ -187,6 +187,10 @@ def train_step(
     if capture:
         capture.gradients()
     norms = group_norms(strategy) if config.group_norms else None
+    if rates.changes(vars(config)):
+        num_steps = config.debug_steps or config.num_epochs * batches.steps_per_epoch
+        for group in strategy.optimizer.param_groups:
+            group["lr"] = rates.rate_of(vars(config), index + 1, num_steps)
     grad_norm = strategy.update()
     everyone = _gather([float(loss), grad_norm, float(bool(problem)), *window_hashes(micro_batches)], device)
     losses, hashes = [row[0] for row in everyone], [list(map(int, row[3:])) for row in everyone]

@@ -1,0 +1,30 @@
+"""The learning rate of every step, from a configuration, live or recorded. Nothing here imports torch.
+
+    rate = learning_rate x min(1, step / warmup_steps) x shape(progress)        steps count from 1
+    shape = 1 (constant), or (1 + cos(pi progress)) / 2 (cosine, arXiv 1608.03983 without restarts)
+
+`progress` goes from 0 in the first step after the warm-up towards 1; the last step still has a rate above 0.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+Schedule = Literal["constant", "cosine"]
+SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
+
+
+def changes(options: Mapping[str, Any]) -> bool:
+    """Whether steps have different rates. Runs recorded by earlier versions have one rate."""
+    return options.get("lr_schedule", "constant") != "constant" or options.get("warmup_steps", 0) > 0
+
+
+def rate_of(options: Mapping[str, Any], step: int, num_steps: int) -> float:
+    """The rate of a step, from 1, of a run of `num_steps`."""
+    rate, warmup = options["learning_rate"], options.get("warmup_steps", 0)
+    if step <= warmup:
+        return rate * (step / warmup)
+    if options.get("lr_schedule", "constant") == "constant":
+        return rate
+    progress = (step - 1 - warmup) / (num_steps - warmup)
+    return rate * (1 + math.cos(math.pi * progress)) / 2

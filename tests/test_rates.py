@@ -1,0 +1,88 @@
+"""The learning rate of every step: its formula, and that every strategy and the reference follow it."""
+
+import math
+
+import pytest
+from ranks import run_groups
+
+from lockstep.config import parse_config
+from lockstep.errors import UserError
+from lockstep.losses import curves
+from lockstep.strategies import ROWS
+from lockstep.tensors.comparison import compare_dumps
+from lockstep.tensors.dump import Dump
+from lockstep.training import history
+from lockstep.training.rates import changes, rate_of
+
+COSINE = {"learning_rate": 0.5, "lr_schedule": "cosine", "warmup_steps": 2}
+FLAGS = ["--lr_schedule", "cosine", "--warmup_steps", "2", "--debug_steps", "4", "--capture_steps", "3"]
+SMALL = ["--dp_size", "2", "--batch_size", "2", "--seq_length", "32", "--learning_rate", "3e-3"]
+
+
+def test_the_formula():
+    found = [rate_of(COSINE, step, 6) for step in range(1, 7)]
+    wanted = [0.25, 0.5, *(0.25 * (1 + math.cos(math.pi * part / 4)) for part in range(4))]
+    assert found == pytest.approx(wanted, rel=1e-15) and found[-1] > 0
+    constant = {**COSINE, "lr_schedule": "constant"}
+    assert [rate_of(constant, step, 6) for step in (1, 2, 3, 6)] == [0.25, 0.5, 0.5, 0.5]
+    assert rate_of({"learning_rate": 0.5}, 1, 6) == 0.5 and not changes({"learning_rate": 0.5})
+    assert changes(constant) and changes(COSINE)
+
+
+def test_a_schedule_that_is_none():
+    with pytest.raises(UserError, match="invalid choice: 'linear'"):
+        parse_config("ddp", ["--lr_schedule", "linear"])
+    with pytest.raises(UserError, match="-1 is out of range"):
+        parse_config("ddp", ["--warmup_steps", "-1"])
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Four steps of every strategy, the same of DDP with a rate that is not the schedule's, and the reference."""
+    folder = tmp_path_factory.mktemp("rates")
+    arguments = [*SMALL, *FLAGS, "--capture_dir", str(folder)]
+
+    def run(strategy, fault="none"):
+        own = arguments if fault == "none" else [*arguments, "--run_name", "off"]
+        tp = [] if ROWS[strategy].is_baseline else ["--tp_size", "1"]
+        return {"name": f"{strategy} {fault}", "strategy": strategy, "fault": fault, "arguments": [*own, *tp]}
+
+    runs = [*(run(name) for name in ROWS), run("fsdp", "learning rate of the first step")]
+    groups = [
+        (2, "jobs:histories", folder / "work", {"runs": runs}),
+        (0, "jobs:reference", folder / "reference-work", {"arguments": arguments}),
+    ]
+    run_groups(groups)
+    return folder
+
+
+def losses(folder, run, name):
+    return history.read(history.path_of(folder / "work" / run, name))
+
+
+def test_every_strategy_follows_it(trained):
+    dumps = {name: Dump(trained / name) for name in ROWS}
+    replays = {name: Dump(trained / f"replay_{name}") for name in ROWS}
+    result = compare_dumps(Dump(trained / "reference"), dumps, replays)
+    assert {name: result.verdict(name) for name in ROWS} == dict.fromkeys(ROWS, "PASS")
+    wanted = [rate_of({**COSINE, "learning_rate": 3e-3}, step, 4) for step in range(1, 5)]
+    baseline = losses(trained, "ddp none", "ddp")
+    for name in ROWS:
+        other = losses(trained, f"{name} none", name)
+        assert [step["learning_rate"] for step in other.steps] == wanted
+        tolerance = curves.tolerance_for(baseline, None)
+        assert curves.compare_curves(baseline, other, tolerance).passed
+
+
+def test_a_run_that_does_not_is_caught(trained):
+    """It keeps the rate of the first step, and records it: both verdicts fail, the tensors in the second step."""
+    dumps = {"ddp": Dump(trained / "ddp"), "off": Dump(trained / "off")}
+    replays = {name: Dump(trained / f"replay_{name}") for name in dumps}
+    result = compare_dumps(Dump(trained / "reference"), dumps, replays)
+    assert result.verdict("off") == "FAIL"
+    step, _, first, _ = result.failures("off")[0]
+    assert (step, first.split("/")[0]) == (2, "parameter")
+    baseline = losses(trained, "ddp none", "ddp")
+    off = losses(trained, "fsdp learning rate of the first step", "off")
+    verdict = curves.compare_curves(baseline, off, curves.tolerance_for(baseline, None))
+    assert not verdict.passed and any("learning rate of step 2" in one for one in verdict.problems)
