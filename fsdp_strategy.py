@@ -199,7 +199,7 @@ class FSDPStrategy(TorchStrategy):
 
     def _pipeline(self, model: "PreTrainedModel", device_mesh: DeviceMesh) -> Pipeline:
         config, own = self.config, fsdp_options.of(self.config)
-        micro = fsdp_options.microbatches(config)
+        micro = own.microbatches(config.batch_size)
         pipeline = Pipeline(
             model,
             device_mesh,

@@ -19,12 +19,12 @@ from lockstep.config import parse_config
 from lockstep.files import write_result
 from lockstep.losses import curves
 from lockstep.running import jobs
-from lockstep.strategies import BASELINE
+from lockstep.strategies import BASELINE, ROWS
 from lockstep.tensors.comparison import compare_dumps
 from lockstep.tensors.dump import Dump
 from lockstep.training import history
 
-STRATEGY = "fsdp"
+STRATEGY = next(row.name for row in ROWS.values() if {"pp", "cp"} <= set(row.axes))
 MODELS = ("tiny-qwen2", "tiny-qwen3", "tiny-llama")
 SEQUENCE = "--tp_size 2 --sequence_parallel"
 ALONE = {

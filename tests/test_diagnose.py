@@ -136,6 +136,7 @@ class Written:
             "max_grad_norm": 0.0,
         },
         "architecture": {"model_type": "qwen2", "hidden_size": CHANNELS, "num_attention_heads": 4},
+        "num_steps": 2,
     }
 
     def __init__(self, steps, replicas_differ=None):

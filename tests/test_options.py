@@ -169,6 +169,21 @@ NOT_PASSED_ON = {
     "prefetch": ("fsdp", "--prefetch 1", "sharding.prefetch"),
     "gradient_sync, sharded": ("fsdp", "--gradient_sync every", "sharding.gradients_of_micro_batches"),
     "wrap": ("fsdp", "--wrap model", "sharding.wrap"),
+    "sequence_parallel": (
+        "fsdp",
+        "--dp_size 1 --tp_size 2 --sequence_parallel",
+        "sharding.positions_in_norms",
+    ),
+    "pp_schedule": (
+        "fsdp",
+        "--dp_size 1 --pp_size 2 --gradient_sync every --pp_schedule gpipe",
+        "pipeline.schedule",
+    ),
+    "pp_microbatches": (
+        "fsdp",
+        "--dp_size 1 --pp_size 2 --gradient_sync every --batch_size 4 --pp_microbatches 2",
+        "pipeline.microbatches",
+    ),
 }
 
 

@@ -14,6 +14,7 @@ from lockstep.tensors.distance import clip_factor
 from lockstep.tensors.dump import Dump
 from lockstep.tensors.judgement import Judgement, Result
 from lockstep.training.optim import decays
+from lockstep.training.rates import rate_of
 
 LEFT = 0.05  # the share of an error that an explanation may leave
 
@@ -77,9 +78,14 @@ class Case:
         """The average of a parameter before the step; it begins with the initial parameter."""
         return self.before(parameter) if self.step == 1 else self.own(f"average/{parameter}", self.step - 1)
 
+    @property
+    def rate(self) -> float:
+        """The learning rate that the configuration has for the step."""
+        return rate_of(self.options, self.step, self.dump.run["num_steps"])
+
     def updated(self, parameter: str) -> torch.Tensor:
         """The parameter after the right update from the run's own gradient and moments."""
-        before, rate = self.before(parameter), self.entry["learning_rate"]
+        before, rate = self.before(parameter), self.rate
         decay = self.options["weight_decay"] if decays(before.ndim) else 0.0
         if self.options["optimizer"] == "adamw":
             first, second = (self.own(f"{kind}/{parameter}") for kind in ("exp_avg", "exp_avg_sq"))

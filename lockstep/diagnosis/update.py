@@ -243,7 +243,7 @@ def other_decay(case: Case) -> Cause | None:
         factor = evidence.multiple_of(case.own(row.name) - updated, before)
         if not math.isfinite(factor) or not case.explains(row.name, updated + factor * before):
             return None
-        found.append(-factor / case.entry["learning_rate"])
+        found.append(-factor / case.rate)
     if not found or not all(math.isclose(one, found[0], rel_tol=2 * LEFT) for one in found):
         return None
     names = listed([_parameter(row) for row in wrong])

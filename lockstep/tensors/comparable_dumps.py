@@ -19,6 +19,8 @@ from lockstep.training.rates import rate_of
 SAME = (
     "optimizer",
     "learning_rate",
+    "lr_schedule",
+    "warmup_steps",
     "weight_decay",
     "max_grad_norm",
     "gradient_accumulation_steps",
@@ -27,11 +29,7 @@ SAME = (
     "attn_impl",
     "seed",
 )
-DEFAULTS = {
-    "ema_decay": 1.0,
-    "lr_schedule": "constant",
-    "warmup_steps": 0,
-}  # likewise; dumps of earlier versions do not have it
+DEFAULTS = {"ema_decay": 1.0}  # likewise; dumps of earlier versions do not have it
 SUMMED = 1e-9  # relative: how far two float64 sums of the same numbers may be apart
 
 

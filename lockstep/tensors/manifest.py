@@ -83,18 +83,19 @@ class Options(Strict):
     num_workers: Count
     tp_size: Count
     dp_size: Count
-    cp_size: Count = 1
-    pp_size: Count = 1
+    cp_size: Count
+    pp_size: Count
     batch_size: Count
     seq_length: Count
     learning_rate: Annotated[Finite, Field(gt=0)]
-    lr_schedule: rates.Schedule = "constant"
-    warmup_steps: Whole = 0
+    lr_schedule: rates.Schedule
+    warmup_steps: Whole
     optimizer: Literal["adamw", "sgd"]
     weight_decay: Amount
     max_grad_norm: Amount
     ema_decay: Annotated[Finite, Field(gt=0, le=1)] = 1.0
     gradient_accumulation_steps: Count
+    activation_checkpointing: bool
     precision: Precision
     attn_impl: Literal["eager", "sdpa"]
     seed: Whole

@@ -99,24 +99,25 @@ class Options:
         },
     )
 
+    def microbatches(self, batch_size: int) -> int:
+        """The number of micro batches that a pipeline cuts a batch into."""
+        return self.pp_microbatches or batch_size
+
 
 def of(config: "Config") -> Options:
     return Options(**config.own)
 
 
-def microbatches(config: "Config") -> int:
-    return of(config).pp_microbatches or config.batch_size
-
-
 def expected_pipeline(config: "Config", architecture: dict) -> dict[str, Any]:
-    return stages.expected(config, architecture, of(config).pp_schedule, microbatches(config))
+    own = of(config)
+    return stages.expected(config, architecture, own.pp_schedule, own.microbatches(config.batch_size))
 
 
 def require(config: "Config", architecture: dict) -> None:
     """Raise UserError for options that FSDP cannot honour on this mesh, or together."""
     own = of(config)
     if config.pp_size > 1:
-        stages.require(config, architecture, own.pp_schedule, microbatches(config))
+        stages.require(config, architecture, own.pp_schedule, own.microbatches(config.batch_size))
         if config.gradient_accumulation_steps > 1 and own.gradient_sync != "every":
             raise UserError(
                 f"--pp_size {config.pp_size} --gradient_accumulation_steps {config.gradient_accumulation_steps}: torch's schedules reduce "
