@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from ranks import ROOT
 
 import run_faults
 from lockstep.config import parse_config
@@ -13,6 +14,7 @@ from lockstep.losses import curves
 from lockstep.mesh import Mesh, balanced_share, runs
 from lockstep.preflight import load_inputs
 from lockstep.running import jobs
+from lockstep.strategies import row_of
 from lockstep.tensors.comparison import compare_dumps
 from lockstep.tensors.dump import Dump
 from lockstep.training import fsdp_options, history, stages
@@ -27,7 +29,9 @@ COMBINATIONS = {
     "pp 2 x sp 2, autocast": "--pp_size 2 --tp_size 2 --sequence_parallel --precision autocast",
     "dp 2, checkpointed": "--dp_size 2 --batch_size 2 --tp_size 1",
     "deepspeed, dp 2, checkpointed": "--dp_size 2 --batch_size 2 --tp_size 1 --zero_stage 3",
+    "contextddp, cp 2": "--cp_size 2",
 }
+EXAMPLE = f"{ROOT}/examples/context_ddp.py:ContextDDP"
 COMMON = ["--seq_length", "32", "--gradient_accumulation_steps", "2", "--max_grad_norm", "0.5"]
 STEPS = ["--debug_steps", "2", "--capture_steps", "2"]
 
@@ -48,8 +52,9 @@ def trained(tmp_path_factory, request):
             arguments += ["--gradient_sync", "every"]
         if "checkpointed" in name:
             arguments += ["--activation_checkpointing"]
-        mesh = parse_config(strategy_of(name), ["--device", "cpu", *arguments]).mesh
-        groups.append((mesh.world_size, [job(strategy_of(name), name, *arguments)]))
+        place = EXAMPLE if strategy_of(name) == row_of(EXAMPLE).name else strategy_of(name)
+        mesh = parse_config(place, ["--device", "cpu", *arguments]).mesh
+        groups.append((mesh.world_size, [job(place, name, *arguments)]))
     for name, precision in (("ddp", "fp32"), ("ddp, autocast", "autocast")):
         told = (*alone, "--precision", precision)
         dumps = [
@@ -62,7 +67,8 @@ def trained(tmp_path_factory, request):
 
 
 def strategy_of(name):
-    return "deepspeed" if name.startswith("deepspeed") else "fsdp"
+    first = name.split(",")[0]
+    return first if first in ("deepspeed", "contextddp") else "fsdp"
 
 
 def baseline_of(name):
