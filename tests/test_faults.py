@@ -32,7 +32,7 @@ STOPPED = {
     "TP peers really on different batches": (
         "fsdp",
         4,
-        "step 1: TP peers rank 0 and rank 1 (dp 0) saw different batches",
+        "step 1: rank 0 and rank 1 share samples (dp 0) and saw different batches",
     ),
 }
 STEPS = 5

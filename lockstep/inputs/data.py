@@ -1,6 +1,6 @@
 """Corpus -> tokens -> packed windows -> the batch of one step and one DP rank.
 
-Everything is a function of (corpus, tokenizer, seq_length, seed, step, dp_rank). TP peers get the same batch and DP ranks disjoint ones;
+Everything is a function of (corpus, tokenizer, seq_length, seed, step, dp_rank). Ranks that differ only along other axes than dp get the same batch, DP ranks disjoint ones;
 neither the strategy nor the number of steps matters. Documents are joined with a separator and cut into windows of seq_length + 1 tokens,
 without padding. torch is not imported before a batch is made.
 """

@@ -177,7 +177,7 @@ def train_step(
 
     Returns the record of the step, which keeps one loss per DP rank, and (loss, norm) of every rank.
 
-    Raises TrainingFailure on every rank if TP peers saw different batches, or DP ranks the same, and for a `problem`.
+    Raises TrainingFailure on every rank if ranks that share samples saw different batches, or others the same, and for a `problem`.
     """
     micro_batches = batches.micro_batches(index, config.mesh.sample_share(rank), device)
     start = time.perf_counter()
@@ -283,7 +283,7 @@ def _require_right_batches(hashes: list[list[int]], mesh: Mesh, step: int) -> No
         lead = mesh.first_with_share(share)
         if value != hashes[lead]:
             raise TrainingFailure(
-                f"step {step}: TP peers rank {lead} and rank {rank} (dp {share}) saw different batches"
+                f"step {step}: rank {lead} and rank {rank} share samples (dp {share}) and saw different batches"
             )
         twin = next((other for other in range(share) if hashes[mesh.first_with_share(other)] == value), None)
         if twin is not None:
