@@ -60,10 +60,12 @@ COMBINATIONS = {  # stage 1 is the default, which other tests run
     "stage 0": "--zero_stage 0",
     "stage 2": "--zero_stage 2",
     "stage 3": "--zero_stage 3",
+    "stage 1, optimizer on the CPU": "--zero_stage 1 --offload_optimizer cpu",
     "stage 2, optimizer on the CPU": "--zero_stage 2 --offload_optimizer cpu",
     "stage 3, all on the CPU": "--zero_stage 3 --offload_optimizer cpu --offload_param cpu",
     "stage 3, TP=1": "--zero_stage 3",
     "stage 2, a user's file": f"--deepspeed_config {ROOT}/studies/deepspeed/zero_offload.json",
+    "stage 2, autocast": "--zero_stage 2 --precision autocast",
     "stage 3, autocast": "--zero_stage 3 --precision autocast",
 }
 FLAGS = ["--batch_size", "2", "--seq_length", "32", "--gradient_accumulation_steps", "2", "--dp_size", "2"]
