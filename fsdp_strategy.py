@@ -16,7 +16,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -27,6 +27,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from lockstep.collective import gather_objects
+from lockstep.config import PARAM_DTYPES
 from lockstep.inputs import modules
 from lockstep.mesh import share
 from lockstep.training import fsdp_options
@@ -51,39 +52,35 @@ STYLES: dict[str, ParallelStyle] = {
     # the shares are summed over tp. Dim 2 of (batch, sequence, heads, head_dim) is the one that is cut.
     "replicated_with_grad_allreduce": SequenceParallel(sequence_dim=2, use_local_output=True),
 }
-# Rows that the plan of a model lacks.
-OWN_ROWS: dict[str, ParallelStyle] = {
-    # No family's plan cuts it. Ids 0..V/tp-1 are on tp rank 0, and so on; ids of other ranks look up zero, then a sum.
-    modules.LLAMA.embedding: RowwiseParallel(input_layouts=Replicate()),
-    # Not in the base model's plan. The head is cut like the embedding, so that they stay tied. Logits stay sharded and the loss is
-    # computed on the shards; transformers' plan of the head ("colwise_gather_output") would gather them.
-    modules.HEAD: ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
-    # Enter a block once: the gradients of q, k and v (of gate and up) are summed locally, then all-reduced over tp together.
-    # Without these rows each layer would all-reduce its own.
-    f"{modules.LLAMA.layers}.*.{modules.LLAMA.attention}": PrepareModuleInput(
-        input_kwarg_layouts={"hidden_states": Replicate()},
-        desired_input_kwarg_layouts={"hidden_states": Replicate()},
-    ),
-    f"{modules.LLAMA.layers}.*.{modules.LLAMA.mlp}": PrepareModuleInput(
-        input_layouts=Replicate(), desired_input_layouts=Replicate()
-    ),
-}
 
 
+def own_rows(between: Placement) -> dict[str, ParallelStyle]:
+    """Rows that the plan of a model lacks, if x lies so between blocks: on every rank, or cut along its positions."""
+    return {
+        # No family's plan cuts it. Ids 0..V/tp-1 are on tp rank 0, and so on; ids of other ranks look up zero, then a sum.
+        modules.LLAMA.embedding: RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
+        # Not in the base model's plan. The head is cut like the embedding, so that they stay tied. Logits stay sharded and the loss is
+        # computed on the shards; transformers' plan of the head ("colwise_gather_output") would gather them.
+        modules.HEAD: ColwiseParallel(
+            input_layouts=between, output_layouts=Shard(-1), use_local_output=False
+        ),
+        # Enter a block once: the gradients of q, k and v (of gate and up) are summed locally, then reduced over tp together.
+        # Without these rows each layer would reduce its own.
+        f"{modules.LLAMA.layers}.*.{modules.LLAMA.attention}": PrepareModuleInput(
+            input_kwarg_layouts={"hidden_states": between},
+            desired_input_kwarg_layouts={"hidden_states": Replicate()},
+        ),
+        f"{modules.LLAMA.layers}.*.{modules.LLAMA.mlp}": PrepareModuleInput(
+            input_layouts=between, desired_input_layouts=Replicate()
+        ),
+    }
+
+
+OWN_ROWS = own_rows(Replicate())
 # With sequence parallelism x is cut along its positions, dim 1, between blocks: norms and residuals work on a rank's own positions.
 # A block gathers them at its input, and its partial products are summed and cut again (arXiv 2205.05198, section 4.2.2).
+SEQUENCE_ROWS = own_rows(Shard(1))
 SEQUENCE_STYLES: dict[str, ParallelStyle] = {**STYLES, "rowwise": RowwiseParallel(output_layouts=Shard(1))}
-SEQUENCE_ROWS: dict[str, ParallelStyle] = {
-    modules.LLAMA.embedding: RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-    modules.HEAD: ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
-    f"{modules.LLAMA.layers}.*.{modules.LLAMA.attention}": PrepareModuleInput(
-        input_kwarg_layouts={"hidden_states": Shard(1)},
-        desired_input_kwarg_layouts={"hidden_states": Replicate()},
-    ),
-    f"{modules.LLAMA.layers}.*.{modules.LLAMA.mlp}": PrepareModuleInput(
-        input_layouts=Shard(1), desired_input_layouts=Replicate()
-    ),
-}
 
 
 def tp_plan(model: "PreTrainedModel", *, sequence_parallel: bool = False) -> dict[str, ParallelStyle]:
@@ -95,9 +92,8 @@ def tp_plan(model: "PreTrainedModel", *, sequence_parallel: bool = False) -> dic
     if model.config.base_model_tp_plan is None:
         raise ValueError(f"{type(model).__name__} comes with no tensor-parallel plan")
     plan = dict(own_rows)
-    if (
-        sequence_parallel
-    ):  # each rank has its own positions' share of a norm's gradient: the shares are summed over tp
+    if sequence_parallel:
+        # Each rank has its own positions' share of a norm's gradient; the shares are summed over tp.
         plan |= {
             _pattern(name): SequenceParallel(use_local_output=True) for name in norms_between_blocks(model)
         }
@@ -213,7 +209,7 @@ class FSDPStrategy(TorchStrategy):
             config.batch_size // micro,
             positions,
             positions // (config.tp_size if own.sequence_parallel else 1),
-            torch.float32 if config.precision in ("fp32", "autocast") else torch.bfloat16,
+            getattr(torch, PARAM_DTYPES[config.precision]),
         )
         return pipeline
 

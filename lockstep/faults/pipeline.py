@@ -24,7 +24,7 @@ def tied_gradients_not_summed_over_stages(run: Planting) -> Plant:
     """The embedding has the gradient of the first stage, the head that of the last."""
     yield
     pipeline: Any = run.handles.pipeline()
-    pipeline.sum_tied = lambda weight: None
+    pipeline.sum_tied = lambda: None
 
 
 @pp_fault(seen_in="PaddlePaddle/PaddleNLP 7772", cause="weights", first="forward/lm_head")

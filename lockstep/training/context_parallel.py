@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.nn.functional import scaled_dot_product_attention
 
 from lockstep.inputs import modules
-from lockstep.mesh import balanced_share, runs
+from lockstep.mesh import balanced_share
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -38,15 +38,14 @@ class ContextParallel:
         names = modules.names_in(model)
         for layer in model.get_submodule(names.layers).children():
             cast(Any, layer.get_submodule(names.attention)).context = self
-        self.seen: list[list[int]] = []  # [start, length] of the positions of the last forward pass
+        own = [torch.arange(start, start + length) for start, length in self.pieces]
+        self.positions = self.seen = torch.cat(own)  # `seen`: those of the last forward pass
 
     def cut(
         self, input_ids: torch.Tensor, labels: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """This rank's part of a micro batch, each (B, S), and its positions (1, S / cp). Labels are already shifted."""
-        positions = torch.cat([torch.arange(start, start + length) for start, length in self.pieces])
-        positions = positions.to(input_ids.device)
-        self.seen = runs(positions.tolist())
+        positions = self.seen = self.positions.to(input_ids.device)
         return input_ids[:, positions], labels[:, positions], positions[None]
 
     def whole(self, local: torch.Tensor) -> torch.Tensor:

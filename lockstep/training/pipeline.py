@@ -196,9 +196,12 @@ class Pipeline:
             raise error.__cause__ or error from None
         return torch.stack(losses).detach().sum() if losses else torch.zeros((), device=self.device)
 
-    def sum_tied(self, weight: torch.Tensor) -> None:
-        """Sum the gradients of tied weights over the two ends of the pipeline, in place."""
-        gradient = gradient_of(weight)
+    def sum_tied(self) -> None:
+        """Sum the gradients of tied weights over the two ends of the pipeline, in place. Other ranks have nothing to do."""
+        if self.ends is None:
+            return
+        end = self.replica if self.replica is not None else self.stages[0].embedding
+        gradient = gradient_of(cast(torch.nn.Module, end).weight)  # type: ignore[arg-type]
         dist.all_reduce(gradient.to_local() if isinstance(gradient, DTensor) else gradient, group=self.ends)
 
     def contract(self) -> dict[str, Any]:

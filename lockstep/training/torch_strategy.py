@@ -20,9 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.collective import gather_objects
 from lockstep.config import Config
-from lockstep.inputs import modules
 from lockstep.inputs.model import causal_lm_loss
-from lockstep.mesh import AXES, Geometry, Mesh, build_device_mesh, share
+from lockstep.mesh import AXES, Geometry, Mesh, build_device_mesh, runs, share
 from lockstep.training.context_parallel import ContextParallel
 from lockstep.training.observe import observed_max_grad_norm, torch_contract
 from lockstep.training.optim import (
@@ -91,8 +90,7 @@ class TorchStrategy:
         for parameter in self.parameters:
             parameter.grad = laid_out_like(parameter, parameter.grad)
         if self.pipeline is not None:
-            if self.pipeline.ends is not None:
-                self.pipeline.sum_tied(self._tied_weight())
+            self.pipeline.sum_tied()
             dist.broadcast(mean, group=self.pipeline.group, group_src=self.pipeline.last_rank)
         if self.context is not None:
             dist.all_reduce(mean, group=self.context.group)
@@ -122,15 +120,6 @@ class TorchStrategy:
             with self._reducing(index == len(micro_batches) - 1):
                 mean += self.pipeline.step(input_ids, labels, positions)
         return mean
-
-    def _tied_weight(self) -> torch.Tensor:
-        """The embedding's weights, or the head's replica of them, on the ranks of a pipeline's two ends."""
-        name = (
-            modules.HEAD_WEIGHT
-            if self.pipeline and self.pipeline.replica is not None
-            else modules.names_in(self.model).embedding_weight
-        )
-        return self.model.get_parameter(name)
 
     def called(self) -> list[tuple[torch.nn.Module, dict[str, str | int]]]:
         """See `lockstep.training.strategy.Strategy`."""
@@ -240,7 +229,11 @@ class TorchStrategy:
                 {str(self._reduction_dtype(parameter)) for parameter in self.parameters}
             ),
             **({"sharding": self.sharding()} if self.config.row.sharding else {}),
-            **({"positions": gather_objects(self.context.seen, self.context.group)} if self.context else {}),
+            **(
+                {"positions": gather_objects(runs(self.context.seen.tolist()), self.context.group)}
+                if self.context
+                else {}
+            ),
         }
         if self.pipeline is not None:
             found["pipeline"] = self.pipeline.contract()
