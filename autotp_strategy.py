@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.config import Config
-from lockstep.deepspeed import configuration, options, zero
+from lockstep.deepspeed import configuration, options, ulysses, zero
 from lockstep.deepspeed.build import ASYNC_IO, SHARED_MEMORY, build_extension
 from lockstep.errors import LIBRARY_REFUSES, UserError, first_line
 from lockstep.inputs.model import causal_lm_loss
@@ -51,6 +51,10 @@ class Stage0:
         """The model's parameters by group of the optimizer."""
         return [group["params"] for group in self.torch_optimizer().param_groups]
 
+    def sums_over_cp(self) -> bool:
+        """Whether the engine sums gradients over the ranks of a sequence. It averages them over dp in any case."""
+        return True
+
     def num_stepped(self) -> int:
         """How many elements this rank's optimizer steps."""
         return sum(p.numel() for group in self.torch_optimizer().param_groups for p in group["params"])
@@ -71,7 +75,7 @@ class Stage0:
         from deepspeed.runtime.utils import is_model_parallel_parameter
 
         mpu = self.engine.mpu
-        if mpu is None:  # no tensor parallelism: this rank holds all gradients
+        if self.engine.autotp_size() == 1:  # this rank holds all gradients
             return total_norm(map(gradient_of, self.engine.module.parameters()))
         parameters = [
             parameter
@@ -170,6 +174,9 @@ class Stage3(Stage1And2):
             groups[optimizer.sub_group_to_group_id[number]] += part
         return groups
 
+    def sums_over_cp(self) -> bool:
+        return not self.engine.optimizer.reduce_scatter  # which averages over all ranks (docs/findings.md)
+
     def num_stepped(self) -> int:
         return sum(
             self.engine.optimizer.fp16_partitioned_groups_flat_numel
@@ -224,6 +231,7 @@ class AutoTPStrategy:
         if options.of(config).nvme_path is not None:
             build_extension(*ASYNC_IO)
         deepspeed.init_distributed(dist_backend=dist.get_backend())
+        self.sequence = ulysses.Ulysses(model, config) if mesh.cp > 1 else None
         model.to(device=device, dtype=config.parameter_dtype)  # type: ignore[call-arg] # a decorator of transformers loses self
         with _refusals_named(options.of(config).deepspeed_config):
             self.engine, self.optimizer, _, _ = deepspeed.initialize(
@@ -233,6 +241,7 @@ class AutoTPStrategy:
                     groups, optimizer=config.optimizer, learning_rate=config.learning_rate
                 ),
                 config=configuration.resolved(config, model.config.hidden_size),
+                mpu=self.sequence.mpu if self.sequence else None,
             )
         self.model = self.engine.module
         self.max_grad_norm = config.max_grad_norm
@@ -241,11 +250,17 @@ class AutoTPStrategy:
         )  # the contract holds it against the options
 
     def geometry(self) -> Geometry:
+        if self.sequence is not None:
+            return self.sequence.geometry()
         return Geometry.of_groups({"dp": self.engine.data_parallel_group, "tp": self.tp_group()})
 
     def tp_group(self) -> dist.ProcessGroup | None:
         """The tensor-parallel process group; None if AutoTP is off."""
         return self.engine.mpu.get_tensor_model_parallel_group() if self.engine.autotp_size() > 1 else None
+
+    @property
+    def loss_shares(self) -> int:
+        return self.geometry().mesh.num_loss_shares // self._divisor
 
     def forward_backward(self, micro_batches: list[MicroBatch]) -> torch.Tensor:
         self.num_micro_batches, self.num_tokens = len(micro_batches), micro_batches[0][1].numel()
@@ -253,13 +268,25 @@ class AutoTPStrategy:
         for index, (input_ids, labels) in enumerate(micro_batches):
             self.engine.set_gradient_accumulation_boundary(index == len(micro_batches) - 1)
             loss = self.loss(input_ids, labels)
-            self.engine.backward(loss)  # divides by gradient_accumulation_steps
+            self.engine.backward(loss / self._divisor)  # divides by gradient_accumulation_steps
             losses.append(loss.detach())
-        return torch.stack(losses).mean()
+        mean = torch.stack(losses).mean()
+        if self.sequence is not None:
+            dist.all_reduce(mean, group=self.sequence.group)
+            mean /= self.sequence.size
+        return mean
 
     def loss(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """This rank's mean loss over one micro batch, each (B, S); shape ()."""
-        return causal_lm_loss(self.engine, input_ids, labels)
+        positions = None
+        if self.sequence is not None:
+            input_ids, labels, positions = self.sequence.cut(input_ids, labels)
+        return causal_lm_loss(self.engine, input_ids, labels, positions)
+
+    @property
+    def _divisor(self) -> int:
+        """What a rank divides its loss by, because the engine sums what should be averaged."""
+        return self.sequence.size if self.sequence is not None and self.stage.sums_over_cp() else 1
 
     def update(self) -> float:
         return self.stage.step(self.max_grad_norm)
@@ -338,4 +365,5 @@ class AutoTPStrategy:
             "loss_is_mean_over": [self.num_tokens, self.num_micro_batches, self.geometry().mesh.dp],
             "reduction_dtype": sorted(dtypes),
             "sharding": zero.observed(self.engine, self.stage.num_stepped()),
+            **(self.sequence.contract() if self.sequence else {}),
         }

@@ -86,7 +86,7 @@ def sharded_by_transformers(model, **sizes: int):
     return sharded
 
 
-def deepspeed_engine(config: dict, parameters=None, model=None):
+def deepspeed_engine(config: dict, parameters=None, model=None, mpu=None):
     """A DeepSpeed engine around a model, the tiny one by default, with torch's AdamW, ZeRO-1 and micro batches of 2."""
     import deepspeed
     import torch
@@ -101,7 +101,7 @@ def deepspeed_engine(config: dict, parameters=None, model=None):
     }
     groups = parameters(model) if parameters else list(model.parameters())
     return deepspeed.initialize(
-        model=model, model_parameters=groups, optimizer=torch.optim.AdamW, config=whole
+        model=model, model_parameters=groups, optimizer=torch.optim.AdamW, config=whole, mpu=mpu
     )[0]
 
 

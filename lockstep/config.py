@@ -240,7 +240,8 @@ def build_parser(strategy: str) -> argparse.ArgumentParser:
     amount, rate = _number(float, 0), _number(float, 0, open_low=True)
 
     def add(name: str, kind: Callable[[str], object], text: str, **options: Any) -> None:
-        parser.add_argument(f"--{name}", type=kind, default=defaults[name], help=text, **options)
+        names = [f"--{each}" for each in (name, row.also_called.get(name)) if each]
+        parser.add_argument(*names, dest=name, type=kind, default=defaults[name], help=text, **options)
 
     built_in = ", ".join(architectures.BUILT_IN)
     add(

@@ -11,7 +11,7 @@ from lockstep.errors import UserError
 from lockstep.inputs import architectures, data, texts, tokenizer
 from lockstep.memory import limit
 from lockstep.resources import launched_in_place, workers_here
-from lockstep.training import history, initial_weights
+from lockstep.training import cuts, history, initial_weights
 
 
 def shadowed(config: Config) -> list[str]:
@@ -45,16 +45,7 @@ def load_inputs(config: Config) -> data.Inputs:
     problem = architectures.tensor_parallel_problem(architecture, config.tp_size)
     if problem:
         raise UserError(problem)
-    if config.cp_size > 1 and config.seq_length % (2 * config.cp_size):
-        raise UserError(
-            f"--cp_size {config.cp_size}: --seq_length {config.seq_length} cannot be cut into {2 * config.cp_size} equal pieces; "
-            f"choose a multiple of {2 * config.cp_size}"
-        )
-    if config.cp_size > 1 and config.attn_impl != "sdpa":
-        raise UserError(
-            f"--cp_size {config.cp_size} --attn_impl {config.attn_impl}: attention over the positions of all ranks is computed by sdpa; "
-            "leave --attn_impl out"
-        )
+    cuts.require(config, architecture)
     if not architectures.is_built_in(source):
         from lockstep.tensors import model_check  # imports torch
 

@@ -9,7 +9,7 @@ import importlib.util
 import re
 import sys
 from collections.abc import Iterable
-from dataclasses import Field, dataclass, fields
+from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,6 +19,7 @@ from lockstep.mesh import AXES, Mesh
 
 BASELINE = "ddp"  # what the others are held against; it writes the initial weights
 TORCH_HANDLES = "lockstep.faults.torch_handles:TorchHandles"
+BALANCED_POSITIONS = {"cp": "lockstep.training.cuts:BALANCED"}
 FURTHER_COLORS = ("tab:green", "tab:purple", "tab:brown", "tab:pink", "tab:olive", "tab:cyan")
 
 
@@ -39,6 +40,11 @@ class Row:
     float32_biases_under_autocast: bool = False
     ranks_share_gpus: bool = True  # over gloo, several ranks may use one GPU
     faults: str = ""  # a module with planted bugs that only it can have
+    also_called: dict[str, str] = (
+        field(  # flag of all strategies -> the name that its library has for it, a flag, too
+            default_factory=dict, hash=False
+        )
+    )
     options: str = ""  # "module:Class", a dataclass: flags beyond those that all strategies have
     file_option: str = (
         ""  # of those, the flag that takes its library's own configuration, a file or JSON itself
@@ -46,7 +52,11 @@ class Row:
     library: str = ""  # a package beyond torch that it runs on; histories and dumps record its version
     sharding: str = ""  # "module:function" from a configuration to what its contract says is sharded, and how gradients are reduced
     contract: str = ""  # "module:function" from a configuration to entries of its contract in which its options differ by design
-    pipeline: str = ""  # "module:function" from a configuration and an architecture to what its contract says of the stages
+    cuts: dict[str, str] = (
+        field(  # mesh axis -> "module:NAME" of a lockstep.training.cuts.Cut: how the axis divides the work
+            default_factory=lambda: BALANCED_POSITIONS, hash=False
+        )
+    )
     requires: str = ""  # "module:function" of a configuration and an architecture; raises UserError if something is missing or contradictory
     defaults: str = (
         ""  # "module:function" from the parsed flags to the defaults that a file among them gives to others
@@ -97,17 +107,19 @@ ROWS = {
             name="deepspeed",
             label="DeepSpeed AutoTP",
             color="tab:orange",
-            axes=("dp", "tp"),
+            axes=("dp", "cp", "tp"),
             factory="autotp_strategy:AutoTPStrategy",
             handles="lockstep.deepspeed.handles:AutoTPHandles",
             program="train_deepspeed.py",
             float32_biases_under_autocast=True,
             ranks_share_gpus=False,
             faults="lockstep.deepspeed.faults",
+            also_called={"cp_size": "sp_size"},
             options="lockstep.deepspeed.options:Options",
             file_option="deepspeed_config",
             library="deepspeed",
             sharding="lockstep.deepspeed.zero:expected",
+            cuts={"cp": "lockstep.training.cuts:CONTIGUOUS"},
             requires="lockstep.deepspeed.build:require",
             defaults="lockstep.deepspeed.configuration:defaults",
             resolved="lockstep.deepspeed.configuration:text",
@@ -125,7 +137,7 @@ ROWS = {
             faults="lockstep.faults.sharding",
             options="lockstep.training.fsdp_options:Options",
             sharding="lockstep.training.fsdp_options:expected",
-            pipeline="lockstep.training.fsdp_options:expected_pipeline",
+            cuts={**BALANCED_POSITIONS, "pp": "lockstep.training.fsdp_options:PIPELINE"},
             requires="lockstep.training.fsdp_options:require",
             memory="lockstep.memory.sharded:plan",
         ),
@@ -136,7 +148,8 @@ ROWS = {
 def row_of(name: str) -> Row:
     """The row of a registered name, or of a user's `path/to/file.py:Class`. Raises UserError for anything else.
 
-    The class may have the attributes `label` (default: its name), `axes` (dp and tp), `handles` (TORCH_HANDLES) and `memory`.
+    The class may have the attributes `label` (default: its name), `axes` (dp and tp), `handles` (TORCH_HANDLES), `cuts` (cp: an early and a
+    late piece of each sequence) and `memory`.
     """
     if name in ROWS:
         return ROWS[name]
@@ -154,6 +167,7 @@ def row_of(name: str) -> Row:
         axes=tuple(getattr(own, "axes", ("dp", "tp"))),
         factory=factory,
         handles=getattr(own, "handles", TORCH_HANDLES),
+        cuts=getattr(own, "cuts", BALANCED_POSITIONS),
         memory=getattr(own, "memory", ""),
     )
 

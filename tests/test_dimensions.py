@@ -17,7 +17,7 @@ from lockstep.running import jobs
 from lockstep.strategies import row_of
 from lockstep.tensors.comparison import compare_dumps
 from lockstep.tensors.dump import Dump
-from lockstep.training import fsdp_options, history, stages
+from lockstep.training import cuts, fsdp_options, history, stages
 
 COMBINATIONS = {
     "cp 2 x dp 2": "--cp_size 2 --dp_size 2 --batch_size 2 --tp_size 1",
@@ -93,8 +93,8 @@ def test_every_combination_computes_the_same(trained, name):
 def test_the_contract_says_who_has_what(trained):
     contract = Dump(trained / "pp 2, interleaved, x cp 2, checkpointed" / "fsdp").manifest["contract"]
     assert contract["activation_checkpointing"] is True
-    assert contract["positions"] == [[[0, 8], [24, 8]], [[8, 16]]]
-    assert contract["pipeline"] == {
+    assert contract["cuts"]["cp"] == [[[0, 8], [24, 8]], [[8, 16]]]
+    assert contract["cuts"]["pp"] == {
         "schedule": "interleaved1f1b",
         "microbatches": 2,
         "units": [[["embedding"], [1]], [[0], ["lm_head"]]],
@@ -134,6 +134,11 @@ def test_there_are_planted_bugs_of_every_dimension():
     assert classes.count("sequence parallelism") >= 3
 
 
+def require(options, architecture):
+    cuts.require(options, architecture)
+    fsdp_options.require(options, architecture)
+
+
 def config(*arguments, strategy="fsdp"):
     return parse_config(strategy, ["--device", "cpu", "--dp_size", "1", "--tp_size", "1", *arguments])
 
@@ -155,15 +160,15 @@ def config(*arguments, strategy="fsdp"):
 )
 def test_what_cannot_be_combined(arguments, message):
     with pytest.raises(UserError, match=message):
-        fsdp_options.require(config(*arguments.split()), BUILT_IN["tiny-qwen2"])
+        require(config(*arguments.split()), BUILT_IN["tiny-qwen2"])
 
 
 def test_models_that_cannot_be_combined():
     with pytest.raises(UserError, match="that are built like Llama"):
-        fsdp_options.require(config("--pp_size", "2"), BUILT_IN["tiny-gpt2"])
+        require(config("--pp_size", "2"), BUILT_IN["tiny-gpt2"])
     sliding = {**BUILT_IN["tiny-mistral"], "sliding_window": 16}
     with pytest.raises(UserError, match="sliding window"):
-        fsdp_options.require(config("--tp_size", "2", "--sequence_parallel"), sliding)
+        require(config("--tp_size", "2", "--sequence_parallel"), sliding)
 
 
 @pytest.mark.parametrize(

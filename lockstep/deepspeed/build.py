@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from lockstep.config import Config
-from lockstep.deepspeed import configuration, options, zero
+from lockstep.deepspeed import configuration, options, ulysses, zero
 from lockstep.errors import UserError
 from lockstep.files import require_writable_folder
 from lockstep.running import progress
@@ -30,6 +30,7 @@ def require(config: Config, architecture: dict) -> None:
             "install one, e.g. the package g++"
         )
     zero.require(config)
+    ulysses.require(config, architecture)
     configuration.text(config, architecture)
     path = options.of(config).nvme_path
     if path is not None:

@@ -68,7 +68,7 @@ def expected(config: Config) -> dict[str, Any]:
     stage = own.zero_stage
     return {
         "optimizer": CLASSES[stage] or ("AdamW" if config.optimizer == "adamw" else "SGD"),
-        "optimizer_shards": config.dp_size if stage else 1,
+        "optimizer_shards": config.dp_size * config.cp_size if stage else 1,
         "gradients_sharded": stage >= 2,
         "weights_sharded": stage == 3,
         "offload_optimizer": own.offload_optimizer,

@@ -83,7 +83,7 @@ def norms_by_rank(case: Case, axis: str) -> list[float]:
 def norms_by_stage(case: Case) -> list[float]:
     """The norm of the gradients of what each rank along pp has; of tied weights, the first has them."""
     norms = []
-    for stages in case.dump.manifest["contract"]["pipeline"]["units"]:
+    for stages in case.dump.manifest["contract"]["cuts"]["pp"]["units"]:
         units = {unit for stage in stages for unit in stage}
         own = [
             row.distance.own_norm**2

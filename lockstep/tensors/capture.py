@@ -9,8 +9,9 @@ For every captured step, in one file (lockstep/tensors/dump.py):
     exp_avg/PARAMETER  exp_avg_sq/PARAMETER  parameter/PARAMETER      after the update
     batch/input_ids  batch/labels          what the model was really called with
 
-The loss is the mean over the global batch, so the gradients that a DP rank computes for its own share are divided by dp_size. Rows
-(dim 0) are the global batch: DP rank by DP rank, micro batch by micro batch. Hooks exist only during captured steps.
+The loss is the mean over the global batch, so the gradients that a rank computes for its own share are divided by the number of
+shares (`Captured.loss_shares`). Rows (dim 0) are the global batch: DP rank by DP rank, micro batch by micro batch. Hooks exist only
+during captured steps.
 """
 
 import contextlib
@@ -30,7 +31,7 @@ from lockstep.collective import gather_objects, stop_together
 from lockstep.errors import first_line
 from lockstep.files import why_not_written
 from lockstep.inputs import modules
-from lockstep.mesh import Coordinates, balanced_share, share
+from lockstep.mesh import Coordinates, share
 from lockstep.tensors import manifest, step_file
 from lockstep.tensors.layout import (
     BATCH,
@@ -40,7 +41,7 @@ from lockstep.tensors.layout import (
     named_outputs,
     watched,
 )
-from lockstep.training import recompute
+from lockstep.training import cuts, recompute
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -60,6 +61,9 @@ class Captured(Protocol):
     @property
     def model(self) -> "PreTrainedModel": ...
 
+    @property
+    def loss_shares(self) -> int: ...
+
     def held(self, kind: str) -> Iterator[tuple[str, torch.Tensor, tuple[int, ...], tuple[int, ...]]]: ...
 
     def called(self) -> list[tuple[torch.nn.Module, dict[str, str | int]]]: ...
@@ -78,7 +82,7 @@ class Capture:
     def __init__(self, config: "Config", model: torch.nn.Module, provenance: dict):
         self.config, self.mesh, self.rank = config, config.mesh, dist.get_rank()
         self.here = self.mesh.coordinates(self.rank)
-        self.positions = balanced_share(config.seq_length, self.here.cp, self.mesh.cp)
+        self.positions = cuts.positions(config, self.here.cp)
         self.folder = config.capture_folder
         self.layout = layout_of(provenance["architecture"], config.attn_impl)
         self.kinds = kinds_of(provenance["config"])
@@ -241,7 +245,7 @@ class Capture:
         if (name, row) in self.gradients_seen:
             return  # a zero-bubble schedule computes the gradients of weights later, from this gradient again
         self.gradients_seen.add((name, row))
-        local = _local(gradient) / self.mesh.num_loss_shares
+        local = _local(gradient) / self.strategy.loss_shares
         self._try(self._write_placed, f"backward/{name}", local, self.layout.outputs[name], row)
 
     def _summarise(self, logits: torch.Tensor) -> None:

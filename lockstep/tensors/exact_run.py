@@ -65,6 +65,7 @@ class ReferenceStrategy:
     """What `capture` needs of a strategy: a model, and what it holds of each parameter."""
 
     optimizer: torch.optim.Optimizer
+    loss_shares = 1  # it computes the global batch
 
     def __init__(self, model: "PreTrainedModel", config: Config):
         self.model, self.config = model, config

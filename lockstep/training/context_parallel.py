@@ -16,13 +16,13 @@ import torch.distributed as dist
 from torch.nn.functional import scaled_dot_product_attention
 
 from lockstep.inputs import modules
-from lockstep.mesh import balanced_share
+from lockstep.training.cuts import BALANCED
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 NAME = "context_parallel"  # of the attention function, in transformers' registry
-KERNELS = {NAME: "sdpa"}  # attention function -> the attention implementation that it computes with
+KERNEL = "sdpa"  # the attention implementation that it computes with
 
 
 class ContextParallel:
@@ -32,7 +32,7 @@ class ContextParallel:
         from transformers import AttentionInterface
 
         self.group, self.size, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
-        self.pieces = balanced_share(seq_length, self.rank, self.size)
+        self.pieces = BALANCED.pieces_of(seq_length, self.rank, self.size)
         AttentionInterface.register(NAME, attend)
         model.set_attn_implementation(NAME)
         names = modules.names_in(model)

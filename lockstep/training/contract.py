@@ -10,15 +10,13 @@ from typing import Any
 from lockstep import strategies
 from lockstep.config import BETAS, EPS, PARAM_DTYPES, Config
 from lockstep.inputs.shapes import has_biases, parameter_shapes
-from lockstep.mesh import balanced_share, runs
-from lockstep.training import rates
+from lockstep.training import cuts, rates
 
 # Entries in which strategies differ by design: recorded and shown, but no reason to refuse (docs/findings.md).
 KNOWN_DIFFERENCES = (
     "biased_linear_dtype",
     "sharding",
-    "positions",
-    "pipeline",
+    "cuts",
     "activation_checkpointing",  # it changes memory and time
 )
 # Entries of which a rank knows only what concerns its own layers.
@@ -43,6 +41,7 @@ def expected_contract(config: Config, architecture: dict) -> dict[str, Any]:
     biased = ["torch.float32" if promoted else compute] if has_biases(architecture) else []
     storage = "torch.bfloat16" if config.precision == "bf16" else "torch.float32"
     adamw = config.optimizer == "adamw"
+    divided = {axis: cut.expected(config, architecture) for axis, cut in cuts.of(config).items()}
     decay: dict[str, list[str]] = {}
     for name, shape in parameter_shapes(architecture).items():
         decay.setdefault(str(config.weight_decay if len(shape) >= 2 else 0.0), []).append(name)
@@ -74,12 +73,7 @@ def expected_contract(config: Config, architecture: dict) -> dict[str, Any]:
         "activation_checkpointing": config.activation_checkpointing,
         "tied_embeddings": architecture.get("tie_word_embeddings", False),
         **({"sharding": strategies.load(config.row.sharding)(config)} if config.row.sharding else {}),
-        **({"positions": _positions(config)} if config.cp_size > 1 else {}),
-        **(
-            {"pipeline": strategies.load(config.row.pipeline)(config, architecture)}
-            if config.pp_size > 1
-            else {}
-        ),
+        **({"cuts": divided} if divided else {}),
         **(strategies.load(config.row.contract)(config) if config.row.contract else {}),
     }
 
@@ -97,12 +91,6 @@ def of_all_stages(contracts: list[dict[str, Any]], own: dict[str, Any]) -> dict[
         key: together([contract[key] for contract in contracts]) if key in OF_LAYERS else value
         for key, value in own.items()
     }
-
-
-def _positions(config: Config) -> list[list[list[int]]]:
-    """[start, length] of the pieces of each sequence that each rank along cp has."""
-    pieces = (balanced_share(config.seq_length, rank, config.cp_size) for rank in range(config.cp_size))
-    return [runs([start + at for start, length in own for at in range(length)]) for own in pieces]
 
 
 def global_batch(config: dict) -> int:

@@ -108,15 +108,11 @@ def of(config: "Config") -> Options:
     return Options(**config.own)
 
 
-def expected_pipeline(config: "Config", architecture: dict) -> dict[str, Any]:
-    own = of(config)
-    return stages.expected(config, architecture, own.pp_schedule, own.microbatches(config.batch_size))
+class Pipeline:
+    """How pp divides the layers; see `lockstep.training.cuts.Cut`."""
 
-
-def require(config: "Config", architecture: dict) -> None:
-    """Raise UserError for options that FSDP cannot honour on this mesh, or together."""
-    own = of(config)
-    if config.pp_size > 1:
+    def require(self, config: "Config", architecture: dict) -> None:
+        own = of(config)
         stages.require(config, architecture, own.pp_schedule, own.microbatches(config.batch_size))
         if config.gradient_accumulation_steps > 1 and own.gradient_sync != "every":
             raise UserError(
@@ -127,7 +123,19 @@ def require(config: "Config", architecture: dict) -> None:
             raise UserError(
                 f"--pp_size {config.pp_size}: --wrap model and --prefetch are for a rank with all layers; leave them out"
             )
-    elif own.pp_microbatches:
+
+    def expected(self, config: "Config", architecture: dict) -> dict[str, Any]:
+        own = of(config)
+        return stages.expected(config, architecture, own.pp_schedule, own.microbatches(config.batch_size))
+
+
+PIPELINE = Pipeline()
+
+
+def require(config: "Config", architecture: dict) -> None:
+    """Raise UserError for options that FSDP cannot honour on this mesh, or together."""
+    own = of(config)
+    if config.pp_size == 1 and own.pp_microbatches:
         raise UserError(
             f"--pp_microbatches {own.pp_microbatches}: there is no pipeline; add --pp_size 2, or leave it out"
         )

@@ -13,7 +13,6 @@ from torch.utils.hooks import RemovableHandle
 from lockstep import strategies
 from lockstep.collective import gather_objects
 from lockstep.inputs import modules
-from lockstep.training.context_parallel import KERNELS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -58,9 +57,8 @@ class ComputeDtypes:
 
 def model_contract(model: "PreTrainedModel") -> dict[str, Any]:
     """The live model's attention implementation, dropout, mode, parameter dtypes and tie."""
-    attention = model.config._attn_implementation
     return {
-        "attention": KERNELS.get(attention, attention),
+        "attention": model.config._attn_implementation,
         "dropout": max(map(_dropout, model.modules())),
         "training_mode": model.training,
         "activation_checkpointing": model.is_gradient_checkpointing,

@@ -34,6 +34,10 @@ class Strategy(Protocol):
     def optimizer(self) -> Optimizer:
         """The optimizer that `update` steps."""
 
+    @property
+    def loss_shares(self) -> int:
+        """What the gradients of a rank's activations still have to be divided by to be those of the mean loss of the global batch."""
+
     def geometry(self) -> Geometry:
         """The mesh and this rank's coordinates, read back from the live groups."""
 

@@ -22,7 +22,7 @@ from lockstep.collective import gather_objects
 from lockstep.config import Config
 from lockstep.inputs.model import causal_lm_loss
 from lockstep.mesh import AXES, Geometry, Mesh, build_device_mesh, runs, share
-from lockstep.training.context_parallel import ContextParallel
+from lockstep.training import context_parallel
 from lockstep.training.observe import observed_max_grad_norm, torch_contract
 from lockstep.training.optim import (
     WeightAverage,
@@ -51,7 +51,7 @@ class TorchStrategy:
         self.device_mesh = build_device_mesh(mesh, device.type)
         model.to(device=device, dtype=config.parameter_dtype)  # type: ignore[call-arg] # a decorator of transformers loses self
         self.context = (
-            ContextParallel(model, self.device_mesh.get_group("cp"), config.seq_length)
+            context_parallel.ContextParallel(model, self.device_mesh.get_group("cp"), config.seq_length)
             if mesh.cp > 1
             else None
         )
@@ -78,6 +78,11 @@ class TorchStrategy:
         `device_mesh` has the axes of lockstep/mesh.py by name. Parameters keep their Hugging Face names.
         """
         raise NotImplementedError
+
+    @property
+    def loss_shares(self) -> int:
+        """Gradients of weights are averaged over all ranks that see other tokens."""
+        return self.geometry().mesh.num_loss_shares
 
     def geometry(self) -> Geometry:
         return Geometry.of_groups({axis: self.device_mesh.get_group(axis) for axis in AXES})
@@ -229,20 +234,19 @@ class TorchStrategy:
                 {str(self._reduction_dtype(parameter)) for parameter in self.parameters}
             ),
             **({"sharding": self.sharding()} if self.config.row.sharding else {}),
-            **(
-                {"positions": gather_objects(runs(self.context.seen.tolist()), self.context.group)}
-                if self.context
-                else {}
-            ),
         }
+        cuts: dict[str, Any] = {}
+        if self.context is not None:
+            found["attention"] = context_parallel.KERNEL
+            cuts["cp"] = gather_objects(runs(self.context.seen.tolist()), self.context.group)
         if self.pipeline is not None:
-            found["pipeline"] = self.pipeline.contract()
+            cuts["pp"] = self.pipeline.contract()
             found["tied_embeddings"] = self.pipeline.tied
             found["weight_decay"] = {
                 rate: sorted(self.pipeline.renamed.get(name, name) for name in names)
                 for rate, names in found["weight_decay"].items()
             }
-        return found
+        return {**found, "cuts": cuts} if cuts else found
 
     def sharding(self) -> dict[str, Any]:
         """What is sharded and how gradients are reduced, read back from the live module: for a row that has `sharding`."""

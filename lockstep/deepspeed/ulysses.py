@@ -1,0 +1,115 @@
+"""Sequence parallelism as DeepSpeed has it (Ulysses, arXiv 2309.14509): `--sp_size` ranks share the positions of each sequence.
+
+Around attention, an all-to-all gives every rank all positions of some of the heads. `UlyssesSPAttentionHF` is DeepSpeed's; what is here
+hands it to the model and to the engine.
+"""
+
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+
+from lockstep.collective import gather_objects
+from lockstep.config import Config
+from lockstep.errors import UserError
+from lockstep.inputs import modules
+from lockstep.mesh import Coordinates, Geometry, Mesh, runs
+from lockstep.training.cuts import CONTIGUOUS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+NAME = "ulysses"  # of the attention function, in transformers' registry
+
+
+def require(config: Config, architecture: dict) -> None:
+    """Raise UserError for a model, or other options, with which DeepSpeed's sequence parallelism would not compute the same."""
+    size = config.cp_size
+    if size == 1:
+        return
+    if config.tp_size > 1:
+        raise UserError(
+            f"--sp_size {size} --tp_size {config.tp_size}: DeepSpeed has one or the other; add --tp_size 1"
+        )
+    heads, kv_heads = architecture["num_attention_heads"], architecture["num_key_value_heads"]
+    if heads % size or (kv_heads % size and size % kv_heads):
+        raise UserError(
+            f"--sp_size {size}: the {heads} heads and {kv_heads} key-value heads of {config.model_name} cannot be shared out; choose another size"
+        )
+    window = architecture.get("sliding_window")
+    if window and window < config.seq_length:
+        raise UserError(
+            f"--sp_size {size}: {config.model_name} attends within a sliding window of {window}, which DeepSpeed's Ulysses ignores; "
+            f"leave it out, or lower --seq_length to {window}"
+        )
+
+
+class Ulysses:
+    """One rank's positions of a sequence. Makes the model, in place, attend to the positions of all ranks along cp."""
+
+    def __init__(self, model: "PreTrainedModel", config: Config):
+        from deepspeed.runtime.sequence_parallel import parallel_state_sp
+        from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+        from transformers import AttentionInterface
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        self.mpu = parallel_state_sp  # what the engine asks for its groups: a module
+        self.mpu._release_sequence_parallel_groups()  # those of an earlier run in this process
+        self.mpu.initialize_sequence_parallel(sequence_parallel_size=config.cp_size)
+        self.group = self.mpu.get_sequence_parallel_group()
+        self.size = dist.get_world_size(self.group)
+        told = model.config
+        # `register_with_transformers` would do the same for all later models of this process, too.
+        self.attention = UlyssesSPAttentionHF(
+            attn=sdpa_attention_forward,
+            batch_size=config.batch_size,
+            attn_head_count=told.num_attention_heads,
+            attn_head_size=getattr(told, "head_dim", None) or told.hidden_size // told.num_attention_heads,
+            kv_head_count=told.num_key_value_heads,
+            num_hidden_layers=told.num_hidden_layers,
+            process_group=self.group,
+            seq_length_is_variable=False,
+            local_seq_length=config.seq_length // self.size,
+            global_seq_length=config.seq_length,
+        )
+        self.attention.core_attn_implementation = "sdpa"
+        AttentionInterface.register(NAME, attend)
+        model.set_attn_implementation(NAME)
+        names = modules.names_in(model)
+        for layer in model.get_submodule(names.layers).children():
+            # Not as a submodule: it has no weights and the model's own modules keep their names.
+            object.__setattr__(layer.get_submodule(names.attention), NAME, self.attention)
+        pieces = CONTIGUOUS.pieces_of(config.seq_length, dist.get_rank(self.group), self.size)
+        self.positions = self.seen = torch.cat(
+            [torch.arange(start, start + length) for start, length in pieces]
+        )
+
+    def cut(
+        self, input_ids: torch.Tensor, labels: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """This rank's part of a micro batch, each (B, S), and its positions (1, S / cp). Labels are already shifted."""
+        positions = self.seen = self.positions.to(input_ids.device)
+        return input_ids[:, positions], labels[:, positions], positions[None]
+
+    def geometry(self) -> Geometry:
+        """From the groups that the engine reduces over: the ranks of dp and cp together, and those of cp."""
+        both, own = self.mpu.get_sequence_data_parallel_group(), self.group
+        mesh = Mesh(dp=dist.get_world_size(both) // dist.get_world_size(own), cp=dist.get_world_size(own))
+        return Geometry(mesh, Coordinates(dp=dist.get_rank(both) // mesh.cp, cp=dist.get_rank(own)))
+
+    def contract(self) -> dict[str, Any]:
+        """The kernel that attention computes with, and the positions that each rank was called with."""
+        seen = gather_objects(runs(self.seen.tolist()), self.group)
+        return {"attention": self.attention.core_attn_implementation, "cuts": {"cp": seen}}
+
+
+def attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """An attention function of transformers: query (B, H, S / cp, D), key and value (B, H_kv, S / cp, D) -> (B, S / cp, H D)."""
+    return cast(Any, module).ulysses(module, query, key, value, None, **options)
