@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -30,7 +31,7 @@ from lockstep.collective import gather_objects
 from lockstep.config import PARAM_DTYPES
 from lockstep.inputs import modules
 from lockstep.mesh import share
-from lockstep.training import fsdp_options
+from lockstep.training import compiled, fsdp_options
 from lockstep.training.optim import gradient_of
 from lockstep.training.pipeline import Pipeline
 from lockstep.training.torch_strategy import TorchStrategy
@@ -160,8 +161,14 @@ class FSDPStrategy(TorchStrategy):
         own = fsdp_options.of(self.config)
         if device_mesh["tp"].size() > 1:
             shard_over_tp(model, device_mesh["tp"], sequence_parallel=own.sequence_parallel)
+            if self.config.compile != "off":
+                embedding = model.get_submodule(modules.names_in(model).embedding)
+                embedding.register_forward_hook(lambda _module, _inputs, output: Waited.apply(output))
         self.positions_in_norms: set[int] = set()
+        names = modules.names_in(model)
         for norm in norms_between_blocks(model):
+            if compiled.is_hidden(names, self.config.compile, norm):
+                continue
             model.get_submodule(norm).register_forward_hook(self._see_norm)
         self.roots: list[torch.nn.Module] = [model]
         if self.config.pp_size > 1:
@@ -262,6 +269,18 @@ class FSDPStrategy(TorchStrategy):
             if all(isinstance(layer, FSDPModule) for layer in self._layers(self.model))
             else "model",
         }
+
+
+class Waited(torch.autograd.Function):
+    """The output of a collective, once it is there. A compiled layer sends no gradient to one that is still on its way (docs/findings.md)."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor) -> torch.Tensor:
+        return output.wait() if isinstance(output, AsyncCollectiveTensor) else output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
 
 
 def shard_mesh(device_mesh: DeviceMesh, replicas: int) -> DeviceMesh:

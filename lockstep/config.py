@@ -24,7 +24,7 @@ from lockstep.resources import (
     resolve_device,
     resolve_mesh,
 )
-from lockstep.training import history, rates
+from lockstep.training import compiled, history, rates
 
 if TYPE_CHECKING:
     import torch
@@ -90,6 +90,7 @@ class Config:
     ema_decay: float = 1.0
     gradient_accumulation_steps: int = 1
     activation_checkpointing: bool = False
+    compile: compiled.Backend = "off"
     precision: Precision = "fp32"
     attn_impl: str = "sdpa"
     seed: int = 0
@@ -297,6 +298,14 @@ def build_parser(strategy: str) -> argparse.ArgumentParser:
         "--activation_checkpointing",
         action="store_true",
         help="keep only the inputs of layers, and compute the layers again in the backward pass",
+    )
+    add(
+        "compile",
+        str,
+        "torch.compile the forward pass of every layer with this backend; aot_eager needs no C++ compiler",
+        choices=compiled.BACKENDS,
+        nargs="?",
+        const="inductor",
     )
     parser.add_argument(
         "--precision",

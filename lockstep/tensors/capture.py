@@ -41,7 +41,7 @@ from lockstep.tensors.layout import (
     named_outputs,
     watched,
 )
-from lockstep.training import cuts, recompute
+from lockstep.training import compiled, cuts, recompute
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -99,7 +99,8 @@ class Capture:
             module.register_forward_pre_hook(functools.partial(self._see_batch, places), with_kwargs=True)
             for module, places in strategy.called()
         ]
-        by_name = dict(watched(strategy.model))
+        hidden = functools.partial(compiled.is_hidden, modules.names_in(strategy.model), self.config.compile)
+        by_name = {name: module for name, module in watched(strategy.model) if not hidden(name)}
         for name in self.layout.inputs.keys() & by_name.keys():
             self.handles.append(
                 by_name[name].register_forward_pre_hook(

@@ -22,10 +22,12 @@ from safetensors import SafetensorError, safe_open
 
 from lockstep.errors import UserError, first_line, printable
 from lockstep.files import parse_json, require_regular
+from lockstep.inputs import modules
 from lockstep.tensors import manifest as manifest_file
 from lockstep.tensors.layout import Layout, kinds_of, layout_of
 from lockstep.tensors.manifest import MANIFEST, REMEDY
 from lockstep.tensors.step_file import DTYPES, checksum, step_path
+from lockstep.training import compiled
 
 TORCH = {text: dtype for dtype, text in DTYPES.items()}
 ITEMSIZE = {text: dtype.itemsize for dtype, text in DTYPES.items()}
@@ -123,7 +125,15 @@ class Dump:
                 self.exact and entry["dtype"] not in ("F64", "I64")
             ):
                 raise UserError(f"{path}: step {step}: {name} cannot be {entry['dtype']}; {REMEDY}")
-        return [name for name in expected if name not in tensors]
+        return [name for name in expected if name not in tensors and not self._is_hidden(name)]
+
+    def _is_hidden(self, name: str) -> bool:
+        """Whether a tensor is inside of a compiled layer, where nothing is captured."""
+        kind, _, module = name.partition("/")
+        names, backend = modules.names_of(self.run["architecture"]), self.run["config"].get("compile", "off")
+        return (
+            not self.exact and kind in ("forward", "backward") and compiled.is_hidden(names, backend, module)
+        )
 
     def _read_header(self, step: int) -> dict:
         """Name -> (offset in the file, dtype, shape) of every tensor of the step. Raises UserError unless file and manifest agree."""

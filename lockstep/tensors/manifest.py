@@ -30,7 +30,7 @@ from lockstep.schemas import (
     Whole,
     validate,
 )
-from lockstep.training import rates
+from lockstep.training import compiled, rates
 from lockstep.training.contract import expected_contract
 
 FORMAT = 4
@@ -96,6 +96,7 @@ class Options(Strict):
     ema_decay: Annotated[Finite, Field(gt=0, le=1)] = 1.0
     gradient_accumulation_steps: Count
     activation_checkpointing: bool
+    compile: compiled.Backend
     precision: Precision
     attn_impl: Literal["eager", "sdpa"]
     seed: Whole

@@ -18,6 +18,7 @@ KNOWN_DIFFERENCES = (
     "sharding",
     "cuts",
     "activation_checkpointing",  # it changes memory and time
+    "compiled",
 )
 # Entries of which a rank knows only what concerns its own layers.
 OF_LAYERS = (
@@ -29,6 +30,7 @@ OF_LAYERS = (
     "compute_dtype",
     "biased_linear_dtype",
     "embedding_dtype",
+    "compiled",
 )
 
 
@@ -38,7 +40,8 @@ def expected_contract(config: Config, architecture: dict) -> dict[str, Any]:
     promoted = (
         config.row.float32_biases_under_autocast and config.precision == "autocast" and config.tp_size > 1
     )
-    biased = ["torch.float32" if promoted else compute] if has_biases(architecture) else []
+    seen = has_biases(architecture) and config.compile == "off"
+    biased = ["torch.float32" if promoted else compute] if seen else []
     storage = "torch.bfloat16" if config.precision == "bf16" else "torch.float32"
     adamw = config.optimizer == "adamw"
     divided = {axis: cut.expected(config, architecture) for axis, cut in cuts.of(config).items()}
@@ -71,6 +74,7 @@ def expected_contract(config: Config, architecture: dict) -> dict[str, Any]:
         "dropout": 0.0,
         "training_mode": True,
         "activation_checkpointing": config.activation_checkpointing,
+        "compiled": [config.compile != "off"],
         "tied_embeddings": architecture.get("tie_word_embeddings", False),
         **({"sharding": strategies.load(config.row.sharding)(config)} if config.row.sharding else {}),
         **({"cuts": divided} if divided else {}),

@@ -19,6 +19,7 @@ from lockstep.schemas import (
     Whole,
     validate,
 )
+from lockstep.training.compiled import Backend
 from lockstep.training.rates import Schedule
 
 REMEDY = "run its training again"
@@ -88,6 +89,7 @@ class RunConfig(Strict):
     ema_decay: Decay = 1.0
     gradient_accumulation_steps: Count
     activation_checkpointing: bool = False
+    compile: Backend = "off"
     own: dict[Name, Any] = {}  # flags that only this strategy has
     precision: Literal["fp32", "autocast", "mixed", "bf16"]
     attn_impl: Literal["eager", "sdpa"]

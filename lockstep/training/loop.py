@@ -26,8 +26,8 @@ from lockstep.inputs.model import build_model
 from lockstep.mesh import Geometry, Mesh
 from lockstep.running import progress
 from lockstep.tensors.capture import Capture
+from lockstep.training import compiled, initial_weights, rates, recompute
 from lockstep.training import history as history_file
-from lockstep.training import initial_weights, rates, recompute
 from lockstep.training.contract import contract_difference, expected_contract, of_all_stages
 from lockstep.training.measure import group_norms, held_out
 from lockstep.training.observe import ComputeDtypes, collectives, peak_memory, versions
@@ -59,11 +59,13 @@ def run(config: Config, inputs: Inputs, make_strategy: MakeStrategy, device: tor
     rank = dist.get_rank()
     model, file_sums = _initial_model(config, inputs, rank)
     if config.activation_checkpointing:
-        recompute.enable(model)
+        recompute.enable(model, compiled=config.compile != "off")
     about = provenance(config, inputs)
     _require_told_alike(about.get("told_sha256"))
     capture = Capture(config, model, about) if config.capture_dir else None
     strategy = make_strategy(model, config, config.mesh, device)
+    if config.compile != "off":
+        compiled.enable(strategy.model, config.compile)
     expected, actual = Geometry.of_rank(config.mesh, rank), strategy.geometry()
     stop_together(
         f"rank {rank}: the strategy's groups put it at {actual}, the mesh at {expected}"
@@ -117,7 +119,7 @@ def _train(
     shown = progress.Steps(config.label, inputs.num_steps, config.log_interval)
     problem = ""  # why rank 0 could not write the history after the last step
     for index in range(inputs.num_steps):
-        compute_dtypes = ComputeDtypes(strategy.model) if index == 0 else None
+        compute_dtypes = ComputeDtypes(strategy.model, config.compile) if index == 0 else None
         watching = capture if capture is not None and index < config.capture_steps else None
         counting = config.count_collectives and index == inputs.num_steps - 1
         with collectives() if counting else contextlib.nullcontext() as counted:

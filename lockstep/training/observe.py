@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from lockstep import strategies
 from lockstep.collective import gather_objects
 from lockstep.inputs import modules
+from lockstep.training import compiled
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -31,16 +32,19 @@ def collectives() -> Iterator[dict[str, int]]:
 class ComputeDtypes:
     """Watches one forward pass and records the dtypes that linear layers and the embedding return."""
 
-    def __init__(self, model: "PreTrainedModel"):
+    def __init__(self, model: "PreTrainedModel", compile_backend: str):
         self._seen: dict[str, set[str]] = {
             "compute_dtype": set(),
             "biased_linear_dtype": set(),
             "embedding_dtype": set(),
         }
         self._handles: list[RemovableHandle] = []
+        names = modules.names_in(model)
         for name, module in model.named_modules():
+            if compiled.is_hidden(names, compile_backend, name):
+                continue
             own = dict(module.named_parameters(recurse=False))
-            if isinstance(module, torch.nn.Embedding) or name == modules.names_in(model).embedding:
+            if isinstance(module, torch.nn.Embedding) or name == names.embedding:
                 self._watch(module, "embedding_dtype")
             elif "weight" in own and len(getattr(own["weight"], "ds_shape", own["weight"].shape)) == 2:
                 self._watch(module, "biased_linear_dtype" if "bias" in own else "compute_dtype")
@@ -61,6 +65,7 @@ def model_contract(model: "PreTrainedModel") -> dict[str, Any]:
         "attention": model.config._attn_implementation,
         "dropout": max(map(_dropout, model.modules())),
         "training_mode": model.training,
+        "compiled": compiled.observed(model),
         "activation_checkpointing": model.is_gradient_checkpointing,
         "parameter_dtype": sorted({str(parameter.dtype) for parameter in model.parameters()}),
         "tied_embeddings": modules.is_tied(model),

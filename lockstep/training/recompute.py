@@ -5,7 +5,7 @@ This is transformers' own, without reentrant autograd. `active()` tells what wat
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -18,9 +18,14 @@ def active() -> bool:
     return _running > 0
 
 
-def enable(model: "PreTrainedModel") -> None:
-    """Checkpoint every layer of a model, in place. Call it before the model is sharded."""
-    told = {"use_reentrant": False, "context_fn": lambda: (contextlib.nullcontext(), _again())}
+def enable(model: "PreTrainedModel", *, compiled: bool) -> None:
+    """Checkpoint every layer of a model, in place. Call it before the model is sharded.
+
+    `active` says nothing about compiled layers, which have no modules inside that could be watched.
+    """
+    told: dict[str, Any] = {"use_reentrant": False}
+    if not compiled:  # torch would refuse the context
+        told["context_fn"] = lambda: (contextlib.nullcontext(), _again())
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=told)
 
 

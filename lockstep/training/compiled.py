@@ -1,0 +1,38 @@
+"""torch.compile: the forward pass of every layer is a graph of its own. What is outside of layers stays eager.
+
+A compiled layer has no modules inside that could be watched: hooks would cut the very graph that is to be judged. So a capture has what
+enters and leaves layers, and all gradients, moments and weights. Nothing here imports torch before a model is compiled.
+"""
+
+from typing import TYPE_CHECKING, Literal, get_args
+
+from lockstep.inputs import modules
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Backend = Literal["off", "aot_eager", "inductor"]
+BACKENDS: tuple[Backend, ...] = get_args(Backend)
+
+
+def enable(model: "PreTrainedModel", backend: str) -> None:
+    """Compile the layers of a model, in place, when they are first called. Call it after the model is sharded."""
+    import torch
+
+    torch.compiler.reset()  # of earlier runs in this process
+    for layer in model.get_submodule(modules.names_in(model).layers).children():
+        layer.forward = torch.compile(layer.forward, backend=backend)
+
+
+def observed(model: "PreTrainedModel") -> list[bool]:
+    """Whether layers run as compiled graphs. Call it after a first forward pass."""
+    from torch._dynamo.utils import counters
+
+    layers = model.get_submodule(modules.names_in(model).layers).children()
+    ran = counters["frames"]["ok"] > 0
+    return sorted({ran and hasattr(layer.forward, "_torchdynamo_orig_callable") for layer in layers})
+
+
+def is_hidden(names: modules.Names, backend: str, tensor: str) -> bool:
+    """Whether a module, or a tensor that is named after one, is inside of a compiled layer."""
+    return backend != "off" and names.layer_of(tensor) >= 0
