@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from lockstep.faults.catalogue import fault
-from lockstep.faults.patches import around
+from lockstep.faults.patches import around, scale_backward
 from lockstep.faults.planting import Plant, Planting
 from lockstep.mesh import Mesh
 
@@ -171,3 +171,72 @@ def first_sub_group_stepped_once(run: Planting) -> Plant:
         seen.add(sub_group_id)
 
     optimizer._optimizer_step = without_the_first
+
+
+# Ulysses: two ranks share each sequence.
+ulysses_fault = functools.partial(
+    fault, axes=("cp",), mesh=Mesh(cp=2), bug_class="context parallelism", precisions=("fp32",)
+)
+
+
+@ulysses_fault(seen_in="hamishivi/tmax 9", cause="gradient scale", first="gradient/model.norm.weight")
+def averaged_over_sp_twice(run: Planting) -> Plant:
+    """Each rank divides its loss by the number of ranks of a sequence, and the engine averages over them, too: a factor sp."""
+    strategy = yield
+    strategy.engine.optimizer.sequence_parallel_size = 1
+
+
+@ulysses_fault(seen_in="deepspeedai/DeepSpeed 5248", cause="gradient scale", first="backward/lm_head")
+def loss_not_divided_by_sp(run: Planting) -> Plant:
+    """The engine sums over the ranks of a sequence, and nobody divides: a factor sp the other way."""
+    scale_backward((yield), lambda _call: run.config.cp_size)
+
+
+@ulysses_fault(
+    seen_in="deepspeedai/Megatron-DeepSpeed 392",
+    cause="context parallelism",
+    first="forward/model.rotary_emb",
+)
+def rotary_positions_of_the_first_rank(run: Planting) -> Plant:
+    """The rotary angles of every rank begin at position 0."""
+    strategy = yield
+    real = strategy.sequence.cut
+
+    def local(*batch: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        input_ids, labels, positions = real(*batch)
+        return input_ids, labels, positions - positions.min()
+
+    strategy.sequence.cut = local
+
+
+@ulysses_fault(
+    seen_in="deepspeedai/DeepSpeed 8491",
+    cause="context parallelism",
+    first="backward/model.layers.1.self_attn.v_proj",
+)
+def exchange_without_a_gradient(run: Planting) -> Plant:
+    """The all-to-all before attention moves the numbers and sends no gradient back. DeepSpeed's did so in compiled layers."""
+    strategy = yield
+    attention = strategy.sequence.attention
+    real = attention._combine_local_sequences
+    attention._combine_local_sequences = lambda *parts: tuple(
+        whole.detach() + 0 * whole for whole in real(*parts)
+    )
+
+
+@ulysses_fault(
+    seen_in="vllm-project/vllm-omni 5716",
+    cause="context parallelism",
+    first="forward/model.layers.0.self_attn.o_proj.input",
+)
+def heads_in_another_order(run: Planting) -> Plant:
+    """After attention, the heads of the ranks are joined in another order than they were shared out in."""
+    strategy = yield
+    attention = strategy.sequence.attention
+    real = attention._partition_global_sequence
+
+    def swapped(context: torch.Tensor) -> torch.Tensor:
+        whole = real(context)
+        return whole.roll(whole.shape[-1] // attention.world_size, -1)
+
+    attention._partition_global_sequence = swapped

@@ -154,3 +154,21 @@ def weights_gathered_before_the_update(run: Planting) -> Plant:
             group.unshard(async_op=True)
 
     around(strategy, "update", before=gather)
+
+
+@fault(
+    seen_in="pytorch/pytorch 187073",
+    bug_class="TP reduction missing",
+    cause="gradient lost",
+    first="backward/model.embed_tokens",
+    axes=("tp",),
+    mesh=Mesh(tp=2),
+    flags=("--compile", "aot_eager"),
+    precisions=("fp32",),
+)
+def compiled_layer_drops_the_embedding_gradient(run: Planting) -> Plant:
+    """torch's own: a compiled layer is given the output of a collective that is still on its way, and sends it no gradient."""
+    import fsdp_strategy
+
+    run.patch(fsdp_strategy.Waited, "apply", lambda output: output)
+    yield

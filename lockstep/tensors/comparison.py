@@ -91,6 +91,10 @@ def compare_dumps(reference: Dump, dumps: dict[str, Dump], replays: dict[str, Du
         raise UserError(
             f"{baseline.folder}: step {step} lacks {name}; DDP's dump must have every tensor; {REMEDY}"
         )
+    if baseline.run["config"]["compile"] != "off":
+        raise UserError(
+            f"{baseline.folder}: a compiled run lacks what is inside of layers; run train_ddp.py without --compile, and name its dump"
+        )
     precision = reference.run["config"]["precision"]
     _require_precision(precision)
     for dump in dumps.values():
