@@ -25,8 +25,8 @@ from lockstep import files, startup
 from lockstep.config import Parser
 from lockstep.errors import UserError, printable, run_program
 from lockstep.running import locks
+from lockstep.studies import compositions, variations
 from lockstep.studies import study as study_file
-from lockstep.studies import variations
 from lockstep.studies.study import Planned, Study, Vary
 from lockstep.studies.variations import Group
 
@@ -85,7 +85,7 @@ def body(options: argparse.Namespace, argv: list[str]) -> int:
     if options.dataset_name is not None:
         study = study.model_copy(update={"shared": {**study.shared, "dataset_name": options.dataset_name}})
     if study.vary:
-        groups = variations.groups(study.vary)
+        groups = compositions.groups(study.vary) if study.vary.each_up_to else variations.groups(study.vary)
         if options.only:
             groups = variations.only(groups, options.only)
         if options.dry_run:

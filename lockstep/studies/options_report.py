@@ -7,6 +7,7 @@ from typing import Any
 from lockstep.errors import LIBRARY_REFUSES, printable
 from lockstep.files import write_text
 from lockstep.losses.curves import PASS
+from lockstep.studies import compositions
 from lockstep.studies.report import DID_NOT_RUN, MEASURED, made_by
 from lockstep.studies.study import Planned, Study
 from lockstep.studies.variations import Case, Group
@@ -78,6 +79,8 @@ def table(study: Study, rows: list[dict[str, Any]]) -> list[list[str]]:
     vary = study.vary
     if vary is None:
         return []
+    if vary.each_up_to:
+        return compositions.table(vary, rows)
     flag = vary.alone_with
     alone_with = vary.shared[flag] if flag else [None]
     lines = [["option", *(f"alone, {value}" if flag else "alone" for value in alone_with), OTHER, IN_PAIRS]]
@@ -123,11 +126,14 @@ def write(
     parts += [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     parts += [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines]
     others = [row for row in rows if row["outcome"] != PASS]
-    parts += [
-        "",
-        f"{len(rows)} runs. {len(rows) - len(others)} pass." + (" The others:" if others else ""),
-        "",
-    ]
+    told = " The others:"
+    if study.vary is not None and study.vary.each_up_to:
+        others, told = (
+            compositions.unexplained(others),
+            " Of the others, those that have no smaller choice among them:",
+        )
+    passed = sum(row["outcome"] == PASS for row in rows)
+    parts += ["", f"{len(rows)} runs. {passed} pass." + (told if others else ""), ""]
     parts += [
         f"- {row['group']}, {json.dumps(row['options'])}: {row['outcome']}: {printable(row['why'], 400)}"
         for row in others

@@ -80,6 +80,9 @@ class Vary(Strict):
     flags: Flags = {}  # of all runs but the control
     shared: dict[Flag, Values] = {}
     alone_with: Flag | None = None  # a shared flag: one by one with each of its values
+    each_up_to: Annotated[int, Field(ge=0, le=3)] = (
+        0  # of so many options every choice has a run (compositions.py)
+    )
     options: Annotated[dict[Option, VariedValues], Field(min_length=1)]
     alone: dict[Option, VariedValues] = {}  # options that are varied one by one only
     needs: dict[Option, dict[Option, Values]] = {}  # of an option, or of one value of it (`place_of`)

@@ -63,13 +63,15 @@ class Group:
 
 def groups(vary: Vary) -> list[Group]:
     """One by one, then in pairs with all shared values. Raises UserError without the package covertable."""
-    found = {_name(shared): Group(_name(shared), shared, one_by_one(vary, shared)) for shared in _alone(vary)}
+    found = {
+        name_of(shared): Group(name_of(shared), shared, one_by_one(vary, shared)) for shared in alone(vary)
+    }
     for number, row in enumerate(_in_pairs(vary)):
         shared = {flag: row[flag] for flag in vary.shared}
         choice = {
             option: value for option, value in row.items() if option in vary.options and value != DEFAULT
         }
-        group = found.setdefault(_name(shared), Group(_name(shared), shared))
+        group = found.setdefault(name_of(shared), Group(name_of(shared), shared))
         group.cases.append(Case(f"pairs-{number:02}", choice))
     return list(found.values())
 
@@ -91,11 +93,11 @@ def only(groups: list[Group], names: list[str]) -> list[Group]:
     return chosen
 
 
-def _name(shared: Flags) -> str:
+def name_of(shared: Flags) -> str:
     return ",".join(f"{value}" for value in shared.values()) or "all"
 
 
-def _alone(vary: Vary) -> list[Flags]:
+def alone(vary: Vary) -> list[Flags]:
     """The shared flags of the runs one by one: the first values, and `alone_with` has each of its own."""
     first = {flag: values[0] for flag, values in vary.shared.items()}
     if vary.alone_with is None:
@@ -162,7 +164,8 @@ def _in_pairs(vary: Vary) -> list[dict[str, Any]]:
 def as_run(vary: Vary, case: Case) -> Run:
     """The case as a run of a study: flags as they are, everything else in the file of the strategy's library."""
     row = row_of(vary.strategy)
-    own = {action.dest for action in build_parser(vary.strategy)._actions}
+    actions = build_parser(vary.strategy)._actions
+    own = {name.removeprefix("--") for action in actions for name in action.option_strings}
     flags = {option: value for option, value in case.choice.items() if option in own}
     content: dict[str, Any] = {}
     for place, value in case.choice.items():

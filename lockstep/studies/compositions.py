@@ -1,0 +1,99 @@
+"""Every choice of a few options, each in a run of its own: which of them go together?
+
+A [vary] table with `each_up_to = 3` has a run for each value of each option, each pair and each triple, with what they need and nothing
+else. (Without it, options go together in pairs, several pairs in one run: variations.py.)
+"""
+
+import itertools
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from lockstep.losses.curves import PASS
+from lockstep.studies import variations
+from lockstep.studies.study import DEFAULT, Flags, Varied, Vary
+from lockstep.studies.variations import Case, Choice, Group, needs_of
+
+Chosen = tuple[str, Varied]  # option, value
+
+
+def cases(vary: Vary, shared: Flags) -> list[Case]:
+    """One for each choice that says something: none where an option has what another one needs as its default, or other values."""
+    found: dict[str, Case] = {}
+    for number in range(1, vary.each_up_to + 1):
+        for chosen in itertools.combinations(values(vary), number):
+            choice = with_needs(vary, shared, dict(chosen)) if len(dict(chosen)) == number else None
+            if choice is not None:
+                key = json.dumps(choice, sort_keys=True)
+                found.setdefault(key, Case(f"{number}-{len(found):03}", choice))
+    return list(found.values())
+
+
+def groups(vary: Vary) -> list[Group]:
+    """One for each value of `alone_with`, which share their flags with a control of their own."""
+    return [
+        Group(variations.name_of(shared), shared, cases(vary, shared)) for shared in variations.alone(vary)
+    ]
+
+
+def values(vary: Vary) -> list[Chosen]:
+    return [(option, value) for option, of_option in vary.options.items() for value in of_option]
+
+
+def with_needs(vary: Vary, shared: Flags, choice: Choice) -> Choice | None:
+    """The choice and what it needs; None if a shared flag, or an option of the choice itself, is not what another one needs."""
+    whole = dict(choice)
+    for option, value in choice.items():
+        for other, allowed in needs_of(vary, option, value).items():
+            has = shared.get(other, whole.get(other, allowed[0]))
+            if has not in allowed:
+                return None
+            if other not in shared and has != DEFAULT:
+                whole[other] = has
+    return whole
+
+
+def label(chosen: Chosen) -> str:
+    option, value = chosen
+    return option if value is True else f"{option} {json.dumps(value).strip(chr(34))}"
+
+
+def table(vary: Vary, rows: list[dict[str, Any]]) -> list[list[str]]:
+    """A line for each value of each option: its outcome alone, with each other one, and of how many triples with it."""
+    outcomes = {json.dumps(row["options"], sort_keys=True): row["outcome"] for row in rows}
+    chosen = values(vary)
+    lines = [["", *map(label, chosen), "in triples"]]
+    for one in chosen:
+        cells = [
+            _outcome(vary, rows, outcomes, dict([one, other])) if _differ(one, other) else ""
+            for other in chosen
+        ]
+        triples = [
+            _outcome(vary, rows, outcomes, dict([one, *pair]))
+            for pair in itertools.combinations(
+                [other for other in chosen if _differ(one, other) and other != one], 2
+            )
+            if _differ(*pair)
+        ]
+        ran = [outcome for outcome in triples if outcome]
+        lines.append([label(one), *cells, f"{ran.count(PASS)} of {len(ran)}"])
+    return lines
+
+
+def _differ(one: Chosen, other: Chosen) -> bool:
+    return one == other or one[0] != other[0]
+
+
+def _outcome(vary: Vary, rows: list[dict[str, Any]], outcomes: dict[str, str], choice: Choice) -> str:
+    whole = with_needs(vary, rows[0]["shared"], choice)
+    return outcomes.get(json.dumps(whole, sort_keys=True), "") if whole is not None else ""
+
+
+def unexplained(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of the runs that do not pass, those that do not contain a smaller choice with the same reason."""
+    kept: list[dict[str, Any]] = []
+    for row in sorted((row for row in rows if row["outcome"] != PASS), key=lambda row: len(row["options"])):
+        inside = (other for other in kept if other["options"].items() <= row["options"].items())
+        if not any(other["outcome"] == row["outcome"] for other in inside):
+            kept.append(row)
+    return kept
