@@ -27,6 +27,8 @@ from lockstep.errors import UserError, printable, run_program
 from lockstep.running import locks
 from lockstep.studies import compositions, variations
 from lockstep.studies import study as study_file
+from lockstep.studies.converging import Converging
+from lockstep.studies.converging_report import Seeded
 from lockstep.studies.study import Planned, Study, Vary
 from lockstep.studies.variations import Group
 
@@ -80,7 +82,9 @@ def body(options: argparse.Namespace, argv: list[str]) -> int:
             raise UserError(
                 f"--only {unknown}: {options.study} has no such run; it has {', '.join(study.runs)}"
             )
-        chosen = {name: run for name, run in study.runs.items() if name in options.only}
+        told = study.converging
+        kept = {*options.only, *((told.control, told.twin) if told else ())}
+        chosen = {name: run for name, run in study.runs.items() if name in kept}
         study = study.model_copy(update={"runs": chosen})
     if options.dataset_name is not None:
         study = study.model_copy(update={"shared": {**study.shared, "dataset_name": options.dataset_name}})
@@ -90,6 +94,14 @@ def body(options: argparse.Namespace, argv: list[str]) -> int:
             groups = variations.only(groups, options.only)
         if options.dry_run:
             show_groups(groups)
+            return 0
+    elif study.converging:
+        from lockstep.studies import converging_report
+
+        seeded = converging_report.plan(study, study.converging, options.study, place)
+        if options.dry_run:
+            for runs in seeded.values():
+                show([runs[0]])
             return 0
     else:
         planned = study_file.plan(study, options.study, place)
@@ -110,6 +122,8 @@ def body(options: argparse.Namespace, argv: list[str]) -> int:
     with locks.inside(place, "study", "--output_dir"):
         if study.vary:
             return run_groups(study, study.vary, groups, place, command)
+        if study.converging:
+            return run_seeds(study, study.converging, seeded, place, command)
         return run(study, planned, place, command)
 
 
@@ -157,6 +171,22 @@ def run_groups(study: Study, vary: Vary, groups: list[Group], place: Path, comma
     print(f"\n{report.text(options_report.table(study, rows))}\n")
     print(f"Report  {printable(place / 'report.md')}")
     passed = options_report.good(rows)
+    print(f"\n{'PASS' if passed else 'FAIL'}")
+    return 0 if passed else 1
+
+
+def run_seeds(study: Study, told: Converging, planned: Seeded, place: Path, command: str) -> int:
+    """Every run with several seeds, compared with the control by statistics."""
+    from lockstep.studies import converging_report, training
+
+    flat = [run for runs in planned.values() for run in runs]
+    print(f"{printable(study.title)}: {len(flat)} runs -> {printable(place)}", flush=True)
+    failed = training.train_alike(flat, place, note=lambda line: print(line, flush=True))
+    found = converging_report.rows(study, told, planned, failed)
+    converging_report.write(study, told, planned, found, place, command)
+    print(f"\n{converging_report.shown(found)}\n\n{converging_report.about_tolerance(told, found)}\n")
+    print(f"Report  {printable(place / 'report.md')}\nFigure  {printable(place / 'losses.png')}")
+    passed = converging_report.good(found)
     print(f"\n{'PASS' if passed else 'FAIL'}")
     return 0 if passed else 1
 

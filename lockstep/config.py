@@ -84,6 +84,7 @@ class Config:
     learning_rate: float = 1e-3
     lr_schedule: rates.Schedule = "constant"
     warmup_steps: int = 0
+    schedule_steps: int = 0
     optimizer: str = "adamw"
     weight_decay: float = 0.01
     max_grad_norm: float = 1.0
@@ -284,6 +285,9 @@ def build_parser(strategy: str) -> argparse.ArgumentParser:
         choices=rates.SCHEDULES,
     )
     add("warmup_steps", whole, "first steps in which the learning rate rises in equal parts")
+    add(
+        "schedule_steps", whole, "steps of the whole schedule, if the run stops earlier (0: those of the run)"
+    )
     add("optimizer", str, "fused torch AdamW, or SGD without momentum (not fused)", choices=("adamw", "sgd"))
     add("weight_decay", amount, "weight decay of matrices; norms and biases have none")
     add("max_grad_norm", amount, "clip the norm of the whole model's gradient to this (0: do not clip)")

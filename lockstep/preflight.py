@@ -11,7 +11,7 @@ from lockstep.errors import UserError
 from lockstep.inputs import architectures, data, texts, tokenizer
 from lockstep.memory import limit
 from lockstep.resources import launched_in_place, workers_here
-from lockstep.training import cuts, history, initial_weights
+from lockstep.training import cuts, history, initial_weights, rates
 
 
 def shadowed(config: Config) -> list[str]:
@@ -74,9 +74,9 @@ def load_inputs(config: Config) -> data.Inputs:
         config.gradient_accumulation_steps,
         config.held_out,
     )
-    return data.Inputs(
-        architecture, source, batches, config.debug_steps or config.num_epochs * batches.steps_per_epoch
-    )
+    num_steps = config.debug_steps or config.num_epochs * batches.steps_per_epoch
+    rates.require(vars(config), num_steps)
+    return data.Inputs(architecture, source, batches, num_steps)
 
 
 def check_environment(config: Config, architecture: dict) -> None:

@@ -24,8 +24,9 @@ from lockstep.faults import (  # noqa: F401
     tensor_parallel,
     weights,
 )
-from lockstep.faults.catalogue import CATALOGUE, Fault
+from lockstep.faults.catalogue import CATALOGUE, Fault, Planter
 from lockstep.faults.planting import Planting
+from lockstep.faults.slow import SLOW
 from lockstep.inputs import architectures, modules
 from lockstep.inputs.data import Inputs
 
@@ -57,6 +58,10 @@ def planted(
     if name is None:
         yield make_strategy
         return
+    if name in SLOW:
+        with contextlib.ExitStack() as stack:
+            yield _planting(SLOW[name].plant, config, inputs, make_strategy, stack)
+        return
     fault = CATALOGUE[name]
     own = modules.names_of(architectures.BUILT_IN[fault.model])
     if fault.named and modules.names_of(inputs.architecture) != own:
@@ -64,19 +69,30 @@ def planted(
             f"{name} names modules of {fault.model}, which {config.model_name} does not have; choose another fault"
         )
     with contextlib.ExitStack() as stack:
-        planting = Planting(config, inputs, stack)
-        planting.handles = strategies.load(strategies.row_of(config.strategy).handles)(planting)
-        _disarm_guards(planting, config.loss_output_dir / "guards.txt")
-        plant = fault.plant(planting)
+        yield _planting(fault.plant, config, inputs, make_strategy, stack)
 
-        def make(*arguments: Any) -> "Strategy":
-            next(plant)
-            strategy = planting.handles.strategy = make_strategy(*arguments)
-            with contextlib.suppress(StopIteration):
-                plant.send(strategy)
-            return strategy
 
-        yield make
+def _planting(
+    planter: Planter,
+    config: Config,
+    inputs: Inputs,
+    make_strategy: "MakeStrategy",
+    stack: contextlib.ExitStack,
+) -> "MakeStrategy":
+    """make_strategy with a fault, whose patches last as long as the stack."""
+    planting = Planting(config, inputs, stack)
+    planting.handles = strategies.load(strategies.row_of(config.strategy).handles)(planting)
+    _disarm_guards(planting, config.loss_output_dir / "guards.txt")
+    plant = planter(planting)
+
+    def make(*arguments: Any) -> "Strategy":
+        next(plant)
+        strategy = planting.handles.strategy = make_strategy(*arguments)
+        with contextlib.suppress(StopIteration):
+            plant.send(strategy)
+        return strategy
+
+    return make
 
 
 def _disarm_guards(planting: Planting, path: Path) -> None:

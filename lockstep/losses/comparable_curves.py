@@ -16,7 +16,11 @@ SAME = (
 )
 
 
-DEFAULTS = {"lr_schedule": "constant", "warmup_steps": 0}  # likewise; runs of earlier versions do not have it
+DEFAULTS = {
+    "lr_schedule": "constant",
+    "warmup_steps": 0,
+    "schedule_steps": 0,
+}  # likewise; runs of earlier versions do not have it
 
 
 def require_comparable_curves(baseline: History, other: History, *, same_weights: bool = True) -> None:

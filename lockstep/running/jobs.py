@@ -163,13 +163,15 @@ def run(job: Job) -> None:
 
 def read(path: Path) -> list[Group]:
     """The groups of a file. Raises UserError if it holds no jobs, or names an unknown strategy or fault."""
-    from lockstep.faults import CATALOGUE
+    from lockstep.faults import CATALOGUE, SLOW
 
     groups = validate(Groups, {"groups": read_json(path)}, path, "see lockstep/running/jobs.py").groups
     faults = [job.fault for group in groups for job in group.jobs]
     for job in (job for group in groups for job in group.jobs if job.strategy != REFERENCE):
         strategies.row_of(job.strategy)
-    unknown = next((fault for fault in faults if fault is not None and fault not in CATALOGUE), None)
+    unknown = next(
+        (fault for fault in faults if fault is not None and fault not in (*CATALOGUE, *SLOW)), None
+    )
     if unknown:
         raise UserError(f"{path}: there is no fault {unknown}; see run_faults.py --list")
     return groups

@@ -24,7 +24,8 @@ tp_size = 1
 precision = "bf16"
 against = "ddp-bf16"           # its losses are judged by this run of DDP, which gets a control run of its own
 
-In the place of runs, a study may have a table [vary] (lockstep/studies/variations.py).
+In the place of runs, a study may have a table [vary] (lockstep/studies/variations.py). With a table [converging] every run is trained with
+several seeds, and may have a planted fault (lockstep/studies/converging.py).
 """
 
 import re
@@ -43,6 +44,7 @@ from lockstep.files import require_regular
 from lockstep.inputs.data import Inputs
 from lockstep.schemas import Name, Strict, Whole, validate
 from lockstep.strategies import BASELINE, row_of
+from lockstep.studies.converging import Converging
 
 LARGEST = 1 << 20  # bytes of a study
 REMEDY = "see lockstep/studies/study.py for what a study may hold"
@@ -67,6 +69,7 @@ class Run(Strict):
     strategy: Name
     differs: Name | None = None
     against: Name | None = None
+    fault: Name | None = None  # a planted one of lockstep/faults/slow.py: is it found?
 
     @property
     def flags(self) -> Flags:
@@ -100,6 +103,7 @@ class Study(Strict):
     control: Flags = {}
     runs: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,60}$")], Run] = {}
     vary: Vary | None = None
+    converging: Converging | None = None
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,7 @@ class Planned:
     differs: str | None  # why it need not agree with the control
     against: str | None  # the run that it is judged by, if that is not the control
     is_base: bool  # another run is judged by it: it has a folder of histories, and a control run, of its own
+    fault: str | None
     arguments: tuple[str, ...]  # flags of its training script
     config: Config
     inputs: Inputs
@@ -138,8 +143,15 @@ def read(path: Path) -> Study:
         raise UserError(f"{path}, line 1: a study has either tables [runs.NAME] or a table [vary]; {REMEDY}")
     if study.vary:
         _require_varied(study.vary, text, path)
+    for name, run in study.runs.items():
+        if run.fault is not None and study.converging is None:
+            line = line_of(text, f"runs.{name}", "fault")
+            raise UserError(
+                f"{path}, line {line}: only a study with a table [converging] has faults; leave it out"
+            )
     for table, flags in {"shared": study.shared, "control": study.control, **_by_table(study)}.items():
-        taken = next((flag for flag in flags if flag in SET_HERE), None)
+        allowed = ("noise_control",) if study.converging else ()  # its twin
+        taken = next((flag for flag in flags if flag in SET_HERE and flag not in allowed), None)
         if taken:
             raise UserError(
                 f"{path}, line {line_of(text, table, taken)}: {taken} is set by the study itself; leave it out"
@@ -237,7 +249,8 @@ def plan_run(study: Study, name: str, run: Run, flags: Flags, folder: Path) -> P
     """One run with all its flags, in a folder. Raises UserError if it could not be started."""
     arguments = arguments_of(run.strategy, flags)
     is_base = any(other.against == name for other in study.runs.values())
-    losses = str(folder / "losses" / name if is_base else folder / "losses")
+    alone = is_base or "noise_control" in flags  # control runs have one name
+    losses = str(folder / "losses" / name if alone else folder / "losses")
     arguments += ["--loss_output_dir", losses, "--storage_path", losses]
     if name != BASELINE:
         arguments += ["--run_name", name]
@@ -252,7 +265,7 @@ def plan_run(study: Study, name: str, run: Run, flags: Flags, folder: Path) -> P
     config = config_module.parse_config(run.strategy, [*arguments, "--dry_run"])  # leaves no folder behind
     inputs = preflight.load_inputs(config)
     preflight.check_environment(config, inputs.architecture)
-    return Planned(name, run.differs, run.against, is_base, tuple(arguments), config, inputs)
+    return Planned(name, run.differs, run.against, is_base, run.fault, tuple(arguments), config, inputs)
 
 
 def arguments_of(strategy: str, flags: Flags) -> list[str]:

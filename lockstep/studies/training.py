@@ -49,8 +49,32 @@ def train(
         jobs.start_all_groups(
             [(control.config.num_workers, [_job(control, first)])], folder / "logs" / BASELINE, shown=True
         )
+    arguments = {
+        run.name: [*run.arguments, *weights, *(["--control"] if run.is_base else [])] for run in left
+    }
+    return _train(left, arguments, folder, apart=apart, note=note, done=1, begin=begin)
+
+
+def train_alike(planned: list[Planned], folder: Path, note: Callable[[str], None]) -> dict[str, str]:
+    """Train what is not finished of runs that none is first among, each from its own weights; returns why runs failed, by name."""
+    left = [run for run in planned if not finished(run)]
+    arguments = {run.name: [*run.arguments] for run in left}
+    return _train(left, arguments, folder, apart=False, note=note, done=0, begin=time.monotonic())
+
+
+def _train(
+    left: list[Planned],
+    arguments: dict[str, list[str]],
+    folder: Path,
+    *,
+    apart: bool,
+    note: Callable[[str], None],
+    done: int,
+    begin: float,
+) -> dict[str, str]:
+    """Train runs, mesh by mesh; `done` runs have been trained since `begin`."""
     failed: dict[str, str] = {}
-    done = 1
+    total = len(left) + done
     by_mesh = sorted(left, key=lambda run: tuple(run.config.mesh.sizes.values()))
     groups = (
         [[run] for run in left]
@@ -63,14 +87,12 @@ def train(
     for number, group in enumerate(groups):
         waiting = group
         while waiting:
-            each = (time.monotonic() - begin) / done
+            each = (time.monotonic() - begin) / max(done, 1)
             names = ", ".join(run.name for run in waiting)
-            note(f"run {done + 1} of {total}: {names}; about {progress.duration(each * (total - done))} left")
+            time_left = f"; about {progress.duration(each * (total - done))} left" if done else ""
+            note(f"run {done + 1} of {total}: {names}{time_left}")
             work = folder / "logs" / f"{number}-{waiting[0].name}"
-            todo = [
-                _job(run, [*run.arguments, *weights, *(["--control"] if run.is_base else [])])
-                for run in waiting
-            ]
+            todo = [_job(run, arguments[run.name]) for run in waiting]
             seconds, status = jobs.start_groups([(waiting[0].config.num_workers, todo)], work, shown=True)
             done += len(seconds)
             waiting = waiting[len(seconds) :]
@@ -81,7 +103,7 @@ def train(
 
 
 def _job(run: Planned, arguments: list[str]) -> dict:
-    return {"strategy": run.strategy, "arguments": arguments}
+    return {"strategy": run.strategy, "arguments": arguments, "fault": run.fault}
 
 
 def reference(planned: list[Planned], folder: Path) -> None:

@@ -21,6 +21,7 @@ SAME = (
     "learning_rate",
     "lr_schedule",
     "warmup_steps",
+    "schedule_steps",
     "weight_decay",
     "max_grad_norm",
     "gradient_accumulation_steps",

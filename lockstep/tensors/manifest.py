@@ -90,6 +90,7 @@ class Options(Strict):
     learning_rate: Annotated[Finite, Field(gt=0)]
     lr_schedule: rates.Schedule
     warmup_steps: Whole
+    schedule_steps: Whole
     optimizer: Literal["adamw", "sgd"]
     weight_decay: Amount
     max_grad_norm: Amount

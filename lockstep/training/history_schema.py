@@ -83,6 +83,7 @@ class RunConfig(Strict):
     learning_rate: Annotated[Finite, Field(gt=0)]
     lr_schedule: Schedule = "constant"
     warmup_steps: Whole = 0
+    schedule_steps: Whole = 0
     optimizer: Literal["adamw", "sgd"]
     weight_decay: NotNegative
     max_grad_norm: NotNegative

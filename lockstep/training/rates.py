@@ -3,12 +3,15 @@
     rate = learning_rate x min(1, step / warmup_steps) x shape(progress)        steps count from 1
     shape = 1 (constant), or (1 + cos(pi progress)) / 2 (cosine, arXiv 1608.03983 without restarts)
 
-`progress` goes from 0 in the first step after the warm-up towards 1; the last step still has a rate above 0.
+`progress` goes from 0 in the first step after the warm-up towards 1; the last step still has a rate above 0. A run that stops before its
+schedule ends has `schedule_steps`.
 """
 
 import math
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
+
+from lockstep.errors import UserError
 
 Schedule = Literal["constant", "cosine"]
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
@@ -19,8 +22,18 @@ def changes(options: Mapping[str, Any]) -> bool:
     return options.get("lr_schedule", "constant") != "constant" or options.get("warmup_steps", 0) > 0
 
 
+def require(options: Mapping[str, Any], num_steps: int) -> None:
+    """Raise UserError for a schedule that ends before the run does."""
+    if 0 < options["schedule_steps"] < num_steps:
+        raise UserError(
+            f"--schedule_steps {options['schedule_steps']}: the run has {num_steps} steps, and no rate for those after the schedule's end; "
+            "leave it out, or raise it"
+        )
+
+
 def rate_of(options: Mapping[str, Any], step: int, num_steps: int) -> float:
     """The rate of a step, from 1, of a run of `num_steps`."""
+    num_steps = options.get("schedule_steps", 0) or num_steps
     rate, warmup = options["learning_rate"], options.get("warmup_steps", 0)
     if step <= warmup:
         return rate * (step / warmup)

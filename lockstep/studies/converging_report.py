@@ -1,0 +1,215 @@
+"""What came out of a study with a table [converging]: a row for each run, as a table, report.md, report.json and a figure."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lockstep.errors import TrainingFailure, UserError, printable
+from lockstep.files import write_atomically, write_text
+from lockstep.losses.curves import FAIL, PASS
+from lockstep.studies import converging, report
+from lockstep.studies import study as study_file
+from lockstep.studies.converging import OTHER, SAME, Converging, Losses
+from lockstep.studies.report import DID_NOT_RUN, text
+from lockstep.studies.study import Planned, Study
+from lockstep.training import history
+
+CONTROL, TWIN, FOUND, MISSED = "control", "twin", "found", "not found"
+Seeded = dict[str, list[Planned]]  # run -> one for each seed
+
+
+def plan(study: Study, told: Converging, path: Path, folder: Path) -> Seeded:
+    """Every run with every seed. Raises UserError, with the line, for one that could not be started."""
+    content = path.read_text(encoding="utf-8")
+    for key in ("control", "twin"):
+        name = getattr(told, key)
+        if name not in study.runs:
+            line = study_file.line_of(content, "converging", key)
+            raise UserError(f'{path}, line {line}: {key} is "{name}", which is no run; name one of [runs]')
+    planned: Seeded = {}
+    for name, run in study.runs.items():
+        number = told.control_seeds if name in (told.control, told.twin) else told.seeds
+        try:
+            planned[name] = [
+                study_file.plan_run(
+                    study, f"{name}-seed{seed}", run, {**study.shared, **run.flags, "seed": seed}, folder
+                )
+                for seed in range(number)
+            ]
+        except UserError as error:
+            line = study_file.line_of(content, f"runs.{name}", "")
+            raise UserError(f"{path}, line {line}: run {name}: {error}") from error
+    return planned
+
+
+def rows(study: Study, told: Converging, planned: Seeded, failed: dict[str, str]) -> list[dict[str, Any]]:
+    """One row for each run, in the study's order. Raises TrainingFailure if the control or its twin did not run."""
+    for name in (told.control, told.twin):
+        lost = next((run.name for run in planned[name] if run.name in failed), None)
+        if lost:
+            raise TrainingFailure(f"{lost} did not run ({failed[lost]}); without it nothing can be compared")
+    means = {
+        name: converging.in_windows(_losses(runs), told.window)
+        for name, runs in planned.items()
+        if not any(run.name in failed for run in runs)
+    }
+    control, twin = means[told.control], means[told.twin]
+    found = []
+    for name, runs in planned.items():
+        row: dict[str, Any] = {
+            "run": name,
+            "label": runs[0].config.label,
+            "fault": study.runs[name].fault,
+            "seeds": len(runs),
+        }
+        if name not in means:
+            why = next(failed[run.name] for run in runs if run.name in failed)
+            found.append({**row, "outcome": DID_NOT_RUN, "why": why})
+            continue
+        own = list(range(told.seeds))
+        row |= {"steps": runs[0].inputs.num_steps, "windows": means[name].tolist()}
+        if name == told.control:
+            row["outcome"] = CONTROL
+        else:
+            tests = converging.judge(told, means[name][own], own, control, twin)
+            row["tests"] = {one.test: {**dataclasses.asdict(one), "worst": one.worst} for one in tests}
+            alarm = any(one.found_after is not None for one in tests)
+            row["outcome"] = (FOUND if alarm else MISSED) if row["fault"] else FAIL if alarm else PASS
+        found.append(row)
+    return found
+
+
+def _losses(runs: list[Planned]) -> Losses:
+    return np.array([[step["loss"] for step in history.read(run.config.history_path).steps] for run in runs])
+
+
+def good(found: list[dict[str, Any]]) -> bool:
+    """Whether no correct run raises an alarm. A planted fault may be missed."""
+    return all(row["outcome"] in (PASS, CONTROL, FOUND, MISSED) for row in found)
+
+
+def table(found: list[dict[str, Any]]) -> list[list[str]]:
+    """Head and rows of the table that a person reads."""
+    head = [
+        "run",
+        "mesh",
+        "seeds",
+        "steps",
+        "last window",
+        *(f"{test}: worst / tolerated" for test in (OTHER, SAME)),
+    ]
+    lines = [[*head, "found after", ""]]
+    for row in found:
+        cells = [row["run"], row["label"], str(row["seeds"])]
+        if row["outcome"] == DID_NOT_RUN:
+            lines.append([*cells, *[""] * (len(head) - 2), DID_NOT_RUN])
+            continue
+        cells += [str(row["steps"]), f"{np.mean(row['windows'], axis=0)[-1]:.4f}"]
+        tests = row.get("tests", {})
+        cells += [f"{tests[test]['worst']:.2f}" if tests else "" for test in (OTHER, SAME)]
+        after = [one["found_after"] for one in tests.values() if one["found_after"] is not None]
+        lines.append([*cells, str(min(after)) if after else "", row["outcome"]])
+    return lines
+
+
+def about_tolerance(told: Converging, found: list[dict[str, Any]]) -> str:
+    """How wide the tolerance is, and how often correct runs exceed it."""
+    means = {row["run"]: np.array(row["windows"]) for row in found if "windows" in row}
+    alarms = converging.alarms_among_correct_runs(told, means[told.control], means[told.twin])
+    row = next(row for row in found if row["run"] == told.twin)
+    widths = {test: row["tests"][test]["tolerated"] for test in (OTHER, SAME)}
+    tolerated = "; ".join(
+        f"{test}: {min(width):.4f} to {max(width):.4f} nats" for test, width in widths.items()
+    )
+    counted = "; ".join(f"{test}: {count} of {trials}" for test, (count, trials) in alarms.items())
+    return (
+        f"A correct run exceeds a tolerance with probability {told.false_alarm_rate:g}, over all windows and both tests. Tolerated: {tolerated}. "
+        f"Alarms if every choice of {told.seeds} seeds of {told.twin} is judged (the choices overlap): {counted}."
+    )
+
+
+def write(
+    study: Study,
+    told: Converging,
+    planned: Seeded,
+    found: list[dict[str, Any]],
+    place: Path,
+    command: str,
+) -> None:
+    """report.md, report.json and losses.png in the folder of the study."""
+    machine = report.provenance(planned[told.control][0])
+    content = {
+        "title": study.title,
+        "command": command,
+        **machine,
+        "good": good(found),
+        "converging": told.model_dump(),
+        "runs": found,
+    }
+    write_text(place / "report.json", json.dumps(content, indent=1) + "\n")
+    head, *lines = table(found)
+    parts = [f"# {study.title}", "", study.about.strip(), "", report.made_by(command, machine), ""]
+    parts += [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    parts += [f"| {' | '.join(line)} |" for line in lines]
+    parts += ["", about_tolerance(told, found), ""]
+    parts += [f"- {row['run']}: {_story(row['fault'])}" for row in found if row["fault"]]
+    parts += [
+        f"- {row['run']}: {DID_NOT_RUN}: {printable(row['why'], 400)}"
+        for row in found
+        if row["outcome"] == DID_NOT_RUN
+    ]
+    write_text(place / "report.md", "\n".join(parts) + "\n")
+    draw(told, found, place / "losses.png")
+
+
+def _story(fault: str) -> str:
+    from lockstep.faults import SLOW
+
+    return SLOW[fault].story
+
+
+def draw(told: Converging, found: list[dict[str, Any]], path: Path) -> None:
+    """Three panels over steps: the mean losses, and what either test compares, with what it tolerates. Faults are dashed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(
+        3, 1, figsize=(9, 10), sharex=True, height_ratios=(3, 2, 2), layout="constrained"
+    )
+    ran = [row for row in found if "windows" in row]
+    colors = pyplot.get_cmap("tab20").colors  # type: ignore[attr-defined]
+    for number, row in enumerate(ran):
+        at = np.arange(1, len(row["windows"][0]) + 1) * told.window
+        is_control = row["run"] == told.control
+        style = {
+            "color": "black" if is_control else colors[number % len(colors)],
+            "linestyle": "--" if row["fault"] else "-",
+            "linewidth": 2.5 if is_control else 1.2,
+        }
+        panels[0].plot(at, np.mean(row["windows"][: told.seeds], axis=0), label=row["run"], **style)
+        for panel, test in zip(panels[1:], (OTHER, SAME), strict=True):
+            if "tests" in row:
+                panel.plot(at, row["tests"][test]["differences"], **style)
+    twin = next(row for row in ran if row["run"] == told.twin)
+    for panel, test in zip(panels[1:], (OTHER, SAME), strict=True):
+        tolerated = np.array(twin["tests"][test]["tolerated"])
+        at = np.arange(1, len(tolerated) + 1) * told.window
+        panel.fill_between(at, -tolerated, tolerated, color="0.88", zorder=0, label="tolerated")
+        panel.set_yscale("symlog", linthresh=float(tolerated.min()) / 10)
+        panel.set_ylabel(f"from the control, {test} (nats)")
+    panels[0].set_ylabel(f"mean loss of {told.window} steps (nats)")
+    panels[-1].set_xlabel("step")
+    for panel in panels:
+        panel.grid(alpha=0.3)
+    figure.legend(loc="outside right upper", frameon=False)
+    write_atomically(path, lambda temporary: figure.savefig(temporary, dpi=110, format=path.suffix[1:]))
+    pyplot.close(figure)
+
+
+def shown(found: list[dict[str, Any]]) -> str:
+    return text(table(found))
