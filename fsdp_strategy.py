@@ -288,12 +288,14 @@ def shard_mesh(device_mesh: DeviceMesh, replicas: int) -> DeviceMesh:
 
     Ranks along cp hold the same weights and see other tokens, as those along dp do, so they hold shards of them, too.
     """
+    name = "dp"
     if device_mesh["cp"].size() > 1:
-        return device_mesh["dp", "cp"]._flatten("dp_cp")
+        name = "dp_cp"
+        device_mesh = device_mesh["dp", "cp"]._flatten(name)
     if replicas == 1:
-        return device_mesh["dp"]
+        return device_mesh[name]
     names = ("dp_replicate", "dp_shard")
-    return device_mesh._unflatten("dp", (replicas, device_mesh["dp"].size() // replicas), names)[names]
+    return device_mesh._unflatten(name, (replicas, device_mesh[name].size() // replicas), names)[names]
 
 
 def gather_ahead(units: list[Any], number: int) -> None:

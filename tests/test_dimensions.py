@@ -155,7 +155,7 @@ def config(*arguments, strategy="fsdp"):
         ("--sequence_parallel", "add --tp_size 2"),
         ("--sequence_parallel --tp_size 2 --cp_size 2 --seq_length 6", "choose a multiple of 4"),
         ("--sequence_parallel --tp_size 2 --attn_impl eager", "leave --attn_impl out"),
-        ("--cp_size 2 --dp_size 2 --dp_replicate 2", "leave --dp_replicate out"),
+        ("--tp_size 2 --activation_checkpointing --compile", "leave one of them out"),
     ],
 )
 def test_what_cannot_be_combined(arguments, message):

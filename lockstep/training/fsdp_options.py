@@ -174,9 +174,10 @@ def require(config: "Config", architecture: dict) -> None:
             f"--sequence_parallel: {config.model_name} attends within a sliding window of {architecture['sliding_window']}, and transformers "
             f"makes its mask for the positions of one rank; leave it out, or lower --seq_length"
         )
-    if config.cp_size > 1 and own.dp_replicate > 1:
+    if config.tp_size > 1 and config.activation_checkpointing and config.compile != "off":
         raise UserError(
-            f"--cp_size {config.cp_size} --dp_replicate {own.dp_replicate}: weights are sharded over dp and cp together; leave --dp_replicate out"
+            f"--tp_size {config.tp_size} --activation_checkpointing --compile: torch cannot trace a layer that is checkpointed and whose weights "
+            "are cut; leave one of them out"
         )
     if own.prefetch and own.wrap == "model":
         raise UserError(
