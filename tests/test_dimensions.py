@@ -7,6 +7,7 @@ from ranks import ROOT
 
 import run_faults
 from lockstep.config import parse_config
+from lockstep.deepspeed import ulysses
 from lockstep.errors import UserError
 from lockstep.faults import CATALOGUE
 from lockstep.inputs.architectures import BUILT_IN
@@ -28,6 +29,12 @@ COMBINATIONS = {
     "pp 2, interleaved, x cp 2, checkpointed": "--pp_size 2 --tp_size 1 --cp_size 2 --pp_schedule interleaved1f1b --pp_microbatches 2",
     "pp 2 x sp 2, autocast": "--pp_size 2 --tp_size 2 --sequence_parallel --precision autocast",
     "dp 2, checkpointed": "--dp_size 2 --batch_size 2 --tp_size 1",
+    "dp 2 of 2 replicas x cp 2": "--dp_size 2 --batch_size 2 --dp_replicate 2 --cp_size 2 --tp_size 1 --gradient_sync scatter",
+    "sp 2, compiled": "--tp_size 2 --sequence_parallel --compile aot_eager",
+    "ddp, dp 2, compiled, checkpointed": "--dp_size 2 --batch_size 2 --compile aot_eager",
+    "deepspeed, sp 2": "--sp_size 2 --tp_size 1 --zero_stage 2",
+    "deepspeed, sp 2, stage 3, compiled": "--sp_size 2 --tp_size 1 --zero_stage 3 --compile aot_eager",
+    "deepspeed, sp 2 x dp 2, stage 0": "--sp_size 2 --dp_size 2 --batch_size 2 --tp_size 1 --zero_stage 0",
     "deepspeed, dp 2, checkpointed": "--dp_size 2 --batch_size 2 --tp_size 1 --zero_stage 3",
     "contextddp, cp 2": "--cp_size 2",
 }
@@ -68,7 +75,7 @@ def trained(tmp_path_factory, request):
 
 def strategy_of(name):
     first = name.split(",")[0]
-    return first if first in ("deepspeed", "contextddp") else "fsdp"
+    return first if first in ("ddp", "deepspeed", "contextddp") else "fsdp"
 
 
 def baseline_of(name):
@@ -104,6 +111,24 @@ def test_the_contract_says_who_has_what(trained):
     assert sequence["positions_in_norms"] == [8]
 
 
+def test_a_compiled_run_has_what_enters_and_leaves_layers(trained):
+    compiled = Dump(trained / "sp 2, compiled" / "fsdp")
+    tensors = compiled.steps["1"]["tensors"]
+    assert {
+        "forward/model.layers.0",
+        "backward/model.embed_tokens",
+        "gradient/model.norm.weight",
+    } <= tensors.keys()
+    assert "forward/model.layers.0.mlp" not in tensors and compiled.missing == []
+    assert compiled.contract["compiled"] == [True]
+
+
+def test_a_compiled_baseline_is_refused(trained):
+    compiled = Dump(trained / "ddp, dp 2, compiled, checkpointed" / "ddp")
+    with pytest.raises(UserError, match="run train_ddp.py without --compile"):
+        compare_dumps(Dump(trained / "ddp" / "reference"), {"ddp": compiled}, {})
+
+
 def test_a_dump_says_what_is_cut(trained):
     tensors = Dump(trained / "sp 2 x cp 2" / "fsdp").steps["1"]["tensors"]
     assert tensors["forward/model.norm"]["sharded"] == {"cp": 1, "tp": 1}
@@ -117,12 +142,15 @@ FAULTS = {
     "norm_of_one_stage": "right",
     "sequence_parallel_norms_not_reduced": "right",
     "recomputed_with_other_random_numbers": "not explained",
+    "compiled_layer_drops_the_embedding_gradient": "not explained",
+    "averaged_over_sp_twice": "right",
+    "exchange_without_a_gradient": "not explained",
 }
 
 
 def test_planted_bugs_are_caught_where_they_are(tmp_path):
     output = tmp_path / "faults.json"
-    assert run_faults.main([*FAULTS, "--strategy", "fsdp", "--steps", "3", "--output", str(output)]) == 0
+    assert run_faults.main([*FAULTS, "--steps", "3", "--output", str(output)]) == 0
     rows = json.loads(output.read_text())["rows"]
     assert {row["fault"]: row["named"] for row in rows} == FAULTS
     assert all(row["caught"] and row["first_right"] for row in rows)
@@ -187,6 +215,7 @@ def test_what_context_parallelism_cannot_cut(arguments, message):
     "strategy, flag, message",
     [
         ("ddp", "--cp_size", "DDP has no context parallelism"),
+        ("fsdp", "--sp_size", "unrecognized arguments: --sp_size"),
         ("deepspeed", "--pp_size", "DeepSpeed AutoTP has no pipeline parallelism"),
         ("fsdp", "--pp_schedule", "invalid choice: '2'"),
     ],
@@ -194,6 +223,21 @@ def test_what_context_parallelism_cannot_cut(arguments, message):
 def test_strategies_without_a_dimension(strategy, flag, message):
     with pytest.raises(UserError, match=message):
         parse_config(strategy, ["--device", "cpu", flag, "2"])
+
+
+@pytest.mark.parametrize(
+    "arguments, model, message",
+    [
+        ("--tp_size 2", "tiny-qwen2", "add --tp_size 1"),
+        ("--tp_size 1", "tiny-mistral", "Ulysses ignores"),
+        ("--tp_size 1 --sp_size 8", "tiny-qwen2", "4 heads and 2 key-value heads"),
+    ],
+)
+def test_what_ulysses_cannot_cut(arguments, model, message):
+    options = config("--sp_size", "2", "--seq_length", "128", *arguments.split(), strategy="deepspeed")
+    sliding = {**BUILT_IN[model], "sliding_window": 64} if model == "tiny-mistral" else BUILT_IN[model]
+    with pytest.raises(UserError, match=message):
+        ulysses.require(options, sliding)
 
 
 def test_every_position_and_every_layer_belongs_to_one_rank():

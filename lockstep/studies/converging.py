@@ -18,6 +18,7 @@ The difference over its scale has Student's t distribution with m - 1 (m) degree
 normally distributed x. An alarm is a window in which it exceeds the two-sided quantile of false_alarm_rate / (2 x number of windows).
 """
 
+import functools
 import math
 from dataclasses import dataclass
 from itertools import combinations
@@ -59,6 +60,7 @@ class Outcome:
         return max(abs(d) / t if t else math.inf if d else 0.0 for d, t in pairs)
 
 
+@functools.cache
 def quantile(probability: float, freedom: int) -> float:
     """The t that Student's distribution with so many degrees of freedom exceeds, on either side, with this probability.
 

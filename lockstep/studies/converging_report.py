@@ -31,6 +31,9 @@ def plan(study: Study, told: Converging, path: Path, folder: Path) -> Seeded:
             raise UserError(f'{path}, line {line}: {key} is "{name}", which is no run; name one of [runs]')
     planned: Seeded = {}
     for name, run in study.runs.items():
+        _require_slow(
+            run.fault, f"{path}, line {study_file.line_of(content, f'runs.{name}', 'fault')}: run {name}"
+        )
         number = told.control_seeds if name in (told.control, told.twin) else told.seeds
         try:
             planned[name] = [
@@ -42,7 +45,20 @@ def plan(study: Study, told: Converging, path: Path, folder: Path) -> Seeded:
         except UserError as error:
             line = study_file.line_of(content, f"runs.{name}", "")
             raise UserError(f"{path}, line {line}: run {name}: {error}") from error
+        steps = planned[name][0].inputs.num_steps
+        if steps < told.window:
+            line = study_file.line_of(content, "converging", "window")
+            raise UserError(
+                f"{path}, line {line}: window is {told.window}, and {name} has {steps} steps; lower it"
+            )
     return planned
+
+
+def _require_slow(fault: str | None, place: str) -> None:
+    from lockstep.faults import SLOW
+
+    if fault is not None and fault not in SLOW:
+        raise UserError(f"{place}: there is no slow fault {fault}; choose from {', '.join(SLOW)}")
 
 
 def rows(study: Study, told: Converging, planned: Seeded, failed: dict[str, str]) -> list[dict[str, Any]]:

@@ -1,0 +1,201 @@
+"""Losses that converge: the quantiles, what the two tests find and how often they are wrong, and a small study through real runs."""
+
+import json
+
+import numpy as np
+import pytest
+
+import run_study
+from lockstep.errors import UserError
+from lockstep.faults import CATALOGUE, SLOW
+from lockstep.studies import converging, converging_report
+from lockstep.studies import study as study_file
+from lockstep.studies.converging import OTHER, SAME, Converging
+from lockstep.training import rates
+
+TOLD = Converging(control="control", twin="twin", control_seeds=10, seeds=3, window=10)
+
+
+@pytest.mark.parametrize(
+    "probability, freedom, t",
+    [(0.05, 9, 2.2622), (0.01, 6, 3.7074), (0.05, 1, 12.7062), (0.001, 30, 3.6460)],
+)
+def test_quantiles_are_those_of_printed_tables(probability, freedom, t):
+    assert converging.quantile(probability, freedom) == pytest.approx(t, abs=1e-4)
+
+
+def test_means_are_of_whole_windows():
+    losses = np.array([[1.0, 3.0, 5.0, 7.0, 100.0]])
+    assert converging.in_windows(losses, 2).tolist() == [[2.0, 6.0]]
+
+
+def curves(generator, *, seeds=10, windows=20, rounding=1e-3):
+    """A control with a spread over seeds of 0.05, and a twin that rounding errors move."""
+    control = 3 + 0.05 * generator.standard_normal((seeds, windows))
+    return control, control + rounding * generator.standard_normal((seeds, windows))
+
+
+def judge(run, control, twin):
+    found = converging.judge(TOLD, run, [0, 1, 2], control, twin)
+    return {one.test: one.found_after for one in found}
+
+
+def test_correct_runs_raise_no_more_alarms_than_stated():
+    """Of 1000 correct runs, 5 in the mean for either test; 14 are more than 999 of 1000 times."""
+    alarms = {OTHER: 0, SAME: 0}
+    for seed in range(1000):
+        generator = np.random.default_rng(seed)
+        control, twin = curves(generator)
+        run = control[:3] + 1e-3 * generator.standard_normal((3, 20))
+        for test, after in judge(run, control, twin).items():
+            alarms[test] += after is not None
+    assert max(alarms.values()) <= 14
+    assert alarms[OTHER] > 0  # a test that cannot fail would be no test
+
+
+def test_each_test_finds_what_it_can():
+    control, twin = curves(np.random.default_rng(0))
+    right = twin[:3].copy()
+    assert judge(right, control, twin) == {OTHER: None, SAME: None}
+    small, large, late = right + 0.05, right + 1.0, right.copy()
+    late[:, 12:] += 0.05
+    assert judge(small, control, twin) == {OTHER: None, SAME: 10}  # hidden in the spread over seeds
+    assert judge(large, control, twin) == {OTHER: 10, SAME: 10}
+    assert judge(late, control, twin)[SAME] == 130
+    short = judge(right[:, :4] + 0.05, control, twin)
+    assert short == {OTHER: None, SAME: 10}
+    assert judge(np.full((3, 20), np.nan), control, twin) == {OTHER: 10, SAME: 10}
+
+
+def test_alarms_are_counted_among_the_twins_own_seeds():
+    control, twin = curves(np.random.default_rng(1))
+    counted = converging.alarms_among_correct_runs(TOLD, control, twin)
+    assert counted[SAME][1] == counted[OTHER][1] == 120
+    twin[0] += 1.0  # one seed of it is wrong
+    assert converging.alarms_among_correct_runs(TOLD, control, twin)[SAME][0] >= 36
+
+
+SMALL = """title = "small"
+
+[converging]
+control = "fsdp"
+twin = "ulp"
+control_seeds = 6
+seeds = 2
+window = 4
+
+[shared]
+dp_size = 1
+batch_size = 2
+seq_length = 16
+debug_steps = 8
+lr_schedule = "cosine"
+warmup_steps = 2
+learning_rate = 3e-3
+
+[runs.fsdp]
+strategy = "fsdp"
+tp_size = 1
+
+[runs.ulp]
+strategy = "ddp"
+noise_control = true
+
+[runs.stops-earlier]
+strategy = "ddp"
+debug_steps = 4
+schedule_steps = 8
+
+[runs.low]
+strategy = "fsdp"
+tp_size = 1
+fault = "rate_one_percent_low"
+
+[runs.cannot]
+strategy = "ddp"
+learning_rate = 1e30
+"""
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("converging")
+    (folder / "small.toml").write_text(SMALL)
+    status = run_study.main([str(folder / "small.toml"), "--output_dir", str(folder / "out")])
+    return status, folder / "out"
+
+
+def test_a_study_finds_the_fault_and_not_the_others(trained):
+    status, place = trained
+    assert status == 1  # one run could not be trained
+    rows = {row["run"]: row for row in json.loads((place / "report.json").read_text())["runs"]}
+    outcomes = {name: row["outcome"] for name, row in rows.items()}
+    assert outcomes == {
+        "fsdp": "control",
+        "ulp": "PASS",
+        "stops-earlier": "PASS",
+        "low": "found",
+        "cannot": "DID NOT RUN",
+    }
+    assert (
+        rows["low"]["tests"][SAME]["found_after"] == 4 and rows["low"]["tests"][OTHER]["found_after"] is None
+    )
+    assert rows["stops-earlier"]["steps"] == 4 and len(rows["stops-earlier"]["windows"][0]) == 1
+    assert (place / "losses.png").stat().st_size > 10_000
+    report = (place / "report.md").read_text()
+    assert "with probability 0.01" in report and "of 15" in report and "one percent too low" in report
+
+
+def test_it_goes_on_where_it_was(trained, capsys):
+    status, place = trained
+    path = place.parent / "small.toml"
+    path.write_text(SMALL[: SMALL.index("[runs.cannot]")])
+    assert run_study.main([str(path), "--output_dir", str(place), "--resume"]) == 0
+    assert "run 1 of" not in capsys.readouterr().out  # all that is left has been trained
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (('twin = "ulp"', 'twin = "ulps"'), 'line 5: twin is "ulps", which is no run'),
+        (("control_seeds = 6", "control_seeds = 2"), "line 6: converging.control_seeds is 2"),
+        (
+            ("schedule_steps = 8", "schedule_steps = 3"),
+            "run stops-earlier: --schedule_steps 3: the run has 4",
+        ),
+        (("window = 4", "windows = 4"), "converging.windows"),
+        (("window = 4", "window = 9"), "line 8: window is 9, and fsdp has 8 steps"),
+        (('"rate_one_percent_low"', '"nosuch"'), "line 35: run low: there is no slow fault nosuch"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_with_its_line(tmp_path, capsys, change, message):
+    assert change[0] in SMALL
+    (tmp_path / "s.toml").write_text(SMALL.replace(*change))
+    assert run_study.main([str(tmp_path / "s.toml"), "--output_dir", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert message in said and len(said.splitlines()) == 1
+
+
+def test_faults_are_for_such_studies_alone(tmp_path):
+    text = 'title = "t"\n[runs.x]\nstrategy = "ddp"\nfault = "rate_drifts"\n'
+    (tmp_path / "s.toml").write_text(text)
+    with pytest.raises(UserError, match="line 4: only a study with a table"):
+        study_file.read(tmp_path / "s.toml")
+
+
+def test_the_schedule_of_a_run_that_stops_earlier_is_the_whole_ones():
+    whole = {"learning_rate": 1.0, "lr_schedule": "cosine", "warmup_steps": 2, "schedule_steps": 0}
+    short = {**whole, "schedule_steps": 10}
+    assert [rates.rate_of(short, step, 4) for step in range(1, 5)] == [
+        rates.rate_of(whole, step, 10) for step in range(1, 5)
+    ]
+
+
+def test_the_study_that_comes_with_lockstep_has_what_it_names():
+    study = study_file.read(run_study.STUDIES / "loss_converging.toml")
+    told = study.converging
+    assert told is not None and {told.control, told.twin} <= set(study.runs)
+    faults = [run.fault for run in study.runs.values() if run.fault]
+    assert sorted(faults) == sorted(SLOW) and len(faults) >= 5 and not set(SLOW) & set(CATALOGUE)
+    assert converging_report.good([{"outcome": "not found"}, {"outcome": "PASS"}])
+    assert not converging_report.good([{"outcome": "FAIL"}])
