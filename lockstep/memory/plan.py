@@ -152,10 +152,15 @@ def of(config: "Config", architecture: dict) -> Plan:
             f"what {config.row.label} keeps in memory is not known; give its class an attribute memory, such as "
             'memory = "lockstep.memory.replicated:plan"'
         )
-    if config.activation_checkpointing:
-        raise UserError(
-            "what a rank holds with --activation_checkpointing is not known; leave it out of the plan"
-        )
+    unknown = {
+        "--pp_size": config.pp_size > 1,
+        "--cp_size": config.cp_size > 1,
+        "--activation_checkpointing": config.activation_checkpointing,
+        "--compile": config.compile != "off",
+    }
+    for flag, given in unknown.items():
+        if given:
+            raise UserError(f"what a rank holds with {flag} is not known; leave it out of the plan")
     rank = Rank(
         config,
         architecture["hidden_size"],

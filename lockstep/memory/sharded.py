@@ -33,10 +33,8 @@ from lockstep.training import fsdp_options
 def plan(rank: Rank) -> Plan:
     """The plan of FSDP. Raises UserError for offload on a GPU, and for dimensions whose activations are not known."""
     config = rank.config
-    if config.pp_size > 1 or config.cp_size > 1 or fsdp_options.of(config).sequence_parallel:
-        raise UserError(
-            "what a rank holds with --pp_size, --cp_size or --sequence_parallel is not known; leave them out of the plan"
-        )
+    if fsdp_options.of(config).sequence_parallel:
+        raise UserError("what a rank holds with --sequence_parallel is not known; leave it out of the plan")
     if fsdp_options.of(rank.config).cpu_offload and rank.config.device != "cpu":
         raise UserError("what --cpu_offload keeps on a GPU is not known; leave it out, or add --device cpu")
     sizes = sizes_of(rank)

@@ -58,6 +58,11 @@ def label(chosen: Chosen) -> str:
     return option if value is True else f"{option} {json.dumps(value).strip(chr(34))}"
 
 
+def label_of(row: dict[str, Any]) -> str:
+    """The choice of a run, with what it needs."""
+    return ", ".join(label(chosen) for chosen in row["options"].items())
+
+
 def table(vary: Vary, rows: list[dict[str, Any]]) -> list[list[str]]:
     """A line for each value of each option: its outcome alone, with each other one, and of how many triples with it."""
     outcomes = {json.dumps(row["options"], sort_keys=True): row["outcome"] for row in rows}
