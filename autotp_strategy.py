@@ -271,10 +271,7 @@ class AutoTPStrategy:
             self.engine.backward(loss / self._divisor)  # divides by gradient_accumulation_steps
             losses.append(loss.detach())
         mean = torch.stack(losses).mean()
-        if self.sequence is not None:
-            dist.all_reduce(mean, group=self.sequence.group)
-            mean /= self.sequence.size
-        return mean
+        return mean if self.sequence is None else self.sequence.mean(mean)
 
     def loss(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """This rank's mean loss over one micro batch, each (B, S); shape ()."""
@@ -365,5 +362,5 @@ class AutoTPStrategy:
             "loss_is_mean_over": [self.num_tokens, self.num_micro_batches, self.geometry().mesh.dp],
             "reduction_dtype": sorted(dtypes),
             "sharding": zero.observed(self.engine, self.stage.num_stepped()),
-            **(self.sequence.contract() if self.sequence else {}),
+            **(self.sequence.observed() if self.sequence else {}),
         }

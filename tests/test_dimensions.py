@@ -21,22 +21,24 @@ from lockstep.tensors.dump import Dump
 from lockstep.training import cuts, fsdp_options, history, stages
 
 COMBINATIONS = {
-    "cp 2 x dp 2": "--cp_size 2 --dp_size 2 --batch_size 2 --tp_size 1",
     "sp 2 x cp 2": "--cp_size 2 --tp_size 2 --sequence_parallel",
-    "sp 2": "--tp_size 2 --sequence_parallel",
-    "pp 4": "--pp_size 4 --tp_size 1",
     "pp 2, zero bubble, x dp 2": "--pp_size 2 --tp_size 1 --dp_size 2 --batch_size 2 --pp_schedule interleavedzerobubble",
     "pp 2, interleaved, x cp 2, checkpointed": "--pp_size 2 --tp_size 1 --cp_size 2 --pp_schedule interleaved1f1b --pp_microbatches 2",
     "pp 2 x sp 2, autocast": "--pp_size 2 --tp_size 2 --sequence_parallel --precision autocast",
-    "dp 2, checkpointed": "--dp_size 2 --batch_size 2 --tp_size 1",
     "dp 2 of 2 replicas x cp 2": "--dp_size 2 --batch_size 2 --dp_replicate 2 --cp_size 2 --tp_size 1 --gradient_sync scatter",
     "sp 2, compiled": "--tp_size 2 --sequence_parallel --compile aot_eager",
     "ddp, dp 2, compiled, checkpointed": "--dp_size 2 --batch_size 2 --compile aot_eager",
-    "deepspeed, sp 2": "--sp_size 2 --tp_size 1 --zero_stage 2",
     "deepspeed, sp 2, stage 3, compiled": "--sp_size 2 --tp_size 1 --zero_stage 3 --compile aot_eager",
     "deepspeed, sp 2 x dp 2, stage 0": "--sp_size 2 --dp_size 2 --batch_size 2 --tp_size 1 --zero_stage 0",
-    "deepspeed, dp 2, checkpointed": "--dp_size 2 --batch_size 2 --tp_size 1 --zero_stage 3",
     "contextddp, cp 2": "--cp_size 2",
+}
+FURTHER = {  # with --all
+    "cp 2 x dp 2": "--cp_size 2 --dp_size 2 --batch_size 2 --tp_size 1",
+    "sp 2": "--tp_size 2 --sequence_parallel",
+    "pp 4": "--pp_size 4 --tp_size 1",
+    "dp 2, checkpointed": "--dp_size 2 --batch_size 2 --tp_size 1",
+    "deepspeed, sp 2": "--sp_size 2 --tp_size 1 --zero_stage 2",
+    "deepspeed, dp 2, checkpointed": "--dp_size 2 --batch_size 2 --tp_size 1 --zero_stage 3",
 }
 EXAMPLE = f"{ROOT}/examples/context_ddp.py:ContextDDP"
 COMMON = ["--seq_length", "32", "--gradient_accumulation_steps", "2", "--max_grad_norm", "0.5"]
@@ -53,7 +55,8 @@ def trained(tmp_path_factory, request):
         return {"strategy": strategy, "arguments": [*COMMON, *STEPS, *own, *arguments]}
 
     groups, alone = [], ("--dp_size", "1", "--batch_size", "4")
-    for name, flags in COMBINATIONS.items():
+    chosen = {**COMBINATIONS, **(FURTHER if request.config.getoption("--all") else {})}
+    for name, flags in chosen.items():
         arguments = [*alone, *flags.split()]
         if "--pp_size" in flags:
             arguments += ["--gradient_sync", "every"]
@@ -64,9 +67,7 @@ def trained(tmp_path_factory, request):
         groups.append((mesh.world_size, [job(place, name, *arguments)]))
     for name, precision in (("ddp", "fp32"), ("ddp, autocast", "autocast")):
         told = (*alone, "--precision", precision)
-        dumps = [
-            str(folder / other / strategy_of(other)) for other in COMBINATIONS if baseline_of(other) == name
-        ]
+        dumps = [str(folder / other / strategy_of(other)) for other in chosen if baseline_of(other) == name]
         reference = {**job(jobs.REFERENCE, name, *told), "replays": dumps}
         groups += [(1, [job("ddp", name, *told, "--control")]), (None, [reference])]
     jobs.start_all_groups(groups, folder / "work")
@@ -82,8 +83,10 @@ def baseline_of(name):
     return "ddp, autocast" if "autocast" in name else "ddp"
 
 
-@pytest.mark.parametrize("name", COMBINATIONS)
-def test_every_combination_computes_the_same(trained, name):
+@pytest.mark.parametrize("name", [*COMBINATIONS, *FURTHER])
+def test_every_combination_computes_the_same(trained, name, request):
+    if name in FURTHER and not request.config.getoption("--all"):
+        pytest.skip("only with --all: the others have its parts")
     plain, strategy = trained / baseline_of(name), strategy_of(name)
     result = compare_dumps(
         Dump(plain / "reference"),
@@ -230,6 +233,7 @@ def test_strategies_without_a_dimension(strategy, flag, message):
     [
         ("--tp_size 2", "tiny-qwen2", "add --tp_size 1"),
         ("--tp_size 1", "tiny-mistral", "Ulysses ignores"),
+        ("--tp_size 1", "tiny-gpt2", "built like Llama"),
         ("--tp_size 1 --sp_size 8", "tiny-qwen2", "4 heads and 2 key-value heads"),
     ],
 )

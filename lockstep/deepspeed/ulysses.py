@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 
-from lockstep.collective import gather_objects
 from lockstep.config import Config
 from lockstep.errors import UserError
 from lockstep.inputs import modules
-from lockstep.mesh import Coordinates, Geometry, Mesh, runs
+from lockstep.mesh import Coordinates, Geometry, Mesh
+from lockstep.training.context_parallel import OwnPositions
 from lockstep.training.cuts import CONTIGUOUS
 
 if TYPE_CHECKING:
@@ -31,6 +31,10 @@ def require(config: Config, architecture: dict) -> None:
         raise UserError(
             f"--sp_size {size} --tp_size {config.tp_size}: DeepSpeed has one or the other; add --tp_size 1"
         )
+    if modules.names_of(architecture) is not modules.LLAMA:
+        raise UserError(
+            f"--sp_size {size}: DeepSpeed's Ulysses needs a model that is built like Llama, and {config.model_name} is not; choose another model"
+        )
     heads, kv_heads = architecture["num_attention_heads"], architecture["num_key_value_heads"]
     if heads % size or (kv_heads % size and size % kv_heads):
         raise UserError(
@@ -44,8 +48,8 @@ def require(config: Config, architecture: dict) -> None:
         )
 
 
-class Ulysses:
-    """One rank's positions of a sequence. Makes the model, in place, attend to the positions of all ranks along cp."""
+class Ulysses(OwnPositions):
+    """Makes a model, in place, attend to the positions of all ranks along cp. `mpu` is for the engine."""
 
     def __init__(self, model: "PreTrainedModel", config: Config):
         from deepspeed.runtime.sequence_parallel import parallel_state_sp
@@ -56,8 +60,7 @@ class Ulysses:
         self.mpu = parallel_state_sp  # what the engine asks for its groups: a module
         self.mpu._release_sequence_parallel_groups()  # those of an earlier run in this process
         self.mpu.initialize_sequence_parallel(sequence_parallel_size=config.cp_size)
-        self.group = self.mpu.get_sequence_parallel_group()
-        self.size = dist.get_world_size(self.group)
+        super().__init__(self.mpu.get_sequence_parallel_group(), CONTIGUOUS, config.seq_length)
         told = model.config
         # `register_with_transformers` would do the same for all later models of this process, too.
         self.attention = UlyssesSPAttentionHF(
@@ -79,17 +82,6 @@ class Ulysses:
         for layer in model.get_submodule(names.layers).children():
             # Not as a submodule: it has no weights and the model's own modules keep their names.
             object.__setattr__(layer.get_submodule(names.attention), NAME, self.attention)
-        pieces = CONTIGUOUS.pieces_of(config.seq_length, dist.get_rank(self.group), self.size)
-        self.positions = self.seen = torch.cat(
-            [torch.arange(start, start + length) for start, length in pieces]
-        )
-
-    def cut(
-        self, input_ids: torch.Tensor, labels: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """This rank's part of a micro batch, each (B, S), and its positions (1, S / cp). Labels are already shifted."""
-        positions = self.seen = self.positions.to(input_ids.device)
-        return input_ids[:, positions], labels[:, positions], positions[None]
 
     def geometry(self) -> Geometry:
         """From the groups that the engine reduces over: the ranks of dp and cp together, and those of cp."""
@@ -97,10 +89,9 @@ class Ulysses:
         mesh = Mesh(dp=dist.get_world_size(both) // dist.get_world_size(own), cp=dist.get_world_size(own))
         return Geometry(mesh, Coordinates(dp=dist.get_rank(both) // mesh.cp, cp=dist.get_rank(own)))
 
-    def contract(self) -> dict[str, Any]:
-        """The kernel that attention computes with, and the positions that each rank was called with."""
-        seen = gather_objects(runs(self.seen.tolist()), self.group)
-        return {"attention": self.attention.core_attn_implementation, "cuts": {"cp": seen}}
+    def observed(self) -> dict[str, Any]:
+        """Entries of the contract: the kernel that attention computes with, and each rank's positions."""
+        return {"attention": self.attention.core_attn_implementation, "cuts": {"cp": self.contract()}}
 
 
 def attend(

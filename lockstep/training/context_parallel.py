@@ -15,8 +15,10 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import scaled_dot_product_attention
 
+from lockstep.collective import gather_objects
 from lockstep.inputs import modules
-from lockstep.training.cuts import BALANCED
+from lockstep.mesh import runs
+from lockstep.training.cuts import BALANCED, Positions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -25,19 +27,12 @@ NAME = "context_parallel"  # of the attention function, in transformers' registr
 KERNEL = "sdpa"  # the attention implementation that it computes with
 
 
-class ContextParallel:
-    """One rank's positions of a sequence of `seq_length`. Makes the model, in place, attend to the positions of all ranks of the group."""
+class OwnPositions:
+    """The positions of each sequence of `seq_length` that this rank of a group has."""
 
-    def __init__(self, model: "PreTrainedModel", group: dist.ProcessGroup, seq_length: int):
-        from transformers import AttentionInterface
-
+    def __init__(self, group: dist.ProcessGroup, cut: Positions, seq_length: int):
         self.group, self.size, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
-        self.pieces = BALANCED.pieces_of(seq_length, self.rank, self.size)
-        AttentionInterface.register(NAME, attend)
-        model.set_attn_implementation(NAME)
-        names = modules.names_in(model)
-        for layer in model.get_submodule(names.layers).children():
-            cast(Any, layer.get_submodule(names.attention)).context = self
+        self.pieces = cut.pieces_of(seq_length, self.rank, self.size)
         own = [torch.arange(start, start + length) for start, length in self.pieces]
         self.positions = self.seen = torch.cat(own)  # `seen`: those of the last forward pass
 
@@ -47,6 +42,30 @@ class ContextParallel:
         """This rank's part of a micro batch, each (B, S), and its positions (1, S / cp). Labels are already shifted."""
         positions = self.seen = self.positions.to(input_ids.device)
         return input_ids[:, positions], labels[:, positions], positions[None]
+
+    def mean(self, loss: torch.Tensor) -> torch.Tensor:
+        """The mean over the group, in place, of losses that are means over equally many positions each."""
+        dist.all_reduce(loss, group=self.group)
+        loss /= self.size
+        return loss
+
+    def contract(self) -> list[list[list[int]]]:
+        """[start, length] of the runs of positions that each rank was called with. Collective."""
+        return gather_objects(runs(self.seen.tolist()), self.group)
+
+
+class ContextParallel(OwnPositions):
+    """Makes a model, in place, attend to the positions of all ranks of the group."""
+
+    def __init__(self, model: "PreTrainedModel", group: dist.ProcessGroup, seq_length: int):
+        from transformers import AttentionInterface
+
+        super().__init__(group, BALANCED, seq_length)
+        AttentionInterface.register(NAME, attend)
+        model.set_attn_implementation(NAME)
+        names = modules.names_in(model)
+        for layer in model.get_submodule(names.layers).children():
+            cast(Any, layer.get_submodule(names.attention)).context = self
 
     def whole(self, local: torch.Tensor) -> torch.Tensor:
         """Keys or values (N, ..., S / cp, D) of this rank's positions -> (N, ..., S, D) of all positions, in their order."""

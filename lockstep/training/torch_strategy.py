@@ -18,10 +18,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.collective import gather_objects
 from lockstep.config import Config
 from lockstep.inputs.model import causal_lm_loss
-from lockstep.mesh import AXES, Geometry, Mesh, build_device_mesh, runs, share
+from lockstep.mesh import AXES, Geometry, Mesh, build_device_mesh, share
 from lockstep.training import context_parallel
 from lockstep.training.observe import observed_max_grad_norm, torch_contract
 from lockstep.training.optim import (
@@ -98,8 +97,7 @@ class TorchStrategy:
             self.pipeline.sum_tied()
             dist.broadcast(mean, group=self.pipeline.group, group_src=self.pipeline.last_rank)
         if self.context is not None:
-            dist.all_reduce(mean, group=self.context.group)
-            mean /= self.context.size
+            mean = self.context.mean(mean)
         return mean
 
     def _through_model(self, micro_batches: list[MicroBatch]) -> torch.Tensor:
@@ -238,7 +236,7 @@ class TorchStrategy:
         cuts: dict[str, Any] = {}
         if self.context is not None:
             found["attention"] = context_parallel.KERNEL
-            cuts["cp"] = gather_objects(runs(self.context.seen.tolist()), self.context.group)
+            cuts["cp"] = self.context.contract()
         if self.pipeline is not None:
             cuts["pp"] = self.pipeline.contract()
             found["tied_embeddings"] = self.pipeline.tied
