@@ -2,6 +2,7 @@
 
     torchrun --nproc_per_node 2 benchmarks/loop_overhead.py ddp --steps 200
     torchrun --nproc_per_node 4 benchmarks/loop_overhead.py fsdp --steps 200
+    torchrun --nproc_per_node 2 benchmarks/loop_overhead.py fsdp --steps 200 --tp_size 1 --dp_size 1 --cp_size 2
 
 Both use the same live objects, in turn, and the same batches. A step of the loop is a whole `training.train_step` with data, hashes,
 gathering and history file. A bare step is what a person would write: zero_grad, forward, backward, clip, step on batches in memory. Prints
@@ -30,14 +31,24 @@ from lockstep.training.torch_strategy import TorchStrategy
 def bare_step(strategy, config, device, batch):
     """One step as written by hand. Only the norm of shards is the strategy's, because torch cannot take it over two meshes."""
     input_ids, labels = batch
+    positions = None
     if not isinstance(strategy, TorchStrategy):  # an engine holds model and optimizer
-        loss = causal_lm_loss(strategy.engine, input_ids, labels)
+        if strategy.sequence is not None:
+            input_ids, labels, positions = strategy.sequence.cut(input_ids, labels)
+        loss = causal_lm_loss(strategy.engine, input_ids, labels, positions)
         strategy.engine.backward(loss)
         strategy.engine.step()
+        return loss.item()
+    strategy.optimizer.zero_grad()
+    input_ids, labels, positions = strategy.cut(input_ids, labels)
+    if strategy.pipeline is not None:
+        places = torch.arange(labels.shape[1])[None] if positions is None else positions
+        loss = strategy.pipeline.step(input_ids, labels, places)
+        strategy.pipeline.sum_tied()
+        strategy.update()
     else:
-        strategy.optimizer.zero_grad()
         with config.autocast(device):
-            loss = causal_lm_loss(strategy.wrapped, input_ids, labels)
+            loss = causal_lm_loss(strategy.wrapped, input_ids, labels, positions)
         loss.backward()
         if config.row.whole_replicas:
             torch.nn.utils.clip_grad_norm_(strategy.parameters, config.max_grad_norm)
