@@ -9,6 +9,7 @@ operator for CPUs (torch 2.13). A position attends to all before it, so a rank h
 The loss of a rank is the mean over its own positions. All ranks have equally many, so the mean over ranks is the mean over tokens.
 """
 
+import functools
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -75,10 +76,15 @@ class ContextParallel(OwnPositions):
 
     def mask(self, start: int, length: int, window: int | None, device: torch.device) -> torch.Tensor:
         """(length, start + length): whether each of a piece's positions attends to each position up to the piece's end."""
-        query = torch.arange(start, start + length, device=device)[:, None]
-        key = torch.arange(start + length, device=device)
-        allowed = key <= query
-        return allowed if window is None else allowed & (query - key < window)
+        return _causal(start, length, window, device)
+
+
+@functools.lru_cache(maxsize=8)  # every layer asks for the same ones
+def _causal(start: int, length: int, window: int | None, device: torch.device) -> torch.Tensor:
+    query = torch.arange(start, start + length, device=device)[:, None]
+    key = torch.arange(start + length, device=device)
+    allowed = key <= query
+    return allowed if window is None else allowed & (query - key < window)
 
 
 def attend(
