@@ -1,6 +1,6 @@
 """DeepSpeed AutoTP + ZeRO: tensor parallelism by configuration; optimizer state, gradients and weights sharded over dp by stage.
 
-Only this file and lockstep/deepspeed/build.py import deepspeed.
+Only this file and two in lockstep/deepspeed, build.py and ulysses.py, import deepspeed.
 """
 
 import contextlib

@@ -23,6 +23,7 @@ from lockstep import config as config_module
 from lockstep import origin, preflight
 from lockstep.files import write_result
 from lockstep.inputs.model import build_model
+from lockstep.strategies import BASELINE, ROWS, others
 from lockstep.training import loop as training
 from lockstep.training.observe import versions
 from lockstep.training.strategy import factory_of
@@ -32,28 +33,30 @@ WARM_UP = 3
 LONG = "--model_name narrow-qwen2 --seq_length 2048 --batch_size 1 --dp_size 1"
 DEEP = "--model_name narrow-qwen2 --seq_length 256 --batch_size 4 --dp_size 1"
 REAL = "--model_name Qwen2.5-0.5B --num_layers 2 --seq_length 256 --batch_size 2 --precision autocast --dp_size 2"
+ALL_AXES = next(row.name for row in ROWS.values() if {"pp", "cp"} <= set(row.axes))
 # case -> (strategy, ranks, flags, the case it is held against, its ideal wall time as a multiple of that one's)
-CASES = {
-    "one rank, sequence 2048": ("ddp", 1, LONG, None, 1.0),
-    "cp 2, sequence 2048": ("fsdp", 2, f"{LONG} --tp_size 1 --cp_size 2", "one rank, sequence 2048", 1 / 2),
-    "one rank, batch 4": ("ddp", 1, DEEP, None, 1.0),
-    # with m micro batches and p stages a rank works m of m + p - 1 turns
+CASES: dict[str, tuple[str, int, str, str | None, float]] = {
+    "one rank, sequence 2048": (BASELINE, 1, LONG, None, 1.0),
+    "cp 2, sequence 2048": (ALL_AXES, 2, f"{LONG} --tp_size 1 --cp_size 2", "one rank, sequence 2048", 1 / 2),
+    "one rank, batch 4": (BASELINE, 1, DEEP, None, 1.0),
     "pp 2, 4 micro batches": (
-        "fsdp",
+        ALL_AXES,
         2,
         f"{DEEP} --tp_size 1 --pp_size 2 --pp_schedule 1f1b",
         "one rank, batch 4",
-        (4 + 2 - 1) / 4 / 2,
+        (4 + 2 - 1) / 4 / 2,  # with m micro batches and p stages a rank works m of m + p - 1 turns
     ),
-    "DDP over 2 ranks, real size": ("ddp", 2, REAL, None, 1.0),
-    "FSDP tp 2 x dp 2, real size": ("fsdp", 4, f"{REAL} --tp_size 2", "DDP over 2 ranks, real size", 1.0),
-    "AutoTP tp 2 x dp 2, real size": (
-        "deepspeed",
-        4,
-        f"{REAL} --tp_size 2",
-        "DDP over 2 ranks, real size",
-        1.0,
-    ),
+    "dp 2, real size": (BASELINE, 2, REAL, None, 1.0),
+    **{
+        f"{ROWS[name].label}, tp 2 x dp 2, real size": (
+            name,
+            4,
+            f"{REAL} --tp_size 2",
+            "dp 2, real size",
+            1.0,
+        )
+        for name in others()
+    },
 }
 
 

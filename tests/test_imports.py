@@ -31,7 +31,7 @@ def users_of(package):
 
 def test_one_file_each():
     assert users_of("ray") == {"under_ray.py"}
-    assert users_of("deepspeed") == {"autotp_strategy.py", "build.py"}
+    assert users_of("deepspeed") == {"autotp_strategy.py", "build.py", "ulysses.py"}
 
 
 # Where DeepSpeed may be spoken of: its own files, the registry, what installs it, pages, results and tests.
