@@ -105,7 +105,7 @@ def test_one_by_one_every_value_has_a_neighbour_without_it(tmp_path, name):
     path = run_study.STUDIES / f"{name}_options.toml" if name else written(tmp_path)
     vary = study_file.read(path).vary
     met = set()
-    for shared in variations._alone(vary):
+    for shared in variations.alone(vary):
         found = variations.one_by_one(vary, shared)
         cases = {case.name: case for case in found}
         assert len(cases) == len(found)
