@@ -231,6 +231,7 @@ class AutoTPStrategy:
         if options.of(config).nvme_path is not None:
             build_extension(*ASYNC_IO)
         deepspeed.init_distributed(dist_backend=dist.get_backend())
+        ulysses.forget()
         self.sequence = ulysses.Ulysses(model, config) if mesh.cp > 1 else None
         model.to(device=device, dtype=config.parameter_dtype)  # type: ignore[call-arg] # a decorator of transformers loses self
         with _refusals_named(options.of(config).deepspeed_config):

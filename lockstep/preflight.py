@@ -11,7 +11,7 @@ from lockstep.errors import UserError
 from lockstep.inputs import architectures, data, texts, tokenizer
 from lockstep.memory import limit
 from lockstep.resources import launched_in_place, workers_here
-from lockstep.training import cuts, history, initial_weights, rates
+from lockstep.training import compiled, cuts, history, initial_weights, rates
 
 
 def shadowed(config: Config) -> list[str]:
@@ -86,6 +86,7 @@ def check_environment(config: Config, architecture: dict) -> None:
     """
     if config.row.requires:
         strategies.load(config.row.requires)(config, architecture)
+    compiled.require(config.compile)
     initial_weights.check(config, architecture)
     for run in [config, config.of_control()] if config.control else [config]:  # an older run's is replaced
         files.require_ours(run.history_path, "--loss_output_dir", history.BEGINS)

@@ -25,8 +25,8 @@ def page(contents: dict[str, dict]) -> str:
         "# What goes together",
         "",
         "Every dimension and technique alone (on the diagonal), with each other one, and in threes. *yes*: every tensor of the first step agrees with",
-        "the float64 reference, and every loss of two steps with DDP's. *no*: the reason is below the table. An empty cell is no choice, such as",
-        "two values of one option. Made by `python results/compositions.py` from the reports of the two studies; tests/test_compositions.py holds the page",
+        "the float64 reference, and every loss of two steps with DDP's. *no*: the reason is below the table. An empty cell was not",
+        "run, because its two settings exclude each other, such as two values of one option. Made by `python results/compositions.py` from the reports of the two studies; tests/test_compositions.py holds the page",
         "against them, and `./run_tests.sh --all` runs them again.",
     ]
     for name, content in contents.items():
@@ -49,7 +49,7 @@ def page(contents: dict[str, dict]) -> str:
             lines.append(f"| {' | '.join([row[0], *cells])} |")
         lines += [
             "",
-            "Refused, with the reason that the command line gives (a larger choice with one of these inside is refused, too):",
+            "The others, with the reason (a larger choice with one of these inside has the same):",
             "",
         ]
         lines += [f"- {what}: {why}" for what, why in reasons.items()]

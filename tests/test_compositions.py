@@ -9,6 +9,7 @@ from test_results import script
 import run_study
 from lockstep.studies import compositions, variations
 from lockstep.studies import study as study_file
+from lockstep.studies.study import DEFAULT
 
 PAGES = script("compositions")
 
@@ -39,6 +40,11 @@ def test_what_an_option_needs_comes_with_it():
         "tp_size": 2,
     }
     assert compositions.with_needs(vary, {"tp_size": 1}, {"sequence_parallel": True}) is None
+    needs = {"a": {"b": [DEFAULT, 2]}, "c": {"b": [2, 3]}, "b": {"d": [4]}}
+    vary = vary.model_copy(update={"needs": needs})
+    assert compositions.with_needs(vary, {}, {"a": 1}) == {"a": 1}
+    assert compositions.with_needs(vary, {}, {"a": 1, "c": 1}) == {"a": 1, "c": 1, "b": 2, "d": 4}
+    assert compositions.with_needs(vary, {}, {"c": 1, "b": 1}) is None
 
 
 def test_the_page_is_generated():
@@ -60,8 +66,8 @@ def test_what_the_page_says_is_refused_is_refused_now(tmp_path):
 
 
 def test_only_the_smallest_choice_with_a_reason_is_listed():
-    def row(outcome, **options):
-        return {"outcome": outcome, "options": options}
+    def row(outcome, why="", **options):
+        return {"outcome": outcome, "why": why, "options": options}
 
     rows = [
         row("FAIL", a=1, b=1, c=1),
@@ -70,6 +76,7 @@ def test_only_the_smallest_choice_with_a_reason_is_listed():
         row("DID NOT RUN", a=1, b=1, d=1),
     ]
     assert compositions.unexplained(rows) == [rows[1], rows[3]]
+    assert compositions.unexplained([*rows, row("FAIL", "another tensor", a=1, b=1, c=2)])[-1]["why"]
 
 
 @pytest.mark.timeout(3600)

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 import run_study
+from lockstep.config import parse_config
 from lockstep.errors import UserError
-from lockstep.faults import CATALOGUE, SLOW
+from lockstep.faults import CATALOGUE, SLOW, planted
+from lockstep.preflight import load_inputs
 from lockstep.studies import converging, converging_report
 from lockstep.studies import study as study_file
 from lockstep.studies.converging import OTHER, SAME, Converging
@@ -112,15 +114,22 @@ tp_size = 1
 fault = "rate_one_percent_low"
 
 [runs.cannot]
-strategy = "ddp"
-learning_rate = 1e30
+strategy = "FILE:Mine"
+"""
+RAISES = """from ddp_strategy import DDPStrategy
+
+
+class Mine(DDPStrategy):
+    def parallelize(self, model, device_mesh):
+        raise RuntimeError("cannot be built")
 """
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("converging")
-    (folder / "small.toml").write_text(SMALL)
+    (folder / "mine.py").write_text(RAISES)
+    (folder / "small.toml").write_text(SMALL.replace("FILE", str(folder / "mine.py")))
     status = run_study.main([str(folder / "small.toml"), "--output_dir", str(folder / "out")])
     return status, folder / "out"
 
@@ -164,13 +173,31 @@ def test_it_goes_on_where_it_was(trained, capsys):
             "run stops-earlier: --schedule_steps 3: the run has 4",
         ),
         (("window = 4", "windows = 4"), "converging.windows"),
+        (("seeds = 2", "seeds = 3"), "line 7: seeds is 3, and control_seeds must be at least 4 more"),
+        (("noise_control = true", ""), 'line 5: twin is "ulp", a run without noise_control = true'),
+        (('twin = "ulp"', 'twin = "fsdp"'), 'line 5: twin is "fsdp", a run without noise_control'),
+        (
+            ("noise_control = true", 'noise_control = true\nfault = "rate_drifts"'),
+            "the twin has a planted fault",
+        ),
+        (("dp_size = 1", "dp_size = 1\ninit_seed = 1"), "line 12: init_seed is set by the study itself"),
+        (("[shared]", "[control]\ndp_size = 1\n[shared]"), "line 10: control means nothing beside"),
+        (('title = "small"', 'title = "small"\ntensors = 1'), "line 2: tensors means nothing beside"),
+        (
+            ("debug_steps = 4\nschedule_steps = 8", "debug_steps = 16"),
+            "run stops-earlier: debug_steps is 16, the control's 8",
+        ),
+        (("schedule_steps = 8", ""), "run stops-earlier: schedule_steps is 4, the control's 8"),
+        (("debug_steps = 4", "batch_size = 4"), "run stops-earlier: batch_size is 4, the control's 2"),
+        (("debug_steps = 4", 'differs = "x"'), "run stops-earlier: differs means nothing beside"),
         (("window = 4", "window = 9"), "line 8: window is 9, and fsdp has 8 steps"),
         (('"rate_one_percent_low"', '"nosuch"'), "line 35: run low: there is no slow fault nosuch"),
     ],
 )
 def test_what_cannot_be_compared_is_refused_with_its_line(tmp_path, capsys, change, message):
     assert change[0] in SMALL
-    (tmp_path / "s.toml").write_text(SMALL.replace(*change))
+    text = SMALL[: SMALL.index("[runs.cannot]")]
+    (tmp_path / "s.toml").write_text(text.replace(*change))
     assert run_study.main([str(tmp_path / "s.toml"), "--output_dir", str(tmp_path / "out")]) == 2
     said = capsys.readouterr().err
     assert message in said and len(said.splitlines()) == 1
@@ -181,6 +208,22 @@ def test_faults_are_for_such_studies_alone(tmp_path):
     (tmp_path / "s.toml").write_text(text)
     with pytest.raises(UserError, match="line 4: only a study with a table"):
         study_file.read(tmp_path / "s.toml")
+
+
+@pytest.mark.parametrize(
+    "fault, flags, message",
+    [
+        ("rate_drifts", [], "add --lr_schedule"),
+        ("schedule_starts_again", [], "add --lr_schedule"),
+        ("one_shard_in_a_thousand_repeated", [], "one shard in 1000, and the run has fewer"),
+        ("second_moments_in_bfloat16", ["--optimizer", "sgd"], "use --optimizer adamw"),
+    ],
+)
+def test_a_fault_that_would_do_nothing_is_refused(fault, flags, message):
+    config = parse_config("ddp", ["--device", "cpu", "--dp_size", "1", "--debug_steps", "3", *flags])
+    inputs = load_inputs(config)
+    with pytest.raises(UserError, match=message), planted(fault, config, inputs, lambda *_: None) as make:
+        make()
 
 
 def test_the_schedule_of_a_run_that_stops_earlier_is_the_whole_ones():

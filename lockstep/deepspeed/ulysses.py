@@ -48,6 +48,16 @@ def require(config: Config, architecture: dict) -> None:
         )
 
 
+def forget() -> None:
+    """Before a run without it: an engine would take the groups of an earlier run in this process for its own."""
+    from deepspeed.runtime.sequence_parallel import parallel_state_sp
+    from deepspeed.utils import groups
+
+    if groups.mpu is parallel_state_sp:
+        parallel_state_sp._release_sequence_parallel_groups()
+        groups.mpu = None
+
+
 class Ulysses(OwnPositions):
     """Makes a model, in place, attend to the positions of all ranks along cp. `mpu` is for the engine."""
 

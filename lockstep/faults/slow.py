@@ -1,15 +1,17 @@
-"""Planted faults of training that no single step's loss shows: each changes little, again and again.
+"""Planted faults of training that are too small to be seen in one step, but add up over many.
 
 They are not in the catalogue, whose faults the tensors of the first steps must show. What finds them, if anything, is where the losses of
 several runs end up (lockstep/studies/converging.py). A fault is a generator function, as in catalogue.py.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
+from lockstep.errors import UserError
 from lockstep.faults.catalogue import Planter
 from lockstep.faults.patches import around
 from lockstep.faults.planting import Plant, Planting
@@ -40,12 +42,16 @@ def _round(tensor: torch.Tensor) -> None:
 
 def _scale_rate(run: Planting, factor: Any) -> None:
     """From now on the learning rate of step `step` is `factor(step)` times what the schedule says."""
+    _patch_rate(run, lambda real, options, step, num_steps: real(options, step, num_steps) * factor(step))
+
+
+def _patch_rate(run: Planting, rate: Any) -> None:
+    """From now on the learning rate is `rate(what it was, options, step, num_steps)`."""
     from lockstep.training import rates
 
-    real = rates.rate_of
-    run.patch(
-        rates, "rate_of", lambda options, step, num_steps: real(options, step, num_steps) * factor(step)
-    )
+    if not rates.changes(vars(run.config)):
+        raise UserError("this fault changes the rate of later steps; add --lr_schedule or --warmup_steps")
+    run.patch(rates, "rate_of", functools.partial(rate, rates.rate_of))
 
 
 @slow
@@ -65,14 +71,10 @@ def rate_one_percent_low(run: Planting) -> Plant:
 @slow
 def schedule_starts_again(run: Planting) -> Plant:
     """Half-way through, the schedule starts again with its warm-up, as after a resume that has lost the number of steps."""
-    from lockstep.training import rates
-
-    real = rates.rate_of
     half = run.inputs.num_steps // 2
-    run.patch(
-        rates,
-        "rate_of",
-        lambda options, step, num_steps: real(options, step - half if step > half else step, num_steps),
+    _patch_rate(
+        run,
+        lambda real, options, step, num_steps: real(options, step - half if step > half else step, num_steps),
     )
     yield
 
@@ -81,6 +83,8 @@ def schedule_starts_again(run: Planting) -> Plant:
 def second_moments_in_bfloat16(run: Planting) -> Plant:
     """AdamW's second moments are rounded to bfloat16 after every step, which loses most of their small changes."""
     strategy = yield
+    if run.config.optimizer != "adamw":
+        raise UserError("this fault needs second moments; use --optimizer adamw")
 
     def round_all(_step: int) -> None:
         for state in run.handles.torch_optimizer().state.values():
@@ -115,19 +119,21 @@ def every_twentieth_update_lost(run: Planting) -> Plant:
 
 @slow
 def one_shard_in_a_thousand_repeated(run: Planting) -> Plant:
-    """Of a thousand shards of samples that a data-parallel rank is given, one is the same as the one before."""
+    """One shard of samples in a thousand is the shard that the same rank had in the step before."""
     _repeat(run, every=1000)
     yield
 
 
 @slow
 def one_shard_in_ten_repeated(run: Planting) -> Plant:
-    """Of ten shards of samples that a data-parallel rank is given, one is the same as the one before."""
+    """One shard of samples in ten is the shard that the same rank had in the step before."""
     _repeat(run, every=10)
     yield
 
 
 def _repeat(run: Planting, *, every: int) -> None:
+    if run.inputs.num_steps * run.config.dp_size < every:
+        raise UserError(f"this fault repeats one shard in {every}, and the run has fewer; train more steps")
     real = Batches.windows
 
     def windows(batches: Batches, step: int, dp_rank: int) -> np.ndarray:

@@ -11,14 +11,14 @@ from typing import Any
 
 from lockstep.losses.curves import PASS
 from lockstep.studies import variations
-from lockstep.studies.study import DEFAULT, Flags, Varied, Vary
+from lockstep.studies.study import DEFAULT, Flags, Value, Varied, Vary
 from lockstep.studies.variations import Case, Choice, Group, needs_of
 
 Chosen = tuple[str, Varied]  # option, value
 
 
 def cases(vary: Vary, shared: Flags) -> list[Case]:
-    """One for each choice that says something: none where an option has what another one needs as its default, or other values."""
+    """One for each choice. A choice that contradicts itself is left out: an option needs a value that another one does not have."""
     found: dict[str, Case] = {}
     for number in range(1, vary.each_up_to + 1):
         for chosen in itertools.combinations(values(vary), number):
@@ -30,7 +30,7 @@ def cases(vary: Vary, shared: Flags) -> list[Case]:
 
 
 def groups(vary: Vary) -> list[Group]:
-    """One for each value of `alone_with`, which share their flags with a control of their own."""
+    """One group, whose runs share their flags with one control."""
     return [
         Group(variations.name_of(shared), shared, cases(vary, shared)) for shared in variations.alone(vary)
     ]
@@ -41,13 +41,18 @@ def values(vary: Vary) -> list[Chosen]:
 
 
 def with_needs(vary: Vary, shared: Flags, choice: Choice) -> Choice | None:
-    """The choice and what it needs; None if a shared flag, or an option of the choice itself, is not what another one needs."""
-    whole = dict(choice)
-    for option, value in choice.items():
-        for other, allowed in needs_of(vary, option, value).items():
-            has = shared.get(other, whole.get(other, allowed[0]))
-            if has not in allowed:
+    """The choice, what it needs, and what that needs; None if it contradicts itself or a shared flag."""
+    whole, before = dict(choice), None
+    while whole != before:
+        before = dict(whole)
+        allowed: dict[str, list[Value]] = {}
+        for option, value in whole.items():
+            for other, values in needs_of(vary, option, value).items():
+                allowed[other] = [each for each in allowed.get(other, values) if each in values]
+        for other, values in allowed.items():
+            if not values or shared.get(other, choice.get(other, values[0])) not in values:
                 return None
+            has = choice.get(other, values[0])
             if other not in shared and has != DEFAULT:
                 whole[other] = has
     return whole
@@ -99,6 +104,6 @@ def unexplained(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     kept: list[dict[str, Any]] = []
     for row in sorted((row for row in rows if row["outcome"] != PASS), key=lambda row: len(row["options"])):
         inside = (other for other in kept if other["options"].items() <= row["options"].items())
-        if not any(other["outcome"] == row["outcome"] for other in inside):
+        if not any((other["outcome"], other["why"]) == (row["outcome"], row["why"]) for other in inside):
             kept.append(row)
     return kept

@@ -2,9 +2,9 @@
 
 [converging]
 control = "fsdp"              # the run that the others are compared with
-twin = "ulp"                  # a run that computes the same from weights perturbed by one ulp: how far rounding errors move a loss
-control_seeds = 10            # of these two; a seed is that of the initial weights and of the order of the data
-seeds = 3                     # of each other run, the first ones
+twin = "ulp"                  # a run of DDP with noise_control = true: from weights perturbed by one ulp. It shows how far rounding moves a loss
+control_seeds = 10            # seeds of these two. A seed sets the initial weights and the order of the data
+seeds = 3                     # seeds of each other run, the first ones
 window = 100                  # steps whose mean loss is compared
 false_alarm_rate = 0.01       # of a correct run, in all windows of both tests together
 
@@ -14,14 +14,16 @@ With x the mean loss of a run in a window, n = `seeds`, and m = `control_seeds` 
     same seeds     mean(x - x of the control with the same seed)               scale  r / sqrt(n)           r: root mean square of
                                                                                twin - control with the m other seeds, the largest so far
 
-The difference over its scale has Student's t distribution with m - 1 (m) degrees of freedom if the run is distributed as the control, for
-normally distributed x. An alarm is a window in which it exceeds the two-sided quantile of false_alarm_rate / (2 x number of windows).
+If the run is correct and x is normally distributed, difference / scale follows Student's t distribution: with m - 1 degrees of freedom for
+other seeds, and m for the same seeds. An alarm is a window in which it exceeds the two-sided quantile of
+false_alarm_rate / (2 x number of windows). Taking the largest r so far makes alarms rarer.
 """
 
 import functools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, islice
 from typing import Annotated
 
 import numpy as np
@@ -30,6 +32,8 @@ from pydantic import Field
 from lockstep.schemas import Name, Strict
 
 OTHER, SAME = "other seeds", "same seeds"
+FEWEST_OTHERS = 4  # seeds of the control beside those of a run: a spread of fewer says little
+MOST_TRIALS = 500  # of the count of false alarms
 Losses = np.ndarray  # (seeds, steps) or (seeds, windows)
 
 
@@ -104,10 +108,20 @@ def _outcome(told: Converging, test: str, differences: Losses, tolerated: Losses
     return Outcome(test, differences.tolist(), tolerated.tolist(), after)
 
 
+def _choices(total: int, number: int) -> Iterator[tuple[int, ...]]:
+    """All choices of so many of `total`; if they are too many, random ones."""
+    if math.comb(total, number) <= MOST_TRIALS:
+        yield from combinations(range(total), number)
+        return
+    generator = np.random.default_rng(0)
+    while True:
+        yield tuple(generator.choice(total, number, replace=False).tolist())
+
+
 def alarms_among_correct_runs(told: Converging, control: Losses, twin: Losses) -> dict[str, tuple[int, int]]:
     """Test -> (alarms, trials): every choice of `seeds` seeds of the twin, as if it were a run to be judged."""
     counts = {OTHER: 0, SAME: 0}
-    trials = list(combinations(range(len(control)), told.seeds))
+    trials = list(islice(_choices(len(control), told.seeds), MOST_TRIALS))
     for own in trials:
         for outcome in judge(told, twin[list(own)], list(own), control, twin):
             counts[outcome.test] += outcome.found_after is not None

@@ -12,10 +12,10 @@ from lockstep.files import write_atomically, write_text
 from lockstep.losses.curves import FAIL, PASS
 from lockstep.studies import converging, report
 from lockstep.studies import study as study_file
-from lockstep.studies.converging import OTHER, SAME, Converging, Losses
+from lockstep.studies.converging import FEWEST_OTHERS, OTHER, SAME, Converging, Losses
 from lockstep.studies.report import DID_NOT_RUN, text
 from lockstep.studies.study import Planned, Study
-from lockstep.training import history
+from lockstep.training import history, rates
 
 CONTROL, TWIN, FOUND, MISSED = "control", "twin", "found", "not found"
 Seeded = dict[str, list[Planned]]  # run -> one for each seed
@@ -24,11 +24,7 @@ Seeded = dict[str, list[Planned]]  # run -> one for each seed
 def plan(study: Study, told: Converging, path: Path, folder: Path) -> Seeded:
     """Every run with every seed. Raises UserError, with the line, for one that could not be started."""
     content = path.read_text(encoding="utf-8")
-    for key in ("control", "twin"):
-        name = getattr(told, key)
-        if name not in study.runs:
-            line = study_file.line_of(content, "converging", key)
-            raise UserError(f'{path}, line {line}: {key} is "{name}", which is no run; name one of [runs]')
+    _require_roles(study, told, path, content)
     planned: Seeded = {}
     for name, run in study.runs.items():
         _require_slow(
@@ -51,7 +47,78 @@ def plan(study: Study, told: Converging, path: Path, folder: Path) -> Seeded:
             raise UserError(
                 f"{path}, line {line}: window is {told.window}, and {name} has {steps} steps; lower it"
             )
+    for name, runs in planned.items():
+        problem = _incomparable(runs[0], planned[told.control][0], whole=name == told.twin)
+        if problem:
+            line = study_file.line_of(content, f"runs.{name}", problem.split()[0])
+            raise UserError(f"{path}, line {line}: run {name}: {problem}; give it the control's")
     return planned
+
+
+def _require_roles(study: Study, told: Converging, path: Path, content: str) -> None:
+    """Raise UserError, with the line, unless there are a control and a twin, and nothing that such a study would ignore."""
+
+    def refuse(table: str, key: str, why: str) -> None:
+        raise UserError(f"{path}, line {study_file.line_of(content, table, key)}: {why}")
+
+    for key in ("control", "twin"):
+        name = getattr(told, key)
+        if name not in study.runs:
+            refuse("converging", key, f'{key} is "{name}", which is no run; name one of [runs]')
+        if study.runs[name].fault:
+            refuse(f"runs.{name}", "fault", f"run {name}: the {key} has a planted fault; leave it out")
+    if study.runs[told.twin].flags.get("noise_control") is not True or told.twin == told.control:
+        refuse(
+            "converging", "twin", f'twin is "{told.twin}", a run without noise_control = true; add it there'
+        )
+    if told.control_seeds - told.seeds < FEWEST_OTHERS:
+        refuse(
+            "converging",
+            "seeds",
+            f"seeds is {told.seeds}, and control_seeds must be at least {FEWEST_OTHERS} more; raise it",
+        )
+    ignored = {"vary": study.vary, "control": study.control, "tensors": study.tensors, "memory": study.memory}
+    for key, value in ignored.items():
+        if value:
+            refuse(
+                "" if key in ("tensors", "memory") else key,
+                key,
+                f"{key} means nothing beside [converging]; leave it out",
+            )
+    tables = {"shared": study.shared, **{f"runs.{name}": run.flags for name, run in study.runs.items()}}
+    for table, flags in tables.items():
+        for key in ("seed", "init_seed"):
+            if key in flags:
+                refuse(table, key, f"{key} is set by the study itself; leave it out")
+        if "noise_control" in flags and table != f"runs.{told.twin}":
+            refuse(table, "noise_control", "noise_control is for the twin alone; leave it out")
+    for name, run in study.runs.items():
+        for key in ("differs", "against"):
+            if getattr(run, key) is not None:
+                refuse(
+                    f"runs.{name}", key, f"run {name}: {key} means nothing beside [converging]; leave it out"
+                )
+
+
+ALIKE = (
+    "model_name", "num_layers", "dp_size", "batch_size", "seq_length", "gradient_accumulation_steps", "dataset_name", "optimizer",
+    "learning_rate", "lr_schedule", "warmup_steps", "weight_decay", "max_grad_norm", "held_out",
+)  # fmt: skip
+
+
+def _incomparable(run: Planned, control: Planned, *, whole: bool) -> str:
+    """In what a run differs from the control so that their losses cannot be compared; "" if in nothing."""
+    mine, theirs = run.config.as_dict(), control.config.as_dict()
+    for key in ALIKE:
+        if mine[key] != theirs[key]:
+            return f"{key} is {mine[key]}, the control's {theirs[key]}"
+    steps, of_control = run.inputs.num_steps, control.inputs.num_steps
+    if steps > of_control or (whole and steps != of_control):
+        return f"debug_steps is {steps}, the control's {of_control}"
+    schedules = [one.config.schedule_steps or one.inputs.num_steps for one in (run, control)]
+    if schedules[0] != schedules[1] and rates.changes(vars(run.config)):
+        return f"schedule_steps is {schedules[0]}, the control's {schedules[1]}"
+    return ""
 
 
 def _require_slow(fault: str | None, place: str) -> None:
@@ -118,12 +185,13 @@ def table(found: list[dict[str, Any]]) -> list[list[str]]:
         *(f"{test}: worst / tolerated" for test in (OTHER, SAME)),
     ]
     lines = [[*head, "found after", ""]]
+    fewest = min(row["seeds"] for row in found)  # the same seeds in all rows
     for row in found:
         cells = [row["run"], row["label"], str(row["seeds"])]
         if row["outcome"] == DID_NOT_RUN:
             lines.append([*cells, *[""] * (len(head) - 2), DID_NOT_RUN])
             continue
-        cells += [str(row["steps"]), f"{np.mean(row['windows'], axis=0)[-1]:.4f}"]
+        cells += [str(row["steps"]), f"{np.mean(row['windows'][:fewest], axis=0)[-1]:.4f}"]
         tests = row.get("tests", {})
         cells += [f"{tests[test]['worst']:.2f}" if tests else "" for test in (OTHER, SAME)]
         after = [one["found_after"] for one in tests.values() if one["found_after"] is not None]
@@ -141,8 +209,10 @@ def about_tolerance(told: Converging, found: list[dict[str, Any]]) -> str:
         f"{test}: {min(width):.4f} to {max(width):.4f} nats" for test, width in widths.items()
     )
     counted = "; ".join(f"{test}: {count} of {trials}" for test, (count, trials) in alarms.items())
+    correct = sum(not row["fault"] and row["outcome"] not in (CONTROL, DID_NOT_RUN) for row in found)
     return (
-        f"A correct run exceeds a tolerance with probability {told.false_alarm_rate:g}, over all windows and both tests. Tolerated: {tolerated}. "
+        f"A correct run exceeds a tolerance with probability {told.false_alarm_rate:g}, over all windows and both tests; one of these {correct} "
+        f"with {min(1, correct * told.false_alarm_rate):.2g} at most. Tolerated: {tolerated}. "
         f"Alarms if every choice of {told.seeds} seeds of {told.twin} is judged (the choices overlap): {counted}."
     )
 
@@ -154,8 +224,8 @@ def write(
     found: list[dict[str, Any]],
     place: Path,
     command: str,
-) -> None:
-    """report.md, report.json and losses.png in the folder of the study."""
+) -> str:
+    """report.md, report.json and losses.png in the folder of the study; returns what the report says of its tolerances."""
     machine = report.provenance(planned[told.control][0])
     content = {
         "title": study.title,
@@ -170,7 +240,8 @@ def write(
     parts = [f"# {study.title}", "", study.about.strip(), "", report.made_by(command, machine), ""]
     parts += [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     parts += [f"| {' | '.join(line)} |" for line in lines]
-    parts += ["", about_tolerance(told, found), ""]
+    said = about_tolerance(told, found)
+    parts += ["", said, ""]
     parts += [f"- {row['run']}: {_story(row['fault'])}" for row in found if row["fault"]]
     parts += [
         f"- {row['run']}: {DID_NOT_RUN}: {printable(row['why'], 400)}"
@@ -179,6 +250,7 @@ def write(
     ]
     write_text(place / "report.md", "\n".join(parts) + "\n")
     draw(told, found, place / "losses.png")
+    return said
 
 
 def _story(fault: str) -> str:
@@ -216,7 +288,7 @@ def draw(told: Converging, found: list[dict[str, Any]], path: Path) -> None:
         tolerated = np.array(twin["tests"][test]["tolerated"])
         at = np.arange(1, len(tolerated) + 1) * told.window
         panel.fill_between(at, -tolerated, tolerated, color="0.88", zorder=0, label="tolerated")
-        panel.set_yscale("symlog", linthresh=float(tolerated.min()) / 10)
+        panel.set_yscale("symlog", linthresh=max(float(tolerated.min()) / 10, 1e-9))
         panel.set_ylabel(f"from the control, {test} (nats)")
     panels[0].set_ylabel(f"mean loss of {told.window} steps (nats)")
     panels[-1].set_xlabel("step")

@@ -165,6 +165,13 @@ def _require_varied(vary: Vary, text: str, path: Path) -> None:
         for stranger in sorted(names - _named(vary)):
             line = line_of(text, f"vary.{table}", stranger)
             raise UserError(f"{path}, line {line}: {stranger} is no option that is varied; {REMEDY}")
+    several = next((flag for flag, values in vary.shared.items() if len(values) > 1), None)
+    if vary.each_up_to and (several or vary.alone or vary.alone_with):
+        key = "alone_with" if vary.alone_with else "each_up_to"
+        raise UserError(
+            f"{path}, line {line_of(text, 'vary', key)}: each_up_to has one control: give [vary.shared] one value each, and leave "
+            "[vary.alone] and alone_with out"
+        )
     if vary.alone_with is not None and vary.alone_with not in vary.shared:
         line = line_of(text, "vary", "alone_with")
         raise UserError(f"{path}, line {line}: {vary.alone_with} is no flag of [vary.shared]; {REMEDY}")

@@ -56,7 +56,7 @@ def train(
 
 
 def train_alike(planned: list[Planned], folder: Path, note: Callable[[str], None]) -> dict[str, str]:
-    """Train what is not finished of runs that none is first among, each from its own weights; returns why runs failed, by name."""
+    """Train the unfinished runs; returns why runs failed, by name. None has to come first: each makes its own initial weights."""
     left = [run for run in planned if not finished(run)]
     arguments = {run.name: [*run.arguments] for run in left}
     return _train(left, arguments, folder, apart=False, note=note, done=0, begin=time.monotonic())

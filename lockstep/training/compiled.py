@@ -4,8 +4,11 @@ A compiled layer has no modules inside that could be watched: hooks would cut th
 enters and leaves layers, and all gradients, moments and weights. Nothing here imports torch before a model is compiled.
 """
 
+import os
+import shutil
 from typing import TYPE_CHECKING, Literal, get_args
 
+from lockstep.errors import UserError
 from lockstep.inputs import modules
 
 if TYPE_CHECKING:
@@ -18,10 +21,20 @@ BACKENDS: tuple[Backend, ...] = get_args(Backend)
 def enable(model: "PreTrainedModel", backend: str) -> None:
     """Compile the layers of a model, in place, when they are first called. Call it after the model is sharded."""
     import torch
+    from torch._dynamo.utils import counters
 
     torch.compiler.reset()  # of earlier runs in this process
+    counters.clear()
     for layer in model.get_submodule(modules.names_in(model).layers).children():
         layer.forward = torch.compile(layer.forward, backend=backend)
+
+
+def require(backend: str) -> None:
+    """Raise UserError where the backend's code cannot be compiled."""
+    if backend == "inductor" and not (shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++")):
+        raise UserError(
+            "--compile inductor needs a C++ compiler, and none (c++ or g++) is on the PATH; install the package g++, or use aot_eager"
+        )
 
 
 def observed(model: "PreTrainedModel") -> list[bool]:

@@ -1,6 +1,7 @@
 """How an axis divides the work of a run: what the checks before a start, the contract and the capture ask of it.
 
-A strategy's row names one for each axis that divides more than `lockstep.mesh` knows. Nothing here imports torch.
+A strategy's row names a `Cut` for each axis that divides something inside of a sample or of the model, such as positions or layers.
+Nothing here imports torch.
 """
 
 from collections.abc import Callable

@@ -23,7 +23,11 @@ def changes(options: Mapping[str, Any]) -> bool:
 
 
 def require(options: Mapping[str, Any], num_steps: int) -> None:
-    """Raise UserError for a schedule that ends before the run does."""
+    """Raise UserError for a schedule that ends before the run does, or that there is none of."""
+    if options["schedule_steps"] and not changes(options):
+        raise UserError(
+            f"--schedule_steps {options['schedule_steps']}: the rate is constant; leave it out, or add --lr_schedule cosine"
+        )
     if 0 < options["schedule_steps"] < num_steps:
         raise UserError(
             f"--schedule_steps {options['schedule_steps']}: the run has {num_steps} steps, and no rate for those after the schedule's end; "

@@ -36,7 +36,7 @@ class Strategy(Protocol):
 
     @property
     def loss_shares(self) -> int:
-        """What the gradients of a rank's activations still have to be divided by to be those of the mean loss of the global batch."""
+        """Divide the gradients of a rank's activations by this to get those of the mean loss of the global batch."""
 
     def geometry(self) -> Geometry:
         """The mesh and this rank's coordinates, read back from the live groups."""
