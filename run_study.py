@@ -83,7 +83,7 @@ def body(options: argparse.Namespace, argv: list[str]) -> int:
                 f"--only {unknown}: {options.study} has no such run; it has {', '.join(study.runs)}"
             )
         told = study.converging
-        kept = {*options.only, *((told.control, told.twin) if told else ())}
+        kept = {*options.only, *(told.roles if told else ())}
         chosen = {name: run for name, run in study.runs.items() if name in kept}
         study = study.model_copy(update={"runs": chosen})
     if options.dataset_name is not None:

@@ -3,20 +3,24 @@
 [converging]
 control = "fsdp"              # the run that the others are compared with
 twin = "ulp"                  # a run of DDP with noise_control = true: from weights perturbed by one ulp. It shows how far rounding moves a loss
-control_seeds = 10            # seeds of these two. A seed sets the initial weights and the order of the data
+second_twin = "eager"         # another run that computes the same, with other rounding errors. It shows how much that varies
+control_seeds = 10            # seeds of these three. A seed sets the initial weights and the order of the data
 seeds = 3                     # seeds of each other run, the first ones
 window = 100                  # steps whose mean loss is compared
 false_alarm_rate = 0.01       # of a correct run, in all windows of both tests together
 
 With x the mean loss of a run in a window, n = `seeds`, and m = `control_seeds` - n other seeds:
 
-    other seeds    mean(x) - mean(x of the control with the m other seeds)     scale  s sqrt(1/n + 1/m)     s: spread of the latter
-    same seeds     mean(x - x of the control with the same seed)               scale  r / sqrt(n)           r: root mean square of
-                                                                               twin - control with the m other seeds, the largest so far
+    other seeds    mean(x) - mean(x of the control with the m other seeds)               spread: of the latter
+    same seeds     mean(log(d / d of the twin)) - mean(log(d of the second twin / d of the twin) with the m other seeds)
+                                                                                         spread: of the latter, the largest window's
 
-If the run is correct and x is normally distributed, difference / scale follows Student's t distribution: with m - 1 degrees of freedom for
-other seeds, and m for the same seeds. An alarm is a window in which it exceeds the two-sided quantile of
-false_alarm_rate / (2 x number of windows). Taking the largest r so far makes alarms rarer.
+d is the largest |x - x of the control with the same seed| so far, at least two float32 ulps of the loss. How fast rounding errors grow differs
+from seed to seed, so that d is compared with that of the twin with the same seed, as a ratio. A run that is nearer than the twin is right.
+
+If the run is correct and what is averaged is normally distributed, difference / (spread sqrt(1/n + 1/m)) follows Student's t distribution with
+m - 1 degrees of freedom. An alarm is a window in which it exceeds the quantile of false_alarm_rate / (2 x number of windows), two-sided for other
+seeds, one-sided for the same.
 """
 
 import functools
@@ -34,6 +38,9 @@ from lockstep.schemas import Name, Strict
 OTHER, SAME = "other seeds", "same seeds"
 FEWEST_OTHERS = 4  # seeds of the control beside those of a run: a spread of fewer says little
 MOST_TRIALS = 500  # of the count of false alarms
+ULPS = (
+    2  # between the losses of two correct runs in their first steps (lockstep/losses/tolerance.py, MEAN_ULPS)
+)
 Losses = np.ndarray  # (seeds, steps) or (seeds, windows)
 
 
@@ -42,10 +49,16 @@ class Converging(Strict):
 
     control: Name
     twin: Name
+    second_twin: Name
     control_seeds: Annotated[int, Field(ge=6, le=100)] = 10
     seeds: Annotated[int, Field(ge=2, le=50)] = 3
     window: Annotated[int, Field(ge=1)] = 100
     false_alarm_rate: Annotated[float, Field(gt=0, lt=1)] = 0.01
+
+    @property
+    def roles(self) -> tuple[str, str, str]:
+        """The runs that others are judged by."""
+        return self.control, self.twin, self.second_twin
 
 
 @dataclass(frozen=True)
@@ -53,7 +66,7 @@ class Outcome:
     """What one of the two tests says of a run."""
 
     test: str
-    differences: list[float]  # of each window, in nats
+    differences: list[float]  # of each window, in nats; for the same seeds as a multiple of the twin's
     tolerated: list[float]
     found_after: int | None  # steps, up to the end of the first window with an alarm
 
@@ -82,24 +95,36 @@ def in_windows(losses: Losses, window: int) -> Losses:
     return whole.reshape(len(losses), -1, window).mean(axis=2)
 
 
-def judge(told: Converging, run: Losses, own: list[int], control: Losses, twin: Losses) -> list[Outcome]:
+def judge(
+    told: Converging, run: Losses, own: list[int], control: Losses, twin: Losses, second: Losses
+) -> list[Outcome]:
     """Both tests of one run. All losses are means of windows, (seeds, windows); the run may have fewer windows.
 
-    `own` are the seeds of the run, as places among those of control and twin.
+    `own` are the seeds of the run, as places among those of control and twins.
     """
     number = run.shape[1]
     others = [seed for seed in range(len(control)) if seed not in own]
     n, m = len(own), len(others)
     each = told.false_alarm_rate / 2 / control.shape[1]
-    rounding = (twin - control)[others]
+    width = math.sqrt(1 / n + 1 / m)
     unpaired = run.mean(0) - control[others].mean(0)[:number]
-    paired = (run - control[own][:, :number]).mean(0)
-    spread = control[others].std(0, ddof=1)[:number] * math.sqrt(1 / n + 1 / m)
-    rms = np.maximum.accumulate(np.sqrt(np.square(rounding).mean(0)))[:number] / math.sqrt(n)
+    spread = control[others].std(0, ddof=1)[:number]
+    of_twin = drift(twin, control)
+    expected = drift(second, control)[others] - of_twin[others]
+    ratios = drift(run, control[own][:, :number]) - of_twin[own][:, :number]
+    nearer = quantile(2 * each, m - 1) * expected.std(0, ddof=1).max() * width + expected.mean(0)[:number]
     return [
-        _outcome(told, OTHER, unpaired, quantile(each, m - 1) * spread),
-        _outcome(told, SAME, paired, quantile(each, m) * rms),
+        _outcome(told, OTHER, unpaired, quantile(each, m - 1) * spread * width),
+        # as factors: how many times as far from the control as the twin
+        _outcome(told, SAME, np.exp(ratios.mean(0)), np.exp(nearer)),
     ]
+
+
+def drift(run: Losses, control: Losses) -> Losses:
+    """Log of how far a run has been from the control so far, window by window: (seeds, windows), at least two ulps of a loss."""
+    ulps = ULPS * np.spacing(np.abs(control).astype(np.float32)).astype(np.float64)
+    apart = np.abs(run - control)
+    return np.log(np.maximum.accumulate(np.maximum(np.where(np.isnan(apart), np.inf, apart), ulps), axis=1))
 
 
 def _outcome(told: Converging, test: str, differences: Losses, tolerated: Losses) -> Outcome:
@@ -118,11 +143,13 @@ def _choices(total: int, number: int) -> Iterator[tuple[int, ...]]:
         yield tuple(generator.choice(total, number, replace=False).tolist())
 
 
-def alarms_among_correct_runs(told: Converging, control: Losses, twin: Losses) -> dict[str, tuple[int, int]]:
-    """Test -> (alarms, trials): every choice of `seeds` seeds of the twin, as if it were a run to be judged."""
+def alarms_among_correct_runs(
+    told: Converging, control: Losses, twin: Losses, second: Losses
+) -> dict[str, tuple[int, int]]:
+    """Test -> (alarms, trials): every choice of `seeds` seeds of the second twin, as if it were a run to be judged."""
     counts = {OTHER: 0, SAME: 0}
     trials = list(islice(_choices(len(control), told.seeds), MOST_TRIALS))
     for own in trials:
-        for outcome in judge(told, twin[list(own)], list(own), control, twin):
+        for outcome in judge(told, second[list(own)], list(own), control, twin, second):
             counts[outcome.test] += outcome.found_after is not None
     return {test: (alarms, len(trials)) for test, alarms in counts.items()}

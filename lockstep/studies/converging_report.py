@@ -30,7 +30,7 @@ def plan(study: Study, told: Converging, path: Path, folder: Path) -> Seeded:
         _require_slow(
             run.fault, f"{path}, line {study_file.line_of(content, f'runs.{name}', 'fault')}: run {name}"
         )
-        number = told.control_seeds if name in (told.control, told.twin) else told.seeds
+        number = told.control_seeds if name in told.roles else told.seeds
         try:
             planned[name] = [
                 study_file.plan_run(
@@ -48,7 +48,7 @@ def plan(study: Study, told: Converging, path: Path, folder: Path) -> Seeded:
                 f"{path}, line {line}: window is {told.window}, and {name} has {steps} steps; lower it"
             )
     for name, runs in planned.items():
-        problem = _incomparable(runs[0], planned[told.control][0], whole=name == told.twin)
+        problem = _incomparable(runs[0], planned[told.control][0], whole=name in told.roles)
         if problem:
             line = study_file.line_of(content, f"runs.{name}", problem.split()[0])
             raise UserError(f"{path}, line {line}: run {name}: {problem}; give it the control's")
@@ -61,13 +61,14 @@ def _require_roles(study: Study, told: Converging, path: Path, content: str) -> 
     def refuse(table: str, key: str, why: str) -> None:
         raise UserError(f"{path}, line {study_file.line_of(content, table, key)}: {why}")
 
-    for key in ("control", "twin"):
-        name = getattr(told, key)
+    for key, name in zip(("control", "twin", "second_twin"), told.roles, strict=True):
         if name not in study.runs:
             refuse("converging", key, f'{key} is "{name}", which is no run; name one of [runs]')
         if study.runs[name].fault:
             refuse(f"runs.{name}", "fault", f"run {name}: the {key} has a planted fault; leave it out")
-    if study.runs[told.twin].flags.get("noise_control") is not True or told.twin == told.control:
+    if len(set(told.roles)) < len(told.roles):
+        refuse("converging", "twin", "control, twin and second_twin are three runs; name others")
+    if study.runs[told.twin].flags.get("noise_control") is not True:
         refuse(
             "converging", "twin", f'twin is "{told.twin}", a run without noise_control = true; add it there'
         )
@@ -129,8 +130,8 @@ def _require_slow(fault: str | None, place: str) -> None:
 
 
 def rows(study: Study, told: Converging, planned: Seeded, failed: dict[str, str]) -> list[dict[str, Any]]:
-    """One row for each run, in the study's order. Raises TrainingFailure if the control or its twin did not run."""
-    for name in (told.control, told.twin):
+    """One row for each run, in the study's order. Raises TrainingFailure if the control or a twin did not run."""
+    for name in told.roles:
         lost = next((run.name for run in planned[name] if run.name in failed), None)
         if lost:
             raise TrainingFailure(f"{lost} did not run ({failed[lost]}); without it nothing can be compared")
@@ -139,7 +140,7 @@ def rows(study: Study, told: Converging, planned: Seeded, failed: dict[str, str]
         for name, runs in planned.items()
         if not any(run.name in failed for run in runs)
     }
-    control, twin = means[told.control], means[told.twin]
+    baseline = tuple(means[name] for name in told.roles)
     found = []
     for name, runs in planned.items():
         row: dict[str, Any] = {
@@ -157,7 +158,7 @@ def rows(study: Study, told: Converging, planned: Seeded, failed: dict[str, str]
         if name == told.control:
             row["outcome"] = CONTROL
         else:
-            tests = converging.judge(told, means[name][own], own, control, twin)
+            tests = converging.judge(told, means[name][own], own, *baseline)
             row["tests"] = {one.test: {**dataclasses.asdict(one), "worst": one.worst} for one in tests}
             alarm = any(one.found_after is not None for one in tests)
             row["outcome"] = (FOUND if alarm else MISSED) if row["fault"] else FAIL if alarm else PASS
@@ -202,18 +203,20 @@ def table(found: list[dict[str, Any]]) -> list[list[str]]:
 def about_tolerance(told: Converging, found: list[dict[str, Any]]) -> str:
     """How wide the tolerance is, and how often correct runs exceed it."""
     means = {row["run"]: np.array(row["windows"]) for row in found if "windows" in row}
-    alarms = converging.alarms_among_correct_runs(told, means[told.control], means[told.twin])
+    alarms = converging.alarms_among_correct_runs(told, *(means[name] for name in told.roles))
     row = next(row for row in found if row["run"] == told.twin)
     widths = {test: row["tests"][test]["tolerated"] for test in (OTHER, SAME)}
-    tolerated = "; ".join(
-        f"{test}: {min(width):.4f} to {max(width):.4f} nats" for test, width in widths.items()
+    far = np.exp(converging.drift(means[told.twin], means[told.control])[: told.seeds]).mean(0)[-1]
+    tolerated = (
+        f"other seeds: {min(widths[OTHER]):.2f} to {max(widths[OTHER]):.2f} nats; same seeds: {min(widths[SAME]):.0f} to {max(widths[SAME]):.0f} "
+        f"times as far as one ulp of the weights, which moves a window by {far:.1e} nats at the end"
     )
     counted = "; ".join(f"{test}: {count} of {trials}" for test, (count, trials) in alarms.items())
     correct = sum(not row["fault"] and row["outcome"] not in (CONTROL, DID_NOT_RUN) for row in found)
     return (
         f"A correct run exceeds a tolerance with probability {told.false_alarm_rate:g}, over all windows and both tests; one of these {correct} "
         f"with {min(1, correct * told.false_alarm_rate):.2g} at most. Tolerated: {tolerated}. "
-        f"Alarms if every choice of {told.seeds} seeds of {told.twin} is judged (the choices overlap): {counted}."
+        f"Alarms if choices of {told.seeds} seeds of {told.second_twin} are judged (they overlap): {counted}."
     )
 
 
