@@ -15,7 +15,7 @@ from lockstep.studies import study as study_file
 from lockstep.studies.converging import OTHER, SAME, Converging
 from lockstep.training import rates
 
-TOLD = Converging(control="control", twin="twin", control_seeds=10, seeds=3, window=10)
+TOLD = Converging(control="control", twin="twin", second_twin="second", control_seeds=10, seeds=3, window=10)
 
 
 @pytest.mark.parametrize(
@@ -31,14 +31,21 @@ def test_means_are_of_whole_windows():
     assert converging.in_windows(losses, 2).tolist() == [[2.0, 6.0]]
 
 
-def curves(generator, *, seeds=10, windows=20, rounding=1e-3):
-    """A control with a spread over seeds of 0.05, and a twin that rounding errors move."""
+def curves(generator, *, runs=3, seeds=10, windows=20):
+    """A control with a spread over seeds of 0.05, and runs that rounding errors move: in each seed they grow by another factor, up to 1e-3."""
     control = 3 + 0.05 * generator.standard_normal((seeds, windows))
-    return control, control + rounding * generator.standard_normal((seeds, windows))
+    scale = 10 ** (-4.5 + 0.7 * generator.standard_normal((seeds, 1))) * np.linspace(0.01, 1, windows)
+    return control, *(
+        control
+        + scale
+        * np.exp(0.6 * generator.standard_normal((seeds, 1)))
+        * generator.standard_normal((seeds, windows))
+        for _ in range(runs)
+    )
 
 
-def judge(run, control, twin):
-    found = converging.judge(TOLD, run, [0, 1, 2], control, twin)
+def judge(run, *baseline):
+    found = converging.judge(TOLD, run, [0, 1, 2], *baseline)
     return {one.test: one.found_after for one in found}
 
 
@@ -47,34 +54,33 @@ def test_correct_runs_raise_no_more_alarms_than_stated():
     alarms = {OTHER: 0, SAME: 0}
     for seed in range(1000):
         generator = np.random.default_rng(seed)
-        control, twin = curves(generator)
-        run = control[:3] + 1e-3 * generator.standard_normal((3, 20))
-        for test, after in judge(run, control, twin).items():
+        control, twin, second, run = curves(generator)
+        for test, after in judge(run[:3], control, twin, second).items():
             alarms[test] += after is not None
     assert max(alarms.values()) <= 14
     assert alarms[OTHER] > 0  # a test that cannot fail would be no test
 
 
 def test_each_test_finds_what_it_can():
-    control, twin = curves(np.random.default_rng(0))
-    right = twin[:3].copy()
-    assert judge(right, control, twin) == {OTHER: None, SAME: None}
+    *baseline, run = curves(np.random.default_rng(0))
+    right = run[:3].copy()
+    assert judge(right, *baseline) == {OTHER: None, SAME: None}
+    assert judge(baseline[0][:3], *baseline)[SAME] is None  # the control itself: no farther than the twin
     small, large, late = right + 0.05, right + 1.0, right.copy()
-    late[:, 12:] += 0.05
-    assert judge(small, control, twin) == {OTHER: None, SAME: 10}  # hidden in the spread over seeds
-    assert judge(large, control, twin) == {OTHER: 10, SAME: 10}
-    assert judge(late, control, twin)[SAME] == 130
-    short = judge(right[:, :4] + 0.05, control, twin)
-    assert short == {OTHER: None, SAME: 10}
-    assert judge(np.full((3, 20), np.nan), control, twin) == {OTHER: 10, SAME: 10}
+    late[:, 12:] += 0.5
+    assert judge(small, *baseline) == {OTHER: None, SAME: 10}  # hidden in the spread over seeds
+    assert judge(large, *baseline) == {OTHER: 10, SAME: 10}
+    assert judge(late, *baseline)[SAME] == 130
+    assert judge(right[:, :4] + 0.05, *baseline) == {OTHER: None, SAME: 10}
+    assert judge(np.full((3, 20), np.nan), *baseline) == {OTHER: 10, SAME: 10}
 
 
 def test_alarms_are_counted_among_the_twins_own_seeds():
-    control, twin = curves(np.random.default_rng(1))
-    counted = converging.alarms_among_correct_runs(TOLD, control, twin)
+    control, twin, second, _ = curves(np.random.default_rng(1))
+    counted = converging.alarms_among_correct_runs(TOLD, control, twin, second)
     assert counted[SAME][1] == counted[OTHER][1] == 120
-    twin[0] += 1.0  # one seed of it is wrong
-    assert converging.alarms_among_correct_runs(TOLD, control, twin)[SAME][0] >= 36
+    second[0] += 5.0  # one seed of it is wrong
+    assert converging.alarms_among_correct_runs(TOLD, control, twin, second)[OTHER][0] >= 36
 
 
 SMALL = """title = "small"
@@ -82,6 +88,7 @@ SMALL = """title = "small"
 [converging]
 control = "fsdp"
 twin = "ulp"
+second_twin = "eager"
 control_seeds = 6
 seeds = 2
 window = 4
@@ -102,6 +109,10 @@ tp_size = 1
 [runs.ulp]
 strategy = "ddp"
 noise_control = true
+
+[runs.eager]
+strategy = "ddp"
+attn_impl = "eager"
 
 [runs.stops-earlier]
 strategy = "ddp"
@@ -142,6 +153,7 @@ def test_a_study_finds_the_fault_and_not_the_others(trained):
     assert outcomes == {
         "fsdp": "control",
         "ulp": "PASS",
+        "eager": "PASS",
         "stops-earlier": "PASS",
         "low": "found",
         "cannot": "DID NOT RUN",
@@ -167,21 +179,22 @@ def test_it_goes_on_where_it_was(trained, capsys):
     "change, message",
     [
         (('twin = "ulp"', 'twin = "ulps"'), 'line 5: twin is "ulps", which is no run'),
-        (("control_seeds = 6", "control_seeds = 2"), "line 6: converging.control_seeds is 2"),
+        (("control_seeds = 6", "control_seeds = 2"), "line 7: converging.control_seeds is 2"),
         (
             ("schedule_steps = 8", "schedule_steps = 3"),
             "run stops-earlier: --schedule_steps 3: the run has 4",
         ),
         (("window = 4", "windows = 4"), "converging.windows"),
-        (("seeds = 2", "seeds = 3"), "line 7: seeds is 3, and control_seeds must be at least 4 more"),
+        (("seeds = 2", "seeds = 3"), "line 8: seeds is 3, and control_seeds must be at least 4 more"),
         (("noise_control = true", ""), 'line 5: twin is "ulp", a run without noise_control = true'),
-        (('twin = "ulp"', 'twin = "fsdp"'), 'line 5: twin is "fsdp", a run without noise_control'),
+        (('twin = "ulp"', 'twin = "fsdp"'), "line 5: control, twin and second_twin are three runs"),
+        (('second_twin = "eager"', ""), "converging.second_twin"),
         (
             ("noise_control = true", 'noise_control = true\nfault = "rate_drifts"'),
             "the twin has a planted fault",
         ),
-        (("dp_size = 1", "dp_size = 1\ninit_seed = 1"), "line 12: init_seed is set by the study itself"),
-        (("[shared]", "[control]\ndp_size = 1\n[shared]"), "line 10: control means nothing beside"),
+        (("dp_size = 1", "dp_size = 1\ninit_seed = 1"), "line 13: init_seed is set by the study itself"),
+        (("[shared]", "[control]\ndp_size = 1\n[shared]"), "line 11: control means nothing beside"),
         (('title = "small"', 'title = "small"\ntensors = 1'), "line 2: tensors means nothing beside"),
         (
             ("debug_steps = 4\nschedule_steps = 8", "debug_steps = 16"),
@@ -190,8 +203,8 @@ def test_it_goes_on_where_it_was(trained, capsys):
         (("schedule_steps = 8", ""), "run stops-earlier: schedule_steps is 4, the control's 8"),
         (("debug_steps = 4", "batch_size = 4"), "run stops-earlier: batch_size is 4, the control's 2"),
         (("debug_steps = 4", 'differs = "x"'), "run stops-earlier: differs means nothing beside"),
-        (("window = 4", "window = 9"), "line 8: window is 9, and fsdp has 8 steps"),
-        (('"rate_one_percent_low"', '"nosuch"'), "line 35: run low: there is no slow fault nosuch"),
+        (("window = 4", "window = 9"), "line 9: window is 9, and fsdp has 8 steps"),
+        (('"rate_one_percent_low"', '"nosuch"'), "line 40: run low: there is no slow fault nosuch"),
     ],
 )
 def test_what_cannot_be_compared_is_refused_with_its_line(tmp_path, capsys, change, message):
@@ -237,7 +250,7 @@ def test_the_schedule_of_a_run_that_stops_earlier_is_the_whole_ones():
 def test_the_study_that_comes_with_lockstep_has_what_it_names():
     study = study_file.read(run_study.STUDIES / "loss_converging.toml")
     told = study.converging
-    assert told is not None and {told.control, told.twin} <= set(study.runs)
+    assert told is not None and set(told.roles) <= set(study.runs)
     faults = [run.fault for run in study.runs.values() if run.fault]
     assert sorted(faults) == sorted(SLOW) and len(faults) >= 5 and not set(SLOW) & set(CATALOGUE)
     assert converging_report.good([{"outcome": "not found"}, {"outcome": "PASS"}])
