@@ -122,7 +122,8 @@ def judge(
 
 def drift(run: Losses, control: Losses) -> Losses:
     """Log of how far a run has been from the control so far, window by window: (seeds, windows), at least two ulps of a loss."""
-    ulps = ULPS * np.spacing(np.abs(control).astype(np.float32)).astype(np.float64)
+    near = np.abs(control).astype(np.float32)
+    ulps = ULPS * (np.nextafter(near, np.float32(np.inf)) - near).astype(np.float64)
     apart = np.abs(run - control)
     return np.log(np.maximum.accumulate(np.maximum(np.where(np.isnan(apart), np.inf, apart), ulps), axis=1))
 
