@@ -177,12 +177,12 @@ NOT_PASSED_ON = {
     "pp_schedule": (
         "fsdp",
         "--dp_size 1 --pp_size 2 --gradient_sync every --pp_schedule gpipe",
-        "pipeline.schedule",
+        "cuts.pp.schedule",
     ),
     "pp_microbatches": (
         "fsdp",
         "--dp_size 1 --pp_size 2 --gradient_sync every --batch_size 4 --pp_microbatches 2",
-        "pipeline.microbatches",
+        "cuts.pp.microbatches",
     ),
 }
 

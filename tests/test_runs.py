@@ -41,7 +41,7 @@ def test_every_run_sees_the_same_global_batch():
         ("fsdp@tp2xtp2", "is not a mesh"),
         ("fsdp@ep2", "ep2 is not a mesh"),
         ("fsdp@dp3", "16 sequences cannot be divided among 3 DP ranks"),
-        ("deepspeed@cp2", "has no axis cp"),
+        ("deepspeed@pp2", "has no axis pp"),
         ("ddp@tp2xdp1", "DDP has no axis tp"),
         ("nosuch@dp4", "there is no strategy nosuch"),
     ],

@@ -15,7 +15,7 @@ from real_runs import environment
 
 import run_study
 from lockstep.errors import UserError
-from lockstep.studies import parting
+from lockstep.studies import converging_report, parting
 from lockstep.studies import study as study_file
 
 SMALL = """title = "small"
@@ -114,7 +114,11 @@ def test_the_studies_that_come_with_it_can_be_planned(tmp_path, capsys):
     assert run_study.main(["--list"]) == 0
     assert "studies/zero_stages.toml" in capsys.readouterr().out
     for path in run_study.STUDIES.glob("*.toml"):
-        assert study_file.plan(study_file.read(path), path, tmp_path / "out")
+        study = study_file.read(path)
+        if study.converging:
+            assert converging_report.plan(study, study.converging, path, tmp_path / "out")
+        else:
+            assert study_file.plan(study, path, tmp_path / "out")
     with pytest.raises(UserError, match="no such file|cannot be read"):
         study_file.read(tmp_path / "gone.toml")
 
