@@ -20,6 +20,7 @@ import shlex
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lockstep import files, startup
 from lockstep.config import Parser
@@ -27,10 +28,12 @@ from lockstep.errors import UserError, printable, run_program
 from lockstep.running import locks
 from lockstep.studies import compositions, variations
 from lockstep.studies import study as study_file
-from lockstep.studies.converging import Converging
-from lockstep.studies.converging_report import Seeded
 from lockstep.studies.study import Planned, Study, Vary
 from lockstep.studies.variations import Group
+
+if TYPE_CHECKING:
+    from lockstep.studies.converging import Converging
+    from lockstep.studies.converging_report import Seeded
 
 NAME = "run_study.py"
 INTERRUPTED = "interrupted; --resume keeps the finished runs and goes on"
@@ -170,25 +173,21 @@ def run_groups(study: Study, vary: Vary, groups: list[Group], place: Path, comma
         options_report.write(study, rows, place, command, machine)  # what is known so far
     print(f"\n{report.text(options_report.table(study, rows))}\n")
     print(f"Report  {printable(place / 'report.md')}")
-    passed = options_report.good(rows)
-    print(f"\n{'PASS' if passed else 'FAIL'}")
-    return 0 if passed else 1
+    return concluded(options_report.good(rows))
 
 
-def run_seeds(study: Study, told: Converging, planned: Seeded, place: Path, command: str) -> int:
+def run_seeds(study: Study, told: "Converging", planned: "Seeded", place: Path, command: str) -> int:
     """Every run with several seeds, compared with the control by statistics."""
-    from lockstep.studies import converging_report, training
+    from lockstep.studies import converging_report, report, training
 
     flat = [run for runs in planned.values() for run in runs]
     print(f"{printable(study.title)}: {len(flat)} runs -> {printable(place)}", flush=True)
     failed = training.train_alike(flat, place, note=lambda line: print(line, flush=True))
     found = converging_report.rows(study, told, planned, failed)
     said = converging_report.write(study, told, planned, found, place, command)
-    print(f"\n{converging_report.shown(found)}\n\n{said}\n")
+    print(f"\n{report.text(converging_report.table(found))}\n\n{said}\n")
     print(f"Report  {printable(place / 'report.md')}\nFigure  {printable(place / 'losses.png')}")
-    passed = converging_report.good(found)
-    print(f"\n{'PASS' if passed else 'FAIL'}")
-    return 0 if passed else 1
+    return concluded(converging_report.good(found))
 
 
 def run(study: Study, planned: list[Planned], place: Path, command: str) -> int:
@@ -208,7 +207,11 @@ def run(study: Study, planned: list[Planned], place: Path, command: str) -> int:
         if row.get("why"):
             print(f"{row['run']}: {row['outcome']}: {printable(row['why'], 400)}")
     print(f"Report  {printable(place / 'report.md')}\nFigure  {printable(place / 'losses.png')}")
-    passed = report.good(found)
+    return concluded(report.good(found))
+
+
+def concluded(passed: bool) -> int:
+    """Print the verdict; returns the exit status."""
     print(f"\n{'PASS' if passed else 'FAIL'}")
     return 0 if passed else 1
 

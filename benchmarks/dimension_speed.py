@@ -17,6 +17,7 @@ import time
 
 import torch
 import torch.distributed as dist
+from dimension_sweep import STRATEGY as ALL_AXES
 from outputs import output
 
 from lockstep import config as config_module
@@ -33,7 +34,6 @@ WARM_UP = 3
 LONG = "--model_name narrow-qwen2 --seq_length 2048 --batch_size 1 --dp_size 1"
 DEEP = "--model_name narrow-qwen2 --seq_length 256 --batch_size 4 --dp_size 1"
 REAL = "--model_name Qwen2.5-0.5B --num_layers 2 --seq_length 256 --batch_size 2 --precision autocast --dp_size 2"
-ALL_AXES = next(row.name for row in ROWS.values() if {"pp", "cp"} <= set(row.axes))
 # case -> (strategy, ranks, flags, the case it is held against, its ideal wall time as a multiple of that one's)
 CASES: dict[str, tuple[str, int, str, str | None, float]] = {
     "one rank, sequence 2048": (BASELINE, 1, LONG, None, 1.0),

@@ -3,6 +3,7 @@
 import importlib.metadata
 import math
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,11 @@ def local_gpus() -> int:
         return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
     driver = Path("/proc/driver/nvidia/gpus")
     return len(list(driver.iterdir())) if driver.is_dir() else 0
+
+
+def has_compiler() -> bool:
+    """Whether a C++ compiler is on the PATH."""
+    return bool(shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++"))
 
 
 def resolve_device(row: Row, options: dict[str, Any]) -> dict[str, str]:

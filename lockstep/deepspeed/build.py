@@ -13,6 +13,7 @@ from lockstep.config import Config
 from lockstep.deepspeed import configuration, options, ulysses, zero
 from lockstep.errors import UserError
 from lockstep.files import require_writable_folder
+from lockstep.resources import has_compiler
 from lockstep.running import progress
 
 STALE_LOCK_SECONDS = 120  # no file of the build was touched for this long: nobody is building
@@ -24,7 +25,7 @@ def require(config: Config, architecture: dict) -> None:
         raise UserError(
             "train_deepspeed.py needs the package deepspeed, which is not installed; install requirements.txt"
         )
-    if config.device == "cpu" and not (shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++")):
+    if config.device == "cpu" and not has_compiler():
         raise UserError(
             "DeepSpeed builds a small C++ extension when it first runs on CPUs, and no C++ compiler (c++ or g++) is on the PATH; "
             "install one, e.g. the package g++"

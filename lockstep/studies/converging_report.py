@@ -13,7 +13,7 @@ from lockstep.losses.curves import FAIL, PASS
 from lockstep.studies import converging, report
 from lockstep.studies import study as study_file
 from lockstep.studies.converging import FEWEST_OTHERS, OTHER, SAME, Converging, Losses
-from lockstep.studies.report import DID_NOT_RUN, text
+from lockstep.studies.report import DID_NOT_RUN
 from lockstep.studies.study import Planned, Study
 from lockstep.training import history, rates
 
@@ -302,7 +302,3 @@ def draw(told: Converging, found: list[dict[str, Any]], path: Path) -> None:
     figure.legend(loc="outside right upper", frameon=False)
     write_atomically(path, lambda temporary: figure.savefig(temporary, dpi=110, format=path.suffix[1:]))
     pyplot.close(figure)
-
-
-def shown(found: list[dict[str, Any]]) -> str:
-    return text(table(found))

@@ -112,6 +112,7 @@ class Capture:
 
     def _open(self, strategy: Captured, step: int) -> None:
         self.strategy, self.step, self.problem = strategy, step, ""
+        self.loss_shares = strategy.loss_shares  # every gradient is divided by it
         self.no_room: OSError | None = None
         self.rows: Counter[str] = Counter()  # of this rank, seen so far
         self.gradients_seen: set[tuple[str, int]] = set()
@@ -246,7 +247,7 @@ class Capture:
         if (name, row) in self.gradients_seen:
             return  # a zero-bubble schedule computes the gradients of weights later, from this gradient again
         self.gradients_seen.add((name, row))
-        local = _local(gradient) / self.strategy.loss_shares
+        local = _local(gradient) / self.loss_shares
         self._try(self._write_placed, f"backward/{name}", local, self.layout.outputs[name], row)
 
     def _summarise(self, logits: torch.Tensor) -> None:

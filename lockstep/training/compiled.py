@@ -4,12 +4,11 @@ A compiled layer has no modules inside that could be watched: hooks would cut th
 enters and leaves layers, and all gradients, moments and weights. Nothing here imports torch before a model is compiled.
 """
 
-import os
-import shutil
 from typing import TYPE_CHECKING, Literal, get_args
 
 from lockstep.errors import UserError
 from lockstep.inputs import modules
+from lockstep.resources import has_compiler
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -31,7 +30,7 @@ def enable(model: "PreTrainedModel", backend: str) -> None:
 
 def require(backend: str) -> None:
     """Raise UserError where the backend's code cannot be compiled."""
-    if backend == "inductor" and not (shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++")):
+    if backend == "inductor" and not has_compiler():
         raise UserError(
             "--compile inductor needs a C++ compiler, and none (c++ or g++) is on the PATH; install the package g++, or use aot_eager"
         )
