@@ -93,7 +93,13 @@ def main() -> None:
     def bare():
         bare_step(strategy, config, device, next(in_memory))
 
-    pairs = [(timed(loop_step), timed(bare)) for _ in range(options.steps)][10:]  # the first ten warm up
+    pairs = []
+    for index in range(options.steps):  # each goes first in half of the pairs
+        if index % 2:
+            pairs.append((timed(loop_step), timed(bare)))
+        else:
+            pairs.append(tuple(reversed((timed(bare), timed(loop_step)))))
+    pairs = pairs[10:]  # the first ten warm up
     if rank == 0:
         loop, bare_seconds = (statistics.median(column) for column in zip(*pairs, strict=True))
         spread = statistics.quantiles([a / b for a, b in pairs], n=4)

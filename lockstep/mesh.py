@@ -78,7 +78,7 @@ class Mesh:
         return tuple(axis for axis, size in self.sizes.items() if size > 1)
 
     def size(self, axis: str) -> int:
-        return self.sizes[axis]
+        return getattr(self, axis)
 
     def coordinates(self, rank: int) -> Coordinates:
         if not 0 <= rank < self.world_size:

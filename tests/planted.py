@@ -105,6 +105,16 @@ def _nan(strategy, config, inputs):
     strategy.forward_backward = forward_backward
 
 
+def _norm_is_nan(step):
+    """Rank 1 computes a NaN norm at one step, from 1."""
+
+    def change(strategy, config, inputs):
+        real, number = strategy.update, iter(range(1, 10**6))
+        strategy.update = lambda: real() * (float("nan") if next(number) == step and dist.get_rank() else 1)
+
+    return change
+
+
 def _wrong_data(pick):
     """The data side itself hands out the wrong share: pick(batches, rank) -> dp_rank."""
 
@@ -210,4 +220,5 @@ FAULTS = {
     "TP peers really on different batches": _wrong_data(lambda batches, rank: rank % batches.dp_size),
     "at another place in the mesh": _wrapping(_elsewhere),
     "nan": _wrapping(_nan),
+    **{f"norm is nan in step {step}": _wrapping(_norm_is_nan(step)) for step in (1, 3, 4)},
 }

@@ -27,6 +27,14 @@ STOPPED = {
     ),
     "DP ranks really on the same batch": ("ddp", 2, "step 1: DP ranks 0 and 1 saw the same batch"),
     "nan": ("ddp", 2, "step 3: the loss is nan on rank 1 (dp 1 of 2, tp 0 of 1)"),
+    **{
+        f"norm is nan in step {step}": (
+            "ddp",
+            2,
+            f"step {step}: the gradient norm is nan on rank 1 (dp 1 of 2, tp 0 of 1)",
+        )
+        for step in (1, 3, 4)  # 4 is the last one
+    },
     "one side clips, admitted": ("ddp", 2, "max_grad_norm is 0.0, not 1.0"),
     "weights changed after loading": ("ddp", 2, "model.embed_tokens.weight differs from"),
     "TP peers really on different batches": (

@@ -95,13 +95,20 @@ def only_the_first_rank_reports(run: Planting) -> Plant:
     """Every rank reports the first rank's loss; training is right."""
     from lockstep.training import loop as training
 
-    gather = training._gather
+    start_gathering = training._start_gathering
 
-    def first_for_all(mine: list[float], device: torch.device) -> list[list[float]]:
-        everyone = gather(mine, device)
-        return [[everyone[0][0], *row[1:]] for row in everyone]
+    def first_for_all(
+        loss: torch.Tensor, others: list[float], device: torch.device
+    ) -> Callable[[], list[list[float]]]:
+        gathered = start_gathering(loss, others, device)
 
-    run.patch(training, "_gather", first_for_all)
+        def of_the_first() -> list[list[float]]:
+            everyone = gathered()
+            return [[everyone[0][0], *row[1:]] for row in everyone]
+
+        return of_the_first
+
+    run.patch(training, "_start_gathering", first_for_all)
     yield
 
 

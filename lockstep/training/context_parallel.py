@@ -124,7 +124,7 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
         gathered = x.new_empty(dist.get_world_size(group) * x.shape[0], *x.shape[1:])
-        dist.all_gather_into_tensor(gathered, x.contiguous(), group=group)
+        dist.all_gather_single(gathered, x.contiguous(), group=group)
         return gathered
 
     @staticmethod
@@ -136,5 +136,5 @@ class _Gather(torch.autograd.Function):
 def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """(size * N, ...) of every rank -> this rank's (N, ...) of the sum over ranks."""
     own = x.new_empty(x.shape[0] // dist.get_world_size(group), *x.shape[1:])
-    dist.reduce_scatter_tensor(own, x, group=group)
+    dist.reduce_scatter_single(own, x, group=group)
     return own

@@ -9,6 +9,7 @@ import gc
 import hashlib
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -117,20 +118,25 @@ def _train(
                 write_text(config.told_path, told(config, inputs))
 
     shown = progress.Steps(config.label, inputs.num_steps, config.log_interval)
-    problem = ""  # why rank 0 could not write the history after the last step
+    problem = (
+        ""  # what this rank found after the last step; the others learn of it in the next step, or at the end
+    )
     for index in range(inputs.num_steps):
         compute_dtypes = ComputeDtypes(strategy.model, config.compile) if index == 0 else None
         watching = capture if capture is not None and index < config.capture_steps else None
         counting = config.count_collectives and index == inputs.num_steps - 1
         with collectives() if counting else contextlib.nullcontext() as counted:
-            step, everyone = train_step(
+            step, losses = train_step(
                 strategy, inputs.batches, config, rank, device, index, watching, problem=problem
             )
         if counted is not None:
             record.run["collectives"] = counted
         record.add(step)
-        _require_finite(step["step"], everyone, config.mesh)
+        _require_finite_losses(step["step"], losses, config.mesh)
+        if not math.isfinite(step["grad_norm"]):
+            problem = _not_finite(step["step"], "gradient norm", step["grad_norm"], rank, config.mesh)
         if compute_dtypes is not None:
+            stop_together(problem)  # before a norm of NaN is held against the options
             own = {**strategy.effective_contract(), **compute_dtypes.stop()}
             record.contract = of_all_stages(gather_objects(own), own) if config.pp_size > 1 else own
             if rank == 0 and watching:
@@ -142,7 +148,7 @@ def _train(
         if rank == 0:
             try:
                 record.save_if_due(path)
-            except UserError as error:  # the others learn of it in the next step, or below
+            except UserError as error:
                 problem = str(error)
             shown.add(step)
 
@@ -172,12 +178,12 @@ def train_step(
     capture: Capture | None = None,
     *,
     problem: str = "",
-) -> tuple[dict[str, Any], list[list[float]]]:
+) -> tuple[dict[str, Any], list[float]]:
     """Step `index` (from 0) of the loop: feed, update, gather what every rank saw. `capture` writes all that is computed.
 
     A `problem` that this rank has had since the last step stops all ranks, without a collective of its own in every step.
 
-    Returns the record of the step, which keeps one loss per DP rank, and (loss, norm) of every rank.
+    Returns the record of the step, which keeps one loss per DP rank, and the loss of every rank.
 
     Raises TrainingFailure on every rank if ranks that share samples saw different batches, or others the same, and for a `problem`.
     """
@@ -193,11 +199,13 @@ def train_step(
         num_steps = config.debug_steps or config.num_epochs * batches.steps_per_epoch
         for group in strategy.optimizer.param_groups:
             group["lr"] = rates.rate_of(vars(config), index + 1, num_steps)
+    gathered = _start_gathering(loss, [float(bool(problem)), *window_hashes(micro_batches)], device)
     grad_norm = strategy.update()
-    everyone = _gather([float(loss), grad_norm, float(bool(problem)), *window_hashes(micro_batches)], device)
-    losses, hashes = [row[0] for row in everyone], [list(map(int, row[3:])) for row in everyone]
+    independent_tokens = batches.independent_tokens(index)
+    everyone = gathered()
     seconds = time.perf_counter() - start
-    if any(row[2] for row in everyone):
+    losses, hashes = [row[0] for row in everyone], [list(map(int, row[2:])) for row in everyone]
+    if any(row[1] for row in everyone):
         stop_together(problem)
     _require_right_batches(hashes, config.mesh, index + 1)
     lead = [config.mesh.first_with_share(share) for share in range(config.mesh.num_sample_shares)]
@@ -208,7 +216,7 @@ def train_step(
         "grad_norm": grad_norm,
         "learning_rate": strategy.optimizer.param_groups[0]["lr"],
         "tokens": batches.windows_per_step * config.seq_length,
-        "independent_tokens": batches.independent_tokens(index),
+        "independent_tokens": independent_tokens,
         "seconds": seconds,
         "batch_hash": global_batch_hash([each for r in lead for each in hashes[r]]),
     }
@@ -217,7 +225,7 @@ def train_step(
     if capture:
         capture.end(step)
         step["seconds"] = time.perf_counter() - start
-    return step, [row[:2] for row in everyone]
+    return step, losses
 
 
 def _initial_model(
@@ -294,21 +302,34 @@ def _require_right_batches(hashes: list[list[int]], mesh: Mesh, step: int) -> No
             )
 
 
-def _require_finite(step: int, everyone: list[list[float]], mesh: Mesh) -> None:
-    for rank, (loss, grad_norm) in enumerate(everyone):
-        for what, value in (("loss", loss), ("gradient norm", grad_norm)):
-            if not math.isfinite(value):
-                raise TrainingFailure(
-                    f"step {step}: the {what} is {value} on rank {rank} ({Geometry.of_rank(mesh, rank)}); lower --learning_rate, or check the weights"
-                )
+def _require_finite_losses(step: int, losses: list[float], mesh: Mesh) -> None:
+    for rank, loss in enumerate(losses):
+        if not math.isfinite(loss):
+            raise TrainingFailure(_not_finite(step, "loss", loss, rank, mesh))
 
 
-def _gather(mine: list[float], device: torch.device) -> list[list[float]]:
-    """Every rank's numbers, in rank order. float64 carries them exactly (a hash has 48 bits)."""
-    row = torch.tensor(mine, dtype=torch.float64, device=device)
-    everyone = [torch.empty_like(row) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, row)
-    return [row.tolist() for row in everyone]
+def _not_finite(step: int, what: str, value: float, rank: int, mesh: Mesh) -> str:
+    where = f"on rank {rank} ({Geometry.of_rank(mesh, rank)})"
+    return f"step {step}: the {what} is {value} {where}; lower --learning_rate, or check the weights"
+
+
+def _start_gathering(
+    loss: torch.Tensor, others: list[float], device: torch.device
+) -> Callable[[], list[list[float]]]:
+    """Send this rank's numbers; the function returned waits for (loss, *others) of every rank, in rank order.
+
+    The strategy updates meanwhile. float64 carries the numbers exactly (a hash has 48 bits).
+    """
+    row = torch.tensor([0.0, *others], dtype=torch.float64, device=device)
+    row[0] = loss  # float(loss) would wait for a GPU here
+    everyone = row.new_empty(dist.get_world_size() * len(row))
+    work = dist.all_gather_single(everyone, row, async_op=True)
+
+    def finish() -> list[list[float]]:
+        work.wait()
+        return everyone.view(-1, len(row)).tolist()
+
+    return finish
 
 
 def _live_checksums(strategy: Strategy, rank: int) -> dict[str, str] | None:

@@ -60,10 +60,12 @@ class TorchStrategy:
             "PreTrainedModel", unwrapped(self.wrapped)
         )  # sharded, it is still transformers' class
         self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.layouts = by_layout(self.parameters)
+        self.in_norm = by_layout(self._counted())
         self.optimizer = build_optimizer(
             [
                 group
-                for alike in by_layout(self.parameters)  # a fused step cannot mix device meshes
+                for alike in self.layouts  # a fused step cannot mix device meshes
                 for group in parameter_groups(alike, config.weight_decay)
             ],
             optimizer=config.optimizer,
@@ -155,13 +157,16 @@ class TorchStrategy:
         else:
             yield
 
+    def _counted(self) -> list[torch.nn.Parameter]:
+        """The parameters whose gradients count in the norm. Weights that the last stage shares with the first count there."""
+        if self.pipeline is None or self.pipeline.replica is None:
+            return self.parameters
+        return [parameter for parameter in self.parameters if parameter is not self.pipeline.replica.weight]
+
     def grad_norm(self) -> torch.Tensor:
         """The norm of the whole gradient: squares of the local shards, summed over every axis that shards them."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        replica = (
-            self.pipeline.replica.weight if self.pipeline and self.pipeline.replica is not None else None
-        )
-        for alike in by_layout([parameter for parameter in self.parameters if parameter is not replica]):
+        for alike in self.in_norm:
             gradients = [local(gradient_of(parameter)) for parameter in alike]
             square = total_norm(gradients).to(self.device) ** 2  # offloaded gradients are on the CPU
             first = alike[0]
@@ -176,7 +181,7 @@ class TorchStrategy:
     def update(self) -> float:
         norm = self.grad_norm()
         if self.config.max_grad_norm > 0:
-            for alike in by_layout(self.parameters):
+            for alike in self.layouts:
                 torch.nn.utils.clip_grads_with_norm_(alike, self.config.max_grad_norm, norm)
         self.optimizer.step()
         if self.average is not None:
