@@ -2,13 +2,16 @@
 
     PYTHONPATH=. python benchmarks/dimension_sweep.py --seeds 10 --output results/dimension_sweep.json
 
-Each dimension alone at 2 and 4, pairs, and three together, on three tiny models in fp32; each dimension alone in autocast. Two captured
-steps of every run, judged tensor by tensor and by their losses. Exit status 1 if there is an alarm.
+Each dimension alone at 2 and 4, pairs, and three together, on three tiny models in fp32; each dimension alone in autocast. Ulysses is
+DeepSpeed's sequence parallelism. Two captured steps of every run, judged tensor by tensor and by their losses. Exit status 1 if there is
+an alarm.
 """
 
 import argparse
 import collections
+import itertools
 import json
+import multiprocessing
 import os
 import tempfile
 from pathlib import Path
@@ -24,7 +27,8 @@ from lockstep.tensors.comparison import compare_dumps
 from lockstep.tensors.dump import Dump
 from lockstep.training import history
 
-STRATEGY = next(row.name for row in ROWS.values() if {"pp", "cp"} <= set(row.axes))
+DIMENSIONS = next(row.name for row in ROWS.values() if {"pp", "cp"} <= set(row.axes))
+ULYSSES = next(row.name for row in ROWS.values() if "sp_size" in row.also_called.values())
 MODELS = ("tiny-qwen2", "tiny-qwen3", "tiny-llama")
 SEQUENCE = "--tp_size 2 --sequence_parallel"
 ALONE = {
@@ -32,16 +36,20 @@ ALONE = {
     "cp 2": "--cp_size 2",
     "sp 2": SEQUENCE,
     "dp 2": "--dp_size 2 --batch_size 2",
+    "ulysses 2": "--sp_size 2",
 }
 COMBINATIONS = {
     **ALONE,
     "pp 4": "--pp_size 4",
     "cp 4": "--cp_size 4",
+    "ulysses 4": "--sp_size 4",
     "pp 2, interleaved": "--pp_size 2 --pp_schedule interleaved1f1b",
     "pp 2 x dp 2": "--pp_size 2 --dp_size 2 --batch_size 2",
     "pp 2 x cp 2": "--pp_size 2 --cp_size 2",
     "pp 2 x sp 2": f"--pp_size 2 {SEQUENCE}",
     "dp 2 x cp 2": "--dp_size 2 --batch_size 2 --cp_size 2",
+    "dp 2 x sp 2": f"--dp_size 2 --batch_size 2 {SEQUENCE}",
+    "dp 2 x ulysses 2": "--dp_size 2 --batch_size 2 --sp_size 2",
     "cp 2 x sp 2": f"--cp_size 2 {SEQUENCE}",
     "pp 2 x dp 2 x tp 2": "--pp_size 2 --dp_size 2 --batch_size 2 --tp_size 2",
 }
@@ -61,10 +69,13 @@ FLAGS = [
 ]
 
 
-def cases(precision: str) -> dict[str, list[str]]:
-    """Name -> flags of the runs in a precision, besides those that all share."""
+def cases(precision: str) -> dict[str, tuple[str, list[str]]]:
+    """Name -> strategy, and flags besides those that all share, of the runs in a precision."""
     chosen = COMBINATIONS if precision == "fp32" else ALONE
-    return {name: ["--tp_size", "1", *flags.split()] for name, flags in chosen.items()}
+    return {
+        name: (ULYSSES if "ulysses" in name else DIMENSIONS, ["--tp_size", "1", *flags.split()])
+        for name, flags in chosen.items()
+    }
 
 
 def train(folder: Path, model: str, precision: str, seeds: list[int]) -> None:
@@ -78,11 +89,11 @@ def train(folder: Path, model: str, precision: str, seeds: list[int]) -> None:
         common = [*FLAGS, "--model_name", model, "--precision", precision, "--seed", str(seed)]
         common += ["--capture_dir", own, "--loss_output_dir", f"{own}/losses", "--storage_path", str(folder)]
         groups[1][(1,)].append({"strategy": BASELINE, "arguments": [*common, "--control"]})
-        for name, flags in cases(precision).items():
+        for name, (strategy, flags) in cases(precision).items():
             arguments = [*common, *flags, "--run_name", name.replace(" ", "").replace(",", "-")]
-            mesh = parse_config(STRATEGY, arguments).mesh
+            mesh = parse_config(strategy, arguments).mesh
             groups[mesh.world_size][tuple(mesh.sizes.values())].append(
-                {"strategy": STRATEGY, "arguments": arguments}
+                {"strategy": strategy, "arguments": arguments}
             )
         references.append({"strategy": jobs.REFERENCE, "arguments": common})
     started = [(ranks, runs) for ranks, meshes in groups.items() for runs in meshes.values()]
@@ -124,8 +135,11 @@ def main() -> int:
             with tempfile.TemporaryDirectory() as name:
                 seeds = list(range(options.seeds))
                 train(Path(name), model, precision, seeds)
-                for seed in seeds:
-                    for run, found in judge(Path(name) / str(seed), precision).items():
+                folders = [Path(name) / str(seed) for seed in seeds]
+                with multiprocessing.Pool(os.cpu_count()) as pool:
+                    judged = pool.starmap(judge, zip(folders, itertools.repeat(precision)))
+                for seed, runs in zip(seeds, judged, strict=True):
+                    for run, found in runs.items():
                         rows.append(
                             {"model": model, "precision": precision, "run": run, "seed": seed, **found}
                         )
