@@ -66,7 +66,7 @@ class Mesh:
     @property
     def sizes(self) -> dict[str, int]:
         """Axis -> size, outermost first."""
-        return asdict(self)
+        return {axis: self.size(axis) for axis in AXES}
 
     @property
     def world_size(self) -> int:

@@ -38,6 +38,7 @@ FLAGS = {
     "bf16.bf16_optimizer_states": "--precision",
     "torch_autocast.enabled": "--precision",
     "communication_data_type": "--precision",
+    "seq_parallel_communication_data_type": "--precision",
     "data_types.grad_accum_dtype": "--precision",
     "tensor_parallel.autotp_size": "--tp_size",
     "optimizer.type": "--optimizer",
@@ -97,6 +98,10 @@ def of_flags(config: Config) -> dict[str, Any]:
         # the default is 1.0, not off; without ZeRO the strategy clips (autotp_strategy.py)
         "gradient_clipping": config.max_grad_norm if own.zero_stage else 0.0,
         "communication_data_type": "bf16" if bf16 else "fp32",
+        # what an engine with sequence parallelism takes instead
+        **(
+            {"seq_parallel_communication_data_type": "bf16" if bf16 else "fp32"} if config.cp_size > 1 else {}
+        ),
         "torch_autocast": {
             "enabled": config.precision == "autocast",
             "dtype": "bfloat16",
