@@ -2,9 +2,8 @@
 
     PYTHONPATH=. python benchmarks/dimension_sweep.py --seeds 10 --output results/dimension_sweep.json
 
-Each dimension alone at 2 and 4, pairs, and three together, on three tiny models in fp32; each dimension alone in autocast. Ulysses is
-DeepSpeed's sequence parallelism. Two captured steps of every run, judged tensor by tensor and by their losses. Exit status 1 if there is
-an alarm.
+Each dimension alone at 2 and 4, pairs, and three together, on three tiny models in fp32; each dimension alone in autocast. Two captured
+steps of every run, judged tensor by tensor and by their losses. Exit status 1 if there is an alarm.
 """
 
 import argparse
@@ -27,7 +26,7 @@ from lockstep.tensors.comparison import compare_dumps
 from lockstep.tensors.dump import Dump
 from lockstep.training import history
 
-DIMENSIONS = next(row.name for row in ROWS.values() if {"pp", "cp"} <= set(row.axes))
+STRATEGY = next(row.name for row in ROWS.values() if {"pp", "cp"} <= set(row.axes))
 ULYSSES = next(row.name for row in ROWS.values() if "sp_size" in row.also_called.values())
 MODELS = ("tiny-qwen2", "tiny-qwen3", "tiny-llama")
 SEQUENCE = "--tp_size 2 --sequence_parallel"
@@ -73,7 +72,7 @@ def cases(precision: str) -> dict[str, tuple[str, list[str]]]:
     """Name -> strategy, and flags besides those that all share, of the runs in a precision."""
     chosen = COMBINATIONS if precision == "fp32" else ALONE
     return {
-        name: (ULYSSES if "ulysses" in name else DIMENSIONS, ["--tp_size", "1", *flags.split()])
+        name: (ULYSSES if "ulysses" in name else STRATEGY, ["--tp_size", "1", *flags.split()])
         for name, flags in chosen.items()
     }
 

@@ -118,18 +118,14 @@ SAMPLE = {
         "wrong attention scale",
         "rotary angles one position late",
         "two heads swapped",
-        "last position zeroed",
-        "one weight never updated",
         "updates of one weight doubled",
         "sign of one gradient element",
         "one dp rank has noise in its gradient",
         "first moment of one parameter lost",
     ],
     "deepspeed": [
-        "lost causal mask",
         "another norm epsilon on one tp rank",
         "activations of one replica scaled",
-        "gradient of one tp rank negated",
     ],
 }
 
@@ -156,18 +152,13 @@ def runs(tmp_path_factory, request):
         arguments = [*FLAGS, *tp, "--capture_dir", str(folder / bug)]
         return {"name": bug, "strategy": strategy, "fault": bug, "arguments": arguments}
 
-    groups = []
-    for strategy in BUGS:
-        bugs = ["none", *(bug for name, bug in cases if name == strategy)]
-        work = folder / "work" / strategy
-        groups.append(
-            (
-                2 if strategy == "ddp" else 4,
-                "jobs:histories",
-                work,
-                {"runs": [job(strategy, bug) for bug in bugs]},
-            )
-        )
+    starts = {2: [], 4: []}  # number of ranks -> runs
+    for strategy, bug in [*((strategy, "none") for strategy in BUGS), *cases]:
+        starts[2 if strategy == "ddp" else 4].append(job(strategy, bug))
+    groups = [
+        (ranks, "jobs:histories", folder / "work" / str(ranks), {"runs": jobs})
+        for ranks, jobs in starts.items()
+    ]
     replays = [str(folder / bug / strategy) for strategy, bug in cases]
     reference = {"arguments": [*FLAGS, "--capture_dir", str(folder / "none")], "replays": replays}
     run_groups([*groups, (0, "jobs:reference", folder / "work" / "reference", reference)], timeout=380)
