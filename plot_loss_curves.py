@@ -93,4 +93,4 @@ def run(input_dir: Path, output: Path, json_path: Path | None, command: str) -> 
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    startup.end(main())

@@ -467,4 +467,4 @@ def in_temporary_folder(options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    startup.end(main())

@@ -217,4 +217,4 @@ def concluded(passed: bool) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    startup.end(main())

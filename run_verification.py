@@ -211,4 +211,4 @@ def train_and_compare(
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    startup.end(main())

@@ -15,4 +15,4 @@ if __name__ == "__main__":
 
     from lockstep.launch import launch
 
-    raise SystemExit(launch("ddp"))
+    startup.end(launch("ddp"))

@@ -16,4 +16,4 @@ if __name__ == "__main__":
 
     from lockstep.launch import launch
 
-    raise SystemExit(launch("deepspeed"))
+    startup.end(launch("deepspeed"))

@@ -15,4 +15,4 @@ if __name__ == "__main__":
 
     from lockstep.launch import launch
 
-    raise SystemExit(launch("fsdp"))
+    startup.end(launch("fsdp"))

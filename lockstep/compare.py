@@ -7,4 +7,4 @@ if __name__ == "__main__":
 
     from lockstep.tensors.comparison import main
 
-    raise SystemExit(main())
+    startup.end(main())

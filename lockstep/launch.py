@@ -4,7 +4,6 @@ import contextlib
 import gc
 import json
 import os
-import re
 import signal
 import sys
 import time
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
     pass
 
 PATIENCE = 15.0  # seconds that a rank waits for rank 0 to report an error that both have found
-LOST = re.compile("closed by peer|reset by peer|Broken pipe|remote process exited")  # of gloo and NCCL
 
 
 class RankFailure(TrainingFailure):
@@ -176,16 +174,19 @@ def _run_in_place(config: Config, inputs: Inputs, begin: Callable[[], None]) -> 
     """One rank of a launcher: the process group from the environment, then the loop."""
     if _first():
         begin()
-    import torch.distributed as dist
+    with startup.importing():
+        import torch.distributed as dist
+        import transformers.modeling_utils  # noqa: F401 - the model's module needs it
 
-    from lockstep.training import loop as training
-    from lockstep.training.strategy import factory_of
+        from lockstep.training import loop as training
+        from lockstep.training.strategy import factory_of
 
+        make_strategy = factory_of(config.row)
     device = training_device(config)
     with startup.cleaning_up():
         try:
             dist.init_process_group(config.backend)
-            return training.run_with_control(config, inputs, factory_of(config.row), device)
+            return training.run_with_control(config, inputs, make_strategy, device)
         except UserError as error:
             if _first():
                 raise
@@ -195,7 +196,7 @@ def _run_in_place(config: Config, inputs: Inputs, begin: Callable[[], None]) -> 
         except (TrainingFailure, BrokenPipeError):
             raise
         except Exception as error:
-            if LOST.search(str(error)):
+            if processes.LOST.search(str(error)):
                 time.sleep(PATIENCE)  # the rank that ended has said why, and the launcher ends this one
             traceback.print_exc()
             raise RankFailure(

@@ -7,4 +7,4 @@ if __name__ == "__main__":
 
     from lockstep.tensors.exact_run import main
 
-    raise SystemExit(main())
+    startup.end(main())

@@ -1,4 +1,4 @@
-"""What a program does before it imports anything that takes time: Ctrl-C and a missing package are one line each.
+"""What a program does before it imports anything that takes time, and how it ends: Ctrl-C and a missing package are one line each.
 
 Every program begins with
 
@@ -7,11 +7,12 @@ Every program begins with
 
         startup.begin()
 
-From then on Ctrl-C ends it at once, with one line and status 130. A KeyboardInterrupt would not do: libraries lose it or turn it into
+and ends with `startup.end(status)`. From then on Ctrl-C ends it at once, with one line and status 130. A KeyboardInterrupt would not do: libraries lose it or turn it into
 other errors. There is nothing to clean up while they are imported or while Ray starts (its processes end with this one). Code that
 has something to clean up runs in `cleaning_up`, which raises KeyboardInterrupt. This file must be readable by Python 3.6.
 """
 
+import atexit
 import contextlib
 import gc
 import importlib.util
@@ -103,4 +104,23 @@ def begin() -> None:
         signal.getsignal(signal.SIGINT) is signal.default_int_handler
     ):  # not where the parent ignores it, as a shell does for `&`
         signal.signal(signal.SIGINT, stop_at_once)
+    atexit.register(_leave)  # handlers run last in, first out: those of the libraries run before it
     _require_environment()
+
+
+def end(status: int) -> NoReturn:
+    """End the program with this exit status."""
+    global _status
+    _status = status
+    raise SystemExit(status)
+
+
+_status: "int | None" = None  # None: an error ends the program, and the interpreter says so
+
+
+def _leave() -> None:
+    """Leave it to the kernel to free everything. The interpreter would take torch and transformers apart for a second."""
+    if _status is not None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(_status)

@@ -45,4 +45,4 @@ if __name__ == "__main__":
 
     startup.begin()
 
-    raise SystemExit(main())
+    startup.end(main())

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep import config as config_module
-from lockstep import preflight
+from lockstep import preflight, startup
 from lockstep.config import Config, Parser
 from lockstep.errors import UserError, printable, run_program
 from lockstep.files import (
@@ -152,9 +152,12 @@ def verdict(options: argparse.Namespace, flags: list[str]) -> int:
 def judge_tensors(config: Config, place: Path, names: list[str]) -> tuple["Result", dict[str, "Diagnosis"]]:
     """(comparison of the tensors captured in `place` with the float64 reference, which is computed now; diagnoses), with its report written."""
     with progress.working("Comparing every tensor with a float64 reference"):
-        from lockstep.collective import init_alone
-        from lockstep.tensors import comparison, exact_run, tensor_report
-        from lockstep.tensors.dump import Dump
+        with startup.importing():
+            import transformers.modeling_utils  # noqa: F401 - the model's module needs it
+
+            from lockstep.collective import init_alone
+            from lockstep.tensors import comparison, exact_run, tensor_report
+            from lockstep.tensors.dump import Dump
 
         init_alone()
         remove_captured(place / "reference")
@@ -213,4 +216,4 @@ def explanations(judged: "Judged", result: "Result | None", diagnoses: dict[str,
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    startup.end(main())

@@ -11,7 +11,7 @@ import pytest
 from ranks import ROOT
 
 from lockstep.errors import TrainingFailure, UserError
-from lockstep.running import jobs, processes
+from lockstep.running import jobs, processes, ranks
 
 pytestmark = pytest.mark.usefixtures("from_nothing")
 
@@ -145,3 +145,23 @@ def test_a_killed_rank_ends_the_others_and_is_named(tmp_path):
         "rank 1 was killed by SIGKILL (the machine may be short of memory)" in str(raised.value)
         and time.monotonic() - begin < 60
     )
+
+
+def test_why_a_rank_died_comes_before_what_the_others_lost():
+    log = "\n".join(
+        [
+            "p: rank 0 failed: RuntimeError: the remote process exited",
+            "p: rank 2 failed: RuntimeError: Connection closed by peer",
+            "p: rank 1 was killed by SIGKILL",
+            "p: rank 3 was killed by SIGTERM",
+        ]
+    )
+    assert processes.failure("p", 1, log) == "rank 1 was killed by SIGKILL"
+
+
+def test_a_rank_that_ends_before_the_killed_one_is_reaped(monkeypatch, capfd):
+    """Which of two ended ranks is found first is the kernel's choice: here the one that only lost its connection."""
+    ended = iter([(11, 1 << 8), (12, signal.SIGKILL)])
+    monkeypatch.setattr(ranks.os, "waitpid", lambda *_: next(ended))
+    assert ranks._wait({11: 0, 12: 1}, "p") == 1
+    assert "p: rank 1 was killed by SIGKILL" in capfd.readouterr().err

@@ -116,3 +116,39 @@ def test_what_has_to_clean_up_does_so_unless_asked_twice(tmp_path, times, second
         process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=20)
     assert (process.returncode, said) == (130, "x.py: interrupted\n")
+
+
+ENDS = """
+import atexit, sys
+from lockstep import startup
+startup.begin()
+
+class Module:
+    def __del__(self):
+        print("taken apart")
+
+module = Module()
+atexit.register(print, "handled")
+print("done", end=" ")
+{end}
+"""
+
+
+@pytest.mark.parametrize(
+    "end, status, said",
+    [
+        ("startup.end(3)", 3, "done handled\n"),
+        ("raise SystemExit(3)", 3, "done handled\ntaken apart\n"),
+        ("1 / 0", 1, "done handled\ntaken apart\n"),
+    ],
+    ids=["end", "exit", "error"],
+)
+def test_what_libraries_do_at_the_end_is_done_and_nothing_is_taken_apart(tmp_path, end, status, said):
+    (tmp_path / "x.py").write_text(ENDS.format(end=end))
+    done = subprocess.run(
+        [sys.executable, tmp_path / "x.py"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (status, said)

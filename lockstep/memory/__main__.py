@@ -48,4 +48,4 @@ if __name__ == "__main__":
     from lockstep import startup
 
     startup.begin()
-    raise SystemExit(main())
+    startup.end(main())

@@ -256,4 +256,4 @@ def _rank(group: Group, done: Path, listener: socket.socket) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(run_program(NAME, main))
+    startup.end(run_program(NAME, main))

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import re
 import signal
 import subprocess
 from pathlib import Path
@@ -11,6 +12,8 @@ from lockstep.errors import printable
 
 ROOT = Path(__file__).parents[2]
 PATIENCE = 30  # seconds for a program to end
+# What gloo and NCCL say of a rank that has ended: not why it has.
+LOST = re.compile("closed by peer|reset by peer|Broken pipe|remote process exited")
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
 
@@ -52,8 +55,7 @@ def failure(program: str, status: int, log: str) -> str:
     """Why a program failed, in one line, from its exit status and its output."""
     said = [line.removeprefix(f"{program}: ") for line in log.splitlines() if line.startswith(f"{program}: ")]
     if said:
-        first = min(range(len(said)), key=lambda index: ("closed by peer" in said[index], index))
-        return printable(said[first])
+        return printable(min(said, key=lambda line: bool(LOST.search(line))))
     if status < 0:
         return killed_by(-status)
     last = next((line for line in reversed(log.splitlines()) if line.strip()), "no output")

@@ -90,12 +90,14 @@ def _wait(left: dict[int, int], name: str) -> int:
             time.sleep(0.05)
             continue
         rank, code = left.pop(pid), os.waitstatus_to_exitcode(status)
+        if code < 0 and deadline < float(
+            "inf"
+        ):  # not killed here; another rank may have failed of it and ended first
+            print(
+                printable(f"{name}: rank {rank} was {processes.killed_by(-code)}"),
+                file=sys.stderr,
+                flush=True,
+            )
         if code and not failed:
             failed, deadline = (code if code > 0 else 1), time.monotonic() + GRACE
-            if code < 0:
-                print(
-                    printable(f"{name}: rank {rank} was {processes.killed_by(-code)}"),
-                    file=sys.stderr,
-                    flush=True,
-                )
     return failed

@@ -228,7 +228,7 @@ def _reason(error: Exception) -> str:
     }
     if not lines:
         return f"Ray Train stopped the run: {first_line(error)}"
-    rank = min(lines, key=lambda rank: ("closed by peer" in lines[rank], rank))
+    rank = min(lines, key=lambda rank: (bool(processes.LOST.search(lines[rank])), rank))
     return f"worker {rank} failed: {re.sub(r'^lockstep[.]errors[.][A-Za-z]+: ', '', lines[rank])}"
 
 
@@ -409,4 +409,4 @@ def _hold_local_ray() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(run_program("lockstep.running.under_ray", _hold_local_ray))
+    startup.end(run_program("lockstep.running.under_ray", _hold_local_ray))
