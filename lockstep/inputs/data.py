@@ -7,7 +7,7 @@ without padding. torch is not imported before a batch is made.
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -75,6 +75,9 @@ class Batches:
     batch_size: int
     num_micro_batches: int
     held_out: int = 0  # windows at the end of the corpus that are not trained on
+    _last: dict[int, np.ndarray] = field(
+        default_factory=dict, repr=False, compare=False
+    )  # step -> its windows
 
     @property
     def num_windows(self) -> int:
@@ -91,20 +94,22 @@ class Batches:
 
     def windows(self, step: int, dp_rank: int) -> np.ndarray:
         """The windows (num_micro_batches, batch_size, seq_length + 1) of one step (from 0) and one DP rank."""
-        share = self.batch_size * self.num_micro_batches
-        return self._windows(step, dp_rank * share, share).reshape(
-            self.num_micro_batches, self.batch_size, -1
-        )
+        shares = (self.dp_size, self.num_micro_batches, self.batch_size, -1)
+        return self._global_batch(step).reshape(shares)[dp_rank]
 
-    def _windows(self, step: int, first: int, count: int) -> np.ndarray:
-        """`count` windows (count, seq_length + 1) of the global batch of a step, from its `first` on."""
-        epoch, position = divmod(step, self.steps_per_epoch)
-        start = position * self.windows_per_step + first
-        return self.corpus.windows(places(start, count, self.num_windows, seed=self.seed, epoch=epoch))
+    def _global_batch(self, step: int) -> np.ndarray:
+        """The windows (windows_per_step, seq_length + 1) of a step. Those of the last step asked for are kept."""
+        if step not in self._last:
+            epoch, position = divmod(step, self.steps_per_epoch)
+            first = position * self.windows_per_step
+            order = places(first, self.windows_per_step, self.num_windows, seed=self.seed, epoch=epoch)
+            self._last.clear()
+            self._last[step] = self.corpus.windows(order)
+        return self._last[step]
 
     def independent_tokens(self, step: int) -> float:
         """`independent_tokens` of the global batch of a step (from 0)."""
-        windows = self._windows(step, 0, self.windows_per_step)
+        windows = self._global_batch(step)
         return independent_tokens(windows[:, :-1], windows[:, 1:])
 
     def micro_batches(

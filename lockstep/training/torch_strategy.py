@@ -60,6 +60,7 @@ class TorchStrategy:
             "PreTrainedModel", unwrapped(self.wrapped)
         )  # sharded, it is still transformers' class
         self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.sharded = [parameter for parameter in self.parameters if isinstance(parameter, DTensor)]
         self.layouts = by_layout(self.parameters)
         self.in_norm = by_layout(self._counted())
         self.optimizer = build_optimizer(
@@ -93,7 +94,7 @@ class TorchStrategy:
         self.optimizer.zero_grad()
         through = self._through_model if self.pipeline is None else self._through_pipeline
         mean = through(micro_batches)
-        for parameter in self.parameters:
+        for parameter in self.sharded:
             parameter.grad = laid_out_like(parameter, parameter.grad)
         if self.pipeline is not None:
             self.pipeline.sum_tied()
