@@ -2,8 +2,9 @@
 
     PYTHONPATH=. python benchmarks/dimension_sweep.py --seeds 10 --output results/dimension_sweep.json
 
-Each dimension alone at 2 and 4, pairs, and three together, on three tiny models in fp32; each dimension alone in autocast. Two captured
-steps of every run, judged tensor by tensor and by their losses. Exit status 1 if there is an alarm.
+Each dimension alone at 2 and 4, pairs, three and four together, on three tiny models in fp32, and what needs four KV heads on one that
+has them; each dimension alone in autocast. Two captured steps of every run, judged tensor by tensor and by their losses. Exit status 1 if
+there is an alarm.
 """
 
 import argparse
@@ -28,7 +29,6 @@ from lockstep.training import history
 
 STRATEGY = next(row.name for row in ROWS.values() if {"pp", "cp"} <= set(row.axes))
 ULYSSES = next(row.name for row in ROWS.values() if "sp_size" in row.also_called.values())
-MODELS = ("tiny-qwen2", "tiny-qwen3", "tiny-llama")
 SEQUENCE = "--tp_size 2 --sequence_parallel"
 ALONE = {
     "pp 2": "--pp_size 2",
@@ -40,17 +40,32 @@ ALONE = {
 COMBINATIONS = {
     **ALONE,
     "pp 4": "--pp_size 4",
+    "dp 4": "--dp_size 4 --batch_size 1",
     "cp 4": "--cp_size 4",
     "ulysses 4": "--sp_size 4",
     "pp 2, interleaved": "--pp_size 2 --pp_schedule interleaved1f1b",
     "pp 2 x dp 2": "--pp_size 2 --dp_size 2 --batch_size 2",
     "pp 2 x cp 2": "--pp_size 2 --cp_size 2",
+    "pp 2 x tp 2": "--pp_size 2 --tp_size 2",
     "pp 2 x sp 2": f"--pp_size 2 {SEQUENCE}",
     "dp 2 x cp 2": "--dp_size 2 --batch_size 2 --cp_size 2",
     "dp 2 x sp 2": f"--dp_size 2 --batch_size 2 {SEQUENCE}",
     "dp 2 x ulysses 2": "--dp_size 2 --batch_size 2 --sp_size 2",
+    "dp 2 x tp 2": "--dp_size 2 --batch_size 2 --tp_size 2",
+    "cp 2 x tp 2": "--cp_size 2 --tp_size 2",
     "cp 2 x sp 2": f"--cp_size 2 {SEQUENCE}",
     "pp 2 x dp 2 x tp 2": "--pp_size 2 --dp_size 2 --batch_size 2 --tp_size 2",
+    "pp 2 x dp 2 x cp 2 x tp 2": "--pp_size 2 --dp_size 2 --batch_size 2 --cp_size 2 --tp_size 2",
+}
+FOUR_HEADS = {"tp 4": "--tp_size 4", "sp 4": "--tp_size 4 --sequence_parallel"}
+# Model, precision -> what is run.
+SWEEP = {
+    **{
+        (model, precision): combinations
+        for model in ("tiny-qwen2", "tiny-qwen3", "tiny-llama")
+        for precision, combinations in (("fp32", COMBINATIONS), ("autocast", ALONE))
+    },
+    ("tiny-qwen2-4kv", "fp32"): FOUR_HEADS,
 }
 FLAGS = [
     "--batch_size",
@@ -68,12 +83,11 @@ FLAGS = [
 ]
 
 
-def cases(precision: str) -> dict[str, tuple[str, list[str]]]:
-    """Name -> strategy, and flags besides those that all share, of the runs in a precision."""
-    chosen = COMBINATIONS if precision == "fp32" else ALONE
+def cases(model: str, precision: str) -> dict[str, tuple[str, list[str]]]:
+    """Name -> strategy, and flags besides those that all share, of the runs of a model in a precision."""
     return {
         name: (ULYSSES if "ulysses" in name else STRATEGY, ["--tp_size", "1", *flags.split()])
-        for name, flags in chosen.items()
+        for name, flags in SWEEP[model, precision].items()
     }
 
 
@@ -88,7 +102,7 @@ def train(folder: Path, model: str, precision: str, seeds: list[int]) -> None:
         common = [*FLAGS, "--model_name", model, "--precision", precision, "--seed", str(seed)]
         common += ["--capture_dir", own, "--loss_output_dir", f"{own}/losses", "--storage_path", str(folder)]
         groups[1][(1,)].append({"strategy": BASELINE, "arguments": [*common, "--control"]})
-        for name, (strategy, flags) in cases(precision).items():
+        for name, (strategy, flags) in cases(model, precision).items():
             arguments = [*common, *flags, "--run_name", name.replace(" ", "").replace(",", "-")]
             mesh = parse_config(strategy, arguments).mesh
             groups[mesh.world_size][tuple(mesh.sizes.values())].append(
@@ -99,14 +113,14 @@ def train(folder: Path, model: str, precision: str, seeds: list[int]) -> None:
     jobs.start_all_groups([*started, (None, references)], folder / "jobs")
 
 
-def judge(folder: Path, precision: str) -> dict[str, dict]:
+def judge(folder: Path, model: str, precision: str) -> dict[str, dict]:
     """Name of a run -> its alarms, and the largest multiple of what is tolerated of a tensor."""
     found = {}
     baseline, control = (
         history.read(history.path_of(folder / "losses", name)) for name in (BASELINE, history.CONTROL)
     )
     tolerance = curves.tolerance_for(baseline, control)
-    for name in cases(precision):
+    for name in cases(model, precision):
         run = name.replace(" ", "").replace(",", "-")
         dumps = {each: Dump(folder / each) for each in (BASELINE, run)}
         replays = {each: Dump(folder / f"replay_{each}") for each in dumps}
@@ -129,21 +143,20 @@ def main() -> int:
     parser.add_argument("--output", type=output('{\n "alarms": '))
     options = parser.parse_args()
     rows = []
-    for model in MODELS:
-        for precision in ("fp32", "autocast"):
-            with tempfile.TemporaryDirectory() as name:
-                seeds = list(range(options.seeds))
-                train(Path(name), model, precision, seeds)
-                folders = [Path(name) / str(seed) for seed in seeds]
-                with multiprocessing.Pool(os.cpu_count()) as pool:
-                    judged = pool.starmap(judge, zip(folders, itertools.repeat(precision)))
-                for seed, runs in zip(seeds, judged, strict=True):
-                    for run, found in runs.items():
-                        rows.append(
-                            {"model": model, "precision": precision, "run": run, "seed": seed, **found}
-                        )
-            alarms = [row for row in rows if row["alarms"]]
-            print(f"{model} {precision}: {len(rows)} runs so far, alarms {alarms}", flush=True)
+    seeds = list(range(options.seeds))
+    for model, precision in SWEEP:
+        with tempfile.TemporaryDirectory() as name:
+            train(Path(name), model, precision, seeds)
+            folders = [Path(name) / str(seed) for seed in seeds]
+            with multiprocessing.Pool(os.cpu_count()) as pool:
+                judged = pool.starmap(
+                    judge, zip(folders, itertools.repeat(model), itertools.repeat(precision))
+                )
+            for seed, runs in zip(seeds, judged, strict=True):
+                for run, found in runs.items():
+                    rows.append({"model": model, "precision": precision, "run": run, "seed": seed, **found})
+        alarms = [row for row in rows if row["alarms"]]
+        print(f"{model} {precision}: {len(rows)} runs so far, alarms {alarms}", flush=True)
     count = sum(bool(row["alarms"]) for row in rows)
     if options.output:
         content = {"alarms": count, "runs": rows, "cores": os.cpu_count()}

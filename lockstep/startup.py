@@ -40,6 +40,8 @@ def program() -> str:
 
 def stop_at_once(_signal: object = None, _frame: object = None) -> NoReturn:
     """Say that the program was interrupted, once for all ranks of a launcher, and end it. A second Ctrl-C does not wait."""
+    if os.getpid() != _process:  # a child that has not become another program yet; this program says it
+        os._exit(130)
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     with contextlib.suppress(Exception):  # it may be what was interrupted
         sys.stdout.flush()
@@ -100,6 +102,8 @@ def _require_environment() -> None:
 
 def begin() -> None:
     """From now on Ctrl-C ends the program with one line. Ends it now, with status 2, outside its environment."""
+    global _process
+    _process = os.getpid()
     if (
         signal.getsignal(signal.SIGINT) is signal.default_int_handler
     ):  # not where the parent ignores it, as a shell does for `&`
@@ -115,6 +119,7 @@ def end(status: int) -> NoReturn:
     raise SystemExit(status)
 
 
+_process = 0  # the id of the process that called `begin`
 _status: "int | None" = None  # None: an error ends the program, and the interpreter says so
 
 

@@ -118,6 +118,29 @@ def test_what_has_to_clean_up_does_so_unless_asked_twice(tmp_path, times, second
     assert (process.returncode, said) == (130, "x.py: interrupted\n")
 
 
+INTERRUPTED_CHILD = """
+import os, signal, subprocess, sys
+from lockstep import startup
+startup.begin()
+interrupt = lambda: os.kill(os.getpid(), signal.SIGINT)
+print(subprocess.run(["true"], preexec_fn=interrupt if sys.argv[1] == "child" else None).returncode, flush=True)
+interrupt()
+"""
+
+
+@pytest.mark.parametrize("who, status", [("child", 130), ("nobody", 0)])
+def test_a_child_that_is_interrupted_too_says_nothing(tmp_path, who, status):
+    """Ctrl-C reaches the whole group of processes, and some may not have become what they are started for."""
+    (tmp_path / "x.py").write_text(INTERRUPTED_CHILD)
+    done = subprocess.run(
+        [sys.executable, tmp_path / "x.py", who],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, f"{status}\n", "x.py: interrupted\n")
+
+
 ENDS = """
 import atexit, sys
 from lockstep import startup
