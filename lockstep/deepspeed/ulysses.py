@@ -13,8 +13,8 @@ from lockstep.config import Config
 from lockstep.errors import UserError
 from lockstep.inputs import modules
 from lockstep.mesh import Coordinates, Geometry, Mesh
-from lockstep.training.context_parallel import OwnPositions
 from lockstep.training.cuts import CONTIGUOUS
+from lockstep.training.positions import OwnPositions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
