@@ -180,12 +180,12 @@ def _run_in_place(config: Config, inputs: Inputs, begin: Callable[[], None]) -> 
 
         from lockstep.training import loop as training
         from lockstep.training.strategy import factory_of
-
-        make_strategy = factory_of(config.row)
     device = training_device(config)
     with startup.cleaning_up():
         try:
             dist.init_process_group(config.backend)
+            with startup.importing():
+                make_strategy = factory_of(config.row)
             return training.run_with_control(config, inputs, make_strategy, device)
         except UserError as error:
             if _first():

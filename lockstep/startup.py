@@ -7,9 +7,10 @@ Every program begins with
 
         startup.begin()
 
-and ends with `startup.end(status)`. From then on Ctrl-C ends it at once, with one line and status 130. A KeyboardInterrupt would not do: libraries lose it or turn it into
-other errors. There is nothing to clean up while they are imported or while Ray starts (its processes end with this one). Code that
-has something to clean up runs in `cleaning_up`, which raises KeyboardInterrupt. This file must be readable by Python 3.6.
+and ends with `startup.end(status)`. In between, Ctrl-C ends it at once, with one line and status 130. A KeyboardInterrupt would not do:
+libraries lose it or turn it into other errors. There is nothing to clean up while they are imported or while Ray starts (its processes end
+with this one). Code that has something to clean up runs in `cleaning_up`, which raises KeyboardInterrupt. This file must be readable by
+Python 3.6.
 """
 
 import atexit
@@ -40,8 +41,7 @@ def program() -> str:
 
 def stop_at_once(_signal: object = None, _frame: object = None) -> NoReturn:
     """Say that the program was interrupted, once for all ranks of a launcher, and end it. A second Ctrl-C does not wait."""
-    if os.getpid() != _process:  # a child that has not become another program yet; this program says it
-        os._exit(130)
+    _leave_it_to_the_parent()
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     with contextlib.suppress(Exception):  # it may be what was interrupted
         sys.stdout.flush()
@@ -54,8 +54,15 @@ def stop_at_once(_signal: object = None, _frame: object = None) -> NoReturn:
 
 
 def _stop_cleanly(_signal: object, _frame: object) -> NoReturn:
+    _leave_it_to_the_parent()
     signal.signal(signal.SIGINT, stop_at_once)  # the second Ctrl-C does not wait for the cleaning up
     raise KeyboardInterrupt
+
+
+def _leave_it_to_the_parent() -> None:
+    """End a forked process, such as a child that has not become another program yet. Ctrl-C reaches the whole group."""
+    if os.getpid() != _process:
+        os._exit(130)
 
 
 @contextlib.contextmanager
@@ -125,7 +132,9 @@ _status: "int | None" = None  # None: an error ends the program, and the interpr
 
 def _leave() -> None:
     """Leave it to the kernel to free everything. The interpreter would take torch and transformers apart for a second."""
-    if _status is not None:
+    if _status is None:
+        return
+    with contextlib.suppress(Exception):  # what cannot be written the interpreter reports itself
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(_status)

@@ -1,5 +1,6 @@
 """Run a program of this repository as a shell does, but in this process, which has imported the libraries already."""
 
+import atexit
 import contextlib
 import io
 import os
@@ -10,6 +11,8 @@ import sys
 from pathlib import Path
 
 from ranks import ROOT
+
+from lockstep import startup
 
 
 def in_process(
@@ -34,4 +37,6 @@ def in_process(
         os.environ.update(before)
         sys.argv = argv
         signal.signal(signal.SIGINT, on_interrupt)  # startup.begin() has set its own
+        atexit.unregister(startup._leave)  # or it would end pytest, with the program's status
+        startup._status = None
     return subprocess.CompletedProcess([program, *arguments], status, out.getvalue(), error.getvalue())

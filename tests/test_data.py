@@ -1,3 +1,4 @@
+import dataclasses
 import pickle
 from pathlib import Path
 
@@ -85,6 +86,17 @@ def test_the_corpus_hash_does_not_depend_on_the_windows():
 def test_batches_can_be_sent_to_another_process():
     b = batches()
     assert (pickle.loads(pickle.dumps(b)).windows(3, 1) == b.windows(3, 1)).all()
+
+
+def test_windows_that_are_kept_are_those_of_the_step_and_of_the_cut():
+    kept = batches()
+    first = kept.windows(3, 1).copy()
+    other = kept.windows(4, 1)
+    assert not (first == other).all() and (kept.windows(3, 1) == first).all()
+    wide = dataclasses.replace(kept, dp_size=4)
+    assert (wide.windows(3, 3) == batches(dp_size=4).windows(3, 3)).all()
+    with pytest.raises(ValueError, match="read-only"):
+        other[0, 0, 0] = 1
 
 
 def test_labels_are_the_next_tokens_and_nothing_is_padded():

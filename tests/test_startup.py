@@ -119,21 +119,23 @@ def test_what_has_to_clean_up_does_so_unless_asked_twice(tmp_path, times, second
 
 
 INTERRUPTED_CHILD = """
-import os, signal, subprocess, sys
+import contextlib, os, signal, subprocess, sys
 from lockstep import startup
 startup.begin()
 interrupt = lambda: os.kill(os.getpid(), signal.SIGINT)
-print(subprocess.run(["true"], preexec_fn=interrupt if sys.argv[1] == "child" else None).returncode, flush=True)
+with startup.cleaning_up() if "cleaning up" in sys.argv else contextlib.nullcontext():
+    print(subprocess.run(["true"], preexec_fn=interrupt if "child" in sys.argv else None).returncode, flush=True)
 interrupt()
 """
 
 
+@pytest.mark.parametrize("when", ["any time", "cleaning up"])
 @pytest.mark.parametrize("who, status", [("child", 130), ("nobody", 0)])
-def test_a_child_that_is_interrupted_too_says_nothing(tmp_path, who, status):
+def test_a_child_that_is_interrupted_too_says_nothing(tmp_path, who, status, when):
     """Ctrl-C reaches the whole group of processes, and some may not have become what they are started for."""
     (tmp_path / "x.py").write_text(INTERRUPTED_CHILD)
     done = subprocess.run(
-        [sys.executable, tmp_path / "x.py", who],
+        [sys.executable, tmp_path / "x.py", who, when],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
@@ -175,3 +177,27 @@ def test_what_libraries_do_at_the_end_is_done_and_nothing_is_taken_apart(tmp_pat
         text=True,
     )
     assert (done.returncode, done.stdout) == (status, said)
+
+
+FAILS = """
+from programs import in_process
+
+def test_a_program_and_a_failure():
+    assert in_process("plot_loss_curves.py", "--help").returncode == 0
+    assert in_process("plot_loss_curves.py", "--nosuch").returncode == 2
+    assert {}
+"""
+
+
+@pytest.mark.parametrize("holds, status", [(True, 0), (False, 1)])
+def test_a_program_in_this_process_does_not_end_it(tmp_path, holds, status):
+    """pytest's own status, not that of the last program it ran."""
+    (tmp_path / "test_it.py").write_text(FAILS.format(holds))
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "test_it.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == status, done.stdout

@@ -75,9 +75,8 @@ class Batches:
     batch_size: int
     num_micro_batches: int
     held_out: int = 0  # windows at the end of the corpus that are not trained on
-    _last: dict[int, np.ndarray] = field(
-        default_factory=dict, repr=False, compare=False
-    )  # step -> its windows
+    # Step -> its windows. Not of a copy by `dataclasses.replace`, which may be cut otherwise.
+    _last: dict[int, np.ndarray] = field(init=False, default_factory=dict, repr=False, compare=False)
 
     @property
     def num_windows(self) -> int:
@@ -99,13 +98,16 @@ class Batches:
 
     def _global_batch(self, step: int) -> np.ndarray:
         """The windows (windows_per_step, seq_length + 1) of a step. Those of the last step asked for are kept."""
-        if step not in self._last:
-            epoch, position = divmod(step, self.steps_per_epoch)
-            first = position * self.windows_per_step
-            order = places(first, self.windows_per_step, self.num_windows, seed=self.seed, epoch=epoch)
-            self._last.clear()
-            self._last[step] = self.corpus.windows(order)
-        return self._last[step]
+        if step in self._last:
+            return self._last[step]
+        epoch, position = divmod(step, self.steps_per_epoch)
+        first = position * self.windows_per_step
+        order = places(first, self.windows_per_step, self.num_windows, seed=self.seed, epoch=epoch)
+        found = self.corpus.windows(order)
+        found.flags.writeable = False
+        self._last.clear()
+        self._last[step] = found
+        return found
 
     def independent_tokens(self, step: int) -> float:
         """`independent_tokens` of the global batch of a step (from 0)."""
