@@ -14,7 +14,7 @@ import functools
 import itertools
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -83,10 +83,7 @@ class Mesh:
     def coordinates(self, rank: int) -> Coordinates:
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is not on a mesh of {self.world_size} ranks ({self.label})")
-        places = {}
-        for axis, size in reversed(self.sizes.items()):
-            rank, places[axis] = divmod(rank, size)
-        return Coordinates(**places)
+        return _coordinates(self)[rank]
 
     def rank(self, coordinates: Coordinates) -> int:
         rank = 0
@@ -113,9 +110,9 @@ class Mesh:
 
     def neighbour(self, rank: int, axis: str) -> int:
         """The next rank along an axis; after the last one, the first."""
-        coordinates = asdict(self.coordinates(rank))
-        coordinates[axis] = (coordinates[axis] + 1) % self.size(axis)
-        return self.rank(Coordinates(**coordinates))
+        coordinates = self.coordinates(rank)
+        following = (coordinates.along(axis) + 1) % self.size(axis)
+        return self.rank(replace(coordinates, **{axis: following}))
 
     @property
     def label(self) -> str:
@@ -175,6 +172,13 @@ class Geometry:
 
 def _cutting(what: Cuts) -> tuple[str, ...]:
     return tuple(axis for axis, cuts in AXES.items() if cuts is what)
+
+
+@functools.cache  # a capture asks for every tensor
+def _coordinates(mesh: Mesh) -> tuple[Coordinates, ...]:
+    """The place of every rank, the innermost axis running fastest."""
+    places = itertools.product(*(range(size) for size in mesh.sizes.values()))
+    return tuple(Coordinates(**dict(zip(mesh.sizes, place, strict=True))) for place in places)
 
 
 @functools.cache  # the loop asks at every step

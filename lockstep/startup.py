@@ -67,12 +67,17 @@ def _leave_it_to_the_parent() -> None:
 
 @contextlib.contextmanager
 def importing() -> "Iterator[None]":
-    """Around imports of torch, transformers or Ray: the garbage collector looks through what stays a thousand times, a second of a core."""
+    """Around imports of torch, transformers or Ray: the garbage collector would look through what stays, again and again.
+
+    That is a second of a core while they are imported, and later half a second in each process that is forked from this one, whose memory
+    is copied when it is looked at.
+    """
     thresholds = gc.get_threshold()
     gc.set_threshold(100_000, 50, 100)
     try:
         yield
     finally:
+        gc.freeze()
         gc.set_threshold(*thresholds)
 
 

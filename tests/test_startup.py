@@ -201,3 +201,18 @@ def test_a_program_in_this_process_does_not_end_it(tmp_path, holds, status):
         text=True,
     )
     assert done.returncode == status, done.stdout
+
+
+def test_what_is_imported_is_not_looked_at_again():
+    """In a process of its own: nothing is unfrozen again."""
+    program = """
+import gc
+from lockstep import startup
+before = gc.get_threshold()
+with startup.importing():
+    import json
+    during = gc.get_threshold()
+print(gc.get_freeze_count() > 1000, gc.get_threshold() == before != during)
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("True True\n", "")

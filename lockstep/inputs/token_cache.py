@@ -10,6 +10,7 @@ to look here, and works where nothing can be written.
 
 import contextlib
 import fcntl
+import functools
 import hashlib
 import json
 import os
@@ -23,7 +24,7 @@ import numpy as np
 from lockstep import files
 from lockstep.errors import UserError
 from lockstep.inputs import texts, tokens
-from lockstep.inputs.tokenizer import Tokenizer
+from lockstep.inputs.tokenizer import HashTokenizer, Tokenizer
 from lockstep.inputs.tokens import InMemory, TokenFile
 from lockstep.running.progress import Bytes
 
@@ -46,8 +47,9 @@ def corpus_tokens(dataset_name: str, tokenizer: Tokenizer, folder: Path) -> tupl
     if isinstance(source, texts.DataSet):
         return _data_set(source, tokenizer, folder)
     if tokenizer.starts_at_once and source.size < SHORT:
-        array = np.concatenate(list(_encoded(source, tokenizer, texts.ContentHash(), lambda count: None)))
-        return InMemory(array), hashlib.sha256(array.tobytes()).hexdigest()
+        if dataset_name == texts.BUILT_IN_CORPUS and isinstance(tokenizer, HashTokenizer):
+            return _built_in(tokenizer.vocab_size)
+        return _in_memory(source, tokenizer)
     stamp = source.stamp()
     link = folder / f"{_name(tokenizer, {'stamp': stamp})}.link"
     found = _open(link)
@@ -62,6 +64,19 @@ def corpus_tokens(dataset_name: str, tokenizer: Tokenizer, folder: Path) -> tupl
         if time.time() - max(max(state[2:]) for state in stamp) / 1e9 > SETTLED:
             files.write_atomically(link, lambda temporary: os.symlink(entry.name, temporary))
     return found
+
+
+def _in_memory(source: texts.Texts, tokenizer: Tokenizer) -> tuple[InMemory, str]:
+    array = np.concatenate(list(_encoded(source, tokenizer, texts.ContentHash(), lambda count: None)))
+    array.flags.writeable = False
+    return InMemory(array), hashlib.sha256(array.tobytes()).hexdigest()
+
+
+@functools.lru_cache(maxsize=2)  # the runs of one start of the ranks share it
+def _built_in(vocab_size: int) -> tuple[InMemory, str]:
+    source = texts.find(texts.BUILT_IN_CORPUS)
+    assert isinstance(source, texts.Texts)
+    return _in_memory(source, HashTokenizer(vocab_size))
 
 
 def _data_set(source: texts.DataSet, tokenizer: Tokenizer, folder: Path) -> tuple[InMemory | TokenFile, str]:
