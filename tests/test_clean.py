@@ -4,7 +4,7 @@ import clean_sweep
 import pytest
 
 CASES = [
-    ("tiny-mistral", "fp32", 2, 2),
+    ("tiny-mistral", "fp32", 1, 2),
     ("tiny-gpt2", "autocast", 2, 1, "--gradient_accumulation_steps", "2"),
     (
         "tiny-qwen3",

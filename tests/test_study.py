@@ -176,7 +176,7 @@ def test_an_interrupted_study_ends_with_the_same_numbers(tmp_path, capsys):
     """Two runs are the same. Ctrl-C comes while the second trains. --resume keeps the first and trains the second again: every loss, gradient
     norm and final weight is the first one's, bit for bit."""
     twice = '\n[runs.again]\nstrategy = "fsdp"\ntp_size = 1\n'
-    steps = SMALL.replace("tensors = 1", "tensors = 0").replace("debug_steps = 3", "debug_steps = 40")
+    steps = SMALL.replace("tensors = 1", "tensors = 0").replace("debug_steps = 3", "debug_steps = 24")
     path, out = written(tmp_path, steps + twice), tmp_path / "out"
     command = [sys.executable, ROOT / "run_study.py", path, "--output_dir", out]
     study = subprocess.Popen(
@@ -196,6 +196,6 @@ def test_an_interrupted_study_ends_with_the_same_numbers(tmp_path, capsys):
     assert run_study.main([str(path), "--output_dir", str(out), "--resume"]) == 0, capsys.readouterr().err
     assert first.read_bytes() == kept
     one, other = (json.loads(each.read_text()) for each in (first, again))
-    assert len(one["steps"]) == 40 and one["weights"] == other["weights"]
+    assert len(one["steps"]) == 24 and one["weights"] == other["weights"]
     for key in ("loss", "grad_norm"):
         assert [step[key] for step in one["steps"]] == [step[key] for step in other["steps"]]
