@@ -13,6 +13,8 @@ from lockstep.errors import UserError, printable
 Count = Annotated[int, Field(ge=1, le=2**40)]
 Whole = Annotated[int, Field(ge=0, le=2**63 - 1)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
+NotNegative = Annotated[Finite, Field(ge=0)]
+Depth = Annotated[int, Field(ge=1, le=10_000)]  # layers
 MayBreakDown = float  # may be NaN or infinite, as in a run that broke down
 Name = Annotated[
     str, Field(min_length=1, max_length=512, pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]*$")
@@ -36,6 +38,23 @@ class Origin(Strict):
     cpu: Name
     cores: Count
     instruction_sets: list[Name]  # of those that kernels are chosen by
+
+
+class Architecture(Strict):
+    """The entries of a model's config.json that the readers use. There may be any others: the model is built from all of them."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model_type: Name
+    vocab_size: Count
+    hidden_size: Count
+    intermediate_size: Count | None = None
+    num_hidden_layers: Depth
+    num_attention_heads: Count
+    num_key_value_heads: Count | None = None
+    head_dim: Count | None = None
+    initializer_range: NotNegative
+    tie_word_embeddings: bool = False
 
 
 Schema = TypeVar("Schema", bound=BaseModel)

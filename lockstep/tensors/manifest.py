@@ -20,10 +20,12 @@ from lockstep.errors import UserError, printable
 from lockstep.files import read_json, write_text
 from lockstep.mesh import Axis, Mesh
 from lockstep.schemas import (
+    Architecture,
     Count,
     Finite,
     MayBreakDown,
     Name,
+    NotNegative,
     Origin,
     Sha256,
     Strict,
@@ -40,7 +42,6 @@ REMEDY = "capture again"
 
 Step = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")]
 Word = Annotated[int, Field(ge=0, lt=2**64)]
-Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Size = Annotated[int, Field(ge=0, le=2**40)]
 
 
@@ -92,8 +93,8 @@ class Options(Strict):
     warmup_steps: Whole
     schedule_steps: Whole
     optimizer: Literal["adamw", "sgd"]
-    weight_decay: Amount
-    max_grad_norm: Amount
+    weight_decay: NotNegative
+    max_grad_norm: NotNegative
     ema_decay: Annotated[Finite, Field(gt=0, le=1)] = 1.0
     gradient_accumulation_steps: Count
     activation_checkpointing: bool
@@ -105,22 +106,6 @@ class Options(Strict):
     noise_control: bool
     capture_steps: Count
     device: Literal["cpu", "cuda"]
-
-
-class Architecture(Strict):
-    """The fields of a Hugging Face config that are read here. lockstep/tensors/layout.py builds the model from all fields."""
-
-    model_config = ConfigDict(extra="allow")
-    model_type: Name
-    vocab_size: Count
-    hidden_size: Count
-    intermediate_size: Count | None = None
-    num_hidden_layers: Count
-    num_attention_heads: Count
-    num_key_value_heads: Count | None = None
-    head_dim: Count | None = None
-    initializer_range: Amount
-    tie_word_embeddings: bool = False
 
 
 class Run(Strict):

@@ -3,16 +3,18 @@
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field
+from pydantic import AfterValidator, Field
 
 from lockstep.errors import UserError
 from lockstep.inputs.model_config import FAMILIES
 from lockstep.mesh import Axis, Mesh
 from lockstep.schemas import (
+    Architecture,
     Count,
     Finite,
     MayBreakDown,
     Name,
+    NotNegative,
     Origin,
     Sha256,
     Strict,
@@ -24,7 +26,6 @@ from lockstep.training.rates import Schedule
 
 REMEDY = "run its training again"
 LARGEST = 3.5e38  # no float32 is larger, so no loss is
-DEEPEST = 10_000  # layers
 
 
 def _float32(value: float) -> float:
@@ -42,10 +43,8 @@ def _norm(value: float) -> float:
 Text = Annotated[str, Field(max_length=65536)]  # a path, a message: made harmless where it is shown
 Loss = Annotated[MayBreakDown, AfterValidator(_float32)]
 Norm = Annotated[MayBreakDown, AfterValidator(_norm)]
-NotNegative = Annotated[Finite, Field(ge=0)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 Decay = Annotated[Finite, Field(gt=0, le=1)]
-Depth = Annotated[int, Field(ge=1, le=DEEPEST)]
 
 
 class Step(Strict):
@@ -106,23 +105,6 @@ class RunConfig(Strict):
     capture_steps: Count
     device: Literal["cpu", "cuda"]
     backend: Literal["gloo", "nccl"]
-
-
-class Architecture(Strict):
-    """The entries of a model's config.json that a comparison uses; there may be any others."""
-
-    model_config = ConfigDict(extra="allow")
-
-    model_type: Name
-    vocab_size: Count
-    hidden_size: Count
-    intermediate_size: Count | None = None
-    num_hidden_layers: Depth
-    num_attention_heads: Count
-    num_key_value_heads: Count | None = None
-    head_dim: Count | None = None
-    initializer_range: NotNegative
-    tie_word_embeddings: bool = False
 
 
 class PeakMemory(Strict):
