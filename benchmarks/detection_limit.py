@@ -148,7 +148,8 @@ def draw_figure(rows: list[dict], path: Path) -> None:
         axes.set_title(spoilt)
         axes.grid(axis="y", alpha=0.3)
         axes.set_axisbelow(True)
-    panels[1].set_xticks(range(len(COMPUTED)), COMPUTED)
+    kinds = list(dict.fromkeys(row["kind"] for row in rows))
+    panels[1].set_xticks(range(len(kinds)), kinds)
     figure.supylabel("relative error caught 99 times in 100")
     figure.get_layout_engine().set(h_pad=0.1)
     figure.legend(loc="outside lower center", ncols=2, frameon=False)
@@ -162,8 +163,12 @@ def main() -> None:
     options = parser.parse_args()
     rows = []
     for folder in options.folder:
-        run = Dump(folder / BASELINE).run["config"]
-        for kind in COMPUTED:
+        baseline = Dump(folder / BASELINE)
+        run = baseline.run["config"]
+        captured = {name.split("/", 1)[0] for name in baseline.steps["1"]["tensors"]}
+        for kind in (
+            kind for kind in COMPUTED if kind in captured
+        ):  # a run without --ema_decay has no averages
             for what, values in limits(folder, kind).items():
                 row = {
                     "run": f"{run['model_name']}, {run['precision']}",
