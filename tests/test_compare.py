@@ -160,7 +160,8 @@ CONTRADICTIONS = {
     "records a root mean square of": lambda m: m["steps"]["2"]["logits"][0].update(
         rms=m["steps"]["2"]["logits"][0]["rms"] * 0.999
     ),
-    "has 1000000000 layers": lambda m: m["run"]["architecture"].update(num_hidden_layers=10**9),
+    "num_hidden_layers is 1000000000": lambda m: m["run"]["architecture"].update(num_hidden_layers=10**9),
+    "has 10000 layers": lambda m: m["run"]["architecture"].update(num_hidden_layers=10_000),
     "no model can be built": lambda m: m["run"]["architecture"].update(hidden_act="none"),
     "contract: betas is missing": lambda m: m["contract"].pop("betas"),
     "versions does not name torch": lambda m: m["run"]["versions"].pop("torch"),
