@@ -21,6 +21,7 @@ import torch.distributed as dist
 from lockstep import config as config_module
 from lockstep import preflight
 from lockstep.inputs.model import build_model, causal_lm_loss
+from lockstep.running.device import training_device
 from lockstep.strategies import ROWS
 from lockstep.training import history
 from lockstep.training import loop as training
@@ -65,10 +66,9 @@ def main() -> None:
     options, flags = parser.parse_known_args()
     config = config_module.parse_config(options.strategy, flags)
     inputs = preflight.load_inputs(config)
-    torch.set_num_threads(1)
+    device = training_device(config)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    device = torch.device("cpu")
     model, _ = build_model(inputs.architecture, seed=0, attn_impl=config.attn_impl, init_weights_path=None)
     strategy = factory_of(config.row)(model, config, config.mesh, device)
     dp_rank = config.mesh.sample_share(rank)

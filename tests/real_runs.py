@@ -43,6 +43,15 @@ def gone(folder, seconds=15):
     return left == [] or left
 
 
+def preempting(process):
+    """The names of the threads of a rank that may take the core from another one, of those that train and of those of gloo."""
+    tasks = [task for task in Path(f"/proc/{process}/task").iterdir()]
+    names = {int(task.name): (task / "comm").read_text().strip() for task in tasks}
+    assert "gloo_tcp_loop" in names.values()
+    ours = [thread for thread, name in names.items() if "gloo" in name or name.startswith(("pt_", "python"))]
+    return [names[thread] for thread in ours if os.sched_getscheduler(thread) != os.SCHED_BATCH]
+
+
 def folders(path):
     return ["--loss_output_dir", str(path), "--storage_path", str(path / "ray")]
 

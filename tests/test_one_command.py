@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from own_strategy import DOUBLED, own_strategy
 from ranks import ROOT
-from real_runs import environment, gone
+from real_runs import environment, gone, preempting
 
 from lockstep.inputs.architectures import BUILT_IN
 from lockstep.training import history
@@ -129,6 +129,7 @@ def test_the_one_command_twice_into_one_folder_then_a_worker_dies(run, tmp_path)
         ["pgrep", "-f", "ray::RayTrainWorker"], capture_output=True, text=True
     ).stdout.split()
     mine = [pid for pid in workers if str(tmp_path).encode() in Path(f"/proc/{pid}/environ").read_bytes()]
+    assert [preempting(pid) for pid in mine] == [[], []]
     os.kill(int(mine[-1]), signal.SIGKILL)
     assert one.process.wait(120) == 1, one.log.read_text()
     last = one.log.read_text().splitlines()[-1]

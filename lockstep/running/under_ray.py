@@ -38,7 +38,7 @@ from lockstep.config import Config
 from lockstep.errors import TrainingFailure, UserError, first_line, run_program
 from lockstep.inputs.data import Inputs
 from lockstep.running import processes, progress
-from lockstep.running.device import set_threads
+from lockstep.running.device import share_cores
 
 RAY_ENVIRONMENT = {
     "RAY_CHDIR_TO_TRIAL_DIR": "0",  # workers stay where the scripts are
@@ -71,7 +71,7 @@ def _worker(arguments: dict) -> tuple[bool, str]:
         make_strategy = factory_of(config.row)
     progress.relay()
     context = train.get_context()
-    set_threads(config, context.get_local_world_size())
+    share_cores(config, context.get_local_world_size())
     try:
         return True, training.run_with_control(config, arguments["inputs"], make_strategy, get_device())
     except TrainingFailure as error:
