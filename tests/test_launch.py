@@ -36,6 +36,16 @@ def test_an_interrupt_is_one_line(run, tmp_path, moment):
     assert gone(tmp_path) is True
 
 
+def test_an_interrupt_ends_what_the_kernel_would_leave():
+    """A process that has only just been forked has not asked the kernel yet to end with its parent."""
+    program = (
+        "import subprocess; from lockstep.running import under_ray; child = subprocess.Popen(['sleep', '60']); "
+        "under_ray._end_children(); print(child.wait())"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30)
+    assert done.stdout == f"{-signal.SIGKILL}\n", done.stderr
+
+
 def test_a_reader_that_is_gone(tmp_path):
     """`python train_ddp.py | head -1`: no traceback of a broken pipe."""
     command = f"{sys.executable} train_ddp.py --dry_run --loss_output_dir {tmp_path} --storage_path {tmp_path} | true; echo ${{PIPESTATUS[0]}}"

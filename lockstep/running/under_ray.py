@@ -85,7 +85,7 @@ def run(config: Config, inputs: Inputs, begin: Callable[[], None]) -> str:
     """
     ray = _import_ray()
     training_library = _in_background(_import_ray_train)  # it takes as long as Ray takes to start
-    startup.end_helpers.append(_end_children_of_raylet)
+    startup.end_helpers.append(_end_children)
     _connect(ray)
     training_library.result()
     path = config.loss_output_dir / "logs" / f"{config.history_path.stem}.txt"
@@ -325,7 +325,7 @@ def _shutdown(ray: ModuleType, *, clean: bool) -> None:
     session = Path(node.get_session_dir_path()) if node is not None and node.is_head() else None
     helpers = _helpers_of_ray()
     ray.shutdown()
-    _kill(helpers)
+    _kill_slow(helpers)
     if clean and session is not None:
         shutil.rmtree(session, ignore_errors=True)
         latest = session.with_name("session_latest")
@@ -333,20 +333,25 @@ def _shutdown(ray: ModuleType, *, clean: bool) -> None:
             latest.unlink(missing_ok=True)
 
 
-def _end_children_of_raylet() -> None:
-    """After Ctrl-C: kill the workers and agents of this process's raylet, which the kernel kills with this process.
+def _end_children() -> None:
+    """After Ctrl-C: kill all processes of Ray that this one has started, and the workers and agents of its raylet.
 
-    The raylet is stopped first. A worker that it started later would try for up to a minute to reach it.
+    The kernel kills those that this process has started, but not one that has only just been forked. A raylet is stopped before its workers
+    are killed. A worker that it started later would try for up to a minute to reach it.
     """
     for child in _children(os.getpid()):
-        if _raylet_state(child) is None:
-            continue
-        os.kill(child, signal.SIGSTOP)
-        while _raylet_state(child) not in ("T", None):  # the signal may arrive while it starts one
-            time.sleep(0.001)
-        for worker in _children(child):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(worker, signal.SIGKILL)
+        if _raylet_state(child) is not None:
+            os.kill(child, signal.SIGSTOP)
+            while _raylet_state(child) not in ("T", None):  # the signal may arrive while it starts one
+                time.sleep(0.001)
+            for worker in _children(child):
+                _kill(worker)
+        _kill(child)
+
+
+def _kill(process: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process, signal.SIGKILL)
 
 
 def _raylet_state(process: int) -> str | None:
@@ -379,11 +384,10 @@ def _is_slow_to_end(process: int) -> bool:
     return False
 
 
-def _kill(helpers: list[int]) -> None:
+def _kill_slow(helpers: list[int]) -> None:
     for process in helpers:
         if _is_slow_to_end(process):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
+            _kill(process)
 
 
 def _hold_local_ray() -> int:
