@@ -56,14 +56,16 @@ def _require_libaio() -> None:
 
 
 def preload() -> None:
-    """Import DeepSpeed, and what it imports when it is given an optimizer: Muon, and with it torch's compiler, two seconds of a core.
+    """Import DeepSpeed, and what it imports when it makes an engine. Muon alone, with torch's compiler, takes two seconds of a core.
 
     Without the package nothing happens: the ranks say so.
     """
     if importlib.util.find_spec("deepspeed") is None:
         return
     os.environ["DS_ACCELERATOR"] = "cpu"  # or DeepSpeed takes the GPU of a machine that has one
+    import deepspeed.module_inject.auto_ep_layer  # noqa: F401
     import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
+    import torch.utils.cpp_extension  # noqa: F401
 
 
 SHARED_MEMORY = ("ShareMemCommBuilder", "its shared-memory op", "about a minute")

@@ -178,7 +178,7 @@ def read(path: Path) -> list[Group]:
 
 
 def preload(groups: list[Group]) -> None:
-    """Import what the ranks need, unless they use GPUs: importing a library may initialise CUDA."""
+    """Import and find out what the ranks need, unless they use GPUs: importing a library may initialise CUDA."""
     jobs = [job for group in groups for job in group.jobs]
     if (
         any(word == "cuda" or word == "--device=cuda" for job in jobs for word in job.arguments)
@@ -188,10 +188,14 @@ def preload(groups: list[Group]) -> None:
     import transformers.modeling_utils  # noqa: F401
 
     from lockstep.tensors import exact_run  # noqa: F401
+    from lockstep.tensors.layout import layout_of
     from lockstep.training import loop  # noqa: F401
 
     for strategy in {job.strategy for job in jobs} - {REFERENCE}:
         preload_strategy(strategies.row_of(strategy))
+    for group in groups:  # what its ranks would find out each for itself
+        config = configured(group.jobs[0])
+        layout_of(preflight.load_inputs(config).architecture, config.attn_impl)
 
 
 def preload_strategy(row: strategies.Row) -> None:

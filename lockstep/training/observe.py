@@ -1,6 +1,7 @@
 """Read back what a run really does from its live objects: dtypes, optimizer, decay groups, versions, memory."""
 
 import contextlib
+import functools
 import importlib.metadata
 import math
 import resource
@@ -129,6 +130,9 @@ def torch_contract(model: "PreTrainedModel", optimizer: torch.optim.Optimizer) -
     }
 
 
+_version = functools.cache(importlib.metadata.version)  # it reads a file
+
+
 def versions() -> dict[str, str]:
     """Versions of the installed libraries that take part; runs with other versions are not comparable."""
     found = {}
@@ -144,7 +148,7 @@ def versions() -> dict[str, str]:
         "accelerate",
     ):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
+            found[name] = _version(name)
     return found
 
 
