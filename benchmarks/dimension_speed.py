@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 
+import torch
 import torch.distributed as dist
 from dimension_sweep import STRATEGY as ALL_AXES
 from outputs import output
@@ -65,6 +66,7 @@ def measure(strategy_name: str, steps: int, flags: list[str]) -> None:
     config = config_module.parse_config(strategy_name, flags)
     inputs = preflight.load_inputs(config)
     device = training_device(config)
+    torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     model, _ = build_model(inputs.architecture, seed=0, attn_impl=config.attn_impl, init_weights_path=None)
