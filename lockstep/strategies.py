@@ -3,9 +3,11 @@
 A user's own strategy is a row made on the spot, from `path/to/file.py:Class`.
 """
 
+import argparse
 import hashlib
 import importlib
 import importlib.util
+import json
 import re
 import sys
 from collections.abc import Iterable
@@ -79,6 +81,19 @@ class Row:
     def own_options(self) -> tuple[Field, ...]:
         """The flags that only this strategy has; the metadata of a field are the arguments of argparse's add_argument."""
         return fields(load(self.options)) if self.options else ()
+
+    def would_take(self, name: str, value: object) -> bool:
+        """Whether a flag that only this strategy has can have given this value, as a run records it."""
+        option = next((option for option in self.own_options() if option.name == name), None)
+        if option is None or value is None:
+            return option is not None and option.default is None
+        if option.metadata.get("action") == "store_true":
+            return isinstance(value, bool)
+        try:
+            given = option.metadata.get("type", str)(value if isinstance(value, str) else json.dumps(value))
+        except (argparse.ArgumentTypeError, ValueError):
+            return False
+        return getattr(given, "recorded", given) == value and value in option.metadata.get("choices", [value])
 
     def largest(self, mesh: Mesh) -> Mesh:
         """The given mesh without the axes that the strategy cannot use."""

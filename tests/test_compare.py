@@ -164,6 +164,17 @@ CONTRADICTIONS = {
     "has 10000 layers": lambda m: m["run"]["architecture"].update(num_hidden_layers=10_000),
     "no model can be built": lambda m: m["run"]["architecture"].update(hidden_act="none"),
     "contract: betas is missing": lambda m: m["contract"].pop("betas"),
+    "contract.compiled is [1], its configuration says [false]": lambda m: m["contract"].update(compiled=[1]),
+    "contract.activation_checkpointing is null": lambda m: m["contract"].update(
+        activation_checkpointing=None
+    ),
+    "run.config.own.dp_replicate is 0": lambda m: m["run"]["config"]["own"].update(dp_replicate=0),
+    "run.config.own.dp_replicate is true": lambda m: m["run"]["config"]["own"].update(dp_replicate=True),
+    "run.config.own.wrap is null": lambda m: m["run"]["config"]["own"].update(wrap=None),
+    'run.config.own.wrap is "x"': lambda m: m["run"]["config"]["own"].update(wrap="x"),
+    "run.config.own.cpu_offload is 1": lambda m: m["run"]["config"]["own"].update(cpu_offload=1),
+    "run.config.own.unknown is 1": lambda m: m["run"]["config"]["own"].update(unknown=1),
+    "run.config.own is 1": lambda m: m["run"]["config"].update(own=1),
     "versions does not name torch": lambda m: m["run"]["versions"].pop("torch"),
     "captured with transformers 1": lambda m: m["run"]["versions"].update(transformers="1"),
     "run.unknown": lambda m: m["run"].update(unknown=1),

@@ -40,6 +40,9 @@ MANIFEST = "manifest.json"
 REFERENCE_LABEL = "float64 reference"
 REMEDY = "capture again"
 
+# Entries of the contract that change no number: a comparison does not ask for them
+WITHOUT_NUMBERS = ("activation_checkpointing", "compiled")
+
 Step = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")]
 Word = Annotated[int, Field(ge=0, lt=2**64)]
 Size = Annotated[int, Field(ge=0, le=2**40)]
@@ -106,6 +109,7 @@ class Options(Strict):
     noise_control: bool
     capture_steps: Count
     device: Literal["cpu", "cuda"]
+    own: dict[Name, Any] = {}  # of the strategy alone: its row says what it can be
 
 
 class Run(Strict):
@@ -190,6 +194,12 @@ def _contradictions(manifest: dict) -> Iterator[str]:
     unused = next((axis for axis in mesh.axes if axis not in row.axes), None)
     if unused:
         yield f"run.mesh has {unused} {mesh.size(unused)}, and {row.label} has no such axis"
+    own = options.get("own", {})
+    refused = [name for name, value in own.items() if not row.would_take(name, value)]
+    if refused:
+        found = printable(f"{refused[0]} is {json.dumps(own[refused[0]])}", 100)
+        yield f"run.config.own.{found}: {row.label} has no such option, or takes no such value"
+        return
     configured = configuration(run)
     label = REFERENCE_LABEL if exact else configured.label
     if run["label"] != label and (exact or row.factory):
@@ -226,6 +236,10 @@ def _contradictions(manifest: dict) -> Iterator[str]:
         odd = sorted(expected.keys() ^ manifest["contract"].keys())
         if odd:
             yield f"contract: {printable(odd[0], 60)} is {'missing' if odd[0] in expected else 'unknown'}"
+        for entry in WITHOUT_NUMBERS:
+            if entry not in odd and manifest["contract"][entry] != expected[entry]:
+                found = printable(json.dumps(manifest["contract"][entry]), 60)
+                yield f"contract.{entry} is {found}, its configuration says {json.dumps(expected[entry])}"
 
 
 def _finite(step: dict) -> bool:
