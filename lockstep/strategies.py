@@ -82,6 +82,10 @@ class Row:
         """The flags that only this strategy has; the metadata of a field are the arguments of argparse's add_argument."""
         return fields(load(self.options)) if self.options else ()
 
+    def recorded_options(self) -> list[str]:
+        """The names of the flags that only this strategy has, and that a run records: all but those that name a path."""
+        return [option.name for option in self.own_options() if option.metadata.get("type") is not Path]
+
     def would_take(self, name: str, value: object) -> bool:
         """Whether a flag that only this strategy has can have given this value, as a run records it."""
         option = next((option for option in self.own_options() if option.name == name), None)

@@ -28,7 +28,8 @@ VALUES = [None, True, False, 0, 1, -1, 2, 2**63, 2**70, -(2**70), 0.5, 1e308, -1
           [], [0], [-1], [[]], {}, {"x": 1}, "F32", "F64", "BF16", "I64", "dp", "tp", "fp32", "bf16", "sgd", "eager"]  # fmt: skip
 # Free text and notes: they are shown, and no verdict depends on them.
 NOTES = ("origin", "architecture_source", "model_name", "num_epochs", "debug_steps", "dataset_name", "log_interval", "device", "backend",
-         "num_steps", "sharded", "logits", "save_init_weights", "num_layers", "capture_steps", "biased_linear_dtype",
+         "num_steps", "sharded", "logits", "save_init_weights", "num_layers", "capture_steps", "biased_linear_dtype", "initial_weights",
+         "bucket_cap_mb",  # changes no number
          "activation_checkpointing")  # of the reference, which has none; other dumps' contracts hold it  # fmt: skip
 KINDS = (
     ["manifest"] * 2

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from lockstep import strategies
-from lockstep.config import Config, Precision
+from lockstep.config import Config
 from lockstep.errors import UserError, printable
 from lockstep.files import read_json, write_text
 from lockstep.mesh import Axis, Mesh
@@ -25,7 +25,6 @@ from lockstep.schemas import (
     Finite,
     MayBreakDown,
     Name,
-    NotNegative,
     Origin,
     Sha256,
     Strict,
@@ -34,6 +33,7 @@ from lockstep.schemas import (
 )
 from lockstep.training import compiled, rates
 from lockstep.training.contract import expected_contract
+from lockstep.training.history_schema import RunConfig
 
 FORMAT = 4
 MANIFEST = "manifest.json"
@@ -76,40 +76,17 @@ class Trained(Tensors):
     started_from: Sha256 | None = None
 
 
-class Options(Strict):
-    """The flags that a comparison reads. Others may be there."""
+class Options(RunConfig):
+    """A history may lack what versions before did not record. A dump may not."""
 
-    model_config = ConfigDict(extra="allow")
-    strategy: Name
-    run_name: Name | None = None
-    model_name: Name
-    num_layers: Count | None
-    num_workers: Count
-    tp_size: Count
-    dp_size: Count
     cp_size: Count
     pp_size: Count
-    batch_size: Count
-    seq_length: Count
-    learning_rate: Annotated[Finite, Field(gt=0)]
     lr_schedule: rates.Schedule
     warmup_steps: Whole
     schedule_steps: Whole
-    optimizer: Literal["adamw", "sgd"]
-    weight_decay: NotNegative
-    max_grad_norm: NotNegative
-    ema_decay: Annotated[Finite, Field(gt=0, le=1)] = 1.0
-    gradient_accumulation_steps: Count
     activation_checkpointing: bool
     compile: compiled.Backend
-    precision: Precision
-    attn_impl: Literal["eager", "sdpa"]
-    seed: Whole
-    dataset_name: Name
-    noise_control: bool
-    capture_steps: Count
-    device: Literal["cpu", "cuda"]
-    own: dict[Name, Any] = {}  # of the strategy alone: its row says what it can be
+    own: dict[Name, Any]  # flags of the strategy alone: its row says what they can be
 
 
 class Run(Strict):
@@ -194,12 +171,13 @@ def _contradictions(manifest: dict) -> Iterator[str]:
     unused = next((axis for axis in mesh.axes if axis not in row.axes), None)
     if unused:
         yield f"run.mesh has {unused} {mesh.size(unused)}, and {row.label} has no such axis"
-    own = options.get("own", {})
+    own = options["own"]
     refused = [name for name, value in own.items() if not row.would_take(name, value)]
     if refused:
         found = printable(f"{refused[0]} is {json.dumps(own[refused[0]])}", 100)
         yield f"run.config.own.{found}: {row.label} has no such option, or takes no such value"
         return
+    yield from (f"run.config.own.{name} is missing" for name in row.recorded_options() if name not in own)
     configured = configuration(run)
     label = REFERENCE_LABEL if exact else configured.label
     if run["label"] != label and (exact or row.factory):
