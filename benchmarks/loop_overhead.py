@@ -64,7 +64,7 @@ def main() -> None:
     parser.add_argument("strategy", choices=ROWS)
     parser.add_argument("--steps", type=int, default=200)
     options, flags = parser.parse_known_args()
-    config = config_module.parse_config(options.strategy, flags)
+    config = config_module.parse_config(options.strategy, [*flags, "--device", "cpu"])
     inputs = preflight.load_inputs(config)
     device = training_device(config)
     dist.init_process_group("gloo")

@@ -1,4 +1,4 @@
-"""torch, gloo: ranks that share cores spend much of them waiting for a lock, unless their threads are batch threads.
+"""torch, gloo: ranks that share cores spin for a lock, unless their threads are batch threads.
 
 python findings/torch_gloo_preemption.py
 """

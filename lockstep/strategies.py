@@ -93,8 +93,10 @@ class Row:
             return option is not None and option.default is None
         if option.metadata.get("action") == "store_true":
             return isinstance(value, bool)
-        try:
-            given = option.metadata.get("type", str)(value if isinstance(value, str) else json.dumps(value))
+        if "type" not in option.metadata:
+            return isinstance(value, str) and value in option.metadata.get("choices", [value])
+        try:  # as JSON: the parser of a flag that takes a file would open one that a string names
+            given = option.metadata["type"](json.dumps(value))
         except (argparse.ArgumentTypeError, ValueError):
             return False
         return getattr(given, "recorded", given) == value and value in option.metadata.get("choices", [value])

@@ -45,11 +45,14 @@ def gone(folder, seconds=15):
 
 def preempting(process):
     """The names of the threads of a rank that may take the core from another one, of those that train and of those of gloo."""
-    tasks = [task for task in Path(f"/proc/{process}/task").iterdir()]
-    names = {int(task.name): (task / "comm").read_text().strip() for task in tasks}
-    assert "gloo_tcp_loop" in names.values()
-    ours = [thread for thread, name in names.items() if "gloo" in name or name.startswith(("pt_", "python"))]
-    return [names[thread] for thread in ours if os.sched_getscheduler(thread) != os.SCHED_BATCH]
+    found = []
+    for task in Path(f"/proc/{process}/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended
+            found.append(((task / "comm").read_text().strip(), os.sched_getscheduler(int(task.name))))
+    assert "gloo_tcp_loop" in [name for name, _ in found]
+    return [
+        name for name, policy in found if policy != os.SCHED_BATCH and name.startswith(("gloo", "pt_", "py"))
+    ]
 
 
 def folders(path):

@@ -174,6 +174,9 @@ CONTRADICTIONS = {
     'run.config.own.wrap is "x"': lambda m: m["run"]["config"]["own"].update(wrap="x"),
     "run.config.own.cpu_offload is 1": lambda m: m["run"]["config"]["own"].update(cpu_offload=1),
     "run.config.own.unknown is 1": lambda m: m["run"]["config"]["own"].update(unknown=1),
+    'run.config.own.prefetch is "~nobody/x"': lambda m: m["run"]["config"]["own"].update(
+        prefetch="~nobody/x"
+    ),
     "run.config.own.wrap is missing": lambda m: m["run"]["config"]["own"].pop("wrap"),
     "run.config.own is 1": lambda m: m["run"]["config"].update(own=1),
     "versions does not name torch": lambda m: m["run"]["versions"].pop("torch"),

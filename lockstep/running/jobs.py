@@ -13,7 +13,9 @@ if __name__ == "__main__":
 
     startup.begin()  # first: from now on Ctrl-C and a missing package are one line each
 
+import contextlib
 import functools
+import importlib.metadata
 import json
 import os
 import socket
@@ -31,6 +33,7 @@ from lockstep import preflight, resources, startup, strategies
 from lockstep.config import Config
 from lockstep.errors import TrainingFailure, UserError, first_line, run_program
 from lockstep.files import read_json
+from lockstep.inputs import architectures
 from lockstep.running import processes, progress, ranks
 from lockstep.running.device import training_device
 from lockstep.schemas import Name, Strict, validate
@@ -178,7 +181,7 @@ def read(path: Path) -> list[Group]:
 
 
 def preload(groups: list[Group]) -> None:
-    """Import and find out what the ranks need, unless they use GPUs: importing a library may initialise CUDA."""
+    """Import what the ranks need, and find the layouts of their models, unless they use GPUs: a library may initialise CUDA."""
     jobs = [job for group in groups for job in group.jobs]
     if (
         any(word == "cuda" or word == "--device=cuda" for job in jobs for word in job.arguments)
@@ -193,9 +196,12 @@ def preload(groups: list[Group]) -> None:
 
     for strategy in {job.strategy for job in jobs} - {REFERENCE}:
         preload_strategy(strategies.row_of(strategy))
-    for group in groups:  # what its ranks would find out each for itself
-        config = configured(group.jobs[0])
-        layout_of(preflight.load_inputs(config).architecture, config.attn_impl)
+    if not importlib.metadata.version("torch").endswith("+cpu"):
+        return  # a backward pass would start a thread for each GPU, and a process with threads must not be forked
+    for job in (group.jobs[0] for group in groups if group.jobs):
+        with contextlib.suppress(UserError):  # its ranks say so, as this job's failure
+            config = configured(job)
+            layout_of(architectures.resolve(config.model_name, config.num_layers)[0], config.attn_impl)
 
 
 def preload_strategy(row: strategies.Row) -> None:

@@ -334,24 +334,24 @@ def _shutdown(ray: ModuleType, *, clean: bool) -> None:
 
 
 def _end_children() -> None:
-    """After Ctrl-C: kill all processes of Ray that this one has started, and the workers and agents of its raylet.
+    """After Ctrl-C: kill all children of this process, which are Ray's, and the workers and agents of its raylet.
 
-    The kernel kills those that this process has started, but not one that has only just been forked. A raylet is stopped before its workers
-    are killed. A worker that it started later would try for up to a minute to reach it.
+    They have asked the kernel to end them with this process, except one that was only just forked and has not asked yet. A raylet is stopped
+    before its workers are killed. A worker that it started later would try for up to a minute to reach it.
     """
     for child in _children(os.getpid()):
         if _raylet_state(child) is not None:
-            os.kill(child, signal.SIGSTOP)
+            _send(child, signal.SIGSTOP)
             while _raylet_state(child) not in ("T", None):  # the signal may arrive while it starts one
                 time.sleep(0.001)
             for worker in _children(child):
-                _kill(worker)
-        _kill(child)
+                _send(worker, signal.SIGKILL)
+        _send(child, signal.SIGKILL)
 
 
-def _kill(process: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(process, signal.SIGKILL)
+def _send(process: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it has ended
+        os.kill(process, number)
 
 
 def _raylet_state(process: int) -> str | None:
@@ -387,7 +387,7 @@ def _is_slow_to_end(process: int) -> bool:
 def _kill_slow(helpers: list[int]) -> None:
     for process in helpers:
         if _is_slow_to_end(process):
-            _kill(process)
+            _send(process, signal.SIGKILL)
 
 
 def _hold_local_ray() -> int:

@@ -40,8 +40,9 @@ MANIFEST = "manifest.json"
 REFERENCE_LABEL = "float64 reference"
 REMEDY = "capture again"
 
-# Entries of the contract that change no number: a comparison does not ask for them
-WITHOUT_NUMBERS = ("activation_checkpointing", "compiled")
+# Entries of the contract that comparisons ignore, so that nothing else would notice a wrong one. The others that they ignore may differ
+# from the configuration in a dump of a planted bug.
+HELD_AGAINST_CONFIGURATION = ("activation_checkpointing", "compiled")
 
 Step = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")]
 Word = Annotated[int, Field(ge=0, lt=2**64)]
@@ -77,7 +78,7 @@ class Trained(Tensors):
 
 
 class Options(RunConfig):
-    """A history may lack what versions before did not record. A dump may not."""
+    """The configuration of a captured run. A history of an earlier version may lack the entries below, a dump may not."""
 
     cp_size: Count
     pp_size: Count
@@ -214,7 +215,7 @@ def _contradictions(manifest: dict) -> Iterator[str]:
         odd = sorted(expected.keys() ^ manifest["contract"].keys())
         if odd:
             yield f"contract: {printable(odd[0], 60)} is {'missing' if odd[0] in expected else 'unknown'}"
-        for entry in WITHOUT_NUMBERS:
+        for entry in HELD_AGAINST_CONFIGURATION:
             if entry not in odd and manifest["contract"][entry] != expected[entry]:
                 found = printable(json.dumps(manifest["contract"][entry]), 60)
                 yield f"contract.{entry} is {found}, its configuration says {json.dumps(expected[entry])}"
