@@ -166,9 +166,8 @@ def main() -> None:
         baseline = Dump(folder / BASELINE)
         run = baseline.run["config"]
         captured = {name.split("/", 1)[0] for name in baseline.steps["1"]["tensors"]}
-        for kind in (
-            kind for kind in COMPUTED if kind in captured
-        ):  # a run without --ema_decay has no averages
+        kinds = [kind for kind in COMPUTED if kind in captured]  # a run without --ema_decay has no averages
+        for kind in kinds:
             for what, values in limits(folder, kind).items():
                 row = {
                     "run": f"{run['model_name']}, {run['precision']}",

@@ -24,7 +24,7 @@ from lockstep import config as config_module
 from lockstep import origin, preflight
 from lockstep.files import write_result
 from lockstep.inputs.model import build_model
-from lockstep.running.device import training_device
+from lockstep.running.device import make_batch_threads
 from lockstep.strategies import BASELINE, ROWS, others
 from lockstep.training import loop as training
 from lockstep.training.observe import versions
@@ -65,10 +65,10 @@ def measure(strategy_name: str, steps: int, flags: list[str]) -> None:
     """As one rank: train, and print the median wall time and CPU time of a step of every rank, in seconds."""
     config = config_module.parse_config(strategy_name, flags)
     inputs = preflight.load_inputs(config)
-    device = training_device(config)
     torch.set_num_threads(1)
+    make_batch_threads()
     dist.init_process_group("gloo")
-    rank = dist.get_rank()
+    rank, device = dist.get_rank(), torch.device("cpu")
     model, _ = build_model(inputs.architecture, seed=0, attn_impl=config.attn_impl, init_weights_path=None)
     strategy = factory_of(config.row)(model, config, config.mesh, device)
     seconds = []

@@ -72,9 +72,14 @@ def resolve_mesh(row: Row, options: dict[str, Any]) -> dict[str, int]:
     return {"num_workers": workers, **{f"{axis}_size": size for axis, size in mesh.sizes.items()}}
 
 
+def torch_is_for_cpus() -> bool:
+    """Whether the installed torch was built without support for any accelerator."""
+    return importlib.metadata.version("torch").endswith("+cpu")
+
+
 def local_gpus() -> int:
     """The number of GPUs of this machine that CUDA_VISIBLE_DEVICES allows (0 if torch has no CUDA)."""
-    if importlib.metadata.version("torch").endswith("+cpu"):
+    if torch_is_for_cpus():
         return 0
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:

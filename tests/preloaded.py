@@ -137,7 +137,8 @@ def main(folder: str) -> None:
             path.rename(Path(folder, str(pid)))
 
     with startup.importing():
-        every = [jobs.Job(strategy=name, arguments=[]) for name in ROWS]
+        captures = ["--capture_dir", folder]  # most of what tests start does
+        every = [jobs.Job(strategy=name, arguments=captures) for name in ROWS]
         jobs.preload([jobs.Group(num_ranks=1, jobs=every)])
     signal.signal(signal.SIGCHLD, reap)
     for line in sys.stdin:

@@ -15,7 +15,6 @@ if __name__ == "__main__":
 
 import contextlib
 import functools
-import importlib.metadata
 import json
 import os
 import socket
@@ -181,7 +180,7 @@ def read(path: Path) -> list[Group]:
 
 
 def preload(groups: list[Group]) -> None:
-    """Import what the ranks need, and find the layouts of their models, unless they use GPUs: a library may initialise CUDA."""
+    """Import what the ranks need, and find the layouts that they capture, unless they use GPUs: a library may initialise CUDA."""
     jobs = [job for group in groups for job in group.jobs]
     if (
         any(word == "cuda" or word == "--device=cuda" for job in jobs for word in job.arguments)
@@ -196,12 +195,13 @@ def preload(groups: list[Group]) -> None:
 
     for strategy in {job.strategy for job in jobs} - {REFERENCE}:
         preload_strategy(strategies.row_of(strategy))
-    if not importlib.metadata.version("torch").endswith("+cpu"):
+    if not resources.torch_is_for_cpus():
         return  # a backward pass would start a thread for each GPU, and a process with threads must not be forked
     for job in (group.jobs[0] for group in groups if group.jobs):
         with contextlib.suppress(UserError):  # its ranks say so, as this job's failure
             config = configured(job)
-            layout_of(architectures.resolve(config.model_name, config.num_layers)[0], config.attn_impl)
+            if config.capture_dir:
+                layout_of(architectures.resolve(config.model_name, config.num_layers)[0], config.attn_impl)
 
 
 def preload_strategy(row: strategies.Row) -> None:
