@@ -20,9 +20,7 @@ from lockstep.errors import LIBRARY_REFUSES, UserError, first_line
 from lockstep.inputs.model import causal_lm_loss
 from lockstep.mesh import Geometry, Mesh, share
 from lockstep.training.observe import (
-    decay_by_name,
     model_contract,
-    observed_max_grad_norm,
     optimizer_contract,
 )
 from lockstep.training.optim import (
@@ -67,9 +65,12 @@ class Stage0:
         before = self._norm()
         if max_grad_norm > 0:
             torch.nn.utils.clip_grads_with_norm_(self.engine.module.parameters(), max_grad_norm, before)
-        self.norms = float(before), float(self._norm())
+        self.clipped = float(self._norm())
         self.engine.step()
         return float(before)
+
+    def clipped_norm(self) -> float | None:
+        return self.clipped
 
     def _norm(self) -> torch.Tensor:
         from deepspeed.runtime.utils import is_model_parallel_parameter
@@ -86,8 +87,9 @@ class Stage0:
         dist.all_reduce(square, group=mpu.get_model_parallel_group())
         return square.sqrt()
 
-    def observed_max_grad_norm(self, configured: float) -> float:
-        return observed_max_grad_norm(configured, *self.norms)
+    def max_grad_norm(self, configured: float) -> float:
+        """What gradients are clipped to, as the live object that does it says; here it is this class."""
+        return configured
 
     def parameter(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         """This tp rank's shard, whole over dp."""
@@ -146,7 +148,10 @@ class Stage1And2(Stage0):
         norm = float(self.engine.get_global_grad_norm())
         return norm if norm >= 0 else float("nan")  # DeepSpeed's sign for a norm that is not finite is -1
 
-    def observed_max_grad_norm(self, configured: float) -> float:
+    def clipped_norm(self) -> float | None:
+        return None
+
+    def max_grad_norm(self, configured: float) -> float:
         return self.engine.optimizer.clip_grad
 
     def gradient(self, parameter: torch.nn.Parameter) -> torch.Tensor:
@@ -289,6 +294,9 @@ class AutoTPStrategy:
     def update(self) -> float:
         return self.stage.step(self.max_grad_norm)
 
+    def clipped_norm(self) -> float | None:
+        return self.stage.clipped_norm()
+
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in self.model.named_parameters():
             yield name, self._gather_over_tp(name, self.stage.parameter(parameter)).cpu()
@@ -347,18 +355,14 @@ class AutoTPStrategy:
 
     def effective_contract(self) -> dict[str, Any]:
         optimizer = self.stage.torch_optimizer()
-        groups = zip(self.stage.members(), optimizer.param_groups, strict=True)
         dtypes = {
             str(getattr(p, "comm_dtype", self.engine.communication_data_type))
             for p in self.model.parameters()
         }
         return {
             **model_contract(self.model),
-            **optimizer_contract(optimizer),
-            "weight_decay": decay_by_name(
-                self.model, [(members, group["weight_decay"]) for members, group in groups]
-            ),
-            "max_grad_norm": self.stage.observed_max_grad_norm(self.max_grad_norm),
+            **optimizer_contract(self.model, optimizer, self.stage.members()),
+            "max_grad_norm": self.stage.max_grad_norm(self.max_grad_norm),
             "gradient_accumulation_steps": self.engine.gradient_accumulation_steps(),
             "loss_is_mean_over": [self.num_tokens, self.num_micro_batches, self.geometry().mesh.dp],
             "reduction_dtype": sorted(dtypes),

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Train with DDP, its control run and the other strategies, from the same weights on the same batches. Then judge the loss curves, and every
-# tensor of the first step of the same runs. Writes a table, a figure and reports.
+# tensor of the first two steps of the same runs. Writes a table, a figure and reports.
 #
 #   ./run_verification_main.sh                     on GPUs if there are TP_SIZE x DP_SIZE of them, else on the CPU
 #   LEARNING_RATE=1e-5 ./run_verification_main.sh  any setting below can be overridden from the environment
@@ -71,7 +71,7 @@ common=(
   --seed "$SEED" --dataset_name "$DATASET_NAME" --log_interval "$LOG_INTERVAL" --dp_size "$DP_SIZE"
   --loss_output_dir "$OUTPUT_DIR" --storage_path "$OUTPUT_DIR/ray" --device "$DEVICE"
 )
-[ "$TENSORS" = 0 ] || common+=(--capture_dir "$OUTPUT_DIR/tensors" --capture_steps 1 --overwrite)
+[ "$TENSORS" = 0 ] || common+=(--capture_dir "$OUTPUT_DIR/tensors" --capture_steps 2 --overwrite)
 weights=(--init_weights_path "${INIT_WEIGHTS_PATH:-$OUTPUT_DIR/init_weights.safetensors}")
 first=() # further flags of the first run
 if [ -z "$INIT_WEIGHTS_PATH" ]; then # the script's own file, which its next run replaces

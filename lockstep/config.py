@@ -116,7 +116,7 @@ class Config:
     experiment_name: str | None = None
     log_interval: int = 10
     capture_dir: Path | None = None
-    capture_steps: int = 1
+    capture_steps: int = 2
     device: str = "auto"
     backend: str = "auto"
     dry_run: bool = False

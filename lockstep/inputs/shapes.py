@@ -1,4 +1,4 @@
-"""Names and shapes of a model's parameters, from transformers' own model on torch's meta device.
+"""Names and shapes of a model's parameters, and settings of its modules, from transformers' own model on torch's meta device.
 
 Importing this imports neither torch nor transformers. Building a model does, which takes four seconds, so `parameter_shapes` keeps what it
 found in the cache folder.
@@ -23,21 +23,45 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 
-def parameter_shapes(architecture: dict) -> dict[str, tuple[int, ...]]:
+Shapes = dict[str, tuple[int, ...]]
+# attribute -> its value, as JSON -> the modules that have it
+Settings = dict[str, dict[str, list[str]]]
+
+
+def parameter_shapes(architecture: dict) -> Shapes:
     """Name -> shape of every trained tensor, tied ones once. Raises UserError if transformers cannot build the model."""
-    return dict(_shapes(json.dumps(architecture, sort_keys=True)))
+    return dict(_described(json.dumps(architecture, sort_keys=True))[0])
+
+
+def module_settings(architecture: dict) -> Settings:
+    """What `settings_of` finds in the model. Raises UserError if transformers cannot build it."""
+    return _described(json.dumps(architecture, sort_keys=True))[1]
+
+
+def settings_of(model: "torch.nn.Module") -> Settings:
+    """The numbers with a fraction that modules were built with: epsilons, scales, dropout.
+
+    Whole numbers are left out, because parallel layers change them: a rank has some of the heads.
+    """
+    found: Settings = {}
+    for name, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            if isinstance(value, float) and not attribute.startswith("_"):
+                found.setdefault(attribute, {}).setdefault(json.dumps(value), []).append(name)
+    return found
 
 
 @functools.lru_cache(maxsize=16)
-def _shapes(architecture: str) -> dict[str, tuple[int, ...]]:
+def _described(architecture: str) -> tuple[Shapes, Settings]:
     path = _kept_at(architecture)
     kept = _read(path, architecture)
     if kept is not None:
         return kept
     model = build_empty(json.loads(architecture), attn_impl="sdpa")
-    found = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    found = shapes, settings_of(model)
     with contextlib.suppress(UserError):  # the next run builds the model again
-        write_text(path, json.dumps({"shapes": found, "sha256": _seal(architecture, found)}))
+        write_text(path, json.dumps({"found": found, "sha256": _seal(architecture, found)}))
     return found
 
 
@@ -48,18 +72,19 @@ def _kept_at(architecture: str) -> Path:
     return token_cache.default_folder() / f"shapes-{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
 
 
-def _read(path: Path, architecture: str) -> dict[str, tuple[int, ...]] | None:
+def _read(path: Path, architecture: str) -> tuple[Shapes, Settings] | None:
     """What was kept; None if it is not there or not what was written."""
     try:
         content = read_json(path)
-        shapes = {name: tuple(shape) for name, shape in content["shapes"].items()}
-        return shapes if content["sha256"] == _seal(architecture, shapes) else None
+        shapes, settings = content["found"]
+        found = {name: tuple(shape) for name, shape in shapes.items()}, settings
+        return found if content["sha256"] == _seal(architecture, found) else None
     except (UserError, LookupError, TypeError, ValueError, AttributeError):
         return None
 
 
-def _seal(architecture: str, shapes: dict[str, tuple[int, ...]]) -> str:
-    return hashlib.sha256(json.dumps([architecture, shapes]).encode()).hexdigest()
+def _seal(architecture: str, found: tuple[Shapes, Settings]) -> str:
+    return hashlib.sha256(json.dumps([architecture, found]).encode()).hexdigest()
 
 
 def has_biases(architecture: dict) -> bool:

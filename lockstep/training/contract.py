@@ -1,16 +1,24 @@
 """The effective contract: what a strategy really runs with.
 
-This module says what a configuration demands of every strategy. `lockstep/training/observe.py` reads the live objects after the first
-step, and the loop stops the run if the two differ. Two runs are compared only if their contracts agree.
+This module says what a configuration demands of every strategy. `lockstep/training/observe.py` reads the live objects of every rank after
+the first step, and the loop stops the run if the two differ. Two runs are compared only if their contracts agree.
+
+What only gradients show, such as the norm that they have after clipping, is no configuration. The tensors are judged for that.
 """
 
+import json
 import math
+from dataclasses import replace
 from typing import Any
 
 from lockstep import strategies
 from lockstep.config import BETAS, EPS, PARAM_DTYPES, Config
-from lockstep.inputs.shapes import has_biases, parameter_shapes
+from lockstep.inputs.shapes import has_biases, module_settings, parameter_shapes
+from lockstep.mesh import Mesh
 from lockstep.training import cuts, rates
+
+ON_RANK = " on rank "  # in the name of an entry that differs on this rank
+MODULE_SETTINGS = "module_settings"
 
 # Entries in which strategies differ by design: recorded and shown, but no reason to refuse (docs/findings.md).
 KNOWN_DIFFERENCES = (
@@ -20,9 +28,12 @@ KNOWN_DIFFERENCES = (
     "activation_checkpointing",  # it changes memory and time
     "compiled",
 )
+# Entries that say how something is computed, not what: recorded, and never compared.
+IMPLEMENTATION = ("attention", "optimizer_implementation")
 # Entries of which a rank knows only what concerns its own layers.
 OF_LAYERS = (
     "weight_decay",
+    MODULE_SETTINGS,
     "parameter_dtype",
     "reduction_dtype",
     "optimizer_dtype",
@@ -50,13 +61,15 @@ def expected_contract(config: Config, architecture: dict) -> dict[str, Any]:
         decay.setdefault(str(config.weight_decay if len(shape) >= 2 else 0.0), []).append(name)
     return {
         "optimizer": "AdamW" if adamw else "SGD",
-        "fused": adamw,
+        "optimizer_implementation": "fused" if adamw else "for-loop",
+        "optimizer_options": [],
         "learning_rates": [rates.rate_of(vars(config), 1, 1 + config.warmup_steps)],  # of the first step
         "betas": list(BETAS) if adamw else [],
         "eps": EPS if adamw else None,
         "momentum": None if adamw else 0,
         "weight_decay": {rate: sorted(names) for rate, names in decay.items()},
         "max_grad_norm": config.max_grad_norm,
+        MODULE_SETTINGS: module_settings(architecture),
         "gradient_accumulation_steps": config.gradient_accumulation_steps,
         "loss_is_mean_over": [
             config.batch_size * config.seq_length,
@@ -82,13 +95,35 @@ def expected_contract(config: Config, architecture: dict) -> dict[str, Any]:
     }
 
 
-def of_all_stages(contracts: list[dict[str, Any]], own: dict[str, Any]) -> dict[str, Any]:
-    """A rank's own contract, with what the ranks of a pipeline know of their layers put together."""
+def of_all_ranks(contracts: list[dict[str, Any]], mesh: Mesh) -> dict[str, Any]:
+    """The contract of a run from those of its ranks, in rank order: rank 0's, and what differs on others as "ENTRY on rank R".
+
+    The ranks of a pipeline know of their own layers alone. What they know is put together.
+    """
+    whole: dict[int, dict[str, Any]] = {}
+    for rank, own in enumerate(contracts):
+        if mesh.coordinates(rank).pp == 0:
+            stages = [replace(mesh.coordinates(rank), pp=stage) for stage in range(mesh.pp)]
+            whole[rank] = _of_all_stages([contracts[mesh.rank(stage)] for stage in stages], own)
+    first = whole[0]
+    differing = {
+        f"{entry}{ON_RANK}{rank}": other[entry]
+        for rank, other in whole.items()
+        for entry in contract_differences(first, other, ("sharding", "cuts"))
+        if entry in other
+    }
+    return {**first, **differing}
+
+
+def _of_all_stages(contracts: list[dict[str, Any]], own: dict[str, Any]) -> dict[str, Any]:
+    """A rank's own contract, with what the ranks of its pipeline know of their layers put together."""
+    if len(contracts) == 1:
+        return own
 
     def together(values: list) -> Any:
-        if isinstance(values[0], dict):
+        if any(isinstance(value, dict) for value in values):
             keys = sorted(set().union(*values))
-            return {key: together([value.get(key, []) for value in values]) for key in keys}
+            return {key: together([value[key] for value in values if key in value]) for key in keys}
         return sorted(set().union(*values))
 
     return {
@@ -112,22 +147,71 @@ def on_any_mesh(contract: dict) -> dict:
 
 
 def contract_differences(expected: dict, actual: dict, ignoring: tuple[str, ...] = ()) -> dict[str, str]:
-    """Entry -> "key is a, not b" for every entry in which two contracts differ."""
-    return {
-        key: _difference(key, expected.get(key), actual.get(key))
-        for key in sorted((expected.keys() | actual.keys()) - set(ignoring))
-        if expected.get(key) != actual.get(key)
-    }
+    """Entry -> "entry is a, not b" for every entry in which two contracts differ. An entry of one rank names the rank."""
+    found = {}
+    for key in sorted(expected.keys() | actual.keys()):
+        entry, on_rank, rank = key.partition(ON_RANK)
+        if entry in (*ignoring, *IMPLEMENTATION):
+            continue
+        what = _difference(entry, expected.get(entry), actual.get(key))
+        if what:
+            found[key] = f"on rank {rank}, {what}" if on_rank else what
+    return found
 
 
 def _difference(key: str, expected: object, actual: object) -> str:
-    """The first difference inside of two objects, the values themselves otherwise."""
+    """In what two values of an entry differ: the first difference inside of two objects; "" if they are equal."""
+    if expected == actual:
+        return ""
+    if key.startswith(f"{MODULE_SETTINGS}."):
+        # a library may replace a module by its own, which is set up otherwise
+        return _of_names(key.partition(".")[2], expected, actual, everywhere=False)
+    if _is_by_name(expected) or _is_by_name(actual):
+        return _of_names(key, expected, actual, everywhere=True)
     if isinstance(expected, dict) and isinstance(actual, dict):
-        inner = next(
-            name for name in [*expected, *actual] if name not in actual or expected.get(name) != actual[name]
+        inner = (
+            _difference(f"{key}.{name}", expected.get(name), actual.get(name))
+            for name in {**expected, **actual}
         )
-        return _difference(f"{key}.{inner}", expected.get(inner), actual.get(inner))
+        return next((what for what in inner if what), "")
     return f"{key} is {_short(actual)}, not {_short(expected)}"
+
+
+def _is_by_name(value: object) -> bool:
+    """Whether a value is an object that maps values (as JSON) to the names that have them."""
+    return (
+        isinstance(value, dict)
+        and bool(value)
+        and all(
+            isinstance(names, list) and all(isinstance(name, str) for name in names)
+            for names in value.values()
+        )
+    )
+
+
+def _of_names(key: str, expected: object, actual: object, *, everywhere: bool) -> str:
+    """The names whose value differs, with `everywhere` also those that only one side has. A plain value is that of all names."""
+    wanted, found = (
+        {name: value for value, names in side.items() for name in names} if isinstance(side, dict) else None
+        for side in (expected, actual)
+    )
+    names = list({**(wanted or {}), **(found or {})})
+    if not everywhere:
+        names = [name for name in names if name in (wanted or {}) and name in (found or {})]
+    pairs = {
+        name: tuple(
+            json.dumps(side) if each is None else each.get(name, "nothing")
+            for each, side in ((wanted, expected), (found, actual))
+        )
+        for name in names
+    }
+    differing = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+    if not differing:
+        return ""
+    first = next(iter(differing.values()))
+    alike = [name for name, pair in differing.items() if pair == first]
+    more = f" and {len(alike) - 1} more" if len(alike) > 1 else ""
+    return f"{key} of {alike[0]}{more} is {first[1]}, not {first[0]}"
 
 
 def contract_difference(expected: dict, actual: dict, ignoring: tuple[str, ...] = ()) -> str:
@@ -137,4 +221,4 @@ def contract_difference(expected: dict, actual: dict, ignoring: tuple[str, ...] 
 
 def _short(value: object) -> str:
     text = repr(value)
-    return text if len(text) <= 120 else text[:117] + "..."
+    return text if len(text) <= 200 else text[:197] + "..."

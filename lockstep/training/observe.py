@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import importlib.metadata
+import json
 import math
 import resource
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lockstep import strategies
 from lockstep.collective import gather_objects
-from lockstep.inputs import modules
+from lockstep.inputs import modules, shapes
 from lockstep.training import compiled
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ def model_contract(model: "PreTrainedModel") -> dict[str, Any]:
         "activation_checkpointing": model.is_gradient_checkpointing,
         "parameter_dtype": sorted({str(parameter.dtype) for parameter in model.parameters()}),
         "tied_embeddings": modules.is_tied(model),
+        "module_settings": shapes.settings_of(model),
     }
 
 
@@ -79,9 +81,36 @@ def _dropout(module: torch.nn.Module) -> float:
     return float(own)
 
 
-def optimizer_contract(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Class, rates and state dtypes of the live optimizer. Call it after a first step, when the state exists."""
-    first = optimizer.param_groups[0]
+CLIPPED = 1e-3  # relative: how near to the bound a clipped norm must be
+# Options of torch's optimizers that change what a step computes. A run of Lockstep has none of them.
+OPTIONS = ("amsgrad", "maximize", "nesterov", "dampening")
+
+
+def optimizer_contract(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    members: list[list[torch.nn.Parameter]] | None = None,
+) -> dict[str, Any]:
+    """Class, settings of every group and state dtypes of the live optimizer. Call it after a first step, when the state exists.
+
+    `members` are the model's parameters by group of the optimizer, if they are not the ones that it holds.
+    """
+    groups, names = optimizer.param_groups, {id(each): name for name, each in model.named_parameters()}
+    held = [
+        [names[id(parameter)] for parameter in parameters if id(parameter) in names]
+        for parameters in members or [group["params"] for group in groups]
+    ]
+
+    def setting(key: str) -> Any:
+        """The value that all groups have, or each value with the parameters that have it."""
+        by_value: dict[str, list[str]] = {}
+        for group, own in zip(groups, held, strict=True):
+            by_value.setdefault(json.dumps(group.get(key)), []).extend(own)
+        return json.loads(next(iter(by_value))) if len(by_value) == 1 else _sorted(by_value)
+
+    decay: dict[str, list[str]] = {}
+    for group, own in zip(groups, held, strict=True):
+        decay.setdefault(str(group["weight_decay"]), []).extend(own)
     state_dtypes = {
         str(value.dtype)
         for state in optimizer.state.values()
@@ -89,43 +118,55 @@ def optimizer_contract(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         if isinstance(value, torch.Tensor) and key != "step"
     }
     return {
-        "optimizer": type(optimizer).__name__,
-        "fused": bool(first["fused"]),
-        "learning_rates": sorted({group["lr"] for group in optimizer.param_groups}),
-        "betas": list(first.get("betas", ())),
-        "eps": first.get("eps"),
-        "momentum": first.get("momentum"),
+        "optimizer": _class_of(optimizer),
+        "optimizer_implementation": ", ".join(sorted({_implementation(group) for group in groups})),
+        "optimizer_options": sorted({key for key in OPTIONS for group in groups if group.get(key)}),
+        "learning_rates": sorted({group["lr"] for group in groups}),
+        "betas": setting("betas") or [],
+        "eps": setting("eps"),
+        "momentum": setting("momentum"),
+        "weight_decay": _sorted(decay),
         "optimizer_dtype": sorted(state_dtypes),
     }
 
 
-def decay_by_name(model: torch.nn.Module, groups: list[tuple[list, float]]) -> dict[str, list[str]]:
-    """Weight decay -> names of the parameters it acts on, from the optimizer's own groups (parameters, decay)."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    decay: dict[str, list[str]] = {}
-    for parameters, rate in groups:
-        decay.setdefault(str(rate), []).extend(names[id(parameter)] for parameter in parameters)
-    return {rate: sorted(members) for rate, members in decay.items()}
+def _sorted(by_value: dict[str, list[str]]) -> dict[str, list[str]]:
+    return {value: sorted(names) for value, names in by_value.items()}
 
 
-def observed_max_grad_norm(configured: float, before: float, after: float) -> float:
-    """The clipping bound that follows from the norms before and after an update.
+def _class_of(optimizer: torch.optim.Optimizer) -> str:
+    """What kind of optimizer it is. Adam whose weight decay is decoupled is AdamW, whatever its class is called."""
+    if not isinstance(optimizer, torch.optim.Adam):
+        return type(optimizer).__name__
+    decoupled = {bool(group["decoupled_weight_decay"]) for group in optimizer.param_groups}
+    return " and ".join("AdamW" if each else "Adam" for each in sorted(decoupled))
 
-    It is the configured one if nothing had to be clipped and nothing was.
+
+def _implementation(group: dict[str, Any]) -> str:
+    """How torch steps a group; without a choice torch makes one, which the group does not show."""
+    chosen = [name for name in ("fused", "foreach") if group.get(name)]
+    return chosen[0] if chosen else "for-loop" if group.get("foreach") is False else "torch's choice"
+
+
+def clipping_problem(configured: float, before: float, after: float | None) -> str:
+    """What is odd about the gradient norm before and after an update that clips to `configured` (0: not at all); "" if nothing is.
+
+    `after` is None if the gradients are gone.
     """
-    if math.isclose(before, after, rel_tol=1e-6):
-        return 0.0 if 0 < configured < before * (1 - 1e-6) else configured
-    return configured if math.isclose(after, configured, rel_tol=1e-3) else after
+    wanted = min(before, configured) if configured > 0 else before
+    if after is None or math.isclose(after, wanted, rel_tol=CLIPPED):
+        return ""
+    return (
+        f"the gradient norm is {before:.6g} before clipping to {configured:g} and {after:.6g} after it; the gradients differ between ranks, "
+        "or another norm was used; run_verification.py finds the first wrong tensor"
+    )
 
 
 def torch_contract(model: "PreTrainedModel", optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Model and optimizer of a strategy that steps a torch optimizer itself; gradients are reduced in their own dtype."""
     return {
         **model_contract(model),
-        **optimizer_contract(optimizer),
-        "weight_decay": decay_by_name(
-            model, [(g["params"], g["weight_decay"]) for g in optimizer.param_groups]
-        ),
+        **optimizer_contract(model, optimizer),
         "reduction_dtype": sorted({str(p.grad.dtype) for p in model.parameters() if p.grad is not None}),
     }
 

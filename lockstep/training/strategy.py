@@ -50,6 +50,9 @@ class Strategy(Protocol):
     def update(self) -> float:
         """Clip and step the optimizer. Returns the norm of the whole model's gradient before clipping."""
 
+    def clipped_norm(self) -> float | None:
+        """The norm that the gradients had in the last update, after clipping; None if they are gone."""
+
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, whole CPU tensor) of every parameter, gathered over all axes, one at a time; tied tensors once."""
 

@@ -22,7 +22,7 @@ from lockstep.config import Config
 from lockstep.inputs.model import causal_lm_loss
 from lockstep.mesh import AXES, Geometry, Mesh, build_device_mesh, share
 from lockstep.training import context_parallel
-from lockstep.training.observe import observed_max_grad_norm, torch_contract
+from lockstep.training.observe import torch_contract
 from lockstep.training.optim import (
     WeightAverage,
     build_optimizer,
@@ -47,6 +47,9 @@ class TorchStrategy:
 
     def __init__(self, model: "PreTrainedModel", config: Config, mesh: Mesh, device: torch.device):
         self.config, self.device = config, device
+        # What the loop feeds, until a forward pass has counted.
+        self.num_micro_batches = config.gradient_accumulation_steps
+        self.num_tokens = config.batch_size * config.seq_length // config.cp_size
         self.device_mesh = build_device_mesh(mesh, device.type)
         model.to(device=device, dtype=config.parameter_dtype)  # type: ignore[call-arg] # a decorator of transformers loses self
         self.context = (
@@ -187,8 +190,11 @@ class TorchStrategy:
         self.optimizer.step()
         if self.average is not None:
             self.average.update()
-        self.last_norm = float(norm)
-        return self.last_norm
+        return float(norm)
+
+    def clipped_norm(self) -> float | None:
+        gone = any(parameter.grad is None for parameter in self.parameters)
+        return None if gone else float(self.grad_norm())
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         own = dict(self.model.named_parameters())
@@ -225,9 +231,7 @@ class TorchStrategy:
                 if self.average is not None
                 else {}
             ),
-            "max_grad_norm": observed_max_grad_norm(
-                self.config.max_grad_norm, self.last_norm, float(self.grad_norm())
-            ),
+            "max_grad_norm": self.config.max_grad_norm,
             "gradient_accumulation_steps": self.num_micro_batches,
             "loss_is_mean_over": [
                 self.num_tokens * self.geometry().mesh.cp,
