@@ -204,6 +204,7 @@ def explanations(judged: "Judged", result: "Result | None", diagnoses: dict[str,
 
     lines = [f"{one.label}: {line}" for one in judged.verdicts.values() for line in reasons(one)]
     lines += [line for line in notes(judged) if line.startswith("Not judged")]
+    lines += tensor_report.notes(result) if result is not None else []
     if result is not None and result.outcome != "PASS":
         lines += [
             f"First tensor too far, {line}"

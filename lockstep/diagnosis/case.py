@@ -116,7 +116,7 @@ class Case:
     def clip(self) -> float:
         """What the gradients must have been multiplied with before the update."""
         norms = [
-            norm.held
+            norm.used
             for norm in self.result.norms
             if (norm.strategy, norm.step) == (self.strategy, self.step)
         ]
@@ -154,6 +154,8 @@ class Case:
         factors = []
         for row in rows:
             distance = row.distance
+            if not 0 < distance.change < math.inf:
+                return None
             along = (distance.scale - 1) * distance.change
             across = math.sqrt(max(0.0, distance.error**2 - along**2))
             tolerated = row.tolerated * max(1.0, abs(distance.scale))

@@ -226,6 +226,8 @@ class Capture:
         if recompute.active():
             return
         if name not in self.layout.outputs:
+            if self.layout.is_further(name):
+                return  # such as the probabilities that eager attention returns beside its output
             self.problem = (
                 self.problem
                 or f"capture of step {self.step}, rank {self.rank}: {name} was computed, but the model has no such module"

@@ -18,6 +18,7 @@ import math
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from lockstep.config import Parser
 from lockstep.diagnosis.diagnose import Diagnosis, diagnose
@@ -54,12 +55,15 @@ from lockstep.tensors.judgement import (
     ROUNDOFF,
     UNIT,
     UPDATE,
+    ZERO,
     Loss,
     Norm,
     Result,
+    float32_norm_error,
     is_vector_gradient,
     judge,
     judge_yardstick,
+    larger,
     typical_error,
     yardstick,
 )
@@ -150,10 +154,16 @@ def compare_two(one: Dump, other: Dump) -> Result:
     names = [name for name in _names(other, 1) if one.has(1, name) and other.has(1, name)]
     entries = other.steps["1"]["tensors"]
     apart = 2 * TYPICAL[precision]
-    for name, tensor in zip(names, _measure(names, dict.fromkeys(dumps, other), dumps, 1), strict=True):
-        result.pairs[name] = tensor
+    result.pairs = dict(zip(names, _measure(names, dict.fromkeys(dumps, other), dumps, 1), strict=True))
+    noise = _noise({name: tensor.distances[0] for name, tensor in result.pairs.items()}, entries, precision)
+    for name, tensor in result.pairs.items():
         for folder, distance in zip(dumps, tensor.distances, strict=True):
             measure = Size(apart * distance.norm, apart * distance.largest)
+            least = noise.get(PASSES[name.split("/")[0]], {}).get(name)
+            if (
+                least is not None and distance.norm <= least.norm
+            ):  # without a reference, noise cannot be told from zero
+                measure = larger(measure, least)
             result.rows.append(judge(folder, 1, name, distance, measure, ROUNDOFF[entries[name]["dtype"]]))
     for folder, dump in dumps.items():
         _hold_records(
@@ -217,14 +227,23 @@ def _hold_records(strategy: str, dump: Dump, step: int, found: dict[str, Distanc
     entry = dump.steps[str(step)]
     gradients = [f"gradient/{name}" for name in dump.layout.parameters]
     if all(name in found for name in gradients):
-        result.norms.append(
-            Norm(
-                strategy, step, entry["grad_norm"], math.hypot(*(found[name].own_norm for name in gradients))
-            )
+        norm = Norm(
+            strategy, step, entry["grad_norm"], math.hypot(*(found[name].own_norm for name in gradients))
         )
+        if norm.inexact and math.isfinite(norm.held):
+            norm.float32 = _float32_error(dump, step, gradients, norm.held)
+        result.norms.append(norm)
     logits = f"forward/{modules.HEAD}"
     if logits in found:
         require_summary(dump, step, found[logits].own_norm)
+
+
+def _float32_error(dump: Dump, step: int, gradients: list[str], held: float) -> float:
+    """What the norm of these gradients may be off by if it was summed in float32, as `clip_grad_norm_` does."""
+    each = [torch.linalg.vector_norm(dump.tensor(step, name).float()) for name in gradients]
+    summed = float(torch.linalg.vector_norm(torch.stack(each)))
+    sizes = [number_of_elements(dump.steps[str(step)]["tensors"][name]) for name in gradients]
+    return float32_norm_error(held, summed, max(sizes))
 
 
 def _replay(replays: dict[str, Dump], dump: Dump, name: str, step: int) -> Dump:
@@ -264,7 +283,7 @@ def _judge_step(
     for strategy, dump in dumps.items():
         _hold_records(strategy, dump, step, found[strategy], result)
     require_norms(references, step, found, parameters)
-    held = {norm.strategy: norm.held for norm in result.norms if norm.step == step}
+    held = {norm.strategy: norm.used for norm in result.norms if norm.step == step}
     clips = {strategy: clip_factor(dumps[strategy].run["config"], norm) for strategy, norm in held.items()}
     items = [
         (strategy, name)
@@ -290,8 +309,12 @@ def _judge_step(
                 )
             else:
                 roundoff = ROUNDOFF[entries[name]["dtype"]]
+                least = noise.get(which, {}).get(name)
+                is_zero = least is not None and distance.norm <= ZERO / UNIT[precision] * least.norm
                 measure = yardstick(
-                    found[BASELINE][name], typical if is_vector_gradient(name, entries[name]) else None
+                    found[BASELINE][name],
+                    least if is_zero else None,
+                    typical if is_vector_gradient(name, entries[name]) else None,
                 )
                 result.rows.append(judge(strategy, step, name, distance, measure, roundoff))
 

@@ -4,6 +4,7 @@ import math
 import statistics
 from dataclasses import dataclass, field
 
+from lockstep.inputs import modules
 from lockstep.tensors.distance import Distance, Measured, Size
 from lockstep.tensors.dump import Dump
 
@@ -17,6 +18,11 @@ UPDATE = {
 }  # unit roundoffs of the result, for the rounding errors of an optimizer step
 UPDATE_OF_CHANGE = 16  # and, for a parameter, of its change
 NORM = 8  # float32 unit roundoffs of a recorded gradient norm: summed in float64, passed on in float32
+SUMMED_IN_FLOAT32 = 2  # times the error that the norm of the same gradients has here, summed in float32; another order, another error
+ZERO = (
+    2.0**-40
+)  # of the largest rms of a pass: a reference below it is zero in exact arithmetic, and what is left are its own rounding errors
+FINER = 0.5  # of a deviation: what is tolerated of a gradient that would have shown it
 LIMIT = {
     "fp32": 1e-5,
     "autocast": 0.2,
@@ -93,17 +99,21 @@ def typical_error(vectors: list[Distance]) -> Size:
     )
 
 
-def yardstick(ddp: Distance, typical: Size | None = None) -> Size:
+def yardstick(ddp: Distance, noise: Size | None, typical: Size | None = None) -> Size:
     """DDP's errors as a measure for others.
 
     One element may dominate a vector, and DDP's error is then a single draw that can be small by chance. So for the gradient of a
-    vector, the measure is at least what is `typical` of such gradients.
+    vector, the measure is at least what is `typical` of such gradients. Of a tensor that is zero in exact arithmetic, DDP may have
+    nothing but zeros, and another run what rounding leaves: the measure is then at least the `noise` of the pass.
     """
-    if typical is None:
-        return ddp.errors
-    return Size(
-        max(ddp.error, typical.norm * ddp.norm), max(ddp.largest_error, typical.largest * ddp.largest)
-    )
+    found = ddp.errors
+    if typical is not None:
+        found = larger(found, Size(typical.norm * ddp.norm, typical.largest * ddp.largest))
+    return found if noise is None else larger(found, noise)
+
+
+def larger(one: Size, other: Size) -> Size:
+    return Size(max(one.norm, other.norm), max(one.largest, other.largest))
 
 
 def judge(
@@ -183,10 +193,33 @@ class Norm:
     step: int
     recorded: float
     held: float
+    # what a sum in float32 may be off by; 0 unless the recorded norm is off by more than a sum in float64 may
+    float32: float = 0.0
+
+    @property
+    def inexact(self) -> bool:
+        """Whether it is off by more than a norm that was summed in float64. A NaN is."""
+        return not abs(self.recorded - self.held) <= NORM * ROUNDOFF["F32"] * self.held
 
     @property
     def off(self) -> bool:
-        return not abs(self.recorded - self.held) <= NORM * ROUNDOFF["F32"] * self.held  # a NaN is off
+        """Whether it is off by more than even a sum in float32 explains."""
+        return self.inexact and not abs(self.recorded - self.held) <= self.float32
+
+    @property
+    def used(self) -> float:
+        """The norm that the gradients must have been clipped by: the recorded one, or theirs where that one is off."""
+        return self.held if self.off else self.recorded
+
+
+def float32_norm_error(held: float, summed: float, largest: int) -> float:
+    """What a gradient norm `held` may be off by if it was summed in float32, absolute.
+
+    `summed` is the same norm summed in float32 here. `largest` is the number of elements of the largest gradient: its square is the
+    sum of n rounded additions, each off by at most u of the sum so far, without a preferred sign. The norm is then off by less than u
+    sqrt(n) (docs/verification.md).
+    """
+    return SUMMED_IN_FLOAT32 * abs(summed - held) + math.sqrt(largest) * ROUNDOFF["F32"] * held
 
 
 @dataclass
@@ -205,19 +238,72 @@ class Result:
     # run -> entry of the effective contract -> "entry is a, not b", where it is not the baseline's
     configuration: dict[str, dict[str, str]] = field(default_factory=dict)
 
+    def conventions(self, strategy: str) -> list[Judgement]:
+        """Intermediate tensors that are not the reference's although all that follows from them is: another way to the same result.
+
+        Such are gradients under a loss scale that is taken off again, or rotary tables of other positions. In their step the loss, the
+        logits, the gradient norm and every gradient of a parameter must be right, and the gradients of matrices tolerated so little
+        that they would have shown the deviation.
+        """
+        dump, found = self.dumps[strategy], []
+        for step, entry in dump.steps.items():
+            rows = [row for row in self.rows if (row.strategy, row.step) == (strategy, int(step))]
+            ends = [
+                row
+                for row in rows
+                if row.kind in ("batch", "gradient") or row.name == f"forward/{modules.HEAD}"
+            ]
+            names = {row.name for row in ends}
+            wrong = (
+                any(row.too_far for row in ends)
+                or not names.isdisjoint(entry["replicas_differ"])
+                or any((strategy, int(step)) == missing[:2] for missing in self.missing)
+                or any(norm.off for norm in self.norms if (norm.strategy, norm.step) == (strategy, int(step)))
+                or any(self.loss_problem(loss, strategy) for loss in self.losses if loss.step == int(step))
+            )
+            finest = max(
+                (
+                    _over(row.tolerated, row.distance.norm)
+                    for row in ends
+                    if row.kind == "gradient" and row.judged and len(dump.expected(row.step)[row.name]) > 1
+                ),
+                default=math.inf,
+            )
+            found += [
+                row
+                for row in rows
+                if not wrong
+                and row.too_far
+                and row.name not in names
+                and row.kind in ("forward", "backward")
+                and finest <= FINER * row.distance.relative < math.inf
+            ]
+        return found
+
+    def loss_problem(self, loss: Loss, strategy: str) -> str:
+        """What is wrong with the loss of a run; "" if nothing is."""
+        mine = loss.by_strategy[strategy]
+        for base, whose, tolerated in loss.checks(strategy, self.baseline):
+            if not abs(mine - base) <= tolerated:  # a NaN fails
+                return f"is {mine:.9f}, {whose}'s is {base:.9f}; {tolerated:.1e} is tolerated"
+        return ""
+
     def failures(self, strategy: str) -> list[tuple[int, float, str, str]]:
         """(step, position, tensor, what is wrong), the first in execution order first."""
         dump = self.dumps[strategy]
+        excused = {(row.step, row.name) for row in self.conventions(strategy)}
         order = {
             int(step): {name: at for at, name in enumerate(dump.expected(int(step)))} for step in dump.steps
         }
         found: list[tuple[int, float, str, str]] = [
             (row.step, order[row.step][row.name], row.name, describe(row))
             for row in self.rows
-            if row.strategy == strategy and row.too_far
+            if row.strategy == strategy and row.too_far and (row.step, row.name) not in excused
         ]
         for step, entry in dump.steps.items():
             for name, ranks in entry["replicas_differ"].items():
+                if (int(step), name) in excused:
+                    continue
                 where = ", ".join(f"rank {rank}" for rank in ranks)
                 found.append(
                     (
@@ -238,14 +324,8 @@ class Result:
                 what = f"was recorded as {norm.recorded:.9g}; the gradients' is {norm.held:.9g}"
                 found.append((norm.step, last + 0.5, "gradient norm", what))
         for loss in self.losses:
-            mine = loss.by_strategy[strategy]
-            off = [
-                check
-                for check in loss.checks(strategy, self.baseline)
-                if not abs(mine - check[0]) <= check[2]
-            ]  # a NaN fails
-            for base, whose, tolerated in off[:1]:
-                what = f"is {mine:.9f}, {whose}'s is {base:.9f}; {tolerated:.1e} is tolerated"
+            what = self.loss_problem(loss, strategy)
+            if what:
                 found.append((loss.step, len(order[loss.step]), f"loss of DP rank {loss.dp_rank}", what))
         return sorted(found, key=lambda failure: failure[:3])  # of one tensor, its distance first
 

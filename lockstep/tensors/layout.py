@@ -68,6 +68,11 @@ class Layout:
             found |= {f"{kind}/{name}": shape for kind in KINDS if kind in kinds}
         return found
 
+    def is_further(self, name: str) -> bool:
+        """Whether a name is that of an output of a module beside its first."""
+        module, _, number = name.rpartition(".")
+        return number.isdigit() and module in self.outputs and not module.endswith(".input")
+
     def _parameters_of(self, module: str) -> list[str]:
         return [name for name in (f"{module}.weight", f"{module}.bias") if name in self.parameters]
 

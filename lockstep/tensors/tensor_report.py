@@ -13,7 +13,7 @@ from lockstep.diagnosis.diagnose import Diagnosis
 from lockstep.errors import printable
 from lockstep.files import write_result
 from lockstep.mesh import Mesh
-from lockstep.tensors.judgement import PASSES, Result
+from lockstep.tensors.judgement import PASSES, Judgement, Result
 
 SHORT = 12  # rows of a long table that are printed; the file has all
 LONGEST = 100_000  # characters of a line
@@ -21,27 +21,18 @@ Line = str | tuple[str, ...]  # a line of text, or a row of a table
 
 
 def show(result: Result, diagnoses: dict[str, Diagnosis], output_dir: Path | None) -> int:
-    """Print the report, and write report.md and report.json if a folder is given. Returns the exit status, 0 or 1.
+    """Print the report, the verdict last, and write report.md and report.json if a folder is given. Returns the exit status, 0 or 1.
 
-    `diagnoses` has one for every run that failed.
+    If a folder is given, only what fits on a screen is printed. `diagnoses` has one for every run that failed.
     """
-    for title, lines in _sections(result, diagnoses).items():
+    short = _summary(result, diagnoses)
+    tables = {} if output_dir is not None else _tables(result)
+    for title, lines in (*tables.items(), *short.items()):
         lines = lines[: lines.index("")] if "" in lines else lines
-        more = [
-            f"... {len(lines) - SHORT} more rows"
-            + (" in report.md" if output_dir else "; --output_dir writes all")
-        ]
-        shown = lines if len(lines) <= SHORT + 3 else [*lines[:SHORT], *more]
-        print(
-            "\n".join(
-                [
-                    "",
-                    title,
-                    "-" * len(title),
-                    *(printable(line, LONGEST) for line in _as_text(shown, lambda cell: cell)),
-                ]
-            )
-        )
+        more = [f"... {len(lines) - SHORT} more rows; --output_dir writes all"]
+        shown = [*lines[:SHORT], *more] if title in tables and len(lines) > SHORT + 3 else lines
+        text = [printable(line, LONGEST) for line in _as_text(shown, lambda cell: cell)]
+        print("\n".join(["", title, "-" * len(title), *text]))
     if output_dir is not None:
         write(result, diagnoses, output_dir)
         print(f"\nReport: {output_dir / 'report.md'}, {output_dir / 'report.json'}")
@@ -51,7 +42,7 @@ def show(result: Result, diagnoses: dict[str, Diagnosis], output_dir: Path | Non
 
 def write(result: Result, diagnoses: dict[str, Diagnosis], folder: Path) -> None:
     """Write report.md and report.json into a folder."""
-    sections = _sections(result, diagnoses)
+    sections = {**_summary(result, diagnoses), **_tables(result)}
     text = "\n\n".join(
         f"## {title}\n\n" + "\n".join(map(_item, _as_text(lines, _escaped)))
         for title, lines in sections.items()
@@ -60,14 +51,25 @@ def write(result: Result, diagnoses: dict[str, Diagnosis], folder: Path) -> None
     write_result(folder / "report.json", json.dumps(as_data(result, diagnoses), indent=1) + "\n")
 
 
-def _sections(result: Result, diagnoses: dict[str, Diagnosis]) -> dict[str, Sequence[Line]]:
-    """Title -> lines: text, or rows of tables as tuples, the head first."""
+def _summary(result: Result, diagnoses: dict[str, Diagnosis]) -> dict[str, Sequence[Line]]:
+    """Title -> lines of the sections that say what was found and why. Those that have nothing to say are left out."""
+    differing = any(result.configuration.values())
+    said = notes(result)
     return {
         "Verdict": verdict(result),
-        "What was compared": [f"{what}: {value}" for what, value in about(result).items()],
-        "Configuration": configuration(result),
+        **({"Configuration": configuration(result)} if differing else {}),
+        **({"Notes": said} if said else {}),
         "First tensor that is too far": first_tensors(result),
-        "Cause": causes(result, diagnoses),
+        **({"Cause": causes(result, diagnoses)} if result.outcome != "PASS" else {}),
+    }
+
+
+def _tables(result: Result) -> dict[str, Sequence[Line]]:
+    """Title -> lines of the other sections: text, or rows of tables as tuples, the head first."""
+    wrong = wrong_tensors(result)
+    return {
+        "What was compared": [f"{what}: {value}" for what, value in about(result).items()],
+        **({"Wrong tensors": wrong} if len(wrong) > 1 else {}),
         "Loss by DP rank": losses(result),
         "Layer output norms": norms(result, "forward"),
         "Gradient norms": norms(result, "backward") + norms(result, "gradient")[1:],
@@ -158,7 +160,8 @@ def verdict(result: Result) -> list[str]:
         rows = [row for row in result.rows if row.strategy == name]
         judged = sum(row.judged for row in rows)
         lines.append(
-            f"{result.verdict(name):<10}  {_label(result, name)}: {judged} of {len(rows)} tensors judged, {len(rows) - judged} too small to judge"
+            f"{result.verdict(name):<10}  {_label(result, name)}: {judged} of {len(rows)} tensors of {steps_in_words(rows)} judged, "
+            f"{len(rows) - judged} too small to judge"
         )
         small = sorted({row.name for row in rows if not row.judged})
         lines += [f"  too small to judge: {', '.join(small)}"] if small else []
@@ -172,6 +175,68 @@ def verdict(result: Result) -> list[str]:
             "Without a reference: batch, forward, backward and gradients of step 1 only; updates and later steps were not compared"
         )
     return lines
+
+
+def steps_in_words(rows: Sequence[Judgement]) -> str:
+    """ "step 1", "steps 1 and 2", "steps 1 to 5": the steps that were judged."""
+    steps = sorted({row.step for row in rows})
+    if len(steps) < 2:
+        return f"step {steps[0]}" if steps else "no step"
+    return f"steps {steps[0]} {'and' if len(steps) == 2 else 'to'} {steps[-1]}"
+
+
+def notes(result: Result) -> list[str]:
+    """What is no failure and should be known: another convention, a norm that was summed in float32, what no step judges."""
+    said = []
+    for name, dump in result.dumps.items():
+        label, found = _label(result, name), result.conventions(name)
+        if found:
+            first = found[0]
+            factors = {f"{row.distance.scale:.4g}" for row in found}
+            times = f", {factors.pop()} times the reference's" if len(factors) == 1 else ""
+            said.append(
+                f"{label}: {len(found)} intermediate tensors are not the reference's{times}, the first {first.name} in step {first.step}. "
+                "Logits, losses and the gradients of all parameters are right: the run gets there by another convention"
+            )
+        said += [
+            f"{label}: the gradient norm of step {norm.step} was recorded as {norm.recorded:.9g}; the gradients' is {norm.held:.9g}. A sum "
+            f"in float32 may be off by {norm.float32:.1e}"
+            for norm in result.norms
+            if norm.strategy == name and norm.inexact and not norm.off
+        ]
+        if any(row.kind == "average" for row in result.rows if row.strategy == name):
+            steps = steps_in_words([row for row in result.rows if row.strategy == name])
+            said.append(f"{label}: averages of the weights were judged in {steps}; nothing judges them later")
+    return said
+
+
+def wrong_tensors(result: Result) -> list[Line]:
+    """All tensors that are too far, in order of execution, with what is tolerated of each."""
+    rows = []
+    for name, dump in result.dumps.items():
+        excused = {(row.step, row.name) for row in result.conventions(name)}
+        mine = [
+            row
+            for row in result.rows
+            if row.strategy == name and row.too_far and (row.step, row.name) not in excused
+        ]
+        order = {step: list(dump.expected(step)) for step in {row.step for row in mine}}
+        for row in sorted(mine, key=lambda row: (row.step, order[row.step].index(row.name))):
+            distance = row.distance
+            rows.append(
+                [
+                    _label(result, name),
+                    str(row.step),
+                    row.name,
+                    f"{distance.relative:.2e}",
+                    f"{_ratio(row.tolerated, distance.norm):.1e}",
+                    f"{distance.relative_largest:.2e}",
+                    f"{_ratio(row.tolerated_largest, distance.largest):.1e}",
+                ]
+            )
+    return _table(
+        ["run", "step", "tensor", "relative error", "tolerated", "largest element", "tolerated"], rows
+    )
 
 
 def configuration(result: Result) -> list[str]:
@@ -274,13 +339,24 @@ def worst(result: Result) -> list[Line]:
                         which,
                         str(len(rows)),
                         f"{far.distance.relative:.1e}",
+                        f"{_ratio(far.tolerated, far.distance.norm):.1e}",
                         far.name,
                         f"{near.multiple:.2f}",
                         near.name,
                     ]
                 )
     return _table(
-        ["run", "pass", "tensors", "largest distance", "of", "largest share of the tolerated", "of"], table
+        [
+            "run",
+            "pass",
+            "tensors",
+            "largest distance",
+            "tolerated",
+            "of",
+            "largest share of the tolerated",
+            "of",
+        ],
+        table,
     )
 
 
@@ -334,9 +410,12 @@ def replicas(result: Result) -> list[str]:
         lines.append(
             f"{_label(result, name)}: {count - len(odd)} of {count} tensors equal on all ranks that hold them"
         )
+        alike: dict[tuple[int | str, tuple[int, ...]], list[str]] = {}
+        for step, tensor, ranks in odd:
+            alike.setdefault((step, tuple(ranks)), []).append(tensor)
         lines += [
-            f"- step {step}: {tensor} differs on ranks {', '.join(map(str, ranks))}"
-            for step, tensor, ranks in odd
+            f"- step {step}: {len(tensors)} tensors differ on ranks {', '.join(map(str, ranks))}, the first {tensors[0]}"
+            for (step, ranks), tensors in alike.items()
         ]
     return lines
 
@@ -364,6 +443,7 @@ def as_data(result: Result, diagnoses: dict[str, Diagnosis]) -> dict:
             }
             for name, dump in result.dumps.items()
         },
+        "notes": notes(result),
         "losses": [_strict(asdict(loss)) for loss in result.losses],
         "tensors": [
             {
@@ -375,6 +455,8 @@ def as_data(result: Result, diagnoses: dict[str, Diagnosis]) -> dict:
                 "distance": _finite(row.distance.relative),
                 "largest": _finite(row.distance.relative_largest),
                 "of_tolerated": _finite(row.multiple),
+                "tolerated": _finite(_ratio(row.tolerated, row.distance.norm)),
+                "tolerated_largest": _finite(_ratio(row.tolerated_largest, row.distance.largest)),
                 "norm": _finite(row.distance.own_norm),
                 "judged": row.judged,
             }
