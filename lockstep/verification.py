@@ -130,8 +130,17 @@ def verdict(options: argparse.Namespace, flags: list[str]) -> int:
     result: Result | None = None
     diagnoses: dict[str, Diagnosis] = {}
     captured = config.capture_dir
-    if not judged.problem and captured is not None:
+    if captured is not None:
         result, diagnoses = judge_tensors(config, captured, names)
+    if (
+        judged.problem
+        and captured is not None
+        and result is not None
+        and result.outcome == "CONFIGURED DIFFERENTLY"
+    ):
+        print("\n".join(["", *explanations(judged, result, diagnoses)]))
+        print(f"Tensors  {printable(captured / 'report.md')}\n\n{result.outcome}")
+        return 1
     curve_report.draw(judged.histories, judged.control, judged.tolerance, figure)
     if judged.problem:
         raise UserError(judged.problem)

@@ -16,20 +16,29 @@ def reported_loss(case: Case) -> Cause | None:
     """All that the step computes is right; only the reported loss is wrong."""
     if not case.first.startswith("loss of"):
         return None
-    losses = [loss for loss in case.result.losses if loss.step == case.step]
-    mine = [loss.by_strategy[case.strategy] for loss in losses]
-    gaps = _gaps(case)
-    equal = len(set(mine)) == 1 and len(mine) > 1
-    what = (
-        "all DP ranks report the same loss" if equal else f"{case.first} is off by {max(gaps, key=abs):.3g}"
-    )
-    return Cause("reported loss", f"every tensor is right, but {what}")
+    losses = case.losses()
+    mine = [loss for loss, _, _ in losses]
+    if len(set(mine)) == 1 and len(mine) > 1:
+        return Cause("reported loss", "every tensor is right, but all DP ranks report the same loss")
+    # In autocast the noise of the gradients hides another loss function. Only a known number shows that what is wrong is the report.
+    factors = {mine / right for mine, right, _ in losses if right}
+    names = set.intersection(*(set(case.names_of(factor)) for factor in factors)) if factors else set()
+    if case.options["precision"] == "fp32":
+        return Cause(
+            "reported loss",
+            f"every tensor is right, but {case.first} is off by {max(_gaps(case), key=abs):.3g}",
+        )
+    if names:
+        words = case.in_words(next(iter(factors)))
+        return Cause(
+            "reported loss", f"every tensor is right, but {case.first} is {words} times the reference's"
+        )
+    return None
 
 
 def _gaps(case: Case) -> list[float]:
     """How far the loss of each DP rank is from the reference's."""
-    losses = [loss for loss in case.result.losses if loss.step == case.step]
-    return [loss.by_strategy[case.strategy] - loss.reference for loss in losses if loss.reference is not None]
+    return [mine - right for mine, right, _ in case.losses()]
 
 
 def partition_function(case: Case) -> Cause | None:
@@ -106,11 +115,20 @@ def cause_of_weights(case: Case, weights: torch.Tensor, what: str) -> Cause | No
             f"in {what} the micro batches have different weights ({shown}; 1 is right), the same on all DP ranks",
         )
     factor = float(weights.mean())
-    close = evidence.name_factor(factor, case.sizes)
-    if not factor > 0 or abs(factor - 1) <= evidence.SAME_FACTOR:
+    close = case.names_of(factor)
+    if not factor > 0 or abs(factor - 1) <= evidence.SAME_FACTOR or not is_a_factor(case, factor):
         return None
     name = "accumulation" if close and all("accumulation" in one for one in close) else "gradient scale"
     return Cause(name, f"{what} is {case.in_words(factor)} times what it should be, evenly for all samples")
+
+
+def is_a_factor(case: Case, factor: float) -> bool:
+    """Whether a factor on the gradients is one, and not what noise leaves of another loss, such as label smoothing's.
+
+    In autocast it must be a known number, and in any precision the reported loss must agree.
+    """
+    known = case.options["precision"] == "fp32" or bool(case.names_of(factor))
+    return known and case.loss_is_scaled(factor)
 
 
 def _even(values: torch.Tensor) -> bool:
@@ -137,7 +155,8 @@ def input_gradient(case: Case) -> Cause | None:
                 "tp reduction missing",
                 f"{what} has only tp rank {rank}'s share of the part that comes back through {through}",
             )
-    if case.explains(case.first, case.mesh.tp * torch.stack(list(whole.values())).sum(0)):
+    only_tp = case.names_of(case.mesh.tp) == ["tp"]  # else the factor does not say what is repeated
+    if only_tp and case.explains(case.first, case.mesh.tp * torch.stack(list(whole.values())).sum(0)):
         return Cause(
             "tp reduction repeated", f"{what}, a sum over tp, is {case.mesh.tp} = tp times what it should be"
         )

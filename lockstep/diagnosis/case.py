@@ -16,6 +16,7 @@ from lockstep.tensors.judgement import Judgement, Result
 from lockstep.training.optim import decays
 from lockstep.training.rates import rate_of
 
+Failure = tuple[int, float, str, str]  # see Result.failures
 LEFT = 0.05  # the share of an error that an explanation may leave
 
 
@@ -30,22 +31,32 @@ class Cause:
 class Case:
     """A run of a finished comparison with at least one failure.
 
-    `first` is the first wrong tensor, in step `step`. `rows` has the judgements of all tensors of that step by name, `entry` is
+    `first` is the first wrong tensor, in step `step`; with `failure`, the one that it names. `rows` has the judgements of all tensors of that step by name, `entry` is
     what the manifest says of the step. Tensors are whole, in float64.
     """
 
-    def __init__(self, result: Result, strategy: str, reference: Dump, replay: Dump | None):
+    def __init__(
+        self,
+        result: Result,
+        strategy: str,
+        reference: Dump,
+        replay: Dump | None,
+        failure: Failure | None = None,
+    ):
         self.result, self.strategy, self.dump, self.reference = (
             result,
             strategy,
             result.dumps[strategy],
             reference,
         )
-        self.step, _, self.first, _ = result.failures(strategy)[0]
+        self.failures, self._replay = result.failures(strategy), replay
+        self.step, _, self.first, _ = failure or self.failures[0]
         self.options = self.dump.run["config"]
         self.names = modules.names_of(self.dump.run["architecture"])
         self.mesh = Mesh.of_options(self.options)
         self.micro_batches: int = self.options["gradient_accumulation_steps"]
+        # How near a measured factor must be to tp, 1/dp, ... to be called that: in autocast, noise blurs it.
+        self.near = evidence.NEAR[self.options["precision"]]
         self.sizes = {
             **{axis: self.mesh.size(axis) for axis in ("tp", "dp", *self.mesh.further_axes)},
             "accumulation steps": self.micro_batches,
@@ -59,6 +70,18 @@ class Case:
         ]
         self._right_dump = replay if replay is not None and self.step > 1 else reference
 
+    def first_of_later_steps(self) -> list[Failure]:
+        """The first failure of every later step that has one."""
+        later: dict[int, Failure] = {}
+        for failure in self.failures:
+            if failure[0] > self.step:
+                later.setdefault(failure[0], failure)
+        return list(later.values())
+
+    def at(self, failure: Failure) -> "Case":
+        """The same run, with another failure as the first."""
+        return Case(self.result, self.strategy, self.reference, self._replay, failure)
+
     # Tensors
 
     def own(self, name: str, step: int | None = None) -> torch.Tensor:
@@ -69,10 +92,11 @@ class Case:
         """The reference's tensor of the step: batch, forward, backward, gradients."""
         return self._right_dump.tensor(self.step, name).double()
 
-    def before(self, parameter: str) -> torch.Tensor:
-        """A parameter as it must have been before the step: the initial one, or that of the last step."""
-        source = self.reference if self.step == 1 else self.dump
-        return source.tensor(self.step - 1, f"parameter/{parameter}").double()
+    def before(self, parameter: str, step: int | None = None) -> torch.Tensor:
+        """A parameter as it must have been before the step, or an earlier one: the initial one, or that of the step before."""
+        step = self.step if step is None else step
+        source = self.reference if step == 1 else self.dump
+        return source.tensor(step - 1, f"parameter/{parameter}").double()
 
     def average_before(self, parameter: str) -> torch.Tensor:
         """The average of a parameter before the step; it begins with the initial parameter."""
@@ -171,8 +195,34 @@ class Case:
         )
         return surest if same else None
 
+    def names_of(self, factor: float) -> list[str]:
+        """What a factor may be: a number of ranks or of micro batches, its inverse, or what clipping multiplies with."""
+        found = evidence.name_factor(factor, self.sizes, self.near)
+        clip = self.clip
+        if math.isfinite(clip) and abs(clip - 1) > self.near:
+            known = {"clip factor": clip, "1/clip factor": 1 / clip, "1/clip factor^2": clip**-2}
+            found += [name for name, value in known.items() if abs(factor - value) <= self.near * value]
+        return found
+
     def in_words(self, factor: float) -> str:
-        return evidence.factor_in_words(factor, self.sizes)
+        """ "2 = tp or dp": a factor and what it may be."""
+        names = self.names_of(factor)
+        return f"{factor:.4g}" + (f" = {' or '.join(names)}" if names else "")
+
+    def losses(self) -> list[tuple[float, float, float]]:
+        """(reported loss, reference's loss, what is tolerated of their difference) of each group of DP ranks in the step."""
+        return [
+            (loss.by_strategy[self.strategy], loss.exact.get(self.strategy, math.nan), loss.tolerated)
+            for loss in self.result.losses
+            if loss.step == self.step and self.strategy in loss.exact
+        ]
+
+    def loss_is_scaled(self, factor: float) -> bool:
+        """Whether the reported loss is the reference's, times this factor or not: else the loss is another function."""
+        return all(
+            min(abs(mine - right), abs(mine - factor * right)) <= max(1.0, abs(factor)) * tolerated
+            for mine, right, tolerated in self.losses()
+        )
 
     # Where a tensor lies on the mesh
 

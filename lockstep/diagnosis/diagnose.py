@@ -4,7 +4,6 @@ A step runs batch -> forward -> loss -> backward -> gradients -> norm -> moments
 tensor is wrong because of it, so only the first wrong stage is examined.
 """
 
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -12,6 +11,7 @@ from lockstep.diagnosis import backward, forward, gradients, odd, update
 from lockstep.diagnosis.case import Case, Cause, describe
 from lockstep.tensors.dump import Dump
 from lockstep.tensors.judgement import Result
+from lockstep.training.contract import ON_RANK
 
 CauseRule = Callable[[Case], Cause | None]
 
@@ -50,9 +50,9 @@ CONTRACT = {
     "optimizer_dtype": ("precision", "moments"),
     "embedding_dtype": ("precision", "forward"),
     "average_dtype": ("precision", "average"),
-    "attention": ("attention implementation", "forward"),
     "dropout": ("random numbers", "forward"),
     "training_mode": ("random numbers", "forward"),
+    "module_settings": ("module settings", "forward"),
 }
 OTHER_SETTING = ("optimizer settings", "moments")
 
@@ -65,17 +65,13 @@ class Diagnosis:
     excluded: list[str] = field(default_factory=list)
     odd: list[str] = field(default_factory=list)
 
-    @property
-    def is_explained(self) -> bool:
-        return bool(self.causes)
-
 
 def diagnose(result: Result, strategy: str, reference: Dump, replays: dict[str, Dump]) -> Diagnosis:
     """Why a run of a finished comparison failed. It was compared with `reference` and `replays`."""
     configured = result.configuration.get(strategy, {})
     if not result.failures(strategy):
         causes = [
-            Cause(CONTRACT.get(entry, OTHER_SETTING)[0], f"configured differently: {what}")
+            Cause(_setting(entry, case=None)[0], f"configured differently: {what}")
             for entry, what in configured.items()
         ]
         return Diagnosis(_once(causes), ["every tensor of every step is right"])
@@ -91,10 +87,33 @@ def diagnose(result: Result, strategy: str, reference: Dump, replays: dict[str, 
             ]
         )
     stage = _stage(case)
-    causes, excluded = _configured_differently(configured, stage)
-    rules = (rule(case) for rule in STAGES[stage].rules)
-    causes += itertools.islice((cause for cause in rules if cause is not None), 1)
+    causes, excluded = _configured_differently(configured, case, stage)
+    found = _explained(case, stage)
+    if found is not None:
+        doubt = _doubt(case, stage, found)
+        excluded += [doubt] if doubt else []
+        causes += [] if doubt else [found]
     return Diagnosis(_once(causes), excluded + _excluded(case, stage), odd.oddities(case))
+
+
+def _explained(case: Case, stage: str) -> Cause | None:
+    """The cause that the first rule of a stage names that names one."""
+    return next((cause for rule in STAGES[stage].rules if (cause := rule(case)) is not None), None)
+
+
+def _doubt(case: Case, stage: str, cause: Cause) -> str:
+    """Why a cause is not the whole story; "" if nothing is against it: it must explain the later captured steps, too.
+
+    A later step says nothing if it is right, or if something else in it is wrong first.
+    """
+    for failure in case.first_of_later_steps():
+        later = case.at(failure)
+        if _stage(later) != stage:
+            continue
+        other = _explained(later, stage)
+        if other is None or other.name != cause.name:
+            return f"{cause.name} would explain step {case.step}, and does not explain step {later.step}"
+    return ""
 
 
 def _stage(case: Case) -> str:
@@ -104,13 +123,23 @@ def _stage(case: Case) -> str:
     return next((name for name, stage in STAGES.items() if kind in stage.kinds), kind)
 
 
-def _configured_differently(configured: dict[str, str], stage: str) -> tuple[list[Cause], list[str]]:
+def _setting(entry: str, case: Case | None) -> tuple[str, str]:
+    """(the cause that a difference in an entry of the contract is, the first stage that it can break)."""
+    entry = entry.partition(ON_RANK)[0]
+    name, stage = CONTRACT.get(entry, OTHER_SETTING)
+    coupled = case is not None and case.dump.contract["optimizer"] not in ("AdamW", "SGD")
+    return name, "moments" if entry == "weight_decay" and coupled else stage
+
+
+def _configured_differently(
+    configured: dict[str, str], case: Case, stage: str
+) -> tuple[list[Cause], list[str]]:
     """(differences that can break this stage, as causes; the others, as excluded)."""
     order = list(STAGES)
     causes: list[Cause] = []
     excluded: list[str] = []
     for entry, what in configured.items():
-        name, earliest = CONTRACT.get(entry, OTHER_SETTING)
+        name, earliest = _setting(entry, case)
         if order.index(earliest) <= order.index(stage):
             causes.append(Cause(name, f"configured differently: {what}"))
         else:
@@ -136,7 +165,8 @@ def _excluded(case: Case, stage: str) -> list[str]:
             said.append(f"{what}: right in step {case.step}{unseen}")
     if case.first.startswith("forward/"):
         said += _entering(case)
-    return said + ([f"steps 1 to {case.step - 1}: right throughout"] if case.step > 1 else [])
+    earlier = "step 1" if case.step == 2 else f"steps 1 to {case.step - 1}"
+    return said + ([f"{earlier}: right throughout"] if case.step > 1 else [])
 
 
 def _entering(case: Case) -> list[str]:

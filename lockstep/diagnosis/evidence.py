@@ -5,7 +5,8 @@ from collections.abc import Iterable
 
 import torch
 
-NEAR = 0.03  # how near a measured factor must be to tp, 1/dp, ... to be called that
+# By precision: how near a measured factor must be to tp, 1/dp, ... to be called that.
+NEAR = {"fp32": 1e-3, "autocast": 0.03}
 SAME_FACTOR = 1e-2  # how near to each other two measured factors must be to be one
 
 
@@ -15,8 +16,8 @@ def multiple_of(own: torch.Tensor, base: torch.Tensor) -> float:
     return along / square if 0 < square < math.inf and math.isfinite(along) else math.nan
 
 
-def name_factor(factor: float, sizes: dict[str, int]) -> list[str]:
-    """What a factor may be: "tp", "1/dp", "accumulation steps", ...; [] if it is near none of them."""
+def name_factor(factor: float, sizes: dict[str, int], near: float) -> list[str]:
+    """What a factor may be: "tp", "1/dp", "accumulation steps", ...; [] if it is not `near` (relative) any of them."""
     sizes = {name: size for name, size in sizes.items() if size > 1}
     known = {name: float(size) for name, size in sizes.items()}
     if "tp" in sizes and "dp" in sizes:
@@ -24,13 +25,7 @@ def name_factor(factor: float, sizes: dict[str, int]) -> list[str]:
     if "tp" in sizes:
         known["sqrt(tp)"] = math.sqrt(sizes["tp"])
     known |= {f"1/{name}" if " x " not in name else f"1/({name})": 1 / value for name, value in known.items()}
-    return [name for name, value in known.items() if abs(factor - value) <= NEAR * value]
-
-
-def factor_in_words(factor: float, sizes: dict[str, int]) -> str:
-    """ "2 = tp or dp": a factor and what it may be."""
-    names = name_factor(factor, sizes)
-    return f"{factor:.4g}" + (f" = {' or '.join(names)}" if names else "")
+    return [name for name, value in known.items() if abs(factor - value) <= near * value]
 
 
 def relative_error(own: list[torch.Tensor], exact: list[torch.Tensor]) -> float:

@@ -74,6 +74,24 @@ def other_weights(case: Case) -> Cause | None:
     return None
 
 
+def earlier_weights(case: Case) -> Cause | None:
+    """A linear layer computes with the weight that it had before an earlier update."""
+    module = _name(case)
+    weight, source = case.weight_of(module), case.source(module)
+    if weight is None or not case.is_linear(module) or not case.has(f"forward/{source}"):
+        return None
+    entering, bias = case.own(f"forward/{source}"), f"{module}.bias"
+    added = case.before(bias) if bias in case.dump.layout.parameters else 0.0
+    for step in range(1, case.step):
+        old = case.before(weight, step)
+        if case.explains(case.first, entering @ (old if case.is_transposed(module) else old.T) + added):
+            return Cause(
+                "weights",
+                f"{describe(module)} is computed with {weight} as it was before step {step}, as recomputed: the updates since then do not reach it",
+            )
+    return None
+
+
 def rounded(case: Case) -> Cause | None:
     """Every element is a bfloat16 number, in a run that computes in float32."""
     is_float32 = case.entry["tensors"][case.first]["dtype"] == "F32" and case.options["precision"] == "fp32"
@@ -107,7 +125,8 @@ def sum_over_tp(case: Case) -> Cause | None:
                 "tp reduction missing",
                 f"{describe(module)} is, at each tp rank's positions, that rank's share alone, computed again from input and weights",
             )
-    if case.explains(case.first, tp * case.exact(case.first)):
+    # A factor that is another number as well does not say that a reduction is repeated.
+    if case.names_of(tp) == ["tp"] and case.explains(case.first, tp * case.exact(case.first)):
         return Cause(
             "tp reduction repeated",
             f"{describe(module)}, a sum over tp, is {tp} = tp times what it should be",
@@ -122,4 +141,4 @@ def _name(case: Case) -> str:
 
 
 BATCH_RULES = (batch,)
-FORWARD_RULES = (dropout, other_weights, rounded, sum_over_tp)
+FORWARD_RULES = (dropout, earlier_weights, other_weights, rounded, sum_over_tp)

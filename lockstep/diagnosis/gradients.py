@@ -3,7 +3,7 @@
 import torch
 
 from lockstep.diagnosis import evidence, recompute
-from lockstep.diagnosis.backward import cause_of_weights
+from lockstep.diagnosis.backward import cause_of_weights, is_a_factor
 from lockstep.diagnosis.case import Case, Cause, listed
 from lockstep.inputs import modules
 
@@ -134,13 +134,15 @@ def one_factor(case: Case) -> Cause | None:
     factor = case.factor(wrong)
     if factor is None or factor <= 0:
         return None
-    names, close = _wrong(case), evidence.name_factor(factor, case.sizes)
+    names, close = _wrong(case), case.names_of(factor)
     judged = case.judged("gradient")
+    if not is_a_factor(case, factor):
+        return None
     if len(wrong) == len(judged):
         return Cause("gradient scale", f"all gradients are {case.in_words(factor)} times what they should be")
     replicated = [row.name for row in judged if case.is_replicated(row.name)]
     if replicated and {row.name for row in wrong} == set(replicated):
-        name = "tp reduction repeated" if "tp" in close else "gradient scale"
+        name = "tp reduction repeated" if close == ["tp"] else "gradient scale"
         return Cause(
             name,
             "only the gradients of the parameters that every tp rank holds are "

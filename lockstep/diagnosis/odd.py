@@ -177,6 +177,10 @@ def _likeness(case: Case, own: torch.Tensor, exact: torch.Tensor) -> list[str]:
     if factor is not None:
         what = "its change is" if case.first.startswith("parameter/") else "it is"
         return [f"{what} {case.in_words(factor)} times the right one"]
+    error = own - exact
+    constant = float(error.mean())
+    if own.numel() > 1 and float((error - constant).abs().max()) <= evidence.SAME_FACTOR * abs(constant):
+        return [f"every element is off by {constant:+.4g}"]
     said, heads = [], _heads(case, own)
     if heads:
         mine, right = (tensor.unflatten(-1, (heads, -1)).movedim(-2, 0).flatten(1) for tensor in (own, exact))

@@ -123,28 +123,12 @@ def moments_lost(case: Case) -> Cause | None:
     )
 
 
-def other_betas(case: Case) -> Cause | None:
-    """In a first step, only one moment is wrong, by one factor in all parameters: another 1 - beta."""
-    if case.step > 1:
-        return None
-    for kind, other, number in (("exp_avg", "exp_avg_sq", 0), ("exp_avg_sq", "exp_avg", 1)):
-        if case.wrong(other) or not case.wrong(kind):
-            continue
-        factor = case.factor(case.judged(kind))
-        if factor is not None and 0 < factor * (1 - BETAS[number]) <= 1:
-            beta = 1 - factor * (1 - BETAS[number])
-            return Cause(
-                "betas",
-                f"{other} is right; {kind} is {factor:.4g} times what it should be in all parameters: "
-                f"beta {number + 1} is {beta:.4g}",
-            )
-    return None
-
-
 def not_clipped(case: Case) -> Cause | None:
     """In a first step, the moments are those of the gradients as they were before clipping."""
     first, second = case.factor(case.judged("exp_avg")), case.factor(case.judged("exp_avg_sq"))
     if case.step > 1 or first is None or second is None or abs(case.clip - 1) <= evidence.SAME_FACTOR:
+        return None
+    if case.names_of(first) != ["1/clip factor"]:  # or it is a number of ranks as well
         return None
     if math.isclose(first * case.clip, 1, rel_tol=FACTOR) and math.isclose(
         second, first**2, rel_tol=2 * FACTOR
@@ -240,6 +224,8 @@ def other_decay(case: Case) -> Cause | None:
     wrong, found = case.wrong("parameter"), []
     for row in wrong:
         before, updated = case.before(_parameter(row)), case.updated(_parameter(row))
+        if bool((before == before.flatten()[0]).all()):
+            return None  # of weights that are all equal, a multiple is a constant
         factor = evidence.multiple_of(case.own(row.name) - updated, before)
         if not math.isfinite(factor) or not case.explains(row.name, updated + factor * before):
             return None
@@ -249,18 +235,6 @@ def other_decay(case: Case) -> Cause | None:
     names = listed([_parameter(row) for row in wrong])
     return Cause(
         "weight decay", f"the moments are right; the weight decay of {names} is off by {found[0]:+.4g}"
-    )
-
-
-def other_rate(case: Case) -> Cause | None:
-    """All updates are one multiple of the right ones."""
-    judged = case.judged("parameter")
-    factor = case.factor(judged)
-    if factor is None or factor <= 0 or len(case.wrong("parameter")) < len(judged):
-        return None
-    return Cause(
-        "learning rate",
-        f"the moments are right; every update is {case.in_words(factor)} times what it should be",
     )
 
 
@@ -295,6 +269,6 @@ def _parameter(row: Judgement) -> str:
 
 
 NORM_RULES = (norm_of_other_gradients, clipped_by_the_recorded_norm)
-MOMENT_RULES = (moments_lost, other_betas, not_clipped, clipped_by_rank)
-PARAMETER_RULES = (rounded, update_left_out, other_decay, other_rate)
+MOMENT_RULES = (moments_lost, not_clipped, clipped_by_rank)
+PARAMETER_RULES = (rounded, update_left_out, other_decay)
 AVERAGE_RULES = (other_average,)

@@ -55,12 +55,12 @@ from lockstep.tensors.judgement import (
     ROUNDOFF,
     UNIT,
     UPDATE,
-    ZERO,
     Loss,
     Norm,
     Result,
     float32_norm_error,
     is_vector_gradient,
+    is_zero,
     judge,
     judge_yardstick,
     larger,
@@ -310,11 +310,10 @@ def _judge_step(
             else:
                 roundoff = ROUNDOFF[entries[name]["dtype"]]
                 least = noise.get(which, {}).get(name)
-                is_zero = least is not None and distance.norm <= ZERO / UNIT[precision] * least.norm
                 measure = yardstick(
                     found[BASELINE][name],
-                    least if is_zero else None,
                     typical if is_vector_gradient(name, entries[name]) else None,
+                    least if least is not None and is_zero(distance, least, precision) else None,
                 )
                 result.rows.append(judge(strategy, step, name, distance, measure, roundoff))
 

@@ -99,7 +99,7 @@ def typical_error(vectors: list[Distance]) -> Size:
     )
 
 
-def yardstick(ddp: Distance, noise: Size | None, typical: Size | None = None) -> Size:
+def yardstick(ddp: Distance, typical: Size | None = None, noise: Size | None = None) -> Size:
     """DDP's errors as a measure for others.
 
     One element may dominate a vector, and DDP's error is then a single draw that can be small by chance. So for the gradient of a
@@ -144,6 +144,11 @@ def judge(
     return Judgement(strategy, step, name, distance, tolerated, largest)
 
 
+def is_zero(distance: Distance, noise: Size, precision: str) -> bool:
+    """Whether a tensor is zero in exact arithmetic: the reference has nothing but its own rounding errors, if that."""
+    return distance.norm <= ZERO / UNIT[precision] * noise.norm
+
+
 def judge_yardstick(
     strategy: str, step: int, name: str, distance: Distance, precision: str, noise: Size
 ) -> Judgement:
@@ -154,6 +159,8 @@ def judge_yardstick(
     """
     limit = LIMIT[precision]
     tolerated, largest = limit * distance.norm, limit * distance.largest
+    if is_zero(distance, noise, precision):
+        return Judgement(strategy, step, name, distance, MULTIPLE * noise.norm, MULTIPLE * noise.largest)
     if distance.error > tolerated or distance.largest_error > largest:
         tolerated, largest = max(tolerated, limit * noise.norm), max(largest, limit * noise.largest)
     return Judgement(strategy, step, name, distance, tolerated, largest)

@@ -32,7 +32,7 @@ from lockstep.schemas import (
     validate,
 )
 from lockstep.training import compiled, rates
-from lockstep.training.contract import expected_contract
+from lockstep.training.contract import ON_RANK, expected_contract
 from lockstep.training.history_schema import RunConfig
 
 FORMAT = 4
@@ -212,7 +212,8 @@ def _contradictions(manifest: dict) -> Iterator[str]:
         except UserError as error:
             yield f"run.architecture: {error}"
             return
-        odd = sorted(expected.keys() ^ manifest["contract"].keys())
+        of_ranks = {f"{entry}{ON_RANK}{rank}" for entry in expected for rank in range(1, mesh.world_size)}
+        odd = sorted((expected.keys() ^ manifest["contract"].keys()) - of_ranks)
         if odd:
             yield f"contract: {printable(odd[0], 60)} is {'missing' if odd[0] in expected else 'unknown'}"
         for entry in HELD_AGAINST_CONFIGURATION:

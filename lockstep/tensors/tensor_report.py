@@ -188,7 +188,7 @@ def steps_in_words(rows: Sequence[Judgement]) -> str:
 def notes(result: Result) -> list[str]:
     """What is no failure and should be known: another convention, a norm that was summed in float32, what no step judges."""
     said = []
-    for name, dump in result.dumps.items():
+    for name in result.dumps:
         label, found = _label(result, name), result.conventions(name)
         if found:
             first = found[0]

@@ -29,7 +29,12 @@ from lockstep.running import progress
 from lockstep.tensors.capture import Capture
 from lockstep.training import compiled, initial_weights, rates, recompute
 from lockstep.training import history as history_file
-from lockstep.training.contract import contract_difference, expected_contract, of_all_ranks
+from lockstep.training.contract import (
+    contract_difference,
+    expected_contract,
+    not_only_by_design,
+    of_all_ranks,
+)
 from lockstep.training.measure import group_norms, held_out
 from lockstep.training.observe import ComputeDtypes, clipping_problem, collectives, peak_memory, versions
 from lockstep.training.strategy import MakeStrategy, Strategy
@@ -139,12 +144,15 @@ def _train(
             stop_together(problem)  # before a norm of NaN is held against the options
             own = {**strategy.effective_contract(), **compute_dtypes.stop()}
             record.contract = of_all_ranks(gather_objects(own), config.mesh)
-            if watching is None:  # where tensors are captured, their verdict says more
+            if watching is None:
                 odd = clipping_problem(config.max_grad_norm, step["grad_norm"], strategy.clipped_norm())
                 stop_together(f"{config.label}: step 1, rank {rank}: {odd}" if odd else "")
             if rank == 0 and watching:
                 watching.state_contract(record.contract)
-            difference = contract_difference(expected_contract(config, inputs.architecture), record.contract)
+            # Where tensors are captured, their verdict says what a difference between strategies has done.
+            left_to_verdict = not_only_by_design(record.contract) if watching else ()
+            demanded = expected_contract(config, inputs.architecture)
+            difference = contract_difference(demanded, record.contract, left_to_verdict)
             stop_together(
                 f"{config.label}: the live objects contradict the options: {difference}" if difference else ""
             )
