@@ -176,7 +176,8 @@ def _likeness(case: Case, own: torch.Tensor, exact: torch.Tensor) -> list[str]:
     factor = case.factor([case.rows[case.first]])
     if factor is not None:
         what = "its change is" if case.first.startswith("parameter/") else "it is"
-        return [f"{what} {case.in_words(factor)} times the right one"]
+        blurred = "" if case.options["precision"] == "fp32" else ", as far as bfloat16's noise shows"
+        return [f"{what} {case.in_words(factor)} times the right one{blurred}"]
     error = own - exact
     constant = float(error.mean())
     if own.numel() > 1 and float((error - constant).abs().max()) <= evidence.SAME_FACTOR * abs(constant):

@@ -19,7 +19,7 @@ import functools
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 Runs = list[
     tuple[int, int]
 ]  # (start, length) of consecutive places along a dim of a full tensor, in a rank's own order
+Fed = tuple[torch.Tensor, torch.Tensor]  # input_ids and labels of a micro batch, each (B, S)
 Given = ParamSpec("Given")
 Returned = TypeVar("Returned")
 
@@ -92,9 +93,14 @@ class Capture:
         self.writers: dict[str, bool] = {}
         self.unfinished: list[Path] = []
 
-    def begin(self, strategy: Captured, step: int) -> None:
-        """Before the step's first forward pass: open the file and register the hooks."""
+    def begin(self, strategy: Captured, step: int, fed: Sequence[Fed] = ()) -> None:
+        """Before the step's first forward pass: open the file and register the hooks.
+
+        `fed` are the micro batches that the strategy is given, each (input_ids, labels). They are recorded where the model is called
+        without them: a loss of the user's own may call parts of it, or keep the labels for itself.
+        """
         self._open(strategy, step)
+        self.fed = fed
         self.handles = [
             module.register_forward_pre_hook(functools.partial(self._see_batch, places), with_kwargs=True)
             for module, places in strategy.called()
@@ -136,6 +142,10 @@ class Capture:
         """Between the backward pass and the update: write every parameter's gradient."""
         for handle in self.handles:
             handle.remove()
+        for number, name in enumerate(("input_ids", "labels")):
+            if not self.rows[f"batch/{name}"]:
+                for micro_batch in self.fed:
+                    self._write_batch(name, self._own_positions(micro_batch[number]))
         self._write_held("gradient")
 
     def only_parameters(self, strategy: Captured) -> None:
@@ -199,9 +209,22 @@ class Capture:
         options: dict[str, Any],
     ) -> None:
         for name, place in places.items():
-            given = arguments[place] if isinstance(place, int) else options[place]
-            row = self._next_row(f"batch/{name}", given)
-            self._try(self._write_placed, f"batch/{name}", given, (BATCH, SEQUENCE), row)
+            if isinstance(place, int):
+                self._write_batch(name, arguments[place])
+            elif place in options:
+                self._write_batch(name, options[place])
+            elif (
+                name == "input_ids" and arguments
+            ):  # the first argument of every causal language model of transformers
+                self._write_batch(name, arguments[0])
+
+    def _write_batch(self, name: str, given: torch.Tensor) -> None:
+        row = self._next_row(f"batch/{name}", given)
+        self._try(self._write_placed, f"batch/{name}", given, (BATCH, SEQUENCE), row)
+
+    def _own_positions(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's positions of a micro batch (B, S)."""
+        return torch.cat([whole[:, start : start + length] for start, length in self.positions], dim=1)
 
     def _next_row(self, name: str, local: torch.Tensor) -> int:
         """Where a micro batch begins among the samples of this rank, which come one after the other."""

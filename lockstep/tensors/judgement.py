@@ -246,46 +246,40 @@ class Result:
     configuration: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def conventions(self, strategy: str) -> list[Judgement]:
-        """Intermediate tensors that are not the reference's although all that follows from them is: another way to the same result.
+        """Intermediate tensors that are not the reference's, in a step that gets to the right result in another way.
 
-        Such are gradients under a loss scale that is taken off again, or rotary tables of other positions. In their step the loss, the
-        logits, the gradient norm and every gradient of a parameter must be right, and the gradients of matrices tolerated so little
-        that they would have shown the deviation.
+        Such are gradients under a loss scale that is taken off again, or rotary tables of other positions.
         """
-        dump, found = self.dumps[strategy], []
-        for step, entry in dump.steps.items():
-            rows = [row for row in self.rows if (row.strategy, row.step) == (strategy, int(step))]
-            ends = [
-                row
-                for row in rows
-                if row.kind in ("batch", "gradient") or row.name == f"forward/{modules.HEAD}"
-            ]
-            names = {row.name for row in ends}
-            wrong = (
-                any(row.too_far for row in ends)
-                or not names.isdisjoint(entry["replicas_differ"])
-                or any((strategy, int(step)) == missing[:2] for missing in self.missing)
-                or any(norm.off for norm in self.norms if (norm.strategy, norm.step) == (strategy, int(step)))
-                or any(self.loss_problem(loss, strategy) for loss in self.losses if loss.step == int(step))
-            )
-            finest = max(
-                (
-                    _over(row.tolerated, row.distance.norm)
-                    for row in ends
-                    if row.kind == "gradient" and row.judged and len(dump.expected(row.step)[row.name]) > 1
-                ),
-                default=math.inf,
-            )
-            found += [
-                row
-                for row in rows
-                if not wrong
-                and row.too_far
-                and row.name not in names
-                and row.kind in ("forward", "backward")
-                and finest <= FINER * row.distance.relative < math.inf
-            ]
+        found = []
+        for step in map(int, self.dumps[strategy].steps):
+            rows = [row for row in self.rows if (row.strategy, row.step) == (strategy, step)]
+            head = next((row for row in rows if row.name == f"backward/{modules.HEAD}"), None)
+            gradients = [row for row in rows if row.kind == "gradient" and row.judged]
+            if self._ends_right(strategy, step, rows):
+                found += _seen_by_gradients(rows, self.dumps[strategy].expected(step))
+            elif (
+                head is not None
+                and head.too_far
+                and 2 * sum(row.too_far for row in gradients) < len(gradients)
+            ):
+                # most gradients are right without the factor, so it is taken off again; what is wrong is something else
+                found += [
+                    row
+                    for row in rows
+                    if row.kind == "backward" and row.too_far and is_multiple(row, head.distance.scale)
+                ]
         return found
+
+    def _ends_right(self, strategy: str, step: int, rows: list[Judgement]) -> bool:
+        """Whether the batch, the logits, the losses and all gradients of parameters with their norm are right in a step."""
+        ends = {row.name: row for row in rows if _is_end(row)}
+        return not (
+            any(row.too_far for row in ends.values())
+            or not ends.keys().isdisjoint(self.dumps[strategy].steps[str(step)]["replicas_differ"])
+            or any((strategy, step) == missing[:2] for missing in self.missing)
+            or any(norm.off for norm in self.norms if (norm.strategy, norm.step) == (strategy, step))
+            or any(self.loss_problem(loss, strategy) for loss in self.losses if loss.step == step)
+        )
 
     def loss_problem(self, loss: Loss, strategy: str) -> str:
         """What is wrong with the loss of a run; "" if nothing is."""
@@ -362,6 +356,40 @@ class Result:
             for verdict in ("CONFIGURED DIFFERENTLY", "FAIL", "NOT JUDGED", "PASS")
             if verdict in verdicts
         )
+
+
+def _is_end(row: Judgement) -> bool:
+    """Whether a tensor is no intermediate one: what goes into a step's forward pass, or what counts of its results."""
+    return row.kind in ("batch", "gradient") or row.name == f"forward/{modules.HEAD}"
+
+
+def _seen_by_gradients(rows: list[Judgement], shapes: dict[str, tuple[int, ...]]) -> list[Judgement]:
+    """The intermediate tensors that are too far by so much that the gradients of matrices, which are right, would have shown it."""
+    coarsest = max(
+        (
+            _over(row.tolerated, row.distance.norm)
+            for row in rows
+            if row.kind == "gradient" and row.judged and len(shapes[row.name]) > 1
+        ),
+        default=math.inf,
+    )
+    return [
+        row
+        for row in rows
+        if row.too_far
+        and not _is_end(row)
+        and row.kind in ("forward", "backward")
+        and coarsest <= FINER * row.distance.relative < math.inf
+    ]
+
+
+def is_multiple(row: Judgement, factor: float) -> bool:
+    """Whether a tensor is the reference's times a factor, as exactly as a right one would be the reference's."""
+    distance = row.distance
+    along = (distance.scale - 1) * distance.change
+    across = math.sqrt(max(0.0, distance.error**2 - along**2))
+    off = abs(distance.scale - factor) * distance.change
+    return max(across, off) <= max(1.0, abs(factor)) * row.tolerated
 
 
 def describe(row: Judgement) -> str:

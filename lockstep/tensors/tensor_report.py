@@ -193,10 +193,10 @@ def notes(result: Result) -> list[str]:
         if found:
             first = found[0]
             factors = {f"{row.distance.scale:.4g}" for row in found}
-            times = f", {factors.pop()} times the reference's" if len(factors) == 1 else ""
+            times = f" but {factors.pop()} times that" if len(factors) == 1 else ""
             said.append(
-                f"{label}: {len(found)} intermediate tensors are not the reference's{times}, the first {first.name} in step {first.step}. "
-                "Logits, losses and the gradients of all parameters are right: the run gets there by another convention"
+                f"{label}: {len(found)} intermediate tensors are another convention, because what is made of them is right: they are not "
+                f"the reference's{times}. The first is {first.name} in step {first.step}"
             )
         said += [
             f"{label}: the gradient norm of step {norm.step} was recorded as {norm.recorded:.9g}; the gradients' is {norm.held:.9g}. A sum "

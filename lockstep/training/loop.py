@@ -201,7 +201,7 @@ def train_step(
     micro_batches = batches.micro_batches(index, config.mesh.sample_share(rank), device)
     start = time.perf_counter()
     if capture:
-        capture.begin(strategy, index + 1)
+        capture.begin(strategy, index + 1, micro_batches)
     loss = strategy.forward_backward(micro_batches)
     if capture:
         capture.gradients()
