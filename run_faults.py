@@ -264,7 +264,7 @@ def judge(group: Group, fault: "Fault", strategy: str) -> dict:
         tensor_report.write(result, {strategy: diagnosis}, dump.folder.with_name(f"report_{strategy}"))
     step, first = (failures[0][0], failures[0][2]) if failures else (None, None)
     guards = group.history_folder(strategy, fault.name) / "guards.txt"
-    causes = [cause.name for cause in diagnosis.causes]
+    causes = [[cause.name, cause.evidence] for cause in diagnosis.causes]
     return {
         "fault": fault.name,
         "strategy": strategy,
@@ -278,10 +278,10 @@ def judge(group: Group, fault: "Fault", strategy: str) -> dict:
         "expected_first": fault.first,
         "caught": bool(failures),
         "first_right": (first, step) == (fault.first, fault.step),
-        "cause": causes[0] if causes else None,
+        "cause": causes[0][0] if causes else None,
         "expected_cause": fault.cause,
-        "named": name_verdict(causes, fault.cause),
-        "causes": [[cause.name, cause.evidence] for cause in diagnosis.causes],
+        "named": name_verdict(causes, fault),
+        "causes": causes,
         "excluded": diagnosis.excluded,
         "odd": diagnosis.odd,
         "changed": differ(dump, Dump(group.dump(strategy, CLEAN))),
@@ -289,11 +289,14 @@ def judge(group: Group, fault: "Fault", strategy: str) -> dict:
     }
 
 
-def name_verdict(causes: list[str], expected: str) -> str:
-    """Whether the causes named are right: one other than the planted one is wrong, wherever it stands; none is no claim."""
+def name_verdict(causes: list[list[str]], fault: "Fault") -> str:
+    """Whether the causes [name, evidence] are right: another name or other evidence is wrong, wherever it stands; none is no claim."""
+    from lockstep.faults.evidence import agrees
+
     if not causes:
         return NOT_EXPLAINED
-    return RIGHT if set(causes) == {expected} else WRONG
+    right = all(name == fault.cause and agrees(fault.evidence, said) for name, said in causes)
+    return RIGHT if right else WRONG
 
 
 def differ(one: "Dump", other: "Dump") -> bool:
@@ -355,9 +358,10 @@ def summary(rows: list[dict], steps: int) -> list[str]:
         ),
         *(f"NOT CAUGHT: {row['fault']} in {row['strategy']}" for row in ran if not row["caught"]),
         *(
-            f"NAMED WRONG: {row['fault']} in {row['strategy']}: {row['cause']}"
+            f"NAMED WRONG: {row['fault']} in {row['strategy']}: {cause}: {said}"
             for row in ran
             if row["named"] == WRONG
+            for cause, said in row["causes"]
         ),
         *(f"CHANGED NOTHING: {row['fault']} in {row['strategy']}" for row in ran if not row["changed"]),
         *(f"DID NOT RUN: {row['fault']} in {row['strategy']}" for row in rows if row.get("failed")),

@@ -22,7 +22,9 @@ from lockstep.mesh import AXES, Mesh
 BASELINE = "ddp"  # what the others are held against; it writes the initial weights
 TORCH_HANDLES = "lockstep.faults.torch_handles:TorchHandles"
 BALANCED_POSITIONS = {"cp": "lockstep.training.cuts:BALANCED"}
-FURTHER_COLORS = ("tab:green", "tab:purple", "tab:brown", "tab:pink", "tab:olive", "tab:cyan")
+# The colours of figures are those of Okabe and Ito, which colour-blind people tell apart. Vermilion is a tolerance's, or what was missed.
+BLUE, ORANGE, VERMILION = "#0072B2", "#E69F00", "#D55E00"
+FURTHER_COLORS = ("#009E73", "#CC79A7", "#56B4E9", "#F0E442")  # green, purple, sky blue, yellow
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,7 @@ ROWS = {
         Row(
             name="deepspeed",
             label="DeepSpeed AutoTP",
-            color="tab:orange",
+            color=ORANGE,
             axes=("dp", "cp", "tp"),
             factory="autotp_strategy:AutoTPStrategy",
             handles="lockstep.deepspeed.handles:AutoTPHandles",
@@ -150,7 +152,7 @@ ROWS = {
         Row(
             name="fsdp",
             label="FSDP+DTensor",
-            color="tab:blue",
+            color=BLUE,
             axes=("pp", "dp", "cp", "tp"),
             factory="fsdp_strategy:FSDPStrategy",
             handles="lockstep.faults.torch_handles:FSDPHandles",

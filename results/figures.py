@@ -1,5 +1,7 @@
 """Draw results/faults.png, which verdict sees how many planted faults, and write the table of all of them to results/faults.md.
 
+Draw results/loss_converging.png again, from the report of the study.
+
 python run_faults.py --output results/faults-fp32.json
 python run_faults.py --precision autocast --output results/faults-autocast.json
 python results/figures.py
@@ -13,7 +15,9 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
-from lockstep.strategies import recorded
+from lockstep.strategies import BLUE, VERMILION, recorded
+from lockstep.studies import converging_report
+from lockstep.studies.converging import Converging
 
 HERE = Path(__file__).parent
 SEEN = {
@@ -128,8 +132,8 @@ def draw(contents: dict[str, dict]) -> None:
         for index, (what, seen) in enumerate(SEEN.items()):
             hits, place = sum(map(seen, rows)), -(number * (len(SEEN) + 0.6) + index)
             first = number == index == 0
-            axes.barh(place, hits, color="tab:blue", label="seen" if first else None)
-            axes.barh(place, len(rows) - hits, left=hits, color="tab:red", label="missed" if first else None)
+            axes.barh(place, hits, color=BLUE, label="seen" if first else None)
+            axes.barh(place, len(rows) - hits, left=hits, color=VERMILION, label="missed" if first else None)
             axes.text(
                 len(rows) + 1, place, f"{len(rows) - hits} of {len(rows)} missed", va="center", fontsize=9
             )
@@ -147,6 +151,9 @@ def main() -> None:
     contents = read()
     draw(contents)
     (HERE / "faults.md").write_text(page(contents))
+    study = json.loads((HERE / "loss_converging.json").read_text())
+    told = Converging(**study["converging"])
+    converging_report.draw(told, study["runs"], HERE / "loss_converging.png")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from collections.abc import Callable
 import torch
 
 from lockstep import strategies
-from lockstep.faults.patches import around, scale_backward
 from lockstep.faults.planting import Planting
 from lockstep.training.torch_strategy import local
 
@@ -32,6 +31,7 @@ def foreign(name: str, config, inputs, make_strategy):
             return strategy
 
         yield make
+        planting.require_used(name)
 
 
 def bug(plant: Callable) -> Callable:
@@ -60,7 +60,7 @@ def _after_backward(run, strategy, change: Callable) -> None:
         for name, gradient in run.handles.gradients():
             change(step, name, gradient)
 
-    around(strategy, "forward_backward", after=action)
+    run.around(strategy, "forward_backward", after=action)
 
 
 # Forward
@@ -192,7 +192,7 @@ def share_of_one_tp_rank_counted_twice(run, strategy):
 
 @bug
 def loss_of_one_replica_counts_twice(run, strategy):
-    scale_backward(strategy, lambda _call: 1 + _at(strategy, "dp"))
+    run.scale_backward(strategy, lambda _call: 1 + _at(strategy, "dp"))
 
 
 @bug
@@ -276,7 +276,7 @@ def sign_of_one_weight_element(run, strategy):
                     with torch.no_grad():
                         tensor[3, 4].neg_()
 
-    around(strategy, "update", after=flip)
+    run.around(strategy, "update", after=flip)
 
 
 def _keeps_weights(run, strategy, of: Callable, step: int) -> None:
@@ -293,7 +293,7 @@ def _keeps_weights(run, strategy, of: Callable, step: int) -> None:
                 with torch.no_grad():
                     tensor.copy_(old)
 
-    around(strategy, "update", before=keep, after=put_back)
+    run.around(strategy, "update", before=keep, after=put_back)
 
 
 @bug
@@ -315,7 +315,7 @@ def first_moment_of_one_parameter_lost(run, strategy):
             moments = run.handles.torch_optimizer().state
             next(itertools.islice(moments.values(), 3, None))["exp_avg"].zero_()
 
-    around(strategy, "update", before=forget)
+    run.around(strategy, "update", before=forget)
 
 
 @bug
@@ -333,4 +333,4 @@ def updates_of_one_weight_doubled(run, strategy):
             for number, tensor in weights().items():
                 tensor.add_(tensor - old[number])
 
-    around(strategy, "update", before=keep, after=double)
+    run.around(strategy, "update", before=keep, after=double)

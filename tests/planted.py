@@ -25,8 +25,32 @@ def fault(name: str, config, inputs, make_strategy):
         with plant(name, config, inputs, make_strategy) as make:
             yield make
         return
+    if name in IDLE:
+        entry = dataclasses.replace(CATALOGUE["tie_broken"], plant=IDLE[name])
+        with (
+            mock.patch.dict(CATALOGUE, {name: entry}),
+            planted(name, config, inputs, make_strategy) as make,
+        ):
+            yield make
+        return
     with FAULTS[name](config, inputs) as wrap:
         yield lambda *arguments: wrap(make_strategy(*arguments))
+
+
+def _nobody_calls(run):
+    """The parameters that count in the norm are chosen in the constructor."""
+    strategy = yield
+    run.patch(strategy, "_counted", list)
+
+
+def _nobody_reads(run):
+    """The same parameters, read elsewhere, but not for the norm."""
+    strategy = yield
+    run.patch_during(strategy, "grad_norm", strategy, "parameters", [])
+
+
+# faults of the catalogue's kind that replace what the run does not use
+IDLE = {"replaces what nobody calls": _nobody_calls, "replaces what nobody reads": _nobody_reads}
 
 
 def _wrapping(plant):

@@ -35,6 +35,16 @@ STOPPED = {
         )
         for step in (1, 3, 4)  # 4 is the last one
     },
+    "replaces what nobody calls": (
+        "ddp",
+        2,
+        "fault replaces what nobody calls: its replacement of DDPStrategy._counted was never used",
+    ),
+    "replaces what nobody reads": (
+        "ddp",
+        2,
+        "fault replaces what nobody reads: its replacement of DDPStrategy.parameters was never used",
+    ),
     "one side clips, admitted": ("ddp", 2, "max_grad_norm is 0.0, not 1.0"),
     "weights changed after loading": ("ddp", 2, "model.embed_tokens.weight differs from"),
     "TP peers really on different batches": (

@@ -88,8 +88,44 @@ def test_the_figure_shows_both_panels(tmp_path, monkeypatch):
     )
     plot(folder(tmp_path, fsdp=history("fsdp", shift=1e-6)))
     top, bottom = drawn[0].axes
-    assert len(top.lines) == 3 and bottom.get_yscale() == "log"
-    assert any("tolerated" in str(line.get_label()) for line in bottom.lines)
+    labels = [text.get_text() for text in drawn[0].legends[0].get_texts()]
+    assert len(labels) == len(set(labels)) == 5 and bottom.get_yscale() == "symlog"
+    assert sum("tolerated" in label for label in labels) == 2
+    widths = [line.get_linewidth() for line in top.lines if len(line.get_xdata())]
+    assert widths == sorted(widths, reverse=True) and len(set(widths)) == 3
+
+
+def test_a_zero_is_drawn_as_zero(tmp_path, monkeypatch):
+    """And what is not zero has the axis, whose ticks are whole steps."""
+    from matplotlib.figure import Figure
+
+    drawn = []
+    monkeypatch.setattr(
+        Figure, "savefig", lambda self, path, **_: (drawn.append(self), path.write_bytes(files.FIGURE))
+    )
+    one = history("fsdp")
+    set_loss(one.steps[4], one.steps[4]["loss"] + 3e-7)
+    plot(folder(tmp_path, fsdp=one))
+    bottom = drawn[0].axes[1]
+    gaps = {line.get_marker(): list(line.get_ydata()) for line in bottom.lines if line.get_marker() != "None"}
+    assert set(gaps) == {"o", "x"} and set(gaps["o"]) == {0.0}
+    assert sorted(gaps["x"])[-2:] == [0.0, pytest.approx(3e-7, rel=1e-3)]
+    heights = bottom.transData.transform([(0, value) for value in (0.0, 1e-7, 1e-6)])[:, 1]
+    assert heights[0] > bottom.bbox.y0 and heights[2] - heights[1] > bottom.bbox.height / 4
+    bottom.set_xlim(1, 2)
+    assert all(tick == round(tick) for tick in bottom.get_xticks())
+
+
+def test_runs_that_agree_in_every_step_can_be_drawn(tmp_path):
+    """There is no logarithm then."""
+    from matplotlib import pyplot
+
+    from lockstep.losses import drawing
+
+    axes = pyplot.figure().subplots()
+    drawing.from_zero(axes, [0.0, 0.0])
+    assert axes.get_yscale() == "linear"
+    pyplot.close()
 
 
 def test_the_control_run_is_used_and_drawn(tmp_path, monkeypatch, capsys):

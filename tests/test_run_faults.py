@@ -11,6 +11,7 @@ import run_faults
 from lockstep.errors import TrainingFailure
 from lockstep.faults import CATALOGUE, applies_to
 from lockstep.faults.catalogue import BUG_CLASSES
+from lockstep.faults.evidence import NO_SENTENCE, agrees
 from lockstep.mesh import Mesh
 from lockstep.strategies import others, row_of
 
@@ -69,20 +70,32 @@ def test_the_loss_verdict_sees_the_grave_ones(fp32):
 
 
 def test_run_faults_can_fail(tmp_path, monkeypatch, capsys):
-    """One fault has no effect: it multiplies with the tensor-parallel size, which is 1. Of the other, another cause was written down."""
-    for name, changes in {"loss_multiplied_by_tp": {}, "tie_broken": {"cause": "data"}}.items():
+    """One fault has no effect: it multiplies with the tensor-parallel size, which is 1. Of the others, another cause or other evidence was
+    written down."""
+    for name, changes in {
+        "loss_multiplied_by_tp": {},
+        "tie_broken": {"cause": "data"},
+        "loss_divided_by_dp_as_well": {"evidence": CATALOGUE["loss_multiplied_by_tp"].evidence},
+    }.items():
         changed = dataclasses.replace(CATALOGUE[name], mesh=Mesh(dp=2), **changes)
         monkeypatch.setitem(CATALOGUE, name, changed)
-    status, rows = rows_of(tmp_path, "loss_multiplied_by_tp", "tie_broken", "--strategy", "fsdp")
+    names = ("loss_multiplied_by_tp", "tie_broken", "loss_divided_by_dp_as_well")
+    status, rows = rows_of(tmp_path, *names, "--strategy", "fsdp")
     found = {row["fault"]: row for row in rows}
     idle, misnamed = found["loss_multiplied_by_tp"], found["tie_broken"]
     assert status == 1 and not any(map(run_faults.as_it_should_be, rows))
     assert not idle["changed"] and not idle["caught"] and idle["causes"] == []
     assert misnamed["caught"] and misnamed["named"] == "wrong" and misnamed["cause"] == "tied weights"
+    said = found["loss_divided_by_dp_as_well"]
+    assert said["caught"] and said["cause"] == "gradient scale" and said["named"] == "wrong"
     out = capsys.readouterr().out
     assert "CHANGED NOTHING: loss_multiplied_by_tp in fsdp" in out
     assert "NOT CAUGHT: loss_multiplied_by_tp in fsdp" in out
-    assert "NAMED WRONG: tie_broken in fsdp: tied weights" in out and "named wrong: 1 of 2" in out
+    assert "NAMED WRONG: tie_broken in fsdp: tied weights" in out and "named wrong: 2 of 3" in out
+    assert (
+        "NAMED WRONG: loss_divided_by_dp_as_well in fsdp: gradient scale: the gradient of the logits is 0.5 ="
+        in out
+    )
 
 
 @pytest.mark.parametrize(
@@ -95,10 +108,48 @@ def test_each_of_these_is_a_failure(change):
 
 
 @pytest.mark.parametrize(
-    "causes, named", [(["a"], "right"), ([], "not explained"), (["b"], "wrong"), (["a", "b"], "wrong")]
+    "causes, named",
+    [
+        ([["data", "x is 2"]], "right"),
+        ([], "not explained"),
+        ([["weights", "x is 2"]], "wrong"),
+        ([["data", "x is 3"]], "wrong"),
+        ([["data", "x is 2"], ["weights", "x is 2"]], "wrong"),
+        ([["data", "x is 2"], ["data", "y is 2"]], "wrong"),
+    ],
 )
-def test_what_can_be_said_of_a_name(causes, named):
-    assert run_faults.name_verdict(causes, "a") == named
+def test_what_can_be_said_of_a_cause(causes, named):
+    fault = dataclasses.replace(CATALOGUE["tie_broken"], cause="data", evidence="x is 2")
+    assert run_faults.name_verdict(causes, fault) == named
+
+
+@pytest.mark.parametrize(
+    "expected, said, does",
+    [
+        ("all is well", "all is well", True),
+        ("all is well", "all is well, nearly", False),
+        ("it is 0.3333 = 1/3 of it", "it is 0.3327 = 1/3 of it", True),  # as bfloat16 has it
+        ("it is 0.3333 = 1/3 of it", "it is 0.5 = 1/3 of it", False),
+        ("the norm is 1.0001 times", "the norm is 1.414 times", False),
+        ("rates [0.000996]", "rates [0.000996005996001]", True),
+        ("rates [0.000996]", "rates [0.001]", False),
+        ("weights (1, 1, 0; 1 is right)", "weights (1, 1, -2.78e-08; 1 is right)", True),
+        ("weights (1, 1, 0; 1 is right)", "weights (1, 1, 0.01; 1 is right)", False),
+        ("moved -0.1 of the way", "moved 0.1 of the way", False),
+        ("the norm is # times", "the norm is 1.2e+00 times", True),
+        ("the norm is # times", "the norm is so many times", False),
+        ("layers.1.mlp is off", "layers.0.mlp is off", False),
+        ("as recomputed (...)", "as recomputed (a: DP rank 1's; b: DP rank 0's)", True),
+        ("as recomputed (...)", "as recomputed", False),
+        (("one", "other"), "other", True),
+        (("one", "other"), "neither", False),
+        (NO_SENTENCE, "anything", False),
+        (str.isupper, "YES", True),
+        (str.isupper, "no", False),
+    ],
+)
+def test_what_evidence_must_say(expected, said, does):
+    assert agrees(expected, said) is does
 
 
 def test_the_catalogue_covers_what_was_shipped():

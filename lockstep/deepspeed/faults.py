@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from lockstep.faults.catalogue import fault
-from lockstep.faults.patches import around, scale_backward
+from lockstep.faults.evidence import NO_SENTENCE
 from lockstep.faults.planting import Plant, Planting
 from lockstep.mesh import Mesh
 
@@ -31,6 +31,7 @@ OFFLOAD = ("--zero_stage", "2", "--offload_optimizer", "cpu")
     seen_in="deepspeedai/DeepSpeed 4879",
     bug_class=MISSING,
     cause="dp reduction missing",
+    evidence="each part of these gradients is 2 = dp times one DP rank's contribution, without the others', as recomputed (...)",
     first="gradient/model.norm.weight",
     flags=SMALL_BUCKETS,
 )
@@ -45,14 +46,15 @@ def first_bucket_not_reduced(run: Planting) -> Plant:
         if len(calls) > 1:
             reduce(tensor, communication_data_type)
 
-    optimizer.average_tensor = without_the_first
-    around(strategy.engine, "backward", before=lambda _: calls.clear())
+    run.patch(optimizer, "average_tensor", without_the_first)
+    run.around(strategy.engine, "backward", before=lambda _: calls.clear())
 
 
 @zero_fault(
     seen_in="allenai/open-instruct 1498",
     bug_class=ACCUMULATION,
     cause="accumulation",
+    evidence="in every gradient the micro batches have different weights (0, 0, 1; 1 is right), the same on all DP ranks",
     first="gradient/model.norm.weight",
     arguments=("--gradient_accumulation_steps", "3"),
     flags=STAGE_2,
@@ -61,13 +63,14 @@ def last_micro_batch_alone(run: Planting) -> Plant:
     """The sharded gradient is overwritten by every micro batch, so only the last one counts."""
     strategy = yield
     optimizer = strategy.engine.optimizer
-    around(strategy.engine, "backward", before=lambda _: optimizer.all_grad_tensors.clear())
+    run.around(strategy.engine, "backward", before=lambda _: optimizer.all_grad_tensors.clear())
 
 
 @zero_fault(
     seen_in="deepspeedai/DeepSpeed 966",
     bug_class=UPDATE,
     cause="update left out",
+    evidence="the moments are right; unchanged bit for bit: model.embed_tokens.weight in # of 131072 elements, ...; all else is right",
     first="parameter/model.embed_tokens.weight",
 )
 def updated_weights_not_gathered(run: Planting) -> Plant:
@@ -81,6 +84,7 @@ def updated_weights_not_gathered(run: Planting) -> Plant:
     seen_in="deepspeedai/DeepSpeed 1021",
     bug_class=NORM,
     cause="clipping",
+    evidence="the norm is # times that of the gradients: it is the norm of dp rank 0's shards alone",
     first="gradient norm",
     arguments=("--max_grad_norm", "0.5"),
     flags=STAGE_2,
@@ -93,13 +97,14 @@ def norm_of_the_own_share(run: Planting) -> Plant:
     def of_share(gradients: list[torch.Tensor], params: object, norm_type: int = 2) -> torch.Tensor:
         return torch.stack([gradient.double().norm() for gradient in gradients]).norm().float()
 
-    optimizer.get_grad_norm_direct = of_share
+    run.patch(optimizer, "get_grad_norm_direct", of_share)
 
 
 @zero_fault(
     seen_in="deepspeedai/DeepSpeed 848",
     bug_class=UPDATE,
     cause="weights",
+    evidence=NO_SENTENCE,
     first="parameter/model.embed_tokens.weight",
 )
 def share_one_element_off(run: Planting) -> Plant:
@@ -115,6 +120,7 @@ def share_one_element_off(run: Planting) -> Plant:
     seen_in="deepspeedai/DeepSpeed 3097",
     bug_class=UPDATE,
     cause="stale gradients",
+    evidence=NO_SENTENCE,
     step=2,
     first="exp_avg/model.embed_tokens.weight",
     flags=OFFLOAD,
@@ -133,13 +139,14 @@ def offloaded_gradients_of_the_step_before(run: Planting) -> Plant:
                     share.grad.copy_(kept[id(share)])
                 kept[id(share)] = now
 
-    around(inner, "step", before=swap)
+    run.around(inner, "step", before=swap)
 
 
 @zero_fault(
     seen_in="huggingface/transformers 24860",
     bug_class=UPDATE,
     cause="update left out",
+    evidence="the moments are right; unchanged bit for bit: model.embed_tokens.weight, model.layers.0.self_attn.q_proj.weight, model.layers.0.self_attn.q_proj.bias and 23 more; all else is right",
     first="parameter/model.embed_tokens.weight",
     precisions=("fp32",),  # under autocast the two are one tensor
     flags=STAGE_3,
@@ -147,13 +154,18 @@ def offloaded_gradients_of_the_step_before(run: Planting) -> Plant:
 def updated_shares_not_copied_back(run: Planting) -> Plant:
     """Stage 3 updates its float32 shares of the weights and does not copy them into the shares that forward gathers."""
     strategy = yield
-    strategy.engine.optimizer._reassign_or_swap_out_partitioned_parameters = lambda sub_group_id: None
+    run.patch(
+        strategy.engine.optimizer,
+        "_reassign_or_swap_out_partitioned_parameters",
+        lambda sub_group_id: None,
+    )
 
 
 @zero_fault(
     seen_in="deepspeedai/DeepSpeed 1823",
     bug_class=UPDATE,
     cause="update left out",
+    evidence=NO_SENTENCE,
     step=2,
     first="exp_avg/model.embed_tokens.weight",
     flags=SMALL_GROUPS,
@@ -170,7 +182,7 @@ def first_sub_group_stepped_once(run: Planting) -> Plant:
             step(sub_group_id)
         seen.add(sub_group_id)
 
-    optimizer._optimizer_step = without_the_first
+    run.patch(optimizer, "_optimizer_step", without_the_first)
 
 
 # Ulysses: two ranks share each sequence.
@@ -179,22 +191,33 @@ ulysses_fault = functools.partial(
 )
 
 
-@ulysses_fault(seen_in="hamishivi/tmax 9", cause="gradient scale", first="gradient/model.norm.weight")
+@ulysses_fault(
+    seen_in="hamishivi/tmax 9",
+    cause="gradient scale",
+    evidence="every gradient is 0.5 = 1/cp times what it should be, evenly for all samples",
+    first="gradient/model.norm.weight",
+)
 def averaged_over_sp_twice(run: Planting) -> Plant:
     """Each rank divides its loss by the number of ranks of a sequence, and the engine averages over them, too: a factor sp."""
     strategy = yield
-    strategy.engine.optimizer.sequence_parallel_size = 1
+    run.patch(strategy.engine.optimizer, "sequence_parallel_size", 1)
 
 
-@ulysses_fault(seen_in="deepspeedai/DeepSpeed 5248", cause="gradient scale", first="backward/lm_head")
+@ulysses_fault(
+    seen_in="deepspeedai/DeepSpeed 5248",
+    cause="gradient scale",
+    evidence="the gradient of the logits is 2 = cp times what it should be, evenly for all samples",
+    first="backward/lm_head",
+)
 def loss_not_divided_by_sp(run: Planting) -> Plant:
     """The engine sums over the ranks of a sequence, and nobody divides: a factor sp the other way."""
-    scale_backward((yield), lambda _call: run.config.cp_size)
+    run.scale_backward((yield), lambda _call: run.config.cp_size)
 
 
 @ulysses_fault(
     seen_in="deepspeedai/Megatron-DeepSpeed 392",
     cause="context parallelism",
+    evidence=NO_SENTENCE,
     first="forward/model.rotary_emb",
 )
 def rotary_positions_of_the_first_rank(run: Planting) -> Plant:
@@ -206,12 +229,13 @@ def rotary_positions_of_the_first_rank(run: Planting) -> Plant:
         input_ids, labels, positions = real(*batch)
         return input_ids, labels, positions - positions.min()
 
-    strategy.sequence.cut = local
+    run.patch(strategy.sequence, "cut", local)
 
 
 @ulysses_fault(
     seen_in="deepspeedai/DeepSpeed 8491",
     cause="context parallelism",
+    evidence=NO_SENTENCE,
     first="backward/model.layers.1.self_attn.v_proj",
 )
 def exchange_without_a_gradient(run: Planting) -> Plant:
@@ -219,14 +243,17 @@ def exchange_without_a_gradient(run: Planting) -> Plant:
     strategy = yield
     attention = strategy.sequence.attention
     real = attention._combine_local_sequences
-    attention._combine_local_sequences = lambda *parts: tuple(
-        whole.detach() + 0 * whole for whole in real(*parts)
+    run.patch(
+        attention,
+        "_combine_local_sequences",
+        lambda *parts: tuple(whole.detach() + 0 * whole for whole in real(*parts)),
     )
 
 
 @ulysses_fault(
     seen_in="vllm-project/vllm-omni 5716",
     cause="context parallelism",
+    evidence=NO_SENTENCE,
     first="forward/model.layers.0.self_attn.o_proj.input",
 )
 def heads_in_another_order(run: Planting) -> Plant:
@@ -239,4 +266,4 @@ def heads_in_another_order(run: Planting) -> Plant:
         whole = real(context)
         return whole.roll(whole.shape[-1] // attention.world_size, -1)
 
-    attention._partition_global_sequence = swapped
+    run.patch(attention, "_partition_global_sequence", swapped)

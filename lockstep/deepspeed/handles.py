@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 from lockstep.deepspeed import configuration
 from lockstep.faults.handles import Handles
-from lockstep.faults.patches import reduce_again
 from lockstep.inputs import modules
 
 
@@ -36,16 +35,21 @@ class AutoTPHandles(Handles):
     def _module(self, name: str) -> Any:  # DeepSpeed's class of a layer
         return self.strategy.model.get_submodule(name)
 
+    def _leave_tp(self, name: str) -> None:
+        """A layer no longer has a group to reduce over."""
+        self.run.patch(self._module(name), "mp_group", None)
+
     def skip_dp_reduction(self) -> None:
-        self.strategy.optimizer.average_tensor = lambda tensor, communication_data_type: None
+        self.run.patch(
+            self.strategy.optimizer, "average_tensor", lambda tensor, communication_data_type: None
+        )
 
     def divide_gradients_by(self, divisor: int) -> None:
         if divisor == 1:
-            self.strategy.optimizer.gradient_average = False
-        else:
-            self.strategy.optimizer.sequence_parallel_size = (
-                self.run.config.dp_size / divisor
-            )  # part of DeepSpeed's divisor
+            self.run.patch(self.strategy.optimizer, "gradient_average", False)
+        else:  # part of DeepSpeed's divisor
+            size = self.run.config.dp_size / divisor
+            self.run.patch(self.strategy.optimizer, "sequence_parallel_size", size)
 
     def reduce_before_the_last_micro_batch(self) -> None:
         engine, optimizer = self.strategy.engine, self.strategy.optimizer
@@ -63,46 +67,51 @@ class AutoTPHandles(Handles):
                     parameter.grad.copy_(kept.pop(name))
             return reduce_gradients(*arguments, **options)
 
-        engine.backward, optimizer.reduce_gradients = backward_and_note, without_the_last
+        self.run.patch(engine, "backward", backward_and_note)
+        self.run.patch(optimizer, "reduce_gradients", without_the_last)
 
     def reduce_in_bfloat16(self) -> None:
         told = configuration.resolved
         self.run.patch(configuration, "resolved", lambda *a: {**told(*a), "communication_data_type": "bf16"})
 
     def drop_sum_over_tp(self, module: str) -> None:
-        self._module(module).mp_group = None
+        self._leave_tp(module)
 
     def drop_embedding_sum(self) -> None:
-        self._module(modules.names_in(self.strategy.model).embedding).mp_group = None
+        self._leave_tp(modules.names_in(self.strategy.model).embedding)
 
     def drop_input_gradient_sum(self, module: str, *layers: str) -> None:
         for layer in layers:
-            self._module(f"{module}.{layer}").mp_group = None
+            self._leave_tp(f"{module}.{layer}")
 
     def drop_input_gradient_sum_of(self, layer: str) -> None:
-        self._module(layer).mp_group = None
+        self._leave_tp(layer)
 
     def drop_head_norm_gradient_sum(self) -> None:
         auto_tp = importlib.import_module("deepspeed.module_inject.auto_tp").AutoTP
         self.run.patch(auto_tp, "register_replicated_grad_hooks", lambda self, model: None)
 
     def norm_not_summed_over_tp(self) -> None:
-        self.strategy.optimizer._model_parallel_all_reduce = lambda tensor, op: None
+        self.run.patch(self.strategy.optimizer, "_model_parallel_all_reduce", lambda tensor, op: None)
 
     def count_replicas_in_norm(self) -> None:
         module = importlib.import_module("deepspeed.runtime.zero.stage_1_and_2")
         self.run.patch(module, "is_model_parallel_parameter", lambda parameter: True)
 
     def do_not_clip(self) -> None:
-        self.strategy.optimizer.clip_grad = 0.0
+        self.run.patch(self.strategy.optimizer, "clip_grad", 0.0)
 
     def clip_by(self, norm: Callable[[], torch.Tensor]) -> None:
         clip = self.strategy.optimizer.unscale_and_clip_grads
-        self.strategy.optimizer.unscale_and_clip_grads = lambda gradients, total_norm: clip(gradients, norm())
+        self.run.patch(
+            self.strategy.optimizer,
+            "unscale_and_clip_grads",
+            lambda gradients, total_norm: clip(gradients, norm()),
+        )
 
     def sum_partition_function_again(self) -> None:
-        reduce_again(
-            self.run, importlib.import_module("deepspeed.sequence.cross_entropy"), calls_per_loss=3, which=1
+        self.run.reduce_again(
+            importlib.import_module("deepspeed.sequence.cross_entropy"), calls_per_loss=3, which=1
         )
 
     def shift_vocabulary_offset(self) -> None:
@@ -114,13 +123,15 @@ class AutoTPHandles(Handles):
         ) -> torch.Tensor:
             return real(logits, target, group, start - (start > 0), end - (start > 0), *more)
 
-        self.run.patch(
-            module, "_VocabParallelCrossEntropy", type("Shifted", (), {"apply": staticmethod(shifted)})
-        )
+        self.run.patch(module._VocabParallelCrossEntropy, "apply", shifted)
 
     def detach_head_from_embedding(self) -> None:
         column_parallel = importlib.import_module("deepspeed.module_inject.layers").ColumnParallel
         head = self._module(modules.HEAD)
-        head.forward = lambda x: torch.matmul(
-            column_parallel.apply(head.mp_group, x), head.weight.detach().transpose(-1, -2)
+        self.run.patch(
+            head,
+            "forward",
+            lambda x: torch.matmul(
+                column_parallel.apply(head.mp_group, x), head.weight.detach().transpose(-1, -2)
+            ),
         )

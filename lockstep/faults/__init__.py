@@ -5,6 +5,7 @@ import importlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 from lockstep import strategies
 from lockstep.config import Config
@@ -53,36 +54,33 @@ def planted(
     """Yields make_strategy, or, given the name of a fault, one that plants it.
 
     The loop's own guards (weights, batches, contract) then do not stop the run. They write what they find to guards.txt beside the loss
-    history: the verdict has to see the fault without them. Raises UserError for a fault that names modules which this model does not have.
+    history: the verdict has to see the fault without them. Raises UserError for a fault that names modules which this model does not have,
+    and at the end TrainingFailure for one whose replacements the run did not use.
     """
     if name is None:
         yield make_strategy
         return
-    if name in SLOW:
-        with contextlib.ExitStack() as stack:
-            yield _planting(SLOW[name].plant, config, inputs, make_strategy, stack)
-        return
-    fault = CATALOGUE[name]
+    if name in CATALOGUE:
+        _require_modules(CATALOGUE[name], config, inputs)
+    planter = SLOW[name].plant if name in SLOW else CATALOGUE[name].plant
+    with contextlib.ExitStack() as stack:
+        planting = Planting(config, inputs, stack)
+        planting.handles = strategies.load(strategies.row_of(config.strategy).handles)(planting)
+        _disarm_guards(stack, config.loss_output_dir / "guards.txt")
+        yield _planting(planter, planting, make_strategy)
+        planting.require_used(name)
+
+
+def _require_modules(fault: Fault, config: Config, inputs: Inputs) -> None:
     own = modules.names_of(architectures.BUILT_IN[fault.model])
     if fault.named and modules.names_of(inputs.architecture) != own:
         raise UserError(
-            f"{name} names modules of {fault.model}, which {config.model_name} does not have; choose another fault"
+            f"{fault.name} names modules of {fault.model}, which {config.model_name} does not have; choose another fault"
         )
-    with contextlib.ExitStack() as stack:
-        yield _planting(fault.plant, config, inputs, make_strategy, stack)
 
 
-def _planting(
-    planter: Planter,
-    config: Config,
-    inputs: Inputs,
-    make_strategy: "MakeStrategy",
-    stack: contextlib.ExitStack,
-) -> "MakeStrategy":
-    """make_strategy with a fault, whose patches last as long as the stack."""
-    planting = Planting(config, inputs, stack)
-    planting.handles = strategies.load(strategies.row_of(config.strategy).handles)(planting)
-    _disarm_guards(planting, config.loss_output_dir / "guards.txt")
+def _planting(planter: Planter, planting: Planting, make_strategy: "MakeStrategy") -> "MakeStrategy":
+    """make_strategy with a fault."""
     plant = planter(planting)
 
     def make(*arguments: Any) -> "Strategy":
@@ -95,7 +93,7 @@ def _planting(
     return make
 
 
-def _disarm_guards(planting: Planting, path: Path) -> None:
+def _disarm_guards(stack: contextlib.ExitStack, path: Path) -> None:
     import torch.distributed as dist
 
     from lockstep.errors import TrainingFailure
@@ -114,4 +112,4 @@ def _disarm_guards(planting: Planting, path: Path) -> None:
         return noted
 
     for guard in ("stop_together", "_require_right_batches"):
-        planting.patch(training, guard, noting(getattr(training, guard)))
+        stack.enter_context(mock.patch.object(training, guard, noting(getattr(training, guard))))

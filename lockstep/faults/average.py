@@ -3,7 +3,7 @@
 import torch
 
 from lockstep.faults.catalogue import fault
-from lockstep.faults.patches import around
+from lockstep.faults.evidence import NO_SENTENCE
 from lockstep.faults.planting import Plant, Planting
 from lockstep.training.torch_strategy import local
 
@@ -17,6 +17,7 @@ NEEDS = ("weight_average",)
     seen_in="ostris/ai-toolkit 1034",
     bug_class=CLASS,
     cause=CAUSE,
+    evidence="the weights are right; the average of model.embed_tokens.weight, model.layers.0.self_attn.q_proj.weight, model.layers.0.self_attn.q_proj.bias and 23 more moved -0.1 of the way to the weights, as with a decay of 1.1; the decay is 0.9",
     first=FIRST,
     arguments=AVERAGES,
     needs=NEEDS,
@@ -25,13 +26,14 @@ def average_moves_away(run: Planting) -> Plant:
     """The sign of the step is wrong: the average moves away from the weights."""
     yield
     average = run.handles.weight_average()
-    average.decay = 2 - average.decay
+    run.patch(average, "decay", 2 - average.decay)
 
 
 @fault(
     seen_in="MultimediaTechLab/YOLO 97",
     bug_class=CLASS,
     cause=CAUSE,
+    evidence="the weights are right; the average of model.embed_tokens.weight, model.layers.0.self_attn.q_proj.weight, model.layers.0.self_attn.q_proj.bias and 23 more did not move; the decay is 0.9",
     first=FIRST,
     arguments=AVERAGES,
     needs=NEEDS,
@@ -46,6 +48,7 @@ def average_never_updated(run: Planting) -> Plant:
     seen_in="BangLiu/QANet-PyTorch 4",
     bug_class=CLASS,
     cause=CAUSE,
+    evidence=NO_SENTENCE,
     first=FIRST,
     arguments=AVERAGES,
     needs=NEEDS,
@@ -64,6 +67,7 @@ def average_of_earlier_weights(run: Planting) -> Plant:
     seen_in="huggingface/diffusers 1864",
     bug_class=CLASS,
     cause=CAUSE,
+    evidence="the weights are right; the average of model.embed_tokens.weight, model.layers.0.self_attn.q_proj.weight, model.layers.0.self_attn.q_proj.bias and 23 more moved 0.9 of the way to the weights, as with a decay of 0.1; the decay is 0.9",
     step=2,
     first=FIRST,
     arguments=AVERAGES,
@@ -86,6 +90,7 @@ def average_changes_its_decay(run: Planting) -> Plant:
     seen_in="SWivid/F5-TTS 631",
     bug_class=CLASS,
     cause=CAUSE,
+    evidence=NO_SENTENCE,
     step=2,
     first=FIRST,
     arguments=(*AVERAGES, "--gradient_accumulation_steps", "2"),
@@ -101,13 +106,14 @@ def average_updated_by_every_micro_batch(run: Planting) -> Plant:
         for _ in range(micro_batches - 1):
             average.update()
 
-    around(strategy, "forward_backward", after=early)
+    run.around(strategy, "forward_backward", after=early)
 
 
 @fault(
     seen_in="pytorch/pytorch 117742",
     bug_class=CLASS,
     cause=CAUSE,
+    evidence="the weights are right; the average of model.embed_tokens.weight, model.layers.0.self_attn.q_proj.weight, model.layers.0.self_attn.k_proj.weight and 12 more did not move; the decay is 0.9",
     first="average/model.embed_tokens.weight",
     arguments=AVERAGES,
     needs=NEEDS,

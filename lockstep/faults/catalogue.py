@@ -7,6 +7,7 @@ code after it changes. The docstring says what went wrong in a system that peopl
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from lockstep.faults.evidence import Evidence
 from lockstep.faults.planting import Plant, Planting
 from lockstep.mesh import Mesh
 from lockstep.strategies import ROWS
@@ -39,7 +40,8 @@ class Fault:
     story: str  # one sentence
     seen_in: str  # OWNER/REPO number of a public thread
     bug_class: str
-    cause: str  # that the diagnosis must name first
+    cause: str  # that the diagnosis must name, if it names any
+    evidence: Evidence  # what it must then say
     first: str  # the first tensor that it breaks
     step: int  # in this step
     model: str
@@ -65,6 +67,7 @@ def fault(
     seen_in: str,
     bug_class: str,
     cause: str,
+    evidence: Evidence,
     first: str,
     step: int = 1,
     model: str = "tiny-qwen2",
@@ -89,6 +92,7 @@ def fault(
             seen_in,
             bug_class,
             cause,
+            evidence,
             first,
             step,
             model,

@@ -3,6 +3,7 @@
 import torch
 
 from lockstep.faults.catalogue import fault
+from lockstep.faults.evidence import NO_SENTENCE
 from lockstep.faults.planting import Plant, Planting
 from lockstep.training import recompute
 
@@ -11,6 +12,7 @@ from lockstep.training import recompute
     seen_in="allenai/OLMo-core 828",
     bug_class="random state",
     cause="random numbers",
+    evidence=NO_SENTENCE,
     first="gradient/model.layers.1.mlp.down_proj.weight",
     arguments=("--activation_checkpointing",),
     precisions=("fp32",),
@@ -28,4 +30,6 @@ def recomputed_with_other_random_numbers(run: Planting) -> Plant:
             output.detach().mul_(torch.nn.functional.dropout(torch.ones_like(output), 0.1))
         return output
 
-    strategy.model.get_submodule("model.layers.1.mlp.act_fn").register_forward_hook(drop)
+    strategy.model.get_submodule("model.layers.1.mlp.act_fn").register_forward_hook(
+        run.recorded("the output of act_fn", drop)
+    )

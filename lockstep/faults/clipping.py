@@ -4,7 +4,6 @@ import torch
 import torch.distributed as dist
 
 from lockstep.faults.catalogue import fault
-from lockstep.faults.patches import around
 from lockstep.faults.planting import Plant, Planting
 
 CLASS = "grad norm, clipping"
@@ -18,6 +17,7 @@ CLIPS = (
     seen_in="pytorch/pytorch 170862",
     bug_class=CLASS,
     cause="clipping",
+    evidence="the norm is # times that of the gradients: it is the norm of tp rank 0's shards alone",
     first="gradient norm",
     arguments=CLIPS,
     axes=("tp",),
@@ -33,6 +33,7 @@ def norm_of_the_local_shard(run: Planting) -> Plant:
     seen_in="NVIDIA-NeMo/RL 3788",
     bug_class=CLASS,
     cause="clipping",
+    evidence="the norm is 1.0001 times that of the gradients, as if the parameters that every tp rank holds were counted tp times",
     first="gradient norm",
     arguments=CLIPS,
     axes=("tp",),
@@ -48,6 +49,7 @@ def replicated_parameters_counted_tp_times(run: Planting) -> Plant:
     seen_in="deepspeedai/DeepSpeed 8068",
     bug_class=CLASS,
     cause="clipping",
+    evidence="configured differently: max_grad_norm is 0.0, not 0.5",
     first="exp_avg/model.embed_tokens.weight",
     arguments=CLIPS,
     needs=("do_not_clip",),
@@ -62,6 +64,10 @@ def one_side_does_not_clip(run: Planting) -> Plant:
     seen_in="deepspeedai/DeepSpeed 1801",
     bug_class=CLASS,
     cause="clipping",
+    evidence=(
+        "the tp ranks' moments are 1.414, 1.414 times what they should be: each clipped by its own norm",
+        "configured differently: max_grad_norm is 0.7071, not 0.5",
+    ),
     first="exp_avg/model.embed_tokens.weight",
     arguments=CLIPS,
     axes=("tp",),
@@ -80,5 +86,5 @@ def every_tp_rank_clips_by_its_own_norm(run: Planting) -> Plant:
         dist.all_reduce(square, group=run.handles.group("dp"))
         own["norm"] = square.sqrt().float()
 
-    around(strategy, "update", before=measure)
+    run.around(strategy, "update", before=measure)
     run.handles.clip_by(lambda: own["norm"])

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.faults.catalogue import fault
-from lockstep.faults.patches import scale_backward
+from lockstep.faults.evidence import NO_SENTENCE
 from lockstep.faults.planting import Plant, Planting
 from lockstep.mesh import Mesh
 
@@ -18,7 +18,9 @@ cp_fault = functools.partial(
 ATTENDED = "forward/model.layers.0.self_attn.o_proj.input"
 
 
-@cp_fault(seen_in="NVIDIA-NeMo/Automodel 3508", cause="context parallelism", first=ATTENDED)
+@cp_fault(
+    seen_in="NVIDIA-NeMo/Automodel 3508", cause="context parallelism", evidence=NO_SENTENCE, first=ATTENDED
+)
 def causal_mask_local_to_the_rank(run: Planting) -> Plant:
     """A rank attends to as many keys as if its own positions were the first ones."""
     yield
@@ -31,10 +33,15 @@ def causal_mask_local_to_the_rank(run: Planting) -> Plant:
         allowed[:, : own + length] = real(own, length, window, device)
         return allowed
 
-    context.mask = local
+    run.patch(context, "mask", local)
 
 
-@cp_fault(seen_in="NVIDIA/Megatron-LM 4977", cause="context parallelism", first="forward/model.rotary_emb")
+@cp_fault(
+    seen_in="NVIDIA/Megatron-LM 4977",
+    cause="context parallelism",
+    evidence=NO_SENTENCE,
+    first="forward/model.rotary_emb",
+)
 def rotary_positions_local_to_the_rank(run: Planting) -> Plant:
     """The rotary angles of every rank begin at position 0."""
     yield
@@ -45,10 +52,10 @@ def rotary_positions_local_to_the_rank(run: Planting) -> Plant:
         input_ids, labels, positions = real(*batch)
         return input_ids, labels, torch.arange(positions.shape[1], device=positions.device)[None]
 
-    context.cut = local
+    run.patch(context, "cut", local)
 
 
-@cp_fault(seen_in="THUDM/slime 1871", cause="context parallelism", first=ATTENDED)
+@cp_fault(seen_in="THUDM/slime 1871", cause="context parallelism", evidence=NO_SENTENCE, first=ATTENDED)
 def keys_in_the_order_of_ranks(run: Planting) -> Plant:
     """Keys and values are joined rank by rank, though each rank has an early and a late piece."""
     yield
@@ -60,12 +67,13 @@ def keys_in_the_order_of_ranks(run: Planting) -> Plant:
         order = [each for rank in range(context.size) for each in (rank, 2 * context.size - 1 - rank)]
         return torch.cat([pieces[place] for place in order], -2)
 
-    context.whole = by_rank
+    run.patch(context, "whole", by_rank)
 
 
 @cp_fault(
     seen_in="NVIDIA-NeMo/Megatron-Bridge 4784",
     cause="cp reduction missing",
+    evidence=NO_SENTENCE,
     first="backward/model.layers.1.self_attn.v_proj",
 )
 def key_gradients_not_summed(run: Planting) -> Plant:
@@ -79,19 +87,34 @@ def key_gradients_not_summed(run: Planting) -> Plant:
     yield
 
 
-@cp_fault(seen_in="NVIDIA/Megatron-LM 906", cause="gradient scale", first="backward/lm_head")
+@cp_fault(
+    seen_in="NVIDIA/Megatron-LM 906",
+    cause="gradient scale",
+    evidence="the gradient of the logits is 2 = cp times what it should be, evenly for all samples",
+    first="backward/lm_head",
+)
 def loss_summed_over_cp(run: Planting) -> Plant:
     """The gradients of the ranks' losses are summed over cp and never divided."""
-    scale_backward((yield), lambda _call: run.config.cp_size)
+    run.scale_backward((yield), lambda _call: run.config.cp_size)
 
 
-@cp_fault(seen_in="deepspeedai/DeepSpeed 4530", cause="gradient scale", first="backward/lm_head")
+@cp_fault(
+    seen_in="deepspeedai/DeepSpeed 4530",
+    cause="gradient scale",
+    evidence="the gradient of the logits is 0.5 = 1/cp times what it should be, evenly for all samples",
+    first="backward/lm_head",
+)
 def loss_divided_by_cp_twice(run: Planting) -> Plant:
     """A rank's mean loss is divided by cp, and so is the sum of the gradients."""
-    scale_backward((yield), lambda _call: 1 / run.config.cp_size)
+    run.scale_backward((yield), lambda _call: 1 / run.config.cp_size)
 
 
-@cp_fault(seen_in="PrimeIntellect-ai/prime-rl 1960", cause="accumulation", first="backward/lm_head")
+@cp_fault(
+    seen_in="PrimeIntellect-ai/prime-rl 1960",
+    cause="accumulation",
+    evidence=NO_SENTENCE,
+    first="backward/lm_head",
+)
 def ranks_averaged_whatever_their_tokens(run: Planting) -> Plant:
     """The loss is a mean over ranks. The first rank's has 16 labels less, and so its other tokens count more."""
     strategy = yield
@@ -103,10 +126,15 @@ def ranks_averaged_whatever_their_tokens(run: Planting) -> Plant:
         return real(logits, labels, *rest, shift_labels=fewer, **options)
 
     if run.handles.context().rank == 0:
-        strategy.model.loss_function = without_some
+        strategy.model.loss_function = run.recorded("the model's loss_function", without_some)
 
 
-@cp_fault(seen_in="huggingface/transformers 36607", cause="data", first="batch/labels")
+@cp_fault(
+    seen_in="huggingface/transformers 36607",
+    cause="data",
+    evidence="the input ids are right, the labels are not",
+    first="batch/labels",
+)
 def labels_shifted_after_the_cut(run: Planting) -> Plant:
     """Each piece's labels are shifted within the piece: its last token is to predict itself."""
     yield
@@ -119,12 +147,13 @@ def labels_shifted_after_the_cut(run: Planting) -> Plant:
         labels = torch.cat([torch.cat([after[:, :-1], ids[:, -1:]], 1) for ids, after in pieces], 1)
         return input_ids, labels, positions
 
-    context.cut = shifted
+    run.patch(context, "cut", shifted)
 
 
 @cp_fault(
     seen_in="THUDM/slime 1366",
     cause="cp reduction missing",
+    evidence=NO_SENTENCE,
     first="gradient/model.norm.weight",
     needs=("context", "skip_dp_reduction"),
 )
@@ -134,7 +163,12 @@ def gradients_not_reduced_over_cp(run: Planting) -> Plant:
     run.handles.skip_dp_reduction()
 
 
-@cp_fault(seen_in="modelscope/ms-swift 10071", cause="data", first="batch/input_ids")
+@cp_fault(
+    seen_in="modelscope/ms-swift 10071",
+    cause="data",
+    evidence="the samples are not those of this step",
+    first="batch/input_ids",
+)
 def a_rank_has_the_positions_of_another(run: Planting) -> Plant:
     """The last rank is given the input ids of the first, with its own labels."""
     yield
@@ -148,4 +182,4 @@ def a_rank_has_the_positions_of_another(run: Planting) -> Plant:
             own = torch.cat([input_ids[:, :each], input_ids[:, -each:]], 1)
         return own, labels, positions
 
-    context.cut = first_ids
+    run.patch(context, "cut", first_ids)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.faults.catalogue import fault
+from lockstep.faults.evidence import agrees
 from lockstep.faults.planting import Plant, Planting
 from lockstep.inputs.data import Batches
 from lockstep.training.strategy import MicroBatch
@@ -24,7 +25,11 @@ def _feed(change: Change) -> Callable[[Planting], Plant]:
     def plant(run: Planting) -> Plant:
         strategy = yield
         real, steps = strategy.forward_backward, itertools.count()
-        strategy.forward_backward = lambda micro_batches: real(change(run, micro_batches, next(steps)))
+        run.patch(
+            strategy,
+            "forward_backward",
+            lambda micro_batches: real(change(run, micro_batches, next(steps))),
+        )
 
     return plant
 
@@ -33,7 +38,13 @@ def _of(run: Planting, step: int, share: int, batches: Batches | None = None) ->
     return (batches or run.inputs.batches).micro_batches(step, share, torch.device("cpu"))
 
 
-@fault(seen_in="ray-project/ray 64315", bug_class=DATA, cause="data", first="batch/input_ids")
+@fault(
+    seen_in="ray-project/ray 64315",
+    bug_class=DATA,
+    cause="data",
+    evidence="DP rank 1 was given the samples of DP rank 0",
+    first="batch/input_ids",
+)
 def dp_ranks_replay_one_batch(run: Planting) -> Plant:
     """Every data-parallel rank trains on the first one's samples."""
     return _feed(lambda run, _, step: _of(run, step, 0))(run)
@@ -43,6 +54,7 @@ def dp_ranks_replay_one_batch(run: Planting) -> Plant:
     seen_in="deepspeedai/DeepSpeed 7199",
     bug_class=DATA,
     cause="data",
+    evidence="tensor-parallel peers were given different samples: ranks [1, 3] differ",
     first="batch/input_ids",
     axes=("tp",),
     needs=("batches_are_not_checked",),
@@ -55,7 +67,14 @@ def tp_peers_read_different_samples(run: Planting) -> Plant:
     return _feed(lambda run, _, step: _of(run, step, dist.get_rank() % run.config.dp_size))(run)
 
 
-@fault(seen_in="verl-project/verl 4697", bug_class=DATA, cause="data", first="batch/input_ids", axes=("tp",))
+@fault(
+    seen_in="verl-project/verl 4697",
+    bug_class=DATA,
+    cause="data",
+    evidence="the samples are not those of this step",
+    first="batch/input_ids",
+    axes=("tp",),
+)
 def sampler_counts_all_ranks(run: Planting) -> Plant:
     """The sampler takes the world size for the data-parallel size and skips the shares in between."""
     wide = dataclasses.replace(run.inputs.batches, dp_size=run.config.num_workers)
@@ -66,7 +85,13 @@ def sampler_counts_all_ranks(run: Planting) -> Plant:
     return _feed(change)(run)
 
 
-@fault(seen_in="ray-project/ray 64315", bug_class=DATA, cause="data", first="batch/input_ids")
+@fault(
+    seen_in="ray-project/ray 64315",
+    bug_class=DATA,
+    cause="data",
+    evidence="the right samples in another order",
+    first="batch/input_ids",
+)
 def samples_in_another_order(run: Planting) -> Plant:
     """One data-parallel rank has its samples in another order: the same loss, and other tensors."""
 
@@ -77,7 +102,13 @@ def samples_in_another_order(run: Planting) -> Plant:
     return _feed(change)(run)
 
 
-@fault(seen_in="huggingface/transformers 34191", bug_class=DATA, cause="data", first="batch/labels")
+@fault(
+    seen_in="huggingface/transformers 34191",
+    bug_class=DATA,
+    cause="data",
+    evidence="the input ids are right, the labels are not",
+    first="batch/labels",
+)
 def labels_shifted_twice(run: Planting) -> Plant:
     """The labels, shifted by one already, are shifted again: the model learns to skip a token."""
 
@@ -90,7 +121,13 @@ def labels_shifted_twice(run: Planting) -> Plant:
     return _feed(change)(run)
 
 
-@fault(seen_in="ray-project/ray 31409", bug_class=DATA, cause="reported loss", first="loss of DP rank 1")
+@fault(
+    seen_in="ray-project/ray 31409",
+    bug_class=DATA,
+    cause="reported loss",
+    evidence="every tensor is right, but all DP ranks report the same loss",
+    first="loss of DP rank 1",
+)
 def only_the_first_rank_reports(run: Planting) -> Plant:
     """Every rank reports the first rank's loss; training is right."""
     from lockstep.training import loop as training
@@ -112,6 +149,15 @@ def only_the_first_rank_reports(run: Planting) -> Plant:
     yield
 
 
+def _a_tenth(where: str = "") -> Callable[[str], bool]:
+    """Evidence of dropout: about a tenth of the elements."""
+    shown = (
+        "# % of the elements of model.layers.0.self_attn.o_proj's output are zero, scattered, and the others larger to make up for it"
+        f"{where}: dropout"
+    )
+    return lambda said: agrees(shown, said) and 9 < float(said.split()[0]) < 11
+
+
 def _dropout(run: Planting, seed: Callable[[], int]) -> Plant:
     """Dropout of one tenth on an attention block's output, which the other strategies do not have."""
     strategy = yield
@@ -121,13 +167,15 @@ def _dropout(run: Planting, seed: Callable[[], int]) -> Plant:
         keep = torch.rand(output.shape, generator=generator) >= 0.1
         return output * keep / 0.9
 
-    dict(strategy.model.named_modules())["model.layers.0.self_attn.o_proj"].register_forward_hook(drop)
+    layer = "model.layers.0.self_attn.o_proj"
+    strategy.model.get_submodule(layer).register_forward_hook(run.recorded(f"the output of {layer}", drop))
 
 
 @fault(
     seen_in="pytorch/pytorch 168058",
     bug_class=RANDOM,
     cause="random numbers",
+    evidence=_a_tenth(", not the same on all ranks that hold it"),
     first="forward/model.layers.0.self_attn.o_proj",
     axes=("tp",),
     named=True,
@@ -141,6 +189,7 @@ def dropout_differs_between_tp_peers(run: Planting) -> Plant:
     seen_in="pytorch/pytorch 168058",
     bug_class=RANDOM,
     cause="random numbers",
+    evidence=_a_tenth(),
     first="forward/model.layers.0.self_attn.o_proj",
     named=True,
 )
@@ -153,6 +202,7 @@ def dropout_in_one_strategy_only(run: Planting) -> Plant:
     seen_in="pytorch/pytorch 168058",
     bug_class=RANDOM,
     cause="random numbers",
+    evidence="configured differently: dropout is 0.1, not 0.0",
     first="forward/model.layers.0.self_attn.o_proj.input",
     named=True,
 )
@@ -161,4 +211,4 @@ def attention_dropout_in_one_strategy_only(run: Planting) -> Plant:
     strategy = yield
     torch.manual_seed(dist.get_rank())
     for layer in strategy.model.model.layers:
-        layer.self_attn.attention_dropout = 0.1
+        run.patch(layer.self_attn, "attention_dropout", 0.1)

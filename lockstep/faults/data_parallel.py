@@ -3,7 +3,6 @@
 import torch.distributed as dist
 
 from lockstep.faults.catalogue import fault
-from lockstep.faults.patches import scale_backward
 from lockstep.faults.planting import Plant, Planting
 from lockstep.mesh import Mesh
 
@@ -14,6 +13,7 @@ MISSING, SCALE = "DP reduction missing", "wrong group or scale"
     seen_in="pytorch/torchtitan 577",
     bug_class=MISSING,
     cause="dp reduction missing",
+    evidence="each part of these gradients is 2 = dp times one DP rank's contribution, without the others', as recomputed (...)",
     first="gradient/model.norm.weight",
     needs=("skip_dp_reduction",),
 )
@@ -27,6 +27,7 @@ def no_dp_reduction(run: Planting) -> Plant:
     seen_in="pytorch/torchtitan 577",
     bug_class=MISSING,
     cause="dp reduction missing",
+    evidence="each part of these gradients is 2 = dp times one DP rank's contribution, without the others', as recomputed (model.layers.0...; model.layers.0...; model.layers.0...)",
     first="gradient/model.layers.0.mlp.down_proj.weight",
     needs=("skip_dp_reduction_of",),
     named=True,
@@ -41,6 +42,7 @@ def one_layer_without_dp_reduction(run: Planting) -> Plant:
     seen_in="deepspeedai/DeepSpeed 7985",
     bug_class=MISSING,
     cause="accumulation",
+    evidence="in every gradient the micro batches have different weights (1, 1, 0; 1 is right), the same on all DP ranks",
     first="gradient/model.norm.weight",
     arguments=("--gradient_accumulation_steps", "3"),
     needs=("reduce_before_the_last_micro_batch",),
@@ -55,6 +57,7 @@ def last_micro_batch_left_out(run: Planting) -> Plant:
     seen_in="meta-pytorch/torchtune 2420",
     bug_class=SCALE,
     cause="gradient scale",
+    evidence="every gradient is 0.5 = 1/tp or 1/dp times what it should be, evenly for all samples",
     first="gradient/model.norm.weight",
     axes=("dp", "tp"),
     needs=("divide_gradients_by",),
@@ -65,28 +68,36 @@ def divided_by_world_size(run: Planting) -> Plant:
     run.handles.divide_gradients_by(dist.get_world_size())
 
 
-@fault(seen_in="pytorch/torchtitan 2318", bug_class=SCALE, cause="gradient scale", first="backward/lm_head")
+@fault(
+    seen_in="pytorch/torchtitan 2318",
+    bug_class=SCALE,
+    cause="gradient scale",
+    evidence="the gradient of the logits is 0.5 = 1/tp or 1/dp times what it should be, evenly for all samples",
+    first="backward/lm_head",
+)
 def loss_divided_by_dp_as_well(run: Planting) -> Plant:
     """The loss is divided by dp although the reduction averages; AdamW hides the factor."""
-    scale_backward((yield), lambda _call: 1 / run.config.dp_size)
+    run.scale_backward((yield), lambda _call: 1 / run.config.dp_size)
 
 
 @fault(
     seen_in="huggingface/transformers 39648",
     bug_class=SCALE,
     cause="gradient scale",
+    evidence="the gradient of the logits is 2 = tp or dp times what it should be, evenly for all samples",
     first="backward/lm_head",
     axes=("tp",),
 )
 def loss_multiplied_by_tp(run: Planting) -> Plant:
     """The loss, whole on every rank, is multiplied with the tensor-parallel size before backward."""
-    scale_backward((yield), lambda _call: run.config.tp_size)
+    run.scale_backward((yield), lambda _call: run.config.tp_size)
 
 
 @fault(
     seen_in="pytorch/torchtitan 2318",
     bug_class=SCALE,
     cause="gradient scale",
+    evidence="every gradient is 4 = dp times what it should be, evenly for all samples",
     first="gradient/model.norm.weight",
     arguments=("--max_grad_norm", "0"),
     mesh=Mesh(dp=4),
@@ -102,6 +113,7 @@ def summed_instead_of_averaged(run: Planting) -> Plant:
     seen_in="NVIDIA/Megatron-LM 7452",
     bug_class=SCALE,
     cause="loss on vocabulary shards",
+    evidence="the loss is off by 0.6931 = log(tp), and the gradient of the logits is that of a sum of exponentials that is tp times too large",
     first="backward/lm_head",
     axes=("tp",),
     needs=("sum_partition_function_again",),

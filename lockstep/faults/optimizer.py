@@ -5,7 +5,6 @@ from typing import Any
 import torch
 
 from lockstep.faults.catalogue import fault
-from lockstep.faults.patches import around
 from lockstep.faults.planting import Plant, Planting
 from lockstep.training.strategy import Strategy
 
@@ -20,6 +19,7 @@ def _groups(strategy: Strategy) -> list[dict[str, Any]]:
     seen_in="verl-project/verl 5070",
     bug_class=CLASS,
     cause="weight decay",
+    evidence="configured differently: weight_decay.0.01 is ['model.embed_tokens.weight', 'model.layers.0.input_layernorm.weight', ..., not ['model.embed_tokens.weight', 'model.layers.0.mlp.down_proj.weight', ...",
     first="parameter/model.layers.0.input_layernorm.weight",
 )
 def norms_and_biases_decayed(run: Planting) -> Plant:
@@ -33,6 +33,7 @@ def norms_and_biases_decayed(run: Planting) -> Plant:
     seen_in="huggingface/accelerate 2926",
     bug_class=CLASS,
     cause="learning rate",
+    evidence="configured differently: learning_rates is [0.000996], not [0.001]",
     step=2,
     first="parameter/model.embed_tokens.weight",
 )
@@ -44,13 +45,14 @@ def scheduler_steps_once_per_process(run: Planting) -> Plant:
         for group in _groups(strategy):
             group["lr"] *= 0.999**run.config.num_workers
 
-    around(strategy, "update", after=decay)
+    run.around(strategy, "update", after=decay)
 
 
 @fault(
     seen_in="huggingface/accelerate 2926",
     bug_class=CLASS,
     cause="learning rate",
+    evidence="configured differently: learning_rates is [0.002], not [0.001]",
     first="parameter/model.embed_tokens.weight",
 )
 def learning_rate_times_dp(run: Planting) -> Plant:
@@ -64,6 +66,7 @@ def learning_rate_times_dp(run: Planting) -> Plant:
     seen_in="verl-project/verl 5070",
     bug_class=CLASS,
     cause="betas",
+    evidence="configured differently: betas is [0.9, 0.95], not [0.9, 0.999]",
     first="exp_avg_sq/model.embed_tokens.weight",
 )
 def other_beta(run: Planting) -> Plant:
@@ -77,6 +80,7 @@ def other_beta(run: Planting) -> Plant:
     seen_in="karpathy/build-nanogpt 30",
     bug_class=CLASS,
     cause="stale gradients",
+    evidence="gradient/model.norm.weight, gradient/model.layers.1.mlp.down_proj.weight, gradient/model.layers.1.mlp.up_proj.weight and 23 more: the gradient of the step before is added; it was not zeroed",
     step=2,
     first="gradient/model.norm.weight",
     needs=("gradients",),
@@ -91,13 +95,14 @@ def gradients_not_zeroed(run: Planting) -> Plant:
             gradient.add_(so_far.get(number, 0))
             so_far[number] = gradient.clone()
 
-    around(strategy, "forward_backward", after=add)
+    run.around(strategy, "forward_backward", after=add)
 
 
 @fault(
     seen_in="huggingface/accelerate 2624",
     bug_class=CLASS,
     cause="moments lost",
+    evidence="exp_avg/model.embed_tokens.weight, exp_avg/model.layers.0.self_attn.q_proj.weight, exp_avg/model.layers.0.self_attn.q_proj.bias and 49 more: they are those of a first step; what they had accumulated is lost",
     step=2,
     first="exp_avg/model.embed_tokens.weight",
     needs=("torch_optimizer",),
@@ -112,4 +117,4 @@ def moments_lost_between_steps(run: Planting) -> Plant:
             state["exp_avg"].zero_()
             state["exp_avg_sq"].zero_()
 
-    around(strategy, "update", before=forget)
+    run.around(strategy, "update", before=forget)

@@ -1,84 +1,160 @@
-"""Patches that last as long as a run, for planted faults and the handles that they use."""
+"""Replacements that last as long as a run, for planted faults and the handles that they use.
+
+Everything that a fault replaces goes through its run, which records whether it was used: what nobody calls plants nothing, or something else.
+"""
 
 import contextlib
 import itertools
+import types
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 from unittest import mock
 
+from lockstep.collective import gather_objects
 from lockstep.config import Config
+from lockstep.errors import TrainingFailure
 from lockstep.inputs.data import Inputs
 
-# Of one micro batch, as strategies have it: (input_ids, labels) -> loss, shape ().
-LossFunction = Callable[..., Any]
+Replacing = Callable[[], contextlib.AbstractContextManager[object]]
 
 
 class PatchedRun:
-    """A run's configuration and inputs, and `patch`."""
+    """A run's configuration and inputs, and what replaces attributes of live objects until it ends."""
 
     def __init__(self, config: Config, inputs: Inputs, stack: contextlib.ExitStack):
         self.config, self.inputs, self._stack = config, inputs, stack
+        self._used: dict[str, bool] = {}
 
     def patch(self, target: object, attribute: str, replacement: object) -> None:
-        """Replace an attribute until the run ends."""
-        self._stack.enter_context(mock.patch.object(target, attribute, replacement))
+        """Replace an attribute. A function must be called at least once, anything else read."""
+        self._stack.enter_context(self._replacing(target, attribute, replacement)())
 
+    def patch_during(
+        self, owner: object, method: str, target: object, attribute: str, replacement: object
+    ) -> None:
+        """Replace an attribute of `target` whenever owner.method runs, and no longer."""
+        real, replacing = getattr(owner, method), self._replacing(target, attribute, replacement)
 
-def around(
-    target: object,
-    method: str,
-    *,
-    before: Callable[[int], None] | None = None,
-    after: Callable[[int], None] | None = None,
-) -> None:
-    """Call before(step) and after(step) around every call of an object's method; steps count from 1."""
-    real, steps = getattr(target, method), itertools.count(1)
+        def wrapped(*arguments: Any, **options: Any) -> Any:
+            with replacing():
+                return real(*arguments, **options)
 
-    def wrapped(*arguments: Any) -> Any:
-        step = next(steps)
-        if before:
-            before(step)
-        result = real(*arguments)
-        if after:
-            after(step)
-        return result
+        self.patch(owner, method, wrapped)
 
-    setattr(target, method, wrapped)
+    def patch_dist(self, module: ModuleType, function: str, replacement: Callable[..., Any]) -> None:
+        """Replace a function of torch.distributed for one module alone, which calls it as `dist.FUNCTION`."""
+        own = {
+            **vars(module.dist),
+            function: self.recorded(f"{module.__name__}.dist.{function}", replacement),
+        }
+        self._stack.enter_context(mock.patch.object(module, "dist", types.SimpleNamespace(**own)))
 
+    def recorded(self, what: str, replacement: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that must be called at least once: for a hook, or what else is given to a library. `what` names it in the error."""
+        use = self._record(what)
 
-def wrap_loss(strategy: Any, wrap: Callable[[LossFunction], LossFunction]) -> None:
-    """From now on the strategy computes wrap(loss function)(input_ids, labels)."""
-    strategy.loss = wrap(strategy.loss)
+        def called(*arguments: Any, **options: Any) -> Any:
+            use()
+            return replacement(*arguments, **options)
 
+        return called
 
-def scale_backward(strategy: Any, factor: Callable[[int], float]) -> None:
-    """Multiply the gradient of every loss with factor(number of the call, from 0). The loss itself stays right."""
-    calls = itertools.count()
+    def around(
+        self,
+        target: object,
+        method: str,
+        *,
+        before: Callable[[int], None] | None = None,
+        after: Callable[[int], None] | None = None,
+    ) -> None:
+        """Call before(step) and after(step) around every call of an object's method; steps count from 1."""
+        real, steps = getattr(target, method), itertools.count(1)
 
-    def wrap(real: LossFunction) -> LossFunction:
+        def wrapped(*arguments: Any) -> Any:
+            step = next(steps)
+            if before:
+                before(step)
+            result = real(*arguments)
+            if after:
+                after(step)
+            return result
+
+        self.patch(target, method, wrapped)
+
+    def scale_backward(self, strategy: Any, factor: Callable[[int], float]) -> None:
+        """Multiply the gradient of every loss with factor(number of the call, from 0). The loss itself stays right."""
+        real, calls = strategy.loss, itertools.count()
+
         def scaled(*arguments: Any) -> Any:
             loss = real(*arguments)
             return loss + (factor(next(calls)) - 1) * (loss - loss.detach())
 
-        return scaled
+        self.patch(strategy, "loss", scaled)
 
-    wrap_loss(strategy, wrap)
+    def reduce_again(
+        self, module: ModuleType, *, calls_per_loss: int, which: int, row: int | None = None
+    ) -> None:
+        """Do one of the all-reduces of a loss function twice (of one `row` only); its module calls torch.distributed as `dist`."""
+        real, calls = module.dist.all_reduce, itertools.count()
 
-
-def reduce_again(
-    run: PatchedRun, module: ModuleType, *, calls_per_loss: int, which: int, row: int | None = None
-) -> None:
-    """Do one of the all-reduces of a loss function twice (of one `row` only); its module calls torch.distributed as `dist`."""
-    real, calls = module.dist, itertools.count()
-
-    class Twice:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(real, name)
-
-        def all_reduce(self, tensor: Any, *arguments: Any, **options: Any) -> None:
-            real.all_reduce(tensor, *arguments, **options)
+        def all_reduce(tensor: Any, *arguments: Any, **options: Any) -> None:
+            real(tensor, *arguments, **options)
             if next(calls) % calls_per_loss == which:
-                real.all_reduce(tensor if row is None else tensor[row], *arguments, **options)
+                real(tensor if row is None else tensor[row], *arguments, **options)
 
-    run.patch(module, "dist", Twice())
+        self.patch_dist(module, "all_reduce", all_reduce)
+
+    def require_used(self, fault: str) -> None:
+        """Raise TrainingFailure on every rank if a replacement was used on no rank. Collective."""
+        everyone = gather_objects(self._used)
+        used = {what for rank in everyone for what, seen in rank.items() if seen}
+        idle = next((what for rank in everyone for what in rank if what not in used), None)
+        if idle:
+            raise TrainingFailure(
+                f"fault {fault}: its replacement of {idle} was never used, so it plants something else than it says; "
+                "replace what the run uses"
+            )
+
+    def _replacing(self, target: object, attribute: str, replacement: object) -> Replacing:
+        what = f"{_name(target)}.{attribute}"
+        if callable(replacement):
+            noting = self.recorded(what, replacement)
+            return lambda: mock.patch.object(target, attribute, noting)
+        if isinstance(target, (type, ModuleType)):
+            raise TypeError(f"{what}: only functions of a class or a module can be replaced")
+        return self._holding(target, attribute, replacement, self._record(what))
+
+    def _holding(self, target: object, attribute: str, value: object, use: Callable[[], None]) -> Replacing:
+        """Let an object be of a class of its own, whose property holds the attribute and records that it is read."""
+        kind, held = type(target), [value]
+
+        def read(_: object) -> object:
+            use()
+            return held[0]
+
+        def write(_: object, new: object) -> None:
+            held[0] = new
+
+        own = type(kind.__name__, (kind,), {attribute: property(read, write), "__module__": kind.__module__})
+
+        @contextlib.contextmanager
+        def holding() -> Any:
+            target.__class__ = own
+            try:
+                yield
+            finally:
+                target.__class__ = kind
+
+        return holding
+
+    def _record(self, what: str) -> Callable[[], None]:
+        """What to call when the replacement of `what` is used. Several of one name are numbered, alike on all ranks."""
+        names = (what if number == 1 else f"{what} ({number})" for number in itertools.count(1))
+        name = next(name for name in names if name not in self._used)
+        self._used[name] = False
+        return lambda: self._used.update({name: True})
+
+
+def _name(target: object) -> str:
+    return getattr(target, "__qualname__", None) or getattr(target, "__name__", None) or type(target).__name__

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from lockstep.faults.catalogue import fault
-from lockstep.faults.patches import around
+from lockstep.faults.evidence import NO_SENTENCE
 from lockstep.faults.planting import Plant, Planting
 from lockstep.mesh import Mesh
 from lockstep.training.torch_strategy import local
@@ -19,15 +19,25 @@ pp_fault = functools.partial(
 )
 
 
-@pp_fault(seen_in="NVIDIA-NeMo/Speech 6958", cause="tied weights", first="gradient/model.embed_tokens.weight")
+@pp_fault(
+    seen_in="NVIDIA-NeMo/Speech 6958",
+    cause="tied weights",
+    evidence="the gradient of the tied weight has the embedding's contribution only, not the head's",
+    first="gradient/model.embed_tokens.weight",
+)
 def tied_gradients_not_summed_over_stages(run: Planting) -> Plant:
     """The embedding has the gradient of the first stage, the head that of the last."""
     yield
     pipeline: Any = run.handles.pipeline()
-    pipeline.sum_tied = lambda: None
+    run.patch(pipeline, "sum_tied", lambda: None)
 
 
-@pp_fault(seen_in="PaddlePaddle/PaddleNLP 7772", cause="weights", first="forward/lm_head")
+@pp_fault(
+    seen_in="PaddlePaddle/PaddleNLP 7772",
+    cause="weights",
+    evidence="ranks [1] hold another model.embed_tokens.weight than other ranks, with equal gradient and moments: it differed before the step",
+    first="forward/lm_head",
+)
 def tied_ends_start_apart(run: Planting) -> Plant:
     """The head's replica of the tied weights on the last stage is larger by one in a thousand."""
     strategy = yield
@@ -40,33 +50,26 @@ def tied_ends_start_apart(run: Planting) -> Plant:
                     if name == "lm_head.weight":
                         tensor.mul_(1.001)
 
-    around(strategy, "forward_backward", before=change)
+    run.around(strategy, "forward_backward", before=change)
 
 
 @pp_fault(
     seen_in="pytorch/torchtitan 596",
     cause="clipping",
+    evidence="the norm is # times that of the gradients: it is the norm of pp rank 0's layers alone",
     first="gradient norm",
     arguments=("--max_grad_norm", "0.5"),
 )
 def norm_of_one_stage(run: Planting) -> Plant:
     """Every stage clips by the norm of its own layers."""
     strategy = yield
-    real = strategy.grad_norm
-
-    def own() -> torch.Tensor:
-        with_pp, strategy.pipeline = strategy.pipeline, None
-        try:
-            return real()
-        finally:
-            strategy.pipeline = with_pp
-
-    strategy.grad_norm = own
+    run.patch_during(strategy, "grad_norm", strategy, "pipeline", None)
 
 
 @pp_fault(
     seen_in="pytorch/torchtitan 1733",
     cause="accumulation",
+    evidence="in every gradient the micro batches have different weights (0.5, 1; 1 is right), the same on all DP ranks",
     first="gradient/model.norm.weight",
     arguments=("--gradient_accumulation_steps", "2"),
     flags=("--gradient_sync", "every"),
@@ -81,10 +84,15 @@ def all_gradients_scaled_at_every_step(run: Planting) -> Plant:
             for parameter in strategy.parameters:
                 parameter.grad /= pipeline.micro
 
-    around(pipeline, "step", before=scale_again)
+    run.around(pipeline, "step", before=scale_again)
 
 
-@pp_fault(seen_in="pytorch/PiPPy 1052", cause="pipeline", first="forward/model.layers.1.input_layernorm")
+@pp_fault(
+    seen_in="pytorch/PiPPy 1052",
+    cause="pipeline",
+    evidence=NO_SENTENCE,
+    first="forward/model.layers.1.input_layernorm",
+)
 def a_stage_reads_the_micro_batch_before(run: Planting) -> Plant:
     """The second stage works on what it was sent for the micro batch before."""
     yield
@@ -98,11 +106,14 @@ def a_stage_reads_the_micro_batch_before(run: Planting) -> Plant:
             kept.append(x)
             return real(kept[-2:][0], *rest, **options)
 
-        stage.forward = late
+        run.patch(stage, "forward", late)
 
 
 @pp_fault(
-    seen_in="NVIDIA/Megatron-LM 1304", cause="not computed", first="forward/model.layers.1.input_layernorm"
+    seen_in="NVIDIA/Megatron-LM 1304",
+    cause="not computed",
+    evidence="forward/model.layers.1.input_layernorm and 31 more tensors: the run has another model, or does not run all of it",
+    first="forward/model.layers.1.input_layernorm",
 )
 def a_layer_left_out(run: Planting) -> Plant:
     """The split over stages leaves a layer out."""
@@ -110,17 +121,21 @@ def a_layer_left_out(run: Planting) -> Plant:
     pipeline: Any = run.handles.pipeline()
     if pipeline.rank:
         stage = pipeline.stages[0]
-        real, stage.numbers = stage.forward, []
+        real = stage.forward
+        run.patch(stage, "numbers", [])
 
         def without_layers(x: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
             unused = sum(local(weight).sum() for layer in stage.layers for weight in layer.parameters())
             return real(x + 0 * unused, *rest, **options)
 
-        stage.forward = without_layers
+        run.patch(stage, "forward", without_layers)
 
 
 @pp_fault(
-    seen_in="huggingface/transformers 24381", cause="weights", first="forward/model.layers.1.input_layernorm"
+    seen_in="huggingface/transformers 24381",
+    cause="weights",
+    evidence="model.layers.1.input_layernorm.weight was off by a relative 2.0e+00 before the step: its update is right, and the updated weight is not",
+    first="forward/model.layers.1.input_layernorm",
 )
 def a_stage_has_another_layers_weights(run: Planting) -> Plant:
     """The second stage was loaded with the weights of layer 0 for its layer 1 (here: its projections are negated)."""
@@ -133,10 +148,15 @@ def a_stage_has_another_layers_weights(run: Planting) -> Plant:
                     if name.startswith("model.layers.1."):
                         tensor.mul_(-1)
 
-    around(strategy, "forward_backward", before=change)
+    run.around(strategy, "forward_backward", before=change)
 
 
-@pp_fault(seen_in="deepspeedai/DeepSpeed 5729", cause="data", first="batch/labels")
+@pp_fault(
+    seen_in="deepspeedai/DeepSpeed 5729",
+    cause="data",
+    evidence="the input ids are right, the labels are not",
+    first="batch/labels",
+)
 def labels_of_the_micro_batch_before(run: Planting) -> Plant:
     """The last stage computes the loss of each micro batch with the labels of the one before."""
     yield
@@ -146,17 +166,19 @@ def labels_of_the_micro_batch_before(run: Planting) -> Plant:
     def rolled(input_ids: torch.Tensor, labels: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         return real(input_ids, labels.roll(1, 0), position_ids)
 
-    pipeline.step = rolled
+    run.patch(pipeline, "step", rolled)
 
 
-@pp_fault(seen_in="deepspeedai/DeepSpeed 7985", cause="accumulation", first="backward/lm_head")
+@pp_fault(
+    seen_in="deepspeedai/DeepSpeed 7985", cause="accumulation", evidence=NO_SENTENCE, first="backward/lm_head"
+)
 def last_micro_batch_dropped(run: Planting) -> Plant:
     """The loss of the last micro batch does not reach the gradients."""
     yield
     pipeline: Any = run.handles.pipeline()
     for stage in pipeline.stages:
         if stage.head is not None:
-            stage.forward = _without_every(pipeline.micro, stage.forward)
+            run.patch(stage, "forward", _without_every(pipeline.micro, stage.forward))
 
 
 def _without_every(number: int, real: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

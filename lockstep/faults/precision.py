@@ -5,7 +5,6 @@ from typing import Any
 import torch
 
 from lockstep.faults.catalogue import fault
-from lockstep.faults.patches import LossFunction, around, wrap_loss
 from lockstep.faults.planting import Plant, Planting
 
 CLASS = "precision, optimizer"
@@ -16,6 +15,7 @@ FP32 = ("fp32",)
     seen_in="Lightning-AI/lightning-thunder 725",
     bug_class=CLASS,
     cause="precision",
+    evidence="configured differently: compute_dtype is ['torch.bfloat16'], not ['torch.float32']",
     first="forward/model.layers.0.self_attn.q_proj",
     precisions=FP32,
 )
@@ -23,20 +23,20 @@ def autocast_in_one_strategy_only(run: Planting) -> Plant:
     """One strategy computes its products in bfloat16, the other in float32."""
     strategy = yield
 
-    def under_autocast(real: LossFunction) -> LossFunction:
-        def computed(*arguments: Any) -> Any:
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                return real(*arguments)
+    real = strategy.loss
 
-        return computed
+    def under_autocast(*arguments: Any) -> Any:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return real(*arguments)
 
-    wrap_loss(strategy, under_autocast)
+    run.patch(strategy, "loss", under_autocast)
 
 
 @fault(
     seen_in="huggingface/accelerate 2624",
     bug_class=CLASS,
     cause="precision",
+    evidence="every element of 26 parameters is a bfloat16 number",
     first="parameter/model.embed_tokens.weight",
     needs=("weights",),
 )
@@ -49,13 +49,14 @@ def master_weights_in_bfloat16(run: Planting) -> Plant:
             for _, tensor in run.handles.weights():
                 tensor.copy_(tensor.bfloat16())
 
-    around(strategy, "update", after=round_all)
+    run.around(strategy, "update", after=round_all)
 
 
 @fault(
     seen_in="huggingface/accelerate 3979",
     bug_class=CLASS,
     cause="precision",
+    evidence="configured differently: reduction_dtype is ['torch.bfloat16'], not ['torch.float32']",
     first="gradient/model.norm.weight",
     precisions=FP32,
     needs=("reduce_in_bfloat16",),
@@ -70,6 +71,7 @@ def gradients_reduced_in_bfloat16(run: Planting) -> Plant:
     seen_in="huggingface/accelerate 3979",
     bug_class=CLASS,
     cause="precision",
+    evidence="every element of model.layers.0.input_layernorm's output is a bfloat16 number, in a float32 run",
     first="forward/model.layers.0.input_layernorm",
     precisions=FP32,
     named=True,
@@ -77,6 +79,10 @@ def gradients_reduced_in_bfloat16(run: Planting) -> Plant:
 def norms_in_bfloat16(run: Planting) -> Plant:
     """The upcast to float32 inside the layers' norms has no effect: their output has bfloat16's precision."""
     strategy = yield
+
+    def rounded(_module: torch.nn.Module, _inputs: object, output: torch.Tensor) -> torch.Tensor:
+        return output.bfloat16().to(output.dtype)
+
     for name, module in strategy.model.named_modules():
         if name.endswith("layernorm"):
-            module.register_forward_hook(lambda _module, _inputs, output: output.bfloat16().to(output.dtype))
+            module.register_forward_hook(run.recorded(f"the output of {name}", rounded))

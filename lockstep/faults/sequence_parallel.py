@@ -3,7 +3,6 @@
 import functools
 
 from lockstep.faults.catalogue import fault
-from lockstep.faults.patches import scale_backward
 from lockstep.faults.planting import Plant, Planting
 from lockstep.mesh import Mesh
 
@@ -23,6 +22,7 @@ sp_fault = functools.partial(
 @sp_fault(
     seen_in="EleutherAI/gpt-neox 1259",
     cause="tp reduction missing",
+    evidence="the gradient of model.norm.weight, model.layers.1.post_attention_layernorm.weight, model.layers.1.input_layernorm.weight and 2 more has one tp rank's ... only, as recomputed",
     first="gradient/model.norm.weight",
 )
 def sequence_parallel_norms_not_reduced(run: Planting) -> Plant:
@@ -34,6 +34,7 @@ def sequence_parallel_norms_not_reduced(run: Planting) -> Plant:
 @sp_fault(
     seen_in="pytorch/torchtitan 1805",
     cause="tp reduction missing",
+    evidence="model.layers.1.self_attn.o_proj's output is, at each tp rank's positions, that rank's share alone, computed again from input and weights",
     first="forward/model.layers.1.self_attn.o_proj",
 )
 def positions_cut_without_the_sum(run: Planting) -> Plant:
@@ -42,7 +43,12 @@ def positions_cut_without_the_sum(run: Planting) -> Plant:
     run.handles.cut_without_sum("model.layers.1.self_attn.o_proj")
 
 
-@sp_fault(seen_in="deepspeedai/DeepSpeed 5248", cause="gradient scale", first="backward/lm_head")
+@sp_fault(
+    seen_in="deepspeedai/DeepSpeed 5248",
+    cause="gradient scale",
+    evidence="the gradient of the logits is 2 = tp times what it should be, evenly for all samples",
+    first="backward/lm_head",
+)
 def loss_multiplied_by_sp(run: Planting) -> Plant:
     """The ranks that share a sequence each count as a data-parallel rank: the gradient is tp times too large."""
-    scale_backward((yield), lambda _call: run.config.tp_size)
+    run.scale_backward((yield), lambda _call: run.config.tp_size)

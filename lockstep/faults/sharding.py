@@ -2,13 +2,12 @@
 
 import functools
 from typing import Any
-from unittest import mock
 
 import torch
 
 from lockstep.faults.catalogue import fault
 from lockstep.faults.clipping import CLIPS
-from lockstep.faults.patches import around
+from lockstep.faults.evidence import NO_SENTENCE
 from lockstep.faults.planting import Plant, Planting
 from lockstep.mesh import Mesh
 from lockstep.training import torch_strategy
@@ -17,26 +16,18 @@ REPLICAS = ("--dp_replicate", "2")
 hsdp_fault = functools.partial(fault, mesh=Mesh(dp=4))
 
 
-class Reductions:
-    """torch.distributed as FSDP's reductions call it, with another all-reduce. It is called over replicas alone."""
-
-    def __init__(self, real: Any, all_reduce: Any):
-        self.real, self.all_reduce = real, all_reduce
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.real, name)
-
-
 def _all_reduce_replicas_by(run: Planting, all_reduce: Any) -> None:
+    """FSDP's reductions call all_reduce over replicas alone."""
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
-    run.patch(_fsdp_collectives, "dist", Reductions(_fsdp_collectives.dist, all_reduce))
+    run.patch_dist(_fsdp_collectives, "all_reduce", all_reduce)
 
 
 @fault(
     seen_in="verl-project/verl 7493",
     bug_class="DP reduction missing",
     cause="dp reduction missing",
+    evidence="each part of these gradients is 2 = dp times one DP rank's contribution, without the others', as recomputed (...)",
     first="gradient/model.norm.weight",
     mesh=Mesh(dp=2),
     flags=REPLICAS,
@@ -51,6 +42,7 @@ def replicas_of_one_shard_not_reduced(run: Planting) -> Plant:
     seen_in="verl-project/verl 7493",
     bug_class="DP reduction missing",
     cause="dp reduction missing",
+    evidence="each part of these gradients is 2 = dp / 2 times one replica's contribution, without the others', as recomputed (...)",
     first="gradient/model.norm.weight",
     flags=REPLICAS,
 )
@@ -64,6 +56,7 @@ def replicas_not_reduced(run: Planting) -> Plant:
     seen_in="pytorch/pytorch 125484",
     bug_class="DP reduction missing",
     cause="dp reduction missing",
+    evidence=NO_SENTENCE,
     first="gradient/model.norm.weight",
     arguments=("--gradient_accumulation_steps", "3"),
     flags=(*REPLICAS, "--gradient_sync", "scatter"),
@@ -96,6 +89,7 @@ def only_the_last_micro_batch_over_replicas(run: Planting) -> Plant:
     seen_in="ByteDance-Seed/VeOmni 862",
     bug_class="grad norm, clipping",
     cause="clipping",
+    evidence="the norm is 1.414 times that of the gradients, and the moments show that it was used to clip them",
     first="gradient norm",
     arguments=CLIPS,
     flags=REPLICAS,
@@ -103,22 +97,18 @@ def only_the_last_micro_batch_over_replicas(run: Planting) -> Plant:
 def norm_summed_over_replicas(run: Planting) -> Plant:
     """The squares of the gradient norm are summed over all data-parallel ranks, so that every replica counts."""
     strategy = yield
-    real = strategy.grad_norm
 
     def every_axis(tensor: Any) -> tuple[int, ...]:
         return tuple(range(tensor.device_mesh.ndim))
 
-    def norm() -> torch.Tensor:
-        with mock.patch.object(torch_strategy, "sharded_axes", every_axis):
-            return real()
-
-    strategy.grad_norm = norm
+    run.patch_during(strategy, "grad_norm", torch_strategy, "sharded_axes", every_axis)
 
 
 @hsdp_fault(
     seen_in="allenai/OLMo-core 319",
     bug_class="weights",
     cause="weights",
+    evidence="ranks [2, 3] hold another model.embed_tokens.weight than other ranks, with equal gradient and moments: it differed before the step",
     first="forward/model.embed_tokens",
     needs=("weights",),
     flags=REPLICAS,
@@ -133,13 +123,14 @@ def replicas_start_apart(run: Planting) -> Plant:
                 for _, tensor in run.handles.weights():
                     tensor.mul_(1.001)
 
-    around(strategy, "forward_backward", before=change)
+    run.around(strategy, "forward_backward", before=change)
 
 
 @fault(
     seen_in="pytorch/pytorch 137348",
     bug_class="weights",
     cause="weights",
+    evidence=NO_SENTENCE,
     step=2,
     first="forward/model.layers.1.input_layernorm",
     mesh=Mesh(dp=2),
@@ -153,13 +144,14 @@ def weights_gathered_before_the_update(run: Planting) -> Plant:
         for group in strategy.model.get_submodule("model.layers.1")._get_fsdp_state()._fsdp_param_groups:
             group.unshard(async_op=True)
 
-    around(strategy, "update", before=gather)
+    run.around(strategy, "update", before=gather)
 
 
 @fault(
     seen_in="pytorch/pytorch 187073",
     bug_class="TP reduction missing",
     cause="gradient lost",
+    evidence=NO_SENTENCE,
     first="backward/model.embed_tokens",
     axes=("tp",),
     mesh=Mesh(tp=2),

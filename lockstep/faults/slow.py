@@ -13,7 +13,6 @@ import torch
 
 from lockstep.errors import UserError
 from lockstep.faults.catalogue import Planter
-from lockstep.faults.patches import around
 from lockstep.faults.planting import Plant, Planting
 from lockstep.inputs.data import Batches
 
@@ -90,7 +89,7 @@ def second_moments_in_bfloat16(run: Planting) -> Plant:
         for state in run.handles.torch_optimizer().state.values():
             _round(state["exp_avg_sq"])
 
-    around(strategy, "update", after=round_all)
+    run.around(strategy, "update", after=round_all)
 
 
 @slow
@@ -102,7 +101,7 @@ def weights_in_bfloat16(run: Planting) -> Plant:
         for _, weight in run.handles.weights():
             _round(weight)
 
-    around(strategy, "update", after=round_all)
+    run.around(strategy, "update", after=round_all)
 
 
 @slow
@@ -114,7 +113,7 @@ def every_twentieth_update_lost(run: Planting) -> Plant:
         for _, gradient in run.handles.gradients() if step % 20 == 0 else ():
             gradient.zero_()
 
-    around(strategy, "update", before=lose)
+    run.around(strategy, "update", before=lose)
 
 
 @slow

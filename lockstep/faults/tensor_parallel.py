@@ -6,7 +6,6 @@ import torch
 import torch.distributed as dist
 
 from lockstep.faults.catalogue import fault
-from lockstep.faults.patches import around
 from lockstep.faults.planting import Plant, Planting
 from lockstep.mesh import Mesh
 
@@ -19,6 +18,7 @@ FOUR_KV = "tiny-qwen2-4kv"  # at tp 4, so that the factor is no other size of th
     seen_in="NVIDIA/Megatron-LM 1446",
     bug_class=MISSING,
     cause="tp reduction missing",
+    evidence="model.layers.1.self_attn.o_proj's output is tp rank 0's share alone, computed again from input and weights",
     first="forward/model.layers.1.self_attn.o_proj",
     axes=("tp",),
     needs=("drop_sum_over_tp",),
@@ -33,6 +33,7 @@ def row_parallel_sum_dropped(run: Planting) -> Plant:
     seen_in="NVIDIA/Megatron-LM 1446",
     bug_class=MISSING,
     cause="tp reduction missing",
+    evidence="model.embed_tokens's output is tp rank 0's share alone, computed again from input and weights",
     first="forward/model.embed_tokens",
     axes=("tp",),
     needs=("drop_embedding_sum",),
@@ -47,6 +48,7 @@ def embedding_sum_dropped(run: Planting) -> Plant:
     seen_in="pytorch/torchtitan 1805",
     bug_class=MISSING,
     cause="tp reduction missing",
+    evidence="the gradient of model.layers.1.post_attention_layernorm's output has only tp rank 0's share of the part that comes back through model.layers.1.mlp.gate_proj, model.layers.1.mlp.up_proj",
     first="backward/model.layers.1.post_attention_layernorm",
     axes=("tp",),
     needs=("drop_input_gradient_sum",),
@@ -61,6 +63,7 @@ def mlp_input_gradient_not_reduced(run: Planting) -> Plant:
     seen_in="pytorch/torchtitan 1373",
     bug_class=MISSING,
     cause="tp reduction missing",
+    evidence="the gradient of model.layers.1.post_attention_layernorm's output has only tp rank 0's share of the part that comes back through model.layers.1.mlp.up_proj",
     first="backward/model.layers.1.post_attention_layernorm",
     axes=("tp",),
     needs=("drop_input_gradient_sum_of",),
@@ -75,6 +78,7 @@ def one_projection_gradient_not_reduced(run: Planting) -> Plant:
     seen_in="bigcode-project/Megatron-LM 35",
     bug_class=MISSING,
     cause="tp reduction missing",
+    evidence="the gradient of model.layers.1.input_layernorm's output has only tp rank 0's share of the part that comes back through model.layers.1.self_attn.k_proj, model.layers.1.self_attn.v_proj",
     first="backward/model.layers.1.input_layernorm",
     axes=("tp",),
     needs=("drop_input_gradient_sum_of",),
@@ -90,6 +94,7 @@ def kv_input_gradient_not_reduced(run: Planting) -> Plant:
     seen_in="NVIDIA-NeMo/RL 3716",
     bug_class=MISSING,
     cause="tp reduction missing",
+    evidence="the gradient of model.layers.1.self_attn.k_norm.weight, model.layers.1.self_attn.q_norm.weight, model.layers.0.self_attn.k_norm.weight and 1 more has one tp rank's heads only, as recomputed",
     model="tiny-qwen3",
     first="gradient/model.layers.1.self_attn.k_norm.weight",
     axes=("tp",),
@@ -105,6 +110,7 @@ def head_norm_gradients_not_summed(run: Planting) -> Plant:
     seen_in="huggingface/text-generation-inference 1036",
     bug_class=DOUBLED,
     cause="tp reduction repeated",
+    evidence="model.layers.1.mlp.down_proj's output, a sum over tp, is 2 = tp times what it should be",
     first="forward/model.layers.1.mlp.down_proj",
     axes=("tp",),
     needs=("group",),
@@ -119,13 +125,16 @@ def row_parallel_sum_done_twice(run: Planting) -> Plant:
         dist.all_reduce(total, group=group)
         return output + (total - output.detach())
 
-    strategy.model.get_submodule(f"{MLP}.down_proj").register_forward_hook(sum_again)
+    strategy.model.get_submodule(f"{MLP}.down_proj").register_forward_hook(
+        run.recorded(f"the output of {MLP}.down_proj", sum_again)
+    )
 
 
 @fault(
     seen_in="pytorch/torchtitan 2106",
     bug_class=DOUBLED,
     cause="tp reduction repeated",
+    evidence="the gradient of model.layers.1.self_attn.q_proj.bias is 2 = tp times what it should be",
     first="gradient/model.layers.1.self_attn.q_proj.bias",
     axes=("tp",),
     needs=("gradients",),
@@ -139,6 +148,7 @@ def bias_gradient_times_tp(run: Planting) -> Plant:
     seen_in="pytorch/torchtitan 4332",
     bug_class=DOUBLED,
     cause="tp reduction repeated",
+    evidence="only the gradients of the parameters that every tp rank holds are 4 = tp times what they should be",
     first="gradient/model.norm.weight",
     model=FOUR_KV,
     mesh=Mesh(tp=4),
@@ -154,6 +164,7 @@ def norm_gradients_times_tp(run: Planting) -> Plant:
     seen_in="pytorch/torchtitan 4332",
     bug_class=DOUBLED,
     cause="gradient scale",
+    evidence="only the gradients of the parameters that every tp rank holds are 0.5 = 1/tp or 1/dp times what they should be",
     first="gradient/model.norm.weight",
     axes=("tp",),
     needs=("gradients",),
@@ -172,4 +183,4 @@ def _scaled(run: Planting, of: Callable[[str], bool], factor: float) -> Plant:
             if of(name):
                 gradient.mul_(factor)
 
-    around(strategy, "forward_backward", after=scale)
+    run.around(strategy, "forward_backward", after=scale)

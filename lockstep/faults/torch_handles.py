@@ -3,7 +3,6 @@
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -14,7 +13,6 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.faults.handles import Handles
-from lockstep.faults.patches import around, reduce_again
 from lockstep.inputs import modules
 from lockstep.training import torch_strategy
 from lockstep.training.context_parallel import ContextParallel
@@ -42,6 +40,11 @@ class OwnChunk(ReduceScatter):
         group: dist.ProcessGroup,
         op: object,
         async_op: bool = False,
+    ) -> None:
+        self.reduce(output_tensor, input_tensor, group)
+
+    def reduce(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup
     ) -> None:
         output_tensor.copy_(input_tensor.chunk(dist.get_world_size(group))[dist.get_rank(group)])
 
@@ -73,32 +76,18 @@ class TorchHandles(Handles):
         return self.strategy.pipeline
 
     def norm_not_summed_over_tp(self) -> None:
-        real, axes = self.strategy.grad_norm, torch_strategy.sharded_axes
+        axes = torch_strategy.sharded_axes
 
         def without_tp(tensor: DTensor) -> tuple[int, ...]:
             names = tensor.device_mesh.mesh_dim_names or ()
             return tuple(axis for axis in axes(tensor) if names[axis] != "tp")
 
-        def summed_over_dp_only() -> torch.Tensor:
-            with mock.patch.object(torch_strategy, "sharded_axes", without_tp):
-                return real()
-
-        self.strategy.grad_norm = summed_over_dp_only
+        self.run.patch_during(self.strategy, "grad_norm", torch_strategy, "sharded_axes", without_tp)
 
     def count_replicas_in_norm(self) -> None:
-        real, strategy = self.strategy.grad_norm, self.strategy
-        copied = [
-            p
-            for p in strategy.parameters
-            if not isinstance(p, DTensor) or "tp" not in (p.device_mesh.mesh_dim_names or ())
-        ]
-
-        def copies_summed_over_tp() -> torch.Tensor:
-            with mock.patch.object(strategy, "parameters", copied):
-                once = real()
-            return (real() ** 2 + (self.run.config.tp_size - 1) * once**2).sqrt()
-
-        strategy.grad_norm = copies_summed_over_tp
+        counted = self.strategy.in_norm  # groups of one layout, whose squares are added up
+        copied = [alike for alike in counted if not _is_cut_over(alike[0], "tp")]
+        self.run.patch(self.strategy, "in_norm", counted + (self.run.config.tp_size - 1) * copied)
 
     def do_not_clip(self) -> None:
         self.run.patch(torch.nn.utils, "clip_grads_with_norm_", lambda *arguments: None)
@@ -113,24 +102,32 @@ class TorchHandles(Handles):
 
     def detach_head_from_embedding(self) -> None:
         head = self.strategy.model.get_submodule(modules.HEAD)
-        head.forward = lambda x: torch.nn.functional.linear(x, head.weight.detach())
+        self.run.patch(head, "forward", lambda x: torch.nn.functional.linear(x, head.weight.detach()))
 
     def batches_are_not_checked(self) -> None:
         pass
+
+
+def _is_cut_over(parameter: torch.Tensor, axis: str) -> bool:
+    """Whether the ranks along an axis hold different shards of a parameter."""
+    if not isinstance(parameter, DTensor):
+        return False
+    names = parameter.device_mesh.mesh_dim_names or ()
+    return axis in (names[number] for number in torch_strategy.sharded_axes(parameter))
 
 
 class DDPHandles(TorchHandles):
     """For a model wrapped in DistributedDataParallel."""
 
     def skip_dp_reduction(self) -> None:
-        reduce_by(self.strategy.wrapped, lambda buffer, group: buffer)
+        self._reduce_by(self.strategy.wrapped, lambda buffer, group: buffer)
 
     def divide_gradients_by(self, divisor: int) -> None:
         def divided(buffer: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
             dist.all_reduce(buffer, group=group)
             return buffer.div_(divisor)
 
-        reduce_by(self.strategy.wrapped, divided)
+        self._reduce_by(self.strategy.wrapped, divided)
 
     def reduce_in_bfloat16(self) -> None:
         wrap = DistributedDataParallel.__init__
@@ -142,22 +139,24 @@ class DDPHandles(TorchHandles):
 
         def with_hook(module: DistributedDataParallel, *arguments: Any, **options: Any) -> None:
             wrap(module, *arguments, **options)
-            reduce_by(module, rounded)
+            self._reduce_by(module, rounded)
 
         self.run.patch(DistributedDataParallel, "__init__", with_hook)
 
+    def _reduce_by(
+        self,
+        module: DistributedDataParallel,
+        change: Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor],
+    ) -> None:
+        """Let change(bucket of gradients, dp group) take the place of DDP's all-reduce and division."""
+        recorded = self.run.recorded("DDP's all-reduce", change)
 
-def reduce_by(
-    module: DistributedDataParallel, change: Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor]
-) -> None:
-    """Let change(bucket of gradients, dp group) take the place of DDP's all-reduce and division."""
+        def hook(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+            done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+            done.set_result(recorded(bucket.buffer(), module.process_group))
+            return done
 
-    def hook(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        done.set_result(change(bucket.buffer(), module.process_group))
-        return done
-
-    module.register_comm_hook(None, hook)
+        module.register_comm_hook(None, hook)
 
 
 class FSDPHandles(TorchHandles):
@@ -171,12 +170,17 @@ class FSDPHandles(TorchHandles):
 
     def skip_dp_reduction(self) -> None:
         for module in self._fsdp_modules():
-            module.set_custom_reduce_scatter(OwnChunk())
+            self._keep_own_chunk(module)
 
     def skip_dp_reduction_of(self, module: str) -> None:
         layer = self._module(module)
         assert isinstance(layer, FSDPModule), f"{module} is none of the layers that fully_shard has had"
-        layer.set_custom_reduce_scatter(OwnChunk())
+        self._keep_own_chunk(layer)
+
+    def _keep_own_chunk(self, module: FSDPModule) -> None:
+        own = OwnChunk()
+        self.run.patch(own, "reduce", own.reduce)
+        module.set_custom_reduce_scatter(own)
 
     def divide_gradients_by(self, divisor: int) -> None:
         for module in self._fsdp_modules():
@@ -186,9 +190,13 @@ class FSDPHandles(TorchHandles):
     def reduce_before_the_last_micro_batch(self) -> None:
         steps = self.run.config.gradient_accumulation_steps
         real, calls = self.strategy.model.set_requires_gradient_sync, itertools.count()
-        self.strategy.model.set_requires_gradient_sync = lambda _: real(next(calls) % steps == steps - 2)
+        self.run.patch(
+            self.strategy.model,
+            "set_requires_gradient_sync",
+            lambda _: real(next(calls) % steps == steps - 2),
+        )
         # what is left is not of the next step either
-        around(self.strategy, "update", after=lambda _step: self._drop_unreduced())
+        self.run.around(self.strategy, "update", after=lambda _step: self._drop_unreduced())
 
     def _drop_unreduced(self) -> None:
         for module in self._fsdp_modules():
@@ -207,9 +215,13 @@ class FSDPHandles(TorchHandles):
         self.run.patch(fsdp_strategy, "fully_shard", in_bfloat16)
 
     def drop_sum_over_tp(self, module: str) -> None:
-        layer = self._module(module)
+        self._change_output(module, lambda output: output.to_local())
+
+    def _change_output(self, name: str, change: Callable[[Any], torch.Tensor]) -> None:
+        """Let a module give change(output), in place of the hooks that it has."""
+        layer, recorded = self._module(name), self.run.recorded(f"the output of {name}", change)
         layer._forward_hooks.clear()
-        layer.register_forward_hook(lambda _module, _inputs, output: output.to_local())
+        layer.register_forward_hook(lambda _module, _inputs, output: recorded(output))
 
     def drop_embedding_sum(self) -> None:
         from torch.distributed.tensor.placement_types import _MaskPartial
@@ -226,8 +238,9 @@ class FSDPHandles(TorchHandles):
     def drop_input_gradient_sum(self, module: str, *layers: str) -> None:
         mesh = self.strategy.device_mesh["tp"]
         block = self._module(module)
+        enter = self.run.recorded(f"the input of {module}", lambda x: _EnterUnreduced.apply(x, mesh))
         block._forward_pre_hooks.clear()
-        block.register_forward_pre_hook(lambda _module, inputs: (_EnterUnreduced.apply(inputs[0], mesh),))
+        block.register_forward_pre_hook(lambda _module, inputs: (enter(inputs[0]),))
 
     def drop_head_norm_gradient_sum(self) -> None:
         import fsdp_strategy
@@ -249,16 +262,15 @@ class FSDPHandles(TorchHandles):
         self.run.patch(fsdp_strategy, "norms_between_blocks", lambda model: [])
 
     def cut_without_sum(self, module: str) -> None:
-        layer, mesh = self._module(module), self.strategy.device_mesh["tp"]
-        layer._forward_hooks.clear()
-        layer.register_forward_hook(
-            lambda _module, _inputs, output: output.to_local().chunk(mesh.size(), 1)[mesh.get_local_rank()]
+        mesh = self.strategy.device_mesh["tp"]
+        self._change_output(
+            module, lambda output: output.to_local().chunk(mesh.size(), 1)[mesh.get_local_rank()]
         )
 
     def sum_partition_function_again(self) -> None:
         from lockstep.training import vocab_parallel_loss
 
-        reduce_again(self.run, vocab_parallel_loss, calls_per_loss=2, which=1, row=0)
+        self.run.reduce_again(vocab_parallel_loss, calls_per_loss=2, which=1, row=0)
 
     def shift_vocabulary_offset(self) -> None:
         import fsdp_strategy

@@ -5,7 +5,6 @@ from collections.abc import Callable
 import torch
 
 from lockstep.faults.catalogue import fault
-from lockstep.faults.patches import around
 from lockstep.faults.planting import Plant, Planting
 from lockstep.training.strategy import Strategy
 
@@ -22,13 +21,17 @@ def _at_start(run: Planting, strategy: Strategy, change: Callable[[str, torch.Te
                 for name, tensor in run.handles.weights():
                     change(name, tensor)
 
-    around(strategy, "forward_backward", before=action)
+    run.around(strategy, "forward_backward", before=action)
 
 
 @fault(
     seen_in="NVIDIA-NeMo/Automodel 3822",
     bug_class=CLASS,
     cause="weights",
+    evidence=(
+        "model.embed_tokens.weight was off by a relative 7.1e-04 before the step: its update is right, and the updated weight is not",
+        "model.embed_tokens.weight was off by a relative 4.7e-04 before the step: its update is right, and the updated weight is not",
+    ),
     first="forward/model.embed_tokens",
     needs=("weights",),
 )
@@ -43,6 +46,7 @@ def one_replica_starts_elsewhere(run: Planting) -> Plant:
     seen_in="huggingface/transformers 17877",
     bug_class=CLASS,
     cause="weights",
+    evidence="model.layers.1.self_attn.q_proj.weight was off by a relative 2.0e+00 before the step: its update is right, and the updated weight is not",
     first="forward/model.layers.1.self_attn.q_proj",
     needs=("weights",),
     named=True,
@@ -62,6 +66,7 @@ def reinitialised_after_loading(run: Planting) -> Plant:
     seen_in="NVIDIA-NeMo/Automodel 3822",
     bug_class=CLASS,
     cause="weights",
+    evidence="model.layers.1.input_layernorm.weight was off by a relative 1.0e-03 before the step: its update is right, and the updated weight is not",
     first="forward/model.layers.1.input_layernorm",
     axes=("tp",),
     needs=("weights",),
@@ -82,6 +87,7 @@ def norm_weight_differs_on_one_tp_rank(run: Planting) -> Plant:
     seen_in="pytorch/pytorch 176076",
     bug_class=CLASS,
     cause="tied weights",
+    evidence="the gradient of the tied weight has the embedding's contribution only, not the head's",
     first="gradient/model.embed_tokens.weight",
     needs=("detach_head_from_embedding",),
 )
@@ -95,6 +101,7 @@ def tie_broken(run: Planting) -> Plant:
     seen_in="pytorch/pytorch 176076",
     bug_class=CLASS,
     cause="update left out",
+    evidence="the moments are right; unchanged bit for bit: model.embed_tokens.weight in the share of tp rank 1 of 2; all else is right",
     model=ODD,
     first="parameter/model.embed_tokens.weight",
     axes=("tp",),
@@ -118,13 +125,14 @@ def last_uneven_shard_never_updates(run: Planting) -> Plant:
             for tensor, old in zip(live, kept, strict=True):
                 tensor.copy_(old)
 
-    around(strategy, "update", before=keep, after=put_back)
+    run.around(strategy, "update", before=keep, after=put_back)
 
 
 @fault(
     seen_in="NVIDIA/Megatron-LM 1754",
     bug_class=CLASS,
     cause="loss on vocabulary shards",
+    evidence="the logits are right; their gradient is wrong for all tokens whose label is in the shard of tp rank 1, and for no others",
     model=ODD,
     first="backward/lm_head",
     axes=("tp",),

@@ -1,10 +1,12 @@
 """The report of a comparison of loss curves: statistics, verdict and figure."""
 
+import itertools
 from collections.abc import Iterable
 from pathlib import Path
 
 from lockstep.errors import printable
 from lockstep.files import FIGURE, write_atomically
+from lockstep.losses import drawing
 from lockstep.losses.curves import (
     DERIVED_STEPS,
     FAIL,
@@ -14,10 +16,12 @@ from lockstep.losses.curves import (
     Tolerance,
 )
 from lockstep.losses.folder import Judged
-from lockstep.strategies import BASELINE, FURTHER_COLORS, color_of
+from lockstep.strategies import BASELINE, FURTHER_COLORS, VERMILION, color_of
 from lockstep.training.contract import KNOWN_DIFFERENCES
 from lockstep.training.history import History
 
+# Of runs, one after another: where they agree, a marker of another shape shows through the one above it.
+MARKERS = ("o", "x", "^", "+", "s")
 _WIDE, _RULE = "=" * 60, "-" * 60
 
 
@@ -117,19 +121,15 @@ def colors(names: Iterable[str]) -> dict[str, str]:
     return chosen
 
 
-# a log axis has no zero: exact agreement is drawn at the bottom, one float64 ulp of a loss between 4 and 8
-LOWEST = 2.0**-50
-
-
 def _gaps(baseline: History, other: History) -> list[float]:
     pairs = zip(baseline.steps, other.steps, strict=False)
-    return [max(abs(theirs["loss"] - mine["loss"]), LOWEST) for mine, theirs in pairs]
+    return [abs(theirs["loss"] - mine["loss"]) for mine, theirs in pairs]
 
 
 def draw(
     histories: dict[str, History], control: History | None, tolerance: Tolerance | None, path: Path
 ) -> None:
-    """Two panels: the loss curves; the absolute difference from DDP on a log axis, with the tolerance.
+    """Two panels: the loss curves; the absolute difference from DDP, on a log axis that begins at 0, with the tolerance.
 
     A control run's difference is drawn as "noise floor (control run)".
     """
@@ -142,43 +142,48 @@ def draw(
     figure, (top, bottom) = pyplot.subplots(
         2, 1, figsize=(8, 7), sharex=True, height_ratios=(3, 2), layout=ConstrainedLayoutEngine(h_pad=0.1)
     )
-    widths = [
-        max(0.8, 3.5 - 1.3 * number) for number in range(len(histories))
-    ]  # thinner on top: curves that agree stay visible
-    color = colors(histories)
-    for width, (name, history) in zip(widths, histories.items(), strict=True):
+    color, shown = colors(histories), list[float]()
+    markers = itertools.cycle(MARKERS)
+    for number, (name, history) in enumerate(histories.items()):
         steps = [step["step"] for step in history.steps]
         losses = [step["loss"] for step in history.steps]
         own_name = name != history.run["config"]["strategy"]  # runs of one strategy have one label
         label = f"{name}: {history.run['label']}" if own_name else history.run["label"]
-        top.plot(steps, losses, color=color[name], linewidth=width, label=_drawable(label))
-        if name != BASELINE and BASELINE in histories:
-            gaps = _gaps(histories[BASELINE], history)
-            bottom.plot(steps[: len(gaps)], gaps, ".", markersize=4, color=color[name])
+        # thinner on top: curves that agree stay visible
+        style = {"color": color[name], "linewidth": 6 - 4.5 * number / max(1, len(histories) - 1)}
+        if name == BASELINE or BASELINE not in histories:
+            top.plot(steps, losses, **style, label=_drawable(label))
+            continue
+        gaps = _gaps(histories[BASELINE], history)
+        shown += gaps
+        marks = {"marker": next(markers), "markersize": 4, "markerfacecolor": "none", "markeredgewidth": 0.9}
+        bottom.plot(steps[: len(gaps)], gaps, linestyle="", color=color[name], clip_on=False, **marks)
+        top.plot(steps, losses, **style)
+        top.plot([], [], **style, **marks, label=_drawable(label))
     if control is not None and BASELINE in histories:
-        lowest = bottom.dataLim.y0 if bottom.lines else LOWEST
-        gaps = [max(gap, lowest) for gap in _gaps(histories[BASELINE], control)]
+        gaps = _gaps(histories[BASELINE], control)
+        shown += gaps
         label = "noise floor (control run)"
-        bottom.fill_between(
-            range(1, len(gaps) + 1), lowest, gaps, color="0.85", step="mid", label=label, zorder=0
-        )
+        bottom.fill_between(range(1, len(gaps) + 1), 0, gaps, color="0.85", step="mid", label=label, zorder=0)
     top.set_ylabel("loss, mean over DP ranks (nats)")
     top.set_title(_drawable(_title(next(iter(histories.values())).run)))
     if tolerance is not None:
+        shown += [*tolerance.loss, tolerance.mean]
         bottom.plot(
             range(1, len(tolerance.loss) + 1),
             tolerance.loss,
-            color="tab:red",
+            color=VERMILION,
             linestyle="--",
             label=f"tolerated: up to {tolerance.maximum:.1e}",
         )
         bottom.axhline(
             tolerance.mean,
-            color="tab:red",
+            color=VERMILION,
             linestyle=":",
             label=f"tolerated in the mean: {tolerance.mean:.1e}",
         )
-    bottom.set_yscale("log")
+    drawing.from_zero(bottom, shown)
+    drawing.whole_steps(bottom)
     bottom.set_ylabel("|loss - DDP's loss| (nats)")
     bottom.set_xlabel("step")
     figure.legend(loc="outside lower center", ncols=2, frameon=False)  # beside the panels: it hides nothing

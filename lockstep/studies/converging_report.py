@@ -1,6 +1,7 @@
 """What came out of a study with a table [converging]: a row for each run, as a table, report.md, report.json and a figure."""
 
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,9 @@ import numpy as np
 
 from lockstep.errors import TrainingFailure, UserError, printable
 from lockstep.files import write_atomically, write_text
+from lockstep.losses import drawing
 from lockstep.losses.curves import FAIL, PASS
+from lockstep.strategies import BLUE, FURTHER_COLORS, ORANGE, VERMILION
 from lockstep.studies import converging, report
 from lockstep.studies import study as study_file
 from lockstep.studies.converging import FEWEST_OTHERS, OTHER, SAME, Converging, Losses
@@ -17,6 +20,7 @@ from lockstep.studies.report import DID_NOT_RUN
 from lockstep.studies.study import Planned, Study
 from lockstep.training import history, rates
 
+DASHES = ("--", ":", "-.")  # of faults in the figure
 CONTROL, FOUND, MISSED = "control", "found", "not found"
 Seeded = dict[str, list[Planned]]  # run -> one for each seed
 
@@ -263,7 +267,10 @@ def _story(fault: str) -> str:
 
 
 def draw(told: Converging, found: list[dict[str, Any]], path: Path) -> None:
-    """Three panels over steps: the mean losses, and what either test compares, with what it tolerates. Faults are dashed."""
+    """Three panels over steps: the mean losses, and what either test compares, with what it tolerates.
+
+    Runs without a fault have one colour and one entry of the legend; each fault has its own colour and dashes.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -273,27 +280,35 @@ def draw(told: Converging, found: list[dict[str, Any]], path: Path) -> None:
         3, 1, figsize=(9, 10), sharex=True, height_ratios=(3, 2, 2), layout="constrained"
     )
     ran = [row for row in found if "windows" in row]
-    colors = pyplot.get_cmap("tab20").colors  # type: ignore[attr-defined]
-    for number, row in enumerate(ran):
+    correct = [row for row in ran if not row["fault"] and row["run"] != told.control]
+    labels = {row["run"]: row["run"] for row in ran if row not in correct}
+    labels |= {row["run"]: f"{len(correct)} runs without a fault" for row in correct[:1]}
+    looks = itertools.cycle(itertools.product(DASHES, (ORANGE, VERMILION, *FURTHER_COLORS[:2])))
+    shown: list[float] = []
+    for row in ran:
         at = np.arange(1, len(row["windows"][0]) + 1) * told.window
-        is_control = row["run"] == told.control
-        style = {
-            "color": "black" if is_control else colors[number % len(colors)],
-            "linestyle": "--" if row["fault"] else "-",
-            "linewidth": 2.5 if is_control else 1.2,
-        }
-        panels[0].plot(at, np.mean(row["windows"][: told.seeds], axis=0), label=row["run"], **style)
+        if row["run"] == told.control:
+            style: dict[str, Any] = {"color": "black", "linewidth": 5}
+        elif row in correct:  # a run of one window is a point
+            style = {"color": BLUE, "linewidth": 1, "marker": ".", "markersize": 4}
+        else:
+            dashes, color = next(looks)
+            style = {"color": color, "linestyle": dashes, "linewidth": 1.8}
+        mean = np.mean(row["windows"][: told.seeds], axis=0)
+        panels[0].plot(at, mean, **style, label=labels.get(row["run"]))
         for panel, test in zip(panels[1:], (OTHER, SAME), strict=True):
             if "tests" in row:
                 panel.plot(at, row["tests"][test]["differences"], **style)
+                shown += row["tests"][test]["differences"] * (test == SAME)
     twin = next(row for row in ran if row["run"] == told.twin)
     for panel, test in zip(panels[1:], (OTHER, SAME), strict=True):
         tolerated = np.array(twin["tests"][test]["tolerated"])
         at = np.arange(1, len(tolerated) + 1) * told.window
-        low = -tolerated if test == OTHER else np.full_like(tolerated, 1e-3)
+        low = -tolerated if test == OTHER else np.zeros_like(tolerated)
         panel.fill_between(at, low, tolerated, color="0.88", zorder=0)
     panels[1].set_ylabel("from the control,\nother seeds (nats)")
-    panels[2].set_yscale("log")
+    drawing.from_zero(panels[2], shown)
+    drawing.whole_steps(panels[2])
     panels[2].set_ylabel("how many times as far\nas one ulp, same seeds")
     panels[0].set_ylabel(f"mean loss of {told.window} steps (nats)")
     panels[-1].set_xlabel("step")
