@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from lockstep.config import Config
 from lockstep.deepspeed import configuration, options, ulysses, zero
-from lockstep.deepspeed.build import ASYNC_IO, SHARED_MEMORY, build_extension
+from lockstep.deepspeed.build import build_async_io, collectives, use_torch_collectives
 from lockstep.errors import LIBRARY_REFUSES, UserError, first_line
 from lockstep.inputs.model import causal_lm_loss
 from lockstep.mesh import Geometry, Mesh, share
@@ -227,9 +227,9 @@ class AutoTPStrategy:
         )  # by DeepSpeed
         self.full_shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         if device.type == "cpu":
-            build_extension(*SHARED_MEMORY)
+            use_torch_collectives()
         if options.of(config).nvme_path is not None:
-            build_extension(*ASYNC_IO)
+            build_async_io()
         deepspeed.init_distributed(dist_backend=dist.get_backend())
         ulysses.forget()
         self.sequence = ulysses.Ulysses(model, config) if mesh.cp > 1 else None
@@ -362,6 +362,6 @@ class AutoTPStrategy:
             "gradient_accumulation_steps": self.engine.gradient_accumulation_steps(),
             "loss_is_mean_over": [self.num_tokens, self.num_micro_batches, self.geometry().mesh.dp],
             "reduction_dtype": sorted(dtypes),
-            "sharding": zero.observed(self.engine, self.stage.num_stepped()),
+            "sharding": zero.observed(self.engine, self.stage.num_stepped(), collectives()),
             **(self.sequence.observed() if self.sequence else {}),
         }

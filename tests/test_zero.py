@@ -71,8 +71,10 @@ STEPS = ["--debug_steps", "2", "--capture_steps", "2", "--max_grad_norm", "0.5"]
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Two steps of DDP, of every stage and offload with DP=2, and the float64 reference of all."""
+    """Two steps of DDP, of every stage and offload with DP=2, and the float64 reference of all. No C++ compiler is on the PATH."""
     folder = tmp_path_factory.mktemp("zero")
+    for name in ("no programs", "extensions"):
+        (folder / name).mkdir()
 
     def job(strategy, name, *arguments):
         own = ["--capture_dir", str(folder / name), "--loss_output_dir", str(folder / name / "losses")]
@@ -88,8 +90,15 @@ def trained(tmp_path_factory):
         replays = [str(folder / other / "deepspeed") for other in COMBINATIONS if baseline_of(other) == name]
         reference = {**job(jobs.REFERENCE, name, *precision), "replays": replays}
         groups += [(2, [job("ddp", name, *precision, "--control")]), (None, [reference])]
-    jobs.start_all_groups(groups, folder / "work")
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("PATH", str(folder / "no programs"))
+        environment.setenv("TORCH_EXTENSIONS_DIR", str(folder / "extensions"))
+        jobs.start_all_groups(groups, folder / "work")
     return folder
+
+
+def test_no_extension_is_built(trained):
+    assert list((trained / "extensions").iterdir()) == []
 
 
 def baseline_of(name):
@@ -112,22 +121,28 @@ def test_every_stage_computes_the_same(trained, name):
     assert curves.compare_curves(baseline, other, curves.tolerance_for(baseline, control)).passed
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_run_that_got_another_stage_stops(others_stages, stage):
+@pytest.mark.parametrize(
+    "run, said",
+    [*((str(stage), "sharding.") for stage in (1, 2, 3)), ("collectives", "sharding.collectives is")],
+)
+def test_a_run_that_got_something_else_stops(others, run, said):
     for rank in range(2):
-        said = (others_stages / str(stage) / f"error{rank}.txt").read_text()
-        assert "the live objects contradict the options: sharding" in said, said
+        error = (others / run / f"error{rank}.txt").read_text()
+        assert f"the live objects contradict the options: {said}" in error, error
 
 
 @pytest.fixture(scope="module")
-def others_stages(tmp_path_factory):
-    """Every stage from 1 on was asked for, and DeepSpeed was told the one before it."""
+def others(tmp_path_factory):
+    """Every stage from 1 on was asked for, and DeepSpeed was told the one before it; gloo, and it has an operator of its own."""
     folder = tmp_path_factory.mktemp("stages")
     calls = []
     for stage in (1, 2, 3):
         arguments = [*FLAGS, "--tp_size", "1", "--debug_steps", "1", "--zero_stage", str(stage)]
         run = {"strategy": "deepspeed", "fault": "another ZeRO stage", "arguments": arguments}
         calls.append(("jobs:refused", str(stage), run))
+    arguments = [*FLAGS, "--tp_size", "1", "--debug_steps", "1"]
+    run = {"strategy": "deepspeed", "fault": "collectives of its own", "arguments": arguments}
+    calls.append(("jobs:refused", "collectives", run))  # last: the process keeps them
     run_groups([(2, "jobs:in_turn", folder, calls)])
     return folder
 
@@ -140,6 +155,7 @@ def test_the_contract_says_what_is_sharded(trained, name):
     assert sharding["offload_optimizer"] == ("cpu" if "CPU" in name or "file" in name else "none")
     assert (sharding["gradients_sharded"], sharding["weights_sharded"]) == (stage >= 2, stage == 3)
     assert sharding["offload_param"] == ("cpu" if "all on" in name else "none")
+    assert sharding["collectives"] == "gloo"
 
 
 def told(tmp_path, content, *arguments):

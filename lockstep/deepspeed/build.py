@@ -1,4 +1,4 @@
-"""The extensions that DeepSpeed builds with a C++ compiler when it first needs them, and what a machine must have for that."""
+"""What DeepSpeed needs of a machine, and the extensions that it would build with a C++ compiler: one for offload to NVMe, none else."""
 
 import contextlib
 import importlib.util
@@ -6,29 +6,20 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from lockstep.config import Config
 from lockstep.deepspeed import configuration, options, ulysses, zero
 from lockstep.errors import UserError
 from lockstep.files import require_writable_folder
-from lockstep.resources import has_compiler
 from lockstep.running import progress
-
-STALE_LOCK_SECONDS = 120  # no file of the build was touched for this long: nobody is building
 
 
 def require(config: Config, architecture: dict) -> None:
-    """Raise UserError if the package, or a compiler for its extension, is missing, or the options contradict each other."""
+    """Raise UserError if the package, or what offload to NVMe needs, is missing, or the options contradict each other."""
     if importlib.util.find_spec("deepspeed") is None:
         raise UserError(
             "train_deepspeed.py needs the package deepspeed, which is not installed; install requirements.txt"
-        )
-    if config.device == "cpu" and not has_compiler():
-        raise UserError(
-            "DeepSpeed builds a small C++ extension when it first runs on CPUs, and no C++ compiler (c++ or g++) is on the PATH; "
-            "install one, e.g. the package g++"
         )
     zero.require(config)
     ulysses.require(config, architecture)
@@ -67,16 +58,29 @@ def preload() -> None:
     import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
     import torch.utils.cpp_extension  # noqa: F401
 
-
-SHARED_MEMORY = ("ShareMemCommBuilder", "its shared-memory op", "about a minute")
-ASYNC_IO = ("AsyncIOBuilder", "its file access for ZeRO-Infinity", "about four minutes")
+    use_torch_collectives()  # DeepSpeed looks once for the operators that it could build
 
 
-def build_extension(builder: str, what: str, how_long: str) -> None:
-    """Build one of DeepSpeed's extensions, once per environment, and say so. The other ranks of the machine wait.
+def use_torch_collectives() -> None:
+    """Let DeepSpeed use the collectives of torch's process groups on CPUs, as the other strategies do, before it makes its own.
 
-    DeepSpeed itself would build it silently, and wait for ever on the lock of an interrupted build.
+    It would build an operator that sums in shared memory, for a minute, and again whenever the path of the environment changes.
     """
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def collectives() -> str:
+    """What the live DeepSpeed communicates with: the backend of torch's process groups, or an operator of its own."""
+    import torch.distributed as dist
+    from deepspeed.comm import comm
+
+    return dist.get_backend() if comm.cdb.shm_comm_op is None else "deepspeed_shm_comm"
+
+
+def build_async_io() -> None:
+    """Build DeepSpeed's operator that reads and writes the disk, once per environment, and say so. Collective: the other ranks wait."""
     import torch.distributed as dist
     from deepspeed.accelerator import get_accelerator
     from torch.utils.cpp_extension import _get_build_directory
@@ -84,33 +88,13 @@ def build_extension(builder: str, what: str, how_long: str) -> None:
     # The ninja installed beside this Python: another version on the PATH would build everything again.
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-        extension = get_accelerator().create_op_builder(builder)
+        extension = get_accelerator().create_op_builder("AsyncIOBuilder")
         folder = Path(_get_build_directory(extension.NAME, False))
-        _wait_for_lock(folder / "lock", what)
-        built = (folder / f"{extension.NAME}.so").exists()
-        announced = (
-            contextlib.nullcontext()
-            if built
-            else progress.working(f"DeepSpeed builds {what}, once per environment ({how_long})")
-        )
-        with announced:
+        lock = folder / "lock"
+        what = "DeepSpeed builds its file access for ZeRO-Infinity, once per environment (about four minutes)"
+        if lock.exists():
+            what = f"DeepSpeed waits for another build of its file access; if none is running, remove {lock}"
+        built = (folder / f"{extension.NAME}.so").exists() and not lock.exists()
+        with contextlib.nullcontext() if built else progress.working(what):
             extension.load(verbose=False)
     dist.barrier()
-
-
-def _wait_for_lock(lock: Path, what: str) -> None:
-    """Wait while another process builds; remove the lock once nobody has touched the folder for a while."""
-    if lock.exists():
-        progress.screen.note(f"DeepSpeed: another build of {what} holds {lock}; waiting for it")
-    while lock.exists():
-        if time.time() - max(_touched(file) for file in [lock, *lock.parent.iterdir()]) > STALE_LOCK_SECONDS:
-            progress.screen.note(f"DeepSpeed: removing the lock of an interrupted build, {lock}")
-            lock.unlink(missing_ok=True)
-        time.sleep(1)
-
-
-def _touched(file: Path) -> float:
-    try:
-        return file.stat().st_mtime
-    except FileNotFoundError:  # a builder at work removes files
-        return time.time()
