@@ -13,6 +13,7 @@ import pydantic
 import torch
 import torch.distributed as dist
 
+from lockstep import tested
 from lockstep.config import Config
 from lockstep.deepspeed import configuration, options, ulysses, zero
 from lockstep.deepspeed.build import build_async_io, collectives, use_torch_collectives
@@ -196,18 +197,21 @@ class Stage3(Stage1And2):
 
 @contextlib.contextmanager
 def _refusals_named(file: options.UserFile | None) -> Iterator[None]:
-    """What DeepSpeed refuses while a user's file is given, as one line that names the file."""
+    """What DeepSpeed refuses, as one line: of a user's file, or of what another version is told."""
     from deepspeed.runtime.config import DeepSpeedConfigError
 
     try:
         yield
     except (AssertionError, ValueError, NotImplementedError, DeepSpeedConfigError) as error:
-        if file is None:
+        version = tested.difference("deepspeed")
+        if file is None and not version:
             raise
         why = first_line(error)
         if isinstance(error, pydantic.ValidationError):  # its first line names no field
             first = error.errors()[0]
             why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        if file is None:
+            raise UserError(f"{version}; {LIBRARY_REFUSES}: {why}; install requirements.txt") from error
         raise UserError(f"{file.path}: {LIBRARY_REFUSES}: {why}; correct it") from error
 
 

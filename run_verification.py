@@ -167,7 +167,7 @@ def verify(options: argparse.Namespace, rest: list[str]) -> int:
         preflight.check_environment(config, inputs.architecture)
         configs.append(config)
     check_reference(config, inputs)
-    for line in [*preflight.shadowed(configs[0]), *preflight.emulated(configs[0])]:
+    for line in dict.fromkeys(line for each in configs for line in preflight.notes(each)):
         print(printable(line), file=sys.stderr)
     baseline = configs[0]
     about = f"{baseline.model_name}, {initial_weights.describe(baseline)}, {baseline.precision}, steps 1 to {options.steps}"

@@ -7,12 +7,20 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+from lockstep import strategies, tested
 from lockstep.config import Config
 from lockstep.deepspeed import configuration, options, ulysses, zero
 from lockstep.errors import UserError
 from lockstep.files import require_writable_folder
 from lockstep.running import progress
+
+# Section of DeepSpeed's configuration -> its class, which refuses what it does not know
+CLASSES = {
+    "tensor_parallel": "deepspeed.runtime.tensor_parallel.config:TPTrainingConfig",
+    "bf16": "deepspeed.runtime.precision_config:DeepSpeedBF16Config",
+}
 
 
 def require(config: Config, architecture: dict) -> None:
@@ -23,11 +31,25 @@ def require(config: Config, architecture: dict) -> None:
         )
     zero.require(config)
     ulysses.require(config, architecture)
-    configuration.text(config, architecture)
+    _require_known(configuration.resolved(config, architecture["hidden_size"]), config.device)
     path = options.of(config).nvme_path
     if path is not None:
         _require_libaio()
         require_writable_folder(path, "--nvme_path", keep=not config.dry_run)
+
+
+def _require_known(told: dict[str, Any], device: str) -> None:
+    """Raise UserError if another version of DeepSpeed than the one tested does not know what it is told."""
+    version = tested.difference("deepspeed")
+    if not version:  # known without the import, which takes seconds
+        return
+    if device == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"  # or DeepSpeed says that it found no GPU
+    for section, place in CLASSES.items():
+        unknown = next((key for key in told[section] if key not in strategies.load(place).model_fields), None)
+        if unknown:
+            needs = "; --tp_size 1 does not need it" if section == "tensor_parallel" else ""
+            raise UserError(f"{version}; it does not know {unknown}{needs}; install requirements.txt")
 
 
 def _require_libaio() -> None:
@@ -54,8 +76,9 @@ def preload() -> None:
     if importlib.util.find_spec("deepspeed") is None:
         return
     os.environ["DS_ACCELERATOR"] = "cpu"  # or DeepSpeed takes the GPU of a machine that has one
-    import deepspeed.module_inject.auto_ep_layer  # noqa: F401
-    import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
+    with contextlib.suppress(ImportError):  # not every version has both
+        import deepspeed.module_inject.auto_ep_layer  # noqa: F401
+        import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
     import torch.utils.cpp_extension  # noqa: F401
 
     use_torch_collectives()  # DeepSpeed looks once for the operators that it could build
