@@ -13,9 +13,10 @@ import pydantic
 import torch
 import torch.distributed as dist
 
+from lockstep import tested
 from lockstep.config import Config
 from lockstep.deepspeed import configuration, options, ulysses, zero
-from lockstep.deepspeed.build import ASYNC_IO, SHARED_MEMORY, build_extension
+from lockstep.deepspeed.build import build_async_io, collectives, use_torch_collectives
 from lockstep.errors import LIBRARY_REFUSES, UserError, first_line
 from lockstep.inputs.model import causal_lm_loss
 from lockstep.mesh import Geometry, Mesh, share
@@ -201,18 +202,21 @@ class Stage3(Stage1And2):
 
 @contextlib.contextmanager
 def _refusals_named(file: options.UserFile | None) -> Iterator[None]:
-    """What DeepSpeed refuses while a user's file is given, as one line that names the file."""
+    """What DeepSpeed refuses, as one line: of a user's file, or of what another version is told."""
     from deepspeed.runtime.config import DeepSpeedConfigError
 
     try:
         yield
     except (AssertionError, ValueError, NotImplementedError, DeepSpeedConfigError) as error:
-        if file is None:
+        version = tested.difference("deepspeed")
+        if file is None and not version:
             raise
         why = first_line(error)
         if isinstance(error, pydantic.ValidationError):  # its first line names no field
             first = error.errors()[0]
             why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        if file is None:
+            raise UserError(f"{version}; {LIBRARY_REFUSES}: {why}; install requirements.txt") from error
         raise UserError(f"{file.path}: {LIBRARY_REFUSES}: {why}; correct it") from error
 
 
@@ -232,9 +236,9 @@ class AutoTPStrategy:
         )  # by DeepSpeed
         self.full_shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         if device.type == "cpu":
-            build_extension(*SHARED_MEMORY)
+            use_torch_collectives()
         if options.of(config).nvme_path is not None:
-            build_extension(*ASYNC_IO)
+            build_async_io()
         deepspeed.init_distributed(dist_backend=dist.get_backend())
         ulysses.forget()
         self.sequence = ulysses.Ulysses(model, config) if mesh.cp > 1 else None
@@ -366,6 +370,6 @@ class AutoTPStrategy:
             "gradient_accumulation_steps": self.engine.gradient_accumulation_steps(),
             "loss_is_mean_over": [self.num_tokens, self.num_micro_batches, self.geometry().mesh.dp],
             "reduction_dtype": sorted(dtypes),
-            "sharding": zero.observed(self.engine, self.stage.num_stepped()),
+            "sharding": zero.observed(self.engine, self.stage.num_stepped(), collectives()),
             **(self.sequence.observed() if self.sequence else {}),
         }

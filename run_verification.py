@@ -4,7 +4,7 @@
     python run_verification.py --model_name Qwen/Qwen2.5-0.5B --num_layers 2 --batch_size 2 --seq_length 128
 
 Trains with every strategy and --capture_dir, computes the reference, compares (lockstep/tensors/comparison.py), and writes report.md and
-report.json. All other flags are those of the training scripts. Exit status: 0 every tensor is as close to the reference as the same
+report.json. All other flags are those that all training scripts have; options of one strategy are given in --strategies. Exit status: 0 every tensor is as close to the reference as the same
 tensor of a correct run; 1 some tensor is not, a run failed, or the verdict is NOT JUDGED or CONFIGURED DIFFERENTLY; 2 a usage error;
 3 an internal error.
 """
@@ -79,7 +79,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--overwrite", action="store_true", help="remove an older verification in --output_dir"
     )
-    parser.epilog = "All other flags are those of train_fsdp.py --help, such as --model_name, --num_layers, --batch_size, --seq_length, --precision."
+    parser.epilog = "All other flags are given to all runs; they are those that all training scripts have (train_ddp.py --help), such as --model_name, --num_layers, --batch_size, --seq_length, --precision."
     options, rest = parser.parse_known_args(argv)
     clash = next((flag for flag in rest if flag.split("=")[0] in SET_HERE), None)
     if clash:
@@ -167,7 +167,7 @@ def verify(options: argparse.Namespace, rest: list[str]) -> int:
         preflight.check_environment(config, inputs.architecture)
         configs.append(config)
     check_reference(config, inputs)
-    for line in [*preflight.shadowed(configs[0]), *preflight.emulated(configs[0])]:
+    for line in dict.fromkeys(line for each in configs for line in preflight.notes(each)):
         print(printable(line), file=sys.stderr)
     baseline = configs[0]
     about = f"{baseline.model_name}, {initial_weights.describe(baseline)}, {baseline.precision}, steps 1 to {options.steps}"
@@ -197,7 +197,7 @@ def train_and_compare(
     rest = [*rest, "--capture_steps", str(options.steps), "--capture_dir", str(folder)]
     groups: dict[int | None, list[dict]] = {}  # by number of ranks, the baseline's first
     for run in runs:
-        own = [*(save if run.row.is_baseline else []), *run.arguments]
+        own = [*(save if run.is_baseline else []), *run.arguments]
         groups.setdefault(run.mesh.world_size, []).append(
             {"strategy": run.row.place, "arguments": [*rest, *own]}
         )

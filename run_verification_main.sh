@@ -25,7 +25,7 @@ for name in TP_SIZE DP_SIZE; do
   fi
 done
 read -r gpus registered <<<"$("$PYTHON" -c 'from lockstep import resources, strategies; print(resources.local_gpus(), ",".join(strategies.ROWS))')"
-STRATEGIES=${STRATEGIES:-$registered} # comma-separated; your own as path/to/file.py:Class; on another mesh as fsdp@tp1xdp4
+STRATEGIES=${STRATEGIES:-$registered} # comma-separated NAME@MESH:OPTIONS, as in fsdp@tp1xdp4:prefetch=1; your own as path/to/file.py:Class
 DEVICE=${DEVICE:-$([ "$gpus" -ge $((TP_SIZE * DP_SIZE)) ] && echo cuda || echo cpu)}
 if [ "$DEVICE" = cuda ]; then # the full configuration; the default model has two layers
   NUM_LAYERS=${NUM_LAYERS:-$([ -n "${MODEL_NAME:-}" ] && echo all || echo 2)}

@@ -18,10 +18,12 @@ from pathlib import Path
 
 from outputs import output
 
+from lockstep.config import parse_config
 from lockstep.files import write_result
 from lockstep.losses import curves
 from lockstep.running import jobs
-from lockstep.strategies import BASELINE, Row, others, row_of
+from lockstep.runs import Run, runs_of
+from lockstep.strategies import BASELINE, others
 from lockstep.tensors.comparison import compare_dumps
 from lockstep.tensors.dump import Dump
 from lockstep.training import history
@@ -50,12 +52,12 @@ def everything() -> list[tuple]:
     ]
 
 
-def registered() -> list[Row]:
-    """The rows of the registered strategies beside the baseline."""
-    return [row_of(name) for name in others()]
+def named(names: str) -> list[Run]:
+    """The runs of a list as of run_verification.py --strategies, beside the baseline."""
+    return runs_of(names, parse_config(BASELINE, []), tp_size=2)[1:]
 
 
-def train(cases: dict[tuple, int], folder: Path, rows: list[Row]) -> None:
+def train(cases: dict[tuple, int], folder: Path, strategies: list[Run]) -> None:
     """Capture two steps of every case, with its seed, with the baseline, these strategies and the reference."""
     runs: dict[tuple[int, int], list[dict]] = collections.defaultdict(list)
     references = []
@@ -76,7 +78,11 @@ def train(cases: dict[tuple, int], folder: Path, rows: list[Row]) -> None:
         common += ["--capture_dir", own, "--loss_output_dir", own + "-losses", "--storage_path", str(folder)]
         runs[dp, 1].append({"strategy": BASELINE, "arguments": [*common, "--control"]})
         runs[dp, tp] += [
-            {"strategy": row.place, "arguments": [*common, "--tp_size", str(tp)]} for row in rows
+            {
+                "strategy": run.row.place,
+                "arguments": [*common, "--tp_size", str(tp), *run.options, "--run_name", run.name],
+            }
+            for run in strategies
         ]
         references.append({"strategy": "reference", "arguments": common})
     groups = [
@@ -91,10 +97,10 @@ def folder_of(folder: Path, *case) -> Path:
     return folder / "-".join(map(str, case))
 
 
-def judge(folder: Path, rows: list[Row]) -> tuple[list[dict], list[str], dict[str, dict[str, float]]]:
+def judge(folder: Path, strategies: list[Run]) -> tuple[list[dict], list[str], dict[str, dict[str, float]]]:
     """Alarms of one configuration, tensors too small to judge, and the worst multiple of what is tolerated, by strategy
     and kind of tensor."""
-    dumps = {name: Dump(folder / name) for name in (BASELINE, *(row.name for row in rows))}
+    dumps = {name: Dump(folder / name) for name in (BASELINE, *(run.name for run in strategies))}
     replays = {name: Dump(folder / f"replay_{name}") for name in dumps}
     result = compare_dumps(Dump(folder / "reference"), dumps, replays)
     worst: dict[str, dict[str, float]] = {name: collections.defaultdict(float) for name in dumps}
@@ -110,7 +116,7 @@ def judge(folder: Path, rows: list[Row]) -> tuple[list[dict], list[str], dict[st
         for name in (*dumps, history.CONTROL)
     }
     tolerance = curves.tolerance_for(losses[BASELINE], losses[history.CONTROL])
-    for name in (row.name for row in rows):
+    for name in (run.name for run in strategies):
         curves.require_comparable_curves(losses[BASELINE], losses[name])
         curve = curves.compare_curves(losses[BASELINE], losses[name], tolerance)
         alarms += [] if curve.passed else [{"strategy": name, "losses": curve.as_dict()}]
@@ -122,14 +128,18 @@ def main() -> int:
     parser.add_argument("--output", type=output('{\n "alarms": '))
     parser.add_argument("--precision", choices=PRECISIONS, help="one of the two (default: both)")
     parser.add_argument(
-        "--strategies", default=",".join(others()), help="with commas between (default: %(default)s)"
+        "--strategies",
+        default=",".join(others()),
+        help="as of run_verification.py, without meshes (default: %(default)s)",
     )
     parser.add_argument(
         "--at_once", type=int, default=36, help="configurations per start of the workers (disk: 60 MB each)"
     )
     options = parser.parse_args()
+    if "@" in options.strategies:
+        parser.error("--strategies: every mesh is tried; leave @MESH out")
     rows, worst = [], collections.defaultdict(float)
-    strategies = [row_of(name) for name in options.strategies.split(",")]
+    strategies = named(options.strategies)
     cases = {case: seed for seed, case in enumerate(everything()) if options.precision in (None, case[1])}
     while cases:
         with tempfile.TemporaryDirectory() as name:

@@ -3,7 +3,7 @@
     python benchmarks/whole_job.py --repeats 3 --output results/whole_job.json
 
 Both in fp32 on the CPU, with the control run; the new side judges the tensors as well. Run the script once before, because its first run
-installs packages and builds an extension. Prints the ratio pair by pair, and where the new script's time goes, by the times of its lines.
+installs packages. Prints the ratio pair by pair, and where the new script's time goes, by the times of its lines.
 """
 
 import argparse

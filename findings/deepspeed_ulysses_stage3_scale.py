@@ -3,19 +3,18 @@
 python findings/deepspeed_ulysses_stage3_scale.py
 """
 
-from finding import deepspeed_engine, settle, tiny_model
+from finding import deepspeed_engine, init_deepspeed, settle, tiny_model
 
 
 def gradient_norm(stage: int) -> float:
     """Of one step in which two ranks share a sequence, and each gives the engine the mean loss of its own half."""
-    import deepspeed
     import torch
     import torch.distributed as dist
     from deepspeed.runtime.sequence_parallel import parallel_state_sp
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    deepspeed.init_distributed(dist_backend="gloo")
+    init_deepspeed()
     model = tiny_model()
     model.set_attn_implementation("sdpa")
     plain = ALL_ATTENTION_FUNCTIONS["sdpa"]

@@ -21,8 +21,6 @@ def settle(check: Check, *, libraries: tuple[str, ...], ranks: int = 1) -> int:
     """Run `check` in one process, or in `ranks` gloo ranks on this machine, and print what rank 0 found."""
     import torch.multiprocessing
 
-    # DeepSpeed builds an extension with ninja; the one beside this Python is the one it was built with before
-    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(_rank, (check, ranks, folder), nprocs=ranks)
@@ -86,12 +84,20 @@ def sharded_by_transformers(model, **sizes: int):
     return sharded
 
 
+def init_deepspeed() -> None:
+    """Make DeepSpeed's backend, with gloo's collectives: its own would be built first, with a C++ compiler."""
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist_backend="gloo")
+
+
 def deepspeed_engine(config: dict, parameters=None, model=None, mpu=None):
     """A DeepSpeed engine around a model, the tiny one by default, with torch's AdamW, ZeRO-1 and micro batches of 2."""
     import deepspeed
     import torch
 
-    deepspeed.init_distributed(dist_backend="gloo")
+    init_deepspeed()
     model = model or tiny_model()
     whole = {
         "train_micro_batch_size_per_gpu": 2,

@@ -142,7 +142,7 @@ class Config:
 
     @property
     def label(self) -> str:
-        return f"{self.row.label} ({self.mesh.label})" + (", control" if self.noise_control else "")
+        return self.row.label_of(self.mesh, vars(self)) + (", control" if self.noise_control else "")
 
     @property
     def history_path(self) -> Path:

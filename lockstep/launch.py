@@ -94,7 +94,7 @@ def _launch(
     if not _first() and config.dry_run:
         return 0
     preflight.check_environment(config, inputs.architecture)
-    for line in [*preflight.shadowed(config), *preflight.emulated(config)] if _first() else ():
+    for line in preflight.notes(config) if _first() else ():
         print(line, file=sys.stderr)
     if config.dry_run:
         print(describe(config, inputs))

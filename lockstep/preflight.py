@@ -5,13 +5,25 @@ They run where a run is started, before its workers, and need no GPU and no clus
 
 from pathlib import Path
 
-from lockstep import files, origin, strategies
+from lockstep import files, origin, strategies, tested
 from lockstep.config import Config
 from lockstep.errors import UserError
 from lockstep.inputs import architectures, data, texts, tokenizer
 from lockstep.memory import limit
 from lockstep.resources import launched_in_place, workers_here
 from lockstep.training import compiled, cuts, history, initial_weights, rates
+
+
+def notes(config: Config) -> list[str]:
+    """What a person should know of a run before it starts, a line each."""
+    return [*shadowed(config), *emulated(config), *untested(config)]
+
+
+def untested(config: Config) -> list[str]:
+    """One line if a library has another version than the one that Lockstep is tested with."""
+    libraries = ["torch", "transformers", *([config.row.library] if config.row.library else [])]
+    found = [difference for library in libraries if (difference := tested.difference(library))]
+    return [f"{'; '.join(found)}: what follows may depend on it"] if found else []
 
 
 def shadowed(config: Config) -> list[str]:

@@ -10,7 +10,7 @@ import importlib.util
 import json
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from types import ModuleType
@@ -25,6 +25,8 @@ BALANCED_POSITIONS = {"cp": "lockstep.training.cuts:BALANCED"}
 # The colours of figures are those of Okabe and Ito, which colour-blind people tell apart. Vermilion is a tolerance's, or what was missed.
 BLUE, ORANGE, VERMILION = "#0072B2", "#E69F00", "#D55E00"
 FURTHER_COLORS = ("#009E73", "#CC79A7", "#56B4E9", "#F0E442")  # green, purple, sky blue, yellow
+# Options of all strategies that one of several compared runs may have, and the value that leaves them out
+PER_RUN = {"activation_checkpointing": False, "compile": "off"}
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,24 @@ class Row:
     def recorded_options(self) -> list[str]:
         """The names of the flags that only this strategy has, and that a run records: all but those that name a path."""
         return [option.name for option in self.own_options() if option.metadata.get("type") is not Path]
+
+    def label_of(self, mesh: Mesh, config: Mapping[str, Any]) -> str:
+        """A run to people: the strategy, its mesh, and those of its options that are not at their defaults.
+
+        `config` is a configuration as a run has it, or as it records it. Paths are left out, because they are not recorded.
+        """
+        options = config.get("own", {})
+        defaults = {option.name: option.default for option in self.own_options()}
+        changed = {name: value for name, value in options.items() if value != defaults.get(name)}
+        changed |= {name: config[name] for name, off in PER_RUN.items() if config.get(name, off) != off}
+        shown = [
+            f"{name}={str(value).lower()}"
+            if isinstance(value, (int, float, str)) and value is not True
+            else name
+            for name, value in changed.items()
+            if not isinstance(value, Path)
+        ]
+        return f"{self.label} ({', '.join([mesh.label, *shown])})"
 
     def would_take(self, name: str, value: object) -> bool:
         """Whether a flag that only this strategy has can have given this value, as a run records it."""

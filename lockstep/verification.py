@@ -36,7 +36,7 @@ from lockstep.inputs.data import Inputs
 from lockstep.losses.curves import RULES
 from lockstep.memory import limit
 from lockstep.running import processes, progress
-from lockstep.runs import Run, runs_of
+from lockstep.runs import HELP, Run, runs_of
 from lockstep.strategies import BASELINE, ROWS
 from lockstep.training import history
 
@@ -51,7 +51,7 @@ NAME = "lockstep.verification"
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(prog=f"python -m {NAME}", description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("what", choices=("plan", "verdict"))
-    parser.add_argument("--strategies", default=",".join(ROWS))
+    parser.add_argument("--strategies", default=",".join(ROWS), help=HELP)
     parser.add_argument("--tp_size", type=int, default=2)
     for flag in ("--save_init_weights", "--pretrained", "--control"):  # the baseline's alone
         parser.add_argument(flag, action="store_true")
@@ -89,7 +89,7 @@ def plan(options: argparse.Namespace, flags: list[str]) -> int:
 def checked(run: Run, options: argparse.Namespace, flags: list[str]) -> tuple[Config, Inputs]:
     """A run's configuration and inputs. Raises UserError if it could not be started with them."""
     own = [*run.arguments, "--dry_run"]
-    if run.row.is_baseline:
+    if run.is_baseline:
         own += [
             f"--{name}" for name in ("save_init_weights", "pretrained", "control") if getattr(options, name)
         ]

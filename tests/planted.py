@@ -200,6 +200,13 @@ def _no_room(strategy, config, inputs):
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
 
 
+def _own_collectives(strategy, config, inputs):
+    """DeepSpeed has built its operator that sums in shared memory."""
+    from deepspeed.comm import comm
+
+    comm.cdb.shm_comm_op = object()
+
+
 @contextlib.contextmanager
 def _another_stage(config, inputs):
     """DeepSpeed is told another ZeRO stage than the options say."""
@@ -232,6 +239,7 @@ def _defaults(config, inputs):
 FAULTS = {
     "learning rate of the first step": _wrapping(_first_rate),
     "another ZeRO stage": _another_stage,
+    "collectives of its own": _wrapping(_own_collectives),
     "options are not passed on": _defaults,
     "no room for files on rank 1": _wrapping(_no_room),
     "a flipped exponent bit": _wrapping(_flipped_bit),

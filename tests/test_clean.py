@@ -37,7 +37,7 @@ CASES = [
 def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("clean")
     clean_sweep.train(
-        dict.fromkeys(CASES, 1000), folder, clean_sweep.registered()
+        dict.fromkeys(CASES, 1000), folder, clean_sweep.named("deepspeed,fsdp")
     )  # a seed that the published sweep does not have
     return folder
 
@@ -45,7 +45,7 @@ def trained(tmp_path_factory):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "{}-{}-dp{}-tp{}".format(*case) + "".join(case[4:]))
 def test_no_alarm(trained, case):
     alarms, unjudged, worst = clean_sweep.judge(
-        clean_sweep.folder_of(trained, *case), clean_sweep.registered()
+        clean_sweep.folder_of(trained, *case), clean_sweep.named("deepspeed,fsdp")
     )
     assert alarms == []
     # an SGD step of 1e-3 moves a norm weight of 1 by less than float32 can show

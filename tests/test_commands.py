@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from lockstep import config
+from lockstep.runs import runs_of
 from lockstep.strategies import ROWS
 
 ROOT = Path(__file__).parents[1]
@@ -139,6 +140,9 @@ def test_documented_verifications():
             config.parse_config(
                 "fsdp", [*rest, "--tp_size", str(options.tp_size), "--dp_size", str(options.dp_size)]
             )
+            if "path/to/" not in options.strategies:
+                for run in runs_of(options.strategies, config.parse_config("ddp", rest), options.tp_size):
+                    config.parse_config(run.row.place, [*rest, *run.arguments])
             found += 1
     assert found >= 3
 

@@ -95,14 +95,16 @@ def test_the_one_command_names_the_first_tensor(tmp_path):
         "NOISE_FLOOR": "0",
         "DP_SIZE": "1",
     }
-    result = the_one_command(tmp_path, **settings, STRATEGIES="ddp,my_parallel.py:Doubled")
-    lines = result.stdout.splitlines()
+    result = the_one_command(
+        tmp_path, **settings, STRATEGIES="ddp,my_parallel.py:Doubled:activation_checkpointing"
+    )
+    lines, label = result.stdout.splitlines(), "Doubled (TP=1, DP=1, activation_checkpointing)"
     assert result.returncode == 1 and lines[-1] == "FAIL", result.stdout + result.stderr
     assert any(line.strip() == "Cause" for line in lines)
-    assert any(line.startswith("Doubled (TP=1, DP=1)") and line.endswith("FAIL") for line in lines)
-    said = "First tensor too far, Doubled (TP=1, DP=1): step 1, gradient pass, gradient of model.norm.weight"
+    assert any(line.startswith(label) and line.endswith("FAIL") for line in lines)
+    said = f"First tensor too far, {label}: step 1, gradient pass, gradient of model.norm.weight"
     assert any(line.startswith(said) for line in lines)
-    assert history.read(tmp_path / "out" / "loss_doubled.json").run["label"] == "Doubled (TP=1, DP=1)"
+    assert history.read(tmp_path / "out" / "loss_doubled_activation_checkpointing.json").run["label"] == label
     assert "Doubled" in plotted(tmp_path / "out", status=1) and (tmp_path / "figure.png").is_file()
 
 

@@ -35,7 +35,7 @@ def test_from_end_to_end(tmp_path, monkeypatch, capsys):
         "--model_name",
         "models/a model",
         "--strategies",
-        "ddp,deepspeed,fsdp,fsdp@tp1xdp4",
+        "ddp,deepspeed:zero_stage=3,fsdp:sequence_parallel,fsdp@tp1xdp4",
         "--batch_size",
         "2",
     ]
@@ -49,8 +49,12 @@ def test_from_end_to_end(tmp_path, monkeypatch, capsys):
         done.stdout.splitlines()[0] == first
         and report["about"]["initial weights"] == "random weights, seed 0"
     )
-    assert len(report["runs"]) == 4 and all(row["judged"] for row in report["tensors"])
+    options = ["deepspeed_zero_stage-3", "fsdp_sequence_parallel"]
+    assert list(report["runs"]) == ["ddp", *options, "fsdp_tp1xdp4"] and all(
+        row["judged"] for row in report["tensors"]
+    )
     text = (folder / "report.md").read_text()
+    assert "DeepSpeed AutoTP (TP=2, DP=2, zero_stage=3): 356 of 356 tensors" in text
     order = [
         "Verdict",
         "First tensor that is too far",

@@ -1,12 +1,14 @@
 """What --strategies names."""
 
 import pytest
+from ranks import ROOT
 
-from lockstep.config import parse_config
+from lockstep.config import _require_run_name, parse_config
 from lockstep.errors import UserError
 from lockstep.mesh import Mesh
 from lockstep.runs import runs_of
 
+LONG = ("reshard_after_forward=false", "gradient_sync=every", "pp_schedule=interleaved1f1b", "wrap=layer")
 BASELINE = parse_config("ddp", ["--dp_size", "2", "--batch_size", "8"])
 
 
@@ -39,7 +41,22 @@ def test_every_run_sees_the_same_global_batch():
         ("fsdp@", "is not a mesh; write it as tp1xdp4"),
         ("fsdp@tp0", "tp0 is not a mesh"),
         ("fsdp@tp2xtp2", "is not a mesh"),
-        ("fsdp@ep2", "ep2 is not a mesh"),
+        ("fsdp@ep2", "fsdp@ep2: there is no axis ep; the axes are pp, dp, cp, tp"),
+        ("deepspeed@sp2xdp1", "deepspeed@sp2xdp1: there is no axis sp; write cp"),
+        ("fsdp@sp2xdp1", "there is no axis sp; the axes are pp, dp, cp, tp"),
+        (
+            "fsdp:zero_stage=3",
+            "FSDP.DTensor has no option zero_stage; it has reshard_after_forward, .*pp_schedule, .*compile",
+        ),
+        ("fsdp:", "has no option without a name"),
+        ("fsdp:sequence_parallel=1", "sequence_parallel takes no value; leave =1 out"),
+        ("fsdp:prefetch=", "prefetch needs a value"),
+        ("fsdp:prefetch=1+prefetch=2", "prefetch is given twice"),
+        ('deepspeed:deepspeed_config={"a":1,"b":2}', "or the path of a file, not JSON itself"),
+        ("deepspeed:deepspeed_config=a b.json", "a value without blanks"),
+        ("fsdp:prefetch=1@tp2", "argument --prefetch: '1@tp2' is not a whole number"),
+        ("fsdp:prefetch=1,fsdp:prefetch=1", "each once"),
+        ("fsdp@tp2@dp2", "write NAME@MESH:OPTIONS"),
         ("fsdp@dp3", "16 sequences cannot be divided among 3 DP ranks"),
         ("deepspeed@pp2", "has no axis pp"),
         ("ddp@tp2xdp1", "DDP has no axis tp"),
@@ -48,4 +65,56 @@ def test_every_run_sees_the_same_global_batch():
 )
 def test_what_is_no_run_is_one_line(names, message):
     with pytest.raises(UserError, match=message):
-        named(names)
+        for run in named(names):
+            parse_config(run.row.place, run.arguments)
+
+
+def test_options_of_one_run(tmp_path):
+    """They reach its parser, and its name and its label tell it from the others."""
+    own = tmp_path / "a@b:c" / "mine.py"
+    own.parent.mkdir()
+    own.write_text("class Mine:\n    axes = ('dp', 'tp')\n")
+    file = ROOT / "studies/deepspeed/zero2.json"
+    texts = [
+        "deepspeed@tp1xdp2:zero_stage=3+offload_param=cpu",
+        f"deepspeed@tp1xdp2:deepspeed_config={file}",
+        "fsdp@tp2:sequence_parallel",
+        "fsdp@pp2:pp_schedule=gpipe+pp_microbatches=4+compile=aot_eager",
+        "fsdp:activation_checkpointing",
+        "ddp:gradient_as_bucket_view=false",
+        f"{own}:Mine@tp1:compile",
+        f"{own}:Mine",
+    ]
+    runs = named(",".join(texts))
+    configs = [parse_config(run.row.place, run.arguments) for run in runs]
+    assert [config.label for config in configs] == [
+        "DDP (TP=1, DP=2)",
+        "DeepSpeed AutoTP (TP=1, DP=2, zero_stage=3, offload_param=cpu)",
+        "DeepSpeed AutoTP (TP=1, DP=2, zero_stage=2, deepspeed_config)",
+        "FSDP+DTensor (TP=2, DP=1, sequence_parallel)",
+        "FSDP+DTensor (TP=1, DP=1, PP=2, pp_schedule=gpipe, pp_microbatches=4, compile=aot_eager)",
+        "FSDP+DTensor (TP=2, DP=2, activation_checkpointing)",
+        "DDP (TP=1, DP=2, gradient_as_bucket_view=false)",
+        "Mine (TP=1, DP=1, compile=inductor)",
+        "Mine (TP=2, DP=2)",
+    ]
+    names = [run.name for run in runs]
+    assert [config.name for config in configs] == names and len(set(names)) == len(names)
+    assert (
+        names[1] == "deepspeed_tp1xdp2_zero_stage-3_offload_param-cpu"
+        and names[3] == "fsdp_tp2_sequence_parallel"
+    )
+    assert [run.is_baseline for run in runs] == [True] + [False] * 8
+    recorded = [config.as_dict() for config in configs]
+    assert [config.row.label_of(config.mesh, one) for config, one in zip(configs, recorded, strict=True)] == [
+        config.label for config in configs
+    ]
+
+
+def test_names_of_different_options_differ():
+    paths = ["deepspeed:deepspeed_config=a/b.json", "deepspeed:deepspeed_config=a-b.json"]
+    many = [f"fsdp@pp1xdp2xcp1xtp2:{'+'.join(LONG)}+prefetch={number}" for number in (1, 2)]
+    names = [run.name for run in named(",".join([*paths, *many]))]
+    assert len(set(names)) == 5 and max(map(len, names)) == 100
+    for name in names:
+        _require_run_name(name)

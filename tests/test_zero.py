@@ -1,10 +1,12 @@
 """ZeRO stages and offload: which combinations are refused, and that the live engine is what was asked for."""
 
+import importlib.metadata
 import json
 
 import pytest
 from ranks import ROOT, run_groups
 
+from lockstep import preflight, tested
 from lockstep.config import parse_config
 from lockstep.deepspeed import build, configuration, zero
 from lockstep.errors import UserError
@@ -71,8 +73,10 @@ STEPS = ["--debug_steps", "2", "--capture_steps", "2", "--max_grad_norm", "0.5"]
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Two steps of DDP, of every stage and offload with DP=2, and the float64 reference of all."""
+    """Two steps of DDP, of every stage and offload with DP=2, and the float64 reference of all. No C++ compiler is on the PATH."""
     folder = tmp_path_factory.mktemp("zero")
+    for name in ("no programs", "extensions"):
+        (folder / name).mkdir()
 
     def job(strategy, name, *arguments):
         own = ["--capture_dir", str(folder / name), "--loss_output_dir", str(folder / name / "losses")]
@@ -88,8 +92,15 @@ def trained(tmp_path_factory):
         replays = [str(folder / other / "deepspeed") for other in COMBINATIONS if baseline_of(other) == name]
         reference = {**job(jobs.REFERENCE, name, *precision), "replays": replays}
         groups += [(2, [job("ddp", name, *precision, "--control")]), (None, [reference])]
-    jobs.start_all_groups(groups, folder / "work")
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("PATH", str(folder / "no programs"))
+        environment.setenv("TORCH_EXTENSIONS_DIR", str(folder / "extensions"))
+        jobs.start_all_groups(groups, folder / "work")
     return folder
+
+
+def test_no_extension_is_built(trained):
+    assert list((trained / "extensions").iterdir()) == []
 
 
 def baseline_of(name):
@@ -112,22 +123,28 @@ def test_every_stage_computes_the_same(trained, name):
     assert curves.compare_curves(baseline, other, curves.tolerance_for(baseline, control)).passed
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_run_that_got_another_stage_stops(others_stages, stage):
+@pytest.mark.parametrize(
+    "run, said",
+    [*((str(stage), "sharding.") for stage in (1, 2, 3)), ("collectives", "sharding.collectives is")],
+)
+def test_a_run_that_got_something_else_stops(others, run, said):
     for rank in range(2):
-        said = (others_stages / str(stage) / f"error{rank}.txt").read_text()
-        assert "the live objects contradict the options: sharding" in said, said
+        error = (others / run / f"error{rank}.txt").read_text()
+        assert f"the live objects contradict the options: {said}" in error, error
 
 
 @pytest.fixture(scope="module")
-def others_stages(tmp_path_factory):
-    """Every stage from 1 on was asked for, and DeepSpeed was told the one before it."""
+def others(tmp_path_factory):
+    """Every stage from 1 on was asked for, and DeepSpeed was told the one before it; gloo, and it has an operator of its own."""
     folder = tmp_path_factory.mktemp("stages")
     calls = []
     for stage in (1, 2, 3):
         arguments = [*FLAGS, "--tp_size", "1", "--debug_steps", "1", "--zero_stage", str(stage)]
         run = {"strategy": "deepspeed", "fault": "another ZeRO stage", "arguments": arguments}
         calls.append(("jobs:refused", str(stage), run))
+    arguments = [*FLAGS, "--tp_size", "1", "--debug_steps", "1"]
+    run = {"strategy": "deepspeed", "fault": "collectives of its own", "arguments": arguments}
+    calls.append(("jobs:refused", "collectives", run))  # last: the process keeps them
     run_groups([(2, "jobs:in_turn", folder, calls)])
     return folder
 
@@ -140,6 +157,7 @@ def test_the_contract_says_what_is_sharded(trained, name):
     assert sharding["offload_optimizer"] == ("cpu" if "CPU" in name or "file" in name else "none")
     assert (sharding["gradients_sharded"], sharding["weights_sharded"]) == (stage >= 2, stage == 3)
     assert sharding["offload_param"] == ("cpu" if "all on" in name else "none")
+    assert sharding["collectives"] == "gloo"
 
 
 def told(tmp_path, content, *arguments):
@@ -235,12 +253,47 @@ def test_a_users_file_that_contradicts_the_flags(tmp_path, content, arguments, m
 
 def test_empty_sections_ask_for_nothing(tmp_path):
     parsed = told(tmp_path, {"zero_optimization": {}, "bf16": {}, "tensor_parallel": {}})
-    assert parsed == configuration.of_flags(config())
+    assert parsed == configuration.without_defaults(configuration.of_flags(config()))
 
 
 def test_without_a_file_the_flags_alone_are_told():
     parsed = config("--zero_stage", "2")
-    assert configuration.resolved(parsed, hidden_size=64) == configuration.of_flags(parsed)
+    flags = configuration.of_flags(parsed)
+    assert configuration.resolved(parsed, hidden_size=64) == configuration.without_defaults(flags)
+
+
+def test_what_earlier_versions_refuse_is_left_out_where_it_is_the_default():
+    told = configuration.resolved(config("--tp_size", "1"), hidden_size=64)
+    assert told["tensor_parallel"] == {"autotp_size": 1} and told["bf16"] == {"enabled": False}
+    needed = configuration.resolved(config("--precision", "bf16"), hidden_size=64)
+    assert needed["tensor_parallel"]["vocab_parallel_lm_head"] and len(needed["bf16"]) == 3
+
+
+def test_a_version_that_does_not_know_what_it_is_told(tmp_path, monkeypatch):
+    """In one line, before anything is started; what it need not know, it need not be told."""
+    (tmp_path / "earlier.py").write_text("class Earlier:\n    model_fields = ('autotp_size',)\n")
+    monkeypatch.setattr(build, "CLASSES", {"tensor_parallel": f"{tmp_path}/earlier.py:Earlier"})
+    two, one = (configuration.resolved(config("--tp_size", size), hidden_size=64) for size in ("2", "1"))
+    build._require_known(two, "cpu")  # the version tested is not looked at
+    monkeypatch.setattr(
+        tested, "versions", lambda: {"deepspeed": "9.9", "torch": "1.0", "transformers": "5.23.0"}
+    )
+    build._require_known(one, "cpu")
+    here = importlib.metadata.version("deepspeed")
+    with pytest.raises(
+        UserError,
+        match=f"^deepspeed {here} found, tested with 9.9; it does not know vocab_parallel_lm_head; --tp_size 1",
+    ):
+        build._require_known(two, "cpu")
+    torch = importlib.metadata.version("torch").split("+")[0]
+    note = f"torch {torch} found, tested with 1.0; deepspeed {here} found, tested with 9.9: what follows may depend on it"
+    assert preflight.notes(config()) == [note]
+    assert preflight.notes(config(strategy="fsdp"))[0].startswith(f"torch {torch} found, tested with 1.0: ")
+
+
+def test_the_versions_tested_are_those_required():
+    assert tested.versions()["deepspeed"] == importlib.metadata.version("deepspeed")
+    assert {"torch", "transformers", "ray"} < tested.versions().keys() and not tested.difference("torch")
 
 
 @pytest.mark.parametrize("further", ["--precision autocast", "--precision fp32 --tp_size 1"])
@@ -254,7 +307,8 @@ def test_the_shipped_files_are_what_the_flags_ask_for(tmp_path, name, further):
         more += ["--nvme_path", str(tmp_path)]
     parsed = config("--deepspeed_config", str(path), *more)
     zero.require(parsed)
-    assert configuration.resolved(parsed, hidden_size=64) == configuration.of_flags(parsed)
+    flags = configuration.of_flags(parsed)
+    assert configuration.resolved(parsed, hidden_size=64) == configuration.without_defaults(flags)
     stage = configuration.SHIPPED[name]["stage"]
     assert configuration.of_flags(parsed)["zero_optimization"]["stage"] == stage
 

@@ -1,1 +1,1 @@
-"""DeepSpeed's own needs beside the strategy: building its extension, and handles for planted faults."""
+"""DeepSpeed's own needs beside the strategy: its collectives, flags and configuration, and handles for planted faults."""

@@ -1,4 +1,4 @@
-"""The extensions that DeepSpeed builds with a C++ compiler when it first needs them, and what a machine must have for that."""
+"""What DeepSpeed needs of a machine, and the extensions that it would build with a C++ compiler: one for offload to NVMe, none else."""
 
 import contextlib
 import importlib.util
@@ -6,37 +6,50 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
+from typing import Any
 
+from lockstep import strategies, tested
 from lockstep.config import Config
 from lockstep.deepspeed import configuration, options, ulysses, zero
 from lockstep.errors import UserError
 from lockstep.files import require_writable_folder
-from lockstep.resources import has_compiler
 from lockstep.running import progress
 
-STALE_LOCK_SECONDS = 120  # no file of the build was touched for this long: nobody is building
+# Section of DeepSpeed's configuration -> its class, which refuses what it does not know
+CLASSES = {
+    "tensor_parallel": "deepspeed.runtime.tensor_parallel.config:TPTrainingConfig",
+    "bf16": "deepspeed.runtime.precision_config:DeepSpeedBF16Config",
+}
 
 
 def require(config: Config, architecture: dict) -> None:
-    """Raise UserError if the package, or a compiler for its extension, is missing, or the options contradict each other."""
+    """Raise UserError if the package, or what offload to NVMe needs, is missing, or the options contradict each other."""
     if importlib.util.find_spec("deepspeed") is None:
         raise UserError(
             "train_deepspeed.py needs the package deepspeed, which is not installed; install requirements.txt"
         )
-    if config.device == "cpu" and not has_compiler():
-        raise UserError(
-            "DeepSpeed builds a small C++ extension when it first runs on CPUs, and no C++ compiler (c++ or g++) is on the PATH; "
-            "install one, e.g. the package g++"
-        )
     zero.require(config)
     ulysses.require(config, architecture)
-    configuration.text(config, architecture)
+    _require_known(configuration.resolved(config, architecture["hidden_size"]), config.device)
     path = options.of(config).nvme_path
     if path is not None:
         _require_libaio()
         require_writable_folder(path, "--nvme_path", keep=not config.dry_run)
+
+
+def _require_known(told: dict[str, Any], device: str) -> None:
+    """Raise UserError if another version of DeepSpeed than the one tested does not know what it is told."""
+    version = tested.difference("deepspeed")
+    if not version:  # known without the import, which takes seconds
+        return
+    if device == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"  # or DeepSpeed says that it found no GPU
+    for section, place in CLASSES.items():
+        unknown = next((key for key in told[section] if key not in strategies.load(place).model_fields), None)
+        if unknown:
+            needs = "; --tp_size 1 does not need it" if section == "tensor_parallel" else ""
+            raise UserError(f"{version}; it does not know {unknown}{needs}; install requirements.txt")
 
 
 def _require_libaio() -> None:
@@ -63,20 +76,34 @@ def preload() -> None:
     if importlib.util.find_spec("deepspeed") is None:
         return
     os.environ["DS_ACCELERATOR"] = "cpu"  # or DeepSpeed takes the GPU of a machine that has one
-    import deepspeed.module_inject.auto_ep_layer  # noqa: F401
-    import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
+    with contextlib.suppress(ImportError):  # not every version has both
+        import deepspeed.module_inject.auto_ep_layer  # noqa: F401
+        import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
     import torch.utils.cpp_extension  # noqa: F401
 
-
-SHARED_MEMORY = ("ShareMemCommBuilder", "its shared-memory op", "about a minute")
-ASYNC_IO = ("AsyncIOBuilder", "its file access for ZeRO-Infinity", "about four minutes")
+    use_torch_collectives()  # DeepSpeed looks once for the operators that it could build
 
 
-def build_extension(builder: str, what: str, how_long: str) -> None:
-    """Build one of DeepSpeed's extensions, once per environment, and say so. The other ranks of the machine wait.
+def use_torch_collectives() -> None:
+    """Let DeepSpeed use the collectives of torch's process groups on CPUs, as the other strategies do, before it makes its own.
 
-    DeepSpeed itself would build it silently, and wait for ever on the lock of an interrupted build.
+    It would build an operator that sums in shared memory, for a minute, and again whenever the path of the environment changes.
     """
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def collectives() -> str:
+    """What the live DeepSpeed communicates with: the backend of torch's process groups, or an operator of its own."""
+    import torch.distributed as dist
+    from deepspeed.comm import comm
+
+    return dist.get_backend() if comm.cdb.shm_comm_op is None else "deepspeed_shm_comm"
+
+
+def build_async_io() -> None:
+    """Build DeepSpeed's operator that reads and writes the disk, once per environment, and say so. Collective: the other ranks wait."""
     import torch.distributed as dist
     from deepspeed.accelerator import get_accelerator
     from torch.utils.cpp_extension import _get_build_directory
@@ -84,33 +111,13 @@ def build_extension(builder: str, what: str, how_long: str) -> None:
     # The ninja installed beside this Python: another version on the PATH would build everything again.
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-        extension = get_accelerator().create_op_builder(builder)
+        extension = get_accelerator().create_op_builder("AsyncIOBuilder")
         folder = Path(_get_build_directory(extension.NAME, False))
-        _wait_for_lock(folder / "lock", what)
-        built = (folder / f"{extension.NAME}.so").exists()
-        announced = (
-            contextlib.nullcontext()
-            if built
-            else progress.working(f"DeepSpeed builds {what}, once per environment ({how_long})")
-        )
-        with announced:
+        lock = folder / "lock"
+        what = "DeepSpeed builds its file access for ZeRO-Infinity, once per environment (about four minutes)"
+        if lock.exists():
+            what = f"DeepSpeed waits for another build of its file access; if none is running, remove {lock}"
+        built = (folder / f"{extension.NAME}.so").exists() and not lock.exists()
+        with contextlib.nullcontext() if built else progress.working(what):
             extension.load(verbose=False)
     dist.barrier()
-
-
-def _wait_for_lock(lock: Path, what: str) -> None:
-    """Wait while another process builds; remove the lock once nobody has touched the folder for a while."""
-    if lock.exists():
-        progress.screen.note(f"DeepSpeed: another build of {what} holds {lock}; waiting for it")
-    while lock.exists():
-        if time.time() - max(_touched(file) for file in [lock, *lock.parent.iterdir()]) > STALE_LOCK_SECONDS:
-            progress.screen.note(f"DeepSpeed: removing the lock of an interrupted build, {lock}")
-            lock.unlink(missing_ok=True)
-        time.sleep(1)
-
-
-def _touched(file: Path) -> float:
-    try:
-        return file.stat().st_mtime
-    except FileNotFoundError:  # a builder at work removes files
-        return time.time()

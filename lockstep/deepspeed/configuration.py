@@ -121,6 +121,23 @@ def of_flags(config: Config) -> dict[str, Any]:
 
 def resolved(config: Config, hidden_size: int) -> dict[str, Any]:
     """What DeepSpeed is given: the flags', and what else a user's file has. Raises UserError if the two contradict each other."""
+    return without_defaults(_with_the_file(config, hidden_size))
+
+
+def without_defaults(told: dict[str, Any]) -> dict[str, Any]:
+    """The same without keys that are false, as by default, and that earlier versions of DeepSpeed refuse."""
+    off = {("tensor_parallel", "vocab_parallel_lm_head"), *(("bf16", key) for key in BF16_WITHOUT_MASTER)}
+    return {
+        section: {
+            key: value for key, value in content.items() if value is not False or (section, key) not in off
+        }
+        if isinstance(content, dict)
+        else content
+        for section, content in told.items()
+    }
+
+
+def _with_the_file(config: Config, hidden_size: int) -> dict[str, Any]:
     own = flags.of(config)
     ours = of_flags(config)
     if own.deepspeed_config is None:

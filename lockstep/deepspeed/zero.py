@@ -73,11 +73,15 @@ def expected(config: Config) -> dict[str, Any]:
         "weights_sharded": stage == 3,
         "offload_optimizer": own.offload_optimizer,
         "offload_param": own.offload_param,
+        "collectives": config.backend,
     }
 
 
-def observed(engine: Any, stepped: int) -> dict[str, Any]:
-    """What the live engine shards and offloads: `stepped` is the number of elements that this rank's optimizer steps."""
+def observed(engine: Any, stepped: int, collectives: str) -> dict[str, Any]:
+    """What the live engine shards and offloads: `stepped` is the number of elements that this rank's optimizer steps.
+
+    `collectives` is what it communicates with.
+    """
     parameters, optimizer = list(engine.module.parameters()), engine.optimizer
     sharded = [hasattr(parameter, "ds_id") for parameter in parameters]
     whole = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in parameters)
@@ -91,4 +95,5 @@ def observed(engine: Any, stepped: int) -> dict[str, Any]:
         "weights_sharded": all(sharded),
         "offload_optimizer": ("nvme" if swaps else "cpu") if offloaded else "none",
         "offload_param": ("nvme" if weights_swap else "cpu") if weights else "none",
+        "collectives": collectives,
     }

@@ -75,9 +75,7 @@ def read(found: dict[str, Path]) -> tuple[dict[str, History], History | None]:
         ):
             what = f"{mine}'s" + (" control" if config["noise_control"] else "")
             raise UserError(f"{path}: is the history of {what} run, not of the run in its name; rename it")
-        label = f"{row.label} ({Mesh(**run['mesh']).label})" + (
-            ", control" if name == history.CONTROL else ""
-        )
+        label = row.label_of(Mesh(**run["mesh"]), config) + (", control" if name == history.CONTROL else "")
         if run["label"] != label and row.factory:
             raise UserError(
                 f"{path}: label is {printable(run['label'], 80)!r}, it must be {label!r}; run its training again"
