@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from lockstep.studies.converging_report import Seeded
 
 NAME = "run_study.py"
-INTERRUPTED = "interrupted; --resume keeps the finished runs and goes on"
 STUDIES = Path(__file__).parent / "studies"
 
 
@@ -65,9 +64,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    return run_program(
-        NAME, lambda: body(parse(argv), sys.argv[1:] if argv is None else argv), interrupted=INTERRUPTED
-    )
+    return run_program(NAME, lambda: body(parse(argv), sys.argv[1:] if argv is None else argv))
 
 
 def body(options: argparse.Namespace, argv: list[str]) -> int:
@@ -120,7 +117,7 @@ def body(options: argparse.Namespace, argv: list[str]) -> int:
             f"--output_dir {place} is not empty; choose another, or add --resume to go on with its study"
         )
     files.require_writable_folder(place, "--output_dir")
-    startup.meaning = INTERRUPTED
+    startup.state = "--resume keeps the finished runs and goes on"
     command = shlex.join([NAME, *argv])
     with locks.inside(place, "study", "--output_dir"):
         if study.vary:

@@ -15,10 +15,12 @@ if __name__ == "__main__":
     startup.begin()  # first: from now on Ctrl-C and a missing package are one line each
 
 import argparse
+import contextlib
 import os
 import re
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from lockstep import config as config_module
@@ -33,7 +35,7 @@ from lockstep.training import initial_weights
 from lockstep.verification import check_reference
 
 NAME = "run_verification.py"
-INTERRUPTED = "interrupted; --overwrite starts again"
+OLDER = ".older"  # the folder of an older verification until the new one has captured a step
 OURS = ("reference", "losses", "logs", "initial_weights.safetensors", "report.md", "report.json")
 SET_HERE = (
     "--capture_dir",
@@ -91,11 +93,11 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
 
 def ours(path: Path) -> bool:
     """Whether a verification wrote this file or folder, even one that was killed meanwhile. Locks are never removed."""
-    if path.name.startswith(".") and path.name.endswith(".lock"):
+    if path.name == OLDER or (path.name.startswith(".") and path.name.endswith(".lock")):
         return True
     if path.is_dir() and path.name not in OURS:
-        inside = list(path.iterdir())
-        return bool(inside) and all(files.is_captured(each) for each in inside)
+        held = list(path.iterdir())
+        return bool(held) and all(files.is_captured(each) for each in held)
     unfinished = re.fullmatch(r"\.(.+)\.\d+\.tmp", path.name)
     return (unfinished[1] if unfinished else path.name) in OURS
 
@@ -106,16 +108,16 @@ def check_folder(options: argparse.Namespace) -> Path:
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--output_dir {folder} is a file; choose a folder")
     try:
-        inside = sorted(folder.iterdir()) if folder.is_dir() else []
+        found = sorted(folder.iterdir()) if folder.is_dir() else []
     except OSError as error:
         raise UserError(
             f"--output_dir {folder}: cannot be read ({error.strerror}); choose another folder"
         ) from error
-    if any(not path.name.startswith(".") for path in inside) and not options.overwrite:
+    if any(path.name == OLDER or not path.name.startswith(".") for path in found) and not options.overwrite:
         raise UserError(
             f"--output_dir {folder} is not empty, and nothing is overwritten; choose another, or add --overwrite"
         )
-    foreign = next((path.name for path in inside if not ours(path)), None)
+    foreign = next((path.name for path in found if not ours(path)), None)
     if foreign:
         raise UserError(
             f"--output_dir {folder} holds {foreign}, which no verification wrote; choose another folder"
@@ -138,14 +140,57 @@ def require_outside(folder: Path, config: Config) -> None:
             )
 
 
-def empty(folder: Path) -> None:
-    """Remove an older verification. Locks stay: a run whose script was killed may still hold them."""
-    for path in [path for path in folder.iterdir() if not path.name.endswith(".lock")]:
-        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+@contextlib.contextmanager
+def replacing(folder: Path) -> Iterator[None]:
+    """Set an older verification aside. It is back at the end unless a step of the new one was captured.
+
+    It lies in OLDER meanwhile, and stays there if this process is killed: the next verification finds it.
+    """
+    older = folder / OLDER
+    if has_captured(folder):
+        empty(older)
+        older.mkdir(exist_ok=True)
+        for path in inside(folder):
+            path.rename(older / path.name)
+    empty(folder)  # of what a killed one left before its first step
+    try:
+        yield
+    finally:
+        if has_captured(folder):
+            empty(older)
+        elif older.is_dir():
+            empty(folder, but="logs")  # they say why there is no new one
+            for path in inside(older):
+                if path.name != "logs":
+                    path.rename(folder / path.name)
+            empty(older)
+        with contextlib.suppress(FileNotFoundError):
+            older.rmdir()
+
+
+def has_captured(folder: Path) -> bool:
+    """Whether a verification has captured a step there."""
+    return any(folder.glob("*/manifest.json"))
+
+
+def inside(folder: Path) -> list[Path]:
+    """What a verification has written into a folder. Not locks: a run whose script was killed may still hold them."""
+    return [
+        path
+        for path in (folder.iterdir() if folder.is_dir() else ())
+        if path.name != OLDER and not path.name.endswith(".lock")
+    ]
+
+
+def empty(folder: Path, but: str = "") -> None:
+    """Remove what a verification has written into a folder, except what is named `but`."""
+    for path in inside(folder):
+        if path.name != but:
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def main(argv: list[str] | None = None) -> int:
-    return run_program(NAME, lambda: verify(*parse(argv)), interrupted=INTERRUPTED)
+    return run_program(NAME, lambda: verify(*parse(argv)))
 
 
 def verify(options: argparse.Namespace, rest: list[str]) -> int:
@@ -172,11 +217,11 @@ def verify(options: argparse.Namespace, rest: list[str]) -> int:
     baseline = configs[0]
     about = f"{baseline.model_name}, {initial_weights.describe(baseline)}, {baseline.precision}, steps 1 to {options.steps}"
     print(printable(about))
-    startup.meaning = INTERRUPTED
+    startup.state = "--overwrite starts again"
     with locks.inside(folder, "verification", "--output_dir"):
         check_folder(options)  # another run may have ended before we had the lock
-        with locks.held(*((folder / run.name, "--output_dir") for run in runs)):
-            empty(folder)  # nor does a run that outlived its script write there
+        # nor does a run that outlived its script write there
+        with locks.held(*((folder / run.name, "--output_dir") for run in runs)), replacing(folder):
             rest = [
                 argument for argument in rest if argument != "--pretrained"
             ]  # the baseline's run writes them down for all

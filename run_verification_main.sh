@@ -6,10 +6,31 @@
 #   LEARNING_RATE=1e-5 ./run_verification_main.sh  any setting below can be overridden from the environment
 #
 # Exit status: 0 they compute the same thing; 1 they do not, a run failed, or the verdict is NOT JUDGED; 2 a usage error, or runs that cannot
-# be compared; 3 an internal error.
+# be compared; 3 an internal error; 130 interrupted by Ctrl-C; 143 terminated by SIGTERM.
 set -euo pipefail
 trap 'echo "$0: interrupted" >&2; exit 130' INT
 source "$(dirname "$0")/environment.sh" requirements.txt
+running= # the id of the program that is waited for
+stop() { # WORD SIGNAL STATUS
+  trap '' INT TERM
+  if [ -n "$running" ]; then
+    sleep 1 # Ctrl-C has reached it, too, and so has a signal to the whole group
+    kill -s "$2" "$running" 2>/dev/null || true
+    wait "$running" || true
+  fi
+  echo "$0: $1" >&2
+  exit "$3"
+}
+trap 'stop interrupted INT 130' INT
+trap 'stop terminated TERM 143' TERM
+waited_for() { # COMMAND...: in the background, so that a signal is answered at once
+  (trap - INT && exec "$@") &
+  running=$!
+  local status=0
+  wait "$running" || status=$?
+  running=
+  return $status
+}
 export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH} PYTHONSAFEPATH=1 # the caller's folder is where paths start, not where modules are
 export LOCKSTEP_PARENT=$$                                           # the scripts end with this one, even if it is killed
 
@@ -90,26 +111,24 @@ if [ -z "${RAY_ADDRESS:-}" ]; then
   ray_pid=$!
 fi
 
-# --- a usage error is answered before anything is trained or removed; then nothing of an older run is left to compare --------------
+# --- a usage error is answered before anything is trained ------------------------------------------------------------------------------
 plan=$("$PYTHON" -m lockstep.verification plan "${both[@]}" "${first[@]}")
 mkdir -p "$OUTPUT_DIR"
 exec {lock}<>"$OUTPUT_DIR/.run_verification_main.lock"
 "$PYTHON" -m lockstep.running.locks $lock "$OUTPUT_DIR"
-rm -f "$OUTPUT_DIR"/{loss_control.json,loss_curves.png,verdict.json} "$OUTPUT_DIR"/tensors/report.{md,json}
-while IFS=$'\t' read -r name _; do
-  rm -f "$OUTPUT_DIR/loss_$name.json" "$OUTPUT_DIR/tensors/$name"/{manifest.json,step_*.safetensors}
-done <<<"$plan"
 settings="$MODEL_NAME, $NUM_LAYERS layers, $PRECISION, $DEBUG_STEPS steps, TP=$TP_SIZE, DP=$DP_SIZE on $DEVICE ($gpus GPUs here) -> $OUTPUT_DIR"
 echo "${settings//[[:cntrl:]]/?}"
 
 # --- the runs, one after the other; then the verdict -------------------------------------------------------------------------------
+# Each run replaces the older one's history and tensors once its first step is done, and a run that fails ends the script: the verdict sees
+# none that is older. No older verdict stands beside histories that it does not judge.
 if [ -n "${ray:-}" ]; then
   read -r RAY_ADDRESS <&"$ray" || { echo "$0: the local Ray instance did not start (see above)" >&2; exit 1; }
   export RAY_ADDRESS
 fi
-trap 'echo "$0: interrupted; the histories in $OUTPUT_DIR hold the steps so far" >&2; exit 130' INT
+rm -f "$OUTPUT_DIR"/{loss_curves.png,verdict.json} "$OUTPUT_DIR"/tensors/report.{md,json}
 while IFS=$'\t' read -r name flags strategy <&3; do
-  "$PYTHON" -m lockstep.train --strategy "$strategy" "${common[@]}" $flags "${weights[@]}" "${first[@]}" || {
+  waited_for "$PYTHON" -m lockstep.train --strategy "$strategy" "${common[@]}" $flags "${weights[@]}" "${first[@]}" || {
     status=$?
     [ $status -lt 128 ] || echo "$0: the training script of $name was killed by signal $((status - 128))" >&2
     exit $((status < 128 ? status : 1))
@@ -118,4 +137,5 @@ while IFS=$'\t' read -r name flags strategy <&3; do
 done 3<<<"$plan"
 rmdir "$OUTPUT_DIR/ray" 2>/dev/null || true # for Ray Train's records; it is empty
 [ -z "${ray_pid:-}" ] || kill -USR1 "$ray_pid" 2>/dev/null || true
-"$PYTHON" -m lockstep.verification verdict "${both[@]}" $([ "$NOISE_FLOOR" = 0 ] || echo --control)
+[ "$NOISE_FLOOR" != 0 ] || rm -f "$OUTPUT_DIR/loss_control.json" # of an older run
+waited_for "$PYTHON" -m lockstep.verification verdict "${both[@]}" $([ "$NOISE_FLOOR" = 0 ] || echo --control)

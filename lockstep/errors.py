@@ -8,7 +8,9 @@ import sys
 import traceback
 from collections.abc import Callable
 
-INTERNAL, INTERRUPTED, BROKEN_PIPE = 3, 130, 141  # the last two are 128 + the signal, as in shells
+from lockstep import startup
+
+INTERNAL, BROKEN_PIPE = 3, 141  # the second is 128 + the signal, as in shells
 LONGEST = 1000  # characters of a message
 
 
@@ -44,7 +46,7 @@ def first_line(error: BaseException) -> str:
     return printable((str(error).strip().splitlines() or [type(error).__name__])[0], 160)
 
 
-def run_program(name: str, body: Callable[[], int], *, interrupted: str = "interrupted") -> int:
+def run_program(name: str, body: Callable[[], int]) -> int:
     """Run `body` and return the exit status of the program `name`. Every program of the project ends here.
 
     An error is one line on stderr. Only an internal error shows its traceback, so that it can be reported.
@@ -57,8 +59,9 @@ def run_program(name: str, body: Callable[[], int], *, interrupted: str = "inter
         _say(f"{name}: {printable(error)}")
         return error.exit_code
     except KeyboardInterrupt:
-        _say(f"{name}: {interrupted}")
-        return INTERRUPTED
+        said, status = startup.stopped()
+        _say(f"{name}: {said}")
+        return status
     except (
         BrokenPipeError
     ):  # the reader of our output is gone (`| head`); what is left to flush must not raise again

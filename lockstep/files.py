@@ -220,10 +220,13 @@ def is_captured(path: Path) -> bool:
     return bool(CAPTURED.fullmatch(path.name)) and path.is_file() and not path.is_symlink()
 
 
-def remove_captured(folder: Path) -> None:
-    """Remove the captured steps of an earlier run, after `require_new_folder` has allowed it."""
+def remove_captured(folder: Path, but: Path | None = None) -> None:
+    """Remove the captured steps of an earlier run, after `require_new_folder` has allowed it. The file `but` stays.
+
+    The manifest goes first: without it, nothing that is left is taken for a dump.
+    """
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
-        if is_captured(path):
+        if is_captured(path) and path != but:
             path.unlink(missing_ok=True)
 
 

@@ -16,7 +16,6 @@ from lockstep import config as config_module
 from lockstep import files, preflight, resources, startup, strategies
 from lockstep.config import Config
 from lockstep.errors import (
-    INTERRUPTED,
     TrainingFailure,
     UserError,
     first_line,
@@ -72,7 +71,7 @@ def _one_of_many(body: Callable[[], int]) -> int:
         raise
     except KeyboardInterrupt:
         if not _first():
-            os._exit(INTERRUPTED)
+            os._exit(startup.stopped()[1])
         raise
 
 
@@ -107,15 +106,27 @@ def _launch(
 
 
 def _begin(config: Config, inputs: Inputs) -> None:
-    """On rank 0, once nothing can be refused any more: remove an older run's history and captured steps."""
+    """On rank 0, once the locks are held. An older run's history and captured steps stay until the first step of this one is written."""
     if config.capture_dir is not None:  # another run may have filled it before we got the lock
         files.require_new_folder(config.capture_folder, "--capture_dir", overwrite=config.overwrite)
-        files.remove_captured(config.capture_folder)  # there are none without --overwrite
-    for run in runs(config):
-        run.history_path.unlink(missing_ok=True)
-        run.told_path.unlink(missing_ok=True)
     progress.screen.note(banner(config, inputs))
-    startup.meaning = "interrupted; the history holds the steps so far"
+    older = _version(config.history_path)
+
+    def so_far() -> str:
+        if _version(config.history_path) != older:
+            return "the history holds the steps so far"
+        return "no step was written" + ("; the older history is as it was" if older else "")
+
+    startup.state = so_far
+
+
+def _version(path: Path) -> tuple[int, int] | None:
+    """What tells two versions of a file apart that is replaced whole; None if there is none."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns
 
 
 def runs(config: Config) -> list[Config]:

@@ -1,4 +1,4 @@
-"""What a program does before it imports anything that takes time, and how it ends: Ctrl-C and a missing package are one line each.
+"""What a program does before it imports anything that takes time, and how it ends: Ctrl-C, SIGTERM and a missing package are one line each.
 
 Every program begins with
 
@@ -7,10 +7,10 @@ Every program begins with
 
         startup.begin()
 
-and ends with `startup.end(status)`. In between, Ctrl-C ends it at once, with one line and status 130. A KeyboardInterrupt would not do:
-libraries lose it or turn it into other errors. There is nothing to clean up while they are imported or while Ray starts (its processes end
-with this one). Code that has something to clean up runs in `cleaning_up`, which raises KeyboardInterrupt. This file must be readable by
-Python 3.6.
+and ends with `startup.end(status)`. In between, Ctrl-C ends it at once, with one line and status 130, and SIGTERM, which SLURM sends, with
+status 143. A KeyboardInterrupt would not do: libraries lose it or turn it into other errors. There is nothing to clean up while they are
+imported or while Ray starts (its processes end with this one). Code that has something to clean up runs in `cleaning_up`, which raises
+KeyboardInterrupt for both. This file must be readable by Python 3.6.
 """
 
 import atexit
@@ -25,7 +25,14 @@ from typing import NoReturn
 
 PACKAGES = ("numpy", "pydantic", "safetensors", "torch", "transformers")  # what every program needs
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-meaning = "interrupted"  # the line after Ctrl-C; a program may set a longer one
+# Signal -> the word that says so. A signal that the parent ignores, as a shell does with SIGINT for `&`, is ignored here, too.
+WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
+DEFAULTS = (
+    signal.default_int_handler,
+    signal.SIG_DFL,
+)  # who handles them unless somebody has decided otherwise
+# What the line says after the word, or a function that finds it out in that moment; a program may set it.
+state: "str | Callable[[], str]" = ""
 end_helpers: "list[Callable[[], object]]" = []  # functions that end processes which would outlive this one for a while
 
 
@@ -39,30 +46,40 @@ def program() -> str:
     return os.path.basename(path)
 
 
-def stop_at_once(_signal: object = None, _frame: object = None) -> NoReturn:
-    """Say that the program was interrupted, once for all ranks of a launcher, and end it. A second Ctrl-C does not wait."""
-    _leave_it_to_the_parent()
-    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+def stopped() -> "tuple[str, int]":
+    """(what to say of the signal that has ended the program, its exit status: 128 + the signal)."""
+    after = state() if callable(state) else state
+    return WORDS[_received] + (f"; {after}" if after else ""), 128 + _received
+
+
+def stop_at_once(number: int = signal.SIGINT, _frame: object = None) -> NoReturn:
+    """Say that the program was stopped, once for all ranks of a launcher, and end it. A second signal does not wait."""
+    _receive(number)
+    for each in WORDS:
+        signal.signal(each, lambda *_: os._exit(128 + number))
     with contextlib.suppress(Exception):  # it may be what was interrupted
         sys.stdout.flush()
     if os.environ.get("RANK", "0") == "0":
-        os.write(2, f"{program()}: {meaning}\n".encode())
+        os.write(2, f"{program()}: {stopped()[0]}\n".encode())
     for end in end_helpers:
         with contextlib.suppress(Exception):
             end()
-    os._exit(130)
+    os._exit(128 + number)
 
 
-def _stop_cleanly(_signal: object, _frame: object) -> NoReturn:
-    _leave_it_to_the_parent()
-    signal.signal(signal.SIGINT, stop_at_once)  # the second Ctrl-C does not wait for the cleaning up
-    raise KeyboardInterrupt
+def _stop_cleanly(number: int, _frame: object) -> NoReturn:
+    _receive(number)
+    for each in WORDS:
+        signal.signal(each, stop_at_once)  # the second one does not wait for the cleaning up
+    raise KeyboardInterrupt(WORDS[_received])
 
 
-def _leave_it_to_the_parent() -> None:
-    """End a forked process, such as a child that has not become another program yet. Ctrl-C reaches the whole group."""
+def _receive(number: int) -> None:
+    """Remember the signal. End a forked process, such as a child that has not become another program yet: signals reach the whole group."""
+    global _received
     if os.getpid() != _process:
-        os._exit(130)
+        os._exit(128 + number)
+    _received = signal.Signals(number)
 
 
 @contextlib.contextmanager
@@ -83,15 +100,15 @@ def importing() -> "Iterator[None]":
 
 @contextlib.contextmanager
 def cleaning_up() -> "Iterator[None]":
-    """Ctrl-C raises KeyboardInterrupt in here: there are files to remove or processes to end."""
-    ours = signal.getsignal(signal.SIGINT) is stop_at_once
-    if ours:
-        signal.signal(signal.SIGINT, _stop_cleanly)
+    """Ctrl-C and SIGTERM raise KeyboardInterrupt in here: there are files to remove or processes to end."""
+    ours = [number for number in WORDS if signal.getsignal(number) is stop_at_once]
+    for number in ours:
+        signal.signal(number, _stop_cleanly)
     try:
         yield
     finally:
-        if ours:
-            signal.signal(signal.SIGINT, stop_at_once)
+        for number in ours:
+            signal.signal(number, stop_at_once)
 
 
 def _require_environment() -> None:
@@ -113,13 +130,12 @@ def _require_environment() -> None:
 
 
 def begin() -> None:
-    """From now on Ctrl-C ends the program with one line. Ends it now, with status 2, outside its environment."""
+    """From now on Ctrl-C and SIGTERM end the program with one line. Ends it now, with status 2, outside its environment."""
     global _process
     _process = os.getpid()
-    if (
-        signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    ):  # not where the parent ignores it, as a shell does for `&`
-        signal.signal(signal.SIGINT, stop_at_once)
+    for number in WORDS:
+        if signal.getsignal(number) in DEFAULTS:
+            signal.signal(number, stop_at_once)
     atexit.register(_leave)  # handlers run last in, first out: those of the libraries run before it
     _require_environment()
 
@@ -132,6 +148,7 @@ def end(status: int) -> NoReturn:
 
 
 _process = 0  # the id of the process that called `begin`
+_received = signal.SIGINT  # the signal that stops this process
 _status: "int | None" = None  # None: an error ends the program, and the interpreter says so
 
 

@@ -27,7 +27,6 @@ from lockstep.files import (
     FIGURE,
     REPORTS,
     VERDICT,
-    remove_captured,
     require_ours,
     require_writable_folder,
 )
@@ -169,7 +168,6 @@ def judge_tensors(config: Config, place: Path, names: list[str]) -> tuple["Resul
             from lockstep.tensors.dump import Dump
 
         init_alone()
-        remove_captured(place / "reference")
         exact_run.run(config, preflight.load_inputs(config))
         reference, dumps, replays = comparison.arrange([Dump(place / name) for name in (*names, "reference")])
         result = comparison.compare_dumps(reference, dumps, replays)

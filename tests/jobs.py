@@ -93,6 +93,46 @@ def stopped(folder: Path, argument: dict) -> None:
         (folder / f"{case['name']}-{rank}.txt").write_text(message)
 
 
+def replaced(folder: Path, argument: dict) -> None:
+    """A run into FOLDER/good, then runs that fail at a moment, each into a copy of it. `argument` has the flags."""
+    import shutil
+
+    def run(name: str, fails_in: int | None = None) -> None:
+        config, inputs = configuration("ddp", argument["arguments"])
+        config = dataclasses.replace(
+            config, loss_output_dir=folder / name, capture_dir=folder / name, overwrite=True, seed=len(name)
+        )
+
+        def make(*given):
+            if fails_in == 0:
+                raise RuntimeError("it fails")
+            strategy = factory_of(config.row)(*given)
+            update, left = strategy.update, iter(range(1, fails_in or 100))
+
+            def failing():
+                if next(left, None) is None:
+                    raise RuntimeError("it fails")
+                return update()
+
+            strategy.update = failing
+            return strategy
+
+        training.run(config, inputs, make, torch.device("cpu"))
+
+    run("good")
+    for step, name in enumerate(("constructor", "first", "second")):
+        if dist.get_rank() == 0:
+            shutil.copytree(folder / "good", folder / name)
+        dist.barrier()
+        try:
+            run(name, fails_in=step)
+        except RuntimeError as error:
+            assert str(error) == "it fails"
+        else:
+            raise AssertionError("it did not fail")
+        dist.barrier()
+
+
 def in_turn(folder: Path, calls: list) -> None:
     """The calls ("module:function", name of a folder in `folder`, argument) one after the other in the same ranks."""
     for target, name, argument in calls:

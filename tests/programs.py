@@ -23,7 +23,8 @@ def in_process(
     A start of Python costs 0.3 s, with torch 3 s. That the program is found and starts is proven by one real process somewhere.
     """
     out, error = io.StringIO(), io.StringIO()
-    before, argv, on_interrupt = dict(os.environ), sys.argv, signal.getsignal(signal.SIGINT)
+    before, argv = dict(os.environ), sys.argv
+    handlers = {number: signal.getsignal(number) for number in startup.WORDS}
     os.environ.update(environment)
     sys.argv = [str(ROOT / program), *map(str, arguments)]
     status: object = 0
@@ -36,7 +37,8 @@ def in_process(
         os.environ.clear()
         os.environ.update(before)
         sys.argv = argv
-        signal.signal(signal.SIGINT, on_interrupt)  # startup.begin() has set its own
+        for number, handler in handlers.items():
+            signal.signal(number, handler)  # startup.begin() has set its own
         atexit.unregister(startup._leave)  # or it would end pytest, with the program's status
         startup._status = None
     return subprocess.CompletedProcess([program, *arguments], status, out.getvalue(), error.getvalue())

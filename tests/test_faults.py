@@ -1,11 +1,12 @@
 """Negative controls of the loss verdict and of the loop's own guards. Faults of AutoTP and FSDP: test_run_faults.py."""
 
 import pytest
-from ranks import run_groups
+from ranks import CAPTURED, run_groups
 from test_weights import write_weights
 
 from lockstep.errors import UserError
 from lockstep.losses.curves import compare_curves, require_comparable_curves, tolerance_for
+from lockstep.tensors.dump import Dump
 from lockstep.training import history
 
 COMMON = ["--batch_size", "4", "--seq_length", "64", "--debug_steps", "6"]
@@ -59,9 +60,9 @@ ALONE = {
     "safetensors": {"file_limit": 100_000},
     "pt": {"file_limit": 100_000},
     "first": {"saves": 0},
-    "middle": {"saves": 3},
-    "after_the_last_step": {"saves": STEPS},
-    "end": {"saves": STEPS + 1},
+    "middle": {"saves": 2},
+    "after_the_last_step": {"saves": STEPS - 1},
+    "end": {"saves": STEPS},
     "unreadable": {"unreadable": 1},
     "none": {},
 }
@@ -99,8 +100,10 @@ def runs(tmp_path_factory):
                 yield "jobs:refused", fault, {"strategy": strategy, "fault": fault, "arguments": arguments}
 
     ddp = [history_of(f, p) for p in PRECISIONS for f in DDP_FAULTS] + [history_of("frozen", "fp32")]
+    captured = {"arguments": [*CAPTURED, "--debug_steps", "3", "--capture_steps", "2"]}
     stopped = {"cases": [alone(folder / "2" / "alone", name) for name in ALONE]}
-    two = [("jobs:histories", ".", {"runs": ddp}), *stops(2), ("jobs:stopped", "alone", stopped)]
+    two = [("jobs:histories", ".", {"runs": ddp}), *stops(2), ("jobs:replaced", "replaced", captured)]
+    two.append(("jobs:stopped", "alone", stopped))
     run_groups([(2, "jobs:in_turn", folder / "2", two), (4, "jobs:in_turn", folder / "4", list(stops(4)))])
     return folder
 
@@ -164,6 +167,30 @@ def test_what_one_rank_alone_meets_stops_both_with_one_line(runs, case, message)
     """test_one_rank_alone.py: what a person sees of it."""
     one, other = errors_of(runs, case)
     assert one == other and one.startswith("TrainingFailure: ") and message in one and "\n" not in one
+
+
+def test_an_older_run_stays_until_the_first_step_of_its_replacement(runs):
+    """History and dump of a run, after one that failed in the same place: in the strategy's constructor, in step 1, in step 2."""
+    folder = runs / "2" / "replaced"
+    good = contents(folder / "good")
+    assert sorted(good) == [
+        "ddp/manifest.json",
+        "ddp/step_1.safetensors",
+        "ddp/step_2.safetensors",
+        "loss_ddp.json",
+    ]
+    assert contents(folder / "constructor") == good and contents(folder / "first") == good
+    new = contents(folder / "second")  # negative control: half of it is no older run's
+    kept = history.read(folder / "second" / "loss_ddp.json")
+    assert len(kept.steps) == 1 and kept.ended == "RuntimeError: it fails"
+    assert sorted(new) == ["ddp/manifest.json", "ddp/step_1.safetensors", "loss_ddp.json"]
+    assert not set(new.values()) & set(good.values())
+    with pytest.raises(UserError, match="1 of 2 steps"):
+        Dump(folder / "second" / "ddp")
+
+
+def contents(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_nothing_is_left_but_the_steps_that_were_written(runs):

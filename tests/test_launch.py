@@ -10,13 +10,27 @@ import time
 import pytest
 from ranks import ROOT, free_port
 from real_runs import BIN, environment, folders, gone, preempting
+from synthetic import history as made_up
 
 from lockstep.training import history
 
+STOPS = {signal.SIGINT: ("interrupted", 130), signal.SIGTERM: ("terminated", 143)}
 
-@pytest.mark.parametrize("moment", ["imports", "Ray starts", "workers start", "training"])
-def test_an_interrupt_is_one_line(run, tmp_path, moment):
-    """And the steps so far are kept."""
+
+@pytest.mark.parametrize(
+    "number, moment",
+    [
+        *((signal.SIGINT, moment) for moment in ("imports", "Ray starts", "workers start", "training")),
+        *((signal.SIGTERM, moment) for moment in ("Ray starts", "workers start", "training")),
+    ],
+)
+def test_a_stop_is_one_line(run, tmp_path, number, moment):
+    """And the steps so far are kept, or an older history if there are none."""
+    word, status = STOPS[number]
+    older = history.path_of(tmp_path, "ddp")
+    if moment != "training":
+        made_up(steps=3).save(older)
+        content = older.read_bytes()
     one = run("--debug_steps", "100000", "--dp_size", "1" if moment == "training" else "2")
     if moment == "training":
         one.wait_for_step(5)
@@ -24,13 +38,21 @@ def test_an_interrupt_is_one_line(run, tmp_path, moment):
         one.wait_for("2 workers on cpu")
     else:
         time.sleep({"imports": 1, "Ray starts": 4}[moment])
-    os.killpg(one.process.pid, signal.SIGINT)
-    assert one.process.wait(60) == 130, one.log.read_text()
+    # Ctrl-C reaches the whole group; SIGTERM may
+    (os.kill if number == signal.SIGTERM and moment == "training" else os.killpg)(one.process.pid, number)
+    assert one.process.wait(60) == status, one.log.read_text()
     *_, last = said = one.log.read_text().splitlines()
-    assert last.startswith("train_ddp.py: interrupted") and not any("Traceback" in line for line in said)
+    after = {
+        "workers start": "; no step was written; the older history is as it was",
+        "training": "; the history holds the steps so far",
+    }
+    assert last == f"train_ddp.py: {word}{after.get(moment, '')}", said
+    assert len(said) == {"imports": 1, "Ray starts": 1, "workers start": 2}.get(moment, len(said)), said
     assert sum(line.startswith("train_ddp.py: ") for line in said) == 1
-    if moment == "training":
-        assert last == "train_ddp.py: interrupted; the history holds the steps so far"
+    assert not any("Traceback" in line or "SIGTERM" in line for line in said)
+    if moment != "training":
+        assert older.read_bytes() == content
+    else:
         kept = history.read(history.path_of(tmp_path, "ddp"))
         assert len(kept.steps) >= 5 and kept.ended != "finished"
     assert gone(tmp_path) is True

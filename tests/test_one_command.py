@@ -12,7 +12,9 @@ import pytest
 from own_strategy import DOUBLED, own_strategy
 from ranks import ROOT
 from real_runs import environment, gone, preempting
+from synthetic import history as made_up
 
+from lockstep.files import VERDICT
 from lockstep.inputs.architectures import BUILT_IN
 from lockstep.training import history
 
@@ -108,14 +110,24 @@ def test_the_one_command_names_the_first_tensor(tmp_path):
     assert "Doubled" in plotted(tmp_path / "out", status=1) and (tmp_path / "figure.png").is_file()
 
 
-def test_the_one_command_interrupted(run, tmp_path):
-    """By Ctrl-C, while the first run starts."""
+@pytest.mark.parametrize(
+    "number, word, send", [(signal.SIGINT, "interrupted", os.killpg), (signal.SIGTERM, "terminated", os.kill)]
+)
+def test_the_one_command_stopped(run, tmp_path, number, word, send):
+    """By Ctrl-C, which reaches all of its processes, or SIGTERM, while the first run starts. Older histories stay, and give no verdict."""
+    older = [history.path_of(tmp_path, name) for name in ("ddp", "fsdp", "control")]
+    for path in older:
+        made_up(steps=3).save(path)
+    (tmp_path / "verdict.json").write_bytes(VERDICT)
+    content = [path.read_bytes() for path in older]
     one = run(DP_SIZE="1", DEBUG_STEPS="100000")
     one.wait_for("1 workers on cpu")
-    os.killpg(one.process.pid, signal.SIGINT)
-    assert one.process.wait(60) == 130, one.log.read_text()
-    last = one.log.read_text().splitlines()[-1]
-    assert last.endswith(f"interrupted; the histories in {tmp_path} hold the steps so far")
+    send(one.process.pid, number)
+    assert one.process.wait(60) == 128 + number, one.log.read_text()
+    said = one.log.read_text().splitlines()
+    assert said[-1] == f"{ROOT}/run_verification_main.sh: {word}", said
+    assert said[-2] == f"lockstep.train: {word}; no step was written; the older history is as it was", said
+    assert [path.read_bytes() for path in older] == content and not (tmp_path / "verdict.json").exists()
     assert gone(tmp_path) is True
 
 

@@ -116,6 +116,43 @@ def test_what_a_killed_verification_leaves_is_its_own(tmp_path, name, ours):
     assert run_verification.ours(next(tmp_path.iterdir())) is ours
 
 
+def verification(folder, text):
+    """What an older verification has left in a folder, and a lock that stays."""
+    for name in ("ddp/manifest.json", "ddp/step_1.safetensors", "losses/loss_ddp.json", "logs/log.txt"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    (folder / "report.md").write_text(text)
+    (folder / ".ddp.lock").write_text("")
+    return contents(folder)
+
+
+def contents(folder):
+    return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("killed_before", [False, True])
+def test_an_older_verification_stays_until_a_step_is_captured(tmp_path, killed_before):
+    older = verification(tmp_path, "older")
+    if killed_before:  # so it was set aside, and something of the killed one lies in its place
+        (tmp_path / run_verification.OLDER).mkdir()
+        for path in run_verification.inside(tmp_path):
+            path.rename(tmp_path / run_verification.OLDER / path.name)
+        (tmp_path / "initial_weights.safetensors").write_text("killed")
+        assert run_verification.ours(tmp_path / run_verification.OLDER)
+    with pytest.raises(KeyboardInterrupt), run_verification.replacing(tmp_path):
+        assert [path.name for path in run_verification.inside(tmp_path)] == []
+        (tmp_path / "logs").mkdir()
+        (tmp_path / "logs" / "log.txt").write_text("why")
+        (tmp_path / "initial_weights.safetensors").write_text("new")
+        raise KeyboardInterrupt
+    assert contents(tmp_path) == {**older, "logs/log.txt": "why"}
+    with pytest.raises(KeyboardInterrupt), run_verification.replacing(tmp_path):
+        (tmp_path / "ddp").mkdir()
+        (tmp_path / "ddp" / "manifest.json").write_text("new")
+        raise KeyboardInterrupt
+    assert contents(tmp_path) == {"ddp/manifest.json": "new", ".ddp.lock": ""}
+
+
 def test_a_job_that_fails_is_one_line_with_its_status(tmp_path):
     """All that the ranks said is in the file that is named."""
     done = verify(
@@ -139,7 +176,7 @@ def test_a_job_that_fails_is_one_line_with_its_status(tmp_path):
     assert "step 2: the loss is nan on rank " in log.read_text()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_it_takes_its_ranks_along(tmp_path, number):
     command = [
         sys.executable,
@@ -165,6 +202,7 @@ def test_it_takes_its_ranks_along(tmp_path, number):
     _, said = process.communicate(timeout=60)
     expected = {
         signal.SIGINT: (130, "run_verification.py: interrupted; --overwrite starts again\n"),
+        signal.SIGTERM: (143, "run_verification.py: terminated; --overwrite starts again\n"),
         signal.SIGKILL: (-9, ""),
     }
     assert (process.returncode, said) == expected[number]

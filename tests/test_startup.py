@@ -19,6 +19,7 @@ PROGRAMS = {
     "lockstep.running.jobs": ["-m", "lockstep.running.jobs"],
     "lockstep.verification": ["-m", "lockstep.verification"],
 }
+STOPS = {signal.SIGINT: ("interrupted", 130), signal.SIGTERM: ("terminated", 143)}
 INTERRUPTS_ITSELF = """
 import os, signal, time
 os.kill(os.getpid(), signal.SIGINT)
@@ -39,11 +40,13 @@ def run(name, folder, *, paths=(), **settings):
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_ctrl_c_while_it_is_imported(name, tmp_path):
+@pytest.mark.parametrize("number", STOPS)
+def test_a_stop_while_it_is_imported(name, tmp_path, number):
+    word, status = STOPS[number]
     for package in ("numpy", "pydantic"):  # all of them import one of these, and not first
-        (tmp_path / f"{package}.py").write_text(INTERRUPTS_ITSELF)
+        (tmp_path / f"{package}.py").write_text(INTERRUPTS_ITSELF.replace("SIGINT", number.name))
     done = run(name, tmp_path, paths=[tmp_path])
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", f"{name}: interrupted\n")
+    assert (done.returncode, done.stdout, done.stderr) == (status, "", f"{name}: {word}\n")
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -98,8 +101,9 @@ raise SystemExit(run_program("x.py", body))
 """
 
 
+@pytest.mark.parametrize("number", STOPS)
 @pytest.mark.parametrize("times, seconds", [(1, 0), (2, 30)])
-def test_what_has_to_clean_up_does_so_unless_asked_twice(tmp_path, times, seconds):
+def test_what_has_to_clean_up_does_so_unless_asked_twice(tmp_path, times, seconds, number):
     (tmp_path / "x.py").write_text(CLEANS_UP)
     process = subprocess.Popen(
         [sys.executable, tmp_path / "x.py", str(seconds)],
@@ -109,13 +113,14 @@ def test_what_has_to_clean_up_does_so_unless_asked_twice(tmp_path, times, second
         stderr=subprocess.PIPE,
     )
     assert process.stdout.readline() == "begun\n"
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     assert process.stdout.readline() == "cleaned\n"
     if times == 2:
         time.sleep(0.2)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
     _, said = process.communicate(timeout=20)
-    assert (process.returncode, said) == (130, "x.py: interrupted\n")
+    word, status = STOPS[number]
+    assert (process.returncode, said) == (status, f"x.py: {word}\n")
 
 
 INTERRUPTED_CHILD = """

@@ -166,7 +166,7 @@ def told(tmp_path, content, *arguments):
     path.write_text(content if isinstance(content, str) else json.dumps(content))
     parsed = config("--deepspeed_config", str(path), *arguments)
     zero.require(parsed)
-    return configuration.resolved(parsed, hidden_size=64)
+    return json.loads(configuration.text(parsed, {"hidden_size": 64}))
 
 
 def test_a_users_file_is_filled_in(tmp_path):
@@ -242,6 +242,24 @@ def test_a_users_file_is_filled_in(tmp_path):
         ({"gradient_clipping": {"x": 1}}, "", "gradient_clipping.x is 1, which DeepSpeed cannot read"),
         ({"bf16": {"enabled": True}}, "--precision bf16", "keeps float32 master weights"),
         ({"zero_optimization": {"stage": 2.0}}, "", "must be 0, 1, 2 or 3"),
+        (
+            {"zero_optimization": {"stage": 2, "overlapcomm": True}},
+            "",
+            "mine.json: zero_optimization.overlapcomm is no key of DeepSpeed's; correct it",
+        ),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "cpu", "pin": True}}},
+            "",
+            "zero_optimization.offload_optimizer.pin is no key",
+        ),
+        (
+            {"zero_optimization": {"overlap_comm": "often"}},
+            "",
+            'zero_optimization.overlap_comm is "often": .* boolean',
+        ),
+        ({"timers": {"throughput": {"sync": True}}}, "", "timers.throughput.sync is no key"),
+        ({"csv_monitor": {"on": True}}, "", "csv_monitor.on is no key"),
+        ({"tensor_parallel": {"autotp": 2}}, "", "tensor_parallel.autotp is no key"),
         ("[]", "", "must be a JSON object"),
         ("{", "", "mine.json"),
     ],

@@ -6,14 +6,18 @@ other value that a flag sets must be the flag's. What no flag sets goes to DeepS
 
 import argparse
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
+from lockstep import strategies
 from lockstep.config import BETAS, EPS, Config
 from lockstep.deepspeed import options as flags
 from lockstep.deepspeed import zero
-from lockstep.errors import UserError
+from lockstep.errors import UserError, printable
 
 AUTO = "auto"
 # flag -> where the file may set it; the command line may repeat it
@@ -71,6 +75,19 @@ TOP_LEVEL = frozenset((
 ))  # fmt: skip
 # It ignores the name of a preset that it does not have, too (docs/findings.md).
 PRESETS = frozenset(("bloom", "chatglm", "deepseek_v2", "llama", "mixtral", "phi3", "qwen2"))
+# The sections that DeepSpeed itself reads with a model of pydantic, which refuses unknown keys: their place, and the model.
+MODELS = {
+    ("bf16",): "deepspeed.runtime.precision_config:DeepSpeedBF16Config",
+    ("comms_logger",): "deepspeed.comm.config:CommsLoggerConfig",
+    ("compile",): "deepspeed.compile.config:CompileConfig",
+    ("csv_monitor",): "deepspeed.monitor.config:CSVConfig",
+    ("fp16",): "deepspeed.runtime.precision_config:DeepSpeedFP16Config",
+    ("tensor_parallel",): "deepspeed.runtime.tensor_parallel.config:TPTrainingConfig",
+    ("tensorboard",): "deepspeed.monitor.config:TensorBoardConfig",
+    ("timers", "throughput"): "deepspeed.utils.config:DeepSpeedThroughputTimerConfig",
+    ("wandb",): "deepspeed.monitor.config:WandbConfig",
+    ("zero_optimization",): "deepspeed.runtime.zero.config:DeepSpeedZeroConfig",
+}
 # The files under studies/deepspeed: each is a stage and where things are kept; the flags fill in the rest.
 SHIPPED = {
     "zero1": {"stage": 1},
@@ -269,8 +286,30 @@ def defaults(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def text(config: Config, architecture: dict) -> str:
-    """What DeepSpeed is given, as JSON. It is written beside the history."""
-    return json.dumps(resolved(config, architecture["hidden_size"]), indent=2) + "\n"
+    """What DeepSpeed is given, as JSON. It is written beside the history. Raises UserError for what DeepSpeed would refuse in a user's file."""
+    told, own = resolved(config, architecture["hidden_size"]), flags.of(config)
+    if own.deepspeed_config is not None:
+        _require_readable(own.deepspeed_config.path, told, config)
+    return json.dumps(told, indent=2) + "\n"
+
+
+def _require_readable(file: Path, told: dict[str, Any], config: Config) -> None:
+    """Raise UserError for the first unknown key or impossible value of the sections in MODELS. Imports DeepSpeed."""
+    if config.device == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"  # or DeepSpeed looks for a GPU, and says so
+    for place, model in MODELS.items():
+        section: Any = told
+        for key in place:
+            section = section.get(key, {}) if isinstance(section, dict) else {}
+        try:
+            strategies.load(model).model_validate(section)
+        except ValidationError as error:
+            first = error.errors()[0]
+            name = ".".join(map(str, (*place, *first["loc"])))
+            if first["type"] == "extra_forbidden":
+                raise UserError(f"{file}: {name} is no key of DeepSpeed's; correct it") from error
+            said = printable(f"{json.dumps(first['input'])}: {first['msg']}", 300)
+            raise UserError(f"{file}: {name} is {said}; correct it") from error
 
 
 def _leaves(content: dict[str, Any], above: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:

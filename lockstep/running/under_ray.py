@@ -10,7 +10,8 @@ if __name__ == "__main__":
 
     from lockstep import startup
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the script that started this
+    for number in (signal.SIGINT, signal.SIGTERM):  # they are for the script that started this
+        signal.signal(number, signal.SIG_IGN)
     startup.begin()
 
 import concurrent.futures
@@ -263,12 +264,15 @@ def _connect(ray: ModuleType) -> None:
     try:
         if address != "local":
             _require_cluster(ray, address)
-        ray.init(
-            address=address,
-            **({"include_dashboard": False} if address == "local" else {}),
-            logging_level=logging.ERROR,
-            logging_config=ray.LoggingConfig(log_level="ERROR"),  # without a dashboard Ray warns every second
-        )
+        with _our_sigterm(ray):
+            ray.init(
+                address=address,
+                **({"include_dashboard": False} if address == "local" else {}),
+                logging_level=logging.ERROR,
+                logging_config=ray.LoggingConfig(
+                    log_level="ERROR"
+                ),  # without a dashboard Ray warns every second
+            )
     except ray.exceptions.AuthenticationError as error:
         raise UserError(
             f"RAY_ADDRESS {address}: the Ray cluster asks for a token, and the one here is missing or wrong; copy the cluster's "
@@ -280,6 +284,18 @@ def _connect(ray: ModuleType) -> None:
         raise UserError(
             f"RAY_ADDRESS {address}: no Ray cluster answers there ({first_line(error)}); start it, or unset RAY_ADDRESS"
         ) from error
+
+
+@contextlib.contextmanager
+def _our_sigterm(ray: ModuleType) -> Iterator[None]:
+    """Ray takes SIGTERM for itself while it starts, to end with a trace and its own status. Here lockstep/startup.py answers it."""
+    takes, ours = ray._private.utils.set_sigterm_handler, signal.getsignal(signal.SIGTERM)
+    ray._private.utils.set_sigterm_handler = lambda _handler: None
+    try:
+        yield
+    finally:
+        ray._private.utils.set_sigterm_handler = takes
+        signal.signal(signal.SIGTERM, ours)  # its native code takes it, too
 
 
 def _require_cluster(ray: ModuleType, address: str) -> None:
@@ -393,7 +409,7 @@ def _kill_slow(helpers: list[int]) -> None:
 def _hold_local_ray() -> int:
     """Start a local Ray instance, print its address, and keep it until SIGUSR1 or the end of the parent process."""
     parent = os.environ.get("LOCKSTEP_PARENT")
-    signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0))  # of SIGTERM Ray's native code writes a trace
+    signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0))
     processes.end_with_parent(signal.SIGUSR1)
     if parent not in (None, str(os.getppid())):  # it ended before we could ask
         return 1

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from lockstep.collective import gather_objects, stop_together
 from lockstep.errors import first_line
-from lockstep.files import why_not_written
+from lockstep.files import remove_captured, why_not_written
 from lockstep.inputs import modules
 from lockstep.mesh import Coordinates, share
 from lockstep.tensors import manifest, step_file
@@ -167,7 +167,7 @@ class Capture:
         manifest.write(self.folder, self.manifest)
 
     def abandon(self) -> None:
-        """After a failure: remove the file of an unfinished step. It is of no use and takes room."""
+        """After a failure: remove the file of an unfinished step. It is of no use and takes room, and no older dump is read beside it."""
         if self.rank == 0 and self.unfinished:
             with contextlib.suppress(OSError):
                 for path in self.unfinished:
@@ -375,6 +375,8 @@ class Capture:
             if odd:
                 replicas[name] = odd
         self.writer.write_header(self.path)
+        if not self.manifest["steps"]:  # the first step that is whole: now an older dump can go
+            remove_captured(self.folder, but=self.path)
         os.replace(self.path, self.final)
         step = {**entry, "tensors": tensors, "replicas_differ": replicas}
         if self.step > 0:

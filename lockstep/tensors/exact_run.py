@@ -150,6 +150,7 @@ def replay(
     theirs = dump.Dump(folder)
     require_comparable_dumps(theirs, reference, same_steps=False)
     if len(theirs.steps) < 2:
+        files.remove_captured(folder.with_name(f"replay_{folder.name}"))  # an older dump's
         return
     beside = dataclasses.replace(config, capture_dir=folder.parent)
     capture = _capture(
@@ -230,8 +231,6 @@ def main() -> int:
         for folder in replays:
             files.require_new_folder(folder, "--capture_dir", overwrite=config.overwrite)
         with locks.held((config.capture_dir / "reference", "--capture_dir")):
-            for folder in (config.capture_dir / "reference", *replays):
-                files.remove_captured(folder)  # there are none without --overwrite
             init_alone()
             print(run(config, inputs))
         return 0

@@ -3,8 +3,8 @@
     {"format": 3, "run": {...}, "contract": {...} | null, "weights": {...} | null,
      "ended": null | "finished" | "why it stopped", "steps": [{"step": 1, "loss": ..., ...}, ...], "sha256": "..."}
 
-`ended` is null while the run goes on, and stays null if it is killed; the steps up to the last second are in the file. `sha256` is the seal: SHA-256 of
-the rest as `json.dumps` writes it, so that any damage is found. The fields: lockstep/training/history_schema.py.
+The file is first written after the first step: until then an older one stays. `ended` is null while the run goes on, and stays null if it
+is killed; the steps up to the last second are in the file. `sha256` is the seal: SHA-256 of the rest as `json.dumps` writes it, so that any damage is found. The fields: lockstep/training/history_schema.py.
 """
 
 import hashlib

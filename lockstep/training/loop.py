@@ -87,7 +87,7 @@ def run(config: Config, inputs: Inputs, make_strategy: MakeStrategy, device: tor
         record.ended = f"{type(error).__name__}: {error}".splitlines()[0]
         if capture:
             capture.abandon()
-        if rank == 0:
+        if rank == 0 and record.steps:  # without a step, an older history stays
             with contextlib.suppress(UserError):  # on a full disk: the error above says which file filled it
                 record.save(path)
         raise
@@ -116,11 +116,6 @@ def _train(
         record.weights = {"initial_sha256": weights.combined_sha256(before)}
         if capture:
             capture.manifest["initial_sha256"] = record.weights["initial_sha256"]
-    with stopping_together():
-        if rank == 0:
-            record.save(path)
-            if config.row.resolved:
-                write_text(config.told_path, told(config, inputs))
 
     shown = progress.Steps(config.label, inputs.num_steps, config.log_interval)
     problem = (
@@ -137,6 +132,11 @@ def _train(
         if counted is not None:
             record.run["collectives"] = counted
         record.add(step)
+        if index == 0 and rank == 0:
+            try:
+                _write_told(config, inputs)
+            except UserError as error:
+                problem = str(error)
         _require_finite_losses(step["step"], losses, config.mesh)
         if not math.isfinite(step["grad_norm"]):
             problem = _not_finite(step["step"], "gradient norm", step["grad_norm"], rank, config.mesh)
@@ -365,6 +365,15 @@ def told(config: Config, inputs: Inputs) -> str:
     if not config.row.resolved:
         return ""
     return strategies.load(config.row.resolved)(config, inputs.architecture)
+
+
+def _write_told(config: Config, inputs: Inputs) -> None:
+    """Put what the library was told beside the history, in the place of an older run's."""
+    text = told(config, inputs)
+    if text:
+        write_text(config.told_path, text)
+    else:
+        config.told_path.unlink(missing_ok=True)
 
 
 def provenance(config: Config, inputs: Inputs) -> dict[str, Any]:
