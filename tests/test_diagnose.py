@@ -3,14 +3,17 @@
 import json
 import math
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 
 from lockstep.config import BETAS, EPS
+from lockstep.diagnosis import diagnose as diagnose_module
 from lockstep.diagnosis import evidence
-from lockstep.diagnosis.case import describe
-from lockstep.diagnosis.diagnose import diagnose
+from lockstep.diagnosis import update as update_rules
+from lockstep.diagnosis.case import Cause, describe
+from lockstep.diagnosis.diagnose import Stage, diagnose
 from lockstep.tensors.comparison import judge
 from lockstep.tensors.distance import Distance, Size
 from lockstep.tensors.judgement import ROUNDOFF, Norm, Result
@@ -45,11 +48,15 @@ def test_a_multiple():
     ],
 )
 def test_the_name_of_a_factor(factor, names):
-    assert evidence.name_factor(factor, SIZES) == names
+    assert evidence.name_factor(factor, SIZES, 1e-3) == names
+
+
+def test_how_near_a_factor_must_be():
+    assert evidence.name_factor(2.02, SIZES, 0.03) == ["tp"] and evidence.name_factor(2.02, SIZES, 1e-3) == []
 
 
 def test_sizes_of_one_explain_nothing():
-    assert evidence.name_factor(1.0, {"tp": 1, "dp": 1}) == []
+    assert evidence.name_factor(1.0, {"tp": 1, "dp": 1}, 1e-3) == []
 
 
 def test_dropout():
@@ -118,7 +125,7 @@ MODULES = ("norm", "col", "row")
 class Written:
     """What a diagnosis reads of a dump."""
 
-    label, contract = "FSDP", {"tied_embeddings": False}
+    label = "FSDP"
     layout = SimpleNamespace(
         sources={"norm": (), "col": ("norm",), "row": ("col",)},
         parameters=PARAMETERS,
@@ -139,8 +146,10 @@ class Written:
         "num_steps": 2,
     }
 
-    def __init__(self, steps, replicas_differ=None):
+    def __init__(self, steps, replicas_differ=None, dp_size=2, optimizer="AdamW"):
         self.by_step = steps
+        self.run = {**self.run, "config": {**self.run["config"], "dp_size": dp_size}}
+        self.contract = {"tied_embeddings": False, "optimizer": optimizer}
         self.steps = {
             str(step): {
                 "tensors": {
@@ -195,7 +204,7 @@ def step_one():
     return run, before
 
 
-def diagnosed(changes, *, replicas_differ=None, recorded_norm=None, configuration=None):
+def diagnosed(changes, *, replicas_differ=None, recorded_norm=None, configuration=None, **written):
     """(causes, diagnosis) of a run with changes: name -> what its tensor is instead, given it and all."""
     exact, before = step_one()
     own = {
@@ -226,7 +235,7 @@ def diagnosed(changes, *, replicas_differ=None, recorded_norm=None, configuratio
     )
     norms = [Norm("fsdp", 1, held * (recorded_norm or 1), held)]
     result = Result(
-        {"fsdp": Written({1: own}, replicas_differ)},
+        {"fsdp": Written({1: own}, replicas_differ, **written)},
         "ddp",
         rows,
         [],
@@ -291,7 +300,11 @@ def test_what_is_no_share_is_no_missing_sum(name):
 
 @pytest.mark.parametrize("name", ["forward/row", "backward/norm"])
 def test_a_sum_done_twice(name):
-    assert diagnosed({name: lambda tensor, _all: 2 * tensor})[0] == ["tp reduction repeated"]
+    """Named where 2 can be nothing but tp."""
+    twice = {name: lambda tensor, _all: 2 * tensor}
+    assert diagnosed(twice, dp_size=1)[0] == ["tp reduction repeated"]
+    names, found = diagnosed(twice)
+    assert names == [] and "it is 2 = tp or dp times the right one" in found.odd[-1]
 
 
 def test_twice_is_no_sum_done_twice_where_nothing_is_summed():
@@ -344,9 +357,10 @@ def test_a_factor_in_every_gradient():
 
 
 def test_a_factor_in_one_gradient():
-    """That of what every tp rank holds speaks for tp; that of a shard may be anything."""
+    """That of what every tp rank holds speaks for tp, if it is no other number; that of a shard may be anything."""
     double = lambda tensor, _all: 2 * tensor  # noqa: E731
-    assert diagnosed({"gradient/norm.weight": double})[0] == ["tp reduction repeated"]
+    assert diagnosed({"gradient/norm.weight": double}, dp_size=1)[0] == ["tp reduction repeated"]
+    assert diagnosed({"gradient/norm.weight": double})[0] == ["gradient scale"]
     names, found = diagnosed({"gradient/col.bias": double})
     assert names == [] and "2 = tp or dp times" in found.odd[-1]
     assert diagnosed({"gradient/col.bias": lambda tensor, _all: 1.5 * tensor})[0] == ["gradient scale"]
@@ -459,19 +473,33 @@ def test_weight_decay_is_a_multiple_of_the_weights():
     )  # a vector that is off otherwise
 
 
-def test_the_learning_rate_is_a_factor_of_every_update():
+def test_weights_that_are_all_equal_show_no_weight_decay():
+    """A multiple of them is a constant, too."""
+    ones = {f"parameter/{name}": torch.ones(shape).double() for name, shape in PARAMETERS.items()}
+    row = SimpleNamespace(name="parameter/col.weight")
+    case = SimpleNamespace(
+        wrong=lambda kind: [row],
+        before=lambda name: ones[f"parameter/{name}"],
+        updated=lambda name: ones[f"parameter/{name}"],
+        own=lambda name: ones[name] - 1e-3,
+        explains=lambda name, value: True,
+        rate=RATE,
+    )
+    assert update_rules.other_decay(case) is None
+    ones["parameter/col.weight"][0, 0] = 2.0
+    assert update_rules.other_decay(case).name == "weight decay"
+
+
+def test_a_factor_of_every_update_contradicts_the_learning_rate_of_the_contract():
     doubled = {f"parameter/{name}": lambda t, e, name=name: 2 * t - before_of(name) for name in PARAMETERS}
-    assert diagnosed(doubled)[0] == ["learning rate"]
-    doubled.popitem()
-    assert diagnosed(doubled)[0] == []  # of some parameters: not the rate
+    names, found = diagnosed(doubled)
+    assert names == [] and "its change is 2 = tp or dp times the right one" in found.odd[-1]
 
 
 def test_moments():
-    second = {f"exp_avg_sq/{name}": lambda t, e: 50 * t for name in PARAMETERS}
-    names, found = diagnosed(second)
-    assert names == ["betas"] and "beta 2 is 0.95" in found.causes[0].evidence
-    second.popitem()
-    assert diagnosed(second)[0] == []
+    """One that is a multiple of the right one contradicts the betas of the contract: it is said, and not explained."""
+    names, found = diagnosed({f"exp_avg_sq/{name}": lambda t, e: 50 * t for name in PARAMETERS})
+    assert names == [] and "it is 50 times the right one" in found.odd[-1]
     assert (
         diagnosed(
             {f"exp_avg/{name}": lambda t, e: 0.5 * t for name in PARAMETERS}
@@ -503,7 +531,7 @@ def test_the_norm():
 @pytest.mark.parametrize(
     "entry, name",
     [
-        ("attention", "attention implementation"),
+        ("compute_dtype", "precision"),
         ("learning_rates", "learning rate"),
         ("eps", "optimizer settings"),
     ],
@@ -513,8 +541,35 @@ def test_a_difference_in_the_configuration_is_the_cause_only_of_what_it_can_brea
     doubled = {f"parameter/{name}": lambda t, e, name=name: 2 * t - before_of(name) for name in PARAMETERS}
     assert name in diagnosed(doubled, configuration=configured)[0]
     names, found = diagnosed({"forward/row": lambda t, e: t + 1}, configuration=configured)
-    early = entry == "attention"
+    early = entry == "compute_dtype"
     assert (
         names == ([name] if early else [])
         and ("with no effect before a later stage" in json.dumps(found.excluded)) is not early
     )
+
+
+@pytest.mark.parametrize("optimizer, names", [("Adam", ["weight decay"]), ("AdamW", [])])
+def test_coupled_weight_decay_breaks_the_moments(optimizer, names):
+    """Decoupled, it acts on the parameters alone."""
+    configured = {"fsdp": {"weight_decay on rank 1": "on rank 1, weight_decay of w is 0.1, not 0.0"}}
+    found = diagnosed(
+        {"exp_avg/col.weight": lambda t, e: t + 1}, configuration=configured, optimizer=optimizer
+    )
+    assert found[0] == names
+
+
+def test_a_cause_must_explain_the_later_steps_too():
+    """A parameter keeps its value in step 1, and is off by something else in step 2."""
+    frozen = Cause("update left out", "")
+    first, later = SimpleNamespace(first="parameter/w", step=1), SimpleNamespace(first="parameter/w", step=2)
+    first.first_of_later_steps, first.at = lambda: [(2, 0, "parameter/w", "")], lambda failure: later
+    rules = {"parameters": Stage(("parameter",), (lambda case: frozen if case.step == 1 else None,))}
+    with mock.patch.dict(diagnose_module.STAGES, rules):
+        doubt = diagnose_module._doubt(first, "parameters", frozen)
+        assert doubt == "update left out would explain step 1, and does not explain step 2"
+        later.first = "gradient/w"  # something else is wrong first
+        assert diagnose_module._doubt(first, "parameters", frozen) == ""
+    holds = {"parameters": Stage(("parameter",), (lambda case: frozen,))}
+    later.first = "parameter/w"
+    with mock.patch.dict(diagnose_module.STAGES, holds):
+        assert diagnose_module._doubt(first, "parameters", frozen) == ""

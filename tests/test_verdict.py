@@ -1,16 +1,22 @@
 """How one tensor is judged: what is too far, what is too small to prove anything."""
 
+import dataclasses
 import math
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from lockstep.tensors.distance import Distance, Size
 from lockstep.tensors.judgement import (
     LIMIT,
     ROUNDOFF,
+    Judgement,
     Loss,
+    Norm,
     Result,
+    float32_norm_error,
+    is_zero,
     judge,
     judge_yardstick,
     typical_error,
@@ -160,3 +166,97 @@ def test_the_loss_of_every_run_against_its_own_reference(loss, outcome):
     assert found.outcome == outcome
     found.losses[0].exact = {}  # without a reference there is nothing to hold it against
     assert found.outcome == "PASS" or math.isnan(loss)
+
+
+def test_a_tensor_that_is_zero_in_exact_arithmetic_may_be_noise():
+    """As the gradients of queries and keys over a single position. It is not judged, and may not be more than noise."""
+    noise = Size(1e-6, 1e-7)
+    zero = size(1e-7, 0.0)
+    measure = measure_of(size(0.0, 0.0), None, noise)
+    small = judge("fsdp", 1, "gradient/w", zero, measure, F32)
+    assert not small.too_far and not small.judged
+    assert judge("fsdp", 1, "gradient/w", size(1e-5, 0.0), measure, F32).too_far
+    assert judge("fsdp", 1, "gradient/w", zero, measure_of(size(0.0, 0.0)), F32).too_far
+    assert is_zero(zero, noise, "fp32") and not is_zero(size(0.0, 1e-9), noise, "fp32")
+    ddp = judge_yardstick("ddp", 1, "gradient/w", zero, "fp32", noise)
+    assert not ddp.too_far and judge_yardstick("ddp", 1, "gradient/w", size(1e-5, 0.0), "fp32", noise).too_far
+
+
+@pytest.mark.parametrize("elements", [1 << 10, 1 << 16, 1 << 22])
+def test_what_a_norm_may_be_off_by_that_was_summed_in_float32(elements):
+    """Measured with torch's own sum, in other orders; a norm that counts a part twice is off by more."""
+    values = torch.randn(elements, generator=torch.Generator().manual_seed(3)) * 1e-3
+    held = float(torch.linalg.vector_norm(values, dtype=torch.float64))
+    allowed = float32_norm_error(held, float(torch.linalg.vector_norm(values)), elements)
+    orders = [values.flip(0), values[torch.randperm(elements)], values.sort().values]
+    norms = [float(torch.linalg.vector_norm(order)) for order in orders]
+    norms.append(float(torch.stack([torch.linalg.vector_norm(part) for part in values.chunk(4)]).norm()))
+    assert all(not Norm("mine", 1, norm, held, allowed).off for norm in norms)
+    more = math.sqrt(held**2 + held**2 / 500)
+    assert Norm("mine", 1, more, held, allowed).off and Norm("mine", 1, math.nan, held, allowed).off
+
+
+def test_a_norm_that_is_off_is_not_what_was_clipped_by():
+    assert Norm("mine", 1, 1.1, 1.0).used == 1.0 and Norm("mine", 1, 1.0 + 1e-6, 1.0, 1e-5).used == 1.0 + 1e-6
+
+
+# Another convention: what is made of an intermediate tensor is right, though the tensor is not
+
+
+def step_of(*rows, differ=(), losses=()):
+    """The result of a run with these rows, each (name, relative error, scale), of tolerance 1e-6."""
+    found = []
+    for name, error, scale in rows:
+        distance = dataclasses.replace(size(error, 1.0), scale=scale)
+        found.append(Judgement("mine", 1, name, distance, 1e-6, 1e-7))
+    shapes = {name: (4, 4) for name, _, _ in rows}
+    dump = SimpleNamespace(
+        steps={"1": {"replicas_differ": {name: [1] for name in differ}}}, expected=lambda step: shapes
+    )
+    return Result({"mine": dump}, "ddp", found, list(losses), {}, {}, [])
+
+
+RIGHT = [("forward/lm_head", 0.0, 1.0), ("gradient/a", 0.0, 1.0), ("gradient/b", 0.0, 1.0)]
+SCALED = [("backward/lm_head", 1023.0, 1024.0), ("backward/a", 1023.0, 1024.0)]
+
+
+def test_a_loss_scale_that_is_taken_off_again_is_a_convention():
+    result = step_of(*RIGHT, *SCALED)
+    assert [row.name for row in result.conventions("mine")] == ["backward/lm_head", "backward/a"]
+    assert not result.failures("mine") and result.verdict("mine") == "PASS"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"gradient/a": (1e-3, 1.0)},
+        {"forward/lm_head": (1e-3, 1.0)},
+        # so little that the gradients, which are tolerated 1e-6, might not show it
+        {"backward/lm_head": (1.5e-6, 1.0), "backward/a": (1.5e-6, 1.0)},
+    ],
+)
+def test_what_is_made_of_it_must_be_right_and_have_shown_it(change):
+    rows = [(name, *change.get(name, (error, scale))) for name, error, scale in [*RIGHT, *SCALED]]
+    result = step_of(*rows)
+    assert result.verdict("mine") == "FAIL"
+
+
+def test_what_is_made_of_it_must_be_equal_on_all_ranks():
+    assert step_of(*RIGHT, *SCALED, differ=["gradient/b"]).verdict("mine") == "FAIL"
+
+
+def test_the_loss_must_be_right():
+    for mine, verdict in ((7.0, "PASS"), (7.1, "FAIL")):
+        result = step_of(*RIGHT, *SCALED, losses=[Loss(1, 0, 7.0, {"ddp": 7.0, "mine": mine}, 1e-6)])
+        assert result.verdict("mine") == verdict
+
+
+def test_a_bug_beside_a_convention_is_the_first_failure():
+    """Most gradients are right without the factor. Where none is, the factor itself is the bug."""
+    wrong = [("gradient/c", 0.5, 1.5)]
+    result = step_of(*RIGHT, *SCALED, *wrong)
+    assert [failure[2] for failure in result.failures("mine")] == ["gradient/c"]
+    scaled = [
+        (name, 1023.0, 1024.0) if name.startswith("gradient/") else (name, e, s) for name, e, s in RIGHT
+    ]
+    assert step_of(*SCALED, *scaled).failures("mine")[0][2] == "backward/lm_head"

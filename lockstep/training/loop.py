@@ -144,9 +144,6 @@ def _train(
             stop_together(problem)  # before a norm of NaN is held against the options
             own = {**strategy.effective_contract(), **compute_dtypes.stop()}
             record.contract = of_all_ranks(gather_objects(own), config.mesh)
-            if watching is None:
-                odd = clipping_problem(config.max_grad_norm, step["grad_norm"], strategy.clipped_norm())
-                stop_together(f"{config.label}: step 1, rank {rank}: {odd}" if odd else "")
             if rank == 0 and watching:
                 watching.state_contract(record.contract)
             # Where tensors are captured, their verdict says what a difference between strategies has done.
@@ -156,6 +153,9 @@ def _train(
             stop_together(
                 f"{config.label}: the live objects contradict the options: {difference}" if difference else ""
             )
+            if watching is None:
+                odd = clipping_problem(config.max_grad_norm, step["grad_norm"], strategy.clipped_norm())
+                stop_together(f"{config.label}: step 1, rank {rank}: {odd}" if odd else "")
         if rank == 0:
             try:
                 record.save_if_due(path)
