@@ -49,7 +49,10 @@ def replicated_parameters_counted_tp_times(run: Planting) -> Plant:
     seen_in="deepspeedai/DeepSpeed 8068",
     bug_class=CLASS,
     cause="clipping",
-    evidence="configured differently: max_grad_norm is 0.0, not 0.5",
+    evidence=(
+        "configured differently: max_grad_norm is 0.0, not 0.5",
+        "the moments are those of gradients that were not clipped: # times too large",
+    ),
     first="exp_avg/model.embed_tokens.weight",
     arguments=CLIPS,
     needs=("do_not_clip",),

@@ -19,7 +19,7 @@ def _groups(strategy: Strategy) -> list[dict[str, Any]]:
     seen_in="verl-project/verl 5070",
     bug_class=CLASS,
     cause="weight decay",
-    evidence="configured differently: weight_decay.0.01 is ['model.embed_tokens.weight', 'model.layers.0.input_layernorm.weight', ..., not ['model.embed_tokens.weight', 'model.layers.0.mlp.down_proj.weight', ...",
+    evidence="configured differently: weight_decay of model.layers.0.input_layernorm.weight and 10 more is 0.01, not 0.0",
     first="parameter/model.layers.0.input_layernorm.weight",
 )
 def norms_and_biases_decayed(run: Planting) -> Plant:

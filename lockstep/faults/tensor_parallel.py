@@ -110,8 +110,10 @@ def head_norm_gradients_not_summed(run: Planting) -> Plant:
     seen_in="huggingface/text-generation-inference 1036",
     bug_class=DOUBLED,
     cause="tp reduction repeated",
-    evidence="model.layers.1.mlp.down_proj's output, a sum over tp, is 2 = tp times what it should be",
+    evidence="model.layers.1.mlp.down_proj's output, a sum over tp, is 4 = tp times what it should be",
     first="forward/model.layers.1.mlp.down_proj",
+    model=FOUR_KV,
+    mesh=Mesh(tp=4),
     axes=("tp",),
     needs=("group",),
 )
@@ -134,8 +136,10 @@ def row_parallel_sum_done_twice(run: Planting) -> Plant:
     seen_in="pytorch/torchtitan 2106",
     bug_class=DOUBLED,
     cause="tp reduction repeated",
-    evidence="the gradient of model.layers.1.self_attn.q_proj.bias is 2 = tp times what it should be",
+    evidence="the gradient of model.layers.1.self_attn.q_proj.bias is 4 = tp times what it should be",
     first="gradient/model.layers.1.self_attn.q_proj.bias",
+    model=FOUR_KV,
+    mesh=Mesh(tp=4),
     axes=("tp",),
     needs=("gradients",),
 )
