@@ -129,16 +129,20 @@ def verdict(options: argparse.Namespace, flags: list[str]) -> int:
     result: Result | None = None
     diagnoses: dict[str, Diagnosis] = {}
     captured = config.capture_dir
+    report = ""
     if captured is not None:
-        result, diagnoses = judge_tensors(config, captured, names)
-    if (
-        judged.problem
-        and captured is not None
-        and result is not None
-        and result.outcome == "CONFIGURED DIFFERENTLY"
-    ):
-        print("\n".join(["", *explanations(judged, result, diagnoses)]))
-        print(f"Tensors  {printable(captured / 'report.md')}\n\n{result.outcome}")
+        try:
+            result, diagnoses = judge_tensors(config, captured, names)
+        except UserError:
+            if not judged.problem:  # else it says what is wrong with both
+                raise
+    if result is not None and captured is not None:
+        from lockstep.tensors import tensor_report  # imports torch
+
+        steps = tensor_report.steps_in_words(result.rows)
+        report = f"Tensors  of {steps}: {printable(captured / 'report.md')}"
+    if judged.problem and result is not None and result.outcome == "CONFIGURED DIFFERENTLY":
+        print("\n".join(["", *explanations(judged, result, diagnoses), report, "", result.outcome]))
         return 1
     curve_report.draw(judged.histories, judged.control, judged.tolerance, figure)
     if judged.problem:
@@ -149,8 +153,8 @@ def verdict(options: argparse.Namespace, flags: list[str]) -> int:
     folder.write(judged, data, f"run_verification_main.sh ({' '.join(flags)})", tensors=tensors)
     print("\n".join(["", *table(judged, result), "", *explanations(judged, result, diagnoses)]))
     print(f"Figure   {printable(figure)}")
-    if captured is not None:
-        print(f"Tensors  {printable(captured / 'report.md')}")
+    if report:
+        print(report)
     print(f"Data     {printable(data)}; all that the libraries said: {printable(place / 'logs')}")
     outcome = folder.worst([judged.outcome, *([tensors] if tensors else [])])
     print(f"\n{outcome}")
