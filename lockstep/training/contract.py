@@ -82,6 +82,24 @@ def expected_contract(config: Config, architecture: dict) -> dict[str, Any]:
     }
 
 
+# Entry -> what to do if the live objects contradict it
+REMEDIES = {
+    "optimizer": "give --optimizer what the strategy uses, adamw or sgd",
+    **dict.fromkeys(
+        ("biased_linear_dtype", "compute_dtype", "embedding_dtype", "reduction_dtype"),
+        "--precision gives all strategies their dtypes (mixed: bfloat16 weights, float32 reductions): choose another, or leave a policy such as "
+        "MixedPrecisionPolicy out",
+    ),
+}
+
+
+def contradiction(expected: dict, actual: dict) -> str:
+    """The first difference between options and live objects, with what to do; "" if there is none. Others may follow from the optimizer."""
+    found = contract_differences(expected, actual)
+    key = "optimizer" if "optimizer" in found else next(iter(found), "")
+    return "; ".join(filter(None, (found.get(key), REMEDIES.get(key))))
+
+
 def of_all_stages(contracts: list[dict[str, Any]], own: dict[str, Any]) -> dict[str, Any]:
     """A rank's own contract, with what the ranks of a pipeline know of their layers put together."""
 

@@ -15,6 +15,7 @@ from lockstep import strategies
 from lockstep.collective import gather_objects
 from lockstep.inputs import modules
 from lockstep.training import compiled
+from lockstep.training.optim import require_supported
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -81,6 +82,7 @@ def _dropout(module: torch.nn.Module) -> float:
 
 def optimizer_contract(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Class, rates and state dtypes of the live optimizer. Call it after a first step, when the state exists."""
+    require_supported(optimizer)
     first = optimizer.param_groups[0]
     state_dtypes = {
         str(value.dtype)
