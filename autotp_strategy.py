@@ -13,10 +13,9 @@ import pydantic
 import torch
 import torch.distributed as dist
 
-from lockstep import tested
 from lockstep.config import Config
 from lockstep.deepspeed import configuration, options, ulysses, zero
-from lockstep.deepspeed.build import build_async_io, collectives, use_torch_collectives
+from lockstep.deepspeed.build import build_async_io, collectives, other_version, use_torch_collectives
 from lockstep.errors import LIBRARY_REFUSES, UserError, first_line
 from lockstep.inputs.model import causal_lm_loss
 from lockstep.mesh import Geometry, Mesh, share
@@ -208,7 +207,7 @@ def _refusals_named(file: options.UserFile | None) -> Iterator[None]:
     try:
         yield
     except (AssertionError, ValueError, NotImplementedError, DeepSpeedConfigError) as error:
-        version = tested.difference("deepspeed")
+        version = other_version()
         if file is None and not version:
             raise
         why = first_line(error)

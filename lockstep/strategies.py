@@ -203,16 +203,36 @@ def row_of(name: str) -> Row:
         )
     factory = f"{Path(path).expanduser().absolute()}:{class_name}"
     own = load(factory)
+    axes = _require_strategy(own, f"{path}: {class_name}")
     return Row(
         name=re.sub(r"\W", "_", class_name).lower(),
         label=getattr(own, "label", class_name),
         color=color_of(class_name),
-        axes=tuple(getattr(own, "axes", ("dp", "tp"))),
+        axes=axes,
         factory=factory,
         handles=getattr(own, "handles", TORCH_HANDLES),
         cuts=getattr(own, "cuts", BALANCED_POSITIONS),
         memory=getattr(own, "memory", ""),
     )
+
+
+def _require_strategy(own: Any, where: str) -> tuple[str, ...]:
+    """The axes of a user's class. Raises UserError unless it has the methods of a strategy, and axes of the mesh."""
+    protocol = load("lockstep.training.strategy:Strategy")
+    methods = [
+        name for name, member in vars(protocol).items() if not name.startswith("_") and callable(member)
+    ]
+    missing = [name for name in methods if not hasattr(own, name)]
+    if not isinstance(own, type) or missing:
+        what = f"has no {', '.join(missing)}" if isinstance(own, type) else "is no class"
+        raise UserError(
+            f"{where} {what}; derive it from TorchStrategy, or write what docs/your-own-strategy.md lists"
+        )
+    axes = getattr(own, "axes", ("dp", "tp"))
+    unknown = [str(axis) for axis in axes if axis not in AXES]
+    if unknown or isinstance(axes, str):
+        raise UserError(f"{where}: axes is {axes!r}; it must be a tuple of some of {', '.join(AXES)}")
+    return tuple(axes)
 
 
 def recorded(name: str) -> Row:

@@ -1,4 +1,4 @@
-"""The versions of libraries that Lockstep is tested with: those that requirements.txt pins."""
+"""Versions of libraries: those that Lockstep is tested with, which requirements.txt pins, and in which ones two runs differ."""
 
 import functools
 import importlib.metadata
@@ -20,10 +20,18 @@ def versions() -> dict[str, str]:
 
 
 def difference(library: str) -> str:
-    """ "deepspeed 0.18.2 found, tested with 0.19.8"; "" if the versions are equal, or there is no such library here."""
+    """ "torch 2.12.1 found, tested with 2.13.0"; "" if the versions are equal, or there is no such library here."""
     try:
         found = importlib.metadata.version(library).split("+")[0]  # torch 2.13.0+cpu is 2.13.0
     except importlib.metadata.PackageNotFoundError:
         return ""
     pinned = versions()[library]
     return "" if found == pinned else f"{library} {found} found, tested with {pinned}"
+
+
+def unlike(one: dict[str, str], other: dict[str, str]) -> str:
+    """ "torch 2.13.0 against 2.12.1": the libraries that two runs recorded with different versions, or one of them not at all."""
+    names = [name for name in (one | other) if one.get(name) != other.get(name)]
+    return ", ".join(
+        f"{name} {one.get(name, 'missing')} against {other.get(name, 'missing')}" for name in names
+    )

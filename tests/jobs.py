@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from lockstep import config as config_module
 from lockstep import preflight
-from lockstep.errors import UserError
+from lockstep.errors import TrainingFailure, UserError
 from lockstep.training import loop as training
 from lockstep.training.strategy import factory_of
 from lockstep.training.vocab_parallel_loss import vocab_parallel_cross_entropy
@@ -51,7 +51,7 @@ def refused(folder: Path, argument: dict) -> None:
         with planted.fault(argument["fault"], config, inputs, factory_of(config.row)) as make:
             training.run(config, inputs, make, torch.device("cpu"))
         message = "not stopped"
-    except training.TrainingFailure as error:
+    except (TrainingFailure, UserError) as error:
         message = str(error)
     (folder / f"error{dist.get_rank()}.txt").write_text(message)
 

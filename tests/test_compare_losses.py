@@ -126,7 +126,10 @@ def _shorter(run):
         (_shorter, "19 steps against 20"),
         (lambda r: r.steps.pop(), "has 19 of 20 steps"),
         (lambda r: setattr(r, "ended", None), "killed or is still running"),
-        (lambda r: r.run.update(versions={"torch": "1"}), "the same environment"),
+        (
+            lambda r: r.run["versions"].update(torch="1", another="2"),
+            "their libraries differ, torch 1 against 2, another 2 against missing; run both in the same environment",
+        ),
     ],
 )
 def test_what_is_refused(change, message):

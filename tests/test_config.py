@@ -77,6 +77,8 @@ CASES = [
     ("ddp", "--seed 4294967296", "at most 4294967295"),
     ("ddp", "--model_name ~nosuch/x", "no built-in model"),
     ("ddp", "--dataset_name nobody/a?b", "no such file or folder"),
+    ("ddp", "--dataset_name=", "--dataset_name is empty; give builtin, a .txt file"),
+    ("ddp", "--model_name=", "--model_name is empty; give a folder"),
 ]
 FIRST = {strategy: (strategy, arguments) for strategy, arguments, _ in reversed(CASES)}.values()
 

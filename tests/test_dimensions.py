@@ -169,6 +169,14 @@ def config(*arguments, strategy="fsdp"):
     [
         ("--pp_size 2 --batch_size 4 --pp_microbatches 3", "does not divide --batch_size 4"),
         ("--pp_size 4 --pp_schedule interleaved1f1b", "8 stages, and the model has 4 parts"),
+        (
+            "--pp_size 4 --batch_size 2",
+            "2 micro batches, and it needs at least 4, .* or choose --pp_schedule gpipe",
+        ),
+        (
+            "--pp_size 2 --batch_size 5 --pp_schedule interleaved1f1b",
+            "5 micro batches cannot be done in 2 equal rounds; make --pp_microbatches",
+        ),
         ("--pp_size 2 --pp_schedule zbv", "would break their tie"),
         ("--pp_size 2 --gradient_accumulation_steps 2", "add --gradient_sync every"),
         ("--pp_size 2 --wrap model", "leave them out"),

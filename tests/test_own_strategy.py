@@ -8,7 +8,7 @@ import sys
 
 import pytest
 from own_strategy import own_strategy
-from ranks import ROOT
+from ranks import ROOT, run_groups
 
 from lockstep import strategies
 from lockstep.errors import UserError
@@ -86,6 +86,140 @@ def test_what_is_no_strategy_is_refused(folder, monkeypatch, name, message):
     monkeypatch.chdir(folder)
     with pytest.raises(UserError, match=message):
         strategies.row_of(name)
+
+
+WRONG = """
+
+class NoBase:
+    pass
+
+
+class NoAxis(Mine):
+    axes = ("dp", "ep")
+
+
+class NoParallelize(TorchStrategy):
+    axes = ("dp",)
+
+
+class ReturnsNothing(Mine):
+    def parallelize(self, model, device_mesh):
+        super().parallelize(model, device_mesh)
+
+
+class Freezes(Mine):
+    def parallelize(self, model, device_mesh):
+        model.model.norm.requires_grad_(False)
+        return super().parallelize(model, device_mesh)
+
+
+class Renames(Mine):
+    def parallelize(self, model, device_mesh):
+        model.model.norm = torch.nn.Sequential(model.model.norm)
+        return super().parallelize(model, device_mesh)
+
+
+class Cuts(Mine):
+    def full_parameters(self):
+        for name, tensor in super().full_parameters():
+            yield name, tensor[:32] if name == "model.norm.weight" else tensor
+
+
+class Casts(TorchStrategy):
+    axes = ("dp",)
+
+    def parallelize(self, model, device_mesh):
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        fully_shard(model, mesh=device_mesh["dp"], mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+        return model
+
+
+class Optimizes(Mine):
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.optimizer = self.own(self.parameters)
+
+    def own(self, parameters):
+        return torch.optim.Adafactor(parameters)
+
+
+class Momentum(Optimizes):
+    def own(self, parameters):
+        return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9)
+
+
+class Plain(Optimizes):
+    def own(self, parameters):
+        groups = [{"params": parameters, "weight_decay": 0.01}]
+        return torch.optim.SGD(groups, lr=1e-3, foreach=False)
+
+
+class Leaves(Mine):
+    def update(self):
+        import os
+
+        if self.geometry().coordinates.dp == 1:
+            os._exit(0)
+        return super().update()
+"""
+STOPPED = {  # class -> what is said of it on every rank
+    "NoParallelize": "NoParallelize has no method parallelize; write it",
+    "ReturnsNothing": "ReturnsNothing.parallelize returned NoneType; return the module that forward calls",
+    "Freezes": "Freezes.parallelize left model.norm.weight frozen (requires_grad is False)",
+    "Renames": "after sharding, the strategy's model lacks model.norm.weight (1 in all) and also has model.norm.0.weight (1 in all)",
+    "Cuts": "after sharding, model.norm.weight is (32,) when gathered, and (64,) in the model; weights must be whole",
+    "Casts": "biased_linear_dtype is ['torch.bfloat16'], not ['torch.float32']; --precision gives all strategies their dtypes",
+    "Optimizes": "the optimizer is Adafactor; AdamW, and SGD without momentum, are supported",
+    "Momentum": "the optimizer is SGD with momentum; AdamW, and SGD without momentum, are supported",
+    "Plain": "the live objects contradict the options: optimizer is 'SGD', not 'AdamW'; give --optimizer",
+}
+
+
+@pytest.fixture(scope="module")
+def wrong(tmp_path_factory):
+    """A folder with wrong.py, and what the ranks said of each class of STOPPED; the optimizers once with captured tensors, too."""
+    folder = tmp_path_factory.mktemp("wrong")
+    own_strategy(folder / "wrong.py", name="Mine", then=f"\nimport torch\n{WRONG}")
+    calls = []
+    for name in STOPPED:
+        arguments = [*SMALL, "--dp_size", "2", "--debug_steps", "1"]
+        if name == "Momentum":
+            arguments += ["--capture_dir", str(folder / "dumps")]
+        run = {"strategy": f"{folder}/wrong.py:{name}", "fault": "none", "arguments": arguments}
+        calls.append(("jobs:refused", name, run))
+    run_groups([(2, "jobs:in_turn", folder / "runs", calls)])
+    return folder
+
+
+@pytest.mark.parametrize("name", STOPPED)
+def test_what_stops_a_wrong_strategy_is_one_clear_line(wrong, name):
+    for rank in range(2):
+        said = (wrong / "runs" / name / f"error{rank}.txt").read_text()
+        assert STOPPED[name] in said and len(said.splitlines()) == 1, said
+
+
+def test_a_rank_that_leaves_is_named(wrong):
+    """It ends with status 0, and the others fail of it."""
+    arguments = [*SMALL, "--dp_size", "2", "--debug_steps", "1"]
+    run = {"strategy": f"{wrong}/wrong.py:Leaves", "fault": "none", "arguments": arguments}
+    with pytest.raises(
+        AssertionError, match="ranks.py: rank 1 ended with status 0 before rank 0, which failed"
+    ):
+        run_groups([(2, "jobs:refused", wrong / "leaves", run)])
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("NoBase", "NoBase has no geometry, .*full_parameters, .*derive it from TorchStrategy"),
+        ("NoAxis", r"NoAxis: axes is \('dp', 'ep'\); it must be a tuple of some of pp, dp, cp, tp"),
+        ("torch", "torch is no class; derive it from TorchStrategy"),
+    ],
+)
+def test_what_is_no_class_of_a_strategy_is_refused_before_the_start(wrong, name, message):
+    with pytest.raises(UserError, match=message):
+        strategies.row_of(f"{wrong}/wrong.py:{name}")
 
 
 def named_in(source):

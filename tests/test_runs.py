@@ -1,6 +1,7 @@
 """What --strategies names."""
 
 import pytest
+from own_strategy import own_strategy
 from ranks import ROOT
 
 from lockstep.config import _require_run_name, parse_config
@@ -73,7 +74,7 @@ def test_options_of_one_run(tmp_path):
     """They reach its parser, and its name and its label tell it from the others."""
     own = tmp_path / "a@b:c" / "mine.py"
     own.parent.mkdir()
-    own.write_text("class Mine:\n    axes = ('dp', 'tp')\n")
+    own_strategy(own, name="Mine", then="\nMine.axes, Mine.label = ('dp', 'tp'), 'Mine'\n")
     file = ROOT / "studies/deepspeed/zero2.json"
     texts = [
         "deepspeed@tp1xdp2:zero_stage=3+offload_param=cpu",

@@ -226,7 +226,11 @@ def test_a_users_file_is_filled_in(tmp_path):
             "",
             '"qwen3" is no preset of DeepSpeed\'s, .* llama',
         ),
-        ({"scheduler": {"type": "WarmupLR"}}, "", "the learning rate is constant"),
+        (
+            {"scheduler": {"type": "WarmupLR"}},
+            "",
+            "leave the section out, and give --lr_schedule and --warmup_steps",
+        ),
         ({"zero_optimization": {"allgather_bucket_size": "auto"}}, "", "no flag gives it a value"),
         ({"zero_optimization": {"aio": {"block_size": 1}}}, "", "zero_optimization.aio: .* move it there"),
         ({"tensor_parallel": {"autotp_size": 4}}, "", "is 4, but --tp_size asks for 2"),

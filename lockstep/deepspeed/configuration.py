@@ -53,7 +53,9 @@ FLAGS = {
 OWN_CHOICE = {("tensor_parallel", "vocab_parallel_lm_head")}
 BF16_WITHOUT_MASTER = ("bf16_master_weights_and_grads", "bf16_optimizer_states")
 REFUSED = {  # place, and all below it -> why
-    ("scheduler",): "the learning rate is constant here; leave the section out",
+    (
+        "scheduler",
+    ): "Lockstep sets the learning rate; leave the section out, and give --lr_schedule and --warmup_steps",
     ("zero_optimization", "cpu_offload"): "write offload_optimizer with a device in its place",
     ("zero_optimization", "cpu_offload_param"): "write offload_param with a device in its place",
     ("amp",): "Lockstep has --precision fp32, autocast and bf16; leave the section out",

@@ -186,6 +186,8 @@ def find(model_name: str) -> tuple[dict, str]:
     """(content of a model's config.json, unchecked; where it came from). Raises UserError."""
     if model_name in BUILT_IN:
         return BUILT_IN[model_name], f"{_BUILT_IN_SOURCE} {model_name}{NO_DROPOUT.get(model_name, '')}"
+    if not model_name:  # an empty path would be the current folder
+        raise UserError(f"--model_name is empty; give a folder, a hub id, or one of {', '.join(BUILT_IN)}")
     folder = Path(os.path.expanduser(model_name))
     if folder.is_dir():
         own = folder / "config.json"

@@ -123,6 +123,8 @@ def find(dataset_name: str) -> Texts | DataSet:
             )
         path = Path(module.origin)
         return Texts(dataset_name, (path,), path.stat().st_size, built_in=True)
+    if not dataset_name:  # an empty path would be the current folder
+        raise UserError("--dataset_name is empty; give builtin, a .txt file, a folder of them, or a data set")
     path = Path(os.path.expanduser(dataset_name))
     if os.path.isdir(path):
         paths = _text_files(path, dataset_name)

@@ -1,6 +1,7 @@
 """What must agree before the losses of two runs are compared."""
 
 from lockstep.errors import UserError
+from lockstep.tested import unlike
 from lockstep.training.contract import KNOWN_DIFFERENCES, contract_difference, global_batch, on_any_mesh
 from lockstep.training.history import History, not_finite
 
@@ -75,7 +76,7 @@ def require_comparable_curves(baseline: History, other: History, *, same_weights
             )
     if other.run["versions"] != baseline.run["versions"]:
         raise UserError(
-            f"{pair}: versions {other.run['versions']} against {baseline.run['versions']}; run both in the same environment"
+            f"{pair}: their libraries differ, {unlike(other.run['versions'], baseline.run['versions'])}; run both in the same environment"
         )
 
 

@@ -80,6 +80,9 @@ def join(listener: socket.socket, backend: str) -> None:
 def _wait(left: dict[int, int], name: str) -> int:
     """Wait for all ranks (process id -> rank). The first failure ends them all, after GRACE."""
     failed, deadline = 0, 0.0
+    ended: list[
+        int
+    ] = []  # ranks whose process ended with status 0, as that of a rank whose code called exit does, too
     while left:
         pid, status = os.waitpid(-1, os.WNOHANG if failed else 0)
         if pid == 0:
@@ -98,6 +101,14 @@ def _wait(left: dict[int, int], name: str) -> int:
                 file=sys.stderr,
                 flush=True,
             )
+        if code == 0 and not failed:
+            ended.append(rank)
         if code and not failed:
+            for each in ended:
+                print(
+                    f"{name}: rank {each} ended with status 0 before rank {rank}, which failed; look for a call of exit on rank {each}",
+                    file=sys.stderr,
+                    flush=True,
+                )
             failed, deadline = (code if code > 0 else 1), time.monotonic() + GRACE
     return failed

@@ -7,6 +7,7 @@ from lockstep.inputs import modules
 from lockstep.inputs.data import global_batch_hash, window_hashes
 from lockstep.tensors.dump import Dump
 from lockstep.tensors.manifest import REMEDY, configuration
+from lockstep.tested import unlike
 from lockstep.training.contract import (
     KNOWN_DIFFERENCES,
     contract_differences,
@@ -73,7 +74,7 @@ def require_comparable_dumps(one: Dump, other: Dump, *, same_steps: bool = True)
             )
     if one.run["versions"] != other.run["versions"]:
         raise UserError(
-            f"{pair}: versions {one.run['versions']} against {other.run['versions']}; use the same environment"
+            f"{pair}: their libraries differ, {unlike(one.run['versions'], other.run['versions'])}; use the same environment"
         )
 
 

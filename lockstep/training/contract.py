@@ -95,6 +95,24 @@ def expected_contract(config: Config, architecture: dict) -> dict[str, Any]:
     }
 
 
+# Entry -> what to do if the live objects contradict it
+REMEDIES = {
+    "optimizer": "give --optimizer what the strategy uses, adamw or sgd",
+    **dict.fromkeys(
+        ("biased_linear_dtype", "compute_dtype", "embedding_dtype", "reduction_dtype"),
+        "--precision gives all strategies their dtypes (mixed: bfloat16 weights, float32 reductions): choose another, or leave a policy such as "
+        "MixedPrecisionPolicy out",
+    ),
+}
+
+
+def contradiction(expected: dict, actual: dict, ignoring: tuple[str, ...] = ()) -> str:
+    """The first difference between options and live objects, with what to do; "" if there is none. Others may follow from the optimizer."""
+    found = contract_differences(expected, actual, ignoring)
+    key = "optimizer" if "optimizer" in found else next(iter(found), "")
+    return "; ".join(filter(None, (found.get(key), REMEDIES.get(key))))
+
+
 def of_all_ranks(contracts: list[dict[str, Any]], mesh: Mesh) -> dict[str, Any]:
     """The contract of a run from those of its ranks, in rank order: rank 0's, and what differs on others as "ENTRY on rank R".
 
@@ -146,9 +164,14 @@ def on_any_mesh(contract: dict) -> dict:
     return {**contract, "loss_is_mean_over": math.prod(means)} if means else contract
 
 
-def not_only_by_design(contract: dict[str, Any]) -> tuple[str, ...]:
-    """The entries that a comparison of two runs looks at."""
-    return tuple(entry for entry in contract if entry.partition(ON_RANK)[0] not in KNOWN_DIFFERENCES)
+def left_to_the_verdict(expected: dict[str, Any], actual: dict[str, Any]) -> tuple[str, ...]:
+    """The entries that need not stop a run whose tensors are captured: the comparison looks at them, and says what they have done.
+
+    An optimizer of another kind has other state, so there is nothing to compare.
+    """
+    same_state = ("Adam" in expected["optimizer"]) == ("Adam" in actual["optimizer"])
+    others = KNOWN_DIFFERENCES if same_state else (*KNOWN_DIFFERENCES, "optimizer")
+    return tuple(entry for entry in actual if entry.partition(ON_RANK)[0] not in others)
 
 
 def contract_differences(expected: dict, actual: dict, ignoring: tuple[str, ...] = ()) -> dict[str, str]:

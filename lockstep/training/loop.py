@@ -9,7 +9,7 @@ import gc
 import hashlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,15 +24,16 @@ from lockstep.files import write_text
 from lockstep.inputs import weights
 from lockstep.inputs.data import Batches, Inputs, global_batch_hash, window_hashes
 from lockstep.inputs.model import build_model
+from lockstep.inputs.shapes import parameter_shapes
 from lockstep.mesh import Geometry, Mesh
 from lockstep.running import progress
 from lockstep.tensors.capture import Capture
 from lockstep.training import compiled, initial_weights, rates, recompute
 from lockstep.training import history as history_file
 from lockstep.training.contract import (
-    contract_difference,
+    contradiction,
     expected_contract,
-    not_only_by_design,
+    left_to_the_verdict,
     of_all_ranks,
 )
 from lockstep.training.measure import group_norms, held_out
@@ -110,8 +111,9 @@ def _train(
     path: Path,
     capture: Capture | None,
 ) -> None:
-    before = _live_checksums(strategy, rank)
-    _require_file_weights(before, file_sums, config)
+    shapes: dict[str, tuple[int, ...]] = {}
+    before = _live_checksums(strategy, rank, shapes)
+    _require_file_weights(before, file_sums, config, shapes, parameter_shapes(inputs.architecture))
     if before is not None:
         record.weights = {"initial_sha256": weights.combined_sha256(before)}
         if capture:
@@ -146,10 +148,9 @@ def _train(
             record.contract = of_all_ranks(gather_objects(own), config.mesh)
             if rank == 0 and watching:
                 watching.state_contract(record.contract)
-            # Where tensors are captured, their verdict says what a difference between strategies has done.
-            left_to_verdict = not_only_by_design(record.contract) if watching else ()
             demanded = expected_contract(config, inputs.architecture)
-            difference = contract_difference(demanded, record.contract, left_to_verdict)
+            later = left_to_the_verdict(demanded, record.contract) if watching else ()
+            difference = contradiction(demanded, record.contract, later)
             stop_together(
                 f"{config.label}: the live objects contradict the options: {difference}" if difference else ""
             )
@@ -278,23 +279,36 @@ def _initial_model(
 
 
 def _require_file_weights(
-    live: dict[str, str] | None, file_sums: dict[str, str] | None, config: Config
+    live: dict[str, str] | None,
+    file_sums: dict[str, str] | None,
+    config: Config,
+    shapes: dict[str, tuple[int, ...]],
+    whole: dict[str, tuple[int, ...]],
 ) -> None:
     """The weights, sharded and gathered back, must be the file's, bit for bit (unless they were cast to bfloat16).
 
-    Only rank 0 has the checksums `live`; all ranks share its finding.
+    Only rank 0 has the checksums `live` and the `shapes` of what was gathered; all ranks share its finding. `whole` are the model's shapes.
     """
-    if file_sums is None or config.precision == "bf16":
-        return
-    wrong = None
+    problem = ""
     if live is not None:
-        names = sorted(live.keys() | file_sums.keys())
-        wrong = next((name for name in names if live.get(name) != file_sums.get(name)), None)
-    stop_together(
-        f"after sharding, {wrong} differs from {config.init_weights_path or config.model_name}"
-        if wrong
-        else ""
-    )
+        missing, extra = sorted(whole.keys() - live.keys()), sorted(live.keys() - whole.keys())
+        cut = next((name for name in sorted(live) if shapes[name] != whole.get(name)), None)
+        if missing or extra:
+            found = " and ".join(
+                f"{what} {names[0]} ({len(names)} in all)"
+                for what, names in (("lacks", missing), ("also has", extra))
+                if names
+            )
+            problem = f"the strategy's model {found}; parameters keep their Hugging Face names, and adapters such as LoRA are not supported"
+        elif cut:
+            problem = (
+                f"{cut} is {shapes[cut]} when gathered, and {whole[cut]} in the model; weights must be whole, or DTensors that say how they are "
+                "cut"
+            )
+        elif file_sums is not None and config.precision != "bf16":
+            wrong = next((name for name in sorted(live) if live[name] != file_sums.get(name)), None)
+            problem = f"{wrong} differs from {config.init_weights_path or config.model_name}" if wrong else ""
+    stop_together(f"after sharding, {problem}" if problem else "")
 
 
 def _require_right_batches(hashes: list[list[int]], mesh: Mesh, step: int) -> None:
@@ -343,10 +357,19 @@ def _start_gathering(
     return finish
 
 
-def _live_checksums(strategy: Strategy, rank: int) -> dict[str, str] | None:
-    """Checksums of the live weights, gathered whole. On rank 0 only, but collective."""
+def _live_checksums(
+    strategy: Strategy, rank: int, shapes: dict[str, tuple[int, ...]] | None = None
+) -> dict[str, str] | None:
+    """Checksums of the live weights, gathered whole, whose shapes are added to `shapes`. On rank 0 only, but collective."""
+
+    def gathered() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in strategy.full_parameters():
+            if shapes is not None:
+                shapes[name] = tuple(tensor.shape)
+            yield name, tensor
+
     if rank == 0:
-        return weights.checksums(strategy.full_parameters())
+        return weights.checksums(gathered())
     for _ in strategy.full_parameters():
         pass
     return None

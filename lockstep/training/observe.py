@@ -16,6 +16,7 @@ from lockstep import strategies
 from lockstep.collective import gather_objects
 from lockstep.inputs import modules, shapes
 from lockstep.training import compiled
+from lockstep.training.optim import require_supported
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -95,6 +96,7 @@ def optimizer_contract(
 
     `members` are the model's parameters by group of the optimizer, if they are not the ones that it holds.
     """
+    require_supported(optimizer)
     groups, names = optimizer.param_groups, {id(each): name for name, each in model.named_parameters()}
     held = [
         [names[id(parameter)] for parameter in parameters if id(parameter) in names]

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from lockstep.config import BETAS, EPS
+from lockstep.errors import TrainingFailure
 
 
 def decays(ndim: int) -> bool:
@@ -35,8 +36,19 @@ def build_optimizer(
     return torch.optim.SGD(groups, lr=learning_rate, foreach=False)
 
 
+def require_supported(optimizer: torch.optim.Optimizer) -> None:
+    """Raise TrainingFailure for an optimizer whose update the reference does not follow."""
+    kind, momentum = type(optimizer), any(group.get("momentum") for group in optimizer.param_groups)
+    if not isinstance(optimizer, torch.optim.Adam | torch.optim.SGD) or momentum:
+        raise TrainingFailure(
+            f"the optimizer is {kind.__name__}{' with momentum' if momentum else ''}; AdamW, and SGD without momentum, are supported: leave it "
+            "to --optimizer"
+        )
+
+
 def keeps(optimizer: torch.optim.Optimizer, kind: str) -> bool:
     """Whether the optimizer has this kind of tensor for every parameter: SGD without momentum has no moments."""
+    require_supported(optimizer)
     return kind in ("parameter", "gradient") or not isinstance(optimizer, torch.optim.SGD)
 
 

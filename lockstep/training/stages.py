@@ -64,6 +64,17 @@ def require(config: "Config", architecture: dict, schedule: str, microbatches: i
         raise UserError(
             f"--pp_microbatches {microbatches} does not divide --batch_size {config.batch_size}; choose a divisor"
         )
+    if schedule == "1f1b" and microbatches < stages:
+        raise UserError(
+            f"--pp_size {size} --pp_schedule {schedule}: {microbatches} micro batches, and it needs at least {stages}, one for each stage; "
+            "raise --batch_size or --pp_microbatches, or choose --pp_schedule gpipe"
+        )
+    rounds = max(1, microbatches // size)  # of a rank's micro batches
+    if schedule.startswith("interleaved") and microbatches % rounds:
+        raise UserError(
+            f"--pp_size {size} --pp_schedule {schedule}: {microbatches} micro batches cannot be done in {rounds} equal rounds; "
+            "make --pp_microbatches (or --batch_size) a multiple of --pp_size"
+        )
     if SCHEDULES[schedule][2] and architecture.get("tie_word_embeddings", False):
         raise UserError(
             f"--pp_schedule {schedule}: it has embedding and head on one rank, in two FSDP modules, which would break their tie; "

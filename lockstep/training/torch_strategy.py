@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.config import Config
+from lockstep.errors import UserError
 from lockstep.inputs.model import causal_lm_loss
 from lockstep.mesh import AXES, Geometry, Mesh, build_device_mesh, share
 from lockstep.training import context_parallel
@@ -59,6 +60,7 @@ class TorchStrategy:
         )
         self.pipeline: Pipeline | None = None  # a strategy that has pp makes it in `parallelize`
         self.wrapped = self.parallelize(model, self.device_mesh)
+        _require_module(self.wrapped, type(self).__name__)
         self.model = cast(
             "PreTrainedModel", unwrapped(self.wrapped)
         )  # sharded, it is still transformers' class
@@ -82,7 +84,9 @@ class TorchStrategy:
 
         `device_mesh` has the axes of lockstep/mesh.py by name. Parameters keep their Hugging Face names.
         """
-        raise NotImplementedError
+        raise UserError(
+            f"{type(self).__name__} has no method parallelize; write it (docs/your-own-strategy.md)"
+        )
 
     @property
     def loss_shares(self) -> int:
@@ -268,6 +272,22 @@ class TorchStrategy:
             else None
         )
         return told or gradient_of(parameter).dtype
+
+
+def _require_module(wrapped: Any, name: str) -> None:
+    """Raise UserError unless `parallelize` returned a module whose parameters are all trained."""
+    if not isinstance(wrapped, torch.nn.Module):
+        raise UserError(
+            f"{name}.parallelize returned {type(wrapped).__name__}; return the module that forward calls"
+        )
+    frozen = next(
+        (each for each, one in unwrapped(wrapped).named_parameters() if not one.requires_grad), None
+    )
+    if frozen:
+        raise UserError(
+            f"{name}.parallelize left {frozen} frozen (requires_grad is False), and every parameter is trained here; adapters such as LoRA "
+            "are not supported"
+        )
 
 
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
