@@ -112,7 +112,8 @@ def _own_store(run: int) -> Any:
     """A store that all ranks share, for this run."""
     import torch.distributed as dist
 
-    return dist.PrefixStore(f"hang{run}", dist.distributed_c10d._get_default_store().clone())
+    store: Any = dist.distributed_c10d._get_default_store()
+    return dist.PrefixStore(f"hang{run}", store.clone())
 
 
 def _stacks(rank: int, what: str, seconds: float) -> str:
@@ -142,9 +143,9 @@ def _place(top: FrameType) -> tuple[bool, str]:
 
 def _line(found: list[list | None], seconds: float) -> str:
     """What each rank is doing: those that do not wait for others first."""
-    ranks: dict[tuple, list[int]] = {}
-    for rank, state in enumerate(found):
-        ranks.setdefault(tuple(state or ()), []).append(rank)
+    ranks: dict[tuple, list[int]] = {}  # () of those that do not answer
+    for rank, said in enumerate(found):
+        ranks.setdefault(tuple(said or ()), []).append(rank)
     parts = []
     for state, members in sorted(ranks.items(), key=lambda item: (bool(item[0]) and item[0][1], item[1])):
         one = len(members) == 1

@@ -243,9 +243,6 @@ def _reason(error: Exception) -> str:
     if not lines:
         return f"Ray Train stopped the run: {first_line(error)}"
     rank = min(lines, key=lambda rank: (bool(processes.LOST.search(lines[rank])), rank))
-    of_all = lines[rank].removeprefix("lockstep.errors.TrainingFailure: ")
-    if of_all != lines[rank]:
-        return of_all
     return f"worker {rank} failed: {re.sub(r'^lockstep[.]errors[.][A-Za-z]+: ', '', lines[rank])}"
 
 
