@@ -60,7 +60,8 @@ def run_program(name: str, body: Callable[[], int]) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         said, status = startup.stopped()
-        _say(f"{name}: {said}")
+        if startup.speaks():
+            _say(f"{name}: {said}")
         return status
     except (
         BrokenPipeError

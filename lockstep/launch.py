@@ -69,10 +69,6 @@ def _one_of_many(body: Callable[[], int]) -> int:
         if not _first():
             time.sleep(PATIENCE)
         raise
-    except KeyboardInterrupt:
-        if not _first():
-            os._exit(startup.stopped()[1])
-        raise
 
 
 def _under_ray(config: Config, inputs: Inputs, begin: Callable[[], None]) -> str:

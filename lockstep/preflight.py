@@ -11,6 +11,7 @@ from lockstep.errors import UserError
 from lockstep.inputs import architectures, data, texts, tokenizer
 from lockstep.memory import limit
 from lockstep.resources import launched_in_place, workers_here
+from lockstep.running import hang
 from lockstep.training import compiled, cuts, history, initial_weights, rates
 
 
@@ -96,6 +97,7 @@ def check_environment(config: Config, architecture: dict) -> None:
 
     A dry run leaves no folder behind.
     """
+    hang.patience()
     if config.row.requires:
         strategies.load(config.row.requires)(config, architecture)
     compiled.require(config.compile)

@@ -52,14 +52,23 @@ def stopped() -> "tuple[str, int]":
     return WORDS[_received] + (f"; {after}" if after else ""), 128 + _received
 
 
+def speaks() -> bool:
+    """Whether this process says that a signal has ended it.
+
+    Of a launcher's ranks the first one does, and of Ctrl-C alone: SIGTERM is how the launcher ends the ranks when one has failed.
+    """
+    rank = os.environ.get("RANK")
+    return rank is None or (rank == "0" and _received == signal.SIGINT)
+
+
 def stop_at_once(number: int = signal.SIGINT, _frame: object = None) -> NoReturn:
-    """Say that the program was stopped, once for all ranks of a launcher, and end it. A second signal does not wait."""
+    """Say that the program was stopped, and end it. A second signal does not wait."""
     _receive(number)
     for each in WORDS:
         signal.signal(each, lambda *_: os._exit(128 + number))
     with contextlib.suppress(Exception):  # it may be what was interrupted
         sys.stdout.flush()
-    if os.environ.get("RANK", "0") == "0":
+    if speaks():
         os.write(2, f"{program()}: {stopped()[0]}\n".encode())
     for end in end_helpers:
         with contextlib.suppress(Exception):

@@ -58,6 +58,40 @@ def test_a_stop_is_one_line(run, tmp_path, number, moment):
     assert gone(tmp_path) is True
 
 
+HANGS = """
+import time
+from ddp_strategy import DDPStrategy
+
+class Hangs(DDPStrategy):
+    axes, updates = ("dp",), 0
+
+    def update(self):
+        self.updates += 1
+        if self.updates == 2:
+            time.sleep(10**6)
+        return super().update()
+"""
+
+
+def test_a_run_that_hangs_under_ray(tmp_path):
+    (tmp_path / "own.py").write_text(HANGS)
+    command = [sys.executable, "-m", "lockstep.train", "--strategy", f"{tmp_path}/own.py:Hangs"]
+    done = subprocess.run(
+        [*command, *folders(tmp_path), "--dp_size", "1", "--debug_steps", "3", "--batch_size", "1"],
+        cwd=ROOT,
+        env=environment(LOCKSTEP_PATIENCE="8"),
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 1 and done.stderr.startswith(
+        "lockstep.train: worker 0 failed: no rank has made progress for 8 s: rank 0 is in step 2, update, at own.py:11, time.sleep"
+    ), done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert "    time.sleep(10**6)\n" in (tmp_path / "logs" / "loss_hangs.txt").read_text()
+    assert gone(tmp_path) is True
+
+
 def test_an_interrupt_ends_what_the_kernel_would_leave():
     """A process that has only just been forked has not asked the kernel yet to end with its parent."""
     program = (

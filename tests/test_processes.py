@@ -11,7 +11,8 @@ import pytest
 from ranks import ROOT
 
 from lockstep.errors import TrainingFailure, UserError
-from lockstep.running import jobs, processes, ranks
+from lockstep.running import hang, jobs, logs, processes, ranks
+from lockstep.training import history
 
 pytestmark = pytest.mark.usefixtures("from_nothing")
 
@@ -145,6 +146,73 @@ def test_a_killed_rank_ends_the_others_and_is_named(tmp_path):
         "rank 1 was killed by SIGKILL (the machine may be short of memory)" in str(raised.value)
         and time.monotonic() - begin < 60
     )
+
+
+HANGS = """
+import time
+import torch.distributed as dist
+from ddp_strategy import DDPStrategy
+
+class Hangs(DDPStrategy):
+    axes, updates = ("dp",), 0
+
+    def update(self):
+        self.updates += 1
+        print(f"beginning of update {self.updates}")
+        print("a line of many\\n" * 100_000, flush=True)
+        if self.updates == 1:
+            time.sleep(2)
+        elif dist.get_rank() == 1:
+            time.sleep(10**6)
+        return super().update()
+"""
+
+
+def test_a_rank_that_hangs_ends_the_run_and_is_named(tmp_path, monkeypatch):
+    """A pause that is shorter does not. The log of a strategy that prints without end is cut, and has the stacks."""
+    monkeypatch.setattr(logs, "LARGEST", 500_000)
+    monkeypatch.setattr(logs, "KEPT", 100_000)
+    (tmp_path / "own.py").write_text(HANGS)
+    job = {**train(tmp_path, "--dp_size", "2"), "strategy": f"{tmp_path}/own.py:Hangs"}
+    job["arguments"][1] = "3"
+    seconds, status = jobs.start_groups([(2, [job])], tmp_path / "work", patience=8)
+    said = jobs.why(tmp_path / "work", status)
+    assert (seconds, status) == ([], 1) and said.startswith(
+        "no rank has made progress for 8 s: rank 1 is in step 2, update, at own.py:16, time.sleep(10**6); "
+        "rank 0 waits for other ranks in step "
+    ), said
+    log = (tmp_path / "work" / "log.txt").read_text()
+    for rank in (0, 1):
+        assert f"rank {rank}: at step " in log
+    assert "in update\n    time.sleep(10**6)\n" in log
+    assert "beginning of update 1" in log and log.count("[lockstep: lines are left out here") == 1
+    assert len(log) < 600_000
+    assert len(history.read(history.path_of(tmp_path, "hangs")).steps) >= 1
+
+
+@pytest.mark.parametrize("text", ["", "0", "-5", "nan", "soon"])
+def test_a_patience_that_is_none(text, monkeypatch):
+    monkeypatch.setenv(hang.VARIABLE, text)
+    with pytest.raises(UserError, match=f"{hang.VARIABLE}={text}: must be a number of seconds"):
+        hang.patience()
+
+
+def test_a_log_keeps_both_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr(logs, "LARGEST", 1000)
+    monkeypatch.setattr(logs, "KEPT", 200)
+    path = tmp_path / "log.txt"
+    logs.begin(path)
+    for number in range(1000):
+        with open(path, "a") as file:
+            file.write(f"line {number}\n")
+        logs.cut(path)
+        assert path.stat().st_size <= 1000
+    *_, last = lines = path.read_text().splitlines()
+    assert lines[0] == "line 0" and last == "line 999"
+    (note,) = [at for at, line in enumerate(lines) if not line.startswith("line ")]
+    kept = [int(line.removeprefix("line ")) for line in lines[:note]]
+    assert kept == list(range(len(kept))) and "a log keeps 200 bytes of each end" in lines[note]
+    assert not logs.cut(path)  # negative control: it is small enough
 
 
 def test_why_a_rank_died_comes_before_what_the_others_lost():

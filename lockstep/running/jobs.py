@@ -33,7 +33,7 @@ from lockstep.config import Config
 from lockstep.errors import TrainingFailure, UserError, first_line, run_program
 from lockstep.files import read_json
 from lockstep.inputs import architectures
-from lockstep.running import processes, progress, ranks
+from lockstep.running import hang, logs, processes, progress, ranks
 from lockstep.running.device import training_device
 from lockstep.schemas import Name, Strict, validate
 from lockstep.strategies import BASELINE
@@ -73,12 +73,16 @@ class JobFailed(TrainingFailure):
 
 
 def start_groups(
-    groups: list[tuple[int | None, list[dict]]], folder: Path, *, patience: float = 1800, shown: bool = False
+    groups: list[tuple[int | None, list[dict]]],
+    folder: Path,
+    *,
+    patience: float | None = None,
+    shown: bool = False,
 ) -> tuple[list[float], int]:
     """Run the jobs of (number of ranks, jobs), group after group, until one fails.
 
-    Returns the seconds of each finished job, and the exit status. If a job failed, or took more than `patience` seconds, there are fewer
-    seconds than jobs. FOLDER/log.txt has the output of the ranks; their progress is shown, if `shown`.
+    Returns the seconds of each finished job, and the exit status. If a job failed, or made no progress for `patience` seconds
+    (lockstep/running/hang.py), there are fewer seconds than jobs. FOLDER/log.txt has the output of the ranks; their progress is shown, if `shown`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path, done = folder / "jobs.json", folder / "done.txt"
@@ -87,8 +91,11 @@ def start_groups(
     )
     done.write_text("")
     environment = {**processes.environment(), "OMP_NUM_THREADS": "1"}
+    if patience is not None:
+        environment[hang.VARIABLE] = str(patience)
+    logs.begin(folder / "log.txt")
     with (
-        open(folder / "log.txt", "w", encoding="utf-8") as log,
+        open(folder / "log.txt", "a", encoding="utf-8") as log,
         open(folder / "log.txt", encoding="utf-8", errors="replace") as said,
     ):
         with startup.cleaning_up():
@@ -100,9 +107,11 @@ def start_groups(
                 stderr=log,
             )
             try:
-                while process.poll() is None and time.time() - done.stat().st_mtime < patience:
+                while process.poll() is None:
                     time.sleep(0.1)
                     _show(said, shown)
+                    if logs.cut(folder / "log.txt"):
+                        said.seek(0, os.SEEK_END)
             finally:
                 processes.end(process)
         _show(said, shown)

@@ -38,12 +38,13 @@ from lockstep import startup
 from lockstep.config import Config
 from lockstep.errors import TrainingFailure, UserError, first_line, run_program
 from lockstep.inputs.data import Inputs
-from lockstep.running import processes, progress
+from lockstep.running import hang, logs, processes, progress
 from lockstep.running.device import share_cores
 
 RAY_ENVIRONMENT = {
     "RAY_CHDIR_TO_TRIAL_DIR": "0",  # workers stay where the scripts are
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # print is print
+    "RAY_DEDUP_LOGS": "0",  # the stacks of ranks have many lines in common
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",  # the default of 2 s is also how late the end is noticed
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # one actor less to start; a preempted run is not resumed here
     "RAY_TRAIN_METRICS_ENABLED": "0",  # there is no dashboard to show them
@@ -71,12 +72,20 @@ def _worker(arguments: dict) -> tuple[bool, str]:
 
         make_strategy = factory_of(config.row)
     progress.relay()
-    context = train.get_context()
-    share_cores(config, context.get_local_world_size())
-    try:
-        return True, training.run_with_control(config, arguments["inputs"], make_strategy, get_device())
-    except TrainingFailure as error:
-        return False, str(error)
+    os.environ[hang.VARIABLE] = arguments["patience"]
+    local_size, device = train.get_context().get_local_world_size(), get_device()
+
+    def trained() -> tuple[bool, str]:
+        share_cores(config, local_size)
+        try:
+            return True, training.run_with_control(config, arguments["inputs"], make_strategy, device)
+        except TrainingFailure as error:
+            return False, str(error)
+
+    # This thread is free to end the run if the one that trains hangs.
+    result = _in_background(trained)
+    hang.fail = lambda line: result.set_exception(TrainingFailure(line))
+    return result.result()
 
 
 def run(config: Config, inputs: Inputs, begin: Callable[[], None]) -> str:
@@ -125,7 +134,7 @@ def _train(ray: ModuleType, config: Config, inputs: Inputs) -> str:
     try:
         trainer = TorchTrainer(
             _worker,  # type: ignore[arg-type] # its value is the result's return_value
-            train_loop_config={"config": config, "inputs": inputs},
+            train_loop_config={"config": config, "inputs": inputs, "patience": str(hang.patience())},
             torch_config=TorchConfig(backend=config.backend),
             scaling_config=ScalingConfig(
                 num_workers=config.num_workers,
@@ -167,10 +176,13 @@ def _in_background(function: Callable[[], Returned]) -> concurrent.futures.Futur
 
 
 class _Log(io.TextIOBase):
-    """Receives printed text: marked lines go to the screen, all others to a file."""
+    """Receives printed text: marked lines go to the screen, all others to a file, which is cut when it grows too large."""
 
-    def __init__(self, file: TextIO):
-        self._file, self._lock, self._unfinished, self.lost = file, threading.Lock(), "", ""
+    def __init__(self, path: Path):
+        logs.begin(path)
+        self._path, self._size = path, 0
+        self._file: TextIO = open(path, "a", encoding="utf-8", errors="replace")  # noqa: SIM115 - see close
+        self._lock, self._unfinished, self.lost = threading.Lock(), "", ""
 
     def write(self, text: str) -> int:
         with self._lock:  # Ray prints from a thread
@@ -183,8 +195,10 @@ class _Log(io.TextIOBase):
     def _keep(self, text: str) -> None:
         try:
             if not self.lost:
-                self._file.write(text)
+                self._size += self._file.write(text)
                 self._file.flush()
+                if self._size > logs.LARGEST and logs.cut(self._path):
+                    self._size = self._path.stat().st_size
         except OSError as error:  # a full disk: the reason why the run stops must still be shown
             self.lost = error.strerror or str(error)
 
@@ -198,12 +212,11 @@ def _log_at(path: Path) -> Iterator[_Log]:
     """Inside, the output of Ray and its workers goes to a file, and marked lines to the screen."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = open(path, "w", encoding="utf-8", errors="replace")  # noqa: SIM115 - closed below
+        log = _Log(path)
     except OSError as error:
         raise UserError(
             f"--loss_output_dir: {path} cannot be written ({error.strerror}); choose another folder"
         ) from error
-    log = _Log(file)
     with (
         contextlib.closing(log),
         progress.shown_on(progress.Screen(sys.stdout)),

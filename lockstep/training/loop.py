@@ -26,7 +26,7 @@ from lockstep.inputs.data import Batches, Inputs, global_batch_hash, window_hash
 from lockstep.inputs.model import build_model
 from lockstep.inputs.shapes import parameter_shapes
 from lockstep.mesh import Geometry, Mesh
-from lockstep.running import progress
+from lockstep.running import hang, progress
 from lockstep.tensors.capture import Capture
 from lockstep.training import compiled, initial_weights, rates, recompute
 from lockstep.training import history as history_file
@@ -57,6 +57,7 @@ def run_with_control(
     return run(config.of_control(), inputs, make_strategy, device)
 
 
+@hang.watched()
 def run(config: Config, inputs: Inputs, make_strategy: MakeStrategy, device: torch.device) -> str:
     """Train in this process, on this device, as one rank of an initialised process group; returns a closing sentence.
 
@@ -64,12 +65,14 @@ def run(config: Config, inputs: Inputs, make_strategy: MakeStrategy, device: tor
     """
     begin = time.monotonic()
     rank = dist.get_rank()
+    hang.at("making the initial weights")
     model, file_sums = _initial_model(config, inputs, rank)
     if config.activation_checkpointing:
         recompute.enable(model, compiled=config.compile != "off")
     about = provenance(config, inputs)
     _require_told_alike(about.get("told_sha256"))
     capture = Capture(config, model, about) if config.capture_dir else None
+    hang.at("making the strategy")
     strategy = make_strategy(model, config, config.mesh, device)
     if config.compile != "off":
         compiled.enable(strategy.model, config.compile)
@@ -111,6 +114,7 @@ def _train(
     path: Path,
     capture: Capture | None,
 ) -> None:
+    hang.at("gathering the weights before step 1")
     shapes: dict[str, tuple[int, ...]] = {}
     before = _live_checksums(strategy, rank, shapes)
     _require_file_weights(before, file_sums, config, shapes, parameter_shapes(inputs.architecture))
@@ -164,8 +168,10 @@ def _train(
                 problem = str(error)
             shown.add(step)
 
+    hang.at("gathering the weights after the last step")
     stop_together(problem)
     after = _live_checksums(strategy, rank)
+    hang.at("measuring")
     memory = peak_memory(device)
     measured = held_out(strategy, inputs, config.attn_impl, lead=rank == 0) if config.held_out else None
     if before is not None and after is not None:
@@ -201,9 +207,11 @@ def train_step(
     """
     micro_batches = batches.micro_batches(index, config.mesh.sample_share(rank), device)
     start = time.perf_counter()
+    hang.at(f"step {index + 1}, forward and backward")
     if capture:
         capture.begin(strategy, index + 1, micro_batches)
     loss = strategy.forward_backward(micro_batches)
+    hang.at(f"step {index + 1}, update")
     if capture:
         capture.gradients()
     norms = group_norms(strategy) if config.group_norms else None
@@ -234,6 +242,7 @@ def train_step(
     }
     if norms is not None:
         step["group_norms"] = norms
+    hang.at(f"the end of step {index + 1}")
     if capture:
         capture.end(step)
         step["seconds"] = time.perf_counter() - start
