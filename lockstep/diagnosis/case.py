@@ -231,6 +231,11 @@ class Case:
         dims = self.entry["tensors"][name]["sharded"]
         return {axis: dims[axis] for axis in reversed(self.mesh.axes) if axis in dims}
 
+    def cut_of_output(self, module: str, axis: str) -> str | int | None:
+        """What an axis cuts of a module's output: the batch, the sequence, or a dim of this size; None if it cuts nothing."""
+        dim = self.sharded(f"forward/{module}").get(axis)
+        return None if dim is None else self.dump.layout.outputs[module][dim]
+
     def is_replicated(self, name: str) -> bool:
         """Whether there are several tp ranks, and each has the whole parameter."""
         return self.mesh.tp > 1 and "tp" not in self.sharded(name)

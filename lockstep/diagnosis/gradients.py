@@ -6,6 +6,7 @@ from lockstep.diagnosis import evidence, recompute
 from lockstep.diagnosis.backward import cause_of_weights, is_a_factor
 from lockstep.diagnosis.case import Case, Cause, listed
 from lockstep.inputs import modules
+from lockstep.tensors.layout import SEQUENCE
 
 MANY = 1 << 24  # elements: of larger gradients no copies are made
 
@@ -71,9 +72,11 @@ def own_heads_only(case: Case) -> Cause | None:
     for name, shares in parts.items():  # the ranks take turns in writing them
         if not any(case.explains(f"gradient/{name}", share) for share in shares):
             return None
+    cut = {case.cut_of_output(name.removesuffix(".weight"), "tp") for name in parts}
+    what = "positions" if cut == {SEQUENCE} else "heads"
     return Cause(
         "tp reduction missing",
-        f"the gradient of {listed(list(parts))} has one tp rank's heads only, as recomputed",
+        f"the gradient of {listed(list(parts))} has one tp rank's {what} only, as recomputed",
     )
 
 

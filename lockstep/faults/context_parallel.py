@@ -166,7 +166,7 @@ def gradients_not_reduced_over_cp(run: Planting) -> Plant:
 @cp_fault(
     seen_in="modelscope/ms-swift 10071",
     cause="data",
-    evidence="the samples are not those of this step",
+    evidence="the samples are right, and some of their positions are those of others",
     first="batch/input_ids",
 )
 def a_rank_has_the_positions_of_another(run: Planting) -> Plant:

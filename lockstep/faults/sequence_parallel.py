@@ -22,7 +22,7 @@ sp_fault = functools.partial(
 @sp_fault(
     seen_in="EleutherAI/gpt-neox 1259",
     cause="tp reduction missing",
-    evidence="the gradient of model.norm.weight, model.layers.1.post_attention_layernorm.weight, model.layers.1.input_layernorm.weight and 2 more has one tp rank's ... only, as recomputed",
+    evidence="the gradient of model.norm.weight, model.layers.1.post_attention_layernorm.weight, model.layers.1.input_layernorm.weight and 2 more has one tp rank's positions only, as recomputed",
     first="gradient/model.norm.weight",
 )
 def sequence_parallel_norms_not_reduced(run: Planting) -> Plant:
