@@ -68,7 +68,7 @@ def run(config: Config, inputs: Inputs, make_strategy: MakeStrategy, device: tor
     hang.at("making the initial weights")
     model, file_sums = _initial_model(config, inputs, rank)
     if config.activation_checkpointing:
-        recompute.enable(model, compiled=config.compile != "off")
+        recompute.enable(model)
     about = provenance(config, inputs)
     _require_told_alike(about.get("told_sha256"))
     capture = Capture(config, model, about) if config.capture_dir else None
@@ -207,6 +207,7 @@ def train_step(
     """
     micro_batches = batches.micro_batches(index, config.mesh.sample_share(rank), device)
     start = time.perf_counter()
+    hashes_fed = window_hashes(micro_batches)  # before a strategy may change them
     hang.at(f"step {index + 1}, forward and backward")
     if capture:
         capture.begin(strategy, index + 1, micro_batches)
@@ -219,7 +220,7 @@ def train_step(
         num_steps = config.debug_steps or config.num_epochs * batches.steps_per_epoch
         for group in strategy.optimizer.param_groups:
             group["lr"] = rates.rate_of(vars(config), index + 1, num_steps)
-    gathered = _start_gathering(loss, [float(bool(problem)), *window_hashes(micro_batches)], device)
+    gathered = _start_gathering(loss, [float(bool(problem)), *hashes_fed], device)
     grad_norm = strategy.update()
     independent_tokens = batches.independent_tokens(index)
     everyone = gathered()
@@ -234,7 +235,7 @@ def train_step(
         "loss": sum(losses[r] for r in lead) / len(lead),
         "rank_losses": [losses[r] for r in lead],
         "grad_norm": grad_norm,
-        "learning_rate": strategy.optimizer.param_groups[0]["lr"],
+        "learning_rate": float(strategy.optimizer.param_groups[0]["lr"]),
         "tokens": batches.windows_per_step * config.seq_length,
         "independent_tokens": independent_tokens,
         "seconds": seconds,

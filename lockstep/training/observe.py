@@ -16,7 +16,7 @@ from lockstep import strategies
 from lockstep.collective import gather_objects
 from lockstep.inputs import modules, shapes
 from lockstep.training import compiled
-from lockstep.training.optim import require_supported
+from lockstep.training.optim import is_own_adam, require_supported
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -123,7 +123,7 @@ def optimizer_contract(
         "optimizer": _class_of(optimizer),
         "optimizer_implementation": ", ".join(sorted({_implementation(group) for group in groups})),
         "optimizer_options": sorted({key for key in OPTIONS for group in groups if group.get(key)}),
-        "learning_rates": sorted({group["lr"] for group in groups}),
+        "learning_rates": sorted({float(group["lr"]) for group in groups}),
         "betas": setting("betas") or [],
         "eps": setting("eps"),
         "momentum": setting("momentum"),
@@ -137,9 +137,12 @@ def _sorted(by_value: dict[str, list[str]]) -> dict[str, list[str]]:
 
 
 def _class_of(optimizer: torch.optim.Optimizer) -> str:
-    """What kind of optimizer it is. Adam whose weight decay is decoupled is AdamW, whatever its class is called."""
+    """What kind of optimizer it is. Adam whose weight decay is decoupled is AdamW, whatever its class is called.
+
+    One of a user's own that keeps Adam's moments is taken for AdamW. The tensors show whether it computes the same.
+    """
     if not isinstance(optimizer, torch.optim.Adam):
-        return type(optimizer).__name__
+        return "AdamW" if is_own_adam(optimizer) else type(optimizer).__name__
     decoupled = {bool(group["decoupled_weight_decay"]) for group in optimizer.param_groups}
     return " and ".join("AdamW" if each else "Adam" for each in sorted(decoupled))
 

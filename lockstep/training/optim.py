@@ -37,19 +37,29 @@ def build_optimizer(
 
 
 def require_supported(optimizer: torch.optim.Optimizer) -> None:
-    """Raise TrainingFailure for an optimizer whose update the reference does not follow."""
+    """Raise TrainingFailure for an optimizer whose update the reference does not follow. Call it after a step, when there is state."""
     kind, momentum = type(optimizer), any(group.get("momentum") for group in optimizer.param_groups)
-    if not isinstance(optimizer, torch.optim.Adam | torch.optim.SGD) or momentum:
+    known = isinstance(optimizer, torch.optim.Adam | torch.optim.SGD) or is_own_adam(optimizer)
+    if not known or momentum:
         raise TrainingFailure(
             f"the optimizer is {kind.__name__}{' with momentum' if momentum else ''}; AdamW, and SGD without momentum, are supported: leave it "
             "to --optimizer"
         )
 
 
+def is_own_adam(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer that is not torch's keeps Adam's two moments of every parameter."""
+    states = [state for state in optimizer.state.values() if state]
+    ours = not type(optimizer).__module__.startswith("torch.optim")
+    return ours and bool(states) and all({"exp_avg", "exp_avg_sq"} <= set(state) for state in states)
+
+
 def keeps(optimizer: torch.optim.Optimizer, kind: str) -> bool:
     """Whether the optimizer has this kind of tensor for every parameter: SGD without momentum has no moments."""
+    if kind in ("parameter", "gradient"):
+        return True
     require_supported(optimizer)
-    return kind in ("parameter", "gradient") or not isinstance(optimizer, torch.optim.SGD)
+    return not isinstance(optimizer, torch.optim.SGD)
 
 
 class WeightAverage:
