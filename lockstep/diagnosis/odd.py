@@ -6,6 +6,7 @@ import torch
 
 from lockstep.diagnosis import evidence, recompute
 from lockstep.diagnosis.case import Case
+from lockstep.inputs import modules
 from lockstep.mesh import AXES, Cuts
 from lockstep.tensors.layout import BATCH, SEQUENCE
 
@@ -26,10 +27,23 @@ def oddities(case: Case) -> list[str]:
         return [*said, "all elements are zero"]
     return (
         said
+        + _losses(case)
         + _elements(case, own, exact)
         + _places(case, own, exact)
         + _likeness(case, own, exact)
         + _samples(case)
+    )
+
+
+def _losses(case: Case) -> list[str]:
+    """The losses that are wrong, if they are what is wrong with the gradient of the logits."""
+    if case.first != f"backward/{modules.HEAD}":
+        return []
+    off = [(mine, right) for mine, right, tolerated in case.losses() if not abs(mine - right) <= tolerated]
+    return (
+        [f"the reported loss is wrong, too: {off[0][0]:.6f}, the reference's is {off[0][1]:.6f}"]
+        if off
+        else []
     )
 
 
@@ -140,7 +154,8 @@ def _along(wrong: torch.Tensor, dim: int, word: str) -> list[str]:
         return []
     right = (~hit).nonzero()[:, 0].tolist()
     of = f"of {len(hit)}"
-    if len(right) <= FEW < len(places):
+    mostly = 2 * int(wrong.sum()) > wrong.numel() // len(hit) * len(places)
+    if len(right) <= FEW < len(places) and mostly:
         return [f"{_numbered(word, right)} {of} {_are(right)} right, all others wrong"]
     if len(_runs(places)) > FEW:
         return [f"{len(right)} {word}s {of} are right, scattered"] if len(right) > FEW else []
