@@ -155,8 +155,8 @@ def _along(wrong: torch.Tensor, dim: int, word: str) -> list[str]:
     right = (~hit).nonzero()[:, 0].tolist()
     of = f"of {len(hit)}"
     mostly = 2 * int(wrong.sum()) > wrong.numel() // len(hit) * len(places)
-    if len(right) <= FEW < len(places) and mostly:
-        return [f"{_numbered(word, right)} {of} {_are(right)} right, all others wrong"]
+    if len(right) <= FEW < len(places):
+        return [f"{_numbered(word, right)} {of} {_are(right)} right, all others wrong"] if mostly else []
     if len(_runs(places)) > FEW:
         return [f"{len(right)} {word}s {of} are right, scattered"] if len(right) > FEW else []
     return [f"only {_numbered(word, places)} {of} {_are(places)} wrong"]
