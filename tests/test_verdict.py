@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lockstep.tensors.distance import Distance, Size
+from lockstep.tensors.distance import Distance, Size, clip_factors
 from lockstep.tensors.judgement import (
     LIMIT,
     ROUNDOFF,
@@ -260,3 +260,12 @@ def test_a_bug_beside_a_convention_is_the_first_failure():
         (name, 1023.0, 1024.0) if name.startswith("gradient/") else (name, e, s) for name, e, s in RIGHT
     ]
     assert step_of(*SCALED, *scaled).failures("mine")[0][2] == "backward/lm_head"
+
+
+def test_the_clipping_factors_in_use():
+    """torch's adds 1e-6 to the norm, and may be below 1 for a norm just below the bound."""
+    factors = lambda norm, bound: clip_factors({"max_grad_norm": bound}, norm)  # noqa: E731
+    assert factors(2.0, 0.0) == [1.0] and factors(0.4, 0.5) == [1.0]
+    assert factors(2.0, 0.5) == [0.5 / (2.0 + 1e-6), 0.25]
+    torchs, plain = factors(0.5 - 1e-7, 0.5)
+    assert torchs < 1 and plain == 1

@@ -140,11 +140,11 @@ class Case:
     def clip(self) -> float:
         """What the gradients must have been multiplied with before the update."""
         norms = [
-            norm.used
-            for norm in self.result.norms
-            if (norm.strategy, norm.step) == (self.strategy, self.step)
+            norm for norm in self.result.norms if (norm.strategy, norm.step) == (self.strategy, self.step)
         ]
-        return clip_factor(self.options, norms[0]) if norms else math.nan
+        if not norms:
+            return math.nan
+        return norms[0].clip if math.isfinite(norms[0].clip) else clip_factor(self.options, norms[0].used)
 
     # Rows
 

@@ -43,7 +43,7 @@ from lockstep.tensors.distance import (
     Measured,
     Size,
     average_distance,
-    clip_factor,
+    clip_factors,
     on_all_cores,
     tensor_distances,
     update_distances,
@@ -284,7 +284,9 @@ def _judge_step(
         _hold_records(strategy, dump, step, found[strategy], result)
     require_norms(references, step, found, parameters)
     held = {norm.strategy: norm.used for norm in result.norms if norm.step == step}
-    clips = {strategy: clip_factor(dumps[strategy].run["config"], norm) for strategy, norm in held.items()}
+    for norm in (norm for norm in result.norms if norm.step == step):
+        norm.clip = _clip_factor(dumps[norm.strategy], reference, norm)
+    clips = {norm.strategy: norm.clip for norm in result.norms if norm.step == step}
     items = [
         (strategy, name)
         for strategy in held
@@ -316,6 +318,19 @@ def _judge_step(
                     least if least is not None and is_zero(distance, least, precision) else None,
                 )
                 result.rows.append(judge(strategy, step, name, distance, measure, roundoff))
+
+
+def _clip_factor(dump: Dump, initial: Dump, norm: Norm) -> float:
+    """Of the factors in use, the one that fits the run's own update of one parameter best."""
+    factors = clip_factors(dump.run["config"], norm.used)
+    whole = [name for name in dump.layout.parameters if _has_update(dump, norm.step, name)]
+    if len(factors) == 1 or not whole:
+        return factors[0]
+
+    def error(factor: float) -> float:
+        return next(iter(update_distances(dump, initial, norm.step, factor, whole[-1]).values())).error
+
+    return min(factors, key=error)
 
 
 def _has_update(dump: Dump, step: int, name: str) -> bool:

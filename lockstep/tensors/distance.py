@@ -248,8 +248,15 @@ def average_distance(dump: Dump, initial: Dump, step: int, name: str) -> Distanc
 
 def clip_factor(options: dict, grad_norm: float) -> float:
     """What clipping multiplies the gradients with: min(1, bound / (norm + 1e-6)), as in `clip_grad_norm_`."""
+    return clip_factors(options, grad_norm)[0]
+
+
+def clip_factors(options: dict, grad_norm: float) -> list[float]:
+    """The factors that are in use: torch's, and bound / norm, without the 1e-6 that keeps torch from dividing by zero."""
     bound = options["max_grad_norm"]
-    return min(1.0, bound / (grad_norm + 1e-6)) if bound > 0 else 1.0
+    if not 0 < bound < grad_norm + 1e-6:
+        return [1.0]
+    return [bound / (grad_norm + 1e-6), min(1.0, bound / grad_norm)]
 
 
 Item = TypeVar("Item")

@@ -202,6 +202,7 @@ class Norm:
     held: float
     # what a sum in float32 may be off by; 0 unless the recorded norm is off by more than a sum in float64 may
     float32: float = 0.0
+    clip: float = math.nan  # what the gradients were multiplied with
 
     @property
     def inexact(self) -> bool:
