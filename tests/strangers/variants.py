@@ -762,14 +762,14 @@ class ByHand(Hooks):
         for layer in model.model.layers:
             attention, mlp = layer.self_attn, layer.mlp
             for linear in (attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj):
-                self.cut(linear, 0)
+                self.split(linear, 0)
                 linear.forward = functools.partial(self.column_product, linear)
             for linear in (attention.o_proj, mlp.down_proj):
-                self.cut(linear, 1)
+                self.split(linear, 1)
                 linear.forward = functools.partial(self.row_product, linear)
         return super().parallelize(model, device_mesh)
 
-    def cut(self, linear, dim):
+    def split(self, linear, dim):
         linear.weight = nn.Parameter(distribute_tensor(linear.weight.detach(), self.tp_mesh, [Shard(dim)]))
         if linear.bias is not None:
             linear.bias = nn.Parameter(distribute_tensor(linear.bias.detach(), self.tp_mesh, [Shard(0)]))

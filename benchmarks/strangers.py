@@ -1,0 +1,261 @@
+"""Bugs and correct variants in users' own strategy files: what does one command say of each?
+
+    python benchmarks/strangers.py --output results/strangers.json                              all, about forty minutes on two cores
+    python benchmarks/strangers.py ZLoss AmsGrad --output results/strangers.json                replaces their rows
+    python benchmarks/strangers.py --set variants --output results/strangers.json               bugs, autocast or variants
+
+Every bug of tests/strangers/bugs.py is trained alone by run_verification.py and held against what was written down before it ran: is it
+caught, in the right step, with the right kind of tensor first, in a report, and is each named cause one that is allowed? The variants of
+tests/strangers/variants.py with the same flags are trained together; each must PASS. Exit status: 0 all is as expected; 1 something is
+not; 2 a usage error.
+"""
+
+import argparse
+import functools
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from outputs import output
+
+from lockstep import origin, strategies
+from lockstep.errors import UserError, run_program
+from lockstep.files import read_json, write_result
+from lockstep.running import processes
+from lockstep.training.observe import versions
+
+ROOT = Path(__file__).parents[1]
+BUGS, VARIANTS = (ROOT / "tests" / "strangers" / f"{name}.py" for name in ("bugs", "variants"))
+TITLE = "# Strategies of strangers"
+BEGINS = '{\n "of": "strategies of strangers"'
+STEPS = ("--steps", "2")
+LIMIT = 240  # seconds of a command with one strategy; more strategies have more
+SETS = ("bugs", "autocast", "variants")
+CHECKS = ("caught", "step", "kind", "tensor", "report", "causes")
+
+
+def of_file(path: Path, name: str):
+    return strategies.load(f"{path}:{name}")
+
+
+def command(places: list[str], flags: list[str], folder: Path) -> list[str]:
+    return [
+        sys.executable,
+        str(ROOT / "run_verification.py"),
+        "--output_dir",
+        str(folder),
+        "--strategies",
+        ",".join(["ddp", *places]),
+        *STEPS,
+        *flags,
+    ]
+
+
+def verify(path: Path, names: list[str], flags: list[str]) -> dict[str, dict]:
+    """What one command says of each of these strategies. Without a report all have its exit status and its last line."""
+    with tempfile.TemporaryDirectory(prefix="lockstep-strangers-") as name:
+        folder = Path(name) / "verification"
+        start = time.monotonic()
+        process = processes.start(
+            command([f"{path}:{each}" for each in names], flags, folder),
+            cwd=ROOT,
+            env=processes.environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=open(Path(name) / "stderr", "w+"),  # noqa: SIM115 - its file goes with the folder
+        )
+        try:
+            status = process.wait(LIMIT + 20 * len(names))
+        except subprocess.TimeoutExpired:
+            status = "too long"
+        finally:
+            processes.end(process)
+        said = (Path(name) / "stderr").read_text().strip().splitlines()
+        found = {
+            "status": status,
+            "seconds": round(time.monotonic() - start),
+            "said": said[-1].replace(name, "DIR").replace(str(ROOT), ".") if said else "",
+        }
+        report = folder / "report.json"
+        if not report.exists():
+            return {each: {**found, "report": False} for each in names}
+        runs = read_json(report)["runs"]
+        return {each: {**found, "report": True, **of_run(runs[each.lower()], runs["ddp"])} for each in names}
+
+
+def of_run(run: dict, baseline: dict) -> dict:
+    """The entries of a report about one run that are judged here."""
+    first = run["first_failure"]
+    return {
+        "verdict": run["verdict"],
+        "baseline": baseline["verdict"],
+        "configured_differently": run["configured_differently"],
+        "missing": run["missing"],
+        "num_failures": run["num_failures"],
+        "first": first[0] if first else None,
+        "diagnosis": run["diagnosis"],
+    }
+
+
+def kind_of(tensor: str) -> str:
+    return tensor.split("/")[0].replace("grad_norm", "gradient norm").replace("_norm", " norm")
+
+
+def causes_of(found: dict) -> list[str]:
+    return [json.dumps(cause) for cause in (found.get("diagnosis") or {}).get("causes", [])]
+
+
+def judge(expected, found: dict) -> dict[str, bool]:
+    """Each of CHECKS. A bug that one line about contract or weights should stop is right if one stops it."""
+    if not found["report"]:
+        line = expected.end == "line" and found["status"] == 1
+        return {**dict.fromkeys(CHECKS, line), "caught": found["status"] == 1}
+    step, _, tensor, _ = found["first"] or (0, 0, "", "")
+    causes = causes_of(found)
+    named = all(expected.may and re.search(expected.may, cause, re.IGNORECASE) for cause in causes)
+    return {
+        "caught": found["verdict"] not in ("PASS", "NOT JUDGED"),
+        "step": step == expected.step,
+        "kind": kind_of(tensor) in expected.kind.split("|"),
+        "tensor": tensor.startswith(expected.tensor),
+        "report": expected.end == "report",
+        "causes": named,
+    }
+
+
+def bugs(names: list[str], precision: str) -> dict[str, dict]:
+    rows = {}
+    for name in names:
+        expected = of_file(BUGS, "BUGS")[name]
+        flags = [*expected.flags, *(["--precision", precision] if precision != "fp32" else [])]
+        found = verify(BUGS, [name], flags)[name]
+        rows[name] = {
+            "flags": flags,
+            "expected": expected._asdict(),
+            "found": found,
+            "right": judge(expected, found),
+        }
+        show(name, found, [key for key, value in rows[name]["right"].items() if not value])
+    return rows
+
+
+def variants(names: list[str]) -> dict[str, dict]:
+    """Those with the same flags in one command; one by one if that ends without a report."""
+    rows: dict[str, dict] = {}
+    groups: dict[tuple, list[str]] = {}
+    for name in names:
+        groups.setdefault(of_file(VARIANTS, "VARIANTS")[name].flags, []).append(name)
+    for flags, group in groups.items():
+        while group:
+            together, group = group[:8], group[8:]
+            outcome = verify(VARIANTS, together, list(flags))
+            if len(together) > 1 and not next(iter(outcome.values()))["report"]:
+                outcome = {name: verify(VARIANTS, [name], list(flags))[name] for name in together}
+            for name, found in outcome.items():
+                right = found.get("verdict") == "PASS"
+                rows[name] = {"flags": list(flags), "found": found, "right": {"passes": right}}
+                show(name, found, [] if right else ["false alarm"])
+    return rows
+
+
+def show(name: str, found: dict, wrong: list[str]) -> None:
+    print(f"{name}: {found['status']}, {summary(found)}; wrong: {', '.join(wrong) or 'nothing'}", flush=True)
+
+
+def summary(found: dict) -> str:
+    if not found["report"]:
+        return f"no report: {found['said']}"
+    if found["configured_differently"]:
+        return f"{found['verdict']}: {'; '.join(found['configured_differently'].values())}"
+    if not found["first"]:
+        return found["verdict"]
+    step, _, tensor, how_far = found["first"]
+    causes = causes_of(found) or ["not explained"]
+    return f"{found['verdict']}: step {step}, {tensor}, {how_far}; {found['num_failures']} tensors; {'; '.join(causes)}"
+
+
+def page(content: dict) -> str:
+    """The tables as Markdown."""
+    lines = [TITLE, "", f"`{content['command']}`, with `{' '.join(STEPS)}`.", ""]
+    for each in ("bugs", "autocast"):
+        rows = content[each]
+        if not rows:
+            continue
+        right = sum(all(row["right"].values()) for row in rows.values())
+        lines += [f"## {each.capitalize()}: {right} of {len(rows)} as expected", ""]
+        lines += ["| bug | seen in | expected first | found | not as expected |", "|---|---|---|---|---|"]
+        for name, row in rows.items():
+            wanted = row["expected"]
+            wrong = ", ".join(key for key, value in row["right"].items() if not value)
+            first = f"step {wanted['step']}, {wanted['tensor'] or wanted['kind']}; {wanted['true']}"
+            lines.append(
+                f"| {name} | {wanted['seen_in']} | {first} | {cell(summary(row['found']))} | {wrong} |"
+            )
+        lines.append("")
+    rows = content["variants"]
+    if rows:
+        right = sum(row["right"]["passes"] for row in rows.values())
+        lines += [f"## Correct variants: {right} of {len(rows)} pass", "", "| variant | flags | outcome |"]
+        lines += ["|---|---|---|"]
+        lines += [
+            f"| {name} | {' '.join(row['flags'])} | {cell(summary(row['found']))} |"
+            for name, row in rows.items()
+        ]
+        lines.append("")
+    about = content["origin"]
+    libraries = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
+    lines.append(
+        f"Machine: {about['cores']} cores of {about['cpu']}, Python {about['python']}. Libraries: {libraries}. Commit: {about['commit']}."
+    )
+    return "\n".join(lines) + "\n"
+
+
+def cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="name", help="classes of either file (default: all)")
+    parser.add_argument("--set", choices=SETS, dest="only", help="one of the sets (default: all)")
+    parser.add_argument(
+        "--output", type=output(BEGINS, md=TITLE), default=Path("runs/strangers.json"), help=".md beside it"
+    )
+    options = parser.parse_args(argv)
+    return run_program("strangers.py", functools.partial(run, options))
+
+
+def run(options: argparse.Namespace) -> int:
+    of_bugs, of_variants = of_file(BUGS, "BUGS"), of_file(VARIANTS, "VARIANTS")
+    known = {"bugs": [*of_bugs], "autocast": [*of_file(BUGS, "AUTOCAST")], "variants": [*of_variants]}
+    unknown = next((name for name in options.names if name not in {*of_bugs, *of_variants}), None)
+    if unknown:
+        raise UserError(f"there is no {unknown} in {BUGS} or {VARIANTS}")
+    content = {"of": "strategies of strangers", **{each: {} for each in SETS}}
+    if options.output.exists():
+        content = read_json(options.output)
+    content |= {"command": origin.command(), "origin": origin.about(), "versions": versions()}
+    train = {
+        "bugs": functools.partial(bugs, precision="fp32"),
+        "autocast": functools.partial(bugs, precision="autocast"),
+        "variants": variants,
+    }
+    wrong = False
+    for each in [options.only] if options.only else SETS:
+        names = [name for name in known[each] if not options.names or name in options.names]
+        for some in [names] if each == "variants" else [[name] for name in names]:
+            rows = train[each](some)
+            content[each] |= rows
+            content[each] = {name: content[each][name] for name in known[each] if name in content[each]}
+            wrong |= not all(all(row["right"].values()) for row in rows.values())
+            write_result(options.output, json.dumps(content, indent=1) + "\n")
+            write_result(options.output.with_suffix(".md"), page(content))
+    return int(wrong)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
