@@ -1,12 +1,12 @@
 """Bugs and correct variants in users' own strategy files: what does one command say of each?
 
-    python benchmarks/strangers.py --output results/strangers.json                              all, about forty minutes on two cores
-    python benchmarks/strangers.py ZLoss AmsGrad --output results/strangers.json                replaces their rows
-    python benchmarks/strangers.py --set variants --output results/strangers.json               bugs, autocast or variants
+    PYTHONPATH=. python benchmarks/strangers.py --output results/strangers.json                 all, about forty minutes on two cores
+    PYTHONPATH=. python benchmarks/strangers.py ZLoss AmsGrad --output results/strangers.json    replaces their rows
+    PYTHONPATH=. python benchmarks/strangers.py --set variants --output results/strangers.json   bugs, autocast or variants
 
-Every bug of tests/strangers/bugs.py is trained alone by run_verification.py and held against what was written down before it ran: is it
+Every bug of tests/strangers/bugs.py is trained by run_verification.py, alone or with others that have the same flags, and held against what was written down before it ran: is it
 caught, in the right step, with the right kind of tensor first, in a report, and is each named cause one that is allowed? The variants of
-tests/strangers/variants.py with the same flags are trained together; each must PASS. Exit status: 0 all is as expected; 1 something is
+tests/strangers/variants.py must PASS. Exit status: 0 all is as expected; 1 something is
 not; 2 a usage error.
 """
 
@@ -33,7 +33,7 @@ BUGS, VARIANTS = (ROOT / "tests" / "strangers" / f"{name}.py" for name in ("bugs
 TITLE = "# Strategies of strangers"
 BEGINS = '{\n "of": "strategies of strangers"'
 STEPS = ("--steps", "2")
-LIMIT = 240  # seconds of a command with one strategy; more strategies have more
+LIMIT = 600  # seconds of a command with one strategy; each further one adds a tenth
 SETS = ("bugs", "autocast", "variants")
 CHECKS = ("caught", "step", "kind", "tensor", "report", "causes")
 
@@ -56,35 +56,47 @@ def command(places: list[str], flags: list[str], folder: Path) -> list[str]:
 
 
 def verify(path: Path, names: list[str], flags: list[str]) -> dict[str, dict]:
-    """What one command says of each of these strategies. Without a report all have its exit status and its last line."""
+    """What is said of each of these strategies, in one command. One that ends it without a report is left out, and the others run again."""
+    found: dict[str, dict] = {}
+    while names:
+        outcome, said, reports = verify_together(path, names, flags)
+        stopped = names if len(names) == 1 else [name for name in names if f"{path.name}:{name}," in said]
+        if reports:
+            return found | {name: {**outcome, "report": True, **reports[name]} for name in names}
+        if not stopped:
+            alone = [verify(path, [name], flags) for name in names]
+            return functools.reduce(dict.__or__, alone, found)
+        found |= {name: {**outcome, "said": said, "report": False} for name in stopped}
+        names = [name for name in names if name not in stopped]
+    return found
+
+
+def verify_together(path: Path, names: list[str], flags: list[str]) -> tuple[dict, str, dict[str, dict]]:
+    """(exit status and seconds, last line of stderr, what the report says of each strategy) of one command."""
     with tempfile.TemporaryDirectory(prefix="lockstep-strangers-") as name:
         folder = Path(name) / "verification"
         start = time.monotonic()
-        process = processes.start(
-            command([f"{path}:{each}" for each in names], flags, folder),
-            cwd=ROOT,
-            env=processes.environment(),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=open(Path(name) / "stderr", "w+"),  # noqa: SIM115 - its file goes with the folder
-        )
-        try:
-            status = process.wait(LIMIT + 20 * len(names))
-        except subprocess.TimeoutExpired:
-            status = "too long"
-        finally:
-            processes.end(process)
-        said = (Path(name) / "stderr").read_text().strip().splitlines()
-        found = {
-            "status": status,
-            "seconds": round(time.monotonic() - start),
-            "said": said[-1].replace(name, "DIR").replace(str(ROOT), ".") if said else "",
-        }
+        with open(Path(name) / "stderr", "w+") as stderr:
+            process = processes.start(
+                command([f"{path}:{each}" for each in names], flags, folder),
+                cwd=ROOT,
+                env=processes.environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=stderr,
+            )
+            try:
+                status = process.wait(LIMIT * (1 + len(names) / 10))
+            except subprocess.TimeoutExpired:
+                status = "too long"
+            finally:
+                processes.end(process)
+        lines = (Path(name) / "stderr").read_text().strip().splitlines()
+        said = lines[-1].replace(name, "DIR").replace(str(ROOT), ".") if lines else ""
+        outcome = {"status": status, "seconds": round(time.monotonic() - start), "together": len(names)}
         report = folder / "report.json"
-        if not report.exists():
-            return {each: {**found, "report": False} for each in names}
-        runs = read_json(report)["runs"]
-        return {each: {**found, "report": True, **of_run(runs[each.lower()], runs["ddp"])} for each in names}
+        runs = read_json(report)["runs"] if report.exists() else {}
+        return outcome, said, {each: of_run(runs[each.lower()], runs["ddp"]) for each in names if runs}
 
 
 def of_run(run: dict, baseline: dict) -> dict:
@@ -127,39 +139,34 @@ def judge(expected, found: dict) -> dict[str, bool]:
     }
 
 
-def bugs(names: list[str], precision: str) -> dict[str, dict]:
-    rows = {}
-    for name in names:
-        expected = of_file(BUGS, "BUGS")[name]
-        flags = [*expected.flags, *(["--precision", precision] if precision != "fp32" else [])]
-        found = verify(BUGS, [name], flags)[name]
-        rows[name] = {
-            "flags": flags,
-            "expected": expected._asdict(),
-            "found": found,
-            "right": judge(expected, found),
-        }
-        show(name, found, [key for key, value in rows[name]["right"].items() if not value])
-    return rows
-
-
-def variants(names: list[str]) -> dict[str, dict]:
-    """Those with the same flags in one command; one by one if that ends without a report."""
-    rows: dict[str, dict] = {}
+def in_groups(path: Path, cases: dict[str, tuple[str, ...]], together: int, alone: set[str]):
+    """(name, flags, what is said of it); those with the same flags in commands of at most `together`, but for those `alone`."""
     groups: dict[tuple, list[str]] = {}
-    for name in names:
-        groups.setdefault(of_file(VARIANTS, "VARIANTS")[name].flags, []).append(name)
-    for flags, group in groups.items():
-        while group:
-            together, group = group[:8], group[8:]
-            outcome = verify(VARIANTS, together, list(flags))
-            if len(together) > 1 and not next(iter(outcome.values()))["report"]:
-                outcome = {name: verify(VARIANTS, [name], list(flags))[name] for name in together}
-            for name, found in outcome.items():
-                right = found.get("verdict") == "PASS"
-                rows[name] = {"flags": list(flags), "found": found, "right": {"passes": right}}
-                show(name, found, [] if right else ["false alarm"])
-    return rows
+    for name, flags in cases.items():
+        groups.setdefault((flags, name if name in alone else ""), []).append(name)
+    for (flags, _), group in groups.items():
+        for start in range(0, len(group), together):
+            for name, found in verify(path, group[start : start + together], list(flags)).items():
+                yield name, list(flags), found
+
+
+def bugs(names: list[str], together: int, precision: str):
+    """(name, row) of each bug."""
+    known = of_file(BUGS, "BUGS")
+    more = ("--precision", precision) if precision != "fp32" else ()
+    cases = {name: (*known[name].flags, *more) for name in names}
+    alone = {name for name in names if known[name].end == "line"}  # they would stop the others
+    for name, flags, found in in_groups(BUGS, cases, together, alone):
+        right = judge(known[name], found)
+        yield name, {"flags": flags, "expected": known[name]._asdict(), "found": found, "right": right}
+
+
+def variants(names: list[str], together: int):
+    """(name, row) of each correct variant."""
+    known = of_file(VARIANTS, "VARIANTS")
+    cases = {name: known[name].flags for name in names}
+    for name, flags, found in in_groups(VARIANTS, cases, together, set()):
+        yield name, {"flags": flags, "found": found, "right": {"passes": found.get("verdict") == "PASS"}}
 
 
 def show(name: str, found: dict, wrong: list[str]) -> None:
@@ -223,6 +230,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", metavar="name", help="classes of either file (default: all)")
     parser.add_argument("--set", choices=SETS, dest="only", help="one of the sets (default: all)")
     parser.add_argument(
+        "--together", type=int, default=8, help="strategies in one command (default: %(default)s)"
+    )
+    parser.add_argument(
         "--output", type=output(BEGINS, md=TITLE), default=Path("runs/strangers.json"), help=".md beside it"
     )
     options = parser.parse_args(argv)
@@ -247,11 +257,11 @@ def run(options: argparse.Namespace) -> int:
     wrong = False
     for each in [options.only] if options.only else SETS:
         names = [name for name in known[each] if not options.names or name in options.names]
-        for some in [names] if each == "variants" else [[name] for name in names]:
-            rows = train[each](some)
-            content[each] |= rows
-            content[each] = {name: content[each][name] for name in known[each] if name in content[each]}
-            wrong |= not all(all(row["right"].values()) for row in rows.values())
+        for name, row in train[each](names, options.together):
+            content[each][name] = row
+            content[each] = {one: content[each][one] for one in known[each] if one in content[each]}
+            wrong |= not all(row["right"].values())
+            show(name, row["found"], [key for key, value in row["right"].items() if not value])
             write_result(options.output, json.dumps(content, indent=1) + "\n")
             write_result(options.output.with_suffix(".md"), page(content))
     return int(wrong)
