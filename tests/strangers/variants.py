@@ -33,7 +33,6 @@ class Variant(NamedTuple):
     """How a variant is trained."""
 
     flags: tuple[str, ...] = ()
-    breaks: str = ""  # what docs/your-own-strategy.md asks for and it does not do; such a variant may fail
 
 
 class DDP(TorchStrategy):
@@ -65,7 +64,15 @@ class OwnCrossEntropy(DDP):
         return F.cross_entropy(logits, labels)
 
 
-class ChunkedCrossEntropy(OwnCrossEntropy):
+class CountedCrossEntropy(OwnCrossEntropy):
+    """The same, and `num_tokens` is set as the base's `loss` does."""
+
+    def loss(self, input_ids, labels):
+        self.num_tokens = labels.numel()
+        return super().loss(input_ids, labels)
+
+
+class ChunkedCrossEntropy(CountedCrossEntropy):
     """Cross-entropy of 100 tokens at a time."""
 
     def of(self, logits, labels):
@@ -73,21 +80,21 @@ class ChunkedCrossEntropy(OwnCrossEntropy):
         return torch.stack([F.cross_entropy(*part, reduction="sum") for part in parts]).sum() / len(labels)
 
 
-class SumOverTokens(OwnCrossEntropy):
+class SumOverTokens(CountedCrossEntropy):
     """The sum over tokens, divided by their number."""
 
     def of(self, logits, labels):
         return F.cross_entropy(logits, labels, reduction="sum") / labels.numel()
 
 
-class LogSoftmaxGather(OwnCrossEntropy):
+class LogSoftmaxGather(CountedCrossEntropy):
     """log_softmax and gather."""
 
     def of(self, logits, labels):
         return -logits.log_softmax(-1).gather(1, labels[:, None]).mean()
 
 
-class TokensCountedOverRanks(OwnCrossEntropy):
+class TokensCountedOverRanks(CountedCrossEntropy):
     """The sum over tokens, divided by their number on all ranks and multiplied by dp, because DDP averages."""
 
     def of(self, logits, labels):
@@ -454,6 +461,14 @@ class StockClipping(DDP):
         return float(norm)
 
 
+class StockClippingNoted(StockClipping):
+    """The same, and `last_norm` is set as the base's `update` does."""
+
+    def update(self):
+        self.last_norm = super().update()
+        return self.last_norm
+
+
 class StockClippingNotForeach(DDP):
     """clip_grads_with_norm_ with foreach=False."""
 
@@ -788,6 +803,7 @@ SGD_RUN = ("--optimizer", "sgd")
 V = Variant
 VARIANTS: dict[str, Variant] = {
     "OwnCrossEntropy": V(),
+    "CountedCrossEntropy": V(),
     "ChunkedCrossEntropy": V(),
     "SumOverTokens": V(),
     "LogSoftmaxGather": V(),
@@ -818,6 +834,7 @@ VARIANTS: dict[str, Variant] = {
     "FusedSGD": V(SGD_RUN),
     "SGDOfEachParameter": V(SGD_RUN),
     "StockClipping": V(HARD),
+    "StockClippingNoted": V(HARD),
     "StockClippingNotForeach": V(HARD),
     "Float32Norm": V(HARD),
     "FactorByHand": V(HARD),
