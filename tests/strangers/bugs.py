@@ -32,9 +32,10 @@ class Expected(NamedTuple):
     tensor: str  # how its name begins; "" where several may come first
     true: str  # what a true explanation says
     untrue: str  # what no explanation may say
-    may: str = ""  # a named cause is allowed if this pattern is found in it; "": only "not explained"
+    may: str = ""  # a named cause, or the one line, is allowed if this pattern is found in it; "": only "not explained"
     flags: tuple[str, ...] = ()
     end: str = "report"  # or "line": one line about contract or weights says it all
+    never: str = ""  # what was said of it once and is false
 
 
 # The wrappers, without a bug.
@@ -1022,7 +1023,7 @@ BUGS: dict[str, Expected] = {
         "",
         "down_proj's initial weights are not the file's",
         "",
-        "",
+        "down_proj",
         end="line",
     ),
     "InputsRolledOnOneRank": E(
@@ -1033,6 +1034,7 @@ BUGS: dict[str, Expected] = {
         "rank 1's inputs are in another order than its labels",
         "that labels are wrong, shift by a position",
         "order|sample|batch|row",
+        never="not those of this step",
     ),
     "EveryRankTheSameBatch": E(
         "ray-project/ray 64315",
@@ -1042,6 +1044,7 @@ BUGS: dict[str, Expected] = {
         "both dp ranks computed with rank 0's samples",
         "anything else",
         "same|batch|sample",
+        never="without repetitions",
     ),
     "TpPeersReadDifferentOrders": E(
         "deepspeedai/DeepSpeed 7199",
@@ -1142,6 +1145,7 @@ BUGS: dict[str, Expected] = {
         "gradients of embedding and last norm are not averaged over dp",
         "all gradients, tp, a scale",
         "dp reduction|averag|share",
+        never="max_grad_norm",
     ),
     "HeadDoesNotTeachTheEmbedding": E(
         "pytorch/pytorch 176076",
@@ -1233,7 +1237,7 @@ BUGS: dict[str, Expected] = {
         "backward/lm_head",
         "every gradient is a third of what it should be",
         "missing micro batches, the loss",
-        "scale|factor|divided|twice|third",
+        "scale|factor|divided|twice|third|1/accumulation",
         flags=THREE,
     ),
     "SyncFlagTooLate": E(
@@ -1382,6 +1386,7 @@ BUGS: dict[str, Expected] = {
         "weight decay is added to the gradient",
         "clipping, wrong betas",
         "decay|coupled",
+        never="max_grad_norm",
     ),
     "Bfloat16Master": E(
         "huggingface/accelerate 2624",
@@ -1400,6 +1405,7 @@ BUGS: dict[str, Expected] = {
         "1e-3 is subtracted from the last norm's weight after the update",
         "weight decay of norms, learning rate",
         "constant|subtract|after the update",
+        never="weight decay",
     ),
     "AverageTakenForWeights": E(
         "pytorch/pytorch 76282",
@@ -1408,7 +1414,8 @@ BUGS: dict[str, Expected] = {
         "parameter/model.embed_tokens.weight",
         "each weight moved half of the way",
         "decay, moments",
-        "half|scale|learning rate|average|factor",
+        "half|scale|average|factor|0.5 times|0.5 =",
+        never="learning rate|1/dp",
     ),
     "ScheduleSteppedPerProcess": E(
         "huggingface/accelerate 2926",
@@ -1463,7 +1470,7 @@ BUGS: dict[str, Expected] = {
         "parameter/model.embed_tokens.weight",
         "the last 100 rows are not updated",
         "decay, learning rate",
-        "not updated|rows|part|never|no update",
+        "not updated|left out|rows|part|never|no update",
     ),
     "MomentumInSGD": E(
         "NovaSky-AI/SkyRL 1646",
