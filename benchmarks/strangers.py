@@ -32,7 +32,6 @@ ROOT = Path(__file__).parents[1]
 BUGS, VARIANTS = (ROOT / "tests" / "strangers" / f"{name}.py" for name in ("bugs", "variants"))
 TITLE = "# Strategies of strangers"
 BEGINS = '{\n "of": "strategies of strangers"'
-STEPS = ("--steps", "2")
 LIMIT = 600  # seconds of a command with one strategy; each further one adds a tenth
 SETS = ("bugs", "autocast", "variants")
 CHECKS = ("caught", "step", "kind", "tensor", "report", "causes")
@@ -50,7 +49,6 @@ def command(places: list[str], flags: list[str], folder: Path) -> list[str]:
         str(folder),
         "--strategies",
         ",".join(["ddp", *places]),
-        *STEPS,
         *flags,
     ]
 
@@ -193,7 +191,7 @@ def summary(found: dict) -> str:
 
 def page(content: dict) -> str:
     """The tables as Markdown."""
-    lines = [TITLE, "", f"`{content['command']}`, with `{' '.join(STEPS)}`.", ""]
+    lines = [TITLE, "", f"`{content['command']}`.", ""]
     for each in ("bugs", "autocast"):
         rows = content[each]
         if not rows:

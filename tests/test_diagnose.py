@@ -493,7 +493,7 @@ def test_weights_that_are_all_equal_show_no_weight_decay():
 def test_a_factor_of_every_update_contradicts_the_learning_rate_of_the_contract():
     doubled = {f"parameter/{name}": lambda t, e, name=name: 2 * t - before_of(name) for name in PARAMETERS}
     names, found = diagnosed(doubled)
-    assert names == [] and "its change is 2 = tp or dp times the right one" in found.odd[-1]
+    assert names == [] and "its change is 2 times the right one" in found.odd[-1]
 
 
 def test_moments():

@@ -83,7 +83,7 @@ SHARDED = {
         f"parameter/{UP}",
         1,
         None,
-        "its change is 2 = tp or dp times the right one",
+        "its change is 2 times the right one",
     ),
 }
 FSDP = {

@@ -190,9 +190,10 @@ def _likeness(case: Case, own: torch.Tensor, exact: torch.Tensor) -> list[str]:
     """Whether the tensor is a multiple of the right one (as a whole or by head), reordered, or shifted."""
     factor = case.factor([case.rows[case.first]])
     if factor is not None:
-        what = "its change is" if case.first.startswith("parameter/") else "it is"
         blurred = "" if case.options["precision"] == "fp32" else ", as far as bfloat16's noise shows"
-        return [f"{what} {case.in_words(factor)} times the right one{blurred}"]
+        if case.first.startswith("parameter/"):  # numbers of ranks have no part in an update
+            return [f"its change is {factor:.4g} times the right one{blurred}"]
+        return [f"it is {case.in_words(factor)} times the right one{blurred}"]
     error = own - exact
     constant = float(error.mean())
     if own.numel() > 1 and float((error - constant).abs().max()) <= evidence.SAME_FACTOR * abs(constant):

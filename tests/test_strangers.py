@@ -1,0 +1,76 @@
+"""Strategies in users' own files (tests/strangers), through the default command: correct ones pass, and of the others nothing false is said.
+
+A sample, in one start of the ranks for each set; `benchmarks/strangers.py` takes all.
+"""
+
+import pytest
+import strangers
+
+VARIANTS = [
+    "RotaryFrom100",
+    "EagerAttention",
+    "LossScale",
+    "DividedAfterSum",
+    "ChunkedCrossEntropy",
+    "CheckpointingByTransformers",
+    "ForeachAdamW",
+    "TensorRateAdamW",
+    "OwnAdamW",
+    "FactorByHand",
+    "StockClippingNoted",
+]
+BUGS = [
+    "TiedHeadKeepsFirstWeights",
+    "RootNotSharded",
+    "CoupledDecay",
+    "DecayOnOneRankOnly",
+    "BetasSwappedInOneGroup",
+    "NormEpsilon",
+    "ConstantSubtractedFromNorm",
+    "AverageTakenForWeights",
+    "EveryRankTheSameBatch",
+    "InputsRolledOnOneRank",
+    "LabelSmoothing",
+]
+
+
+def test_correct_variants_pass():
+    rows = dict(strangers.variants(VARIANTS, together=len(VARIANTS)))
+    assert rows.keys() == set(VARIANTS)
+    assert {
+        name: strangers.summary(row["found"]) for name, row in rows.items() if not row["right"]["passes"]
+    } == {}
+
+
+def test_bugs_are_caught_where_they_are():
+    rows = dict(strangers.bugs(BUGS, together=len(BUGS), precision="fp32"))
+    assert rows.keys() == set(BUGS)
+    wrong = {
+        name: (strangers.summary(row["found"]), row["right"])
+        for name, row in rows.items()
+        if not all(row["right"].values())
+    }
+    assert wrong == {}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"verdict": "PASS"},
+        {"first": [2, 0.0, "gradient/model.norm.weight", ""]},
+        {"first": [1, 0.0, "forward/model.norm", ""]},
+        {"diagnosis": {"causes": [{"name": "clipping", "evidence": "the norm is twice what it should be"}]}},
+    ],
+)
+def test_what_is_not_as_expected_is_seen(change):
+    """Negative control: of a bug in the gradients, about which nothing may be named."""
+    expected = strangers.of_file(strangers.BUGS, "Expected")("", 1, "gradient", "gradient/model.norm", "", "")
+    found = {
+        "report": True,
+        "verdict": "FAIL",
+        "first": [1, 0.0, "gradient/model.norm.weight", ""],
+        "diagnosis": {"causes": []},
+        "configured_differently": {},
+    }
+    assert all(strangers.judge(expected, found).values())
+    assert not all(strangers.judge(expected, {**found, **change}).values())
