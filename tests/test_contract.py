@@ -111,3 +111,14 @@ def test_what_modules_were_built_with():
 )
 def test_norms_before_and_after_clipping(configured, before, after, odd):
     assert bool(clipping_problem(configured, before, after)) is odd
+
+
+def test_checkpointing_is_held_against_a_run_that_asks_for_it():
+    asked, live = {"activation_checkpointing": True}, {"activation_checkpointing": False}
+    assert contract_difference(asked, live) and not contract_difference(live, asked)
+
+
+def test_a_learning_rate_may_be_a_tensor():
+    assert optimized(torch.optim.AdamW, lambda groups: groups[0].update(lr=torch.tensor(1e-3)))[
+        "learning_rates"
+    ] == [1e-3]

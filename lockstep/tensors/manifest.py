@@ -32,7 +32,7 @@ from lockstep.schemas import (
     validate,
 )
 from lockstep.training import compiled, rates
-from lockstep.training.contract import ON_RANK, expected_contract
+from lockstep.training.contract import IF_ASKED, ON_RANK, expected_contract
 from lockstep.training.history_schema import RunConfig
 
 FORMAT = 4
@@ -217,7 +217,8 @@ def _contradictions(manifest: dict) -> Iterator[str]:
         if odd:
             yield f"contract: {printable(odd[0], 60)} is {'missing' if odd[0] in expected else 'unknown'}"
         for entry in HELD_AGAINST_CONFIGURATION:
-            if entry not in odd and manifest["contract"][entry] != expected[entry]:
+            allowed = [expected[entry], *([True] if entry in IF_ASKED else [])]
+            if entry not in odd and manifest["contract"][entry] not in allowed:
                 found = printable(json.dumps(manifest["contract"][entry]), 60)
                 yield f"contract.{entry} is {found}, its configuration says {json.dumps(expected[entry])}"
 

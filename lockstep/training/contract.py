@@ -30,6 +30,8 @@ KNOWN_DIFFERENCES = (
 )
 # Entries that say how something is computed, not what: recorded, and never compared.
 IMPLEMENTATION = ("attention", "optimizer_implementation")
+# Entries that matter only if the configuration asks for them: a strategy of a user's own may save memory without being asked.
+IF_ASKED = ("activation_checkpointing",)
 # Entries of which a rank knows only what concerns its own layers.
 OF_LAYERS = (
     "weight_decay",
@@ -179,7 +181,8 @@ def contract_differences(expected: dict, actual: dict, ignoring: tuple[str, ...]
     found = {}
     for key in sorted(expected.keys() | actual.keys()):
         entry, on_rank, rank = key.partition(ON_RANK)
-        if entry in (*ignoring, *IMPLEMENTATION) or key in ignoring:
+        not_asked = entry in IF_ASKED and expected.get(entry) is False
+        if entry in (*ignoring, *IMPLEMENTATION) or key in ignoring or not_asked:
             continue
         what = _difference(entry, expected.get(entry), actual.get(key))
         if what:

@@ -37,7 +37,14 @@ from lockstep.training.contract import (
     of_all_ranks,
 )
 from lockstep.training.measure import group_norms, held_out
-from lockstep.training.observe import ComputeDtypes, clipping_problem, collectives, peak_memory, versions
+from lockstep.training.observe import (
+    ComputeDtypes,
+    clipping_problem,
+    collectives,
+    learning_rate,
+    peak_memory,
+    versions,
+)
 from lockstep.training.strategy import MakeStrategy, Strategy
 
 if TYPE_CHECKING:
@@ -235,7 +242,7 @@ def train_step(
         "loss": sum(losses[r] for r in lead) / len(lead),
         "rank_losses": [losses[r] for r in lead],
         "grad_norm": grad_norm,
-        "learning_rate": float(strategy.optimizer.param_groups[0]["lr"]),
+        "learning_rate": learning_rate(strategy.optimizer.param_groups[0]),
         "tokens": batches.windows_per_step * config.seq_length,
         "independent_tokens": independent_tokens,
         "seconds": seconds,

@@ -123,7 +123,7 @@ def optimizer_contract(
         "optimizer": _class_of(optimizer),
         "optimizer_implementation": ", ".join(sorted({_implementation(group) for group in groups})),
         "optimizer_options": sorted({key for key in OPTIONS for group in groups if group.get(key)}),
-        "learning_rates": sorted({float(group["lr"]) for group in groups}),
+        "learning_rates": sorted({learning_rate(group) for group in groups}),
         "betas": setting("betas") or [],
         "eps": setting("eps"),
         "momentum": setting("momentum"),
@@ -134,6 +134,12 @@ def optimizer_contract(
 
 def _sorted(by_value: dict[str, list[str]]) -> dict[str, list[str]]:
     return {value: sorted(names) for value, names in by_value.items()}
+
+
+def learning_rate(group: dict[str, Any]) -> float:
+    """The learning rate of a group. A tensor of float32 stands for the shortest number that it is the rounding of."""
+    rate = group["lr"]
+    return float(str(rate.detach().cpu().numpy())) if isinstance(rate, torch.Tensor) else rate
 
 
 def _class_of(optimizer: torch.optim.Optimizer) -> str:
