@@ -105,15 +105,6 @@ def other_rotary_theta(run, strategy):
 
 
 @bug
-def rotary_angles_one_position_late(run, strategy):
-    def late(_module, arguments, options):
-        x, positions = [*arguments, *options.values()]
-        return (x, positions + 1), {}
-
-    _module(strategy, "model.rotary_emb").register_forward_pre_hook(late, with_kwargs=True)
-
-
-@bug
 def rotary_angles_of_one_layer_doubled(run, strategy):
     def double(_module, arguments, options):
         cos, sin = options["position_embeddings"]

@@ -30,6 +30,8 @@ VALUES = [None, True, False, 0, 1, -1, 2, 2**63, 2**70, -(2**70), 0.5, 1e308, -1
 NOTES = ("origin", "architecture_source", "model_name", "num_epochs", "debug_steps", "dataset_name", "log_interval", "device", "backend",
          "num_steps", "sharded", "logits", "save_init_weights", "num_layers", "capture_steps", "biased_linear_dtype", "initial_weights",
          "bucket_cap_mb",  # changes no number
+         "optimizer_implementation", "attention",
+         "module_settings",  # a library may replace a module by its own, so a name may be missing
          "activation_checkpointing")  # of the reference, which has none; other dumps' contracts hold it  # fmt: skip
 KINDS = (
     ["manifest"] * 2

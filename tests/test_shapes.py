@@ -16,14 +16,14 @@ TINY = BUILT_IN["tiny-llama"]
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    shapes._shapes.cache_clear()
+    shapes._described.cache_clear()
     yield tmp_path / "lockstep"
-    shapes._shapes.cache_clear()
+    shapes._described.cache_clear()
 
 
 def again(monkeypatch):
     """The shapes, by another process: what the first one knew is forgotten. Fails if a model must be built."""
-    shapes._shapes.cache_clear()
+    shapes._described.cache_clear()
     with monkeypatch.context() as patched:
         patched.setattr(shapes, "build_empty", lambda *_, **__: pytest.fail("built a model"))
         return shapes.parameter_shapes(TINY)
@@ -44,15 +44,15 @@ def test_they_are_kept(folder, monkeypatch):
         lambda text: text.replace("2048", "2049"),
         lambda text: text[: len(text) // 2],
         lambda text: "[]",
-        lambda text: json.dumps({"shapes": 1, "sha256": "x"}),
-        lambda text: json.dumps({"shapes": {"a": 1}, "sha256": "x"}),
+        lambda text: json.dumps({"found": 1, "sha256": "x"}),
+        lambda text: json.dumps({"found": [{"a": 1}, {}], "sha256": "x"}),
     ],
 )
 def test_what_was_not_written_here_is_not_used(folder, damage):
     found = shapes.parameter_shapes(TINY)
     (path,) = folder.glob("shapes-*.json")
     path.write_text(damage(path.read_text()))
-    shapes._shapes.cache_clear()
+    shapes._described.cache_clear()
     assert shapes.parameter_shapes(TINY) == found
     assert "2048" in path.read_text()  # and written again
 
@@ -66,5 +66,5 @@ def test_another_architecture_is_another_file(folder):
 def test_where_nothing_can_be_written_the_model_is_built(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    shapes._shapes.cache_clear()
+    shapes._described.cache_clear()
     assert shapes.parameter_shapes(TINY)["lm_head.weight"] == (2048, 64)

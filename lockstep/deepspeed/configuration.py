@@ -17,7 +17,7 @@ from lockstep import strategies
 from lockstep.config import BETAS, EPS, Config
 from lockstep.deepspeed import options as flags
 from lockstep.deepspeed import zero
-from lockstep.errors import UserError, printable
+from lockstep.errors import LIBRARY_REFUSES, UserError, printable
 
 AUTO = "auto"
 # flag -> where the file may set it; the command line may repeat it
@@ -311,7 +311,7 @@ def _require_readable(file: Path, told: dict[str, Any], config: Config) -> None:
             if first["type"] == "extra_forbidden":
                 raise UserError(f"{file}: {name} is no key of DeepSpeed's; correct it") from error
             said = printable(f"{json.dumps(first['input'])}: {first['msg']}", 300)
-            raise UserError(f"{file}: {name} is {said}; correct it") from error
+            raise UserError(f"{file}: {LIBRARY_REFUSES}: {name} is {said}; correct it") from error
 
 
 def _leaves(content: dict[str, Any], above: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:

@@ -321,8 +321,9 @@ def _judge_step(
 
 
 def _clip_factor(dump: Dump, initial: Dump, norm: Norm) -> float:
-    """Of the factors in use, the one that fits the run's own update of one parameter best."""
-    factors = clip_factors(dump.run["config"], norm.used)
+    """Of the factors in use, the one that fits the run's own update of one parameter best: by the norm that it recorded, or by the exact one."""
+    options = dump.run["config"]
+    factors = list(dict.fromkeys([*clip_factors(options, norm.used), *clip_factors(options, norm.held)]))
     whole = [name for name in dump.layout.parameters if _has_update(dump, norm.step, name)]
     if len(factors) == 1 or not whole:
         return factors[0]

@@ -237,8 +237,8 @@ def _of_names(key: str, expected: object, actual: object, *, everywhere: bool) -
         for name in names
     }
     differing = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
-    if not differing:
-        return ""
+    if not differing:  # but perhaps a name twice
+        return f"{key} is {_short(actual)}, not {_short(expected)}" if everywhere else ""
     first = next(iter(differing.values()))
     alike = [name for name, pair in differing.items() if pair == first]
     more = f" and {len(alike) - 1} more" if len(alike) > 1 else ""
