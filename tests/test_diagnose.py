@@ -573,3 +573,18 @@ def test_a_cause_must_explain_the_later_steps_too():
     later.first = "parameter/w"
     with mock.patch.dict(diagnose_module.STAGES, holds):
         assert diagnose_module._doubt(first, "parameters", frozen) == ""
+
+
+def test_what_only_a_first_step_shows_needs_no_later_one():
+    """Unclipped moments of step 1: those of step 2 hold two gradients, and the rule says nothing of them."""
+    case = SimpleNamespace(
+        step=1,
+        clip=0.25,
+        judged=lambda kind: kind,
+        factor=lambda kind: 4.0 if kind == "exp_avg" else 16.0,
+        names_of=lambda factor: ["1/clip factor"],
+    )
+    assert update_rules.not_clipped(case).name == "clipping"
+    assert update_rules.not_clipped in diagnose_module.OF_A_FIRST_STEP
+    case.names_of = lambda factor: ["tp", "1/clip factor"]
+    assert update_rules.not_clipped(case) is None

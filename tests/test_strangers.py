@@ -72,5 +72,5 @@ def test_what_is_not_as_expected_is_seen(change):
         "diagnosis": {"causes": []},
         "configured_differently": {},
     }
-    assert all(strangers.judge(expected, found).values())
-    assert not all(strangers.judge(expected, {**found, **change}).values())
+    assert all(strangers.judge("Stranger", expected, found).values())
+    assert not all(strangers.judge("Stranger", expected, {**found, **change}).values())

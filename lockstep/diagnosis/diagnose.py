@@ -35,6 +35,8 @@ STAGES = {
     "parameters": Stage(("parameter",), update.PARAMETER_RULES),
     "average": Stage(("average",), update.AVERAGE_RULES),
 }
+# Rules that can tell nothing of a later step, in which moments hold more than one gradient.
+OF_A_FIRST_STEP = (update.clipped_by_the_recorded_norm, update.not_clipped, update.clipped_by_rank)
 # Entry of the effective contract -> (the cause that a difference in it is, the first stage that it can break)
 CONTRACT = {
     "learning_rates": ("learning rate", "parameters"),
@@ -78,27 +80,27 @@ def diagnose(result: Result, strategy: str, reference: Dump, replays: dict[str, 
     case = Case(result, strategy, reference, replays.get(strategy))
     if case.not_computed:  # evidence may need any tensor of the step, so only this is reported
         more = f" and {len(case.not_computed) - 1} more tensors" if len(case.not_computed) > 1 else ""
-        return Diagnosis(
-            [
-                Cause(
-                    "not computed",
-                    f"{case.not_computed[0]}{more}: the run has another model, or does not run all of it",
-                )
-            ]
+        moments = all(name.startswith(("exp_avg/", "exp_avg_sq/")) for name in case.not_computed)
+        why = (
+            "the optimizer has no state of these parameters: it never stepped them, or holds others in their place"
+            if moments
+            else "the run has another model, or does not run all of it"
         )
+        return Diagnosis([Cause("not computed", f"{case.not_computed[0]}{more}: {why}")])
     stage = _stage(case)
     causes, excluded = _configured_differently(configured, case, stage)
-    found = _explained(case, stage)
+    rule, found = _explained(case, stage)
     if found is not None:
-        doubt = _doubt(case, stage, found)
+        doubt = "" if rule in OF_A_FIRST_STEP else _doubt(case, stage, found)
         excluded += [doubt] if doubt else []
         causes += [] if doubt else [found]
     return Diagnosis(_once(causes), excluded + _excluded(case, stage), odd.oddities(case))
 
 
-def _explained(case: Case, stage: str) -> Cause | None:
-    """The cause that the first rule of a stage names that names one."""
-    return next((cause for rule in STAGES[stage].rules if (cause := rule(case)) is not None), None)
+def _explained(case: Case, stage: str) -> tuple[CauseRule | None, Cause | None]:
+    """(the first rule of a stage that names a cause, the cause)."""
+    found = ((rule, cause) for rule in STAGES[stage].rules if (cause := rule(case)) is not None)
+    return next(found, (None, None))
 
 
 def _doubt(case: Case, stage: str, cause: Cause) -> str:
@@ -110,7 +112,7 @@ def _doubt(case: Case, stage: str, cause: Cause) -> str:
         later = case.at(failure)
         if _stage(later) != stage:
             continue
-        other = _explained(later, stage)
+        _, other = _explained(later, stage)
         if other is None or other.name != cause.name:
             return f"{cause.name} would explain step {case.step}, and does not explain step {later.step}"
     return ""

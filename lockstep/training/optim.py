@@ -99,7 +99,7 @@ def held_tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor) of every parameter: "parameter", "gradient", "average", or the moment "exp_avg" or "exp_avg_sq".
 
-    SGD keeps no moments and yields none, and so does a run without an average.
+    SGD keeps no moments and yields none, and so does a run without an average. A parameter that the optimizer has never stepped has none.
     """
     if kind == "average":
         yield from average.averages.items() if average is not None else ()
@@ -109,8 +109,10 @@ def held_tensors(
     for name, parameter in model.named_parameters():
         if kind == "parameter":
             yield name, parameter.detach()
-        else:
-            yield name, gradient_of(parameter) if kind == "gradient" else optimizer.state[parameter][kind]
+        elif kind == "gradient":
+            yield name, gradient_of(parameter)
+        elif kind in optimizer.state.get(parameter, {}):
+            yield name, optimizer.state[parameter][kind]
 
 
 def held_whole(

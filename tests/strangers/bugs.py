@@ -888,7 +888,11 @@ class MomentumInSGD(DDP):
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
-        self.optimizer = SGD(self.optimizer.param_groups, lr=self.config.learning_rate, momentum=0.9)
+        groups = [
+            {"params": group["params"], "weight_decay": group["weight_decay"]}
+            for group in self.optimizer.param_groups
+        ]
+        self.optimizer = SGD(groups, lr=self.config.learning_rate, momentum=0.9)
 
 
 class HiddenMomentumInSGD(OwnUpdate):
@@ -1268,6 +1272,7 @@ BUGS: dict[str, Expected] = {
         "layers.0.mlp has no gradients",
         "that the loss does not depend on it",
         "frozen|no gradient|requires_grad|zero",
+        end="line",
     ),
     "NormInNoGrad": E(
         "NVIDIA-NeMo/Automodel 1408",
@@ -1325,7 +1330,7 @@ BUGS: dict[str, Expected] = {
         "",
         "gradients are not clipped",
         "",
-        "clip",
+        "clip|max_grad_norm",
         flags=CLIP,
         end="line",
     ),
@@ -1336,7 +1341,7 @@ BUGS: dict[str, Expected] = {
         "",
         "no parameter is updated; the optimizer that is stepped holds other parameters",
         "a learning rate of 0, frozen layers",
-        "not updated|never|no update|stale",
+        "not updated|never|no update|stale|exp_avg",
     ),
     "StaleOptimizerAsSelf": E(
         "pytorch/pytorch 149205",
@@ -1415,7 +1420,7 @@ BUGS: dict[str, Expected] = {
         "each weight moved half of the way",
         "decay, moments",
         "half|scale|average|factor|0.5 times|0.5 =",
-        never="learning rate|1/dp",
+        never="learning rate",
     ),
     "ScheduleSteppedPerProcess": E(
         "huggingface/accelerate 2926",
