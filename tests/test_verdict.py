@@ -269,3 +269,19 @@ def test_the_clipping_factors_in_use():
     assert factors(2.0, 0.5) == [0.5 / (2.0 + 1e-6), 0.25]
     torchs, plain = factors(0.5 - 1e-7, 0.5)
     assert torchs < 1 and plain == 1
+
+
+def test_a_small_factor_that_most_gradients_cannot_show_is_no_convention():
+    """As in autocast: the gradients are tolerated more than the factor that they would have."""
+    result = step_of(("forward/lm_head", 0.0, 1.0), ("backward/lm_head", 0.03, 1.03))
+    coarse = [
+        Judgement("mine", 1, f"gradient/{name}", size(error, 1.0), 0.05, 0.05)
+        for name, error in (("a", 0.03), ("b", 0.03), ("c", 0.06))
+    ]
+    shapes = {
+        name: (4, 4)
+        for name in ("forward/lm_head", "backward/lm_head", "gradient/a", "gradient/b", "gradient/c")
+    }
+    result.dumps["mine"].expected = lambda step: shapes
+    result.rows += coarse
+    assert result.failures("mine")[0][2] == "backward/lm_head"

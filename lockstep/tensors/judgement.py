@@ -254,21 +254,15 @@ class Result:
         found = []
         for step in map(int, self.dumps[strategy].steps):
             rows = [row for row in self.rows if (row.strategy, row.step) == (strategy, step)]
-            head = next((row for row in rows if row.name == f"backward/{modules.HEAD}"), None)
+            seen = _seen_by_gradients(rows, self.dumps[strategy].expected(step))
+            head = next((row for row in seen if row.name == f"backward/{modules.HEAD}"), None)
             gradients = [row for row in rows if row.kind == "gradient" and row.judged]
             if self._ends_right(strategy, step, rows):
-                found += _seen_by_gradients(rows, self.dumps[strategy].expected(step))
-            elif (
-                head is not None
-                and head.too_far
-                and 2 * sum(row.too_far for row in gradients) < len(gradients)
-            ):
+                found += seen
+            elif head is not None and 2 * sum(row.too_far for row in gradients) < len(gradients):
                 # most gradients are right without the factor, so it is taken off again; what is wrong is something else
-                found += [
-                    row
-                    for row in rows
-                    if row.kind == "backward" and row.too_far and is_multiple(row, head.distance.scale)
-                ]
+                factor = head.distance.scale
+                found += [row for row in seen if row.kind == "backward" and is_multiple(row, factor)]
         return found
 
     def _ends_right(self, strategy: str, step: int, rows: list[Judgement]) -> bool:
@@ -365,7 +359,7 @@ def _is_end(row: Judgement) -> bool:
 
 
 def _seen_by_gradients(rows: list[Judgement], shapes: dict[str, tuple[int, ...]]) -> list[Judgement]:
-    """The intermediate tensors that are too far by so much that the gradients of matrices, which are right, would have shown it."""
+    """The intermediate tensors that are too far by so much that the gradients of matrices would have shown it."""
     coarsest = max(
         (
             _over(row.tolerated, row.distance.norm)
