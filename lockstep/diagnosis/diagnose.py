@@ -35,6 +35,8 @@ STAGES = {
     "parameters": Stage(("parameter",), update.PARAMETER_RULES),
     "average": Stage(("average",), update.AVERAGE_RULES),
 }
+# Stages that are judged by DDP's own distance from the reference: in autocast, a few percent.
+BLURRED = ("forward", "backward", "gradients")
 # Rules that can tell nothing of a later step, in which moments hold more than one gradient.
 OF_A_FIRST_STEP = (update.clipped_by_the_recorded_norm, update.not_clipped, update.clipped_by_rank)
 # Entry of the effective contract -> (the cause that a difference in it is, the first stage that it can break)
@@ -164,7 +166,9 @@ def _excluded(case: Case, stage: str) -> list[str]:
         if rows and not any(row.too_far for row in rows):
             small = sum(not row.judged for row in rows)
             unseen = f" ({small} of {len(rows)} tensors too small to judge)" if small else ""
-            said.append(f"{what}: right in step {case.step}{unseen}")
+            blurred = case.options["precision"] != "fp32" and what in BLURRED
+            within = " within bfloat16's noise" if blurred else ""
+            said.append(f"{what}: right{within} in step {case.step}{unseen}")
     if case.first.startswith("forward/"):
         said += _entering(case)
     earlier = "step 1" if case.step == 2 else f"steps 1 to {case.step - 1}"

@@ -17,7 +17,7 @@ def batch(case: Case) -> Cause:
     mine, right = own.chunk(shares), exact.chunk(shares)
     peers = [rank for rank in case.odd_ranks(case.first) if case.mesh.coordinates(rank).tp]
     if peers:
-        return Cause("data", f"tensor-parallel peers were given different samples: ranks {peers} differ")
+        return Cause("data", f"tensor-parallel peers were given different batches: ranks {peers} differ")
     same = [(a, b) for a in range(shares) for b in range(shares) if a != b and torch.equal(mine[a], right[b])]
     if same:
         return Cause("data", f"DP rank {same[0][0]} was given the samples of DP rank {same[0][1]}")

@@ -54,7 +54,7 @@ def dp_ranks_replay_one_batch(run: Planting) -> Plant:
     seen_in="deepspeedai/DeepSpeed 7199",
     bug_class=DATA,
     cause="data",
-    evidence="tensor-parallel peers were given different samples: ranks [1, 3] differ",
+    evidence="tensor-parallel peers were given different batches: ranks [1, 3] differ",
     first="batch/input_ids",
     axes=("tp",),
     needs=("batches_are_not_checked",),
