@@ -48,7 +48,7 @@ def command(places: list[str], flags: list[str], folder: Path) -> list[str]:
         "--output_dir",
         str(folder),
         "--strategies",
-        ",".join(["ddp", *places]),
+        ",".join([strategies.BASELINE, *places]),
         *flags,
     ]
 
@@ -94,7 +94,11 @@ def verify_together(path: Path, names: list[str], flags: list[str]) -> tuple[dic
         outcome = {"status": status, "seconds": round(time.monotonic() - start), "together": len(names)}
         report = folder / "report.json"
         runs = read_json(report)["runs"] if report.exists() else {}
-        return outcome, said, {each: of_run(runs[each.lower()], runs["ddp"]) for each in names if runs}
+        return (
+            outcome,
+            said,
+            {each: of_run(runs[each.lower()], runs[strategies.BASELINE]) for each in names if runs},
+        )
 
 
 def of_run(run: dict, baseline: dict) -> dict:

@@ -196,9 +196,9 @@ class Case:
         return surest if same else None
 
     def names_of(self, factor: float) -> list[str]:
-        """What a factor may be: a number of ranks or of micro batches, its inverse, or what clipping multiplies with."""
+        """What a factor may be: a number of ranks or of micro batches, its inverse, or, in a moment, what clipping multiplies with."""
         found = evidence.name_factor(factor, self.sizes, self.near)
-        clip = self.clip
+        clip = self.clip if self.first.startswith("exp_avg") else 1.0
         if math.isfinite(clip) and abs(clip - 1) > self.near:
             known = {"clip factor": clip, "1/clip factor": 1 / clip, "1/clip factor^2": clip**-2}
             found += [name for name, value in known.items() if abs(factor - value) <= self.near * value]

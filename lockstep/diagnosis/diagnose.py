@@ -91,12 +91,13 @@ def diagnose(result: Result, strategy: str, reference: Dump, replays: dict[str, 
         return Diagnosis([Cause("not computed", f"{case.not_computed[0]}{more}: {why}")])
     stage = _stage(case)
     causes, excluded = _configured_differently(configured, case, stage)
-    rule, found = _explained(case, stage)
+    doubt, (rule, found) = "", _explained(case, stage)
     if found is not None:
         doubt = "" if rule in OF_A_FIRST_STEP else _doubt(case, stage, found)
-        excluded += [doubt] if doubt else []
         causes += [] if doubt else [found]
-    return Diagnosis(_once(causes), excluded + _excluded(case, stage), odd.oddities(case))
+    return Diagnosis(
+        _once(causes), excluded + _excluded(case, stage), odd.oddities(case) + ([doubt] if doubt else [])
+    )
 
 
 def _explained(case: Case, stage: str) -> tuple[CauseRule | None, Cause | None]:
@@ -116,7 +117,7 @@ def _doubt(case: Case, stage: str, cause: Cause) -> str:
             continue
         _, other = _explained(later, stage)
         if other is None or other.name != cause.name:
-            return f"{cause.name} would explain step {case.step}, and does not explain step {later.step}"
+            return f"step {case.step} alone, and not step {later.step}, looks like this: {cause.name}: {cause.evidence}"
     return ""
 
 

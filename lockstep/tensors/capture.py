@@ -101,9 +101,11 @@ class Capture:
         """
         self._open(strategy, step)
         self.fed = fed
+        called = strategy.called()
+        self.called_with = set[str]().union(*(places for _, places in called))
         self.handles = [
             module.register_forward_pre_hook(functools.partial(self._see_batch, places), with_kwargs=True)
-            for module, places in strategy.called()
+            for module, places in called
         ]
         hidden = functools.partial(compiled.is_hidden, modules.names_in(strategy.model), self.config.compile)
         by_name = {name: module for name, module in watched(strategy.model) if not hidden(name)}
@@ -143,7 +145,8 @@ class Capture:
         for handle in self.handles:
             handle.remove()
         for number, name in enumerate(("input_ids", "labels")):
-            if not self.rows[f"batch/{name}"]:
+            # a stage of a pipeline is called with one of them
+            if name in self.called_with and not self.rows[f"batch/{name}"]:
                 for micro_batch in self.fed:
                     self._write_batch(name, self._own_positions(micro_batch[number]))
         self._write_held("gradient")
