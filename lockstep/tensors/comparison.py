@@ -230,7 +230,10 @@ def _hold_records(strategy: str, dump: Dump, step: int, found: dict[str, Distanc
         norm = Norm(
             strategy, step, entry["grad_norm"], math.hypot(*(found[name].own_norm for name in gradients))
         )
-        if norm.inexact and math.isfinite(norm.held):
+        alike = (
+            entry["replicas_differ"].keys().isdisjoint(gradients)
+        )  # else rank 0's norm is of other gradients
+        if norm.inexact and alike and math.isfinite(norm.held):
             norm.float32 = _float32_error(dump, step, gradients, norm.held)
         result.norms.append(norm)
     logits = f"forward/{modules.HEAD}"
