@@ -286,13 +286,12 @@ def _judge_step(
     for strategy, dump in dumps.items():
         _hold_records(strategy, dump, step, found[strategy], result)
     require_norms(references, step, found, parameters)
-    held = {norm.strategy: norm.used for norm in result.norms if norm.step == step}
     for norm in (norm for norm in result.norms if norm.step == step):
         norm.clip = _clip_factor(dumps[norm.strategy], reference, norm)
     clips = {norm.strategy: norm.clip for norm in result.norms if norm.step == step}
     items = [
         (strategy, name)
-        for strategy in held
+        for strategy in clips
         for name in parameters
         if _has_update(dumps[strategy], step, name)
     ]
