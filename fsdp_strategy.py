@@ -55,23 +55,26 @@ STYLES: dict[str, ParallelStyle] = {
 }
 
 
+EMBEDDING, HEAD = "model.embed_tokens", "lm_head"  # as transformers calls them in the models that are cut here
+
+
 def own_rows(between: Placement) -> dict[str, ParallelStyle]:
     """Rows that the plan of a model lacks, if x lies so between blocks: on every rank, or cut along its positions."""
     return {
         # No family's plan cuts it. Ids 0..V/tp-1 are on tp rank 0, and so on; ids of other ranks look up zero, then a sum.
-        modules.LLAMA.embedding: RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
+        EMBEDDING: RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
         # Not in the base model's plan. The head is cut like the embedding, so that they stay tied. Logits stay sharded and the loss is
         # computed on the shards; transformers' plan of the head ("colwise_gather_output") would gather them.
-        modules.HEAD: ColwiseParallel(
+        HEAD: ColwiseParallel(
             input_layouts=between, output_layouts=Shard(-1), use_local_output=False
         ),
         # Enter a block once: the gradients of q, k and v (of gate and up) are summed locally, then reduced over tp together.
         # Without these rows each layer would reduce its own.
-        f"{modules.LLAMA.layers}.*.{modules.LLAMA.attention}": PrepareModuleInput(
+        "model.layers.*.self_attn": PrepareModuleInput(
             input_kwarg_layouts={"hidden_states": between},
             desired_input_kwarg_layouts={"hidden_states": Replicate()},
         ),
-        f"{modules.LLAMA.layers}.*.{modules.LLAMA.mlp}": PrepareModuleInput(
+        "model.layers.*.mlp": PrepareModuleInput(
             input_layouts=between, desired_input_layouts=Replicate()
         ),
     }
@@ -99,7 +102,7 @@ def tp_plan(model: "PreTrainedModel", *, sequence_parallel: bool = False) -> dic
             _pattern(name): SequenceParallel(use_local_output=True) for name in norms_between_blocks(model)
         }
     for pattern, style in model.config.base_model_tp_plan.items():
-        name = f"{modules.LLAMA.base}.{pattern}"
+        name = f"model.{pattern}"
         if style not in styles:
             raise ValueError(
                 f"the model's own plan has {style!r} for {name}, which is not known here; known: {', '.join(STYLES)} "
@@ -166,7 +169,7 @@ class FSDPStrategy(TorchStrategy):
                 embedding.register_forward_hook(lambda _module, _inputs, output: Waited.apply(output))
         self.positions_in_norms: set[int] = set()
         names = modules.names_in(model)
-        for norm in norms_between_blocks(model):
+        for norm in norms_between_blocks(model) if own.sequence_parallel else ():
             if compiled.is_hidden(names, self.config.compile, norm):
                 continue
             model.get_submodule(norm).register_forward_hook(self._see_norm)
@@ -323,9 +326,9 @@ def shard_over_tp(model: "PreTrainedModel", tp_mesh: DeviceMesh, *, sequence_par
     plan = tp_plan(model, sequence_parallel=sequence_parallel)
     parallelize_module(model, tp_mesh, plan, src_data_rank=None)  # all ranks hold equal weights already
     if tied:  # parallelize_module makes a new Parameter of each; make them one again
-        model.get_submodule(modules.HEAD).weight = model.get_submodule(modules.LLAMA.embedding).weight
+        model.get_submodule(HEAD).weight = model.get_submodule(EMBEDDING).weight
     first_id, _ = share(
-        model.get_parameter(modules.HEAD_WEIGHT).shape[0], tp_mesh.get_local_rank(), tp_mesh.size()
+        model.get_parameter(f"{HEAD}.weight").shape[0], tp_mesh.get_local_rank(), tp_mesh.size()
     )
     group = tp_mesh.get_group()
 

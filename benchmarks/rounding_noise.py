@@ -8,12 +8,11 @@ Same weights, same batch, autocast against float32; prints the tables of docs/pr
 import torch
 
 from lockstep import config as config_module
-from lockstep import preflight
+from lockstep import files, preflight
 from lockstep.inputs import (
     architectures,
     data,
     texts,
-    token_cache,
     tokenizer,
 )
 from lockstep.inputs.model import build_model
@@ -44,7 +43,7 @@ def main() -> None:
             tokenizer.build_tokenizer(name, architecture),
             seq_length=128,
             windows_per_step=8,
-            cache_folder=token_cache.default_folder(),
+            cache_folder=files.cache_folder(),
         )
         ((input_ids, labels),) = data.Batches(corpus, 0, 1, 8, 1).micro_batches(0, 0, "cpu")
         model, _ = build_model(architecture, seed=0, attn_impl="sdpa", init_weights_path=None)

@@ -13,10 +13,9 @@ from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
 
-from lockstep import strategies
+from lockstep import files, strategies
 from lockstep.errors import UserError
-from lockstep.inputs import architectures, texts, token_cache
-from lockstep.inputs.model_config import FAMILIES
+from lockstep.inputs import architectures, texts
 from lockstep.mesh import Mesh
 from lockstep.resources import (
     device_elsewhere,
@@ -97,7 +96,7 @@ class Config:
     seed: int = 0
     init_seed: int | None = None
     dataset_name: str = texts.BUILT_IN_CORPUS
-    data_cache_dir: Path = field(default_factory=token_cache.default_folder)
+    data_cache_dir: Path = field(default_factory=files.cache_folder)
     init_weights_path: Path | None = None
     save_init_weights: bool = False
     pretrained: bool = False
@@ -249,7 +248,7 @@ def build_parser(strategy: str) -> argparse.ArgumentParser:
     add(
         "model_name",
         str,
-        f"built-in model ({built_in}), Hugging Face model folder or hub id; families: {', '.join(FAMILIES)}",
+        f"built-in model ({built_in}), folder or hub id of a causal language model of transformers",
     )
     add(
         "num_layers",
@@ -445,7 +444,7 @@ def parse_config(strategy: str, argv: list[str] | None = None, *, elsewhere: boo
     require_one_process_or_ranks()
     options.update(resolve_mesh(row, options))
     options.update(device_elsewhere(options) if elsewhere else resolve_device(row, options))
-    options["data_cache_dir"] = options["data_cache_dir"] or token_cache.default_folder()
+    options["data_cache_dir"] = options["data_cache_dir"] or files.cache_folder()
     for name in PATHS:
         options[name] = _placed(options[name])
     options["model_name"] = _absolute(options["model_name"], architectures.BUILT_IN)

@@ -25,6 +25,12 @@ REPORTS = {"report.md": b"# Tensor by tensor", "report.json": b'{\n "verdict": '
 LARGEST_JSON = 1 << 28  # bytes; the manifest of a 70-billion-parameter model is a hundredth of it
 
 
+def cache_folder() -> Path:
+    """$XDG_CACHE_HOME/lockstep, else ~/.cache/lockstep."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return Path(base if os.path.isabs(base) else os.path.expanduser("~/.cache")) / "lockstep"
+
+
 def require_regular(path: Path) -> int:
     """The size in bytes of a regular file. Raises UserError for anything else: reading a FIFO hangs, and /dev/zero never ends."""
     try:

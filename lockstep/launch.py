@@ -22,6 +22,7 @@ from lockstep.errors import (
     printable,
     run_program,
 )
+from lockstep.inputs import architectures, shapes
 from lockstep.inputs.data import Inputs
 from lockstep.running import locks, processes, progress
 from lockstep.running.device import training_device
@@ -144,7 +145,7 @@ def outputs(config: Config) -> list[tuple[Path, str]]:
 def banner(config: Config, inputs: Inputs) -> str:
     gpus = resources.local_gpus()
     return (
-        f"{config.label}: {printable(inputs.architecture_source)}, {inputs.architecture['num_hidden_layers']} layers, "
+        f"{config.label}: {printable(inputs.architecture_source)}, {architectures.in_words(inputs.architecture)}, "
         f"{printable(initial_weights.describe(config))}, {config.precision}, tokenizer {printable(inputs.batches.corpus.tokenizer_name)}; "
         f"{config.num_workers} workers on {config.device} over {config.backend} "
         f"({gpus} GPUs, {os.cpu_count()} CPU cores here)"
@@ -156,7 +157,7 @@ def describe(config: Config, inputs: Inputs) -> str:
     from lockstep.memory import plan
     from lockstep.training.contract import expected_contract
 
-    contract = expected_contract(config, inputs.architecture)
+    contract = expected_contract(config, inputs.architecture, shapes.describe(inputs.architecture))
     return "\n".join(
         [
             banner(config, inputs),

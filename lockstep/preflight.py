@@ -8,7 +8,7 @@ from pathlib import Path
 from lockstep import files, origin, strategies, tested
 from lockstep.config import Config
 from lockstep.errors import UserError
-from lockstep.inputs import architectures, data, texts, tokenizer
+from lockstep.inputs import architectures, data, shapes, texts, tokenizer
 from lockstep.memory import limit
 from lockstep.resources import launched_in_place, workers_here
 from lockstep.running import hang
@@ -56,14 +56,11 @@ def load_inputs(config: Config) -> data.Inputs:
     """
     architecture, source = architectures.resolve(config.model_name, config.num_layers)
     problem = architectures.tensor_parallel_problem(architecture, config.tp_size)
-    if problem:
+    if problem and config.row.name in strategies.ROWS:
         raise UserError(problem)
     cuts.require(config, architecture)
-    if not architectures.is_built_in(source):
-        from lockstep.tensors import model_check  # imports torch
-
-        model_check.try_out(architecture, architectures.find(config.model_name)[0], config.model_name)
-    longest = architecture["max_position_embeddings"]
+    shapes.require_trainable(architecture, f"--model_name {config.model_name}")
+    longest = architecture.get("max_position_embeddings") or config.seq_length
     if config.seq_length > longest:
         raise UserError(
             f"--seq_length {config.seq_length}: {config.model_name} has positions for {longest} tokens; lower it"

@@ -47,13 +47,11 @@ class Architecture(Strict):
 
     model_type: Name
     vocab_size: Count
-    hidden_size: Count
-    intermediate_size: Count | None = None
-    num_hidden_layers: Depth
-    num_attention_heads: Count
-    num_key_value_heads: Count | None = None
+    hidden_size: Count | None = None
+    num_hidden_layers: Depth | None = None
+    num_attention_heads: Count | None = None
     head_dim: Count | None = None
-    initializer_range: NotNegative
+    initializer_range: NotNegative | None = None
     tie_word_embeddings: bool = False
 
 

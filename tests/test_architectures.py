@@ -12,7 +12,7 @@ import torch
 from lockstep import config as config_module
 from lockstep import preflight
 from lockstep.errors import UserError
-from lockstep.inputs import architectures
+from lockstep.inputs import hub
 from lockstep.inputs.architectures import BUILT_IN, resolve, tensor_parallel_problem
 from lockstep.inputs.model import build_model
 from lockstep.inputs.shapes import parameter_shapes
@@ -165,10 +165,10 @@ def test_a_silent_name_server_is_not_waited_for(monkeypatch):
     """Looking up the address of the hub is bound by no timeout of the connection."""
     ended = threading.Event()
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: ended.wait(20) and [])
-    monkeypatch.setattr(architectures, "HUB_PATIENCE", 0.2)
+    monkeypatch.setattr(hub, "HUB_PATIENCE", 0.2)
     start = time.monotonic()
     try:
-        assert architectures.hub_answers("https://hub.invalid/file") is False
+        assert hub.hub_answers("https://hub.invalid/file") is False
         assert time.monotonic() - start < 10
     finally:
         ended.set()

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lockstep import files
 from lockstep.errors import UserError
 from lockstep.inputs import data, texts, token_cache, tokens
 from lockstep.inputs.data import load_corpus
@@ -326,6 +327,6 @@ def test_progress(monkeypatch, capsys):
 
 def test_the_default_folder(monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert token_cache.default_folder() == Path("/somewhere/lockstep")
+    assert files.cache_folder() == Path("/somewhere/lockstep")
     monkeypatch.setenv("XDG_CACHE_HOME", "not/absolute")  # to be ignored, says the XDG specification
-    assert token_cache.default_folder() == Path.home() / ".cache/lockstep"
+    assert files.cache_folder() == Path.home() / ".cache/lockstep"

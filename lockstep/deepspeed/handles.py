@@ -127,7 +127,7 @@ class AutoTPHandles(Handles):
 
     def detach_head_from_embedding(self) -> None:
         column_parallel = importlib.import_module("deepspeed.module_inject.layers").ColumnParallel
-        head = self._module(modules.HEAD)
+        head = self._module(modules.names_in(self.strategy.model).head)
         self.run.patch(
             head,
             "forward",

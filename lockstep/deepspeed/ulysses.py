@@ -31,7 +31,7 @@ def require(config: Config, architecture: dict) -> None:
         raise UserError(
             f"--sp_size {size} --tp_size {config.tp_size}: DeepSpeed has one or the other; add --tp_size 1"
         )
-    if modules.names_of(architecture) is not modules.LLAMA:
+    if architecture["model_type"] not in modules.LIKE_LLAMA:
         raise UserError(
             f"--sp_size {size}: DeepSpeed's Ulysses needs a model that is built like Llama, and {config.model_name} is not; choose another model"
         )

@@ -7,10 +7,8 @@ import torch
 
 from lockstep.diagnosis import evidence, recompute
 from lockstep.diagnosis.case import LEFT, Case, Cause, describe
-from lockstep.inputs import modules
 
 NEARER = 1.05  # the norms of rounding errors of two explanations, as a quotient, that are no accident
-HEAD, HEAD_GRADIENT = f"forward/{modules.HEAD}", f"backward/{modules.HEAD}"
 
 
 def reported_loss(case: Case) -> Cause | None:
@@ -47,9 +45,13 @@ def partition_function(case: Case) -> Cause | None:
     tp = case.mesh.tp
     gaps = _gaps(case)
     near = max(1e-3, *(loss.tolerated for loss in case.result.losses if loss.step == case.step))
-    if case.first != HEAD_GRADIENT or tp == 1 or not all(abs(gap - math.log(tp)) <= near for gap in gaps):
+    if (
+        case.first != case.names.logits_gradient
+        or tp == 1
+        or not all(abs(gap - math.log(tp)) <= near for gap in gaps)
+    ):
         return None
-    logits, labels = case.own(HEAD), case.own("batch/labels").long()
+    logits, labels = case.own(case.names.logits), case.own("batch/labels").long()
     tokens = labels.numel()
     value = logits.softmax(-1) / (tp * tokens)
     value.scatter_add_(-1, labels[..., None], torch.full_like(logits[..., :1], -1 / tokens))
@@ -64,11 +66,11 @@ def partition_function(case: Case) -> Cause | None:
 
 def labels_of_a_shard(case: Case) -> Cause | None:
     """The gradient is wrong only for tokens whose labels lie in some shards of the vocabulary."""
-    if case.first != HEAD_GRADIENT or "tp" not in case.sharded(HEAD_GRADIENT):
+    if case.first != case.names.logits_gradient or "tp" not in case.sharded(case.names.logits_gradient):
         return None
     own, exact, labels = (
-        case.own(HEAD_GRADIENT),
-        case.exact(HEAD_GRADIENT),
+        case.own(case.names.logits_gradient),
+        case.exact(case.names.logits_gradient),
         case.own("batch/labels").long().flatten(),
     )
     error = (own - exact).flatten(0, -2).norm(dim=1)
@@ -88,11 +90,12 @@ def labels_of_a_shard(case: Case) -> Cause | None:
 
 def weights_of_samples(case: Case) -> Cause | None:
     """The gradient of the logits is right except for one factor per DP rank and micro batch."""
-    if case.first != HEAD_GRADIENT:
+    if case.first != case.names.logits_gradient:
         return None
     shares, micro = case.mesh.num_sample_shares, case.micro_batches
     own, exact = (
-        tensor.chunk(shares * micro) for tensor in (case.own(HEAD_GRADIENT), case.exact(HEAD_GRADIENT))
+        tensor.chunk(shares * micro)
+        for tensor in (case.own(case.names.logits_gradient), case.exact(case.names.logits_gradient))
     )
     factors = torch.tensor(
         [evidence.multiple_of(a, b) for a, b in zip(own, exact, strict=True)], dtype=torch.float64

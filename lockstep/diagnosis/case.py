@@ -8,7 +8,6 @@ import torch
 
 from lockstep.config import BETAS, EPS
 from lockstep.diagnosis import evidence
-from lockstep.inputs import modules
 from lockstep.mesh import Mesh
 from lockstep.tensors.distance import clip_factor
 from lockstep.tensors.dump import Dump
@@ -52,7 +51,7 @@ class Case:
         self.failures, self._replay = result.failures(strategy), replay
         self.step, _, self.first, _ = failure or self.failures[0]
         self.options = self.dump.run["config"]
-        self.names = modules.names_of(self.dump.run["architecture"])
+        self.names = self.dump.layout.names
         self.mesh = Mesh.of_options(self.options)
         self.micro_batches: int = self.options["gradient_accumulation_steps"]
         # How near a measured factor must be to tp, 1/dp, ... to be called that: in autocast, noise blurs it.
@@ -263,7 +262,7 @@ class Case:
         if own in self.dump.layout.parameters:
             return own
         tied = self.names.embedding_weight
-        is_head = module == modules.HEAD and tied in self.dump.layout.parameters
+        is_head = module == self.names.head and tied in self.dump.layout.parameters
         return tied if is_head else None
 
     def source(self, module: str) -> str | None:
@@ -273,7 +272,7 @@ class Case:
 
     def is_transposed(self, module: str) -> bool:
         """Whether a linear layer holds W^T, (in, out), in the place of W."""
-        return self.names.linear_is_transposed and module != modules.HEAD
+        return self.names.linear_is_transposed and module != self.names.head
 
     def is_linear(self, module: str) -> bool:
         """Whether a module is y = x W^T + b of one captured x."""

@@ -5,7 +5,6 @@ import torch
 from lockstep.diagnosis import evidence, recompute
 from lockstep.diagnosis.backward import cause_of_weights, is_a_factor
 from lockstep.diagnosis.case import Case, Cause, listed
-from lockstep.inputs import modules
 from lockstep.tensors.layout import SEQUENCE
 
 MANY = 1 << 24  # elements: of larger gradients no copies are made
@@ -45,9 +44,9 @@ def rounded(case: Case) -> Cause | None:
 
 def broken_tie(case: Case) -> Cause | None:
     """The gradient of the tied weight lacks the contribution of the head, or of the embedding."""
-    tied = case.weight_of(modules.HEAD)
-    needed = (f"backward/{modules.HEAD}", f"forward/{case.source(modules.HEAD)}")
-    if _wrong(case) != [tied] or tied == modules.HEAD_WEIGHT or not case.has(*needed):
+    tied = case.weight_of(case.names.head)
+    needed = (case.names.logits_gradient, f"forward/{case.source(case.names.head)}")
+    if _wrong(case) != [tied] or tied == case.names.head_weight or not case.has(*needed):
         return None
     gradient, entering = (case.own(name).flatten(0, -2) for name in needed)
     head = gradient.T @ entering

@@ -6,7 +6,6 @@ import torch
 
 from lockstep.diagnosis import evidence, recompute
 from lockstep.diagnosis.case import Case
-from lockstep.inputs import modules
 from lockstep.mesh import AXES, Cuts
 from lockstep.tensors.layout import BATCH, SEQUENCE
 
@@ -37,7 +36,7 @@ def oddities(case: Case) -> list[str]:
 
 def _losses(case: Case) -> list[str]:
     """The losses that are wrong, if they are what is wrong with the gradient of the logits."""
-    if case.first != f"backward/{modules.HEAD}":
+    if case.first != case.names.logits_gradient:
         return []
     off = [(mine, right) for mine, right, tolerated in case.losses() if not abs(mine - right) <= tolerated]
     return (

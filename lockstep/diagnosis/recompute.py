@@ -14,7 +14,6 @@ from collections.abc import Iterator
 import torch
 
 from lockstep.diagnosis.case import Case
-from lockstep.inputs import modules
 
 BLOCK_ROWS = 4096  # of a weight's gradient, looked at together
 
@@ -128,7 +127,9 @@ class Contributions:
         else:
             return False
         shape = case.dump.layout.parameters[self.parameter]
-        is_tied = self.parameter == case.weight_of(modules.HEAD) and module != modules.HEAD  # a sum of two
+        is_tied = (
+            self.parameter == case.weight_of(case.names.head) and module != case.names.head
+        )  # a sum of two
         right = case.has(*needed) and not any(case.is_wrong(name) for name in needed)
         blocks = case.mesh.dp * self._cut_over_tp if len(shape) == 1 else 1
         return right and not is_tied and 4 * self.samples <= shape[-1] // blocks

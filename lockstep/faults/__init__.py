@@ -28,8 +28,9 @@ from lockstep.faults import (  # noqa: F401
 from lockstep.faults.catalogue import CATALOGUE, Fault, Planter
 from lockstep.faults.planting import Planting
 from lockstep.faults.slow import SLOW
-from lockstep.inputs import architectures, modules
+from lockstep.inputs import architectures
 from lockstep.inputs.data import Inputs
+from lockstep.inputs.shapes import describe
 
 for _row in strategies.ROWS.values():  # the faults that only one strategy can have enter themselves
     if _row.faults:
@@ -72,8 +73,10 @@ def planted(
 
 
 def _require_modules(fault: Fault, config: Config, inputs: Inputs) -> None:
-    own = modules.names_of(architectures.BUILT_IN[fault.model])
-    if fault.named and modules.names_of(inputs.architecture) != own:
+    own, here = (
+        describe(each).names for each in (architectures.resolve(fault.model)[0], inputs.architecture)
+    )
+    if fault.named and (own.layers, own.embedding) != (here.layers, here.embedding):
         raise UserError(
             f"{fault.name} names modules of {fault.model}, which {config.model_name} does not have; choose another fault"
         )

@@ -101,7 +101,7 @@ class TorchHandles(Handles):
         )
 
     def detach_head_from_embedding(self) -> None:
-        head = self.strategy.model.get_submodule(modules.HEAD)
+        head = self.strategy.model.get_submodule(modules.names_in(self.strategy.model).head)
         self.run.patch(head, "forward", lambda x: torch.nn.functional.linear(x, head.weight.detach()))
 
     def batches_are_not_checked(self) -> None:

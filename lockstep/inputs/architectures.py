@@ -4,16 +4,14 @@ Nothing here imports torch, so that a wrong model name is answered at once.
 """
 
 import copy
-import http.client
 import os
-import threading
-import urllib.error
-import urllib.request
 from pathlib import Path
 
-from lockstep.errors import UserError, first_line, printable
+from lockstep.errors import UserError
 from lockstep.files import read_json
-from lockstep.inputs import model_config
+from lockstep.inputs import shapes
+from lockstep.inputs.hub import hub_file
+from lockstep.inputs.modules import LIKE_LLAMA
 
 # Everything that makes tensor parallelism go wrong, small: grouped KV heads, q/k/v biases, tied embeddings.
 TINY_QWEN2 = {
@@ -69,10 +67,10 @@ NARROW_QWEN2 = {
 TINY_GPT2 = {
     "model_type": "gpt2",
     "vocab_size": 2048,
-    "n_embd": 64,
-    "n_layer": 2,
-    "n_head": 4,
-    "n_positions": 256,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
     "n_inner": None,
     "activation_function": "gelu_new",
     "layer_norm_epsilon": 1e-5,
@@ -109,15 +107,15 @@ QWEN2_5_0_5B = {
 GPT2 = {
     **TINY_GPT2,
     "vocab_size": 50257,
-    "n_embd": 768,
-    "n_layer": 12,
-    "n_head": 12,
-    "n_positions": 1024,
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "max_position_embeddings": 1024,
     "bos_token_id": 50256,
     "eos_token_id": 50256,
 }
-GPT2_MEDIUM = {**GPT2, "n_embd": 1024, "n_layer": 24, "n_head": 16}
-GPT2_LARGE = {**GPT2, "n_embd": 1280, "n_layer": 36, "n_head": 20}
+GPT2_MEDIUM = {**GPT2, "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16}
+GPT2_LARGE = {**GPT2, "hidden_size": 1280, "num_hidden_layers": 36, "num_attention_heads": 20}
 
 BUILT_IN = {  # content of config.json
     "tiny-qwen2": TINY_QWEN2,
@@ -138,7 +136,6 @@ HUB_IDS = {
 }  # of their weights
 NO_DROPOUT = dict.fromkeys(HUB_IDS, " (its dropouts are 0, those of the published model 0.1)")
 HUB_STAND_INS = {"Qwen/Qwen2.5-0.5B": "Qwen2.5-0.5B"}
-HUB_TIMEOUT, HUB_PATIENCE = 2.0, 5.0  # seconds, of one operation and of all
 LARGEST_CONFIG = 1 << 24  # bytes
 _BUILT_IN_SOURCE = "built-in architecture"
 SPLIT_BY_TP = {  # of which every tp rank takes an equal share
@@ -151,30 +148,33 @@ SPLIT_BY_TP = {  # of which every tp rank takes an equal share
 def resolve(model_name: str, num_layers: int | None = None) -> tuple[dict, str]:
     """The config of a model as a dict, and a sentence on where it came from.
 
-    For a config.json, the dict holds the keys from which transformers builds the family's model, and the sentence names the unknown
-    keys (lockstep/inputs/model_config.py). `num_layers` replaces the depth. Raises UserError for a name that is not built in, not a
-    folder with a config.json and not available from the hub, and for a config.json that asks for something unsupported.
+    For a config.json, the dict is what transformers' own config object says, in the names that all architectures share (`hidden_size`,
+    not `n_embd`). `num_layers` replaces the depth. Raises UserError for a name that is not built in, not a folder with a config.json and
+    not available from the hub, and for a config.json that is no causal language model of transformers.
     """
-    architecture, source = find(model_name)
-    if is_built_in(source):
-        architecture = model_config.in_common_names(copy.deepcopy(architecture))
-    else:
-        architecture, unknown = model_config.checked(
-            architecture, f"--model_name {model_name}: its config.json"
-        )
-        if unknown:
-            listed = printable(", ".join(unknown), 200)
-            source += f" (without {listed}: unknown to transformers' {architecture['model_type']})"
+    content, source = find(model_name)
+    architecture = copy.deepcopy(content)
+    if not is_built_in(source):
+        architecture = shapes.as_transformers_says(content, f"--model_name {model_name}: its config.json")
     if num_layers is not None:
-        depth = architecture["num_hidden_layers"]
-        if num_layers > depth:
+        depth = architecture.get("num_hidden_layers")
+        if depth is None or num_layers > depth:
             raise UserError(
                 f"--num_layers {num_layers}: {model_name} has {depth} layers; ask for 1 to {depth}, or for all"
             )
+        # what is said of each layer, such as layer_types, is cut with them
+        architecture = {
+            key: value[:num_layers] if isinstance(value, list) and len(value) == depth else value
+            for key, value in architecture.items()
+        }
         architecture["num_hidden_layers"] = num_layers
-        if architecture.get("layer_types"):
-            architecture["layer_types"] = architecture["layer_types"][:num_layers]
     return architecture, source
+
+
+def in_words(architecture: dict) -> str:
+    """The size of a model, for people."""
+    depth = architecture.get("num_hidden_layers")
+    return f"{architecture['model_type']}" if depth is None else f"{depth} layers"
 
 
 def is_built_in(source: str) -> bool:
@@ -210,55 +210,6 @@ def find(model_name: str) -> tuple[dict, str]:
     )
 
 
-def hub_file(repo: str, filename: str) -> tuple[Path | None, str]:
-    """One file of a hub repository: its cached path and "", or None and the reason in a few words."""
-    if repo.count("/") != 1 or os.path.isabs(repo):
-        return None, "not a hub id of the form owner/name"
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    from huggingface_hub import (
-        constants,
-        hf_hub_download,
-        hf_hub_url,
-        try_to_load_from_cache,
-    )
-    from huggingface_hub.errors import (
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-    )
-
-    try:
-        cached = try_to_load_from_cache(repo, filename)
-        if isinstance(cached, str):
-            return Path(cached), ""
-        if constants.HF_HUB_OFFLINE:
-            return None, "HF_HUB_OFFLINE is set and the file is not cached"
-        if not hub_answers(hf_hub_url(repo, filename)):  # hf_hub_download would retry for half a minute
-            return None, "the hub cannot be reached and the file is not cached"
-        return Path(hf_hub_download(repo, filename)), ""
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        return None, first_line(error)
-
-
-def hub_answers(url: str) -> bool:
-    """Whether a server answers for this address at all, be it with "not found", within HUB_PATIENCE seconds."""
-    answer: list[bool] = []
-    asking = threading.Thread(target=lambda: answer.append(_answers(url)), daemon=True)
-    asking.start()  # a name server that is silent is not bound by the timeout of a connection
-    asking.join(HUB_PATIENCE)
-    return answer == [True]
-
-
-def _answers(url: str) -> bool:
-    try:
-        urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=HUB_TIMEOUT).close()
-    except urllib.error.HTTPError:
-        return True
-    except (OSError, ValueError, http.client.HTTPException):  # no network, or no address that could be asked
-        return False
-    return True
-
-
 def _read_config(path: Path) -> dict:
     config = read_json(path, limit=LARGEST_CONFIG)
     if not isinstance(config, dict):
@@ -267,13 +218,13 @@ def _read_config(path: Path) -> dict:
 
 
 def tensor_parallel_problem(architecture: dict, tp_size: int) -> str | None:
-    """Why this architecture cannot be sharded over tp_size ranks, in a sentence, or None."""
+    """Why this project's own tensor parallelism cannot shard this architecture over tp_size ranks, in a sentence, or None."""
     if tp_size == 1:
         return None
-    if architecture["model_type"] == "gpt2":
+    if architecture["model_type"] not in LIKE_LLAMA:
         return (
-            f"--tp_size {tp_size}: transformers has no tensor-parallel plan for GPT-2, whose c_attn holds q, k and v in one matrix; "
-            "choose --tp_size 1"
+            f"--tp_size {tp_size}: layers of {', '.join(LIKE_LLAMA)} are cut here, and the model is {architecture['model_type']}; choose "
+            "--tp_size 1, or transformers' own tensor parallelism (examples/transformers_tp.py)"
         )
     for key, what in SPLIT_BY_TP.items():
         if architecture[key] % tp_size:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lockstep.inputs import weights
+from lockstep.inputs import modules, weights
 from lockstep.inputs.shapes import from_config
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ def build_model(
     torch.manual_seed(seed)
     with no_init_weights() if init_weights_path else contextlib.nullcontext():
         model = from_config(architecture, attn_impl=attn_impl)
+    modules.remember(model)
     sums = weights.load(init_weights_path, model) if init_weights_path else None
     return model, sums
 

@@ -1,42 +1,64 @@
-"""Modules by their role, with the names that transformers gives them.
+"""Modules by their role: the embedding, the layers, the head.
 
-Code that needs the embedding, the head or a layer's blocks asks here. Only faults name the tensors that they break.
+The names are found in the model itself (`find`). Code that needs the embedding, the head or a layer's blocks asks here. Only faults name
+the tensors that they break.
 """
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    import torch
 
-HEAD = "lm_head"  # in all families; its output is the logits, and its weight may be the embedding's
-HEAD_WEIGHT = f"{HEAD}.weight"
-EMBEDDING = "embedding"  # as a part of a model, beside its layers and HEAD
+HEAD = "lm_head"  # as a part of a model, beside its layers and EMBEDDING
+EMBEDDING = "embedding"
+_REMEMBERED = "lockstep_names"
 
 
 @dataclass(frozen=True)
 class Names:
-    """The names of one naming scheme. Those of `attention` and `mlp` are inside a layer."""
+    """The names in one model; "" for what it does not have. Those of `attention` and `mlp` are inside a layer."""
 
     base: str  # all but the head
     embedding: str  # of the tokens
     layers: str  # a list, in order of execution
+    head: str  # its output is the logits, and its weight may be the embedding's
     attention: str
     mlp: str
     not_on_heads: tuple[
         str, ...
-    ]  # ends of names inside the attention whose last dim is not that of the heads
-    buffers: tuple[str, ...]  # how the names of what a published file holds beside the parameters end
+    ]  # ends of names inside the attention whose last dim is not that of the heads; () if that is not known
+    linears: tuple[str, ...]  # linear layers without a bias
+    biased: tuple[str, ...]  # and with one
     linear_is_transposed: bool = False  # linear layers but the head hold W^T, as transformers' Conv1D does
 
     @property
     def embedding_weight(self) -> str:
         return f"{self.embedding}.weight"
 
+    @property
+    def head_weight(self) -> str:
+        return f"{self.head}.weight"
+
+    @property
+    def logits(self) -> str:
+        """The captured tensor that the loss is computed from."""
+        return f"forward/{self.head}"
+
+    @property
+    def logits_gradient(self) -> str:
+        return f"backward/{self.head}"
+
     def layer_of(self, name: str) -> int:
         """The number of the layer that a tensor belongs to, from 0; -1 if it belongs to none."""
         number, inside, _ = name.removeprefix(f"{self.layers}.").partition(".")
-        is_layer = name.startswith(f"{self.layers}.") and inside and number.isascii() and number.isdigit()
+        is_layer = (
+            bool(self.layers)
+            and name.startswith(f"{self.layers}.")
+            and inside
+            and number.isascii()
+            and number.isdigit()
+        )
         return int(number) if is_layer and len(number) < 6 else -1
 
     def unit_of(self, name: str) -> str | int:
@@ -46,45 +68,68 @@ class Names:
 
     def is_on_heads(self, name: str) -> bool:
         """Whether the last dim of a captured output or input is that of the attention's heads."""
-        return f".{self.attention}." in name and not name.endswith(self.not_on_heads)
+        return (
+            bool(self.not_on_heads) and f".{self.attention}." in name and not name.endswith(self.not_on_heads)
+        )
 
 
-LLAMA = Names(
-    base="model",
-    embedding="model.embed_tokens",
-    layers="model.layers",
-    attention="self_attn",
-    mlp="mlp",
-    not_on_heads=("self_attn.o_proj",),
-    buffers=(".rotary_emb.inv_freq",),
-)
+# Inside the attention of these, the last dim of an output is that of the heads, but for the outputs named.
+NOT_ON_HEADS = {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), ("self_attn.o_proj",)),
+    "gpt2": ("attn.c_attn", "attn.c_proj", "attn.resid_dropout"),  # c_attn: q, k and v beside each other
+}
+# The architectures whose layers this project cuts itself, over tp, pp and cp.
+LIKE_LLAMA = ("llama", "mistral", "qwen2", "qwen3")
 
 
-GPT2 = Names(
-    base="transformer",
-    embedding="transformer.wte",
-    layers="transformer.h",
-    attention="attn",
-    mlp="mlp",
-    not_on_heads=("attn.c_attn", "attn.c_proj", "attn.resid_dropout"),  # c_attn: q, k and v beside each other
-    buffers=(".attn.bias", ".attn.masked_bias"),
-    linear_is_transposed=True,
-)
-SCHEMES = {"gpt2": GPT2}  # by model_type; all others are like Llama
+def find(model: "torch.nn.Module") -> Names:
+    """The names in a whole model, of transformers or of a user's own."""
+    import torch
+
+    config = getattr(model, "config", None)
+    kind = getattr(config, "model_type", "")
+    names = {id(module): name for name, module in model.named_modules()}
+    if hasattr(model, "get_input_embeddings"):
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    else:
+        embedding = next((m for m in model.modules() if isinstance(m, torch.nn.Embedding)), None)
+        head = next((m for m in reversed([*model.modules()]) if isinstance(m, torch.nn.Linear)), None)
+    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
+    layers = max(lists, key=lambda each: sum(p.numel() for p in each.parameters()), default=None)
+    inside = [name for name, _ in layers[0].named_children()] if layers else []
+    linears = {
+        name: getattr(module, "bias", None) is not None
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) or type(module).__name__ == "Conv1D"
+    }
+    base = getattr(model, "base_model_prefix", "")
+    return Names(
+        base=base if base in dict(model.named_children()) else "",
+        embedding=names.get(id(embedding), ""),
+        layers=names.get(id(layers), ""),
+        head=names.get(id(head), ""),
+        attention=next((name for name in inside if "att" in name), ""),
+        mlp=next((name for name in inside if "mlp" in name), ""),
+        not_on_heads=NOT_ON_HEADS.get(kind, ()),
+        linears=tuple(name for name, biased in linears.items() if not biased),
+        biased=tuple(name for name, biased in linears.items() if biased),
+        linear_is_transposed=any(type(module).__name__ == "Conv1D" for module in model.modules()),
+    )
 
 
-def names_of(architecture: dict) -> Names:
-    """The names in a model of this architecture."""
-    return SCHEMES.get(architecture["model_type"], LLAMA)
+def names_in(model: "torch.nn.Module") -> Names:
+    """The names in a live model, sharded or a stage of a pipeline, which was remembered when it was whole (`remember`)."""
+    return getattr(model, _REMEMBERED, None) or find(model)
 
 
-def names_in(model: "PreTrainedModel") -> Names:
-    """The names in a live model, sharded or not."""
-    return names_of({"model_type": model.config.model_type})
+def remember(model: "torch.nn.Module") -> None:
+    """Keep the names of a whole model with it."""
+    setattr(model, _REMEMBERED, find(model))
 
 
-def is_tied(model: "PreTrainedModel") -> bool:
+def is_tied(model: "torch.nn.Module") -> bool:
     """Whether embedding and head of a live model share one Parameter. A stage of a pipeline that has not both has none to share."""
-    here = dict(model.named_modules())
-    head, embedding = (here.get(name) for name in (HEAD, names_in(model).embedding))
-    return head is not None and embedding is not None and head.weight is embedding.weight
+    names, here = names_in(model), dict(model.named_modules())
+    head, embedding = (here.get(name) for name in (names.head, names.embedding))
+    own, other = (getattr(module, "weight", None) for module in (head, embedding))
+    return own is not None and own is other

@@ -1,22 +1,26 @@
-"""Names and shapes of a model's parameters, and settings of its modules, from transformers' own model on torch's meta device.
+"""What a model is: names and shapes of its parameters, settings of its modules, from the model itself on torch's meta device.
 
-Importing this imports neither torch nor transformers. Building a model does, which takes four seconds, so `parameter_shapes` keeps what it
-found in the cache folder.
+Importing this imports neither torch nor transformers. Building a model does, which takes four seconds, so `describe` keeps what it found in the
+cache folder.
 """
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import hashlib
 import importlib.metadata
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lockstep import files
 from lockstep.errors import UserError, first_line
 from lockstep.files import read_json, write_text
-from lockstep.inputs import token_cache
+from lockstep.inputs import modules
+from lockstep.inputs.modules import Names
 
 if TYPE_CHECKING:
     import torch
@@ -28,14 +32,22 @@ Shapes = dict[str, tuple[int, ...]]
 Settings = dict[str, dict[str, list[str]]]
 
 
-def parameter_shapes(architecture: dict) -> Shapes:
-    """Name -> shape of every trained tensor, tied ones once. Raises UserError if transformers cannot build the model."""
-    return dict(_described(json.dumps(architecture, sort_keys=True))[0])
+# Keys of a config.json that are about files, outputs or generation. The model does not depend on them.
+OF_FILES = (
+    "_name_or_path", "architectures", "attn_implementation", "_attn_implementation", "dtype", "torch_dtype", "id2label", "label2id",
+    "output_attentions", "output_hidden_states", "problem_type", "return_dict", "transformers_version", "use_cache",
+)  # fmt: skip
 
 
-def module_settings(architecture: dict) -> Settings:
-    """What `settings_of` finds in the model. Raises UserError if transformers cannot build it."""
-    return _described(json.dumps(architecture, sort_keys=True))[1]
+@dataclass(frozen=True)
+class Description:
+    """What a model is, without its numbers."""
+
+    parameters: Shapes  # name -> shape of every trained tensor, tied ones once
+    settings: Settings  # see `settings_of`
+    names: Names
+    tied: bool  # whether embedding and head share their weight
+    other_dtypes: dict[str, str]  # parameters that are not float32
 
 
 def settings_of(model: "torch.nn.Module") -> Settings:
@@ -51,57 +63,131 @@ def settings_of(model: "torch.nn.Module") -> Settings:
     return found
 
 
+def as_transformers_says(content: dict, where: str) -> dict:
+    """A config.json as the config object of transformers has it, with the names of keys that all architectures share.
+
+    Raises UserError, beginning with `where`, if transformers has no such causal language model.
+    """
+    return json.loads(_configured(json.dumps(content, sort_keys=True), where))
+
+
 @functools.lru_cache(maxsize=16)
-def _described(architecture: str) -> tuple[Shapes, Settings]:
+def _configured(content: str, where: str) -> str:
+    try:
+        with quiet():
+            from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+            config = transformers_config(json.loads(content))
+            if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+                raise ValueError(f"model_type {config.model_type} has no causal language model")
+            common = {own: name for name, own in config.attribute_map.items()}
+            found = {
+                common.get(key, key): value for key, value in config.to_dict().items() if key not in OF_FILES
+            }
+            return json.dumps(found)
+    except Exception as error:  # noqa: BLE001 - transformers raises anything for a config that is none
+        raise UserError(
+            f"{where}: transformers cannot read it ({first_line(error)}); correct it, or fetch the model again"
+        ) from error
+
+
+def describe(architecture: dict) -> Description:
+    """The description of the model. Raises UserError if it cannot be built."""
+    return _described(json.dumps(architecture, sort_keys=True))
+
+
+def require_trainable(architecture: dict, where: str) -> None:
+    """Raise UserError, beginning with `where`, for a model that no two strategies could train alike."""
+    model = describe(architecture)
+    for attribute, modules_with in model.settings.items():
+        active = next((value for value in modules_with if float(value) > 0), None)
+        if active and (attribute == "p" or "drop" in attribute):
+            keys = ", ".join(key for key, value in architecture.items() if "drop" in key and value)
+            raise UserError(
+                f"{where}: dropout of {active} in {modules_with[active][0]}: every strategy would drop different elements; set it to 0 in "
+                f"config.json ({keys})"
+            )
+    if model.other_dtypes:
+        name, dtype = next(iter(model.other_dtypes.items()))
+        raise UserError(
+            f"{where}: {name} is {dtype}, and all parameters must be float32 at the start; choose another model"
+        )
+
+
+def parameter_shapes(architecture: dict) -> Shapes:
+    return dict(describe(architecture).parameters)
+
+
+@functools.lru_cache(maxsize=16)
+def _described(architecture: str) -> Description:
     path = _kept_at(architecture)
     kept = _read(path, architecture)
     if kept is not None:
         return kept
-    model = build_empty(json.loads(architecture), attn_impl="sdpa")
+    model = build_empty(json.loads(architecture), attn_impl="eager")  # every model has it
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    found = shapes, settings_of(model)
+    other = {
+        name: str(parameter.dtype)
+        for name, parameter in model.named_parameters()
+        if str(parameter.dtype) != "torch.float32"
+    }
+    found = Description(shapes, settings_of(model), modules.find(model), modules.is_tied(model), other)
     with contextlib.suppress(UserError):  # the next run builds the model again
-        write_text(path, json.dumps({"found": found, "sha256": _seal(architecture, found)}))
+        content = dataclasses.asdict(found)
+        write_text(path, json.dumps({"found": content, "sha256": _seal(architecture, content)}))
     return found
 
 
 def _kept_at(architecture: str) -> Path:
-    """Another version of torch, transformers or this file may find other shapes."""
+    """Another version of torch, transformers or this file may find another model."""
     libraries = [importlib.metadata.version(name) for name in ("torch", "transformers")]
-    key = json.dumps([architecture, *libraries, Path(__file__).read_text(encoding="utf-8")])
-    return token_cache.default_folder() / f"shapes-{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+    sources = [Path(file).read_text(encoding="utf-8") for file in (__file__, modules.__file__)]
+    key = json.dumps([architecture, *libraries, *sources])
+    return files.cache_folder() / f"model-{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
 
 
-def _read(path: Path, architecture: str) -> tuple[Shapes, Settings] | None:
+def _read(path: Path, architecture: str) -> Description | None:
     """What was kept; None if it is not there or not what was written."""
     try:
         content = read_json(path)
-        shapes, settings = content["found"]
-        found = {name: tuple(shape) for name, shape in shapes.items()}, settings
-        return found if content["sha256"] == _seal(architecture, found) else None
+        found = content["found"]
+        if content["sha256"] != _seal(architecture, found):
+            return None
+        return description_of(found)
     except (UserError, LookupError, TypeError, ValueError, AttributeError):
         return None
 
 
-def _seal(architecture: str, found: tuple[Shapes, Settings]) -> str:
-    return hashlib.sha256(json.dumps([architecture, found]).encode()).hexdigest()
+def description_of(content: dict) -> Description:
+    """The description that was written as JSON (`dataclasses.asdict`)."""
+    names = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in content["names"].items()
+    }
+    return Description(
+        {name: tuple(shape) for name, shape in content["parameters"].items()},
+        content["settings"],
+        Names(**names),
+        content["tied"],
+        content["other_dtypes"],
+    )
 
 
-def has_biases(architecture: dict) -> bool:
-    """Whether any layer of the model has a bias."""
-    return any(name.endswith(".bias") for name in parameter_shapes(architecture))
+def _seal(architecture: str, found: dict) -> str:
+    return hashlib.sha256(json.dumps([architecture, found], sort_keys=True).encode()).hexdigest()
 
 
-def build_empty(architecture: dict, *, attn_impl: str) -> "PreTrainedModel":
+def build_empty(architecture: dict, *, attn_impl: str) -> "torch.nn.Module":
     """The model on the meta device: names and shapes without numbers. Does not change the random state.
 
-    Raises UserError if transformers cannot build the model.
+    Raises UserError if it cannot be built.
     """
     import torch
 
     try:
-        with torch.device("meta"), torch.random.fork_rng(devices=[]):
+        with quiet(), torch.device("meta"), torch.random.fork_rng(devices=[]):
             return from_config(architecture, attn_impl=attn_impl)
+    except UserError:
+        raise
     except Exception as error:  # noqa: BLE001 - transformers and torch raise anything for an architecture that is none
         raise UserError(f"no model can be built from this architecture ({first_line(error)})") from error
 
@@ -131,6 +217,12 @@ def from_config(
     )
     model.tie_weights()
     return model.train()
+
+
+def use_eager_experts(model: "torch.nn.Module") -> None:
+    """Let a mixture of experts loop over its experts: the grouped product has neither float64 nor strides of zero. Others stay as they are."""
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")
 
 
 def transformers_config(architecture: dict) -> "PreTrainedConfig":

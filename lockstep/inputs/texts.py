@@ -17,7 +17,7 @@ from typing import NoReturn
 
 from lockstep.errors import UserError, first_line
 from lockstep.files import require_regular
-from lockstep.inputs.architectures import hub_answers
+from lockstep.inputs.hub import hub_answers
 
 BUILT_IN_CORPUS = "builtin"
 HUB = os.environ.get("HF_ENDPOINT", "https://huggingface.co")

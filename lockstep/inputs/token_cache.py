@@ -32,12 +32,6 @@ SHORT = 1 << 20  # bytes of text
 SETTLED = 2.0  # seconds: a file changed this lately may change again and keep its time
 
 
-def default_folder() -> Path:
-    """$XDG_CACHE_HOME/lockstep, else ~/.cache/lockstep."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return Path(base if os.path.isabs(base) else os.path.expanduser("~/.cache")) / "lockstep"
-
-
 def corpus_tokens(dataset_name: str, tokenizer: Tokenizer, folder: Path) -> tuple[InMemory | TokenFile, str]:
     """(the tokens of a corpus, with a separator after every document; their SHA-256).
 

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from lockstep.errors import UserError, first_line, printable
 from lockstep.files import require_regular
-from lockstep.inputs.architectures import BUILT_IN, HUB_STAND_INS, hub_file
+from lockstep.inputs.architectures import BUILT_IN, HUB_STAND_INS
+from lockstep.inputs.hub import hub_file
 
 if TYPE_CHECKING:
     import tokenizers

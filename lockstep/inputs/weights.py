@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from lockstep.errors import UserError, printable
 from lockstep.files import write_atomically
 from lockstep.inputs import modules, weight_files
-from lockstep.inputs.shapes import parameter_shapes
+from lockstep.inputs.shapes import describe, parameter_shapes
 from lockstep.inputs.weight_files import FLOATS, INDEX, Contents
 
 if TYPE_CHECKING:
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _ANOTHER = "write a file for this model under another name with train_ddp.py --save_init_weights"
-_HEAD = modules.HEAD_WEIGHT
+# Tables that files hold beside the parameters.
+_TABLES = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 _PIECE = 1 << 22  # elements looked at at a time
 
 
@@ -134,7 +135,7 @@ def check(
         raise UserError(f"{where}: the name must end in .safetensors, {INDEX} or .pt")
     if not os.path.exists(path):
         raise UserError(f"{where}: no such file; run train_ddp.py with --save_init_weights first")
-    contents = _whole_names(weight_files.read(path, where, checksums=True), modules.names_of(architecture))
+    contents = _whole_names(weight_files.read(path, where, checksums=True), describe(architecture).names)
     _check_names_and_shapes(contents, where, architecture, fewer_layers)
     about = contents.about
     if about is not None:
@@ -180,7 +181,8 @@ def _whole_names(contents: Contents, names: modules.Names) -> Contents:
     ):
         return contents
     tensors = {
-        name if name == _HEAD else f"{names.base}.{name}": stored for name, stored in contents.tensors.items()
+        name if name == names.head_weight else f"{names.base}.{name}": stored
+        for name, stored in contents.tensors.items()
     }
     return dataclasses.replace(contents, tensors=tensors)
 
@@ -206,7 +208,7 @@ def _check_names_and_shapes(contents: Contents, where: str, architecture: dict, 
             continue
         hint = (
             "; add --num_layers to leave layers out"
-            if contents.about is None and modules.names_of(architecture).layer_of(name) >= depth
+            if contents.about is None and describe(architecture).names.layer_of(name) >= depth
             else ""
         )
         raise UserError(f"{where}: tensor {printable(name, 200)} is not part of the model{hint}; {remedy}")
@@ -218,26 +220,27 @@ def _check_names_and_shapes(contents: Contents, where: str, architecture: dict, 
 
 def _may_be_left_out(name: str, depth: int, architecture: dict, fewer_layers: bool) -> bool:
     """Whether a foreign file may hold this tensor: a layer that was cut, the head of a tied model, or a table such as the rotary one."""
-    names = modules.names_of(architecture)
-    tied_head = name == _HEAD and architecture.get("tie_word_embeddings", False)
-    return tied_head or name.endswith(names.buffers) or (fewer_layers and names.layer_of(name) >= depth)
+    names = describe(architecture).names
+    tied_head = name == names.head_weight and describe(architecture).tied
+    return tied_head or name.endswith(_TABLES) or (fewer_layers and names.layer_of(name) >= depth)
 
 
 def _check_tied_head(contents: Contents, where: str, architecture: dict) -> None:
     """If the file holds a head and the model ties it, the head must be equal to the embedding."""
     import numpy as np
 
-    if _HEAD not in contents.tensors or not architecture.get("tie_word_embeddings", False):
+    model = describe(architecture)
+    tied, head_weight = model.names.embedding_weight, model.names.head_weight
+    if head_weight not in contents.tensors or not model.tied:
         return
-    tied = modules.names_of(architecture).embedding_weight
-    head, embedding = contents.tensors[_HEAD], contents.tensors[tied]
+    head, embedding = contents.tensors[head_weight], contents.tensors[tied]
     if (
         head.shape != embedding.shape
         or head.dtype not in FLOATS
         or not np.array_equal(head.float32(), embedding.float32())
     ):
         raise UserError(
-            f"{where}: {_HEAD} is not {tied}, and the model has one for both (tie_word_embeddings); set "
+            f"{where}: {head_weight} is not {tied}, and the model has one for both (tie_word_embeddings); set "
             "tie_word_embeddings to false in config.json, or use the model it was written with"
         )
 

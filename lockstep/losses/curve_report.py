@@ -6,6 +6,7 @@ from pathlib import Path
 
 from lockstep.errors import printable
 from lockstep.files import FIGURE, write_atomically
+from lockstep.inputs.architectures import in_words
 from lockstep.losses import drawing
 from lockstep.losses.curves import (
     DERIVED_STEPS,
@@ -102,7 +103,7 @@ def _title(run: dict) -> str:
     """What was trained, in one line that is safe on a terminal."""
     config = run["config"]
     return (
-        f"{printable(config['model_name'], 60)}, {run['architecture']['num_hidden_layers']} layers, "
+        f"{printable(config['model_name'], 60)}, {in_words(run['architecture'])}, "
         f"{config['precision']}, learning rate {config['learning_rate']:g}"
     )
 

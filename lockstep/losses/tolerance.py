@@ -206,6 +206,8 @@ def is_fresh(run: dict, first_loss: float) -> bool:
     lower, by at most as much. This much is allowed to a run whose weights, by its own record, were drawn from a seed.
     """
     architecture = run["architecture"]
+    if not (architecture.get("initializer_range") and architecture.get("hidden_size")):
+        return False
     spread = fresh_spread(architecture)
     expected = math.log(architecture["vocab_size"]) + spread**2 / 2
     lower = 3 * spread

@@ -19,9 +19,10 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lockstep import files
 from lockstep.errors import UserError
 from lockstep.files import read_json, write_text
-from lockstep.inputs import modules, token_cache
+from lockstep.inputs import modules
 from lockstep.inputs.shapes import from_config, quiet
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ def _kept(
     libraries = [importlib.metadata.version(name) for name in ("torch", "transformers")]
     key = json.dumps([asked, libraries, Path(__file__).read_text(encoding="utf-8")])
     name = hashlib.sha256(key.encode()).hexdigest()
-    path = token_cache.default_folder() / f"activations-{name[:32]}.json"
+    path = files.cache_folder() / f"activations-{name[:32]}.json"
     try:
         content = read_json(path)
         if content["of"] == name and all(type(content[field.name]) is int for field in fields(Activations)):
@@ -284,7 +285,11 @@ def _phases(model: Any, live: Any, whole_layers: bool) -> Iterator[None]:
 
         return whole
 
-    handles = [model.get_submodule(modules.HEAD).register_forward_pre_hook(lambda *_: live.enter("forward"))]
+    handles = [
+        model.get_submodule(modules.names_in(model).head).register_forward_pre_hook(
+            lambda *_: live.enter("forward")
+        )
+    ]
     for name, parameter in model.named_parameters():
         if layer_of(name) >= 0:
             left[layer_of(name)] += 1

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from lockstep import strategies
 from lockstep.errors import UserError
 from lockstep.inputs import modules
-from lockstep.inputs.shapes import parameter_shapes
+from lockstep.inputs.shapes import describe, parameter_shapes
 from lockstep.memory import activations
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ def of(config: "Config", architecture: dict) -> Plan:
     rank = Rank(
         config,
         architecture["hidden_size"],
-        modules.names_of(architecture),
+        describe(architecture).names,
         parameter_shapes(activations.local_architecture(architecture, config.tp_size)),
         activations.of(config, architecture),
         parameter_shapes(architecture),

@@ -12,7 +12,6 @@ import math
 from dataclasses import dataclass, replace
 
 from lockstep.errors import UserError
-from lockstep.inputs import modules
 from lockstep.memory import activations
 from lockstep.memory.plan import (
     BFLOAT16,
@@ -110,7 +109,7 @@ def sizes_of(rank: Rank) -> Sizes:
     # Until the last micro batch nothing is reduced, and whole gradients are kept; or their reduced shards, of each micro batch.
     accumulates = config.gradient_accumulation_steps > 1
     keeps_whole = accumulates and own.gradient_sync == "last"
-    head = 0 if rank.tied or keeps_whole else math.prod(rank.shapes[modules.HEAD_WEIGHT]) * computed
+    head = 0 if rank.tied or keeps_whole else math.prod(rank.shapes[rank.names.head_weight]) * computed
     return Sizes(
         own=own,
         measured=_with_embedding(rank, measured, computed),

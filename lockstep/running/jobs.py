@@ -199,7 +199,7 @@ def preload(groups: list[Group]) -> None:
     import transformers.modeling_utils  # noqa: F401
 
     from lockstep.tensors import exact_run  # noqa: F401
-    from lockstep.tensors.layout import layout_of
+    from lockstep.tensors.trace import layout_of
     from lockstep.training import loop  # noqa: F401
 
     for strategy in {job.strategy for job in jobs} - {REFERENCE}:

@@ -45,7 +45,7 @@ def prepare(run: Planned) -> None:
 
     if run.config.capture_dir is not None:
         from lockstep.tensors import comparison  # noqa: F401
-        from lockstep.tensors.layout import layout_of
+        from lockstep.tensors.trace import layout_of
 
         layout_of(run.inputs.architecture, run.config.attn_impl)
 

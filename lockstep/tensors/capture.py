@@ -30,17 +30,10 @@ from torch.distributed.tensor import DTensor
 from lockstep.collective import gather_objects, stop_together
 from lockstep.errors import first_line
 from lockstep.files import remove_captured, why_not_written
-from lockstep.inputs import modules
 from lockstep.mesh import Coordinates, share
 from lockstep.tensors import manifest, step_file
-from lockstep.tensors.layout import (
-    BATCH,
-    SEQUENCE,
-    kinds_of,
-    layout_of,
-    named_outputs,
-    watched,
-)
+from lockstep.tensors.layout import BATCH, SEQUENCE, as_json, kinds_of
+from lockstep.tensors.trace import layout_of, named_outputs, watched
 from lockstep.training import compiled, cuts, recompute
 
 if TYPE_CHECKING:
@@ -89,7 +82,12 @@ class Capture:
         self.kinds = kinds_of(provenance["config"])
         self.num_tensors = 2 * len(self.layout.outputs) + len(self.kinds) * len(self.layout.parameters) + 2
         run = {key: value for key, value in provenance.items() if key != "origin"}
-        self.manifest: dict[str, Any] = {"origin": provenance["origin"], "run": run, "steps": {}}
+        self.manifest: dict[str, Any] = {
+            "origin": provenance["origin"],
+            "run": run,
+            "layout": as_json(self.layout),
+            "steps": {},
+        }
         self.writers: dict[str, bool] = {}
         self.unfinished: list[Path] = []
 
@@ -107,8 +105,12 @@ class Capture:
             module.register_forward_pre_hook(functools.partial(self._see_batch, places), with_kwargs=True)
             for module, places in called
         ]
-        hidden = functools.partial(compiled.is_hidden, modules.names_in(strategy.model), self.config.compile)
-        by_name = {name: module for name, module in watched(strategy.model) if not hidden(name)}
+        names = self.layout.names
+        by_name = {
+            name: module
+            for name, module in watched(strategy.model, names.base)
+            if not compiled.is_hidden(names, self.config.compile, name)
+        }
         for name in self.layout.inputs.keys() & by_name.keys():
             self.handles.append(
                 by_name[name].register_forward_pre_hook(
@@ -238,10 +240,10 @@ class Capture:
     def _see_inputs(
         self, module: str, _module: torch.nn.Module, arguments: tuple, options: dict[str, Any]
     ) -> None:
-        values = [*arguments, *options.values()]
-        for position, name in self.layout.inputs[module].items():
-            if position < len(values) and isinstance(values[position], torch.Tensor):
-                self._see(name, values[position])
+        given = {**{str(place): value for place, value in enumerate(arguments)}, **options}
+        for place, name in self.layout.inputs[module].items():
+            if isinstance(given.get(place), torch.Tensor):
+                self._see(name, given[place])
 
     def _see_outputs(self, module: str, _module: torch.nn.Module, _arguments: object, output: object) -> None:
         for name, tensor in named_outputs(module, output):
@@ -252,18 +254,18 @@ class Capture:
         if recompute.active():
             return
         if name not in self.layout.outputs:
-            if self.layout.is_further(name):
+            if self.layout.is_further(name) or name in self.layout.unknown:
                 return  # such as the probabilities that eager attention returns beside its output
             self.problem = (
                 self.problem
                 or f"capture of step {self.step}, rank {self.rank}: {name} was computed, but the model has no such module"
             )
             return
-        local, symbols = _local(tensor), self.layout.outputs[name]
+        local, symbols = self._with_sequence(name, _local(tensor)), self.layout.outputs[name]
         row = self._next_row(name, local)
         if row > 0 and symbols[0] != BATCH:
             return  # the same for every micro batch
-        if name == modules.HEAD:
+        if name == self.layout.names.head:
             self._summarise(local)
         self._try(self._write_placed, f"forward/{name}", local, symbols, row)
         if tensor.requires_grad and name in self.layout.backward:
@@ -271,11 +273,17 @@ class Capture:
             self._try(self._place, f"backward/{name}", local, symbols)
             tensor.register_hook(functools.partial(self._see_gradient, name, row))
 
+    def _with_sequence(self, name: str, local: torch.Tensor) -> torch.Tensor:
+        """A tensor whose first dim is all tokens of a micro batch, with that dim as two."""
+        if name not in self.layout.flat:
+            return local
+        return local.unflatten(0, (self.fed[0][0].shape[0], -1))
+
     def _see_gradient(self, name: str, row: int, gradient: torch.Tensor) -> None:
         if (name, row) in self.gradients_seen:
             return  # a zero-bubble schedule computes the gradients of weights later, from this gradient again
         self.gradients_seen.add((name, row))
-        local = _local(gradient) / self.loss_shares
+        local = self._with_sequence(name, _local(gradient)) / self.loss_shares
         self._try(self._write_placed, f"backward/{name}", local, self.layout.outputs[name], row)
 
     def _summarise(self, logits: torch.Tensor) -> None:

@@ -3,7 +3,6 @@
 import math
 
 from lockstep.errors import UserError
-from lockstep.inputs import modules
 from lockstep.inputs.data import global_batch_hash, window_hashes
 from lockstep.tensors.dump import Dump
 from lockstep.tensors.manifest import REMEDY, configuration
@@ -44,6 +43,10 @@ def require_comparable_dumps(one: Dump, other: Dump, *, same_steps: bool = True)
     if one.run["architecture"] != other.run["architecture"]:
         raise UserError(
             f"{pair}: their models differ; capture both with the same --model_name and --num_layers"
+        )
+    if one.layout != other.layout:
+        raise UserError(
+            f"{pair}: their models have other tensors; capture both with the same --model_name and --attn_impl"
         )
     for key, what in (("corpus_sha256", "corpora"), ("tokenizer", "tokenizers")):
         if one.run[key] != other.run[key]:
@@ -88,7 +91,7 @@ def configuration_differences(baseline: Dump, dump: Dump) -> dict[str, str]:
         {step: entry["learning_rate"] for step, entry in baseline.steps.items()},
     )
     if dump is baseline:
-        wanted = expected_contract(configuration(dump.run), dump.run["architecture"])
+        wanted = expected_contract(configuration(dump.run), dump.run["architecture"], dump.layout.model)
         rates = {step: rate_of(dump.run["config"], int(step), dump.run["num_steps"]) for step in dump.steps}
     found = contract_differences(on_any_mesh(wanted), on_any_mesh(dump.contract), KNOWN_DIFFERENCES)
     for step in sorted(dump.steps, key=int):
@@ -102,7 +105,7 @@ def require_summary(dump: Dump, step: int, norm: float) -> None:
     """Raise UserError unless the summaries of the logits are those of logits with this 2-norm."""
     summaries = dump.steps[str(step)]["logits"]
     said = math.sqrt(sum(one["rms"] ** 2 for one in summaries) / len(summaries))
-    held = norm / math.sqrt(math.prod(dump.expected(step)[f"forward/{modules.HEAD}"]))
+    held = norm / math.sqrt(math.prod(dump.expected(step)[dump.layout.names.logits]))
     if math.isfinite(held) and not math.isclose(said, held, rel_tol=SUMMED):
         raise UserError(
             f"{dump.folder}: step {step} records a root mean square of {said:.9g} for its logits, which is {held:.9g}; {REMEDY}"

@@ -24,7 +24,6 @@ from lockstep.config import Parser
 from lockstep.diagnosis.diagnose import Diagnosis, diagnose
 from lockstep.errors import UserError, run_program
 from lockstep.files import REPORTS, require_ours, require_writable_folder
-from lockstep.inputs import modules
 from lockstep.inputs.data import independent_tokens
 from lockstep.losses.curves import RANK_ULPS, RULES, loss_noise
 from lockstep.strategies import BASELINE, in_order
@@ -236,7 +235,7 @@ def _hold_records(strategy: str, dump: Dump, step: int, found: dict[str, Distanc
         if norm.inexact and alike and math.isfinite(norm.held):
             norm.float32 = _float32_error(dump, step, gradients, norm.held)
         result.norms.append(norm)
-    logits = f"forward/{modules.HEAD}"
+    logits = dump.layout.names.logits
     if logits in found:
         require_summary(dump, step, found[logits].own_norm)
 

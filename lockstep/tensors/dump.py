@@ -22,9 +22,8 @@ from safetensors import SafetensorError, safe_open
 
 from lockstep.errors import UserError, first_line, printable
 from lockstep.files import parse_json, require_regular
-from lockstep.inputs import modules
 from lockstep.tensors import manifest as manifest_file
-from lockstep.tensors.layout import Layout, kinds_of, layout_of
+from lockstep.tensors.layout import Layout, from_json, kinds_of
 from lockstep.tensors.manifest import MANIFEST, REMEDY
 from lockstep.tensors.step_file import DTYPES, checksum, step_path
 from lockstep.training import compiled
@@ -66,10 +65,7 @@ class Dump:
         self.contract: dict = self.manifest.get("contract") or {}  # a reference has none
         if not self.contract and not self.exact:
             raise UserError(f"{folder}: the run was stopped before its contract was recorded; {REMEDY}")
-        try:
-            self.layout: Layout = layout_of(self.run["architecture"], self.run["config"]["attn_impl"])
-        except UserError as error:
-            raise UserError(f"{path}: run.architecture: {error}; {REMEDY}") from error
+        self.layout: Layout = from_json(self.manifest["layout"])
         self.missing = [(int(step), name) for step in self.steps for name in self._require_known(int(step))]
         self._places = {int(step): self._read_header(int(step)) for step in self.steps}
         if self.exact and self.missing:
@@ -121,9 +117,8 @@ class Dump:
                 raise UserError(
                     f"{path}: step {step}: {name} is {entry['shape']}, with this model and batch it must be {list(expected[name])}; {REMEDY}"
                 )
-            if (entry["dtype"] == "I64") != name.startswith("batch/") or (
-                self.exact and entry["dtype"] not in ("F64", "I64")
-            ):
+            whole = name.startswith("batch/") or name.removeprefix("forward/") in self.layout.choices
+            if (entry["dtype"] == "I64") != whole or (self.exact and entry["dtype"] not in ("F64", "I64")):
                 raise UserError(f"{path}: step {step}: {name} cannot be {entry['dtype']}; {REMEDY}")
         # Which further outputs a module has depends on its kernel, and all that is made of them is judged.
         return [
@@ -141,9 +136,11 @@ class Dump:
     def _is_hidden(self, name: str) -> bool:
         """Whether a tensor is inside of a compiled layer, where nothing is captured."""
         kind, _, module = name.partition("/")
-        names, backend = modules.names_of(self.run["architecture"]), self.run["config"].get("compile", "off")
+        backend = self.run["config"].get("compile", "off")
         return (
-            not self.exact and kind in ("forward", "backward") and compiled.is_hidden(names, backend, module)
+            not self.exact
+            and kind in ("forward", "backward")
+            and compiled.is_hidden(self.layout.names, backend, module)
         )
 
     def _read_header(self, step: int) -> dict:

@@ -1,88 +1,75 @@
-"""Turn a Hugging Face model into one that computes in float64 only.
+"""Make a model compute in float64: its own code, run in a mode in which float32 means float64.
 
-transformers casts to float32 inside its RMS norms, its softmax and its loss, so these are replaced here. torch's own LayerNorm computes
-in the dtype of its input. The rotary table stays the model's own float32 table: it is an input, the same for all runs.
+A model casts to float32 where low precision would hurt: in norms, softmax and loss. Inside `Float64` these casts are to float64, and so
+is the default dtype. What does not depend on the weights, such as a rotary table, is an input: it stays as the runs compute it, in
+float32.
 """
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-    from transformers.models.llama.modeling_llama import LlamaRMSNorm
-    from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
-    from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
-
-ATTENTION = "lockstep_float64"
-WITHOUT_EFFECT = {
-    "position_ids",
-    "use_cache",
-    "shift_labels",
-}  # arguments that transformers passes to an attention function
+from lockstep.inputs.shapes import use_eager_experts
 
 
-def attention(
-    module: Any,  # an attention module of any of the families
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    **others: object,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """softmax(q k^T scaling, causal) v in the dtype of its input; (B, H, S, D) -> (B, S, H, D), and the weights.
+class Float64(TorchFunctionMode):
+    """Inside, torch.float32 means torch.float64."""
 
-    With a window of W, position i sees the W positions i - W + 1 ... i (transformers/masking_utils.py). Raises ValueError for an
-    argument that it does not support: it would compute another model.
-    """
-    foreign = sorted(
-        name for name, value in others.items() if value is not None and name not in WITHOUT_EFFECT
-    )
-    if attention_mask is not None or dropout or foreign:
-        asked = foreign or ["attention_mask" if attention_mask is not None else "dropout"]
-        raise ValueError(
-            f"the model asks for {', '.join(asked)}, which the float64 attention does not support"
+    def __enter__(self) -> "Float64":
+        self._default = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        torch.set_default_dtype(self._default)
+
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if function is torch.Tensor.float:
+            function = torch.Tensor.double
+        args, kwargs = (
+            tree_map(lambda leaf: torch.float64 if leaf is torch.float32 else leaf, given)
+            for given in (args, kwargs or {})
         )
-    groups = query.shape[1] // key.shape[1]
-    key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
-    scores = query @ key.transpose(-2, -1) * scaling
-    positions = torch.arange(query.shape[2])
-    back = positions[:, None] - positions  # positions from a key to its query
-    hidden = back < 0 if sliding_window is None else (back < 0) | (back >= sliding_window)
-    probabilities = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
-    wanted = probabilities if module.config.gives_attention_weights else None
-    return (probabilities @ value).transpose(1, 2).contiguous(), wanted
+        return function(*args, **kwargs)
 
 
-def norm_forward(module: "Qwen2RMSNorm | Qwen3RMSNorm | LlamaRMSNorm", hidden: torch.Tensor) -> torch.Tensor:
-    """The forward pass of a Qwen2RMSNorm, Qwen3RMSNorm or LlamaRMSNorm, in the dtype of its input."""
-    return module.weight * (
-        hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + module.variance_epsilon)
-    )
-
-
-def loss_per_token(
-    logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, shift_labels: torch.Tensor, **_: Any
-) -> torch.Tensor:
-    """Cross-entropy of every position, (B * S,), in the dtype of the logits."""
-    return torch.nn.functional.cross_entropy(logits.flatten(0, -2), shift_labels.flatten(), reduction="none")
-
-
-def make_exact(model: "PreTrainedModel", *, attn_impl: str) -> None:
-    """Make a causal LM of the supported families compute in float64, in place. Its loss becomes one number per token.
-
-    With `attn_impl` "eager", attention modules return their weights too, as transformers' eager attention does.
-    """
-    from transformers import AttentionInterface
-
+def make_exact(model: torch.nn.Module, tables: Collection[str]) -> None:
+    """Give a model float64 weights, in place; call it inside of `Float64`. `tables` are the modules that stay as they are in the runs."""
+    use_eager_experts(model)
     model.double()
-    AttentionInterface.register(ATTENTION, attention)
-    model.config.gives_attention_weights = attn_impl == "eager"
-    model.config._attn_implementation = ATTENTION
-    for module in model.modules():
-        if type(module).__name__.endswith("RMSNorm"):
-            module.forward = norm_forward.__get__(module)
-    model.loss_function = loss_per_token
+    for name in tables:
+        _keep_float32(model.get_submodule(name))
+
+
+def _keep_float32(module: torch.nn.Module) -> None:
+    """Let a module compute as outside of the mode; what it returns is then widened."""
+    module.float()
+    forward = module.forward
+
+    def as_in_a_run(*args: Any, **kwargs: Any) -> Any:
+        given, named = _cast((args, kwargs), torch.float64, torch.float32)
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float32)
+        try:
+            with torch._C.DisableTorchFunction():
+                return _cast(forward(*given, **named), torch.float32, torch.float64)
+        finally:
+            torch.set_default_dtype(default)
+
+    module.forward = as_in_a_run
+
+
+def _cast(values: Any, here: torch.dtype, there: torch.dtype) -> Any:
+    return tree_map(
+        lambda leaf: leaf.to(there) if isinstance(leaf, torch.Tensor) and leaf.dtype is here else leaf, values
+    )

@@ -40,11 +40,13 @@ from lockstep.strategies import BASELINE
 from lockstep.tensors import dump, model_check
 from lockstep.tensors.capture import Capture
 from lockstep.tensors.comparison import require_comparable_dumps
-from lockstep.tensors.exact import make_exact
+from lockstep.tensors.exact import Float64, make_exact
 from lockstep.tensors.manifest import REFERENCE_LABEL as LABEL
+from lockstep.tensors.trace import layout_of
 from lockstep.training import initial_weights, rates
 from lockstep.training.loop import provenance
 from lockstep.training.optim import WeightAverage, gradient_of, held_whole, parameter_groups
+from lockstep.training.strategy import MicroBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -53,11 +55,11 @@ if TYPE_CHECKING:
 def build_reference(
     inputs: Inputs, *, seed: int, attn_impl: str, init_weights_path: Path | None
 ) -> "PreTrainedModel":
-    """The model in float64."""
+    """The model in float64, to be run in `Float64`."""
     model, _ = build_model(
-        inputs.architecture, seed=seed, attn_impl="sdpa", init_weights_path=init_weights_path
+        inputs.architecture, seed=seed, attn_impl=attn_impl, init_weights_path=init_weights_path
     )
-    make_exact(model, attn_impl=attn_impl)
+    make_exact(model, layout_of(inputs.architecture, attn_impl).tables)
     return model
 
 
@@ -78,12 +80,16 @@ class ReferenceStrategy:
             self.optimizer = torch.optim.SGD(groups, lr=config.learning_rate, foreach=False)
         self.average = WeightAverage(model, config.ema_decay) if config.ema_decay < 1 else None
 
-    def forward_backward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> list[float]:
-        """Gradient of the mean loss over the global batch (G, S); returns the mean loss of every DP rank's share."""
+    def forward_backward(self, micro_batches: list[MicroBatch]) -> list[float]:
+        """Gradient of the mean loss over the micro batches of all DP ranks, rank by rank; returns the mean loss of every rank's."""
         self.optimizer.zero_grad()
-        per_token = causal_lm_loss(self.model, input_ids, labels)
-        per_token.mean().backward()
-        return per_token.detach().view(self.config.dp_size, -1).mean(dim=-1).tolist()
+        losses = []
+        for input_ids, labels in micro_batches:
+            with Float64():
+                loss = causal_lm_loss(self.model, input_ids, labels)
+                (loss / len(micro_batches)).backward()
+            losses.append(loss.detach())
+        return torch.stack(losses).view(self.config.dp_size, -1).mean(dim=-1).tolist()
 
     def called(self) -> list[tuple[torch.nn.Module, dict[str, str | int]]]:
         return [(self.model, {"input_ids": "input_ids", "labels": "labels"})]
@@ -188,7 +194,7 @@ def _one_step(
     *,
     started_from: str = "",
 ) -> float:
-    """One captured step on the global batch, in the order of its DP ranks; returns the mean loss.
+    """One captured step on the micro batches of all DP ranks; returns the mean loss.
 
     `started_from` identifies the parameters of a replay, which makes no update.
     """
@@ -196,9 +202,9 @@ def _one_step(
     for group in strategy.optimizer.param_groups:
         group["lr"] = rate
     by_rank = [inputs.batches.micro_batches(index, dp_rank, "cpu") for dp_rank in range(config.dp_size)]
-    input_ids, labels = (torch.cat([pair[i] for micro in by_rank for pair in micro]) for i in (0, 1))
-    capture.begin(strategy, index + 1)
-    rank_losses = strategy.forward_backward(input_ids, labels)
+    micro_batches = [micro for of_rank in by_rank for micro in of_rank]
+    capture.begin(strategy, index + 1, micro_batches)
+    rank_losses = strategy.forward_backward(micro_batches)
     capture.gradients()
     grad_norm = strategy.grad_norm() if started_from else strategy.update()
     loss = sum(rank_losses) / len(rank_losses)
@@ -211,7 +217,7 @@ def _one_step(
         "rank_losses": rank_losses,
         "grad_norm": grad_norm,
         "learning_rate": rate,
-        "batch_hash": global_batch_hash(window_hashes([(input_ids, labels)])),
+        "batch_hash": global_batch_hash(window_hashes(micro_batches)),
     }
     if started_from:
         record["started_from"] = started_from

@@ -4,7 +4,7 @@ import math
 import statistics
 from dataclasses import dataclass, field
 
-from lockstep.inputs import modules
+from lockstep.inputs.modules import Names
 from lockstep.tensors.distance import Distance, Measured, Size
 from lockstep.tensors.dump import Dump
 
@@ -251,11 +251,11 @@ class Result:
 
         Such are gradients under a loss scale that is taken off again, or rotary tables of other positions.
         """
-        found = []
+        found, names = [], self.dumps[strategy].layout.names
         for step in map(int, self.dumps[strategy].steps):
             rows = [row for row in self.rows if (row.strategy, row.step) == (strategy, step)]
-            seen = _seen_by_gradients(rows, self.dumps[strategy].expected(step))
-            head = next((row for row in seen if row.name == f"backward/{modules.HEAD}"), None)
+            seen = _seen_by_gradients(rows, self.dumps[strategy].expected(step), names)
+            head = next((row for row in seen if row.name == names.logits_gradient), None)
             gradients = [row for row in rows if row.kind == "gradient" and row.judged]
             if self._ends_right(strategy, step, rows):
                 found += seen
@@ -267,8 +267,9 @@ class Result:
 
     def _ends_right(self, strategy: str, step: int, rows: list[Judgement]) -> bool:
         """Whether the batch, the logits, the losses and all gradients of parameters with their norm are right in a step."""
-        ends = {row.name: row for row in rows if _is_end(row)}
-        return f"forward/{modules.HEAD}" in ends and not (
+        names = self.dumps[strategy].layout.names
+        ends = {row.name: row for row in rows if _is_end(row, names)}
+        return names.logits in ends and not (
             any(row.too_far for row in ends.values())
             or not ends.keys().isdisjoint(self.dumps[strategy].steps[str(step)]["replicas_differ"])
             or any((strategy, step) == missing[:2] for missing in self.missing)
@@ -353,12 +354,14 @@ class Result:
         )
 
 
-def _is_end(row: Judgement) -> bool:
+def _is_end(row: Judgement, names: Names) -> bool:
     """Whether a tensor is no intermediate one: what goes into a step's forward pass, or what counts of its results."""
-    return row.kind in ("batch", "gradient") or row.name == f"forward/{modules.HEAD}"
+    return row.kind in ("batch", "gradient") or row.name == names.logits
 
 
-def _seen_by_gradients(rows: list[Judgement], shapes: dict[str, tuple[int, ...]]) -> list[Judgement]:
+def _seen_by_gradients(
+    rows: list[Judgement], shapes: dict[str, tuple[int, ...]], names: Names
+) -> list[Judgement]:
     """The intermediate tensors that are too far by so much that the gradients of matrices would have shown it."""
     coarsest = max(
         (
@@ -372,7 +375,7 @@ def _seen_by_gradients(rows: list[Judgement], shapes: dict[str, tuple[int, ...]]
         row
         for row in rows
         if row.too_far
-        and not _is_end(row)
+        and not _is_end(row, names)
         and row.kind in ("forward", "backward")
         and coarsest <= FINER * row.distance.relative < math.inf
     ]

@@ -1,29 +1,20 @@
-"""The tensors that a captured step of a model must hold, in order of execution, found in the model itself.
+"""The tensors that a captured step of a model must hold, in order of execution.
 
-They come from one forward and one backward pass on torch's meta device, which computes shapes only. Captured are
+Captured are
 
     MODULE          the output of a module (MODULE.1 for the second tensor of a tuple)
     MODULE.input    the input of a module, if it depends on the weights and is not captured already, such as the output of the
                     attention itself, which enters its output layer
 
-and, backward, the gradient of the loss with respect to each of them.
+and, backward, the gradient of the loss with respect to each of them. lockstep/tensors/trace.py finds them in the model itself. A dump
+holds the layout of its model, so reading one builds no model.
 """
 
-import functools
-import json
-from collections.abc import Iterator
+import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-import torch
-from torch.autograd.graph import Node
-
-from lockstep.errors import UserError, first_line
-from lockstep.inputs import modules
-from lockstep.inputs.shapes import build_empty
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from lockstep.inputs.modules import Names
+from lockstep.inputs.shapes import Description, description_of
 
 BATCH, SEQUENCE = "batch", "sequence"
 # of what a strategy holds per parameter
@@ -38,14 +29,38 @@ def kinds_of(config: dict) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
+class Choice:
+    """A discrete choice that the model makes, such as a router's of experts: the indices that `torch.topk` returned."""
+
+    call: int  # the number of the call of `torch.topk` in a forward pass, from 0
+    scores: str  # the captured tensor that the scores are computed from; "" if there is none
+
+
+@dataclass(frozen=True)
 class Layout:
     """The tensors of one model. Shapes are whole, not sharded; "batch" and "sequence" stand for those dims."""
 
+    model: Description
     outputs: dict[str, tuple]  # name -> shape of captured outputs and inputs, in order of execution
     backward: tuple[str, ...]  # those of them that have a gradient, in order of the backward pass
-    inputs: dict[str, dict[int, str]]  # module -> position among its arguments -> name of a captured input
+    inputs: dict[
+        str, dict[str, str]
+    ]  # module -> place among its arguments, a number or a name -> name of a captured input
     sources: dict[str, tuple[str, ...]]  # name -> the captured tensors that it is directly computed from
-    parameters: dict[str, tuple[int, ...]]  # name -> shape; tied ones once
+    flat: tuple[str, ...]  # those whose first dim is batch x sequence, and is captured as two
+    choices: dict[str, Choice]  # name of captured indices -> how they are chosen
+    unknown: tuple[
+        str, ...
+    ]  # outputs that are not captured: a dim follows neither the batch nor the sequence
+    tables: tuple[str, ...]  # modules whose output does not depend on the weights, such as a rotary table
+
+    @property
+    def names(self) -> Names:
+        return self.model.names
+
+    @property
+    def parameters(self) -> dict[str, tuple[int, ...]]:
+        return self.model.parameters
 
     def of_step(self, kinds: tuple[str, ...], rows: int, seq_length: int) -> dict[str, tuple[int, ...]]:
         """Name -> shape (rows of the global batch, ...) of all tensors of a step, in order of execution.
@@ -77,121 +92,24 @@ class Layout:
         return [name for name in (f"{module}.weight", f"{module}.bias") if name in self.parameters]
 
 
-def layout_of(architecture: dict, attn_impl: str) -> Layout:
-    """The layout of a model with this architecture (the fields of a Hugging Face config).
-
-    Raises UserError if transformers cannot build or run the model.
-    """
-    return _layout(json.dumps(architecture, sort_keys=True), attn_impl)
+def as_json(layout: Layout) -> dict:
+    return dataclasses.asdict(layout)
 
 
-@functools.lru_cache(maxsize=8)
-def _layout(architecture: str, attn_impl: str) -> Layout:
-    model = build_empty(json.loads(architecture), attn_impl=attn_impl)
-    try:
-        first, second = (_Trace(model, batch, sequence) for batch, sequence in ((2, 3), (4, 5)))
-    except Exception as error:  # noqa: BLE001 - transformers and torch raise anything for an architecture that is none
-        raise UserError(f"no model of this architecture can be run ({first_line(error)})") from error
-    symbols = {(2, 4): BATCH, (3, 5): SEQUENCE}
-    outputs = {
-        name: tuple(
-            a if a == b else symbols[a, b]
-            for a, b in zip(tensor.shape, second.tensors[name].shape, strict=True)
-        )
-        for name, tensor in first.tensors.items()
-    }
-    parameters = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    # The gradient of an output that is the same for all samples, as GPT-2's positions, is a sum over them: no rank has it.
-    backward = tuple(name for name in first.backward if outputs[name][:1] == (BATCH,))
-    return Layout(outputs, backward, first.inputs, first.sources(), parameters)
+def from_json(content: dict) -> Layout:
+    """The layout that a manifest holds; lockstep/tensors/manifest.py has its schema."""
 
+    def tuples(key: str) -> dict:
+        return {name: tuple(value) for name, value in content[key].items()}
 
-class _Trace:
-    """A forward and a backward pass over a batch of this size, and the tensors seen on the way."""
-
-    def __init__(self, model: "PreTrainedModel", batch: int, sequence: int):
-        self.tensors: dict[str, torch.Tensor] = {}  # kept alive, so that no storage is used twice
-        self.inputs: dict[str, dict[int, str]] = {}
-        self.backward: list[str] = []
-        self._seen: set[tuple[int, int]] = set()
-        handles = []
-        for name, module in watched(model):
-            handles.append(
-                module.register_forward_pre_hook(functools.partial(self._enter, name), with_kwargs=True)
-            )
-            handles.append(module.register_forward_hook(functools.partial(self._leave, name)))
-        with torch.device("meta"):
-            # a mask of four dims is taken as it is; without one transformers would look into the positions' values
-            mask = torch.zeros(batch, 1, sequence, sequence)
-            logits = model(
-                torch.zeros(batch, sequence, dtype=torch.int64), attention_mask=mask, use_cache=False
-            ).logits
-        logits.sum().backward()
-        for handle in handles:
-            handle.remove()
-
-    def _enter(self, module: str, _module: torch.nn.Module, arguments: tuple, options: dict) -> None:
-        for position, tensor in enumerate([*arguments, *options.values()]):
-            if (
-                isinstance(tensor, torch.Tensor)
-                and tensor.requires_grad
-                and _storage(tensor) not in self._seen
-            ):
-                number = len(self.inputs.setdefault(module, {}))
-                self.inputs[module][position] = f"{module}.input.{number}" if number else f"{module}.input"
-                self._note(self.inputs[module][position], tensor)
-
-    def _leave(self, module: str, _module: torch.nn.Module, _arguments: object, output: object) -> None:
-        for name, tensor in named_outputs(module, output):
-            self._note(name, tensor)
-
-    def _note(self, name: str, tensor: torch.Tensor) -> None:
-        self.tensors[name] = tensor
-        self._seen.add(_storage(tensor))
-        if tensor.requires_grad:
-            tensor.register_hook(lambda _gradient: self.backward.append(name))
-
-    def sources(self) -> dict[str, tuple[str, ...]]:
-        """Name -> the captured tensors that it is directly computed from, by autograd's graph."""
-        by_node: dict[Node | None, str] = {}
-        found: dict[str, tuple[str, ...]] = {}
-        for name, tensor in self.tensors.items():
-            node = tensor.grad_fn
-            if node in by_node:  # the same tensor under another name
-                found[name] = (by_node[node],)
-                continue
-            waiting: list[Node | None] = [node]
-            passed: set[Node] = set()
-            nearest: list[str] = []
-            while waiting:
-                here = waiting.pop()
-                if here in by_node:
-                    nearest.append(by_node[here])
-                elif here is not None and here not in passed:
-                    passed.add(here)
-                    waiting += [before for before, _ in here.next_functions]
-            found[name] = tuple(dict.fromkeys(other for other in self.tensors if other in nearest))
-            if node is not None:
-                by_node[node] = name
-        return found
-
-
-def watched(model: "PreTrainedModel") -> Iterator[tuple[str, torch.nn.Module]]:
-    """The modules whose outputs are captured, by name. Those of the model and its base model are outputs of modules inside them."""
-    base = modules.names_in(model).base
-    return ((name, module) for name, module in model.named_modules() if name not in ("", base))
-
-
-def named_outputs(module: str, output: object) -> list[tuple[str, torch.Tensor]]:
-    """(name, tensor) of the outputs of a module: MODULE, and MODULE.1, ... for the other tensors of a tuple."""
-    if isinstance(output, torch.Tensor):
-        return [(module, output)]
-    if type(output) is not tuple:
-        return []
-    tensors = [item for item in output if isinstance(item, torch.Tensor)]
-    return [(f"{module}.{number}" if number else module, tensor) for number, tensor in enumerate(tensors)]
-
-
-def _storage(tensor: torch.Tensor) -> tuple[int, int]:
-    """An identity that a tensor shares with its views in other shapes."""
-    return tensor.untyped_storage()._cdata, tensor.numel()
+    return Layout(
+        description_of(content["model"]),
+        tuples("outputs"),
+        tuple(content["backward"]),
+        content["inputs"],
+        tuples("sources"),
+        tuple(content["flat"]),
+        {name: Choice(**choice) for name, choice in content["choices"].items()},
+        tuple(content["unknown"]),
+        tuple(content["tables"]),
+    )

@@ -31,6 +31,7 @@ from lockstep.schemas import (
     Whole,
     validate,
 )
+from lockstep.tensors.layout import from_json
 from lockstep.training import compiled, rates
 from lockstep.training.contract import IF_ASKED, ON_RANK, expected_contract
 from lockstep.training.history_schema import RunConfig
@@ -105,11 +106,56 @@ class Run(Strict):
     exact: Literal[True] | None = None
 
 
+class ChoiceEntry(Strict):
+    call: Whole
+    scores: Name
+
+
+class NamesEntry(Strict):
+    base: str
+    embedding: str
+    layers: str
+    head: str
+    attention: str
+    mlp: str
+    not_on_heads: list[Name]
+    linears: list[Name]
+    biased: list[Name]
+    linear_is_transposed: bool
+
+
+Shape = Annotated[list[Size], Field(max_length=8)]
+Symbols = Annotated[list[Size | Literal["batch", "sequence"]], Field(max_length=8)]
+
+
+class ModelEntry(Strict):
+    parameters: dict[Name, Shape]
+    settings: dict[Name, dict[str, list[str]]]
+    names: NamesEntry
+    tied: bool
+    other_dtypes: dict[Name, Name]
+
+
+class LayoutEntry(Strict):
+    """lockstep.tensors.layout.Layout."""
+
+    model: ModelEntry
+    outputs: dict[Name, Symbols]
+    backward: list[Name]
+    inputs: dict[Name, dict[Name, Name]]
+    sources: dict[Name, list[Name]]
+    flat: list[Name]
+    choices: dict[Name, ChoiceEntry]
+    unknown: list[Name]
+    tables: list[Name]
+
+
 class Manifest(Strict):
     format: int  # FORMAT: `read` has looked
     origin: Origin
     run: Run
     initial_sha256: Sha256
+    layout: LayoutEntry
     contract: dict[Name, Any] | None = None
     steps: dict[Step, Any]
     sha256: Sha256
@@ -159,12 +205,6 @@ def _contradictions(manifest: dict) -> Iterator[str]:
     options, exact = run["config"], bool(run.get("exact"))
     if not steps:
         yield "not one step was finished: the run was stopped or is still going on"
-    layers, most = (
-        run["architecture"]["num_hidden_layers"],
-        max(len(entry["tensors"]) for entry in steps.values()),
-    )
-    if layers > most:  # a damaged number must not lead to a huge model
-        yield f"run.architecture has {layers} layers, and no step has more than {most} tensors"
     mesh = Mesh.of_options(options)
     if run["mesh"] != mesh.sizes or mesh.world_size != options["num_workers"]:
         yield f"run.mesh is {run['mesh']}, its configuration says {mesh.label} with {options['num_workers']} workers"
@@ -183,8 +223,8 @@ def _contradictions(manifest: dict) -> Iterator[str]:
     label = REFERENCE_LABEL if exact else configured.label
     if run["label"] != label and (exact or row.factory):
         yield f"run.label is {printable(repr(run['label']), 60)}, of this configuration it is {label!r}"
-    if options["num_layers"] not in (None, run["architecture"]["num_hidden_layers"]):
-        yield f"run.config.num_layers is {options['num_layers']}, the architecture has {run['architecture']['num_hidden_layers']}"
+    if options["num_layers"] not in (None, run["architecture"].get("num_hidden_layers")):
+        yield f"run.config.num_layers is {options['num_layers']}, the architecture has {run['architecture'].get('num_hidden_layers')}"
     libraries = ("torch", "transformers")
     if any(name not in run["versions"] for name in libraries):
         yield f"run.versions does not name {' and '.join(libraries)}"
@@ -208,7 +248,7 @@ def _contradictions(manifest: dict) -> Iterator[str]:
         yield "it has a contract, and a reference has none"
     if not exact and manifest.get("contract") is not None:
         try:
-            expected = expected_contract(configured, run["architecture"])
+            expected = expected_contract(configured, run["architecture"], from_json(manifest["layout"]).model)
         except UserError as error:
             yield f"run.architecture: {error}"
             return

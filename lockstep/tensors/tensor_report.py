@@ -12,6 +12,7 @@ from lockstep import origin
 from lockstep.diagnosis.diagnose import Diagnosis
 from lockstep.errors import printable
 from lockstep.files import write_result
+from lockstep.inputs.architectures import in_words
 from lockstep.mesh import Mesh
 from lockstep.tensors.judgement import PASSES, Judgement, Result
 
@@ -120,7 +121,7 @@ def about(result: Result) -> dict[str, str]:
         "attn_impl",
     )
     return {
-        "model": f"{config['model_name']}, {architecture['num_hidden_layers']} layers ({run['architecture_source']})",
+        "model": f"{config['model_name']}, {in_words(architecture)} ({run['architecture_source']})",
         "precision": config["precision"],
         "mesh": alike(
             lambda dump: f"{Mesh(**dump.run['mesh']).label}, batch_size {dump.run['config']['batch_size']} on {dump.run['config']['device']}"

@@ -13,9 +13,9 @@ from typing import Any
 
 from lockstep import strategies
 from lockstep.config import BETAS, EPS, PARAM_DTYPES, Config
-from lockstep.inputs.shapes import has_biases, module_settings, parameter_shapes
+from lockstep.inputs.shapes import Description
 from lockstep.mesh import Mesh
-from lockstep.training import cuts, rates
+from lockstep.training import compiled, cuts, rates
 
 ON_RANK = " on rank "  # in the name of an entry that differs on this rank
 MODULE_SETTINGS = "module_settings"
@@ -47,19 +47,21 @@ OF_LAYERS = (
 )
 
 
-def expected_contract(config: Config, architecture: dict) -> dict[str, Any]:
+def expected_contract(config: Config, architecture: dict, model: Description) -> dict[str, Any]:
     """The contract that this configuration demands of every strategy; one meaning for each option."""
     compute = "torch.float32" if config.precision == "fp32" else "torch.bfloat16"
     promoted = (
         config.row.float32_biases_under_autocast and config.precision == "autocast" and config.tp_size > 1
     )
-    seen = has_biases(architecture) and config.compile == "off"
-    biased = ["torch.float32" if promoted else compute] if seen else []
+    seen = {
+        what: [name for name in linears if not compiled.is_hidden(model.names, config.compile, name)]
+        for what, linears in (("plain", model.names.linears), ("biased", model.names.biased))
+    }
     storage = "torch.bfloat16" if config.precision == "bf16" else "torch.float32"
     adamw = config.optimizer == "adamw"
     divided = {axis: cut.expected(config, architecture) for axis, cut in cuts.of(config).items()}
     decay: dict[str, list[str]] = {}
-    for name, shape in parameter_shapes(architecture).items():
+    for name, shape in model.parameters.items():
         decay.setdefault(str(config.weight_decay if len(shape) >= 2 else 0.0), []).append(name)
     return {
         "optimizer": "AdamW" if adamw else "SGD",
@@ -71,7 +73,7 @@ def expected_contract(config: Config, architecture: dict) -> dict[str, Any]:
         "momentum": None if adamw else 0,
         "weight_decay": {rate: sorted(names) for rate, names in decay.items()},
         "max_grad_norm": config.max_grad_norm,
-        MODULE_SETTINGS: module_settings(architecture),
+        MODULE_SETTINGS: model.settings,
         "gradient_accumulation_steps": config.gradient_accumulation_steps,
         "loss_is_mean_over": [
             config.batch_size * config.seq_length,
@@ -82,15 +84,15 @@ def expected_contract(config: Config, architecture: dict) -> dict[str, Any]:
         "reduction_dtype": [storage],
         "optimizer_dtype": [storage] if adamw else [],
         **({"average_dtype": ["torch.float32"]} if config.ema_decay < 1 else {}),
-        "compute_dtype": [compute],
-        "biased_linear_dtype": biased,
+        "compute_dtype": [compute] if seen["plain"] else [],
+        "biased_linear_dtype": ["torch.float32" if promoted else compute] if seen["biased"] else [],
         "embedding_dtype": [f"torch.{PARAM_DTYPES[config.precision]}"],
         "attention": config.attn_impl,
         "dropout": 0.0,
         "training_mode": True,
         "activation_checkpointing": config.activation_checkpointing,
         "compiled": [config.compile != "off"],
-        "tied_embeddings": architecture.get("tie_word_embeddings", False),
+        "tied_embeddings": model.tied,
         **({"sharding": strategies.load(config.row.sharding)(config)} if config.row.sharding else {}),
         **({"cuts": divided} if divided else {}),
         **(strategies.load(config.row.contract)(config) if config.row.contract else {}),

@@ -6,7 +6,6 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from lockstep.errors import UserError
-from lockstep.inputs.model_config import FAMILIES
 from lockstep.mesh import Axis, Mesh
 from lockstep.schemas import (
     Architecture,
@@ -208,11 +207,6 @@ def _weights_problem(file: File) -> str:
         return "only one of final_sha256 and moved is there"
     if weights.moved is None:
         return ""
-    architecture = file.run.architecture
-    if architecture.model_type not in FAMILIES:
-        return (
-            f"model_type is {architecture.model_type!r}, and only {', '.join(FAMILIES)} can be trained here"
-        )
     if bool(weights.moved) != (weights.final_sha256 != weights.initial_sha256):
         return f"{len(weights.moved)} weights moved, but initial and final sha256 say otherwise"
     stranger = next(iter(sorted(set(weights.moved) - _updated(file.contract))), None)

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from lockstep import files
 from lockstep.errors import UserError
 from lockstep.inputs import weight_files, weights
-from lockstep.inputs.architectures import BUILT_IN, HUB_IDS, hub_file
+from lockstep.inputs.architectures import BUILT_IN, HUB_IDS
+from lockstep.inputs.hub import hub_file
 from lockstep.inputs.weight_files import INDEX, TORCH_NAMES
 
 if TYPE_CHECKING:

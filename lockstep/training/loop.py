@@ -24,7 +24,7 @@ from lockstep.files import write_text
 from lockstep.inputs import weights
 from lockstep.inputs.data import Batches, Inputs, global_batch_hash, window_hashes
 from lockstep.inputs.model import build_model
-from lockstep.inputs.shapes import parameter_shapes
+from lockstep.inputs.shapes import describe, parameter_shapes
 from lockstep.mesh import Geometry, Mesh
 from lockstep.running import hang, progress
 from lockstep.tensors.capture import Capture
@@ -159,7 +159,7 @@ def _train(
             record.contract = of_all_ranks(gather_objects(own), config.mesh)
             if rank == 0 and watching:
                 watching.state_contract(record.contract)
-            demanded = expected_contract(config, inputs.architecture)
+            demanded = expected_contract(config, inputs.architecture, describe(inputs.architecture))
             later = left_to_the_verdict(demanded, record.contract) if watching else ()
             difference = contradiction(demanded, record.contract, later)
             stop_together(

@@ -46,11 +46,10 @@ class ComputeDtypes:
         for name, module in model.named_modules():
             if compiled.is_hidden(names, compile_backend, name):
                 continue
-            own = dict(module.named_parameters(recurse=False))
             if isinstance(module, torch.nn.Embedding) or name == names.embedding:
                 self._watch(module, "embedding_dtype")
-            elif "weight" in own and len(getattr(own["weight"], "ds_shape", own["weight"].shape)) == 2:
-                self._watch(module, "biased_linear_dtype" if "bias" in own else "compute_dtype")
+            elif name in names.linears or name in names.biased:
+                self._watch(module, "biased_linear_dtype" if name in names.biased else "compute_dtype")
 
     def _watch(self, module: torch.nn.Module, key: str) -> None:
         seen = self._seen[key]

@@ -45,7 +45,7 @@ class Stage(torch.nn.Module):
         self.layers = torch.nn.ModuleList(layers.get_submodule(str(number)) for number in self.numbers)
         self.rotary_emb = base.get_submodule("rotary_emb")
         self.norm = base.get_submodule("norm") if modules.HEAD in units else None
-        self.head = model.get_submodule(modules.HEAD) if modules.HEAD in units else None
+        self.head = model.get_submodule(names.head) if modules.HEAD in units else None
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         """Token ids (b, S), or hidden states (b, S, hidden) of the stage before -> hidden states, or the loss (), divided by `share`.
@@ -129,11 +129,11 @@ class Pipeline:
         _keep(model, names, [unit for own in units for unit in own])
         # The head of a tied model has the embedding's weights. On another rank it has a replica of them.
         self.replica = (
-            model.get_submodule(modules.HEAD)
+            model.get_submodule(names.head)
             if self.tied and self.rank == self.last_rank and self.last_rank
             else None
         )
-        self.renamed = {modules.HEAD_WEIGHT: names.embedding_weight} if self.replica is not None else {}
+        self.renamed = {names.head_weight: names.embedding_weight} if self.replica is not None else {}
         ends = device_mesh.mesh[[0, self.last_rank]].flatten(1).T.tolist()
         self.ends = (
             dist.new_subgroups_by_enumeration(ends)[0] if self.tied and self.last_rank else None

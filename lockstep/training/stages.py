@@ -50,7 +50,7 @@ def units_of(stage: int, stages: int, num_layers: int) -> list[str | int]:
 def require(config: "Config", architecture: dict, schedule: str, microbatches: int) -> None:
     """Raise UserError for a pipeline that this model or batch cannot have."""
     size, stages = config.pp_size, num_stages(schedule, config.pp_size)
-    if modules.names_of(architecture) is not modules.LLAMA:
+    if architecture["model_type"] not in modules.LIKE_LLAMA:
         raise UserError(
             f"--pp_size {size}: stages are known for models that are built like Llama, and {config.model_name} is not; choose another model"
         )
