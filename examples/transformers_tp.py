@@ -1,6 +1,7 @@
-"""transformers' own tensor parallelism and FSDP2 as a strategy (docs/your-own-strategy.md walks through it).
+"""transformers' own tensor and expert parallelism, and FSDP2, as a strategy (docs/your-own-strategy.md walks through it).
 
     python run_verification.py --strategies ddp,examples/transformers_tp.py:TransformersTP
+    python run_verification.py --model_name tiny-mixtral --strategies ddp,examples/transformers_tp.py:TransformersEP@tp1xdp2
 
 `from_pretrained` needs accelerate: pip install -e '.[transformers-tp]'
 """
@@ -23,9 +24,11 @@ class TransformersTP(TorchStrategy):
 
     label = "transformers TP"
     axes = ("dp", "tp")
+    shares_experts = False
 
     def parallelize(self, model: PreTrainedModel, device_mesh: DeviceMesh) -> torch.nn.Module:
-        sizes = DistributedConfig(tp_size=device_mesh["tp"].size(), fsdp_size=device_mesh["dp"].size())
+        tp, dp = device_mesh["tp"].size(), device_mesh["dp"].size()
+        sizes = DistributedConfig(tp_size=tp, fsdp_size=dp, ep_size=tp * dp if self.shares_experts else 1)
         folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
         dist.broadcast_object_list(folder)
         if dist.get_rank() == 0:
@@ -41,3 +44,10 @@ class TransformersTP(TorchStrategy):
         if dist.get_rank() == 0:
             shutil.rmtree(Path(folder[0]))
         return parallel.train()
+
+
+class TransformersEP(TransformersTP):
+    """The same, with the experts of a mixture shared out over all ranks. Tokens are sent to them."""
+
+    label = "transformers EP"
+    shares_experts = True

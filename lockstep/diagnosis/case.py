@@ -67,7 +67,7 @@ class Case:
         self.not_computed = [
             name for run, step, name in result.missing if (run, step) == (strategy, self.step)
         ]
-        self._right_dump = replay if replay is not None and self.step > 1 else reference
+        self._right_dump = replay if replay is not None and str(self.step) in replay.steps else reference
 
     def first_of_later_steps(self) -> list[Failure]:
         """The first failure of every later step that has one."""

@@ -122,7 +122,7 @@ def _doubt(case: Case, stage: str, cause: Cause) -> str:
 
 
 def _stage(case: Case) -> str:
-    if case.first == backward.HEAD_GRADIENT or case.first.startswith("loss of"):
+    if case.first == case.names.logits_gradient or case.first.startswith("loss of"):
         return "loss"
     kind = case.first.split("/")[0]
     return next((name for name, stage in STAGES.items() if kind in stage.kinds), kind)

@@ -83,6 +83,45 @@ TINY_GPT2 = {
     "eos_token_id": None,
 }
 
+# Mixtures of experts. The loss of the first two has a term that keeps the load of the experts even.
+TINY_QWEN3_MOE = {
+    **TINY_QWEN3,
+    "model_type": "qwen3_moe",
+    "tie_word_embeddings": False,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+    "output_router_logits": True,
+    "router_aux_loss_coef": 0.01,
+}
+TINY_MIXTRAL = {
+    **TINY_LLAMA,
+    "model_type": "mixtral",
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "output_router_logits": True,
+    "router_aux_loss_coef": 0.02,
+}
+# latent attention, groups of experts, a shared expert beside them, and a dense first layer
+TINY_DEEPSEEK_V3 = {
+    **TINY_LLAMA,
+    "model_type": "deepseek_v3",
+    "num_key_value_heads": 4,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_group": 2,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
+
 # The published config.json of Qwen/Qwen2.5-0.5B (https://huggingface.co/Qwen/Qwen2.5-0.5B).
 QWEN2_5_0_5B = {
     "model_type": "qwen2",
@@ -126,6 +165,9 @@ BUILT_IN = {  # content of config.json
     "tiny-mistral": TINY_MISTRAL,
     "narrow-qwen2": NARROW_QWEN2,
     "tiny-gpt2": TINY_GPT2,
+    "tiny-qwen3-moe": TINY_QWEN3_MOE,
+    "tiny-mixtral": TINY_MIXTRAL,
+    "tiny-deepseek-v3": TINY_DEEPSEEK_V3,
     "Qwen2.5-0.5B": QWEN2_5_0_5B,
     "gpt2": GPT2,
     "gpt2-medium": GPT2_MEDIUM,

@@ -66,6 +66,15 @@ def require_comparable_curves(baseline: History, other: History, *, same_weights
         raise UserError(
             f"{pair}: their global batches differ, dp_size x batch_size is {batch} against {wanted}; make them equal"
         )
+    if baseline.run["architecture"].get(
+        "output_router_logits"
+    ):  # then the loss has a term that is a mean over micro batches
+        batch, wanted = (run.run["config"]["batch_size"] for run in (other, baseline))
+        if batch != wanted:
+            raise UserError(
+                f"{pair}: the balance of a mixture's experts is a mean over micro batches, which have {batch} sequences against {wanted}; "
+                "give both the same --dp_size and --batch_size"
+            )
     # a run whose first step is not finite has no contract; it fails for that
     if baseline.contract is not None and other.contract is not None:
         contracts = on_any_mesh(baseline.contract), on_any_mesh(other.contract)

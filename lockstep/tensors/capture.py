@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from lockstep.blocks import Runs, blocks
 from lockstep.collective import gather_objects, stop_together
 from lockstep.errors import first_line
 from lockstep.files import remove_captured, why_not_written
@@ -41,9 +42,6 @@ if TYPE_CHECKING:
 
     from lockstep.config import Config
 
-Runs = list[
-    tuple[int, int]
-]  # (start, length) of consecutive places along a dim of a full tensor, in a rank's own order
 Fed = tuple[torch.Tensor, torch.Tensor]  # input_ids and labels of a micro batch, each (B, S)
 Given = ParamSpec("Given")
 Returned = TypeVar("Returned")
@@ -163,7 +161,15 @@ class Capture:
         """After the update: write moments and parameters, finish the file, name the step in the manifest."""
         for kind in self.kinds[1:] if updated else ():
             self._write_held(kind)
-        fields = ("loss", "rank_losses", "grad_norm", "learning_rate", "batch_hash", "started_from")
+        fields = (
+            "loss",
+            "rank_losses",
+            "grad_norm",
+            "learning_rate",
+            "batch_hash",
+            "started_from",
+            "regrets",
+        )
         self._close({key: record[key] for key in fields if key in record})
 
     def state_contract(self, contract: dict) -> None:
@@ -301,7 +307,7 @@ class Capture:
         if symbols[0] == BATCH:
             [(first, rows)] = runs[0]
             runs[0] = [(first + row, rows)]
-        for start, block in _blocks(local, runs):
+        for start, block in blocks(local, runs):
             self.writer.write(name, start, block, is_writer=is_writer)
 
     def _place(self, name: str, local: torch.Tensor, symbols: tuple) -> tuple[list[Runs], bool]:
@@ -343,9 +349,9 @@ class Capture:
 
     def _parameter_writers(self) -> dict[str, bool]:
         """Parameter -> whether this rank writes its part: ranks that hold the same part take turns."""
-        mine = {
-            name: (start, tuple(local.shape)) for name, local, _, start in self.strategy.held("parameter")
-        }
+        mine: dict[str, list] = {}
+        for name, local, _, start in self.strategy.held("parameter"):
+            mine.setdefault(name, []).append((start, tuple(local.shape)))
         everyone = gather_objects((self.here.pp, mine))
         writes = {}
         for number, name in enumerate(mine):
@@ -443,19 +449,6 @@ def _part(runs: Runs, start: int, length: int) -> Runs:
             found.append((first + begin, end - begin))
         start -= size
     return found or [(sum(runs[-1]), 0)]
-
-
-def _blocks(local: torch.Tensor, runs: list[Runs]) -> list[tuple[tuple[int, ...], torch.Tensor]]:
-    """(start in the full tensor, block) of the blocks of a part that has these runs along its dims."""
-    blocks: list[tuple[tuple[int, ...], torch.Tensor]] = [((), local)]
-    for dim, along in enumerate(runs):
-        lengths = [length for _, length in along]
-        blocks = [
-            ((*start, first), piece)
-            for start, block in blocks
-            for (first, _), piece in zip(along, block.split(lengths, dim), strict=True)
-        ]
-    return blocks
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -54,6 +54,7 @@ from lockstep.tensors.judgement import (
     ROUNDOFF,
     UNIT,
     UPDATE,
+    Chosen,
     Loss,
     Norm,
     Result,
@@ -108,8 +109,7 @@ def compare_dumps(reference: Dump, dumps: dict[str, Dump], replays: dict[str, Du
     result.missing = [(name, *missing) for name, dump in dumps.items() for missing in dump.missing]
     for step in sorted(int(step) for step in baseline.steps):
         references = {
-            name: reference if step == 1 else _replay(replays, dump, name, step)
-            for name, dump in dumps.items()
+            name: _its_reference(reference, replays, dump, name, step) for name, dump in dumps.items()
         }
         for its_reference in references.values():
             require_its_batch(its_reference, step)
@@ -248,13 +248,19 @@ def _float32_error(dump: Dump, step: int, gradients: list[str], held: float) -> 
     return float32_norm_error(held, summed, max(sizes))
 
 
-def _replay(replays: dict[str, Dump], dump: Dump, name: str, step: int) -> Dump:
-    """The reference of a later step: a replay that started from the parameters that this dump had reached."""
+def _its_reference(reference: Dump, replays: dict[str, Dump], dump: Dump, name: str, step: int) -> Dump:
+    """The reference of a step: a replay that started from the parameters that this dump had reached, and made its choices.
+
+    Of step 1 there is one only if its choices are not the reference's.
+    """
+    if step == 1 and (name not in replays or "1" not in replays[name].steps):
+        return reference
     again = "run python -m lockstep.reference after the training scripts, into a folder without older replays"
     if name not in replays or str(step) not in replays[name].steps:
         raise UserError(f"step {step} of {dump.folder} has no replay to compare it with; {again}")
     require_comparable_dumps(replays[name], dump, same_steps=False)
-    if replays[name].steps[str(step)].get("started_from") != dump.parameter_digest(step - 1):
+    source = dump if step > 1 else reference
+    if replays[name].steps[str(step)].get("started_from") != source.parameter_digest(step - 1):
         raise UserError(
             f"{replays[name].folder}: step {step} did not start from the parameters of {dump.folder}; {again}"
         )
@@ -306,7 +312,7 @@ def _judge_step(
     for strategy in dumps:
         for name in (name for name in ddp.expected(step) if name in found[strategy]):
             distance, which = found[strategy][name], PASSES[name.split("/")[0]]
-            if strategy == BASELINE and which in noise:
+            if strategy == BASELINE and name in noise.get(which, {}):
                 result.rows.append(
                     judge_yardstick(strategy, step, name, distance, precision, noise[which][name])
                 )
@@ -319,6 +325,22 @@ def _judge_step(
                     least if least is not None and is_zero(distance, least, precision) else None,
                 )
                 result.rows.append(judge(strategy, step, name, distance, measure, roundoff))
+        result.choices += _choices(strategy, references[strategy], step, result)
+
+
+def _choices(strategy: str, reference: Dump, step: int, result: Result) -> list[Chosen]:
+    """The run's discrete choices that its reference was told, judged.
+
+    Scores are made of logits by a softmax or a sigmoid, which never widen a difference. So two scores that the right choice has in
+    another order are at most twice as far apart as a logit may be off.
+    """
+    rows = {row.name: row for row in result.rows if (row.strategy, row.step) == (strategy, step)}
+    found = []
+    for name, regret in reference.steps[str(step)].get("regrets", {}).items():
+        scores = rows.get(f"forward/{reference.layout.choices[name].scores}")
+        tolerated = 2 * scores.tolerated_largest if scores else 0.0
+        found.append(Chosen(strategy, step, name, regret, tolerated))
+    return found
 
 
 def _clip_factor(dump: Dump, initial: Dump, norm: Norm) -> float:
@@ -347,7 +369,9 @@ def _noise(found: dict[str, Distance], entries: dict, precision: str) -> dict[st
     sizes = {name: max(number_of_elements(entries[name]), 1) for name in found}
     noise: dict[str, dict[str, Size]] = {}
     for which in ("forward", "backward", "gradient"):
-        names = [name for name in found if PASSES[name.split("/")[0]] == which]
+        names = [
+            name for name in found if PASSES[name.split("/")[0]] == which and entries[name]["dtype"] != "I64"
+        ]
         scale = UNIT[precision] * max(
             (found[name].norm / math.sqrt(sizes[name]) for name in names), default=0.0
         )
@@ -404,6 +428,7 @@ def _losses(
                 noise * growth,
                 exact,
                 LIMIT[precision] * abs(loss),
+                {name: exact[name] - exact[BASELINE] for name in exact} if baseline.layout.choices else {},
             )
         )
     return found

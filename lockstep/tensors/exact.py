@@ -1,8 +1,11 @@
 """Make a model compute in float64: its own code, run in a mode in which float32 means float64.
 
 A model casts to float32 where low precision would hurt: in norms, softmax and loss. Inside `Float64` these casts are to float64, and so
-is the default dtype. What does not depend on the weights, such as a rotary table, is an input: it stays as the runs compute it, in
-float32.
+are those to bfloat16 and the default dtype. What does not depend on the weights, such as a rotary table, is an input: it stays as the
+runs compute it, in float32.
+
+A mixture's router chooses experts by `torch.topk`. Where two scores are nearly equal, rounding errors decide, and everything after it
+differs. So the reference can be told what a run chose. It then reports how far each choice is from being its own.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -14,9 +17,22 @@ from torch.utils._pytree import tree_map
 
 from lockstep.inputs.shapes import use_eager_experts
 
+LOWER = (torch.float32, torch.bfloat16, torch.float16)
+CASTS = (torch.Tensor.float, torch.Tensor.bfloat16, torch.Tensor.half)
+
 
 class Float64(TorchFunctionMode):
-    """Inside, torch.float32 means torch.float64."""
+    """Inside, torch.float32, bfloat16 and float16 mean torch.float64.
+
+    `choices` are the indices that calls of `torch.topk` shall return, by the number of the call. Afterwards `regrets` has, for each of
+    them, by how much the least chosen score is below the greatest that was not chosen, for every row; at most 0 where the choice is the
+    mode's own. `lowered` tells whether something asked for bfloat16 or float16.
+    """
+
+    def __init__(self, choices: dict[int, torch.Tensor] | None = None):
+        super().__init__()
+        self.choices, self.regrets, self.lowered = choices or {}, dict[int, torch.Tensor](), False
+        self._calls = 0  # of topk
 
     def __enter__(self) -> "Float64":
         self._default = torch.get_default_dtype()
@@ -34,13 +50,32 @@ class Float64(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if function is torch.Tensor.float:
+        if function in CASTS:
+            self.lowered |= function is not torch.Tensor.float
             function = torch.Tensor.double
-        args, kwargs = (
-            tree_map(lambda leaf: torch.float64 if leaf is torch.float32 else leaf, given)
-            for given in (args, kwargs or {})
-        )
-        return function(*args, **kwargs)
+        args, kwargs = tree_map(self._widened, (args, kwargs or {}))
+        result = function(*args, **kwargs)
+        if function in (torch.topk, torch.Tensor.topk):
+            self._calls += 1
+            if self._calls - 1 in self.choices:
+                return self._chosen(args[0], result)
+        return result
+
+    def _widened(self, leaf: Any) -> Any:
+        if leaf not in LOWER if isinstance(leaf, torch.dtype) else True:
+            return leaf
+        self.lowered |= leaf is not torch.float32
+        return torch.float64
+
+    def _chosen(self, scores: torch.Tensor, own: Any) -> Any:
+        """What topk along the last dim would return if it chose so."""
+        number = self._calls - 1
+        indices = self.choices[number].reshape(own.indices.shape)
+        values = scores.gather(-1, indices)
+        with torch.no_grad():
+            others = scores.scatter(-1, indices, -torch.inf).amax(-1)
+            self.regrets[number] = others - values.amin(-1)
+        return torch.return_types.topk((values, indices))
 
 
 def make_exact(model: torch.nn.Module, tables: Collection[str]) -> None:

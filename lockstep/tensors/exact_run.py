@@ -9,7 +9,8 @@ takes the flags of train_ddp.py and writes
                               parameters that the run itself had reached
 
 Replays are needed because Adam divides noise by noise where a gradient is nearly zero. Two correct runs differ visibly in a few weights
-after one step, by chance. From the same weights they must agree.
+after one step, by chance. From the same weights they must agree. A replay also takes the discrete choices that the run made, such as a
+router's of experts. Where those of step 1 are not the reference's own, the replay begins with step 1.
 
 Float64 throughout (lockstep/tensors/exact.py).
 """
@@ -41,6 +42,7 @@ from lockstep.tensors import dump, model_check
 from lockstep.tensors.capture import Capture
 from lockstep.tensors.comparison import require_comparable_dumps
 from lockstep.tensors.exact import Float64, make_exact
+from lockstep.tensors.layout import Choice
 from lockstep.tensors.manifest import REFERENCE_LABEL as LABEL
 from lockstep.tensors.trace import layout_of
 from lockstep.training import initial_weights, rates
@@ -69,8 +71,8 @@ class ReferenceStrategy:
     optimizer: torch.optim.Optimizer
     loss_shares = 1  # it computes the global batch
 
-    def __init__(self, model: "PreTrainedModel", config: Config):
-        self.model, self.config = model, config
+    def __init__(self, model: "PreTrainedModel", config: Config, choices: dict[str, Choice]):
+        self.model, self.config, self.choices = model, config, choices
         groups = parameter_groups(model.parameters(), config.weight_decay)
         if config.optimizer == "adamw":
             self.optimizer = torch.optim.AdamW(
@@ -80,14 +82,26 @@ class ReferenceStrategy:
             self.optimizer = torch.optim.SGD(groups, lr=config.learning_rate, foreach=False)
         self.average = WeightAverage(model, config.ema_decay) if config.ema_decay < 1 else None
 
-    def forward_backward(self, micro_batches: list[MicroBatch]) -> list[float]:
-        """Gradient of the mean loss over the micro batches of all DP ranks, rank by rank; returns the mean loss of every rank's."""
+    def forward_backward(
+        self, micro_batches: list[MicroBatch], chosen: dict[str, torch.Tensor] | None = None
+    ) -> list[float]:
+        """Gradient of the mean loss over the micro batches of all DP ranks, rank by rank; returns the mean loss of every rank's.
+
+        `chosen` are discrete choices to take, by name: indices of the whole batch. `regrets` then has the largest regret of each.
+        """
         self.optimizer.zero_grad()
-        losses = []
+        self.regrets = dict.fromkeys(chosen or {}, 0.0)
+        losses, first = [], 0
         for input_ids, labels in micro_batches:
-            with Float64():
+            rows = slice(first, first + len(input_ids))
+            first = rows.stop
+            numbers = {self.choices[name].call: indices[rows] for name, indices in (chosen or {}).items()}
+            with Float64(numbers) as mode:
                 loss = causal_lm_loss(self.model, input_ids, labels)
                 (loss / len(micro_batches)).backward()
+            for name in self.regrets:
+                regret = float(mode.regrets[self.choices[name].call].amax())
+                self.regrets[name] = max(self.regrets[name], regret)
             losses.append(loss.detach())
         return torch.stack(losses).view(self.config.dp_size, -1).mean(dim=-1).tolist()
 
@@ -121,7 +135,7 @@ def run(config: Config, inputs: Inputs, also: Sequence[Path] = ()) -> str:
         attn_impl=config.attn_impl,
         init_weights_path=initial_weights.file_of(config),
     )
-    strategy = ReferenceStrategy(model, config)
+    strategy = ReferenceStrategy(model, config, layout_of(inputs.architecture, config.attn_impl).choices)
     initial = ((name, parameter.detach().float()) for name, parameter in model.named_parameters())
     initial_sha256 = weights.combined_sha256(weights.checksums(initial))
     capture = _capture(config, inputs, "reference", model, initial_sha256)
@@ -151,22 +165,45 @@ def replay(
 ) -> None:
     """Write the replay of the run dumped in a folder, beside it, as replay_NAME.
 
-    It has forward, backward and gradients of steps 2 and later, each from the run's own parameters.
+    It has forward, backward and gradients of steps 2 and later, each from the run's own parameters, on its micro batches and with its
+    choices; also of step 1 if these are not the reference's.
     """
     theirs = dump.Dump(folder)
     require_comparable_dumps(theirs, reference, same_steps=False)
-    if len(theirs.steps) < 2:
+    own = theirs.run["config"]
+    # a mixture's term for the balance of its experts is a mean over micro batches, not over tokens
+    other_batches = bool(strategy.choices) and own["batch_size"] != config.batch_size
+    first = 0 if other_batches or _chose_otherwise(theirs, reference) else 1
+    if len(theirs.steps) <= first:
         files.remove_captured(folder.with_name(f"replay_{folder.name}"))  # an older dump's
         return
-    beside = dataclasses.replace(config, capture_dir=folder.parent)
+    sizes = {key: own[key] for key in ("batch_size", "dp_size", "gradient_accumulation_steps")}
+    config = dataclasses.replace(config, capture_dir=folder.parent, num_workers=own["dp_size"], **sizes)
+    strategy.config = config
     capture = _capture(
-        beside, inputs, f"replay_{folder.name}", strategy.model, reference.manifest["initial_sha256"]
+        config, inputs, f"replay_{folder.name}", strategy.model, reference.manifest["initial_sha256"]
     )
-    for index in range(1, len(theirs.steps)):
+    for index in range(first, len(theirs.steps)):
+        source = theirs if index else reference  # of the parameters before the step
         with torch.no_grad():
             for name, parameter in strategy.model.named_parameters():
-                parameter.copy_(theirs.tensor(index, f"parameter/{name}"))
-        _one_step(config, inputs, strategy, capture, index, started_from=theirs.parameter_digest(index))
+                parameter.copy_(source.tensor(index, f"parameter/{name}"))
+        chosen = {
+            name: theirs.tensor(index + 1, f"forward/{name}")
+            for name in strategy.choices
+            if theirs.has(index + 1, f"forward/{name}")
+        }
+        digest = source.parameter_digest(index)
+        _one_step(config, inputs, strategy, capture, index, started_from=digest, chosen=chosen)
+
+
+def _chose_otherwise(theirs: dump.Dump, reference: dump.Dump) -> bool:
+    """Whether a run made other choices in step 1 than the reference, or in another order."""
+    names = [f"forward/{name}" for name in reference.layout.choices]
+    return any(
+        theirs.has(1, name) and not torch.equal(theirs.tensor(1, name), reference.tensor(1, name))
+        for name in names
+    )
 
 
 def _capture(
@@ -193,18 +230,20 @@ def _one_step(
     index: int,
     *,
     started_from: str = "",
+    chosen: dict[str, torch.Tensor] | None = None,
 ) -> float:
     """One captured step on the micro batches of all DP ranks; returns the mean loss.
 
-    `started_from` identifies the parameters of a replay, which makes no update.
+    `started_from` identifies the parameters of a replay, which makes no update and takes the choices `chosen`.
     """
     rate = rates.rate_of(vars(config), index + 1, inputs.num_steps)
     for group in strategy.optimizer.param_groups:
         group["lr"] = rate
-    by_rank = [inputs.batches.micro_batches(index, dp_rank, "cpu") for dp_rank in range(config.dp_size)]
-    micro_batches = [micro for of_rank in by_rank for micro in of_rank]
+    by_rank = [inputs.batches.micro_batches(index, rank, "cpu") for rank in range(inputs.batches.dp_size)]
+    whole = (torch.cat([micro[part] for of_rank in by_rank for micro in of_rank]) for part in (0, 1))
+    micro_batches = list(zip(*(tensor.split(config.batch_size) for tensor in whole), strict=True))
     capture.begin(strategy, index + 1, micro_batches)
-    rank_losses = strategy.forward_backward(micro_batches)
+    rank_losses = strategy.forward_backward(micro_batches, chosen)
     capture.gradients()
     grad_norm = strategy.grad_norm() if started_from else strategy.update()
     loss = sum(rank_losses) / len(rank_losses)
@@ -221,6 +260,8 @@ def _one_step(
     }
     if started_from:
         record["started_from"] = started_from
+    if chosen:
+        record["regrets"] = strategy.regrets
     capture.end(record, updated=not started_from)
     return loss
 

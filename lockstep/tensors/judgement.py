@@ -183,10 +183,13 @@ class Loss:
         default_factory=dict
     )  # of the reference from the weights that each run itself had
     limit: float = math.inf  # of the difference from that
+    # of a mixture of experts: by how much a run's loss is right to differ from the baseline's, its micro batches or choices being others
+    moved: dict[str, float] = field(default_factory=dict)
 
     def checks(self, strategy: str, baseline: str) -> list[tuple[float, str, float]]:
         """(the loss to compare with, whose it is, the tolerance)."""
-        found = [(self.by_strategy[baseline], baseline, self.tolerated)]
+        base = self.by_strategy[baseline] + self.moved.get(strategy, 0.0)
+        found = [(base, baseline, self.tolerated)]
         return found + [
             (self.exact[name], "the reference", self.limit) for name in self.exact if name == strategy
         ]
@@ -231,6 +234,21 @@ def float32_norm_error(held: float, summed: float, largest: int) -> float:
 
 
 @dataclass
+class Chosen:
+    """A discrete choice of a run in one step, such as a router's of experts, that the reference was told."""
+
+    strategy: str
+    step: int
+    name: str
+    regret: float  # by how much a score that was not chosen is above one that was, at most, in the reference
+    tolerated: float
+
+    @property
+    def too_far(self) -> bool:
+        return not self.regret <= self.tolerated  # a NaN is
+
+
+@dataclass
 class Result:
     """The findings of a comparison. Rows are in execution order within a step."""
 
@@ -243,6 +261,7 @@ class Result:
     missing: list[tuple[str, int, str]]  # (run, step, tensor) that the run should have computed and did not
     has_reference: bool = False
     norms: list[Norm] = field(default_factory=list)
+    choices: list[Chosen] = field(default_factory=list)
     # run -> entry of the effective contract -> "entry is a, not b", where it is not the baseline's
     configuration: dict[str, dict[str, str]] = field(default_factory=dict)
 
@@ -315,6 +334,13 @@ class Result:
             for run, step, name in self.missing
             if run == strategy
         ]
+        for one in self.choices:
+            if one.strategy == strategy and one.too_far:
+                what = (
+                    f"is another choice than the reference's: a score that was left out is above one that was taken by {one.regret:.2e}, "
+                    f"tolerated {one.tolerated:.1e}"
+                )
+                found.append((one.step, order[one.step][f"forward/{one.name}"], f"forward/{one.name}", what))
         for norm in self.norms:
             if norm.strategy == strategy and norm.off:
                 last = max(at for name, at in order[norm.step].items() if name.startswith("gradient/"))

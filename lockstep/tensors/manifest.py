@@ -1,11 +1,10 @@
 """The manifest of a dump: its schema, the entries that must agree, and the checksum that shows random damage.
 
-A run has steps 1 to n. A reference also has step 0, the initial parameters. A replay has steps 2 to n.
+A run has steps 1 to n. A reference also has step 0, the initial parameters. A replay has steps 2 to n, or 1 to n.
 """
 
 import dataclasses
 import hashlib
-import importlib.metadata
 import json
 import math
 from collections.abc import Iterator
@@ -76,6 +75,7 @@ class Trained(Tensors):
     batch_hash: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
     logits: list[Logits]
     started_from: Sha256 | None = None
+    regrets: dict[Name, Finite] | None = None  # of a replay: see lockstep.tensors.exact.Float64
 
 
 class Options(RunConfig):
@@ -228,12 +228,8 @@ def _contradictions(manifest: dict) -> Iterator[str]:
     libraries = ("torch", "transformers")
     if any(name not in run["versions"] for name in libraries):
         yield f"run.versions does not name {' and '.join(libraries)}"
-    elif run["versions"]["transformers"] != importlib.metadata.version("transformers"):
-        here = importlib.metadata.version("transformers")
-        found = run["versions"]["transformers"]
-        yield f"captured with transformers {found}; the modules of {here} here may differ; compare where it was captured, or use the same version"
     numbers = sorted(map(int, steps))
-    first = 1 if not exact else 0 if "0" in steps else 2
+    first = 1 if not exact else min(numbers) if numbers[0] < 2 else 2
     last = options["capture_steps"] if exact else min(options["capture_steps"], run["num_steps"])
     if numbers != list(range(first, first + len(numbers))) or numbers[-1] > last:
         yield f"it has the steps {', '.join(map(str, numbers[:20]))}; {options['capture_steps']} were to be captured"
@@ -304,7 +300,7 @@ def _contradictions_of_step(manifest: dict, step: str, exact: bool, first: int) 
     rate = rates.rate_of(options, int(step), run["num_steps"])
     if exact and entry["learning_rate"] != rate:
         yield f"learning_rate is {entry['learning_rate']}, its configuration says {rate}"
-    if (entry.get("started_from") is not None) != (exact and first == 2):
+    if (entry.get("started_from") is not None) != (exact and first > 0):
         yield "started_from must be in all steps of a replay and in no others"
 
 

@@ -202,7 +202,9 @@ def expected(config: "Config") -> dict[str, Any]:
         "reshard_after_forward": [own.reshard_after_forward],
         "offloaded": [own.cpu_offload],
         "prefetch": own.prefetch,
-        "positions_in_norms": [config.seq_length // config.cp_size // config.tp_size] if own.sequence_parallel else [],
+        "positions_in_norms": [config.seq_length // config.cp_size // config.tp_size]
+        if own.sequence_parallel
+        else [],
         "gradients_of_micro_batches": synced(config),
         "wrap": own.wrap,
     }

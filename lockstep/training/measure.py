@@ -24,15 +24,14 @@ def group_norms(strategy: Strategy) -> dict[str, float]:
 
     Ranks that hold the same shard count once.
     """
-    mine = {
-        name: ((start, tuple(local.shape)), float(local.double().square().sum()))
-        for name, local, _, start in strategy.held("gradient")
-    }
+    mine: dict[str, list] = {}
+    for name, local, _, start in strategy.held("gradient"):
+        mine.setdefault(name, []).append(((start, tuple(local.shape)), float(local.double().square().sum())))
     everyone = gather_objects(mine)
     names = modules.names_in(strategy.model)
     squares: dict[str, float] = {}
     for name in mine:
-        shards = dict(held[name] for held in everyone)  # place -> sum of squares
+        shards = dict(piece for held in everyone for piece in held[name])  # place -> sum of squares
         group = group_of(name, names)
         squares[group] = squares.get(group, 0.0) + sum(shards.values())
     return {group: math.sqrt(square) for group, square in squares.items()}

@@ -57,7 +57,7 @@ class Strategy(Protocol):
         """(name, whole CPU tensor) of every parameter, gathered over all axes, one at a time; tied tensors once."""
 
     def held(self, kind: str) -> Iterator[tuple[str, torch.Tensor, tuple[int, ...], tuple[int, ...]]]:
-        """(name, this rank's shard, shape of the full tensor, start of the shard in it) of every parameter that it has.
+        """(name, block, shape of the full tensor, start of the block in it), for the blocks of this rank's shard of every parameter.
 
         `kind` is "gradient" (between `forward_backward` and `update`), or "parameter", "exp_avg", "exp_avg_sq" or,
         with --ema_decay, "average".

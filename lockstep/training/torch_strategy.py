@@ -8,6 +8,7 @@ A subclass says how to parallelize. The rest follows from the parameters themsel
 """
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast
 
@@ -15,13 +16,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel
 
+from lockstep.blocks import Runs, blocks, runs_of
 from lockstep.config import Config
 from lockstep.errors import UserError
 from lockstep.inputs.model import causal_lm_loss
-from lockstep.mesh import AXES, Geometry, Mesh, build_device_mesh, share
+from lockstep.mesh import AXES, Geometry, Mesh, build_device_mesh
 from lockstep.training import context_parallel
 from lockstep.training.observe import torch_contract
 from lockstep.training.optim import (
@@ -225,7 +228,8 @@ class TorchStrategy:
     def held(self, kind: str) -> Iterator[tuple[str, torch.Tensor, tuple[int, ...], tuple[int, ...]]]:
         for name, tensor in held_tensors(self.model, self.optimizer, kind, self.average):
             name = self.pipeline.renamed.get(name, name) if self.pipeline else name
-            yield name, local(tensor), tuple(tensor.shape), start_of(tensor)
+            for start, piece in pieces(tensor.detach()):
+                yield name, piece, tuple(tensor.shape), start
 
     def effective_contract(self) -> dict[str, Any]:
         found = {
@@ -326,18 +330,30 @@ def sharded_axes(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate())
 
 
-def start_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The start of this rank's shard in the full tensor. The innermost axis cuts first, the next one what is left."""
-    start, shape = [0] * tensor.ndim, list(tensor.shape)
+def pieces(tensor: torch.Tensor) -> list[tuple[tuple[int, ...], torch.Tensor]]:
+    """(start in the full tensor, block) of the blocks that this rank's shard consists of. One, unless rows are packed in groups."""
     if not isinstance(tensor, DTensor):
-        return tuple(start)
-    for axis in reversed(sharded_axes(tensor)):
-        mesh = tensor.device_mesh
-        dim = cast(Shard, tensor.placements[axis]).dim  # or _StridedShard, which has a dim too
-        first, shape[dim] = share(shape[dim], mesh.get_local_rank(axis), mesh.size(axis))
-        start[dim] += first
-    if shape != list(local(tensor).shape):
-        raise ValueError(
-            f"a shard of {tuple(tensor.shape)} is {tuple(local(tensor).shape)}, expected {tuple(shape)}"
-        )
-    return tuple(start)
+        return [((0,) * tensor.ndim, tensor)]
+    return blocks(tensor.to_local(), _runs(tensor.device_mesh, tensor.placements, tuple(tensor.shape)))
+
+
+@functools.cache
+def _runs(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...]) -> list[Runs]:
+    """Which places along every dim are this rank's: DTensor cuts a list of them as it cuts the tensor."""
+    found = []
+    for dim, size in enumerate(shape):
+        along = [_along(placement, dim) for placement in placements]
+        places = torch.arange(size, device=mesh.device_type)
+        if any(not placement.is_replicate() for placement in along):
+            places = cast(DTensor, distribute_tensor(places, mesh, along, src_data_rank=None)).to_local()
+        found.append(runs_of(places.tolist()))
+    return found
+
+
+def _along(placement: Placement, dim: int) -> Placement:
+    """A placement of a tensor's dim, as one of a vector."""
+    if getattr(placement, "dim", None) != dim:
+        return Replicate()
+    if isinstance(placement, _StridedShard):
+        return _StridedShard(0, split_factor=placement.split_factor)
+    return Shard(0)
