@@ -17,6 +17,7 @@ from lockstep.config import Config
 from lockstep.deepspeed import configuration, options, ulysses, zero
 from lockstep.deepspeed.build import build_async_io, collectives, other_version, use_torch_collectives
 from lockstep.errors import LIBRARY_REFUSES, UserError, first_line
+from lockstep.inputs import modules
 from lockstep.inputs.model import causal_lm_loss
 from lockstep.mesh import Geometry, Mesh, share
 from lockstep.training.observe import (
@@ -249,7 +250,7 @@ class AutoTPStrategy:
                 optimizer=lambda groups: build_optimizer(
                     groups, optimizer=config.optimizer, learning_rate=config.learning_rate
                 ),
-                config=configuration.resolved(config, model.config.hidden_size),
+                config=configuration.resolved(config, self.full_shapes[modules.names_in(model).embedding_weight][-1]),
                 mpu=self.sequence.mpu if self.sequence else None,
             )
         self.model = self.engine.module

@@ -201,7 +201,8 @@ class FSDPStrategy(TorchStrategy):
 
     def _layers(self, model: "PreTrainedModel") -> list[torch.nn.Module]:
         """The layers that this rank has."""
-        return list(model.get_submodule(modules.names_in(model).layers).children())
+        layers = modules.names_in(model).layers
+        return list(model.get_submodule(layers).children()) if layers else []
 
     def _pipeline(self, model: "PreTrainedModel", device_mesh: DeviceMesh) -> Pipeline:
         config, own = self.config, fsdp_options.of(self.config)

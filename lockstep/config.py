@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
 
 from lockstep import files, strategies
 from lockstep.errors import UserError
-from lockstep.inputs import architectures, texts
+from lockstep.inputs import architectures, texts, user_file
 from lockstep.mesh import Mesh
 from lockstep.resources import (
     device_elsewhere,
@@ -227,6 +227,9 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
         return action.help if "(default: " in (action.help or "") else super()._get_help_string(action)
 
 
+ALSO = {"model_name": "model"}  # other names of flags, in all strategies
+
+
 def build_parser(strategy: str) -> argparse.ArgumentParser:
     """The parser of every strategy's script: one set of flags, one meaning."""
     row = strategies.row_of(strategy)
@@ -241,14 +244,14 @@ def build_parser(strategy: str) -> argparse.ArgumentParser:
     amount, rate = _number(float, 0), _number(float, 0, open_low=True)
 
     def add(name: str, kind: Callable[[str], object], text: str, **options: Any) -> None:
-        names = [f"--{each}" for each in (name, row.also_called.get(name)) if each]
+        names = [f"--{each}" for each in (name, row.also_called.get(name), ALSO.get(name)) if each]
         parser.add_argument(*names, dest=name, type=kind, default=defaults[name], help=text, **options)
 
     built_in = ", ".join(architectures.BUILT_IN)
     add(
         "model_name",
         str,
-        f"built-in model ({built_in}), folder or hub id of a causal language model of transformers",
+        f"built-in model ({built_in}), folder or hub id of a causal language model of transformers, or path/to/file.py:FUNCTION that returns a module of your own",
     )
     add(
         "num_layers",
@@ -447,7 +450,14 @@ def parse_config(strategy: str, argv: list[str] | None = None, *, elsewhere: boo
     options["data_cache_dir"] = options["data_cache_dir"] or files.cache_folder()
     for name in PATHS:
         options[name] = _placed(options[name])
-    options["model_name"] = _absolute(options["model_name"], architectures.BUILT_IN)
+    named = user_file.is_named(options["model_name"])
+    options["model_name"] = (
+        user_file.absolute(options["model_name"])
+        if named
+        else _absolute(options["model_name"], architectures.BUILT_IN)
+    )
+    if user_file.is_named(options["optimizer"]):
+        options["optimizer"] = user_file.absolute(options["optimizer"])
     options["dataset_name"] = _absolute(options["dataset_name"], (texts.BUILT_IN_CORPUS,))
     return Config(strategy=row.place, **options)
 

@@ -14,6 +14,7 @@ from lockstep.config import Config
 from lockstep.deepspeed import configuration, options, ulysses, zero
 from lockstep.errors import UserError
 from lockstep.files import require_writable_folder
+from lockstep.inputs import shapes
 from lockstep.running import progress
 
 # Section of DeepSpeed's configuration -> its class, which refuses what it does not know
@@ -31,7 +32,7 @@ def require(config: Config, architecture: dict) -> None:
         )
     zero.require(config)
     ulysses.require(config, architecture)
-    _require_known(configuration.resolved(config, architecture["hidden_size"]), config.device)
+    _require_known(configuration.resolved(config, shapes.width(architecture)), config.device)
     path = options.of(config).nvme_path
     if path is not None:
         _require_libaio()

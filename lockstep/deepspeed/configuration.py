@@ -18,6 +18,7 @@ from lockstep.config import BETAS, EPS, Config
 from lockstep.deepspeed import options as flags
 from lockstep.deepspeed import zero
 from lockstep.errors import LIBRARY_REFUSES, UserError, printable
+from lockstep.inputs import shapes
 
 AUTO = "auto"
 # flag -> where the file may set it; the command line may repeat it
@@ -289,7 +290,7 @@ def defaults(options: argparse.Namespace) -> dict[str, Any]:
 
 def text(config: Config, architecture: dict) -> str:
     """What DeepSpeed is given, as JSON. It is written beside the history. Raises UserError for what DeepSpeed would refuse in a user's file."""
-    told, own = resolved(config, architecture["hidden_size"]), flags.of(config)
+    told, own = resolved(config, shapes.width(architecture)), flags.of(config)
     if own.deepspeed_config is not None:
         _require_readable(own.deepspeed_config.path, told, config)
     return json.dumps(told, indent=2) + "\n"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lockstep.errors import UserError
 from lockstep.files import read_json
-from lockstep.inputs import shapes
+from lockstep.inputs import shapes, user_file
 from lockstep.inputs.hub import hub_file
 from lockstep.inputs.modules import LIKE_LLAMA
 
@@ -194,6 +194,14 @@ def resolve(model_name: str, num_layers: int | None = None) -> tuple[dict, str]:
     not `n_embd`). `num_layers` replaces the depth. Raises UserError for a name that is not built in, not a folder with a config.json and
     not available from the hub, and for a config.json that is no causal language model of transformers.
     """
+    if user_file.is_named(model_name):
+        if num_layers is not None:
+            raise UserError(
+                f"--num_layers {num_layers}: {model_name} is a model of your own; choose its depth there"
+            )
+        from lockstep.inputs import own_model  # imports torch
+
+        return own_model.architecture_of(model_name), f"model of {model_name}"
     content, source = find(model_name)
     architecture = copy.deepcopy(content)
     if not is_built_in(source):
@@ -216,7 +224,7 @@ def resolve(model_name: str, num_layers: int | None = None) -> tuple[dict, str]:
 def in_words(architecture: dict) -> str:
     """The size of a model, for people."""
     depth = architecture.get("num_hidden_layers")
-    return f"{architecture['model_type']}" if depth is None else f"{depth} layers"
+    return "own model" if depth is None else f"{depth} layers"
 
 
 def is_built_in(source: str) -> bool:

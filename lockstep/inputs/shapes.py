@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from lockstep import files
 from lockstep.errors import UserError, first_line
 from lockstep.files import read_json, write_text
-from lockstep.inputs import modules
+from lockstep.inputs import modules, user_file
 from lockstep.inputs.modules import Names
 
 if TYPE_CHECKING:
@@ -112,6 +112,12 @@ def require_trainable(architecture: dict, where: str) -> None:
         raise UserError(
             f"{where}: {name} is {dtype}, and all parameters must be float32 at the start; choose another model"
         )
+
+
+def width(architecture: dict) -> int:
+    """The size of a token's vector."""
+    model = describe(architecture)
+    return model.parameters[model.names.embedding_weight][-1]
 
 
 def parameter_shapes(architecture: dict) -> Shapes:
@@ -208,8 +214,14 @@ def quiet() -> Iterator[None]:
 def from_config(
     architecture: dict, *, attn_impl: str, dtype: "torch.dtype | None" = None
 ) -> "PreTrainedModel":
-    """transformers' model in training mode, with random weights, in float32 unless told. Raises whatever transformers raises."""
+    """The model in training mode, with random weights, in float32 unless told. Raises whatever transformers raises."""
     import torch
+
+    if user_file.is_named(architecture["model_type"]):
+        from lockstep.inputs import own_model
+
+        model = own_model.build(architecture["model_type"])
+        return model if dtype is None else model.to(dtype)
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_config(

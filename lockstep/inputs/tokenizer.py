@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from lockstep.errors import UserError, first_line, printable
 from lockstep.files import require_regular
+from lockstep.inputs import user_file
 from lockstep.inputs.architectures import BUILT_IN, HUB_STAND_INS
 from lockstep.inputs.hub import hub_file
 
@@ -177,7 +178,7 @@ def build_tokenizer(model_name: str, architecture: dict) -> Tokenizer:
     Raises UserError if it cannot be read from the hub, or if `eos_token_id`, which separates documents, is not a token id.
     """
     vocab_size = architecture["vocab_size"]
-    if model_name in BUILT_IN:
+    if model_name in BUILT_IN or user_file.is_named(model_name):
         return HashTokenizer(vocab_size)
     folder = Path(os.path.expanduser(model_name))
     path: Path | None

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from lockstep import strategies
 from lockstep.errors import UserError
 from lockstep.inputs import modules
-from lockstep.inputs.shapes import describe, parameter_shapes
+from lockstep.inputs.shapes import describe, parameter_shapes, width
 from lockstep.memory import activations
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ def of(config: "Config", architecture: dict) -> Plan:
             raise UserError(f"what a rank holds with {flag} is not known; leave it out of the plan")
     rank = Rank(
         config,
-        architecture["hidden_size"],
+        width(architecture),
         describe(architecture).names,
         parameter_shapes(activations.local_architecture(architecture, config.tp_size)),
         activations.of(config, architecture),

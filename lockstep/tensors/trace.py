@@ -17,8 +17,9 @@ from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 
 from lockstep.errors import UserError, first_line
+from lockstep.inputs import user_file
 from lockstep.inputs.model import causal_lm_loss
-from lockstep.inputs.shapes import build_empty, describe, quiet, use_eager_experts
+from lockstep.inputs.shapes import build_empty, describe, from_config, quiet, use_eager_experts
 from lockstep.tensors.layout import BATCH, SEQUENCE, Choice, Layout
 
 SIZES = ((2, 3), (4, 5), (3, 7))  # batch and sequence of the passes
@@ -34,10 +35,15 @@ def layout_of(architecture: dict, attn_impl: str) -> Layout:
 
 @functools.lru_cache(maxsize=8)
 def _layout(architecture: str, attn_impl: str) -> Layout:
-    model = build_empty(json.loads(architecture), attn_impl=attn_impl)
-    description, vocab_size = describe(json.loads(architecture)), json.loads(architecture)["vocab_size"]
-    use_eager_experts(model)
-    _fill(model)
+    config = json.loads(architecture)
+    description, vocab_size = describe(config), config["vocab_size"]
+    if user_file.is_named(config["model_type"]):  # its buffers may matter
+        with torch.random.fork_rng(devices=[]):
+            model = from_config(config, attn_impl=attn_impl)
+    else:
+        model = build_empty(config, attn_impl=attn_impl)
+        use_eager_experts(model)
+        _fill(model)
     try:
         with quiet():
             traces = [_Trace(model, description.names.base, vocab_size, *size) for size in SIZES]

@@ -11,6 +11,7 @@ from lockstep.inputs import modules
 from lockstep.resources import has_compiler
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel
 
 Backend = Literal["off", "aot_eager", "inductor"]
@@ -24,8 +25,13 @@ def enable(model: "PreTrainedModel", backend: str) -> None:
 
     torch.compiler.reset()  # of earlier runs in this process
     counters.clear()
-    for layer in model.get_submodule(modules.names_in(model).layers).children():
+    for layer in _layers(model):
         layer.forward = torch.compile(layer.forward, backend=backend)
+
+
+def _layers(model: "torch.nn.Module") -> list["torch.nn.Module"]:
+    name = modules.names_in(model).layers
+    return list(model.get_submodule(name).children()) if name else []
 
 
 def require(backend: str) -> None:
@@ -40,7 +46,7 @@ def observed(model: "PreTrainedModel") -> list[bool]:
     """Whether layers run as compiled graphs. Call it after a first forward pass."""
     from torch._dynamo.utils import counters
 
-    layers = model.get_submodule(modules.names_in(model).layers).children()
+    layers = _layers(model)
     ran = counters["frames"]["ok"] > 0
     return sorted({ran and hasattr(layer.forward, "_torchdynamo_orig_callable") for layer in layers})
 

@@ -64,11 +64,11 @@ class ComputeDtypes:
 def model_contract(model: "PreTrainedModel") -> dict[str, Any]:
     """The live model's attention implementation, dropout, mode, parameter dtypes and tie."""
     return {
-        "attention": model.config._attn_implementation,
+        "attention": getattr(getattr(model, "config", None), "_attn_implementation", "own"),
         "dropout": max(map(_dropout, model.modules())),
         "training_mode": model.training,
         "compiled": compiled.observed(model),
-        "activation_checkpointing": model.is_gradient_checkpointing,
+        "activation_checkpointing": getattr(model, "is_gradient_checkpointing", False),
         "parameter_dtype": sorted({str(parameter.dtype) for parameter in model.parameters()}),
         "tied_embeddings": modules.is_tied(model),
         "module_settings": shapes.settings_of(model),

@@ -1,0 +1,50 @@
+"""What a user's file holds, named as path/to/file.py:NAME: a model or an optimizer of their own."""
+
+import hashlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import UserError, first_line
+
+
+def is_named(text: str) -> bool:
+    """Whether a text names something in a user's file."""
+    return ".py:" in text
+
+
+def absolute(text: str) -> str:
+    """The same name, from any folder."""
+    path, _, name = text.rpartition(":")
+    return f"{Path(path).absolute()}:{name}"
+
+
+def sha256(text: str, option: str) -> str:
+    """Of the file. Raises UserError if it cannot be read."""
+    path = Path(text.rpartition(":")[0])
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError as error:
+        raise UserError(f"{option} {text}: the file cannot be read ({error.strerror or error})") from error
+
+
+def load(text: str, option: str) -> Callable[..., Any]:
+    """The function or class that is named, with its file imported once. Raises UserError."""
+    path, _, name = text.rpartition(":")
+    place = f"lockstep_user_{sha256(text, option)[:16]}"
+    if place not in sys.modules:
+        spec = importlib.util.spec_from_file_location(place, path)
+        assert spec is not None and spec.loader is not None, "its name ends in .py"
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[place] = module
+        try:
+            spec.loader.exec_module(module)
+        except Exception as error:  # noqa: BLE001 - a user's file may raise anything
+            del sys.modules[place]
+            raise UserError(f"{option} {text}: the file cannot be imported ({first_line(error)})") from error
+    found = getattr(sys.modules[place], name, None)
+    if not callable(found):
+        raise UserError(f"{option} {text}: the file has no function or class {name}")
+    return found
