@@ -27,7 +27,6 @@ from lockstep.training.observe import (
 from lockstep.training.optim import (
     build_optimizer,
     gradient_of,
-    keeps,
     parameter_groups,
     total_norm,
 )
@@ -305,9 +304,12 @@ class AutoTPStrategy:
         for name, parameter in self.model.named_parameters():
             yield name, self._gather_over_tp(name, self.stage.parameter(parameter)).cpu()
 
+    def state_kinds(self) -> list[str]:
+        return [] if self.config.optimizer == "sgd" else ["exp_avg", "exp_avg_sq"]
+
     def held(self, kind: str) -> Iterator[tuple[str, torch.Tensor, tuple[int, ...], tuple[int, ...]]]:
         """As in the protocol. A shard is whole over dp, as DeepSpeed's safe_get_full_* return it, and cut over tp."""
-        if not keeps(self.stage.torch_optimizer(), kind):
+        if kind not in ("parameter", "gradient", *self.state_kinds()):
             return
         geometry = self.geometry()
         tp_rank, tp_size = geometry.coordinates.tp, geometry.mesh.tp
@@ -365,7 +367,7 @@ class AutoTPStrategy:
         }
         return {
             **model_contract(self.model),
-            **optimizer_contract(self.model, optimizer, self.stage.members()),
+            **optimizer_contract(self.model, optimizer, self.config.optimizer, self.stage.members()),
             "max_grad_norm": self.stage.max_grad_norm(self.max_grad_norm),
             "gradient_accumulation_steps": self.engine.gradient_accumulation_steps(),
             "loss_is_mean_over": [self.num_tokens, self.num_micro_batches, self.geometry().mesh.dp],

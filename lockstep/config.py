@@ -227,6 +227,10 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
         return action.help if "(default: " in (action.help or "") else super()._get_help_string(action)
 
 
+OPTIMIZERS = (
+    "adamw",
+    "sgd",
+)  # built in; any other --optimizer is a class of torch.optim or a function in a user's file
 ALSO = {"model_name": "model"}  # other names of flags, in all strategies
 
 
@@ -290,7 +294,11 @@ def build_parser(strategy: str) -> argparse.ArgumentParser:
     add(
         "schedule_steps", whole, "steps of the whole schedule, if the run stops earlier (0: those of the run)"
     )
-    add("optimizer", str, "fused torch AdamW, or SGD without momentum (not fused)", choices=("adamw", "sgd"))
+    add(
+        "optimizer",
+        str,
+        "adamw (fused), sgd (without momentum, not fused), a class of torch.optim with its defaults, or path/to/file.py:FUNCTION",
+    )
     add("weight_decay", amount, "weight decay of matrices; norms and biases have none")
     add("max_grad_norm", amount, "clip the norm of the whole model's gradient to this (0: do not clip)")
     add(

@@ -155,9 +155,14 @@ def banner(config: Config, inputs: Inputs) -> str:
 def describe(config: Config, inputs: Inputs) -> str:
     """What --dry_run prints: the resolved configuration, the mesh as a grid, the contract, the memory."""
     from lockstep.memory import plan
-    from lockstep.training.contract import expected_contract
+    from lockstep.training.contract import expected_contract, own_optimizer
 
-    contract = expected_contract(config, inputs.architecture, shapes.describe(inputs.architecture))
+    contract = expected_contract(
+        config,
+        inputs.architecture,
+        shapes.describe(inputs.architecture),
+        own_optimizer(config, inputs.architecture),
+    )
     return "\n".join(
         [
             banner(config, inputs),

@@ -6,7 +6,7 @@ They run where a run is started, before its workers, and need no GPU and no clus
 from pathlib import Path
 
 from lockstep import files, origin, strategies, tested
-from lockstep.config import Config
+from lockstep.config import OPTIMIZERS, Config
 from lockstep.errors import UserError
 from lockstep.inputs import architectures, data, shapes, texts, tokenizer
 from lockstep.memory import limit
@@ -60,6 +60,10 @@ def load_inputs(config: Config) -> data.Inputs:
         raise UserError(problem)
     cuts.require(config, architecture)
     shapes.require_trainable(architecture, f"--model_name {config.model_name}")
+    if config.optimizer not in OPTIMIZERS:
+        from lockstep.training import optim  # imports torch
+
+        optim.require_known(config.optimizer)
     longest = architecture.get("max_position_embeddings") or config.seq_length
     if config.seq_length > longest:
         raise UserError(

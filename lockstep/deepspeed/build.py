@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep import strategies, tested
-from lockstep.config import Config
+from lockstep.config import OPTIMIZERS, Config
 from lockstep.deepspeed import configuration, options, ulysses, zero
 from lockstep.errors import UserError
 from lockstep.files import require_writable_folder
@@ -32,6 +32,10 @@ def require(config: Config, architecture: dict) -> None:
         )
     zero.require(config)
     ulysses.require(config, architecture)
+    if config.optimizer not in OPTIMIZERS:
+        raise UserError(
+            f"--optimizer {config.optimizer}: DeepSpeed steps flat pieces of many tensors, and adamw and sgd alone are known to take them; choose one"
+        )
     _require_known(configuration.resolved(config, shapes.width(architecture)), config.device)
     path = options.of(config).nvme_path
     if path is not None:

@@ -20,6 +20,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
@@ -29,11 +30,12 @@ from torch.distributed.tensor import DTensor
 
 from lockstep.blocks import Runs, blocks
 from lockstep.collective import gather_objects, stop_together
+from lockstep.config import OPTIMIZERS
 from lockstep.errors import first_line
 from lockstep.files import remove_captured, why_not_written
 from lockstep.mesh import Coordinates, share
 from lockstep.tensors import manifest, step_file
-from lockstep.tensors.layout import BATCH, SEQUENCE, as_json, kinds_of
+from lockstep.tensors.layout import BATCH, SEQUENCE, State, as_json, state_of
 from lockstep.tensors.trace import layout_of, named_outputs, watched
 from lockstep.training import compiled, cuts, recompute
 
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
 
     from lockstep.config import Config
 
+MOST_KINDS = 8  # of tensors of one parameter that a file has room for
 Fed = tuple[torch.Tensor, torch.Tensor]  # input_ids and labels of a micro batch, each (B, S)
 Given = ParamSpec("Given")
 Returned = TypeVar("Returned")
@@ -57,6 +60,8 @@ class Captured(Protocol):
     def loss_shares(self) -> int: ...
 
     def held(self, kind: str) -> Iterator[tuple[str, torch.Tensor, tuple[int, ...], tuple[int, ...]]]: ...
+
+    def state_kinds(self) -> list[str]: ...
 
     def called(self) -> list[tuple[torch.nn.Module, dict[str, str | int]]]: ...
 
@@ -76,9 +81,11 @@ class Capture:
         self.here = self.mesh.coordinates(self.rank)
         self.positions = cuts.positions(config, self.here.cp)
         self.folder = config.capture_folder
-        self.layout = layout_of(provenance["architecture"], config.attn_impl)
-        self.kinds = kinds_of(provenance["config"])
-        self.num_tensors = 2 * len(self.layout.outputs) + len(self.kinds) * len(self.layout.parameters) + 2
+        found = layout_of(provenance["architecture"], config.attn_impl)
+        self.layout = replace(found, state=state_of(config.optimizer, found.parameters))
+        self.kinds = self.layout.kinds(provenance["config"])
+        kept = len(self.kinds) if config.optimizer in OPTIMIZERS else MOST_KINDS
+        self.num_tensors = 2 * len(self.layout.outputs) + kept * len(self.layout.parameters) + 2
         run = {key: value for key, value in provenance.items() if key != "origin"}
         self.manifest: dict[str, Any] = {
             "origin": provenance["origin"],
@@ -158,7 +165,9 @@ class Capture:
         self._close({})
 
     def end(self, record: dict, *, updated: bool = True) -> None:
-        """After the update: write moments and parameters, finish the file, name the step in the manifest."""
+        """After the update: write optimizer state and parameters, finish the file, name the step in the manifest."""
+        if updated and self.config.optimizer not in OPTIMIZERS and not self.layout.state:
+            self._see_state()
         for kind in self.kinds[1:] if updated else ():
             self._write_held(kind)
         fields = (
@@ -169,8 +178,23 @@ class Capture:
             "batch_hash",
             "started_from",
             "regrets",
+            "lowered",
         )
         self._close({key: record[key] for key in fields if key in record})
+
+    def _see_state(self) -> None:
+        """What an optimizer of the user's choice keeps of parameters, after its first step."""
+        mine = {
+            kind: {name: full for name, _, full, _ in self.strategy.held(kind)}
+            for kind in self.strategy.state_kinds()
+        }
+        state: State = {}
+        for of_rank in gather_objects(mine):
+            for kind, shapes in of_rank.items():
+                state.setdefault(kind, {}).update(shapes)
+        self.layout = replace(self.layout, state=state)
+        self.kinds = self.layout.kinds(self.manifest["run"]["config"])
+        self.manifest["layout"] = as_json(self.layout)
 
     def state_contract(self, contract: dict) -> None:
         """Record the effective contract. Called once, by one rank, after a first step."""

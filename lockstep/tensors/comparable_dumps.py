@@ -12,6 +12,7 @@ from lockstep.training.contract import (
     contract_differences,
     expected_contract,
     global_batch,
+    of_optimizer,
     on_any_mesh,
 )
 from lockstep.training.rates import rate_of
@@ -91,7 +92,9 @@ def configuration_differences(baseline: Dump, dump: Dump) -> dict[str, str]:
         {step: entry["learning_rate"] for step, entry in baseline.steps.items()},
     )
     if dump is baseline:
-        wanted = expected_contract(configuration(dump.run), dump.run["architecture"], dump.layout.model)
+        wanted = expected_contract(
+            configuration(dump.run), dump.run["architecture"], dump.layout.model, of_optimizer(dump.contract)
+        )
         rates = {step: rate_of(dump.run["config"], int(step), dump.run["num_steps"]) for step in dump.steps}
     found = contract_differences(on_any_mesh(wanted), on_any_mesh(dump.contract), KNOWN_DIFFERENCES)
     for step in sorted(dump.steps, key=int):

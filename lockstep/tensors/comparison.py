@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lockstep.config import Parser
+from lockstep.config import OPTIMIZERS, Parser
 from lockstep.diagnosis.diagnose import Diagnosis, diagnose
 from lockstep.errors import UserError, run_program
 from lockstep.files import REPORTS, require_ours, require_writable_folder
@@ -44,16 +44,17 @@ from lockstep.tensors.distance import (
     average_distance,
     clip_factors,
     on_all_cores,
+    own_update_distances,
     tensor_distances,
     update_distances,
 )
 from lockstep.tensors.dump import Dump, number_of_elements
 from lockstep.tensors.judgement import (
     LIMIT,
-    PASSES,
+    LIMIT_OF_LOWERED,
+    LIMIT_OF_UPDATE,
     ROUNDOFF,
     UNIT,
-    UPDATE,
     Chosen,
     Loss,
     Norm,
@@ -62,12 +63,13 @@ from lockstep.tensors.judgement import (
     is_vector_gradient,
     is_zero,
     judge,
+    judge_own_update,
     judge_yardstick,
     larger,
+    pass_of,
     typical_error,
     yardstick,
 )
-from lockstep.tensors.layout import kinds_of
 from lockstep.tensors.manifest import REMEDY
 
 # Without a reference: the largest distance from it that DDP had, over the clean sweep and the real sizes (results/).
@@ -118,7 +120,7 @@ def compare_dumps(reference: Dump, dumps: dict[str, Dump], replays: dict[str, Du
     for step in (
         int(step) for step in reference.steps if step != "0"
     ):  # of which the first update and the later steps were not read
-        names = [name for name in reference.expected(step) if step > 1 or name.split("/")[0] in UPDATE]
+        names = [name for name in reference.expected(step) if step > 1 or pass_of(name) == "update"]
         squares = _verify([(reference, step, name) for name in names])
         if step > 1:
             require_norm(
@@ -158,7 +160,7 @@ def compare_two(one: Dump, other: Dump) -> Result:
     for name, tensor in result.pairs.items():
         for folder, distance in zip(dumps, tensor.distances, strict=True):
             measure = Size(apart * distance.norm, apart * distance.largest)
-            least = noise.get(PASSES[name.split("/")[0]], {}).get(name)
+            least = noise.get(pass_of(name), {}).get(name)
             if (
                 least is not None and distance.norm <= least.norm
             ):  # without a reference, noise cannot be told from zero
@@ -203,7 +205,7 @@ def _require_precision(precision: str) -> None:
 
 def _names(dump: Dump, step: int) -> list[str]:
     """The tensors that a step must have, without those of the update, in order of execution."""
-    return [name for name in dump.expected(step) if PASSES[name.split("/")[0]] != "update"]
+    return [name for name in dump.expected(step) if pass_of(name) != "update"]
 
 
 def _measure(
@@ -301,7 +303,9 @@ def _judge_step(
         if _has_update(dumps[strategy], step, name)
     ]
     sizes = [number_of_elements(entries[f"parameter/{name}"]) for _, name in items]
-    updates = on_all_cores(functools.partial(_update, dumps, reference, step, clips), items, sizes)
+    updates = on_all_cores(
+        functools.partial(_update, dumps, reference, references, step, clips), items, sizes
+    )
     for (strategy, name), kinds in zip(items, updates, strict=True):
         found[strategy].update({f"{kind}/{name}": distance for kind, distance in kinds.items()})
 
@@ -311,8 +315,21 @@ def _judge_step(
     )
     for strategy in dumps:
         for name in (name for name in ddp.expected(step) if name in found[strategy]):
-            distance, which = found[strategy][name], PASSES[name.split("/")[0]]
-            if strategy == BASELINE and name in noise.get(which, {}):
+            distance, which = found[strategy][name], pass_of(name)
+            if which == "update" and not name.startswith("average/") and _steps_own_optimizer(ddp):
+                lowered = references[strategy].steps[str(step)].get("lowered")
+                result.rows.append(
+                    judge_own_update(
+                        strategy,
+                        step,
+                        name,
+                        distance,
+                        found[BASELINE][name],
+                        LIMIT_OF_LOWERED if lowered else LIMIT_OF_UPDATE,
+                        ROUNDOFF[entries[name]["dtype"]],
+                    )
+                )
+            elif strategy == BASELINE and name in noise.get(which, {}):
                 result.rows.append(
                     judge_yardstick(strategy, step, name, distance, precision, noise[which][name])
                 )
@@ -348,7 +365,7 @@ def _clip_factor(dump: Dump, initial: Dump, norm: Norm) -> float:
     options = dump.run["config"]
     factors = list(dict.fromkeys([*clip_factors(options, norm.used), *clip_factors(options, norm.held)]))
     whole = [name for name in dump.layout.parameters if _has_update(dump, norm.step, name)]
-    if len(factors) == 1 or not whole:
+    if len(factors) == 1 or not whole or _steps_own_optimizer(dump):
         return factors[0]
 
     def error(factor: float) -> float:
@@ -357,9 +374,15 @@ def _clip_factor(dump: Dump, initial: Dump, norm: Norm) -> float:
     return min(factors, key=error)
 
 
+def _steps_own_optimizer(dump: Dump) -> bool:
+    return dump.run["config"]["optimizer"] not in OPTIMIZERS
+
+
 def _has_update(dump: Dump, step: int, name: str) -> bool:
     """Whether a dump has all tensors that the update of a parameter reads and writes."""
-    kinds = [kind for kind in UPDATE if f"{kind}/{name}" in dump.expected(step)]
+    kinds = [
+        kind for kind in dump.layout.kinds(dump.run["config"])[1:] if f"{kind}/{name}" in dump.expected(step)
+    ]
     before = [f"{kind}/{name}" for kind in kinds]
     return dump.has(step, f"gradient/{name}", *before) and (step == 1 or dump.has(step - 1, *before))
 
@@ -369,9 +392,7 @@ def _noise(found: dict[str, Distance], entries: dict, precision: str) -> dict[st
     sizes = {name: max(number_of_elements(entries[name]), 1) for name in found}
     noise: dict[str, dict[str, Size]] = {}
     for which in ("forward", "backward", "gradient"):
-        names = [
-            name for name in found if PASSES[name.split("/")[0]] == which and entries[name]["dtype"] != "I64"
-        ]
+        names = [name for name in found if pass_of(name) == which and entries[name]["dtype"] != "I64"]
         scale = UNIT[precision] * max(
             (found[name].norm / math.sqrt(sizes[name]) for name in names), default=0.0
         )
@@ -380,12 +401,20 @@ def _noise(found: dict[str, Distance], entries: dict, precision: str) -> dict[st
 
 
 def _update(
-    dumps: dict[str, Dump], reference: Dump, step: int, clips: dict[str, float], item: tuple[str, str]
+    dumps: dict[str, Dump],
+    reference: Dump,
+    references: dict[str, Dump],
+    step: int,
+    clips: dict[str, float],
+    item: tuple[str, str],
 ) -> dict[str, Distance]:
     strategy, name = item
     dump = dumps[strategy]
-    found = update_distances(dump, reference, step, clips[strategy], name)
-    if "average" in kinds_of(dump.run["config"]):
+    if _steps_own_optimizer(dump):
+        found = own_update_distances(dump, references[strategy], reference, step, name)
+    else:
+        found = update_distances(dump, reference, step, clips[strategy], name)
+    if "average" in dump.layout.kinds(dump.run["config"]):
         found["average"] = average_distance(dump, reference, step, name)
     return found
 
@@ -410,6 +439,8 @@ def _losses(
         each = len(losses) // shares
         return sum(losses[share * each : (share + 1) * each]) / each
 
+    # weights that a bfloat16 optimizer has moved otherwise, or other micro batches of a mixture, have another loss
+    moves = bool(references) and (bool(baseline.layout.choices) or _steps_own_optimizer(baseline))
     found = []
     for rank in range(shares):
         loss = of_rank(baseline, rank)
@@ -428,7 +459,7 @@ def _losses(
                 noise * growth,
                 exact,
                 LIMIT[precision] * abs(loss),
-                {name: exact[name] - exact[BASELINE] for name in exact} if baseline.layout.choices else {},
+                {name: exact[name] - exact[BASELINE] for name in exact} if moves else {},
             )
         )
     return found

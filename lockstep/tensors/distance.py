@@ -228,6 +228,26 @@ def update_distances(dump: Dump, initial: Dump, step: int, clip: float, name: st
 
 
 @QUIET
+def own_update_distances(
+    dump: Dump, replay: Dump, initial: Dump, step: int, name: str
+) -> dict[str, Distance]:
+    """A parameter and what an optimizer of the user's own keeps of it, after a step, against the replay's, which stepped from the same."""
+    found = {
+        kind: tensor_distances([replay], [dump], step, f"{kind}/{name}").distances[0]
+        for kind, shapes in dump.layout.state.items()
+        if name in shapes
+    }
+    before = initial if step == 1 else dump
+    own, wanted, change, key = _Comparison(), _Sums(), _Sums(), f"parameter/{name}"
+    for old, exact, values in _blocks([(before, step - 1, key), (replay, step, key), (dump, step, key)]):
+        wanted.add(exact)
+        np.subtract(exact, old, out=old)
+        change.add(old)
+        own.add(values, exact, old, _array("spare", len(old)))
+    return {**found, "parameter": own.distance(wanted, change)}
+
+
+@QUIET
 def average_distance(dump: Dump, initial: Dump, step: int, name: str) -> Distance:
     """The average of this run's own weights (--ema_decay d) against d average + (1 - d) weights in float64, from its own average before.
 

@@ -20,10 +20,11 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
+from lockstep.config import OPTIMIZERS
 from lockstep.errors import UserError, first_line, printable
 from lockstep.files import parse_json, require_regular
 from lockstep.tensors import manifest as manifest_file
-from lockstep.tensors.layout import Layout, from_json, kinds_of
+from lockstep.tensors.layout import Layout, from_json
 from lockstep.tensors.manifest import MANIFEST, REMEDY
 from lockstep.tensors.step_file import DTYPES, checksum, step_path
 from lockstep.training import compiled
@@ -91,9 +92,12 @@ class Dump:
     def expected(self, step: int) -> dict[str, tuple[int, ...]]:
         """Name -> shape of every tensor that the step must have, in order of execution."""
         config = self.run["config"]
-        kinds = kinds_of(config)
-        if step == 0 or self.is_replay:
-            kinds = ("parameter",) if step == 0 else ("gradient",)
+        kinds = self.layout.kinds(config)
+        if step == 0:
+            kinds = ("parameter",)
+        elif self.is_replay:  # which steps an optimizer of the user's own, too
+            own = config["optimizer"] not in OPTIMIZERS
+            kinds = ("gradient", *self.layout.state, "parameter") if own else ("gradient",)
         rows = config["batch_size"] * config["gradient_accumulation_steps"] * config["dp_size"]
         return self.layout.of_step(kinds, rows, config["seq_length"])
 

@@ -1,7 +1,7 @@
 """Make a model compute in float64: its own code, run in a mode in which float32 means float64.
 
 A model casts to float32 where low precision would hurt: in norms, softmax and loss. Inside `Float64` these casts are to float64, and so
-are those to bfloat16 and the default dtype. What does not depend on the weights, such as a rotary table, is an input: it stays as the
+are those to bfloat16 and the default dtype; `torch.finfo` still speaks of float32. What does not depend on the weights, such as a rotary table, is an input: it stays as the
 runs compute it, in float32.
 
 A mixture's router chooses experts by `torch.topk`. Where two scores are nearly equal, rounding errors decide, and everything after it
@@ -35,13 +35,18 @@ class Float64(TorchFunctionMode):
         self._calls = 0  # of topk
 
     def __enter__(self) -> "Float64":
-        self._default = torch.get_default_dtype()
+        self._default, self._finfo = torch.get_default_dtype(), torch.finfo
         torch.set_default_dtype(torch.float64)
+        torch.finfo = self._as_in_a_run  # type: ignore[misc,assignment] # a constant of the code's dtype is part of what it computes
         return super().__enter__()
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)
         torch.set_default_dtype(self._default)
+        torch.finfo = self._finfo  # type: ignore[misc]
+
+    def _as_in_a_run(self, dtype: torch.dtype = torch.float32) -> torch.finfo:
+        return self._finfo(torch.float32 if dtype is torch.float64 else dtype)
 
     def __torch_function__(
         self,

@@ -21,8 +21,9 @@ if __name__ == "__main__":
     startup.begin()  # first: from now on Ctrl-C and a missing package are one line each
 
 import dataclasses
+import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,7 @@ import torch
 from lockstep import config as config_module
 from lockstep import files, preflight
 from lockstep.collective import init_alone
-from lockstep.config import BETAS, EPS, Config
+from lockstep.config import BETAS, EPS, OPTIMIZERS, Config
 from lockstep.errors import TrainingFailure, UserError, run_program
 from lockstep.inputs import weights
 from lockstep.inputs.data import Inputs, global_batch_hash, window_hashes
@@ -41,13 +42,23 @@ from lockstep.strategies import BASELINE
 from lockstep.tensors import dump, model_check
 from lockstep.tensors.capture import Capture
 from lockstep.tensors.comparison import require_comparable_dumps
+from lockstep.tensors.distance import clip_factor
 from lockstep.tensors.exact import Float64, make_exact
 from lockstep.tensors.layout import Choice
 from lockstep.tensors.manifest import REFERENCE_LABEL as LABEL
 from lockstep.tensors.trace import layout_of
 from lockstep.training import initial_weights, rates
 from lockstep.training.loop import provenance
-from lockstep.training.optim import WeightAverage, gradient_of, held_whole, parameter_groups
+from lockstep.training.optim import (
+    AnyOptimizer,
+    WeightAverage,
+    build_optimizer,
+    gradient_of,
+    held_whole,
+    parameter_groups,
+    set_rate,
+    state_kinds,
+)
 from lockstep.training.strategy import MicroBatch
 
 if TYPE_CHECKING:
@@ -68,19 +79,45 @@ def build_reference(
 class ReferenceStrategy:
     """What `capture` needs of a strategy: a model, and what it holds of each parameter."""
 
-    optimizer: torch.optim.Optimizer
+    optimizer: AnyOptimizer
     loss_shares = 1  # it computes the global batch
 
     def __init__(self, model: "PreTrainedModel", config: Config, choices: dict[str, Choice]):
         self.model, self.config, self.choices = model, config, choices
-        groups = parameter_groups(model.parameters(), config.weight_decay)
-        if config.optimizer == "adamw":
+        self.renew_optimizer()
+        self.average = WeightAverage(model, config.ema_decay) if config.ema_decay < 1 else None
+
+    def renew_optimizer(self) -> None:
+        """An optimizer that has not stepped yet."""
+        config = self.config
+        groups = parameter_groups(self.model.parameters(), config.weight_decay)
+        if config.optimizer == "adamw":  # not fused
             self.optimizer = torch.optim.AdamW(
                 groups, lr=config.learning_rate, betas=BETAS, eps=EPS, foreach=False
             )
-        else:
-            self.optimizer = torch.optim.SGD(groups, lr=config.learning_rate, foreach=False)
-        self.average = WeightAverage(model, config.ema_decay) if config.ema_decay < 1 else None
+            return
+        named = [*self.model.named_parameters()]
+        self.optimizer = build_optimizer(
+            groups, optimizer=config.optimizer, learning_rate=config.learning_rate, named=named
+        )
+
+    def step_as(self, theirs: dump.Dump, index: int) -> bool:
+        """Step the optimizer from a run's own gradients and state; returns whether it computes in lower precision itself.
+
+        Numbers that the optimizer counts, such as steps, are its own.
+        """
+        clip = clip_factor(theirs.run["config"], theirs.steps[str(index + 1)]["grad_norm"])
+        for name, parameter in self.model.named_parameters():
+            parameter.grad = theirs.tensor(index + 1, f"gradient/{name}").double() * clip
+            for kind, shapes in theirs.layout.state.items() if index else ():
+                if name in shapes:
+                    self.optimizer.state[parameter][kind].copy_(theirs.tensor(index, f"{kind}/{name}"))
+        with Float64() as mode:
+            self.optimizer.step()
+        return mode.lowered
+
+    def state_kinds(self) -> list[str]:
+        return state_kinds(self.optimizer)
 
     def forward_backward(
         self, micro_batches: list[MicroBatch], chosen: dict[str, torch.Tensor] | None = None
@@ -118,7 +155,8 @@ class ReferenceStrategy:
         if bound > 0:
             for parameter in self.model.parameters():
                 gradient_of(parameter).mul_(min(1.0, bound / (grad_norm + 1e-6)))
-        self.optimizer.step()
+        with Float64():
+            self.optimizer.step()
         if self.average is not None:
             self.average.update()
         return grad_norm
@@ -173,7 +211,8 @@ def replay(
     own = theirs.run["config"]
     # a mixture's term for the balance of its experts is a mean over micro batches, not over tokens
     other_batches = bool(strategy.choices) and own["batch_size"] != config.batch_size
-    first = 0 if other_batches or _chose_otherwise(theirs, reference) else 1
+    own_optimizer = config.optimizer not in OPTIMIZERS
+    first = 0 if own_optimizer or other_batches or _chose_otherwise(theirs, reference) else 1
     if len(theirs.steps) <= first:
         files.remove_captured(folder.with_name(f"replay_{folder.name}"))  # an older dump's
         return
@@ -183,6 +222,8 @@ def replay(
     capture = _capture(
         config, inputs, f"replay_{folder.name}", strategy.model, reference.manifest["initial_sha256"]
     )
+    capture.kinds = tuple(kind for kind in capture.kinds if kind != "average")
+    strategy.renew_optimizer()
     for index in range(first, len(theirs.steps)):
         source = theirs if index else reference  # of the parameters before the step
         with torch.no_grad():
@@ -194,7 +235,8 @@ def replay(
             if theirs.has(index + 1, f"forward/{name}")
         }
         digest = source.parameter_digest(index)
-        _one_step(config, inputs, strategy, capture, index, started_from=digest, chosen=chosen)
+        again = functools.partial(strategy.step_as, theirs, index) if own_optimizer else None
+        _one_step(config, inputs, strategy, capture, index, started_from=digest, chosen=chosen, again=again)
 
 
 def _chose_otherwise(theirs: dump.Dump, reference: dump.Dump) -> bool:
@@ -231,14 +273,15 @@ def _one_step(
     *,
     started_from: str = "",
     chosen: dict[str, torch.Tensor] | None = None,
+    again: Callable[[], bool] | None = None,
 ) -> float:
     """One captured step on the micro batches of all DP ranks; returns the mean loss.
 
-    `started_from` identifies the parameters of a replay, which makes no update and takes the choices `chosen`.
+    `started_from` identifies the parameters of a replay, which takes the choices `chosen` and makes no update, but for an optimizer of
+    the user's own: `again` makes it as the run did, and returns whether it lowers the precision.
     """
     rate = rates.rate_of(vars(config), index + 1, inputs.num_steps)
-    for group in strategy.optimizer.param_groups:
-        group["lr"] = rate
+    set_rate(strategy.optimizer, rate, config.learning_rate)
     by_rank = [inputs.batches.micro_batches(index, rank, "cpu") for rank in range(inputs.batches.dp_size)]
     whole = (torch.cat([micro[part] for of_rank in by_rank for micro in of_rank]) for part in (0, 1))
     micro_batches = list(zip(*(tensor.split(config.batch_size) for tensor in whole), strict=True))
@@ -262,7 +305,9 @@ def _one_step(
         record["started_from"] = started_from
     if chosen:
         record["regrets"] = strategy.regrets
-    capture.end(record, updated=not started_from)
+    if again:
+        record["lowered"] = again()
+    capture.end(record, updated=not started_from or again is not None)
     return loss
 
 

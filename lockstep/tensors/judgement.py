@@ -27,12 +27,22 @@ LIMIT = {
     "fp32": 1e-5,
     "autocast": 0.2,
 }  # of DDP's own distance, relative: about ten times what correct runs have
+# Likewise of what an optimizer of the user's own changed, 2-norm and largest element: many divide each element by its own size, so the
+# rounding errors of an element that is all but zero are a part of a whole step.
+LIMIT_OF_UPDATE = Size(1e-4, 1e-2)
+# Of one that computes in bfloat16 by itself: beyond, zeros in the place of its change would not be noticed. Muon's iteration, for
+# instance, multiplies small singular values, and the rounding errors beside them, by up to 3.44 in each of its five steps.
+LIMIT_OF_LOWERED = Size(0.5, 0.5)
 # Unit roundoffs; of bfloat16 half of it (2^-8), which is stricter
 UNIT = {"fp32": 2.0**-24, "autocast": 2.0**-9}  # of the arithmetic
 ROUNDOFF = {"F64": 2.0**-53, "F32": 2.0**-24, "BF16": 2.0**-9, "I64": 0.0}  # of a dtype
 PASSES = {"batch": "batch", "forward": "forward", "backward": "backward", "gradient": "gradient"}
-PASSES |= dict.fromkeys(UPDATE, "update")
-COMPUTED = tuple(kind for kind in PASSES if kind != "batch")  # of tensors that are computed
+COMPUTED = ("forward", "backward", "gradient", "update")  # passes
+
+
+def pass_of(name: str) -> str:
+    """The pass that a tensor is computed in. What an optimizer keeps has the optimizer's own names."""
+    return PASSES.get(name.split("/")[0], "update")
 
 
 @dataclass
@@ -52,7 +62,7 @@ class Judgement:
 
     @property
     def which_pass(self) -> str:
-        return PASSES[self.kind]
+        return pass_of(self.name)
 
     @property
     def too_far(self) -> bool:
@@ -144,6 +154,24 @@ def judge(
     return Judgement(strategy, step, name, distance, tolerated, largest)
 
 
+def judge_own_update(
+    strategy: str, step: int, name: str, distance: Distance, ddp: Distance, limit: Size, roundoff: float
+) -> Judgement:
+    """A tensor after the step of an optimizer of the user's own, against the same step in float64 from the run's own gradients and state.
+
+    How its rounding errors grow is not known, so DDP is the yardstick. Its own error may be at most `limit` times the change.
+    """
+    most = UPDATE["exp_avg_sq"] * roundoff
+    floor = most * (distance.norm + distance.change)
+    largest_floor = most * (distance.largest + distance.largest_change)
+    if distance is ddp:
+        tolerated = max(limit.norm * distance.change, floor)
+        largest = max(limit.largest * distance.largest_change, largest_floor)
+    else:
+        tolerated, largest = MULTIPLE * ddp.error + floor, MULTIPLE * ddp.largest_error + largest_floor
+    return Judgement(strategy, step, name, distance, tolerated, largest)
+
+
 def is_zero(distance: Distance, noise: Size, precision: str) -> bool:
     """Whether a tensor is zero in exact arithmetic: the reference has nothing but its own rounding errors, if that."""
     return distance.norm <= ZERO / UNIT[precision] * noise.norm
@@ -183,7 +211,7 @@ class Loss:
         default_factory=dict
     )  # of the reference from the weights that each run itself had
     limit: float = math.inf  # of the difference from that
-    # of a mixture of experts: by how much a run's loss is right to differ from the baseline's, its micro batches or choices being others
+    # by how much a run's loss is right to differ from the baseline's, its weights, micro batches or choices being others
     moved: dict[str, float] = field(default_factory=dict)
 
     def checks(self, strategy: str, baseline: str) -> list[tuple[float, str, float]]:

@@ -17,15 +17,12 @@ from lockstep.inputs.modules import Names
 from lockstep.inputs.shapes import Description, description_of
 
 BATCH, SEQUENCE = "batch", "sequence"
-# of what a strategy holds per parameter
-KINDS = ("gradient", "exp_avg", "exp_avg_sq", "parameter", "average")
+State = dict[str, dict[str, tuple[int, ...]]]  # what an optimizer keeps: kind -> parameter -> shape
 
 
-def kinds_of(config: dict) -> tuple[str, ...]:
-    """Those of KINDS that a recorded configuration has: SGD keeps no moments, and an average is kept only if asked for."""
-    without = {"average"} if config.get("ema_decay", 1.0) == 1 else set()
-    without |= {"exp_avg", "exp_avg_sq"} if config["optimizer"] != "adamw" else set()
-    return tuple(kind for kind in KINDS if kind not in without)
+def state_of(optimizer: str, parameters: dict[str, tuple[int, ...]]) -> State:
+    """What a built-in optimizer keeps: AdamW two moments of every parameter, SGD nothing. Of any other a run says it after its first step."""
+    return {"exp_avg": parameters, "exp_avg_sq": parameters} if optimizer == "adamw" else {}
 
 
 @dataclass(frozen=True)
@@ -52,6 +49,7 @@ class Layout:
     unknown: tuple[
         str, ...
     ]  # outputs that are not captured: a dim follows neither the batch nor the sequence
+    state: State
     tables: tuple[str, ...]  # modules whose output does not depend on the weights, such as a rotary table
 
     @property
@@ -62,10 +60,15 @@ class Layout:
     def parameters(self) -> dict[str, tuple[int, ...]]:
         return self.model.parameters
 
+    def kinds(self, config: dict) -> tuple[str, ...]:
+        """What a run with this configuration has of parameters in each step, in order; an average only if asked for."""
+        average = ("average",) if config.get("ema_decay", 1.0) < 1 else ()
+        return ("gradient", *self.state, "parameter", *average)
+
     def of_step(self, kinds: tuple[str, ...], rows: int, seq_length: int) -> dict[str, tuple[int, ...]]:
         """Name -> shape (rows of the global batch, ...) of all tensors of a step, in order of execution.
 
-        `kinds` are the KINDS that the step has. With "gradient" it has a batch, a forward and a backward pass, too. Order: forward;
+        `kinds` are those of `kinds` that the step has. With "gradient" it has a batch, a forward and a backward pass, too. Order: forward;
         backward, each output gradient followed by the gradients of its module's own parameters; update.
         """
         found: dict[str, tuple[int, ...]] = {}
@@ -80,7 +83,11 @@ class Layout:
                 found[f"backward/{name}"] = shapes[name]
                 found |= {f"gradient/{own}": self.parameters[own] for own in self._parameters_of(name)}
         for name, shape in self.parameters.items():
-            found |= {f"{kind}/{name}": shape for kind in KINDS if kind in kinds}
+            whole = {kind: shape for kind in kinds if kind not in self.state}
+            kept = {kind: self.state[kind][name] for kind in kinds if name in self.state.get(kind, {})}
+            found |= {
+                f"{kind}/{name}": {**whole, **kept}[kind] for kind in kinds if kind in {**whole, **kept}
+            }
         return found
 
     def is_further(self, name: str) -> bool:
@@ -111,5 +118,9 @@ def from_json(content: dict) -> Layout:
         tuple(content["flat"]),
         {name: Choice(**choice) for name, choice in content["choices"].items()},
         tuple(content["unknown"]),
+        {
+            kind: {name: tuple(shape) for name, shape in shapes.items()}
+            for kind, shapes in content["state"].items()
+        },
         tuple(content["tables"]),
     )

@@ -32,7 +32,7 @@ from lockstep.schemas import (
 )
 from lockstep.tensors.layout import from_json
 from lockstep.training import compiled, rates
-from lockstep.training.contract import IF_ASKED, ON_RANK, expected_contract
+from lockstep.training.contract import IF_ASKED, ON_RANK, expected_contract, of_optimizer
 from lockstep.training.history_schema import RunConfig
 
 FORMAT = 4
@@ -75,6 +75,9 @@ class Trained(Tensors):
     batch_hash: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
     logits: list[Logits]
     started_from: Sha256 | None = None
+    lowered: bool | None = (
+        None  # of a replay that steps an optimizer: whether that asks for bfloat16 or float16 itself
+    )
     regrets: dict[Name, Finite] | None = None  # of a replay: see lockstep.tensors.exact.Float64
 
 
@@ -147,6 +150,7 @@ class LayoutEntry(Strict):
     flat: list[Name]
     choices: dict[Name, ChoiceEntry]
     unknown: list[Name]
+    state: dict[Name, dict[Name, Shape]]
     tables: list[Name]
 
 
@@ -244,7 +248,12 @@ def _contradictions(manifest: dict) -> Iterator[str]:
         yield "it has a contract, and a reference has none"
     if not exact and manifest.get("contract") is not None:
         try:
-            expected = expected_contract(configured, run["architecture"], from_json(manifest["layout"]).model)
+            expected = expected_contract(
+                configured,
+                run["architecture"],
+                from_json(manifest["layout"]).model,
+                of_optimizer(manifest["contract"]),
+            )
         except UserError as error:
             yield f"run.architecture: {error}"
             return

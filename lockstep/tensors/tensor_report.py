@@ -14,7 +14,7 @@ from lockstep.errors import printable
 from lockstep.files import write_result
 from lockstep.inputs.architectures import in_words
 from lockstep.mesh import Mesh
-from lockstep.tensors.judgement import PASSES, Judgement, Result
+from lockstep.tensors.judgement import COMPUTED, Judgement, Result, pass_of
 
 SHORT = 12  # rows of a long table that are printed; the file has all
 LONGEST = 100_000  # characters of a line
@@ -259,7 +259,7 @@ def first_tensors(result: Result) -> list[str]:
             continue
         step, _, tensor, what = failures[0]
         kind, _, where = tensor.partition("/")
-        which = f"{PASSES[kind]} pass, {kind} of {where}" if where else tensor
+        which = f"{pass_of(tensor)} pass, {kind} of {where}" if where else tensor
         lines.append(
             f"{_label(result, name)}: step {step}, {which}: {what} ({len(failures)} tensors too far in all)"
         )
@@ -327,7 +327,7 @@ def worst(result: Result) -> list[Line]:
     """By run and pass: the largest relative distance, and the largest share of its tolerance."""
     table = []
     for name in result.dumps:
-        for which in dict.fromkeys(PASSES.values()):
+        for which in ("batch", *COMPUTED):
             rows = [
                 row for row in result.rows if row.strategy == name and row.which_pass == which and row.judged
             ]
@@ -382,7 +382,7 @@ def identical(result: Result) -> list[str]:
     same: Counter[str] = Counter()
     exceptions = []
     for name, tensor in result.pairs.items():
-        which = PASSES[name.split("/")[0]]
+        which = pass_of(name)
         total[which] += 1
         same[which] += tensor.last_two_identical
         if not tensor.last_two_identical:

@@ -76,6 +76,7 @@ def _layout(architecture: str, attn_impl: str) -> Layout:
         tuple(flat),
         first.choices(outputs),
         tuple(unknown),
+        {},
         tuple(first.tables),
     )
 

@@ -12,8 +12,8 @@ from dataclasses import replace
 from typing import Any
 
 from lockstep import strategies
-from lockstep.config import BETAS, EPS, PARAM_DTYPES, Config
-from lockstep.inputs.shapes import Description
+from lockstep.config import BETAS, EPS, OPTIMIZERS, PARAM_DTYPES, Config
+from lockstep.inputs.shapes import Description, build_empty
 from lockstep.mesh import Mesh
 from lockstep.training import compiled, cuts, rates
 
@@ -47,8 +47,13 @@ OF_LAYERS = (
 )
 
 
-def expected_contract(config: Config, architecture: dict, model: Description) -> dict[str, Any]:
-    """The contract that this configuration demands of every strategy; one meaning for each option."""
+def expected_contract(
+    config: Config, architecture: dict, model: Description, optimizer: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """The contract that this configuration demands of every strategy; one meaning for each option.
+
+    `optimizer` are the entries of an optimizer of the user's own (`own_optimizer`).
+    """
     compute = "torch.float32" if config.precision == "fp32" else "torch.bfloat16"
     promoted = (
         config.row.float32_biases_under_autocast and config.precision == "autocast" and config.tp_size > 1
@@ -63,15 +68,20 @@ def expected_contract(config: Config, architecture: dict, model: Description) ->
     decay: dict[str, list[str]] = {}
     for name, shape in model.parameters.items():
         decay.setdefault(str(config.weight_decay if len(shape) >= 2 else 0.0), []).append(name)
+    if optimizer is None:
+        optimizer = {
+            "optimizer": "AdamW" if adamw else "SGD",
+            "optimizer_implementation": "fused" if adamw else "for-loop",
+            "optimizer_options": [],
+            "learning_rates": [rates.rate_of(vars(config), 1, 1 + config.warmup_steps)],  # of the first step
+            "betas": list(BETAS) if adamw else [],
+            "eps": EPS if adamw else None,
+            "momentum": None if adamw else 0,
+            "weight_decay": {rate: sorted(names) for rate, names in decay.items()},
+            "optimizer_dtype": [storage] if adamw else [],
+        }
     return {
-        "optimizer": "AdamW" if adamw else "SGD",
-        "optimizer_implementation": "fused" if adamw else "for-loop",
-        "optimizer_options": [],
-        "learning_rates": [rates.rate_of(vars(config), 1, 1 + config.warmup_steps)],  # of the first step
-        "betas": list(BETAS) if adamw else [],
-        "eps": EPS if adamw else None,
-        "momentum": None if adamw else 0,
-        "weight_decay": {rate: sorted(names) for rate, names in decay.items()},
+        **optimizer,
         "max_grad_norm": config.max_grad_norm,
         MODULE_SETTINGS: model.settings,
         "gradient_accumulation_steps": config.gradient_accumulation_steps,
@@ -82,7 +92,6 @@ def expected_contract(config: Config, architecture: dict, model: Description) ->
         ],
         "parameter_dtype": [storage],
         "reduction_dtype": [storage],
-        "optimizer_dtype": [storage] if adamw else [],
         **({"average_dtype": ["torch.float32"]} if config.ema_decay < 1 else {}),
         "compute_dtype": [compute] if seen["plain"] else [],
         "biased_linear_dtype": ["torch.float32" if promoted else compute] if seen["biased"] else [],
@@ -97,6 +106,32 @@ def expected_contract(config: Config, architecture: dict, model: Description) ->
         **({"cuts": divided} if divided else {}),
         **(strategies.load(config.row.contract)(config) if config.row.contract else {}),
     }
+
+
+def own_optimizer(config: Config, architecture: dict) -> dict[str, Any] | None:
+    """The entries of an optimizer of the user's own, made for the model without its numbers; None for adamw and sgd."""
+    if config.optimizer in OPTIMIZERS:
+        return None
+    from lockstep.training import observe, optim
+
+    model = build_empty(architecture, attn_impl="eager")
+    groups = optim.parameter_groups(model.parameters(), config.weight_decay)
+    made = optim.build_optimizer(
+        groups,
+        optimizer=config.optimizer,
+        learning_rate=config.learning_rate,
+        named=[*model.named_parameters()],
+    )
+    optim.set_rate(made, rates.rate_of(vars(config), 1, 1 + config.warmup_steps), config.learning_rate)
+    return observe.own_optimizer_contract(model, made)
+
+
+def of_optimizer(contract: dict[str, Any]) -> dict[str, Any] | None:
+    """The entries of an optimizer of the user's own, as a contract records them; None for adamw and sgd."""
+    own = ("optimizer", "optimizer_settings", "optimizer_implementation", "learning_rates", "weight_decay")
+    return (
+        {key: contract[key] for key in own if key in contract} if "optimizer_settings" in contract else None
+    )
 
 
 # Entry -> what to do if the live objects contradict it

@@ -82,7 +82,7 @@ class RunConfig(Strict):
     lr_schedule: Schedule = "constant"
     warmup_steps: Whole = 0
     schedule_steps: Whole = 0
-    optimizer: Literal["adamw", "sgd"]
+    optimizer: Text  # adamw, sgd, a class of torch.optim, or a function in a file
     weight_decay: NotNegative
     max_grad_norm: NotNegative
     ema_decay: Decay = 1.0

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from lockstep import origin, strategies
 from lockstep.collective import gather_objects, stop_together, stopping_together
-from lockstep.config import PLACES, Config
+from lockstep.config import OPTIMIZERS, PLACES, Config
 from lockstep.errors import TrainingFailure, UserError
 from lockstep.files import write_text
 from lockstep.inputs import weights
@@ -35,6 +35,7 @@ from lockstep.training.contract import (
     expected_contract,
     left_to_the_verdict,
     of_all_ranks,
+    own_optimizer,
 )
 from lockstep.training.measure import group_norms, held_out
 from lockstep.training.observe import (
@@ -45,6 +46,7 @@ from lockstep.training.observe import (
     peak_memory,
     versions,
 )
+from lockstep.training.optim import set_rate
 from lockstep.training.strategy import MakeStrategy, Strategy
 
 if TYPE_CHECKING:
@@ -159,7 +161,10 @@ def _train(
             record.contract = of_all_ranks(gather_objects(own), config.mesh)
             if rank == 0 and watching:
                 watching.state_contract(record.contract)
-            demanded = expected_contract(config, inputs.architecture, describe(inputs.architecture))
+            own_entries = own_optimizer(config, inputs.architecture)
+            demanded = expected_contract(
+                config, inputs.architecture, describe(inputs.architecture), own_entries
+            )
             later = left_to_the_verdict(demanded, record.contract) if watching else ()
             difference = contradiction(demanded, record.contract, later)
             stop_together(
@@ -225,8 +230,7 @@ def train_step(
     norms = group_norms(strategy) if config.group_norms else None
     if rates.changes(vars(config)):
         num_steps = config.debug_steps or config.num_epochs * batches.steps_per_epoch
-        for group in strategy.optimizer.param_groups:
-            group["lr"] = rates.rate_of(vars(config), index + 1, num_steps)
+        set_rate(strategy.optimizer, rates.rate_of(vars(config), index + 1, num_steps), config.learning_rate)
     gathered = _start_gathering(loss, [float(bool(problem)), *hashes_fed], device)
     grad_norm = strategy.update()
     independent_tokens = batches.independent_tokens(index)
@@ -242,7 +246,11 @@ def train_step(
         "loss": sum(losses[r] for r in lead) / len(lead),
         "rank_losses": [losses[r] for r in lead],
         "grad_norm": grad_norm,
-        "learning_rate": learning_rate(strategy.optimizer.param_groups[0]),
+        "learning_rate": learning_rate(strategy.optimizer.param_groups[0])
+        if config.optimizer in OPTIMIZERS
+        else rates.rate_of(
+            vars(config), index + 1, config.debug_steps or config.num_epochs * batches.steps_per_epoch
+        ),
         "tokens": batches.windows_per_step * config.seq_length,
         "independent_tokens": independent_tokens,
         "seconds": seconds,

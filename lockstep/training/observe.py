@@ -14,9 +14,10 @@ from torch.utils.hooks import RemovableHandle
 
 from lockstep import strategies
 from lockstep.collective import gather_objects
+from lockstep.config import OPTIMIZERS
 from lockstep.inputs import modules, shapes
 from lockstep.training import compiled
-from lockstep.training.optim import is_own_adam, require_supported
+from lockstep.training.optim import AnyOptimizer, Several, is_own_adam, require_supported
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -88,13 +89,16 @@ OPTIONS = ("amsgrad", "maximize", "nesterov", "dampening")
 
 def optimizer_contract(
     model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: AnyOptimizer,
+    asked: str,
     members: list[list[torch.nn.Parameter]] | None = None,
 ) -> dict[str, Any]:
     """Class, settings of every group and state dtypes of the live optimizer. Call it after a first step, when the state exists.
 
-    `members` are the model's parameters by group of the optimizer, if they are not the ones that it holds.
+    `asked` is --optimizer. `members` are the model's parameters by group of the optimizer, if they are not the ones that it holds.
     """
+    if asked not in OPTIMIZERS:
+        return own_optimizer_contract(model, optimizer)
     require_supported(optimizer)
     groups, names = optimizer.param_groups, {id(each): name for name, each in model.named_parameters()}
     held = [
@@ -131,6 +135,35 @@ def optimizer_contract(
     }
 
 
+# How a step is computed, and what differs from rank to rank. All other settings of a group are compared.
+NOT_SETTINGS = (
+    "params", "param_names", "lr", "initial_lr", "weight_decay", "fused", "foreach", "capturable", "differentiable", "ns_coefficients",
+)  # fmt: skip
+
+
+def own_optimizer_contract(model: torch.nn.Module, optimizer: AnyOptimizer) -> dict[str, Any]:
+    """Classes and settings of an optimizer of the user's choice, which may not have stepped yet."""
+    names = {id(each): name for name, each in model.named_parameters()}
+    settings: dict[str, dict[str, list[str]]] = {}
+    decay: dict[str, list[str]] = {}
+    for group in optimizer.param_groups:
+        own = [names[id(parameter)] for parameter in group["params"] if id(parameter) in names]
+        decay.setdefault(str(group.get("weight_decay", 0.0)), []).extend(own)
+        for key, value in group.items():
+            if key not in NOT_SETTINGS:
+                settings.setdefault(key, {}).setdefault(json.dumps(value, default=str), []).extend(own)
+    made = optimizer.optimizers if isinstance(optimizer, Several) else [optimizer]
+    return {
+        "optimizer": " and ".join(sorted(type(each).__name__ for each in made)),
+        "optimizer_settings": {key: _sorted(by_value) for key, by_value in settings.items()},
+        "optimizer_implementation": ", ".join(
+            sorted({_implementation(group) for group in optimizer.param_groups})
+        ),
+        "learning_rates": sorted({learning_rate(group) for group in optimizer.param_groups}),
+        "weight_decay": _sorted(decay),
+    }
+
+
 def _sorted(by_value: dict[str, list[str]]) -> dict[str, list[str]]:
     return {value: sorted(names) for value, names in by_value.items()}
 
@@ -141,7 +174,7 @@ def learning_rate(group: dict[str, Any]) -> float:
     return float(str(rate.detach().cpu().numpy())) if isinstance(rate, torch.Tensor) else rate
 
 
-def _class_of(optimizer: torch.optim.Optimizer) -> str:
+def _class_of(optimizer: AnyOptimizer) -> str:
     """What kind of optimizer it is. Adam whose weight decay is decoupled is AdamW, whatever its class is called.
 
     One of a user's own that keeps Adam's moments is taken for AdamW. The tensors show whether it computes the same.
@@ -172,11 +205,11 @@ def clipping_problem(configured: float, before: float, after: float | None) -> s
     )
 
 
-def torch_contract(model: "PreTrainedModel", optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def torch_contract(model: "PreTrainedModel", optimizer: AnyOptimizer, asked: str) -> dict[str, Any]:
     """Model and optimizer of a strategy that steps a torch optimizer itself; gradients are reduced in their own dtype."""
     return {
         **model_contract(model),
-        **optimizer_contract(model, optimizer),
+        **optimizer_contract(model, optimizer, asked),
         "reduction_dtype": sorted({str(p.grad.dtype) for p in model.parameters() if p.grad is not None}),
     }
 

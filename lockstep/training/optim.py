@@ -5,8 +5,9 @@ from typing import Any
 
 import torch
 
-from lockstep.config import BETAS, EPS
-from lockstep.errors import TrainingFailure
+from lockstep.config import BETAS, EPS, OPTIMIZERS
+from lockstep.errors import TrainingFailure, UserError, first_line
+from lockstep.inputs import user_file
 
 
 def decays(ndim: int) -> bool:
@@ -24,42 +25,126 @@ def parameter_groups(parameters: Iterable[torch.nn.Parameter], weight_decay: flo
     return [group for group in groups if group["params"]]
 
 
-def build_optimizer(
-    groups: list[dict[str, Any]], *, optimizer: str, learning_rate: float
-) -> torch.optim.Optimizer:
-    """AdamW (decoupled decay, Loshchilov and Hutter 2019, arXiv 1711.05101), fused, or SGD without momentum.
+OPTION = "--optimizer"
 
-    SGD is not fused: torch's fused SGD cannot work on DTensors (docs/findings.md).
+
+class Several:
+    """Optimizers of different parameters, stepped one after the other."""
+
+    def __init__(self, optimizers: list[torch.optim.Optimizer]):
+        self.optimizers = optimizers
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    @property
+    def state(self) -> dict[torch.Tensor, dict[str, Any]]:
+        return {key: state for optimizer in self.optimizers for key, state in optimizer.state.items()}
+
+    def zero_grad(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+
+AnyOptimizer = torch.optim.Optimizer | Several
+Named = list[tuple[str, torch.nn.Parameter]]
+
+
+def build_optimizer(
+    groups: list[dict[str, Any]], *, optimizer: str, learning_rate: float, named: Named | None = None
+) -> AnyOptimizer:
+    """The optimizer that --optimizer asks for.
+
+    adamw is AdamW (decoupled decay, Loshchilov and Hutter 2019, arXiv 1711.05101), fused; sgd has no momentum and is not fused: torch's
+    fused SGD cannot work on DTensors (docs/findings.md). Another name is a class of torch.optim with its own defaults, and
+    path/to/file.py:FUNCTION is called with the `named` parameters, learning_rate and weight_decay, and returns an optimizer or a list of
+    them. Raises UserError for one that cannot be made.
     """
     if optimizer == "adamw":
         return torch.optim.AdamW(groups, lr=learning_rate, betas=BETAS, eps=EPS, fused=True)
-    return torch.optim.SGD(groups, lr=learning_rate, foreach=False)
+    if optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=learning_rate, foreach=False)
+    if named is None:
+        raise UserError(f"{OPTION} {optimizer}: this strategy steps adamw and sgd alone; choose one of them")
+    try:
+        if user_file.is_named(optimizer):
+            decay = max((group["weight_decay"] for group in groups), default=0.0)
+            found = user_file.load(optimizer, OPTION)(named, learning_rate=learning_rate, weight_decay=decay)
+        else:
+            found = getattr(torch.optim, optimizer)(groups, lr=learning_rate)
+    except UserError:
+        raise
+    except Exception as error:  # noqa: BLE001 - torch, or a user's function, may raise anything
+        raise UserError(
+            f"{OPTION} {optimizer}: it cannot be made ({first_line(error)}); docs/models.md says how"
+        ) from error
+    made = found if isinstance(found, list) else [found]
+    if not made or not all(isinstance(each, torch.optim.Optimizer) for each in made):
+        raise UserError(
+            f"{OPTION} {optimizer}: the function returned no torch.optim.Optimizer, and no list of them"
+        )
+    held = {id(each) for one in made for group in one.param_groups for each in group["params"]}
+    left = next((name for name, parameter in named if id(parameter) not in held), None)
+    if left:
+        raise UserError(f"{OPTION} {optimizer}: it does not hold {left}, which would never be trained")
+    return made[0] if len(made) == 1 else Several(made)
 
 
-def require_supported(optimizer: torch.optim.Optimizer) -> None:
-    """Raise TrainingFailure for an optimizer whose update the reference does not follow. Call it after a step, when there is state."""
+def require_known(optimizer: str) -> None:
+    """Raise UserError unless --optimizer names something."""
+    if optimizer in OPTIMIZERS:
+        return
+    if user_file.is_named(optimizer):
+        user_file.load(optimizer, OPTION)
+    elif not (
+        isinstance(found := getattr(torch.optim, optimizer, None), type)
+        and issubclass(found, torch.optim.Optimizer)
+    ):
+        raise UserError(
+            f"{OPTION} {optimizer}: not {', '.join(OPTIMIZERS)}, no class of torch.optim, and not path/to/file.py:FUNCTION; choose one of these"
+        )
+
+
+def set_rate(optimizer: AnyOptimizer, rate: float, learning_rate: float) -> None:
+    """Set the learning rate of a step. Groups whose rate is not --learning_rate keep their proportion to it."""
+    for group in optimizer.param_groups:
+        initial = group.setdefault("initial_lr", group["lr"])
+        group["lr"] = rate if initial == learning_rate else initial * (rate / learning_rate)
+
+
+def require_supported(optimizer: AnyOptimizer) -> None:
+    """Raise TrainingFailure for an optimizer that is neither AdamW nor SGD without momentum. Call it after a step, when there is state."""
     kind, momentum = type(optimizer), any(group.get("momentum") for group in optimizer.param_groups)
     known = isinstance(optimizer, torch.optim.Adam | torch.optim.SGD) or is_own_adam(optimizer)
     if not known or momentum:
         raise TrainingFailure(
-            f"the optimizer is {kind.__name__}{' with momentum' if momentum else ''}; AdamW, and SGD without momentum, are supported: leave it "
-            "to --optimizer"
+            f"the optimizer is {kind.__name__}{' with momentum' if momentum else ''}, and {OPTION} says adamw or sgd; give the optimizer "
+            f"itself: {OPTION} path/to/file.py:FUNCTION"
         )
 
 
-def is_own_adam(optimizer: torch.optim.Optimizer) -> bool:
+def is_own_adam(optimizer: AnyOptimizer) -> bool:
     """Whether an optimizer that is not torch's keeps Adam's two moments of every parameter."""
     states = [state for state in optimizer.state.values() if state]
     ours = not type(optimizer).__module__.startswith("torch.optim")
     return ours and bool(states) and all({"exp_avg", "exp_avg_sq"} <= set(state) for state in states)
 
 
-def keeps(optimizer: torch.optim.Optimizer, kind: str) -> bool:
-    """Whether the optimizer has this kind of tensor for every parameter: SGD without momentum has no moments."""
-    if kind in ("parameter", "gradient"):
-        return True
-    require_supported(optimizer)
-    return not isinstance(optimizer, torch.optim.SGD)
+def state_kinds(optimizer: AnyOptimizer) -> list[str]:
+    """The names of the tensors that the optimizer keeps of parameters. A number, such as that of the step, is none."""
+    return sorted(
+        {
+            key
+            for state in optimizer.state.values()
+            for key, value in state.items()
+            if isinstance(value, torch.Tensor) and value.ndim > 0
+        }
+    )
 
 
 class WeightAverage:
@@ -93,31 +178,30 @@ def gradient_of(parameter: torch.Tensor) -> torch.Tensor:
 
 def held_tensors(
     model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: AnyOptimizer,
     kind: str,
     average: WeightAverage | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of every parameter: "parameter", "gradient", "average", or the moment "exp_avg" or "exp_avg_sq".
+    """(name, tensor) of every parameter: "parameter", "gradient", "average", or what the optimizer keeps under this name.
 
-    SGD keeps no moments and yields none, and so does a run without an average. A parameter that the optimizer has never stepped has none.
+    A parameter of which there is no such tensor is left out.
     """
     if kind == "average":
         yield from average.averages.items() if average is not None else ()
         return
-    if not keeps(optimizer, kind):
-        return
+    states = optimizer.state
     for name, parameter in model.named_parameters():
         if kind == "parameter":
             yield name, parameter.detach()
         elif kind == "gradient":
             yield name, gradient_of(parameter)
-        elif kind in optimizer.state.get(parameter, {}):
-            yield name, optimizer.state[parameter][kind]
+        elif kind in states.get(parameter, {}):
+            yield name, states[parameter][kind]
 
 
 def held_whole(
     model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: AnyOptimizer,
     kind: str,
     average: WeightAverage | None = None,
 ) -> Iterator[tuple[str, torch.Tensor, tuple[int, ...], tuple[int, ...]]]:

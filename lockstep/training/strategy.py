@@ -59,9 +59,12 @@ class Strategy(Protocol):
     def held(self, kind: str) -> Iterator[tuple[str, torch.Tensor, tuple[int, ...], tuple[int, ...]]]:
         """(name, block, shape of the full tensor, start of the block in it), for the blocks of this rank's shard of every parameter.
 
-        `kind` is "gradient" (between `forward_backward` and `update`), or "parameter", "exp_avg", "exp_avg_sq" or,
-        with --ema_decay, "average".
+        `kind` is "gradient" (between `forward_backward` and `update`), "parameter", one of `state_kinds` or, with --ema_decay,
+        "average".
         """
+
+    def state_kinds(self) -> list[str]:
+        """The names of the tensors that the optimizer keeps of parameters, once it has stepped: `held` yields them, too."""
 
     def called(self) -> list[tuple[torch.nn.Module, dict[str, str | int]]]:
         """The modules that are called with the batch, and where among their arguments `input_ids` and `labels` are: a name or a place."""

@@ -33,6 +33,7 @@ from lockstep.training.optim import (
     gradient_of,
     held_tensors,
     parameter_groups,
+    state_kinds,
     total_norm,
 )
 from lockstep.training.pipeline import Pipeline
@@ -79,6 +80,7 @@ class TorchStrategy:
             ],
             optimizer=config.optimizer,
             learning_rate=config.learning_rate,
+            named=[*self.model.named_parameters()],
         )
         self.average = WeightAverage(self.model, config.ema_decay) if config.ema_decay < 1 else None
 
@@ -231,9 +233,12 @@ class TorchStrategy:
             for start, piece in pieces(tensor.detach()):
                 yield name, piece, tuple(tensor.shape), start
 
+    def state_kinds(self) -> list[str]:
+        return state_kinds(self.optimizer)
+
     def effective_contract(self) -> dict[str, Any]:
         found = {
-            **torch_contract(self.model, self.optimizer),
+            **torch_contract(self.model, self.optimizer, self.config.optimizer),
             **(
                 {"average_dtype": sorted({str(one.dtype) for one in self.average.averages.values()})}
                 if self.average is not None
