@@ -32,6 +32,11 @@ def require(config: Config, architecture: dict) -> None:
         )
     zero.require(config)
     ulysses.require(config, architecture)
+    if shapes.describe(architecture).frozen:
+        raise UserError(
+            f"--model_name {config.model_name}: it has frozen parameters, whose places in ZeRO's flat pieces are not read here; choose another "
+            "strategy"
+        )
     if config.optimizer not in OPTIMIZERS:
         raise UserError(
             f"--optimizer {config.optimizer}: DeepSpeed steps flat pieces of many tensors, and adamw and sgd alone are known to take them; choose one"

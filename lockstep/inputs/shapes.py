@@ -43,11 +43,16 @@ OF_FILES = (
 class Description:
     """What a model is, without its numbers."""
 
-    parameters: Shapes  # name -> shape of every trained tensor, tied ones once
+    parameters: Shapes  # name -> shape of every parameter, tied ones once
+    frozen: tuple[str, ...]  # those that are not trained
     settings: Settings  # see `settings_of`
     names: Names
     tied: bool  # whether embedding and head share their weight
     other_dtypes: dict[str, str]  # parameters that are not float32
+
+    @property
+    def trained(self) -> Shapes:
+        return {name: shape for name, shape in self.parameters.items() if name not in self.frozen}
 
 
 def settings_of(model: "torch.nn.Module") -> Settings:
@@ -137,7 +142,10 @@ def _described(architecture: str) -> Description:
         for name, parameter in model.named_parameters()
         if str(parameter.dtype) != "torch.float32"
     }
-    found = Description(shapes, settings_of(model), modules.find(model), modules.is_tied(model), other)
+    frozen = tuple(name for name, parameter in model.named_parameters() if not parameter.requires_grad)
+    found = Description(
+        shapes, frozen, settings_of(model), modules.find(model), modules.is_tied(model), other
+    )
     with contextlib.suppress(UserError):  # the next run builds the model again
         content = dataclasses.asdict(found)
         write_text(path, json.dumps({"found": content, "sha256": _seal(architecture, content)}))
@@ -171,6 +179,7 @@ def description_of(content: dict) -> Description:
     }
     return Description(
         {name: tuple(shape) for name, shape in content["parameters"].items()},
+        tuple(content["frozen"]),
         content["settings"],
         Names(**names),
         content["tied"],

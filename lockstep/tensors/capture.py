@@ -82,7 +82,7 @@ class Capture:
         self.positions = cuts.positions(config, self.here.cp)
         self.folder = config.capture_folder
         found = layout_of(provenance["architecture"], config.attn_impl)
-        self.layout = replace(found, state=state_of(config.optimizer, found.parameters))
+        self.layout = replace(found, state=state_of(config.optimizer, found.model.trained))
         self.kinds = self.layout.kinds(provenance["config"])
         kept = len(self.kinds) if config.optimizer in OPTIMIZERS else MOST_KINDS
         self.num_tensors = 2 * len(self.layout.outputs) + kept * len(self.layout.parameters) + 2

@@ -43,6 +43,7 @@ from lockstep.tensors.distance import (
     Size,
     average_distance,
     clip_factors,
+    frozen_distance,
     on_all_cores,
     own_update_distances,
     tensor_distances,
@@ -56,6 +57,7 @@ from lockstep.tensors.judgement import (
     ROUNDOFF,
     UNIT,
     Chosen,
+    Judgement,
     Loss,
     Norm,
     Result,
@@ -226,7 +228,7 @@ def _distances(references: dict[str, Dump], dumps: dict[str, Dump], step: int, n
 def _hold_records(strategy: str, dump: Dump, step: int, found: dict[str, Distance], result: Result) -> None:
     """Compare what a dump records of its tensors with the tensors: the gradient norm, and the summary of the logits."""
     entry = dump.steps[str(step)]
-    gradients = [f"gradient/{name}" for name in dump.layout.parameters]
+    gradients = [f"gradient/{name}" for name in dump.layout.model.trained]
     if all(name in found for name in gradients):
         norm = Norm(
             strategy, step, entry["grad_norm"], math.hypot(*(found[name].own_norm for name in gradients))
@@ -280,7 +282,7 @@ def _judge_step(
     ddp = dumps[BASELINE]
     names, parameters, entries = (
         _names(ddp, step),
-        list(ddp.layout.parameters),
+        list(ddp.layout.model.trained),
         ddp.steps[str(step)]["tensors"],
     )
     found: dict[str, dict[str, Distance]] = {strategy: {} for strategy in dumps}
@@ -309,6 +311,10 @@ def _judge_step(
     for (strategy, name), kinds in zip(items, updates, strict=True):
         found[strategy].update({f"{kind}/{name}": distance for kind, distance in kinds.items()})
 
+    for strategy, dump in dumps.items():
+        for name in (name for name in dump.layout.model.frozen if dump.has(step, f"parameter/{name}")):
+            found[strategy][f"parameter/{name}"] = frozen_distance(dump, reference, step, name)
+
     noise = _noise(found[BASELINE], entries, precision)
     typical = typical_error(
         [found[BASELINE][name] for name in found[BASELINE] if is_vector_gradient(name, entries[name])]
@@ -316,7 +322,9 @@ def _judge_step(
     for strategy in dumps:
         for name in (name for name in ddp.expected(step) if name in found[strategy]):
             distance, which = found[strategy][name], pass_of(name)
-            if which == "update" and not name.startswith("average/") and _steps_own_optimizer(ddp):
+            if name.removeprefix("parameter/") in ddp.layout.model.frozen:
+                result.rows.append(Judgement(strategy, step, name, distance, 0.0, 0.0))
+            elif which == "update" and not name.startswith("average/") and _steps_own_optimizer(ddp):
                 lowered = references[strategy].steps[str(step)].get("lowered")
                 result.rows.append(
                     judge_own_update(
@@ -364,7 +372,7 @@ def _clip_factor(dump: Dump, initial: Dump, norm: Norm) -> float:
     """Of the factors in use, the one that fits the run's own update of one parameter best: by the norm that it recorded, or by the exact one."""
     options = dump.run["config"]
     factors = list(dict.fromkeys([*clip_factors(options, norm.used), *clip_factors(options, norm.held)]))
-    whole = [name for name in dump.layout.parameters if _has_update(dump, norm.step, name)]
+    whole = [name for name in dump.layout.model.trained if _has_update(dump, norm.step, name)]
     if len(factors) == 1 or not whole or _steps_own_optimizer(dump):
         return factors[0]
 

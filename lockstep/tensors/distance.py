@@ -248,6 +248,16 @@ def own_update_distances(
 
 
 @QUIET
+def frozen_distance(dump: Dump, initial: Dump, step: int, name: str) -> Distance:
+    """A parameter that is not trained, after a step, against what it was before the first."""
+    found, wanted = _Comparison(), _Sums()
+    for first, now in _blocks([(initial, 0, f"parameter/{name}"), (dump, step, f"parameter/{name}")]):
+        wanted.add(first)
+        found.add(now, first, first, _array("spare", len(now)))
+    return found.distance(wanted, wanted)
+
+
+@QUIET
 def average_distance(dump: Dump, initial: Dump, step: int, name: str) -> Distance:
     """The average of this run's own weights (--ema_decay d) against d average + (1 - d) weights in float64, from its own average before.
 

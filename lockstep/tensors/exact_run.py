@@ -55,9 +55,11 @@ from lockstep.training.optim import (
     build_optimizer,
     gradient_of,
     held_whole,
+    named_trained,
     parameter_groups,
     set_rate,
     state_kinds,
+    trained,
 )
 from lockstep.training.strategy import MicroBatch
 
@@ -90,13 +92,13 @@ class ReferenceStrategy:
     def renew_optimizer(self) -> None:
         """An optimizer that has not stepped yet."""
         config = self.config
-        groups = parameter_groups(self.model.parameters(), config.weight_decay)
+        groups = parameter_groups(trained(self.model), config.weight_decay)
         if config.optimizer == "adamw":  # not fused
             self.optimizer = torch.optim.AdamW(
                 groups, lr=config.learning_rate, betas=BETAS, eps=EPS, foreach=False
             )
             return
-        named = [*self.model.named_parameters()]
+        named = named_trained(self.model)
         self.optimizer = build_optimizer(
             groups, optimizer=config.optimizer, learning_rate=config.learning_rate, named=named
         )
@@ -107,7 +109,7 @@ class ReferenceStrategy:
         Numbers that the optimizer counts, such as steps, are its own.
         """
         clip = clip_factor(theirs.run["config"], theirs.steps[str(index + 1)]["grad_norm"])
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in named_trained(self.model):
             parameter.grad = theirs.tensor(index + 1, f"gradient/{name}").double() * clip
             for kind, shapes in theirs.layout.state.items() if index else ():
                 if name in shapes:
@@ -146,14 +148,12 @@ class ReferenceStrategy:
         return [(self.model, {"input_ids": "input_ids", "labels": "labels"})]
 
     def grad_norm(self) -> float:
-        return (
-            sum(float(gradient_of(parameter).square().sum()) for parameter in self.model.parameters()) ** 0.5
-        )
+        return sum(float(gradient_of(parameter).square().sum()) for parameter in trained(self.model)) ** 0.5
 
     def update(self) -> float:
         grad_norm, bound = self.grad_norm(), self.config.max_grad_norm
         if bound > 0:
-            for parameter in self.model.parameters():
+            for parameter in trained(self.model):
                 gradient_of(parameter).mul_(min(1.0, bound / (grad_norm + 1e-6)))
         with Float64():
             self.optimizer.step()

@@ -133,6 +133,7 @@ Symbols = Annotated[list[Size | Literal["batch", "sequence"]], Field(max_length=
 
 class ModelEntry(Strict):
     parameters: dict[Name, Shape]
+    frozen: list[Name]
     settings: dict[Name, dict[str, list[str]]]
     names: NamesEntry
     tied: bool

@@ -18,6 +18,7 @@ from lockstep.inputs.model import causal_lm_loss
 from lockstep.inputs.shapes import from_config, quiet
 from lockstep.tensors.exact import Float64, make_exact
 from lockstep.tensors.trace import layout_of
+from lockstep.training.optim import named_trained
 
 STEPS = (1e-5, 1e-6, 1e-7)  # of the differences; where a router jumps within one of them, another serves
 # Relative. In float64 the differences are off by 1e-8 at 1e-6 (truncation falls as the step squared), and by 1e-2 and more in float32.
@@ -68,7 +69,7 @@ def _problem(
         return f"its loss is {first} with random weights"
     with Float64():
         loss().backward()
-    parameters = dict(model.named_parameters())
+    parameters = dict(named_trained(model))
     unused = next((name for name, parameter in parameters.items() if parameter.grad is None), None)
     if unused:
         return f"its loss does not depend on {unused}, which no strategy could then train; leave the parameter out"

@@ -47,6 +47,8 @@ def _layout(architecture: str, attn_impl: str) -> Layout:
     try:
         with quiet():
             traces = [_Trace(model, description.names.base, vocab_size, *size) for size in SIZES]
+            model.requires_grad_(True)  # what frozen weights make is no table
+            tables = _Trace(model, description.names.base, vocab_size, *SIZES[0]).tables
     except Exception as error:  # noqa: BLE001 - transformers and torch raise anything for an architecture that is none
         raise UserError(f"no model of this architecture can be run ({first_line(error)})") from error
     outputs, flat, unknown = {}, [], []
@@ -77,7 +79,7 @@ def _layout(architecture: str, attn_impl: str) -> Layout:
         first.choices(outputs),
         tuple(unknown),
         {},
-        tuple(first.tables),
+        tuple(tables),
     )
 
 

@@ -66,7 +66,7 @@ def expected_contract(
     adamw = config.optimizer == "adamw"
     divided = {axis: cut.expected(config, architecture) for axis, cut in cuts.of(config).items()}
     decay: dict[str, list[str]] = {}
-    for name, shape in model.parameters.items():
+    for name, shape in model.trained.items():
         decay.setdefault(str(config.weight_decay if len(shape) >= 2 else 0.0), []).append(name)
     if optimizer is None:
         optimizer = {
@@ -115,12 +115,12 @@ def own_optimizer(config: Config, architecture: dict) -> dict[str, Any] | None:
     from lockstep.training import observe, optim
 
     model = build_empty(architecture, attn_impl="eager")
-    groups = optim.parameter_groups(model.parameters(), config.weight_decay)
+    groups = optim.parameter_groups(optim.trained(model), config.weight_decay)
     made = optim.build_optimizer(
         groups,
         optimizer=config.optimizer,
         learning_rate=config.learning_rate,
-        named=[*model.named_parameters()],
+        named=optim.named_trained(model),
     )
     optim.set_rate(made, rates.rate_of(vars(config), 1, 1 + config.warmup_steps), config.learning_rate)
     return observe.own_optimizer_contract(model, made)

@@ -324,7 +324,7 @@ def _require_file_weights(
                 for what, names in (("lacks", missing), ("also has", extra))
                 if names
             )
-            problem = f"the strategy's model {found}; parameters keep their Hugging Face names, and adapters such as LoRA are not supported"
+            problem = f"the strategy's model {found}; parameters keep the names of the model; adapters such as LoRA are a part of --model path/to/file.py:FUNCTION"
         elif cut:
             problem = (
                 f"{cut} is {shapes[cut]} when gathered, and {whole[cut]} in the model; weights must be whole, or DTensors that say how they are "

@@ -55,6 +55,15 @@ AnyOptimizer = torch.optim.Optimizer | Several
 Named = list[tuple[str, torch.nn.Parameter]]
 
 
+def named_trained(model: torch.nn.Module) -> Named:
+    """(name, parameter) of the parameters that are trained."""
+    return [(name, each) for name, each in model.named_parameters() if each.requires_grad]
+
+
+def trained(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    return [parameter for _, parameter in named_trained(model)]
+
+
 def build_optimizer(
     groups: list[dict[str, Any]], *, optimizer: str, learning_rate: float, named: Named | None = None
 ) -> AnyOptimizer:
@@ -194,7 +203,8 @@ def held_tensors(
         if kind == "parameter":
             yield name, parameter.detach()
         elif kind == "gradient":
-            yield name, gradient_of(parameter)
+            if parameter.requires_grad:
+                yield name, gradient_of(parameter)
         elif kind in states.get(parameter, {}):
             yield name, states[parameter][kind]
 

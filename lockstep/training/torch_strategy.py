@@ -32,6 +32,7 @@ from lockstep.training.optim import (
     build_optimizer,
     gradient_of,
     held_tensors,
+    named_trained,
     parameter_groups,
     state_kinds,
     total_norm,
@@ -63,8 +64,9 @@ class TorchStrategy:
             else None
         )
         self.pipeline: Pipeline | None = None  # a strategy that has pp makes it in `parallelize`
+        frozen = {name for name, one in model.named_parameters() if not one.requires_grad}
         self.wrapped = self.parallelize(model, self.device_mesh)
-        _require_module(self.wrapped, type(self).__name__)
+        _require_module(self.wrapped, type(self).__name__, frozen)
         self.model = cast(
             "PreTrainedModel", unwrapped(self.wrapped)
         )  # sharded, it is still transformers' class
@@ -80,7 +82,7 @@ class TorchStrategy:
             ],
             optimizer=config.optimizer,
             learning_rate=config.learning_rate,
-            named=[*self.model.named_parameters()],
+            named=named_trained(self.model),
         )
         self.average = WeightAverage(self.model, config.ema_decay) if config.ema_decay < 1 else None
 
@@ -283,19 +285,17 @@ class TorchStrategy:
         return told or gradient_of(parameter).dtype
 
 
-def _require_module(wrapped: Any, name: str) -> None:
-    """Raise UserError unless `parallelize` returned a module whose parameters are all trained."""
+def _require_module(wrapped: Any, name: str, frozen: set[str]) -> None:
+    """Raise UserError unless `parallelize` returned a module with no more `frozen` parameters than the model had."""
     if not isinstance(wrapped, torch.nn.Module):
         raise UserError(
             f"{name}.parallelize returned {type(wrapped).__name__}; return the module that forward calls"
         )
-    frozen = next(
-        (each for each, one in unwrapped(wrapped).named_parameters() if not one.requires_grad), None
-    )
-    if frozen:
+    here = {each for each, one in unwrapped(wrapped).named_parameters() if not one.requires_grad}
+    if here - frozen:
         raise UserError(
-            f"{name}.parallelize left {frozen} frozen (requires_grad is False), and every parameter is trained here; adapters such as LoRA "
-            "are not supported"
+            f"{name}.parallelize left {min(here - frozen)} frozen (requires_grad is False), which the model trains; freeze it in the function "
+            "of --model, or leave it trained"
         )
 
 
