@@ -5,7 +5,7 @@
     python run_study.py studies/zero_stages.toml --resume            the runs that are finished are kept
     python run_study.py studies/zero_stages.toml --dry_run           every run, and what differs from the control
 
-A study is a file (lockstep/studies/study.py). Writes report.md, report.json and losses.png. Exit status: 0 every run agrees with the control,
+A study is a file (extras/studies/study.py). Writes report.md, report.json and losses.png. Exit status: 0 every run agrees with the control,
 or was only to be measured; 1 one does not, or failed; 2 a usage error; 3 an internal error.
 """
 
@@ -22,18 +22,18 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from extras.studies import compositions, variations
+from extras.studies import study as study_file
+from extras.studies.study import Planned, Study, Vary
+from extras.studies.variations import Group
 from lockstep import files, startup
 from lockstep.config import Parser
 from lockstep.errors import UserError, printable, run_program
 from lockstep.running import locks
-from lockstep.studies import compositions, variations
-from lockstep.studies import study as study_file
-from lockstep.studies.study import Planned, Study, Vary
-from lockstep.studies.variations import Group
 
 if TYPE_CHECKING:
-    from lockstep.studies.converging import Converging
-    from lockstep.studies.converging_report import Seeded
+    from extras.studies.converging import Converging
+    from extras.studies.converging_report import Seeded
 
 NAME = "run_study.py"
 STUDIES = Path(__file__).parent / "studies"
@@ -96,7 +96,7 @@ def body(options: argparse.Namespace, argv: list[str]) -> int:
             show_groups(groups)
             return 0
     elif study.converging:
-        from lockstep.studies import converging_report
+        from extras.studies import converging_report
 
         seeded = converging_report.plan(study, study.converging, options.study, place)
         if options.dry_run:
@@ -150,7 +150,7 @@ def show_groups(groups: list[Group]) -> None:
 
 def run_groups(study: Study, vary: Vary, groups: list[Group], place: Path, command: str) -> int:
     """Every group against its own control. What is refused is a result, too."""
-    from lockstep.studies import options_report, report, training
+    from extras.studies import options_report, report, training
 
     rows = []
     for number, group in enumerate(groups):
@@ -175,7 +175,7 @@ def run_groups(study: Study, vary: Vary, groups: list[Group], place: Path, comma
 
 def run_seeds(study: Study, told: "Converging", planned: "Seeded", place: Path, command: str) -> int:
     """Every run with several seeds, compared with the control by statistics."""
-    from lockstep.studies import converging_report, report, training
+    from extras.studies import converging_report, report, training
 
     flat = [run for runs in planned.values() for run in runs]
     print(f"{printable(study.title)}: {len(flat)} runs -> {printable(place)}", flush=True)
@@ -188,7 +188,7 @@ def run_seeds(study: Study, told: "Converging", planned: "Seeded", place: Path, 
 
 
 def run(study: Study, planned: list[Planned], place: Path, command: str) -> int:
-    from lockstep.studies import report, training
+    from extras.studies import report, training
 
     print(f"{printable(study.title)}: {len(planned)} runs -> {printable(place)}", flush=True)
     # While one core imports for the first ranks, the other imports for the report.

@@ -22,9 +22,9 @@ from lockstep.errors import run_program
 from lockstep.files import read_json, write_result
 from lockstep.inputs import architectures
 from lockstep.inputs.architectures import BUILT_IN
-from lockstep.memory import plan
+from extras.memory import plan
 from lockstep.strategies import BASELINE
-from lockstep.studies import study as study_file
+from extras.studies import study as study_file
 from lockstep.training.observe import versions
 
 STUDY = Path(__file__).parents[1] / "studies" / "memory.toml"

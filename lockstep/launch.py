@@ -153,8 +153,7 @@ def banner(config: Config, inputs: Inputs) -> str:
 
 
 def describe(config: Config, inputs: Inputs) -> str:
-    """What --dry_run prints: the resolved configuration, the mesh as a grid, the contract, the memory."""
-    from lockstep.memory import plan
+    """What --dry_run prints: the resolved configuration, the mesh as a grid, the contract."""
     from lockstep.training.contract import expected_contract, own_optimizer
 
     contract = expected_contract(
@@ -177,8 +176,6 @@ def describe(config: Config, inputs: Inputs) -> str:
             "",
             "contract (read back from the live objects after the first step; any difference stops the run)",
             *(f"  {key:<28} {json.dumps(value)}" for key, value in contract.items()),
-            "",
-            *plan.summary(config, inputs.architecture),
         ]
     )
 

@@ -5,11 +5,10 @@ They run where a run is started, before its workers, and need no GPU and no clus
 
 from pathlib import Path
 
-from lockstep import files, origin, strategies, tested
+from lockstep import files, limit, origin, strategies, tested
 from lockstep.config import OPTIMIZERS, Config
 from lockstep.errors import UserError
 from lockstep.inputs import architectures, data, shapes, texts, tokenizer
-from lockstep.memory import limit
 from lockstep.resources import launched_in_place, workers_here
 from lockstep.running import hang
 from lockstep.training import compiled, cuts, history, initial_weights, rates

@@ -68,9 +68,6 @@ class Row:
         ""  # "module:function" from the parsed flags to the defaults that a file among them gives to others
     )
     resolved: str = ""  # "module:function" of a configuration and an architecture: what the library is told, as text for people
-    memory: str = (
-        ""  # "module:function" from a lockstep.memory.plan.Rank to its Plan: what a rank holds, and when
-    )
     preload: str = ""  # "module:function" that imports, in a process that forks ranks for CPUs, what they would import one by one
 
     @property
@@ -144,7 +141,6 @@ ROWS = {
             sharding="lockstep.training.ddp_options:expected",
             contract="lockstep.training.ddp_options:contract",
             requires="lockstep.training.ddp_options:require",
-            memory="lockstep.memory.replicated:plan",
         ),
         Row(
             name="deepspeed",
@@ -166,7 +162,6 @@ ROWS = {
             requires="lockstep.deepspeed.build:require",
             defaults="lockstep.deepspeed.configuration:defaults",
             resolved="lockstep.deepspeed.configuration:text",
-            memory="lockstep.deepspeed.memory:plan",
             preload="lockstep.deepspeed.build:preload",
         ),
         Row(
@@ -182,7 +177,6 @@ ROWS = {
             sharding="lockstep.training.fsdp_options:expected",
             cuts={**BALANCED_POSITIONS, "pp": "lockstep.training.fsdp_options:PIPELINE"},
             requires="lockstep.training.fsdp_options:require",
-            memory="lockstep.memory.sharded:plan",
         ),
     )
 }
@@ -192,7 +186,7 @@ def row_of(name: str) -> Row:
     """The row of a registered name, or of a user's `path/to/file.py:Class`. Raises UserError for anything else.
 
     The class may have the attributes `label` (default: its name), `axes` (dp and tp), `handles` (TORCH_HANDLES), `cuts` (cp: an early and a
-    late piece of each sequence) and `memory`.
+    late piece of each sequence).
     """
     if name in ROWS:
         return ROWS[name]
@@ -212,7 +206,6 @@ def row_of(name: str) -> Row:
         factory=factory,
         handles=getattr(own, "handles", TORCH_HANDLES),
         cuts=getattr(own, "cuts", BALANCED_POSITIONS),
-        memory=getattr(own, "memory", ""),
     )
 
 

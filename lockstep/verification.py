@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep import config as config_module
-from lockstep import preflight, startup
+from lockstep import limit, preflight, startup
 from lockstep.config import Config, Parser
 from lockstep.errors import UserError, printable, run_program
 from lockstep.files import (
@@ -33,7 +33,6 @@ from lockstep.files import (
 from lockstep.inputs import architectures
 from lockstep.inputs.data import Inputs
 from lockstep.losses.curves import RULES
-from lockstep.memory import limit
 from lockstep.running import processes, progress
 from lockstep.runs import HELP, Run, runs_of
 from lockstep.strategies import BASELINE, ROWS

@@ -5,10 +5,10 @@ from pathlib import Path
 
 from lockstep.files import write_text
 from lockstep.losses.curves import PASS
-from lockstep.studies import compositions
-from lockstep.studies import study as study_file
-from lockstep.studies.options_report import REFUSALS
-from lockstep.studies.report import DID_NOT_RUN
+from extras.studies import compositions
+from extras.studies import study as study_file
+from extras.studies.options_report import REFUSALS
+from extras.studies.report import DID_NOT_RUN
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "compositions.md"

@@ -16,8 +16,8 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 
 from lockstep.strategies import BLUE, VERMILION, recorded
-from lockstep.studies import converging_report
-from lockstep.studies.converging import Converging
+from extras.studies import converging_report
+from extras.studies.converging import Converging
 
 HERE = Path(__file__).parent
 SEEN = {

@@ -7,9 +7,9 @@ import pytest
 from test_results import script
 
 import run_study
-from lockstep.studies import compositions, variations
-from lockstep.studies import study as study_file
-from lockstep.studies.study import DEFAULT
+from extras.studies import compositions, variations
+from extras.studies import study as study_file
+from extras.studies.study import DEFAULT
 
 PAGES = script("compositions")
 

@@ -13,7 +13,7 @@ from lockstep.errors import UserError
 from lockstep.inputs.architectures import BUILT_IN
 from lockstep.inputs.model import build_model, causal_lm_loss
 from lockstep.inputs.model_config import FAMILIES, checked
-from lockstep.memory import limit
+from lockstep import limit
 from lockstep.tensors import exact, model_check
 
 

@@ -30,8 +30,8 @@ def test_runs_without_a_fault_are_one_entry_of_a_figure(monkeypatch):
     """Each planted fault is one of its own, told apart by colour and dashes."""
     from matplotlib.figure import Figure
 
-    from lockstep.studies import converging_report
-    from lockstep.studies.converging import Converging
+    from extras.studies import converging_report
+    from extras.studies.converging import Converging
 
     drawn = []
     monkeypatch.setattr(Figure, "savefig", lambda self, *_, **__: drawn.append(self))

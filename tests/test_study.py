@@ -15,8 +15,8 @@ from real_runs import environment
 
 import run_study
 from lockstep.errors import UserError
-from lockstep.studies import converging_report, parting
-from lockstep.studies import study as study_file
+from extras.studies import converging_report, parting
+from extras.studies import study as study_file
 
 SMALL = """title = "small"
 tensors = 1

@@ -7,9 +7,9 @@ import pytest
 
 import run_study
 from lockstep.errors import UserError
-from lockstep.studies import options_report, variations
-from lockstep.studies import study as study_file
-from lockstep.studies.study import DEFAULT
+from extras.studies import options_report, variations
+from extras.studies import study as study_file
+from extras.studies.study import DEFAULT
 
 VARIED = """title = "varied"
 tensors = 1

@@ -11,9 +11,8 @@ is gathered, and its gradients, are bfloat16; they are reduced in float32. On CP
 import math
 from dataclasses import dataclass, replace
 
-from lockstep.errors import UserError
-from lockstep.memory import activations
-from lockstep.memory.plan import (
+from extras.memory import activations
+from extras.memory.plan import (
     BFLOAT16,
     END_OF_BACKWARD,
     LOSS,
@@ -26,6 +25,7 @@ from lockstep.memory.plan import (
     largest,
     most,
 )
+from lockstep.errors import UserError
 from lockstep.training import fsdp_options
 
 

@@ -2,7 +2,7 @@
 
 import math
 
-from lockstep.memory.plan import (
+from extras.memory.plan import (
     BFLOAT16,
     END_OF_BACKWARD,
     LOSS,

@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from extras.studies.study import Planned
 from lockstep.config import PLACES
 from lockstep.errors import UserError
 from lockstep.running import jobs, progress
 from lockstep.strategies import BASELINE
-from lockstep.studies.study import Planned
 from lockstep.training import history
 
 WEIGHTS = "initial_weights.safetensors"

@@ -5,13 +5,13 @@ import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from extras.studies import parting
+from extras.studies.study import Planned, Study, differences
 from lockstep.errors import UserError, printable
 from lockstep.files import write_text
 from lockstep.losses import curve_report, curves, folder
 from lockstep.losses.curves import FAIL, NOT_JUDGED, PASS
 from lockstep.strategies import BASELINE
-from lockstep.studies import parting
-from lockstep.studies.study import Planned, Study, differences
 from lockstep.training import history
 from lockstep.training.history import History
 
@@ -63,7 +63,7 @@ def _noise(base: Planned) -> History:
 
 def predicted(run: Planned) -> dict[str, Any]:
     """What the memory plan says of a rank; nothing for a strategy that has none."""
-    from lockstep.memory import plan
+    from extras.memory import plan
 
     try:
         found = plan.of(run.config, run.inputs.architecture)

@@ -3,8 +3,7 @@
 import math
 from dataclasses import replace
 
-from lockstep.deepspeed import configuration, options, zero
-from lockstep.memory.plan import (
+from extras.memory.plan import (
     END_OF_BACKWARD,
     LOSS,
     START,
@@ -17,6 +16,7 @@ from lockstep.memory.plan import (
     largest,
     most,
 )
+from lockstep.deepspeed import configuration, options, zero
 from lockstep.training.optim import decays
 
 # DeepSpeed's own values where the configuration says nothing, in elements (runtime/zero/config.py).

@@ -4,13 +4,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+from extras.studies import compositions
+from extras.studies.report import DID_NOT_RUN, MEASURED, made_by
+from extras.studies.study import Planned, Study
+from extras.studies.variations import Case, Group
 from lockstep.errors import LIBRARY_REFUSES, printable
 from lockstep.files import write_text
 from lockstep.losses.curves import PASS
-from lockstep.studies import compositions
-from lockstep.studies.report import DID_NOT_RUN, MEASURED, made_by
-from lockstep.studies.study import Planned, Study
-from lockstep.studies.variations import Case, Group
 from lockstep.training import history
 
 REFUSED_BY_US, REFUSED_BY_LIBRARY = "refused by Lockstep", "refused by the library"

@@ -9,10 +9,10 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
+from extras.studies import variations
+from extras.studies.study import DEFAULT, Flags, Value, Varied, Vary
+from extras.studies.variations import Case, Choice, Group, needs_of
 from lockstep.losses.curves import PASS
-from lockstep.studies import variations
-from lockstep.studies.study import DEFAULT, Flags, Value, Varied, Vary
-from lockstep.studies.variations import Case, Choice, Group, needs_of
 
 Chosen = tuple[str, Varied]  # option, value
 

@@ -11,11 +11,11 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from extras.memory import activations
 from lockstep import strategies
 from lockstep.errors import UserError
 from lockstep.inputs import modules
 from lockstep.inputs.shapes import describe, parameter_shapes, width
-from lockstep.memory import activations
 
 if TYPE_CHECKING:
     from lockstep.config import Config
@@ -140,6 +140,13 @@ def most(*moments: Moment) -> Moment:
     return max(moments, key=lambda one: one.total)
 
 
+PLANS = {  # strategy -> from a Rank to its Plan
+    "ddp": "extras.memory.replicated:plan",
+    "deepspeed": "extras.memory.zero:plan",
+    "fsdp": "extras.memory.sharded:plan",
+}
+
+
 def largest(shapes: Shapes) -> int:
     """Elements of the largest tensor."""
     return max(map(math.prod, shapes.values()))
@@ -147,10 +154,9 @@ def largest(shapes: Shapes) -> int:
 
 def of(config: "Config", architecture: dict) -> Plan:
     """The plan of a run. Raises UserError if what it keeps is not known."""
-    if not config.row.memory:
+    if config.row.name not in PLANS:
         raise UserError(
-            f"what {config.row.label} keeps in memory is not known; give its class an attribute memory, such as "
-            'memory = "lockstep.memory.replicated:plan"'
+            f"what {config.row.label} keeps in memory is not known; choose from {', '.join(PLANS)}"
         )
     unknown = {
         "--pp_size": config.pp_size > 1,
@@ -171,7 +177,7 @@ def of(config: "Config", architecture: dict) -> Plan:
         architecture.get("tie_word_embeddings", False),
         architecture,
     )
-    return _with_average(strategies.load(config.row.memory)(rank), rank)
+    return _with_average(strategies.load(PLANS[config.row.name])(rank), rank)
 
 
 def _with_average(plan: Plan, rank: Rank) -> Plan:
@@ -188,14 +194,6 @@ def _with_average(plan: Plan, rank: Rank) -> Plan:
 
 def size(count: int) -> str:
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
-
-
-def summary(config: "Config", architecture: dict) -> list[str]:
-    """`lines` of a run, or one line that says why they are not known."""
-    try:
-        return lines(config, of(config, architecture))
-    except UserError as error:
-        return [f"memory of a rank: {error}"]
 
 
 def lines(config: "Config", found: Plan) -> list[str]:

@@ -24,8 +24,8 @@ tp_size = 1
 precision = "bf16"
 against = "ddp-bf16"           # its losses are judged by this run of DDP, which gets a control run of its own
 
-In the place of runs, a study may have a table [vary] (lockstep/studies/variations.py). With a table [converging] every run is trained with
-several seeds, and may have a planted fault (lockstep/studies/converging.py).
+In the place of runs, a study may have a table [vary] (extras/studies/variations.py). With a table [converging] every run is trained with
+several seeds, and may have a planted fault (extras/studies/converging.py).
 """
 
 import re
@@ -36,6 +36,7 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field
 
+from extras.studies.converging import Converging
 from lockstep import config as config_module
 from lockstep import preflight
 from lockstep.config import Config
@@ -44,10 +45,9 @@ from lockstep.files import require_regular
 from lockstep.inputs.data import Inputs
 from lockstep.schemas import Name, Strict, Whole, validate
 from lockstep.strategies import BASELINE, row_of
-from lockstep.studies.converging import Converging
 
 LARGEST = 1 << 20  # bytes of a study
-REMEDY = "see lockstep/studies/study.py for what a study may hold"
+REMEDY = "see extras/studies/study.py for what a study may hold"
 SET_HERE = (
     "run_name", "init_weights_path", "save_init_weights", "loss_output_dir", "storage_path", "experiment_name",
     "capture_dir", "capture_steps", "overwrite", "dry_run", "control", "noise_control", "num_workers",

@@ -33,11 +33,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from extras.studies import study as study_file
+from extras.studies.study import DEFAULT, Flags, Planned, Run, Study, Value, Varied, Vary
 from lockstep.config import build_parser
 from lockstep.errors import UserError
 from lockstep.strategies import Row, row_of
-from lockstep.studies import study as study_file
-from lockstep.studies.study import DEFAULT, Flags, Planned, Run, Study, Value, Varied, Vary
 
 Choice = dict[str, Varied]  # option -> value; one that is left out has its default
 

@@ -1,6 +1,6 @@
 """How much memory a run takes, without starting it: any strategy, mesh and precision, for machines that need not be at hand.
 
-    python -m lockstep.memory --strategy fsdp --model_name path/to/model --tp_size 8 --dp_size 128 --precision autocast
+    python -m extras.memory --strategy fsdp --model_name path/to/model --tp_size 8 --dp_size 128 --precision autocast
 
 All other flags are those of the strategy's training script; --device cpu is for ranks on CPUs. Exit status: 0, or 2 for a usage error.
 """
@@ -11,14 +11,14 @@ import sys
 def main(argv: list[str] | None = None) -> int:
     from lockstep.errors import run_program
 
-    return run_program("lockstep.memory", lambda: predict(sys.argv[1:] if argv is None else argv))
+    return run_program("extras.memory", lambda: predict(sys.argv[1:] if argv is None else argv))
 
 
 def predict(argv: list[str]) -> int:
+    from extras.memory import plan
     from lockstep import config as config_module
     from lockstep.errors import UserError, printable
     from lockstep.inputs import architectures
-    from lockstep.memory import plan
     from lockstep.train import split
 
     if "--help" in argv or "-h" in argv:

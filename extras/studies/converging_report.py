@@ -8,16 +8,16 @@ from typing import Any
 
 import numpy as np
 
+from extras.studies import converging, report
+from extras.studies import study as study_file
+from extras.studies.converging import FEWEST_OTHERS, OTHER, SAME, Converging, Losses
+from extras.studies.report import DID_NOT_RUN
+from extras.studies.study import Planned, Study
 from lockstep.errors import TrainingFailure, UserError, printable
 from lockstep.files import write_atomically, write_text
 from lockstep.losses import drawing
 from lockstep.losses.curves import FAIL, PASS
 from lockstep.strategies import BLUE, FURTHER_COLORS, ORANGE, VERMILION
-from lockstep.studies import converging, report
-from lockstep.studies import study as study_file
-from lockstep.studies.converging import FEWEST_OTHERS, OTHER, SAME, Converging, Losses
-from lockstep.studies.report import DID_NOT_RUN
-from lockstep.studies.study import Planned, Study
 from lockstep.training import history, rates
 
 DASHES = ("--", ":", "-.")  # of faults in the figure
