@@ -11,6 +11,7 @@ from edited import edit, flip_byte, overwrite, take_out
 from lockstep.errors import UserError
 from lockstep.tensors import comparison as compare
 from lockstep.tensors.dump import Dump
+from lockstep.tensors.layout import from_json
 from lockstep.tensors.manifest import configuration
 from lockstep.tensors.step_file import checksum
 from lockstep.training.contract import expected_contract
@@ -318,7 +319,8 @@ def test_an_update_that_is_not_what_was_asked_for(all_copied, capsys, option, va
     def change(manifest):
         manifest["run"]["config"][option] = value
         if "contract" in manifest:
-            demanded = expected_contract(configuration(manifest["run"]), manifest["run"]["architecture"])
+            run, model = manifest["run"], from_json(manifest["layout"]).model
+            demanded = expected_contract(configuration(run), run["architecture"], model)
             manifest["contract"].update(
                 {key: demanded[key] for key in ("learning_rates", "weight_decay", "max_grad_norm")}
             )
