@@ -14,6 +14,8 @@ from lockstep.diagnosis import evidence
 from lockstep.diagnosis import update as update_rules
 from lockstep.diagnosis.case import Cause, describe
 from lockstep.diagnosis.diagnose import Stage, diagnose
+from lockstep.inputs.architectures import BUILT_IN
+from lockstep.inputs.shapes import describe as describe_model
 from lockstep.tensors.comparison import judge
 from lockstep.tensors.distance import Distance, Size
 from lockstep.tensors.judgement import ROUNDOFF, Norm, Result
@@ -127,6 +129,7 @@ class Written:
 
     label = "FSDP"
     layout = SimpleNamespace(
+        names=describe_model(BUILT_IN["tiny-qwen2"]).names,
         sources={"norm": (), "col": ("norm",), "row": ("col",)},
         parameters=PARAMETERS,
         outputs={name: ("batch", "sequence", CHANNELS) for name in MODULES},
