@@ -564,7 +564,9 @@ def test_coupled_weight_decay_breaks_the_moments(optimizer, names):
 def test_a_cause_must_explain_the_later_steps_too():
     """A parameter keeps its value in step 1, and is off by something else in step 2."""
     frozen = Cause("update left out", "all is unchanged")
-    first, later = SimpleNamespace(first="parameter/w", step=1), SimpleNamespace(first="parameter/w", step=2)
+    first, later = (
+        SimpleNamespace(first="parameter/w", step=step, names=Written.layout.names) for step in (1, 2)
+    )
     first.first_of_later_steps, first.at = lambda: [(2, 0, "parameter/w", "")], lambda failure: later
     rules = {"parameters": Stage(("parameter",), (lambda case: frozen if case.step == 1 else None,))}
     with mock.patch.dict(diagnose_module.STAGES, rules):
