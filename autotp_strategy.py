@@ -249,7 +249,9 @@ class AutoTPStrategy:
                 optimizer=lambda groups: build_optimizer(
                     groups, optimizer=config.optimizer, learning_rate=config.learning_rate
                 ),
-                config=configuration.resolved(config, self.full_shapes[modules.names_in(model).embedding_weight][-1]),
+                config=configuration.resolved(
+                    config, self.full_shapes[modules.names_in(model).embedding_weight][-1]
+                ),
                 mpu=self.sequence.mpu if self.sequence else None,
             )
         self.model = self.engine.module

@@ -55,7 +55,10 @@ STYLES: dict[str, ParallelStyle] = {
 }
 
 
-EMBEDDING, HEAD = "model.embed_tokens", "lm_head"  # as transformers calls them in the models that are cut here
+EMBEDDING, HEAD = (
+    "model.embed_tokens",
+    "lm_head",
+)  # as transformers calls them in the models that are cut here
 
 
 def own_rows(between: Placement) -> dict[str, ParallelStyle]:
@@ -65,18 +68,14 @@ def own_rows(between: Placement) -> dict[str, ParallelStyle]:
         EMBEDDING: RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
         # Not in the base model's plan. The head is cut like the embedding, so that they stay tied. Logits stay sharded and the loss is
         # computed on the shards; transformers' plan of the head ("colwise_gather_output") would gather them.
-        HEAD: ColwiseParallel(
-            input_layouts=between, output_layouts=Shard(-1), use_local_output=False
-        ),
+        HEAD: ColwiseParallel(input_layouts=between, output_layouts=Shard(-1), use_local_output=False),
         # Enter a block once: the gradients of q, k and v (of gate and up) are summed locally, then reduced over tp together.
         # Without these rows each layer would reduce its own.
         "model.layers.*.self_attn": PrepareModuleInput(
             input_kwarg_layouts={"hidden_states": between},
             desired_input_kwarg_layouts={"hidden_states": Replicate()},
         ),
-        "model.layers.*.mlp": PrepareModuleInput(
-            input_layouts=between, desired_input_layouts=Replicate()
-        ),
+        "model.layers.*.mlp": PrepareModuleInput(input_layouts=between, desired_input_layouts=Replicate()),
     }
 
 

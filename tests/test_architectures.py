@@ -58,10 +58,13 @@ def test_gpt2_has_no_dropout():
     assert len(drops) == 7 and set(drops) == {0.0}
 
 
-@pytest.mark.parametrize("strategy", ["deepspeed", "fsdp", "examples/transformers_tp.py:TransformersTP"])
+@pytest.mark.parametrize("strategy", ["deepspeed", "fsdp"])
 def test_gpt2_is_not_cut(strategy):
     config = config_module.parse_config(strategy, ["--model_name", "gpt2", "--tp_size", "2"])
-    with pytest.raises(UserError, match="^--tp_size 2: .*no tensor-parallel plan for GPT-2.*--tp_size 1$"):
+    with pytest.raises(
+        UserError,
+        match="^--tp_size 2: layers of llama, mistral, qwen2, qwen3 are cut here, and the model is gpt2; choose --tp_size 1",
+    ):
         preflight.load_inputs(config)
 
 
@@ -81,17 +84,48 @@ def test_hub_name_resolves_to_the_built_in_without_a_hub(monkeypatch):
 
 def test_local_folder(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(BUILT_IN["tiny-qwen2"]))
-    assert resolve(str(tmp_path))[0] == BUILT_IN["tiny-qwen2"]
-
-
-def test_what_nobody_knows_is_named(tmp_path):
-    (tmp_path / "config.json").write_text(
-        json.dumps({**BUILT_IN["tiny-qwen2"], "torch_dtype": "bfloat16", "colour": "blue\u001b[2J"})
-    )
     architecture, source = resolve(str(tmp_path))
-    assert architecture == BUILT_IN["tiny-qwen2"] and source.endswith(
-        "(without colour: unknown to transformers' qwen2)"
-    )
+    assert source == f"config of {tmp_path}"
+    # a rope_theta is kept among the parameters of the rope
+    said = {key: value for key, value in BUILT_IN["tiny-qwen2"].items() if key != "rope_theta"}
+    assert said.items() <= architecture.items()
+    assert architecture["rope_parameters"] == {"rope_theta": 1000000.0, "rope_type": "default"}
+
+
+def test_what_is_about_files_and_outputs_makes_no_other_model(tmp_path):
+    folders = [tmp_path / "plain", tmp_path / "more"]
+    more = {
+        "torch_dtype": "bfloat16",
+        "use_cache": False,
+        "_name_or_path": "x",
+        "transformers_version": "4.0",
+    }
+    for folder, given in zip(folders, ({}, more), strict=True):
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({**BUILT_IN["tiny-qwen2"], **given}))
+    plain, other = (resolve(str(folder))[0] for folder in folders)
+    assert plain == other and "dtype" not in plain
+
+
+def test_keys_have_the_names_that_all_architectures_share(tmp_path):
+    published = {
+        "model_type": "gpt2",
+        "n_embd": 64,
+        "n_layer": 3,
+        "n_head": 4,
+        "n_positions": 128,
+        "vocab_size": 99,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    architecture, _ = resolve(str(tmp_path), 2)
+    sizes = {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 128,
+    }
+    assert sizes.items() <= architecture.items() and not {"n_embd", "n_layer"} & architecture.keys()
+    assert parameter_shapes(architecture)["transformer.wpe.weight"] == (128, 64)
 
 
 @pytest.mark.parametrize("number", ["3", "all"])
@@ -113,8 +147,9 @@ def test_depth_is_cut_with_its_layer_types(tmp_path):
         (None, "no config.json"),
         ("{", "not valid JSON"),
         ("[]", "not a JSON object"),
-        ('{"model_type": "gemma2"}', "'gemma2'"),
-        ('{"model_type": "qwen2"}', "gives no vocab_size"),
+        ('{"model_type": "nosuch"}', "Unrecognized model identifier: nosuch"),
+        ('{"model_type": "vit"}', "model_type vit has no causal language model"),
+        ("{}", "transformers cannot read it .'model_type'.; correct it, or fetch the model again"),
     ],
 )
 def test_bad_folders(tmp_path, content, message):

@@ -11,6 +11,7 @@ from edited import edit, flip_byte, overwrite, take_out
 from lockstep.errors import UserError
 from lockstep.tensors import comparison as compare
 from lockstep.tensors.dump import Dump
+from lockstep.tensors.layout import from_json
 from lockstep.tensors.manifest import configuration
 from lockstep.tensors.step_file import checksum
 from lockstep.training.contract import expected_contract
@@ -161,8 +162,15 @@ CONTRADICTIONS = {
         rms=m["steps"]["2"]["logits"][0]["rms"] * 0.999
     ),
     "num_hidden_layers is 1000000000": lambda m: m["run"]["architecture"].update(num_hidden_layers=10**9),
-    "has 10000 layers": lambda m: m["run"]["architecture"].update(num_hidden_layers=10_000),
-    "no model can be built": lambda m: m["run"]["architecture"].update(hidden_act="none"),
+    "forward/lm_head is [8, 32, 2048], with this model and batch it must be [8, 32, 7]": lambda m: m[
+        "layout"
+    ]["outputs"].update({"lm_head": ["batch", "sequence", 7]}),
+    "layout.outputs.lm_head.0 is 'rows'": lambda m: m["layout"]["outputs"].update(lm_head=["rows", 2048]),
+    "layout.tables is missing": lambda m: m["layout"].pop("tables"),
+    "layout.model.names.head is None": lambda m: m["layout"]["model"]["names"].update(head=None),
+    "layout.model.parameters.model.norm.weight.0 is -64": lambda m: m["layout"]["model"]["parameters"].update(
+        {"model.norm.weight": [-64]}
+    ),
     "contract: betas is missing": lambda m: m["contract"].pop("betas"),
     "contract.compiled is [1], its configuration says [false]": lambda m: m["contract"].update(compiled=[1]),
     "contract.activation_checkpointing is null": lambda m: m["contract"].update(
@@ -195,6 +203,59 @@ def test_a_manifest_that_does_not_agree_with_itself_or_its_model(all_copied, cap
             continue  # of the second step, whose tensors are not read then
         error = refused(capsys, all_copied / "fsdp", all_copied / other)
         assert message in error and error.count("capture again") == 1, error
+
+
+def _names(layout):
+    return layout["model"]["names"]
+
+
+# What contradicts itself is refused even where all dumps say the same.
+ODD_LAYOUTS = {
+    "a gradient of nothing": lambda layout: layout["backward"].append("model.nothing"),
+    "a gradient twice": lambda layout: layout["backward"].append("lm_head"),
+    "an output that is gone": lambda layout: layout["outputs"].pop("model.layers.1.mlp.down_proj.input"),
+    "no outputs": lambda layout: layout.update(outputs={}),
+    "no head": lambda layout: layout["outputs"].pop("lm_head"),
+    "an input of nothing": lambda layout: layout["inputs"].update(lm_head={"0": "lm_head.input"}),
+    "sources that are none": lambda layout: layout["sources"].update(lm_head=["model.nothing"]),
+    "no sources": lambda layout: layout.update(sources={}),
+    "flat tokens of nothing": lambda layout: layout["flat"].append("model.nothing"),
+    "a choice of nothing": lambda layout: layout["choices"].update(x={"call": 0, "scores": "y"}),
+    "both captured and not": lambda layout: layout["unknown"].append("lm_head"),
+    "parameters that are gone": lambda layout: layout["model"]["parameters"].clear(),
+    "a shape of a scalar": lambda layout: layout["outputs"].update(lm_head=[]),
+    "another head": lambda layout: _names(layout).update(head="model.nothing"),
+    "a head without a name": lambda layout: _names(layout).update(head=""),
+    "another embedding": lambda layout: _names(layout).update(embedding="model.nothing"),
+}  # fmt: skip
+# What is not held against anything else, or has another meaning that is possible.
+OTHER_LAYOUTS = {
+    "other layers": lambda layout: _names(layout).update(layers="model.nothing"),
+    "no layers": lambda layout: _names(layout).update(layers="", attention="", mlp=""),
+    "transposed": lambda layout: _names(layout).update(linear_is_transposed=True),
+    "settings that are no numbers": lambda layout: layout["model"]["settings"].update(eps={"x": ["model"]}),
+    "modules that are not there": lambda layout: layout["model"]["settings"].update(eps={"1": ["nothing"]}),
+    "a far call": lambda layout: layout["choices"].update(lm_head={"call": 2**62, "scores": "lm_head"}),
+    "other dtypes": lambda layout: layout["model"]["other_dtypes"].update(x="y"),
+    "untied": lambda layout: layout["model"].update(tied=not layout["model"]["tied"]),
+    "no tables": lambda layout: layout.update(tables=[]),
+    "another order": lambda layout: layout["backward"].reverse(),
+    "settings without modules": lambda layout: layout["model"].update(settings={}),
+}
+
+
+@pytest.mark.parametrize("what", [*ODD_LAYOUTS, *OTHER_LAYOUTS])
+def test_a_layout_that_is_wrong_is_one_line(all_copied, capsys, what):
+    """In one of the dumps, and in all of them alike, sealed again."""
+    change = {**ODD_LAYOUTS, **OTHER_LAYOUTS}[what]
+    edit(all_copied / "fsdp", lambda manifest: change(manifest["layout"]))
+    for other in ("reference", "ddp"):
+        refused(capsys, all_copied / "fsdp", all_copied / other)
+    for name in ("ddp", "reference", "replay_ddp", "replay_fsdp"):
+        edit(all_copied / name, lambda manifest: change(manifest["layout"]))
+    status, output = verdict(capsys, all_copied / "fsdp", all_copied / "reference")
+    assert status == 2 or (what in OTHER_LAYOUTS and status in (0, 1)), (status, output.err[-500:])
+    assert len(output.err.splitlines()) == (status == 2)
 
 
 def test_a_half_written_dump_is_recognised(dumps, copy, capsys):
@@ -318,7 +379,8 @@ def test_an_update_that_is_not_what_was_asked_for(all_copied, capsys, option, va
     def change(manifest):
         manifest["run"]["config"][option] = value
         if "contract" in manifest:
-            demanded = expected_contract(configuration(manifest["run"]), manifest["run"]["architecture"])
+            run, model = manifest["run"], from_json(manifest["layout"]).model
+            demanded = expected_contract(configuration(run), run["architecture"], model)
             manifest["contract"].update(
                 {key: demanded[key] for key in ("learning_rates", "weight_decay", "max_grad_norm")}
             )

@@ -1,7 +1,7 @@
-"""Damaged config.json files, made by the hundred: each is refused in one line, or it is a model that is computed right.
+"""Damaged config.json files, made by the hundred: each is refused in one line, or it is a model that can be run.
 
-python tests/test_config_json_fuzz.py 1000 prints how many cases ended how. "taken" means that transformers' own model of
-the file, as it is, and the float64 reference of what was read from it gave the same outputs, loss and gradients.
+python tests/test_config_json_fuzz.py 1000 prints how many cases ended how. "taken" means that everything that is checked before a run
+starts was passed: the model was built, and its own code gave a float64 reference.
 """
 
 import collections
@@ -14,19 +14,19 @@ import sys
 import tempfile
 from pathlib import Path
 
-import hub
+from families import FAMILIES
+from test_config_json import TINY, taken
 from test_history_fuzz import damage, mutate
 
 from lockstep.errors import UserError
-from lockstep.inputs import architectures
-from lockstep.inputs.model_config import FAMILIES
 from lockstep.tensors import model_check
 
-SECONDS, SEQUENCE = 60, 24
-BASES = [
-    *hub.ALL.values(),
-    *(architectures.BUILT_IN[f"tiny-{family}"] for family in FAMILIES),
-]
+SECONDS = 60
+BASES = [*TINY.values(), *(FAMILIES[name] for name in ("phi3", "gpt_neox", "mixtral"))]
+
+
+class Late(BaseException):
+    pass
 
 
 def outcome(folder: Path) -> str:
@@ -34,15 +34,11 @@ def outcome(folder: Path) -> str:
     signal.signal(signal.SIGALRM, _late)
     signal.alarm(SECONDS)
     try:
-        architecture, _ = architectures.resolve(str(folder))
-        content, _ = architectures.find(str(folder))
-        model_check.try_out(architecture, content, str(folder))
-        problem = architectures.tensor_parallel_problem(architecture, 1)
-        difference, _ = model_check.compare(architecture, content, SEQUENCE)
-        return "refused" if problem or difference else "taken"
+        taken(folder)
+        return "taken"
     except UserError as error:
-        return "refused" if "\n" not in str(error) and len(str(error)) < 2000 else f"many lines: {error}"
-    except TimeoutError:
+        return "refused" if str(error).isprintable() and len(str(error)) < 2000 else f"many lines: {error}"
+    except Late:
         return "hang"
     except BaseException as error:  # noqa: BLE001 - that is what is looked for
         return f"traceback: {type(error).__name__}: {error}"
@@ -51,7 +47,7 @@ def outcome(folder: Path) -> str:
 
 
 def _late(*_) -> None:
-    raise TimeoutError
+    raise Late
 
 
 def case(number: int, folder: Path) -> None:
@@ -77,9 +73,9 @@ def table(numbers) -> tuple[collections.Counter, list[str]]:
     return counts, bad
 
 
-def test_whatever_it_says_it_is_refused_in_one_line_or_computed_right():
-    counts, bad = table(range(120))
-    assert bad == [] and counts["refused"] > 40 and counts["taken"] > 10, counts
+def test_whatever_it_says_it_is_refused_in_one_line_or_can_be_run():
+    counts, bad = table(range(40))
+    assert bad == [] and counts["refused"] > 12 and counts["taken"] > 5, counts
 
 
 def test_a_fifo_is_not_read(tmp_path):
@@ -88,13 +84,16 @@ def test_a_fifo_is_not_read(tmp_path):
 
 
 def test_the_table_sees_what_is_wrong(monkeypatch, tmp_path):
-    """Negative controls: a traceback and a hang; and the reference without a window is not taken."""
-    (tmp_path / "config.json").write_text(json.dumps(architectures.BUILT_IN["tiny-qwen2"]))
+    """Negative controls: a traceback and a hang; and a model without a reference is not taken."""
+    (tmp_path / "config.json").write_text(json.dumps(TINY["qwen2"]))
     assert outcome(tmp_path) == "taken"
-    monkeypatch.setattr(model_check, "compare", lambda *_: ("other angles", 1.0))
+    monkeypatch.setattr(model_check, "problem_of", lambda *_: "its gradient is off")
     assert outcome(tmp_path) == "refused"
-    monkeypatch.setattr(model_check, "compare", lambda *_: 1 / 0)
+    monkeypatch.setattr(model_check, "problem_of", lambda *_: 1 / 0)
     assert outcome(tmp_path).startswith("traceback: ZeroDivisionError")
+    monkeypatch.setattr(f"{__name__}.SECONDS", 1)
+    monkeypatch.setattr(model_check, "problem_of", lambda *_: signal.pause())
+    assert outcome(tmp_path) == "hang"
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import torch
 
 from lockstep.errors import TrainingFailure
 from lockstep.inputs.architectures import BUILT_IN
-from lockstep.inputs.shapes import build_empty, module_settings, settings_of
+from lockstep.inputs.shapes import build_empty, describe, settings_of
 from lockstep.mesh import Mesh
 from lockstep.training.contract import contract_difference, contract_differences, of_all_ranks
 from lockstep.training.observe import clipping_problem, optimizer_contract
@@ -90,7 +90,7 @@ def test_what_modules_were_built_with():
     """An epsilon of one norm is seen, in the whole model and through modules that a library has replaced."""
     architecture = BUILT_IN["tiny-qwen2"]
     live = build_empty(architecture, attn_impl="eager")
-    expected = {"module_settings": module_settings(architecture)}
+    expected = {"module_settings": describe(architecture).settings}
     assert contract_differences(expected, {"module_settings": settings_of(live)}) == {}
     live.model.layers[1].input_layernorm.variance_epsilon = 1e-5
     live.model.layers[0].mlp = torch.nn.Identity()

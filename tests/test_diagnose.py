@@ -14,6 +14,8 @@ from lockstep.diagnosis import evidence
 from lockstep.diagnosis import update as update_rules
 from lockstep.diagnosis.case import Cause, describe
 from lockstep.diagnosis.diagnose import Stage, diagnose
+from lockstep.inputs.architectures import BUILT_IN
+from lockstep.inputs.shapes import describe as describe_model
 from lockstep.tensors.comparison import judge
 from lockstep.tensors.distance import Distance, Size
 from lockstep.tensors.judgement import ROUNDOFF, Norm, Result
@@ -127,6 +129,7 @@ class Written:
 
     label = "FSDP"
     layout = SimpleNamespace(
+        names=describe_model(BUILT_IN["tiny-qwen2"]).names,
         sources={"norm": (), "col": ("norm",), "row": ("col",)},
         parameters=PARAMETERS,
         outputs={name: ("batch", "sequence", CHANNELS) for name in MODULES},
@@ -561,7 +564,9 @@ def test_coupled_weight_decay_breaks_the_moments(optimizer, names):
 def test_a_cause_must_explain_the_later_steps_too():
     """A parameter keeps its value in step 1, and is off by something else in step 2."""
     frozen = Cause("update left out", "all is unchanged")
-    first, later = SimpleNamespace(first="parameter/w", step=1), SimpleNamespace(first="parameter/w", step=2)
+    first, later = (
+        SimpleNamespace(first="parameter/w", step=step, names=Written.layout.names) for step in (1, 2)
+    )
     first.first_of_later_steps, first.at = lambda: [(2, 0, "parameter/w", "")], lambda failure: later
     rules = {"parameters": Stage(("parameter",), (lambda case: frozen if case.step == 1 else None,))}
     with mock.patch.dict(diagnose_module.STAGES, rules):

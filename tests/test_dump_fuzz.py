@@ -88,7 +88,8 @@ def change_somewhere(draw: random.Random, manifest: dict) -> tuple:
     # by depth first, or nearly all changes would be of some tensor's entry
     found = collections.defaultdict(list)
     for place in places(manifest):
-        found[len(place), place[0], place[2] if place[0] == "steps" and len(place) > 2 else ""].append(place)
+        within = {"steps": place[2:3], "layout": place[1:3]}.get(place[0], ())
+        found[len(place), place[0], str(within)].append(place)
     place = draw.choice(found[draw.choice(sorted(found, key=str))])
     parent = manifest
     for key in place[:-1]:

@@ -8,7 +8,8 @@ import pytest
 
 from lockstep import config as config_module
 from lockstep import preflight
-from lockstep.inputs import modules
+from lockstep.inputs.architectures import BUILT_IN
+from lockstep.inputs.shapes import describe
 from lockstep.running import jobs
 from lockstep.tensors.comparison import compare_dumps
 from lockstep.tensors.dump import Dump
@@ -60,10 +61,11 @@ def test_the_norms_of_the_groups_make_up_the_norm(trained):
 
 
 def test_the_group_of_a_parameter():
-    assert group_of("model.layers.11.mlp.up_proj.weight", modules.LLAMA) == "layer 11"
-    assert group_of("lm_head.weight", modules.LLAMA) == "lm_head"
-    assert group_of("transformer.h.3.attn.c_attn.bias", modules.GPT2) == "layer 3"
-    assert group_of("transformer.ln_f.bias", modules.GPT2) == "transformer.ln_f"
+    llama, gpt2 = (describe(BUILT_IN[f"tiny-{family}"]).names for family in ("llama", "gpt2"))
+    assert group_of("model.layers.11.mlp.up_proj.weight", llama) == "layer 11"
+    assert group_of("lm_head.weight", llama) == "lm_head"
+    assert group_of("transformer.h.3.attn.c_attn.bias", gpt2) == "layer 3"
+    assert group_of("transformer.ln_f.bias", gpt2) == "transformer.ln_f"
 
 
 def test_held_out_text(trained):

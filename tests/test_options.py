@@ -5,6 +5,7 @@ from ranks import run_groups
 
 from lockstep.config import parse_config
 from lockstep.errors import UserError
+from lockstep.inputs.shapes import describe
 from lockstep.losses import curves
 from lockstep.running import jobs
 from lockstep.tensors.comparison import compare_dumps
@@ -71,9 +72,10 @@ def test_a_value_that_is_none_is_refused(strategy, arguments, message):
 
 
 def test_compression_is_called_what_it_is():
-    compressed = expected_contract(config("ddp", "--compress_gradients", "bf16"), {**SHAPE})
+    model = describe(SHAPE)
+    compressed = expected_contract(config("ddp", "--compress_gradients", "bf16"), SHAPE, model)
     assert compressed["reduction_dtype"] == ["torch.bfloat16"]
-    assert expected_contract(config("ddp"), {**SHAPE})["reduction_dtype"] == ["torch.float32"]
+    assert expected_contract(config("ddp"), SHAPE, model)["reduction_dtype"] == ["torch.float32"]
 
 
 SHAPE = {

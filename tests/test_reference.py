@@ -19,10 +19,13 @@ def inputs_of(name):
     return config, preflight.load_inputs(config)
 
 
+def micro_batches_of(inputs):
+    """Those of both DP ranks, rank by rank."""
+    return [micro for dp in (0, 1) for micro in inputs.batches.micro_batches(0, dp, "cpu")]
+
+
 def batch_of(inputs):
-    return [
-        torch.cat([inputs.batches.micro_batches(0, dp, "cpu")[0][part] for dp in (0, 1)]) for part in (0, 1)
-    ]
+    return [torch.cat(halves) for halves in zip(*micro_batches_of(inputs), strict=True)]
 
 
 @pytest.fixture(params=MODELS)
@@ -36,7 +39,7 @@ def test_it_is_the_same_model(case):
     config, inputs, strategy = case
     theirs, _ = build_model(inputs.architecture, seed=0, attn_impl="eager", init_weights_path=None)
     ids, labels = batch_of(inputs)
-    losses = strategy.forward_backward(ids, labels)
+    losses = strategy.forward_backward(micro_batches_of(inputs))
     assert len(losses) == config.dp_size
     assert sum(losses) / 2 == pytest.approx(causal_lm_loss(theirs, ids, labels).item(), rel=3e-7)
 
@@ -44,8 +47,7 @@ def test_it_is_the_same_model(case):
 def test_the_gradient_is_the_slope_of_the_loss(case):
     """A step of 1e-7 along the gradient: any float32 on the way would leave nothing of the difference."""
     _, inputs, strategy = case
-    ids, labels = batch_of(inputs)
-    strategy.forward_backward(ids, labels)
+    strategy.forward_backward(micro_batches_of(inputs))
     parameters = list(strategy.model.parameters())
     gradients = [p.grad.clone() for p in parameters]
     square = sum(float(g.square().sum()) for g in gradients)
@@ -54,7 +56,7 @@ def test_the_gradient_is_the_slope_of_the_loss(case):
         with torch.no_grad():
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter += (1 if sign == 1 else -2) * 1e-7 * gradient
-        losses.append(sum(strategy.forward_backward(ids, labels)) / 2)
+        losses.append(sum(strategy.forward_backward(micro_batches_of(inputs))) / 2)
     assert (losses[0] - losses[1]) / 2e-7 == pytest.approx(square, rel=1e-5)
 
 
@@ -79,8 +81,24 @@ def test_it_clips_and_decays_like_the_others():
     config, inputs = inputs_of("tiny-qwen2")
     model = build_reference(inputs, seed=0, attn_impl="sdpa", init_weights_path=None)
     strategy = ReferenceStrategy(model, config)
-    strategy.forward_backward(*batch_of(inputs))
+    strategy.forward_backward(micro_batches_of(inputs))
     norm = strategy.update()
     after = sum(float(p.grad.square().sum()) for p in model.parameters()) ** 0.5
     assert after == pytest.approx(min(norm, config.max_grad_norm), rel=1e-5)
     assert [group["weight_decay"] for group in strategy.optimizer.param_groups] == [config.weight_decay, 0.0]
+
+
+def test_micro_batches_make_up_the_batch(case):
+    """Losses rank by rank, and the gradient of the mean over all of them."""
+    config, inputs, strategy = case
+    whole = [batch_of(inputs)]
+    micros = [(ids[row : row + 1], labels[row : row + 1]) for ids, labels in whole for row in range(len(ids))]
+    losses = strategy.forward_backward(micros)
+    found = [p.grad.clone() for p in strategy.model.parameters()]
+    single = [strategy.forward_backward([micro] * config.dp_size)[0] for micro in micros]
+    assert losses == pytest.approx([sum(single[:2]) / 2, sum(single[2:]) / 2], rel=1e-12)
+    halves = strategy.forward_backward(micro_batches_of(inputs))
+    assert losses == pytest.approx(halves, rel=1e-12) and losses[0] != pytest.approx(losses[1], rel=1e-6)
+    largest = max(float(p.grad.norm()) for p in strategy.model.parameters())
+    for gradient, parameter in zip(found, strategy.model.parameters(), strict=True):
+        assert float((gradient - parameter.grad).norm()) <= 1e-12 * largest

@@ -50,7 +50,7 @@ def test_they_are_kept(folder, monkeypatch):
 )
 def test_what_was_not_written_here_is_not_used(folder, damage):
     found = shapes.parameter_shapes(TINY)
-    (path,) = folder.glob("shapes-*.json")
+    (path,) = folder.glob("model-*.json")
     path.write_text(damage(path.read_text()))
     shapes._described.cache_clear()
     assert shapes.parameter_shapes(TINY) == found
@@ -60,7 +60,7 @@ def test_what_was_not_written_here_is_not_used(folder, damage):
 def test_another_architecture_is_another_file(folder):
     shapes.parameter_shapes(TINY)
     shapes.parameter_shapes({**TINY, "num_hidden_layers": 1})
-    assert len(list(folder.glob("shapes-*.json"))) == 2
+    assert len(list(folder.glob("model-*.json"))) == 2
 
 
 def test_where_nothing_can_be_written_the_model_is_built(tmp_path, monkeypatch):

@@ -7,6 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from lockstep.inputs.architectures import BUILT_IN
+from lockstep.inputs.shapes import describe
 from lockstep.tensors.distance import Distance, Size, clip_factors
 from lockstep.tensors.judgement import (
     LIMIT,
@@ -105,10 +107,14 @@ def test_a_parameter_is_judged_by_its_update():
     assert not row(1e-8, change=1e-9, name="parameter/w").judged
 
 
+LAYOUT = SimpleNamespace(names=describe(BUILT_IN["tiny-qwen2"]).names)
+
+
 def result(rows, losses=(), replicas=None):
     dump = SimpleNamespace(
         steps={"1": {"replicas_differ": replicas or {}}},
         label="FSDP",
+        layout=LAYOUT,
         expected=lambda step: {one.name: () for one in rows},
     )
     return Result({"fsdp": dump}, "ddp", rows, list(losses), {}, {}, [])
@@ -211,7 +217,9 @@ def step_of(*rows, differ=(), losses=()):
         found.append(Judgement("mine", 1, name, distance, 1e-6, 1e-7))
     shapes = {name: (4, 4) for name, _, _ in rows}
     dump = SimpleNamespace(
-        steps={"1": {"replicas_differ": {name: [1] for name in differ}}}, expected=lambda step: shapes
+        steps={"1": {"replicas_differ": {name: [1] for name in differ}}},
+        expected=lambda step: shapes,
+        layout=LAYOUT,
     )
     return Result({"mine": dump}, "ddp", found, list(losses), {}, {}, [])
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep import files
-from lockstep.errors import UserError, first_line
+from lockstep.errors import UserError, printable
 from lockstep.files import read_json, write_text
 from lockstep.inputs import modules, user_file
 from lockstep.inputs.modules import Names
@@ -37,6 +37,13 @@ OF_FILES = (
     "_name_or_path", "architectures", "attn_implementation", "_attn_implementation", "dtype", "torch_dtype", "id2label", "label2id",
     "output_attentions", "output_hidden_states", "problem_type", "return_dict", "transformers_version", "use_cache",
 )  # fmt: skip
+
+
+REFUSED = {
+    "quantization_config": "quantized weights cannot be trained; give a model without it",
+    "auto_map": "code of its own, which is not run; give a model of transformers, or a function with --model path/to/file.py:FUNCTION",
+}
+DEEPEST = 1024  # layers
 
 
 @dataclass(frozen=True)
@@ -78,6 +85,9 @@ def as_transformers_says(content: dict, where: str) -> dict:
 
 @functools.lru_cache(maxsize=16)
 def _configured(content: str, where: str) -> str:
+    for key, why in REFUSED.items():
+        if json.loads(content).get(key):
+            raise UserError(f"{where} has {key}: {why}")
     try:
         with quiet():
             from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -85,6 +95,9 @@ def _configured(content: str, where: str) -> str:
             config = transformers_config(json.loads(content))
             if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
                 raise ValueError(f"model_type {config.model_type} has no causal language model")
+            depth = getattr(config, "num_hidden_layers", 1)
+            if not 1 <= depth <= DEEPEST:
+                raise ValueError(f"num_hidden_layers is {depth}, and 1 to {DEEPEST} layers can be trained")
             common = {own: name for name, own in config.attribute_map.items()}
             found = {
                 common.get(key, key): value for key, value in config.to_dict().items() if key not in OF_FILES
@@ -92,8 +105,13 @@ def _configured(content: str, where: str) -> str:
             return json.dumps(found)
     except Exception as error:  # noqa: BLE001 - transformers raises anything for a config that is none
         raise UserError(
-            f"{where}: transformers cannot read it ({first_line(error)}); correct it, or fetch the model again"
+            f"{where}: transformers cannot read it ({_reason(error)}); correct it, or fetch the model again"
         ) from error
+
+
+def _reason(error: Exception) -> str:
+    """What a library says, in one line; its first line alone may only name the field."""
+    return printable(" ".join(str(error).split()) or type(error).__name__, 300)
 
 
 def describe(architecture: dict) -> Description:
@@ -103,11 +121,16 @@ def describe(architecture: dict) -> Description:
 
 def require_trainable(architecture: dict, where: str) -> None:
     """Raise UserError, beginning with `where`, for a model that no two strategies could train alike."""
-    model = describe(architecture)
+    try:
+        model = describe(architecture)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from error
     for attribute, modules_with in model.settings.items():
         active = next((value for value in modules_with if float(value) > 0), None)
         if active and (attribute == "p" or "drop" in attribute):
-            keys = ", ".join(key for key, value in architecture.items() if "drop" in key and value)
+            keys = ", ".join(
+                key for key, value in architecture.items() if "drop" in key and value == float(active)
+            )
             raise UserError(
                 f"{where}: dropout of {active} in {modules_with[active][0]}: every strategy would drop different elements; set it to 0 in "
                 f"config.json ({keys})"
@@ -204,7 +227,7 @@ def build_empty(architecture: dict, *, attn_impl: str) -> "torch.nn.Module":
     except UserError:
         raise
     except Exception as error:  # noqa: BLE001 - transformers and torch raise anything for an architecture that is none
-        raise UserError(f"no model can be built from this architecture ({first_line(error)})") from error
+        raise UserError(f"no model can be built from this architecture ({_reason(error)})") from error
 
 
 @contextlib.contextmanager
@@ -213,7 +236,7 @@ def quiet() -> Iterator[None]:
     from transformers.utils import logging
 
     before = logging.get_verbosity()
-    logging.set_verbosity_error()
+    logging.set_verbosity(logging.CRITICAL)
     try:
         yield
     finally:

@@ -111,7 +111,7 @@ class Run(Strict):
 
 class ChoiceEntry(Strict):
     call: Whole
-    scores: Name
+    scores: str
 
 
 class NamesEntry(Strict):

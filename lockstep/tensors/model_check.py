@@ -39,8 +39,8 @@ def problem_of(architecture: dict, attn_impl: str, seq_length: int) -> str:
     """Why no reference of the model can be computed, in a sentence; "" if it can."""
     small = shallow(architecture)
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, architecture["vocab_size"], (BATCH, seq_length + 1), generator=generator)
     try:
+        ids = torch.randint(0, architecture["vocab_size"], (BATCH, seq_length + 1), generator=generator)
         tables = layout_of(small, attn_impl).tables
         with torch.random.fork_rng(devices=[]), quiet():
             torch.manual_seed(0)
@@ -63,10 +63,10 @@ def _problem(
 
     with torch.no_grad():
         first, again = float(loss()), float(loss())
-    if first != again:
-        return f"two forward passes of the same batch have the losses {first} and {again}: it draws random numbers or keeps a state; turn dropout off"
     if not math.isfinite(first):
         return f"its loss is {first} with random weights"
+    if first != again:
+        return f"two forward passes of the same batch have the losses {first} and {again}: it draws random numbers or keeps a state; turn dropout off"
     with Float64():
         loss().backward()
     parameters = dict(named_trained(model))

@@ -79,7 +79,7 @@ def model_contract(model: "PreTrainedModel") -> dict[str, Any]:
 def _dropout(module: torch.nn.Module) -> float:
     """The probability with which a module drops elements, be it nn.Dropout or an attention."""
     own = module.p if isinstance(module, torch.nn.Dropout) else getattr(module, "attention_dropout", 0.0)
-    return float(own)
+    return own if isinstance(own, float) else 0.0  # some keep a module under this name
 
 
 CLIPPED = 1e-3  # relative: how near to the bound a clipped norm must be
