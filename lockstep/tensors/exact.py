@@ -97,19 +97,25 @@ def _keep_float32(module: torch.nn.Module) -> None:
     forward = module.forward
 
     def as_in_a_run(*args: Any, **kwargs: Any) -> Any:
-        given, named = _cast((args, kwargs), torch.float64, torch.float32)
+        given, named = _cast((args, kwargs), WIDE, NARROW)
         default = torch.get_default_dtype()
         torch.set_default_dtype(torch.float32)
         try:
             with torch._C.DisableTorchFunction():
-                return _cast(forward(*given, **named), torch.float32, torch.float64)
+                return _cast(forward(*given, **named), NARROW, WIDE)
         finally:
             torch.set_default_dtype(default)
 
     module.forward = as_in_a_run
 
 
-def _cast(values: Any, here: torch.dtype, there: torch.dtype) -> Any:
+NARROW, WIDE = (torch.float32, torch.complex64), (torch.float64, torch.complex128)
+
+
+def _cast(values: Any, here: tuple[torch.dtype, ...], there: tuple[torch.dtype, ...]) -> Any:
+    """The same values, the tensors of one of these dtypes in the other one."""
+    to = dict(zip(here, there, strict=True))
     return tree_map(
-        lambda leaf: leaf.to(there) if isinstance(leaf, torch.Tensor) and leaf.dtype is here else leaf, values
+        lambda leaf: leaf.to(to[leaf.dtype]) if isinstance(leaf, torch.Tensor) and leaf.dtype in to else leaf,
+        values,
     )

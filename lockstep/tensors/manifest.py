@@ -30,7 +30,7 @@ from lockstep.schemas import (
     Whole,
     validate,
 )
-from lockstep.tensors.layout import from_json
+from lockstep.tensors.layout import Layout, from_json
 from lockstep.training import compiled, rates
 from lockstep.training.contract import IF_ASKED, ON_RANK, expected_contract, of_optimizer
 from lockstep.training.history_schema import RunConfig
@@ -210,6 +210,7 @@ def _contradictions(manifest: dict) -> Iterator[str]:
     options, exact = run["config"], bool(run.get("exact"))
     if not steps:
         yield "not one step was finished: the run was stopped or is still going on"
+    yield from _contradictions_of_layout(from_json(manifest["layout"]))
     mesh = Mesh.of_options(options)
     if run["mesh"] != mesh.sizes or mesh.world_size != options["num_workers"]:
         yield f"run.mesh is {run['mesh']}, its configuration says {mesh.label} with {options['num_workers']} workers"
@@ -267,6 +268,37 @@ def _contradictions(manifest: dict) -> Iterator[str]:
             if entry not in odd and manifest["contract"][entry] not in allowed:
                 found = printable(json.dumps(manifest["contract"][entry]), 60)
                 yield f"contract.{entry} is {found}, its configuration says {json.dumps(expected[entry])}"
+
+
+def _contradictions_of_layout(layout: Layout) -> Iterator[str]:
+    outputs, model = layout.outputs.keys(), layout.model
+    lists = {
+        "backward": layout.backward,
+        "flat": layout.flat,
+        "choices": [*layout.choices, *(choice.scores for choice in layout.choices.values() if choice.scores)],
+        "inputs": [name for places in layout.inputs.values() for name in places.values()],
+        "sources": [*layout.sources, *(name for names in layout.sources.values() for name in names)],
+    }
+    for entry, names in lists.items():
+        stray = next((name for name in names if name not in outputs), None)
+        if stray is not None:
+            yield f"layout.{entry} names {printable(stray, 200)}, which is not among its outputs"
+    if layout.sources.keys() != outputs:
+        yield "layout.sources lacks some of its outputs"
+    for entry, names in (("backward", layout.backward), ("unknown", layout.unknown)):
+        if len(set(names)) < len(names) or (entry == "unknown" and not outputs.isdisjoint(names)):
+            yield f"layout.{entry} names a tensor twice"
+    for entry, names in (
+        ("frozen", model.frozen),
+        *((f"state.{kind}", shapes) for kind, shapes in layout.state.items()),
+    ):
+        stray = next((name for name in names if name not in model.parameters), None)
+        if stray is not None or "/" in entry:
+            yield f"layout.{printable(entry, 80)} names {printable(str(stray), 200)}, which is no parameter"
+    for role in ("embedding", "head"):
+        name = getattr(model.names, role)
+        if name and name not in outputs:
+            yield f"layout.model.names.{role} is {printable(name, 200)}, which is not among its outputs"
 
 
 def _finite(step: dict) -> bool:

@@ -1,15 +1,16 @@
 """Find a model's layout: one forward and backward pass of the model itself, over a few tokens.
 
-The weights are random numbers that take no memory (an element is one of a short vector), so the pass costs the arithmetic of a few tokens
-alone. It runs on the CPU and not on torch's meta device, because a mixture of experts looks at its router's numbers. Outputs whose shape
-follows neither the batch nor the sequence, such as the tokens of one expert, and those of modules that are called more than once, are
-not captured.
+On torch's meta device this costs nothing. A model whose code looks at numbers, as a mixture of experts at its router's, runs on the CPU, with
+random weights that are views of short vectors. Outputs whose shape follows neither the batch nor the sequence, such as the tokens of
+one expert, and those of modules that are called more than once, are not captured.
 """
 
+import contextlib
 import functools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,28 +37,23 @@ def layout_of(architecture: dict, attn_impl: str) -> Layout:
 @functools.lru_cache(maxsize=8)
 def _layout(architecture: str, attn_impl: str) -> Layout:
     config = json.loads(architecture)
-    description, vocab_size = describe(config), config["vocab_size"]
-    if user_file.is_named(config["model_type"]):  # its buffers may matter
-        with torch.random.fork_rng(devices=[]):
-            model = from_config(config, attn_impl=attn_impl)
-    else:
-        model = build_empty(config, attn_impl=attn_impl)
-        use_eager_experts(model)
-        _fill(model)
+    description = describe(config)
     try:
         with quiet():
-            traces = [_Trace(model, description.names.base, vocab_size, *size) for size in SIZES]
-            model.requires_grad_(True)  # what frozen weights make is no table
-            tables = _Trace(model, description.names.base, vocab_size, *SIZES[0]).tables
+            traces, tables = _traces(config, attn_impl, description.names.base)
+    except UserError:
+        raise
     except Exception as error:  # noqa: BLE001 - transformers and torch raise anything for an architecture that is none
         raise UserError(f"no model of this architecture can be run ({first_line(error)})") from error
     outputs, flat, unknown = {}, [], []
     first = traces[0]
     for name, tensor in first.tensors.items():
         shape = _symbols([tuple(trace.tensors[name].shape) for trace in traces if name in trace.tensors])
-        if shape is None or any(
-            trace.calls[trace.owners[name]] > 1 for trace in traces if name in trace.owners
-        ):
+        repeated = any(trace.calls[trace.owners[name]] > 1 for trace in traces if name in trace.owners)
+        numbers = (
+            tensor.is_floating_point() or first.chosen(tensor) is not None
+        )  # no masks, no complex tables
+        if shape is None or repeated or not numbers:
             unknown.append(name)
             continue
         if len(shape) > len(tensor.shape):
@@ -69,8 +65,11 @@ def _layout(architecture: str, attn_impl: str) -> Layout:
         module: {place: name for place, name in places.items() if name in outputs}
         for module, places in first.inputs.items()
     }
+    names = description.names  # a module that is not called has no output
+    called = {role: name for role in ("embedding", "head") if (name := getattr(names, role)) in outputs}
+    names = replace(names, **{"embedding": "", "head": "", **called})
     return Layout(
-        description,
+        replace(description, names=names),
         outputs,
         backward,
         inputs,
@@ -81,6 +80,27 @@ def _layout(architecture: str, attn_impl: str) -> Layout:
         {},
         tuple(tables),
     )
+
+
+def _traces(config: dict, attn_impl: str, base: str) -> tuple[list["_Trace"], list[str]]:
+    """A trace for each of SIZES, and the modules that are tables."""
+    vocab_size = config["vocab_size"]
+
+    def of(model: torch.nn.Module) -> tuple[list[_Trace], list[str]]:
+        traces = [_Trace(model, base, vocab_size, *size) for size in SIZES]
+        model.requires_grad_(True)  # what frozen weights make is no table
+        return traces, _Trace(model, base, vocab_size, *SIZES[0]).tables
+
+    if user_file.is_named(config["model_type"]):  # its buffers may matter
+        with torch.random.fork_rng(devices=[]):
+            return of(from_config(config, attn_impl=attn_impl))
+    model = build_empty(config, attn_impl=attn_impl)
+    with contextlib.suppress(Exception):  # it looks at numbers
+        return of(model)
+    model = build_empty(config, attn_impl=attn_impl)
+    use_eager_experts(model)
+    _fill(model)
+    return of(model)
 
 
 def _symbols(shapes: list[tuple[int, ...]]) -> tuple | None:
@@ -161,9 +181,10 @@ class _Trace:
                 module.register_forward_pre_hook(functools.partial(self._enter, name), with_kwargs=True)
             )
             handles.append(module.register_forward_hook(functools.partial(self._leave, name)))
-        ids = torch.arange(batch * sequence).view(batch, sequence) % vocab_size
-        with _Topk() as self._topk:
-            loss = causal_lm_loss(model, ids, ids)
+        device = next(model.parameters()).device
+        ids = torch.arange(batch * sequence, device=device).view(batch, sequence) % vocab_size
+        with _Topk() as self._topk, device:
+            loss = _loss_on_meta(model, ids) if device.type == "meta" else causal_lm_loss(model, ids, ids)
         with_gradient = [tensor for tensor in self.tensors.values() if tensor.requires_grad]
         # of the outputs alone: gradients of the weights would take memory
         torch.autograd.grad(loss, with_gradient, allow_unused=True)
@@ -175,7 +196,7 @@ class _Trace:
         for place, tensor in [*enumerate(arguments), *options.items()] if self.calls[module] == 1 else ():
             if not isinstance(tensor, torch.Tensor) or _storage(tensor) in self._seen:
                 continue
-            if tensor.requires_grad or self._chosen(tensor) is not None:
+            if tensor.requires_grad or self.chosen(tensor) is not None:
                 number = len(self.inputs.setdefault(module, {}))
                 self.inputs[module][str(place)] = f"{module}.input.{number}" if number else f"{module}.input"
                 self._note(module, self.inputs[module][str(place)], tensor)
@@ -184,7 +205,7 @@ class _Trace:
         tensors = named_outputs(module, output)
         for name, tensor in tensors if self.calls[module] == 1 else ():
             self._note(module, name, tensor)
-        floats = [tensor for _, tensor in tensors if tensor.is_floating_point()]
+        floats = [tensor for _, tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
         if floats and not any(tensor.requires_grad for tensor in floats):
             self.tables.append(module)
 
@@ -194,7 +215,7 @@ class _Trace:
         if tensor.requires_grad:
             tensor.register_hook(lambda _gradient: self.backward.append(name))
 
-    def _chosen(self, tensor: torch.Tensor) -> int | None:
+    def chosen(self, tensor: torch.Tensor) -> int | None:
         """The number of the call of topk that returned these indices."""
         indices = [_storage(indices) for _, indices in self._topk.calls]
         return indices.index(_storage(tensor)) if _storage(tensor) in indices else None
@@ -208,7 +229,7 @@ class _Trace:
         }
         found = {}
         for name in outputs:
-            call = self._chosen(self.tensors[name])
+            call = self.chosen(self.tensors[name])
             if call is not None:
                 nearest = _nearest(self._topk.calls[call][0].grad_fn, nodes)
                 found[name] = Choice(call, nearest[0] if len(nearest) == 1 else "")
@@ -228,6 +249,12 @@ class _Trace:
             if node is not None:
                 by_node[node] = name
         return found
+
+
+def _loss_on_meta(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    """The loss, with a mask of four dims, which is taken as it is: without one transformers looks at the positions' values."""
+    mask = torch.zeros(len(ids), 1, ids.shape[1], ids.shape[1])
+    return model(input_ids=ids, labels=ids, shift_labels=ids, attention_mask=mask, use_cache=False).loss
 
 
 def _nearest(node: Node | None, named: dict) -> list[str]:
