@@ -82,9 +82,9 @@ class Layout:
             for name in self.backward:
                 found[f"backward/{name}"] = shapes[name]
                 found |= {f"gradient/{own}": self.parameters[own] for own in self._parameters_of(name)}
+            found |= {f"gradient/{name}": shape for name, shape in self.model.trained.items()}
         for name, shape in self.parameters.items():
-            without = {*self.state, *(("gradient",) if name in self.model.frozen else ())}
-            whole = {kind: shape for kind in kinds if kind not in without}
+            whole = {kind: shape for kind in kinds if kind not in ("gradient", *self.state)}
             kept = {kind: self.state[kind][name] for kind in kinds if name in self.state.get(kind, {})}
             found |= {
                 f"{kind}/{name}": {**whole, **kept}[kind] for kind in kinds if kind in {**whole, **kept}
@@ -97,7 +97,7 @@ class Layout:
         return number.isdigit() and module in self.outputs and not module.endswith(".input")
 
     def _parameters_of(self, module: str) -> list[str]:
-        return [name for name in (f"{module}.weight", f"{module}.bias") if name in self.model.trained]
+        return [name for name in self.model.trained if name.rpartition(".")[0] == module]
 
 
 def as_json(layout: Layout) -> dict:
