@@ -26,7 +26,7 @@ def optimized(optimizer, change=None, **options):
     live = optimizer(groups, lr=1e-3, **options)
     if change:
         change(live.param_groups)
-    return optimizer_contract(made, live)
+    return optimizer_contract(made, live, "adamw")
 
 
 RIGHT = optimized(torch.optim.AdamW, fused=True)

@@ -54,7 +54,7 @@ class Fault:
     mesh: Mesh  # without the axes that the strategy cannot use
     plant: Planter
     flags: tuple[str, ...] = ()  # of the strategy alone, in its run without the fault as well
-    named: bool = False  # it names modules, as they are called in the family of `model`
+    named: bool = False  # it names modules, as they are called in `model`
     only: str = ""  # the strategy that brings it; "": any that offers what it needs
 
 
