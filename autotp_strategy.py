@@ -233,6 +233,7 @@ class AutoTPStrategy:
         warnings.filterwarnings(
             "ignore", "`torch.distributed.all_gather_into_tensor` is deprecated"
         )  # by DeepSpeed
+        self.config = config
         self.full_shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         if device.type == "cpu":
             use_torch_collectives()

@@ -17,14 +17,14 @@ from pathlib import Path
 import allocated
 from outputs import output
 
+from extras.memory import plan
+from extras.studies import study as study_file
 from lockstep import config as config_module
 from lockstep.errors import run_program
 from lockstep.files import read_json, write_result
 from lockstep.inputs import architectures
 from lockstep.inputs.architectures import BUILT_IN
-from extras.memory import plan
 from lockstep.strategies import BASELINE
-from extras.studies import study as study_file
 from lockstep.training.observe import versions
 
 STUDY = Path(__file__).parents[1] / "studies" / "memory.toml"

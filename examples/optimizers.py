@@ -22,7 +22,9 @@ def muon(named: Named, *, learning_rate: float, weight_decay: float) -> list[tor
 
 def sgd_with_momentum(named: Named, *, learning_rate: float, weight_decay: float) -> torch.optim.Optimizer:
     parameters = [parameter for _, parameter in named]
-    return torch.optim.SGD(parameters, lr=learning_rate, momentum=0.9, nesterov=True, weight_decay=weight_decay)
+    return torch.optim.SGD(
+        parameters, lr=learning_rate, momentum=0.9, nesterov=True, weight_decay=weight_decay
+    )
 
 
 def adamw_foreach(named: Named, *, learning_rate: float, weight_decay: float) -> torch.optim.Optimizer:

@@ -3,12 +3,12 @@
 import json
 from pathlib import Path
 
-from lockstep.files import write_text
-from lockstep.losses.curves import PASS
 from extras.studies import compositions
 from extras.studies import study as study_file
 from extras.studies.options_report import REFUSALS
 from extras.studies.report import DID_NOT_RUN
+from lockstep.files import write_text
+from lockstep.losses.curves import PASS
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "compositions.md"

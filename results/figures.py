@@ -15,9 +15,9 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
-from lockstep.strategies import BLUE, VERMILION, recorded
 from extras.studies import converging_report
 from extras.studies.converging import Converging
+from lockstep.strategies import BLUE, VERMILION, recorded
 
 HERE = Path(__file__).parent
 SEEN = {

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 import run_study
+from extras.studies import converging, converging_report
+from extras.studies import study as study_file
+from extras.studies.converging import OTHER, SAME, Converging
 from lockstep.config import parse_config
 from lockstep.errors import UserError
 from lockstep.faults import CATALOGUE, SLOW, planted
 from lockstep.preflight import load_inputs
-from extras.studies import converging, converging_report
-from extras.studies import study as study_file
-from extras.studies.converging import OTHER, SAME, Converging
 from lockstep.training import rates
 
 TOLD = Converging(control="control", twin="twin", second_twin="second", control_seeds=10, seeds=3, window=10)

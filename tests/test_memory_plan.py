@@ -10,12 +10,12 @@ import pytest
 import torch
 from own_strategy import own_strategy
 
-from lockstep import config as config_module
-from lockstep.inputs.architectures import BUILT_IN
-from lockstep.inputs.model import build_model, causal_lm_loss
 from extras.memory import __main__ as program
 from extras.memory import activations, plan
 from extras.studies import report
+from lockstep import config as config_module
+from lockstep.inputs.architectures import BUILT_IN
+from lockstep.inputs.model import build_model, causal_lm_loss
 
 # Llama-3-70B's config.json
 LLAMA_70B = {
@@ -218,9 +218,7 @@ def test_usage_errors(tmp_path, monkeypatch, capsys, arguments, message):
 
 
 def test_a_strategy_of_ones_own_may_name_a_plan(tmp_path, capsys):
-    own_strategy(
-        tmp_path / "mine.py", name="Mine", then='\nMine.memory = "extras.memory.replicated:plan"\n'
-    )
+    own_strategy(tmp_path / "mine.py", name="Mine", then='\nMine.memory = "extras.memory.replicated:plan"\n')
     assert program.main(["--strategy", f"{tmp_path}/mine.py:Mine"]) == 0
     assert "GPU memory of a rank" in capsys.readouterr().out
 

@@ -9,12 +9,11 @@ from families import FAMILIES, ONLY_EAGER, architecture, forget, one_thread, own
 from transformers.models.llama import modeling_llama
 
 from lockstep import config as config_module
-from lockstep import preflight
+from lockstep import limit, preflight
 from lockstep.errors import UserError
 from lockstep.inputs.architectures import BUILT_IN
 from lockstep.inputs.model import build_model
 from lockstep.inputs.shapes import from_config
-from lockstep import limit
 from lockstep.tensors import exact, model_check
 from lockstep.tensors.model_check import problem_of, shallow
 

@@ -14,9 +14,9 @@ from ranks import ROOT
 from real_runs import environment
 
 import run_study
-from lockstep.errors import UserError
 from extras.studies import converging_report, parting
 from extras.studies import study as study_file
+from lockstep.errors import UserError
 
 SMALL = """title = "small"
 tensors = 1

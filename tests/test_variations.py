@@ -6,10 +6,10 @@ import json
 import pytest
 
 import run_study
-from lockstep.errors import UserError
 from extras.studies import options_report, variations
 from extras.studies import study as study_file
 from extras.studies.study import DEFAULT
+from lockstep.errors import UserError
 
 VARIED = """title = "varied"
 tensors = 1

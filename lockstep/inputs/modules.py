@@ -5,7 +5,7 @@ the tensors that they break.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -90,7 +90,8 @@ def find(model: "torch.nn.Module") -> Names:
     kind = getattr(config, "model_type", "")
     names = {id(module): name for name, module in model.named_modules()}
     if hasattr(model, "get_input_embeddings"):
-        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        of_transformers: Any = model
+        embedding, head = of_transformers.get_input_embeddings(), of_transformers.get_output_embeddings()
     else:
         embedding = next((m for m in model.modules() if isinstance(m, torch.nn.Embedding)), None)
         head = next((m for m in reversed([*model.modules()]) if isinstance(m, torch.nn.Linear)), None)

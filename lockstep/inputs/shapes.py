@@ -14,7 +14,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from lockstep import files
 from lockstep.errors import UserError, printable
@@ -197,7 +197,7 @@ def _read(path: Path, architecture: str) -> Description | None:
 
 def description_of(content: dict) -> Description:
     """The description that was written as JSON (`dataclasses.asdict`)."""
-    names = {
+    names: dict[str, Any] = {
         key: tuple(value) if isinstance(value, list) else value for key, value in content["names"].items()
     }
     return Description(
@@ -253,7 +253,7 @@ def from_config(
         from lockstep.inputs import own_model
 
         model = own_model.build(architecture["model_type"])
-        return model if dtype is None else model.to(dtype)
+        return cast("PreTrainedModel", model if dtype is None else model.to(dtype))
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_config(
@@ -265,8 +265,9 @@ def from_config(
 
 def use_eager_experts(model: "torch.nn.Module") -> None:
     """Let a mixture of experts loop over its experts: the grouped product has neither float64 nor strides of zero. Others stay as they are."""
-    if hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")
+    choose = getattr(model, "set_experts_implementation", None)
+    if choose is not None:
+        choose("eager")
 
 
 def transformers_config(architecture: dict) -> "PreTrainedConfig":

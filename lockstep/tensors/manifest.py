@@ -288,11 +288,10 @@ def _contradictions_of_layout(layout: Layout) -> Iterator[str]:
     for entry, names in (("backward", layout.backward), ("unknown", layout.unknown)):
         if len(set(names)) < len(names) or (entry == "unknown" and not outputs.isdisjoint(names)):
             yield f"layout.{entry} names a tensor twice"
-    for entry, names in (
-        ("frozen", model.frozen),
-        *((f"state.{kind}", shapes) for kind, shapes in layout.state.items()),
-    ):
-        stray = next((name for name in names if name not in model.parameters), None)
+    of_parameters = {"frozen": list(model.frozen)}
+    of_parameters |= {f"state.{kind}": list(shapes) for kind, shapes in layout.state.items()}
+    for entry, listed in of_parameters.items():
+        stray = next((name for name in listed if name not in model.parameters), None)
         if stray is not None or "/" in entry:
             yield f"layout.{printable(entry, 80)} names {printable(str(stray), 200)}, which is no parameter"
     for role in ("embedding", "head"):

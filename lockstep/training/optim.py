@@ -1,7 +1,7 @@
 """The optimizer, with one meaning in all strategies: torch AdamW or SGD over the same decay groups."""
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -49,6 +49,11 @@ class Several:
     def step(self) -> None:
         for optimizer in self.optimizers:
             optimizer.step()
+
+
+class HasGroups(Protocol):
+    @property
+    def param_groups(self) -> list[dict[str, Any]]: ...
 
 
 AnyOptimizer = torch.optim.Optimizer | Several
@@ -119,7 +124,7 @@ def require_known(optimizer: str) -> None:
         )
 
 
-def set_rate(optimizer: AnyOptimizer, rate: float, learning_rate: float) -> None:
+def set_rate(optimizer: "HasGroups", rate: float, learning_rate: float) -> None:
     """Set the learning rate of a step. Groups whose rate is not --learning_rate keep their proportion to it."""
     for group in optimizer.param_groups:
         initial = group.setdefault("initial_lr", group["lr"])

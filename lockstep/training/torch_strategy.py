@@ -350,7 +350,7 @@ def _runs(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int,
         along = [_along(placement, dim) for placement in placements]
         places = torch.arange(size, device=mesh.device_type)
         if any(not placement.is_replicate() for placement in along):
-            places = cast(DTensor, distribute_tensor(places, mesh, along, src_data_rank=None)).to_local()
+            places = distribute_tensor(places, mesh, along, src_data_rank=None).to_local()
         found.append(runs_of(places.tolist()))
     return found
 
