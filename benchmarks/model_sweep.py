@@ -1,0 +1,159 @@
+"""Correct runs of models and optimizers drawn at random: does any raise an alarm, and how near do they come?
+
+    PYTHONPATH=. python benchmarks/model_sweep.py --number 300 --output results/model_sweep.json     about an hour on two cores
+
+Architectures of benchmarks/models.py with other sizes, heads, depths, windows, ties, optimizers, micro batches and clipping, each with a
+seed of its own: two captured steps of DDP and FSDP at dp 2, judged tensor by tensor. Exit status 1 if there is an alarm.
+"""
+
+import argparse
+import collections
+import json
+import os
+import random
+import tempfile
+from pathlib import Path
+
+import models
+from clean_sweep import named
+from outputs import output
+
+from lockstep import origin
+from lockstep.errors import UserError
+from lockstep.files import write_result
+from lockstep.inputs import shapes
+from lockstep.running import jobs
+from lockstep.strategies import BASELINE
+from lockstep.tensors.comparison import compare_dumps
+from lockstep.tensors.dump import Dump
+from lockstep.tensors.trace import layout_of
+from lockstep.training.observe import versions
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+OPTIMIZERS = [
+    *("adamw", "adamw", "sgd", "NAdam", "RMSprop", "Adagrad", "Adam"),
+    *(f"{EXAMPLES}/optimizers.py:{name}" for name in ("muon", "sgd_with_momentum", "adamw_foreach")),
+]
+
+
+def draw(chance: random.Random) -> tuple[dict, list[str]]:
+    """(a config.json, the flags of its runs); transformers may refuse it."""
+    kind = chance.choice(sorted(models.MODELS))
+    own = dict(models.MODELS[kind])
+    attention = ["--attn_impl", "eager"] if own.pop("eager", False) or chance.random() < 0.2 else []
+    heads = chance.choice((2, 4, 8))
+    content = {
+        **models.COMMON,
+        "hidden_size": heads * chance.choice((8, 16, 24)),
+        "intermediate_size": chance.choice((48, 96, 160)),
+        "num_hidden_layers": chance.choice((1, 2, 3)),
+        "num_attention_heads": heads,
+        "num_key_value_heads": chance.choice([each for each in (1, 2, 4, 8) if heads % each == 0]),
+        "vocab_size": chance.choice((67, 256, 1000)),
+        "tie_word_embeddings": chance.random() < 0.5,
+        **own,
+        "model_type": kind,
+    }
+    if "sliding_window" in own:
+        content["sliding_window"] = chance.choice((5, 16, 64))
+    optimizer = chance.choice(OPTIMIZERS)
+    flags = ["--optimizer", optimizer, "--gradient_accumulation_steps", str(chance.choice((1, 2)))]
+    flags += ["--max_grad_norm", chance.choice(("1.0", "0.1", "0")), *attention]
+    return content, flags
+
+
+def is_taken(content: dict, flags: list[str]) -> bool:
+    """Whether the drawn model is one that transformers builds and runs, and the drawn optimizer takes."""
+    try:
+        architecture = shapes.as_transformers_says(content, "drawn")
+        shapes.require_trainable(architecture, "drawn")
+        layout = layout_of(architecture, "eager" if "eager" in flags else "sdpa")
+    except UserError:
+        return False
+    return ":muon" not in flags[1] or ".layers" in layout.names.layers
+
+
+def train(cases: dict[int, tuple[dict, list[str]]], folder: Path) -> None:
+    """Capture two steps of every case, by its seed, with DDP, FSDP and the reference."""
+    runs, references = [], []
+    for seed, (content, flags) in cases.items():
+        model, own = folder / f"model-{seed}", folder / str(seed)
+        model.mkdir()
+        (model / "config.json").write_text(json.dumps(content))
+        common = ["--model_name", str(model), "--seed", str(seed), "--dp_size", "2", "--batch_size", "2"]
+        common += ["--seq_length", "48", "--debug_steps", "2", "--capture_steps", "2", *flags]
+        common += [
+            "--capture_dir",
+            str(own),
+            "--loss_output_dir",
+            f"{own}-losses",
+            "--storage_path",
+            str(folder),
+        ]
+        runs.append({"strategy": BASELINE, "arguments": common})
+        for run in named("fsdp"):
+            runs.append(
+                {"strategy": run.row.place, "arguments": [*common, "--tp_size", "1", "--run_name", run.name]}
+            )
+        references.append({"strategy": "reference", "arguments": common})
+    jobs.start_all_groups([(2, runs), (None, references)], folder / "jobs")
+
+
+def judge(folder: Path) -> dict:
+    """Verdicts that are not PASS with their first tensor, and the nearest tensor's share of what is tolerated, by run."""
+    dumps = {name: Dump(folder / name) for name in (BASELINE, *(run.name for run in named("fsdp")))}
+    replays = {name: Dump(place) for name in dumps if (place := folder / f"replay_{name}").is_dir()}
+    result = compare_dumps(Dump(folder / "reference"), dumps, replays)
+    return {
+        "alarms": {
+            name: [result.verdict(name), result.failures(name)[:1], result.unjudged(name)]
+            for name in dumps
+            if result.verdict(name) != "PASS"
+        },
+        "nearest": {
+            name: max(row.multiple for row in result.rows if row.strategy == name and row.judged)
+            for name in dumps
+        },
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--number", type=int, default=300)
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--output", type=output('{\n "alarms": '))
+    parser.add_argument("--at_once", type=int, default=20, help="configurations per start of the workers")
+    options = parser.parse_args()
+    rows: list[dict] = []
+    waiting = list(range(options.first, options.first + options.number))
+    while waiting:
+        now = {}
+        for seed in waiting[: options.at_once]:
+            chance = random.Random(seed)
+            content, flags = draw(chance)
+            while not is_taken(content, flags):
+                content, flags = draw(chance)
+            now[seed] = (content, flags)
+        waiting = waiting[options.at_once :]
+        with tempfile.TemporaryDirectory() as name:
+            train(now, Path(name))
+            for seed, (content, flags) in now.items():
+                rows.append({"seed": seed, "model": content, "flags": flags, **judge(Path(name) / str(seed))})
+        alarms = [row for row in rows if row["alarms"]]
+        print(f"{len(rows)} configurations, alarms {alarms}", flush=True)
+        if options.output:
+            content = {
+                "alarms": len(alarms),
+                "configurations": rows,
+                "nearest": max(max(row["nearest"].values()) for row in rows),
+                "by architecture": collections.Counter(row["model"]["model_type"] for row in rows),
+                "cores": os.cpu_count(),
+                "origin": origin.about(),
+                "versions": versions(),
+            }
+            write_result(options.output, json.dumps(content, indent=1) + "\n")
+    return int(any(row["alarms"] for row in rows))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
