@@ -349,8 +349,21 @@ def _judge_step(
                     typical if is_vector_gradient(name, entries[name]) else None,
                     least if least is not None and is_zero(distance, least, precision) else None,
                 )
+                if is_vector_gradient(name, entries[name]):
+                    times = _times_as_many_tokens(dumps[strategy], ddp)
+                    measure = Size(times * measure.norm, times * measure.largest)
                 result.rows.append(judge(strategy, step, name, distance, measure, roundoff))
         result.choices += _choices(strategy, references[strategy], step, result)
+
+
+def _times_as_many_tokens(dump: Dump, ddp: Dump) -> float:
+    """How many times as many tokens a rank of this run has in a micro batch as one of DDP, at least 1.
+
+    The gradient of a norm or a bias is a sum over tokens, one after the other. The relative error of such a sum of n terms is about
+    u sqrt(n) / 3. DDP's mean over r ranks has r independent sums of n / r terms, so its error is r times smaller.
+    """
+    tokens, others = (one.run["config"]["batch_size"] / one.run["config"]["cp_size"] for one in (dump, ddp))
+    return max(1.0, tokens / others)
 
 
 def _choices(strategy: str, reference: Dump, step: int, result: Result) -> list[Chosen]:

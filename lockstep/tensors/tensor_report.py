@@ -191,6 +191,11 @@ def notes(result: Result) -> list[str]:
     said = []
     for name in result.dumps:
         label, found = _label(result, name), result.conventions(name)
+        if result.is_no_yardstick(name) and (failures := result.failures(name)):
+            said.append(
+                f"{label}: {len(failures)} tensors are too far from the reference to measure others by, first {failures[0][2]} in step "
+                f"{failures[0][0]}: the model or its optimizer jumps there or magnifies rounding errors, or this run is wrong"
+            )
         if found:
             first = found[0]
             factors = {f"{row.distance.scale:.4g}" for row in found}

@@ -54,7 +54,12 @@ class ComputeDtypes:
 
     def _watch(self, module: torch.nn.Module, key: str) -> None:
         seen = self._seen[key]
-        self._handles.append(module.register_forward_hook(lambda _m, _i, output: seen.add(str(output.dtype))))
+
+        def see(_module: torch.nn.Module, _inputs: object, output: object) -> None:
+            if isinstance(output, torch.Tensor):  # not of a router, which returns several
+                seen.add(str(output.dtype))
+
+        self._handles.append(module.register_forward_hook(see))
 
     def stop(self) -> dict:
         for handle in self._handles:
