@@ -29,6 +29,7 @@ from lockstep.tensors.dump import Dump
 from lockstep.tensors.trace import layout_of
 from lockstep.training.observe import versions
 
+RUN = "fsdp@tp1xdp2"
 EXAMPLES = Path(__file__).parents[1] / "examples"
 OPTIMIZERS = [
     *("adamw", "adamw", "sgd", "NAdam", "RMSprop", "Adagrad", "Adam"),
@@ -91,7 +92,7 @@ def train(cases: dict[int, tuple[dict, list[str]]], folder: Path) -> None:
             str(folder),
         ]
         runs.append({"strategy": BASELINE, "arguments": common})
-        for run in named("fsdp"):
+        for run in named(RUN):
             runs.append(
                 {"strategy": run.row.place, "arguments": [*common, "--tp_size", "1", "--run_name", run.name]}
             )
@@ -101,7 +102,7 @@ def train(cases: dict[int, tuple[dict, list[str]]], folder: Path) -> None:
 
 def judge(folder: Path) -> dict:
     """Verdicts that are not PASS with their first tensor, and the nearest tensor's share of what is tolerated, by run."""
-    dumps = {name: Dump(folder / name) for name in (BASELINE, *(run.name for run in named("fsdp")))}
+    dumps = {name: Dump(folder / name) for name in (BASELINE, *(run.name for run in named(RUN)))}
     replays = {name: Dump(place) for name in dumps if (place := folder / f"replay_{name}").is_dir()}
     result = compare_dumps(Dump(folder / "reference"), dumps, replays)
     return {

@@ -188,7 +188,6 @@ CONTRADICTIONS = {
     "run.config.own.wrap is missing": lambda m: m["run"]["config"]["own"].pop("wrap"),
     "run.config.own is 1": lambda m: m["run"]["config"].update(own=1),
     "versions does not name torch": lambda m: m["run"]["versions"].pop("torch"),
-    "captured with transformers 1": lambda m: m["run"]["versions"].update(transformers="1"),
     "run.unknown": lambda m: m["run"].update(unknown=1),
     "run.tokenizer is 'a\\x1b[2J'": lambda m: m["run"].update(tokenizer="a\x1b[2J"),
 }
@@ -225,7 +224,6 @@ ODD_LAYOUTS = {
     "parameters that are gone": lambda layout: layout["model"]["parameters"].clear(),
     "a shape of a scalar": lambda layout: layout["outputs"].update(lm_head=[]),
     "another head": lambda layout: _names(layout).update(head="model.nothing"),
-    "a head without a name": lambda layout: _names(layout).update(head=""),
     "another embedding": lambda layout: _names(layout).update(embedding="model.nothing"),
 }  # fmt: skip
 # What is not held against anything else, or has another meaning that is possible.

@@ -73,7 +73,7 @@ CASES = [
     ("ddp", "--init_weights_path gone.pt", "no such file"),
     ("ddp", "--loss_output_dir /proc/nothing", "--loss_output_dir /proc/nothing: cannot be written"),
     ("ddp", "--init_weight_path x", "unrecognized arguments"),
-    ("ddp", "--optimizer lion", "invalid choice: 'lion'"),
+    ("ddp", "--optimizer lion", "--optimizer lion: not adamw, sgd, no class of torch.optim"),
     ("ddp", "--seed 4294967296", "at most 4294967295"),
     ("ddp", "--model_name ~nosuch/x", "no built-in model"),
     ("ddp", "--dataset_name nobody/a?b", "no such file or folder"),

@@ -100,7 +100,7 @@ REFUSED = [
     ("llama", {"model_type": "t5"}, "has no causal language model"),
     ("gpt2", {"add_cross_attention": True}, "its loss does not depend on transformer.h.0.crossattention"),
     ("gpt2", {"max_position_embeddings": 23}, "has positions for 23 tokens; lower it"),
-    ("llama", {"rms_norm_eps": float("nan")}, "losses? (is|are|have)?.*nan"),
+    ("llama", {"rms_norm_eps": float("nan")}, "its loss is nan"),
     ("llama", {"gradient_checkpointing": True}, RUN),
 ]  # fmt: skip
 
@@ -137,7 +137,7 @@ def test_a_number_of_layers_that_is_none_is_refused(depth, tmp_path):
 
 
 def test_a_message_says_which_key_is_wrong_and_why(tmp_path):
-    with pytest.raises(UserError, match="num_hidden_layers.*1.5.*int"):
+    with pytest.raises(UserError, match="num_hidden_layers.*int"):
         taken(tmp_path / "model", {**TINY["llama"], "num_hidden_layers": 1.5})
     with pytest.raises(UserError, match=f"--model_name {tmp_path}.*nosuch"):
         taken(tmp_path / "model", {**TINY["llama"], "hidden_act": "nosuch"})

@@ -146,10 +146,12 @@ def test_the_mode_ends():
     with Float64():
         assert torch.zeros(2).dtype is ones.float().dtype is torch.float64
         assert ones.to(torch.float32).dtype is ones.type(dtype=torch.float32).dtype is torch.float64
-        assert ones.bfloat16().dtype is torch.bfloat16 and ones.long().float().dtype is torch.float64
+        assert ones.bfloat16().dtype is ones.half().dtype is ones.long().float().dtype is torch.float64
+        assert torch.finfo(torch.float64).eps == 2**-23
     with pytest.raises(ZeroDivisionError), Float64():
         1 / 0  # noqa: B018
     assert torch.zeros(2).dtype is ones.double().float().dtype is torch.float32
+    assert torch.finfo(torch.float64).eps == 2**-52 and ones.bfloat16().dtype is torch.bfloat16
 
 
 def test_a_table_is_widened_even_if_it_raises():

@@ -5,6 +5,7 @@ import pytest
 import fsdp_strategy
 from lockstep.inputs.architectures import BUILT_IN
 from lockstep.inputs.model import build_model
+from lockstep.inputs.modules import LIKE_LLAMA
 
 
 def model_of(name):
@@ -25,7 +26,8 @@ def own(model, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in BUILT_IN if name.startswith("tiny") and "gpt2" not in name]
+    "name",
+    [name for name, content in BUILT_IN.items() if content["model_type"] in LIKE_LLAMA and "tiny" in name],
 )
 def test_every_model_has_a_plan(name):
     model = model_of(name)

@@ -187,10 +187,6 @@ WRONG = {
         lambda c: c["run"].update(peak_memory={"kind": "x", "bytes_by_rank": [1]}),
         "peak_memory is of 1",
     ),
-    "another family": (
-        lambda c: c["run"]["architecture"].update(model_type="gemma"),
-        "model_type is 'gemma'",
-    ),
 }
 
 

@@ -36,7 +36,7 @@ def test_one_file_each():
 
 # Where DeepSpeed may be spoken of: its own files, the registry, what installs it, pages, results and tests.
 MAY_NAME_DEEPSPEED = re.compile(
-    r"lockstep/deepspeed/.*|lockstep/strategies\.py|autotp_strategy\.py|train_deepspeed\.py|job_deepspeed\.yaml"
+    r"lockstep/deepspeed/.*|extras/memory/(plan|zero)\.py|lockstep/strategies\.py|autotp_strategy\.py|train_deepspeed\.py|job_deepspeed\.yaml"
     r"|pyproject\.toml|requirements.*\.txt|(README|CONTRIBUTING)\.md|(docs|results|findings|studies|tests)/.*"
 )
 # In other files: its launcher, which starts every strategy, and the public thread of a planted fault.

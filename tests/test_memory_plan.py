@@ -217,12 +217,6 @@ def test_usage_errors(tmp_path, monkeypatch, capsys, arguments, message):
     assert message in said and len(said.splitlines()) == 1
 
 
-def test_a_strategy_of_ones_own_may_name_a_plan(tmp_path, capsys):
-    own_strategy(tmp_path / "mine.py", name="Mine", then='\nMine.memory = "extras.memory.replicated:plan"\n')
-    assert program.main(["--strategy", f"{tmp_path}/mine.py:Mine"]) == 0
-    assert "GPU memory of a rank" in capsys.readouterr().out
-
-
 def test_a_studys_report_has_the_prediction(tmp_path):
     study = benchmark.study_file.read(benchmark.STUDY)
     control = benchmark.study_file.plan_control(study, study.shared, tmp_path)

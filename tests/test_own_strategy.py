@@ -170,8 +170,8 @@ STOPPED = {  # class -> what is said of it on every rank
     "Renames": "after sharding, the strategy's model lacks model.norm.weight (1 in all) and also has model.norm.0.weight (1 in all)",
     "Cuts": "after sharding, model.norm.weight is (32,) when gathered, and (64,) in the model; weights must be whole",
     "Casts": "biased_linear_dtype is ['torch.bfloat16'], not ['torch.float32']; --precision gives all strategies their dtypes",
-    "Optimizes": "the optimizer is Adafactor; AdamW, and SGD without momentum, are supported",
-    "Momentum": "the optimizer is SGD with momentum; AdamW, and SGD without momentum, are supported",
+    "Optimizes": "the optimizer is Adafactor, and --optimizer says adamw or sgd; give the optimizer itself",
+    "Momentum": "the optimizer is SGD with momentum, and --optimizer says adamw or sgd; give the optimizer itself",
     "Plain": "the live objects contradict the options: optimizer is 'SGD', not 'AdamW'; give --optimizer",
 }
 

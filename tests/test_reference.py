@@ -32,7 +32,7 @@ def batch_of(inputs):
 def case(request):
     config, inputs = inputs_of(request.param)
     model = build_reference(inputs, seed=0, attn_impl="sdpa", init_weights_path=None)
-    return config, inputs, ReferenceStrategy(model, config)
+    return config, inputs, ReferenceStrategy(model, config, {})
 
 
 def test_it_is_the_same_model(case):
@@ -80,7 +80,7 @@ def test_that_test_can_fail():
 def test_it_clips_and_decays_like_the_others():
     config, inputs = inputs_of("tiny-qwen2")
     model = build_reference(inputs, seed=0, attn_impl="sdpa", init_weights_path=None)
-    strategy = ReferenceStrategy(model, config)
+    strategy = ReferenceStrategy(model, config, {})
     strategy.forward_backward(micro_batches_of(inputs))
     norm = strategy.update()
     after = sum(float(p.grad.square().sum()) for p in model.parameters()) ** 0.5

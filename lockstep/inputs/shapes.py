@@ -11,6 +11,7 @@ import functools
 import hashlib
 import importlib.metadata
 import json
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -232,13 +233,15 @@ def build_empty(architecture: dict, *, attn_impl: str) -> "torch.nn.Module":
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Suppress transformers' warnings. A run gives them again, and an error is one line."""
+    """Suppress warnings, transformers' own and Python's. A run gives them again, and an error is one line."""
     from transformers.utils import logging
 
     before = logging.get_verbosity()
     logging.set_verbosity(logging.CRITICAL)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
         logging.set_verbosity(before)
 
