@@ -32,19 +32,30 @@ BUGS = [
     "InputsRolledOnOneRank",
     "LabelSmoothing",
 ]
+EXPERT_VARIANTS = ["ExpertsByEager", "SoftmaxOfChosen"]
+EXPERTS = [
+    "ExpertGradientsSummed",
+    "TokensDroppedInOneLayer",
+    "OneTokenGoesElsewhere",
+    "BalanceDividedByDp",
+]
 
 
-def test_correct_variants_pass():
-    rows = dict(strangers.variants(VARIANTS, together=len(VARIANTS)))
-    assert rows.keys() == set(VARIANTS)
+@pytest.mark.parametrize(
+    ("path", "names"), [(strangers.VARIANTS, VARIANTS), (strangers.EXPERTS, EXPERT_VARIANTS)]
+)
+def test_correct_variants_pass(path, names):
+    rows = dict(strangers.variants(names, together=len(names), path=path))
+    assert rows.keys() == set(names)
     assert {
         name: strangers.summary(row["found"]) for name, row in rows.items() if not row["right"]["passes"]
     } == {}
 
 
-def test_bugs_are_caught_where_they_are():
-    rows = dict(strangers.bugs(BUGS, together=len(BUGS), precision="fp32"))
-    assert rows.keys() == set(BUGS)
+@pytest.mark.parametrize(("path", "names"), [(strangers.BUGS, BUGS), (strangers.EXPERTS, EXPERTS)])
+def test_bugs_are_caught_where_they_are(path, names):
+    rows = dict(strangers.bugs(names, together=len(names), path=path))
+    assert rows.keys() == set(names)
     wrong = {
         name: (strangers.summary(row["found"]), row["right"])
         for name, row in rows.items()
