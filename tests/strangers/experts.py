@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from transformers.distributed.expert_parallel import (
     AllReduceEP,
     AllToAllEP,
@@ -119,6 +120,15 @@ class ExpertGradientsDividedTwice(EP):
         for layer in model.model.layers:
             layer.mlp.experts.set_gradient_divide_factor(float(dist.get_world_size()) ** 2)
         return model
+
+
+class ExpertsSkippedByAllReduce(DDP):
+    """Every rank holds all experts, and their gradients are not averaged over dp."""
+
+    def parallelize(self, model, device_mesh):
+        experts = [name for name, _ in model.named_parameters() if ".experts." in name]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, experts)
+        return super().parallelize(model, device_mesh)
 
 
 # Gradients of router and input
@@ -230,6 +240,20 @@ class TokensDroppedInOneLayer(EP):
     of = (1,)
 
 
+class InOrderOfExperts(AllToAllEP):
+    """The results of the experts stay in the order in which the tokens were sent."""
+
+    def _combine_tokens(self, expert_output, state):
+        return super()._combine_tokens(expert_output, state._replace(order=state.order.sort().values))
+
+
+class ResultsAtWrongTokens(EP):
+    """In layer 1 the results of experts are added to other tokens than those they are of."""
+
+    exchange = InOrderOfExperts
+    of = (1,)
+
+
 class SharedExpertCountsTwice(EP):
     """In layer 1 the shared expert is added on each of two ranks before the sum over them."""
 
@@ -280,6 +304,33 @@ class OneTokenGoesElsewhere(OwnRouter):
             chosen[token, 1] = ranked[token, 2]
         taken = scores.gather(1, chosen)
         return logits, taken / taken.sum(-1, keepdim=True), chosen
+
+
+class RouterInBfloat16(OwnRouter):
+    """The routers' logits are a product in bfloat16."""
+
+    def route(self, gate, x):
+        logits = F.linear(x.reshape(-1, gate.hidden_dim).bfloat16(), gate.weight.bfloat16()).float()
+        scores, chosen = logits.softmax(-1).topk(gate.top_k)
+        return logits, scores / scores.sum(-1, keepdim=True), chosen
+
+
+class GroupsByBestExpert(OwnRouter):
+    """In layer 1 a group of experts is chosen by its best expert, not by the sum of its best two."""
+
+    of = (1,)
+
+    def route(self, gate, x):
+        logits = F.linear(x.view(-1, gate.hidden_dim).float(), gate.weight.float())
+        scores = logits.sigmoid()
+        groups = scores.unflatten(-1, (gate.num_group, -1))
+        outside = torch.ones_like(groups[..., 0], dtype=torch.bool)
+        outside.scatter_(1, groups.amax(-1).topk(gate.topk_group).indices, False)
+        within = groups.masked_fill(outside[..., None], -torch.inf).flatten(1)
+        chosen = within.topk(gate.top_k, sorted=False).indices
+        taken = scores.gather(1, chosen)
+        taken = taken / (taken.sum(-1, keepdim=True) + 1e-20)
+        return logits, taken * gate.routed_scaling_factor, chosen
 
 
 # Balance
@@ -421,6 +472,16 @@ BUGS: dict[str, Expected] = {
         "half|scale|factor|divided|0.5",
         flags=MIXTRAL,
     ),
+    "ExpertsSkippedByAllReduce": E(
+        "facebookresearch/fairseq 4220",
+        1,
+        "gradient",
+        "gradient/model.layers.0.mlp.experts",
+        "the gradients of experts are not averaged over dp",
+        "other parameters, a scale, tokens left out",
+        "dp reduction|averag|share",
+        flags=MIXTRAL,
+    ),
     "RouterLearnsFromLocalExperts": E(
         "huggingface/transformers 48205",
         1,
@@ -481,6 +542,16 @@ BUGS: dict[str, Expected] = {
         "drop|capacity|tokens|lack",
         flags=MIXTRAL,
     ),
+    "ResultsAtWrongTokens": E(
+        "pytorch/torchtitan 3604",
+        1,
+        "forward",
+        "forward/model.layers.1.mlp.experts",
+        "in layer 1 the results of experts are those of other tokens",
+        "wrong choice, wrong scores, a missing sum, weights, positions of attention",
+        "order|permut|exchang|tokens",
+        flags=MIXTRAL,
+    ),
     "SharedExpertCountsTwice": E(
         "sgl-project/sglang 35535",
         1,
@@ -520,6 +591,26 @@ BUGS: dict[str, Expected] = {
         "wrong scores, logits or experts, a missing sum, other samples",
         "cho|rout|expert",
         flags=MIXTRAL,
+    ),
+    "RouterInBfloat16": E(
+        "vllm-project/vllm 14027",
+        1,
+        "forward",
+        "forward/model.layers.0.mlp.gate",
+        "the router's logits are rounded to bfloat16",
+        "wrong weights, reduction, normalisation",
+        "bfloat16|precision|round",
+        flags=MIXTRAL,
+    ),
+    "GroupsByBestExpert": E(
+        "vllm-project/vllm 13474",
+        1,
+        "forward",
+        "forward/model.layers.1.mlp.gate.2",
+        "in layer 1 groups are chosen by other scores, and so other experts",
+        "wrong scores, logits or experts, a missing sum, other samples",
+        "cho|rout|group",
+        flags=DEEPSEEK,
     ),
     "BalancePerMicroBatch": E(
         "NVIDIA-NeMo/Automodel 3359",
