@@ -306,6 +306,37 @@ class OneTokenGoesElsewhere(OwnRouter):
         return logits, taken / taken.sum(-1, keepdim=True), chosen
 
 
+class OneExpertTwice(OwnRouter):
+    """In layer 1 every fourth token takes its first expert twice, instead of its second."""
+
+    of = (1,)
+
+    def route(self, gate, x):
+        logits = F.linear(x.reshape(-1, gate.hidden_dim), gate.weight)
+        scores = logits.float().softmax(-1)
+        chosen = scores.topk(gate.top_k).indices
+        chosen[::4, 1] = chosen[::4, 0]
+        taken = scores.gather(1, chosen)
+        return logits, taken / taken.sum(-1, keepdim=True), chosen
+
+
+class RouterDropsTokens(OwnRouter):
+    """In layer 1 every fourth token's second expert is number 4, which there is not: dropped beyond the capacity."""
+
+    of = (1,)
+
+    def parallelize(self, model, device_mesh):
+        model.set_experts_implementation("eager")
+        return super().parallelize(model, device_mesh)
+
+    def route(self, gate, x):
+        logits = F.linear(x.reshape(-1, gate.hidden_dim), gate.weight)
+        scores, taken = logits.float().softmax(-1).topk(gate.top_k)
+        chosen = taken.clone()
+        chosen[::4, 1] = gate.num_experts
+        return logits, scores / scores.sum(-1, keepdim=True), chosen
+
+
 class RouterInBfloat16(OwnRouter):
     """The routers' logits are a product in bfloat16."""
 
@@ -611,6 +642,26 @@ BUGS: dict[str, Expected] = {
         "wrong scores, logits or experts, a missing sum, other samples",
         "cho|rout|group",
         flags=DEEPSEEK,
+    ),
+    "OneExpertTwice": E(
+        "ggml-org/llama.cpp 24591",
+        1,
+        "forward",
+        "forward/model.layers.1.mlp.gate.2",
+        "in layer 1 some tokens take one expert twice",
+        "wrong scores, logits or experts, a missing sum, other samples",
+        "cho|rout|twice|expert",
+        flags=MIXTRAL,
+    ),
+    "RouterDropsTokens": E(
+        "deepseek-ai/DeepSeek-V2 48",
+        1,
+        "forward",
+        "forward/model.layers.1.mlp.gate.2",
+        "in layer 1 some tokens have no second expert",
+        "wrong scores, logits or experts, a missing sum, other samples",
+        "cho|rout|drop|capacity|expert",
+        flags=MIXTRAL,
     ),
     "BalancePerMicroBatch": E(
         "NVIDIA-NeMo/Automodel 3359",
