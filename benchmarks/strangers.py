@@ -6,9 +6,8 @@
 
 Every bug of tests/strangers/bugs.py is trained by run_verification.py, alone or with others that have the same flags, and held against
 what is written down there: is it caught, in the right step, with the right kind of tensor first, in a report, and is each named cause
-one that is allowed? The variants of tests/strangers/variants.py must PASS. Sets "experts" and "expert variants": the same of
-tests/strangers/experts.py. Exit status: 0 all is as expected; 1 something is not; 2 a
-usage error.
+one that is allowed? The variants of tests/strangers/variants.py must PASS. The sets "experts" and "expert variants" are the same of
+tests/strangers/experts.py. Exit status: 0 all is as expected; 1 something is not; 2 a usage error.
 """
 
 import argparse

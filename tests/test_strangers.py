@@ -3,6 +3,8 @@
 A sample, in one start of the ranks for each set; `benchmarks/strangers.py` takes all.
 """
 
+import importlib.util
+
 import pytest
 import strangers
 
@@ -32,6 +34,10 @@ BUGS = [
     "InputsRolledOnOneRank",
     "LabelSmoothing",
 ]
+NEEDS_ACCELERATE = pytest.mark.skipif(
+    importlib.util.find_spec("accelerate") is None,
+    reason="expert parallelism of transformers needs accelerate",
+)
 EXPERT_VARIANTS = ["ExpertsByEager", "SoftmaxOfChosen"]
 EXPERTS = [
     "ExpertGradientsSummed",
@@ -42,7 +48,11 @@ EXPERTS = [
 
 
 @pytest.mark.parametrize(
-    ("path", "names"), [(strangers.VARIANTS, VARIANTS), (strangers.EXPERTS, EXPERT_VARIANTS)]
+    ("path", "names"),
+    [
+        (strangers.VARIANTS, VARIANTS),
+        pytest.param(strangers.EXPERTS, EXPERT_VARIANTS, marks=NEEDS_ACCELERATE),
+    ],
 )
 def test_correct_variants_pass(path, names):
     rows = dict(strangers.variants(names, together=len(names), path=path))
@@ -52,7 +62,10 @@ def test_correct_variants_pass(path, names):
     } == {}
 
 
-@pytest.mark.parametrize(("path", "names"), [(strangers.BUGS, BUGS), (strangers.EXPERTS, EXPERTS)])
+@pytest.mark.parametrize(
+    ("path", "names"),
+    [(strangers.BUGS, BUGS), pytest.param(strangers.EXPERTS, EXPERTS, marks=NEEDS_ACCELERATE)],
+)
 def test_bugs_are_caught_where_they_are(path, names):
     rows = dict(strangers.bugs(names, together=len(names), path=path))
     assert rows.keys() == set(names)
