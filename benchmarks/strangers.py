@@ -2,12 +2,12 @@
 
     PYTHONPATH=. python benchmarks/strangers.py --output results/strangers.json                 all, about forty minutes on two cores
     PYTHONPATH=. python benchmarks/strangers.py ZLoss AmsGrad --output results/strangers.json    replaces their rows
-    PYTHONPATH=. python benchmarks/strangers.py --set variants --output results/strangers.json   bugs, autocast or variants
+    PYTHONPATH=. python benchmarks/strangers.py --set variants --output results/strangers.json   one of the sets
 
 Every bug of tests/strangers/bugs.py is trained by run_verification.py, alone or with others that have the same flags, and held against
 what is written down there: is it caught, in the right step, with the right kind of tensor first, in a report, and is each named cause
-one that is allowed? The variants of tests/strangers/variants.py must PASS. Exit status: 0 all is as expected; 1 something is not; 2 a
-usage error.
+one that is allowed? The variants of tests/strangers/variants.py must PASS. The sets "experts" and "expert variants" are the same of
+tests/strangers/experts.py. Exit status: 0 all is as expected; 1 something is not; 2 a usage error.
 """
 
 import argparse
@@ -29,11 +29,13 @@ from lockstep.running import processes
 from lockstep.training.observe import versions
 
 ROOT = Path(__file__).parents[1]
-BUGS, VARIANTS = (ROOT / "tests" / "strangers" / f"{name}.py" for name in ("bugs", "variants"))
+BUGS, VARIANTS, EXPERTS = (
+    ROOT / "tests" / "strangers" / f"{name}.py" for name in ("bugs", "variants", "experts")
+)
 TITLE = "# Strategies of strangers"
 BEGINS = '{\n "of": "strategies of strangers"'
 LIMIT = 600  # seconds of a command with one strategy; each further one adds a tenth
-SETS = ("bugs", "autocast", "variants")
+SETS = ("bugs", "autocast", "variants", "experts", "expert variants")
 CHECKS = ("caught", "step", "kind", "tensor", "report", "causes")
 
 
@@ -159,22 +161,22 @@ def in_groups(path: Path, cases: dict[str, tuple[str, ...]], together: int, alon
                 yield name, list(flags), found
 
 
-def bugs(names: list[str], together: int, precision: str):
+def bugs(names: list[str], together: int, precision: str = "fp32", path: Path = BUGS):
     """(name, row) of each bug."""
-    known = of_file(BUGS, "BUGS")
+    known = of_file(path, "BUGS")
     more = ("--precision", precision) if precision != "fp32" else ()
     cases = {name: (*known[name].flags, *more) for name in names}
     alone = {name for name in names if known[name].end == "line"}  # they would stop the others
-    for name, flags, found in in_groups(BUGS, cases, together, alone):
+    for name, flags, found in in_groups(path, cases, together, alone):
         right = judge(name, known[name], found)
         yield name, {"flags": flags, "expected": known[name]._asdict(), "found": found, "right": right}
 
 
-def variants(names: list[str], together: int):
+def variants(names: list[str], together: int, path: Path = VARIANTS):
     """(name, row) of each correct variant."""
-    known = of_file(VARIANTS, "VARIANTS")
+    known = of_file(path, "VARIANTS")
     cases = {name: known[name].flags for name in names}
-    for name, flags, found in in_groups(VARIANTS, cases, together, set()):
+    for name, flags, found in in_groups(path, cases, together, set()):
         yield name, {"flags": flags, "found": found, "right": {"passes": found.get("verdict") == "PASS"}}
 
 
@@ -197,7 +199,7 @@ def summary(found: dict) -> str:
 def page(content: dict) -> str:
     """The tables as Markdown."""
     lines = [TITLE, "", f"`{content['command']}`.", ""]
-    for each in ("bugs", "autocast"):
+    for each in ("bugs", "autocast", "experts"):
         rows = content[each]
         if not rows:
             continue
@@ -212,10 +214,12 @@ def page(content: dict) -> str:
                 f"| {name} | {wanted['seen_in']} | {first} | {cell(summary(row['found']))} | {wrong} |"
             )
         lines.append("")
-    rows = content["variants"]
-    if rows:
+    for each in ("variants", "expert variants"):
+        rows = content[each]
+        if not rows:
+            continue
         right = sum(row["right"]["passes"] for row in rows.values())
-        lines += [f"## Correct variants: {right} of {len(rows)} pass", "", "| variant | flags | outcome |"]
+        lines += [f"## Correct {each}: {right} of {len(rows)} pass", "", "| variant | flags | outcome |"]
         lines += ["|---|---|---|"]
         lines += [
             f"| {name} | {' '.join(row['flags'])} | {cell(summary(row['found']))} |"
@@ -250,19 +254,26 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    of_bugs, of_variants = of_file(BUGS, "BUGS"), of_file(VARIANTS, "VARIANTS")
-    known = {"bugs": [*of_bugs], "autocast": [*of_file(BUGS, "AUTOCAST")], "variants": [*of_variants]}
-    unknown = next((name for name in options.names if name not in {*of_bugs, *of_variants}), None)
+    known = {
+        "bugs": [*of_file(BUGS, "BUGS")],
+        "autocast": [*of_file(BUGS, "AUTOCAST")],
+        "variants": [*of_file(VARIANTS, "VARIANTS")],
+        "experts": [*of_file(EXPERTS, "BUGS")],
+        "expert variants": [*of_file(EXPERTS, "VARIANTS")],
+    }
+    unknown = next((name for name in options.names if not any(name in each for each in known.values())), None)
     if unknown:
-        raise UserError(f"there is no {unknown} in {BUGS} or {VARIANTS}")
+        raise UserError(f"there is no {unknown} in {BUGS}, {VARIANTS} or {EXPERTS}")
     content = {"of": "strategies of strangers", **{each: {} for each in SETS}}
     if options.output.exists():
-        content = read_json(options.output)
+        content |= read_json(options.output)
     content |= {"command": origin.command(), "origin": origin.about(), "versions": versions()}
     train = {
-        "bugs": functools.partial(bugs, precision="fp32"),
+        "bugs": bugs,
         "autocast": functools.partial(bugs, precision="autocast"),
         "variants": variants,
+        "experts": functools.partial(bugs, path=EXPERTS),
+        "expert variants": functools.partial(variants, path=EXPERTS),
     }
     wrong = False
     for each in [options.only] if options.only else SETS:

@@ -3,6 +3,8 @@
 A sample, in one start of the ranks for each set; `benchmarks/strangers.py` takes all.
 """
 
+import importlib.util
+
 import pytest
 import strangers
 
@@ -32,19 +34,41 @@ BUGS = [
     "InputsRolledOnOneRank",
     "LabelSmoothing",
 ]
+NEEDS_ACCELERATE = pytest.mark.skipif(
+    importlib.util.find_spec("accelerate") is None,
+    reason="expert parallelism of transformers needs accelerate",
+)
+EXPERT_VARIANTS = ["ExpertsByEager", "SoftmaxOfChosen"]
+EXPERTS = [
+    "ExpertGradientsSummed",
+    "TokensDroppedInOneLayer",
+    "OneTokenGoesElsewhere",
+    "BalanceDividedByDp",
+]
 
 
-def test_correct_variants_pass():
-    rows = dict(strangers.variants(VARIANTS, together=len(VARIANTS)))
-    assert rows.keys() == set(VARIANTS)
+@pytest.mark.parametrize(
+    ("path", "names"),
+    [
+        (strangers.VARIANTS, VARIANTS),
+        pytest.param(strangers.EXPERTS, EXPERT_VARIANTS, marks=NEEDS_ACCELERATE),
+    ],
+)
+def test_correct_variants_pass(path, names):
+    rows = dict(strangers.variants(names, together=len(names), path=path))
+    assert rows.keys() == set(names)
     assert {
         name: strangers.summary(row["found"]) for name, row in rows.items() if not row["right"]["passes"]
     } == {}
 
 
-def test_bugs_are_caught_where_they_are():
-    rows = dict(strangers.bugs(BUGS, together=len(BUGS), precision="fp32"))
-    assert rows.keys() == set(BUGS)
+@pytest.mark.parametrize(
+    ("path", "names"),
+    [(strangers.BUGS, BUGS), pytest.param(strangers.EXPERTS, EXPERTS, marks=NEEDS_ACCELERATE)],
+)
+def test_bugs_are_caught_where_they_are(path, names):
+    rows = dict(strangers.bugs(names, together=len(names), path=path))
+    assert rows.keys() == set(names)
     wrong = {
         name: (strangers.summary(row["found"]), row["right"])
         for name, row in rows.items()
