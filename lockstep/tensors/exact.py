@@ -26,7 +26,7 @@ class Float64(TorchFunctionMode):
 
     `choices` are the indices that calls of `torch.topk` shall return, by the number of the call. Afterwards `regrets` has, for each of
     them, by how much the least chosen score is below the greatest that was not chosen, for every row; at most 0 where the choice is the
-    mode's own. `lowered` tells whether something asked for bfloat16 or float16.
+    mode's own, and infinite where topk could not make it: one index twice, or out of range. `lowered` tells whether something asked for bfloat16 or float16.
     """
 
     def __init__(self, choices: dict[int, torch.Tensor] | None = None):
@@ -75,11 +75,14 @@ class Float64(TorchFunctionMode):
     def _chosen(self, scores: torch.Tensor, own: Any) -> Any:
         """What topk along the last dim would return if it chose so."""
         number = self._calls - 1
-        indices = self.choices[number].reshape(own.indices.shape)
+        told = self.choices[number].reshape(own.indices.shape)
+        indices = told.clamp(0, scores.shape[-1] - 1)
         values = scores.gather(-1, indices)
         with torch.no_grad():
             others = scores.scatter(-1, indices, -torch.inf).amax(-1)
-            self.regrets[number] = others - values.amin(-1)
+            in_order = told.sort(-1).values
+            impossible = (told != indices).any(-1) | (in_order[..., 1:] == in_order[..., :-1]).any(-1)
+            self.regrets[number] = (others - values.amin(-1)).masked_fill(impossible, torch.inf)
         return torch.return_types.topk((values, indices))
 
 

@@ -140,7 +140,8 @@ class ReferenceStrategy:
                 (loss / len(micro_batches)).backward()
             for name in self.regrets:
                 regret = float(mode.regrets[self.choices[name].call].amax())
-                self.regrets[name] = max(self.regrets[name], regret)
+                if not regret <= self.regrets[name]:  # a NaN counts
+                    self.regrets[name] = regret
             losses.append(loss.detach())
         return torch.stack(losses).view(self.config.dp_size, -1).mean(dim=-1).tolist()
 

@@ -78,7 +78,7 @@ class Trained(Tensors):
     lowered: bool | None = (
         None  # of a replay that steps an optimizer: whether that asks for bfloat16 or float16 itself
     )
-    regrets: dict[Name, Finite] | None = None  # of a replay: see lockstep.tensors.exact.Float64
+    regrets: dict[Name, MayBreakDown] | None = None  # of a replay: see lockstep.tensors.exact.Float64
 
 
 class Options(RunConfig):
