@@ -9,7 +9,12 @@ from lockstep.inputs.architectures import BUILT_IN
 from lockstep.inputs.model import build_model, causal_lm_loss
 from lockstep.tensors.exact_run import ReferenceStrategy, build_reference
 
-MODELS = [name for name in BUILT_IN if name.startswith("tiny")]
+# without a term of the loss that is a mean over micro batches
+MODELS = [
+    name
+    for name, content in BUILT_IN.items()
+    if name.startswith("tiny") and not content.get("output_router_logits")
+]
 
 
 def inputs_of(name):
