@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lockstep.config import BETAS, EPS
+from lockstep.config import BETAS, EPS, OPTIMIZERS
 from lockstep.diagnosis import evidence
 from lockstep.mesh import Mesh
 from lockstep.tensors.distance import clip_factor
@@ -118,9 +118,16 @@ class Case:
             direction = self.clip * self.own(f"gradient/{parameter}")
         return before * (1 - rate * decay) - rate * direction
 
+    def steps_built_in(self, parameter: str) -> bool:
+        """Whether AdamW or SGD steps a parameter: it is trained, and the optimizer is not one of the user's own."""
+        return self.options["optimizer"] in OPTIMIZERS and parameter not in self.dump.layout.model.frozen
+
     def right(self, name: str) -> torch.Tensor:
         """What a tensor must be: the reference's; after the gradients, what follows from the run's own."""
         kind, _, parameter = name.partition("/")
+        if kind in ("parameter", *self.dump.layout.state) and not self.steps_built_in(parameter):
+            frozen = parameter in self.dump.layout.model.frozen
+            return self.before(parameter) if frozen else self.exact(name)
         if kind == "parameter":
             return self.updated(parameter)
         if kind == "average":

@@ -37,6 +37,7 @@ STAGES = {
 }
 # Stages that are judged by DDP's own distance from the reference: in autocast, a few percent.
 BLURRED = ("forward", "backward", "gradients")
+OF_UPDATES = ("moments", "parameters")
 # Rules that can tell nothing of a later step, in which moments hold more than one gradient.
 OF_A_FIRST_STEP = (update.clipped_by_the_recorded_norm, update.not_clipped, update.clipped_by_rank)
 # Entry of the effective contract -> (the cause that a difference in it is, the first stage that it can break)
@@ -101,7 +102,9 @@ def diagnose(result: Result, strategy: str, reference: Dump, replays: dict[str, 
 
 
 def _explained(case: Case, stage: str) -> tuple[CauseRule | None, Cause | None]:
-    """(the first rule of a stage that names a cause, the cause)."""
+    """(the first rule of a stage that names a cause, the cause). The rules of an update know AdamW and SGD alone."""
+    if stage in OF_UPDATES and not case.steps_built_in(case.first.partition("/")[2]):
+        return None, None
     found = ((rule, cause) for rule in STAGES[stage].rules if (cause := rule(case)) is not None)
     return next(found, (None, None))
 
@@ -125,7 +128,8 @@ def _stage(case: Case) -> str:
     if case.first == case.names.logits_gradient or case.first.startswith("loss of"):
         return "loss"
     kind = case.first.split("/")[0]
-    return next((name for name, stage in STAGES.items() if kind in stage.kinds), kind)
+    kept = "moments" if kind in case.dump.layout.state else kind  # by whatever optimizer
+    return next((name for name, stage in STAGES.items() if kind in stage.kinds), kept)
 
 
 def _setting(entry: str, case: Case | None) -> tuple[str, str]:

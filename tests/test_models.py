@@ -1,0 +1,118 @@
+"""Any model, any optimizer: examples and mixtures of experts through run_verification.py, each beside a run with a bug."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+
+import pytest
+from programs import ROOT, in_process
+
+EXAMPLES = ROOT / "examples"
+BUGGY = """
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from lockstep.training.torch_strategy import TorchStrategy
+
+
+class Plain(TorchStrategy):
+    axes = ("dp",)
+
+    def parallelize(self, model, device_mesh):
+        return DistributedDataParallel(model, process_group=device_mesh["dp"].get_group())
+
+
+class StepsTwice(Plain):
+    def update(self):
+        norm = super().update()
+        self.optimizer.step()
+        return norm
+
+
+class MovesWhatIsFrozen(Plain):
+    def update(self):
+        norm = super().update()
+        with torch.no_grad():
+            next(one for one in self.model.parameters() if not one.requires_grad).mul_(1.001)
+        return norm
+
+
+class OtherExpert(Plain):
+    def parallelize(self, model, device_mesh):
+        gate = model.model.layers[1].mlp.gate
+        gate.register_forward_hook(lambda _module, _inputs, output: (*output[:2], output[2].roll(1, 0)))
+        return super().parallelize(model, device_mesh)
+"""
+
+
+def verdicts(tmp_path, bug, *arguments, strategies="ddp,fsdp@tp1xdp2"):
+    """(run -> verdict, first wrong tensor of the run with this bug)."""
+    (tmp_path / "buggy.py").write_text(BUGGY)
+    done = subprocess.run(
+        [
+            sys.executable,
+            str(ROOT / "run_verification.py"),
+            *("--output_dir", str(tmp_path / "out"), "--seq_length", "32", "--batch_size", "2"),
+            *("--strategies", f"{strategies},{tmp_path / 'buggy.py'}:{bug}", *arguments),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1, done.stderr
+    runs = json.loads((tmp_path / "out/report.json").read_text())["runs"]
+    return {name: one["verdict"] for name, one in runs.items()}, runs[bug.lower()]["first_failure"][0]
+
+
+@pytest.mark.parametrize("optimizer", [f"{EXAMPLES}/optimizers.py:muon", "NAdam"])
+def test_any_optimizer_on_a_module_of_ones_own(tmp_path, optimizer):
+    model = (
+        ["--model_name", "tiny-llama"]
+        if "muon" in optimizer
+        else ["--model", f"{EXAMPLES}/own_model.py:make_model"]
+    )
+    found, first = verdicts(tmp_path, "StepsTwice", "--optimizer", optimizer, *model)
+    assert found == {"ddp": "PASS", "fsdp_tp1xdp2": "PASS", "stepstwice": "FAIL"}
+    assert first[0] == 1 and first[2].split("/")[0] in ("parameter", "momentum_buffer", "exp_avg")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
+def test_adapters_on_a_frozen_model(tmp_path):
+    found, first = verdicts(tmp_path, "MovesWhatIsFrozen", "--model", f"{EXAMPLES}/lora.py:make_model")
+    assert found == {"ddp": "PASS", "fsdp_tp1xdp2": "PASS", "moveswhatisfrozen": "FAIL"}
+    assert first[0] == 1 and first[2].startswith("parameter/") and "lora" not in first[2]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="accelerate is not installed")
+def test_experts(tmp_path):
+    places = [
+        f"{EXAMPLES}/transformers_tp.py:{name}"
+        for name in ("TransformersTP@tp2xdp1", "TransformersEP@tp1xdp2")
+    ]
+    found, first = verdicts(
+        tmp_path, "OtherExpert", "--model_name", "tiny-mixtral", strategies=",".join(["ddp", *places])
+    )
+    assert found.pop("otherexpert") == "FAIL" and set(found.values()) == {"PASS"} and len(found) == 3
+    assert first[0] == 1 and first[2].startswith(
+        "forward/model.layers.1.mlp.gate"
+    )  # its scores are of others
+
+
+def test_a_model_or_an_optimizer_that_is_none(tmp_path):
+    """One line, status 2, before anything is trained."""
+    (tmp_path / "own.py").write_text(
+        "import torch\n\ndef number():\n    return 1\n\ndef empty():\n    return torch.nn.Module()\n"
+    )
+    for arguments, message in (
+        (["--model", f"{tmp_path}/own.py:number"], "returned int, not a torch.nn.Module"),
+        (["--model", f"{tmp_path}/own.py:empty"], "has no torch.nn.Embedding"),
+        (["--model", f"{tmp_path}/own.py:other"], "the file has no function or class other"),
+        (["--model", f"{tmp_path}/none.py:number"], "the file cannot be read"),
+        (["--optimizer", f"{tmp_path}/own.py:other"], "the file has no function or class other"),
+        (["--optimizer", "lion"], "no class of torch.optim"),
+    ):
+        done = in_process("run_verification.py", "--output_dir", str(tmp_path / "out"), *arguments)
+        assert done.returncode == 2 and message in done.stderr and len(done.stderr.splitlines()) == 1, (
+            done.stderr
+        )
