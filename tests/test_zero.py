@@ -166,7 +166,7 @@ def told(tmp_path, content, *arguments):
     path.write_text(content if isinstance(content, str) else json.dumps(content))
     parsed = config("--deepspeed_config", str(path), *arguments)
     zero.require(parsed)
-    return json.loads(configuration.text(parsed, {"hidden_size": 64}))
+    return json.loads(configuration.text(parsed, BUILT_IN["tiny-qwen2"]))
 
 
 def test_a_users_file_is_filled_in(tmp_path):

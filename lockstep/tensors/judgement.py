@@ -396,21 +396,25 @@ class Result:
         return "NOT JUDGED" if failures or self.unjudged(strategy) else "PASS"
 
     def is_no_yardstick(self, strategy: str) -> bool:
-        """Whether the run is the yardstick, and all that is wrong with it are distances from the reference.
+        """Whether the run is the yardstick, all that is wrong with it are distances from the reference, and other runs share the first.
 
-        The model or its optimizer may jump there, or be ill-conditioned, so that rounding errors alone take it so far.
+        Then the model or its optimizer jumps there, or is ill-conditioned, so that rounding errors alone take correct runs so far. If
+        the others are nearer, this run is wrong.
         """
-        far = {(row.step, row.name) for row in self.rows if row.strategy == strategy and row.too_far}
-        computed = {
-            (step, name)
-            for step, _, name, what in self.failures(strategy)
-            if what.startswith("relative error")
-        }
-        return (
-            self.has_reference
-            and strategy == self.baseline
-            and all((step, name) in far & computed for step, _, name, _ in self.failures(strategy))
-            and not any(name.startswith("batch/") for _, name in far)
+        failures = self.failures(strategy)
+        if strategy != self.baseline or not self.has_reference or not failures:
+            return False
+        far = {(row.step, row.name): row for row in self.rows if row.strategy == strategy and row.too_far}
+        if any((step, name) not in far or name.startswith("batch/") for step, _, name, _ in failures):
+            return False
+        first = far[failures[0][0], failures[0][2]]
+        others = [
+            row.distance
+            for row in self.rows
+            if (row.step, row.name) == (first.step, first.name) and row.strategy != strategy
+        ]
+        return bool(others) and all(
+            other.error > first.tolerated or other.largest_error > first.tolerated_largest for other in others
         )
 
     def has_failed(self, strategy: str) -> bool:
