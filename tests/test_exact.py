@@ -1,6 +1,7 @@
 """The float64 mode computes what an implementation of its own computes in float64 (oracle.py), in every number of a step."""
 
 import contextlib
+import math
 
 import oracle
 import pytest
@@ -164,3 +165,17 @@ def test_a_table_is_widened_even_if_it_raises():
         with pytest.raises(ZeroDivisionError):
             model["table"](torch.ones(1))
         assert torch.get_default_dtype() is torch.float64
+
+
+def test_a_choice_is_taken_and_judged():
+    """The indices that are told, and by how much a score that was left out is above one that was taken."""
+    scores = torch.tensor(
+        [[0.5, 0.3, 0.2], [0.1, 0.6, 0.3], [0.4, 0.4, 0.2], [0.5, 0.3, 0.2], [0.5, 0.3, 0.2]]
+    )
+    told = torch.tensor([[0, 1], [1, 0], [1, 0], [0, 0], [0, 3]])
+    with Float64({1: told}) as mode:
+        torch.topk(scores, 1, dim=-1)  # another call, which is not told
+        values, indices = torch.topk(scores.double(), 2, dim=-1)
+    assert indices[:3].equal(told[:3]) and values[1].tolist() == pytest.approx([0.6, 0.1])
+    regrets = mode.regrets[1].tolist()
+    assert regrets[:3] == pytest.approx([-0.1, 0.2, -0.2]) and regrets[3:] == [math.inf] * 2

@@ -20,6 +20,7 @@ from lockstep.tensors.judgement import (
     float32_norm_error,
     is_zero,
     judge,
+    judge_own_update,
     judge_yardstick,
     typical_error,
 )
@@ -293,3 +294,41 @@ def test_a_small_factor_that_most_gradients_cannot_show_is_no_convention():
     result.dumps["mine"].expected = lambda step: shapes
     result.rows += coarse
     assert result.failures("mine")[0][2] == "backward/lm_head"
+
+
+@pytest.mark.parametrize(
+    "of_fsdp, differs, verdict",
+    [
+        (2e-4, (), "NOT JUDGED"),  # both are far: the model jumps there
+        (1e-7, (), "FAIL"),  # the other run is near, so DDP is wrong
+        (2e-4, ("gradient/w",), "FAIL"),  # replicas of correct runs do not differ
+    ],
+)
+def test_a_yardstick_that_is_too_far(of_fsdp, differs, verdict):
+    rows = [yardstick(1e-4), row(of_fsdp, ddp=1e-4)]
+    dumps = {
+        name: SimpleNamespace(
+            steps={"1": {"replicas_differ": {each: [1] for each in differs}}},
+            expected=lambda step: {"gradient/w": (4, 4)},
+            layout=LAYOUT,
+        )
+        for name in ("ddp", "fsdp")
+    }
+    found = Result(dumps, "ddp", rows, [], {}, dumps, [], has_reference=True)
+    assert rows[0].too_far and found.verdict("ddp") == verdict
+    alone = Result({"ddp": dumps["ddp"]}, "ddp", rows[:1], [], {}, {}, [], has_reference=True)
+    assert alone.verdict("ddp") == "FAIL"  # nothing tells a jump from a bug
+
+
+def test_an_update_whose_rounding_errors_are_not_derived():
+    """DDP is the yardstick, and must be near itself; a bfloat16 optimizer is allowed half of its change."""
+    ddp = size(5e-5, 1.0)
+    limit, lowered = Size(1e-4, 1e-2), Size(0.5, 0.5)
+    judged = [
+        judge_own_update("x", 1, "parameter/w", distance, ddp, limit, F32)
+        for distance in (ddp, size(1.9e-4, 1.0), size(2.5e-4, 1.0))
+    ]
+    assert [one.too_far for one in judged] == [False, False, True]
+    far = size(0.3, 1.0)
+    assert judge_own_update("ddp", 1, "parameter/w", far, far, limit, F32).too_far
+    assert not judge_own_update("ddp", 1, "parameter/w", far, far, lowered, F32).too_far
