@@ -407,6 +407,8 @@ class Result:
         far = {(row.step, row.name): row for row in self.rows if row.strategy == strategy and row.too_far}
         if any((step, name) not in far or name.startswith("batch/") for step, _, name, _ in failures):
             return False
+        if any(entry["replicas_differ"] for entry in self.dumps[strategy].steps.values()):
+            return False
         first = far[failures[0][0], failures[0][2]]
         others = [
             row.distance
