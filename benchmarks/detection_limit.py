@@ -24,7 +24,7 @@ from lockstep.strategies import BASELINE, others
 from lockstep.tensors.distance import Distance, Size, clip_factor
 from lockstep.tensors.dump import Dump
 from lockstep.tensors.judgement import (
-    COMPUTED,
+    PASSES,
     ROUNDOFF,
     UPDATE,
     is_vector_gradient,
@@ -166,7 +166,9 @@ def main() -> None:
         baseline = Dump(folder / BASELINE)
         run = baseline.run["config"]
         captured = {name.split("/", 1)[0] for name in baseline.steps["1"]["tensors"]}
-        kinds = [kind for kind in COMPUTED if kind in captured]  # a run without --ema_decay has no averages
+        kinds = [
+            kind for kind in (*PASSES, *UPDATE) if kind != "batch" and kind in captured
+        ]  # a run without --ema_decay has no averages
         for kind in kinds:
             for what, values in limits(folder, kind).items():
                 row = {
