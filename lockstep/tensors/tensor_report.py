@@ -199,7 +199,7 @@ def notes(result: Result) -> list[str]:
         if found:
             first = found[0]
             factors = {f"{row.distance.scale:.4g}" for row in found}
-            times = f" but {factors.pop()} times that" if len(factors) == 1 else ""
+            times = f" but {factors.pop()} times that" if len(factors) == 1 and factors != {"1"} else ""
             said.append(
                 f"{label}: {len(found)} intermediate tensors are another convention, because what is made of them is right: they are not "
                 f"the reference's{times}. The first is {first.name} in step {first.step}"
