@@ -129,6 +129,8 @@ class Written:
 
     label = "FSDP"
     layout = SimpleNamespace(
+        state={"exp_avg": {}, "exp_avg_sq": {}},
+        model=SimpleNamespace(frozen=()),
         names=describe_model(BUILT_IN["tiny-qwen2"]).names,
         sources={"norm": (), "col": ("norm",), "row": ("col",)},
         parameters=PARAMETERS,
@@ -565,7 +567,14 @@ def test_a_cause_must_explain_the_later_steps_too():
     """A parameter keeps its value in step 1, and is off by something else in step 2."""
     frozen = Cause("update left out", "all is unchanged")
     first, later = (
-        SimpleNamespace(first="parameter/w", step=step, names=Written.layout.names) for step in (1, 2)
+        SimpleNamespace(
+            first="parameter/w",
+            step=step,
+            names=Written.layout.names,
+            dump=Written,
+            steps_built_in=lambda parameter: True,
+        )
+        for step in (1, 2)
     )
     first.first_of_later_steps, first.at = lambda: [(2, 0, "parameter/w", "")], lambda failure: later
     rules = {"parameters": Stage(("parameter",), (lambda case: frozen if case.step == 1 else None,))}
@@ -593,3 +602,13 @@ def test_what_only_a_first_step_shows_needs_no_later_one():
     assert update_rules.not_clipped in diagnose_module.OF_A_FIRST_STEP
     case.names_of = lambda factor: ["tp", "1/clip factor"]
     assert update_rules.not_clipped(case) is None
+
+
+def test_the_rules_of_an_update_are_of_built_in_optimizers():
+    """Another optimizer may make other moments of the same name, and a frozen parameter has none."""
+    rule = {"moments": Stage(("exp_avg",), (lambda case: Cause("betas", "made up"),))}
+    case = SimpleNamespace(first="exp_avg/w", steps_built_in=lambda parameter: parameter == "w")
+    with mock.patch.dict(diagnose_module.STAGES, rule):
+        assert diagnose_module._explained(case, "moments")[1] == Cause("betas", "made up")
+        case.first = "exp_avg/frozen"
+        assert diagnose_module._explained(case, "moments") == (None, None)
