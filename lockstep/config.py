@@ -140,6 +140,11 @@ class Config:
         return self.capture_dir / self.name
 
     @property
+    def has_own_optimizer(self) -> bool:
+        """Whether --optimizer is not one of the built-in ones."""
+        return self.optimizer not in OPTIMIZERS
+
+    @property
     def label(self) -> str:
         return self.row.label_of(self.mesh, vars(self)) + (", control" if self.noise_control else "")
 

@@ -6,7 +6,7 @@ They run where a run is started, before its workers, and need no GPU and no clus
 from pathlib import Path
 
 from lockstep import files, limit, origin, strategies, tested
-from lockstep.config import OPTIMIZERS, Config
+from lockstep.config import Config
 from lockstep.errors import UserError
 from lockstep.inputs import architectures, data, shapes, texts, tokenizer
 from lockstep.resources import launched_in_place, workers_here
@@ -59,7 +59,7 @@ def load_inputs(config: Config) -> data.Inputs:
         raise UserError(problem)
     cuts.require(config, architecture)
     shapes.require_trainable(architecture, f"--model_name {config.model_name}")
-    if config.optimizer not in OPTIMIZERS:
+    if config.has_own_optimizer:
         from lockstep.training import optim  # imports torch
 
         optim.require_known(config.optimizer)

@@ -9,14 +9,14 @@ import importlib
 import importlib.util
 import json
 import re
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from lockstep.errors import UserError, first_line
+from lockstep.inputs import user_file
+from lockstep.inputs.user_file import import_file
 from lockstep.mesh import AXES, Mesh
 
 BASELINE = "ddp"  # what the others are held against; it writes the initial weights
@@ -195,7 +195,7 @@ def row_of(name: str) -> Row:
         raise UserError(
             f"there is no strategy {name}; choose from {', '.join(ROWS)}, or give your own as path/to/file.py:Class"
         )
-    factory = f"{Path(path).expanduser().absolute()}:{class_name}"
+    factory = user_file.absolute(name)
     own = load(factory)
     axes = _require_strategy(own, f"{path}: {class_name}")
     return Row(
@@ -257,7 +257,7 @@ def load(place: str) -> Any:
     module_name, _, name = place.rpartition(":")
     try:
         module = (
-            _import_file(Path(module_name))
+            import_file(Path(module_name))
             if module_name.endswith(".py")
             else importlib.import_module(module_name)
         )
@@ -266,19 +266,3 @@ def load(place: str) -> Any:
     if not hasattr(module, name):
         raise UserError(f"{module_name} has no {name}; name the class of the strategy")
     return getattr(module, name)
-
-
-def _import_file(path: Path) -> ModuleType:
-    """A user's file as a module, under a name that processes started later can import again."""
-    name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec and spec.loader, "a name that ends in .py has a loader"
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        try:
-            spec.loader.exec_module(module)
-        except BaseException:
-            del sys.modules[name]
-            raise
-    return sys.modules[name]

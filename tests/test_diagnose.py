@@ -128,6 +128,7 @@ class Written:
     """What a diagnosis reads of a dump."""
 
     label = "FSDP"
+    has_own_optimizer = False
     layout = SimpleNamespace(
         state={"exp_avg": {}, "exp_avg_sq": {}},
         model=SimpleNamespace(frozen=()),

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep import strategies, tested
-from lockstep.config import OPTIMIZERS, Config
+from lockstep.config import Config
 from lockstep.deepspeed import configuration, options, ulysses, zero
 from lockstep.errors import UserError
 from lockstep.files import require_writable_folder
@@ -37,7 +37,7 @@ def require(config: Config, architecture: dict) -> None:
             f"--model_name {config.model_name}: it has frozen parameters, whose places in ZeRO's flat pieces are not read here; choose another "
             "strategy"
         )
-    if config.optimizer not in OPTIMIZERS:
+    if config.has_own_optimizer:
         raise UserError(
             f"--optimizer {config.optimizer}: DeepSpeed steps flat pieces of many tensors, and adamw and sgd alone are known to take them; choose one"
         )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lockstep.config import BETAS, EPS, OPTIMIZERS
+from lockstep.config import BETAS, EPS
 from lockstep.diagnosis import evidence
 from lockstep.mesh import Mesh
 from lockstep.tensors.distance import clip_factor
@@ -120,7 +120,7 @@ class Case:
 
     def steps_built_in(self, parameter: str) -> bool:
         """Whether AdamW or SGD steps a parameter: it is trained, and the optimizer is not one of the user's own."""
-        return self.options["optimizer"] in OPTIMIZERS and parameter not in self.dump.layout.model.frozen
+        return not self.dump.has_own_optimizer and parameter not in self.dump.layout.model.frozen
 
     def right(self, name: str) -> torch.Tensor:
         """What a tensor must be: the reference's; after the gradients, what follows from the run's own."""

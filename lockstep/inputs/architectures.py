@@ -212,13 +212,22 @@ def resolve(model_name: str, num_layers: int | None = None) -> tuple[dict, str]:
             raise UserError(
                 f"--num_layers {num_layers}: {model_name} has {depth} layers; ask for 1 to {depth}, or for all"
             )
-        # what is said of each layer, such as layer_types, is cut with them
-        architecture = {
-            key: value[:num_layers] if isinstance(value, list) and len(value) == depth else value
-            for key, value in architecture.items()
-        }
-        architecture["num_hidden_layers"] = num_layers
+        architecture = with_layers(architecture, list(range(num_layers)))
     return architecture, source
+
+
+def of_layers(architecture: dict) -> dict[str, list]:
+    """The entries that say something of each layer, such as layer_types."""
+    depth = architecture.get("num_hidden_layers")
+    return {
+        key: value for key, value in architecture.items() if isinstance(value, list) and len(value) == depth
+    }
+
+
+def with_layers(architecture: dict, chosen: list[int]) -> dict:
+    """The model with these of its layers alone."""
+    cut = {key: [value[layer] for layer in chosen] for key, value in of_layers(architecture).items()}
+    return {**architecture, **cut, "num_hidden_layers": len(chosen)}
 
 
 def in_words(architecture: dict) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from lockstep.errors import TrainingFailure, UserError, first_line
-from lockstep.inputs import user_file
+from lockstep.inputs import modules, user_file
 
 OPTION = "--model"
 
@@ -23,8 +23,8 @@ def architecture_of(text: str) -> dict:
 def _vocab_size(text: str) -> int:
     with torch.device("meta"), torch.random.fork_rng(devices=[]):
         model = build(text)
-    embedding = next((module for module in model.modules() if isinstance(module, torch.nn.Embedding)), None)
-    if embedding is None:
+    embedding = model.get_submodule(modules.find(model).embedding)
+    if not isinstance(embedding, torch.nn.Embedding):
         raise UserError(
             f"{OPTION} {text}: the module has no torch.nn.Embedding, whose size would say which tokens it takes"
         )

@@ -58,9 +58,10 @@ class Description:
     tied: bool  # whether embedding and head share their weight
     other_dtypes: dict[str, str]  # parameters that are not float32
 
-    @property
+    @functools.cached_property
     def trained(self) -> Shapes:
-        return {name: shape for name, shape in self.parameters.items() if name not in self.frozen}
+        frozen = set(self.frozen)
+        return {name: shape for name, shape in self.parameters.items() if name not in frozen}
 
 
 def settings_of(model: "torch.nn.Module") -> Settings:

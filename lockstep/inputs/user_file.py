@@ -1,10 +1,11 @@
-"""What a user's file holds, named as path/to/file.py:NAME: a model or an optimizer of their own."""
+"""What a user's file holds, named as path/to/file.py:NAME: a strategy, a model or an optimizer of their own."""
 
 import hashlib
 import importlib.util
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from lockstep.errors import UserError, first_line
@@ -18,7 +19,7 @@ def is_named(text: str) -> bool:
 def absolute(text: str) -> str:
     """The same name, from any folder."""
     path, _, name = text.rpartition(":")
-    return f"{Path(path).absolute()}:{name}"
+    return f"{Path(path).expanduser().absolute()}:{name}"
 
 
 def sha256(text: str, option: str) -> str:
@@ -33,18 +34,27 @@ def sha256(text: str, option: str) -> str:
 def load(text: str, option: str) -> Callable[..., Any]:
     """The function or class that is named, with its file imported once. Raises UserError."""
     path, _, name = text.rpartition(":")
-    place = f"lockstep_user_{sha256(text, option)[:16]}"
-    if place not in sys.modules:
-        spec = importlib.util.spec_from_file_location(place, path)
-        assert spec is not None and spec.loader is not None, "its name ends in .py"
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[place] = module
-        try:
-            spec.loader.exec_module(module)
-        except Exception as error:  # noqa: BLE001 - a user's file may raise anything
-            del sys.modules[place]
-            raise UserError(f"{option} {text}: the file cannot be imported ({first_line(error)})") from error
-    found = getattr(sys.modules[place], name, None)
+    try:
+        module = import_file(Path(path))
+    except Exception as error:  # noqa: BLE001 - a user's file may raise anything
+        raise UserError(f"{option} {text}: the file cannot be imported ({first_line(error)})") from error
+    found = getattr(module, name, None)
     if not callable(found):
         raise UserError(f"{option} {text}: the file has no function or class {name}")
     return found
+
+
+def import_file(path: Path) -> ModuleType:
+    """A user's file as a module, under a name that processes started later can import again."""
+    name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec and spec.loader, "a name that ends in .py has a loader"
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]

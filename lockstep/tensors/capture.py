@@ -30,7 +30,6 @@ from torch.distributed.tensor import DTensor
 
 from lockstep.blocks import Runs, blocks
 from lockstep.collective import gather_objects, stop_together
-from lockstep.config import OPTIMIZERS
 from lockstep.errors import first_line
 from lockstep.files import remove_captured, why_not_written
 from lockstep.mesh import Coordinates, share
@@ -84,7 +83,7 @@ class Capture:
         found = layout_of(provenance["architecture"], config.attn_impl)
         self.layout = replace(found, state=state_of(config.optimizer, found.model.trained))
         self.kinds = self.layout.kinds(provenance["config"])
-        kept = len(self.kinds) if config.optimizer in OPTIMIZERS else MOST_KINDS
+        kept = MOST_KINDS if config.has_own_optimizer else len(self.kinds)
         self.num_tensors = 2 * len(self.layout.outputs) + kept * len(self.layout.parameters) + 2
         run = {key: value for key, value in provenance.items() if key != "origin"}
         self.manifest: dict[str, Any] = {
@@ -166,7 +165,7 @@ class Capture:
 
     def end(self, record: dict, *, updated: bool = True) -> None:
         """After the update: write optimizer state and parameters, finish the file, name the step in the manifest."""
-        if updated and self.config.optimizer not in OPTIMIZERS and not self.layout.state:
+        if updated and self.config.has_own_optimizer and not self.layout.state:
             self._see_state()
         for kind in self.kinds[1:] if updated else ():
             self._write_held(kind)

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lockstep.config import OPTIMIZERS, Parser
+from lockstep.config import Parser
 from lockstep.diagnosis.diagnose import Diagnosis, diagnose
 from lockstep.errors import UserError, run_program
 from lockstep.files import REPORTS, require_ours, require_writable_folder
@@ -324,7 +324,7 @@ def _judge_step(
             distance, which = found[strategy][name], pass_of(name)
             if name.removeprefix("parameter/") in ddp.layout.model.frozen:
                 result.rows.append(Judgement(strategy, step, name, distance, 0.0, 0.0))
-            elif which == "update" and not name.startswith("average/") and _steps_own_optimizer(ddp):
+            elif which == "update" and not name.startswith("average/") and ddp.has_own_optimizer:
                 lowered = references[strategy].steps[str(step)].get("lowered")
                 result.rows.append(
                     judge_own_update(
@@ -386,17 +386,13 @@ def _clip_factor(dump: Dump, initial: Dump, norm: Norm) -> float:
     options = dump.run["config"]
     factors = list(dict.fromkeys([*clip_factors(options, norm.used), *clip_factors(options, norm.held)]))
     whole = [name for name in dump.layout.model.trained if _has_update(dump, norm.step, name)]
-    if len(factors) == 1 or not whole or _steps_own_optimizer(dump):
+    if len(factors) == 1 or not whole or dump.has_own_optimizer:
         return factors[0]
 
     def error(factor: float) -> float:
         return next(iter(update_distances(dump, initial, norm.step, factor, whole[-1]).values())).error
 
     return min(factors, key=error)
-
-
-def _steps_own_optimizer(dump: Dump) -> bool:
-    return dump.run["config"]["optimizer"] not in OPTIMIZERS
 
 
 def _has_update(dump: Dump, step: int, name: str) -> bool:
@@ -431,7 +427,7 @@ def _update(
 ) -> dict[str, Distance]:
     strategy, name = item
     dump = dumps[strategy]
-    if _steps_own_optimizer(dump):
+    if dump.has_own_optimizer:
         found = own_update_distances(dump, references[strategy], reference, step, name)
     else:
         found = update_distances(dump, reference, step, clips[strategy], name)
@@ -461,7 +457,7 @@ def _losses(
         return sum(losses[share * each : (share + 1) * each]) / each
 
     # weights that a bfloat16 optimizer has moved otherwise, or other micro batches of a mixture, have another loss
-    moves = bool(references) and (bool(baseline.layout.choices) or _steps_own_optimizer(baseline))
+    moves = bool(references) and (bool(baseline.layout.choices) or baseline.has_own_optimizer)
     found = []
     for rank in range(shares):
         loss = of_rank(baseline, rank)

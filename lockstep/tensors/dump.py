@@ -88,6 +88,11 @@ class Dump:
     def is_replay(self) -> bool:
         return self.exact and not self.is_reference
 
+    @property
+    def has_own_optimizer(self) -> bool:
+        """Whether its optimizer is not one of the built-in ones."""
+        return self.run["config"]["optimizer"] not in OPTIMIZERS
+
     @functools.cache  # noqa: B019 - a dump lives as long as its comparison
     def expected(self, step: int) -> dict[str, tuple[int, ...]]:
         """Name -> shape of every tensor that the step must have, in order of execution."""
@@ -96,8 +101,7 @@ class Dump:
         if step == 0:
             kinds = ("parameter",)
         elif self.is_replay:  # which steps an optimizer of the user's own, too
-            own = config["optimizer"] not in OPTIMIZERS
-            kinds = ("gradient", *self.layout.state, "parameter") if own else ("gradient",)
+            kinds = ("gradient", *self.layout.state, "parameter") if self.has_own_optimizer else ("gradient",)
         rows = config["batch_size"] * config["gradient_accumulation_steps"] * config["dp_size"]
         return self.layout.of_step(kinds, rows, config["seq_length"])
 

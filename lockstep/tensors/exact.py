@@ -1,8 +1,8 @@
 """Make a model compute in float64: its own code, run in a mode in which float32 means float64.
 
 A model casts to float32 where low precision would hurt: in norms, softmax and loss. Inside `Float64` these casts are to float64, and so
-are those to bfloat16 and the default dtype; `torch.finfo` still speaks of float32. What does not depend on the weights, such as a rotary table, is an input: it stays as the
-runs compute it, in float32.
+are those to bfloat16 and the default dtype; `torch.finfo` still speaks of float32. What does not depend on the weights, such as a rotary
+table, is an input: it stays as the runs compute it, in float32.
 
 A mixture's router chooses experts by `torch.topk`. Where two scores are nearly equal, rounding errors decide, and everything after it
 differs. So the reference can be told what a run chose. It then reports how far each choice is from being its own.
@@ -21,18 +21,41 @@ LOWER = (torch.float32, torch.bfloat16, torch.float16)
 CASTS = (torch.Tensor.float, torch.Tensor.bfloat16, torch.Tensor.half)
 
 
-class Float64(TorchFunctionMode):
+class CountsTopk(TorchFunctionMode):
+    """A mode that numbers the calls of `torch.topk`, from 0. What is done with a call is the subclass's to say."""
+
+    calls = 0
+
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if function not in (torch.topk, torch.Tensor.topk):
+            return result
+        self.calls += 1
+        return self.see_topk(self.calls - 1, args[0], result)
+
+    def see_topk(self, number: int, scores: torch.Tensor, result: Any) -> Any:
+        """What the call returns, given its `result`."""
+        return result
+
+
+class Float64(CountsTopk):
     """Inside, torch.float32, bfloat16 and float16 mean torch.float64.
 
     `choices` are the indices that calls of `torch.topk` shall return, by the number of the call. Afterwards `regrets` has, for each of
     them, by how much the least chosen score is below the greatest that was not chosen, for every row; at most 0 where the choice is the
-    mode's own, and infinite where topk could not make it: one index twice, or out of range. `lowered` tells whether something asked for bfloat16 or float16.
+    mode's own, and infinite where topk could not make it: one index twice, or out of range. `lowered` tells whether something asked for
+    bfloat16 or float16.
     """
 
     def __init__(self, choices: dict[int, torch.Tensor] | None = None):
         super().__init__()
         self.choices, self.regrets, self.lowered = choices or {}, dict[int, torch.Tensor](), False
-        self._calls = 0  # of topk
 
     def __enter__(self) -> "Float64":
         self._default, self._finfo = torch.get_default_dtype(), torch.finfo
@@ -59,12 +82,7 @@ class Float64(TorchFunctionMode):
             self.lowered |= function is not torch.Tensor.float
             function = torch.Tensor.double
         args, kwargs = tree_map(self._widened, (args, kwargs or {}))
-        result = function(*args, **kwargs)
-        if function in (torch.topk, torch.Tensor.topk):
-            self._calls += 1
-            if self._calls - 1 in self.choices:
-                return self._chosen(args[0], result)
-        return result
+        return super().__torch_function__(function, types, args, kwargs)
 
     def _widened(self, leaf: Any) -> Any:
         if leaf not in LOWER if isinstance(leaf, torch.dtype) else True:
@@ -72,10 +90,11 @@ class Float64(TorchFunctionMode):
         self.lowered |= leaf is not torch.float32
         return torch.float64
 
-    def _chosen(self, scores: torch.Tensor, own: Any) -> Any:
-        """What topk along the last dim would return if it chose so."""
-        number = self._calls - 1
-        told = self.choices[number].reshape(own.indices.shape)
+    def see_topk(self, number: int, scores: torch.Tensor, result: Any) -> Any:
+        """What topk along the last dim would return if it chose as it is told."""
+        if number not in self.choices:
+            return result
+        told = self.choices[number].reshape(result.indices.shape)
         indices = told.clamp(0, scores.shape[-1] - 1)
         values = scores.gather(-1, indices)
         with torch.no_grad():
@@ -87,7 +106,7 @@ class Float64(TorchFunctionMode):
 
 
 def make_exact(model: torch.nn.Module, tables: Collection[str]) -> None:
-    """Give a model float64 weights, in place; call it inside of `Float64`. `tables` are the modules that stay as they are in the runs."""
+    """Prepare a model for `Float64`, in place: float64 weights. `tables` are the modules that stay as they are in the runs."""
     use_eager_experts(model)
     model.double()
     for name in tables:

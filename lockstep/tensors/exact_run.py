@@ -32,7 +32,7 @@ import torch
 from lockstep import config as config_module
 from lockstep import files, preflight
 from lockstep.collective import init_alone
-from lockstep.config import BETAS, EPS, OPTIMIZERS, Config
+from lockstep.config import BETAS, EPS, Config
 from lockstep.errors import TrainingFailure, UserError, run_program
 from lockstep.inputs import weights
 from lockstep.inputs.data import Inputs, global_batch_hash, window_hashes
@@ -212,8 +212,7 @@ def replay(
     own = theirs.run["config"]
     # a mixture's term for the balance of its experts is a mean over micro batches, not over tokens
     other_batches = bool(strategy.choices) and own["batch_size"] != config.batch_size
-    own_optimizer = config.optimizer not in OPTIMIZERS
-    first = 0 if own_optimizer or other_batches or _chose_otherwise(theirs, reference) else 1
+    first = 0 if config.has_own_optimizer or other_batches or _chose_otherwise(theirs, reference) else 1
     if len(theirs.steps) <= first:
         files.remove_captured(folder.with_name(f"replay_{folder.name}"))  # an older dump's
         return
@@ -236,7 +235,7 @@ def replay(
             if theirs.has(index + 1, f"forward/{name}")
         }
         digest = source.parameter_digest(index)
-        again = functools.partial(strategy.step_as, theirs, index) if own_optimizer else None
+        again = functools.partial(strategy.step_as, theirs, index) if config.has_own_optimizer else None
         _one_step(config, inputs, strategy, capture, index, started_from=digest, chosen=chosen, again=again)
 
 

@@ -401,8 +401,10 @@ class Result:
         Then the model or its optimizer jumps there, or is ill-conditioned, so that rounding errors alone take correct runs so far. If
         the others are nearer, this run is wrong.
         """
+        if strategy != self.baseline or not self.has_reference:
+            return False
         failures = self.failures(strategy)
-        if strategy != self.baseline or not self.has_reference or not failures:
+        if not failures:
             return False
         far = {(row.step, row.name): row for row in self.rows if row.strategy == strategy and row.too_far}
         if any((step, name) not in far or name.startswith("batch/") for step, _, name, _ in failures):

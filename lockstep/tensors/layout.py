@@ -79,25 +79,28 @@ class Layout:
                 name: tuple(sizes.get(size, size) for size in shape) for name, shape in self.outputs.items()
             }
             found |= {f"forward/{name}": shape for name, shape in shapes.items()}
+            gradients = {f"gradient/{name}": shape for name, shape in self.model.trained.items()}
+            of_module: dict[str, dict[str, tuple[int, ...]]] = {}
+            for name, shape in gradients.items():
+                module = name.removeprefix("gradient/").rpartition(".")[0]
+                of_module.setdefault(module, {})[name] = shape
             for name in self.backward:
                 found[f"backward/{name}"] = shapes[name]
-                found |= {f"gradient/{own}": self.parameters[own] for own in self._parameters_of(name)}
-            found |= {f"gradient/{name}": shape for name, shape in self.model.trained.items()}
+                found |= of_module.get(name, {})
+            found |= gradients  # those of modules without a captured gradient
         for name, shape in self.parameters.items():
-            whole = {kind: shape for kind in kinds if kind not in ("gradient", *self.state)}
-            kept = {kind: self.state[kind][name] for kind in kinds if name in self.state.get(kind, {})}
-            found |= {
-                f"{kind}/{name}": {**whole, **kept}[kind] for kind in kinds if kind in {**whole, **kept}
-            }
+            for kind in kinds:
+                if kind in self.state:
+                    if name in self.state[kind]:
+                        found[f"{kind}/{name}"] = self.state[kind][name]
+                elif kind != "gradient":
+                    found[f"{kind}/{name}"] = shape
         return found
 
     def is_further(self, name: str) -> bool:
         """Whether a name is that of an output of a module beside its first."""
         module, _, number = name.rpartition(".")
         return number.isdigit() and module in self.outputs and not module.endswith(".input")
-
-    def _parameters_of(self, module: str) -> list[str]:
-        return [name for name in self.model.trained if name.rpartition(".")[0] == module]
 
 
 def as_json(layout: Layout) -> dict:

@@ -5,7 +5,6 @@ its parameters, and have a gradient that agrees with central differences of its 
 the differences are noise: at a step of 1e-6, a float32 loss is off by 1e-7 and its difference by a tenth.
 """
 
-import copy
 import math
 
 import torch
@@ -121,18 +120,10 @@ def _fill(model: torch.nn.Module, generator: torch.Generator) -> None:
 
 def shallow(architecture: dict) -> dict:
     """The model with at most two layers, or one of each kind that it lists."""
-    architecture = copy.deepcopy(architecture)
     depth = architecture.get("num_hidden_layers")
     if not isinstance(depth, int) or depth <= 2:
         return architecture
-    lists = {
-        key: value for key, value in architecture.items() if isinstance(value, list) and len(value) == depth
-    }
+    lists = architectures.of_layers(architecture)
     kinds = [tuple(map(str, of_layer)) for of_layer in zip(*lists.values(), strict=True)]
-    chosen = sorted({kinds.index(kind) for kind in kinds}) or [0, 1]
-    chosen = chosen if len(chosen) > 1 else [0, 1]
-    return {
-        **architecture,
-        **{key: [value[each] for each in chosen] for key, value in lists.items()},
-        "num_hidden_layers": len(chosen),
-    }
+    chosen = sorted({kinds.index(kind) for kind in kinds})
+    return architectures.with_layers(architecture, chosen if len(chosen) > 1 else [0, 1])

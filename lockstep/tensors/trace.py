@@ -9,18 +9,18 @@ import contextlib
 import functools
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.autograd.graph import Node
-from torch.overrides import TorchFunctionMode
 
 from lockstep.errors import UserError, first_line
 from lockstep.inputs import user_file
 from lockstep.inputs.model import causal_lm_loss
 from lockstep.inputs.shapes import build_empty, describe, from_config, quiet, use_eager_experts
+from lockstep.tensors.exact import CountsTopk
 from lockstep.tensors.layout import BATCH, SEQUENCE, Choice, Layout
 
 SIZES = ((2, 3), (4, 5), (3, 7))  # batch and sequence of the passes
@@ -88,6 +88,8 @@ def _traces(config: dict, attn_impl: str, base: str) -> tuple[list["_Trace"], li
 
     def of(model: torch.nn.Module) -> tuple[list[_Trace], list[str]]:
         traces = [_Trace(model, base, vocab_size, *size) for size in SIZES]
+        if all(parameter.requires_grad for parameter in model.parameters()):
+            return traces, traces[0].tables
         model.requires_grad_(True)  # what frozen weights make is no table
         return traces, _Trace(model, base, vocab_size, *SIZES[0]).tables
 
@@ -145,22 +147,15 @@ def _fill(model: torch.nn.Module) -> None:
                 module._buffers[name] = torch.zeros((), dtype=buffer.dtype).expand(buffer.shape)
 
 
-class _Topk(TorchFunctionMode):
+class _Topk(CountsTopk):
     """Remembers what each call of `torch.topk` was given and returned."""
 
     def __init__(self) -> None:
-        self.calls: list[tuple[torch.Tensor, torch.Tensor]] = []  # scores and indices
+        super().__init__()
+        self.seen: list[tuple[torch.Tensor, torch.Tensor]] = []  # scores and indices
 
-    def __torch_function__(
-        self,
-        function: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        result = function(*args, **(kwargs or {}))
-        if function in (torch.topk, torch.Tensor.topk):
-            self.calls.append((args[0], result.indices))
+    def see_topk(self, number: int, scores: torch.Tensor, result: Any) -> Any:
+        self.seen.append((scores, result.indices))
         return result
 
 
@@ -217,7 +212,7 @@ class _Trace:
 
     def chosen(self, tensor: torch.Tensor) -> int | None:
         """The number of the call of topk that returned these indices."""
-        indices = [_storage(indices) for _, indices in self._topk.calls]
+        indices = [_storage(indices) for _, indices in self._topk.seen]
         return indices.index(_storage(tensor)) if _storage(tensor) in indices else None
 
     def choices(self, outputs: dict[str, tuple]) -> dict[str, Choice]:
@@ -231,7 +226,7 @@ class _Trace:
         for name in outputs:
             call = self.chosen(self.tensors[name])
             if call is not None:
-                nearest = _nearest(self._topk.calls[call][0].grad_fn, nodes)
+                nearest = _nearest(self._topk.seen[call][0].grad_fn, nodes)
                 found[name] = Choice(call, nearest[0] if len(nearest) == 1 else "")
         return found
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from lockstep import strategies
-from lockstep.config import BETAS, EPS, OPTIMIZERS, PARAM_DTYPES, Config
+from lockstep.config import BETAS, EPS, PARAM_DTYPES, Config
 from lockstep.inputs.shapes import Description, build_empty
 from lockstep.mesh import Mesh
 from lockstep.training import compiled, cuts, rates
@@ -110,7 +110,7 @@ def expected_contract(
 
 def own_optimizer(config: Config, architecture: dict) -> dict[str, Any] | None:
     """The entries of an optimizer of the user's own, made for the model without its numbers; None for adamw and sgd."""
-    if config.optimizer in OPTIMIZERS:
+    if not config.has_own_optimizer:
         return None
     from lockstep.training import observe, optim
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from lockstep import origin, strategies
 from lockstep.collective import gather_objects, stop_together, stopping_together
-from lockstep.config import OPTIMIZERS, PLACES, Config
+from lockstep.config import PLACES, Config
 from lockstep.errors import TrainingFailure, UserError
 from lockstep.files import write_text
 from lockstep.inputs import weights
@@ -228,9 +228,10 @@ def train_step(
     if capture:
         capture.gradients()
     norms = group_norms(strategy) if config.group_norms else None
+    num_steps = config.debug_steps or config.num_epochs * batches.steps_per_epoch
+    rate = rates.rate_of(vars(config), index + 1, num_steps)
     if rates.changes(vars(config)):
-        num_steps = config.debug_steps or config.num_epochs * batches.steps_per_epoch
-        set_rate(strategy.optimizer, rates.rate_of(vars(config), index + 1, num_steps), config.learning_rate)
+        set_rate(strategy.optimizer, rate, config.learning_rate)
     gathered = _start_gathering(loss, [float(bool(problem)), *hashes_fed], device)
     grad_norm = strategy.update()
     independent_tokens = batches.independent_tokens(index)
@@ -246,11 +247,10 @@ def train_step(
         "loss": sum(losses[r] for r in lead) / len(lead),
         "rank_losses": [losses[r] for r in lead],
         "grad_norm": grad_norm,
-        "learning_rate": learning_rate(strategy.optimizer.param_groups[0])
-        if config.optimizer in OPTIMIZERS
-        else rates.rate_of(
-            vars(config), index + 1, config.debug_steps or config.num_epochs * batches.steps_per_epoch
-        ),
+        # the groups of an optimizer of one's own may have several
+        "learning_rate": rate
+        if config.has_own_optimizer
+        else learning_rate(strategy.optimizer.param_groups[0]),
         "tokens": batches.windows_per_step * config.seq_length,
         "independent_tokens": independent_tokens,
         "seconds": seconds,

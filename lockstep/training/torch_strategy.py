@@ -345,13 +345,14 @@ def pieces(tensor: torch.Tensor) -> list[tuple[tuple[int, ...], torch.Tensor]]:
 @functools.cache
 def _runs(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...]) -> list[Runs]:
     """Which places along every dim are this rank's: DTensor cuts a list of them as it cuts the tensor."""
-    found = []
+    found: list[Runs] = []
     for dim, size in enumerate(shape):
         along = [_along(placement, dim) for placement in placements]
+        if all(placement.is_replicate() for placement in along):
+            found.append([(0, size)])
+            continue
         places = torch.arange(size, device=mesh.device_type)
-        if any(not placement.is_replicate() for placement in along):
-            places = distribute_tensor(places, mesh, along, src_data_rank=None).to_local()
-        found.append(runs_of(places.tolist()))
+        found.append(runs_of(distribute_tensor(places, mesh, along, src_data_rank=None).to_local().tolist()))
     return found
 
 

@@ -450,13 +450,8 @@ class LeastExpertFirst(OwnRouter):
         return logits, scores.flip(-1), chosen.flip(-1)
 
 
-class SoftmaxOfChosen(OwnRouter):
-    """The softmax of the chosen logits is the renormalised softmax of all."""
-
-    def route(self, gate, x):
-        logits = F.linear(x.reshape(-1, gate.hidden_dim), gate.weight)
-        highest, chosen = logits.float().topk(gate.top_k)
-        return logits, highest.softmax(-1), chosen
+class SoftmaxOfChosen(SoftmaxAfterChoice):
+    """Right where the model renormalises: the softmax of the chosen logits is then the renormalised softmax of all."""
 
 
 class BalanceByHand(DDP):
