@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.training import ddp_options
+from lockstep.plan import ddp
 from lockstep.training.torch_strategy import TorchStrategy
 
 if TYPE_CHECKING:
@@ -25,9 +25,9 @@ class DDPStrategy(TorchStrategy):
     wrapped: DistributedDataParallel
 
     def parallelize(self, model: "PreTrainedModel", device_mesh: DeviceMesh) -> torch.nn.Module:
-        own = ddp_options.of(self.config)
+        own = ddp.of(self.config)
         self.synced = collections.deque[str](maxlen=self.config.gradient_accumulation_steps)
-        given = own.bucket_cap_mb != ddp_options.TORCHS_BUCKET
+        given = own.bucket_cap_mb != ddp.TORCHS_BUCKET
         wrapped = DistributedDataParallel(
             CastWeights(model, torch.bfloat16) if self.config.precision == "mixed" else model,
             process_group=device_mesh["dp"].get_group(),
@@ -43,7 +43,7 @@ class DDPStrategy(TorchStrategy):
 
     @contextlib.contextmanager
     def _reducing(self, last: bool) -> Iterator[None]:
-        with super()._reducing(last or ddp_options.of(self.config).gradient_sync == "every"):
+        with super()._reducing(last or ddp.of(self.config).gradient_sync == "every"):
             self.synced.append("all" if self.wrapped.require_backward_grad_sync else "none")
             yield
 

@@ -31,7 +31,8 @@ from lockstep.collective import gather_objects
 from lockstep.config import PARAM_DTYPES
 from lockstep.inputs import modules
 from lockstep.mesh import share
-from lockstep.training import compiled, fsdp_options
+from lockstep.plan import fsdp
+from lockstep.training import compiled
 from lockstep.training.optim import gradient_of
 from lockstep.training.pipeline import Pipeline
 from lockstep.training.torch_strategy import TorchStrategy
@@ -160,7 +161,7 @@ class FSDPStrategy(TorchStrategy):
     """Weights cut over tp, then over dp; `lockstep.training.torch_strategy` has what it shares with other strategies in torch."""
 
     def parallelize(self, model: "PreTrainedModel", device_mesh: DeviceMesh) -> torch.nn.Module:
-        own = fsdp_options.of(self.config)
+        own = fsdp.of(self.config)
         if device_mesh["tp"].size() > 1:
             shard_over_tp(model, device_mesh["tp"], sequence_parallel=own.sequence_parallel)
             if self.config.compile != "off":
@@ -204,7 +205,7 @@ class FSDPStrategy(TorchStrategy):
         return list(model.get_submodule(layers).children()) if layers else []
 
     def _pipeline(self, model: "PreTrainedModel", device_mesh: DeviceMesh) -> Pipeline:
-        config, own = self.config, fsdp_options.of(self.config)
+        config, own = self.config, fsdp.of(self.config)
         micro = own.microbatches(config.batch_size)
         pipeline = Pipeline(
             model,
@@ -230,14 +231,14 @@ class FSDPStrategy(TorchStrategy):
         self, input_ids: torch.Tensor, labels: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         input_ids, labels, positions = super().cut(input_ids, labels)
-        if positions is None and fsdp_options.of(self.config).sequence_parallel:
+        if positions is None and fsdp.of(self.config).sequence_parallel:
             # transformers would count the positions of the embedding's output, of which this rank has a part
             positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
         return input_ids, labels, positions
 
     @contextlib.contextmanager
     def _reducing(self, last: bool) -> Iterator[None]:
-        sync = fsdp_options.of(self.config).gradient_sync
+        sync = fsdp.of(self.config).gradient_sync
         with super()._reducing(last or sync != "last"):
             if sync == "scatter":
                 cast(FSDPModule, self.wrapped).set_requires_all_reduce(last)

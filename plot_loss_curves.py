@@ -17,14 +17,13 @@ import shlex
 import sys
 from pathlib import Path
 
-from lockstep.config import Parser
+from lockstep.config import BASELINE, history_file
 from lockstep.errors import UserError, printable, run_program
 from lockstep.files import FIGURE, VERDICT, require_ours, require_writable_file
+from lockstep.flags import Parser
 from lockstep.losses import curve_report as report
 from lockstep.losses import folder
 from lockstep.losses.curves import PASS
-from lockstep.strategies import BASELINE
-from lockstep.training import history
 
 FIGURES = (".png", ".pdf", ".svg")
 
@@ -76,7 +75,7 @@ def run(input_dir: Path, output: Path, json_path: Path | None, command: str) -> 
     histories, control = folder.read(folder.paths(input_dir))
     if not histories:
         raise UserError(
-            f"--input_dir {input_dir}: no {history.path_of(Path(), BASELINE)} and no other loss_NAME.json; train first"
+            f"--input_dir {input_dir}: no {history_file(Path(), BASELINE)} and no other loss_NAME.json; train first"
         )
     print(report.statistics(histories))
     judged = folder.judge(input_dir, histories, control)

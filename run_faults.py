@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep import startup
-from lockstep.config import Parser
+from lockstep.config import BASELINE, CONTROL, Spec, history_file
 from lockstep.errors import TrainingFailure, UserError, run_program
 from lockstep.files import (
     require_new_folder,
@@ -36,8 +36,9 @@ from lockstep.files import (
     require_writable_folder,
     write_result,
 )
+from lockstep.flags import Parser
 from lockstep.running import locks
-from lockstep.strategies import BASELINE, Row, others, recorded, row_of
+from lockstep.strategies import others, recorded, spec_of
 from lockstep.training import history
 
 if TYPE_CHECKING:
@@ -90,9 +91,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def rows_of(options: argparse.Namespace) -> dict[str, Row]:
+def rows_of(options: argparse.Namespace) -> dict[str, Spec]:
     """The strategies to plant in, by name."""
-    return {row.name: row for row in map(row_of, [options.strategy] if options.strategy else others())}
+    return {spec.name: spec for spec in map(spec_of, [options.strategy] if options.strategy else others())}
 
 
 def choose(options: argparse.Namespace) -> list[tuple]:
@@ -134,7 +135,7 @@ class Group:
 
     def __init__(self, key: tuple, folder: Path, options: argparse.Namespace):
         self.model, self.arguments, self.flags, self.mesh = key
-        self.rows = {**rows_of(options), BASELINE: row_of(BASELINE)}
+        self.rows = {**rows_of(options), BASELINE: spec_of(BASELINE)}
         self.folder, self.options = folder, options
 
     def job(self, strategy: str, name: str) -> dict:
@@ -155,7 +156,7 @@ class Group:
             str(self.folder),
             *self.arguments,
         ]
-        if strategy == history.CONTROL:
+        if strategy == CONTROL:
             return {"strategy": BASELINE, "arguments": [*arguments, "--noise_control"]}
         arguments += ["--capture_steps", "2", "--capture_dir", str(self.folder / name)]
         if strategy == REFERENCE:
@@ -174,13 +175,13 @@ class Group:
         return self.folder / name / f"losses_{strategy}"
 
     def losses(self, strategy: str, name: str) -> history.History:
-        return history.read(history.path_of(self.history_folder(strategy, name), strategy))
+        return history.read(history_file(self.history_folder(strategy, name), strategy))
 
 
 Planned = tuple[Group, str, str]  # (group, fault name, strategy)
 
 
-def train(groups: dict[Group, list[tuple["Fault", Row]]], folder: Path) -> dict[Planned, float | str]:
+def train(groups: dict[Group, list[tuple["Fault", Spec]]], folder: Path) -> dict[Planned, float | str]:
     """Run everything. Returns seconds, or why it failed, by (group, fault name, strategy)."""
     from lockstep.running import jobs
 
@@ -188,8 +189,8 @@ def train(groups: dict[Group, list[tuple["Fault", Row]]], folder: Path) -> dict[
     # a strategy may be unable to change its mesh within a process (docs/findings.md)
     by_mesh: dict[tuple[int, ...], list[Planned]] = collections.defaultdict(list)
     for group, pairs in groups.items():
-        alone = row_of(BASELINE).largest(group.mesh)
-        by_mesh[tuple(alone.sizes.values())] += [(group, CLEAN, BASELINE), (group, CLEAN, history.CONTROL)]
+        alone = spec_of(BASELINE).largest(group.mesh)
+        by_mesh[tuple(alone.sizes.values())] += [(group, CLEAN, BASELINE), (group, CLEAN, CONTROL)]
         for row in dict.fromkeys(row for _, row in pairs):
             mesh = row.largest(group.mesh)
             faulty = [(group, fault.name, row.name) for fault, other in pairs if other == row]
@@ -212,7 +213,7 @@ def train(groups: dict[Group, list[tuple["Fault", Row]]], folder: Path) -> dict[
         ended = [
             run
             for run, seconds in outcome.items()
-            if run[0] is group and run[2] not in (BASELINE, history.CONTROL) and not isinstance(seconds, str)
+            if run[0] is group and run[2] not in (BASELINE, CONTROL) and not isinstance(seconds, str)
         ]
         dumps = [str(group.dump(strategy, name)) for _, name, strategy in ended]
         replays.append({**group.job(REFERENCE, CLEAN), "replays": dumps})
@@ -235,7 +236,7 @@ def verdicts(
         strategy: Dump(mine.with_name(f"replay_{strategy}")),
     }
     baseline = group.losses(BASELINE, CLEAN)
-    tolerance = curves.tolerance_for(baseline, group.losses(history.CONTROL, CLEAN))
+    tolerance = curves.tolerance_for(baseline, group.losses(CONTROL, CLEAN))
     curve = curves.compare_curves(baseline, group.losses(strategy, name), tolerance)
     return compare_dumps(reference, {BASELINE: ddp, strategy: dump}, replays), curve, reference, replays
 
@@ -381,10 +382,10 @@ def run(options: argparse.Namespace, folder: Path) -> int:
     outcome = train(groups, folder)
     rows = []
     for group, members in groups.items():
-        for name in (BASELINE, history.CONTROL, *dict.fromkeys(row.name for _, row in members)):
+        for name in (BASELINE, CONTROL, *dict.fromkeys(row.name for _, row in members)):
             if isinstance(outcome[group, CLEAN, name], str):
                 raise TrainingFailure(f"{name} fails without a fault: {outcome[group, CLEAN, name]}")
-            if name not in (BASELINE, history.CONTROL):
+            if name not in (BASELINE, CONTROL):
                 require_clean(group, name)
         for fault, row in members:
             seconds = outcome[group, fault.name, row.name]

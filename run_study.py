@@ -27,8 +27,8 @@ from extras.studies import study as study_file
 from extras.studies.study import Planned, Study, Vary
 from extras.studies.variations import Group
 from lockstep import files, startup
-from lockstep.config import Parser
 from lockstep.errors import UserError, printable, run_program
+from lockstep.flags import Parser
 from lockstep.running import locks
 
 if TYPE_CHECKING:

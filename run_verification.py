@@ -23,14 +23,14 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from lockstep import config as config_module
-from lockstep import files, preflight, startup
-from lockstep.config import Config, Parser
+from lockstep import command_line, files, preflight, startup
+from lockstep.config import BASELINE, Config
 from lockstep.errors import UserError, printable, run_program
+from lockstep.flags import Parser
 from lockstep.losses.curves import RULES
 from lockstep.running import jobs, locks
 from lockstep.runs import HELP, Run, runs_of
-from lockstep.strategies import BASELINE, ROWS
+from lockstep.strategies import SPECS
 from lockstep.training import initial_weights
 from lockstep.verification import check_reference
 
@@ -52,7 +52,7 @@ SET_HERE = (
 
 
 def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    defaults = config_module.Config
+    defaults = Config
     parser = Parser(prog="run_verification.py", description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument(
         "--output_dir",
@@ -62,7 +62,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument(
         "--strategies",
-        default=",".join(ROWS),
+        default=",".join(SPECS),
         help=f"{HELP} (default: %(default)s)",
     )
     parser.add_argument(
@@ -196,13 +196,13 @@ def main(argv: list[str] | None = None) -> int:
 def verify(options: argparse.Namespace, rest: list[str]) -> int:
     rest = [*rest, "--dp_size", str(options.dp_size), "--debug_steps", str(options.steps)]
     folder = check_folder(options)
-    runs = runs_of(options.strategies, config_module.parse_config(BASELINE, rest), options.tp_size)
+    runs = runs_of(options.strategies, command_line.parse_config(BASELINE, rest), options.tp_size)
     files.require_writable_folder(folder, "--output_dir", keep=False)
     elsewhere = ["--loss_output_dir", str(folder / "losses"), "--storage_path", str(folder / "losses")]
     configs = []
     for run in runs:  # a usage error is answered before anything is removed or started
         dry = ["--dry_run"]  # leaves no folder behind
-        config = config_module.parse_config(run.row.place, [*rest, *elsewhere, *dry, *run.arguments])
+        config = command_line.parse_config(run.spec.place, [*rest, *elsewhere, *dry, *run.arguments])
         if config.precision not in RULES:
             raise UserError(
                 f"no tolerance is derived for --precision {config.precision}; use {' or '.join(RULES)}"
@@ -244,7 +244,7 @@ def train_and_compare(
     for run in runs:
         own = [*(save if run.is_baseline else []), *run.arguments]
         groups.setdefault(run.mesh.world_size, []).append(
-            {"strategy": run.row.place, "arguments": [*rest, *own]}
+            {"strategy": run.spec.place, "arguments": [*rest, *own]}
         )
     groups[None] = [{"strategy": jobs.REFERENCE, "arguments": rest}]
     jobs.start_all_groups(list(groups.items()), folder / "logs", shown=True)

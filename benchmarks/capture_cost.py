@@ -16,17 +16,18 @@ from pathlib import Path
 
 from outputs import output
 
+from lockstep.config import history_file
 from lockstep.files import write_result
 from lockstep.mesh import Mesh
 from lockstep.running import jobs
-from lockstep.strategies import ROWS
+from lockstep.strategies import SPECS
 from lockstep.tensors import comparison as compare
 from lockstep.tensors.dump import Dump
 from lockstep.training import history
 
 ROOT = Path(__file__).parents[1]
 
-MESHES = {name: row.largest(Mesh(dp=2, tp=2)) for name, row in ROWS.items()}
+MESHES = {name: row.largest(Mesh(dp=2, tp=2)) for name, row in SPECS.items()}
 CAPTURED, PLAIN = 3, 4
 
 
@@ -43,7 +44,7 @@ def train(strategy: str, folder: Path, model: list[str]) -> dict:
     jobs.start_all(
         MESHES[strategy].world_size, [{"strategy": strategy, "arguments": arguments}], folder / "work"
     )
-    record = history.read(history.path_of(folder / "losses", strategy))
+    record = history.read(history_file(folder / "losses", strategy))
     seconds = [step["seconds"] for step in record.steps]
     captured, plain = statistics.median(seconds[1:CAPTURED]), statistics.median(seconds[CAPTURED + 1 :])
     size = sum(path.stat().st_size for path in (folder / strategy).iterdir()) / CAPTURED / 2**30

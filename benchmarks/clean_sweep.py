@@ -18,12 +18,13 @@ from pathlib import Path
 
 from outputs import output
 
-from lockstep.config import parse_config
+from lockstep.command_line import parse_config
+from lockstep.config import BASELINE, CONTROL, history_file
 from lockstep.files import write_result
 from lockstep.losses import curves
 from lockstep.running import jobs
 from lockstep.runs import Run, runs_of
-from lockstep.strategies import BASELINE, others
+from lockstep.strategies import others
 from lockstep.tensors.comparison import compare_dumps
 from lockstep.tensors.dump import Dump
 from lockstep.training import history
@@ -79,7 +80,7 @@ def train(cases: dict[tuple, int], folder: Path, strategies: list[Run]) -> None:
         runs[dp, 1].append({"strategy": BASELINE, "arguments": [*common, "--control"]})
         runs[dp, tp] += [
             {
-                "strategy": run.row.place,
+                "strategy": run.spec.place,
                 "arguments": [*common, "--tp_size", str(tp), *run.options, "--run_name", run.name],
             }
             for run in strategies
@@ -111,11 +112,8 @@ def judge(folder: Path, strategies: list[Run]) -> tuple[list[dict], list[str], d
         for name in dumps
         if result.verdict(name) != "PASS"
     ]
-    losses = {
-        name: history.read(history.path_of(Path(f"{folder}-losses"), name))
-        for name in (*dumps, history.CONTROL)
-    }
-    tolerance = curves.tolerance_for(losses[BASELINE], losses[history.CONTROL])
+    losses = {name: history.read(history_file(Path(f"{folder}-losses"), name)) for name in (*dumps, CONTROL)}
+    tolerance = curves.tolerance_for(losses[BASELINE], losses[CONTROL])
     for name in (run.name for run in strategies):
         curves.require_comparable_curves(losses[BASELINE], losses[name])
         curve = curves.compare_curves(losses[BASELINE], losses[name], tolerance)

@@ -20,11 +20,10 @@ from pathlib import Path
 
 from outputs import output
 
-from lockstep import config as config_module
-from lockstep import preflight
+from lockstep import command_line, preflight
+from lockstep.config import BASELINE
 from lockstep.files import write_result
 from lockstep.inputs.architectures import TINY_QWEN2
-from lockstep.strategies import BASELINE
 
 SIZES, SIZES_BPE = (1, 10, 100, 1000), (1, 10, 100)  # MB
 STEPS = 100
@@ -69,7 +68,7 @@ def peak_mib() -> int:
 def measure(flags: list[str]) -> None:
     """In this process; prints one line of JSON."""
     start = time.perf_counter()
-    config = config_module.parse_config(BASELINE, flags)
+    config = command_line.parse_config(BASELINE, flags)
     before = peak_mib()
     inputs = preflight.load_inputs(config)
     loaded = time.perf_counter()

@@ -23,9 +23,9 @@ import test_history_fuzz
 import weights_trials
 
 from lockstep import origin
-from lockstep.config import Parser
 from lockstep.errors import UserError, run_program
 from lockstep.files import read_json, require_ours, require_writable_file, write_result
+from lockstep.flags import Parser
 from lockstep.training.observe import versions
 
 MEMORY = 8 << 30  # bytes of address space, of which the libraries take one

@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 from outputs import output
 
-from lockstep.config import BETAS, EPS
+from lockstep.config import BASELINE, BETAS, EPS
 from lockstep.files import FIGURE, write_result
-from lockstep.strategies import BASELINE, others
+from lockstep.strategies import others
 from lockstep.tensors.distance import Distance, Size, clip_factor
 from lockstep.tensors.dump import Dump
 from lockstep.tensors.judgement import (

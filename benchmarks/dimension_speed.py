@@ -20,12 +20,12 @@ import torch.distributed as dist
 from dimension_sweep import STRATEGY as ALL_AXES
 from outputs import output
 
-from lockstep import config as config_module
-from lockstep import origin, preflight
+from lockstep import command_line, origin, preflight
+from lockstep.config import BASELINE
 from lockstep.files import write_result
 from lockstep.inputs.model import build_model
 from lockstep.running.device import make_batch_threads
-from lockstep.strategies import BASELINE, ROWS, others
+from lockstep.strategies import SPECS, others
 from lockstep.training import loop as training
 from lockstep.training.observe import versions
 from lockstep.training.strategy import factory_of
@@ -49,7 +49,7 @@ CASES: dict[str, tuple[str, int, str, str | None, float]] = {
     ),
     "dp 2, real size": (BASELINE, 2, REAL, None, 1.0),
     **{
-        f"{ROWS[name].label}, tp 2 x dp 2, real size": (
+        f"{SPECS[name].label}, tp 2 x dp 2, real size": (
             name,
             4,
             f"{REAL} --tp_size 2",
@@ -63,14 +63,14 @@ CASES: dict[str, tuple[str, int, str, str | None, float]] = {
 
 def measure(strategy_name: str, steps: int, flags: list[str]) -> None:
     """As one rank: train, and print the median wall time and CPU time of a step of every rank, in seconds."""
-    config = config_module.parse_config(strategy_name, flags)
+    config = command_line.parse_config(strategy_name, flags)
     inputs = preflight.load_inputs(config)
     torch.set_num_threads(1)
     make_batch_threads()
     dist.init_process_group("gloo")
     rank, device = dist.get_rank(), torch.device("cpu")
     model, _ = build_model(inputs.architecture, seed=0, attn_impl=config.attn_impl, init_weights_path=None)
-    strategy = factory_of(config.row)(model, config, config.mesh, device)
+    strategy = factory_of(config.spec)(model, config, config.mesh, device)
     seconds = []
     for index in range(WARM_UP + steps):
         dist.barrier()

@@ -18,17 +18,18 @@ from pathlib import Path
 
 from outputs import output
 
-from lockstep.config import parse_config
+from lockstep.command_line import parse_config
+from lockstep.config import BASELINE, CONTROL, history_file
 from lockstep.files import write_result
 from lockstep.losses import curves
 from lockstep.running import jobs
-from lockstep.strategies import BASELINE, ROWS
+from lockstep.strategies import SPECS
 from lockstep.tensors.comparison import compare_dumps
 from lockstep.tensors.dump import Dump
 from lockstep.training import history
 
-STRATEGY = next(row.name for row in ROWS.values() if {"pp", "cp"} <= set(row.axes))
-ULYSSES = next(row.name for row in ROWS.values() if "sp_size" in row.also_called.values())
+STRATEGY = next(row.name for row in SPECS.values() if {"pp", "cp"} <= set(row.axes))
+ULYSSES = next(row.name for row in SPECS.values() if "sp_size" in row.also_called.values())
 SEQUENCE = "--tp_size 2 --sequence_parallel"
 ALONE = {
     "pp 2": "--pp_size 2",
@@ -116,16 +117,14 @@ def train(folder: Path, model: str, precision: str, seeds: list[int]) -> None:
 def judge(folder: Path, model: str, precision: str) -> dict[str, dict]:
     """Name of a run -> its alarms, and the largest multiple of what is tolerated of a tensor."""
     found = {}
-    baseline, control = (
-        history.read(history.path_of(folder / "losses", name)) for name in (BASELINE, history.CONTROL)
-    )
+    baseline, control = (history.read(history_file(folder / "losses", name)) for name in (BASELINE, CONTROL))
     tolerance = curves.tolerance_for(baseline, control)
     for name in cases(model, precision):
         run = name.replace(" ", "").replace(",", "-")
         dumps = {each: Dump(folder / each) for each in (BASELINE, run)}
         replays = {each: Dump(folder / f"replay_{each}") for each in dumps}
         result = compare_dumps(Dump(folder / "reference"), dumps, replays)
-        losses = history.read(history.path_of(folder / "losses", run))
+        losses = history.read(history_file(folder / "losses", run))
         curves.require_comparable_curves(baseline, losses)
         curve = curves.compare_curves(baseline, losses, tolerance)
         alarms = [f"tensors {result.verdict(run)}: {result.failures(run)[:1]}"] * (

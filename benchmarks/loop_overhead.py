@@ -18,11 +18,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from lockstep import config as config_module
-from lockstep import preflight
+from lockstep import command_line, preflight
 from lockstep.inputs.model import build_model, causal_lm_loss
 from lockstep.running.device import training_device
-from lockstep.strategies import ROWS
+from lockstep.strategies import SPECS
 from lockstep.training import history
 from lockstep.training import loop as training
 from lockstep.training.strategy import factory_of
@@ -51,7 +50,7 @@ def bare_step(strategy, config, device, batch):
         with config.autocast(device):
             loss = causal_lm_loss(strategy.wrapped, input_ids, labels, positions)
         loss.backward()
-        if config.row.whole_replicas:
+        if config.spec.whole_replicas:
             torch.nn.utils.clip_grad_norm_(strategy.parameters, config.max_grad_norm)
             strategy.optimizer.step()
         else:
@@ -61,16 +60,16 @@ def bare_step(strategy, config, device, batch):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("strategy", choices=ROWS)
+    parser.add_argument("strategy", choices=SPECS)
     parser.add_argument("--steps", type=int, default=200)
     options, flags = parser.parse_known_args()
-    config = config_module.parse_config(options.strategy, [*flags, "--device", "cpu"])
+    config = command_line.parse_config(options.strategy, [*flags, "--device", "cpu"])
     inputs = preflight.load_inputs(config)
     device = training_device(config)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     model, _ = build_model(inputs.architecture, seed=0, attn_impl=config.attn_impl, init_weights_path=None)
-    strategy = factory_of(config.row)(model, config, config.mesh, device)
+    strategy = factory_of(config.spec)(model, config, config.mesh, device)
     dp_rank = config.mesh.sample_share(rank)
     in_memory = iter(
         [inputs.batches.micro_batches(index, dp_rank, device)[0] for index in range(options.steps)]

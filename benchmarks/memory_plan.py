@@ -19,12 +19,12 @@ from outputs import output
 
 from extras.memory import plan
 from extras.studies import study as study_file
-from lockstep import config as config_module
+from lockstep import command_line
+from lockstep.config import BASELINE
 from lockstep.errors import run_program
 from lockstep.files import read_json, write_result
 from lockstep.inputs import architectures
 from lockstep.inputs.architectures import BUILT_IN
-from lockstep.strategies import BASELINE
 from lockstep.training.observe import versions
 
 STUDY = Path(__file__).parents[1] / "studies" / "memory.toml"
@@ -57,7 +57,7 @@ def cases(study: study_file.Study, folder: Path) -> list[tuple[str, str, str, li
 
 def predicted(strategy: str, flags: list[str]) -> dict[str, int]:
     """Bytes by the moments that can be told apart from outside."""
-    config = config_module.parse_config(strategy, flags)
+    config = command_line.parse_config(strategy, flags)
     architecture, _ = architectures.resolve(config.model_name)
     found = plan.of(config, architecture)
     totals = {name: moment.total for name, moment in found.moments.items()}

@@ -19,11 +19,11 @@ from clean_sweep import named
 from outputs import output
 
 from lockstep import origin
+from lockstep.config import BASELINE
 from lockstep.errors import UserError
 from lockstep.files import write_result
 from lockstep.inputs import shapes
 from lockstep.running import jobs
-from lockstep.strategies import BASELINE
 from lockstep.tensors.comparison import compare_dumps
 from lockstep.tensors.dump import Dump
 from lockstep.tensors.trace import layout_of
@@ -94,7 +94,7 @@ def train(cases: dict[int, tuple[dict, list[str]]], folder: Path) -> None:
         runs.append({"strategy": BASELINE, "arguments": common})
         for run in named(RUN):
             runs.append(
-                {"strategy": run.row.place, "arguments": [*common, "--tp_size", "1", "--run_name", run.name]}
+                {"strategy": run.spec.place, "arguments": [*common, "--tp_size", "1", "--run_name", run.name]}
             )
         references.append({"strategy": "reference", "arguments": common})
     jobs.start_all_groups([(2, runs), (None, references)], folder / "jobs")

@@ -16,12 +16,13 @@ from pathlib import Path
 
 from outputs import output
 
+from lockstep.config import BASELINE, CONTROL, history_file
 from lockstep.files import write_result
 from lockstep.losses.control import CONTROL_FACTOR, envelope, loss_gap, norm_gap, ratios
 from lockstep.losses.curves import compare_curves, tolerance_for
 from lockstep.losses.tolerance import rule_and_noise
 from lockstep.running import jobs
-from lockstep.strategies import BASELINE, others
+from lockstep.strategies import others
 from lockstep.training import history
 
 SHAPES = {"8x128": ("8", "128"), "2x64": ("2", "64"), "1x32": ("1", "32")}
@@ -124,7 +125,7 @@ def ratio(baseline, control, other, gap, least: float) -> float:
 
 
 def comparison_row(name: str, runs: dict[str, history.History], strategy: str) -> dict:
-    baseline, control, other = runs[BASELINE], runs[history.CONTROL], runs[strategy]
+    baseline, control, other = runs[BASELINE], runs[CONTROL], runs[strategy]
     rule, noise, norm_noise = rule_and_noise(baseline)
     least = [noise.floor, norm_noise.floor] if rule else [0.0, 0.0]
     return {
@@ -149,9 +150,9 @@ def main() -> None:
         train(folder)
     controls, comparisons = [], []
     for name in cases():
-        names = (BASELINE, history.CONTROL, *(others() if name.endswith("*") else ()))
-        runs = {each: history.read(history.path_of(folder_of(folder, name), each)) for each in names}
-        controls.append(control_row(name, runs[BASELINE], runs[history.CONTROL]))
+        names = (BASELINE, CONTROL, *(others() if name.endswith("*") else ()))
+        runs = {each: history.read(history_file(folder_of(folder, name), each)) for each in names}
+        controls.append(control_row(name, runs[BASELINE], runs[CONTROL]))
         comparisons += [comparison_row(name, runs, strategy) for strategy in names[2:]]
     for row in controls:
         cells = [f"{value:.2g}" for what in ("loss", "grad_norm") for value in row[what].values()]

@@ -16,14 +16,15 @@ from pathlib import Path
 
 from outputs import output
 
+from lockstep.config import BASELINE, history_file
 from lockstep.files import write_result
 from lockstep.mesh import Mesh
 from lockstep.running import jobs
-from lockstep.strategies import BASELINE, ROWS, others
+from lockstep.strategies import SPECS, others
 from lockstep.training import history
 
 WARM_UP = 3
-MESHES = {name: row.largest(Mesh(dp=2, tp=2)) for name, row in ROWS.items()}
+MESHES = {name: row.largest(Mesh(dp=2, tp=2)) for name, row in SPECS.items()}
 
 
 def measure(strategy: str, steps: int, batch_size: int) -> dict:
@@ -52,7 +53,7 @@ def measure(strategy: str, steps: int, batch_size: int) -> dict:
             [{"strategy": strategy, "arguments": arguments}],
             Path(folder) / "work",
         )
-        record = history.read(history.path_of(Path(folder), strategy))
+        record = history.read(history_file(Path(folder), strategy))
     assert record.contract["optimizer_implementation"] == "fused", "the optimizer must be fused"
     seconds = statistics.median(step["seconds"] for step in record.steps[WARM_UP:])
     memory = record.run["peak_memory"]
@@ -70,7 +71,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--batch_size", type=int, default=2)
-    parser.add_argument("--strategies", nargs="+", default=[*others(), BASELINE], choices=ROWS)
+    parser.add_argument("--strategies", nargs="+", default=[*others(), BASELINE], choices=SPECS)
     parser.add_argument("--output", type=output('{\n "machine": '))
     options = parser.parse_args()
     runs = {strategy: [] for strategy in options.strategies}
@@ -85,7 +86,7 @@ def main() -> None:
         pairs = zip(runs[strategy], runs[first], strict=True)
         ratios[strategy] = [mine["seconds"] / theirs["seconds"] for mine, theirs in pairs]
         median, each = statistics.median(ratios[strategy]), [round(ratio, 3) for ratio in ratios[strategy]]
-        print(f"{ROWS[strategy].label} / {ROWS[first].label}: median {median:.3f} of {each}")
+        print(f"{SPECS[strategy].label} / {SPECS[first].label}: median {median:.3f} of {each}")
     print(f"median step seconds: {summary}")
     if options.output:
         machine = {"cores": os.cpu_count(), "processor": platform.machine(), "batch_size": options.batch_size}

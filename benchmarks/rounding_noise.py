@@ -7,8 +7,8 @@ Same weights, same batch, autocast against float32; prints the tables of docs/pr
 
 import torch
 
-from lockstep import config as config_module
-from lockstep import files, preflight
+from lockstep import command_line, files, preflight
+from lockstep.config import BASELINE
 from lockstep.inputs import (
     architectures,
     data,
@@ -16,7 +16,6 @@ from lockstep.inputs import (
     tokenizer,
 )
 from lockstep.inputs.model import build_model
-from lockstep.strategies import BASELINE
 
 MODELS = {
     "tiny-qwen2": ("tiny-qwen2", {}),
@@ -63,7 +62,7 @@ def main() -> None:
 
 def of_the_mean(name: str, seed: int) -> str:
     """The error of a batch's mean loss, in the noise of a mean of independent tokens: all of them, and as many as are independent."""
-    config = config_module.parse_config(
+    config = command_line.parse_config(
         BASELINE, ["--model_name", name, "--seed", str(seed), "--device", "cpu"]
     )
     inputs = preflight.load_inputs(config)

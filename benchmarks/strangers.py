@@ -23,6 +23,7 @@ from pathlib import Path
 from outputs import output
 
 from lockstep import origin, strategies
+from lockstep.config import BASELINE
 from lockstep.errors import UserError, run_program
 from lockstep.files import read_json, write_result
 from lockstep.running import processes
@@ -50,7 +51,7 @@ def command(places: list[str], flags: list[str], folder: Path) -> list[str]:
         "--output_dir",
         str(folder),
         "--strategies",
-        ",".join([strategies.BASELINE, *places]),
+        ",".join([BASELINE, *places]),
         *flags,
     ]
 
@@ -99,7 +100,7 @@ def verify_together(path: Path, names: list[str], flags: list[str]) -> tuple[dic
         return (
             outcome,
             said,
-            {each: of_run(runs[each.lower()], runs[strategies.BASELINE]) for each in names if runs},
+            {each: of_run(runs[each.lower()], runs[BASELINE]) for each in names if runs},
         )
 
 

@@ -1,29 +1,18 @@
-"""The configuration: one frozen dataclass, and the only argument parser.
-
-Nothing here imports torch, transformers or ray, so that a wrong command line is answered within seconds.
-"""
+"""What a run does: its flags, each a field, and what is known about its strategy. Nothing here imports torch."""
 
 import argparse
 import contextlib
-import math
-import os
-import re
-from collections.abc import Callable, Collection
-from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
-from lockstep import files, strategies
+from lockstep import flags
 from lockstep.errors import UserError
+from lockstep.flags import flag, number
 from lockstep.inputs import architectures, texts, user_file
 from lockstep.mesh import Mesh
-from lockstep.resources import (
-    device_elsewhere,
-    require_one_process_or_ranks,
-    resolve_device,
-    resolve_mesh,
-)
-from lockstep.training import compiled, history, rates
+from lockstep.training import compiled, rates
 
 if TYPE_CHECKING:
     import torch
@@ -36,29 +25,126 @@ PARAM_DTYPES: dict[Precision, str] = {  # of the weights that a forward pass com
     "mixed": "bfloat16",
     "bf16": "bfloat16",
 }
+OPTIMIZERS = (
+    "adamw",
+    "sgd",
+)  # built in; any other --optimizer is a class of torch.optim or a function in a user's file
 BETAS, EPS = (0.9, 0.999), 1e-8  # of AdamW, torch's defaults
-PATHS = (
-    "init_weights_path",
-    "loss_output_dir",
-    "storage_path",
-    "capture_dir",
-    "data_cache_dir",
-)
-# Flags that name places, or do not change what a run computes. They are not recorded.
-PLACES = (
-    *PATHS,
-    "overwrite",
-    "experiment_name",
-    "dry_run",
-    "control",  # it asks for another run
-    "count_collectives",  # what it counts is recorded
-    "group_norms",  # likewise
-)
-EPILOG = (
-    "Environment: RAY_ADDRESS is the Ray cluster to join, as HOST:PORT (`ray start --head` prints it) or auto (unset: a Ray instance is "
-    "started). RAY_AUTH_MODE is token or disabled (unset: a token is sent if the cluster asks for one). A built-in name takes precedence "
-    "over a folder of that name."
-)
+CONTROL = "control"  # the name of the run that shows how far rounding errors alone can move the loss
+BASELINE = "ddp"  # what the others are held against; it writes the initial weights
+# The colours of figures are those of Okabe and Ito, which colour-blind people tell apart. Vermilion is a tolerance's, or what was missed.
+BLUE, ORANGE, VERMILION = "#0072B2", "#E69F00", "#D55E00"
+TORCH_HANDLES = "lockstep.faults.torch_handles:TorchHandles"
+# Options of all strategies that one of several compared runs may have, and the value that leaves them out
+PER_RUN = {"activation_checkpointing": False, "compile": "off"}
+
+
+def history_file(folder: Path, run: str) -> Path:
+    """The path of the history of a run; the control run's is CONTROL."""
+    return folder / f"loss_{run}.json"
+
+
+class Cut(Protocol):
+    """How an axis divides what is inside of a sample or of the model, such as positions or layers."""
+
+    def require(self, config: "Config", architecture: dict) -> None:
+        """Raise UserError for a run that the axis cannot divide."""
+
+    def expected(self, config: "Config", architecture: dict) -> Any:
+        """What the contract must say of the axis; the strategy reads the same back from its live objects."""
+
+
+@dataclass(frozen=True)
+class NoOptions:
+    """The flags of a strategy that has none of its own."""
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What is known about a strategy before torch is imported. No other file compares a strategy's name.
+
+    A strategy derives its own and overrides what it has to say. Two fields are text, so that nothing slow is imported: `factory`, the
+    strategy itself, and `handles`, what planted faults take hold of; each "module:NAME" or "/path/to/file.py:NAME".
+    """
+
+    name: str = ""  # on the command line, in file names
+    label: str = ""  # to people
+    color: str = "black"  # in figures
+    axes: tuple[str, ...] = ("dp", "tp")  # the mesh axes that it can use
+    factory: str = ""  # empty for a recorded strategy whose file is gone
+    handles: str = TORCH_HANDLES
+    program: str = "python -m lockstep.train"  # what starts it
+    options: type = (
+        NoOptions  # a dataclass of `lockstep.flags.flag`: flags beyond those that all strategies have
+    )
+    cuts: Mapping[str, Cut] = field(default_factory=dict, hash=False)  # mesh axis -> how it divides the work
+    whole_replicas: bool = False  # every rank holds all weights, gradients and moments
+    # Under autocast with tensor parallelism, a float32 bias is added to a bfloat16 product, and the sum is not rounded again. This is
+    # by design and no reason to refuse a comparison (docs/findings.md).
+    float32_biases_under_autocast: bool = False
+    ranks_share_gpus: bool = True  # over gloo, several ranks may use one GPU
+    # Flag of all strategies -> the name that its library has for it, a flag, too
+    also_called: Mapping[str, str] = field(default_factory=dict, hash=False)
+    # Of its options, the one that takes its library's own configuration, a file or JSON itself
+    file_option: str = ""
+    library: str = ""  # a package beyond torch that it runs on; histories and dumps record its version
+
+    def require(self, config: "Config", architecture: dict) -> None:
+        """Raise UserError for options that the strategy cannot honour, or together, or if something is missing."""
+
+    def sharding(self, config: "Config") -> dict[str, Any]:
+        """What its contract must say is sharded, and how gradients are reduced; empty if it does not read that back."""
+        return {}
+
+    def contract(self, config: "Config") -> dict[str, Any]:
+        """The entries of the contract in which its options differ from what all strategies do."""
+        return {}
+
+    def defaults(self, parsed: argparse.Namespace) -> dict[str, Any]:
+        """The defaults that a file among the parsed flags gives to others."""
+        return {}
+
+    def told(self, config: "Config", architecture: dict) -> str:
+        """What its library is told, as text for people; empty if it has no configuration of its own."""
+        return ""
+
+    def preload(self) -> None:
+        """Import, in a process that forks ranks for CPUs, what they would import one by one."""
+
+    @property
+    def is_baseline(self) -> bool:
+        return self.name == BASELINE
+
+    @property
+    def place(self) -> str:
+        """Its name on a command line, valid in any folder."""
+        return self.factory if user_file.is_named(self.factory) else self.name
+
+    def label_of(self, mesh: Mesh, config: Mapping[str, Any]) -> str:
+        """A run to people: the strategy, its mesh, and those of its options that are not at their defaults.
+
+        `config` is a configuration as a run has it, or as it records it. Paths are left out, because they are not recorded.
+        """
+        options = config["own"]
+        defaults = {option.name: option.default for option in fields(self.options)}
+        changed = {name: value for name, value in options.items() if value != defaults.get(name)}
+        changed |= {name: config[name] for name, off in PER_RUN.items() if config[name] != off}
+        shown = [
+            f"{name}={str(value).lower()}"
+            if isinstance(value, (int, float, str)) and value is not True
+            else name
+            for name, value in changed.items()
+            if not isinstance(value, Path)
+        ]
+        return f"{self.label} ({', '.join([mesh.label, *shown])})"
+
+    def largest(self, mesh: Mesh) -> Mesh:
+        """The given mesh without the axes that the strategy cannot use."""
+        return Mesh(**{axis: size for axis, size in mesh.sizes.items() if axis in self.axes})
+
+
+def _layers(text: str) -> float | None:
+    return None if text == "all" else number(int, 1)(text)
 
 
 @dataclass(frozen=True)
@@ -68,70 +154,169 @@ class Config:
     Fields without a default are resolved when a command line is parsed, from the strategy, the launcher and the machine.
     """
 
-    strategy: str
-    model_name: str = "tiny-qwen2"
-    num_layers: int | None = None
-    num_workers: int = field(kw_only=True)
-    tp_size: int = field(kw_only=True)
-    dp_size: int = field(kw_only=True)
-    cp_size: int = 1
-    pp_size: int = 1
-    batch_size: int = 8
-    seq_length: int = 128
-    num_epochs: int = 1
-    debug_steps: int = 100
-    learning_rate: float = 1e-3
-    lr_schedule: rates.Schedule = "constant"
-    warmup_steps: int = 0
-    schedule_steps: int = 0
-    optimizer: str = "adamw"
-    weight_decay: float = 0.01
-    max_grad_norm: float = 1.0
-    ema_decay: float = 1.0
-    gradient_accumulation_steps: int = 1
-    activation_checkpointing: bool = False
-    compile: compiled.Backend = "off"
-    precision: Precision = "fp32"
-    attn_impl: str = "sdpa"
-    seed: int = 0
-    init_seed: int | None = None
-    dataset_name: str = texts.BUILT_IN_CORPUS
-    data_cache_dir: Path = field(default_factory=files.cache_folder)
-    init_weights_path: Path | None = None
-    save_init_weights: bool = False
-    pretrained: bool = False
-    overwrite: bool = False
-    control: bool = False
-    noise_control: bool = False
-    count_collectives: bool = False
-    group_norms: bool = False
-    held_out: int = 0
-    own: dict[str, Any] = field(
-        default_factory=dict
-    )  # flags that only this strategy has, by name (its row's `options`)
-    run_name: str | None = None
-    loss_output_dir: Path = Path("runs/loss_curves")
-    storage_path: Path = Path("runs/ray")
-    experiment_name: str | None = None
-    log_interval: int = 10
-    capture_dir: Path | None = None
-    capture_steps: int = 2
-    device: str = "auto"
-    backend: str = "auto"
-    dry_run: bool = False
+    spec: Spec
+    model_name: str = flag(
+        "tiny-qwen2",
+        f"built-in model ({', '.join(architectures.BUILT_IN)}), folder or hub id of a causal language model of transformers, or "
+        "path/to/file.py:FUNCTION that returns a module of your own",
+        also="model",
+    )
+    num_layers: int | None = flag(
+        None, "number of layers to keep, or all (default: all)", low=1, parse=_layers
+    )
+    num_workers: int = flag(help="number of ranks (default: the product of the sizes of all axes)", low=1)
+    tp_size: int = flag(
+        help="tensor-parallel size (default: 2, or 1 for a strategy without tensor parallelism)", low=1
+    )
+    dp_size: int = flag(
+        help="data-parallel size (default: what --num_workers leaves to it, or 2 without --num_workers)",
+        low=1,
+    )
+    cp_size: int = flag(1, "context-parallel size: ranks that share the positions of each sequence", low=1)
+    pp_size: int = flag(1, "pipeline-parallel size: ranks that share the layers", low=1)
+    batch_size: int = flag(8, "sequences per DP rank and micro batch", low=1)
+    seq_length: int = flag(128, "tokens per sequence", low=1, same="losses")
+    num_epochs: int = flag(1, "passes over the corpus; used if --debug_steps is 0", low=1)
+    debug_steps: int = flag(
+        100,
+        "steps to train; the corpus is repeated if it is too short (0: train --num_epochs instead)",
+        low=0,
+    )
+    learning_rate: float = flag(1e-3, "learning rate, after the warm-up", above=0, same="losses")
+    lr_schedule: rates.Schedule = flag(
+        "constant",
+        "learning rate after the warm-up: constant, or falling to 0 along half a cosine until the last step",
+        same="losses",
+    )
+    warmup_steps: int = flag(
+        0, "first steps in which the learning rate rises in equal parts", low=0, same="losses"
+    )
+    schedule_steps: int = flag(
+        0, "steps of the whole schedule, if the run stops earlier (0: those of the run)", low=0, same="losses"
+    )
+    optimizer: str = flag(
+        "adamw",
+        "adamw (fused), sgd (without momentum, not fused), a class of torch.optim with its defaults, or path/to/file.py:FUNCTION",
+        same="losses",
+    )
+    weight_decay: float = flag(
+        0.01, "weight decay of matrices; norms and biases have none", low=0, same="losses"
+    )
+    max_grad_norm: float = flag(
+        1.0, "clip the norm of the whole model's gradient to this (0: do not clip)", low=0, same="losses"
+    )
+    ema_decay: float = flag(
+        1.0,
+        "keep an exponential moving average of the weights, in float32: after each step, this times the average plus the rest times the "
+        "weights (1: no average)",
+        above=0,
+        high=1,
+        same="tensors",
+    )
+    gradient_accumulation_steps: int = flag(
+        1, "micro batches per step; the gradient is their mean", low=1, same="losses"
+    )
+    activation_checkpointing: bool = flag(
+        False, "keep only the inputs of layers, and compute the layers again in the backward pass"
+    )
+    compile: compiled.Backend = flag(
+        "off",
+        "torch.compile the forward pass of every layer with this backend; aot_eager needs no C++ compiler",
+        const="inductor",
+    )
+    precision: Precision = flag(
+        "fp32",
+        "autocast: fp32 weights and state, bf16 compute by torch.autocast; mixed: the same with all weights cast to bf16 for computing, "
+        "and gradients reduced in fp32; bf16: everything in bf16 (default: fp32)",
+        same="losses",
+    )
+    # Flags that only this strategy has, by name: those of its Options (lockstep/strategies.py).
+    own: dict[str, Any] = field(default_factory=dict)
+    attn_impl: Literal["eager", "sdpa"] = flag(
+        "sdpa", "attention implementation of transformers", same="tensors"
+    )
+    seed: int = flag(
+        0, "seed of the initial weights and of the order of the data", low=0, high=2**32 - 1, same="tensors"
+    )
+    init_seed: int | None = flag(
+        None,
+        "seed of the initial weights, if they are to have another (default: --seed)",
+        low=0,
+        high=2**32 - 1,
+    )
+    dataset_name: str = flag(
+        texts.BUILT_IN_CORPUS,
+        "builtin, a .txt file, a folder of them, or a Hugging Face data set id[:config]",
+    )
+    data_cache_dir: Path | None = flag(
+        None,
+        "folder for the tokens of long texts (default: lockstep/ in $XDG_CACHE_HOME or ~/.cache)",
+        recorded=False,
+    )
+    init_weights_path: Path | None = flag(
+        None,
+        "file of initial weights to start from: .safetensors, .safetensors.index.json or .pt (default: random weights)",
+        recorded=False,
+    )
+    save_init_weights: bool = flag(
+        False, "write the initial weights to --init_weights_path first (train_ddp.py only)"
+    )
+    pretrained: bool = flag(False, "start from the weights of --model_name, not from random ones")
+    overwrite: bool = flag(
+        False, "replace initial weights and captured steps of an earlier run", recorded=False
+    )
+    control: bool = flag(
+        False,
+        "train the control run (--noise_control) after this one, with the same workers (train_ddp.py only)",
+        recorded=False,
+    )
+    count_collectives: bool = flag(
+        False,
+        "count the collective operations of the last step, with torch's profiler, and record them in the history",
+        recorded=False,
+    )
+    group_norms: bool = flag(
+        False,
+        "record at every step the gradient norm of each layer, of the embedding and of the rest",
+        recorded=False,
+    )
+    held_out: int = flag(
+        0,
+        "sequences at the end of the corpus that are not trained on; the loss and next-token accuracy of the final weights on them are "
+        "recorded",
+        low=0,
+    )
+    noise_control: bool = flag(
+        False,
+        "make the control run: start from weights perturbed by one ulp of the compute dtype and write loss_control.json. "
+        "It shows how far rounding errors alone can move the loss (train_ddp.py only)",
+    )
+    run_name: str | None = flag(
+        None,
+        "name of the run in file names, so that runs of one strategy can share a folder (default: the strategy's name)",
+    )
+    loss_output_dir: Path = flag(Path("runs/loss_curves"), "folder for loss_STRATEGY.json", recorded=False)
+    storage_path: Path = flag(Path("runs/ray"), "folder for Ray Train's records of the run", recorded=False)
+    experiment_name: str | None = flag(
+        None, "new name for the run under --storage_path (default: strategy and time)", recorded=False
+    )
+    log_interval: int = flag(10, "number of steps between printed losses", low=1)
+    capture_dir: Path | None = flag(
+        None, "folder for the full tensors of the first steps (default: none are written)", recorded=False
+    )
+    capture_steps: int = flag(2, "number of steps to capture", low=1)
+    device: Literal["auto", "cpu", "cuda"] = flag("auto", "auto: GPUs if there is one per worker, else CPUs")
+    backend: Literal["auto", "gloo", "nccl"] = flag("auto", "auto: nccl on GPUs, gloo on CPUs")
+    dry_run: bool = flag(False, "print configuration, mesh and contract; train nothing", recorded=False)
 
     @property
     def mesh(self) -> Mesh:
         return Mesh.of_options(vars(self))
 
     @property
-    def row(self) -> strategies.Row:
-        return strategies.recorded(self.strategy)
-
-    @property
     def name(self) -> str:
         """The run's name in file names."""
-        return self.run_name or self.row.name
+        return self.run_name or self.spec.name
 
     @property
     def capture_folder(self) -> Path:
@@ -146,11 +331,11 @@ class Config:
 
     @property
     def label(self) -> str:
-        return self.row.label_of(self.mesh, vars(self)) + (", control" if self.noise_control else "")
+        return self.spec.label_of(self.mesh, vars(self)) + (", control" if self.noise_control else "")
 
     @property
     def history_path(self) -> Path:
-        return history.path_of(self.loss_output_dir, history.CONTROL if self.noise_control else self.name)
+        return history_file(self.loss_output_dir, CONTROL if self.noise_control else self.name)
 
     @property
     def told_path(self) -> Path:
@@ -188,328 +373,20 @@ class Config:
         run = replace(self, save_init_weights=False, pretrained=False) if self.save_init_weights else self
         return replace(run, control=False, noise_control=True, capture_dir=None)
 
+    def recorded(self) -> dict[str, Any]:
+        """What a run records of its configuration: all but what names places, or does not change what is computed."""
+        content = self.as_dict()
+        return {
+            name: content[name]
+            for name in ("strategy", "own", *(each.name for each in flags.recorded(Config)))
+        }
+
     def as_dict(self) -> dict[str, Any]:
-        """The configuration as a run records it: the strategy by name, not by the path of a file."""
-        content = {**asdict(self), "strategy": self.row.name}
+        """The configuration as text and numbers: the strategy by name, and of a file that a flag has read, its content."""
+        content = {"strategy": self.spec.name, **vars(self)}
+        del content["spec"]
         content["own"] = {
-            key: getattr(value, "recorded", value)  # of what a flag read from a file
-            for key, value in self.own.items()
-            if not isinstance(value, Path)
+            each.name: getattr(self.own[each.name], "recorded", self.own[each.name])
+            for each in flags.recorded(self.spec.options)
         }
         return {key: str(value) if isinstance(value, Path) else value for key, value in content.items()}
-
-
-def _number(
-    kind: type[int] | type[float], low: float, *, open_low: bool = False, high: float = math.inf
-) -> Callable[[str], float]:
-    def parse(text: str) -> float:
-        try:
-            value = kind(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(
-                f"{text!r} is not {'a whole number' if kind is int else 'a number'}"
-            ) from None
-        if not math.isfinite(value) or value < low or value > high or (open_low and value == low):
-            least = f"{'above' if open_low else 'at least'} {low}"
-            raise argparse.ArgumentTypeError(
-                f"{text} is out of range; it must be {least}"
-                + (f" and at most {high}" if high < math.inf else "")
-            )
-        return value
-
-    return parse
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; see {self.prog} --help")
-
-
-class _Help(argparse.ArgumentDefaultsHelpFormatter):
-    """Adds the default to a flag's help, unless the help says it in words."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        return action.help if "(default: " in (action.help or "") else super()._get_help_string(action)
-
-
-OPTIMIZERS = (
-    "adamw",
-    "sgd",
-)  # built in; any other --optimizer is a class of torch.optim or a function in a user's file
-ALSO = {"model_name": "model"}  # other names of flags, in all strategies
-
-
-def build_parser(strategy: str) -> argparse.ArgumentParser:
-    """The parser of every strategy's script: one set of flags, one meaning."""
-    row = strategies.row_of(strategy)
-    parser = Parser(
-        prog=row.program,
-        allow_abbrev=False,
-        formatter_class=_Help,
-        epilog=EPILOG,
-    )
-    defaults = {one.name: None if one.default is MISSING else one.default for one in fields(Config)}
-    positive, whole = _number(int, 1), _number(int, 0)
-    amount, rate = _number(float, 0), _number(float, 0, open_low=True)
-
-    def add(name: str, kind: Callable[[str], object], text: str, **options: Any) -> None:
-        names = [f"--{each}" for each in (name, row.also_called.get(name), ALSO.get(name)) if each]
-        parser.add_argument(*names, dest=name, type=kind, default=defaults[name], help=text, **options)
-
-    built_in = ", ".join(architectures.BUILT_IN)
-    add(
-        "model_name",
-        str,
-        f"built-in model ({built_in}), folder or hub id of a causal language model of transformers, or path/to/file.py:FUNCTION that returns a module of your own",
-    )
-    add(
-        "num_layers",
-        lambda text: None if text == "all" else positive(text),
-        "number of layers to keep, or all (default: all)",
-    )
-    add("num_workers", positive, "number of ranks (default: the product of the sizes of all axes)")
-    add(
-        "tp_size",
-        positive,
-        "tensor-parallel size (default: 2, or 1 for a strategy without tensor parallelism)",
-    )
-    add(
-        "dp_size",
-        positive,
-        "data-parallel size (default: what --num_workers leaves to it, or 2 without --num_workers)",
-    )
-    add("cp_size", positive, "context-parallel size: ranks that share the positions of each sequence")
-    add("pp_size", positive, "pipeline-parallel size: ranks that share the layers")
-    add("batch_size", positive, "sequences per DP rank and micro batch")
-    add("seq_length", positive, "tokens per sequence")
-    add("num_epochs", positive, "passes over the corpus; used if --debug_steps is 0")
-    add(
-        "debug_steps",
-        whole,
-        "steps to train; the corpus is repeated if it is too short (0: train --num_epochs instead)",
-    )
-    add("learning_rate", rate, "learning rate, after the warm-up")
-    add(
-        "lr_schedule",
-        str,
-        "learning rate after the warm-up: constant, or falling to 0 along half a cosine until the last step",
-        choices=rates.SCHEDULES,
-    )
-    add("warmup_steps", whole, "first steps in which the learning rate rises in equal parts")
-    add(
-        "schedule_steps", whole, "steps of the whole schedule, if the run stops earlier (0: those of the run)"
-    )
-    add(
-        "optimizer",
-        str,
-        "adamw (fused), sgd (without momentum, not fused), a class of torch.optim with its defaults, or path/to/file.py:FUNCTION",
-    )
-    add("weight_decay", amount, "weight decay of matrices; norms and biases have none")
-    add("max_grad_norm", amount, "clip the norm of the whole model's gradient to this (0: do not clip)")
-    add(
-        "ema_decay",
-        _number(float, 0, open_low=True, high=1),
-        "keep an exponential moving average of the weights, in float32: after each step, this times the average plus the rest times the weights "
-        "(1: no average)",
-    )
-    add("gradient_accumulation_steps", positive, "micro batches per step; the gradient is their mean")
-    parser.add_argument(
-        "--activation_checkpointing",
-        action="store_true",
-        help="keep only the inputs of layers, and compute the layers again in the backward pass",
-    )
-    add(
-        "compile",
-        str,
-        "torch.compile the forward pass of every layer with this backend; aot_eager needs no C++ compiler",
-        choices=compiled.BACKENDS,
-        nargs="?",
-        const="inductor",
-    )
-    parser.add_argument(
-        "--precision",
-        choices=PRECISIONS,
-        default=argparse.SUPPRESS,
-        help="autocast: fp32 weights and state, bf16 compute by torch.autocast; mixed: the same with all weights cast to bf16 for computing, and "
-        f"gradients reduced in fp32; bf16: everything in bf16 (default: {defaults['precision']})",
-    )
-    parser.add_argument("--autocast", action="store_true", help="the same as --precision autocast")
-    parser.add_argument(
-        "--param_dtype",
-        choices=("float32", "bfloat16"),
-        help="dtype that weights are cast to for computing; bfloat16 is the same as --precision mixed (default: the precision's)",
-    )
-    for option in row.own_options():
-        parser.add_argument(f"--{option.name}", default=option.default, **option.metadata)
-    add("attn_impl", str, "attention implementation of transformers", choices=("eager", "sdpa"))
-    seed = _number(int, 0, high=2**32 - 1)
-    add("seed", seed, "seed of the initial weights and of the order of the data")
-    add("init_seed", seed, "seed of the initial weights, if they are to have another (default: --seed)")
-    add(
-        "dataset_name",
-        str,
-        "builtin, a .txt file, a folder of them, or a Hugging Face data set id[:config]",
-    )
-    add(
-        "data_cache_dir",
-        Path,
-        "folder for the tokens of long texts (default: lockstep/ in $XDG_CACHE_HOME or ~/.cache)",
-    )
-    add(
-        "init_weights_path",
-        Path,
-        "file of initial weights to start from: .safetensors, .safetensors.index.json or .pt (default: random weights)",
-    )
-    parser.add_argument(
-        "--save_init_weights",
-        action="store_true",
-        help="write the initial weights to --init_weights_path first (train_ddp.py only)",
-    )
-    parser.add_argument(
-        "--pretrained",
-        action="store_true",
-        help="start from the weights of --model_name, not from random ones",
-    )
-    parser.add_argument(
-        "--overwrite",
-        action="store_true",
-        help="replace initial weights and captured steps of an earlier run",
-    )
-    parser.add_argument(
-        "--control",
-        action="store_true",
-        help="train the control run (--noise_control) after this one, with the same workers (train_ddp.py only)",
-    )
-    parser.add_argument(
-        "--count_collectives",
-        action="store_true",
-        help="count the collective operations of the last step, with torch's profiler, and record them in the history",
-    )
-    parser.add_argument(
-        "--group_norms",
-        action="store_true",
-        help="record at every step the gradient norm of each layer, of the embedding and of the rest",
-    )
-    add(
-        "held_out",
-        whole,
-        "sequences at the end of the corpus that are not trained on; the loss and next-token accuracy of the final weights on them are recorded",
-    )
-    parser.add_argument(
-        "--noise_control",
-        action="store_true",
-        help="make the control run: start from weights perturbed by one ulp of the compute dtype and write loss_control.json. "
-        "It shows how far rounding errors alone can move the loss (train_ddp.py only)",
-    )
-    add(
-        "run_name",
-        str,
-        "name of the run in file names, so that runs of one strategy can share a folder (default: the strategy's name)",
-    )
-    add("loss_output_dir", Path, f"folder for loss_{row.name}.json")
-    add("storage_path", Path, "folder for Ray Train's records of the run")
-    add(
-        "experiment_name",
-        str,
-        "new name for the run under --storage_path (default: strategy and time)",
-    )
-    add("log_interval", positive, "number of steps between printed losses")
-    add(
-        "capture_dir",
-        Path,
-        "folder for the full tensors of the first steps (default: none are written)",
-    )
-    add("capture_steps", positive, "number of steps to capture")
-    add("device", str, "auto: GPUs if there is one per worker, else CPUs", choices=("auto", "cpu", "cuda"))
-    add("backend", str, "auto: nccl on GPUs, gloo on CPUs", choices=("auto", "gloo", "nccl"))
-    parser.add_argument(
-        "--dry_run", action="store_true", help="print configuration, mesh and contract; train nothing"
-    )
-    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher passes it
-    return parser
-
-
-def parse_config(strategy: str, argv: list[str] | None = None, *, elsewhere: bool = False) -> Config:
-    """Parse and check a command line. Raises UserError, before anything is started, for what cannot work.
-
-    A run `elsewhere` is not held against this machine's cores and GPUs; auto is then a GPU for each worker.
-    """
-    parser, row = build_parser(strategy), strategies.row_of(strategy)
-    parsed = parser.parse_args(argv)
-    if row.defaults:
-        parser.set_defaults(**strategies.load(row.defaults)(parsed))
-        parsed = parser.parse_args(argv)
-    options = vars(parsed)
-    options.pop("local_rank")
-    options["precision"] = _precision(
-        options.get("precision"), options.pop("autocast"), options.pop("param_dtype")
-    )
-    if options["run_name"] is not None:
-        _require_run_name(options["run_name"])
-    if options["noise_control"] and (not row.is_baseline or options["save_init_weights"]):
-        raise UserError(
-            "--noise_control: works only in train_ddp.py, and without --save_init_weights; leave it out"
-        )
-    if options["control"] and (not row.is_baseline or options["noise_control"]):
-        raise UserError("--control: only train_ddp.py trains the control run, after its own; leave it out")
-    if options["pretrained"] and options["init_weights_path"] and not options["save_init_weights"]:
-        raise UserError(
-            "--pretrained and --init_weights_path both give the initial weights; leave one out, or add --save_init_weights"
-        )
-    options["own"] = {option.name: _placed(options.pop(option.name)) for option in row.own_options()}
-    require_one_process_or_ranks()
-    options.update(resolve_mesh(row, options))
-    options.update(device_elsewhere(options) if elsewhere else resolve_device(row, options))
-    options["data_cache_dir"] = options["data_cache_dir"] or files.cache_folder()
-    for name in PATHS:
-        options[name] = _placed(options[name])
-    named = user_file.is_named(options["model_name"])
-    options["model_name"] = (
-        user_file.absolute(options["model_name"])
-        if named
-        else _absolute(options["model_name"], architectures.BUILT_IN)
-    )
-    if user_file.is_named(options["optimizer"]):
-        options["optimizer"] = user_file.absolute(options["optimizer"])
-    options["dataset_name"] = _absolute(options["dataset_name"], (texts.BUILT_IN_CORPUS,))
-    return Config(strategy=row.place, **options)
-
-
-def _precision(given: Precision | None, autocast: bool, param_dtype: str | None) -> Precision:
-    """The precision that three flags name together. Raises UserError if two of them contradict each other."""
-    if autocast and given not in (None, "autocast"):
-        raise UserError(f"--autocast contradicts --precision {given}; give one of them")
-    meant: Precision = given or (
-        "autocast" if autocast else "mixed" if param_dtype == "bfloat16" else Config.precision
-    )
-    if param_dtype and PARAM_DTYPES[meant] != param_dtype:
-        raise UserError(
-            f"--param_dtype {param_dtype} contradicts {'--autocast' if autocast else f'--precision {meant}'}; leave it out"
-        )
-    return meant
-
-
-def _require_run_name(name: str) -> None:
-    taken = (history.CONTROL, "reference")
-    if (
-        not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}", name)
-        or name in taken
-        or name.startswith("replay_")
-    ):
-        raise UserError(
-            f"--run_name {name}: must be letters, digits, _, . and -, and not {', '.join(taken)} or replay_...; choose another name"
-        )
-
-
-def _placed(value: Any) -> Any:
-    """A path made absolute, because workers run in other folders; anything else as it is."""
-    return value.expanduser().absolute() if isinstance(value, Path) else value
-
-
-def _absolute(name: str, built_in: Collection[str]) -> str:
-    """The absolute path of an existing file or folder; any other name, or a built-in one, unchanged."""
-    path = Path(os.path.expanduser(name))
-    try:
-        return str(path.absolute()) if name and name not in built_in and path.exists() else name
-    except (OSError, ValueError):  # not a possible file name
-        return name

@@ -12,8 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep import config as config_module
-from lockstep import files, preflight, resources, startup, strategies
+from lockstep import command_line, files, preflight, resources, startup, strategies
 from lockstep.config import Config
 from lockstep.errors import (
     TrainingFailure,
@@ -39,9 +38,9 @@ class RankFailure(TrainingFailure):
 
 
 def launch(strategy: str, argv: list[str] | None = None) -> int:
-    """Train with a strategy, by the name of its row or as path/to/file.py:Class; returns the exit status (lockstep/errors.py)."""
-    row = strategies.ROWS.get(strategy)
-    name = row.program if row else "lockstep.train"
+    """Train with a strategy, by its name or as path/to/file.py:Class; returns the exit status (lockstep/errors.py)."""
+    spec = strategies.SPECS.get(strategy)
+    name = spec.program if spec else "lockstep.train"
     if os.environ.get("LOCKSTEP_PARENT") == str(
         os.getppid()
     ):  # run_verification_main.sh: killed, it takes its scripts along
@@ -85,7 +84,7 @@ def _first() -> bool:
 def _launch(
     strategy: str, argv: list[str] | None, run: Callable[[Config, Inputs, Callable[[], None]], str]
 ) -> int:
-    config = config_module.parse_config(strategy, argv)
+    config = command_line.parse_config(strategy, argv)
     inputs = preflight.load_inputs(config)
     if not _first() and config.dry_run:
         return 0
@@ -195,7 +194,7 @@ def _run_in_place(config: Config, inputs: Inputs, begin: Callable[[], None]) -> 
         try:
             dist.init_process_group(config.backend)
             with startup.importing():
-                make_strategy = factory_of(config.row)
+                make_strategy = factory_of(config.spec)
             return training.run_with_control(config, inputs, make_strategy, device)
         except UserError as error:
             if _first():

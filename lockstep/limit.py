@@ -51,7 +51,7 @@ def least_bytes(config: "Config", parameters: int) -> int:
     if config.device == "cuda":
         return build
     size = 2 if config.precision == "bf16" else 4
-    return max(build, parameters * size * copies * (config.dp_size if config.row.whole_replicas else 1))
+    return max(build, parameters * size * copies * (config.dp_size if config.spec.whole_replicas else 1))
 
 
 def machine_bytes() -> int:

@@ -21,7 +21,7 @@ def notes(config: Config) -> list[str]:
 
 def untested(config: Config) -> list[str]:
     """One line if a library has another version than the one that Lockstep is tested with."""
-    libraries = ["torch", "transformers", *([config.row.library] if config.row.library else [])]
+    libraries = ["torch", "transformers", *([config.spec.library] if config.spec.library else [])]
     found = [difference for library in libraries if (difference := tested.difference(library))]
     return [f"{'; '.join(found)}: what follows may depend on it"] if found else []
 
@@ -55,7 +55,7 @@ def load_inputs(config: Config) -> data.Inputs:
     """
     architecture, source = architectures.resolve(config.model_name, config.num_layers)
     problem = architectures.tensor_parallel_problem(architecture, config.tp_size)
-    if problem and config.row.name in strategies.ROWS:
+    if problem and config.spec.name in strategies.SPECS:
         raise UserError(problem)
     cuts.require(config, architecture)
     shapes.require_trainable(architecture, f"--model_name {config.model_name}")
@@ -76,7 +76,7 @@ def load_inputs(config: Config) -> data.Inputs:
         tokenizer.build_tokenizer(named, architecture),  # whoever wants the hub's weights wants its tokens
         seq_length=config.seq_length,
         windows_per_step=windows_per_step,
-        cache_folder=config.data_cache_dir,
+        cache_folder=config.data_cache_dir or files.cache_folder(),
         held_out=config.held_out,
     )
     batches = data.Batches(
@@ -98,8 +98,7 @@ def check_environment(config: Config, architecture: dict) -> None:
     A dry run leaves no folder behind.
     """
     hang.patience()
-    if config.row.requires:
-        strategies.load(config.row.requires)(config, architecture)
+    config.spec.require(config, architecture)
     compiled.require(config.compile)
     initial_weights.check(config, architecture)
     for run in [config, config.of_control()] if config.control else [config]:  # an older run's is replaced

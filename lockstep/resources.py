@@ -3,13 +3,12 @@
 import importlib.metadata
 import math
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
+from lockstep.config import Spec
 from lockstep.errors import UserError
 from lockstep.mesh import AXES, Mesh
-from lockstep.strategies import Row
 
 WORKERS_PER_CORE = 8  # more CPU processes than this on one core spend their time switching
 
@@ -40,20 +39,20 @@ def workers_here(total: int) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or total)
 
 
-def resolve_mesh(row: Row, options: dict[str, Any]) -> dict[str, int]:
+def resolve_mesh(spec: Spec, options: dict[str, Any]) -> dict[str, int]:
     """num_workers and the size of every axis, from the flags and the launcher. Raises UserError if they contradict each other."""
     sizes = {axis: options[f"{axis}_size"] for axis in AXES}
     for axis, size in sizes.items():
-        if axis not in row.axes and size not in (None, 1):
+        if axis not in spec.axes and size not in (None, 1):
             raise UserError(
-                f"--{axis}_size {size}: {row.label} has no {AXES[axis].value} parallelism; leave it out, or use another strategy"
+                f"--{axis}_size {size}: {spec.label} has no {AXES[axis].value} parallelism; leave it out, or use another strategy"
             )
-    sizes["tp"] = sizes["tp"] or (2 if "tp" in row.axes else 1)
+    sizes["tp"] = sizes["tp"] or (2 if "tp" in spec.axes else 1)
     started = int(os.environ["WORLD_SIZE"]) if launched_in_place() else None
     total = options["num_workers"] or started
     if sizes["dp"] is None:
         others = math.prod(size for axis, size in sizes.items() if axis != "dp")
-        sizes["dp"] = 1 if "dp" not in row.axes else max(1, total // others) if total else 2
+        sizes["dp"] = 1 if "dp" not in spec.axes else max(1, total // others) if total else 2
     mesh = Mesh(**sizes)
     workers = options["num_workers"] or mesh.world_size
     shown = ("tp", "dp", *mesh.further_axes)
@@ -88,12 +87,7 @@ def local_gpus() -> int:
     return len(list(driver.iterdir())) if driver.is_dir() else 0
 
 
-def has_compiler() -> bool:
-    """Whether a C++ compiler is on the PATH."""
-    return bool(shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++"))
-
-
-def resolve_device(row: Row, options: dict[str, Any]) -> dict[str, str]:
+def resolve_device(spec: Spec, options: dict[str, Any]) -> dict[str, str]:
     """device and backend, from the flags and the hardware. Raises UserError for more workers than fit."""
     device, backend, workers = options["device"], options["backend"], options["num_workers"]
     gpus, cores = local_gpus(), os.cpu_count() or 1
@@ -110,7 +104,7 @@ def resolve_device(row: Row, options: dict[str, Any]) -> dict[str, str]:
             "--backend nccl needs --device cuda and one GPU per worker; use --backend gloo on CPUs"
         )
     if device == "cuda" and not cluster:
-        shared = backend == "gloo" and in_place and row.ranks_share_gpus  # ray gives each rank its own
+        shared = backend == "gloo" and in_place and spec.ranks_share_gpus  # ray gives each rank its own
         needed = 1 if shared else workers
         if gpus < needed:
             raise UserError(

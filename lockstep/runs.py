@@ -2,12 +2,13 @@
 
 import hashlib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
-from lockstep.config import Config
+from lockstep.config import BASELINE, PER_RUN, Config, Spec
 from lockstep.errors import UserError
+from lockstep.flags import is_switch
 from lockstep.mesh import AXES, Mesh
-from lockstep.strategies import BASELINE, PER_RUN, Row, row_of
+from lockstep.strategies import spec_of
 
 HELP = (
     "comma-separated strategies, each a name or path/to/file.py:Class; NAME@MESH sets its mesh, as in fsdp@tp1xdp4; options of one run follow "
@@ -23,7 +24,7 @@ REGISTERED = re.compile(r"(?P<strategy>[^:@]*)(@(?P<mesh>[^:@]*))?(:(?P<options>
 class Run:
     """A strategy on a mesh, with options. `batch_size` is that of a DP rank; it makes the global batch equal to the baseline's."""
 
-    row: Row
+    spec: Spec
     mesh: Mesh
     batch_size: int
     options: tuple[str, ...]  # flags of this run alone
@@ -38,12 +39,12 @@ class Run:
     def arguments(self) -> list[str]:
         """The flags by which it differs from other runs."""
         own = ["--dp_size", str(self.mesh.dp), "--batch_size", str(self.batch_size)]
-        if "tp" in self.row.axes:
+        if "tp" in self.spec.axes:
             own += ["--tp_size", str(self.mesh.tp)]
         for axis in self.mesh.further_axes:
             own += [f"--{axis}_size", str(self.mesh.size(axis))]
         own += self.options
-        return own if self.name == self.row.name else [*own, "--run_name", self.name]
+        return own if self.name == self.spec.name else [*own, "--run_name", self.name]
 
 
 def runs_of(names: str, baseline: Config, tp_size: int) -> list[Run]:
@@ -65,11 +66,11 @@ def _run(name: str, baseline: Config, tp_size: int) -> Run:
         raise UserError(
             f"--strategies {name}: write NAME@MESH:OPTIONS, as in fsdp@tp1xdp4:prefetch=1+wrap=layer"
         )
-    row = row_of(parts["strategy"])
-    mesh, batch_size = row.largest(Mesh(dp=baseline.dp_size, tp=tp_size)), baseline.batch_size
-    words = [row.name]
+    spec = spec_of(parts["strategy"])
+    mesh, batch_size = spec.largest(Mesh(dp=baseline.dp_size, tp=tp_size)), baseline.batch_size
+    words = [spec.name]
     if parts["mesh"] is not None:
-        mesh = _mesh(parts["mesh"], row, f"--strategies {name}")
+        mesh = _mesh(parts["mesh"], spec, f"--strategies {name}")
         batch = baseline.dp_size * baseline.batch_size
         if batch % mesh.dp:
             raise UserError(
@@ -79,41 +80,41 @@ def _run(name: str, baseline: Config, tp_size: int) -> Run:
         words.append(parts["mesh"])
     options = {}
     if parts["options"] is not None:
-        options = _options(parts["options"], row, f"--strategies {name}")
+        options = _options(parts["options"], spec, f"--strategies {name}")
     words += [key if value is None else f"{key}-{_in_a_name(value)}" for key, value in options.items()]
     flags = [f"--{key}" if value is None else f"--{key}={value}" for key, value in options.items()]
-    return Run(row, mesh, batch_size, tuple(flags), _short("_".join(words), 100))
+    return Run(spec, mesh, batch_size, tuple(flags), _short("_".join(words), 100))
 
 
-def _mesh(text: str, row: Row, where: str) -> Mesh:
+def _mesh(text: str, spec: Spec, where: str) -> Mesh:
     sizes = dict(re.findall(r"([a-z]+)([1-9]\d{0,5})(?:x|$)", text))
     if not text or "x".join(map("".join, sizes.items())) != text:
         raise UserError(f"{where}: {text or 'nothing'} is not a mesh; write it as tp1xdp4")
     unknown = next((axis for axis in sizes if axis not in AXES), None)
     if unknown:
-        also = {library: flag for flag, library in row.also_called.items()}.get(f"{unknown}_size")
+        also = {library: flag for flag, library in spec.also_called.items()}.get(f"{unknown}_size")
         remedy = f"write {also.removesuffix('_size')}" if also else f"the axes are {', '.join(AXES)}"
         raise UserError(f"{where}: there is no axis {unknown}; {remedy}")
-    unused = next((axis for axis, size in sizes.items() if axis not in row.axes and int(size) > 1), None)
+    unused = next((axis for axis, size in sizes.items() if axis not in spec.axes and int(size) > 1), None)
     if unused:
-        raise UserError(f"{where}: {row.label} has no axis {unused}; it has {', '.join(row.axes)}")
+        raise UserError(f"{where}: {spec.label} has no axis {unused}; it has {', '.join(spec.axes)}")
     return Mesh(**{axis: int(size) for axis, size in sizes.items()})
 
 
-def _options(text: str, row: Row, where: str) -> dict[str, str | None]:
+def _options(text: str, spec: Spec, where: str) -> dict[str, str | None]:
     """Option -> value, None for one without a value. Raises UserError for one that the strategy does not have."""
-    known = {option.name: option.metadata.get("action") for option in row.own_options()}
-    known |= {name: "store_true" if off is False else None for name, off in PER_RUN.items()}
+    known = {option.name: is_switch(spec.options, option) for option in fields(spec.options)}
+    known |= {name: off is False for name, off in PER_RUN.items()}
     found: dict[str, str | None] = {}
     for part in text.split("+"):
         name, equals, value = part.partition("=")
         if name not in known:
             raise UserError(
-                f"{where}: {row.label} has no option {name or 'without a name'}; it has {', '.join(known)}"
+                f"{where}: {spec.label} has no option {name or 'without a name'}; it has {', '.join(known)}"
             )
         if name in found:
             raise UserError(f"{where}: {name} is given twice; leave one out")
-        if equals and known[name] == "store_true":
+        if equals and known[name]:
             raise UserError(f"{where}: {name} takes no value; leave ={value} out")
         if equals and (not value or value.startswith("{") or re.search(r"\s", value)):
             raise UserError(

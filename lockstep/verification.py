@@ -19,9 +19,8 @@ import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep import config as config_module
-from lockstep import limit, preflight, startup
-from lockstep.config import Config, Parser
+from lockstep import command_line, limit, preflight, startup
+from lockstep.config import BASELINE, CONTROL, Config, history_file
 from lockstep.errors import UserError, printable, run_program
 from lockstep.files import (
     FIGURE,
@@ -30,13 +29,13 @@ from lockstep.files import (
     require_ours,
     require_writable_folder,
 )
+from lockstep.flags import Parser
 from lockstep.inputs import architectures
 from lockstep.inputs.data import Inputs
 from lockstep.losses.curves import RULES
 from lockstep.running import processes, progress
 from lockstep.runs import HELP, Run, runs_of
-from lockstep.strategies import BASELINE, ROWS
-from lockstep.training import history
+from lockstep.strategies import SPECS
 
 if TYPE_CHECKING:
     from lockstep.diagnosis.diagnose import Diagnosis
@@ -49,7 +48,7 @@ NAME = "lockstep.verification"
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(prog=f"python -m {NAME}", description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("what", choices=("plan", "verdict"))
-    parser.add_argument("--strategies", default=",".join(ROWS), help=HELP)
+    parser.add_argument("--strategies", default=",".join(SPECS), help=HELP)
     parser.add_argument("--tp_size", type=int, default=2)
     for flag in ("--save_init_weights", "--pretrained", "--control"):  # the baseline's alone
         parser.add_argument(flag, action="store_true")
@@ -66,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def plan(options: argparse.Namespace, flags: list[str]) -> int:
     """Check everything that can be checked before a run, and print the runs. Leaves no folder behind."""
-    runs = runs_of(options.strategies, config_module.parse_config(BASELINE, flags), options.tp_size)
+    runs = runs_of(options.strategies, command_line.parse_config(BASELINE, flags), options.tp_size)
     for run in runs:
         config, inputs = checked(run, options, flags)
     require_ours(config.loss_output_dir / "loss_curves.png", "OUTPUT_DIR", FIGURE, anywhere=True)
@@ -80,7 +79,7 @@ def plan(options: argparse.Namespace, flags: list[str]) -> int:
             )
         check_reference(config, inputs)
     for run in runs:
-        print(run.name, " ".join(run.arguments), run.row.place, sep="\t")
+        print(run.name, " ".join(run.arguments), run.spec.place, sep="\t")
     return 0
 
 
@@ -92,7 +91,7 @@ def checked(run: Run, options: argparse.Namespace, flags: list[str]) -> tuple[Co
             f"--{name}" for name in ("save_init_weights", "pretrained", "control") if getattr(options, name)
         ]
         own += ["--init_weights_path", options.init_weights_path] if options.init_weights_path else []
-    config = config_module.parse_config(run.row.place, [*flags, *own])
+    config = command_line.parse_config(run.spec.place, [*flags, *own])
     inputs = preflight.load_inputs(config)
     preflight.check_environment(config, inputs.architecture)
     return config, inputs
@@ -112,15 +111,12 @@ def verdict(options: argparse.Namespace, flags: list[str]) -> int:
     from lockstep.losses import curve_report, folder
 
     weights = ["--init_weights_path", options.init_weights_path] if options.init_weights_path else []
-    config = config_module.parse_config(BASELINE, [*flags, *weights])
+    config = command_line.parse_config(BASELINE, [*flags, *weights])
     place = config.loss_output_dir
     require_writable_folder(place, "--loss_output_dir")
     figure, data = place / "loss_curves.png", place / "verdict.json"
     names = [run.name for run in runs_of(options.strategies, config, options.tp_size)]
-    found = {
-        name: history.path_of(place, name)
-        for name in (*names, *([history.CONTROL] if options.control else []))
-    }
+    found = {name: history_file(place, name) for name in (*names, *([CONTROL] if options.control else []))}
     missing = next((path for path in found.values() if not path.exists()), None)
     if missing:
         raise UserError(f"{missing}: no such file; run the training first")

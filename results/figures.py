@@ -17,7 +17,8 @@ from matplotlib import pyplot
 
 from extras.studies import converging_report
 from extras.studies.converging import Converging
-from lockstep.strategies import BLUE, VERMILION, recorded
+from lockstep.config import BLUE, VERMILION
+from lockstep.strategies import recorded
 
 HERE = Path(__file__).parent
 SEEN = {

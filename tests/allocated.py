@@ -28,10 +28,10 @@ def build(folder: Path) -> dict[str, str]:
 
 def measure(cases: list[tuple[str, list[str]]], folder: Path) -> list[dict[str, int]]:
     """The most bytes that any rank holds at each moment, of runs (strategy, flags)."""
-    from lockstep import config as config_module
+    from lockstep import command_line
 
     server = preloaded.Server(build(folder))
-    ranks = [config_module.parse_config(strategy, flags).num_workers for strategy, flags in cases]
+    ranks = [command_line.parse_config(strategy, flags).num_workers for strategy, flags in cases]
     groups = [
         (count, "allocated:steps", folder / str(number), list(case))
         for number, (count, case) in enumerate(zip(ranks, cases, strict=True))
@@ -50,7 +50,7 @@ def steps(folder: Path, case: list) -> None:
     import torch
     import torch.distributed as dist
 
-    from lockstep import config as config_module
+    from lockstep import command_line
     from lockstep.inputs import architectures
     from lockstep.inputs.model import build_model
     from lockstep.training.strategy import factory_of
@@ -59,7 +59,7 @@ def steps(folder: Path, case: list) -> None:
     library = ctypes.CDLL(os.environ[LIBRARY])
     for name in ("allocated_bytes", "peak_bytes"):
         getattr(library, name).restype = ctypes.c_longlong
-    config = config_module.parse_config(strategy, arguments)
+    config = command_line.parse_config(strategy, arguments)
     architecture, _ = architectures.resolve(config.model_name, config.num_layers)
     gc.collect()
     before, peaks = library.allocated_bytes(), {}
@@ -77,7 +77,7 @@ def steps(folder: Path, case: list) -> None:
         )
     ]
     device = torch.device("cpu")
-    live = moment("start", lambda: factory_of(config.row)(built.pop(), config, config.mesh, device))
+    live = moment("start", lambda: factory_of(config.spec)(built.pop(), config, config.mesh, device))
     torch.manual_seed(config.mesh.sample_share(dist.get_rank()))
     for _ in range(STEPS):
         shape = (config.gradient_accumulation_steps, config.batch_size, config.seq_length)

@@ -23,7 +23,7 @@ def foreign(name: str, config, inputs, make_strategy):
     """Yields make_strategy with the bug in what it makes."""
     with contextlib.ExitStack() as stack:
         planting = Planting(config, inputs, stack)
-        planting.handles = strategies.load(strategies.row_of(config.strategy).handles)(planting)
+        planting.handles = strategies.load(strategies.spec_of(config.strategy).handles)(planting)
 
         def make(*arguments):
             strategy = planting.handles.strategy = make_strategy(*arguments)

@@ -8,8 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from lockstep import config as config_module
-from lockstep import preflight
+from lockstep import command_line, preflight
 from lockstep.errors import TrainingFailure, UserError
 from lockstep.training import loop as training
 from lockstep.training.strategy import factory_of
@@ -17,7 +16,7 @@ from lockstep.training.vocab_parallel_loss import vocab_parallel_cross_entropy
 
 
 def configuration(strategy: str, arguments: list[str]):
-    config = config_module.parse_config(strategy, arguments)
+    config = command_line.parse_config(strategy, arguments)
     return config, preflight.load_inputs(config)
 
 
@@ -28,7 +27,7 @@ def histories(folder: Path, argument: dict) -> None:
     for run in argument["runs"]:
         config, inputs = configuration(run["strategy"], run["arguments"])
         config = dataclasses.replace(config, loss_output_dir=folder / run["name"])
-        with planted.fault(run["fault"], config, inputs, factory_of(config.row)) as make:
+        with planted.fault(run["fault"], config, inputs, factory_of(config.spec)) as make:
             training.run(config, inputs, make, torch.device("cpu"))
 
 
@@ -48,7 +47,7 @@ def refused(folder: Path, argument: dict) -> None:
     config, inputs = configuration(argument["strategy"], argument["arguments"])
     config = dataclasses.replace(config, loss_output_dir=folder)
     try:
-        with planted.fault(argument["fault"], config, inputs, factory_of(config.row)) as make:
+        with planted.fault(argument["fault"], config, inputs, factory_of(config.spec)) as make:
             training.run(config, inputs, make, torch.device("cpu"))
         message = "not stopped"
     except (TrainingFailure, UserError) as error:
@@ -85,7 +84,7 @@ def stopped(folder: Path, argument: dict) -> None:
 
         history.write_text, training.build_model = full, missing
         try:
-            training.run(config, inputs, factory_of(config.row), torch.device("cpu"))
+            training.run(config, inputs, factory_of(config.spec), torch.device("cpu"))
             message = "not stopped"
         except Exception as error:  # noqa: BLE001 - its type is part of what is written down
             message = f"{type(error).__name__}: {error}"
@@ -106,7 +105,7 @@ def replaced(folder: Path, argument: dict) -> None:
         def make(*given):
             if fails_in == 0:
                 raise RuntimeError("it fails")
-            strategy = factory_of(config.row)(*given)
+            strategy = factory_of(config.spec)(*given)
             update, left = strategy.update, iter(range(1, fails_in or 100))
 
             def failing():

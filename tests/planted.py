@@ -224,14 +224,14 @@ def _defaults(config, inputs):
     """The strategy takes the defaults of all options that only it has."""
     import ddp_strategy
     import fsdp_strategy
-    from lockstep.training import ddp_options, fsdp_options
+    from lockstep.plan import ddp, fsdp
 
     def deaf(module):
         return types.SimpleNamespace(**{**vars(module), "of": lambda config: module.Options()})
 
     with (
-        mock.patch.object(ddp_strategy, "ddp_options", deaf(ddp_options)),
-        mock.patch.object(fsdp_strategy, "fsdp_options", deaf(fsdp_options)),
+        mock.patch.object(ddp_strategy, "ddp", deaf(ddp)),
+        mock.patch.object(fsdp_strategy, "fsdp", deaf(fsdp)),
     ):
         yield lambda strategy: strategy
 

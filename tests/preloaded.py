@@ -120,7 +120,7 @@ def _be(asked: dict[str, Any]) -> None:
 def main(folder: str) -> None:
     from lockstep import startup
     from lockstep.running import jobs, processes
-    from lockstep.strategies import ROWS
+    from lockstep.strategies import SPECS
 
     processes.end_with_parent(signal.SIGKILL)
 
@@ -138,7 +138,7 @@ def main(folder: str) -> None:
 
     with startup.importing():
         captures = ["--capture_dir", folder]  # most of what tests start does
-        every = [jobs.Job(strategy=name, arguments=captures) for name in ROWS]
+        every = [jobs.Job(strategy=name, arguments=captures) for name in SPECS]
         jobs.preload([jobs.Group(num_ranks=1, jobs=every)])
     signal.signal(signal.SIGCHLD, reap)
     for line in sys.stdin:

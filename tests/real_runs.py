@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ranks import ROOT
 
+from lockstep.config import history_file
 from lockstep.training import history
 
 BIN = Path(sys.executable).parent
@@ -82,7 +83,7 @@ class Run:
         assert text in self.log.read_text()
 
     def wait_for_step(self, number):
-        path = history.path_of(self.folder, "ddp")
+        path = history_file(self.folder, "ddp")
         for _ in range(1200):
             if path.exists() and len(history.read(path).steps) >= number:
                 return

@@ -3,10 +3,14 @@
 import copy
 import json
 
-from lockstep.config import PLACES, Config
+from lockstep.config import Config
+from lockstep.flags import recorded
 from lockstep.inputs.architectures import BUILT_IN
 from lockstep.inputs.shapes import parameter_shapes
-from lockstep.training.history import History, seal
+from lockstep.origin import about
+from lockstep.record import seal
+from lockstep.strategies import SPECS
+from lockstep.training.history import History
 
 PARAMETERS = sorted(parameter_shapes(BUILT_IN["tiny-qwen2"]))
 CONTRACT = {
@@ -20,8 +24,14 @@ CONTRACT = {
 def configuration(strategy="ddp", precision="fp32", steps=20, **changes):
     tp = 1 if strategy == "ddp" else 2
     mesh = {"num_workers": 2 * tp, "tp_size": tp, "dp_size": 2, "device": "cpu", "backend": "gloo"}
+    spec = SPECS[strategy]
     return Config(
-        strategy=strategy, precision=precision, debug_steps=steps, num_layers=2, **{**mesh, **changes}
+        spec=spec,
+        own={each.name: each.default for each in recorded(spec.options)},
+        precision=precision,
+        debug_steps=steps,
+        num_layers=2,
+        **{**mesh, **changes},
     )
 
 
@@ -31,13 +41,15 @@ def history(strategy="ddp", precision="fp32", steps=20, shift=0.0, **changes):
         run={
             "label": config.label,
             "mesh": config.mesh.sizes,
-            "config": {key: value for key, value in config.as_dict().items() if key not in PLACES},
+            "config": config.recorded(),
             "architecture": copy.deepcopy(BUILT_IN["tiny-qwen2"]),
             "architecture_source": "built-in architecture tiny-qwen2",
             "corpus_sha256": "c" * 64,
             "tokenizer": "word-crc32",
             "num_steps": steps,
-            "versions": {"torch": "2"},
+            "versions": {"torch": "2", "transformers": "5"},
+            "origin": about(),
+            "initial_weights": "weights of a file",
         },
         contract=copy.deepcopy(CONTRACT),
         weights={

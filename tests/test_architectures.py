@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep import config as config_module
-from lockstep import preflight
+from lockstep import command_line, preflight
 from lockstep.errors import UserError
 from lockstep.inputs import hub
 from lockstep.inputs.architectures import BUILT_IN, resolve, tensor_parallel_problem
@@ -60,7 +59,7 @@ def test_gpt2_has_no_dropout():
 
 @pytest.mark.parametrize("strategy", ["deepspeed", "fsdp"])
 def test_gpt2_is_not_cut(strategy):
-    config = config_module.parse_config(strategy, ["--model_name", "gpt2", "--tp_size", "2"])
+    config = command_line.parse_config(strategy, ["--model_name", "gpt2", "--tp_size", "2"])
     with pytest.raises(
         UserError,
         match="^--tp_size 2: layers of llama, mistral, qwen2, qwen3 are cut here, and the model is gpt2; choose --tp_size 1",
@@ -70,9 +69,9 @@ def test_gpt2_is_not_cut(strategy):
 
 def test_learned_positions_bound_the_sequence():
     arguments = ["--model_name", "tiny-gpt2", "--batch_size", "1", "--seq_length"]
-    assert preflight.load_inputs(config_module.parse_config("ddp", [*arguments, "256"]))
+    assert preflight.load_inputs(command_line.parse_config("ddp", [*arguments, "256"]))
     with pytest.raises(UserError, match="tiny-gpt2 has positions for 256 tokens"):
-        preflight.load_inputs(config_module.parse_config("ddp", [*arguments, "257"]))
+        preflight.load_inputs(command_line.parse_config("ddp", [*arguments, "257"]))
 
 
 def test_hub_name_resolves_to_the_built_in_without_a_hub(monkeypatch):
@@ -131,7 +130,7 @@ def test_keys_have_the_names_that_all_architectures_share(tmp_path):
 @pytest.mark.parametrize("number", ["3", "all"])
 def test_all_layers_can_be_asked_for(tmp_path, number):
     (tmp_path / "config.json").write_text(json.dumps({**BUILT_IN["tiny-qwen2"], "num_hidden_layers": 3}))
-    config = config_module.parse_config("ddp", ["--model_name", str(tmp_path), "--num_layers", number])
+    config = command_line.parse_config("ddp", ["--model_name", str(tmp_path), "--num_layers", number])
     assert preflight.load_inputs(config).architecture["num_hidden_layers"] == 3
 
 

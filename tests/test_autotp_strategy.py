@@ -6,7 +6,7 @@ import sys
 
 from ranks import ROOT
 
-from lockstep.config import parse_config
+from lockstep.command_line import parse_config
 from lockstep.deepspeed import configuration
 
 

@@ -69,10 +69,9 @@ def test_the_parameters_after_a_step_are_the_input_of_its_replay(dumps):
 
 
 def test_nothing_is_overwritten(dumps):
-    from lockstep import config as config_module
-    from lockstep import preflight
+    from lockstep import command_line, preflight
 
-    config = config_module.parse_config("fsdp", [*CAPTURED, "--capture_dir", str(dumps)])
+    config = command_line.parse_config("fsdp", [*CAPTURED, "--capture_dir", str(dumps)])
     with pytest.raises(UserError, match="already exists, and nothing is overwritten"):
         preflight.check_environment(config, preflight.load_inputs(config).architecture)
 

@@ -8,7 +8,7 @@ import subprocess
 import pytest
 from ranks import ROOT
 
-from lockstep import config as config_module
+from lockstep import command_line
 from lockstep.errors import UserError
 
 SCRIPT = ROOT / "studies" / "slurm.sh"
@@ -39,7 +39,7 @@ def test_the_sbatch_script_starts_torchrun(tmp_path):
     assert (command, parsed.nnodes, parsed.nproc_per_node) == ("torchrun", "2", "4")
     assert (parsed.rdzv_endpoint, parsed.rdzv_backend, parsed.rdzv_id) == ("node7:29500", "c10d", "99")
     assert parsed.training_script == "train_deepspeed.py"
-    trained = config_module.parse_config("deepspeed", parsed.training_script_args)
+    trained = command_line.parse_config("deepspeed", parsed.training_script_args)
     assert (trained.tp_size, trained.own["zero_stage"]) == (1, 2)
 
 
@@ -71,7 +71,7 @@ def test_the_commands_of_the_deepspeed_launcher(tmp_path, monkeypatch):
     for words in commands:
         parsed = runner.parse_args(words)
         assert parsed.user_script == "train_deepspeed.py"
-        config_module.parse_config("deepspeed", parsed.user_args)
+        command_line.parse_config("deepspeed", parsed.user_args)
     hosts = tmp_path / "hostfile"
     hosts.write_text("node7 slots=4\nnode8 slots=4\n")
     (words,) = [words for words in commands if "--hostfile" in words]
@@ -96,12 +96,12 @@ def test_processes_without_ranks_are_refused(monkeypatch, environment, by):
     with pytest.raises(
         UserError, match=f"{by} started 4 processes .* start them with torchrun or the deepspeed launcher"
     ):
-        config_module.parse_config("deepspeed", [])
+        command_line.parse_config("deepspeed", [])
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "4")
-    assert config_module.parse_config("deepspeed", []).num_workers == 4  # torchrun under srun
+    assert command_line.parse_config("deepspeed", []).num_workers == 4  # torchrun under srun
 
 
 def test_one_process_of_srun_is_a_run_of_its_own(monkeypatch):
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
-    assert config_module.parse_config("ddp", [])
+    assert command_line.parse_config("ddp", [])

@@ -3,13 +3,14 @@
 import re
 import shlex
 import subprocess
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
-from lockstep import config
+from lockstep import command_line
 from lockstep.runs import runs_of
-from lockstep.strategies import ROWS
+from lockstep.strategies import SPECS
 
 ROOT = Path(__file__).parents[1]
 
@@ -32,7 +33,7 @@ def documented():
 
 @pytest.mark.parametrize("where, strategy, arguments", list(documented()))
 def test_documented_commands(where, strategy, arguments):
-    config.build_parser(strategy).parse_args(arguments)
+    command_line.build_parser(strategy).parse_args(arguments)
 
 
 def test_there_are_documented_commands():
@@ -53,19 +54,19 @@ def test_step_by_step_commands(strategy):
         "--learning_rate 1e-5 --debug_steps 100 --log_interval 10 --loss_output_dir /tmp/loss_curves "
         "--storage_path /tmp/ray_checkpoints --init_weights_path /tmp/shared_weights/init_weights.pt"
     )
-    parsed = config.parse_config(strategy, f"{common} {STEP_BY_STEP[strategy]}".split())
+    parsed = command_line.parse_config(strategy, f"{common} {STEP_BY_STEP[strategy]}".split())
     assert parsed.precision == "autocast" and parsed.debug_steps == 100
     assert (parsed.tp_size, parsed.dp_size) == ((1, 2) if strategy == "ddp" else (2, 2))
 
 
-@pytest.mark.parametrize("strategy", ROWS)
+@pytest.mark.parametrize("strategy", SPECS)
 def test_job_files(strategy, monkeypatch):
     from anyscale.job.models import JobConfig
 
     job = JobConfig.from_yaml(str(ROOT / f"job_{strategy}.yaml"))
     ((found, arguments),) = commands(job.entrypoint)
     assert found == strategy
-    parsed = config.build_parser(strategy).parse_args(arguments)
+    parsed = command_line.build_parser(strategy).parse_args(arguments)
     assert parsed.device == "cuda" and str(parsed.loss_output_dir) == "/mnt/cluster_storage/loss_curves"
     assert str(parsed.init_weights_path) == "/mnt/cluster_storage/shared_weights/init_weights.pt"
     assert parsed.save_init_weights == (strategy == "ddp")
@@ -75,12 +76,13 @@ def test_job_files(strategy, monkeypatch):
 def test_jobs_compare_like_with_like():
     from anyscale.job.models import JobConfig
 
-    jobs = {s: JobConfig.from_yaml(str(ROOT / f"job_{s}.yaml")) for s in ROWS}
+    jobs = {s: JobConfig.from_yaml(str(ROOT / f"job_{s}.yaml")) for s in SPECS}
     parsed = {
-        s: vars(config.build_parser(s).parse_args(next(commands(j.entrypoint))[1])) for s, j in jobs.items()
+        s: vars(command_line.build_parser(s).parse_args(next(commands(j.entrypoint))[1]))
+        for s, j in jobs.items()
     }
     own = {"tp_size", "dp_size", "num_workers", "save_init_weights"}
-    own |= {option.name for row in ROWS.values() for option in row.own_options()}
+    own |= {option.name for spec in SPECS.values() for option in fields(spec.options)}
     assert {k: v for k, v in parsed["ddp"].items() if k not in own} == {
         k: v for k, v in parsed["fsdp"].items() if k not in own
     }
@@ -103,7 +105,7 @@ def test_shell_script_defaults_are_the_parsers():
     """The laptop defaults of the script are those of the scripts it calls."""
     text = (ROOT / "run_verification_main.sh").read_text()
     laptop = text.split("else # a laptop")[1]
-    defaults = config.parse_config("ddp", [])
+    defaults = command_line.parse_config("ddp", [])
     for name in (
         "model_name",
         "batch_size",
@@ -137,12 +139,14 @@ def test_documented_verifications():
     for path in (ROOT / "README.md", ROOT / "run_verification.py", *ROOT.glob("docs/*.md")):
         for match in re.finditer(r"^ *python run_verification\.py(.*)$", path.read_text(), re.MULTILINE):
             options, rest = run_verification.parse(shlex.split(match[1].split("   ")[0]))
-            config.parse_config(
+            command_line.parse_config(
                 "fsdp", [*rest, "--tp_size", str(options.tp_size), "--dp_size", str(options.dp_size)]
             )
             if "path/to/" not in options.strategies:
-                for run in runs_of(options.strategies, config.parse_config("ddp", rest), options.tp_size):
-                    config.parse_config(run.row.place, [*rest, *run.arguments])
+                for run in runs_of(
+                    options.strategies, command_line.parse_config("ddp", rest), options.tp_size
+                ):
+                    command_line.parse_config(run.spec.place, [*rest, *run.arguments])
             found += 1
     assert found >= 3
 
@@ -171,6 +175,6 @@ def test_documented_trainings_with_a_strategy_of_ones_own():
     for arguments in arguments_of(r"(?:torchrun --nproc_per_node 4 -m|python -m) lockstep\.train"):
         strategy, rest = split(arguments)
         assert strategy.endswith(".py:MyStrategy")
-        config.build_parser("fsdp").parse_args(rest)
+        command_line.build_parser("fsdp").parse_args(rest)
         found += 1
     assert found >= 1

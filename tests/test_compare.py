@@ -9,10 +9,10 @@ import pytest
 from edited import edit, flip_byte, overwrite, take_out
 
 from lockstep.errors import UserError
+from lockstep.record import configuration
 from lockstep.tensors import comparison as compare
 from lockstep.tensors.dump import Dump
 from lockstep.tensors.layout import from_json
-from lockstep.tensors.manifest import configuration
 from lockstep.tensors.step_file import checksum
 from lockstep.training.contract import expected_contract
 
@@ -105,10 +105,10 @@ def test_a_swapped_file_is_found(dumps, copy, capsys):
     [
         ("", "not valid JSON"),
         ("{", "not valid JSON"),
-        ("[]", "it names no format"),
-        ("{}", "it names no format"),
-        ('{"format": 99}', "format 99, this version reads 4"),
-        ('{"format": 4, "run": {}}', "not what its sha256 says"),
+        ("[]", "not a dump's manifest"),
+        ("{}", "not a dump's manifest"),
+        ('{"format": 99}', "format 99, this version reads 5"),
+        ('{"format": 5, "run": {}}', "not what its sha256 says"),
         ("[" * 100_000, "nested too deeply"),
     ],
 )
@@ -140,7 +140,9 @@ CONTRADICTIONS = {
     ),
     "cut along tp in dim 5": lambda m: _first(m).update(sharded={"tp": 5}),
     "checksum is -1": lambda m: _first(m).update(checksum=-1),
-    "its configuration says TP=2, DP=2 with 4 workers": lambda m: m["run"]["mesh"].update(dp=4, tp=1),
+    "4 workers, and TP=2, DP=2 of the configuration do not go together": lambda m: m["run"]["mesh"].update(
+        dp=4, tp=1
+    ),
     "run.config.batch_size is '2'": lambda m: m["run"]["config"].update(batch_size="2"),
     "run.config.dp_size is True": lambda m: m["run"]["config"].update(dp_size=True),
     "run.config.learning_rate is nan": lambda m: m["run"]["config"].update(learning_rate=float("nan")),
@@ -177,12 +179,12 @@ CONTRADICTIONS = {
         activation_checkpointing=None
     ),
     "run.config.own.dp_replicate is 0": lambda m: m["run"]["config"]["own"].update(dp_replicate=0),
-    "run.config.own.dp_replicate is true": lambda m: m["run"]["config"]["own"].update(dp_replicate=True),
-    "run.config.own.wrap is null": lambda m: m["run"]["config"]["own"].update(wrap=None),
-    'run.config.own.wrap is "x"': lambda m: m["run"]["config"]["own"].update(wrap="x"),
+    "run.config.own.dp_replicate is True": lambda m: m["run"]["config"]["own"].update(dp_replicate=True),
+    "run.config.own.wrap is None": lambda m: m["run"]["config"]["own"].update(wrap=None),
+    "run.config.own.wrap is 'x'": lambda m: m["run"]["config"]["own"].update(wrap="x"),
     "run.config.own.cpu_offload is 1": lambda m: m["run"]["config"]["own"].update(cpu_offload=1),
     "run.config.own.unknown is 1": lambda m: m["run"]["config"]["own"].update(unknown=1),
-    'run.config.own.prefetch is "~nobody/x"': lambda m: m["run"]["config"]["own"].update(
+    "run.config.own.prefetch is '~nobody/x'": lambda m: m["run"]["config"]["own"].update(
         prefetch="~nobody/x"
     ),
     "run.config.own.wrap is missing": lambda m: m["run"]["config"]["own"].pop("wrap"),
@@ -272,7 +274,7 @@ CHANGES = {
     "step 2 was trained on different batches": lambda manifest: manifest["steps"]["2"].update(
         batch_hash=16 * "0"
     ),
-    "learning_rate is 0.5 in ": lambda manifest: manifest["run"]["config"].update(learning_rate=0.5),
+    "learning_rate is 0.5 against ": lambda manifest: manifest["run"]["config"].update(learning_rate=0.5),
     "it has 1 of 2 steps: the run was stopped": lambda manifest: manifest["steps"].pop("2"),
     "their libraries differ, torch ": lambda manifest: manifest["run"]["versions"].update(torch="1"),
     "their tokenizers differ": lambda manifest: manifest["run"].update(tokenizer="another"),

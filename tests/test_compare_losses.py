@@ -5,7 +5,7 @@ import pytest
 import torch
 from synthetic import control, history, set_loss, spoil
 
-from lockstep.config import parse_config
+from lockstep.command_line import parse_config
 from lockstep.errors import UserError
 from lockstep.losses.curves import compare_curves, require_comparable_curves, tolerance_for
 from lockstep.losses.tolerance import is_fresh, rule_and_noise
@@ -128,7 +128,7 @@ def _shorter(run):
         (lambda r: setattr(r, "ended", None), "killed or is still running"),
         (
             lambda r: r.run["versions"].update(torch="1", another="2"),
-            "their libraries differ, torch 1 against 2, another 2 against missing; run both in the same environment",
+            "their libraries differ, torch 1 against 2, another 2 against missing; use the same environment",
         ),
     ],
 )
@@ -235,7 +235,6 @@ DRAWN = initial_weights.origin(parse_config("ddp", ["--seed", "36"]))
         (DRAWN, True, True),
         (DRAWN, False, False),
         ("weights of a file", True, False),
-        (None, True, False),
     ],
 )
 def test_a_text_that_repeats_its_tokens_starts_lower_with_tied_embeddings(origin, tied, fresh):

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from programs import in_process
 
-from lockstep import config as config_module
-from lockstep import preflight, resources, strategies
+from lockstep import command_line, preflight, resources, strategies
+from lockstep.config import Config
 from lockstep.errors import UserError
 from lockstep.inputs.architectures import BUILT_IN
 
@@ -172,12 +172,12 @@ def here(tmp_path, monkeypatch):
 
 
 def test_names_in_the_callers_folder_are_made_absolute(here):
-    config = config_module.parse_config(
+    config = command_line.parse_config(
         "ddp", ["--model_name", "my models/a $x 'b'", "--dataset_name", "texts"]
     )
     assert (config.model_name, config.dataset_name) == (str(here / "my models/a $x 'b'"), str(here / "texts"))
     assert not preflight.shadowed(config)
-    config = config_module.parse_config(
+    config = command_line.parse_config(
         "ddp", ["--model_name", "Qwen/Qwen2.5-0.5B", "--dataset_name", "owner/data:x"]
     )
     assert (config.model_name, config.dataset_name) == ("Qwen/Qwen2.5-0.5B", "owner/data:x")
@@ -196,7 +196,7 @@ def test_a_built_in_name_wins_and_says_so(here):
 
 def test_without_deepspeed(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    config = config_module.parse_config("deepspeed", ["--dry_run", "--loss_output_dir", str(tmp_path)])
+    config = command_line.parse_config("deepspeed", ["--dry_run", "--loss_output_dir", str(tmp_path)])
     with pytest.raises(UserError, match="needs the package deepspeed"):
         preflight.check_environment(config, {})
 
@@ -225,8 +225,8 @@ def test_every_rank_finds_it_and_rank_0_says_it():
 
 
 def test_defaults_are_written_once():
-    parser = config_module.build_parser("ddp")
-    fields = config_module.Config.__dataclass_fields__
+    parser = command_line.build_parser("ddp")
+    fields = Config.__dataclass_fields__
     for action in parser._actions:
         if action.dest == "precision":  # left out where it is not given, so that --autocast can tell
             assert action.help.endswith(f"(default: {fields[action.dest].default})")
@@ -238,19 +238,19 @@ def test_defaults_are_written_once():
 def test_one_set_of_flags():
     """Beside those that only one strategy has."""
     flags = []
-    for name, row in strategies.ROWS.items():
-        own = {option.name for option in row.own_options()}
-        flags.append({action.dest for action in config_module.build_parser(name)._actions} - own)
+    for name, row in strategies.SPECS.items():
+        own = {option.name for option in dataclasses.fields(row.options)}
+        flags.append({action.dest for action in command_line.build_parser(name)._actions} - own)
     assert flags[0] == flags[1] == flags[2]
 
 
 def test_launcher_and_mesh_must_agree(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "4")
-    assert config_module.parse_config("ddp", []).num_workers == 4
-    assert config_module.parse_config("fsdp", []).dp_size == 2
+    assert command_line.parse_config("ddp", []).num_workers == 4
+    assert command_line.parse_config("fsdp", []).dp_size == 2
     with pytest.raises(UserError, match="the launcher started 4 processes, the mesh has 1 x 2"):
-        config_module.parse_config("ddp", ["--dp_size", "2"])
+        command_line.parse_config("ddp", ["--dp_size", "2"])
 
 
 def test_gpus_in_place_are_those_of_this_machine(monkeypatch):
@@ -262,22 +262,22 @@ def test_gpus_in_place_are_those_of_this_machine(monkeypatch):
         "CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7",
     }.items():
         monkeypatch.setenv(name, value)
-    assert config_module.parse_config("fsdp", []).device == "cuda"
+    assert command_line.parse_config("fsdp", []).device == "cuda"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     with pytest.raises(UserError, match="8 GPUs needed for 8 workers, 2 found"):
-        config_module.parse_config("fsdp", ["--device", "cuda"])
-    assert config_module.parse_config("fsdp", ["--device", "cuda", "--backend", "gloo"]).device == "cuda"
+        command_line.parse_config("fsdp", ["--device", "cuda"])
+    assert command_line.parse_config("fsdp", ["--device", "cuda", "--backend", "gloo"]).device == "cuda"
     with pytest.raises(UserError, match="8 GPUs needed"):
-        config_module.parse_config("deepspeed", ["--device", "cuda", "--backend", "gloo"])
+        command_line.parse_config("deepspeed", ["--device", "cuda", "--backend", "gloo"])
 
 
 def test_gpus_are_counted_without_torch(monkeypatch):
     monkeypatch.setattr("importlib.metadata.version", lambda name: "2.13.0")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,3")
     assert resources.local_gpus() == 3
-    config = config_module.parse_config("ddp", ["--dp_size", "2"])
+    config = command_line.parse_config("ddp", ["--dp_size", "2"])
     assert (config.device, config.backend) == ("cuda", "nccl")
-    config = config_module.parse_config("fsdp", [])
+    config = command_line.parse_config("fsdp", [])
     assert (config.device, config.backend) == ("cpu", "gloo")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert resources.local_gpus() == 0

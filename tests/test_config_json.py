@@ -11,8 +11,7 @@ import torch
 from families import FAMILIES, architecture
 from ranks import ROOT
 
-from lockstep import config as config_module
-from lockstep import launch, preflight
+from lockstep import command_line, launch, preflight
 from lockstep.errors import UserError
 from lockstep.inputs import shapes
 from lockstep.inputs.architectures import BUILT_IN
@@ -30,7 +29,7 @@ def taken(folder, content=None):
         (folder / "config.json").write_text(json.dumps(content))
     arguments = ["--device", "cpu", "--model_name", str(folder), "--seq_length", "24"]
     arguments += ["--loss_output_dir", str(folder / "losses"), "--storage_path", str(folder / "ray")]
-    config = config_module.parse_config("ddp", arguments)
+    config = command_line.parse_config("ddp", arguments)
     inputs = preflight.load_inputs(config)
     preflight.check_environment(config, inputs.architecture)
     model_check.check(config, inputs)

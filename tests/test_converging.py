@@ -9,7 +9,7 @@ import run_study
 from extras.studies import converging, converging_report
 from extras.studies import study as study_file
 from extras.studies.converging import OTHER, SAME, Converging
-from lockstep.config import parse_config
+from lockstep.command_line import parse_config
 from lockstep.errors import UserError
 from lockstep.faults import CATALOGUE, SLOW, planted
 from lockstep.preflight import load_inputs

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.config import parse_config
+from lockstep.command_line import parse_config
 from lockstep.errors import UserError
 from lockstep.inputs.architectures import BUILT_IN
 from lockstep.inputs.data import (

@@ -3,7 +3,8 @@
 import pytest
 from ranks import ROOT
 
-from lockstep.config import parse_config
+from lockstep.command_line import parse_config
+from lockstep.config import CONTROL, history_file
 from lockstep.deepspeed import ulysses
 from lockstep.errors import UserError
 from lockstep.faults import CATALOGUE
@@ -12,10 +13,10 @@ from lockstep.losses import curves
 from lockstep.mesh import Mesh, balanced_share, runs
 from lockstep.preflight import load_inputs
 from lockstep.running import jobs
-from lockstep.strategies import row_of
+from lockstep.strategies import spec_of
 from lockstep.tensors.comparison import compare_dumps
 from lockstep.tensors.dump import Dump
-from lockstep.training import cuts, fsdp_options, history, stages
+from lockstep.training import cuts, history, stages
 
 COMBINATIONS = {
     "sp 2 x cp 2": "--cp_size 2 --tp_size 2 --sequence_parallel",
@@ -59,7 +60,7 @@ def trained(tmp_path_factory, request):
             arguments += ["--gradient_sync", "every"]
         if "checkpointed" in name:
             arguments += ["--activation_checkpointing"]
-        place = EXAMPLE if strategy_of(name) == row_of(EXAMPLE).name else strategy_of(name)
+        place = EXAMPLE if strategy_of(name) == spec_of(EXAMPLE).name else strategy_of(name)
         mesh = parse_config(place, ["--device", "cpu", *arguments]).mesh
         starts[mesh.world_size].append(job(place, name, *arguments))
     in_bf16 = [*alone, "--precision", "bf16", "--tp_size", "1", "--sp_size", "2"]
@@ -94,9 +95,9 @@ def test_every_combination_computes_the_same(trained, name, request):
         {"ddp": Dump(plain / "replay_ddp"), "it": Dump(trained / name / f"replay_{strategy}")},
     )
     assert result.verdict("it") == "PASS", result.failures("it")[:3]
-    baseline = history.read(history.path_of(plain / "losses", "ddp"))
-    other = history.read(history.path_of(trained / name / "losses", strategy))
-    control = history.read(history.path_of(plain / "losses", history.CONTROL))
+    baseline = history.read(history_file(plain / "losses", "ddp"))
+    other = history.read(history_file(trained / name / "losses", strategy))
+    control = history.read(history_file(plain / "losses", CONTROL))
     assert curves.compare_curves(baseline, other, curves.tolerance_for(baseline, control)).passed
 
 
@@ -105,7 +106,7 @@ def test_ulysses_reduces_in_bfloat16_if_told_to(trained):
     run = Dump(trained / "deepspeed, sp 2, bf16" / "deepspeed")
     assert run.contract["reduction_dtype"] == ["torch.bfloat16"]
     losses = [
-        history.read(history.path_of(trained / name / "losses", strategy)).steps[0]["loss"]
+        history.read(history_file(trained / name / "losses", strategy)).steps[0]["loss"]
         for name, strategy in (("deepspeed, sp 2, bf16", "deepspeed"), ("ddp", "ddp"))
     ]
     assert losses[0] == pytest.approx(losses[1], abs=0.03)  # an ulp of 7.6 in bfloat16
@@ -157,7 +158,7 @@ def test_there_are_planted_bugs_of_every_dimension():
 
 def require(options, architecture):
     cuts.require(options, architecture)
-    fsdp_options.require(options, architecture)
+    options.spec.require(options, architecture)
 
 
 def config(*arguments, strategy="fsdp"):

@@ -4,8 +4,7 @@ import pytest
 import torch
 from ranks import run_groups
 
-from lockstep import config as config_module
-from lockstep import preflight
+from lockstep import command_line, preflight
 from lockstep.diagnosis import recompute
 from lockstep.diagnosis.case import Case
 from lockstep.diagnosis.diagnose import diagnose
@@ -125,7 +124,7 @@ class Accepted(Exception):
 
 
 def test_a_fault_that_names_modules_of_another_family_is_refused(tmp_path):
-    config = config_module.parse_config(
+    config = command_line.parse_config(
         "fsdp", [*COMMON, "--tp_size", "1", "--loss_output_dir", str(tmp_path)]
     )
     inputs = preflight.load_inputs(config)

@@ -1,6 +1,6 @@
 """The command line of every program is frozen in tests/help, so that a change of it is seen in a diff.
 
-    python tests/test_help.py       writes the files anew
+python tests/test_help.py       writes the files anew
 """
 
 import subprocess
@@ -28,7 +28,9 @@ def help_of(program: str) -> str:
     return done.stdout
 
 
-@pytest.mark.skipif(sys.version_info >= (3, 13), reason="argparse of Python 3.13 writes usage lines otherwise")
+@pytest.mark.skipif(
+    sys.version_info >= (3, 13), reason="argparse of Python 3.13 writes usage lines otherwise"
+)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_the_command_line_is_the_frozen_one(program):
     assert help_of(program) == (FOLDER / f"{program}.txt").read_text(), (

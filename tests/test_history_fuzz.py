@@ -18,9 +18,10 @@ import pytest
 from synthetic import control, history, rewrite
 
 import plot_loss_curves
+from lockstep.config import history_file
 from lockstep.errors import UserError
 from lockstep.training.contract import KNOWN_DIFFERENCES
-from lockstep.training.history import path_of, read
+from lockstep.training.history import read
 
 SECONDS = 20  # a case may take
 NAMES = ("ddp", "deepspeed", "fsdp", "control")
@@ -95,8 +96,8 @@ def case(folder, seed):
         run = (
             control(precision=precision, steps=6) if name == "control" else history(name, precision, steps=6)
         )
-        run.save(path_of(folder, name))
-    path = path_of(folder, chance.choice(NAMES))
+        run.save(history_file(folder, name))
+    path = history_file(folder, chance.choice(NAMES))
     before = path.read_bytes()
     if chance.random() < 0.3:
         path.write_bytes(damage(before, chance))

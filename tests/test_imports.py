@@ -31,12 +31,15 @@ def users_of(package):
 
 def test_one_file_each():
     assert users_of("ray") == {"under_ray.py"}
-    assert users_of("deepspeed") == {"autotp_strategy.py", "build.py", "ulysses.py"}
+    assert users_of("deepspeed") == {
+        "autotp_strategy.py",
+        *(f"{name}.py" for name in ("build", "configuration", "faults", "handles", "ulysses")),
+    }
 
 
 # Where DeepSpeed may be spoken of: its own files, the registry, what installs it, pages, results and tests.
 MAY_NAME_DEEPSPEED = re.compile(
-    r"lockstep/deepspeed/.*|extras/memory/(plan|zero)\.py|lockstep/strategies\.py|autotp_strategy\.py|train_deepspeed\.py|job_deepspeed\.yaml"
+    r"lockstep/deepspeed/.*|extras/memory/(plan|zero)\.py|lockstep/(strategies|faults/__init__)\.py|autotp_strategy\.py|train_deepspeed\.py|job_deepspeed\.yaml"
     r"|pyproject\.toml|requirements.*\.txt|(README|CONTRIBUTING)\.md|(docs|results|findings|studies|tests)/.*"
 )
 # In other files: its launcher, which starts every strategy, and the public thread of a planted fault.

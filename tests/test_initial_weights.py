@@ -12,8 +12,7 @@ from programs import in_process
 from ranks import CAPTURED, ROOT, run_groups
 from safetensors.torch import save_file
 
-from lockstep import config as config_module
-from lockstep import launch, preflight
+from lockstep import command_line, launch, preflight
 from lockstep.errors import UserError
 from lockstep.inputs import weights
 from lockstep.inputs.architectures import BUILT_IN
@@ -36,7 +35,7 @@ def folder(tmp_path):
 
 
 def check(strategy, *arguments):
-    config = config_module.parse_config(strategy, list(map(str, arguments)))
+    config = command_line.parse_config(strategy, list(map(str, arguments)))
     inputs = preflight.load_inputs(config)
     initial_weights.check(config, inputs.architecture)
     return config, inputs
@@ -178,7 +177,7 @@ def test_our_own_file_is_replaced_when_asked(tmp_path, name):
 def test_a_history_of_somebody_is_not_replaced(tmp_path):
     (tmp_path / "loss_fsdp.json").write_text('{"my": "thesis"}')
     arguments = ["--loss_output_dir", str(tmp_path), "--storage_path", str(tmp_path / "ray"), "--overwrite"]
-    config = config_module.parse_config("fsdp", arguments)
+    config = command_line.parse_config("fsdp", arguments)
     with pytest.raises(UserError, match="loss_fsdp.json was not written by Lockstep and is not replaced"):
         preflight.check_environment(config, TINY)
     (tmp_path / "loss_fsdp.json").write_text('{"format": 1, "run": {}}')
@@ -199,8 +198,8 @@ def test_captured_steps_are_replaced_when_asked(tmp_path):
     for name in ("manifest.json", "step_1.safetensors", "step_2.safetensors.part"):
         (dump / name).write_text("")
     with pytest.raises(UserError, match="nothing is overwritten; choose another folder, or add --overwrite"):
-        preflight.check_environment(config_module.parse_config("fsdp", arguments), TINY)
-    config = config_module.parse_config("fsdp", [*arguments, "--overwrite"])
+        preflight.check_environment(command_line.parse_config("fsdp", arguments), TINY)
+    config = command_line.parse_config("fsdp", [*arguments, "--overwrite"])
     preflight.check_environment(config, TINY)
     (dump / "notes.txt").write_text("")
     with pytest.raises(UserError, match="notes.txt, which is no captured step; choose another folder"):

@@ -12,6 +12,7 @@ from ranks import ROOT, free_port
 from real_runs import BIN, environment, folders, gone, preempting
 from synthetic import history as made_up
 
+from lockstep.config import history_file
 from lockstep.training import history
 
 STOPS = {signal.SIGINT: ("interrupted", 130), signal.SIGTERM: ("terminated", 143)}
@@ -27,7 +28,7 @@ STOPS = {signal.SIGINT: ("interrupted", 130), signal.SIGTERM: ("terminated", 143
 def test_a_stop_is_one_line(run, tmp_path, number, moment):
     """And the steps so far are kept, or an older history if there are none."""
     word, status = STOPS[number]
-    older = history.path_of(tmp_path, "ddp")
+    older = history_file(tmp_path, "ddp")
     if moment != "training":
         made_up(steps=3).save(older)
         content = older.read_bytes()
@@ -53,7 +54,7 @@ def test_a_stop_is_one_line(run, tmp_path, number, moment):
     if moment != "training":
         assert older.read_bytes() == content
     else:
-        kept = history.read(history.path_of(tmp_path, "ddp"))
+        kept = history.read(history_file(tmp_path, "ddp"))
         assert len(kept.steps) >= 5 and kept.ended != "finished"
     assert gone(tmp_path) is True
 
@@ -155,7 +156,7 @@ def test_a_killed_torchrun_leaves_every_step_so_far(tmp_path):
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
-    path = history.path_of(tmp_path, "ddp")
+    path = history_file(tmp_path, "ddp")
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and not (path.exists() and len(history.read(path).steps) >= 20):
         time.sleep(0.1)

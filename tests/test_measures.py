@@ -6,8 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from lockstep import config as config_module
-from lockstep import preflight
+from lockstep import command_line, preflight
+from lockstep.config import history_file
 from lockstep.inputs.architectures import BUILT_IN
 from lockstep.inputs.shapes import describe
 from lockstep.running import jobs
@@ -44,7 +44,7 @@ def trained(tmp_path_factory):
     reference = job("ddp", jobs.REFERENCE, RUNS["ddp"][2])
     replays = [str(folder / "dumps" / name / "fsdp") for name in ("sharded", "cut")]
     jobs.start_all_groups([*groups, (None, [{**reference, "replays": replays}])], folder / "work")
-    found = {name: history.read(history.path_of(folder / name, of[1])) for name, of in RUNS.items()}
+    found = {name: history.read(history_file(folder / name, of[1])) for name, of in RUNS.items()}
     return folder, found
 
 
@@ -81,7 +81,7 @@ def test_held_out_text(trained):
 
 def test_held_out_windows_are_the_last_and_are_never_trained_on():
     def batches(*arguments):
-        return preflight.load_inputs(config_module.parse_config("ddp", [*SHARED, *arguments])).batches
+        return preflight.load_inputs(command_line.parse_config("ddp", [*SHARED, *arguments])).batches
 
     kept, all_of_it = batches("--held_out", "5"), batches()
     held = np.concatenate([labels.numpy() for _, labels in kept.held_out_pairs()])

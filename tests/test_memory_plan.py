@@ -13,7 +13,7 @@ from own_strategy import own_strategy
 from extras.memory import __main__ as program
 from extras.memory import activations, plan
 from extras.studies import report
-from lockstep import config as config_module
+from lockstep import command_line
 from lockstep.inputs.architectures import BUILT_IN
 from lockstep.inputs.model import build_model, causal_lm_loss
 
@@ -33,7 +33,7 @@ WHOLE = VOCABULARY + 2 * LAYER + NORMS
 
 
 def planned(strategy, *flags, model="tiny-llama"):
-    config = config_module.parse_config(strategy, ["--model_name", model, *flags], elsewhere=True)
+    config = command_line.parse_config(strategy, ["--model_name", model, *flags], elsewhere=True)
     return plan.of(config, BUILT_IN[model])
 
 
@@ -166,7 +166,7 @@ def test_activations_are_what_a_real_model_saves(precision, attn_impl):
     with saving, torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast"):
         loss = causal_lm_loss(model, ids, ids)
     flags = ["--batch_size", str(batch), "--seq_length", str(sequence), "--precision", precision]
-    config = config_module.parse_config("ddp", [*flags, "--attn_impl", attn_impl])
+    config = command_line.parse_config("ddp", [*flags, "--attn_impl", attn_impl])
     found = activations.of(config, architecture)
     assert found.saved == pytest.approx(sum(saved.values()), rel=0.01), float(loss.detach())
     longer = activations.of(replace(config, seq_length=2 * sequence), architecture)
@@ -175,7 +175,7 @@ def test_activations_are_what_a_real_model_saves(precision, attn_impl):
 
 
 def test_a_rank_holds_its_share_of_the_heads():
-    config = config_module.parse_config("fsdp", ["--tp_size", "1", "--dp_size", "1"])
+    config = command_line.parse_config("fsdp", ["--tp_size", "1", "--dp_size", "1"])
     whole = activations.of(config, BUILT_IN["tiny-llama"])
     half = activations.of(replace(config, tp_size=2), BUILT_IN["tiny-llama"])
     assert whole.saved / 2 < half.saved < 0.75 * whole.saved  # norms and residuals are whole

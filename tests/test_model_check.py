@@ -8,8 +8,7 @@ import torch
 from families import FAMILIES, ONLY_EAGER, architecture, forget, one_thread, own_code  # noqa: F401 - fixtures
 from transformers.models.llama import modeling_llama
 
-from lockstep import config as config_module
-from lockstep import limit, preflight
+from lockstep import command_line, limit, preflight
 from lockstep.errors import UserError
 from lockstep.inputs.architectures import BUILT_IN
 from lockstep.inputs.model import build_model
@@ -193,7 +192,7 @@ def test_a_deep_model_is_tried_in_a_shallow_copy(monkeypatch):
 
 def folder(tmp_path, content):
     (tmp_path / "config.json").write_text(json.dumps(content))
-    config = config_module.parse_config("ddp", ["--model_name", str(tmp_path), "--seq_length", "64"])
+    config = command_line.parse_config("ddp", ["--model_name", str(tmp_path), "--seq_length", "64"])
     return config, preflight.load_inputs(config)
 
 
@@ -205,7 +204,7 @@ def test_only_models_of_users_are_checked(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=f"^--model_name {tmp_path}: it is odd$"):
         model_check.check(config, inputs)
     assert asked == [(inputs.architecture, "sdpa", 16)]
-    config = config_module.parse_config("ddp", [])
+    config = command_line.parse_config("ddp", [])
     model_check.check(config, preflight.load_inputs(config))
     assert len(asked) == 1
 

@@ -14,6 +14,7 @@ from ranks import ROOT
 from real_runs import environment, gone, preempting
 from synthetic import history as made_up
 
+from lockstep.config import history_file
 from lockstep.files import VERDICT
 from lockstep.inputs.architectures import BUILT_IN
 from lockstep.training import history
@@ -115,7 +116,7 @@ def test_the_one_command_names_the_first_tensor(tmp_path):
 )
 def test_the_one_command_stopped(run, tmp_path, number, word, send):
     """By Ctrl-C, which reaches all of its processes, or SIGTERM, while the first run starts. Older histories stay, and give no verdict."""
-    older = [history.path_of(tmp_path, name) for name in ("ddp", "fsdp", "control")]
+    older = [history_file(tmp_path, name) for name in ("ddp", "fsdp", "control")]
     for path in older:
         made_up(steps=3).save(path)
     (tmp_path / "verdict.json").write_bytes(VERDICT)

@@ -8,7 +8,7 @@ from programs import ROOT, in_process
 
 import run_faults
 from lockstep import files
-from lockstep.config import parse_config
+from lockstep.command_line import parse_config
 from lockstep.errors import UserError
 from lockstep.preflight import check_environment as check
 from lockstep.preflight import load_inputs

@@ -85,7 +85,7 @@ def test_a_planted_fault_is_found_in_it(folder):
 def test_what_is_no_strategy_is_refused(folder, monkeypatch, name, message):
     monkeypatch.chdir(folder)
     with pytest.raises(UserError, match=message):
-        strategies.row_of(name)
+        strategies.spec_of(name)
 
 
 WRONG = """
@@ -219,22 +219,23 @@ def test_a_rank_that_leaves_is_named(wrong):
 )
 def test_what_is_no_class_of_a_strategy_is_refused_before_the_start(wrong, name, message):
     with pytest.raises(UserError, match=message):
-        strategies.row_of(f"{wrong}/wrong.py:{name}")
+        strategies.spec_of(f"{wrong}/wrong.py:{name}")
 
 
 def named_in(source):
     """The string literals in a Python source that are a registered strategy's name."""
     nodes = ast.walk(ast.parse(source))
-    return [n.value for n in nodes if isinstance(n, ast.Constant) and n.value in list(strategies.ROWS)]
+    return [n.value for n in nodes if isinstance(n, ast.Constant) and n.value in list(strategies.SPECS)]
 
 
 def test_no_file_compares_the_name_of_a_strategy():
     """Whatever is told apart by strategy asks the registry: nothing else has a name that it could compare."""
     may = {
         "strategies.py",
-        *(row.program for row in strategies.ROWS.values()),
-        "build.py",
-    }  # build.py: a package
+        *(row.program for row in strategies.SPECS.values()),
+        *("config.py", "spec.py", "fsdp.py"),  # the specs
+        "build.py",  # a package
+    }
     rooms = ("*.py", "lockstep/**/*.py", "benchmarks/*.py", "results/*.py", "examples/*.py")
     files = [path for room in rooms for path in ROOT.glob(room) if path.name not in may]
     assert len(files) > 80

@@ -9,15 +9,15 @@ from synthetic import control, history, rewrite, set_loss
 
 import plot_loss_curves
 from lockstep import files
+from lockstep.config import history_file
 from lockstep.losses import curve_report as report
-from lockstep.training.history import path_of
 
 
 def folder(tmp_path, **changed):
     for strategy in ("ddp", "deepspeed", "fsdp"):
-        changed.pop(strategy, history(strategy)).save(path_of(tmp_path, strategy))
+        changed.pop(strategy, history(strategy)).save(history_file(tmp_path, strategy))
     for name, run in changed.items():
-        run.save(path_of(tmp_path, name))
+        run.save(history_file(tmp_path, name))
     return tmp_path
 
 
@@ -42,7 +42,7 @@ def test_pass(tmp_path, capsys):
         data["date"].endswith("+00:00")
         and data["histories"]["fsdp"]["run"]["config"]["model_name"] == "tiny-qwen2"
     )
-    assert "tiny-qwen2, 2 layers, fp32, learning rate 0.001, 20 steps; torch 2\n" in out
+    assert "tiny-qwen2, 2 layers, fp32, learning rate 0.001, 20 steps; torch 2, transformers 5\n" in out
     assert {v["label"] for v in data["verdicts"]} == {
         "DeepSpeed AutoTP (TP=2, DP=2)",
         "FSDP+DTensor (TP=2, DP=2)",
@@ -69,13 +69,13 @@ def test_refusal_is_exit_2(tmp_path, capsys):
 def test_missing_histories(tmp_path, capsys, missing, message):
     folder(tmp_path)
     for strategy in missing:
-        path_of(tmp_path, strategy).unlink()
+        history_file(tmp_path, strategy).unlink()
     assert plot(tmp_path) == 2
     assert message in capsys.readouterr().err
 
 
 def test_one_strategy_is_enough(tmp_path):
-    path_of(folder(tmp_path), "deepspeed").unlink()
+    history_file(folder(tmp_path), "deepspeed").unlink()
     assert plot(tmp_path) == 0
 
 
@@ -137,10 +137,10 @@ def test_the_control_run_is_used_and_drawn(tmp_path, monkeypatch, capsys):
     )
     folder(tmp_path, fsdp=history("fsdp", shift=8e-7))
     assert plot(tmp_path) == 0
-    control(lambda step: 1e-9).save(path_of(tmp_path, "control"))
+    control(lambda step: 1e-9).save(history_file(tmp_path, "control"))
     noisy = history("fsdp", shift=8e-7)
     set_loss(noisy.steps[4], noisy.steps[4]["loss"] + 4e-6)
-    noisy.save(path_of(tmp_path, "fsdp"))
+    noisy.save(history_file(tmp_path, "fsdp"))
     assert (
         plot(tmp_path, "--json", str(tmp_path / "v.json")) == 1
     )  # 5e-6 is within the rule, not within the noise
@@ -167,7 +167,7 @@ def test_a_spike_in_ddps_own_history_is_not_judged(tmp_path, capsys):
         and "Not judged: in step 6 the control's loss is 6.9e+00 nats from DDP's" in out
     )
     assert json.loads((tmp_path / "v.json").read_text())["outcome"] == "NOT JUDGED"
-    path_of(tmp_path, "control").unlink()
+    history_file(tmp_path, "control").unlink()
     assert plot(tmp_path) == 1 and capsys.readouterr().out.rstrip().endswith("\nFAIL")
     folder(tmp_path, control=control())
     assert plot(tmp_path) == 0
@@ -186,10 +186,10 @@ def test_a_control_far_off_in_one_step_opens_nothing(tmp_path, capsys):
 def test_a_history_under_another_name_is_refused(tmp_path, capsys):
     """A copy of DDP's own history agrees with it."""
     folder(tmp_path)
-    path_of(tmp_path, "fsdp").write_bytes(path_of(tmp_path, "ddp").read_bytes())
+    history_file(tmp_path, "fsdp").write_bytes(history_file(tmp_path, "ddp").read_bytes())
     assert plot(tmp_path) == 2 and "is the history of ddp's run" in capsys.readouterr().err
     folder(tmp_path)
-    rewrite(path_of(tmp_path, "fsdp"), lambda c: c["run"].update(label="DeepSpeed AutoTP (TP=2, DP=2)"))
+    rewrite(history_file(tmp_path, "fsdp"), lambda c: c["run"].update(label="DeepSpeed AutoTP (TP=2, DP=2)"))
     assert plot(tmp_path) == 2 and "it must be 'FSDP+DTensor (TP=2, DP=2)'" in capsys.readouterr().err
 
 
@@ -198,7 +198,7 @@ def test_what_a_file_says_is_shown_harmlessly(tmp_path, capsys):
     folder(tmp_path)
     for name in ("ddp", "deepspeed", "fsdp"):
         rewrite(
-            path_of(tmp_path, name),
+            history_file(tmp_path, name),
             lambda c: c["run"]["config"].update(model_name="a$\\b{$\x1b[2J\n\u4e2d" + "x" * 99),
         )
     assert plot(tmp_path) == 0
@@ -227,7 +227,7 @@ def test_outputs_are_checked_first(tmp_path, capsys, option, name, message):
     assert plot(tmp_path, option, str(tmp_path / name)) == 2
     out = capsys.readouterr()
     assert out.out == "" and f"plot_loss_curves.py: {option} " in out.err and message in out.err
-    assert path_of(tmp_path, "ddp").is_file()
+    assert history_file(tmp_path, "ddp").is_file()
 
 
 @pytest.mark.parametrize(
@@ -251,8 +251,8 @@ def test_results_are_replaced_and_nothing_else_is(tmp_path, capsys, option, name
 
 def test_a_fifo_is_no_history(tmp_path, capsys):
     folder(tmp_path)
-    path_of(tmp_path, "fsdp").unlink()
-    os.mkfifo(path_of(tmp_path, "fsdp"))
+    history_file(tmp_path, "fsdp").unlink()
+    os.mkfifo(history_file(tmp_path, "fsdp"))
     assert plot(tmp_path) == 2 and "not a regular file" in capsys.readouterr().err
 
 

@@ -10,6 +10,7 @@ import time
 import pytest
 from ranks import ROOT
 
+from lockstep.config import history_file
 from lockstep.errors import TrainingFailure, UserError
 from lockstep.running import hang, jobs, logs, processes, ranks
 from lockstep.training import history
@@ -187,7 +188,7 @@ def test_a_rank_that_hangs_ends_the_run_and_is_named(tmp_path, monkeypatch):
     assert "in update\n    time.sleep(10**6)\n" in log
     assert "beginning of update 1" in log and log.count("[lockstep: lines are left out here") == 1
     assert len(log) < 600_000
-    assert len(history.read(history.path_of(tmp_path, "hangs")).steps) >= 1
+    assert len(history.read(history_file(tmp_path, "hangs")).steps) >= 1
 
 
 @pytest.mark.parametrize("text", ["", "0", "-5", "nan", "soon"])

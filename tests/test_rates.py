@@ -5,16 +5,17 @@ import math
 import pytest
 from ranks import run_groups
 
-from lockstep.config import parse_config
+from lockstep.command_line import parse_config
+from lockstep.config import history_file
 from lockstep.errors import UserError
 from lockstep.losses import curves
-from lockstep.strategies import ROWS
+from lockstep.strategies import SPECS
 from lockstep.tensors.comparison import compare_dumps
 from lockstep.tensors.dump import Dump
 from lockstep.training import history
 from lockstep.training.rates import changes, rate_of
 
-COSINE = {"learning_rate": 0.5, "lr_schedule": "cosine", "warmup_steps": 2}
+COSINE = {"learning_rate": 0.5, "lr_schedule": "cosine", "warmup_steps": 2, "schedule_steps": 0}
 FLAGS = ["--lr_schedule", "cosine", "--warmup_steps", "2", "--debug_steps", "4", "--capture_steps", "3"]
 SMALL = ["--dp_size", "2", "--batch_size", "2", "--seq_length", "32", "--learning_rate", "3e-3"]
 
@@ -25,7 +26,8 @@ def test_the_formula():
     assert found == pytest.approx(wanted, rel=1e-15) and found[-1] > 0
     constant = {**COSINE, "lr_schedule": "constant"}
     assert [rate_of(constant, step, 6) for step in (1, 2, 3, 6)] == [0.25, 0.5, 0.5, 0.5]
-    assert rate_of({"learning_rate": 0.5}, 1, 6) == 0.5 and not changes({"learning_rate": 0.5})
+    plain = {"learning_rate": 0.5, "lr_schedule": "constant", "warmup_steps": 0, "schedule_steps": 0}
+    assert rate_of(plain, 1, 6) == 0.5 and not changes(plain)
     assert changes(constant) and changes(COSINE)
 
 
@@ -44,10 +46,10 @@ def trained(tmp_path_factory):
 
     def run(strategy, fault="none"):
         own = arguments if fault == "none" else [*arguments, "--run_name", "off"]
-        tp = [] if ROWS[strategy].is_baseline else ["--tp_size", "1"]
+        tp = [] if SPECS[strategy].is_baseline else ["--tp_size", "1"]
         return {"name": f"{strategy} {fault}", "strategy": strategy, "fault": fault, "arguments": [*own, *tp]}
 
-    runs = [*(run(name) for name in ROWS), run("fsdp", "learning rate of the first step")]
+    runs = [*(run(name) for name in SPECS), run("fsdp", "learning rate of the first step")]
     groups = [
         (2, "jobs:histories", folder / "work", {"runs": runs}),
         (0, "jobs:reference", folder / "reference-work", {"arguments": arguments}),
@@ -57,17 +59,17 @@ def trained(tmp_path_factory):
 
 
 def losses(folder, run, name):
-    return history.read(history.path_of(folder / "work" / run, name))
+    return history.read(history_file(folder / "work" / run, name))
 
 
 def test_every_strategy_follows_it(trained):
-    dumps = {name: Dump(trained / name) for name in ROWS}
-    replays = {name: Dump(trained / f"replay_{name}") for name in ROWS}
+    dumps = {name: Dump(trained / name) for name in SPECS}
+    replays = {name: Dump(trained / f"replay_{name}") for name in SPECS}
     result = compare_dumps(Dump(trained / "reference"), dumps, replays)
-    assert {name: result.verdict(name) for name in ROWS} == dict.fromkeys(ROWS, "PASS")
+    assert {name: result.verdict(name) for name in SPECS} == dict.fromkeys(SPECS, "PASS")
     wanted = [rate_of({**COSINE, "learning_rate": 3e-3}, step, 4) for step in range(1, 5)]
     baseline = losses(trained, "ddp none", "ddp")
-    for name in ROWS:
+    for name in SPECS:
         other = losses(trained, f"{name} none", name)
         assert [step["learning_rate"] for step in other.steps] == wanted
         tolerance = curves.tolerance_for(baseline, None)

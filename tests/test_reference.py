@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from lockstep import config as config_module
-from lockstep import preflight
+from lockstep import command_line, preflight
 from lockstep.inputs.architectures import BUILT_IN
 from lockstep.inputs.model import build_model, causal_lm_loss
 from lockstep.tensors.exact_run import ReferenceStrategy, build_reference
@@ -18,7 +17,7 @@ MODELS = [
 
 
 def inputs_of(name):
-    config = config_module.parse_config(
+    config = command_line.parse_config(
         "ddp", ["--model_name", name, "--batch_size", "2", "--seq_length", "32", "--dp_size", "2"]
     )
     return config, preflight.load_inputs(config)

@@ -13,7 +13,7 @@ from lockstep.faults import CATALOGUE, applies_to
 from lockstep.faults.catalogue import BUG_CLASSES
 from lockstep.faults.evidence import NO_SENTENCE, agrees
 from lockstep.mesh import Mesh
-from lockstep.strategies import others, row_of
+from lockstep.strategies import others, spec_of
 
 # fault -> how its cause must be named
 SAMPLE = {
@@ -155,13 +155,13 @@ def test_what_evidence_must_say(expected, said, does):
 def test_the_catalogue_covers_what_was_shipped():
     assert len(CATALOGUE) >= 32 and {fault.bug_class for fault in CATALOGUE.values()} == set(BUG_CLASSES)
     for strategy in others():
-        assert sum(applies_to(fault, row_of(strategy)) for fault in CATALOGUE.values()) >= 12
+        assert sum(applies_to(fault, spec_of(strategy)) for fault in CATALOGUE.values()) >= 12
     assert all(fault.story and "/" in fault.seen_in for fault in CATALOGUE.values())
 
 
 def test_a_crash_costs_one_fault_only(tmp_path, monkeypatch):
     """A job that fails is told apart from the others, which run all the same."""
-    pairs = [(CATALOGUE[name], row_of("fsdp")) for name in ("tie_broken", "no_dp_reduction")]
+    pairs = [(CATALOGUE[name], spec_of("fsdp")) for name in ("tie_broken", "no_dp_reduction")]
     group = run_faults.Group(("tiny-qwen2", (), (), Mesh(dp=2, tp=2)), tmp_path, run_faults.parse([]))
     started = []
 

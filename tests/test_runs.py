@@ -4,7 +4,7 @@ import pytest
 from own_strategy import own_strategy
 from ranks import ROOT
 
-from lockstep.config import _require_run_name, parse_config
+from lockstep.command_line import _require_run_name, parse_config
 from lockstep.errors import UserError
 from lockstep.mesh import Mesh
 from lockstep.runs import runs_of
@@ -27,7 +27,7 @@ def test_every_run_sees_the_same_global_batch():
     runs = named("fsdp,fsdp@tp1xdp4,fsdp@dp1,deepspeed@dp1xtp4")
     assert {run.mesh.dp * run.batch_size for run in runs} == {16}
     assert [run.name for run in runs] == ["ddp", "fsdp", "fsdp_tp1xdp4", "fsdp_dp1", "deepspeed_dp1xtp4"]
-    configs = [parse_config(run.row.place, run.arguments) for run in runs]
+    configs = [parse_config(run.spec.place, run.arguments) for run in runs]
     assert [config.mesh for config in configs] == [run.mesh for run in runs]
     assert [config.name for config in configs] == [run.name for run in runs]
 
@@ -67,7 +67,7 @@ def test_every_run_sees_the_same_global_batch():
 def test_what_is_no_run_is_one_line(names, message):
     with pytest.raises(UserError, match=message):
         for run in named(names):
-            parse_config(run.row.place, run.arguments)
+            parse_config(run.spec.place, run.arguments)
 
 
 def test_options_of_one_run(tmp_path):
@@ -87,7 +87,7 @@ def test_options_of_one_run(tmp_path):
         f"{own}:Mine",
     ]
     runs = named(",".join(texts))
-    configs = [parse_config(run.row.place, run.arguments) for run in runs]
+    configs = [parse_config(run.spec.place, run.arguments) for run in runs]
     assert [config.label for config in configs] == [
         "DDP (TP=1, DP=2)",
         "DeepSpeed AutoTP (TP=1, DP=2, zero_stage=3, offload_param=cpu)",
@@ -107,9 +107,9 @@ def test_options_of_one_run(tmp_path):
     )
     assert [run.is_baseline for run in runs] == [True] + [False] * 8
     recorded = [config.as_dict() for config in configs]
-    assert [config.row.label_of(config.mesh, one) for config, one in zip(configs, recorded, strict=True)] == [
-        config.label for config in configs
-    ]
+    assert [
+        config.spec.label_of(config.mesh, one) for config, one in zip(configs, recorded, strict=True)
+    ] == [config.label for config in configs]
 
 
 def test_names_of_different_options_differ():

@@ -7,8 +7,7 @@ import pytest
 import torch
 from ranks import run_groups
 
-from lockstep import config as config_module
-from lockstep import preflight
+from lockstep import command_line, preflight
 from lockstep.config import BETAS, EPS
 from lockstep.inputs import weights
 from lockstep.inputs.model import build_model, causal_lm_loss
@@ -49,7 +48,7 @@ MOMENTS = {"exp_avg": GRADIENT, "exp_avg_sq": 2 * GRADIENT}  # linear in the gra
 @functools.cache
 def reference(dp_size: int) -> dict:
     """One process, float64, the whole global batch, plain torch: what every strategy must compute."""
-    config = config_module.parse_config("ddp", [*ARGUMENTS, "--dp_size", str(dp_size)])
+    config = command_line.parse_config("ddp", [*ARGUMENTS, "--dp_size", str(dp_size)])
     inputs = preflight.load_inputs(config)
     model, _ = build_model(inputs.architecture, seed=config.seed, attn_impl="eager", init_weights_path=None)
     model.double()
@@ -166,6 +165,6 @@ def test_the_reference_comparison_can_fail():
 
 
 def test_reference_batches_cover_every_rank():
-    inputs = preflight.load_inputs(config_module.parse_config("ddp", ARGUMENTS))
+    inputs = preflight.load_inputs(command_line.parse_config("ddp", ARGUMENTS))
     assert dataclasses.asdict(inputs.batches)["num_micro_batches"] == 2
     assert not (inputs.batches.windows(0, 0) == inputs.batches.windows(0, 1)).all()

@@ -2,19 +2,21 @@
 
 import importlib.metadata
 import json
+import types
 
 import pytest
 from ranks import ROOT, run_groups
 
 from lockstep import preflight, tested
-from lockstep.config import parse_config
+from lockstep.command_line import parse_config
+from lockstep.config import CONTROL, history_file
 from lockstep.deepspeed import build, configuration, zero
 from lockstep.errors import UserError
 from lockstep.faults import CATALOGUE, applies_to
 from lockstep.inputs.architectures import BUILT_IN
 from lockstep.losses import curves
 from lockstep.running import jobs
-from lockstep.strategies import ROWS
+from lockstep.strategies import SPECS
 from lockstep.tensors.comparison import compare_dumps
 from lockstep.tensors.dump import Dump
 from lockstep.training import history
@@ -116,10 +118,10 @@ def test_every_stage_computes_the_same(trained, name):
         {"ddp": Dump(ddp / "replay_ddp"), "deepspeed": Dump(folder / "replay_deepspeed")},
     )
     assert result.verdict("deepspeed") == "PASS", result.failures("deepspeed")[:3]
-    baseline = history.read(history.path_of(ddp / "losses", "ddp"))
-    other = history.read(history.path_of(folder / "losses", "deepspeed"))
+    baseline = history.read(history_file(ddp / "losses", "ddp"))
+    other = history.read(history_file(folder / "losses", "deepspeed"))
     curves.require_comparable_curves(baseline, other)
-    control = history.read(history.path_of(ddp / "losses", history.CONTROL))
+    control = history.read(history_file(ddp / "losses", CONTROL))
     assert curves.compare_curves(baseline, other, curves.tolerance_for(baseline, control)).passed
 
 
@@ -291,10 +293,12 @@ def test_what_earlier_versions_refuse_is_left_out_where_it_is_the_default():
     assert needed["tensor_parallel"]["vocab_parallel_lm_head"] and len(needed["bf16"]) == 3
 
 
-def test_a_version_that_does_not_know_what_it_is_told(tmp_path, monkeypatch):
+def test_a_version_that_does_not_know_what_it_is_told(monkeypatch):
     """In one line, before anything is started; what it need not know, it need not be told."""
-    (tmp_path / "earlier.py").write_text("class Earlier:\n    model_fields = ('autotp_size',)\n")
-    monkeypatch.setattr(build, "CLASSES", {"tensor_parallel": f"{tmp_path}/earlier.py:Earlier"})
+    from deepspeed.runtime.tensor_parallel import config as tensor_parallel
+
+    earlier = types.SimpleNamespace(model_fields=("autotp_size",))
+    monkeypatch.setattr(tensor_parallel, "TPTrainingConfig", earlier)
     two, one = (configuration.resolved(config("--tp_size", size), hidden_size=64) for size in ("2", "1"))
     build._require_known(two, "cpu")  # the version tested is not looked at
     monkeypatch.setattr(
@@ -355,7 +359,7 @@ def test_the_faults_of_one_strategy_apply_to_no_other():
     own = [fault for fault in CATALOGUE.values() if fault.only]
     assert {fault.only for fault in own} == {"deepspeed", "fsdp"}
     for fault in own:
-        assert [row.name for row in ROWS.values() if applies_to(fault, row)] == [fault.only]
+        assert [row.name for row in SPECS.values() if applies_to(fault, row)] == [fault.only]
 
 
 def test_zero_infinity_on_a_disk(tmp_path, request):

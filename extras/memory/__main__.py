@@ -16,7 +16,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def predict(argv: list[str]) -> int:
     from extras.memory import plan
-    from lockstep import config as config_module
+    from lockstep import command_line
     from lockstep.errors import UserError, printable
     from lockstep.inputs import architectures
     from lockstep.train import split
@@ -25,7 +25,7 @@ def predict(argv: list[str]) -> int:
         print(__doc__)
         return 0
     strategy, rest = split(argv)
-    config = config_module.parse_config(strategy, rest, elsewhere=True)
+    config = command_line.parse_config(strategy, rest, elsewhere=True)
     architecture, source = architectures.resolve(config.model_name, config.num_layers)
     problem = architectures.tensor_parallel_problem(architecture, config.tp_size)
     if problem:

@@ -154,9 +154,9 @@ def largest(shapes: Shapes) -> int:
 
 def of(config: "Config", architecture: dict) -> Plan:
     """The plan of a run. Raises UserError if what it keeps is not known."""
-    if config.row.name not in PLANS:
+    if config.spec.name not in PLANS:
         raise UserError(
-            f"what {config.row.label} keeps in memory is not known; choose from {', '.join(PLANS)}"
+            f"what {config.spec.label} keeps in memory is not known; choose from {', '.join(PLANS)}"
         )
     unknown = {
         "--pp_size": config.pp_size > 1,
@@ -177,7 +177,7 @@ def of(config: "Config", architecture: dict) -> Plan:
         architecture.get("tie_word_embeddings", False),
         architecture,
     )
-    return _with_average(strategies.load(PLANS[config.row.name])(rank), rank)
+    return _with_average(strategies.load(PLANS[config.spec.name])(rank), rank)
 
 
 def _with_average(plan: Plan, rank: Rank) -> Plan:

@@ -14,7 +14,7 @@ from extras.memory.plan import (
     largest,
     most,
 )
-from lockstep.training import ddp_options
+from lockstep.plan import ddp
 
 BROADCAST = 250 << 20  # bytes that DDP joins to broadcast its weights (torch.nn.parallel.distributed)
 FIRST_BUCKET = 1 << 20  # bytes of DDP's first bucket, if no size is given
@@ -50,7 +50,7 @@ def plan(rank: Rank) -> Plan:
 
 def last_bucket(rank: Rank, cap_mb: float) -> int:
     """Bytes of DDP's last bucket, which has the embedding. A bucket is closed by the gradient with which it reaches its size."""
-    bucket, limit = 0, FIRST_BUCKET if cap_mb == ddp_options.TORCHS_BUCKET else int(cap_mb * 2**20)
+    bucket, limit = 0, FIRST_BUCKET if cap_mb == ddp.TORCHS_BUCKET else int(cap_mb * 2**20)
     for shape in reversed(rank.shapes.values()):
         if bucket >= limit:
             bucket, limit = 0, int(cap_mb * 2**20)

@@ -26,15 +26,15 @@ from extras.memory.plan import (
     most,
 )
 from lockstep.errors import UserError
-from lockstep.training import fsdp_options
+from lockstep.plan import fsdp
 
 
 def plan(rank: Rank) -> Plan:
     """The plan of FSDP. Raises UserError for offload on a GPU, and for dimensions whose activations are not known."""
     config = rank.config
-    if fsdp_options.of(config).sequence_parallel:
+    if fsdp.of(config).sequence_parallel:
         raise UserError("what a rank holds with --sequence_parallel is not known; leave it out of the plan")
-    if fsdp_options.of(rank.config).cpu_offload and rank.config.device != "cpu":
+    if fsdp.of(rank.config).cpu_offload and rank.config.device != "cpu":
         raise UserError("what --cpu_offload keeps on a GPU is not known; leave it out, or add --device cpu")
     sizes = sizes_of(rank)
     shard = sizes.shard
@@ -58,7 +58,7 @@ def plan(rank: Rank) -> Plan:
 class Sizes:
     """Bytes on a rank. With --wrap model the layers have no groups, and all that is a group's is 0."""
 
-    own: fsdp_options.Options
+    own: fsdp.Options
     measured: activations.Activations
     layers: int
     optimizer: int
@@ -91,7 +91,7 @@ class Sizes:
 
 
 def sizes_of(rank: Rank) -> Sizes:
-    config, own = rank.config, fsdp_options.of(rank.config)
+    config, own = rank.config, fsdp.of(rank.config)
     mixed = config.precision == "mixed"
     width, computed = rank.width, BFLOAT16 if mixed else rank.width
     measured = activations.of(

@@ -13,11 +13,12 @@ from extras.studies import study as study_file
 from extras.studies.converging import FEWEST_OTHERS, OTHER, SAME, Converging, Losses
 from extras.studies.report import DID_NOT_RUN
 from extras.studies.study import Planned, Study
+from lockstep.config import BLUE, ORANGE, VERMILION
 from lockstep.errors import TrainingFailure, UserError, printable
 from lockstep.files import write_atomically, write_text
 from lockstep.losses import drawing
 from lockstep.losses.curves import FAIL, PASS
-from lockstep.strategies import BLUE, FURTHER_COLORS, ORANGE, VERMILION
+from lockstep.strategies import FURTHER_COLORS
 from lockstep.training import history, rates
 
 DASHES = ("--", ":", "-.")  # of faults in the figure

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from extras.studies import parting
 from extras.studies.study import Planned, Study, differences
+from lockstep.config import BASELINE, CONTROL, history_file
 from lockstep.errors import UserError, printable
 from lockstep.files import write_text
 from lockstep.losses import curve_report, curves, folder
 from lockstep.losses.curves import FAIL, NOT_JUDGED, PASS
-from lockstep.strategies import BASELINE
 from lockstep.training import history
 from lockstep.training.history import History
 
@@ -58,7 +58,7 @@ def _base(run: Planned) -> tuple[History, curves.Tolerance]:
 
 def _noise(base: Planned) -> History:
     """The control run of a run that others are judged by."""
-    return history.read(history.path_of(base.config.loss_output_dir, history.CONTROL))
+    return history.read(history_file(base.config.loss_output_dir, CONTROL))
 
 
 def predicted(run: Planned) -> dict[str, Any]:

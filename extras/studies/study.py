@@ -30,21 +30,20 @@ several seeds, and may have a planted fault (extras/studies/converging.py).
 
 import re
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field
 
 from extras.studies.converging import Converging
-from lockstep import config as config_module
-from lockstep import preflight
-from lockstep.config import Config
+from lockstep import command_line, preflight
+from lockstep.config import BASELINE, Config
 from lockstep.errors import UserError, first_line
 from lockstep.files import require_regular
 from lockstep.inputs.data import Inputs
 from lockstep.schemas import Name, Strict, Whole, validate
-from lockstep.strategies import BASELINE, row_of
+from lockstep.strategies import spec_of
 
 LARGEST = 1 << 20  # bytes of a study
 REMEDY = "see extras/studies/study.py for what a study may hold"
@@ -121,7 +120,7 @@ class Planned:
 
     @property
     def strategy(self) -> str:
-        return self.config.row.place
+        return self.config.spec.place
 
 
 def read(path: Path) -> Study:
@@ -219,7 +218,7 @@ def plan(study: Study, path: Path, folder: Path) -> list[Planned]:
     text = path.read_text(encoding="utf-8")
     planned = [plan_control(study, {**study.shared, **study.control}, folder)]
     for name, run in study.runs.items():
-        if name == row_of(BASELINE).name:
+        if name == spec_of(BASELINE).name:
             raise UserError(
                 f"{path}, line {line_of(text, f'runs.{name}', '')}: the name is the control's; choose another"
             )
@@ -269,7 +268,7 @@ def plan_run(study: Study, name: str, run: Run, flags: Flags, folder: Path) -> P
             str(study.tensors),
             "--overwrite",
         ]
-    config = config_module.parse_config(run.strategy, [*arguments, "--dry_run"])  # leaves no folder behind
+    config = command_line.parse_config(run.strategy, [*arguments, "--dry_run"])  # leaves no folder behind
     inputs = preflight.load_inputs(config)
     preflight.check_environment(config, inputs.architecture)
     return Planned(name, run.differs, run.against, is_base, run.fault, tuple(arguments), config, inputs)
@@ -277,9 +276,7 @@ def plan_run(study: Study, name: str, run: Run, flags: Flags, folder: Path) -> P
 
 def arguments_of(strategy: str, flags: Flags) -> list[str]:
     """Flags as words of a strategy's command line."""
-    takes_none = {
-        action.dest for action in config_module.build_parser(strategy)._actions if action.nargs == 0
-    }
+    takes_none = {action.dest for action in command_line.build_parser(strategy)._actions if action.nargs == 0}
     return [word for flag, value in flags.items() for word in _words(flag, value, flag in takes_none)]
 
 
@@ -293,16 +290,12 @@ def _words(flag: str, value: Value, takes_none: bool) -> list[str]:
 def differences(run: Planned, control: Planned) -> dict[str, tuple[object, object]]:
     """Flag -> (the run's value, the control's) of all in which they differ, other than places."""
     mine, theirs = (
-        {
-            key: value
-            for key, value in one.config.as_dict().items()
-            if key not in (*config_module.PLACES, "run_name")
-        }
+        {key: value for key, value in one.config.recorded().items() if key != "run_name"}
         for one in (run, control)
     )
     own, others = mine.pop("own"), theirs.pop("own")
     # What only one of two strategies can be told is a difference if it is told so.
-    defaults = {option.name: option.default for option in run.config.row.own_options()}
+    defaults = {option.name: option.default for option in fields(run.config.spec.options)}
     mine |= {key: value for key, value in own.items() if key in others or value != defaults[key]}
     theirs |= {key: value for key, value in others.items() if key in own}
     return {key: (value, theirs.get(key)) for key, value in mine.items() if value != theirs.get(key)}

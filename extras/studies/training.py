@@ -7,14 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from extras.studies.study import Planned
-from lockstep.config import PLACES
+from lockstep.config import BASELINE
 from lockstep.errors import UserError
 from lockstep.running import jobs, progress
-from lockstep.strategies import BASELINE
 from lockstep.training import history
 
 WEIGHTS = "initial_weights.safetensors"
-NOT_ASKED = (*PLACES, "save_init_weights")  # the control's alone, which writes the weights of all
 
 
 def finished(run: Planned, *, noise: bool = False) -> bool:
@@ -24,8 +22,10 @@ def finished(run: Planned, *, noise: bool = False) -> bool:
         found = history.read(config.history_path)
     except UserError:  # there is none, or it was cut off
         return False
-    asked = {key: value for key, value in config.as_dict().items() if key not in NOT_ASKED}
-    recorded = {key: value for key, value in found.run["config"].items() if key in asked}
+    # The control's alone is asked to write the weights of all.
+    asked, recorded = (
+        {**each, "save_init_weights": False} for each in (config.recorded(), found.run["config"])
+    )
     captured = config.capture_dir is None or (config.capture_folder / "manifest.json").exists()
     return found.ended == "finished" and recorded == asked and captured
 

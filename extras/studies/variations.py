@@ -35,9 +35,10 @@ from typing import Any
 
 from extras.studies import study as study_file
 from extras.studies.study import DEFAULT, Flags, Planned, Run, Study, Value, Varied, Vary
-from lockstep.config import build_parser
+from lockstep.command_line import build_parser
+from lockstep.config import Spec
 from lockstep.errors import UserError
-from lockstep.strategies import Row, row_of
+from lockstep.strategies import spec_of
 
 Choice = dict[str, Varied]  # option -> value; one that is left out has its default
 
@@ -163,7 +164,7 @@ def _in_pairs(vary: Vary) -> list[dict[str, Any]]:
 
 def as_run(vary: Vary, case: Case) -> Run:
     """The case as a run of a study: flags as they are, everything else in the file of the strategy's library."""
-    row = row_of(vary.strategy)
+    spec = spec_of(vary.strategy)
     actions = build_parser(vary.strategy)._actions
     own = {name.removeprefix("--") for action in actions for name in action.option_strings}
     flags = {option: value for option, value in case.choice.items() if option in own}
@@ -176,15 +177,15 @@ def as_run(vary: Vary, case: Case) -> Run:
                 inside = inside.setdefault(key, {})
             inside[last] = value
     if content:
-        flags[_file_option(row)] = json.dumps(content)
+        flags[_file_option(spec)] = json.dumps(content)
     differs = next((why for option, why in vary.differs.items() if option in case.choice), None)
     return Run.model_validate({"strategy": vary.strategy, "differs": differs, **flags})
 
 
-def _file_option(row: Row) -> str:
-    if not row.file_option:
-        raise UserError(f"{row.name} takes no file of its library; vary its flags alone")
-    return row.file_option
+def _file_option(spec: Spec) -> str:
+    if not spec.file_option:
+        raise UserError(f"{spec.name} takes no file of its library; vary its flags alone")
+    return spec.file_option
 
 
 def plan(study: Study, vary: Vary, group: Group, place: Path) -> tuple[list[Planned], dict[str, str]]:

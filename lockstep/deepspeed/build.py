@@ -9,19 +9,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from lockstep import strategies, tested
+from lockstep import tested
 from lockstep.config import Config
 from lockstep.deepspeed import configuration, options, ulysses, zero
 from lockstep.errors import UserError
 from lockstep.files import require_writable_folder
 from lockstep.inputs import shapes
 from lockstep.running import progress
-
-# Section of DeepSpeed's configuration -> its class, which refuses what it does not know
-CLASSES = {
-    "tensor_parallel": "deepspeed.runtime.tensor_parallel.config:TPTrainingConfig",
-    "bf16": "deepspeed.runtime.precision_config:DeepSpeedBF16Config",
-}
 
 
 def require(config: Config, architecture: dict) -> None:
@@ -60,8 +54,16 @@ def _require_known(told: dict[str, Any], device: str) -> None:
         return
     if device == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"  # or DeepSpeed says that it found no GPU
-    for section, place in CLASSES.items():
-        unknown = next((key for key in told[section] if key not in strategies.load(place).model_fields), None)
+    from deepspeed.runtime import precision_config
+    from deepspeed.runtime.tensor_parallel import config as tensor_parallel
+
+    # Section of DeepSpeed's configuration -> its class, which refuses what it does not know
+    classes = {
+        "tensor_parallel": tensor_parallel.TPTrainingConfig,
+        "bf16": precision_config.DeepSpeedBF16Config,
+    }
+    for section, known in classes.items():
+        unknown = next((key for key in told[section] if key not in known.model_fields), None)
         if unknown:
             needs = "; --tp_size 1 does not need it" if section == "tensor_parallel" else ""
             raise UserError(f"{version}; it does not know {unknown}{needs}; install requirements.txt")

@@ -13,7 +13,6 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from lockstep import strategies
 from lockstep.config import BETAS, EPS, Config
 from lockstep.deepspeed import options as flags
 from lockstep.deepspeed import zero
@@ -78,19 +77,6 @@ TOP_LEVEL = frozenset((
 ))  # fmt: skip
 # It ignores the name of a preset that it does not have, too (docs/findings.md).
 PRESETS = frozenset(("bloom", "chatglm", "deepseek_v2", "llama", "mixtral", "phi3", "qwen2"))
-# The sections that DeepSpeed itself reads with a model of pydantic, which refuses unknown keys: their place, and the model.
-MODELS = {
-    ("bf16",): "deepspeed.runtime.precision_config:DeepSpeedBF16Config",
-    ("comms_logger",): "deepspeed.comm.config:CommsLoggerConfig",
-    ("compile",): "deepspeed.compile.config:CompileConfig",
-    ("csv_monitor",): "deepspeed.monitor.config:CSVConfig",
-    ("fp16",): "deepspeed.runtime.precision_config:DeepSpeedFP16Config",
-    ("tensor_parallel",): "deepspeed.runtime.tensor_parallel.config:TPTrainingConfig",
-    ("tensorboard",): "deepspeed.monitor.config:TensorBoardConfig",
-    ("timers", "throughput"): "deepspeed.utils.config:DeepSpeedThroughputTimerConfig",
-    ("wandb",): "deepspeed.monitor.config:WandbConfig",
-    ("zero_optimization",): "deepspeed.runtime.zero.config:DeepSpeedZeroConfig",
-}
 # The files under studies/deepspeed: each is a stage and where things are kept; the flags fill in the rest.
 SHIPPED = {
     "zero1": {"stage": 1},
@@ -296,16 +282,40 @@ def text(config: Config, architecture: dict) -> str:
     return json.dumps(told, indent=2) + "\n"
 
 
+def _classes() -> dict[tuple[str, ...], Any]:
+    """Place of a section -> DeepSpeed's class of it, a pydantic model."""
+    from deepspeed.comm.config import CommsLoggerConfig
+    from deepspeed.compile.config import CompileConfig
+    from deepspeed.monitor.config import CSVConfig, TensorBoardConfig, WandbConfig
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+    from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from deepspeed.utils.config import DeepSpeedThroughputTimerConfig
+
+    return {
+        ("bf16",): DeepSpeedBF16Config,
+        ("comms_logger",): CommsLoggerConfig,
+        ("compile",): CompileConfig,
+        ("csv_monitor",): CSVConfig,
+        ("fp16",): DeepSpeedFP16Config,
+        ("tensor_parallel",): TPTrainingConfig,
+        ("tensorboard",): TensorBoardConfig,
+        ("timers", "throughput"): DeepSpeedThroughputTimerConfig,
+        ("wandb",): WandbConfig,
+        ("zero_optimization",): DeepSpeedZeroConfig,
+    }
+
+
 def _require_readable(file: Path, told: dict[str, Any], config: Config) -> None:
-    """Raise UserError for the first unknown key or impossible value of the sections in MODELS. Imports DeepSpeed."""
+    """Raise UserError for the first unknown key or impossible value of the sections in `_classes`. Imports DeepSpeed."""
     if config.device == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"  # or DeepSpeed looks for a GPU, and says so
-    for place, model in MODELS.items():
+    for place, model in _classes().items():
         section: Any = told
         for key in place:
             section = section.get(key, {}) if isinstance(section, dict) else {}
         try:
-            strategies.load(model).model_validate(section)
+            model.model_validate(section)
         except ValidationError as error:
             first = error.errors()[0]
             name = ".".join(map(str, (*place, *first["loc"])))

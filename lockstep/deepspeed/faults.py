@@ -4,17 +4,17 @@ They change DeepSpeed's own objects (`engine.optimizer`), and its flags choose t
 """
 
 import functools
-import importlib
 from typing import Any
 
 import torch
 
+from lockstep.deepspeed.spec import DeepSpeed
 from lockstep.faults.catalogue import fault
 from lockstep.faults.evidence import NO_SENTENCE
 from lockstep.faults.planting import Plant, Planting
 from lockstep.mesh import Mesh
 
-zero_fault = functools.partial(fault, mesh=Mesh(dp=2))
+zero_fault = functools.partial(fault, only=DeepSpeed.name, mesh=Mesh(dp=2))
 MISSING, NORM, ACCUMULATION, UPDATE = (
     "DP reduction missing",
     "grad norm, clipping",
@@ -76,7 +76,8 @@ def last_micro_batch_alone(run: Planting) -> Plant:
 def updated_weights_not_gathered(run: Planting) -> Plant:
     """Every rank updates its own share of the weights and never receives those of the others."""
     yield
-    module = importlib.import_module("deepspeed.runtime.zero.stage_1_and_2")
+    from deepspeed.runtime.zero import stage_1_and_2 as module
+
     run.patch(module, "all_gather_dp_groups", lambda *_, **__: None)
 
 

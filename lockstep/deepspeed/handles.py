@@ -1,6 +1,5 @@
 """Handles of DeepSpeed AutoTP + ZeRO (autotp_strategy.py)."""
 
-import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -88,15 +87,17 @@ class AutoTPHandles(Handles):
         self._leave_tp(layer)
 
     def drop_head_norm_gradient_sum(self) -> None:
-        auto_tp = importlib.import_module("deepspeed.module_inject.auto_tp").AutoTP
-        self.run.patch(auto_tp, "register_replicated_grad_hooks", lambda self, model: None)
+        from deepspeed.module_inject.auto_tp import AutoTP
+
+        self.run.patch(AutoTP, "register_replicated_grad_hooks", lambda self, model: None)
 
     def norm_not_summed_over_tp(self) -> None:
         self.run.patch(self.strategy.optimizer, "_model_parallel_all_reduce", lambda tensor, op: None)
 
     def count_replicas_in_norm(self) -> None:
-        module = importlib.import_module("deepspeed.runtime.zero.stage_1_and_2")
-        self.run.patch(module, "is_model_parallel_parameter", lambda parameter: True)
+        from deepspeed.runtime.zero import stage_1_and_2
+
+        self.run.patch(stage_1_and_2, "is_model_parallel_parameter", lambda parameter: True)
 
     def do_not_clip(self) -> None:
         self.run.patch(self.strategy.optimizer, "clip_grad", 0.0)
@@ -110,28 +111,30 @@ class AutoTPHandles(Handles):
         )
 
     def sum_partition_function_again(self) -> None:
-        self.run.reduce_again(
-            importlib.import_module("deepspeed.sequence.cross_entropy"), calls_per_loss=3, which=1
-        )
+        from deepspeed.sequence import cross_entropy
+
+        self.run.reduce_again(cross_entropy, calls_per_loss=3, which=1)
 
     def shift_vocabulary_offset(self) -> None:
-        module = importlib.import_module("deepspeed.sequence.cross_entropy")
-        real = module._VocabParallelCrossEntropy.apply
+        from deepspeed.sequence.cross_entropy import _VocabParallelCrossEntropy
+
+        real = _VocabParallelCrossEntropy.apply
 
         def shifted(
             logits: torch.Tensor, target: torch.Tensor, group: object, start: int, end: int, *more: Any
         ) -> torch.Tensor:
             return real(logits, target, group, start - (start > 0), end - (start > 0), *more)
 
-        self.run.patch(module._VocabParallelCrossEntropy, "apply", shifted)
+        self.run.patch(_VocabParallelCrossEntropy, "apply", shifted)
 
     def detach_head_from_embedding(self) -> None:
-        column_parallel = importlib.import_module("deepspeed.module_inject.layers").ColumnParallel
+        from deepspeed.module_inject.layers import ColumnParallel
+
         head = self._module(modules.names_in(self.strategy.model).head)
         self.run.patch(
             head,
             "forward",
             lambda x: torch.matmul(
-                column_parallel.apply(head.mp_group, x), head.weight.detach().transpose(-1, -2)
+                ColumnParallel.apply(head.mp_group, x), head.weight.detach().transpose(-1, -2)
             ),
         )

@@ -1,15 +1,14 @@
-"""The flags that only train_deepspeed.py has. lockstep/config.py makes them from this class."""
+"""The flags that only train_deepspeed.py has."""
 
 import argparse
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from lockstep.config import Config
 from lockstep.errors import UserError, first_line
 from lockstep.files import parse_json, read_json
-
-if TYPE_CHECKING:
-    from lockstep.config import Config
+from lockstep.flags import flag
 
 WHERE = ("none", "cpu", "nvme")
 
@@ -43,32 +42,23 @@ class UserFile:
 
 @dataclass(frozen=True)
 class Options:
-    zero_stage: int = field(
-        default=1,
-        metadata={
-            "help": "what is sharded over dp: 0 nothing, 1 optimizer state, 2 and gradients, 3 and weights",
-            "type": int,
-            "choices": range(4),
-        },
+    zero_stage: int = flag(
+        1,
+        "what is sharded over dp: 0 nothing, 1 optimizer state, 2 and gradients, 3 and weights",
+        choices=range(4),
     )
-    offload_optimizer: str = field(
-        default="none",
-        metadata={"help": "where the optimizer state is kept (from stage 1 on)", "choices": WHERE},
+    offload_optimizer: str = flag(
+        "none", "where the optimizer state is kept (from stage 1 on)", choices=WHERE
     )
-    offload_param: str = field(
-        default="none", metadata={"help": "where the weights are kept (stage 3)", "choices": WHERE}
-    )
-    nvme_path: Path | None = field(
-        default=None, metadata={"help": "folder for what is kept on nvme", "type": Path}
-    )
-    deepspeed_config: UserFile | None = field(
-        default=None,
-        metadata={
-            "help": "DeepSpeed's JSON, a file or the text itself: \"auto\" takes the flag's value, any other value must agree with the flags",
-            "type": UserFile.read,
-        },
+    offload_param: str = flag("none", "where the weights are kept (stage 3)", choices=WHERE)
+    nvme_path: Path | None = flag(None, "folder for what is kept on nvme", recorded=False)
+    deepspeed_config: UserFile | None = flag(
+        None,
+        "DeepSpeed's JSON, a file or the text itself: \"auto\" takes the flag's value, any other value must agree with the flags",
+        parse=UserFile.read,
+        recorded_as=dict[str, Any] | None,
     )
 
 
-def of(config: "Config") -> Options:
+def of(config: Config) -> Options:
     return Options(**config.own)

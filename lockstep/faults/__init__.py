@@ -1,14 +1,14 @@
 """Planted bugs: the catalogue, and how one is planted in a run."""
 
 import contextlib
-import importlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from lockstep import strategies
-from lockstep.config import Config
+from lockstep.config import Config, Spec
+from lockstep.deepspeed import faults as _of_deepspeed  # noqa: F401
 from lockstep.errors import UserError
 from lockstep.faults import (  # noqa: F401
     accumulation,
@@ -22,6 +22,7 @@ from lockstep.faults import (  # noqa: F401
     pipeline,
     precision,
     sequence_parallel,
+    sharding,
     tensor_parallel,
     weights,
 )
@@ -32,20 +33,16 @@ from lockstep.inputs import architectures
 from lockstep.inputs.data import Inputs
 from lockstep.inputs.shapes import describe
 
-for _row in strategies.ROWS.values():  # the faults that only one strategy can have enter themselves
-    if _row.faults:
-        importlib.import_module(_row.faults)
-
 if TYPE_CHECKING:
     from lockstep.training.strategy import MakeStrategy, Strategy
 
 
-def applies_to(fault: Fault, row: strategies.Row) -> bool:
+def applies_to(fault: Fault, spec: Spec) -> bool:
     """Whether a strategy has the axes and the handles that a fault needs."""
-    offered = strategies.load(row.handles).offered()
-    if fault.only not in ("", row.name):
+    offered = strategies.load(spec.handles).offered()
+    if fault.only not in ("", spec.name):
         return False
-    return set(fault.axes) <= set(row.axes) and set(fault.needs) <= offered
+    return set(fault.axes) <= set(spec.axes) and set(fault.needs) <= offered
 
 
 @contextlib.contextmanager
@@ -66,7 +63,7 @@ def planted(
     planter = SLOW[name].plant if name in SLOW else CATALOGUE[name].plant
     with contextlib.ExitStack() as stack:
         planting = Planting(config, inputs, stack)
-        planting.handles = strategies.load(strategies.row_of(config.strategy).handles)(planting)
+        planting.handles = strategies.load(config.spec.handles)(planting)
         _disarm_guards(stack, config.loss_output_dir / "guards.txt")
         yield _planting(planter, planting, make_strategy)
         planting.require_used(name)

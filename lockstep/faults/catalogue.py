@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from lockstep.faults.evidence import Evidence
 from lockstep.faults.planting import Plant, Planting
 from lockstep.mesh import Mesh
-from lockstep.strategies import ROWS
 
 BUG_CLASSES = (
     "TP reduction missing",
@@ -78,6 +77,7 @@ def fault(
     mesh: Mesh = SMALL_MESH,
     flags: tuple[str, ...] = (),
     named: bool = False,
+    only: str = "",
 ) -> Callable[[Planter], Planter]:
     """Enter a generator function into the catalogue under its own name."""
     if bug_class not in BUG_CLASSES:
@@ -85,7 +85,6 @@ def fault(
 
     def enter(plant: Planter) -> Planter:
         story = " ".join((plant.__doc__ or "").split())
-        owner = next((row.name for row in ROWS.values() if row.faults == plant.__module__), "")
         CATALOGUE[plant.__name__] = Fault(
             plant.__name__,
             story,
@@ -104,7 +103,7 @@ def fault(
             plant,
             flags,
             named,
-            owner,
+            only,
         )
         return plant
 

@@ -10,6 +10,7 @@ from lockstep.faults.clipping import CLIPS
 from lockstep.faults.evidence import NO_SENTENCE
 from lockstep.faults.planting import Plant, Planting
 from lockstep.mesh import Mesh
+from lockstep.plan.fsdp import FSDP
 from lockstep.training import torch_strategy
 
 REPLICAS = ("--dp_replicate", "2")
@@ -24,6 +25,7 @@ def _all_reduce_replicas_by(run: Planting, all_reduce: Any) -> None:
 
 
 @fault(
+    only=FSDP.name,
     seen_in="verl-project/verl 7493",
     bug_class="DP reduction missing",
     cause="dp reduction missing",
@@ -127,6 +129,7 @@ def replicas_start_apart(run: Planting) -> Plant:
 
 
 @fault(
+    only=FSDP.name,
     seen_in="pytorch/pytorch 137348",
     bug_class="weights",
     cause="weights",
@@ -148,6 +151,7 @@ def weights_gathered_before_the_update(run: Planting) -> Plant:
 
 
 @fault(
+    only=FSDP.name,
     seen_in="pytorch/pytorch 187073",
     bug_class="TP reduction missing",
     cause="gradient lost",

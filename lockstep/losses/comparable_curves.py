@@ -1,27 +1,9 @@
 """What must agree before the losses of two runs are compared."""
 
 from lockstep.errors import UserError
-from lockstep.tested import unlike
-from lockstep.training.contract import KNOWN_DIFFERENCES, contract_difference, global_batch, on_any_mesh
+from lockstep.record import require_comparable
+from lockstep.training.contract import KNOWN_DIFFERENCES, contract_difference, on_any_mesh
 from lockstep.training.history import History, not_finite
-
-# Entries of the configuration that must agree; strategy, mesh and paths may differ.
-SAME = (
-    "precision",
-    "optimizer",
-    "learning_rate",
-    "weight_decay",
-    "max_grad_norm",
-    "gradient_accumulation_steps",
-    "seq_length",
-)
-
-
-DEFAULTS = {
-    "lr_schedule": "constant",
-    "warmup_steps": 0,
-    "schedule_steps": 0,
-}  # likewise; runs of earlier versions do not have it
 
 
 def require_comparable_curves(baseline: History, other: History, *, same_weights: bool = True) -> None:
@@ -30,7 +12,8 @@ def require_comparable_curves(baseline: History, other: History, *, same_weights
     Initial weights (`same_weights=False`: may differ), batches, length, configuration and contract. A run that ended in a NaN is
     comparable: it fails.
     """
-    pair = f"{other.run['label']} and {baseline.run['label']} cannot be compared"
+    names = f"{other.run['label']} and {baseline.run['label']}"
+    pair = f"{names} cannot be compared"
     for history in (baseline, other):
         broken = any(not_finite(step) for step in history.steps)
         whole = history.ended == "finished" and len(history.steps) == history.run["num_steps"]
@@ -44,28 +27,7 @@ def require_comparable_curves(baseline: History, other: History, *, same_weights
         raise UserError(
             f"{pair}: {other.run['num_steps']} steps against {baseline.run['num_steps']}; use the same --debug_steps"
         )
-    if same_weights and other.weights["initial_sha256"] != baseline.weights["initial_sha256"]:
-        raise UserError(
-            f"{pair}: they started from different weights; give all runs the same --init_weights_path"
-        )
-    for mine, theirs in zip(other.steps, baseline.steps, strict=False):
-        if mine["batch_hash"] != theirs["batch_hash"]:
-            raise UserError(
-                f"{pair}: step {mine['step']} was trained on different batches; use the same corpus, seed and dp_size x batch_size"
-            )
-    if other.run["architecture"] != baseline.run["architecture"]:
-        raise UserError(f"{pair}: their models differ; use the same --model_name and --num_layers")
-    for key in (*SAME, *DEFAULTS):
-        value, wanted = (run.run["config"].get(key, DEFAULTS.get(key)) for run in (other, baseline))
-        if value != wanted:
-            raise UserError(
-                f"{pair}: they were configured differently, {key} is {value!r} against {wanted!r}; use the same --{key}"
-            )
-    batch, wanted = global_batch(other.run["config"]), global_batch(baseline.run["config"])
-    if batch != wanted:
-        raise UserError(
-            f"{pair}: their global batches differ, dp_size x batch_size is {batch} against {wanted}; make them equal"
-        )
+    require_comparable(other, baseline, "losses", names, same_weights=same_weights)
     if baseline.run["architecture"].get(
         "output_router_logits"
     ):  # then the loss has a term that is a mean over micro batches
@@ -83,10 +45,6 @@ def require_comparable_curves(baseline: History, other: History, *, same_weights
             raise UserError(
                 f"{pair}: their effective contracts differ, {difference}; run both with the same options"
             )
-    if other.run["versions"] != baseline.run["versions"]:
-        raise UserError(
-            f"{pair}: their libraries differ, {unlike(other.run['versions'], baseline.run['versions'])}; run both in the same environment"
-        )
 
 
 def require_control(baseline: History, control: History) -> None:

@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Iterable
 from pathlib import Path
 
+from lockstep.config import BASELINE, VERMILION
 from lockstep.errors import printable
 from lockstep.files import FIGURE, write_atomically
 from lockstep.inputs.architectures import in_words
@@ -17,7 +18,7 @@ from lockstep.losses.curves import (
     Tolerance,
 )
 from lockstep.losses.folder import Judged
-from lockstep.strategies import BASELINE, FURTHER_COLORS, VERMILION, color_of
+from lockstep.strategies import FURTHER_COLORS, color_of
 from lockstep.training.contract import KNOWN_DIFFERENCES
 from lockstep.training.history import History
 

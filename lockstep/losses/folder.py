@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep import strategies
+from lockstep.config import BASELINE, CONTROL, history_file
 from lockstep.errors import UserError, printable
 from lockstep.files import write_text
 from lockstep.losses.curves import (
@@ -23,7 +24,7 @@ from lockstep.losses.curves import (
     tolerance_for,
 )
 from lockstep.mesh import Mesh
-from lockstep.strategies import BASELINE, in_order
+from lockstep.strategies import in_order
 from lockstep.training import history
 from lockstep.training.history import History
 
@@ -59,8 +60,8 @@ def worst(outcomes: Iterable[str]) -> str:
 def paths(input_dir: Path) -> dict[str, Path]:
     """NAME -> loss_NAME.json of a folder, the baseline's first, the control's last."""
     names = {path.stem.removeprefix("loss_") for path in input_dir.glob("loss_*.json")}
-    ordered = in_order(names - {history.CONTROL})
-    return {name: history.path_of(input_dir, name) for name in (*ordered, *(names & {history.CONTROL}))}
+    ordered = in_order(names - {CONTROL})
+    return {name: history_file(input_dir, name) for name in (*ordered, *(names & {CONTROL}))}
 
 
 def read(found: dict[str, Path]) -> tuple[dict[str, History], History | None]:
@@ -69,14 +70,12 @@ def read(found: dict[str, Path]) -> tuple[dict[str, History], History | None]:
     for name, one in histories.items():
         path, run = found[name], one.run
         config = run["config"]
-        row, mine = strategies.recorded(config["strategy"]), config.get("run_name") or config["strategy"]
-        if mine != (BASELINE if name == history.CONTROL else name) or config["noise_control"] != (
-            name == history.CONTROL
-        ):
+        spec, mine = strategies.recorded(config["strategy"]), config.get("run_name") or config["strategy"]
+        if mine != (BASELINE if name == CONTROL else name) or config["noise_control"] != (name == CONTROL):
             what = f"{mine}'s" + (" control" if config["noise_control"] else "")
             raise UserError(f"{path}: is the history of {what} run, not of the run in its name; rename it")
-        label = row.label_of(Mesh(**run["mesh"]), config) + (", control" if name == history.CONTROL else "")
-        if run["label"] != label and row.factory:
+        label = spec.label_of(Mesh(**run["mesh"]), config) + (", control" if name == CONTROL else "")
+        if run["label"] != label and spec.factory:
             raise UserError(
                 f"{path}: label is {printable(run['label'], 80)!r}, it must be {label!r}; run its training again"
             )
@@ -84,7 +83,7 @@ def read(found: dict[str, Path]) -> tuple[dict[str, History], History | None]:
             raise UserError(
                 f"{path}: no step was recorded ({printable(one.ended or 'killed', 200)}); run its training again"
             )
-    control = histories.pop(history.CONTROL, None)
+    control = histories.pop(CONTROL, None)
     return histories, control
 
 
@@ -113,7 +112,7 @@ def judge(input_dir: Path, histories: dict[str, History], control: History | Non
 
 def write(judged: Judged, path: Path, command: str, *, tensors: str | None = None) -> None:
     """Write the comparison as data; `tensors` is the verdict on the tensors of the same runs, if there is one."""
-    everyone = judged.histories | ({history.CONTROL: judged.control} if judged.control else {})
+    everyone = judged.histories | ({CONTROL: judged.control} if judged.control else {})
     outcome = worst([judged.outcome, *([tensors] if tensors else [])])
     content = {
         "passed": outcome == PASS,

@@ -211,11 +211,11 @@ def is_fresh(run: dict, first_loss: float) -> bool:
     spread = fresh_spread(architecture)
     expected = math.log(architecture["vocab_size"]) + spread**2 / 2
     lower = 3 * spread
-    if architecture.get("tie_word_embeddings") and (run.get("initial_weights") or "").startswith(DRAWN):
+    if architecture.get("tie_word_embeddings") and run["initial_weights"].startswith(DRAWN):
         lower += spread * math.sqrt(architecture["hidden_size"])
     off = first_loss - expected
     broken = not math.isfinite(first_loss)  # such a run fails anyway
-    return not run["config"].get("pretrained") and (broken or -lower <= off <= 3 * spread)
+    return not run["config"]["pretrained"] and (broken or -lower <= off <= 3 * spread)
 
 
 def fresh_spread(architecture: dict) -> float:

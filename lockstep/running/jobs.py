@@ -27,16 +27,14 @@ from typing import Annotated, TextIO
 
 from pydantic import Field
 
-from lockstep import config as config_module
-from lockstep import preflight, resources, startup, strategies
-from lockstep.config import Config
+from lockstep import command_line, preflight, resources, startup, strategies
+from lockstep.config import BASELINE, Config, Spec
 from lockstep.errors import TrainingFailure, UserError, first_line, run_program
 from lockstep.files import read_json
 from lockstep.inputs import architectures
 from lockstep.running import hang, logs, processes, progress, ranks
 from lockstep.running.device import training_device
 from lockstep.schemas import Name, Strict, validate
-from lockstep.strategies import BASELINE
 
 NAME = "lockstep.running.jobs"
 REFERENCE = "reference"
@@ -147,7 +145,7 @@ def why(folder: Path, status: int = 1) -> str:
 
 def configured(job: Job) -> Config:
     """The configuration of a job, as one of the ranks of this group."""
-    return config_module.parse_config(BASELINE if job.strategy == REFERENCE else job.strategy, job.arguments)
+    return command_line.parse_config(BASELINE if job.strategy == REFERENCE else job.strategy, job.arguments)
 
 
 def run(job: Job) -> None:
@@ -166,7 +164,7 @@ def run(job: Job) -> None:
         line = reference.run(config, inputs, also=[Path(folder) for folder in job.replays])
     else:
         device = training_device(config)
-        with faults.planted(job.fault, config, inputs, factory_of(config.row)) as make:
+        with faults.planted(job.fault, config, inputs, factory_of(config.spec)) as make:
             line = training.run_with_control(config, inputs, make, device)
     if os.environ.get("RANK", "0") == "0":
         progress.screen.note(line)
@@ -179,7 +177,7 @@ def read(path: Path) -> list[Group]:
     groups = validate(Groups, {"groups": read_json(path)}, path, "see lockstep/running/jobs.py").groups
     faults = [job.fault for group in groups for job in group.jobs]
     for job in (job for group in groups for job in group.jobs if job.strategy != REFERENCE):
-        strategies.row_of(job.strategy)
+        strategies.spec_of(job.strategy)
     unknown = next(
         (fault for fault in faults if fault is not None and fault not in (*CATALOGUE, *SLOW)), None
     )
@@ -203,7 +201,7 @@ def preload(groups: list[Group]) -> None:
     from lockstep.training import loop  # noqa: F401
 
     for strategy in {job.strategy for job in jobs} - {REFERENCE}:
-        preload_strategy(strategies.row_of(strategy))
+        preload_strategy(strategies.spec_of(strategy))
     if not resources.torch_is_for_cpus():
         return  # a backward pass would start a thread for each GPU, and a process with threads must not be forked
     for job in (group.jobs[0] for group in groups if group.jobs):
@@ -213,13 +211,12 @@ def preload(groups: list[Group]) -> None:
                 layout_of(architectures.resolve(config.model_name, config.num_layers)[0], config.attn_impl)
 
 
-def preload_strategy(row: strategies.Row) -> None:
+def preload_strategy(spec: Spec) -> None:
     """Import what the ranks of a strategy need on CPUs."""
     from lockstep.training.strategy import factory_of
 
-    factory_of(row)
-    if row.preload:
-        strategies.load(row.preload)()
+    factory_of(spec)
+    spec.preload()
 
 
 def run_group(jobs: list[Job], done: Path, listener: socket.socket | None) -> int:

@@ -70,7 +70,7 @@ def _worker(arguments: dict) -> tuple[bool, str]:
         from lockstep.training import loop as training
         from lockstep.training.strategy import factory_of
 
-        make_strategy = factory_of(config.row)
+        make_strategy = factory_of(config.spec)
     progress.relay()
     os.environ[hang.VARIABLE] = arguments["patience"]
     local_size, device = train.get_context().get_local_world_size(), get_device()

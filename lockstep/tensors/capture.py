@@ -85,10 +85,8 @@ class Capture:
         self.kinds = self.layout.kinds(provenance["config"])
         kept = MOST_KINDS if config.has_own_optimizer else len(self.kinds)
         self.num_tensors = 2 * len(self.layout.outputs) + kept * len(self.layout.parameters) + 2
-        run = {key: value for key, value in provenance.items() if key != "origin"}
         self.manifest: dict[str, Any] = {
-            "origin": provenance["origin"],
-            "run": run,
+            "run": provenance,
             "layout": as_json(self.layout),
             "steps": {},
         }

@@ -4,34 +4,18 @@ import math
 
 from lockstep.errors import UserError
 from lockstep.inputs.data import global_batch_hash, window_hashes
+from lockstep.record import configuration, require_comparable
 from lockstep.tensors.dump import Dump
-from lockstep.tensors.manifest import REMEDY, configuration
-from lockstep.tested import unlike
+from lockstep.tensors.manifest import REMEDY
 from lockstep.training.contract import (
     KNOWN_DIFFERENCES,
     contract_differences,
     expected_contract,
-    global_batch,
     of_optimizer,
     on_any_mesh,
 )
 from lockstep.training.rates import rate_of
 
-SAME = (
-    "optimizer",
-    "learning_rate",
-    "lr_schedule",
-    "warmup_steps",
-    "schedule_steps",
-    "weight_decay",
-    "max_grad_norm",
-    "gradient_accumulation_steps",
-    "precision",
-    "seq_length",
-    "attn_impl",
-    "seed",
-)
-DEFAULTS = {"ema_decay": 1.0}  # likewise; dumps of earlier versions do not have it
 SUMMED = 1e-9  # relative: how far two float64 sums of the same numbers may be apart
 
 
@@ -40,45 +24,17 @@ def require_comparable_dumps(one: Dump, other: Dump, *, same_steps: bool = True)
 
     A reference may have more steps than the other dump. `same_steps=False` compares only the steps of both.
     """
-    pair = f"{one.folder} and {other.folder} cannot be compared"
-    if one.run["architecture"] != other.run["architecture"]:
-        raise UserError(
-            f"{pair}: their models differ; capture both with the same --model_name and --num_layers"
-        )
+    names = f"{one.folder} and {other.folder}"
+    pair = f"{names} cannot be compared"
+    require_comparable(one, other, "tensors", names)
     if one.layout != other.layout:
         raise UserError(
             f"{pair}: their models have other tensors; capture both with the same --model_name and --attn_impl"
         )
-    for key, what in (("corpus_sha256", "corpora"), ("tokenizer", "tokenizers")):
-        if one.run[key] != other.run[key]:
-            raise UserError(
-                f"{pair}: their {what} differ; capture both with the same --dataset_name and tokenizer"
-            )
-    if one.manifest["initial_sha256"] != other.manifest["initial_sha256"]:
-        raise UserError(
-            f"{pair}: they started from different weights; give both the same --init_weights_path"
-        )
-    for key in (*SAME, *DEFAULTS):
-        a, b = (dump.run["config"].get(key, DEFAULTS.get(key)) for dump in (one, other))
-        if a != b:
-            raise UserError(
-                f"{pair}: {key} is {a} in one and {b} in the other; capture both with the same options"
-            )
-    if global_batch(one.run["config"]) != global_batch(other.run["config"]):
-        raise UserError(f"{pair}: their global batches differ; dp_size x batch_size must be the same in both")
     steps, others = ({step for step in dump.steps if step != "0"} for dump in (one, other))
     if same_steps and not (steps <= others if other.exact else steps == others):
         raise UserError(
             f"{pair}: steps {', '.join(sorted(steps))} against {', '.join(sorted(others))}; capture the same steps"
-        )
-    for step in sorted(steps & others, key=int):
-        if one.steps[step]["batch_hash"] != other.steps[step]["batch_hash"]:
-            raise UserError(
-                f"{pair}: step {step} was trained on different batches; use the same corpus, --seed and --seq_length"
-            )
-    if one.run["versions"] != other.run["versions"]:
-        raise UserError(
-            f"{pair}: their libraries differ, {unlike(one.run['versions'], other.run['versions'])}; use the same environment"
         )
 
 

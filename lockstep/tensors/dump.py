@@ -81,6 +81,15 @@ class Dump:
         return self.run["config"].get("run_name") or self.run["config"]["strategy"]
 
     @property
+    def initial_sha256(self) -> str:
+        return self.manifest["initial_sha256"]
+
+    @property
+    def batch_hashes(self) -> dict[int, str]:
+        """Step -> hash of its global batch."""
+        return {int(step): entry["batch_hash"] for step, entry in self.steps.items() if step != "0"}
+
+    @property
     def is_reference(self) -> bool:
         return "0" in self.steps
 
@@ -144,7 +153,7 @@ class Dump:
     def _is_hidden(self, name: str) -> bool:
         """Whether a tensor is inside of a compiled layer, where nothing is captured."""
         kind, _, module = name.partition("/")
-        backend = self.run["config"].get("compile", "off")
+        backend = self.run["config"]["compile"]
         return (
             not self.exact
             and kind in ("forward", "backward")

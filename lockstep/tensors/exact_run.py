@@ -29,16 +29,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lockstep import config as config_module
-from lockstep import files, preflight
+from lockstep import command_line, files, preflight
 from lockstep.collective import init_alone
-from lockstep.config import BETAS, EPS, Config
+from lockstep.config import BASELINE, BETAS, EPS, Config
 from lockstep.errors import TrainingFailure, UserError, run_program
 from lockstep.inputs import weights
 from lockstep.inputs.data import Inputs, global_batch_hash, window_hashes
 from lockstep.inputs.model import build_model, causal_lm_loss
 from lockstep.running import locks
-from lockstep.strategies import BASELINE
 from lockstep.tensors import dump, model_check
 from lockstep.tensors.capture import Capture
 from lockstep.tensors.comparison import require_comparable_dumps
@@ -313,7 +311,7 @@ def _one_step(
 
 def main() -> int:
     def body() -> int:
-        config = config_module.parse_config(BASELINE)
+        config = command_line.parse_config(BASELINE)
         if config.capture_dir is None:
             raise UserError("--capture_dir is missing; give the folder for the reference's dump")
         inputs = preflight.load_inputs(config)

@@ -3,8 +3,6 @@
 A run has steps 1 to n. A reference also has step 0, the initial parameters. A replay has steps 2 to n, or 1 to n.
 """
 
-import dataclasses
-import hashlib
 import json
 import math
 from collections.abc import Iterator
@@ -13,29 +11,24 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from lockstep import strategies
-from lockstep.config import Config
+from lockstep import record
 from lockstep.errors import UserError, printable
-from lockstep.files import read_json, write_text
+from lockstep.files import write_text
 from lockstep.mesh import Axis, Mesh
 from lockstep.schemas import (
-    Architecture,
-    Count,
     Finite,
     MayBreakDown,
     Name,
-    Origin,
     Sha256,
     Strict,
     Whole,
     validate,
 )
 from lockstep.tensors.layout import Layout, from_json
-from lockstep.training import compiled, rates
+from lockstep.training import rates
 from lockstep.training.contract import IF_ASKED, ON_RANK, expected_contract, of_optimizer
-from lockstep.training.history_schema import RunConfig
 
-FORMAT = 4
+FORMAT = 5
 MANIFEST = "manifest.json"
 REFERENCE_LABEL = "float64 reference"
 REMEDY = "capture again"
@@ -81,31 +74,7 @@ class Trained(Tensors):
     regrets: dict[Name, MayBreakDown] | None = None  # of a replay: see lockstep.tensors.exact.Float64
 
 
-class Options(RunConfig):
-    """The configuration of a captured run. A history of an earlier version may lack the entries below, a dump may not."""
-
-    cp_size: Count
-    pp_size: Count
-    lr_schedule: rates.Schedule
-    warmup_steps: Whole
-    schedule_steps: Whole
-    activation_checkpointing: bool
-    compile: compiled.Backend
-    own: dict[Name, Any]  # flags of the strategy alone: its row says what they can be
-
-
-class Run(Strict):
-    label: Name
-    mesh: dict[Axis, Count]  # axis -> size
-    config: Options
-    architecture: Architecture
-    architecture_source: Name
-    initial_weights: Name  # where they came from, in words
-    corpus_sha256: Sha256
-    tokenizer: Name
-    num_steps: Count
-    versions: dict[Name, Name]
-    told_sha256: Sha256 | None = None  # of what the strategy's library was told
+class Run(record.Run):
     exact: Literal[True] | None = None
 
 
@@ -157,7 +126,6 @@ class LayoutEntry(Strict):
 
 class Manifest(Strict):
     format: int  # FORMAT: `read` has looked
-    origin: Origin
     run: Run
     initial_sha256: Sha256
     layout: LayoutEntry
@@ -174,28 +142,14 @@ def write(folder: Path, manifest: dict) -> None:
     }
     lines = (
         f"{json.dumps(key)}: {json.dumps(part)}"
-        for key, part in (*content.items(), ("sha256", _seal(content)))
+        for key, part in (*content.items(), ("sha256", record.seal(content)))
     )
     write_text(folder / MANIFEST, "{" + ",\n ".join(lines) + "}\n")  # `indent` takes ten times as long
 
 
-def _seal(content: dict) -> str:
-    return hashlib.sha256(json.dumps(content, separators=(",", ":")).encode()).hexdigest()
-
-
 def read(path: Path) -> dict:
     """The content of a manifest. Raises UserError if it is damaged, against the schema, or contradicts itself."""
-    try:
-        content = read_json(path)
-    except UserError as error:
-        raise UserError(f"{error}; {REMEDY}") from error
-    if not isinstance(content, dict) or "format" not in content:
-        raise UserError(f"{path}: not a dump's manifest (it names no format); {REMEDY}")
-    if content["format"] != FORMAT or isinstance(content["format"], bool):
-        found = printable(repr(content["format"]), 40)
-        raise UserError(f"{path}: format {found}, this version reads {FORMAT}; {REMEDY} with this version")
-    if content.get("sha256") != _seal({key: value for key, value in content.items() if key != "sha256"}):
-        raise UserError(f"{path}: damaged (its content is not what its sha256 says); {REMEDY}")
+    content = record.read_sealed(path, "a dump's manifest", FORMAT, REMEDY)
     validate(Manifest, content, path, REMEDY)
     for step, entry in content["steps"].items():
         validate(Tensors if step == "0" else Trained, entry, f"{path}: step {step}", REMEDY)
@@ -212,28 +166,14 @@ def _contradictions(manifest: dict) -> Iterator[str]:
         yield "not one step was finished: the run was stopped or is still going on"
     yield from _contradictions_of_layout(from_json(manifest["layout"]))
     mesh = Mesh.of_options(options)
-    if run["mesh"] != mesh.sizes or mesh.world_size != options["num_workers"]:
-        yield f"run.mesh is {run['mesh']}, its configuration says {mesh.label} with {options['num_workers']} workers"
-    row = strategies.recorded(options["strategy"])
-    unused = next((axis for axis in mesh.axes if axis not in row.axes), None)
-    if unused:
-        yield f"run.mesh has {unused} {mesh.size(unused)}, and {row.label} has no such axis"
-    own = options["own"]
-    refused = [name for name, value in own.items() if not row.would_take(name, value)]
-    if refused:
-        found = printable(f"{refused[0]} is {json.dumps(own[refused[0]])}", 100)
-        yield f"run.config.own.{found}: {row.label} has no such option, or takes no such value"
+    problems = list(record.contradictions(run))
+    if problems:
+        yield from problems
         return
-    yield from (f"run.config.own.{name} is missing" for name in row.recorded_options() if name not in own)
-    configured = configuration(run)
+    configured = record.configuration(run)
     label = REFERENCE_LABEL if exact else configured.label
-    if run["label"] != label and (exact or row.factory):
+    if run["label"] != label and (exact or configured.spec.factory):
         yield f"run.label is {printable(repr(run['label']), 60)}, of this configuration it is {label!r}"
-    if options["num_layers"] not in (None, run["architecture"].get("num_hidden_layers")):
-        yield f"run.config.num_layers is {options['num_layers']}, the architecture has {run['architecture'].get('num_hidden_layers')}"
-    libraries = ("torch", "transformers")
-    if any(name not in run["versions"] for name in libraries):
-        yield f"run.versions does not name {' and '.join(libraries)}"
     numbers = sorted(map(int, steps))
     first = 1 if not exact else min(numbers) if numbers[0] < 2 else 2
     last = options["capture_steps"] if exact else min(options["capture_steps"], run["num_steps"])
@@ -347,9 +287,3 @@ def _contradictions_of_step(manifest: dict, step: str, exact: bool, first: int) 
 
 def _equal(one: float, other: float) -> bool:
     return one == other or (math.isnan(one) and math.isnan(other))
-
-
-def configuration(run: dict) -> Config:
-    """The configuration of a recorded run, without its paths."""
-    known = {field.name for field in dataclasses.fields(Config)}
-    return Config(**{key: value for key, value in run["config"].items() if key in known})

@@ -132,13 +132,11 @@ def about(result: Result) -> dict[str, str]:
         "options": ", ".join(f"{key} {config[key]}" for key in options),
         "dataset": f"{alike(lambda dump: dump.run['config']['dataset_name'])} (SHA-256 of the tokens {run['corpus_sha256'][:16]}), tokenizer {run['tokenizer']}",
         "versions": ", ".join(f"{name} {version}" for name, version in run["versions"].items()),
-        "Lockstep": f"captured at {alike(lambda dump: dump.manifest['origin']['commit'])}; compared at {origin.commit()}",
+        "Lockstep": f"captured at {alike(lambda dump: dump.run['origin']['commit'])}; compared at {origin.commit()}",
         "processor": alike(
-            lambda dump: ", ".join(
-                (dump.manifest["origin"]["cpu"], *dump.manifest["origin"]["instruction_sets"])
-            )
+            lambda dump: ", ".join((dump.run["origin"]["cpu"], *dump.run["origin"]["instruction_sets"]))
         ),
-        "captured": alike(lambda dump: dump.manifest["origin"]["date"]),
+        "captured": alike(lambda dump: dump.run["origin"]["date"]),
         "compared": f"{origin.now()} by {origin.command()}",
     }
 
@@ -438,7 +436,7 @@ def as_data(result: Result, diagnoses: dict[str, Diagnosis]) -> dict:
                 "config": dump.run["config"],
                 "configured_differently": result.configuration.get(name, {}),
                 "versions": dump.run["versions"],
-                "origin": dump.manifest["origin"],
+                "origin": dump.run["origin"],
                 "missing": [[step, tensor] for run, step, tensor in result.missing if run == name],
                 "first_failure": list(result.failures(name)[:1]),
                 "diagnosis": asdict(diagnoses[name]) if name in diagnoses else None,

@@ -4,11 +4,12 @@ A compiled layer has no modules inside that could be watched: hooks would cut th
 enters and leaves layers, and all gradients, moments and weights. Nothing here imports torch before a model is compiled.
 """
 
+import os
+import shutil
 from typing import TYPE_CHECKING, Literal, get_args
 
 from lockstep.errors import UserError
 from lockstep.inputs import modules
-from lockstep.resources import has_compiler
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +33,11 @@ def enable(model: "PreTrainedModel", backend: str) -> None:
 def _layers(model: "torch.nn.Module") -> list["torch.nn.Module"]:
     name = modules.names_in(model).layers
     return list(model.get_submodule(name).children()) if name else []
+
+
+def has_compiler() -> bool:
+    """Whether a C++ compiler is on the PATH."""
+    return bool(shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++"))
 
 
 def require(backend: str) -> None:

@@ -11,7 +11,6 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from lockstep import strategies
 from lockstep.config import BETAS, EPS, PARAM_DTYPES, Config
 from lockstep.inputs.shapes import Description, build_empty
 from lockstep.mesh import Mesh
@@ -56,7 +55,7 @@ def expected_contract(
     """
     compute = "torch.float32" if config.precision == "fp32" else "torch.bfloat16"
     promoted = (
-        config.row.float32_biases_under_autocast and config.precision == "autocast" and config.tp_size > 1
+        config.spec.float32_biases_under_autocast and config.precision == "autocast" and config.tp_size > 1
     )
     seen = {
         what: [name for name in linears if not compiled.is_hidden(model.names, config.compile, name)]
@@ -64,6 +63,7 @@ def expected_contract(
     }
     storage = "torch.bfloat16" if config.precision == "bf16" else "torch.float32"
     adamw = config.optimizer == "adamw"
+    sharding = config.spec.sharding(config)
     divided = {axis: cut.expected(config, architecture) for axis, cut in cuts.of(config).items()}
     decay: dict[str, list[str]] = {}
     for name, shape in model.trained.items():
@@ -102,9 +102,9 @@ def expected_contract(
         "activation_checkpointing": config.activation_checkpointing,
         "compiled": [config.compile != "off"],
         "tied_embeddings": model.tied,
-        **({"sharding": strategies.load(config.row.sharding)(config)} if config.row.sharding else {}),
+        **({"sharding": sharding} if sharding else {}),
         **({"cuts": divided} if divided else {}),
-        **(strategies.load(config.row.contract)(config) if config.row.contract else {}),
+        **config.spec.contract(config),
     }
 
 
@@ -187,14 +187,6 @@ def _of_all_stages(contracts: list[dict[str, Any]], own: dict[str, Any]) -> dict
         key: together([contract[key] for contract in contracts]) if key in OF_LAYERS else value
         for key, value in own.items()
     }
-
-
-def global_batch(config: dict) -> int:
-    """The number of windows in one micro batch of all DP ranks together, of a recorded configuration.
-
-    Runs with the same number are fed the same windows in the same order, whatever their dp_size.
-    """
-    return config["dp_size"] * config["batch_size"]
 
 
 def on_any_mesh(contract: dict) -> dict:

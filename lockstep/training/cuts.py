@@ -1,31 +1,17 @@
 """How an axis divides the work of a run: what the checks before a start, the contract and the capture ask of it.
 
-A strategy's row names a `Cut` for each axis that divides something inside of a sample or of the model, such as positions or layers.
+A strategy's spec has a `lockstep.config.Cut` for each axis that divides something inside of a sample or of the model, such as positions or layers.
 Nothing here imports torch.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
 
-from lockstep import strategies
+from lockstep.config import Config, Cut
 from lockstep.errors import UserError
 from lockstep.mesh import balanced_share, runs, share
 
-if TYPE_CHECKING:
-    from lockstep.config import Config
-
 Pieces = list[tuple[int, int]]  # (start, length) of each
-
-
-class Cut(Protocol):
-    """One axis of a strategy."""
-
-    def require(self, config: "Config", architecture: dict) -> None:
-        """Raise UserError for a run that the axis cannot divide."""
-
-    def expected(self, config: "Config", architecture: dict) -> Any:
-        """What the contract must say of the axis; the strategy reads the same back from its live objects."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +21,7 @@ class Positions:
     pieces_of: Callable[[int, int, int], Pieces]
     each: int  # equal pieces that a rank has
 
-    def require(self, config: "Config", architecture: dict) -> None:
+    def require(self, config: Config, architecture: dict) -> None:
         number = self.each * config.cp_size
         if config.seq_length % number:
             raise UserError(
@@ -48,7 +34,7 @@ class Positions:
                 "leave --attn_impl out"
             )
 
-    def expected(self, config: "Config", architecture: dict) -> list[list[list[int]]]:
+    def expected(self, config: Config, architecture: dict) -> list[list[list[int]]]:
         """[start, length] of the runs of positions that each rank has."""
         own = (self.pieces_of(config.seq_length, rank, config.cp_size) for rank in range(config.cp_size))
         return [runs([start + at for start, length in pieces for at in range(length)]) for pieces in own]
@@ -58,20 +44,19 @@ BALANCED = Positions(balanced_share, each=2)
 CONTIGUOUS = Positions(lambda length, rank, size: [share(length, rank, size)], each=1)
 
 
-def of(config: "Config") -> dict[str, Cut]:
+def of(config: Config) -> dict[str, Cut]:
     """Axis -> its cut, of the axes with more than one rank."""
-    return {
-        axis: strategies.load(config.row.cuts[axis]) for axis in config.mesh.axes if axis in config.row.cuts
-    }
+    cuts = {"cp": BALANCED, **config.spec.cuts}
+    return {axis: cuts[axis] for axis in config.mesh.axes if axis in cuts}
 
 
-def require(config: "Config", architecture: dict) -> None:
+def require(config: Config, architecture: dict) -> None:
     """Raise UserError for a run that an axis cannot divide."""
     for cut in of(config).values():
         cut.require(config, architecture)
 
 
-def positions(config: "Config", rank: int) -> Pieces:
+def positions(config: Config, rank: int) -> Pieces:
     """The pieces of each sequence that a rank along cp has."""
     cut = of(config).get("cp")
     if cut is None:

@@ -1,6 +1,6 @@
 """The loss history: one JSON file per run, rewritten whole as the run goes on and read strictly.
 
-    {"format": 3, "run": {...}, "contract": {...} | null, "weights": {...} | null,
+    {"format": 4, "run": {...}, "contract": {...} | null, "weights": {...} | null,
      "ended": null | "finished" | "why it stopped", "steps": [{"step": 1, "loss": ..., ...}, ...], "sha256": "..."}
 
 The file is first written after the first step: until then an older one stays. `ended` is null while the run goes on, and stays null if it
@@ -15,21 +15,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import UserError
-from lockstep.files import read_json, write_text
+from lockstep.files import write_text
+from lockstep.record import read_sealed
+from lockstep.training import history_schema
 
-FORMAT = 3
+FORMAT = 4
 BEGINS = b'{"format": '  # every history file
 PARTS = ("run", "contract", "weights", "ended")  # of the file, beside its format, the steps and the seal
 
 SAVE_INTERVAL = 1.0  # seconds; a killed run loses the steps of so much time
-
-CONTROL = "control"  # the name of the run that shows how far rounding errors alone can move the loss
-
-
-def path_of(folder: Path, run: str) -> Path:
-    """The path of the history of a run; the control run's is CONTROL."""
-    return folder / f"loss_{run}.json"
 
 
 @dataclass
@@ -43,6 +37,15 @@ class History:
     ended: str | None = None
     _lines: list[str] = field(default_factory=list, repr=False)
     _saved: float = field(default=-math.inf, repr=False)  # time.monotonic() of the last save
+
+    @property
+    def initial_sha256(self) -> str:
+        return self.weights["initial_sha256"]
+
+    @property
+    def batch_hashes(self) -> dict[int, str]:
+        """Step -> hash of its global batch."""
+        return {step["step"]: step["batch_hash"] for step in self.steps}
 
     def add(self, step: dict) -> None:
         self.steps.append(step)
@@ -65,30 +68,10 @@ class History:
         self._saved = time.monotonic()
 
 
-def seal(content: dict) -> str:
-    """The SHA-256 of the content of a history file without the seal itself; the order of keys counts."""
-    return hashlib.sha256(
-        json.dumps({k: v for k, v in content.items() if k != "sha256"}).encode()
-    ).hexdigest()
-
-
 def read(path: Path) -> History:
     """Read a history file. Raises UserError if it is not one, was changed, or contradicts itself."""
-    from lockstep.training import history_schema  # pydantic is for those who read
-
-    content = read_json(path)
-    if (
-        not isinstance(content, dict)
-        or content.get("format") != FORMAT
-        or isinstance(content["format"], bool)
-    ):
-        raise UserError(
-            f"{path}: not a loss history of format {FORMAT}; run its training again with this version"
-        )
-    file = history_schema.parse(content, path)
-    if content["sha256"] != seal(content):
-        raise UserError(f"{path}: damaged (its content is not what its sha256 says); run its training again")
-    history_schema.require_consistent(file, path)
+    content = read_sealed(path, "a loss history", FORMAT, history_schema.REMEDY)
+    history_schema.require_consistent(history_schema.parse(content, path), path)
     parts = {**{key: content[key] for key in PARTS}, "weights": content["weights"] or {}}
     return History(steps=content["steps"], **parts)
 

@@ -1,27 +1,23 @@
 """The schema of a loss history, and the fields that must agree with each other."""
 
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
+from lockstep import record
 from lockstep.errors import UserError
-from lockstep.mesh import Axis, Mesh
 from lockstep.schemas import (
-    Architecture,
     Count,
     Finite,
     MayBreakDown,
     Name,
     NotNegative,
-    Origin,
     Sha256,
     Strict,
     Whole,
     validate,
 )
-from lockstep.training.compiled import Backend
-from lockstep.training.rates import Schedule
 
 REMEDY = "run its training again"
 LARGEST = 3.5e38  # no float32 is larger, so no loss is
@@ -39,11 +35,8 @@ def _norm(value: float) -> float:
     return value
 
 
-Text = Annotated[str, Field(max_length=65536)]  # a path, a message: made harmless where it is shown
 Loss = Annotated[MayBreakDown, AfterValidator(_float32)]
 Norm = Annotated[MayBreakDown, AfterValidator(_norm)]
-Seed = Annotated[int, Field(ge=0, lt=2**32)]
-Decay = Annotated[Finite, Field(gt=0, le=1)]
 
 
 class Step(Strict):
@@ -63,49 +56,6 @@ class Step(Strict):
     group_norms: dict[Name, Norm] | None = None  # of the gradient of each group of parameters (--group_norms)
 
 
-class RunConfig(Strict):
-    """lockstep.config.Config without its paths. tests/test_history.py checks that the two agree."""
-
-    strategy: Name
-    model_name: Text
-    num_layers: Count | None
-    num_workers: Count
-    tp_size: Count
-    dp_size: Count
-    cp_size: Count = 1
-    pp_size: Count = 1
-    batch_size: Count
-    seq_length: Count
-    num_epochs: Count
-    debug_steps: Whole
-    learning_rate: Annotated[Finite, Field(gt=0)]
-    lr_schedule: Schedule = "constant"
-    warmup_steps: Whole = 0
-    schedule_steps: Whole = 0
-    optimizer: Text  # adamw, sgd, a class of torch.optim, or a function in a file
-    weight_decay: NotNegative
-    max_grad_norm: NotNegative
-    ema_decay: Decay = 1.0
-    gradient_accumulation_steps: Count
-    activation_checkpointing: bool = False
-    compile: Backend = "off"
-    own: dict[Name, Any] = {}  # flags that only this strategy has
-    precision: Literal["fp32", "autocast", "mixed", "bf16"]
-    attn_impl: Literal["eager", "sdpa"]
-    seed: Seed
-    init_seed: Seed | None = None
-    dataset_name: Text
-    save_init_weights: bool
-    pretrained: bool = False
-    run_name: Name | None = None
-    held_out: Whole = 0
-    noise_control: bool
-    log_interval: Count
-    capture_steps: Count
-    device: Literal["cpu", "cuda"]
-    backend: Literal["gloo", "nccl"]
-
-
 class PeakMemory(Strict):
     kind: Name
     bytes_by_rank: list[Whole]
@@ -120,21 +70,7 @@ class HeldOut(Strict):
     accuracy: Annotated[Finite, Field(ge=0, le=1)]  # how often the next token is the most likely one
 
 
-class Run(Strict):
-    label: Name
-    mesh: dict[Axis, Count]  # axis -> size
-    config: RunConfig
-    architecture: Architecture
-    architecture_source: Text
-    initial_weights: Text | None = None  # where they came from, in words
-    corpus_sha256: Sha256
-    tokenizer: Text
-    num_steps: Count
-    versions: dict[Name, Name]
-    origin: Origin | None = None  # histories of earlier commits have none
-    told_sha256: Sha256 | None = (
-        None  # of told_NAME.json beside the history: what the strategy's library was told
-    )
+class Run(record.Run):
     peak_memory: PeakMemory | None = None  # of a run that finished
     held_out: HeldOut | None = None  # of a run that finished, with --held_out
     collectives: dict[Name, Count] | None = (
@@ -177,15 +113,9 @@ def require_consistent(file: File, path: object) -> None:
 
 
 def _run_problem(run: Run) -> str:
-    config = run.config
-    mesh = Mesh.of_options(vars(config))
-    if run.mesh != mesh.sizes or config.num_workers != mesh.world_size:
-        return f"mesh {run.mesh}, {config.num_workers} workers, and {mesh.label} of the configuration do not go together"
-    if config.debug_steps and run.num_steps != config.debug_steps:
-        return f"num_steps is {run.num_steps}, debug_steps {config.debug_steps}"
-    if run.peak_memory and len(run.peak_memory.bytes_by_rank) != config.num_workers:
-        return f"peak_memory is of {len(run.peak_memory.bytes_by_rank)} ranks, there are {config.num_workers}"
-    return ""
+    if run.peak_memory and len(run.peak_memory.bytes_by_rank) != run.config.num_workers:
+        return f"peak_memory is of {len(run.peak_memory.bytes_by_rank)} ranks, there are {run.config.num_workers}"
+    return next(record.contradictions(run.model_dump()), "")
 
 
 def _progress_problem(file: File) -> str:

@@ -87,7 +87,7 @@ def describe(config: "Config") -> str:
 
 def check(config: "Config", architecture: dict) -> None:
     """Raise UserError unless this run can read the weights that it starts from, and write those that it saves."""
-    if config.save_init_weights and not config.row.is_baseline:
+    if config.save_init_weights and not config.spec.is_baseline:
         raise UserError(
             "--save_init_weights: only train_ddp.py writes initial weights; run it first, then load them here"
         )

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from lockstep import origin, strategies
+from lockstep import origin
 from lockstep.collective import gather_objects, stop_together, stopping_together
-from lockstep.config import PLACES, Config
+from lockstep.config import Config
 from lockstep.errors import TrainingFailure, UserError
 from lockstep.files import write_text
 from lockstep.inputs import weights
@@ -410,9 +410,7 @@ def _require_told_alike(sha256: str | None) -> None:
 
 def told(config: Config, inputs: Inputs) -> str:
     """What the strategy's library is told, for people; "" for a strategy without a configuration of its own."""
-    if not config.row.resolved:
-        return ""
-    return strategies.load(config.row.resolved)(config, inputs.architecture)
+    return config.spec.told(config, inputs.architecture)
 
 
 def _write_told(config: Config, inputs: Inputs) -> None:
@@ -431,7 +429,7 @@ def provenance(config: Config, inputs: Inputs) -> dict[str, Any]:
         **({"told_sha256": hashlib.sha256(text.encode()).hexdigest()} if text else {}),
         "label": config.label,
         "mesh": config.mesh.sizes,
-        "config": {key: value for key, value in config.as_dict().items() if key not in PLACES},
+        "config": config.recorded(),
         "architecture": inputs.architecture,
         "architecture_source": inputs.architecture_source,
         "initial_weights": initial_weights.origin(config),

@@ -225,7 +225,7 @@ _version = functools.cache(importlib.metadata.version)  # it reads a file
 def versions() -> dict[str, str]:
     """Versions of the installed libraries that take part; runs with other versions are not comparable."""
     found = {}
-    of_strategies = (row.library for row in strategies.ROWS.values() if row.library)
+    of_strategies = (spec.library for spec in strategies.SPECS.values() if spec.library)
     for name in (
         "torch",
         "transformers",

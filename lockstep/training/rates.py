@@ -18,8 +18,8 @@ SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 
 
 def changes(options: Mapping[str, Any]) -> bool:
-    """Whether steps have different rates. Runs recorded by earlier versions have one rate."""
-    return options.get("lr_schedule", "constant") != "constant" or options.get("warmup_steps", 0) > 0
+    """Whether steps have different rates."""
+    return options["lr_schedule"] != "constant" or options["warmup_steps"] > 0
 
 
 def require(options: Mapping[str, Any], num_steps: int) -> None:
@@ -37,11 +37,11 @@ def require(options: Mapping[str, Any], num_steps: int) -> None:
 
 def rate_of(options: Mapping[str, Any], step: int, num_steps: int) -> float:
     """The rate of a step, from 1, of a run of `num_steps`."""
-    num_steps = options.get("schedule_steps", 0) or num_steps
-    rate, warmup = options["learning_rate"], options.get("warmup_steps", 0)
+    num_steps = options["schedule_steps"] or num_steps
+    rate, warmup = options["learning_rate"], options["warmup_steps"]
     if step <= warmup:
         return rate * (step / warmup)
-    if options.get("lr_schedule", "constant") == "constant":
+    if options["lr_schedule"] == "constant":
         return rate
     progress = (step - 1 - warmup) / (num_steps - warmup)
     return rate * (1 + math.cos(math.pi * progress)) / 2

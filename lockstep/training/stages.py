@@ -3,13 +3,11 @@
 A model is a row of units: the embedding, the layers, the head with the norm before it. A stage is a run of them.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from lockstep.config import Config
 from lockstep.errors import UserError
 from lockstep.inputs import modules
-
-if TYPE_CHECKING:
-    from lockstep.config import Config
 
 # --pp_schedule -> (its name in torch, the number of stages of each rank, whether the second stages run back from the last rank)
 SCHEDULES = {
@@ -47,7 +45,7 @@ def units_of(stage: int, stages: int, num_layers: int) -> list[str | int]:
     return units[start : start + each + (stage < more)]
 
 
-def require(config: "Config", architecture: dict, schedule: str, microbatches: int) -> None:
+def require(config: Config, architecture: dict, schedule: str, microbatches: int) -> None:
     """Raise UserError for a pipeline that this model or batch cannot have."""
     size, stages = config.pp_size, num_stages(schedule, config.pp_size)
     if architecture["model_type"] not in modules.LIKE_LLAMA:
@@ -87,7 +85,7 @@ def require(config: "Config", architecture: dict, schedule: str, microbatches: i
         )
 
 
-def expected(config: "Config", architecture: dict, schedule: str, microbatches: int) -> dict[str, Any]:
+def expected(config: Config, architecture: dict, schedule: str, microbatches: int) -> dict[str, Any]:
     """What `Pipeline.contract` must find in the live objects."""
     layers, stages = architecture["num_hidden_layers"], num_stages(schedule, config.pp_size)
     own = (stages_of(schedule, rank, config.pp_size) for rank in range(config.pp_size))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from lockstep import strategies
-from lockstep.config import Config
+from lockstep.config import Config, Spec
 from lockstep.mesh import Geometry, Mesh
 
 if TYPE_CHECKING:
@@ -76,6 +76,6 @@ class Strategy(Protocol):
 MakeStrategy = Callable[["PreTrainedModel", Config, Mesh, torch.device], Strategy]
 
 
-def factory_of(row: strategies.Row) -> MakeStrategy:
+def factory_of(spec: Spec) -> MakeStrategy:
     """The strategy's class. Raises UserError for a user's file that cannot be imported or has no such class."""
-    return strategies.load(row.factory)
+    return strategies.load(spec.factory)

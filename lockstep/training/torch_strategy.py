@@ -256,7 +256,7 @@ class TorchStrategy:
             "reduction_dtype": sorted(
                 {str(self._reduction_dtype(parameter)) for parameter in self.parameters}
             ),
-            **({"sharding": self.sharding()} if self.config.row.sharding else {}),
+            **({"sharding": self.sharding()} if self.config.spec.sharding(self.config) else {}),
         }
         cuts: dict[str, Any] = {}
         if self.context is not None:
@@ -272,7 +272,7 @@ class TorchStrategy:
         return {**found, "cuts": cuts} if cuts else found
 
     def sharding(self) -> dict[str, Any]:
-        """What is sharded and how gradients are reduced, read back from the live module: for a row that has `sharding`."""
+        """What is sharded and how gradients are reduced, read back from the live module: for a spec that has `sharding`."""
         raise NotImplementedError
 
     def _reduction_dtype(self, parameter: torch.Tensor) -> torch.dtype:

@@ -1,0 +1,1 @@
+"""What is known of a strategy before torch is imported."""
