@@ -127,8 +127,10 @@ if [ -n "${ray:-}" ]; then
   export RAY_ADDRESS
 fi
 rm -f "$OUTPUT_DIR"/{loss_curves.png,verdict.json} "$OUTPUT_DIR"/tensors/report.{md,json}
-while IFS=$'\t' read -r name flags strategy <&3; do
-  waited_for "$PYTHON" -m lockstep.train --strategy "$strategy" "${common[@]}" $flags "${weights[@]}" "${first[@]}" || {
+while IFS=$'\t' read -r name flags program strategy <&3; do
+  script=("$ROOT/$program") # one of the three train_*.py
+  [ -f "${script[0]}" ] || script=(-m lockstep.train --strategy "$strategy") # a strategy of your own
+  waited_for "$PYTHON" "${script[@]}" "${common[@]}" $flags "${weights[@]}" "${first[@]}" || {
     status=$?
     [ $status -lt 128 ] || echo "$0: the training script of $name was killed by signal $((status - 128))" >&2
     exit $((status < 128 ? status : 1))

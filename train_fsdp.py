@@ -13,6 +13,35 @@ if __name__ == "__main__":
 
     startup.begin()  # first: from now on Ctrl-C and a missing package are one line each
 
-    from lockstep.launch import launch
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
-    startup.end(launch("fsdp"))
+from lockstep.launch import launch
+
+if TYPE_CHECKING:
+    from ray.train.torch import TorchTrainer
+
+    from fsdp_strategy import FSDPStrategy
+
+
+def make_strategy(*arguments: Any) -> "FSDPStrategy":
+    """The strategy around a model, on every rank."""
+    from fsdp_strategy import FSDPStrategy
+
+    return FSDPStrategy(*arguments)
+
+
+def make_trainer(worker: Callable[..., Any], **settings: Any) -> "TorchTrainer":
+    """Ray's trainer, which starts the ranks; each calls the worker. torchrun starts them itself."""
+    from ray.train.torch import TorchTrainer
+
+    return TorchTrainer(worker, **settings)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parse, check, train; the exit status."""
+    return launch("fsdp", make_strategy, make_trainer, argv)
+
+
+if __name__ == "__main__":
+    startup.end(main())

@@ -28,7 +28,8 @@ from lockstep.running.device import training_device
 from lockstep.training import initial_weights
 
 if TYPE_CHECKING:
-    pass
+    from lockstep.running.under_ray import MakeTrainer
+    from lockstep.training.strategy import MakeStrategy
 
 PATIENCE = 15.0  # seconds that a rank waits for rank 0 to report an error that both have found
 
@@ -37,17 +38,35 @@ class RankFailure(TrainingFailure):
     """Only this rank failed, and reports it itself."""
 
 
-def launch(strategy: str, argv: list[str] | None = None) -> int:
-    """Train with a strategy, by its name or as path/to/file.py:Class; returns the exit status (lockstep/errors.py)."""
+def launch(
+    strategy: str,
+    make_strategy: "MakeStrategy",
+    make_trainer: "MakeTrainer",
+    argv: list[str] | None = None,
+) -> int:
+    """Train with a strategy, by its name or as path/to/file.py:Class; returns the exit status (lockstep/errors.py).
+
+    make_strategy: called on every rank with the model, the configuration, the mesh and the device. make_trainer: called with the worker
+    and the settings of Ray's TorchTrainer, unless a launcher has started the ranks.
+    """
     spec = strategies.SPECS.get(strategy)
     name = spec.program if spec else "lockstep.train"
     if os.environ.get("LOCKSTEP_PARENT") == str(
         os.getppid()
     ):  # run_verification_main.sh: killed, it takes its scripts along
         processes.end_with_parent(signal.SIGKILL)
+
+    def under_ray(config: Config, inputs: Inputs, begin: Callable[[], None]) -> str:
+        from lockstep.running import under_ray
+
+        return under_ray.run(config, inputs, make_strategy, make_trainer, begin)
+
+    def in_place(config: Config, inputs: Inputs, begin: Callable[[], None]) -> str:
+        return _run_in_place(config, inputs, make_strategy, begin)
+
     if not resources.launched_in_place():
-        return run_program(name, lambda: _launch(strategy, argv, _under_ray))
-    status = run_program(name, lambda: _one_of_many(lambda: _launch(strategy, argv, _run_in_place)))
+        return run_program(name, lambda: _launch(strategy, argv, under_ray))
+    status = run_program(name, lambda: _one_of_many(lambda: _launch(strategy, argv, in_place)))
     # A thread of gloo that still wants the interpreter while it shuts down aborts the process, about once in fifty
     # runs: the launcher would take a finished run for a failed one.
     sys.stdout.flush()
@@ -69,12 +88,6 @@ def _one_of_many(body: Callable[[], int]) -> int:
         if not _first():
             time.sleep(PATIENCE)
         raise
-
-
-def _under_ray(config: Config, inputs: Inputs, begin: Callable[[], None]) -> str:
-    from lockstep.running import under_ray
-
-    return under_ray.run(config, inputs, begin)
 
 
 def _first() -> bool:
@@ -179,7 +192,9 @@ def describe(config: Config, inputs: Inputs) -> str:
     )
 
 
-def _run_in_place(config: Config, inputs: Inputs, begin: Callable[[], None]) -> str:
+def _run_in_place(
+    config: Config, inputs: Inputs, make_strategy: "MakeStrategy", begin: Callable[[], None]
+) -> str:
     """One rank of a launcher: the process group from the environment, then the loop."""
     if _first():
         begin()
@@ -188,13 +203,10 @@ def _run_in_place(config: Config, inputs: Inputs, begin: Callable[[], None]) -> 
         import transformers.modeling_utils  # noqa: F401 - the model's module needs it
 
         from lockstep.training import loop as training
-        from lockstep.training.strategy import factory_of
     device = training_device(config)
     with startup.cleaning_up():
         try:
             dist.init_process_group(config.backend)
-            with startup.importing():
-                make_strategy = factory_of(config.spec)
             return training.run_with_control(config, inputs, make_strategy, device)
         except UserError as error:
             if _first():

@@ -6,13 +6,28 @@
 All other flags are those of train_fsdp.py --help. Exit status as there.
 """
 
+if __name__ == "__main__":
+    from lockstep import startup
+
+    startup.begin()  # first: from now on Ctrl-C and a missing package are one line each
+
 import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from lockstep.errors import UserError, run_program
+from lockstep.launch import launch
+
+if TYPE_CHECKING:
+    from ray.train.torch import TorchTrainer
+    from transformers import PreTrainedModel
+
+    from lockstep.config import Config
+    from lockstep.training.strategy import Strategy
 
 
 def split(argv: list[str]) -> tuple[str, list[str]]:
     """The strategy and the rest of a command line. Raises UserError if none is named."""
-    from lockstep.errors import UserError
-
     for index, argument in enumerate(argv):
         flag, equals, value = argument.partition("=")
         if flag == "--strategy":
@@ -24,25 +39,27 @@ def split(argv: list[str]) -> tuple[str, list[str]]:
     raise UserError("--strategy is missing: a name such as fsdp, or path/to/file.py:Class")
 
 
+def make_strategy(model: "PreTrainedModel", config: "Config", *more: Any) -> "Strategy":
+    """The named strategy around a model, on every rank."""
+    from lockstep.training.strategy import factory_of
+
+    return factory_of(config.spec)(model, config, *more)
+
+
+def make_trainer(worker: Callable[..., Any], **settings: Any) -> "TorchTrainer":
+    """Ray's trainer, which starts the ranks; each calls the worker. torchrun starts them itself."""
+    from ray.train.torch import TorchTrainer
+
+    return TorchTrainer(worker, **settings)
+
+
 def main() -> int:
-    from lockstep.errors import UserError, run_program
-    from lockstep.launch import launch
-
-    try:
+    def body() -> int:
         strategy, rest = split(sys.argv[1:])
-    except UserError as error:
-        problem = error
+        return launch(strategy, make_strategy, make_trainer, rest)
 
-        def refuse() -> int:
-            raise problem
-
-        return run_program("lockstep.train", refuse)
-    return launch(strategy, rest)
+    return run_program("lockstep.train", body)
 
 
 if __name__ == "__main__":
-    from lockstep import startup
-
-    startup.begin()
-
     startup.end(main())

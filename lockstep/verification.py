@@ -1,6 +1,6 @@
 """The two ends of run_verification_main.sh: the checks before its runs, and the verdict after them.
 
-    python -m lockstep.verification plan --strategies ddp,fsdp --tp_size 2 FLAGS      a line NAME, FLAGS, STRATEGY for every run, with tabs
+    python -m lockstep.verification plan --strategies ddp,fsdp --tp_size 2 FLAGS      a line NAME, FLAGS, PROGRAM, STRATEGY for every run, with tabs
     python -m lockstep.verification verdict --strategies ddp,fsdp --tp_size 2 FLAGS   the table, the figure, the reports
 
 FLAGS are those of the training scripts. Flags about the initial weights go to the baseline only, which writes them. With --capture_dir
@@ -79,7 +79,7 @@ def plan(options: argparse.Namespace, flags: list[str]) -> int:
             )
         check_reference(config, inputs)
     for run in runs:
-        print(run.name, " ".join(run.arguments), run.spec.place, sep="\t")
+        print(run.name, " ".join(run.arguments), run.spec.program, run.spec.place, sep="\t")
     return 0
 
 

@@ -29,7 +29,7 @@ def main(folder: str, strategy: str, arguments: list[str], runs: dict[str, dict]
     import transformers.modeling_utils  # noqa: F401
 
     import ddp_strategy  # noqa: F401
-    from lockstep import launch
+    from lockstep import train
     from lockstep.training import loop  # noqa: F401
 
     status = {}
@@ -49,7 +49,7 @@ def main(folder: str, strategy: str, arguments: list[str], runs: dict[str, dict]
                     "LOCAL_WORLD_SIZE": "2",
                 }
                 os.environ.update(both | each | settings)
-                launch.launch(strategy, arguments)  # ends the process
+                train.launch(strategy, train.make_strategy, train.make_trainer, arguments)  # ends the process
             left.add(pid)
         status[name] = 0
         while left:

@@ -11,7 +11,8 @@ import torch
 from families import FAMILIES, architecture
 from ranks import ROOT
 
-from lockstep import command_line, launch, preflight
+import train_ddp
+from lockstep import command_line, preflight
 from lockstep.errors import UserError
 from lockstep.inputs import shapes
 from lockstep.inputs.architectures import BUILT_IN
@@ -156,16 +157,16 @@ def test_a_message_says_which_key_is_wrong_and_why(tmp_path):
 )
 def test_no_config_at_all(text, message, tmp_path, capsys):
     (tmp_path / "config.json").write_text(text)
-    assert launch.launch("ddp", ["--model_name", str(tmp_path), "--loss_output_dir", str(tmp_path)]) == 2
+    assert train_ddp.main(["--model_name", str(tmp_path), "--loss_output_dir", str(tmp_path)]) == 2
     said = capsys.readouterr().err
     assert message in said and len(said.splitlines()) == 1
 
 
 STARTS = """
 import sys
-from lockstep import launch
+import train_ddp
 for folder in sys.argv[1:]:
-    assert launch.launch("ddp", ["--model_name", folder, "--loss_output_dir", folder, "--storage_path", folder]) == 2
+    assert train_ddp.main(["--model_name", folder, "--loss_output_dir", folder, "--storage_path", folder]) == 2
 """
 
 

@@ -30,7 +30,11 @@ def users_of(package):
 
 
 def test_one_file_each():
-    assert users_of("ray") == {"under_ray.py"}
+    assert users_of("ray") == {
+        "under_ray.py",
+        "train.py",
+        *(f"train_{name}.py" for name in ("ddp", "deepspeed", "fsdp")),
+    }
     assert users_of("deepspeed") == {
         "autotp_strategy.py",
         *(f"{name}.py" for name in ("build", "configuration", "faults", "handles", "ulysses")),
@@ -161,10 +165,10 @@ USAGE_ERRORS = {
 WITHOUT_TORCH = """
 import contextlib, io, json, sys
 sys.modules.update(torch=None, transformers=None)
-from lockstep import launch
+import train_fsdp
 for arguments in json.loads(sys.argv[1]):
     with contextlib.redirect_stderr(io.StringIO()) as error:
-        status = launch.launch("fsdp", arguments)
+        status = train_fsdp.main(arguments)
     print(json.dumps([status, error.getvalue()]))
 """
 

@@ -6,7 +6,7 @@ import pytest
 from synthetic import history
 
 from lockstep import verification
-from lockstep.training.history import path_of
+from lockstep.config import history_file
 
 
 def flags(folder):
@@ -37,14 +37,17 @@ def test_the_plan_refuses_a_usage_error(tmp_path, monkeypatch, capsys, arguments
 def test_the_plan_has_a_line_for_every_run(tmp_path, capsys):
     assert verification.main(["plan", *flags(tmp_path / "out"), "--strategies", "ddp,fsdp@tp1xdp4"]) == 0
     lines = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
-    assert [(name, strategy) for name, _, strategy in lines] == [("ddp", "ddp"), ("fsdp_tp1xdp4", "fsdp")]
+    assert [(name, program) for name, _, program, _ in lines] == [
+        ("ddp", "train_ddp.py"),
+        ("fsdp_tp1xdp4", "train_fsdp.py"),
+    ]
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("shift, outcome, status", [(0.0, "PASS", 0), (0.1, "FAIL", 1)])
 def test_a_verdict_of_the_losses_alone(tmp_path, capsys, shift, outcome, status):
-    history().save(path_of(tmp_path, "ddp"))
-    history("fsdp", shift=shift).save(path_of(tmp_path, "fsdp"))
+    history().save(history_file(tmp_path, "ddp"))
+    history("fsdp", shift=shift).save(history_file(tmp_path, "fsdp"))
     assert verification.main(["verdict", *flags(tmp_path), "--strategies", "ddp,fsdp"]) == status
     out = capsys.readouterr().out
     assert out.endswith(f"{outcome}\n") and "not captured" in out

@@ -32,7 +32,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 from lockstep import startup
 from lockstep.config import Config
@@ -40,6 +40,11 @@ from lockstep.errors import TrainingFailure, UserError, first_line, run_program
 from lockstep.inputs.data import Inputs
 from lockstep.running import hang, logs, processes, progress
 from lockstep.running.device import share_cores
+
+if TYPE_CHECKING:
+    from ray.train.torch import TorchTrainer
+
+    from lockstep.training.strategy import MakeStrategy
 
 RAY_ENVIRONMENT = {
     "RAY_CHDIR_TO_TRIAL_DIR": "0",  # workers stay where the scripts are
@@ -52,6 +57,7 @@ RAY_ENVIRONMENT = {
 CONNECT_TIMEOUT = 3.0  # seconds
 # Children of a raylet that outlive it for up to a minute: its agents, under either name, and workers that have just been started.
 Returned = TypeVar("Returned")
+MakeTrainer = Callable[..., "TorchTrainer"]
 SLOW_TO_END = re.compile(r"ray::\w*Agent|agent\.py|agent/main\.py|default_worker\.py")
 
 
@@ -68,9 +74,6 @@ def _worker(arguments: dict) -> tuple[bool, str]:
         from ray.train.torch import get_device
 
         from lockstep.training import loop as training
-        from lockstep.training.strategy import factory_of
-
-        make_strategy = factory_of(config.spec)
     progress.relay()
     os.environ[hang.VARIABLE] = arguments["patience"]
     local_size, device = train.get_context().get_local_world_size(), get_device()
@@ -78,7 +81,9 @@ def _worker(arguments: dict) -> tuple[bool, str]:
     def trained() -> tuple[bool, str]:
         share_cores(config, local_size)
         try:
-            return True, training.run_with_control(config, arguments["inputs"], make_strategy, device)
+            return True, training.run_with_control(
+                config, arguments["inputs"], arguments["make_strategy"], device
+            )
         except TrainingFailure as error:
             return False, str(error)
 
@@ -88,7 +93,13 @@ def _worker(arguments: dict) -> tuple[bool, str]:
     return result.result()
 
 
-def run(config: Config, inputs: Inputs, begin: Callable[[], None]) -> str:
+def run(
+    config: Config,
+    inputs: Inputs,
+    make_strategy: "MakeStrategy",
+    make_trainer: MakeTrainer,
+    begin: Callable[[], None],
+) -> str:
     """Train under Ray Train; returns a closing sentence. Calls `begin` once there is a cluster.
 
     Raises TrainingFailure, or UserError if there is no cluster at RAY_ADDRESS.
@@ -102,7 +113,7 @@ def run(config: Config, inputs: Inputs, begin: Callable[[], None]) -> str:
     with _log_at(path) as log:
         begin()
         try:
-            return _train(ray, config, inputs)
+            return _train(ray, config, make_trainer, {"inputs": inputs, "make_strategy": make_strategy})
         except WorkersLost as error:
             said = (
                 f"its log {path} ends where it could not be written ({log.lost})"
@@ -116,9 +127,9 @@ class WorkersLost(TrainingFailure):
     """Ray or a worker ended the run, not the loop. The log says more."""
 
 
-def _train(ray: ModuleType, config: Config, inputs: Inputs) -> str:
+def _train(ray: ModuleType, config: Config, make_trainer: MakeTrainer, told: dict[str, Any]) -> str:
     from ray.train import FailureConfig, RunConfig, ScalingConfig
-    from ray.train.torch import TorchConfig, TorchTrainer
+    from ray.train.torch import TorchConfig
     from ray.train.v2.api.exceptions import TrainingFailedError
 
     name = config.experiment_name or f"{config.name}-{datetime.datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}"
@@ -132,9 +143,9 @@ def _train(ray: ModuleType, config: Config, inputs: Inputs) -> str:
     kept, ours = config.storage_path / name, not config.storage_path.exists()
     went_well = False
     try:
-        trainer = TorchTrainer(
-            _worker,  # type: ignore[arg-type] # its value is the result's return_value
-            train_loop_config={"config": config, "inputs": inputs, "patience": str(hang.patience())},
+        trainer = make_trainer(
+            _worker,  # its value is the result's return_value
+            train_loop_config={"config": config, "patience": str(hang.patience()), **told},
             torch_config=TorchConfig(backend=config.backend),
             scaling_config=ScalingConfig(
                 num_workers=config.num_workers,
