@@ -101,7 +101,6 @@ def check_environment(config: Config, architecture: dict) -> None:
     if config.row.requires:
         strategies.load(config.row.requires)(config, architecture)
     compiled.require(config.compile)
-    initial_weights.check(config, architecture)
     for run in [config, config.of_control()] if config.control else [config]:  # an older run's is replaced
         files.require_ours(run.history_path, "--loss_output_dir", history.BEGINS)
         files.require_ours(run.told_path, "--loss_output_dir", b"{")
@@ -121,5 +120,7 @@ def check_environment(config: Config, architecture: dict) -> None:
             files.require_writable_folder(folder, option, keep=not config.dry_run)
     if not launched_in_place():  # Ray makes it, and it may stay empty
         files.require_writable_folder(config.storage_path, "--storage_path", keep=False)
+    # Last: these two import torch.
+    initial_weights.check(config, architecture)
     workers = workers_here(config.num_workers) if launched_in_place() else config.num_workers
-    limit.require(config, architecture, workers)  # last: it imports torch
+    limit.require(config, architecture, workers)
