@@ -34,7 +34,7 @@ def state(architecture=TINY, dtype=torch.float32):
     return {name: value.detach().to(dtype) for name, value in model.named_parameters()}
 
 
-def own(path, seed=0):
+def write_weights(path, seed=0):
     weights.save(path, build(seed=seed)[0], TINY, f"random weights, seed {seed}")
     return path
 
@@ -63,7 +63,7 @@ def refused(path, message, architecture=TINY, **how):
 
 @pytest.mark.parametrize("name", OWN)
 def test_round_trip_is_bit_identical(tmp_path, name):
-    path = own(tmp_path / name, seed=7)
+    path = write_weights(tmp_path / name, seed=7)
     weights.check(path, TINY)
     model, sums = build(path, seed=0)
     original = dict(build(seed=7)[0].named_parameters())
@@ -88,7 +88,7 @@ CHANGES = {
 @pytest.mark.parametrize("message", CHANGES)
 def test_the_first_wrong_tensor_is_named(tmp_path, name, message):
     """Other tensors under our old description, as damage or a foreign file would have it."""
-    path = own(tmp_path / name)
+    path = write_weights(tmp_path / name)
     if path.suffix == ".pt":
         content = torch.load(path, weights_only=True)
         CHANGES[message](content["tensors"])
