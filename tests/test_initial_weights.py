@@ -259,7 +259,7 @@ def test_a_verification_does_not_empty_what_it_starts_from(tmp_path, capsys):
         ({}, "was not written by --save_init_weights and is never replaced"),
         (
             {"INIT_WEIGHTS_PATH": "{}/thesis.safetensors"},
-            "thesis.safetensors: damaged, truncated or no safetensors file",
+            "thesis.safetensors: damaged, truncated or no .safetensors file",
         ),
         (
             {"INIT_WEIGHTS_PATH": "{}/init_weights.safetensors", "PRETRAINED": "1"},

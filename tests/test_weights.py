@@ -185,13 +185,6 @@ def test_what_is_no_plain_float_tensor(tmp_path, message):
     refused(write(tmp_path / "state.pt", {**state(), NORM: ODD[message]}), message)
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_nan_is_named(tmp_path, name):
-    tensors = state()
-    tensors[NORM][3] = float("nan")
-    refused(write(tmp_path / name, tensors), "tensor model.norm.weight holds a NaN")
-
-
 @pytest.mark.parametrize("inside", ["architecture", "sha256", "tensors"])
 def test_nothing_is_executed(tmp_path, inside):
     """A pickle that would make a folder is refused, and makes none; the negative control is pickle's own way to read it."""
@@ -209,8 +202,10 @@ def test_what_else_a_pt_file_may_be(tmp_path):
     refused(write(path, {5: torch.ones(1)}), "its entry 5 is a Tensor, not a tensor with a name")
     refused(write(path, {"architecture": {}, "sha256": {}, "tensors": 5}), "holds a int, not a dict")
     refused(write(path, {"architecture": 5, "sha256": {}, "tensors": {}}), "architecture is 5")
+    inside = {"architecture": {"a": torch.ones(2)}, "sha256": {}, "tensors": {}}
+    refused(write(path, inside), "Tensor is not JSON serializable")
     torch.save(state(), path, _use_new_zipfile_serialization=False)
-    refused(path, "no file of torch.save .*not a zip file")
+    refused(path, "no .pt file .*not a zip file")
 
 
 def test_archives(tmp_path, monkeypatch):
@@ -251,7 +246,7 @@ def test_headers(tmp_path):
     header = {f"t{i}": {"dtype": "F32", "shape": [1000], "data_offsets": [0, 4000]} for i in range(20_000)}
     text = json.dumps(header).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(4000))
-    refused(path, "no safetensors file .*invalid offset")
+    refused(path, "no .safetensors file .*invalid offset")
     path.write_bytes((1 << 26).to_bytes(8, "little"))
     os.truncate(path, 1 << 27)
     refused(path, "its header has 67108864 bytes, at most 4194304 are read")

@@ -32,6 +32,7 @@ FLOATS = ("torch.float32", "torch.bfloat16", "torch.float16")
 # In a pickle; a tensor takes five. To hash 150,000 tuples, one in the other, overflows the stack of a process.
 MOST_TUPLES = 50_000
 DAMAGED = "give a whole file, or save the weights again under another name"
+_FETCH = "fetch the model folder again"
 _PLAIN = "give a plain dict of dense tensors: torch.save(model.state_dict(), ...)"
 _KNOWN = re.compile(
     r"collections OrderedDict|torch\._utils _rebuild_(tensor_v2|parameter)|"
@@ -65,10 +66,10 @@ def read(path: Path, where: str, *, checksums: bool = False) -> Contents:
 
     Raises UserError, beginning with `where`, unless it is a whole file of one of the three formats.
     """
-    if path.name.endswith(INDEX):
-        return _read_index(path, where)
     try:
         require_regular(path)
+        if path.name.endswith(INDEX):
+            return _read_index(path)
         # A warning of a library would be a second line beside the error.
         with warnings.catch_warnings(action="ignore"):
             return _read_pt(path, checksums) if path.suffix == ".pt" else _read_safetensors(path)
@@ -78,8 +79,7 @@ def read(path: Path, where: str, *, checksums: bool = False) -> Contents:
         # torch.load advises to load such a file without weights_only.
         refused = isinstance(error, pickle.UnpicklingError)
         why = "torch.load refuses its pickle" if refused else first_line(error)
-        kind = "file of torch.save" if path.suffix == ".pt" else "safetensors file"
-        raise UserError(f"{where}: damaged, truncated or no {kind} ({why}); {DAMAGED}") from error
+        raise UserError(f"{where}: damaged, truncated or no {path.suffix} file ({why}); {DAMAGED}") from error
 
 
 def _read_safetensors(path: Path) -> Contents:
@@ -107,32 +107,27 @@ def _about(content: object) -> About:
     return validate(About, content, "its description of the model", DAMAGED)
 
 
-def shards(path: Path, where: str) -> dict[str, set[str]]:
-    """File name -> tensors that it must hold, for the files that an index names, all beside it."""
-    try:
-        content = read_json(path)
-    except UserError as error:
-        raise UserError(f"{where}: {str(error).removeprefix(f'{path}: ')}") from error
+def shards(path: Path) -> dict[str, set[str]]:
+    """File name -> tensors that it must hold, for the files that an index names, all beside it.
+
+    Raises UserError, beginning with the path.
+    """
     found: dict[str, set[str]] = {}
-    for name, shard in validate(_Index, content, where, "fetch the model folder again").weight_map.items():
+    for name, shard in validate(_Index, read_json(path), path, _FETCH).weight_map.items():
         if os.path.basename(shard) != shard or not shard.endswith(".safetensors"):
-            raise UserError(
-                f"{where}: names {shard}, which is no .safetensors file beside it; fetch the model folder again"
-            )
+            raise UserError(f"{path}: names {shard}, which is no .safetensors file beside it; {_FETCH}")
         found.setdefault(shard, set()).add(name)
     return found
 
 
-def _read_index(path: Path, where: str) -> Contents:
+def _read_index(path: Path) -> Contents:
     tensors: dict[str, torch.Tensor] = {}
-    for shard, listed in sorted(shards(path, where).items()):
-        inside = read(path.with_name(shard), f"{where}, {shard}").tensors
+    for shard, listed in sorted(shards(path).items()):
+        inside = read(path.with_name(shard), shard).tensors
         odd = min(inside.keys() ^ listed, default=None)
         if odd is not None:
             what = "lacks" if odd in listed else "holds, against the index,"
-            raise UserError(
-                f"{where}: {shard} {what} tensor {printable(odd, 200)}; fetch the model folder again"
-            )
+            raise UserError(f"{shard} {what} tensor {printable(odd, 200)}; {_FETCH}")
         tensors.update(inside)
     return Contents(tensors)
 

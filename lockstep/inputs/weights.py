@@ -136,12 +136,18 @@ def check(
     contents = _whole_names(read(path, where, checksums=True), describe(architecture).names)
     _check_names_and_shapes(contents, where, architecture, fewer_layers)
     about = contents.about
-    other = None if about is None else _other_key(about.architecture, architecture)
-    if about is not None and other is not None:
-        raise UserError(
-            f"{where}: written for {printable(other, 80)} = {printable(about.architecture.get(other), 80)}, the model has "
-            f"{architecture.get(other)}; use the model it was written with, or {_ANOTHER}"
-        )
+    if about is not None:
+        other = _other_key(about.architecture, architecture)
+        if other is not None:
+            raise UserError(
+                f"{where}: written for {printable(other, 80)} = {printable(about.architecture.get(other), 80)}, the model has "
+                f"{architecture.get(other)}; use the model it was written with, or {_ANOTHER}"
+            )
+        name = _other_key(about.sha256, checksums(contents.tensors.items()))
+        if name is not None:
+            raise UserError(
+                f"{where}: tensor {printable(name, 200)} is damaged (its checksum does not match); {DAMAGED}"
+            )
     for name in parameter_shapes(architecture):
         values = contents.tensors[name].float()
         # A NaN is the least and the greatest of all; isfinite() would take as much memory again.
@@ -149,8 +155,6 @@ def check(
             raise UserError(
                 f"{where}: tensor {name} holds a NaN or an infinity; training cannot start from it, give other weights"
             )
-        if about is not None and tensor_sha256(values) != about.sha256[name]:
-            raise UserError(f"{where}: tensor {name} is damaged (its checksum does not match); {DAMAGED}")
     _check_tied_head(contents, where, architecture)
 
 
@@ -196,27 +200,14 @@ def _check_names_and_shapes(contents: Contents, where: str, architecture: dict, 
             raise UserError(
                 f"{where}: tensor {name} is {dtype}, initial weights are {' or '.join(floats)}; {_ANOTHER}"
             )
-    depth = architecture["num_hidden_layers"]
+    model, foreign = describe(architecture), contents.about is None
     for name in sorted(found.keys() - expected.keys()):
-        if contents.about is None and _may_be_left_out(name, depth, architecture, fewer_layers):
+        tied_head = name == model.names.head_weight and model.tied
+        left_out = foreign and model.names.layer_of(name) >= architecture["num_hidden_layers"]
+        if (foreign and (tied_head or name.endswith(_TABLES))) or (left_out and fewer_layers):
             continue
-        hint = (
-            "; add --num_layers to leave layers out"
-            if contents.about is None and describe(architecture).names.layer_of(name) >= depth
-            else ""
-        )
+        hint = "; add --num_layers to leave layers out" if left_out else ""
         raise UserError(f"{where}: tensor {printable(name, 200)} is not part of the model{hint}; {remedy}")
-    if contents.about is not None and contents.about.sha256.keys() != found.keys():
-        name = min(contents.about.sha256.keys() ^ found.keys())
-        what = "has no checksum, or its checksum has no tensor"
-        raise UserError(f"{where}: tensor {printable(name, 200)} {what}; {DAMAGED}")
-
-
-def _may_be_left_out(name: str, depth: int, architecture: dict, fewer_layers: bool) -> bool:
-    """Whether a foreign file may hold this tensor: a layer that was cut, the head of a tied model, or a table such as the rotary one."""
-    names = describe(architecture).names
-    tied_head = name == names.head_weight and describe(architecture).tied
-    return tied_head or name.endswith(_TABLES) or (fewer_layers and names.layer_of(name) >= depth)
 
 
 def _check_tied_head(contents: Contents, where: str, architecture: dict) -> None:

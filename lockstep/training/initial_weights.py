@@ -43,7 +43,7 @@ def pretrained_file(model_name: str) -> Path:
     index, _ = hub_file(model_name, f"model{INDEX}")
     if index is None:
         raise UserError(f"{where} has no weights on the hub ({problem}); give a model folder with {_SINGLE}")
-    for shard in weight_files.shards(index, f"{where}, {index.name}"):
+    for shard in weight_files.shards(index):
         fetched, problem = hub_file(model_name, shard)
         if fetched is None:
             raise UserError(
