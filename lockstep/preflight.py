@@ -95,12 +95,11 @@ def load_inputs(config: Config) -> data.Inputs:
 def check_environment(config: Config, architecture: dict) -> None:
     """Check the weights file, the folders and the tools that a run needs, where it is started. Raises UserError.
 
-    A dry run leaves no folder behind.
+    A dry run leaves no folder behind, nor does one that is refused.
     """
     hang.patience()
     config.spec.require(config, architecture)
     compiled.require(config.compile)
-    initial_weights.check(config, architecture)
     for run in [config, config.of_control()] if config.control else [config]:  # an older run's is replaced
         files.require_ours(run.history_path, "--loss_output_dir", history.BEGINS)
         files.require_ours(run.told_path, "--loss_output_dir", b"{")
@@ -114,11 +113,16 @@ def check_environment(config: Config, architecture: dict) -> None:
         raise UserError(
             f"--loss_output_dir: {config.history_path} is a folder; remove it, or choose another folder"
         )
-    written = (("--loss_output_dir", config.loss_output_dir), ("--capture_dir", config.capture_dir))
-    for option, folder in written:
+    written = {"--loss_output_dir": config.loss_output_dir, "--capture_dir": config.capture_dir}
+    for option, folder in written.items():
         if folder is not None:
-            files.require_writable_folder(folder, option, keep=not config.dry_run)
+            files.require_writable_folder(folder, option, keep=False)
     if not launched_in_place():  # Ray makes it, and it may stay empty
         files.require_writable_folder(config.storage_path, "--storage_path", keep=False)
+    # Last: these two import torch.
+    initial_weights.check(config, architecture)
     workers = workers_here(config.num_workers) if launched_in_place() else config.num_workers
-    limit.require(config, architecture, workers)  # last: it imports torch
+    limit.require(config, architecture, workers)
+    for folder in written.values():
+        if folder is not None and not config.dry_run:
+            folder.mkdir(parents=True, exist_ok=True)

@@ -174,8 +174,10 @@ for arguments in json.loads(sys.argv[1]):
 
 
 def test_a_usage_error_is_answered_without_torch(tmp_path):
-    """All of them in one process."""
+    """All of them in one process, also where there is a weights file, which torch will read."""
+    (tmp_path / "w.pt").touch()
     folders = ["--storage_path", str(tmp_path), "--loss_output_dir", str(tmp_path)]
+    folders += ["--init_weights_path", str(tmp_path / "w.pt")]
     calls = json.dumps([[*folders, *arguments.split()] for arguments in USAGE_ERRORS])
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH, calls], cwd=ROOT, capture_output=True, text=True

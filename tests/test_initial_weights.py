@@ -41,18 +41,27 @@ def check(strategy, *arguments):
     return config, inputs
 
 
+def refused(message, strategy, *arguments):
+    with pytest.raises(UserError, match=message) as caught:
+        check(strategy, *arguments)
+    return str(caught.value)
+
+
+def started(config, inputs):
+    """The weights that a run starts from."""
+    path = initial_weights.file_of(config)
+    model = build_model(inputs.architecture, seed=0, attn_impl="sdpa", init_weights_path=path)[0]
+    return dict(model.named_parameters())
+
+
 def test_pretrained_weights_are_those_of_transformers(folder):
     from transformers import AutoModelForCausalLM
 
     config, inputs = check("fsdp", "--model_name", folder, "--pretrained")
-    model = build_model(
-        inputs.architecture, seed=0, attn_impl="sdpa", init_weights_path=initial_weights.file_of(config)
-    )[0]
     theirs = dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).named_parameters())
-    mine = dict(model.named_parameters())
-    assert mine.keys() == theirs.keys() and all(
-        torch.equal(value, theirs[name]) for name, value in mine.items()
-    )
+    mine = started(config, inputs)
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(value, theirs[name]) for name, value in mine.items())
     assert f"pretrained weights of {folder}, bfloat16 cast to float32" in launch.banner(config, inputs)
 
 
@@ -65,31 +74,32 @@ def test_without_it_they_are_random_and_the_first_line_says_so(folder):
 
 def test_layers_that_are_left(folder):
     config, inputs = check("fsdp", "--model_name", folder, "--pretrained", "--num_layers", "1")
-    assert inputs.architecture["num_hidden_layers"] == 1
-    build_model(
-        inputs.architecture, seed=0, attn_impl="sdpa", init_weights_path=initial_weights.file_of(config)
-    )
+    assert inputs.architecture["num_hidden_layers"] == 1 and started(config, inputs)
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (["--pretrained"], "tiny-qwen2 is a built-in architecture without weights"),
-        (
-            ["--pretrained", "--init_weights_path", "x.pt"],
-            "both give the initial weights; leave one out, or add --save_init_weights",
-        ),
-    ],
-)
-def test_what_cannot_be(arguments, message):
-    with pytest.raises(UserError, match=message):
-        check("fsdp", *arguments)
-
-
-def test_a_folder_without_weights(folder):
+def test_what_cannot_be(folder):
+    refused("tiny-qwen2 is a built-in architecture without weights", "fsdp", "--pretrained")
+    both = ["--pretrained", "--init_weights_path", "x.pt"]
+    refused("both give the initial weights; leave one out, or add --save_init_weights", "fsdp", *both)
     (folder / "model.safetensors").unlink()
-    with pytest.raises(UserError, match="has no model.safetensors and no model.safetensors.index.json"):
-        check("fsdp", "--model_name", folder, "--pretrained")
+    message = "has no model.safetensors and no model.safetensors.index.json"
+    refused(message, "fsdp", "--model_name", folder, "--pretrained")
+
+
+def test_pretrained_weights_of_a_built_in_name_come_from_the_hub(tmp_path, monkeypatch):
+    path, asked = tmp_path / "model.safetensors", []
+
+    def hub_file(repo, name):
+        asked.append((repo, name))
+        return (path, "") if "large" not in repo else (None, "no network")
+
+    monkeypatch.setattr(initial_weights, "hub_file", hub_file)
+    assert initial_weights.pretrained_file("gpt2") == path
+    assert asked == [("openai-community/gpt2", "model.safetensors")]
+    message = r"openai-community/gpt2-large has no weights on the hub \(no network\)"
+    for name, said in (("tiny-gpt2", "is a built-in architecture without weights"), ("gpt2-large", message)):
+        with pytest.raises(UserError, match=said):
+            initial_weights.pretrained_file(name)
 
 
 def cache(home, repo, files):
@@ -140,15 +150,11 @@ def test_a_file_of_somebody_is_never_replaced(tmp_path):
     path = tmp_path / "mine.safetensors"
     save_file({"a": torch.ones(1)}, path)
     before = path.read_bytes()
+    message = "was not written by --save_init_weights and is never replaced; choose another name"
     for extra in ([], ["--overwrite"]):
-        with pytest.raises(
-            UserError,
-            match="was not written by --save_init_weights and is never replaced; choose another name",
-        ):
-            check("ddp", "--init_weights_path", path, "--save_init_weights", *extra)
-    with pytest.raises(UserError, match="is missing") as caught:
-        check("ddp", "--init_weights_path", path)
-    assert "under another name" in str(caught.value), "the remedy would destroy the file"
+        refused(message, "ddp", "--init_weights_path", path, "--save_init_weights", *extra)
+    said = refused("is missing", "ddp", "--init_weights_path", path)
+    assert "under another name" in said, "the remedy would destroy the file"
     assert path.read_bytes() == before
 
 
@@ -165,10 +171,8 @@ def test_our_own_file_is_replaced_when_asked(tmp_path, name):
     with pytest.raises(UserError, match="holds other random weights, seed 0 than this run would write"):
         weights.save(path, built(1), TINY, source)
     for other in (["--seed", "1"], ["--num_layers", "1"]):
-        with pytest.raises(
-            UserError, match=r"holds other weights \(random weights, seed 0\), and nothing is overwritten"
-        ):
-            check("ddp", *save, *other)
+        message = r"holds other weights \(random weights, seed 0\), and nothing is overwritten"
+        refused(message, "ddp", *save, *other)
         check("ddp", *save, *other, "--overwrite")
     weights.save(path, built(1), TINY, "random weights, seed 1", overwrite=True)
     assert torch.equal(built(0, path).model.norm.weight, built(1).model.norm.weight)
@@ -185,14 +189,7 @@ def test_a_history_of_somebody_is_not_replaced(tmp_path):
 
 
 def test_captured_steps_are_replaced_when_asked(tmp_path):
-    arguments = [
-        "--loss_output_dir",
-        str(tmp_path),
-        "--storage_path",
-        str(tmp_path / "ray"),
-        "--capture_dir",
-        str(tmp_path),
-    ]
+    arguments = [f"--{name}={tmp_path}" for name in ("loss_output_dir", "storage_path", "capture_dir")]
     dump = tmp_path / "fsdp"
     dump.mkdir()
     for name in ("manifest.json", "step_1.safetensors", "step_2.safetensors.part"):
@@ -261,7 +258,7 @@ def test_a_verification_does_not_empty_what_it_starts_from(tmp_path, capsys):
         ({}, "was not written by --save_init_weights and is never replaced"),
         (
             {"INIT_WEIGHTS_PATH": "{}/thesis.safetensors"},
-            "thesis.safetensors: damaged, truncated or no safetensors file",
+            "thesis.safetensors: damaged, truncated or no .safetensors file",
         ),
         (
             {"INIT_WEIGHTS_PATH": "{}/init_weights.safetensors", "PRETRAINED": "1"},

@@ -1,31 +1,23 @@
 """Trials of damaged and hostile weights files, and what becomes of each.
 
-    python tests/weights_trials.py 540 360     .safetensors and .pt cases, in processes with limits; prints a table
-
 `outcome` tells: "refused" (one line), "same" (accepted, and loads what the writer meant), or what must never be:
 "traceback", "accepted wrong", "fails later", "hang".
 """
 
 import collections
+import io
+import json
 import random
 import resource
 import signal
-import sys
 import tempfile
 import warnings
+import zipfile
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from weights_mutations import (
-    damage,
-    odd_values,
-    pt_case,
-    safetensors_case,
-    saved,
-    split,
-)
 
 from lockstep.errors import UserError
 from lockstep.inputs import weights
@@ -33,7 +25,9 @@ from lockstep.inputs.architectures import BUILT_IN
 from lockstep.inputs.shapes import parameter_shapes, transformers_config
 
 SMALL = {**BUILT_IN["tiny-qwen2"], "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32}
-SECONDS, MEMORY = 5, 6 << 30  # of a case; address space, most of it torch's libraries
+# Of a case; the memory is address space, most of it torch's libraries.
+SECONDS, MEMORY = 5, 6 << 30
+WORDS = [None, True, -1, 0, 1.5, 2**63, 10**30, "", "\x1b[2J", "F64", "BF16", "F4", [], {}, float("nan")]
 
 
 class Model(torch.nn.Module):
@@ -53,8 +47,7 @@ class Model(torch.nn.Module):
 
 
 def bases() -> dict[str, bytes]:
-    """What is mutated: own and foreign files of both formats."""
-    found = {}
+    """What is damaged: own and foreign files of both formats."""
     with tempfile.TemporaryDirectory() as name:
         folder, model = Path(name), Model(7)
         for suffix in (".safetensors", ".pt"):
@@ -62,89 +55,128 @@ def bases() -> dict[str, bytes]:
         plain = {name: value.detach() for name, value in model.values.items()}
         save_file(plain, folder / "foreign.safetensors", {"format": "pt"})
         torch.save(plain, folder / "foreign.pt")
-        for path in folder.iterdir():
-            found[path.name] = path.read_bytes()
-    return found
+        return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def damage(content: bytes, draw: random.Random) -> bytes:
+    """Bytes changed, cut out, added or cut off, half of the time near an end, where the headers are."""
+    at = draw.choice([draw.randrange(len(content)), draw.randrange(3000), -draw.randrange(1, 3000)])
+    at, length = at % len(content), draw.choice([1, 4, 64, 4096])
+    new = draw.choice([b"", bytes(length), b"\xff" * length, draw.randbytes(length)])
+    return (
+        content[:at] + new + draw.choice([content[at:], content[at + length :], content[at + length :], b""])
+    )
+
+
+def vary(value, draw: random.Random):
+    """The same JSON with one thing in it changed."""
+    if isinstance(value, (dict, list)) and value and draw.random() < 0.8:
+        value = value.copy()
+        key = draw.choice(list(value) if isinstance(value, dict) else range(len(value)))
+        kind = draw.randrange(5)
+        if kind == 0:
+            del value[key]
+        elif kind == 1 and isinstance(value, dict):
+            value[draw.choice(["", "\x1b", "a" * 5000, f"{key}x"])] = value.pop(key)
+        else:
+            value[key] = vary(value[key], draw)
+        return value
+    if type(value) in (int, float) and draw.random() < 0.5:
+        return draw.choice([-value, value + 1, value * 2, value + 0.5, str(value)])
+    return draw.choice(WORDS)
+
+
+def safetensors_case(content: bytes, draw: random.Random, own: bool) -> bytes:
+    """Another header. Of a foreign file the bytes stay with their names: nothing could tell."""
+    length = int.from_bytes(content[:8], "little")
+    header, data = json.loads(content[8 : 8 + length]), content[8 + length :]
+    one, two = draw.sample([name for name in header if name != "__metadata__"], 2)
+    kind = draw.randrange(4)
+    if kind == 0 and own:
+        header[one], header[two] = header[two], header[one]
+    elif kind == 1 and own:
+        about = json.dumps(vary(json.loads(header["__metadata__"]["lockstep"]), draw))
+        odd = ["", "null", "[" * 100_000, '{"a":1,"a":1}', "1" * 5000]
+        header["__metadata__"]["lockstep"] = draw.choice([about] * 5 + odd)
+    elif kind > 1:
+        header = vary(header, draw)
+    text = json.dumps(header).encode()
+    if kind == 0:
+        text = draw.choice([text, text + b" " * 7, text[:-1], text + text, b"[" * 100_000, b"{}", b""])
+    return len(text).to_bytes(8, "little") + text + data
+
+
+def pt_case(content: bytes, draw: random.Random, own: bool) -> bytes:
+    """Another archive. Only an own file is damaged under a right CRC-32: nothing else could tell."""
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        entries = [(info.filename, archive.read(info)) for info in archive.infolist()]
+    at = draw.choice([0, draw.randrange(len(entries))])
+    name, data = entries[at]
+    kind, method = draw.randrange(6 if own else 4), zipfile.ZIP_STORED
+    if kind == 0:
+        method = draw.choice([zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+    elif kind == 1:
+        del entries[at]
+    elif kind == 2:
+        entries[at] = (draw.choice([name + "x", "../" + name, "x/" + name, name.upper()]), data)
+    elif kind == 3:
+        entries.append((draw.choice([name, "own/constants.pkl", "own/data/77"]), data[::-1]))
+    else:
+        entries[at] = (name, draw.choice([damage(data or b"x", draw), draw.choice(entries)[1]]))
+    target = io.BytesIO()
+    with zipfile.ZipFile(target, "w", method) as archive:
+        for name, data in entries:
+            archive.writestr(name, data)
+    return target.getvalue()
+
+
+def cases(suffix: str, count: int, seed: int):
+    """(label, bytes) of `count` cases."""
+    # Of zipfile and torch, about what is done here on purpose.
+    warnings.simplefilter("ignore")
+    draw, originals = random.Random(seed), bases()
+    for number in range(count):
+        own = number % 4 != 3
+        name = "own" if own else "foreign"
+        base = originals[name + suffix]
+        # A foreign .pt has a CRC-32, a foreign .safetensors nothing.
+        if number % 3 == 0 and (own or suffix == ".pt"):
+            content = damage(base, draw)
+        else:
+            content = (pt_case if suffix == ".pt" else safetensors_case)(base, draw, own)
+        yield f"{name} {number}", content
 
 
 def outcome(path: Path) -> str:
     """Check the file as a run does, then load it, and hold what was loaded against what was written."""
+    step = "traceback"
     try:
         weights.check(path, SMALL)
-    except UserError as error:
-        return (
-            "refused"
-            if "\n" not in str(error) and len(str(error)) < 2000
-            else f"traceback: message {str(error)[:200]!r}"
-        )
-    except BaseException as error:  # noqa: BLE001 - a panic of a library is no Exception
-        return "hang" if isinstance(error, TimeoutError) else f"traceback: {type(error).__name__}: {error}"
-    try:
-        loaded, written = Model(None), dict(Model(7).values)
+        step = "fails later"
+        loaded, written = Model(None), Model(7).values
         sums = weights.load(path, loaded)
+    # A panic of a library is no Exception.
     except BaseException as error:  # noqa: BLE001
-        return "hang" if isinstance(error, TimeoutError) else f"fails later: {type(error).__name__}: {error}"
+        if isinstance(error, UserError) and step == "traceback":
+            one_line = "\n" not in str(error) and len(str(error)) < 2000 and str(path) in str(error)
+            return "refused" if one_line else f"traceback: message {str(error)[:200]!r}"
+        return "hang" if isinstance(error, TimeoutError) else f"{step}: {type(error).__name__}: {error}"
     same = all(torch.equal(value, written[name]) for name, value in loaded.values.items())
     return "same" if same and sums == weights.checksums(written.items()) else "accepted wrong"
 
 
-def cases(suffix: str, count: int, seed: int):
-    """(label, bytes) of `count` cases. Bytes of a foreign .safetensors' tensors are left alone: nothing could tell."""
-    warnings.simplefilter("ignore")  # of zipfile and torch, about what is done here on purpose
-    draw, originals = random.Random(seed), bases()
-    odd = []
-    for value in odd_values({n: p.detach() for n, p in Model(7).values.items()}) if suffix == ".pt" else []:
-        odd.append(saved(value))
-        if isinstance(value, dict) and len(value) > 5:
-            odd.append(
-                saved(
-                    {
-                        "architecture": SMALL,
-                        "sha256": weights.checksums(Model(7).values.items()),
-                        "tensors": value,
-                    }
-                )
-            )
-    for number in range(count):
-        own = number % 4 != 3
-        base = originals[f"{'own' if own else 'foreign'}{suffix}"]
-        if suffix == ".pt":
-            content = damage(base, draw) if number % 3 == 0 else pt_case(base, draw, odd, own)
-        elif own:
-            content = damage(base, draw) if number % 3 == 0 else safetensors_case(base, draw)
-        else:
-            content = _foreign_structure(base, draw)
-        yield f"{'own' if own else 'foreign'} {number}", content
+def late(*_):
+    raise TimeoutError
 
 
-def _foreign_structure(base: bytes, draw: random.Random) -> bytes:
-    """A header that says something else in a way that can be seen: names and bytes of tensors of one shape stay in place."""
-    header, data = split(base)
-    for _ in range(1000):
-        content = safetensors_case(base, draw)
-        try:
-            changed, rest = split(content)
-            places = {n: e["data_offsets"] for n, e in header.items() if n != "__metadata__"}
-            moved = any(changed[n]["data_offsets"] != place for n, place in places.items())
-            if rest == data and not moved:
-                return content
-        except (ValueError, KeyError, TypeError, RecursionError, AttributeError):
-            return content
-    return content
-
-
-def limited(path: str) -> str:
+def limited(path: Path) -> str:
     """`outcome` under a limit of time and memory."""
-
-    def late(*_):
-        raise TimeoutError
-
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     torch.set_num_threads(1)
     signal.signal(signal.SIGALRM, late)
     signal.alarm(SECONDS)
     try:
-        return outcome(Path(path))
+        return outcome(path)
     finally:
         signal.alarm(0)
 
@@ -157,17 +189,8 @@ def run(suffix: str, count: int, seed: int, folder: Path, workers: int = 2) -> d
         for label, content in cases(suffix, count, seed):
             path = folder / f"{label.replace(' ', '_')}{suffix}"
             path.write_bytes(content)
-            pending[label] = pool.submit(limited, str(path))
+            pending[label] = pool.submit(limited, path)
         for label, future in pending.items():
-            result = future.result(timeout=60)
-            found[result.split(":")[0]].append(f"{label}{result[len(result.split(':')[0]) :]}")
+            word, _, rest = future.result(timeout=60).partition(":")
+            found[word].append(f"{label}:{rest}")
     return found
-
-
-if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as name:
-        for suffix, count in zip((".safetensors", ".pt"), map(int, sys.argv[1:3]), strict=True):
-            found = run(suffix, count, int(sys.argv[3]) if len(sys.argv) > 3 else 0, Path(name))
-            print(suffix, count, {kind: len(labels) for kind, labels in sorted(found.items())})
-            for kind in found.keys() - {"refused", "same"}:
-                print(*(f"  {kind}: {label[:300]}" for label in found[kind][:20]), sep="\n")

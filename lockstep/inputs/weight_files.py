@@ -1,60 +1,43 @@
-"""The formats of weights files: one .safetensors file, several with an index, one .pt file; opened without torch.
+"""The formats of weights files: one .safetensors file, several with an index, one .pt file.
 
-What is read is a `Contents`: a place in a file for each tensor, which `check` and `load` of lockstep/inputs/weights.py read alike.
+safetensors and torch read them, from a memory map. Both are imported when a file is read, not before.
 """
 
+import io
+import json
 import os
+import pickle
+import pickletools
+import re
+import warnings
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import Field
-
 from lockstep.errors import UserError, first_line, printable
 from lockstep.files import parse_json, read_json, require_regular
-from lockstep.inputs import pt_file
 from lockstep.schemas import Name, Strict, validate
 
 if TYPE_CHECKING:
-    import numpy as np
+    import torch
 
 INDEX = ".safetensors.index.json"
-HEADER = "lockstep"  # the key of our own entry in the metadata of a safetensors file
-FLOATS = {"F32": 4, "BF16": 2, "F16": 2}  # dtypes that float32 holds exactly -> bytes
-TORCH_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-LARGEST_HEADER = (
-    1 << 22
-)  # bytes; a tensor takes about 250 of them, with its checksum, and a dense model has some thousand
-MOST_VALUES, DEEPEST = 1_000_000, 16  # in what a file says of itself: values, and how deep one may lie
+# The key of our own entry in the metadata of a safetensors file.
+HEADER = "lockstep"
+# What a file says of its tensors, in bytes. A tensor takes about 250 of them, and a dense model has some thousand.
+LARGEST_HEADER = 1 << 22
+# What float32 holds exactly.
+FLOATS = ("torch.float32", "torch.bfloat16", "torch.float16")
+# In a pickle; a tensor takes five. To hash 150,000 tuples, one in the other, overflows the stack of a process.
+MOST_TUPLES = 50_000
 DAMAGED = "give a whole file, or save the weights again under another name"
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A tensor in a file: dtype as safetensors calls it, first byte, shape, and strides in elements."""
-
-    path: Path
-    dtype: str
-    begin: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-
-    def float32(self) -> "np.ndarray":
-        """The values as a contiguous NumPy array of float32: a view of the file if possible, else a copy."""
-        import numpy as np
-
-        itemsize = FLOATS[self.dtype]
-        span = 1 + sum((length - 1) * step for length, step in zip(self.shape, self.stride, strict=True))
-        # mode "c": torch wants what it copies from to be writable; nothing is written to the file
-        raw = np.memmap(self.path, np.uint8, mode="c", offset=self.begin, shape=(span * itemsize,))
-        raw = raw if self.begin % itemsize == 0 else raw.copy()
-        kind = {"F32": "<f4", "BF16": "<u2", "F16": "<f2"}[self.dtype]
-        values = np.lib.stride_tricks.as_strided(
-            raw.view(kind), self.shape, [step * itemsize for step in self.stride]
-        )
-        if self.dtype == "BF16":  # the upper half of a float32
-            return (values.astype("<u4", order="C") << 16).view("<f4")
-        return np.ascontiguousarray(values, dtype="<f4")
+_FETCH = "fetch the model folder again"
+_PLAIN = "give a plain dict of dense tensors: torch.save(model.state_dict(), ...)"
+_KNOWN = re.compile(
+    r"collections OrderedDict|torch\._utils _rebuild_(tensor_v2|parameter)|"
+    r"torch (Float|BFloat16|Half|Double|Long|Int|Short|Char|Byte|Bool)Storage"
+)
 
 
 class About(Strict):
@@ -66,138 +49,145 @@ class About(Strict):
 
 
 class _Index(Strict):
-    weight_map: dict[str, Name] = Field(min_length=1, max_length=1_000_000)
+    weight_map: dict[str, Name]
     metadata: dict[str, Any] = {}
 
 
 @dataclass(frozen=True)
 class Contents:
-    tensors: dict[str, Stored]
+    """The tensors of a file, on the CPU, most of them views of its memory map."""
+
+    tensors: dict[str, "torch.Tensor"]
     about: About | None = None  # None: not written by this project
 
 
 def read(path: Path, where: str, *, checksums: bool = False) -> Contents:
-    """The place of every tensor of a weights file. With `checksums`, a .pt file is also checked against its CRC-32.
+    """The tensors of a weights file. With `checksums`, a .pt file is also checked against its CRC-32.
 
     Raises UserError, beginning with `where`, unless it is a whole file of one of the three formats.
     """
     try:
         require_regular(path)
+        if path.name.endswith(INDEX):
+            return _read_index(path)
+        # A warning of a library would be a second line beside the error.
+        with warnings.catch_warnings(action="ignore"):
+            return _read_pt(path, checksums) if path.suffix == ".pt" else _read_safetensors(path)
     except UserError as error:
         raise UserError(f"{where}: {str(error).removeprefix(f'{path}: ')}") from error
-    if path.name.endswith(INDEX):
-        return _read_index(path, where)
-    return _read_pt(path, where, checksums) if path.suffix == ".pt" else _read_safetensors(path, where)
+    except Exception as error:  # the libraries raise a dozen kinds, all for what stands in the file
+        # torch.load advises to load such a file without weights_only.
+        refused = isinstance(error, pickle.UnpicklingError)
+        why = "torch.load refuses its pickle" if refused else first_line(error)
+        raise UserError(f"{where}: damaged, truncated or no {path.suffix} file ({why}); {DAMAGED}") from error
 
 
-def _read_safetensors(path: Path, where: str) -> Contents:
-    from safetensors import SafetensorError, safe_open
+def _read_safetensors(path: Path) -> Contents:
+    from safetensors import safe_open
 
-    try:
-        with open(path, "rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if length > LARGEST_HEADER:
-                raise ValueError(f"a header of {length} bytes, at most {LARGEST_HEADER} are read")
-            text = file.read(length)
-        # First the library's own checks: header, dtypes, sizes, no overlaps, no holes, nothing after the last tensor.
-        with safe_open(path, framework="np") as opened:
-            names = set(opened.keys())
-        header = parse_json(text.decode("utf-8"))
-        metadata = header.pop("__metadata__", None) or {}
-        if header.keys() != names:
-            raise ValueError("two JSON readers find different tensors in its header")
-        tensors = {}
-        for name, entry in header.items():
-            shape = tuple(entry["shape"])
-            tensors[name] = Stored(
-                path, entry["dtype"], 8 + length + entry["data_offsets"][0], shape, _contiguous(shape)
-            )
-        about = parse_json(metadata[HEADER]) if HEADER in metadata else None
-    except (SafetensorError, ValueError, KeyError, TypeError, OSError) as error:
-        raise UserError(
-            f"{where}: damaged, truncated or no safetensors file ({first_line(error)}); {DAMAGED}"
-        ) from error
-    return Contents(tensors, _about(about, where) if HEADER in metadata else None)
+    with open(path, "rb") as file:
+        _require_small("its header", int.from_bytes(file.read(8), "little"))
+    with safe_open(path, framework="pt") as opened:
+        metadata = opened.metadata() or {}
+        about = _about(parse_json(metadata[HEADER])) if HEADER in metadata else None
+        return Contents(opened.get_tensors(), about)
 
 
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides = [1]
-    for length in reversed(shape[1:]):
-        strides.append(strides[-1] * length)
-    return tuple(reversed(strides)) if shape else ()
+def _require_small(what: str, size: int) -> None:
+    if size > LARGEST_HEADER:
+        raise ValueError(f"{what} has {size} bytes, at most {LARGEST_HEADER} are read")
 
 
-def shards(path: Path, where: str) -> dict[str, set[str]]:
-    """File name -> tensors that it must hold, for the files that an index names, all beside it."""
-    try:
-        content = read_json(path)
-    except UserError as error:
-        raise UserError(f"{where}: {str(error).removeprefix(f'{path}: ')}") from error
+def _about(content: object) -> About:
+    # A pickle can hold a list a million times, or inside itself; as JSON it has a length.
+    length = 0
+    for piece in json.JSONEncoder().iterencode(content):
+        length += len(piece)
+        _require_small("its description of the model", length)
+    return validate(About, content, "its description of the model", DAMAGED)
+
+
+def shards(path: Path) -> dict[str, set[str]]:
+    """File name -> tensors that it must hold, for the files that an index names, all beside it.
+
+    Raises UserError, beginning with the path.
+    """
     found: dict[str, set[str]] = {}
-    for name, shard in validate(_Index, content, where, "fetch the model folder again").weight_map.items():
+    for name, shard in validate(_Index, read_json(path), path, _FETCH).weight_map.items():
         if os.path.basename(shard) != shard or not shard.endswith(".safetensors"):
-            raise UserError(
-                f"{where}: names {shard}, which is no .safetensors file beside it; fetch the model folder again"
-            )
+            raise UserError(f"{path}: names {shard}, which is no .safetensors file beside it; {_FETCH}")
         found.setdefault(shard, set()).add(name)
     return found
 
 
-def _read_index(path: Path, where: str) -> Contents:
-    tensors: dict[str, Stored] = {}
-    for shard, listed in sorted(shards(path, where).items()):
-        inside = read(path.with_name(shard), f"{where}, {shard}").tensors
+def _read_index(path: Path) -> Contents:
+    tensors: dict[str, torch.Tensor] = {}
+    for shard, listed in sorted(shards(path).items()):
+        inside = read(path.with_name(shard), shard).tensors
         odd = min(inside.keys() ^ listed, default=None)
         if odd is not None:
             what = "lacks" if odd in listed else "holds, against the index,"
-            raise UserError(
-                f"{where}: {shard} {what} tensor {printable(odd, 200)}; fetch the model folder again"
-            )
+            raise UserError(f"{shard} {what} tensor {printable(odd, 200)}; {_FETCH}")
         tensors.update(inside)
     return Contents(tensors)
 
 
-def _read_pt(path: Path, where: str, checksums: bool) -> Contents:
-    content = pt_file.read(path, where, checksums=checksums)
-    remedy = "give a plain dict of tensors: torch.save(model.state_dict(), ...)"
-    if type(content) is not dict:
-        raise UserError(f"{where}: holds a {type(content).__name__}, not a dict; {remedy}")
-    about = None
-    if {"architecture", "sha256", "tensors"} <= content.keys():
-        about, content = (
-            _about({key: value for key, value in content.items() if key != "tensors"}, where),
-            content["tensors"],
-        )
-        if type(content) is not dict:
+def _read_pt(path: Path, checksums: bool) -> Contents:
+    import torch
+
+    _require_plain_archive(path, checksums)
+    content, about = torch.load(path, map_location="cpu", weights_only=True, mmap=True), None
+    if isinstance(content, dict) and {"architecture", "sha256", "tensors"} <= content.keys():
+        about = {key: value for key, value in content.items() if key != "tensors"}
+        content = content["tensors"]
+    if not isinstance(content, dict):
+        raise UserError(f"holds a {type(content).__name__}, not a dict; {_PLAIN}")
+    for name, value in content.items():
+        if type(name) is not str or not isinstance(value, torch.Tensor):
+            kind = type(value).__name__
             raise UserError(
-                f"{where}: its entry 'tensors' is a {type(content).__name__}, not a dict; {DAMAGED}"
+                f"its entry {printable(name, 80)} is a {kind}, not a tensor with a name; {_PLAIN}"
             )
-    other = next((name for name, value in content.items() if type(value) is not pt_file.PlainTensor), None)
-    if other is not None:
-        kind = type(content[other]).__name__
-        raise UserError(f"{where}: its entry {printable(other, 80)} is a {kind}, not a tensor; {remedy}")
-    return Contents({name: _stored(path, tensor) for name, tensor in content.items()}, about)
+    tensors = {name: value.detach().resolve_neg() for name, value in content.items()}
+    return Contents(tensors, None if about is None else _about(about))
 
 
-def _stored(path: Path, tensor: pt_file.PlainTensor) -> Stored:
-    begin = tensor.storage.begin + tensor.offset * tensor.storage.itemsize
-    return Stored(path, tensor.storage.dtype, begin, tensor.shape, tensor.stride)
+class _Limited(io.FileIO):
+    """For zipfile, which reads the directory of an archive in one piece."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        _require_small("its directory", size or 0)
+        return super().read(size)
 
 
-def _about(content: object, where: str) -> About:
-    """The description in a .pt file, read up to a limit: a pickle can hold a list a million times, or inside itself."""
-    left, seen = [(content, 0)], 0
-    while left:
-        value, depth = left.pop()
-        seen += 1
-        if (
-            seen > MOST_VALUES
-            or depth > DEEPEST
-            or not isinstance(value, (dict, list, str, int, float, type(None)))
-        ):
-            raise UserError(
-                f"{where}: its description of the model is not a plain dict of numbers and strings; {DAMAGED}"
-            )
-        inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-        left.extend((each, depth + 1) for each in inside)
-    return validate(About, content, f"{where}, its description of the model", DAMAGED)
+def _require_plain_archive(path: Path, checksums: bool) -> None:
+    """Raise unless torch.load can map the file: it takes members as they are, and reads all but the tensors' bytes at once."""
+    with _Limited(path) as file, zipfile.ZipFile(file) as archive:
+        if len(archive.infolist()) != len(archive.NameToInfo):
+            raise ValueError("it has two members of one name")
+        for info in archive.infolist():
+            shown = printable(info.filename, 80)
+            if info.compress_type != zipfile.ZIP_STORED:
+                raise ValueError(f"{shown} is compressed, which torch.save never does")
+            if "/data/" not in info.filename:
+                _require_small(shown, info.file_size)
+            if info.filename.lower().endswith("data.pkl"):
+                _require_plain_pickle(archive.read(info))
+        if checksums and archive.testzip() is not None:
+            raise ValueError("a member does not match its CRC-32")
+
+
+def _require_plain_pickle(content: bytes) -> None:
+    """Raise for what weights_only lets through and no weights need: functions that take any memory, hashes without end."""
+    last, tuples, count = "", set(), 0
+    for code, argument, _ in pickletools.genops(content):
+        if code.name == "GLOBAL" and not _KNOWN.fullmatch(str(argument)):
+            raise UserError(f"it holds {printable(argument, 80).replace(' ', '.')}; {_PLAIN}")
+        if code.name.endswith("BINPUT"):
+            if last.startswith("TUPLE"):
+                tuples.add(argument)
+        elif code.name != "PROTO":
+            last = code.name
+            count += last.startswith("TUPLE")
+        if count > MOST_TUPLES or (code.name.endswith("BINGET") and argument in tuples):
+            raise ValueError("its tuples are not those of tensors")

@@ -15,19 +15,17 @@ from typing import TYPE_CHECKING
 
 from lockstep.errors import UserError, printable
 from lockstep.files import write_atomically
-from lockstep.inputs import modules, weight_files
+from lockstep.inputs import modules
 from lockstep.inputs.shapes import describe, parameter_shapes
-from lockstep.inputs.weight_files import FLOATS, INDEX, Contents
+from lockstep.inputs.weight_files import DAMAGED, FLOATS, HEADER, INDEX, Contents, read
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
     from transformers import PreTrainedModel
 
 _ANOTHER = "write a file for this model under another name with train_ddp.py --save_init_weights"
 # Tables that files hold beside the parameters.
 _TABLES = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
-_PIECE = 1 << 22  # elements looked at at a time
 
 
 def tensor_sha256(tensor: "torch.Tensor") -> str:
@@ -74,7 +72,7 @@ def save(
     sums = checksums(tensors.items())
     about = {"architecture": architecture, "sha256": sums, "source": source}
     if os.path.lexists(path) and not overwrite:
-        there = weight_files.read(path, f"--init_weights_path {path}").about
+        there = read(path, f"--init_weights_path {path}").about
         if there is not None and there.sha256 == sums:
             return
         raise UserError(_occupied(path, f"holds other {source} than this run would write"))
@@ -83,7 +81,7 @@ def save(
         if path.suffix == ".safetensors":
             from safetensors.torch import save_file
 
-            save_file(tensors, temporary, metadata={weight_files.HEADER: json.dumps(about)})
+            save_file(tensors, temporary, metadata={HEADER: json.dumps(about)})
         else:
             import torch
 
@@ -104,7 +102,7 @@ def check_new(path: Path, architecture: dict, source: str, *, overwrite: bool) -
     if not os.path.lexists(path):
         return
     try:
-        about = weight_files.read(path, where).about
+        about = read(path, where).about
     except UserError:
         about = None
     if about is None:
@@ -135,7 +133,7 @@ def check(
         raise UserError(f"{where}: the name must end in .safetensors, {INDEX} or .pt")
     if not os.path.exists(path):
         raise UserError(f"{where}: no such file; run train_ddp.py with --save_init_weights first")
-    contents = _whole_names(weight_files.read(path, where, checksums=True), describe(architecture).names)
+    contents = _whole_names(read(path, where, checksums=True), describe(architecture).names)
     _check_names_and_shapes(contents, where, architecture, fewer_layers)
     about = contents.about
     if about is not None:
@@ -145,12 +143,17 @@ def check(
                 f"{where}: written for {printable(other, 80)} = {printable(about.architecture.get(other), 80)}, the model has "
                 f"{architecture.get(other)}; use the model it was written with, or {_ANOTHER}"
             )
-    for name in parameter_shapes(architecture):
-        values = contents.tensors[name].float32()
-        _require_finite(values, f"{where}: tensor {name}")
-        if about is not None and hashlib.sha256(values.data).hexdigest() != about.sha256[name]:
+        name = _other_key(about.sha256, checksums(contents.tensors.items()))
+        if name is not None:
             raise UserError(
-                f"{where}: tensor {name} is damaged (its checksum does not match); {weight_files.DAMAGED}"
+                f"{where}: tensor {printable(name, 200)} is damaged (its checksum does not match); {DAMAGED}"
+            )
+    for name in parameter_shapes(architecture):
+        values = contents.tensors[name].float()
+        # A NaN is the least and the greatest of all; isfinite() would take as much memory again.
+        if values.numel() and not all(each.isfinite() for each in values.aminmax()):
+            raise UserError(
+                f"{where}: tensor {name} holds a NaN or an infinity; training cannot start from it, give other weights"
             )
     _check_tied_head(contents, where, architecture)
 
@@ -162,15 +165,11 @@ def load(path: Path, model: "PreTrainedModel") -> dict[str, str]:
     """
     import torch
 
-    contents = _whole_names(weight_files.read(path, str(path)), modules.names_in(model))
-    sums = {} if contents.about is None else contents.about.sha256
+    contents = _whole_names(read(path, str(path)), modules.names_in(model))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            values = contents.tensors[name].float32()
-            parameter.copy_(torch.from_numpy(values))
-            if contents.about is None:
-                sums[name] = hashlib.sha256(values.data).hexdigest()
-    return sums
+            parameter.copy_(contents.tensors[name])
+    return checksums(model.named_parameters()) if contents.about is None else contents.about.sha256
 
 
 def _whole_names(contents: Contents, names: modules.Names) -> Contents:
@@ -190,54 +189,41 @@ def _whole_names(contents: Contents, names: modules.Names) -> Contents:
 def _check_names_and_shapes(contents: Contents, where: str, architecture: dict, fewer_layers: bool) -> None:
     expected, found = parameter_shapes(architecture), contents.tensors
     remedy = f"use the --model_name and --num_layers it was written with, or {_ANOTHER}"
+    floats = FLOATS if contents.about is None else FLOATS[:1]
     for name, shape in expected.items():
         if name not in found:
             raise UserError(f"{where}: tensor {name} is missing; {remedy}")
-        if found[name].shape != shape:
+        has, dtype = tuple(found[name].shape), str(found[name].dtype)
+        if has != shape:
+            raise UserError(f"{where}: tensor {name} has shape {has}, the model needs {shape}; {remedy}")
+        if dtype not in floats:
             raise UserError(
-                f"{where}: tensor {name} has shape {found[name].shape}, the model needs {shape}; {remedy}"
+                f"{where}: tensor {name} is {dtype}, initial weights are {' or '.join(floats)}; {_ANOTHER}"
             )
-        if found[name].dtype not in (FLOATS if contents.about is None else ("F32",)):
-            least = "float32, bfloat16 or float16" if contents.about is None else "float32"
-            raise UserError(
-                f"{where}: tensor {name} is {found[name].dtype}, initial weights are {least}; {_ANOTHER}"
-            )
-    depth = architecture["num_hidden_layers"]
+    model, foreign = describe(architecture), contents.about is None
     for name in sorted(found.keys() - expected.keys()):
-        if contents.about is None and _may_be_left_out(name, depth, architecture, fewer_layers):
+        tied_head = name == model.names.head_weight and model.tied
+        left_out = foreign and model.names.layer_of(name) >= architecture["num_hidden_layers"]
+        if (foreign and (tied_head or name.endswith(_TABLES))) or (left_out and fewer_layers):
             continue
-        hint = (
-            "; add --num_layers to leave layers out"
-            if contents.about is None and describe(architecture).names.layer_of(name) >= depth
-            else ""
-        )
+        hint = "; add --num_layers to leave layers out" if left_out else ""
         raise UserError(f"{where}: tensor {printable(name, 200)} is not part of the model{hint}; {remedy}")
-    if contents.about is not None and contents.about.sha256.keys() != found.keys():
-        name = min(contents.about.sha256.keys() ^ found.keys())
-        what = "has no checksum, or its checksum has no tensor"
-        raise UserError(f"{where}: tensor {printable(name, 200)} {what}; {weight_files.DAMAGED}")
-
-
-def _may_be_left_out(name: str, depth: int, architecture: dict, fewer_layers: bool) -> bool:
-    """Whether a foreign file may hold this tensor: a layer that was cut, the head of a tied model, or a table such as the rotary one."""
-    names = describe(architecture).names
-    tied_head = name == names.head_weight and describe(architecture).tied
-    return tied_head or name.endswith(_TABLES) or (fewer_layers and names.layer_of(name) >= depth)
 
 
 def _check_tied_head(contents: Contents, where: str, architecture: dict) -> None:
     """If the file holds a head and the model ties it, the head must be equal to the embedding."""
-    import numpy as np
+    import torch
 
     model = describe(architecture)
     tied, head_weight = model.names.embedding_weight, model.names.head_weight
     if head_weight not in contents.tensors or not model.tied:
         return
     head, embedding = contents.tensors[head_weight], contents.tensors[tied]
+    # In this order: an expanded view of another shape could have any size as float32.
     if (
         head.shape != embedding.shape
-        or head.dtype not in FLOATS
-        or not np.array_equal(head.float32(), embedding.float32())
+        or str(head.dtype) not in FLOATS
+        or not torch.equal(head.float(), embedding.float())
     ):
         raise UserError(
             f"{where}: {head_weight} is not {tied}, and the model has one for both (tie_word_embeddings); set "
@@ -245,27 +231,13 @@ def _check_tied_head(contents: Contents, where: str, architecture: dict) -> None
         )
 
 
-def _require_finite(values: "np.ndarray", what: str) -> None:
-    import numpy as np
-
-    flat = values.reshape(-1)
-    for begin in range(0, flat.size, _PIECE):
-        if not np.isfinite(flat[begin : begin + _PIECE]).all():
-            raise UserError(
-                f"{what} holds a NaN or an infinity; training cannot start from it, give other weights"
-            )
-
-
 def _other_key(one: dict, other: dict) -> str | None:
     """The first key in which two architectures differ. As in JSON, true is not 1, but 1.0 is."""
     return next(
-        (key for key in sorted(one.keys() | other.keys()) if not _same(one.get(key), other.get(key))), None
+        (key for key in sorted(one.keys() | other.keys()) if _text(one.get(key)) != _text(other.get(key))),
+        None,
     )
 
 
-def _same(a: object, b: object) -> bool:
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
-        return len(a) == len(b) and all(map(_same, a, b))
-    return isinstance(a, bool) == isinstance(b, bool) and a == b
+def _text(value: object) -> str:
+    return json.dumps(json.loads(json.dumps(value), parse_int=float), sort_keys=True)

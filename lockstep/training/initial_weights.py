@@ -9,7 +9,7 @@ from lockstep.errors import UserError
 from lockstep.inputs import weight_files, weights
 from lockstep.inputs.architectures import BUILT_IN, HUB_IDS
 from lockstep.inputs.hub import hub_file
-from lockstep.inputs.weight_files import INDEX, TORCH_NAMES
+from lockstep.inputs.weight_files import FLOATS, INDEX
 
 if TYPE_CHECKING:
     from lockstep.config import Config
@@ -43,7 +43,7 @@ def pretrained_file(model_name: str) -> Path:
     index, _ = hub_file(model_name, f"model{INDEX}")
     if index is None:
         raise UserError(f"{where} has no weights on the hub ({problem}); give a model folder with {_SINGLE}")
-    for shard in weight_files.shards(index, f"{where}, {index.name}"):
+    for shard in weight_files.shards(index):
         fetched, problem = hub_file(model_name, shard)
         if fetched is None:
             raise UserError(
@@ -77,12 +77,9 @@ def describe(config: "Config") -> str:
         return shown
     if not config.pretrained:
         shown = f"weights of {path}" + ("" if shown == "weights of a file" else f" ({shown})")
-    dtypes = {
-        stored.dtype for stored in weight_files.read(path, str(path)).tensors.values()
-    } & TORCH_NAMES.keys() - {"F32"}
-    return shown + (
-        f", {' and '.join(sorted(TORCH_NAMES[dtype] for dtype in dtypes))} cast to float32" if dtypes else ""
-    )
+    tensors = weight_files.read(path, str(path)).tensors.values()
+    dtypes = sorted({str(tensor.dtype) for tensor in tensors} & set(FLOATS[1:]))
+    return shown + (f", {' and '.join(dtypes)} cast to float32" if dtypes else "").replace("torch.", "")
 
 
 def check(config: "Config", architecture: dict) -> None:
