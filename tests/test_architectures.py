@@ -225,16 +225,10 @@ def test_the_hub_is_asked_once_and_not_waited_for(tmp_path):
     def ask(address, name):
         code = f"from lockstep.inputs import hub; print(*hub.hub_file('nobody/it', '{name}'))"
         home = {"HF_ENDPOINT": f"http://127.0.0.1:{address[1]}", "HF_HOME": str(tmp_path)}
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            cwd=Path(__file__).parents[1],
-            env={**os.environ, **home},
-            capture_output=True,
-            text=True,
-            timeout=25,
-        )
-        assert done.stderr == ""
-        return done.stdout
+        # the library says that it tries again
+        command, folder = [sys.executable, "-c", code], Path(__file__).parents[1]
+        said = {"stderr": subprocess.STDOUT, "text": True, "timeout": 25}
+        return subprocess.check_output(command, cwd=folder, env={**os.environ, **home}, **said)
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as answers:
         threading.Thread(target=answers.serve_forever, daemon=True).start()
@@ -242,7 +236,7 @@ def test_the_hub_is_asked_once_and_not_waited_for(tmp_path):
         assert ask(answers.server_address, "gone.json").startswith("None Client error '404")
         answers.shutdown()
     closed = answers.server_address
-    assert "Connection refused" in ask(closed, "other.json")
+    assert ask(closed, "other.json").startswith("None [Errno 111]")
     assert "config.json" in ask(closed, "config.json")  # cached
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        assert "None timed out" in ask(silent.getsockname(), "other.json")
+        assert ask(silent.getsockname(), "other.json") == "None timed out\n"

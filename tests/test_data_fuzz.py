@@ -24,8 +24,7 @@ from lockstep.inputs.tokenizer import FileTokenizer, HashTokenizer, build_tokeni
 
 SECONDS, MEMORY, VOCABULARY = 30, 4 << 30, 400
 TEXT = ["the quick brown fox jumps over the lazy dog. " * 5, "Hello, World! 123 é ü"] * 10
-WORDS = ["the ", "quick\n", "brown\r\n", "\x00", "é", "漢字 ", "\U0001f600", "\t", "\x1c", "\ufeff", "\u2028"]
-NO_UTF8 = [b"\xff", b"\x80", b"\xed\xa0\x80", b"\xe6\xbc", b"\xf4\x90\x80\x80", b"\xc0\xaf", b"\x1b[2J"]
+WORDS = ["the ", "quick\n", "brown\r\n", "\x00", "é", "漢字 ", "\U0001f600", "\x1c", "\ufeff", "\u2028"]
 # Parts that no trained tokenizer here has.
 PARTS = json.loads("""{
 "normalizer": {"type": "Sequence", "normalizers": [
@@ -103,21 +102,17 @@ def use_tokenizer(folder: Path, data: bytes) -> str:
 
 
 def mutated_text(rng: random.Random) -> bytes:
-    data = bytearray("".join(rng.choices(WORDS, k=rng.choice([0, 1, 5, 200]))).encode())
-    for _ in range(rng.choice([0, 1, 3])):
-        place = rng.randrange(len(data) + 1)
-        data[place:place] = rng.choice(NO_UTF8)
-    return bytes(data)
+    data = "".join(rng.choices(WORDS, k=rng.choice([1, 5, 200]))).encode()
+    return damage(data, rng) if rng.random() < 0.7 else data
 
 
 def use_text(folder: Path, data: bytes) -> str:
     path, tokenizer = folder / "t.txt", HashTokenizer(VOCABULARY)
     path.write_bytes(data)
     found = tokens_of(path, tokenizer).tolist()
-    text = path.read_text(encoding="utf-8", errors="replace")
-    if text.encode() != data.replace(b"\r\n", b"\n"):
-        return "no UTF-8"
-    return "" if found == [*tokenizer.encode(text), 0] else "other tokens"
+    # a text that is no UTF-8 and was taken is a traceback here
+    expected = [*tokenizer.encode(path.read_text(encoding="utf-8")), 0]
+    return "" if found == expected else "other tokens"
 
 
 def outcome(use, data: bytes) -> str:
