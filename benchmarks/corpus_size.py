@@ -110,7 +110,6 @@ def main() -> None:
         for name, sizes in (("tiny-qwen2", SIZES), (str(model), SIZES_BPE)):
             for size in (each for each in sizes if each <= options.largest):
                 write_text(text, size * 10**6)
-                time.sleep(2.5)  # a text that was written just now is hashed again
                 flags = [
                     "--model_name",
                     name,

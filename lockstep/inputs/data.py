@@ -6,7 +6,8 @@ without padding. torch is not imported before a batch is made.
 """
 
 import hashlib
-from collections.abc import Iterator
+import socket
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,9 +16,8 @@ import numpy as np
 
 from lockstep.errors import UserError
 from lockstep.inputs.order import places
-from lockstep.inputs.token_cache import corpus_tokens
+from lockstep.inputs.token_cache import corpus_tokens, opened
 from lockstep.inputs.tokenizer import Tokenizer
-from lockstep.inputs.tokens import InMemory, TokenFile
 
 if TYPE_CHECKING:
     import torch
@@ -25,9 +25,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Corpus:
-    """A corpus cut into windows of `width` = seq_length + 1 tokens. The rest at its end is not used."""
+    """A corpus cut into windows of `width` = seq_length + 1 tokens. The rest at its end is not used.
 
-    tokens: InMemory | TokenFile
+    Tokens of a file (a np.memmap) are pickled as its path: the process that unpickles them must see the same file there.
+    """
+
+    tokens: np.ndarray
     width: int
     tokenizer_name: str
     sha256: str  # of all tokens
@@ -38,7 +41,23 @@ class Corpus:
 
     def windows(self, indices: np.ndarray) -> np.ndarray:
         """The windows (len(indices), width) int32."""
-        return np.stack([self.tokens.read(index * self.width, self.width) for index in indices.tolist()])
+        return np.stack([self.tokens[index * self.width :][: self.width] for index in indices.tolist()])
+
+    def __reduce__(self) -> tuple[Callable[..., "Corpus"], tuple]:
+        about = (self.width, self.tokenizer_name, self.sha256)
+        if isinstance(self.tokens, np.memmap):
+            return _reopened, (Path(str(self.tokens.filename)), *about)
+        return Corpus, (self.tokens, *about)
+
+
+def _reopened(path: Path, width: int, tokenizer_name: str, sha256: str) -> Corpus:
+    tokens, found = opened(path) or (np.empty(0), None)
+    if found != sha256:
+        raise UserError(
+            f"{path}: on {socket.gethostname()} it is missing or holds other tokens; set --data_cache_dir to a folder "
+            "that all machines share"
+        )
+    return Corpus(tokens, width, tokenizer_name, sha256)
 
 
 def load_corpus(

@@ -1,16 +1,17 @@
 """Text -> token ids: by the model's own tokenizer.json if there is one, else by the CRC of words."""
 
+import contextlib
+import functools
 import hashlib
 import importlib.metadata
 import itertools
 import os
 import re
-import sys
 import unicodedata
 import zlib
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING
 
 from lockstep.errors import UserError, first_line, printable
 from lockstep.files import require_regular
@@ -22,25 +23,13 @@ if TYPE_CHECKING:
     import tokenizers
 
 SEPARATOR = 0  # token id between documents, where the model names none
-LARGEST = 1 << 27  # bytes of a tokenizer.json; that of Gemma 3 is a quarter of it
-TRIAL_SECONDS = 120
 KEPT = 1 << 17  # pieces without white space whose ids are remembered
-ROOT = Path(__file__).parents[2]
 _WORD = re.compile(r"\w+|[^\w\s]")
 
 
-Computed = TypeVar("Computed")
-
-
-class _Remembered(dict[str, Computed], Generic[Computed]):
-    """A function's results, each computed once."""
-
-    def __init__(self, function: Callable[[str], Computed]):
-        self._function = function
-
-    def __missing__(self, text: str) -> Computed:
-        self[text] = found = self._function(text)
-        return found
+@functools.lru_cache(KEPT)
+def _ids(piece: str, vocab_size: int) -> tuple[int, ...]:
+    return tuple(1 + zlib.crc32(word.encode()) % (vocab_size - 1) for word in _WORD.findall(piece))
 
 
 class HashTokenizer:
@@ -63,16 +52,11 @@ class HashTokenizer:
             "separator": SEPARATOR,
             "unicode": unicodedata.unidata_version,
         }
-        self._words = _Remembered(lambda word: 1 + zlib.crc32(word.encode()) % (vocab_size - 1))
-        self._pieces = _Remembered(lambda piece: tuple(map(self._words.__getitem__, _WORD.findall(piece))))
 
     def encode(self, text: str) -> list[int]:
-        if len(self._pieces) > KEPT:  # memory must not grow with the text
-            self._pieces.clear()
-            self._words.clear()
-        return list(
-            itertools.chain.from_iterable(map(self._pieces.__getitem__, text.split()))
-        )  # no word has white space
+        # no word has white space
+        pieces = map(_ids, text.split(), itertools.repeat(self.vocab_size))
+        return list(itertools.chain.from_iterable(pieces))
 
 
 class FileTokenizer:
@@ -84,15 +68,13 @@ class FileTokenizer:
     starts_at_once = False
 
     def __init__(self, path: Path, vocab_size: int, separator: int):
-        size = require_regular(path)
-        if size > LARGEST:
-            raise UserError(
-                f"{path}: {size} bytes; the limit is {LARGEST}; not a tokenizer.json, fetch it again"
-            )
+        require_regular(path)
         try:
             sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
         except OSError as error:
-            raise UserError(f"{path}: cannot be read ({error.strerror or error})") from error
+            raise UserError(
+                f"{path}: cannot be read ({error.strerror or error}); check its permissions"
+            ) from error
         self.name = "tokenizer.json " + sha256[:16]
         self.key = {
             "tokenizer": sha256,
@@ -107,66 +89,34 @@ class FileTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Raises UserError if the file is not a tokenizer, or fails on this text."""
-        if self._tokenizer is None:
-            _try(self._path)
-            self._tokenizer = load(self._path)
-        try:
-            return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[
-                0
-            ].ids  # fast: without offsets
-        except BaseException as error:  # noqa: BLE001 - a panic of the library is no Exception
-            raise_unless_ours(error)
-            raise UserError(
-                f"{self._path}: fails on this text ({first_line(error)}); fetch it again"
-            ) from error
+        with _refused_by_the_library(self._path):
+            if self._tokenizer is None:
+                self._tokenizer = _load(self._path)
+            # fast: without offsets
+            return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
 
-def load(path: Path) -> "tokenizers.Tokenizer":
-    """The library's tokenizer of a tokenizer.json, without truncation and padding."""
+def _load(path: Path) -> "tokenizers.Tokenizer":
     from tokenizers import Tokenizer
 
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except BaseException as error:  # noqa: BLE001 - as above
-        raise_unless_ours(error)
-        raise UserError(
-            f"{path}: not a readable tokenizer.json ({first_line(error)}); fetch it again"
-        ) from error
+    tokenizer = Tokenizer.from_file(str(path))
+    if getattr(tokenizer.model, "dropout", None):
+        raise UserError(f"{path}: its model has a dropout: each run would have other tokens; set it to null")
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
 
 
-def raise_unless_ours(error: BaseException) -> None:
-    """Raise errors that are not the library's: Ctrl-C, an exit, a lack of memory."""
-    if isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError)):
-        raise error
-
-
-def _try(path: Path) -> None:
-    """Load the file in a process of its own first: a malformed one may crash the library and its process."""
-    import subprocess  # not needed to answer a usage error
-
+@contextlib.contextmanager
+def _refused_by_the_library(path: Path) -> Iterator[None]:
     try:
-        done = subprocess.run(
-            [sys.executable, "-m", "lockstep.inputs.tokenizer_trial", str(path.absolute())],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=TRIAL_SECONDS,
-        )
-    except subprocess.TimeoutExpired:
+        yield
+    except (UserError, KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
+        raise
+    except BaseException as error:  # noqa: BLE001 - a panic of the library is no Exception
         raise UserError(
-            f"{path}: not read within {TRIAL_SECONDS} seconds; it is damaged, fetch it again"
-        ) from None
-    if done.returncode == UserError.exit_code:
-        raise UserError(done.stderr.strip().splitlines()[-1].removeprefix("tokenizer_trial: "))
-    if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]
-        raise UserError(
-            f"{path}: stops the tokenizers library with status {done.returncode} ({lines[-1][:160]}); fetch it again"
-        )
+            f"{path}: the tokenizers library cannot use it ({first_line(error)}); fetch it again"
+        ) from error
 
 
 Tokenizer = HashTokenizer | FileTokenizer
