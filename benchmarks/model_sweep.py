@@ -79,7 +79,7 @@ def train(cases: dict[int, tuple[dict, list[str]]], folder: Path) -> None:
     runs, references = [], []
     for seed, (content, flags) in cases.items():
         model, own = folder / f"model-{seed}", folder / str(seed)
-        model.mkdir()
+        model.mkdir(parents=True)
         (model / "config.json").write_text(json.dumps(content))
         common = ["--model_name", str(model), "--seed", str(seed), "--dp_size", "2", "--batch_size", "2"]
         common += ["--seq_length", "48", "--debug_steps", "2", "--capture_steps", "2", *flags]
@@ -118,6 +118,25 @@ def judge(folder: Path) -> dict:
     }
 
 
+def trained_and_judged(cases: dict[int, tuple[dict, list[str]]], folder: Path) -> dict[int, dict]:
+    """What `judge` finds, by seed. Where a run fails, each case is tried alone, and one that fails again is an alarm."""
+    try:
+        train(cases, folder / "together")
+        return {seed: judge(folder / "together" / str(seed)) for seed in cases}
+    except jobs.JobFailed as error:
+        print(
+            f"together: {error}\n{(folder / 'together' / 'jobs' / 'log.txt').read_text()[-4000:]}", flush=True
+        )
+    found = {}
+    for seed, case in cases.items():
+        try:
+            train({seed: case}, folder / f"alone-{seed}")
+            found[seed] = judge(folder / f"alone-{seed}" / str(seed))
+        except jobs.JobFailed as error:
+            found[seed] = {"alarms": {"did not run": str(error)}, "nearest": {}}
+    return found
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--number", type=int, default=300)
@@ -137,16 +156,16 @@ def main() -> int:
             now[seed] = (content, flags)
         waiting = waiting[options.at_once :]
         with tempfile.TemporaryDirectory() as name:
-            train(now, Path(name))
-            for seed, (content, flags) in now.items():
-                rows.append({"seed": seed, "model": content, "flags": flags, **judge(Path(name) / str(seed))})
+            for seed, found in trained_and_judged(now, Path(name)).items():
+                content, flags = now[seed]
+                rows.append({"seed": seed, "model": content, "flags": flags, **found})
         alarms = [row for row in rows if row["alarms"]]
         print(f"{len(rows)} configurations, alarms {alarms}", flush=True)
         if options.output:
             content = {
                 "alarms": len(alarms),
                 "configurations": rows,
-                "nearest": max(max(row["nearest"].values()) for row in rows),
+                "nearest": max(max(row["nearest"].values(), default=0.0) for row in rows),
                 "by architecture": collections.Counter(row["model"]["model_type"] for row in rows),
                 "cores": os.cpu_count(),
                 "origin": origin.about(),
