@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 
 import run_study
-from extras.studies import converging, converging_report
+from extras.studies import converging, converging_report, slow
 from extras.studies import study as study_file
 from extras.studies.converging import OTHER, SAME, Converging
+from extras.studies.slow import SLOW
 from lockstep.command_line import parse_config
 from lockstep.errors import UserError
-from lockstep.faults import CATALOGUE, SLOW, planted
+from lockstep.faults import CATALOGUE, planted
 from lockstep.preflight import load_inputs
 from lockstep.training import rates
 
@@ -235,8 +236,9 @@ def test_faults_are_for_such_studies_alone(tmp_path):
 def test_a_fault_that_would_do_nothing_is_refused(fault, flags, message):
     config = parse_config("ddp", ["--device", "cpu", "--dp_size", "1", "--debug_steps", "3", *flags])
     inputs = load_inputs(config)
-    with pytest.raises(UserError, match=message), planted(fault, config, inputs, lambda *_: None) as make:
-        make()
+    with pytest.raises(UserError, match=message):
+        with planted(f"{slow.__file__}:{fault}", config, inputs, lambda *_: None) as make:
+            make()
 
 
 def test_the_schedule_of_a_run_that_stops_earlier_is_the_whole_ones():

@@ -128,7 +128,7 @@ def _incomparable(run: Planned, control: Planned, *, whole: bool) -> str:
 
 
 def _require_slow(fault: str | None, place: str) -> None:
-    from lockstep.faults import SLOW
+    from extras.studies.slow import SLOW
 
     if fault is not None and fault not in SLOW:
         raise UserError(f"{place}: there is no slow fault {fault}; choose from {', '.join(SLOW)}")
@@ -262,7 +262,7 @@ def write(
 
 
 def _story(fault: str) -> str:
-    from lockstep.faults import SLOW
+    from extras.studies.slow import SLOW
 
     return SLOW[fault].story
 

@@ -68,7 +68,7 @@ class Run(Strict):
     strategy: Name
     differs: Name | None = None
     against: Name | None = None
-    fault: Name | None = None  # a planted one of lockstep/faults/slow.py: is it found?
+    fault: Name | None = None  # a planted one of extras/studies/slow.py: is it found?
 
     @property
     def flags(self) -> Flags:

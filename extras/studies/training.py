@@ -103,7 +103,8 @@ def _train(
 
 
 def _job(run: Planned, arguments: list[str]) -> dict:
-    return {"strategy": run.strategy, "arguments": arguments, "fault": run.fault}
+    fault = run.fault and f"{Path(__file__).with_name('slow.py')}:{run.fault}"
+    return {"strategy": run.strategy, "arguments": arguments, "fault": fault}
 
 
 def reference(planned: list[Planned], folder: Path) -> None:

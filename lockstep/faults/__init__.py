@@ -28,8 +28,7 @@ from lockstep.faults import (  # noqa: F401
 )
 from lockstep.faults.catalogue import CATALOGUE, Fault, Planter
 from lockstep.faults.planting import Planting
-from lockstep.faults.slow import SLOW
-from lockstep.inputs import architectures
+from lockstep.inputs import architectures, user_file
 from lockstep.inputs.data import Inputs
 from lockstep.inputs.shapes import describe
 
@@ -49,7 +48,7 @@ def applies_to(fault: Fault, spec: Spec) -> bool:
 def planted(
     name: str | None, config: Config, inputs: Inputs, make_strategy: "MakeStrategy"
 ) -> Iterator["MakeStrategy"]:
-    """Yields make_strategy, or, given the name of a fault, one that plants it.
+    """Yields make_strategy, or, given the name of a fault or path/to/file.py:FUNCTION, one that plants it.
 
     The loop's own guards (weights, batches, contract) then do not stop the run. They write what they find to guards.txt beside the loss
     history: the verdict has to see the fault without them. Raises UserError for a fault that names modules which this model does not have,
@@ -60,7 +59,7 @@ def planted(
         return
     if name in CATALOGUE:
         _require_modules(CATALOGUE[name], config, inputs)
-    planter = SLOW[name].plant if name in SLOW else CATALOGUE[name].plant
+    planter = CATALOGUE[name].plant if name in CATALOGUE else user_file.load(name, "fault")
     with contextlib.ExitStack() as stack:
         planting = Planting(config, inputs, stack)
         planting.handles = strategies.load(config.spec.handles)(planting)

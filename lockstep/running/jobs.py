@@ -31,7 +31,7 @@ from lockstep import command_line, preflight, resources, startup, strategies
 from lockstep.config import BASELINE, Config, Spec
 from lockstep.errors import TrainingFailure, UserError, first_line, run_program
 from lockstep.files import read_json
-from lockstep.inputs import architectures
+from lockstep.inputs import architectures, user_file
 from lockstep.running import hang, logs, processes, progress, ranks
 from lockstep.running.device import training_device
 from lockstep.schemas import Name, Strict, validate
@@ -172,14 +172,14 @@ def run(job: Job) -> None:
 
 def read(path: Path) -> list[Group]:
     """The groups of a file. Raises UserError if it holds no jobs, or names an unknown strategy or fault."""
-    from lockstep.faults import CATALOGUE, SLOW
+    from lockstep.faults import CATALOGUE
 
     groups = validate(Groups, {"groups": read_json(path)}, path, "see lockstep/running/jobs.py").groups
     faults = [job.fault for group in groups for job in group.jobs]
     for job in (job for group in groups for job in group.jobs if job.strategy != REFERENCE):
         strategies.spec_of(job.strategy)
     unknown = next(
-        (fault for fault in faults if fault is not None and fault not in (*CATALOGUE, *SLOW)), None
+        (each for each in faults if each and each not in CATALOGUE and not user_file.is_named(each)), None
     )
     if unknown:
         raise UserError(f"{path}: there is no fault {unknown}; see run_faults.py --list")
