@@ -24,12 +24,13 @@ from lockstep.errors import UserError
 from lockstep.files import write_result
 from lockstep.inputs import shapes
 from lockstep.running import jobs
+from lockstep.tensors import model_check
 from lockstep.tensors.comparison import compare_dumps
 from lockstep.tensors.dump import Dump
 from lockstep.tensors.trace import layout_of
 from lockstep.training.observe import versions
 
-RUN = "fsdp@tp1xdp2"
+RUN, SEQ_LENGTH = "fsdp@tp1xdp2", 48
 EXAMPLES = Path(__file__).parents[1] / "examples"
 OPTIMIZERS = [
     *("adamw", "adamw", "sgd", "NAdam", "RMSprop", "Adagrad", "Adam"),
@@ -64,14 +65,17 @@ def draw(chance: random.Random) -> tuple[dict, list[str]]:
 
 
 def is_taken(content: dict, flags: list[str]) -> bool:
-    """Whether the drawn model is one that transformers builds and runs, and the drawn optimizer takes."""
+    """Whether the drawn model is one that run_verification.py takes, and the drawn optimizer takes."""
+    attention = "eager" if "eager" in flags else "sdpa"
     try:
         architecture = shapes.as_transformers_says(content, "drawn")
         shapes.require_trainable(architecture, "drawn")
-        layout = layout_of(architecture, "eager" if "eager" in flags else "sdpa")
+        layout = layout_of(architecture, attention)
     except UserError:
         return False
-    return ":muon" not in flags[1] or ".layers" in layout.names.layers
+    if ":muon" in flags[1] and ".layers" not in layout.names.layers:
+        return False
+    return not model_check.problem_of(architecture, attention, SEQ_LENGTH)
 
 
 def train(cases: dict[int, tuple[dict, list[str]]], folder: Path) -> None:
@@ -82,7 +86,7 @@ def train(cases: dict[int, tuple[dict, list[str]]], folder: Path) -> None:
         model.mkdir(parents=True)
         (model / "config.json").write_text(json.dumps(content))
         common = ["--model_name", str(model), "--seed", str(seed), "--dp_size", "2", "--batch_size", "2"]
-        common += ["--seq_length", "48", "--debug_steps", "2", "--capture_steps", "2", *flags]
+        common += ["--seq_length", str(SEQ_LENGTH), "--debug_steps", "2", "--capture_steps", "2", *flags]
         common += [
             "--capture_dir",
             str(own),
@@ -101,16 +105,17 @@ def train(cases: dict[int, tuple[dict, list[str]]], folder: Path) -> None:
 
 
 def judge(folder: Path) -> dict:
-    """Verdicts that are not PASS with their first tensor, and the nearest tensor's share of what is tolerated, by run."""
+    """By run: a verdict that is not PASS, with its first tensor, and the nearest tensor's share of what is tolerated.
+
+    NOT JUDGED is no alarm: DDP itself is too far from the reference, which an optimizer that magnifies rounding errors explains.
+    """
     dumps = {name: Dump(folder / name) for name in (BASELINE, *(run.name for run in named(RUN)))}
     replays = {name: Dump(place) for name in dumps if (place := folder / f"replay_{name}").is_dir()}
     result = compare_dumps(Dump(folder / "reference"), dumps, replays)
+    found = {name: [result.verdict(name), result.failures(name)[:1], result.unjudged(name)] for name in dumps}
     return {
-        "alarms": {
-            name: [result.verdict(name), result.failures(name)[:1], result.unjudged(name)]
-            for name in dumps
-            if result.verdict(name) != "PASS"
-        },
+        "alarms": {name: why for name, why in found.items() if why[0] not in ("PASS", "NOT JUDGED")},
+        "not judged": {name: why for name, why in found.items() if why[0] == "NOT JUDGED"},
         "nearest": {
             name: max(row.multiple for row in result.rows if row.strategy == name and row.judged)
             for name in dumps
@@ -160,10 +165,12 @@ def main() -> int:
                 content, flags = now[seed]
                 rows.append({"seed": seed, "model": content, "flags": flags, **found})
         alarms = [row for row in rows if row["alarms"]]
-        print(f"{len(rows)} configurations, alarms {alarms}", flush=True)
+        unjudged = [row["seed"] for row in rows if row.get("not judged")]
+        print(f"{len(rows)} configurations, alarms {alarms}, not judged: seeds {unjudged}", flush=True)
         if options.output:
             content = {
                 "alarms": len(alarms),
+                "not judged": sum(bool(row.get("not judged")) for row in rows),
                 "configurations": rows,
                 "nearest": max(max(row["nearest"].values(), default=0.0) for row in rows),
                 "by architecture": collections.Counter(row["model"]["model_type"] for row in rows),

@@ -7,6 +7,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from lockstep.errors import TrainingFailure
+from lockstep.training.optim import held_tensors
 from lockstep.training.torch_strategy import laid_out_like
 
 
@@ -26,3 +28,11 @@ def test_a_whole_gradient_of_a_cut_parameter_is_cut(mesh):
     cut = laid_out_like(parameter, gradient)
     assert cut.placements == (Shard(0),) and torch.equal(cut.to_local(), whole[2:])
     assert laid_out_like(parameter, parameter) is parameter and laid_out_like(whole, None) is None
+
+
+def test_a_parameter_without_a_gradient_is_named():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    model[0](torch.ones(1, 2)).sum().backward()
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.raises(TrainingFailure, match=r"^1\.weight has no gradient: .*; freeze it"):
+        list(held_tensors(model, optimizer, "gradient"))

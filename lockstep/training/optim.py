@@ -183,10 +183,13 @@ def _wide(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32))
 
 
-def gradient_of(parameter: torch.Tensor) -> torch.Tensor:
-    """The gradient of a parameter. Raises ValueError if it has none: the loss does not depend on it."""
+def gradient_of(parameter: torch.Tensor, name: str = "") -> torch.Tensor:
+    """The gradient of a parameter. Raises TrainingFailure if it has none: the loss does not depend on it."""
     if parameter.grad is None:
-        raise ValueError(f"a parameter of shape {tuple(parameter.shape)} has no gradient")
+        raise TrainingFailure(
+            f"{name or f'a parameter of shape {tuple(parameter.shape)}'} has no gradient: the loss does not depend on it; freeze it with "
+            "requires_grad_(False), or take it out of the model"
+        )
     return parameter.grad
 
 
@@ -209,7 +212,7 @@ def held_tensors(
             yield name, parameter.detach()
         elif kind == "gradient":
             if parameter.requires_grad:
-                yield name, gradient_of(parameter)
+                yield name, gradient_of(parameter, name)
         elif kind in states.get(parameter, {}):
             yield name, states[parameter][kind]
 
