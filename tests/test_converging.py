@@ -236,9 +236,9 @@ def test_faults_are_for_such_studies_alone(tmp_path):
 def test_a_fault_that_would_do_nothing_is_refused(fault, flags, message):
     config = parse_config("ddp", ["--device", "cpu", "--dp_size", "1", "--debug_steps", "3", *flags])
     inputs = load_inputs(config)
-    with pytest.raises(UserError, match=message):
-        with planted(f"{slow.__file__}:{fault}", config, inputs, lambda *_: None) as make:
-            make()
+    name = f"{slow.__file__}:{fault}"
+    with pytest.raises(UserError, match=message), planted(name, config, inputs, lambda *_: None) as make:
+        make()
 
 
 def test_the_schedule_of_a_run_that_stops_earlier_is_the_whole_ones():

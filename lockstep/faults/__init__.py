@@ -110,5 +110,5 @@ def _disarm_guards(stack: contextlib.ExitStack, path: Path) -> None:
 
         return noted
 
-    for guard in ("stop_together", "_require_right_batches"):
+    for guard in ("stop_together", "require_right_batches"):
         stack.enter_context(mock.patch.object(training, guard, noting(getattr(training, guard))))

@@ -132,7 +132,7 @@ def only_the_first_rank_reports(run: Planting) -> Plant:
     """Every rank reports the first rank's loss; training is right."""
     from lockstep.training import loop as training
 
-    start_gathering = training._start_gathering
+    start_gathering = training.start_gathering
 
     def first_for_all(
         loss: torch.Tensor, others: list[float], device: torch.device
@@ -145,7 +145,7 @@ def only_the_first_rank_reports(run: Planting) -> Plant:
 
         return of_the_first
 
-    run.patch(training, "_start_gathering", first_for_all)
+    run.patch(training, "start_gathering", first_for_all)
     yield
 
 

@@ -9,7 +9,7 @@ import gc
 import hashlib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,11 +37,10 @@ from lockstep.training.contract import (
     of_all_ranks,
     own_optimizer,
 )
-from lockstep.training.measure import group_norms, held_out
+from lockstep.training.listeners import ComputeDtypes, CountedCollectives, GroupNorms, Listener
+from lockstep.training.measure import held_out
 from lockstep.training.observe import (
-    ComputeDtypes,
     clipping_problem,
-    collectives,
     learning_rate,
     peak_memory,
     versions,
@@ -95,7 +94,13 @@ def run(config: Config, inputs: Inputs, make_strategy: MakeStrategy, device: tor
     record = history_file.History(run=about)
     path = config.history_path
     try:
-        _train(config, inputs, strategy, rank, device, file_sums, record, path, capture)
+        before = _require_file_weights(strategy, inputs, config, file_sums)
+        if before is not None:
+            record.weights = {"initial_sha256": weights.combined_sha256(before)}
+            if capture:
+                capture.manifest["initial_sha256"] = record.weights["initial_sha256"]
+        _train(config, inputs, strategy, device, record, capture)
+        _measure(config, inputs, strategy, device, record, before)
     except BaseException as error:
         record.ended = f"{type(error).__name__}: {error}".splitlines()[0]
         if capture:
@@ -107,88 +112,95 @@ def run(config: Config, inputs: Inputs, make_strategy: MakeStrategy, device: tor
     with stopping_together():
         if rank == 0:
             record.save(path)
-    last = record.steps[-1]
+    first, last = record.steps[0], record.steps[-1]
     took = progress.duration(time.monotonic() - begin)
-    return f"{config.label}: {len(record.steps)} steps in {took}, loss {record.steps[0]['loss']:.6f} -> {last['loss']:.6f}, {path}"
+    return f"{config.label}: {len(record.steps)} steps in {took}, loss {first['loss']:.6f} -> {last['loss']:.6f}, {path}"
 
 
 def _train(
     config: Config,
     inputs: Inputs,
     strategy: Strategy,
-    rank: int,
     device: torch.device,
-    file_sums: dict[str, str] | None,
     record: history_file.History,
-    path: Path,
     capture: Capture | None,
 ) -> None:
-    hang.at("gathering the weights before step 1")
-    shapes: dict[str, tuple[int, ...]] = {}
-    before = _live_checksums(strategy, rank, shapes)
-    _require_file_weights(before, file_sums, config, shapes, parameter_shapes(inputs.architecture))
-    if before is not None:
-        record.weights = {"initial_sha256": weights.combined_sha256(before)}
-        if capture:
-            capture.manifest["initial_sha256"] = record.weights["initial_sha256"]
-
+    """Every step, with what listens to it. What rank 0 cannot write stops all ranks in the step after."""
+    lead = dist.get_rank() == 0
     shown = progress.Steps(config.label, inputs.num_steps, config.log_interval)
-    problem = (
-        ""  # what this rank found after the last step; the others learn of it in the next step, or at the end
-    )
+    dtypes, counted = ComputeDtypes(config.compile), CountedCollectives()
+    problem = ""
     for index in range(inputs.num_steps):
-        compute_dtypes = ComputeDtypes(strategy.model, config.compile) if index == 0 else None
-        watching = capture if capture is not None and index < config.capture_steps else None
-        counting = config.count_collectives and index == inputs.num_steps - 1
-        with collectives() if counting else contextlib.nullcontext() as counted:
-            step, losses = train_step(
-                strategy, inputs.batches, config, rank, device, index, watching, problem=problem
-            )
-        if counted is not None:
-            record.run["collectives"] = counted
+        capturing = capture if capture is not None and index < config.capture_steps else None
+        listeners: list[Listener] = [
+            *([GroupNorms()] if config.group_norms else []),
+            *([capturing] if capturing else []),
+            *([dtypes] if index == 0 else []),
+            *([counted] if config.count_collectives and index == inputs.num_steps - 1 else []),
+        ]
+        step, losses = train_step(strategy, inputs.batches, config, device, index, listeners, problem=problem)
         record.add(step)
-        if index == 0 and rank == 0:
-            try:
+        try:
+            if lead and index == 0:
                 _write_told(config, inputs)
-            except UserError as error:
-                problem = str(error)
+        except UserError as error:
+            problem = str(error)
         _require_finite_losses(step["step"], losses, config.mesh)
         if not math.isfinite(step["grad_norm"]):
-            problem = _not_finite(step["step"], "gradient norm", step["grad_norm"], rank, config.mesh)
-        if compute_dtypes is not None:
+            problem = _not_finite(step["step"], "gradient norm", step["grad_norm"], config.mesh)
+        if index == 0:
             stop_together(problem)  # before a norm of NaN is held against the options
-            own = {**strategy.effective_contract(), **compute_dtypes.stop()}
+            own = {**strategy.effective_contract(), **dtypes.seen()}
             record.contract = of_all_ranks(gather_objects(own), config.mesh)
-            if rank == 0 and watching:
-                watching.state_contract(record.contract)
-            own_entries = own_optimizer(config, inputs.architecture)
-            demanded = expected_contract(
-                config, inputs.architecture, describe(inputs.architecture), own_entries
-            )
-            later = left_to_the_verdict(demanded, record.contract) if watching else ()
-            difference = contradiction(demanded, record.contract, later)
-            stop_together(
-                f"{config.label}: the live objects contradict the options: {difference}" if difference else ""
-            )
-            if watching is None:
+            _require_contract(config, inputs, record, capturing)
+            if capturing is None:
                 odd = clipping_problem(config.max_grad_norm, step["grad_norm"], strategy.clipped_norm())
-                stop_together(f"{config.label}: step 1, rank {rank}: {odd}" if odd else "")
-        if rank == 0:
-            try:
-                record.save_if_due(path)
-            except UserError as error:
-                problem = str(error)
-            shown.add(step)
-
-    hang.at("gathering the weights after the last step")
+                stop_together(f"{config.label}: step 1, rank {dist.get_rank()}: {odd}" if odd else "")
+        try:
+            if lead:
+                record.save_if_due(config.history_path)
+                shown.add(step)
+        except UserError as error:
+            problem = str(error)
     stop_together(problem)
-    after = _live_checksums(strategy, rank)
+    if config.count_collectives:
+        record.run["collectives"] = counted.counted
+
+
+def _require_contract(
+    config: Config, inputs: Inputs, record: history_file.History, capture: Capture | None
+) -> None:
+    """Stop all ranks unless the live objects are what the options ask for; what a captured tensor shows better is left to the verdict."""
+    assert record.contract is not None
+    if dist.get_rank() == 0 and capture:
+        capture.state_contract(record.contract)
+    demanded = expected_contract(
+        config, inputs.architecture, describe(inputs.architecture), own_optimizer(config, inputs.architecture)
+    )
+    later = left_to_the_verdict(demanded, record.contract) if capture else ()
+    difference = contradiction(demanded, record.contract, later)
+    stop_together(
+        f"{config.label}: the live objects contradict the options: {difference}" if difference else ""
+    )
+
+
+def _measure(
+    config: Config,
+    inputs: Inputs,
+    strategy: Strategy,
+    device: torch.device,
+    record: history_file.History,
+    before: dict[str, str] | None,
+) -> None:
+    """After the last step: memory, held-out text, and which weights moved. `before` are their checksums, on rank 0 alone."""
+    hang.at("gathering the weights after the last step")
+    after = _live_checksums(strategy)
     hang.at("measuring")
     memory = peak_memory(device)
-    measured = held_out(strategy, inputs, config.attn_impl, lead=rank == 0) if config.held_out else None
+    lead = before is not None
+    measured = held_out(strategy, inputs, config.attn_impl, lead=lead) if config.held_out else None
     if before is not None and after is not None:
-        record.weights = {
-            "initial_sha256": weights.combined_sha256(before),
+        record.weights |= {
             "final_sha256": weights.combined_sha256(after),
             "moved": sorted(name for name in after if after[name] != before[name]),
         }
@@ -202,14 +214,13 @@ def train_step(
     strategy: Strategy,
     batches: Batches,
     config: Config,
-    rank: int,
     device: torch.device,
     index: int,
-    capture: Capture | None = None,
+    listeners: Sequence[Listener] = (),
     *,
     problem: str = "",
 ) -> tuple[dict[str, Any], list[float]]:
-    """Step `index` (from 0) of the loop: feed, update, gather what every rank saw. `capture` writes all that is computed.
+    """Step `index` (from 0): feed, forward and backward, update, gather what every rank saw.
 
     A `problem` that this rank has had since the last step stops all ranks, without a collective of its own in every step.
 
@@ -217,52 +228,56 @@ def train_step(
 
     Raises TrainingFailure on every rank if ranks that share samples saw different batches, or others the same, and for a `problem`.
     """
-    micro_batches = batches.micro_batches(index, config.mesh.sample_share(rank), device)
+    step, mesh = index + 1, config.mesh
+    micro_batches = batches.micro_batches(index, mesh.sample_share(dist.get_rank()), device)
     start = time.perf_counter()
     hashes_fed = window_hashes(micro_batches)  # before a strategy may change them
-    hang.at(f"step {index + 1}, forward and backward")
-    if capture:
-        capture.begin(strategy, index + 1, micro_batches)
+
+    hang.at(f"step {step}, forward and backward")
+    for each in listeners:
+        each.begin(strategy, step, micro_batches)
     loss = strategy.forward_backward(micro_batches)
-    hang.at(f"step {index + 1}, update")
-    if capture:
-        capture.gradients()
-    norms = group_norms(strategy) if config.group_norms else None
-    num_steps = config.debug_steps or config.num_epochs * batches.steps_per_epoch
-    rate = rates.rate_of(vars(config), index + 1, num_steps)
-    if rates.changes(vars(config)):
-        set_rate(strategy.optimizer, rate, config.learning_rate)
-    gathered = _start_gathering(loss, [float(bool(problem)), *hashes_fed], device)
+
+    hang.at(f"step {step}, update")
+    for each in listeners:
+        each.gradients()
+    rate = _set_rate(strategy, config, batches, step)
+    gathered = start_gathering(loss, [float(bool(problem)), *hashes_fed], device)
     grad_norm = strategy.update()
+    if not config.has_own_optimizer:  # whose groups may have several rates
+        rate = learning_rate(strategy.optimizer.param_groups[0])
+
     independent_tokens = batches.independent_tokens(index)
     everyone = gathered()
-    seconds = time.perf_counter() - start
     losses, hashes = [row[0] for row in everyone], [list(map(int, row[2:])) for row in everyone]
     if any(row[1] for row in everyone):
         stop_together(problem)
-    _require_right_batches(hashes, config.mesh, index + 1)
-    lead = [config.mesh.first_with_share(share) for share in range(config.mesh.num_sample_shares)]
-    step = {
-        "step": index + 1,
-        "loss": sum(losses[r] for r in lead) / len(lead),
-        "rank_losses": [losses[r] for r in lead],
+    require_right_batches(hashes, mesh, step)
+    first_of = [mesh.first_with_share(share) for share in range(mesh.num_sample_shares)]
+    record = {
+        "step": step,
+        "loss": sum(losses[rank] for rank in first_of) / len(first_of),
+        "rank_losses": [losses[rank] for rank in first_of],
         "grad_norm": grad_norm,
-        # the groups of an optimizer of one's own may have several
-        "learning_rate": rate
-        if config.has_own_optimizer
-        else learning_rate(strategy.optimizer.param_groups[0]),
+        "learning_rate": rate,
         "tokens": batches.windows_per_step * config.seq_length,
         "independent_tokens": independent_tokens,
-        "seconds": seconds,
-        "batch_hash": global_batch_hash([each for r in lead for each in hashes[r]]),
+        "batch_hash": global_batch_hash([each for rank in first_of for each in hashes[rank]]),
     }
-    if norms is not None:
-        step["group_norms"] = norms
-    hang.at(f"the end of step {index + 1}")
-    if capture:
-        capture.end(step)
-        step["seconds"] = time.perf_counter() - start
-    return step, losses
+    hang.at(f"the end of step {step}")
+    for each in listeners:
+        each.end(record)
+    record["seconds"] = time.perf_counter() - start
+    return record, losses
+
+
+def _set_rate(strategy: Strategy, config: Config, batches: Batches, step: int) -> float:
+    """Give the optimizer the rate of this step, which is returned."""
+    num_steps = config.debug_steps or config.num_epochs * batches.steps_per_epoch
+    rate = rates.rate_of(vars(config), step, num_steps)
+    if rates.changes(vars(config)):
+        set_rate(strategy.optimizer, rate, config.learning_rate)
+    return rate
 
 
 def _initial_model(
@@ -304,16 +319,15 @@ def _initial_model(
 
 
 def _require_file_weights(
-    live: dict[str, str] | None,
-    file_sums: dict[str, str] | None,
-    config: Config,
-    shapes: dict[str, tuple[int, ...]],
-    whole: dict[str, tuple[int, ...]],
-) -> None:
-    """The weights, sharded and gathered back, must be the file's, bit for bit (unless they were cast to bfloat16).
+    strategy: Strategy, inputs: Inputs, config: Config, file_sums: dict[str, str] | None
+) -> dict[str, str] | None:
+    """The checksums of the live weights, on rank 0. Collective.
 
-    Only rank 0 has the checksums `live` and the `shapes` of what was gathered; all ranks share its finding. `whole` are the model's shapes.
+    The weights, sharded and gathered back, must be the file's, bit for bit (unless they were cast to bfloat16).
     """
+    hang.at("gathering the weights before step 1")
+    shapes: dict[str, tuple[int, ...]] = {}
+    live, whole = _live_checksums(strategy, shapes), parameter_shapes(inputs.architecture)
     problem = ""
     if live is not None:
         missing, extra = sorted(whole.keys() - live.keys()), sorted(live.keys() - whole.keys())
@@ -334,9 +348,10 @@ def _require_file_weights(
             wrong = next((name for name in sorted(live) if live[name] != file_sums.get(name)), None)
             problem = f"{wrong} differs from {config.init_weights_path or config.model_name}" if wrong else ""
     stop_together(f"after sharding, {problem}" if problem else "")
+    return live
 
 
-def _require_right_batches(hashes: list[list[int]], mesh: Mesh, step: int) -> None:
+def require_right_batches(hashes: list[list[int]], mesh: Mesh, step: int) -> None:
     """Ranks with the same share of the global batch must see the same batch, ranks with different shares different ones."""
     for rank, value in enumerate(hashes):
         share = mesh.sample_share(rank)
@@ -355,15 +370,16 @@ def _require_right_batches(hashes: list[list[int]], mesh: Mesh, step: int) -> No
 def _require_finite_losses(step: int, losses: list[float], mesh: Mesh) -> None:
     for rank, loss in enumerate(losses):
         if not math.isfinite(loss):
-            raise TrainingFailure(_not_finite(step, "loss", loss, rank, mesh))
+            raise TrainingFailure(_not_finite(step, "loss", loss, mesh, rank))
 
 
-def _not_finite(step: int, what: str, value: float, rank: int, mesh: Mesh) -> str:
+def _not_finite(step: int, what: str, value: float, mesh: Mesh, rank: int | None = None) -> str:
+    rank = dist.get_rank() if rank is None else rank
     where = f"on rank {rank} ({Geometry.of_rank(mesh, rank)})"
     return f"step {step}: the {what} is {value} {where}; lower --learning_rate, or check the weights"
 
 
-def _start_gathering(
+def start_gathering(
     loss: torch.Tensor, others: list[float], device: torch.device
 ) -> Callable[[], list[list[float]]]:
     """Send this rank's numbers; the function returned waits for (loss, *others) of every rank, in rank order.
@@ -383,7 +399,7 @@ def _start_gathering(
 
 
 def _live_checksums(
-    strategy: Strategy, rank: int, shapes: dict[str, tuple[int, ...]] | None = None
+    strategy: Strategy, shapes: dict[str, tuple[int, ...]] | None = None
 ) -> dict[str, str] | None:
     """Checksums of the live weights, gathered whole, whose shapes are added to `shapes`. On rank 0 only, but collective."""
 
@@ -393,7 +409,7 @@ def _live_checksums(
                 shapes[name] = tuple(tensor.shape)
             yield name, tensor
 
-    if rank == 0:
+    if dist.get_rank() == 0:
         return weights.checksums(gathered())
     for _ in strategy.full_parameters():
         pass

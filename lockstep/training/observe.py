@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from lockstep import strategies
 from lockstep.collective import gather_objects
@@ -31,40 +30,6 @@ def collectives() -> Iterator[dict[str, int]]:
         yield counted
     averages = {event.key: event.count for event in profiler.key_averages()}
     counted |= {key: count for key, count in sorted(averages.items()) if key.startswith("c10d::")}
-
-
-class ComputeDtypes:
-    """Watches one forward pass and records the dtypes that linear layers and the embedding return."""
-
-    def __init__(self, model: "PreTrainedModel", compile_backend: str):
-        self._seen: dict[str, set[str]] = {
-            "compute_dtype": set(),
-            "biased_linear_dtype": set(),
-            "embedding_dtype": set(),
-        }
-        self._handles: list[RemovableHandle] = []
-        names = modules.names_in(model)
-        for name, module in model.named_modules():
-            if compiled.is_hidden(names, compile_backend, name):
-                continue
-            if isinstance(module, torch.nn.Embedding) or name == names.embedding:
-                self._watch(module, "embedding_dtype")
-            elif name in names.linears or name in names.biased:
-                self._watch(module, "biased_linear_dtype" if name in names.biased else "compute_dtype")
-
-    def _watch(self, module: torch.nn.Module, key: str) -> None:
-        seen = self._seen[key]
-
-        def see(_module: torch.nn.Module, _inputs: object, output: object) -> None:
-            if isinstance(output, torch.Tensor):  # not of a router, which returns several
-                seen.add(str(output.dtype))
-
-        self._handles.append(module.register_forward_hook(see))
-
-    def stop(self) -> dict:
-        for handle in self._handles:
-            handle.remove()
-        return {key: sorted(seen) for key, seen in self._seen.items()}
 
 
 def model_contract(model: "PreTrainedModel") -> dict[str, Any]:

@@ -1,0 +1,96 @@
+"""What watches a run at the moments of a step. The loop calls each; what one finds goes into the step's record or the history."""
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from lockstep.inputs import modules
+from lockstep.training import compiled
+from lockstep.training.measure import group_norms
+from lockstep.training.observe import collectives
+from lockstep.training.strategy import Strategy
+
+Fed = tuple[torch.Tensor, torch.Tensor]  # input_ids and labels of a micro batch, each (B, S)
+
+
+class Listener(Protocol):
+    """The moments of a step; every rank calls them in this order, so each may be collective."""
+
+    def begin(self, strategy: Strategy, step: int, fed: Sequence[Fed]) -> None:
+        """Before the forward pass of `step`, from 1, with the micro batches of this rank."""
+        return
+
+    def gradients(self) -> None:
+        """Between the backward pass and the update."""
+        return
+
+    def end(self, record: dict[str, Any]) -> None:
+        """After the update. `record` is the step's, and may be given further entries."""
+        return
+
+
+class GroupNorms(Listener):
+    """The gradient norm of each layer, of the embedding and of the rest (--group_norms)."""
+
+    def begin(self, strategy: Strategy, step: int, fed: Sequence[Fed]) -> None:
+        self.strategy = strategy
+
+    def gradients(self) -> None:
+        self.norms = group_norms(self.strategy)
+
+    def end(self, record: dict[str, Any]) -> None:
+        record["group_norms"] = self.norms
+
+
+class CountedCollectives(Listener):
+    """The collective operations of a step (--count_collectives), by name in `counted` after it."""
+
+    def begin(self, strategy: Strategy, step: int, fed: Sequence[Fed]) -> None:
+        self.counting = contextlib.ExitStack()
+        self.counted = self.counting.enter_context(collectives())
+
+    def end(self, record: dict[str, Any]) -> None:
+        self.counting.close()
+
+
+class ComputeDtypes(Listener):
+    """The dtypes that linear layers and the embedding return in a step's forward pass, for the contract."""
+
+    def __init__(self, compile_backend: str):
+        self.compile_backend = compile_backend
+        self._seen: dict[str, set[str]] = {
+            "compute_dtype": set(),
+            "biased_linear_dtype": set(),
+            "embedding_dtype": set(),
+        }
+
+    def begin(self, strategy: Strategy, step: int, fed: Sequence[Fed]) -> None:
+        self._handles: list[RemovableHandle] = []
+        names = modules.names_in(strategy.model)
+        for name, module in strategy.model.named_modules():
+            if compiled.is_hidden(names, self.compile_backend, name):
+                continue
+            if isinstance(module, torch.nn.Embedding) or name == names.embedding:
+                self._watch(module, "embedding_dtype")
+            elif name in names.linears or name in names.biased:
+                self._watch(module, "biased_linear_dtype" if name in names.biased else "compute_dtype")
+
+    def _watch(self, module: torch.nn.Module, key: str) -> None:
+        seen = self._seen[key]
+
+        def see(_module: torch.nn.Module, _inputs: object, output: object) -> None:
+            if isinstance(output, torch.Tensor):  # not of a router, which returns several
+                seen.add(str(output.dtype))
+
+        self._handles.append(module.register_forward_hook(see))
+
+    def end(self, record: dict[str, Any]) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def seen(self) -> dict[str, list[str]]:
+        """Entry of the contract -> dtypes."""
+        return {key: sorted(dtypes) for key, dtypes in self._seen.items()}
