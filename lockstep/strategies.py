@@ -24,8 +24,8 @@ SPECS: dict[str, Spec] = {spec.name: spec for spec in (DDP(), DeepSpeed(), FSDP(
 def spec_of(name: str) -> Spec:
     """The spec of a registered name, or of a user's `path/to/file.py:Class`. Raises UserError for anything else.
 
-    The class may have an attribute `spec`, or else `label` (default: its name), `axes` (dp and tp), `handles` (TORCH_HANDLES), `cuts` (cp:
-    an early and a late piece of each sequence).
+    The class may have an attribute `spec`, or single fields of one: `label` (default: its name), `axes` (dp and tp), `handles`
+    (TORCH_HANDLES), `cuts` (cp: an early and a late piece of each sequence).
     """
     if name in SPECS:
         return SPECS[name]
@@ -36,13 +36,11 @@ def spec_of(name: str) -> Spec:
         )
     factory = user_file.absolute(name)
     own = load(factory)
-    spec = getattr(own, "spec", None) or Spec(
-        label=getattr(own, "label", class_name),
-        color=color_of(class_name),
-        **{key: getattr(own, key) for key in ("axes", "handles", "cuts") if hasattr(own, key)},
-    )
+    told = {key: getattr(own, key) for key in ("label", "axes", "handles", "cuts") if hasattr(own, key)}
+    spec = replace(getattr(own, "spec", Spec(label=class_name)), **told)
     _require_strategy(own, spec, f"{path}: {class_name}")
-    return replace(spec, name=re.sub(r"\W", "_", class_name).lower(), factory=factory)
+    name = re.sub(r"\W", "_", class_name).lower()
+    return replace(spec, name=name, color=color_of(class_name), factory=factory, program=Spec.program)
 
 
 def _require_strategy(own: Any, spec: Spec, where: str) -> None:

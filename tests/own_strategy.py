@@ -4,7 +4,19 @@ from pathlib import Path
 
 from ranks import ROOT
 
-ATTRIBUTES = """    label = "mine"
+SPEC = """from lockstep.errors import UserError
+from lockstep.plan.ddp import DDP
+
+
+class MineSpec(DDP):
+    def require(self, config, architecture):
+        if config.own["bucket_cap_mb"] > 100:
+            raise UserError(f"--bucket_cap_mb {config.own['bucket_cap_mb']}: mine has 100 at most; lower it")
+
+
+"""
+ATTRIBUTES = """    spec = MineSpec()
+    label = "mine"
     axes = ("dp",)
     handles = "lockstep.faults.torch_handles:DDPHandles"
 
@@ -25,5 +37,5 @@ class Doubled(Mine):
 def own_strategy(path: Path, name: str, then: str = "") -> None:
     """Write a file whose class `name` is DDPStrategy, followed by `then`."""
     ddp = (ROOT / "ddp_strategy.py").read_text()
-    renamed = ddp.replace("class DDPStrategy(TorchStrategy):", f"class {name}(TorchStrategy):")
+    renamed = ddp.replace("class DDPStrategy(TorchStrategy):", f"{SPEC}class {name}(TorchStrategy):")
     path.write_text(renamed.replace("    def parallelize", ATTRIBUTES) + then)

@@ -11,7 +11,9 @@ from own_strategy import own_strategy
 from ranks import ROOT, run_groups
 
 from lockstep import strategies
+from lockstep.command_line import parse_config
 from lockstep.errors import UserError
+from lockstep.plan import ddp
 
 SMALL = ["--batch_size", "2", "--seq_length", "64", "--precision", "fp32"]
 
@@ -39,7 +41,7 @@ def test_through_the_verification_of_tensors(folder):
         sys.executable,
         ROOT / "run_verification.py",
         "--strategies",
-        f"ddp,my_parallel.py:Mine,{example}:TransformersTP",
+        f"ddp,my_parallel.py:Mine:bucket_cap_mb=2,{example}:TransformersTP",
         "--model_name",
         "tiny-llama",
         "--output_dir",
@@ -47,9 +49,17 @@ def test_through_the_verification_of_tensors(folder):
         *SMALL,
     )
     runs = json.loads((folder / "verify" / "report.json").read_text())["runs"]
-    assert out.endswith("PASS\n") and list(runs) == ["ddp", "mine", "transformerstp"]
-    labels = [runs[name]["label"] for name in ("mine", "transformerstp")]
-    assert labels == ["mine (TP=1, DP=2)", "transformers TP (TP=2, DP=2)"]
+    assert out.endswith("PASS\n") and list(runs)[0] == "ddp"
+    labels = [run["label"] for run in runs.values()][1:]
+    assert labels == ["mine (TP=1, DP=2, bucket_cap_mb=2.0)", "transformers TP (TP=2, DP=2)"]
+
+
+def test_its_spec_has_options_and_refuses_one(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    config = parse_config("my_parallel.py:Mine", ["--device", "cpu", "--bucket_cap_mb", "200"])
+    assert config.spec.options is ddp.Options and config.spec.label == "mine"
+    with pytest.raises(UserError, match="--bucket_cap_mb 200.0: mine has 100 at most"):
+        config.spec.require(config, {})
 
 
 def test_a_planted_fault_is_found_in_it(folder):

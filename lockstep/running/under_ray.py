@@ -30,12 +30,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
-from lockstep import startup
-from lockstep.config import Config
+from lockstep import startup, strategies
+from lockstep.config import Config, Spec
 from lockstep.errors import TrainingFailure, UserError, first_line, run_program
 from lockstep.inputs.data import Inputs
 from lockstep.running import hang, logs, processes, progress
@@ -67,13 +68,14 @@ def _worker(arguments: dict) -> tuple[bool, str]:
     A TrainingFailure is returned, because all ranks have it and Ray would print each rank's traceback. Any other error is raised, or
     the other ranks would wait for this one.
     """
-    config = arguments["config"]
     with startup.importing():
         import transformers.modeling_utils  # noqa: F401 - the model's module needs it
         from ray import train
         from ray.train.torch import get_device
 
         from lockstep.training import loop as training
+
+        config = replace(arguments["config"], spec=strategies.spec_of(arguments["strategy"]))
     progress.relay()
     os.environ[hang.VARIABLE] = arguments["patience"]
     local_size, device = train.get_context().get_local_world_size(), get_device()
@@ -145,7 +147,13 @@ def _train(ray: ModuleType, config: Config, make_trainer: MakeTrainer, told: dic
     try:
         trainer = make_trainer(
             _worker,  # its value is the result's return_value
-            train_loop_config={"config": config, "patience": str(hang.patience()), **told},
+            train_loop_config={
+                # A spec of a user's file is found again by its place: Ray cannot import that file.
+                "config": replace(config, spec=Spec()),
+                "strategy": config.spec.place,
+                "patience": str(hang.patience()),
+                **told,
+            },
             torch_config=TorchConfig(backend=config.backend),
             scaling_config=ScalingConfig(
                 num_workers=config.num_workers,

@@ -200,7 +200,11 @@ def _contradictions(manifest: dict) -> Iterator[str]:
             yield f"run.architecture: {error}"
             return
         of_ranks = {f"{entry}{ON_RANK}{rank}" for entry in expected for rank in range(1, mesh.world_size)}
-        odd = sorted((expected.keys() ^ manifest["contract"].keys()) - of_ranks)
+        unknown = manifest["contract"].keys() - expected.keys() - of_ranks
+        # What a user's own spec adds is not known where its file may be gone.
+        odd = sorted(
+            (expected.keys() - manifest["contract"].keys()) | (unknown if configured.spec.factory else set())
+        )
         if odd:
             yield f"contract: {printable(odd[0], 60)} is {'missing' if odd[0] in expected else 'unknown'}"
         for entry in HELD_AGAINST_CONFIGURATION:
