@@ -124,7 +124,7 @@ def judge(folder: Path) -> dict:
 
 
 def trained_and_judged(cases: dict[int, tuple[dict, list[str]]], folder: Path) -> dict[int, dict]:
-    """What `judge` finds, by seed. Where a run fails, each case is tried alone, and one that fails again is an alarm."""
+    """What `judge` finds, by seed. Where a run fails, each case is tried alone; one that fails again did not run, and why is kept."""
     try:
         train(cases, folder / "together")
         return {seed: judge(folder / "together" / str(seed)) for seed in cases}
@@ -138,7 +138,7 @@ def trained_and_judged(cases: dict[int, tuple[dict, list[str]]], folder: Path) -
             train({seed: case}, folder / f"alone-{seed}")
             found[seed] = judge(folder / f"alone-{seed}" / str(seed))
         except jobs.JobFailed as error:
-            found[seed] = {"alarms": {"did not run": str(error)}, "nearest": {}}
+            found[seed] = {"alarms": {}, "did not run": str(error), "nearest": {}}
     return found
 
 
@@ -166,11 +166,16 @@ def main() -> int:
                 rows.append({"seed": seed, "model": content, "flags": flags, **found})
         alarms = [row for row in rows if row["alarms"]]
         unjudged = [row["seed"] for row in rows if row.get("not judged")]
-        print(f"{len(rows)} configurations, alarms {alarms}, not judged: seeds {unjudged}", flush=True)
+        failed = {row["seed"]: row["did not run"] for row in rows if "did not run" in row}
+        print(
+            f"{len(rows)} configurations, alarms {alarms}, not judged {unjudged}, did not run {failed}",
+            flush=True,
+        )
         if options.output:
             content = {
                 "alarms": len(alarms),
                 "not judged": sum(bool(row.get("not judged")) for row in rows),
+                "did not run": sum("did not run" in row for row in rows),
                 "configurations": rows,
                 "nearest": max(max(row["nearest"].values(), default=0.0) for row in rows),
                 "by architecture": collections.Counter(row["model"]["model_type"] for row in rows),
