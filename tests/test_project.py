@@ -89,8 +89,22 @@ def test_pages_name_files_that_exist():
     assert [(page, name) for page, name in sorted(named) if not (ROOT / name).exists()] == []
 
 
+def broken_links(page):
+    """The relative links of a page to what is not there."""
+    targets = re.findall(r"\]\(([^)\s#:]+)(?:#[\w-]*)?\)", page.read_text())
+    return [target for target in targets if not (page.parent / target).exists()]
+
+
+def test_pages_link_to_what_exists():
+    pages = [*PAGES, *ROOT.glob("results/*.md")]
+    assert {page.name: broken_links(page) for page in pages if broken_links(page)} == {}
+
+
 def test_a_file_that_is_gone_would_be_seen(tmp_path):
     """Negative control."""
-    (tmp_path / "page.md").write_text("see `lockstep/dump.py` and `python -m lockstep.train`")
-    (name,) = files_named(tmp_path / "page.md")
-    assert name == "lockstep/dump.py" and not (ROOT / name).exists()
+    page = tmp_path / "page.md"
+    page.write_text(
+        "see `lockstep/dump.py`, [that](gone.md#there), [this](page.md) and `python -m lockstep.train`"
+    )
+    (name,) = files_named(page)
+    assert name == "lockstep/dump.py" and not (ROOT / name).exists() and broken_links(page) == ["gone.md"]
