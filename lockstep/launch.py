@@ -166,7 +166,8 @@ def banner(config: Config, inputs: Inputs) -> str:
 
 def describe(config: Config, inputs: Inputs) -> str:
     """What --dry_run prints: the resolved configuration, the mesh as a grid, the contract."""
-    from lockstep.training.contract import expected_contract, own_optimizer
+    from lockstep.training.contract import expected_contract
+    from lockstep.training.observe import own_optimizer
 
     contract = expected_contract(
         config,

@@ -8,7 +8,7 @@ from pathlib import Path
 from lockstep import files, limit, origin, strategies, tested
 from lockstep.config import Config
 from lockstep.errors import UserError
-from lockstep.inputs import architectures, data, shapes, texts, tokenizer
+from lockstep.inputs import architectures, data, shapes, texts, tokenizer, user_file
 from lockstep.resources import launched_in_place, workers_here
 from lockstep.running import hang
 from lockstep.training import compiled, cuts, history, initial_weights, rates
@@ -53,6 +53,10 @@ def load_inputs(config: Config) -> data.Inputs:
 
     Called where the run is started, so that usage errors are found there. Ray's workers get the result.
     """
+    if user_file.is_named(config.spec.factory):
+        from lockstep.training.strategy import require_strategy  # imports torch
+
+        require_strategy(config.spec)
     architecture, source = architectures.resolve(config.model_name, config.num_layers)
     problem = architectures.tensor_parallel_problem(architecture, config.tp_size)
     if problem and config.spec.name in strategies.SPECS:

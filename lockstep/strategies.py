@@ -38,25 +38,12 @@ def spec_of(name: str) -> Spec:
     own = load(factory)
     told = {key: getattr(own, key) for key in ("label", "axes", "handles", "cuts") if hasattr(own, key)}
     spec = replace(getattr(own, "spec", Spec(label=class_name)), **told)
-    _require_strategy(own, spec, f"{path}: {class_name}")
+    if not isinstance(spec.axes, tuple) or not set(spec.axes) <= AXES.keys():
+        raise UserError(
+            f"{path}: {class_name}: axes is {spec.axes!r}; it must be a tuple of some of {', '.join(AXES)}"
+        )
     name = re.sub(r"\W", "_", class_name).lower()
     return replace(spec, name=name, color=color_of(class_name), factory=factory, program=Spec.program)
-
-
-def _require_strategy(own: Any, spec: Spec, where: str) -> None:
-    """Raise UserError unless a user's class has the methods of a strategy, and axes of the mesh."""
-    protocol = load("lockstep.training.strategy:Strategy")
-    methods = [
-        name for name, member in vars(protocol).items() if not name.startswith("_") and callable(member)
-    ]
-    missing = [name for name in methods if not hasattr(own, name)]
-    if not isinstance(own, type) or missing:
-        what = f"has no {', '.join(missing)}" if isinstance(own, type) else "is no class"
-        raise UserError(
-            f"{where} {what}; derive it from TorchStrategy, or write what docs/your-own-strategy.md lists"
-        )
-    if not isinstance(spec.axes, tuple) or not set(spec.axes) <= AXES.keys():
-        raise UserError(f"{where}: axes is {spec.axes!r}; it must be a tuple of some of {', '.join(AXES)}")
 
 
 def recorded(name: str) -> Spec:

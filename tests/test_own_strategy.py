@@ -14,6 +14,7 @@ from lockstep import strategies
 from lockstep.command_line import parse_config
 from lockstep.errors import UserError
 from lockstep.plan import ddp
+from lockstep.preflight import load_inputs
 
 SMALL = ["--batch_size", "2", "--seq_length", "64", "--precision", "fp32"]
 
@@ -229,7 +230,7 @@ def test_a_rank_that_leaves_is_named(wrong):
 )
 def test_what_is_no_class_of_a_strategy_is_refused_before_the_start(wrong, name, message):
     with pytest.raises(UserError, match=message):
-        strategies.spec_of(f"{wrong}/wrong.py:{name}")
+        load_inputs(parse_config(f"{wrong}/wrong.py:{name}", ["--device", "cpu"]))
 
 
 def named_in(source):

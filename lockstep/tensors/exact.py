@@ -12,36 +12,13 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from lockstep.inputs.shapes import use_eager_experts
+from lockstep.tensors.trace import CountsTopk
 
 LOWER = (torch.float32, torch.bfloat16, torch.float16)
 CASTS = (torch.Tensor.float, torch.Tensor.bfloat16, torch.Tensor.half)
-
-
-class CountsTopk(TorchFunctionMode):
-    """A mode that numbers the calls of `torch.topk`, from 0. What is done with a call is the subclass's to say."""
-
-    calls = 0
-
-    def __torch_function__(
-        self,
-        function: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        result = function(*args, **(kwargs or {}))
-        if function not in (torch.topk, torch.Tensor.topk):
-            return result
-        self.calls += 1
-        return self.see_topk(self.calls - 1, args[0], result)
-
-    def see_topk(self, number: int, scores: torch.Tensor, result: Any) -> Any:
-        """What the call returns, given its `result`."""
-        return result
 
 
 class Float64(CountsTopk):

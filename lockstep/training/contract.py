@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from lockstep.config import BETAS, EPS, PARAM_DTYPES, Config
-from lockstep.inputs.shapes import Description, build_empty
+from lockstep.inputs.shapes import Description
 from lockstep.mesh import Mesh
 from lockstep.training import compiled, cuts, rates
 
@@ -51,7 +51,7 @@ def expected_contract(
 ) -> dict[str, Any]:
     """The contract that this configuration demands of every strategy; one meaning for each option.
 
-    `optimizer` are the entries of an optimizer of the user's own (`own_optimizer`).
+    `optimizer` are the entries of an optimizer of the user's own (`lockstep.training.observe.own_optimizer`).
     """
     compute = "torch.float32" if config.precision == "fp32" else "torch.bfloat16"
     promoted = (
@@ -106,24 +106,6 @@ def expected_contract(
         **({"cuts": divided} if divided else {}),
         **config.spec.contract(config),
     }
-
-
-def own_optimizer(config: Config, architecture: dict) -> dict[str, Any] | None:
-    """The entries of an optimizer of the user's own, made for the model without its numbers; None for adamw and sgd."""
-    if not config.has_own_optimizer:
-        return None
-    from lockstep.training import observe, optim
-
-    model = build_empty(architecture, attn_impl="eager")
-    groups = optim.parameter_groups(optim.trained(model), config.weight_decay)
-    made = optim.build_optimizer(
-        groups,
-        optimizer=config.optimizer,
-        learning_rate=config.learning_rate,
-        named=optim.named_trained(model),
-    )
-    optim.set_rate(made, rates.rate_of(vars(config), 1, 1 + config.warmup_steps), config.learning_rate)
-    return observe.own_optimizer_contract(model, made)
 
 
 def of_optimizer(contract: dict[str, Any]) -> dict[str, Any] | None:

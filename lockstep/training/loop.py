@@ -35,13 +35,13 @@ from lockstep.training.contract import (
     expected_contract,
     left_to_the_verdict,
     of_all_ranks,
-    own_optimizer,
 )
 from lockstep.training.listeners import ComputeDtypes, CountedCollectives, GroupNorms, Listener
 from lockstep.training.measure import held_out
 from lockstep.training.observe import (
     clipping_problem,
     learning_rate,
+    own_optimizer,
     peak_memory,
     versions,
 )

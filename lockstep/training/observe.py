@@ -13,10 +13,20 @@ import torch
 
 from lockstep import strategies
 from lockstep.collective import gather_objects
-from lockstep.config import OPTIMIZERS
+from lockstep.config import OPTIMIZERS, Config
 from lockstep.inputs import modules, shapes
-from lockstep.training import compiled
-from lockstep.training.optim import AnyOptimizer, Several, is_own_adam, require_supported
+from lockstep.training import compiled, rates
+from lockstep.training.optim import (
+    AnyOptimizer,
+    Several,
+    build_optimizer,
+    is_own_adam,
+    named_trained,
+    parameter_groups,
+    require_supported,
+    set_rate,
+    trained,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -109,6 +119,21 @@ def optimizer_contract(
 NOT_SETTINGS = (
     "params", "param_names", "lr", "initial_lr", "weight_decay", "fused", "foreach", "capturable", "differentiable", "ns_coefficients",
 )  # fmt: skip
+
+
+def own_optimizer(config: Config, architecture: dict) -> dict[str, Any] | None:
+    """The entries of an optimizer of the user's own, made for the model without its numbers; None for adamw and sgd."""
+    if not config.has_own_optimizer:
+        return None
+    model = shapes.build_empty(architecture, attn_impl="eager")
+    made = build_optimizer(
+        parameter_groups(trained(model), config.weight_decay),
+        optimizer=config.optimizer,
+        learning_rate=config.learning_rate,
+        named=named_trained(model),
+    )
+    set_rate(made, rates.rate_of(vars(config), 1, 1 + config.warmup_steps), config.learning_rate)
+    return own_optimizer_contract(model, made)
 
 
 def own_optimizer_contract(model: torch.nn.Module, optimizer: AnyOptimizer) -> dict[str, Any]:

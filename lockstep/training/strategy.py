@@ -7,6 +7,7 @@ import torch
 
 from lockstep import strategies
 from lockstep.config import Config, Spec
+from lockstep.errors import UserError
 from lockstep.mesh import Geometry, Mesh
 
 if TYPE_CHECKING:
@@ -71,6 +72,20 @@ class Strategy(Protocol):
 
     def effective_contract(self) -> dict[str, Any]:
         """What the run really runs with, read back from live objects after the first step (lockstep/training/observe.py)."""
+
+
+def require_strategy(spec: Spec) -> None:
+    """Raise UserError unless the class of a user's strategy has all methods of the protocol."""
+    own = strategies.load(spec.factory)
+    methods = [
+        name for name, member in vars(Strategy).items() if not name.startswith("_") and callable(member)
+    ]
+    missing = [name for name in methods if not hasattr(own, name)]
+    if not isinstance(own, type) or missing:
+        what = f"has no {', '.join(missing)}" if isinstance(own, type) else "is no class"
+        raise UserError(
+            f"{spec.factory} {what}; derive it from TorchStrategy, or write what docs/your-own-strategy.md lists"
+        )
 
 
 MakeStrategy = Callable[["PreTrainedModel", Config, Mesh, torch.device], Strategy]
