@@ -120,10 +120,10 @@ def test_runs_that_agree_in_every_step_can_be_drawn(tmp_path):
     """There is no logarithm then."""
     from matplotlib import pyplot
 
-    from lockstep.losses import drawing
+    from lockstep.losses import curve_report
 
     axes = pyplot.figure().subplots()
-    drawing.from_zero(axes, [0.0, 0.0])
+    curve_report.from_zero(axes, [0.0, 0.0])
     assert axes.get_yscale() == "linear"
     pyplot.close()
 
