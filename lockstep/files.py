@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import hashlib
 import json
 import math
 import os
@@ -9,7 +10,7 @@ import re
 import shutil
 import stat
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,13 @@ def _finite(text: str) -> float:
     if not math.isfinite(value):
         raise ValueError(f"{text[:40]} is not a float64 number")
     return value
+
+
+def seal(content: Mapping[str, Any]) -> str:
+    """The SHA-256 of the content of a file without the seal itself; the order of keys counts."""
+    return hashlib.sha256(
+        json.dumps({key: value for key, value in content.items() if key != "sha256"}).encode()
+    ).hexdigest()
 
 
 def write_atomically(path: Path, write: Callable[[Path], object], *, size: int | None = None) -> None:
@@ -220,7 +228,7 @@ def require_ours(path: Path, option: str, begins: bytes, *, anywhere: bool = Fal
 
     With `anywhere` they hold these bytes at any place.
     """
-    if not path.exists() and not path.is_symlink():
+    if not os.path.lexists(path):
         return
     try:
         size = require_regular(path)

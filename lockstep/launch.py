@@ -77,17 +77,18 @@ def launch(
 def _one_of_many(body: Callable[[], int]) -> int:
     """One rank of a launcher that kills all other ranks when one ends.
 
-    An error that every rank finds is reported once, by rank 0, while the others wait. A rank that is still alive after PATIENCE was the
-    only one to find it, and reports it.
+    An error that every rank finds is reported once, by rank 0, while the others wait and keep their connections to it. A rank that is still
+    alive after PATIENCE was the only one to find it, and reports it.
     """
     try:
         return body()
     except RankFailure:
         raise
-    except (UserError, TrainingFailure):
-        if not _first():
-            time.sleep(PATIENCE)
-        raise
+    except (UserError, TrainingFailure) as error:
+        if _first():
+            raise
+        time.sleep(PATIENCE)
+        raise RankFailure(f"rank {os.environ['RANK']}: {error}") from error
 
 
 def _first() -> bool:
@@ -207,14 +208,8 @@ def _run_in_place(
     with startup.cleaning_up():
         try:
             dist.init_process_group(config.backend)
-            return training.run_with_control(config, inputs, make_strategy, device)
-        except UserError as error:
-            if _first():
-                raise
-            # If rank 0 found the same, it says so. Until then it must not lose its connection to this rank.
-            time.sleep(PATIENCE)
-            raise RankFailure(f"rank {os.environ['RANK']}: {error}") from error
-        except (TrainingFailure, BrokenPipeError):
+            line = training.run_with_control(config, inputs, make_strategy, device)
+        except (UserError, TrainingFailure, BrokenPipeError):
             raise
         except Exception as error:
             if processes.LOST.search(str(error)):
@@ -223,7 +218,6 @@ def _run_in_place(
             raise RankFailure(
                 f"rank {os.environ['RANK']} failed: {type(error).__name__}: {first_line(error)}"
             ) from error
-        finally:
-            gc.collect()  # strategies hold cycles; their process groups must go before the default one
-            if dist.is_initialized():
-                dist.destroy_process_group()
+        gc.collect()  # strategies hold cycles; their process groups must go before the default one
+        dist.destroy_process_group()
+        return line

@@ -89,7 +89,7 @@ def test_a_run_that_hangs_under_ray(tmp_path):
         "lockstep.train: worker 0 failed: no rank has made progress for 8 s: rank 0 is in step 2, update, at own.py:11, time.sleep"
     ), done.stderr
     assert len(done.stderr.splitlines()) == 1
-    assert "    time.sleep(10**6)\n" in (tmp_path / "logs" / "loss_hangs.txt").read_text()
+    assert 'own.py", line 11 in update\n' in (tmp_path / "logs" / "loss_hangs.txt").read_text()
     assert gone(tmp_path) is True
 
 

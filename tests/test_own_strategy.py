@@ -78,8 +78,8 @@ def test_a_planted_fault_is_found_in_it(folder):
     "name, message",
     [
         ("nope", "there is no strategy nope; choose from ddp, deepspeed, fsdp, or give your own"),
-        ("gone.py:Mine", "gone.py: cannot be imported"),
-        ("my_parallel.py:Nobody", "has no Nobody; name the class"),
+        ("gone.py:Mine", "gone.py:Mine: the file cannot be imported"),
+        ("my_parallel.py:Nobody", "my_parallel.py:Nobody: the file has no function or class Nobody"),
     ],
 )
 def test_what_is_no_strategy_is_refused(folder, monkeypatch, name, message):

@@ -32,7 +32,7 @@ from lockstep.config import BASELINE, Config, Spec
 from lockstep.errors import TrainingFailure, UserError, first_line, run_program
 from lockstep.files import read_json
 from lockstep.inputs import architectures, user_file
-from lockstep.running import hang, logs, processes, progress, ranks
+from lockstep.running import hang, processes, progress, ranks
 from lockstep.running.device import training_device
 from lockstep.schemas import Name, Strict, validate
 
@@ -83,35 +83,32 @@ def start_groups(
     (lockstep/running/hang.py), there are fewer seconds than jobs. FOLDER/log.txt has the output of the ranks; their progress is shown, if `shown`.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    path, done = folder / "jobs.json", folder / "done.txt"
+    path, done, log = folder / "jobs.json", folder / "done.txt", folder / "log.txt"
     path.write_text(
         json.dumps([{"num_ranks": number, "jobs": jobs} for number, jobs in groups]), encoding="utf-8"
     )
     done.write_text("")
+    log.write_text("")
     environment = {**processes.environment(), "OMP_NUM_THREADS": "1"}
     if patience is not None:
         environment[hang.VARIABLE] = str(patience)
-    logs.begin(folder / "log.txt")
-    with (
-        open(folder / "log.txt", "a", encoding="utf-8") as log,
-        open(folder / "log.txt", encoding="utf-8", errors="replace") as said,
-    ):
-        with startup.cleaning_up():
-            process = processes.start(
-                [sys.executable, "-m", NAME, str(path)],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-            )
-            try:
-                while process.poll() is None:
-                    time.sleep(0.1)
-                    _show(said, shown)
-                    if logs.cut(folder / "log.txt"):
-                        said.seek(0, os.SEEK_END)
-            finally:
-                processes.end(process)
+    # The log is cut while it is written, so whoever writes must append.
+    with open(log, "a") as end, open(log, encoding="utf-8", errors="replace") as said, startup.cleaning_up():
+        process = processes.start(
+            [sys.executable, "-m", NAME, str(path)],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=end,
+            stderr=end,
+        )
+        try:
+            while process.poll() is None:
+                time.sleep(0.1)
+                _show(said, shown)
+                if processes.cut(log):
+                    said.seek(0, os.SEEK_END)
+        finally:
+            processes.end(process)
         _show(said, shown)
     return [float(line) for line in done.read_text().splitlines()], process.returncode
 
