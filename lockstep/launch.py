@@ -139,14 +139,9 @@ def _version(path: Path) -> tuple[int, int] | None:
     return status.st_ino, status.st_mtime_ns
 
 
-def runs(config: Config) -> list[Config]:
-    """The runs that are trained with one start of the workers."""
-    return [config, config.of_control()] if config.control else [config]
-
-
 def outputs(config: Config) -> list[tuple[Path, str]]:
     """(path, flag that names it) of everything that a run writes and no other run may write meanwhile."""
-    found = [(run.history_path, "--loss_output_dir") for run in runs(config)]
+    found = [(run.history_path, "--loss_output_dir") for run in preflight.runs(config)]
     if config.capture_dir is not None:
         found.append((config.capture_folder, "--capture_dir"))
     if config.written_weights is not None:

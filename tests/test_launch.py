@@ -89,7 +89,7 @@ def test_a_run_that_hangs_under_ray(tmp_path):
         "lockstep.train: worker 0 failed: no rank has made progress for 8 s: rank 0 is in step 2, update, at own.py:11, time.sleep"
     ), done.stderr
     assert len(done.stderr.splitlines()) == 1
-    assert 'own.py", line 11 in update\n' in (tmp_path / "logs" / "loss_hangs.txt").read_text()
+    assert "    time.sleep(10**6)\n" in (tmp_path / "logs" / "loss_hangs.txt").read_text()
     assert gone(tmp_path) is True
 
 
@@ -101,15 +101,6 @@ def test_an_interrupt_ends_what_the_kernel_would_leave():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30)
     assert done.stdout == f"{-signal.SIGKILL}\n", done.stderr
-
-
-def test_a_reader_that_is_gone(tmp_path):
-    """`python train_ddp.py | head -1`: no traceback of a broken pipe."""
-    command = f"{sys.executable} train_ddp.py --dry_run --loss_output_dir {tmp_path} --storage_path {tmp_path} | true; echo ${{PIPESTATUS[0]}}"
-    done = subprocess.run(
-        ["bash", "-c", command], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=60
-    )
-    assert done.stderr == "" and done.stdout.strip() in ("141", "0")
 
 
 def launcher(command, folder, *arguments):

@@ -90,6 +90,10 @@ def test_what_is_no_strategy_is_refused(folder, monkeypatch, name, message):
 
 WRONG = """
 
+def no_class():
+    pass
+
+
 class NoBase:
     pass
 
@@ -214,7 +218,8 @@ def test_a_rank_that_leaves_is_named(wrong):
     [
         ("NoBase", "NoBase has no geometry, .*full_parameters, .*derive it from TorchStrategy"),
         ("NoAxis", r"NoAxis: axes is \('dp', 'ep'\); it must be a tuple of some of pp, dp, cp, tp"),
-        ("torch", "torch is no class; derive it from TorchStrategy"),
+        ("no_class", "no_class is no class; derive it from TorchStrategy"),
+        ("torch", "the file has no function or class torch"),
     ],
 )
 def test_what_is_no_class_of_a_strategy_is_refused_before_the_start(wrong, name, message):

@@ -1,6 +1,5 @@
 """Programs that others start: they end with them, and what they said of their failure is found again."""
 
-import json
 import os
 import signal
 import subprocess
@@ -26,6 +25,11 @@ pytestmark = pytest.mark.usefixtures("from_nothing")
             "train_x.py: rank 3 failed: closed by peer\ntrain_x.py: rank 1 failed: it broke\n",
             1,
             "rank 1 failed: it broke",
+        ),
+        (  # why a rank died comes before what the others lost
+            "train_x.py: rank 0 failed: the remote process exited\ntrain_x.py: rank 1 was killed\ntrain_x.py: rank 3 was killed",
+            1,
+            "rank 1 was killed",
         ),
         ("Warning: x\n", -9, "killed by SIGKILL (the machine may be short of memory)"),
         ("a\n\x1b[31mb\n\n", 5, "exit status 5: \\x1b[31mb"),
@@ -60,32 +64,6 @@ def _runs(pid):
             return file.read().rsplit(")", 1)[1].split()[0] not in "ZX"
     except OSError:
         return False
-
-
-@pytest.mark.parametrize(
-    "content, message",
-    [
-        (
-            [{"num_ranks": 2, "jobs": [{"strategy": "ddp", "arguments": [1]}]}],
-            "groups.0.jobs.0.arguments.0 is 1",
-        ),
-        (
-            [{"num_ranks": 2, "jobs": [{"strategy": "ddp", "arguments": [], "faults": "x"}]}],
-            "groups.0.jobs.0.faults is 'x'",
-        ),
-        ([{"num_ranks": 0, "jobs": []}], "groups.0.num_ranks is 0"),
-        (
-            [{"num_ranks": 2, "jobs": [{"strategy": "ddp", "arguments": [], "fault": "x"}]}],
-            "there is no fault x",
-        ),
-        ([{"num_ranks": 2, "jobs": [{"strategy": "dpp", "arguments": []}]}], "there is no strategy dpp"),
-        ({}, "groups is {}"),
-    ],
-)
-def test_a_wrong_file_of_jobs(tmp_path, content, message):
-    (tmp_path / "jobs.json").write_text(json.dumps(content))
-    with pytest.raises(UserError, match=message):
-        jobs.read(tmp_path / "jobs.json")
 
 
 def train(folder, *more):
@@ -185,7 +163,7 @@ def test_a_rank_that_hangs_ends_the_run_and_is_named(tmp_path, monkeypatch):
     log = (tmp_path / "work" / "log.txt").read_text()
     for rank in (0, 1):
         assert f"rank {rank}: at step " in log
-    assert 'own.py", line 16 in update\n' in log
+    assert "in update\n    time.sleep(10**6)\n" in log
     assert "beginning of update 1" in log and log.count("[lockstep: lines are left out here") == 1
     assert len(log) < 600_000
     assert len(history.read(history_file(tmp_path, "hangs")).steps) >= 1
@@ -214,18 +192,6 @@ def test_a_log_keeps_both_ends(tmp_path, monkeypatch):
     kept = [int(line.removeprefix("line ")) for line in lines[:note]]
     assert kept == list(range(len(kept))) and "a log keeps 200 bytes of each end" in lines[note]
     assert not processes.cut(path)  # negative control: it is small enough
-
-
-def test_why_a_rank_died_comes_before_what_the_others_lost():
-    log = "\n".join(
-        [
-            "p: rank 0 failed: RuntimeError: the remote process exited",
-            "p: rank 2 failed: RuntimeError: Connection closed by peer",
-            "p: rank 1 was killed by SIGKILL",
-            "p: rank 3 was killed by SIGTERM",
-        ]
-    )
-    assert processes.failure("p", 1, log) == "rank 1 was killed by SIGKILL"
 
 
 def test_a_rank_that_ends_before_the_killed_one_is_reaped(monkeypatch, capfd):

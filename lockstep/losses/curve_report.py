@@ -10,7 +10,7 @@ from lockstep.config import BASELINE, VERMILION
 from lockstep.errors import printable
 from lockstep.files import FIGURE, write_atomically
 from lockstep.inputs.architectures import in_words
-from lockstep.losses.curves import FAIL, NOT_JUDGED, PASS, CurveVerdict
+from lockstep.losses.curves import FAIL, CurveVerdict
 from lockstep.losses.folder import Judged
 from lockstep.losses.tolerance import DERIVED_STEPS, Tolerance, loss_gap
 from lockstep.strategies import FURTHER_COLORS, color_of
@@ -48,12 +48,12 @@ def verdict_block(judged: Judged) -> str:
         lines += [
             "",
             f"{verdict.label}: {verdict.outcome}",
-            f"  loss       {_word(verdict, verdict.red_loss_step)}  "
+            f"  loss       {verdict.outcome_of(verdict.red_loss_step)}  "
             f"first {abs(verdict.first_diff):.1e} (<= {tolerance.first:.1e})  "
             f"max {verdict.max_abs_diff:.1e} (<= {tolerance.maximum:.1e}) at step {verdict.worst_step}  "
             f"mean {verdict.mean_abs_diff:.1e} (<= {tolerance.mean:.1e})  "
             f"final {abs(verdict.final_diff):.1e}",
-            f"  grad norm  {_word(verdict, verdict.red_grad_norm_step)}  "
+            f"  grad norm  {verdict.outcome_of(verdict.red_grad_norm_step)}  "
             f"max relative {verdict.max_grad_norm_diff:.1e} (<= {max(tolerance.grad_norm):.1e}) "
             f"at step {verdict.worst_grad_norm_step}",
             *(f"  {line}" for line in reasons(verdict)),
@@ -64,11 +64,7 @@ def verdict_block(judged: Judged) -> str:
 def reasons(verdict: CurveVerdict) -> list[str]:
     """Why a run fails, one line for each reason."""
     red = (("loss", verdict.red_loss_step), ("grad norm", verdict.red_grad_norm_step))
-    lines = [
-        f"{what} too far from step {step} on"
-        for what, step in red
-        if step is not None and step <= verdict.certain
-    ]
+    lines = [f"{what} too far from step {step} on" for what, step in red if verdict.outcome_of(step) == FAIL]
     return [*lines, *(f"FAIL  {printable(problem, 400)}" for problem in verdict.problems)]
 
 
@@ -87,12 +83,6 @@ def notes(judged: Judged) -> list[str]:
         if len({str(value) for value in values.values()}) > 1:
             lines.append(f"Note: {key} differs by strategy ({printable(values, 400)}); see docs/findings.md.")
     return lines
-
-
-def _word(verdict: CurveVerdict, red: int | None) -> str:
-    if red is not None and red <= verdict.certain:
-        return FAIL
-    return NOT_JUDGED if verdict.doubt else PASS
 
 
 def _title(run: dict) -> str:

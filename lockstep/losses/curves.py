@@ -1,6 +1,7 @@
 """Are two loss curves the same computation? What must agree, differences, verdicts. No distributed."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 
 from lockstep.errors import UserError
@@ -25,6 +26,12 @@ from lockstep.training.history import History, not_finite
 from lockstep.training.rates import rate_of
 
 PASS, FAIL, NOT_JUDGED = "PASS", "FAIL", "NOT JUDGED"
+
+
+def worst(outcomes: Iterable[str]) -> str:
+    """The worst of some verdicts."""
+    found = set(outcomes)
+    return next(word for word in (FAIL, NOT_JUDGED, PASS) if word in found)
 
 
 @dataclass(frozen=True)
@@ -55,9 +62,16 @@ class CurveVerdict:
 
     @property
     def outcome(self) -> str:
-        """PASS, FAIL or NOT JUDGED. If the tolerance is in doubt, only the bounds of the `certain` steps can fail a run."""
-        red = [step for step in (self.red_loss_step, self.red_grad_norm_step) if step is not None]
-        if self.problems or any(step <= self.certain for step in red):
+        """PASS, FAIL or NOT JUDGED."""
+        return (
+            FAIL
+            if self.problems
+            else worst(map(self.outcome_of, (self.red_loss_step, self.red_grad_norm_step)))
+        )
+
+    def outcome_of(self, red: int | None) -> str:
+        """What the first step that is too far says. If the tolerance is in doubt, only the bounds of the `certain` steps can fail a run."""
+        if red is not None and red <= self.certain:
             return FAIL
         return NOT_JUDGED if self.doubt else PASS
 
@@ -76,16 +90,9 @@ def compare_curves(baseline: History, other: History, tolerance: Tolerance) -> C
     if other.weights.get("moved") != baseline.weights.get("moved"):
         odd = sorted(set(other.weights.get("moved", [])) ^ set(baseline.weights.get("moved", [])))
         problems.append(f"not the same tensors were trained: {', '.join(odd[:3])} moved in one run only")
-    pairs = list(zip(baseline.steps, other.steps, strict=False))
-    for mine, theirs in pairs:
-        if mine["learning_rate"] != theirs["learning_rate"]:
-            rates = f"{theirs['learning_rate']!r} against {mine['learning_rate']!r}"
-            problems.append(
-                f"{other.run['label']}: the learning rate of step {mine['step']} differs, {rates}"
-            )
-            break
+    pairs = list(zip(baseline.steps, other.steps, strict=False))  # one that broke down has fewer steps
     differences = [theirs["loss"] - mine["loss"] for mine, theirs in pairs]
-    gaps, norms = ([*map(gap, baseline.steps, other.steps)] for gap in (loss_gap, norm_gap))
+    gaps, norms = [*map(abs, differences)], [norm_gap(*pair) for pair in pairs]
     mean = sum(gaps) / len(gaps)
     red_loss = _first_red(gaps, tolerance.loss)
     if red_loss is None and not mean <= tolerance.mean:

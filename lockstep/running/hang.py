@@ -6,7 +6,6 @@ answer for as long again, the first rank ends the run.
 """
 
 import contextlib
-import faulthandler
 import itertools
 import json
 import linecache
@@ -96,9 +95,8 @@ def _watch(done: threading.Event, thread: int, seconds: float, run: int) -> None
             continue
         if said != progress:
             frame = sys._current_frames()[thread]
-            about = f"rank {rank}: at {what} for {now - since:.0f} s; its threads, the innermost call first:"
-            print(about, file=sys.stderr, flush=True)
-            faulthandler.dump_traceback()
+            sys.stderr.write(_stacks(rank, what, now - since))
+            sys.stderr.flush()
             if store is None:
                 store = _own_store(run)
             store.set(str(rank), json.dumps([what, *_place(frame)]))
@@ -116,6 +114,16 @@ def _own_store(run: int) -> Any:
 
     store: Any = dist.distributed_c10d._get_default_store()
     return dist.PrefixStore(f"hang{run}", store.clone())
+
+
+def _stacks(rank: int, what: str, seconds: float) -> str:
+    """The stacks of all threads of this rank, for the log."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    parts = [f"rank {rank}: at {what} for {seconds:.0f} s; its threads, the innermost call last:\n"]
+    for ident, frame in sys._current_frames().items():
+        if ident != threading.get_ident():
+            parts += [f"{names.get(ident, ident)}:\n", *traceback.format_stack(frame)]
+    return "".join(parts)
 
 
 def _place(top: FrameType) -> tuple[bool, str]:

@@ -23,7 +23,8 @@ _libc = ctypes.CDLL(None)
 def environment() -> dict[str, str]:
     """This process's environment with one thread per rank. Modules are found from any folder, but not in that folder."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
+    changed = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
+    return {**os.environ, **changed}
 
 
 def start(command: list[str], **options: Any) -> subprocess.Popen:
