@@ -27,7 +27,7 @@ from lockstep import command_line, files, preflight, startup
 from lockstep.config import BASELINE, Config
 from lockstep.errors import UserError, printable, run_program
 from lockstep.flags import Parser
-from lockstep.losses.curves import RULES
+from lockstep.losses.tolerance import RULES
 from lockstep.running import jobs, locks
 from lockstep.runs import HELP, Run, runs_of
 from lockstep.strategies import SPECS

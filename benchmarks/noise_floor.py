@@ -1,4 +1,4 @@
-"""What does a control run show, and how far do correct runs exceed it? The data behind the bounds in lockstep/losses/control.py.
+"""What does a control run show, and how far do correct runs exceed it? The data behind the bounds in lockstep/losses/tolerance.py.
 
     python benchmarks/noise_floor.py --work_dir runs/noise --output results/noise_floor.json          about 20 minutes
 
@@ -18,9 +18,8 @@ from outputs import output
 
 from lockstep.config import BASELINE, CONTROL, history_file
 from lockstep.files import write_result
-from lockstep.losses.control import CONTROL_FACTOR, envelope, loss_gap, norm_gap, ratios
 from lockstep.losses.curves import compare_curves, tolerance_for
-from lockstep.losses.tolerance import rule_and_noise
+from lockstep.losses.tolerance import CONTROL_FACTOR, envelope, loss_gap, norm_gap, ratios, rule_and_noise
 from lockstep.running import jobs
 from lockstep.strategies import others
 from lockstep.training import history

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import hashlib
 import json
 import math
 import os
@@ -9,7 +10,7 @@ import re
 import shutil
 import stat
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,13 @@ def _finite(text: str) -> float:
     return value
 
 
+def seal(content: Mapping[str, Any]) -> str:
+    """The SHA-256 of the content of a file without the seal itself; the order of keys counts."""
+    return hashlib.sha256(
+        json.dumps({key: value for key, value in content.items() if key != "sha256"}).encode()
+    ).hexdigest()
+
+
 def write_atomically(path: Path, write: Callable[[Path], object], *, size: int | None = None) -> None:
     """Let `write` fill a temporary file beside `path`, then rename it into place.
 
@@ -101,8 +109,6 @@ def write_atomically(path: Path, write: Callable[[Path], object], *, size: int |
         write(temporary)
         os.replace(temporary, path)
     except Exception as error:
-        with contextlib.suppress(OSError):  # half a file is of no use and takes room
-            temporary.unlink(missing_ok=True)
         reason = why_not_written(error, temporary, size)
         if reason is None:
             raise
@@ -164,33 +170,17 @@ def write_result(path: Path, text: str) -> None:
 def require_writable_folder(path: Path, option: str, *, keep: bool = True) -> None:
     """Make the folder if needed; raise UserError naming the option if nothing can be written there.
 
-    Without `keep`, folders made for this test are removed again.
+    Without `keep` no folder is made: the one in which it would be made is looked at.
     """
-    for last in (False, False, True):
-        try:
-            return _try_to_write(path, keep)
-        except (OSError, ValueError) as error:
-            if last or not isinstance(
-                error, FileNotFoundError
-            ):  # another program's test may have removed the folder
-                reason = getattr(error, "strerror", None) or error
-                raise UserError(
-                    f"{option} {path}: cannot be written ({reason}); choose another folder"
-                ) from error
-
-
-def _try_to_write(path: Path, keep: bool) -> None:
-    probe = path / f".lockstep-write-test.{os.getpid()}"
-    made = [folder for folder in (path, *path.parents) if not folder.exists()]
     try:
-        path.mkdir(parents=True, exist_ok=True)
-        probe.write_bytes(b"x")
-    finally:
-        with contextlib.suppress(OSError, ValueError):  # it would hide the error
-            probe.unlink(missing_ok=True)
-        for folder in () if keep else made:
-            with contextlib.suppress(OSError):  # somebody else's file is in it by now
-                folder.rmdir()
+        if keep:
+            path.mkdir(parents=True, exist_ok=True)
+        there = next(folder for folder in (path, *path.parents) if folder.exists())
+        with tempfile.TemporaryFile(dir=there, buffering=0) as probe:
+            probe.write(b"x")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{option} {path}: cannot be written ({reason}); choose another folder") from error
 
 
 def require_writable_file(path: Path, option: str) -> None:
@@ -207,11 +197,8 @@ def require_new_folder(path: Path, option: str, *, overwrite: bool = False) -> N
     """
     if not path.exists() or (path.is_dir() and not any(path.iterdir())):
         return
-    foreign = (
-        "it"
-        if not path.is_dir()
-        else next((each.name for each in sorted(path.iterdir()) if not is_captured(each)), None)
-    )
+    held = sorted(path.iterdir()) if path.is_dir() else [path]
+    foreign = next((each.name for each in held if not is_captured(each)), None)
     if not overwrite:
         ask = "choose another folder" + (", or add --overwrite" if foreign is None else "")
         raise UserError(f"{option}: {path} already exists, and nothing is overwritten; {ask}")
@@ -241,7 +228,7 @@ def require_ours(path: Path, option: str, begins: bytes, *, anywhere: bool = Fal
 
     With `anywhere` they hold these bytes at any place.
     """
-    if not path.exists() and not path.is_symlink():
+    if not os.path.lexists(path):
         return
     try:
         size = require_regular(path)

@@ -77,17 +77,18 @@ def launch(
 def _one_of_many(body: Callable[[], int]) -> int:
     """One rank of a launcher that kills all other ranks when one ends.
 
-    An error that every rank finds is reported once, by rank 0, while the others wait. A rank that is still alive after PATIENCE was the
-    only one to find it, and reports it.
+    An error that every rank finds is reported once, by rank 0, while the others wait and keep their connections to it. A rank that is still
+    alive after PATIENCE was the only one to find it, and reports it.
     """
     try:
         return body()
     except RankFailure:
         raise
-    except (UserError, TrainingFailure):
-        if not _first():
-            time.sleep(PATIENCE)
-        raise
+    except (UserError, TrainingFailure) as error:
+        if _first():
+            raise
+        time.sleep(PATIENCE)
+        raise RankFailure(f"rank {os.environ['RANK']}: {error}") from error
 
 
 def _first() -> bool:
@@ -138,14 +139,9 @@ def _version(path: Path) -> tuple[int, int] | None:
     return status.st_ino, status.st_mtime_ns
 
 
-def runs(config: Config) -> list[Config]:
-    """The runs that are trained with one start of the workers."""
-    return [config, config.of_control()] if config.control else [config]
-
-
 def outputs(config: Config) -> list[tuple[Path, str]]:
     """(path, flag that names it) of everything that a run writes and no other run may write meanwhile."""
-    found = [(run.history_path, "--loss_output_dir") for run in runs(config)]
+    found = [(run.history_path, "--loss_output_dir") for run in preflight.runs(config)]
     if config.capture_dir is not None:
         found.append((config.capture_folder, "--capture_dir"))
     if config.written_weights is not None:
@@ -208,14 +204,8 @@ def _run_in_place(
     with startup.cleaning_up():
         try:
             dist.init_process_group(config.backend)
-            return training.run_with_control(config, inputs, make_strategy, device)
-        except UserError as error:
-            if _first():
-                raise
-            # If rank 0 found the same, it says so. Until then it must not lose its connection to this rank.
-            time.sleep(PATIENCE)
-            raise RankFailure(f"rank {os.environ['RANK']}: {error}") from error
-        except (TrainingFailure, BrokenPipeError):
+            line = training.run_with_control(config, inputs, make_strategy, device)
+        except (UserError, TrainingFailure, BrokenPipeError):
             raise
         except Exception as error:
             if processes.LOST.search(str(error)):
@@ -224,7 +214,6 @@ def _run_in_place(
             raise RankFailure(
                 f"rank {os.environ['RANK']} failed: {type(error).__name__}: {first_line(error)}"
             ) from error
-        finally:
-            gc.collect()  # strategies hold cycles; their process groups must go before the default one
-            if dist.is_initialized():
-                dist.destroy_process_group()
+        gc.collect()  # strategies hold cycles; their process groups must go before the default one
+        dist.destroy_process_group()
+        return line

@@ -96,6 +96,11 @@ def load_inputs(config: Config) -> data.Inputs:
     return data.Inputs(architecture, source, batches, num_steps)
 
 
+def runs(config: Config) -> list[Config]:
+    """The runs that are trained with one start of the workers."""
+    return [config, config.of_control()] if config.control else [config]
+
+
 def check_environment(config: Config, architecture: dict) -> None:
     """Check the weights file, the folders and the tools that a run needs, where it is started. Raises UserError.
 
@@ -104,7 +109,7 @@ def check_environment(config: Config, architecture: dict) -> None:
     hang.patience()
     config.spec.require(config, architecture)
     compiled.require(config.compile)
-    for run in [config, config.of_control()] if config.control else [config]:  # an older run's is replaced
+    for run in runs(config):  # an older run's is replaced
         files.require_ours(run.history_path, "--loss_output_dir", history.BEGINS)
         files.require_ours(run.told_path, "--loss_output_dir", b"{")
     if config.capture_dir is not None:

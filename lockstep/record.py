@@ -1,7 +1,5 @@
 """What a history and a dump say of their run: one record with one schema and one seal, and what makes two runs comparable."""
 
-import hashlib
-import json
 import typing
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -12,7 +10,7 @@ from pydantic import Field, create_model
 from lockstep import flags, strategies
 from lockstep.config import Config
 from lockstep.errors import UserError, printable
-from lockstep.files import read_json
+from lockstep.files import read_json, seal
 from lockstep.flags import Same
 from lockstep.mesh import Axis, Mesh
 from lockstep.schemas import (
@@ -69,13 +67,6 @@ class Run(Strict):
     versions: dict[Name, Name]
     origin: Origin
     told_sha256: Sha256 | None = None  # of what the strategy's library was told
-
-
-def seal(content: Mapping[str, Any]) -> str:
-    """The SHA-256 of the content of a file without the seal itself; the order of keys counts."""
-    return hashlib.sha256(
-        json.dumps({key: value for key, value in content.items() if key != "sha256"}).encode()
-    ).hexdigest()
 
 
 def read_sealed(path: Path, kind: str, number: int, remedy: str) -> dict[str, Any]:

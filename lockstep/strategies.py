@@ -1,18 +1,15 @@
 """The registry: the strategies by name, each with its spec. A user's own, `path/to/file.py:Class`, may bring one."""
 
 import hashlib
-import importlib
 import re
 from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from lockstep.config import BASELINE, Spec
 from lockstep.deepspeed.spec import DeepSpeed
-from lockstep.errors import UserError, first_line
+from lockstep.errors import UserError
 from lockstep.inputs import user_file
-from lockstep.inputs.user_file import import_file
 from lockstep.mesh import AXES
 from lockstep.plan.ddp import DDP
 from lockstep.plan.fsdp import FSDP
@@ -70,15 +67,4 @@ def others() -> list[str]:
 
 def load(place: str) -> Any:
     """What "module:Name" or "/path/to/file.py:Name" names. Raises UserError if it is not there."""
-    module_name, _, name = place.rpartition(":")
-    try:
-        module = (
-            import_file(Path(module_name))
-            if module_name.endswith(".py")
-            else importlib.import_module(module_name)
-        )
-    except (OSError, SyntaxError, ImportError) as error:
-        raise UserError(f"{module_name}: cannot be imported ({first_line(error)})") from error
-    if not hasattr(module, name):
-        raise UserError(f"{module_name} has no {name}; name the class of the strategy")
-    return getattr(module, name)
+    return user_file.load(place, "--strategy")

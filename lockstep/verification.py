@@ -32,7 +32,7 @@ from lockstep.files import (
 from lockstep.flags import Parser
 from lockstep.inputs import architectures
 from lockstep.inputs.data import Inputs
-from lockstep.losses.curves import RULES
+from lockstep.losses.tolerance import RULES
 from lockstep.running import processes, progress
 from lockstep.runs import HELP, Run, runs_of
 from lockstep.strategies import SPECS

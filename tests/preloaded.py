@@ -138,8 +138,7 @@ def main(folder: str) -> None:
 
     with startup.importing():
         captures = ["--capture_dir", folder]  # most of what tests start does
-        every = [jobs.Job(strategy=name, arguments=captures) for name in SPECS]
-        jobs.preload([jobs.Group(num_ranks=1, jobs=every)])
+        jobs.preload([(1, [{"strategy": name, "arguments": captures} for name in SPECS])])
     signal.signal(signal.SIGCHLD, reap)
     for line in sys.stdin:
         pid = os.fork()

@@ -1,6 +1,6 @@
 """Damaged config.json files, made by the hundred: each is refused in one line, or it is a model that can be run.
 
-python tests/test_config_json_fuzz.py 1000 prints how many cases ended how. "taken" means that everything that is checked before a run
+benchmarks/damaged_files.py makes a thousand of them. "taken" means that everything that is checked before a run
 starts was passed: the model was built, and its own code gave a float64 reference.
 """
 
@@ -10,13 +10,12 @@ import json
 import os
 import random
 import signal
-import sys
 import tempfile
 from pathlib import Path
 
 from families import FAMILIES
 from test_config_json import TINY, taken
-from test_history_fuzz import damage, mutate
+from test_history_fuzz import Late, damage, limited, mutate
 
 from lockstep.errors import UserError
 from lockstep.tensors import model_check
@@ -25,16 +24,11 @@ SECONDS = 60
 BASES = [*TINY.values(), *(FAMILIES[name] for name in ("phi3", "gpt_neox", "mixtral"))]
 
 
-class Late(BaseException):
-    pass
-
-
 def outcome(folder: Path) -> str:
     """What becomes of FOLDER/config.json: all that is checked before a run with it starts."""
-    signal.signal(signal.SIGALRM, _late)
-    signal.alarm(SECONDS)
     try:
-        taken(folder)
+        with limited(SECONDS):
+            taken(folder)
         return "taken"
     except UserError as error:
         return "refused" if str(error).isprintable() and len(str(error)) < 2000 else f"many lines: {error}"
@@ -42,12 +36,6 @@ def outcome(folder: Path) -> str:
         return "hang"
     except BaseException as error:  # noqa: BLE001 - that is what is looked for
         return f"traceback: {type(error).__name__}: {error}"
-    finally:
-        signal.alarm(0)
-
-
-def _late(*_) -> None:
-    raise Late
 
 
 def case(number: int, folder: Path) -> None:
@@ -94,9 +82,3 @@ def test_the_table_sees_what_is_wrong(monkeypatch, tmp_path):
     monkeypatch.setattr(f"{__name__}.SECONDS", 1)
     monkeypatch.setattr(model_check, "problem_of", lambda *_: signal.pause())
     assert outcome(tmp_path) == "hang"
-
-
-if __name__ == "__main__":
-    counts, bad = table(range(int(sys.argv[1])))
-    print(dict(counts))
-    print("\n".join(bad))

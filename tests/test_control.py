@@ -47,7 +47,6 @@ def test_bf16_is_judged_by_its_control():
     [
         (lambda r: r.weights.update(initial_sha256="a" * 64), "which were not perturbed"),
         (lambda r: r.steps[4].update(batch_hash="x"), "step 5 was trained on different batches"),
-        (lambda r: r.steps.pop(), "has 19 of 20 steps"),
         (lambda r: r.weights["moved"].pop(), "trained other tensors"),
     ],
 )

@@ -1,7 +1,4 @@
-"""Malformed tokenizer.json files and texts: one line each, no traceback, no hang, and nothing wrong that is taken.
-
-python tests/test_data_fuzz.py 1000       more of them, and the table
-"""
+"""Malformed tokenizer.json files and texts: one line each, no traceback, no hang, and nothing wrong that is taken."""
 
 import collections
 import copy
@@ -192,10 +189,3 @@ def test_the_table_sees_what_is_wrong(monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "SECONDS", 30)
     monkeypatch.setattr(FileTokenizer, "encode", as_it_is)
     assert "cut or filled up" in outcome(use_tokenizer, json.dumps(bases()["every part"]).encode())
-
-
-if __name__ == "__main__":
-    found, wrong = table(int(sys.argv[1]), seed=int(sys.argv[2]) if len(sys.argv) > 2 else 1)
-    for (kind, result), number in sorted(found.items()):
-        print(f"{kind:<16} {result:<16} {number}")
-    print("\n".join(wrong))

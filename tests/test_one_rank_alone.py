@@ -15,7 +15,6 @@ SMALL = ["--batch_size", "2", "--seq_length", "32", "--debug_steps", "5", "--dev
 
 ALONE = """
 import os
-import time
 import lockstep.launch
 from ddp_strategy import DDPStrategy
 from lockstep.errors import UserError
@@ -27,8 +26,6 @@ class Alone(DDPStrategy):
 
     def forward_backward(self, micro_batches):
         self.steps += 1
-        if self.steps == 2 and os.environ["RANK"] == os.environ.get("HANGING"):
-            time.sleep(10**6)
         if os.environ["RANK"] in os.environ["RAISING"]:
             raise UserError("there is no room on this machine; make some")
         return super().forward_backward(micro_batches)
@@ -63,13 +60,7 @@ def test_one_line_under_a_launcher(tmp_path):
     (tmp_path / "own.py").write_text(ALONE)
     strategy = f"{tmp_path}/own.py:Alone"
     flags = [*SMALL, "--loss_output_dir", str(tmp_path), "--storage_path", str(tmp_path)]
-    hangs = {"RAISING": "", "HANGING": "1", "LOCKSTEP_PATIENCE": "8"}
-    started = {"hangs": hangs, **{ranks: {"RAISING": ranks} for ranks in ("0", "01")}}
-    runs = launched(tmp_path, strategy, flags, started)
-    status, error = runs.pop("hangs")
-    (line,) = [line for line in error.splitlines() if line.startswith("launched.py: ")]
-    assert status == 1 and "rank 1 is in step 2, forward and backward, at own.py:" in line, error
-    assert "time.sleep(10**6); rank 0 waits for other ranks in step 2" in line, error
+    runs = launched(tmp_path, strategy, flags, {ranks: {"RAISING": ranks} for ranks in ("0", "01")})
     runs["1"] = under_torchrun(strategy, flags, "1")
     for ranks, (status, error) in runs.items():
         lines = [line for line in error.splitlines() if line.startswith("lockstep.train: ")]

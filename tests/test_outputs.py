@@ -1,18 +1,11 @@
 """What a program writes replaces its own older results and no other file; it is answered before any work."""
 
-import json
-
 import outputs
 import pytest
 from programs import ROOT, in_process
 
 import run_faults
 from lockstep import files
-from lockstep.command_line import parse_config
-from lockstep.errors import UserError
-from lockstep.preflight import check_environment as check
-from lockstep.preflight import load_inputs
-from lockstep.tensors import comparison
 
 KEPT = "was not written by Lockstep and is not replaced"
 # what must be given besides
@@ -65,49 +58,31 @@ def test_a_page_and_a_figure_beside_it_are_looked_at_too(tmp_path):
         take(str(tmp_path))
 
 
-@pytest.mark.parametrize("suffix", [".json", ".md"])
-def test_the_table_of_faults(tmp_path, capsys, suffix):
-    (tmp_path / "f").with_suffix(suffix).write_text("mine")
-    assert run_faults.main(["tie_broken", "--output", str(tmp_path / "f.json")]) == 2
-    assert KEPT in capsys.readouterr().err and (tmp_path / "f").with_suffix(suffix).read_text() == "mine"
+RUN = ["--debug_steps", "1", "--device", "cpu", "--control"]
+FAULTS = ["run_faults.py", "tie_broken", "--output", "OUT/f.json"]
+DDP = ["train_ddp.py", "--dry_run", "--loss_output_dir", "OUT", *RUN]
+# it removes older results before its first run; test_initial_weights.py runs the whole script
+PLAN = ["lockstep/verification.py", "plan", "--loss_output_dir", "OUT", "--capture_dir", "OUT/tensors", "--overwrite", *RUN]  # fmt: skip
+KEEPS = [
+    (FAULTS, "f.json"),
+    (FAULTS, "f.md"),
+    (["lockstep/compare.py", "OUT/a", "OUT/b", "--output_dir", "OUT"], "report.md"),
+    (DDP, "loss_control.json"),
+    *((PLAN, name) for name in ("loss_curves.png", "verdict.json", "tensors/report.md", "loss_control.json")),
+]
 
 
-def test_the_report_of_tensors(tmp_path, capsys):
-    (tmp_path / "report.md").write_text("mine")
-    assert comparison.main([str(tmp_path / "a"), str(tmp_path / "b"), "--output_dir", str(tmp_path)]) == 2
-    assert f"report.md {KEPT}" in capsys.readouterr().err and (tmp_path / "report.md").read_text() == "mine"
-
-
-def test_the_control_runs_history(tmp_path):
-    (tmp_path / "loss_control.json").write_text('{"mine": 1}')
-    flags = ["--loss_output_dir", str(tmp_path), "--debug_steps", "1", "--device", "cpu"]
-    config = parse_config("ddp", flags)
-    check(config, load_inputs(config).architecture)
-    config = parse_config("ddp", [*flags, "--control"])
-    with pytest.raises(UserError, match=f"loss_control.json {KEPT}"):
-        check(config, load_inputs(config).architecture)
-
-
-@pytest.mark.parametrize(
-    "name", ["loss_curves.png", "verdict.json", "tensors/report.md", "loss_control.json"]
-)
-def test_the_one_command_keeps_the_files_of_others(tmp_path, name):
-    """It removes older results before its first run. test_initial_weights.py runs the whole script."""
+@pytest.mark.parametrize("command, name", KEEPS)
+def test_a_program_keeps_the_files_of_others(tmp_path, command, name):
     (tmp_path / name).parent.mkdir(exist_ok=True)
-    (tmp_path / name).write_text(json.dumps("mine"))
-    flags = [
-        "--loss_output_dir",
-        str(tmp_path),
-        "--capture_dir",
-        str(tmp_path / "tensors"),
-        "--overwrite",
-        "--debug_steps",
-        "1",
-        "--device",
-        "cpu",
-    ]
-    done = in_process("lockstep/verification.py", "plan", *flags, "--control")
+    (tmp_path / name).write_text('"mine"')
+    done = in_process(*(word.replace("OUT", str(tmp_path)) for word in command))
     assert done.returncode == 2 and f"{name} {KEPT}" in done.stderr and done.stderr.count("\n") == 1, (
         done.stderr
     )
-    assert json.loads((tmp_path / name).read_text()) == "mine"
+    assert (tmp_path / name).read_text() == '"mine"'
+
+
+def test_without_the_control_run_its_history_may_be_anybodys(tmp_path):
+    (tmp_path / "loss_control.json").write_text('"mine"')
+    assert in_process(*(word.replace("OUT", str(tmp_path)) for word in DDP[:-1])).returncode == 0

@@ -89,8 +89,8 @@ def test_a_planted_fault_is_found_in_it(folder):
     "name, message",
     [
         ("nope", "there is no strategy nope; choose from ddp, deepspeed, fsdp, or give your own"),
-        ("gone.py:Mine", "gone.py: cannot be imported"),
-        ("my_parallel.py:Nobody", "has no Nobody; name the class"),
+        ("gone.py:Mine", "gone.py:Mine: the file cannot be imported"),
+        ("my_parallel.py:Nobody", "my_parallel.py:Nobody: the file has no function or class Nobody"),
     ],
 )
 def test_what_is_no_strategy_is_refused(folder, monkeypatch, name, message):
@@ -100,6 +100,10 @@ def test_what_is_no_strategy_is_refused(folder, monkeypatch, name, message):
 
 
 WRONG = """
+
+def no_class():
+    pass
+
 
 class NoBase:
     pass
@@ -225,7 +229,8 @@ def test_a_rank_that_leaves_is_named(wrong):
     [
         ("NoBase", "NoBase has no geometry, .*full_parameters, .*derive it from TorchStrategy"),
         ("NoAxis", r"NoAxis: axes is \('dp', 'ep'\); it must be a tuple of some of pp, dp, cp, tp"),
-        ("torch", "torch is no class; derive it from TorchStrategy"),
+        ("no_class", "no_class is no class; derive it from TorchStrategy"),
+        ("torch", "the file has no function or class torch"),
     ],
 )
 def test_what_is_no_class_of_a_strategy_is_refused_before_the_start(wrong, name, message):

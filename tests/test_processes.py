@@ -1,6 +1,5 @@
 """Programs that others start: they end with them, and what they said of their failure is found again."""
 
-import json
 import os
 import signal
 import subprocess
@@ -12,7 +11,7 @@ from ranks import ROOT
 
 from lockstep.config import history_file
 from lockstep.errors import TrainingFailure, UserError
-from lockstep.running import hang, jobs, logs, processes, ranks
+from lockstep.running import hang, jobs, processes, ranks
 from lockstep.training import history
 
 pytestmark = pytest.mark.usefixtures("from_nothing")
@@ -26,6 +25,11 @@ pytestmark = pytest.mark.usefixtures("from_nothing")
             "train_x.py: rank 3 failed: closed by peer\ntrain_x.py: rank 1 failed: it broke\n",
             1,
             "rank 1 failed: it broke",
+        ),
+        (  # why a rank died comes before what the others lost
+            "train_x.py: rank 0 failed: the remote process exited\ntrain_x.py: rank 1 was killed\ntrain_x.py: rank 3 was killed",
+            1,
+            "rank 1 was killed",
         ),
         ("Warning: x\n", -9, "killed by SIGKILL (the machine may be short of memory)"),
         ("a\n\x1b[31mb\n\n", 5, "exit status 5: \\x1b[31mb"),
@@ -60,32 +64,6 @@ def _runs(pid):
             return file.read().rsplit(")", 1)[1].split()[0] not in "ZX"
     except OSError:
         return False
-
-
-@pytest.mark.parametrize(
-    "content, message",
-    [
-        (
-            [{"num_ranks": 2, "jobs": [{"strategy": "ddp", "arguments": [1]}]}],
-            "groups.0.jobs.0.arguments.0 is 1",
-        ),
-        (
-            [{"num_ranks": 2, "jobs": [{"strategy": "ddp", "arguments": [], "faults": "x"}]}],
-            "groups.0.jobs.0.faults is 'x'",
-        ),
-        ([{"num_ranks": 0, "jobs": []}], "groups.0.num_ranks is 0"),
-        (
-            [{"num_ranks": 2, "jobs": [{"strategy": "ddp", "arguments": [], "fault": "x"}]}],
-            "there is no fault x",
-        ),
-        ([{"num_ranks": 2, "jobs": [{"strategy": "dpp", "arguments": []}]}], "there is no strategy dpp"),
-        ({}, "groups is {}"),
-    ],
-)
-def test_a_wrong_file_of_jobs(tmp_path, content, message):
-    (tmp_path / "jobs.json").write_text(json.dumps(content))
-    with pytest.raises(UserError, match=message):
-        jobs.read(tmp_path / "jobs.json")
 
 
 def train(folder, *more):
@@ -171,8 +149,8 @@ class Hangs(DDPStrategy):
 
 def test_a_rank_that_hangs_ends_the_run_and_is_named(tmp_path, monkeypatch):
     """A pause that is shorter does not. The log of a strategy that prints without end is cut, and has the stacks."""
-    monkeypatch.setattr(logs, "LARGEST", 500_000)
-    monkeypatch.setattr(logs, "KEPT", 100_000)
+    monkeypatch.setattr(processes, "LARGEST", 500_000)
+    monkeypatch.setattr(processes, "KEPT", 100_000)
     (tmp_path / "own.py").write_text(HANGS)
     job = {**train(tmp_path, "--dp_size", "2"), "strategy": f"{tmp_path}/own.py:Hangs"}
     job["arguments"][1] = "3"
@@ -199,33 +177,21 @@ def test_a_patience_that_is_none(text, monkeypatch):
 
 
 def test_a_log_keeps_both_ends(tmp_path, monkeypatch):
-    monkeypatch.setattr(logs, "LARGEST", 1000)
-    monkeypatch.setattr(logs, "KEPT", 200)
+    monkeypatch.setattr(processes, "LARGEST", 1000)
+    monkeypatch.setattr(processes, "KEPT", 200)
     path = tmp_path / "log.txt"
-    logs.begin(path)
+    path.touch()
     for number in range(1000):
         with open(path, "a") as file:
             file.write(f"line {number}\n")
-        logs.cut(path)
+        processes.cut(path)
         assert path.stat().st_size <= 1000
     *_, last = lines = path.read_text().splitlines()
     assert lines[0] == "line 0" and last == "line 999"
     (note,) = [at for at, line in enumerate(lines) if not line.startswith("line ")]
     kept = [int(line.removeprefix("line ")) for line in lines[:note]]
     assert kept == list(range(len(kept))) and "a log keeps 200 bytes of each end" in lines[note]
-    assert not logs.cut(path)  # negative control: it is small enough
-
-
-def test_why_a_rank_died_comes_before_what_the_others_lost():
-    log = "\n".join(
-        [
-            "p: rank 0 failed: RuntimeError: the remote process exited",
-            "p: rank 2 failed: RuntimeError: Connection closed by peer",
-            "p: rank 1 was killed by SIGKILL",
-            "p: rank 3 was killed by SIGTERM",
-        ]
-    )
-    assert processes.failure("p", 1, log) == "rank 1 was killed by SIGKILL"
+    assert not processes.cut(path)  # negative control: it is small enough
 
 
 def test_a_rank_that_ends_before_the_killed_one_is_reaped(monkeypatch, capfd):

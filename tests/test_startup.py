@@ -30,13 +30,15 @@ except KeyboardInterrupt:
 """
 
 
-def run(name, folder, *, paths=(), **settings):
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [*paths, ROOT])), **settings}
-    command = [
-        sys.executable,
-        *(str(ROOT / part) if part.endswith(".py") else part for part in PROGRAMS[name]),
-    ]
+def python(folder, *arguments, paths=()):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [*paths, ROOT]))}
+    command = [sys.executable, *map(str, arguments)]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
+
+
+def run(name, folder, *options, paths=()):
+    words = [str(ROOT / part) if part.endswith(".py") else part for part in PROGRAMS[name]]
+    return python(folder, *options, *words, paths=paths)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -52,13 +54,7 @@ def test_a_stop_while_it_is_imported(name, tmp_path, number):
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_python_without_the_packages(name, tmp_path):
     """-S: a Python that sees no installed package."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [
-        sys.executable,
-        "-S",
-        *(str(ROOT / part) if part.endswith(".py") else part for part in PROGRAMS[name]),
-    ]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    done = run(name, tmp_path, "-S")
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
     assert done.stderr.startswith(
         f"{name}: {sys.executable} has no package numpy; enter the environment first: "
@@ -139,12 +135,7 @@ interrupt()
 def test_a_child_that_is_interrupted_too_says_nothing(tmp_path, who, status, when):
     """Ctrl-C reaches the whole group of processes, and some may not have become what they are started for."""
     (tmp_path / "x.py").write_text(INTERRUPTED_CHILD)
-    done = subprocess.run(
-        [sys.executable, tmp_path / "x.py", who, when],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
+    done = python(tmp_path, "x.py", who, when)
     assert (done.returncode, done.stdout, done.stderr) == (130, f"{status}\n", "x.py: interrupted\n")
 
 
@@ -175,12 +166,7 @@ print("done", end=" ")
 )
 def test_what_libraries_do_at_the_end_is_done_and_nothing_is_taken_apart(tmp_path, end, status, said):
     (tmp_path / "x.py").write_text(ENDS.format(end=end))
-    done = subprocess.run(
-        [sys.executable, tmp_path / "x.py"],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
+    done = python(tmp_path, "x.py")
     assert (done.returncode, done.stdout) == (status, said)
 
 
@@ -198,13 +184,7 @@ def test_a_program_and_a_failure():
 def test_a_program_in_this_process_does_not_end_it(tmp_path, holds, status):
     """pytest's own status, not that of the last program it ran."""
     (tmp_path / "test_it.py").write_text(FAILS.format(holds))
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "test_it.py"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])},
-        capture_output=True,
-        text=True,
-    )
+    done = python(tmp_path, "-m", "pytest", "-p", "no:cacheprovider", "test_it.py", paths=[ROOT / "tests"])
     assert done.returncode == status, done.stdout
 
 
@@ -219,5 +199,5 @@ with startup.importing():
     during = gc.get_threshold()
 print(gc.get_freeze_count() > 1000, gc.get_threshold() == before != during)
 """
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    done = python(ROOT, "-c", program)
     assert (done.stdout, done.stderr) == ("True True\n", "")

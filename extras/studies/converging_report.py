@@ -16,7 +16,7 @@ from extras.studies.study import Planned, Study
 from lockstep.config import BLUE, ORANGE, VERMILION
 from lockstep.errors import TrainingFailure, UserError, printable
 from lockstep.files import write_atomically, write_text
-from lockstep.losses import drawing
+from lockstep.losses import curve_report
 from lockstep.losses.curves import FAIL, PASS
 from lockstep.strategies import FURTHER_COLORS
 from lockstep.training import history, rates
@@ -308,8 +308,8 @@ def draw(told: Converging, found: list[dict[str, Any]], path: Path) -> None:
         low = -tolerated if test == OTHER else np.zeros_like(tolerated)
         panel.fill_between(at, low, tolerated, color="0.88", zorder=0)
     panels[1].set_ylabel("from the control,\nother seeds (nats)")
-    drawing.from_zero(panels[2], shown)
-    drawing.whole_steps(panels[2])
+    curve_report.from_zero(panels[2], shown)
+    curve_report.whole_steps(panels[2])
     panels[2].set_ylabel("how many times as far\nas one ulp, same seeds")
     panels[0].set_ylabel(f"mean loss of {told.window} steps (nats)")
     panels[-1].set_xlabel("step")

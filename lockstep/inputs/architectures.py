@@ -32,11 +32,9 @@ TINY_QWEN2 = {
     "attention_dropout": 0.0,
 }
 
-TINY_QWEN2_ODD_VOCAB = {**TINY_QWEN2, "vocab_size": 2047}  # tp does not divide it: the last shard is shorter
-# heads that tp 4 divides: a factor of tp is then no factor of 2
-TINY_QWEN2_4KV = {**TINY_QWEN2, "num_attention_heads": 8, "num_key_value_heads": 4}
 # norms on the heads of q and k, whose weights every tp rank holds and only part of the heads teach; no biases
 TINY_QWEN3 = {**TINY_QWEN2, "model_type": "qwen3", "head_dim": 16, "attention_bias": False}
+
 # embedding and head are two matrices; no biases
 TINY_LLAMA = {
     **TINY_QWEN2,
@@ -44,23 +42,6 @@ TINY_LLAMA = {
     "tie_word_embeddings": False,
     "attention_bias": False,
     "mlp_bias": False,
-}
-# a window in all layers, shorter than the sequences of the tests; no biases
-TINY_MISTRAL = {
-    **{key: value for key, value in TINY_QWEN2.items() if key != "use_sliding_window"},
-    "model_type": "mistral",
-    "tie_word_embeddings": False,
-    "sliding_window": 32,
-}
-
-# Deep and narrow: the width, depth and heads of a model with which DDP and FSDP were once compared (docs/studies.md)
-NARROW_QWEN2 = {
-    **TINY_QWEN2,
-    "hidden_size": 192,
-    "intermediate_size": 768,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 3,
-    "num_key_value_heads": 3,
 }
 
 # learned positions, of which a short sequence leaves some untaught; biases everywhere; transposed weights; q, k and v in one matrix
@@ -83,65 +64,6 @@ TINY_GPT2 = {
     "eos_token_id": None,
 }
 
-# Mixtures of experts. The loss of the first two has a term that keeps the load of the experts even.
-TINY_QWEN3_MOE = {
-    **TINY_QWEN3,
-    "model_type": "qwen3_moe",
-    "tie_word_embeddings": False,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "norm_topk_prob": True,
-    "output_router_logits": True,
-    "router_aux_loss_coef": 0.01,
-}
-TINY_MIXTRAL = {
-    **TINY_LLAMA,
-    "model_type": "mixtral",
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "output_router_logits": True,
-    "router_aux_loss_coef": 0.02,
-}
-# latent attention, groups of experts, a shared expert beside them, and a dense first layer
-TINY_DEEPSEEK_V3 = {
-    **TINY_LLAMA,
-    "model_type": "deepseek_v3",
-    "num_key_value_heads": 4,
-    "q_lora_rank": 32,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 16,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "n_group": 2,
-    "topk_group": 1,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
-}
-
-# The published config.json of Qwen/Qwen2.5-0.5B (https://huggingface.co/Qwen/Qwen2.5-0.5B).
-QWEN2_5_0_5B = {
-    "model_type": "qwen2",
-    "vocab_size": 151936,
-    "hidden_size": 896,
-    "intermediate_size": 4864,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 14,
-    "num_key_value_heads": 2,
-    "hidden_act": "silu",
-    "max_position_embeddings": 32768,
-    "max_window_layers": 24,
-    "initializer_range": 0.02,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": True,
-    "rope_theta": 1000000.0,
-    "use_sliding_window": False,
-    "attention_dropout": 0.0,
-}
-
 # The published config.json of openai-community/gpt2, gpt2-medium and gpt2-large, whose dropouts are 0.1.
 GPT2 = {
     **TINY_GPT2,
@@ -153,25 +75,84 @@ GPT2 = {
     "bos_token_id": 50256,
     "eos_token_id": 50256,
 }
-GPT2_MEDIUM = {**GPT2, "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16}
-GPT2_LARGE = {**GPT2, "hidden_size": 1280, "num_hidden_layers": 36, "num_attention_heads": 20}
 
 BUILT_IN = {  # content of config.json
     "tiny-qwen2": TINY_QWEN2,
-    "tiny-qwen2-odd-vocab": TINY_QWEN2_ODD_VOCAB,
-    "tiny-qwen2-4kv": TINY_QWEN2_4KV,
+    # tp does not divide it: the last shard is shorter
+    "tiny-qwen2-odd-vocab": {**TINY_QWEN2, "vocab_size": 2047},
+    # heads that tp 4 divides: a factor of tp is then no factor of 2
+    "tiny-qwen2-4kv": {**TINY_QWEN2, "num_attention_heads": 8, "num_key_value_heads": 4},
     "tiny-qwen3": TINY_QWEN3,
     "tiny-llama": TINY_LLAMA,
-    "tiny-mistral": TINY_MISTRAL,
-    "narrow-qwen2": NARROW_QWEN2,
+    # a window in all layers, shorter than the sequences of the tests; no biases
+    "tiny-mistral": {
+        **{key: value for key, value in TINY_QWEN2.items() if key != "use_sliding_window"},
+        "model_type": "mistral",
+        "tie_word_embeddings": False,
+        "sliding_window": 32,
+    },
+    # Deep and narrow: the width, depth and heads of a model with which DDP and FSDP were once compared (docs/studies.md)
+    "narrow-qwen2": {
+        **TINY_QWEN2,
+        "hidden_size": 192,
+        "intermediate_size": 768,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+    },
     "tiny-gpt2": TINY_GPT2,
-    "tiny-qwen3-moe": TINY_QWEN3_MOE,
-    "tiny-mixtral": TINY_MIXTRAL,
-    "tiny-deepseek-v3": TINY_DEEPSEEK_V3,
-    "Qwen2.5-0.5B": QWEN2_5_0_5B,
+    # Mixtures of experts. The loss of the first two has a term that keeps the load of the experts even.
+    "tiny-qwen3-moe": {
+        **TINY_QWEN3,
+        "model_type": "qwen3_moe",
+        "tie_word_embeddings": False,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+        "output_router_logits": True,
+        "router_aux_loss_coef": 0.01,
+    },
+    "tiny-mixtral": {
+        **TINY_LLAMA,
+        "model_type": "mixtral",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "output_router_logits": True,
+        "router_aux_loss_coef": 0.02,
+    },
+    # latent attention, groups of experts, a shared expert beside them, and a dense first layer
+    "tiny-deepseek-v3": {
+        **TINY_LLAMA,
+        "model_type": "deepseek_v3",
+        "num_key_value_heads": 4,
+        "q_lora_rank": 32,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 16,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "n_group": 2,
+        "topk_group": 1,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+    },
+    # The published config.json of Qwen/Qwen2.5-0.5B (https://huggingface.co/Qwen/Qwen2.5-0.5B).
+    "Qwen2.5-0.5B": {
+        **TINY_QWEN2,
+        "vocab_size": 151936,
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "max_position_embeddings": 32768,
+        "max_window_layers": 24,
+    },
     "gpt2": GPT2,
-    "gpt2-medium": GPT2_MEDIUM,
-    "gpt2-large": GPT2_LARGE,
+    "gpt2-medium": {**GPT2, "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16},
+    "gpt2-large": {**GPT2, "hidden_size": 1280, "num_hidden_layers": 36, "num_attention_heads": 20},
 }
 HUB_IDS = {
     name: f"openai-community/{name}" for name in ("gpt2", "gpt2-medium", "gpt2-large")

@@ -4,6 +4,7 @@ The names are found in the model itself (`find`). Code that needs the embedding,
 the tensors that they break.
 """
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -51,15 +52,8 @@ class Names:
 
     def layer_of(self, name: str) -> int:
         """The number of the layer that a tensor belongs to, from 0; -1 if it belongs to none."""
-        number, inside, _ = name.removeprefix(f"{self.layers}.").partition(".")
-        is_layer = (
-            bool(self.layers)
-            and name.startswith(f"{self.layers}.")
-            and inside
-            and number.isascii()
-            and number.isdigit()
-        )
-        return int(number) if is_layer and len(number) < 6 else -1
+        found = re.match(rf"{re.escape(self.layers)}\.([0-9]{{1,5}})\.", name)
+        return int(found[1]) if self.layers and found else -1
 
     def unit_of(self, name: str) -> str | int:
         """The part of the model that a tensor belongs to: the number of its layer, EMBEDDING, or HEAD with the norm before it."""

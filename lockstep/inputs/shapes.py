@@ -12,14 +12,16 @@ import hashlib
 import importlib.metadata
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
+
+from pydantic import TypeAdapter
 
 from lockstep import files
 from lockstep.errors import UserError, printable
-from lockstep.files import read_json, write_text
+from lockstep.files import read_json, seal, write_text
 from lockstep.inputs import modules, user_file
 from lockstep.inputs.modules import Names
 
@@ -62,6 +64,10 @@ class Description:
     def trained(self) -> Shapes:
         frozen = set(self.frozen)
         return {name: shape for name, shape in self.parameters.items() if name not in frozen}
+
+
+# of what was written as JSON (`dataclasses.asdict`)
+description_of: Callable[[dict], Description] = TypeAdapter(Description).validate_python
 
 
 def settings_of(model: "torch.nn.Module") -> Settings:
@@ -157,7 +163,7 @@ def parameter_shapes(architecture: dict) -> Shapes:
 @functools.lru_cache(maxsize=16)
 def _described(architecture: str) -> Description:
     path = _kept_at(architecture)
-    kept = _read(path, architecture)
+    kept = _read(path)
     if kept is not None:
         return kept
     model = build_empty(json.loads(architecture), attn_impl="eager")  # every model has it
@@ -173,7 +179,7 @@ def _described(architecture: str) -> Description:
     )
     with contextlib.suppress(UserError):  # the next run builds the model again
         content = dataclasses.asdict(found)
-        write_text(path, json.dumps({"found": content, "sha256": _seal(architecture, content)}))
+        write_text(path, json.dumps(content | {"sha256": seal(content)}))
     return found
 
 
@@ -185,35 +191,13 @@ def _kept_at(architecture: str) -> Path:
     return files.cache_folder() / f"model-{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
 
 
-def _read(path: Path, architecture: str) -> Description | None:
+def _read(path: Path) -> Description | None:
     """What was kept; None if it is not there or not what was written."""
     try:
         content = read_json(path)
-        found = content["found"]
-        if content["sha256"] != _seal(architecture, found):
-            return None
-        return description_of(found)
-    except (UserError, LookupError, TypeError, ValueError, AttributeError):
+        return description_of(content) if content["sha256"] == seal(content) else None
+    except (LookupError, TypeError, ValueError, AttributeError):
         return None
-
-
-def description_of(content: dict) -> Description:
-    """The description that was written as JSON (`dataclasses.asdict`)."""
-    names: dict[str, Any] = {
-        key: tuple(value) if isinstance(value, list) else value for key, value in content["names"].items()
-    }
-    return Description(
-        {name: tuple(shape) for name, shape in content["parameters"].items()},
-        tuple(content["frozen"]),
-        content["settings"],
-        Names(**names),
-        content["tied"],
-        content["other_dtypes"],
-    )
-
-
-def _seal(architecture: str, found: dict) -> str:
-    return hashlib.sha256(json.dumps([architecture, found], sort_keys=True).encode()).hexdigest()
 
 
 def build_empty(architecture: dict, *, attn_impl: str) -> "torch.nn.Module":

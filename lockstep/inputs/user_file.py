@@ -1,6 +1,7 @@
 """What a user's file holds, named as path/to/file.py:NAME: a strategy, a model or an optimizer of their own."""
 
 import hashlib
+import importlib
 import importlib.util
 import sys
 from collections.abc import Callable
@@ -32,10 +33,10 @@ def sha256(text: str, option: str) -> str:
 
 
 def load(text: str, option: str) -> Callable[..., Any]:
-    """The function or class that is named, with its file imported once. Raises UserError."""
+    """The function or class that is named, also as "module:NAME", with its file imported once. Raises UserError."""
     path, _, name = text.rpartition(":")
     try:
-        module = import_file(Path(path))
+        module = import_file(Path(path)) if path.endswith(".py") else importlib.import_module(path)
     except Exception as error:  # noqa: BLE001 - a user's file may raise anything
         raise UserError(f"{option} {text}: the file cannot be imported ({first_line(error)})") from error
     found = getattr(module, name, None)

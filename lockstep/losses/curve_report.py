@@ -1,23 +1,18 @@
 """The report of a comparison of loss curves: statistics, verdict and figure."""
 
 import itertools
+import math
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from lockstep.config import BASELINE, VERMILION
 from lockstep.errors import printable
 from lockstep.files import FIGURE, write_atomically
 from lockstep.inputs.architectures import in_words
-from lockstep.losses import drawing
-from lockstep.losses.curves import (
-    DERIVED_STEPS,
-    FAIL,
-    NOT_JUDGED,
-    PASS,
-    CurveVerdict,
-    Tolerance,
-)
+from lockstep.losses.curves import FAIL, CurveVerdict
 from lockstep.losses.folder import Judged
+from lockstep.losses.tolerance import DERIVED_STEPS, Tolerance, loss_gap
 from lockstep.strategies import FURTHER_COLORS, color_of
 from lockstep.training.contract import KNOWN_DIFFERENCES
 from lockstep.training.history import History
@@ -53,12 +48,12 @@ def verdict_block(judged: Judged) -> str:
         lines += [
             "",
             f"{verdict.label}: {verdict.outcome}",
-            f"  loss       {_word(verdict, verdict.red_loss_step)}  "
+            f"  loss       {verdict.outcome_of(verdict.red_loss_step)}  "
             f"first {abs(verdict.first_diff):.1e} (<= {tolerance.first:.1e})  "
             f"max {verdict.max_abs_diff:.1e} (<= {tolerance.maximum:.1e}) at step {verdict.worst_step}  "
             f"mean {verdict.mean_abs_diff:.1e} (<= {tolerance.mean:.1e})  "
             f"final {abs(verdict.final_diff):.1e}",
-            f"  grad norm  {_word(verdict, verdict.red_grad_norm_step)}  "
+            f"  grad norm  {verdict.outcome_of(verdict.red_grad_norm_step)}  "
             f"max relative {verdict.max_grad_norm_diff:.1e} (<= {max(tolerance.grad_norm):.1e}) "
             f"at step {verdict.worst_grad_norm_step}",
             *(f"  {line}" for line in reasons(verdict)),
@@ -69,11 +64,7 @@ def verdict_block(judged: Judged) -> str:
 def reasons(verdict: CurveVerdict) -> list[str]:
     """Why a run fails, one line for each reason."""
     red = (("loss", verdict.red_loss_step), ("grad norm", verdict.red_grad_norm_step))
-    lines = [
-        f"{what} too far from step {step} on"
-        for what, step in red
-        if step is not None and step <= verdict.certain
-    ]
+    lines = [f"{what} too far from step {step} on" for what, step in red if verdict.outcome_of(step) == FAIL]
     return [*lines, *(f"FAIL  {printable(problem, 400)}" for problem in verdict.problems)]
 
 
@@ -92,12 +83,6 @@ def notes(judged: Judged) -> list[str]:
         if len({str(value) for value in values.values()}) > 1:
             lines.append(f"Note: {key} differs by strategy ({printable(values, 400)}); see docs/findings.md.")
     return lines
-
-
-def _word(verdict: CurveVerdict, red: int | None) -> str:
-    if red is not None and red <= verdict.certain:
-        return FAIL
-    return NOT_JUDGED if verdict.doubt else PASS
 
 
 def _title(run: dict) -> str:
@@ -123,11 +108,6 @@ def colors(names: Iterable[str]) -> dict[str, str]:
     return chosen
 
 
-def _gaps(baseline: History, other: History) -> list[float]:
-    pairs = zip(baseline.steps, other.steps, strict=False)
-    return [abs(theirs["loss"] - mine["loss"]) for mine, theirs in pairs]
-
-
 def draw(
     histories: dict[str, History], control: History | None, tolerance: Tolerance | None, path: Path
 ) -> None:
@@ -135,15 +115,11 @@ def draw(
 
     A control run's difference is drawn as "noise floor (control run)".
     """
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
-
-    figure, (top, bottom) = pyplot.subplots(
-        2, 1, figsize=(8, 7), sharex=True, height_ratios=(3, 2), layout=ConstrainedLayoutEngine(h_pad=0.1)
-    )
+    figure = Figure(figsize=(8, 7), layout="constrained")
+    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    baseline = histories.get(BASELINE)
     color, shown = colors(histories), list[float]()
     markers = itertools.cycle(MARKERS)
     for number, (name, history) in enumerate(histories.items()):
@@ -153,17 +129,17 @@ def draw(
         label = f"{name}: {history.run['label']}" if own_name else history.run["label"]
         # thinner on top: curves that agree stay visible
         style = {"color": color[name], "linewidth": 6 - 4.5 * number / max(1, len(histories) - 1)}
-        if name == BASELINE or BASELINE not in histories:
+        if name == BASELINE or baseline is None:
             top.plot(steps, losses, **style, label=_drawable(label))
             continue
-        gaps = _gaps(histories[BASELINE], history)
+        gaps = [*map(loss_gap, baseline.steps, history.steps)]
         shown += gaps
         marks = {"marker": next(markers), "markersize": 4, "markerfacecolor": "none", "markeredgewidth": 0.9}
         bottom.plot(steps[: len(gaps)], gaps, linestyle="", color=color[name], clip_on=False, **marks)
         top.plot(steps, losses, **style)
         top.plot([], [], **style, **marks, label=_drawable(label))
-    if control is not None and BASELINE in histories:
-        gaps = _gaps(histories[BASELINE], control)
+    if control is not None and baseline is not None:
+        gaps = [*map(loss_gap, baseline.steps, control.steps)]
         shown += gaps
         label = "noise floor (control run)"
         bottom.fill_between(range(1, len(gaps) + 1), 0, gaps, color="0.85", step="mid", label=label, zorder=0)
@@ -171,21 +147,18 @@ def draw(
     top.set_title(_drawable(_title(next(iter(histories.values())).run)))
     if tolerance is not None:
         shown += [*tolerance.loss, tolerance.mean]
+        red = {"color": VERMILION, "linestyle": "--"}
         bottom.plot(
             range(1, len(tolerance.loss) + 1),
             tolerance.loss,
-            color=VERMILION,
-            linestyle="--",
             label=f"tolerated: up to {tolerance.maximum:.1e}",
+            **red,
         )
         bottom.axhline(
-            tolerance.mean,
-            color=VERMILION,
-            linestyle=":",
-            label=f"tolerated in the mean: {tolerance.mean:.1e}",
+            tolerance.mean, label=f"tolerated in the mean: {tolerance.mean:.1e}", **red | {"linestyle": ":"}
         )
-    drawing.from_zero(bottom, shown)
-    drawing.whole_steps(bottom)
+    from_zero(bottom, shown)
+    whole_steps(bottom)
     bottom.set_ylabel("|loss - DDP's loss| (nats)")
     bottom.set_xlabel("step")
     figure.legend(loc="outside lower center", ncols=2, frameon=False)  # beside the panels: it hides nothing
@@ -195,4 +168,19 @@ def draw(
     write_atomically(
         path, lambda temporary: figure.savefig(temporary, dpi=120, format=path.suffix[1:], metadata=about)
     )
-    pyplot.close(figure)
+
+
+def whole_steps(axes: Any) -> None:
+    """Ticks at whole steps alone, however few there are."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 2.5, 5, 10], integer=True))
+
+
+def from_zero(axes: Any, values: Iterable[float]) -> None:
+    """A vertical axis from 0, for values that are not negative: linear up to the smallest that is not zero, then logarithmic."""
+    positive = [value for value in values if 0 < value < math.inf]
+    if positive:
+        threshold = 10.0 ** math.floor(math.log10(min(positive)))
+        axes.set_yscale("symlog", linthresh=threshold, linscale=0.5)
+        axes.set_ylim(-threshold / 4, 2 * max(positive))  # a marker at 0 is whole

@@ -4,7 +4,6 @@ import datetime
 import json
 import math
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,15 +13,14 @@ from lockstep.config import BASELINE, CONTROL, history_file
 from lockstep.errors import UserError, printable
 from lockstep.files import write_text
 from lockstep.losses.curves import (
-    FAIL,
-    NOT_JUDGED,
     PASS,
     CurveVerdict,
-    Tolerance,
     compare_curves,
     require_comparable_curves,
     tolerance_for,
+    worst,
 )
+from lockstep.losses.tolerance import Tolerance
 from lockstep.mesh import Mesh
 from lockstep.strategies import in_order
 from lockstep.training import history
@@ -49,12 +47,6 @@ class Judged:
     @property
     def outcome(self) -> str:
         return worst(verdict.outcome for verdict in self.verdicts.values())
-
-
-def worst(outcomes: Iterable[str]) -> str:
-    """The worst of some verdicts."""
-    found = set(outcomes)
-    return next(word for word in (FAIL, NOT_JUDGED, PASS) if word in found)
 
 
 def paths(input_dir: Path) -> dict[str, Path]:
@@ -89,14 +81,13 @@ def read(found: dict[str, Path]) -> tuple[dict[str, History], History | None]:
 
 def judge(input_dir: Path, histories: dict[str, History], control: History | None) -> Judged:
     """Hold every run against the baseline."""
-    baseline, others = (
-        histories.get(BASELINE),
-        {name: one for name, one in histories.items() if name != BASELINE},
-    )
-    if baseline is None or not others:
-        problem = f"--input_dir {input_dir}: only {', '.join(histories)}; a verdict needs DDP and another run"
-        return Judged(histories, control, None, {}, problem)
+    baseline = histories.get(BASELINE)
+    others = {name: one for name, one in histories.items() if name != BASELINE}
     try:
+        if baseline is None or not others:
+            raise UserError(
+                f"--input_dir {input_dir}: only {', '.join(histories)}; a verdict needs DDP and another run"
+            )
         tolerance = tolerance_for(baseline, control)
     except UserError as error:
         return Judged(histories, control, None, {}, str(error))

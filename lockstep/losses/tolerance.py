@@ -1,24 +1,17 @@
-"""The tolerances of loss curves, with their reasons. No distributed.
+"""The tolerances of loss curves, with their reasons, and when a control run is a measure of rounding errors. No distributed.
 
-docs/precision.md derives the numbers and measures the noise that they are made of.
+The control run is DDP once more, from weights perturbed by one ulp. Rounding errors enter a run in its first step, and training amplifies
+them step by step. A difference that jumps, stands alone, is large from the start or grows without end has another cause: damage, or unstable
+training. It is no measure for other runs. docs/precision.md derives the numbers, measures the noise that they are made of, says what correct
+runs do and how the bounds of a control run were chosen.
 """
 
+import heapq
 import math
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 
-from lockstep.errors import UserError
-from lockstep.losses.comparable_curves import require_control
-from lockstep.losses.control import (
-    CONTROL_FACTOR,
-    WORST_RATIO,
-    Noise,
-    damage,
-    envelope,
-    instability,
-    loss_gap,
-    norm_gap,
-)
-from lockstep.training.history import History, not_finite
+from lockstep.training.history import History
 from lockstep.training.initial_weights import DRAWN
 
 # float32 ulps between the losses of two correct runs
@@ -67,6 +60,18 @@ class Rule:
     reason: str
 
 
+@dataclass(frozen=True)
+class Noise:
+    """The rounding noise of one quantity in a run's first step, and limits of the control's gaps."""
+
+    what: str
+    floor: float  # by which two correct runs may differ in the first step
+    first: float  # by which a control run may: its weights differ, too
+    growth: float  # a step may have so many times the largest gap so far
+    alone: float  # and so many times the largest of its NEIGHBOURS; stable training reaches a third of both
+    unit: str
+
+
 # The one table of tolerances.
 RULES = {
     "fp32": Rule(
@@ -90,58 +95,25 @@ RULES = {
 
 
 FIRST_GRAD_NORM_BF16 = 8e-3  # mixed and bf16 have no rule; weights and residuals are rounded, too
+CONTROL_FACTOR = 8  # twice WORST_RATIO
+WORST_RATIO = 4  # the margin by which correct runs have exceeded one control run
+NEIGHBOURS = 5  # steps before and after a step with which its gap is compared
+AMPLIFICATION = 400  # of the noise of the first loss; seen where the control was a measure: 290
+USUAL = 10  # an amplification that is usual in any run, however short
+POWER = 0.5  # of the range of the loss; a larger tolerance would pass a run that learns nothing
+_AGAIN = (
+    "one of the two histories is wrong, or training is unstable: run both again, or lower --learning_rate"
+)
+_CALMER = "lower --learning_rate or --debug_steps"
 
 
-def tolerance_for(baseline: History, control: History | None = None) -> Tolerance:
-    """The tolerance for comparing other runs with this one; `control` is the same run from weights perturbed by one ulp.
-
-    With a control run, every step is allowed CONTROL_FACTOR times as much as rounding errors have moved the control run by then. RULES cap
-    this where correct runs can be expected to stay within them: where WORST_RATIO times the control's difference does, for runs and
-    lengths for which RULES are derived. What RULES give for the first step is always allowed; in the first step nothing more is, because
-    only the control run starts from other weights. A control run that shows something else than rounding errors leaves a doubt. Raises
-    UserError if there is neither a rule nor a control run, and if the control run is not this run's.
-    """
-    rule, noise, norm_noise = rule_and_noise(baseline)
-    fixed = _derived(rule, floors(baseline)) if rule else None
-    if control is None:
-        if fixed is None:
-            precision = baseline.run["config"]["precision"]
-            kind = f"--precision {precision}" + (" and trained weights" if precision in RULES else "")
-            instead = "fp32" if precision in RULES else " or ".join(RULES)
-            raise UserError(
-                f"no tolerance is derived for {kind}, so there is no verdict; add a control run "
-                f"(train_ddp.py --noise_control), or compare with --precision {instead}"
-            )
-        return fixed
-    require_control(baseline, control)
-    if any(not_finite(step) for step in baseline.steps):  # it fails anyway; its control shows nothing
-        nothing = (0.0,) * len(baseline.steps)
-        return fixed or Tolerance(nothing, 0.0, nothing, "nothing: DDP broke down", len(nothing))
-    pairs = list(zip(baseline.steps, control.steps, strict=True))
-    gaps, norms = [loss_gap(*pair) for pair in pairs], [norm_gap(*pair) for pair in pairs]
-    reason = f"{CONTROL_FACTOR} times what one ulp in the initial weights did to DDP's own run by that step"
-    steps, mean = len(pairs), [sum(gaps) / len(pairs)]
-    if rule is None or fixed is None:
-        (bound,) = _bounds(mean)
-        shown = Tolerance(_bounds(envelope(gaps)), bound, _bounds(envelope(norms)), reason, steps)
-    else:
-        caps = (fixed.maximum, fixed.mean, rule.grad_norm) if steps <= DERIVED_STEPS else (math.inf,) * 3
-        later = _bounds(envelope(gaps), fixed.first, caps[0])[1:]
-        norm = _bounds(envelope(norms), rule.first_grad_norm, caps[2])
-        (bound,) = _bounds(mean, fixed.first, caps[1])
-        shown = Tolerance((fixed.first, *later), bound, norm, f"{reason}; {rule.reason}", steps)
-    losses = [step["loss"] for step in baseline.steps]
-    doubt = damage(gaps, noise) or damage(norms, norm_noise) or instability(gaps, noise, losses)
-    return replace(shown, doubt=doubt, certain=1 if fixed else 0) if doubt else shown
-
-
-def _bounds(gaps: list[float], least: float = 0.0, cap: float = math.inf) -> tuple[float, ...]:
+def bounds(gaps: list[float], least: float = 0.0, cap: float = math.inf) -> tuple[float, ...]:
     """CONTROL_FACTOR times the gap, at least `least`, at most `cap` where WORST_RATIO times the gap is within."""
     bounds = ((gap, max(CONTROL_FACTOR * gap, least)) for gap in gaps)
     return tuple(min(bound, cap) if WORST_RATIO * gap <= cap else bound for gap, bound in bounds)
 
 
-def _derived(rule: Rule, noise: list[float]) -> Tolerance:
+def derived(rule: Rule, noise: list[float]) -> Tolerance:
     """What RULES say when rounding alone may move the loss of each step by `noise` nats; no later step is allowed less than the first."""
     first, steps = noise[0], len(noise)
     later = [max(first, each) for each in noise]
@@ -230,3 +202,67 @@ def loss_noise(run: dict, first_loss: float, loss: float, num_tokens: float, *, 
         return ulps * 2.0 ** (math.floor(math.log2(loss)) - 23) if 0 < loss < math.inf else 2.0**-23
     spread = fresh_spread(run["architecture"]) if is_fresh(run, first_loss) else TRAINED_SPREAD
     return 4 * math.sqrt(2) * 5 * 2.0**-9 * spread / math.sqrt(num_tokens)
+
+
+def loss_gap(mine: dict, theirs: dict) -> float:
+    """Difference of two losses in nats."""
+    return abs(theirs["loss"] - mine["loss"])
+
+
+def norm_gap(mine: dict, theirs: dict) -> float:
+    """Difference of two gradient norms, relative to the smaller: relative to the larger it could never exceed 1."""
+    return abs(theirs["grad_norm"] - mine["grad_norm"]) / (
+        min(mine["grad_norm"], theirs["grad_norm"]) or math.nan
+    )
+
+
+def envelope(gaps: list[float]) -> list[float]:
+    """How far rounding errors have moved the control run by each step: the third largest gap so far, or that of this step or the
+    last one if it is larger.
+
+    So one outlier, which a single batch can cause, raises the bound of its own step and the next one only. The first three steps share
+    their largest gap, because a single draw can be small by chance.
+    """
+    largest: list[float] = []
+    found = []
+    for step, gap in enumerate(gaps):
+        heapq.heappush(largest, gap)
+        if len(largest) > 3:
+            heapq.heappop(largest)
+        found.append(max(gaps[:3]) if step < 3 else max(largest[0], gaps[step - 1], gap))
+    return found
+
+
+def ratios(gaps: list[float], noise: Noise) -> Iterator[tuple[float, float]]:
+    """For every step: its gap over the largest before it, and over the largest of its neighbours (at least the noise)."""
+    so_far = noise.floor
+    for step, gap in enumerate(gaps):
+        around = [*gaps[max(0, step - NEIGHBOURS) : step], *gaps[step + 1 : step + 1 + NEIGHBOURS]]
+        yield gap / so_far, gap / max([noise.floor, *around])
+        so_far = max(so_far, gap)
+
+
+def damage(gaps: list[float], noise: Noise) -> str:
+    """Why these gaps are not the effect of rounding errors, in words, or ""."""
+    for step, (gap, (growth, alone)) in enumerate(zip(gaps, ratios(gaps, noise), strict=True), start=1):
+        here = f"in step {step} the control's {noise.what} is {gap:.1e}{noise.unit} from DDP's"
+        if step == 1 and not gap <= noise.first:  # "not <=": a NaN is no gap of rounding either
+            return f"{here}; weights perturbed by one ulp move it by at most {noise.first:.1e}; {_AGAIN}"
+        if not growth <= noise.growth:
+            less = f"training amplifies rounding errors by less than {noise.growth:.0f} in a step"
+            return f"{here}, {growth:.0f} times the largest difference before; {less}; {_AGAIN}"
+        if not alone <= noise.alone:
+            return f"{here}, {alone:.0f} times its neighbours; a single batch does less than {noise.alone:.0f}; {_AGAIN}"
+    return ""
+
+
+def instability(gaps: list[float], noise: Noise, losses: list[float]) -> str:
+    """Why rounding errors, amplified like this, are no measure for other runs, in words, or ""."""
+    worst = max(gaps)
+    if worst > AMPLIFICATION * noise.floor:
+        more = f"more than {AMPLIFICATION} times the first loss's noise"
+        return f"training is unstable: it amplifies one ulp to {worst:.1e} nats, {more}; {_CALMER}"
+    scope = max(losses) - min(losses)
+    if worst > USUAL * noise.floor and CONTROL_FACTOR * worst > POWER * scope:
+        return f"a tolerance of {CONTROL_FACTOR * worst:.1e} nats is more than half the range of the loss, {scope:.1e}, so it proves nothing; {_CALMER}"
+    return ""

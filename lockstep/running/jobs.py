@@ -2,10 +2,10 @@
 
     python -m lockstep.running.jobs JOBS.json
 
-JOBS.json holds groups, {"num_ranks", "jobs"}, which run one after the other. The jobs of a group share its ranks
-(lockstep/running/ranks.py), or one process outside any launcher if num_ranks is null. A job is {"strategy", "arguments", "fault"}: a
-strategy, its flags, and the name of a fault to plant or null. The strategy "reference" is lockstep.tensors.exact_run with the flags of
-train_ddp.py; with "replays", a list of folders, it replays those dumps, too. `start_groups` and the functions below it start such a file.
+JOBS.json is what `start_groups` writes: groups, [number of ranks, jobs], which run one after the other. The jobs of a group share its ranks
+(lockstep/running/ranks.py), or one process outside any launcher if the number is null. A job is {"strategy", "arguments"}, a strategy and its
+flags, and may have "fault", the name of a fault to plant. The strategy "reference" is lockstep.tensors.exact_run with the flags of
+train_ddp.py; with "replays", a list of folders, it replays those dumps, too.
 """
 
 if __name__ == "__main__":
@@ -23,43 +23,22 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import Annotated, TextIO
-
-from pydantic import Field
+from typing import Any, TextIO
 
 from lockstep import command_line, preflight, resources, startup, strategies
 from lockstep.config import BASELINE, Config, Spec
 from lockstep.errors import TrainingFailure, UserError, first_line, run_program
 from lockstep.files import read_json
-from lockstep.inputs import architectures, user_file
-from lockstep.running import hang, logs, processes, progress, ranks
+from lockstep.inputs import architectures
+from lockstep.running import hang, processes, progress, ranks
 from lockstep.running.device import training_device
-from lockstep.schemas import Name, Strict, validate
 
 NAME = "lockstep.running.jobs"
 REFERENCE = "reference"
 
 
-class Job(Strict):
-    """One entry of JOBS.json."""
-
-    strategy: Name  # as on a command line; or "reference"
-    arguments: list[str]
-    fault: Name | None = None
-    replays: list[str] = []
-
-
-class Group(Strict):
-    """Jobs that share a start of the ranks."""
-
-    num_ranks: Annotated[int, Field(ge=1)] | None
-    jobs: list[Job]
-
-
-class Groups(Strict):
-    """The list in JOBS.json."""
-
-    groups: list[Group]
+Job = dict[str, Any]
+Group = tuple[int | None, list[Job]]  # the number of ranks, and their jobs
 
 
 class JobFailed(TrainingFailure):
@@ -71,7 +50,7 @@ class JobFailed(TrainingFailure):
 
 
 def start_groups(
-    groups: list[tuple[int | None, list[dict]]],
+    groups: list[Group],
     folder: Path,
     *,
     patience: float | None = None,
@@ -83,35 +62,30 @@ def start_groups(
     (lockstep/running/hang.py), there are fewer seconds than jobs. FOLDER/log.txt has the output of the ranks; their progress is shown, if `shown`.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    path, done = folder / "jobs.json", folder / "done.txt"
-    path.write_text(
-        json.dumps([{"num_ranks": number, "jobs": jobs} for number, jobs in groups]), encoding="utf-8"
-    )
+    path, done, log = folder / "jobs.json", folder / "done.txt", folder / "log.txt"
+    path.write_text(json.dumps(groups), encoding="utf-8")
     done.write_text("")
-    environment = {**processes.environment(), "OMP_NUM_THREADS": "1"}
+    log.write_text("")
+    environment = processes.environment()
     if patience is not None:
         environment[hang.VARIABLE] = str(patience)
-    logs.begin(folder / "log.txt")
-    with (
-        open(folder / "log.txt", "a", encoding="utf-8") as log,
-        open(folder / "log.txt", encoding="utf-8", errors="replace") as said,
-    ):
-        with startup.cleaning_up():
-            process = processes.start(
-                [sys.executable, "-m", NAME, str(path)],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-            )
-            try:
-                while process.poll() is None:
-                    time.sleep(0.1)
-                    _show(said, shown)
-                    if logs.cut(folder / "log.txt"):
-                        said.seek(0, os.SEEK_END)
-            finally:
-                processes.end(process)
+    # The log is cut while it is written, so whoever writes must append.
+    with open(log, "a") as end, open(log, encoding="utf-8", errors="replace") as said, startup.cleaning_up():
+        process = processes.start(
+            [sys.executable, "-m", NAME, str(path)],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=end,
+            stderr=end,
+        )
+        try:
+            while process.poll() is None:
+                time.sleep(0.1)
+                _show(said, shown)
+                if processes.cut(log):
+                    said.seek(0, os.SEEK_END)
+        finally:
+            processes.end(process)
         _show(said, shown)
     return [float(line) for line in done.read_text().splitlines()], process.returncode
 
@@ -122,14 +96,12 @@ def _show(said: TextIO, shown: bool) -> None:
         progress.screen.take(line)
 
 
-def start_all(num_ranks: int | None, jobs: list[dict], folder: Path) -> None:
+def start_all(num_ranks: int | None, jobs: list[Job], folder: Path) -> None:
     """`start_all_groups` of one group."""
     start_all_groups([(num_ranks, jobs)], folder)
 
 
-def start_all_groups(
-    groups: list[tuple[int | None, list[dict]]], folder: Path, *, shown: bool = False
-) -> None:
+def start_all_groups(groups: list[Group], folder: Path, *, shown: bool = False) -> None:
     """Like `start_groups`. Raises JobFailed, with the reason, if a job failed."""
     seconds, status = start_groups(groups, folder, shown=shown)
     jobs = [job for _, group in groups for job in group]
@@ -145,7 +117,8 @@ def why(folder: Path, status: int = 1) -> str:
 
 def configured(job: Job) -> Config:
     """The configuration of a job, as one of the ranks of this group."""
-    return command_line.parse_config(BASELINE if job.strategy == REFERENCE else job.strategy, job.arguments)
+    strategy = job["strategy"]
+    return command_line.parse_config(BASELINE if strategy == REFERENCE else strategy, job["arguments"])
 
 
 def run(job: Job) -> None:
@@ -159,38 +132,22 @@ def run(job: Job) -> None:
 
     config = configured(job)
     inputs = preflight.load_inputs(config)
-    if job.strategy == REFERENCE:
+    if job["strategy"] == REFERENCE:
         torch.set_num_threads(os.cpu_count() or 1)
-        line = reference.run(config, inputs, also=[Path(folder) for folder in job.replays])
+        line = reference.run(config, inputs, also=[Path(folder) for folder in job.get("replays", [])])
     else:
         device = training_device(config)
-        with faults.planted(job.fault, config, inputs, factory_of(config.spec)) as make:
+        with faults.planted(job.get("fault"), config, inputs, factory_of(config.spec)) as make:
             line = training.run_with_control(config, inputs, make, device)
     if os.environ.get("RANK", "0") == "0":
         progress.screen.note(line)
 
 
-def read(path: Path) -> list[Group]:
-    """The groups of a file. Raises UserError if it holds no jobs, or names an unknown strategy or fault."""
-    from lockstep.faults import CATALOGUE
-
-    groups = validate(Groups, {"groups": read_json(path)}, path, "see lockstep/running/jobs.py").groups
-    faults = [job.fault for group in groups for job in group.jobs]
-    for job in (job for group in groups for job in group.jobs if job.strategy != REFERENCE):
-        strategies.spec_of(job.strategy)
-    unknown = next(
-        (each for each in faults if each and each not in CATALOGUE and not user_file.is_named(each)), None
-    )
-    if unknown:
-        raise UserError(f"{path}: there is no fault {unknown}; see run_faults.py --list")
-    return groups
-
-
 def preload(groups: list[Group]) -> None:
     """Import what the ranks need, and find the layouts that they capture, unless they use GPUs: a library may initialise CUDA."""
-    jobs = [job for group in groups for job in group.jobs]
+    jobs = [job for _, group in groups for job in group]
     if (
-        any(word == "cuda" or word == "--device=cuda" for job in jobs for word in job.arguments)
+        any(word == "cuda" or word == "--device=cuda" for job in jobs for word in job["arguments"])
         or resources.local_gpus()
     ):
         return
@@ -200,11 +157,11 @@ def preload(groups: list[Group]) -> None:
     from lockstep.tensors.trace import layout_of
     from lockstep.training import loop  # noqa: F401
 
-    for strategy in {job.strategy for job in jobs} - {REFERENCE}:
+    for strategy in {job["strategy"] for job in jobs} - {REFERENCE}:
         preload_strategy(strategies.spec_of(strategy))
     if not resources.torch_is_for_cpus():
         return  # a backward pass would start a thread for each GPU, and a process with threads must not be forked
-    for job in (group.jobs[0] for group in groups if group.jobs):
+    for job in (group[0] for _, group in groups if group):
         with contextlib.suppress(UserError):  # its ranks say so, as this job's failure
             config = configured(job)
             if config.capture_dir:
@@ -249,26 +206,23 @@ def run_group(jobs: list[Job], done: Path, listener: socket.socket | None) -> in
 
 
 def main() -> int:
-    if len(sys.argv) != 2:
-        raise UserError("give one file of jobs")
     path = Path(sys.argv[1])
-    groups = read(path)
+    groups = read_json(path)
     with startup.importing():
         preload(groups)
-    for group in groups:
-        status = ranks.fork(
-            group.num_ranks or 1, functools.partial(_rank, group, path.with_name("done.txt")), NAME
-        )
+    for number, jobs in groups:
+        rank = functools.partial(_rank, number, jobs, path.with_name("done.txt"))
+        status = ranks.fork(number or 1, rank, NAME)
         if status:
             return status
     return 0
 
 
-def _rank(group: Group, done: Path, listener: socket.socket) -> int:
-    if group.num_ranks is None:
+def _rank(number: int | None, jobs: list[Job], done: Path, listener: socket.socket) -> int:
+    if number is None:
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
             del os.environ[name]
-    return run_program(NAME, lambda: run_group(group.jobs, done, listener if group.num_ranks else None))
+    return run_program(NAME, lambda: run_group(jobs, done, listener if number else None))
 
 
 if __name__ == "__main__":

@@ -55,14 +55,6 @@ class Screen:
             self.stream.write(begin + line + ("\n" if stays else ""))
             self.stream.flush()
 
-    def end(self) -> None:
-        """Finish the moving line, before other output."""
-        with self._lock:
-            if self._moving:
-                self.stream.write("\n")
-                self.stream.flush()
-            self._moving = False
-
 
 class Relay(Screen):
     """Writes marked lines into a log, for another process's screen."""
@@ -156,26 +148,23 @@ class Bytes:
 
     def __init__(self, what: str, total: int | None):
         self._what, self._total, self._done, self._said = what, total, 0, False
-        self._moves = sys.stderr.isatty()
-        self._start = time.monotonic()
-        self._next = self._start + (1 if self._moves else 10)
+        self._screen, self._start = Screen(sys.stderr), time.monotonic()
+        first, often = (1.0, OFTEN) if sys.stderr.isatty() else (10.0, 30.0)
+        self._next, self._often = self._start + first, often
 
     def add(self, count: int) -> None:
         self._done += count
         now = time.monotonic()
         if now < self._next:
             return
-        self._next = now + (0.2 if self._moves else 30)
-        self._said = True
+        self._next, self._said = now + self._often, True
         line = f"{self._what}: {self._done / 1e6:.0f} MB"
         if self._total:
             left = (now - self._start) * max(0.0, self._total / self._done - 1) if self._done else 0.0
             line += f" of {self._total / 1e6:.0f}, {left:.0f} s left"
-        sys.stderr.write(f"\r\x1b[K{line}" if self._moves else line + "\n")
-        sys.stderr.flush()
+        self._screen.state(line, stays=True)
 
     def end(self) -> None:
         if self._said:
-            line = f"{self._what}: {self._done / 1e6:.0f} MB in {time.monotonic() - self._start:.0f} s\n"
-            sys.stderr.write(f"\r\x1b[K{line}" if self._moves else line)
-            sys.stderr.flush()
+            took = time.monotonic() - self._start
+            self._screen.note(f"{self._what}: {self._done / 1e6:.0f} MB in {took:.0f} s")

@@ -39,10 +39,11 @@ from lockstep import startup, strategies
 from lockstep.config import Config, Spec
 from lockstep.errors import TrainingFailure, UserError, first_line, run_program
 from lockstep.inputs.data import Inputs
-from lockstep.running import hang, logs, processes, progress
+from lockstep.running import hang, processes, progress
 from lockstep.running.device import share_cores
 
 if TYPE_CHECKING:
+    import psutil
     from ray.train.torch import TorchTrainer
 
     from lockstep.training.strategy import MakeStrategy
@@ -56,10 +57,8 @@ RAY_ENVIRONMENT = {
     "RAY_TRAIN_METRICS_ENABLED": "0",  # there is no dashboard to show them
 }
 CONNECT_TIMEOUT = 3.0  # seconds
-# Children of a raylet that outlive it for up to a minute: its agents, under either name, and workers that have just been started.
 Returned = TypeVar("Returned")
 MakeTrainer = Callable[..., "TorchTrainer"]
-SLOW_TO_END = re.compile(r"ray::\w*Agent|agent\.py|agent/main\.py|default_worker\.py")
 
 
 def _worker(arguments: dict) -> tuple[bool, str]:
@@ -106,8 +105,9 @@ def run(
 
     Raises TrainingFailure, or UserError if there is no cluster at RAY_ADDRESS.
     """
-    ray = _import_ray()
-    training_library = _in_background(_import_ray_train)  # it takes as long as Ray takes to start
+    ray = _import("ray")
+    # it takes as long as Ray takes to start
+    training_library = _in_background(lambda: _import("ray.train.torch"))
     startup.end_helpers.append(_end_children)
     _connect(ray)
     training_library.result()
@@ -198,7 +198,7 @@ class _Log(io.TextIOBase):
     """Receives printed text: marked lines go to the screen, all others to a file, which is cut when it grows too large."""
 
     def __init__(self, path: Path):
-        logs.begin(path)
+        path.write_bytes(b"")
         self._path, self._size = path, 0
         self._file: TextIO = open(path, "a", encoding="utf-8", errors="replace")  # noqa: SIM115 - see close
         self._lock, self._unfinished, self.lost = threading.Lock(), "", ""
@@ -216,7 +216,7 @@ class _Log(io.TextIOBase):
             if not self.lost:
                 self._size += self._file.write(text)
                 self._file.flush()
-                if self._size > logs.LARGEST and logs.cut(self._path):
+                if self._size > processes.LARGEST and processes.cut(self._path):
                     self._size = self._path.stat().st_size
         except OSError as error:  # a full disk: the reason why the run stops must still be shown
             self.lost = error.strerror or str(error)
@@ -265,18 +265,10 @@ def _reason(error: Exception) -> str:
     return f"worker {rank} failed: {re.sub(r'^lockstep[.]errors[.][A-Za-z]+: ', '', lines[rank])}"
 
 
-def _import_ray() -> ModuleType:
-    """Import ray, after setting the environment variables that it reads while it is imported."""
+def _import(name: str) -> ModuleType:
+    """Import a module of Ray, after setting the environment variables that it reads while it is imported."""
     for key, value in RAY_ENVIRONMENT.items():
         os.environ.setdefault(key, value)
-    return _import("ray")
-
-
-def _import_ray_train() -> ModuleType:
-    return _import("ray.train.torch")
-
-
-def _import(name: str) -> ModuleType:
     try:
         with startup.importing():
             return importlib.import_module(name)
@@ -341,15 +333,14 @@ def _require_cluster(ray: ModuleType, address: str) -> None:
     tokens = ray._raylet.AuthenticationTokenLoader.instance()
     if os.environ.get("RAY_AUTH_MODE") == "token" and not tokens.has_token(ignore_auth_mode=True):
         raise ray.exceptions.AuthenticationError("no token")  # the client would end the process
-    try:
-        with _quiet():
+    with _quiet():
+        try:
             ray._raylet.GcsClient(address=found)
-    except ray.exceptions.AuthenticationError:
-        if "RAY_AUTH_MODE" in os.environ or not tokens.has_token(ignore_auth_mode=True):
-            raise
-        os.environ["RAY_AUTH_MODE"] = "token"
-        ray._raylet.Config.initialize("")  # Ray has read the environment already
-        with _quiet():
+        except ray.exceptions.AuthenticationError:
+            if "RAY_AUTH_MODE" in os.environ or not tokens.has_token(ignore_auth_mode=True):
+                raise
+            os.environ["RAY_AUTH_MODE"] = "token"
+            ray._raylet.Config.initialize("")  # Ray has read the environment already
             ray._raylet.GcsClient(address=found)
 
 
@@ -371,9 +362,11 @@ def _shutdown(ray: ModuleType, *, clean: bool) -> None:
     """Leave the cluster, or end our own instance. `clean` removes the folder of logs that it leaves."""
     node = ray._private.worker._global_node
     session = Path(node.get_session_dir_path()) if node is not None and node.is_head() else None
-    helpers = _helpers_of_ray()
+    import psutil  # Ray brings it along
+
+    started = psutil.Process().children(recursive=True)
     ray.shutdown()
-    _kill_slow(helpers)
+    _kill(started)  # agents and new workers would try for up to a minute to reach their raylet
     if clean and session is not None:
         shutil.rmtree(session, ignore_errors=True)
         latest = session.with_name("session_latest")
@@ -387,55 +380,25 @@ def _end_children() -> None:
     They have asked the kernel to end them with this process, except one that was only just forked and has not asked yet. A raylet is stopped
     before its workers are killed. A worker that it started later would try for up to a minute to reach it.
     """
-    for child in _children(os.getpid()):
-        if _raylet_state(child) is not None:
-            _send(child, signal.SIGSTOP)
-            while _raylet_state(child) not in ("T", None):  # the signal may arrive while it starts one
-                time.sleep(0.001)
-            for worker in _children(child):
-                _send(worker, signal.SIGKILL)
-        _send(child, signal.SIGKILL)
+    import psutil
+
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
+            if child.name() == "raylet":
+                child.suspend()
+                # the signal may arrive while it starts one
+                while child.status() not in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE):
+                    time.sleep(0.001)
+                _kill(child.children())
+            child.kill()
 
 
-def _send(process: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):  # it has ended
-        os.kill(process, number)
+def _kill(found: "list[psutil.Process]") -> None:
+    import psutil
 
-
-def _raylet_state(process: int) -> str | None:
-    """The state of a raylet: R, S or D as long as it can start processes, T once it is stopped. None for any other process."""
-    try:
-        name, _, fields = Path(f"/proc/{process}/stat").read_text().partition("(")[2].rpartition(")")
-    except OSError:  # it has ended
-        return None
-    state = fields.split()[0]
-    return state if name == "raylet" and state not in "XZ" else None
-
-
-def _helpers_of_ray() -> list[int]:
-    """The processes that would try for up to a minute to reach the raylet of this process after its end."""
-    grandchildren = [each for child in _children(os.getpid()) for each in _children(child)]
-    return [process for process in grandchildren if _is_slow_to_end(process)]
-
-
-def _children(process: int) -> list[int]:
-    found: list[int] = []
-    for task in Path(f"/proc/{process}/task").glob("*/children"):
-        with contextlib.suppress(OSError):  # the thread or the process has ended
-            found += map(int, task.read_text().split())
-    return found
-
-
-def _is_slow_to_end(process: int) -> bool:
-    with contextlib.suppress(OSError):  # it has ended
-        return bool(SLOW_TO_END.search(Path(f"/proc/{process}/cmdline").read_text()))
-    return False
-
-
-def _kill_slow(helpers: list[int]) -> None:
-    for process in helpers:
-        if _is_slow_to_end(process):
-            _send(process, signal.SIGKILL)
+    for process in found:
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
+            process.kill()
 
 
 def _hold_local_ray() -> int:
@@ -449,7 +412,7 @@ def _hold_local_ray() -> int:
         prefix="lockstep-", dir=os.environ.get("RAY_TMPDIR", "/tmp")
     )  # short: the names of sockets must be
     os.environ["RAY_TMPDIR"] = folder
-    ray = _import_ray()
+    ray = _import("ray")
     try:
         _connect(ray)
         print(ray.get_runtime_context().gcs_address, flush=True)

@@ -26,7 +26,7 @@ from lockstep.errors import UserError, run_program
 from lockstep.files import REPORTS, require_ours, require_writable_folder
 from lockstep.flags import Parser
 from lockstep.inputs.data import independent_tokens
-from lockstep.losses.curves import RANK_ULPS, RULES, loss_noise
+from lockstep.losses.tolerance import RANK_ULPS, RULES, loss_noise
 from lockstep.strategies import in_order
 from lockstep.tensors import tensor_report
 from lockstep.tensors.comparable_dumps import (
