@@ -240,7 +240,7 @@ def train_step(
     losses, hashes = [row[0] for row in everyone], [list(map(int, row[2:])) for row in everyone]
     if any(row[1] for row in everyone):
         stop_together(problem)
-    _require_right_batches(hashes, config.mesh, index + 1)
+    require_right_batches(hashes, config.mesh, index + 1)
     lead = [config.mesh.first_with_share(share) for share in range(config.mesh.num_sample_shares)]
     step = {
         "step": index + 1,
@@ -336,7 +336,7 @@ def _require_file_weights(
     stop_together(f"after sharding, {problem}" if problem else "")
 
 
-def _require_right_batches(hashes: list[list[int]], mesh: Mesh, step: int) -> None:
+def require_right_batches(hashes: list[list[int]], mesh: Mesh, step: int) -> None:
     """Ranks with the same share of the global batch must see the same batch, ranks with different shares different ones."""
     for rank, value in enumerate(hashes):
         share = mesh.sample_share(rank)
