@@ -64,7 +64,7 @@ class AutoTPHandles(Handles):
         self.run.patch(configuration, "resolved", lambda *a: {**told(*a), "communication_data_type": "bf16"})
 
     def drop_sum_over_tp(self, module: str) -> None:
-        # A layer that has no group to reduce over: in backward, this is the next handle
+        # The layer has no group to reduce over. Of a column-parallel one, that is the gradient of its input: the next handle
         self.run.patch(self.strategy.model.get_submodule(module), "mp_group", None)
 
     drop_input_gradient_sum_of = drop_sum_over_tp
