@@ -13,9 +13,10 @@ import pydantic
 import torch
 import torch.distributed as dist
 
+from lockstep import tested
 from lockstep.config import Config
-from lockstep.deepspeed import configuration, options, ulysses, zero
-from lockstep.deepspeed.build import build_async_io, collectives, other_version, use_torch_collectives
+from lockstep.deepspeed import configuration, ulysses, zero
+from lockstep.deepspeed.build import build_async_io, collectives, use_torch_collectives
 from lockstep.errors import LIBRARY_REFUSES, UserError, first_line
 from lockstep.inputs import modules
 from lockstep.inputs.model import causal_lm_loss
@@ -200,14 +201,14 @@ class Stage3(Stage1And2):
 
 
 @contextlib.contextmanager
-def _refusals_named(file: options.UserFile | None) -> Iterator[None]:
+def _refusals_named(file: zero.UserFile | None) -> Iterator[None]:
     """What DeepSpeed refuses, as one line: of a user's file, or of what another version is told."""
     from deepspeed.runtime.config import DeepSpeedConfigError
 
     try:
         yield
     except (AssertionError, ValueError, NotImplementedError, DeepSpeedConfigError) as error:
-        version = other_version()
+        version = tested.difference("deepspeed")
         if file is None and not version:
             raise
         why = first_line(error)
@@ -237,13 +238,13 @@ class AutoTPStrategy:
         self.full_shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         if device.type == "cpu":
             use_torch_collectives()
-        if options.of(config).nvme_path is not None:
+        if zero.of(config).nvme_path is not None:
             build_async_io()
         deepspeed.init_distributed(dist_backend=dist.get_backend())
         ulysses.forget()
         self.sequence = ulysses.Ulysses(model, config) if mesh.cp > 1 else None
         model.to(device=device, dtype=config.parameter_dtype)  # type: ignore[call-arg] # a decorator of transformers loses self
-        with _refusals_named(options.of(config).deepspeed_config):
+        with _refusals_named(zero.of(config).deepspeed_config):
             self.engine, self.optimizer, _, _ = deepspeed.initialize(
                 model=model,
                 model_parameters=parameter_groups(model.parameters(), config.weight_decay),

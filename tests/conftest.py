@@ -20,7 +20,6 @@ SLOW = [
     "test_foreign_bugs",
     "test_run_verification",
     "test_own_strategy",
-    "test_tensor_faults",
     "test_options",
     "test_capture",
     "test_memory_plan",

@@ -3,64 +3,34 @@
 Each is a function of a `Planting` and the live strategy. test_foreign_bugs.py says what each breaks first.
 """
 
-import contextlib
 import itertools
 from collections.abc import Callable
 
 import torch
 
-from lockstep import strategies
-from lockstep.faults.planting import Planting
 from lockstep.training.torch_strategy import local
 
-FOREIGN: dict[str, Callable] = {}
+FOREIGN: dict[str, str] = {}  # name -> path/to/file.py:FUNCTION
 UP = "model.layers.1.mlp.up_proj.weight"
 LAYER = "model.layers.1"
 
 
-@contextlib.contextmanager
-def foreign(name: str, config, inputs, make_strategy):
-    """Yields make_strategy with the bug in what it makes."""
-    with contextlib.ExitStack() as stack:
-        planting = Planting(config, inputs, stack)
-        planting.handles = strategies.load(strategies.spec_of(config.strategy).handles)(planting)
-
-        def make(*arguments):
-            strategy = planting.handles.strategy = make_strategy(*arguments)
-            FOREIGN[name](planting, strategy)
-            return strategy
-
-        yield make
-        planting.require_used(name)
-
-
 def bug(plant: Callable) -> Callable:
-    FOREIGN[plant.__name__.replace("_", " ")] = plant
-    return plant
+    """A planted fault of a function that changes the live strategy."""
+    FOREIGN[plant.__name__.replace("_", " ")] = f"{__file__}:{plant.__name__}"
+
+    def planter(run):
+        plant(run, (yield))
+
+    return planter
 
 
 def _module(strategy, name: str) -> torch.nn.Module:
     return strategy.model.get_submodule(name)
 
 
-def _changes_output(strategy, name: str, change: Callable) -> None:
-    """The module gives back change(module, its first argument, its output)."""
-    hook = lambda module, arguments, output: change(module, arguments[0], output)  # noqa: E731
-    _module(strategy, name).register_forward_hook(hook)
-
-
 def _at(strategy, axis: str) -> int:
     return strategy.geometry().coordinates.along(axis)
-
-
-def _after_backward(run, strategy, change: Callable) -> None:
-    """change(step, name, gradient) of every gradient that this rank holds, between backward and update."""
-
-    def action(step):
-        for name, gradient in run.handles.gradients():
-            change(step, name, gradient)
-
-    run.around(strategy, "forward_backward", after=action)
 
 
 # Forward
@@ -116,20 +86,20 @@ def rotary_angles_of_one_layer_doubled(run, strategy):
 @bug
 def two_heads_swapped(run, strategy):
     """On every tp rank, which has two."""
-    swap = lambda _module, _x, output: output.unflatten(-1, (-1, 16)).flip(-2).flatten(-2)  # noqa: E731
-    _changes_output(strategy, f"{LAYER}.self_attn.q_proj", swap)
-
-
-@bug
-def bias_left_out(run, strategy):
-    _changes_output(
-        strategy, f"{LAYER}.self_attn.k_proj", lambda module, _x, output: output - local(module.bias)
+    run.change_output(
+        f"{LAYER}.self_attn.q_proj", lambda output: output.unflatten(-1, (-1, 16)).flip(-2).flatten(-2)
     )
 
 
 @bug
+def bias_left_out(run, strategy):
+    layer = f"{LAYER}.self_attn.k_proj"
+    run.change_output(layer, lambda output: output - local(_module(strategy, layer).bias))
+
+
+@bug
 def residual_added_twice(run, strategy):
-    _changes_output(strategy, LAYER, lambda _module, x, output: output + x)
+    _module(strategy, LAYER).register_forward_hook(lambda _module, inputs, output: output + inputs[0])
 
 
 @bug
@@ -139,23 +109,23 @@ def gelu_for_silu(run, strategy):
 
 @bug
 def last_position_zeroed(run, strategy):
-    def zero(_module, _x, output):
+    def zero(output):
         keep = torch.ones(output.shape[1])
         keep[-1] = 0
         return output * keep[:, None]
 
-    _changes_output(strategy, f"{LAYER}.post_attention_layernorm", zero)
+    run.change_output(f"{LAYER}.post_attention_layernorm", zero)
 
 
 @bug
 def embedding_scaled(run, strategy):
-    _changes_output(strategy, "model.embed_tokens", lambda _module, _x, output: 8 * output)
+    run.change_output("model.embed_tokens", lambda output: 8 * output)
 
 
 @bug
 def activations_of_one_replica_scaled(run, strategy):
     if _at(strategy, "dp") == 1:
-        _changes_output(strategy, f"{LAYER}.mlp.down_proj", lambda _module, _x, output: 1.001 * output)
+        run.change_output(f"{LAYER}.mlp.down_proj", lambda output: 1.001 * output)
 
 
 @bug
@@ -167,15 +137,15 @@ def share_of_one_tp_rank_counted_twice(run, strategy):
     def note(_module, arguments):
         before["x"] = local(arguments[0])
 
-    def add(module, _x, output):
-        share = before["x"] @ local(module.weight).detach().T
+    def add(output):
+        share = before["x"] @ local(layer.weight).detach().T
         if _at(strategy, "tp") == 0:
             share = torch.zeros_like(share)
         torch.distributed.all_reduce(share, group=run.handles.group("tp"))
         return output + share.detach()
 
     layer.register_forward_pre_hook(note)
-    _changes_output(strategy, f"{LAYER}.mlp.down_proj", add)
+    run.change_output(f"{LAYER}.mlp.down_proj", add)
 
 
 # Loss and backward
@@ -183,23 +153,23 @@ def share_of_one_tp_rank_counted_twice(run, strategy):
 
 @bug
 def loss_of_one_replica_counts_twice(run, strategy):
-    run.scale_backward(strategy, lambda _call: 1 + _at(strategy, "dp"))
+    run.scale_backward(lambda _call: 1 + _at(strategy, "dp"))
 
 
 @bug
 def gradient_of_one_activation_scaled(run, strategy):
-    def scale(_module, _x, output):
+    def scale(output):
         return output + 0.5 * (output - output.detach())
 
-    _changes_output(strategy, f"{LAYER}.post_attention_layernorm", scale)
+    run.change_output(f"{LAYER}.post_attention_layernorm", scale)
 
 
 @bug
 def gradient_of_some_positions_lost(run, strategy):
-    def lose(_module, _x, output):
+    def lose(output):
         return torch.cat([output[:, :8].detach(), output[:, 8:]], dim=1)
 
-    _changes_output(strategy, f"{LAYER}.input_layernorm", lose)
+    run.change_output(f"{LAYER}.input_layernorm", lose)
 
 
 # Gradients
@@ -214,12 +184,12 @@ def one_stale_gradient(run, strategy):
         if name == UP:
             kept["old"] = gradient.copy_(kept["old"]) if step == 2 else gradient.clone()
 
-    _after_backward(run, strategy, change)
+    run.change_gradients(change)
 
 
 @bug
 def gradient_of_one_parameter_zeroed(run, strategy):
-    _after_backward(run, strategy, lambda _step, name, gradient: gradient.zero_() if name == UP else None)
+    run.change_gradients(lambda _step, name, gradient: gradient.zero_() if name == UP else None)
 
 
 @bug
@@ -228,14 +198,25 @@ def sign_of_one_gradient_element(run, strategy):
         if name == UP and _at(strategy, "tp") == 0 and _at(strategy, "dp") == 0:
             gradient.view(-1)[5].neg_()
 
-    _after_backward(run, strategy, change)
+    run.change_gradients(change)
+
+
+@bug
+def exponent_bit_of_one_gradient_element(run, strategy):
+    """The lowest one, of a middling element, on one tp rank."""
+
+    def flip(_step, name, gradient):
+        if name == UP and _at(strategy, "tp") == 1:
+            flat = gradient.view(-1)
+            middling = int(flat.abs().median(dim=0).indices)
+            flat[middling : middling + 1].view(torch.int32).bitwise_xor_(1 << 23)
+
+    run.change_gradients(flip)
 
 
 @bug
 def gradient_of_one_tp_rank_negated(run, strategy):
-    _after_backward(
-        run,
-        strategy,
+    run.change_gradients(
         lambda _step, name, gradient: gradient.neg_() if name == UP and _at(strategy, "tp") == 1 else None,
     )
 
@@ -248,7 +229,7 @@ def one_dp_rank_has_noise_in_its_gradient(run, strategy):
         if name == UP and _at(strategy, "dp") == 1:
             gradient.mul_(1 + 1e-3 * torch.randn(gradient.shape, generator=torch.Generator().manual_seed(1)))
 
-    _after_backward(run, strategy, change)
+    run.change_gradients(change)
 
 
 # The update
@@ -270,33 +251,16 @@ def sign_of_one_weight_element(run, strategy):
     run.around(strategy, "update", after=flip)
 
 
-def _keeps_weights(run, strategy, of: Callable, step: int) -> None:
-    """Undo what an update did to the weights that of(name) names."""
-    kept: list[torch.Tensor] = []
-
-    def keep(_step):
-        kept[:] = [tensor.clone() for name, tensor in run.handles.weights() if of(name)]
-
-    def put_back(here):
-        live = [tensor for name, tensor in run.handles.weights() if of(name)]
-        for tensor, old in zip(live, kept, strict=True):
-            if here == step:
-                with torch.no_grad():
-                    tensor.copy_(old)
-
-    run.around(strategy, "update", before=keep, after=put_back)
-
-
 @bug
 def replica_missed_one_update(run, strategy):
     """In the second step. (In DDP the replicas part; in FSDP it is this rank's shards.)"""
     if _at(strategy, "dp") == 1:
-        _keeps_weights(run, strategy, lambda _name: True, 2)
+        run.undo_updates(lambda step, _name: step == 2)
 
 
 @bug
 def one_weight_never_updated(run, strategy):
-    _keeps_weights(run, strategy, lambda name: name == UP, 1)
+    run.undo_updates(lambda step, name: name == UP and step == 1)
 
 
 @bug
@@ -325,3 +289,18 @@ def updates_of_one_weight_doubled(run, strategy):
                 tensor.add_(tensor - old[number])
 
     run.around(strategy, "update", before=keep, after=double)
+
+
+# What replaces nothing that the run uses
+
+
+@bug
+def replaces_what_nobody_calls(run, strategy):
+    """Without a dump, nobody asks what a rank holds."""
+    run.patch(strategy, "held", list)
+
+
+@bug
+def replaces_what_nobody_reads(run, strategy):
+    """The parameters are read elsewhere, but not for the norm."""
+    run.patch_during(strategy, "grad_norm", strategy, "parameters", [])

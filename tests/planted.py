@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from foreign import FOREIGN, foreign
+from foreign import FOREIGN
 
 from lockstep.faults import CATALOGUE, planted
 from lockstep.mesh import Geometry
@@ -21,36 +21,11 @@ from lockstep.mesh import Geometry
 def fault(name: str, config, inputs, make_strategy):
     """Yields make_strategy with the fault in what it makes."""
     if name in CATALOGUE or name in FOREIGN:
-        plant = planted if name in CATALOGUE else foreign
-        with plant(name, config, inputs, make_strategy) as make:
-            yield make
-        return
-    if name in IDLE:
-        entry = dataclasses.replace(CATALOGUE["tie_broken"], plant=IDLE[name])
-        with (
-            mock.patch.dict(CATALOGUE, {name: entry}),
-            planted(name, config, inputs, make_strategy) as make,
-        ):
+        with planted(FOREIGN.get(name, name), config, inputs, make_strategy) as make:
             yield make
         return
     with FAULTS[name](config, inputs) as wrap:
         yield lambda *arguments: wrap(make_strategy(*arguments))
-
-
-def _nobody_calls(run):
-    """The parameters that count in the norm are chosen in the constructor."""
-    strategy = yield
-    run.patch(strategy, "_counted", list)
-
-
-def _nobody_reads(run):
-    """The same parameters, read elsewhere, but not for the norm."""
-    strategy = yield
-    run.patch_during(strategy, "grad_norm", strategy, "parameters", [])
-
-
-# faults of the catalogue's kind that replace what the run does not use
-IDLE = {"replaces what nobody calls": _nobody_calls, "replaces what nobody reads": _nobody_reads}
 
 
 def _wrapping(plant):
@@ -164,34 +139,6 @@ def _elsewhere(strategy, config, inputs):
     strategy.geometry = lambda: Geometry(here.mesh, there)
 
 
-FLIPPED = "model.layers.1.mlp.up_proj.weight"
-
-
-def _flipped_bit(strategy, config, inputs):
-    """The lowest exponent bit of one middling element of one shard of one gradient."""
-    real = strategy.forward_backward
-    parameter = dict(strategy.model.named_parameters())[FLIPPED]
-
-    def shard():
-        if hasattr(strategy, "engine"):
-            place = parameter._hp_mapping
-            if place is None or place.lp_fragment_address.start:
-                return None
-            return place.get_lp_grad_fragment(parameter._index_in_param_group)
-        return parameter.grad.to_local() if strategy.geometry().coordinates.dp == 0 else None
-
-    def forward_backward(micro_batches):
-        loss = real(micro_batches)
-        gradient = shard() if strategy.geometry().coordinates.tp == 1 else None
-        if gradient is not None:
-            flat = gradient.view(-1)
-            middling = int(flat.abs().median(dim=0).indices)
-            flat[middling : middling + 1].view(torch.int32).bitwise_xor_(1 << 23)
-        return loss
-
-    strategy.forward_backward = forward_backward
-
-
 def _no_room(strategy, config, inputs):
     """A disk that is full for one rank: files cannot grow beyond a hundred kilobytes."""
     import resource
@@ -242,7 +189,6 @@ FAULTS = {
     "collectives of its own": _wrapping(_own_collectives),
     "options are not passed on": _defaults,
     "no room for files on rank 1": _wrapping(_no_room),
-    "a flipped exponent bit": _wrapping(_flipped_bit),
     "none": _wrapping(_none),
     "one side clips, admitted": _wrapping(_no_clipping_admitted),
     "one replica with other weights": _wrapping(_other_weights),

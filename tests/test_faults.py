@@ -20,40 +20,23 @@ DDP_FAULTS = {
 PRECISIONS = ("fp32", "autocast")
 
 
-STOPPED = {
-    "at another place in the mesh": (
-        "ddp",
-        2,
-        "rank 0: the strategy's groups put it at dp 1 of 2, tp 0 of 1, the mesh at dp 0 of 2, tp 0 of 1",
-    ),
-    "DP ranks really on the same batch": ("ddp", 2, "step 1: DP ranks 0 and 1 saw the same batch"),
-    "nan": ("ddp", 2, "step 3: the loss is nan on rank 1 (dp 1 of 2, tp 0 of 1)"),
+STOPPED_DDP = {
+    "at another place in the mesh": "rank 0: the strategy's groups put it at dp 1 of 2, tp 0 of 1, the mesh at dp 0 of 2, tp 0 of 1",
+    "DP ranks really on the same batch": "step 1: DP ranks 0 and 1 saw the same batch",
+    "nan": "step 3: the loss is nan on rank 1 (dp 1 of 2, tp 0 of 1)",
     **{
-        f"norm is nan in step {step}": (
-            "ddp",
-            2,
-            f"step {step}: the gradient norm is nan on rank 1 (dp 1 of 2, tp 0 of 1)",
-        )
+        f"norm is nan in step {step}": f"step {step}: the gradient norm is nan on rank 1 (dp 1 of 2, tp 0 of 1)"
         for step in (1, 3, 4)  # 4 is the last one
     },
-    "replaces what nobody calls": (
-        "ddp",
-        2,
-        "fault replaces what nobody calls: its replacement of DDPStrategy._counted was never used",
-    ),
-    "replaces what nobody reads": (
-        "ddp",
-        2,
-        "fault replaces what nobody reads: its replacement of DDPStrategy.parameters was never used",
-    ),
-    "one side clips, admitted": ("ddp", 2, "max_grad_norm is 0.0, not 1.0"),
-    "weights changed after loading": ("ddp", 2, "model.embed_tokens.weight differs from"),
-    "TP peers really on different batches": (
-        "fsdp",
-        4,
-        "step 1: rank 0 and rank 1 share samples (dp 0) and saw different batches",
-    ),
+    "replaces what nobody calls": "replaces_what_nobody_calls: its replacement of DDPStrategy.held was never used",
+    "replaces what nobody reads": "replaces_what_nobody_reads: its replacement of DDPStrategy.parameters was never used",
+    "one side clips, admitted": "max_grad_norm is 0.0, not 1.0",
+    "weights changed after loading": "model.embed_tokens.weight differs from",
 }
+STOPPED_FSDP = {
+    "TP peers really on different batches": "step 1: rank 0 and rank 1 share samples (dp 0) and saw different batches",
+}
+STOPPED = {2: ("ddp", STOPPED_DDP), 4: ("fsdp", STOPPED_FSDP)}  # by number of ranks
 STEPS = 5
 # What one rank alone meets: {"file_limit"}, {"saves"} or {"unreadable"} of `jobs.stopped`.
 ALONE = {
@@ -93,11 +76,11 @@ def runs(tmp_path_factory):
         }
 
     def stops(size):
-        for fault, (strategy, its_size, _) in STOPPED.items():
+        strategy, faults = STOPPED[size]
+        for fault in faults:
             arguments = [*COMMON, "--precision", "fp32", "--debug_steps", "4"]
             arguments += weights * (fault == "weights changed after loading")
-            if its_size == size:
-                yield "jobs:refused", fault, {"strategy": strategy, "fault": fault, "arguments": arguments}
+            yield "jobs:refused", fault, {"strategy": strategy, "fault": fault, "arguments": arguments}
 
     ddp = [history_of(f, p) for p in PRECISIONS for f in DDP_FAULTS] + [history_of("frozen", "fp32")]
     captured = {"arguments": [*CAPTURED, "--debug_steps", "3", "--capture_steps", "2"]}
@@ -140,9 +123,11 @@ def test_two_runs_in_which_nothing_moves_fail_although_they_agree(runs):
     assert verdict.loss_passed and verdict.grad_norm_passed and not verdict.passed
 
 
-@pytest.mark.parametrize("fault", STOPPED)
-def test_the_loop_stops_every_rank(runs, fault):
-    _, size, message = STOPPED[fault]
+@pytest.mark.parametrize(
+    "size, fault, message",
+    [(size, *case) for size, (_, faults) in STOPPED.items() for case in faults.items()],
+)
+def test_the_loop_stops_every_rank(runs, size, fault, message):
     folder = runs / str(size) / fault
     errors = [(folder / f"error{rank}.txt").read_text() for rank in range(size)]
     assert all(message in error for error in errors), errors

@@ -72,6 +72,7 @@ SHARDED = {
     "one stale gradient": (f"gradient/{UP}", 2, "stale gradients", ""),
     "gradient of one parameter zeroed": (f"gradient/{UP}", 1, None, "all elements are zero"),
     "gradient of one tp rank negated": (f"gradient/{UP}", 1, None, "only in the share of tp rank 1 of 2"),
+    "exponent bit of one gradient element": (f"gradient/{UP}", 1, None, ""),
     "one weight never updated": (f"parameter/{UP}", 1, "update left out", ""),
     "updates of one weight doubled": (
         f"parameter/{UP}",
@@ -119,6 +120,7 @@ SAMPLE = {
     "deepspeed": [
         "another norm epsilon on one tp rank",
         "activations of one replica scaled",
+        "exponent bit of one gradient element",
     ],
 }
 

@@ -69,6 +69,13 @@ def test_the_loss_verdict_sees_the_grave_ones(fp32):
         assert {row["fault"] for row in rows if row[what] is not None} >= GRAVE
 
 
+def test_in_autocast(tmp_path):
+    """One norm weight is off by one in a thousand on one tp rank."""
+    name = "norm_weight_differs_on_one_tp_rank"
+    status, (row,) = rows_of(tmp_path, name, "--precision", "autocast", "--strategy", "fsdp")
+    assert status == 0 and row["first_right"] and row["named"] == "right"
+
+
 def test_run_faults_can_fail(tmp_path, monkeypatch, capsys):
     """One fault has no effect: it multiplies with the tensor-parallel size, which is 1. Of the others, another cause or other evidence was
     written down."""

@@ -16,7 +16,7 @@ from extras.memory.plan import (
     largest,
     most,
 )
-from lockstep.deepspeed import configuration, options, zero
+from lockstep.deepspeed import configuration, zero
 from lockstep.training.optim import decays
 
 # DeepSpeed's own values where the configuration says nothing, in elements (runtime/zero/config.py).
@@ -39,7 +39,7 @@ def plan(rank: Rank) -> Plan:
     config = rank.config
     zero.require(config)
     rank = whole_embedding(rank)
-    stage = options.of(config).zero_stage
+    stage = zero.of(config).zero_stage
     told = configuration.resolved(config, rank.hidden_size)["zero_optimization"]
     sizes = {name: told.get(name, default) for name, default in DEFAULTS.items()}
     buffers = 2 if told.get("overlap_comm") and stage in (1, 2) else 1
@@ -119,7 +119,7 @@ def stage_1_and_2(rank: Rank, stage: int, sizes: dict, bucket: int) -> Plan:
     oversized = numel > sizes["reduce_bucket_size"]
     filled = 2 * numel * width if oversized else min(bucket, all_of_them)  # the gradient, and its flat copy
     state = share * (1 + rank.moments)
-    offloaded = options.of(config).offload_optimizer != "none"
+    offloaded = zero.of(config).offload_optimizer != "none"
     accumulates = config.gradient_accumulation_steps > 1
     host, optimizer, extra = {}, state, 0
     if offloaded:  # the master's gradient and a copy of the updated weights are always there
@@ -166,7 +166,7 @@ def stage_3(rank: Rank, sizes: dict, bucket: int) -> Plan:
     stays until backward.
     """
     config, width, dp = rank.config, rank.width, rank.config.dp_size
-    own = options.of(config)
+    own = zero.of(config)
     split = groups(rank.shapes)
     shares = [sum(-(-math.prod(shape) // dp) for shape in group.values()) for group in split]
     share = sum(shares) * width

@@ -7,11 +7,10 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 from lockstep import tested
 from lockstep.config import Config
-from lockstep.deepspeed import configuration, options, ulysses, zero
+from lockstep.deepspeed import configuration, ulysses, zero
 from lockstep.errors import UserError
 from lockstep.files import require_writable_folder
 from lockstep.inputs import shapes
@@ -35,38 +34,13 @@ def require(config: Config, architecture: dict) -> None:
         raise UserError(
             f"--optimizer {config.optimizer}: DeepSpeed steps flat pieces of many tensors, and adamw and sgd alone are known to take them; choose one"
         )
-    _require_known(configuration.resolved(config, shapes.width(architecture)), config.device)
-    path = options.of(config).nvme_path
+    told, version = configuration.resolved(config, shapes.width(architecture)), tested.difference("deepspeed")
+    if version:  # the one tested knows it, without the import, which takes seconds
+        configuration.require_readable(told, config.device, version, "install requirements.txt")
+    path = zero.of(config).nvme_path
     if path is not None:
         _require_libaio()
         require_writable_folder(path, "--nvme_path", keep=not config.dry_run)
-
-
-def other_version() -> str:
-    """ "deepspeed 0.18.2 found, tested with 0.19.8"; "" if it is the version tested."""
-    return tested.difference("deepspeed")
-
-
-def _require_known(told: dict[str, Any], device: str) -> None:
-    """Raise UserError if another version of DeepSpeed than the one tested does not know what it is told."""
-    version = other_version()
-    if not version:  # known without the import, which takes seconds
-        return
-    if device == "cpu":
-        os.environ["DS_ACCELERATOR"] = "cpu"  # or DeepSpeed says that it found no GPU
-    from deepspeed.runtime import precision_config
-    from deepspeed.runtime.tensor_parallel import config as tensor_parallel
-
-    # Section of DeepSpeed's configuration -> its class, which refuses what it does not know
-    classes = {
-        "tensor_parallel": tensor_parallel.TPTrainingConfig,
-        "bf16": precision_config.DeepSpeedBF16Config,
-    }
-    for section, known in classes.items():
-        unknown = next((key for key in told[section] if key not in known.model_fields), None)
-        if unknown:
-            needs = "; --tp_size 1 does not need it" if section == "tensor_parallel" else ""
-            raise UserError(f"{version}; it does not know {unknown}{needs}; install requirements.txt")
 
 
 def _require_libaio() -> None:

@@ -15,12 +15,7 @@ from lockstep.faults.planting import Plant, Planting
 from lockstep.mesh import Mesh
 
 zero_fault = functools.partial(fault, only=DeepSpeed.name, mesh=Mesh(dp=2))
-MISSING, NORM, ACCUMULATION, UPDATE = (
-    "DP reduction missing",
-    "grad norm, clipping",
-    "accumulation, normalisation",
-    "precision, optimizer",
-)
+update_fault = functools.partial(zero_fault, bug_class="precision, optimizer")
 SMALL_BUCKETS = ("--deepspeed_config", '{"zero_optimization": {"stage": 2, "reduce_bucket_size": 20000}}')
 SMALL_GROUPS = ("--deepspeed_config", '{"zero_optimization": {"stage": 3, "sub_group_size": 50000}}')
 STAGE_2, STAGE_3 = ("--zero_stage", "2"), ("--zero_stage", "3")
@@ -29,7 +24,7 @@ OFFLOAD = ("--zero_stage", "2", "--offload_optimizer", "cpu")
 
 @zero_fault(
     seen_in="deepspeedai/DeepSpeed 4879",
-    bug_class=MISSING,
+    bug_class="DP reduction missing",
     cause="dp reduction missing",
     evidence="each part of these gradients is 2 = dp times one DP rank's contribution, without the others', as recomputed (...)",
     first="gradient/model.norm.weight",
@@ -52,7 +47,7 @@ def first_bucket_not_reduced(run: Planting) -> Plant:
 
 @zero_fault(
     seen_in="allenai/open-instruct 1498",
-    bug_class=ACCUMULATION,
+    bug_class="accumulation, normalisation",
     cause="accumulation",
     evidence="in every gradient the micro batches have different weights (0, 0, 1; 1 is right), the same on all DP ranks",
     first="gradient/model.norm.weight",
@@ -66,9 +61,8 @@ def last_micro_batch_alone(run: Planting) -> Plant:
     run.around(strategy.engine, "backward", before=lambda _: optimizer.all_grad_tensors.clear())
 
 
-@zero_fault(
+@update_fault(
     seen_in="deepspeedai/DeepSpeed 966",
-    bug_class=UPDATE,
     cause="update left out",
     evidence="the moments are right; unchanged bit for bit: model.embed_tokens.weight in # of 131072 elements, ...; all else is right",
     first="parameter/model.embed_tokens.weight",
@@ -83,7 +77,7 @@ def updated_weights_not_gathered(run: Planting) -> Plant:
 
 @zero_fault(
     seen_in="deepspeedai/DeepSpeed 1021",
-    bug_class=NORM,
+    bug_class="grad norm, clipping",
     cause="clipping",
     evidence="the norm is # times that of the gradients: it is the norm of dp rank 0's shards alone",
     first="gradient norm",
@@ -101,9 +95,8 @@ def norm_of_the_own_share(run: Planting) -> Plant:
     run.patch(optimizer, "get_grad_norm_direct", of_share)
 
 
-@zero_fault(
+@update_fault(
     seen_in="deepspeedai/DeepSpeed 848",
-    bug_class=UPDATE,
     cause="weights",
     evidence=NO_SENTENCE,
     first="parameter/model.embed_tokens.weight",
@@ -117,9 +110,8 @@ def share_one_element_off(run: Planting) -> Plant:
             share.copy_(share.roll(-1))
 
 
-@zero_fault(
+@update_fault(
     seen_in="deepspeedai/DeepSpeed 3097",
-    bug_class=UPDATE,
     cause="stale gradients",
     evidence=NO_SENTENCE,
     step=2,
@@ -143,9 +135,8 @@ def offloaded_gradients_of_the_step_before(run: Planting) -> Plant:
     run.around(inner, "step", before=swap)
 
 
-@zero_fault(
+@update_fault(
     seen_in="huggingface/transformers 24860",
-    bug_class=UPDATE,
     cause="update left out",
     evidence="the moments are right; unchanged bit for bit: model.embed_tokens.weight, model.layers.0.self_attn.q_proj.weight, model.layers.0.self_attn.q_proj.bias and 23 more; all else is right",
     first="parameter/model.embed_tokens.weight",
@@ -162,9 +153,8 @@ def updated_shares_not_copied_back(run: Planting) -> Plant:
     )
 
 
-@zero_fault(
+@update_fault(
     seen_in="deepspeedai/DeepSpeed 1823",
-    bug_class=UPDATE,
     cause="update left out",
     evidence=NO_SENTENCE,
     step=2,
@@ -188,7 +178,12 @@ def first_sub_group_stepped_once(run: Planting) -> Plant:
 
 # Ulysses: two ranks share each sequence.
 ulysses_fault = functools.partial(
-    fault, axes=("cp",), mesh=Mesh(cp=2), bug_class="context parallelism", precisions=("fp32",)
+    zero_fault,
+    axes=("cp",),
+    mesh=Mesh(cp=2),
+    bug_class="context parallelism",
+    cause="context parallelism",
+    precisions=("fp32",),
 )
 
 
@@ -212,12 +207,12 @@ def averaged_over_sp_twice(run: Planting) -> Plant:
 )
 def loss_not_divided_by_sp(run: Planting) -> Plant:
     """The engine sums over the ranks of a sequence, and nobody divides: a factor sp the other way."""
-    run.scale_backward((yield), lambda _call: run.config.cp_size)
+    yield
+    run.scale_backward(lambda _call: run.config.cp_size)
 
 
 @ulysses_fault(
     seen_in="deepspeedai/Megatron-DeepSpeed 392",
-    cause="context parallelism",
     evidence=NO_SENTENCE,
     first="forward/model.rotary_emb",
 )
@@ -235,7 +230,6 @@ def rotary_positions_of_the_first_rank(run: Planting) -> Plant:
 
 @ulysses_fault(
     seen_in="deepspeedai/DeepSpeed 8491",
-    cause="context parallelism",
     evidence=NO_SENTENCE,
     first="backward/model.layers.1.self_attn.v_proj",
 )
@@ -253,7 +247,6 @@ def exchange_without_a_gradient(run: Planting) -> Plant:
 
 @ulysses_fault(
     seen_in="vllm-project/vllm-omni 5716",
-    cause="context parallelism",
     evidence=NO_SENTENCE,
     first="forward/model.layers.0.self_attn.o_proj.input",
 )

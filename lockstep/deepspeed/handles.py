@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 
 from lockstep.deepspeed import configuration
-from lockstep.faults.handles import Handles
+from lockstep.faults.planting import Handles
 from lockstep.inputs import modules
 
 
 class AutoTPHandles(Handles):
-    """For `autotp_strategy.AutoTPStrategy`."""
+    """For `autotp_strategy.AutoTPStrategy`. What each breaks: lockstep/faults/torch_handles.py."""
 
     def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in self.strategy.model.named_parameters():
@@ -31,13 +31,6 @@ class AutoTPHandles(Handles):
     def group(self, axis: str) -> dist.ProcessGroup:
         return {"dp": self.strategy.engine.data_parallel_group, "tp": self.strategy.tp_group()}[axis]
 
-    def _module(self, name: str) -> Any:  # DeepSpeed's class of a layer
-        return self.strategy.model.get_submodule(name)
-
-    def _leave_tp(self, name: str) -> None:
-        """A layer no longer has a group to reduce over."""
-        self.run.patch(self._module(name), "mp_group", None)
-
     def skip_dp_reduction(self) -> None:
         self.run.patch(
             self.strategy.optimizer, "average_tensor", lambda tensor, communication_data_type: None
@@ -53,38 +46,35 @@ class AutoTPHandles(Handles):
     def reduce_before_the_last_micro_batch(self) -> None:
         engine, optimizer = self.strategy.engine, self.strategy.optimizer
         kept: dict[str, torch.Tensor] = {}
-        reduce_gradients, backward = optimizer.reduce_gradients, engine.backward
 
-        def backward_and_note(loss: torch.Tensor) -> None:
+        def note(_call: int) -> None:
             if engine.is_gradient_accumulation_boundary():
                 kept.update({name: p.grad.clone() for name, p in self.strategy.model.named_parameters()})
-            backward(loss)
 
-        def without_the_last(*arguments: Any, **options: Any) -> Any:
+        def take_back(_call: int) -> None:
             for name, parameter in self.strategy.model.named_parameters():
                 if name in kept:
                     parameter.grad.copy_(kept.pop(name))
-            return reduce_gradients(*arguments, **options)
 
-        self.run.patch(engine, "backward", backward_and_note)
-        self.run.patch(optimizer, "reduce_gradients", without_the_last)
+        self.run.around(engine, "backward", before=note)
+        self.run.around(optimizer, "reduce_gradients", before=take_back)
 
     def reduce_in_bfloat16(self) -> None:
         told = configuration.resolved
         self.run.patch(configuration, "resolved", lambda *a: {**told(*a), "communication_data_type": "bf16"})
 
     def drop_sum_over_tp(self, module: str) -> None:
-        self._leave_tp(module)
+        # The layer has no group to reduce over. Of a column-parallel one, that is the gradient of its input: the next handle
+        self.run.patch(self.strategy.model.get_submodule(module), "mp_group", None)
+
+    drop_input_gradient_sum_of = drop_sum_over_tp
 
     def drop_embedding_sum(self) -> None:
-        self._leave_tp(modules.names_in(self.strategy.model).embedding)
+        self.drop_sum_over_tp(modules.names_in(self.strategy.model).embedding)
 
     def drop_input_gradient_sum(self, module: str, *layers: str) -> None:
         for layer in layers:
-            self._leave_tp(f"{module}.{layer}")
-
-    def drop_input_gradient_sum_of(self, layer: str) -> None:
-        self._leave_tp(layer)
+            self.drop_input_gradient_sum_of(f"{module}.{layer}")
 
     def drop_head_norm_gradient_sum(self) -> None:
         from deepspeed.module_inject.auto_tp import AutoTP
@@ -130,7 +120,7 @@ class AutoTPHandles(Handles):
     def detach_head_from_embedding(self) -> None:
         from deepspeed.module_inject.layers import ColumnParallel
 
-        head = self._module(modules.names_in(self.strategy.model).head)
+        head = self.strategy.model.get_submodule(modules.names_in(self.strategy.model).head)
         self.run.patch(
             head,
             "forward",

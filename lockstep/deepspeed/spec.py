@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.config import ORANGE, Config, Cut, Spec
-from lockstep.deepspeed.options import Options
+from lockstep.deepspeed import zero
 from lockstep.training.cuts import CONTIGUOUS
 
 
@@ -19,7 +19,7 @@ class DeepSpeed(Spec):
     factory: str = "autotp_strategy:AutoTPStrategy"
     handles: str = "lockstep.deepspeed.handles:AutoTPHandles"
     program: str = "train_deepspeed.py"
-    options: type = Options
+    options: type = zero.Options
     cuts: Mapping[str, Cut] = field(default_factory=lambda: {"cp": CONTIGUOUS}, hash=False)
     float32_biases_under_autocast: bool = True
     ranks_share_gpus: bool = False
@@ -33,8 +33,6 @@ class DeepSpeed(Spec):
         build.require(config, architecture)
 
     def sharding(self, config: Config) -> dict[str, Any]:
-        from lockstep.deepspeed import zero
-
         return zero.expected(config)
 
     def defaults(self, parsed: argparse.Namespace) -> dict[str, Any]:

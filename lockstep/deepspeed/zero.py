@@ -1,18 +1,79 @@
-"""ZeRO stages and offload: what can be combined, what DeepSpeed is told, and what a live engine must then be."""
+"""ZeRO stages and offload: the flags, what can be combined, what DeepSpeed is told, and what a live engine must then be."""
 
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from lockstep.config import Config
-from lockstep.deepspeed import options
-from lockstep.errors import UserError
+from lockstep.errors import UserError, first_line
+from lockstep.files import parse_json, read_json
+from lockstep.flags import flag
 
 # The class of the engine's optimizer by stage; at stage 0 it is torch's own.
 CLASSES = ("", "DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3")
 
 
+WHERE = ("none", "cpu", "nvme")
+OFFLOADED = ("offload_optimizer", "offload_param")
+
+
+@dataclass(frozen=True)
+class UserFile:
+    """A user's configuration of DeepSpeed. It is read where the run is started: other machines need not have the file."""
+
+    path: Path
+    content: dict[str, Any]
+
+    @classmethod
+    def read(cls, text: str) -> "UserFile":
+        """A file, or JSON itself. Raises ArgumentTypeError, which argparse expects, unless it is a JSON object."""
+        try:
+            if text.startswith("{"):
+                return cls(Path("--deepspeed_config"), parse_json(text))
+            content = read_json(Path(text).expanduser())
+        except (UserError, ValueError) as error:
+            raise argparse.ArgumentTypeError(first_line(error)) from error
+        if not isinstance(content, dict):
+            raise argparse.ArgumentTypeError(
+                f"{text}: must be a JSON object, as DeepSpeed's configurations are"
+            )
+        return cls(Path(text), content)
+
+    @property
+    def recorded(self) -> dict[str, Any]:
+        return self.content
+
+
+@dataclass(frozen=True)
+class Options:
+    """The flags that only train_deepspeed.py has."""
+
+    zero_stage: int = flag(
+        1,
+        "what is sharded over dp: 0 nothing, 1 optimizer state, 2 and gradients, 3 and weights",
+        choices=range(4),
+    )
+    offload_optimizer: str = flag(
+        "none", "where the optimizer state is kept (from stage 1 on)", choices=WHERE
+    )
+    offload_param: str = flag("none", "where the weights are kept (stage 3)", choices=WHERE)
+    nvme_path: Path | None = flag(None, "folder for what is kept on nvme", recorded=False)
+    deepspeed_config: UserFile | None = flag(
+        None,
+        "DeepSpeed's JSON, a file or the text itself: \"auto\" takes the flag's value, any other value must agree with the flags",
+        parse=UserFile.read,
+        recorded_as=dict[str, Any] | None,
+    )
+
+
+def of(config: Config) -> Options:
+    return Options(**config.own)
+
+
 def require(config: Config) -> None:
     """Raise UserError for a combination that DeepSpeed does not have or would silently change."""
-    own = options.of(config)
+    own = of(config)
     stage = own.zero_stage
     if config.ema_decay < 1:
         raise UserError(
@@ -38,7 +99,7 @@ def require(config: Config) -> None:
         raise UserError(
             f"--zero_stage {stage} --offload_param {own.offload_param}: weights are offloaded at stage 3 alone; add --zero_stage 3"
         )
-    nvme = [name for name in ("offload_optimizer", "offload_param") if getattr(own, name) == "nvme"]
+    nvme = [name for name in OFFLOADED if getattr(own, name) == "nvme"]
     if nvme and stage < 3:
         raise UserError(f"--{nvme[0]} nvme: ZeRO-Infinity needs stage 3; add --zero_stage 3")
     if nvme and own.nvme_path is None:
@@ -51,20 +112,20 @@ def require(config: Config) -> None:
 
 def section(config: Config) -> dict[str, Any]:
     """DeepSpeed's "zero_optimization"."""
-    own = options.of(config)
-    offload = {"offload_optimizer": own.offload_optimizer, "offload_param": own.offload_param}
-    devices: dict[str, dict[str, str]] = {
-        name: {"device": to} for name, to in offload.items() if to != "none"
-    }
-    for where in devices.values():
-        if where["device"] == "nvme":
-            where["nvme_path"] = str(own.nvme_path)
-    return {"stage": own.zero_stage, **devices}
+    own = of(config)
+    told: dict[str, Any] = {"stage": own.zero_stage}
+    for name in OFFLOADED:
+        device = getattr(own, name)
+        if device != "none":
+            told[name] = {"device": device}
+        if device == "nvme":
+            told[name]["nvme_path"] = str(own.nvme_path)
+    return told
 
 
 def expected(config: Config) -> dict[str, Any]:
     """What `observed` must find in the engine of such a run."""
-    own = options.of(config)
+    own = of(config)
     stage = own.zero_stage
     return {
         "optimizer": CLASSES[stage] or ("AdamW" if config.optimizer == "adamw" else "SGD"),

@@ -1,6 +1,7 @@
 """Planted bugs: the catalogue, and how one is planted in a run."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,9 +12,7 @@ from lockstep.config import Config, Spec
 from lockstep.deepspeed import faults as _of_deepspeed  # noqa: F401
 from lockstep.errors import UserError
 from lockstep.faults import (  # noqa: F401
-    accumulation,
     average,
-    checkpointing,
     clipping,
     context_parallel,
     data,
@@ -21,12 +20,12 @@ from lockstep.faults import (  # noqa: F401
     optimizer,
     pipeline,
     precision,
-    sequence_parallel,
+    random_state,
     sharding,
     tensor_parallel,
     weights,
 )
-from lockstep.faults.catalogue import CATALOGUE, Fault, Planter
+from lockstep.faults.catalogue import CATALOGUE, Fault
 from lockstep.faults.planting import Planting
 from lockstep.inputs import architectures, user_file
 from lockstep.inputs.data import Inputs
@@ -38,10 +37,12 @@ if TYPE_CHECKING:
 
 def applies_to(fault: Fault, spec: Spec) -> bool:
     """Whether a strategy has the axes and the handles that a fault needs."""
-    offered = strategies.load(spec.handles).offered()
-    if fault.only not in ("", spec.name):
-        return False
-    return set(fault.axes) <= set(spec.axes) and set(fault.needs) <= offered
+    offered = dir(strategies.load(spec.handles))
+    return (
+        fault.only in ("", spec.name)
+        and set(fault.axes) <= set(spec.axes)
+        and set(fault.needs) <= set(offered)
+    )
 
 
 @contextlib.contextmanager
@@ -63,8 +64,17 @@ def planted(
     with contextlib.ExitStack() as stack:
         planting = Planting(config, inputs, stack)
         planting.handles = strategies.load(config.spec.handles)(planting)
+        plant = planter(planting)
+
+        def make(*arguments: Any) -> "Strategy":
+            next(plant)
+            planting.strategy = make_strategy(*arguments)
+            with contextlib.suppress(StopIteration):
+                plant.send(planting.strategy)
+            return planting.strategy
+
         _disarm_guards(stack, config.loss_output_dir / "guards.txt")
-        yield _planting(planter, planting, make_strategy)
+        yield make
         planting.require_used(name)
 
 
@@ -78,37 +88,21 @@ def _require_modules(fault: Fault, config: Config, inputs: Inputs) -> None:
         )
 
 
-def _planting(planter: Planter, planting: Planting, make_strategy: "MakeStrategy") -> "MakeStrategy":
-    """make_strategy with a fault."""
-    plant = planter(planting)
-
-    def make(*arguments: Any) -> "Strategy":
-        next(plant)
-        strategy = planting.handles.strategy = make_strategy(*arguments)
-        with contextlib.suppress(StopIteration):
-            plant.send(strategy)
-        return strategy
-
-    return make
-
-
 def _disarm_guards(stack: contextlib.ExitStack, path: Path) -> None:
     import torch.distributed as dist
 
     from lockstep.errors import TrainingFailure
-    from lockstep.training import loop as training
+    from lockstep.training import loop
 
-    def noting(guard: Callable[..., None]) -> Callable[..., None]:
-        def noted(*arguments: Any) -> None:
-            try:
-                guard(*arguments)
-            except TrainingFailure as failure:
-                if dist.get_rank() == 0:
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    with open(path, "a", encoding="utf-8") as file:
-                        file.write(f"{failure}\n")
+    def noted(guard: Callable[..., None], *arguments: Any) -> None:
+        try:
+            guard(*arguments)
+        except TrainingFailure as failure:
+            if dist.get_rank() == 0:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with open(path, "a", encoding="utf-8") as file:
+                    file.write(f"{failure}\n")
 
-        return noted
-
-    for guard in ("stop_together", "require_right_batches"):
-        stack.enter_context(mock.patch.object(training, guard, noting(getattr(training, guard))))
+    for name in ("stop_together", "require_right_batches"):
+        noting = functools.partial(noted, getattr(loop, name))
+        stack.enter_context(mock.patch.object(loop, name, noting))

@@ -1,5 +1,7 @@
 """Wrong averages of right weights (--ema_decay)."""
 
+import functools
+
 import torch
 
 from lockstep.faults.catalogue import fault
@@ -7,20 +9,20 @@ from lockstep.faults.evidence import NO_SENTENCE
 from lockstep.faults.planting import Plant, Planting
 from lockstep.training.torch_strategy import local
 
-CLASS, CAUSE = "precision, optimizer", "weight average"
 AVERAGES = ("--ema_decay", "0.9")
-FIRST = "average/model.embed_tokens.weight"
-NEEDS = ("weight_average",)
-
-
-@fault(
-    seen_in="ostris/ai-toolkit 1034",
-    bug_class=CLASS,
-    cause=CAUSE,
-    evidence="the weights are right; the average of model.embed_tokens.weight, model.layers.0.self_attn.q_proj.weight, model.layers.0.self_attn.q_proj.bias and 23 more moved -0.1 of the way to the weights, as with a decay of 1.1; the decay is 0.9",
-    first=FIRST,
+average_fault = functools.partial(
+    fault,
+    bug_class="precision, optimizer",
+    cause="weight average",
+    first="average/model.embed_tokens.weight",
     arguments=AVERAGES,
-    needs=NEEDS,
+    needs=("weight_average",),
+)
+
+
+@average_fault(
+    seen_in="ostris/ai-toolkit 1034",
+    evidence="the weights are right; the average of model.embed_tokens.weight, model.layers.0.self_attn.q_proj.weight, model.layers.0.self_attn.q_proj.bias and 23 more moved -0.1 of the way to the weights, as with a decay of 1.1; the decay is 0.9",
 )
 def average_moves_away(run: Planting) -> Plant:
     """The sign of the step is wrong: the average moves away from the weights."""
@@ -29,14 +31,9 @@ def average_moves_away(run: Planting) -> Plant:
     run.patch(average, "decay", 2 - average.decay)
 
 
-@fault(
+@average_fault(
     seen_in="MultimediaTechLab/YOLO 97",
-    bug_class=CLASS,
-    cause=CAUSE,
     evidence="the weights are right; the average of model.embed_tokens.weight, model.layers.0.self_attn.q_proj.weight, model.layers.0.self_attn.q_proj.bias and 23 more did not move; the decay is 0.9",
-    first=FIRST,
-    arguments=AVERAGES,
-    needs=NEEDS,
 )
 def average_never_updated(run: Planting) -> Plant:
     """Nobody calls the update of the average, so it stays at the initial weights."""
@@ -44,15 +41,7 @@ def average_never_updated(run: Planting) -> Plant:
     run.patch(run.handles.weight_average(), "update", lambda: None)
 
 
-@fault(
-    seen_in="BangLiu/QANet-PyTorch 4",
-    bug_class=CLASS,
-    cause=CAUSE,
-    evidence=NO_SENTENCE,
-    first=FIRST,
-    arguments=AVERAGES,
-    needs=NEEDS,
-)
+@average_fault(seen_in="BangLiu/QANet-PyTorch 4", evidence=NO_SENTENCE)
 def average_of_earlier_weights(run: Planting) -> Plant:
     """The average is created before the model gets its initial weights, so it begins with those of another seed."""
     yield
@@ -63,38 +52,27 @@ def average_of_earlier_weights(run: Planting) -> Plant:
             shard.copy_(0.02 * torch.randn(shard.shape, generator=generator))
 
 
-@fault(
+@average_fault(
     seen_in="huggingface/diffusers 1864",
-    bug_class=CLASS,
-    cause=CAUSE,
     evidence="the weights are right; the average of model.embed_tokens.weight, model.layers.0.self_attn.q_proj.weight, model.layers.0.self_attn.q_proj.bias and 23 more moved 0.9 of the way to the weights, as with a decay of 0.1; the decay is 0.9",
     step=2,
-    first=FIRST,
-    arguments=AVERAGES,
-    needs=NEEDS,
 )
 def average_changes_its_decay(run: Planting) -> Plant:
     """A warm-up of the decay is written into the decay itself, so the next step starts from the warmed-up one."""
     yield
     average = run.handles.weight_average()
-    update = average.update
 
-    def update_and_warm_up() -> None:
-        update()
+    def warm_up(_step: int) -> None:
         average.decay = 1 - average.decay
 
-    run.patch(average, "update", update_and_warm_up)
+    run.around(average, "update", after=warm_up)
 
 
-@fault(
+@average_fault(
     seen_in="SWivid/F5-TTS 631",
-    bug_class=CLASS,
-    cause=CAUSE,
     evidence=NO_SENTENCE,
     step=2,
-    first=FIRST,
     arguments=(*AVERAGES, "--gradient_accumulation_steps", "2"),
-    needs=NEEDS,
 )
 def average_updated_by_every_micro_batch(run: Planting) -> Plant:
     """The average is updated after every micro batch, and not after every step."""
@@ -109,14 +87,9 @@ def average_updated_by_every_micro_batch(run: Planting) -> Plant:
     run.around(strategy, "forward_backward", after=early)
 
 
-@fault(
+@average_fault(
     seen_in="pytorch/pytorch 117742",
-    bug_class=CLASS,
-    cause=CAUSE,
     evidence="the weights are right; the average of model.embed_tokens.weight, model.layers.0.self_attn.q_proj.weight, model.layers.0.self_attn.k_proj.weight and 12 more did not move; the decay is 0.9",
-    first="average/model.embed_tokens.weight",
-    arguments=AVERAGES,
-    needs=NEEDS,
 )
 def average_of_shards_is_lost(run: Planting) -> Plant:
     """What is written into sharded averages does not last: only whole tensors keep their update."""

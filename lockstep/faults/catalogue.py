@@ -6,6 +6,7 @@ code after it changes. The docstring says what went wrong in a system that peopl
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from lockstep.faults.evidence import Evidence
 from lockstep.faults.planting import Plant, Planting
@@ -31,80 +32,44 @@ BUG_CLASSES = (
 Planter = Callable[[Planting], Plant]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Fault:
     """One planted bug and what the verdict must say about it."""
 
     name: str
     story: str  # one sentence
+    plant: Planter
     seen_in: str  # OWNER/REPO number of a public thread
     bug_class: str
     cause: str  # that the diagnosis must name, if it names any
     evidence: Evidence  # what it must then say
     first: str  # the first tensor that it breaks
-    step: int  # in this step
-    model: str
-    arguments: tuple[str, ...]  # further flags that it needs to do anything
-    precisions: tuple[
-        str, ...
-    ]  # in which it does anything: rounding to bfloat16 is a fault in fp32 runs only
-    axes: tuple[str, ...]  # the mesh axes that must have several ranks
-    needs: tuple[str, ...]  # the handles (handles.py) that the strategy must offer
-    mesh: Mesh  # without the axes that the strategy cannot use
-    plant: Planter
+    step: int = 1  # in this step
+    model: str = "tiny-qwen2"
+    arguments: tuple[str, ...] = ()  # further flags that it needs to do anything
+    # In which it does anything: rounding to bfloat16 is a fault in fp32 runs only
+    precisions: tuple[str, ...] = ("fp32", "autocast")
+    axes: tuple[str, ...] = ("dp",)  # the mesh axes that must have several ranks
+    needs: tuple[str, ...] = ()  # the handles that the strategy must offer
+    mesh: Mesh = Mesh(dp=2, tp=2)  # without the axes that the strategy cannot use
     flags: tuple[str, ...] = ()  # of the strategy alone, in its run without the fault as well
     named: bool = False  # it names modules, as they are called in `model`
     only: str = ""  # the strategy that brings it; "": any that offers what it needs
 
+    def __post_init__(self) -> None:
+        if self.bug_class not in BUG_CLASSES:
+            raise ValueError(f"{self.bug_class!r} is no class of bugs; choose from {BUG_CLASSES}")
 
-SMALL_MESH = Mesh(dp=2, tp=2)
+
 CATALOGUE: dict[str, Fault] = {}
 
 
-def fault(
-    *,
-    seen_in: str,
-    bug_class: str,
-    cause: str,
-    evidence: Evidence,
-    first: str,
-    step: int = 1,
-    model: str = "tiny-qwen2",
-    arguments: tuple[str, ...] = (),
-    precisions: tuple[str, ...] = ("fp32", "autocast"),
-    axes: tuple[str, ...] = ("dp",),
-    needs: tuple[str, ...] = (),
-    mesh: Mesh = SMALL_MESH,
-    flags: tuple[str, ...] = (),
-    named: bool = False,
-    only: str = "",
-) -> Callable[[Planter], Planter]:
-    """Enter a generator function into the catalogue under its own name."""
-    if bug_class not in BUG_CLASSES:
-        raise ValueError(f"{bug_class!r} is no class of bugs; choose from {BUG_CLASSES}")
+def fault(**about: Any) -> Callable[[Planter], Planter]:
+    """Enter a generator function into the catalogue under its own name. `about`: the fields of `Fault` from `seen_in` on."""
 
     def enter(plant: Planter) -> Planter:
         story = " ".join((plant.__doc__ or "").split())
-        CATALOGUE[plant.__name__] = Fault(
-            plant.__name__,
-            story,
-            seen_in,
-            bug_class,
-            cause,
-            evidence,
-            first,
-            step,
-            model,
-            arguments,
-            precisions,
-            axes,
-            needs,
-            mesh,
-            plant,
-            flags,
-            named,
-            only,
-        )
+        CATALOGUE[plant.__name__] = Fault(name=plant.__name__, story=story, plant=plant, **about)
         return plant
 
     return enter

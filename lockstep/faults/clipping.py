@@ -1,25 +1,22 @@
 """Gradient norms of the wrong things, and clipping that is not the same everywhere."""
 
-import torch
+import functools
+
 import torch.distributed as dist
 
 from lockstep.faults.catalogue import fault
 from lockstep.faults.planting import Plant, Planting
+from lockstep.training.optim import total_norm
 
-CLASS = "grad norm, clipping"
-CLIPS = (
-    "--max_grad_norm",
-    "0.5",
-)  # below the norm of the first gradients, so that there is something to clip
+# Below the norm of the first gradients, so that there is something to clip
+CLIPS = ("--max_grad_norm", "0.5")
+clipping_fault = functools.partial(fault, bug_class="grad norm, clipping", cause="clipping", arguments=CLIPS)
 
 
-@fault(
+@clipping_fault(
     seen_in="pytorch/pytorch 170862",
-    bug_class=CLASS,
-    cause="clipping",
     evidence="the norm is # times that of the gradients: it is the norm of tp rank 0's shards alone",
     first="gradient norm",
-    arguments=CLIPS,
     axes=("tp",),
     needs=("norm_not_summed_over_tp",),
 )
@@ -29,13 +26,10 @@ def norm_of_the_local_shard(run: Planting) -> Plant:
     run.handles.norm_not_summed_over_tp()
 
 
-@fault(
+@clipping_fault(
     seen_in="NVIDIA-NeMo/RL 3788",
-    bug_class=CLASS,
-    cause="clipping",
     evidence="the norm is 1.0001 times that of the gradients, as if the parameters that every tp rank holds were counted tp times",
     first="gradient norm",
-    arguments=CLIPS,
     axes=("tp",),
     needs=("count_replicas_in_norm",),
 )
@@ -45,16 +39,13 @@ def replicated_parameters_counted_tp_times(run: Planting) -> Plant:
     run.handles.count_replicas_in_norm()
 
 
-@fault(
+@clipping_fault(
     seen_in="deepspeedai/DeepSpeed 8068",
-    bug_class=CLASS,
-    cause="clipping",
     evidence=(
         "configured differently: max_grad_norm is 0.0, not 0.5",
         "the moments are those of gradients that were not clipped: # times too large",
     ),
     first="exp_avg/model.embed_tokens.weight",
-    arguments=CLIPS,
     needs=("do_not_clip",),
 )
 def one_side_does_not_clip(run: Planting) -> Plant:
@@ -63,16 +54,13 @@ def one_side_does_not_clip(run: Planting) -> Plant:
     run.handles.do_not_clip()
 
 
-@fault(
+@clipping_fault(
     seen_in="deepspeedai/DeepSpeed 1801",
-    bug_class=CLASS,
-    cause="clipping",
     evidence=(
         "the tp ranks' moments are 1.414, 1.414 times what they should be: each clipped by its own norm",
         "configured differently: max_grad_norm is 0.7071, not 0.5",
     ),
     first="exp_avg/model.embed_tokens.weight",
-    arguments=CLIPS,
     axes=("tp",),
     needs=("clip_by", "gradients", "group"),
 )
@@ -82,10 +70,7 @@ def every_tp_rank_clips_by_its_own_norm(run: Planting) -> Plant:
     own = {}
 
     def measure(_step: int) -> None:
-        square = sum(
-            (gradient.double().square().sum() for _, gradient in run.handles.gradients()),
-            torch.zeros((), dtype=torch.float64),
-        )
+        square = total_norm(gradient for _, gradient in run.handles.gradients()).square()
         dist.all_reduce(square, group=run.handles.group("dp"))
         own["norm"] = square.sqrt().float()
 

@@ -1,6 +1,7 @@
 """Context parallelism: positions, keys and losses that belong to other ranks."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,20 +12,31 @@ from lockstep.faults.evidence import NO_SENTENCE
 from lockstep.faults.planting import Plant, Planting
 from lockstep.mesh import Mesh
 
-CLASS = "context parallelism"
 cp_fault = functools.partial(
-    fault, bug_class=CLASS, axes=("cp",), needs=("context",), mesh=Mesh(cp=2), precisions=("fp32",)
+    fault,
+    bug_class="context parallelism",
+    cause="context parallelism",
+    axes=("cp",),
+    needs=("context",),
+    mesh=Mesh(cp=2),
+    precisions=("fp32",),
 )
 ATTENDED = "forward/model.layers.0.self_attn.o_proj.input"
 
 
-@cp_fault(
-    seen_in="NVIDIA-NeMo/Automodel 3508", cause="context parallelism", evidence=NO_SENTENCE, first=ATTENDED
-)
+def _change_cut(run: Planting, change: Callable[..., tuple[torch.Tensor, ...]]) -> Plant:
+    """A rank is given change(all input ids, its own, its labels, its positions) instead of the last three."""
+    yield
+    context = run.handles.context()
+    real = context.cut
+    run.patch(context, "cut", lambda ids, labels: change(ids, *real(ids, labels)))
+
+
+@cp_fault(seen_in="NVIDIA-NeMo/Automodel 3508", evidence=NO_SENTENCE, first=ATTENDED)
 def causal_mask_local_to_the_rank(run: Planting) -> Plant:
     """A rank attends to as many keys as if its own positions were the first ones."""
     yield
-    context: Any = run.handles.context()
+    context = run.handles.context()
     real, each = context.mask, context.pieces[0][1]
 
     def local(start: int, length: int, window: int | None, device: torch.device) -> torch.Tensor:
@@ -36,30 +48,24 @@ def causal_mask_local_to_the_rank(run: Planting) -> Plant:
     run.patch(context, "mask", local)
 
 
-@cp_fault(
-    seen_in="NVIDIA/Megatron-LM 4977",
-    cause="context parallelism",
-    evidence=NO_SENTENCE,
-    first="forward/model.rotary_emb",
-)
+@cp_fault(seen_in="NVIDIA/Megatron-LM 4977", evidence=NO_SENTENCE, first="forward/model.rotary_emb")
 def rotary_positions_local_to_the_rank(run: Planting) -> Plant:
     """The rotary angles of every rank begin at position 0."""
-    yield
-    context: Any = run.handles.context()
-    real = context.cut
+    return _change_cut(
+        run,
+        lambda _, own, labels, positions: (
+            own,
+            labels,
+            torch.arange(positions.shape[1], device=positions.device)[None],
+        ),
+    )
 
-    def local(*batch: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        input_ids, labels, positions = real(*batch)
-        return input_ids, labels, torch.arange(positions.shape[1], device=positions.device)[None]
 
-    run.patch(context, "cut", local)
-
-
-@cp_fault(seen_in="THUDM/slime 1871", cause="context parallelism", evidence=NO_SENTENCE, first=ATTENDED)
+@cp_fault(seen_in="THUDM/slime 1871", evidence=NO_SENTENCE, first=ATTENDED)
 def keys_in_the_order_of_ranks(run: Planting) -> Plant:
     """Keys and values are joined rank by rank, though each rank has an early and a late piece."""
     yield
-    context: Any = run.handles.context()
+    context = run.handles.context()
     real = context.whole
 
     def by_rank(local: torch.Tensor) -> torch.Tensor:
@@ -95,7 +101,8 @@ def key_gradients_not_summed(run: Planting) -> Plant:
 )
 def loss_summed_over_cp(run: Planting) -> Plant:
     """The gradients of the ranks' losses are summed over cp and never divided."""
-    run.scale_backward((yield), lambda _call: run.config.cp_size)
+    yield
+    run.scale_backward(lambda _call: run.config.cp_size)
 
 
 @cp_fault(
@@ -106,7 +113,8 @@ def loss_summed_over_cp(run: Planting) -> Plant:
 )
 def loss_divided_by_cp_twice(run: Planting) -> Plant:
     """A rank's mean loss is divided by cp, and so is the sum of the gradients."""
-    run.scale_backward((yield), lambda _call: 1 / run.config.cp_size)
+    yield
+    run.scale_backward(lambda _call: 1 / run.config.cp_size)
 
 
 @cp_fault(
@@ -137,17 +145,13 @@ def ranks_averaged_whatever_their_tokens(run: Planting) -> Plant:
 )
 def labels_shifted_after_the_cut(run: Planting) -> Plant:
     """Each piece's labels are shifted within the piece: its last token is to predict itself."""
-    yield
-    context: Any = run.handles.context()
-    real = context.cut
 
-    def shifted(*batch: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        input_ids, labels, positions = real(*batch)
-        pieces = zip(input_ids.chunk(2, 1), labels.chunk(2, 1), strict=True)
+    def shifted(_: object, own: torch.Tensor, labels: torch.Tensor, positions: torch.Tensor) -> Any:
+        pieces = zip(own.chunk(2, 1), labels.chunk(2, 1), strict=True)
         labels = torch.cat([torch.cat([after[:, :-1], ids[:, -1:]], 1) for ids, after in pieces], 1)
-        return input_ids, labels, positions
+        return own, labels, positions
 
-    run.patch(context, "cut", shifted)
+    return _change_cut(run, shifted)
 
 
 @cp_fault(
@@ -171,15 +175,12 @@ def gradients_not_reduced_over_cp(run: Planting) -> Plant:
 )
 def a_rank_has_the_positions_of_another(run: Planting) -> Plant:
     """The last rank is given the input ids of the first, with its own labels."""
-    yield
-    context: Any = run.handles.context()
-    real = context.cut
 
-    def first_ids(input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
-        own, labels, positions = real(input_ids, labels)
+    def first_ids(everyone: torch.Tensor, own: torch.Tensor, *rest: torch.Tensor) -> Any:
+        context = run.handles.context()
         if context.rank == context.size - 1:
             each = own.shape[1] // 2
-            own = torch.cat([input_ids[:, :each], input_ids[:, -each:]], 1)
-        return own, labels, positions
+            own = torch.cat([everyone[:, :each], everyone[:, -each:]], 1)
+        return own, *rest
 
-    run.patch(context, "cut", first_ids)
+    return _change_cut(run, first_ids)

@@ -1,23 +1,17 @@
 """Wrong updates from right gradients."""
 
-from typing import Any
+import functools
 
 import torch
 
 from lockstep.faults.catalogue import fault
 from lockstep.faults.planting import Plant, Planting
-from lockstep.training.strategy import Strategy
 
-CLASS = "precision, optimizer"
-
-
-def _groups(strategy: Strategy) -> list[dict[str, Any]]:
-    return strategy.optimizer.param_groups
+update_fault = functools.partial(fault, bug_class="precision, optimizer")
 
 
-@fault(
+@update_fault(
     seen_in="verl-project/verl 5070",
-    bug_class=CLASS,
     cause="weight decay",
     evidence="configured differently: weight_decay of model.layers.0.input_layernorm.weight and 10 more is 0.01, not 0.0",
     first="parameter/model.layers.0.input_layernorm.weight",
@@ -25,13 +19,12 @@ def _groups(strategy: Strategy) -> list[dict[str, Any]]:
 def norms_and_biases_decayed(run: Planting) -> Plant:
     """Weight decay acts on norms and biases too, in one strategy only."""
     strategy = yield
-    for group in _groups(strategy):
+    for group in strategy.optimizer.param_groups:
         group["weight_decay"] = run.config.weight_decay
 
 
-@fault(
+@update_fault(
     seen_in="huggingface/accelerate 2926",
-    bug_class=CLASS,
     cause="learning rate",
     evidence="configured differently: learning_rates is [0.000996], not [0.001]",
     step=2,
@@ -42,15 +35,14 @@ def scheduler_steps_once_per_process(run: Planting) -> Plant:
     strategy = yield
 
     def decay(_step: int) -> None:
-        for group in _groups(strategy):
+        for group in strategy.optimizer.param_groups:
             group["lr"] *= 0.999**run.config.num_workers
 
     run.around(strategy, "update", after=decay)
 
 
-@fault(
+@update_fault(
     seen_in="huggingface/accelerate 2926",
-    bug_class=CLASS,
     cause="learning rate",
     evidence="configured differently: learning_rates is [0.002], not [0.001]",
     first="parameter/model.embed_tokens.weight",
@@ -58,13 +50,12 @@ def scheduler_steps_once_per_process(run: Planting) -> Plant:
 def learning_rate_times_dp(run: Planting) -> Plant:
     """The learning rate is multiplied with the data-parallel size in one strategy only."""
     strategy = yield
-    for group in _groups(strategy):
+    for group in strategy.optimizer.param_groups:
         group["lr"] *= run.config.dp_size
 
 
-@fault(
+@update_fault(
     seen_in="verl-project/verl 5070",
-    bug_class=CLASS,
     cause="betas",
     evidence="configured differently: betas is [0.9, 0.95], not [0.9, 0.999]",
     first="exp_avg_sq/model.embed_tokens.weight",
@@ -72,13 +63,12 @@ def learning_rate_times_dp(run: Planting) -> Plant:
 def other_beta(run: Planting) -> Plant:
     """The second moment decays with 0.95 instead of 0.999: another default in another library."""
     strategy = yield
-    for group in _groups(strategy):
+    for group in strategy.optimizer.param_groups:
         group["betas"] = (group["betas"][0], 0.95)
 
 
-@fault(
+@update_fault(
     seen_in="karpathy/build-nanogpt 30",
-    bug_class=CLASS,
     cause="stale gradients",
     evidence="gradient/model.norm.weight, gradient/model.layers.1.mlp.down_proj.weight, gradient/model.layers.1.mlp.up_proj.weight and 23 more: the gradient of the step before is added; it was not zeroed",
     step=2,
@@ -87,20 +77,18 @@ def other_beta(run: Planting) -> Plant:
 )
 def gradients_not_zeroed(run: Planting) -> Plant:
     """zero_grad is missing: every step uses the sum of all gradients so far."""
-    strategy = yield
-    so_far: dict[int, torch.Tensor] = {}
+    yield
+    so_far: dict[str, torch.Tensor] = {}
 
-    def add(_step: int) -> None:
-        for number, (_, gradient) in enumerate(run.handles.gradients()):
-            gradient.add_(so_far.get(number, 0))
-            so_far[number] = gradient.clone()
+    def add(_step: int, name: str, gradient: torch.Tensor) -> None:
+        gradient.add_(so_far.get(name, 0))
+        so_far[name] = gradient.clone()
 
-    run.around(strategy, "forward_backward", after=add)
+    run.change_gradients(add)
 
 
-@fault(
+@update_fault(
     seen_in="huggingface/accelerate 2624",
-    bug_class=CLASS,
     cause="moments lost",
     evidence="exp_avg/model.embed_tokens.weight, exp_avg/model.layers.0.self_attn.q_proj.weight, exp_avg/model.layers.0.self_attn.q_proj.bias and 49 more: they are those of a first step; what they had accumulated is lost",
     step=2,

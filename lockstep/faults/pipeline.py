@@ -13,9 +13,8 @@ from lockstep.faults.planting import Plant, Planting
 from lockstep.mesh import Mesh
 from lockstep.training.torch_strategy import local
 
-CLASS = "pipeline"
 pp_fault = functools.partial(
-    fault, bug_class=CLASS, axes=("pp",), needs=("pipeline",), mesh=Mesh(pp=2), precisions=("fp32",)
+    fault, bug_class="pipeline", axes=("pp",), needs=("pipeline",), mesh=Mesh(pp=2), precisions=("fp32",)
 )
 
 
@@ -28,7 +27,7 @@ pp_fault = functools.partial(
 def tied_gradients_not_summed_over_stages(run: Planting) -> Plant:
     """The embedding has the gradient of the first stage, the head that of the last."""
     yield
-    pipeline: Any = run.handles.pipeline()
+    pipeline = run.handles.pipeline()
     run.patch(pipeline, "sum_tied", lambda: None)
 
 
@@ -40,17 +39,9 @@ def tied_gradients_not_summed_over_stages(run: Planting) -> Plant:
 )
 def tied_ends_start_apart(run: Planting) -> Plant:
     """The head's replica of the tied weights on the last stage is larger by one in a thousand."""
-    strategy = yield
-
-    def change(step: int) -> None:
-        replica = run.handles.pipeline().replica
-        if step == 1 and replica is not None:
-            with torch.no_grad():
-                for name, tensor in run.handles.weights():
-                    if name == "lm_head.weight":
-                        tensor.mul_(1.001)
-
-    run.around(strategy, "forward_backward", before=change)
+    yield
+    if run.handles.pipeline().replica is not None:
+        run.change_weights("lm_head.weight", lambda tensor: tensor.mul_(1.001))
 
 
 @pp_fault(
@@ -77,7 +68,7 @@ def norm_of_one_stage(run: Planting) -> Plant:
 def all_gradients_scaled_at_every_step(run: Planting) -> Plant:
     """After each batch the schedule divides all gradients by its micro batches, those of earlier batches again."""
     strategy = yield
-    pipeline: Any = run.handles.pipeline()
+    pipeline = run.handles.pipeline()
 
     def scale_again(call: int) -> None:
         if call % 2 == 0:  # the second batch of a step
@@ -96,7 +87,7 @@ def all_gradients_scaled_at_every_step(run: Planting) -> Plant:
 def a_stage_reads_the_micro_batch_before(run: Planting) -> Plant:
     """The second stage works on what it was sent for the micro batch before."""
     yield
-    pipeline: Any = run.handles.pipeline()
+    pipeline = run.handles.pipeline()
     if pipeline.rank:
         stage = pipeline.stages[0]
         real = stage.forward
@@ -118,7 +109,7 @@ def a_stage_reads_the_micro_batch_before(run: Planting) -> Plant:
 def a_layer_left_out(run: Planting) -> Plant:
     """The split over stages leaves a layer out."""
     yield
-    pipeline: Any = run.handles.pipeline()
+    pipeline = run.handles.pipeline()
     if pipeline.rank:
         stage = pipeline.stages[0]
         real = stage.forward
@@ -139,16 +130,8 @@ def a_layer_left_out(run: Planting) -> Plant:
 )
 def a_stage_has_another_layers_weights(run: Planting) -> Plant:
     """The second stage was loaded with the weights of layer 0 for its layer 1 (here: its projections are negated)."""
-    strategy = yield
-
-    def change(step: int) -> None:
-        if step == 1:
-            with torch.no_grad():
-                for name, tensor in run.handles.weights():
-                    if name.startswith("model.layers.1."):
-                        tensor.mul_(-1)
-
-    run.around(strategy, "forward_backward", before=change)
+    yield
+    run.change_weights("model.layers.1.", torch.Tensor.neg_)
 
 
 @pp_fault(
@@ -160,13 +143,9 @@ def a_stage_has_another_layers_weights(run: Planting) -> Plant:
 def labels_of_the_micro_batch_before(run: Planting) -> Plant:
     """The last stage computes the loss of each micro batch with the labels of the one before."""
     yield
-    pipeline: Any = run.handles.pipeline()
+    pipeline = run.handles.pipeline()
     real = pipeline.step
-
-    def rolled(input_ids: torch.Tensor, labels: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        return real(input_ids, labels.roll(1, 0), position_ids)
-
-    run.patch(pipeline, "step", rolled)
+    run.patch(pipeline, "step", lambda ids, labels, positions: real(ids, labels.roll(1, 0), positions))
 
 
 @pp_fault(
@@ -175,7 +154,7 @@ def labels_of_the_micro_batch_before(run: Planting) -> Plant:
 def last_micro_batch_dropped(run: Planting) -> Plant:
     """The loss of the last micro batch does not reach the gradients."""
     yield
-    pipeline: Any = run.handles.pipeline()
+    pipeline = run.handles.pipeline()
     for stage in pipeline.stages:
         if stage.head is not None:
             run.patch(stage, "forward", _without_every(pipeline.micro, stage.forward))

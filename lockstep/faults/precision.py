@@ -1,5 +1,6 @@
 """Numbers kept or computed in fewer bits than configured."""
 
+import functools
 from typing import Any
 
 import torch
@@ -7,17 +8,15 @@ import torch
 from lockstep.faults.catalogue import fault
 from lockstep.faults.planting import Plant, Planting
 
-CLASS = "precision, optimizer"
-FP32 = ("fp32",)
+precision_fault = functools.partial(
+    fault, bug_class="precision, optimizer", cause="precision", precisions=("fp32",)
+)
 
 
-@fault(
+@precision_fault(
     seen_in="Lightning-AI/lightning-thunder 725",
-    bug_class=CLASS,
-    cause="precision",
     evidence="configured differently: compute_dtype is ['torch.bfloat16'], not ['torch.float32']",
     first="forward/model.layers.0.self_attn.q_proj",
-    precisions=FP32,
 )
 def autocast_in_one_strategy_only(run: Planting) -> Plant:
     """One strategy computes its products in bfloat16, the other in float32."""
@@ -32,10 +31,9 @@ def autocast_in_one_strategy_only(run: Planting) -> Plant:
     run.patch(strategy, "loss", under_autocast)
 
 
-@fault(
+@precision_fault(
     seen_in="huggingface/accelerate 2624",
-    bug_class=CLASS,
-    cause="precision",
+    precisions=("fp32", "autocast"),
     evidence="every element of 26 parameters is a bfloat16 number",
     first="parameter/model.embed_tokens.weight",
     needs=("weights",),
@@ -52,13 +50,10 @@ def master_weights_in_bfloat16(run: Planting) -> Plant:
     run.around(strategy, "update", after=round_all)
 
 
-@fault(
+@precision_fault(
     seen_in="huggingface/accelerate 3979",
-    bug_class=CLASS,
-    cause="precision",
     evidence="configured differently: reduction_dtype is ['torch.bfloat16'], not ['torch.float32']",
     first="gradient/model.norm.weight",
-    precisions=FP32,
     needs=("reduce_in_bfloat16",),
 )
 def gradients_reduced_in_bfloat16(run: Planting) -> Plant:
@@ -67,22 +62,19 @@ def gradients_reduced_in_bfloat16(run: Planting) -> Plant:
     yield
 
 
-@fault(
+@precision_fault(
     seen_in="huggingface/accelerate 3979",
-    bug_class=CLASS,
-    cause="precision",
     evidence="every element of model.layers.0.input_layernorm's output is a bfloat16 number, in a float32 run",
     first="forward/model.layers.0.input_layernorm",
-    precisions=FP32,
     named=True,
 )
 def norms_in_bfloat16(run: Planting) -> Plant:
     """The upcast to float32 inside the layers' norms has no effect: their output has bfloat16's precision."""
     strategy = yield
 
-    def rounded(_module: torch.nn.Module, _inputs: object, output: torch.Tensor) -> torch.Tensor:
+    def rounded(output: torch.Tensor) -> torch.Tensor:
         return output.bfloat16().to(output.dtype)
 
-    for name, module in strategy.model.named_modules():
+    for name, _ in strategy.model.named_modules():
         if name.endswith("layernorm"):
-            module.register_forward_hook(run.recorded(f"the output of {name}", rounded))
+            run.change_output(name, rounded)

@@ -14,7 +14,8 @@ from lockstep.plan.fsdp import FSDP
 from lockstep.training import torch_strategy
 
 REPLICAS = ("--dp_replicate", "2")
-hsdp_fault = functools.partial(fault, mesh=Mesh(dp=4))
+fsdp_fault = functools.partial(fault, only=FSDP.name, mesh=Mesh(dp=2))
+hsdp_fault = functools.partial(fsdp_fault, mesh=Mesh(dp=4), flags=REPLICAS)
 
 
 def _all_reduce_replicas_by(run: Planting, all_reduce: Any) -> None:
@@ -24,14 +25,12 @@ def _all_reduce_replicas_by(run: Planting, all_reduce: Any) -> None:
     run.patch_dist(_fsdp_collectives, "all_reduce", all_reduce)
 
 
-@fault(
-    only=FSDP.name,
+@fsdp_fault(
     seen_in="verl-project/verl 7493",
     bug_class="DP reduction missing",
     cause="dp reduction missing",
     evidence="each part of these gradients is 2 = dp times one DP rank's contribution, without the others', as recomputed (...)",
     first="gradient/model.norm.weight",
-    mesh=Mesh(dp=2),
     flags=REPLICAS,
 )
 def replicas_of_one_shard_not_reduced(run: Planting) -> Plant:
@@ -46,7 +45,6 @@ def replicas_of_one_shard_not_reduced(run: Planting) -> Plant:
     cause="dp reduction missing",
     evidence="each part of these gradients is 2 = dp / 2 times one replica's contribution, without the others', as recomputed (...)",
     first="gradient/model.norm.weight",
-    flags=REPLICAS,
 )
 def replicas_not_reduced(run: Planting) -> Plant:
     """Gradients are averaged within each replica, and not over the replicas."""
@@ -94,7 +92,6 @@ def only_the_last_micro_batch_over_replicas(run: Planting) -> Plant:
     evidence="the norm is 1.414 times that of the gradients, and the moments show that it was used to clip them",
     first="gradient norm",
     arguments=CLIPS,
-    flags=REPLICAS,
 )
 def norm_summed_over_replicas(run: Planting) -> Plant:
     """The squares of the gradient norm are summed over all data-parallel ranks, so that every replica counts."""
@@ -113,30 +110,21 @@ def norm_summed_over_replicas(run: Planting) -> Plant:
     evidence="ranks [2, 3] hold another model.embed_tokens.weight than other ranks, with equal gradient and moments: it differed before the step",
     first="forward/model.embed_tokens",
     needs=("weights",),
-    flags=REPLICAS,
 )
 def replicas_start_apart(run: Planting) -> Plant:
     """Nothing is broadcast between replicas: the second one starts from other weights (here larger by one in a thousand)."""
     strategy = yield
-
-    def change(step: int) -> None:
-        if step == 1 and strategy.geometry().coordinates.dp >= 2:
-            with torch.no_grad():
-                for _, tensor in run.handles.weights():
-                    tensor.mul_(1.001)
-
-    run.around(strategy, "forward_backward", before=change)
+    if strategy.geometry().coordinates.dp >= 2:
+        run.change_weights("", lambda tensor: tensor.mul_(1.001))
 
 
-@fault(
-    only=FSDP.name,
+@fsdp_fault(
     seen_in="pytorch/pytorch 137348",
     bug_class="weights",
     cause="weights",
     evidence=NO_SENTENCE,
     step=2,
     first="forward/model.layers.1.input_layernorm",
-    mesh=Mesh(dp=2),
     flags=("--prefetch", "1", "--reshard_after_forward", "true"),
 )
 def weights_gathered_before_the_update(run: Planting) -> Plant:
@@ -150,8 +138,7 @@ def weights_gathered_before_the_update(run: Planting) -> Plant:
     run.around(strategy, "update", before=gather)
 
 
-@fault(
-    only=FSDP.name,
+@fsdp_fault(
     seen_in="pytorch/pytorch 187073",
     bug_class="TP reduction missing",
     cause="gradient lost",

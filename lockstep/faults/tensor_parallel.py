@@ -1,5 +1,6 @@
-"""Reductions over the tensor-parallel group that are missing, or done twice."""
+"""Reductions over the tensor-parallel group that are missing, or done twice; with sequence parallelism, of one rank's positions."""
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -9,18 +10,34 @@ from lockstep.faults.catalogue import fault
 from lockstep.faults.planting import Plant, Planting
 from lockstep.mesh import Mesh
 
-MISSING, DOUBLED = "TP reduction missing", "TP reduction doubled"
 MLP = "model.layers.1.mlp"
-FOUR_KV = "tiny-qwen2-4kv"  # at tp 4, so that the factor is no other size of the mesh
+missing_fault = functools.partial(
+    fault, bug_class="TP reduction missing", cause="tp reduction missing", axes=("tp",)
+)
+# At tp 4, so that the factor is no other size of the mesh
+doubled_fault = functools.partial(
+    fault,
+    bug_class="TP reduction doubled",
+    cause="tp reduction repeated",
+    model="tiny-qwen2-4kv",
+    mesh=Mesh(tp=4),
+    axes=("tp",),
+)
+sp_fault = functools.partial(
+    fault,
+    bug_class="sequence parallelism",
+    axes=("tp",),
+    needs=("drop_norm_gradient_sum", "cut_without_sum"),
+    mesh=Mesh(tp=2),
+    flags=("--sequence_parallel",),
+    precisions=("fp32",),
+)
 
 
-@fault(
+@missing_fault(
     seen_in="NVIDIA/Megatron-LM 1446",
-    bug_class=MISSING,
-    cause="tp reduction missing",
     evidence="model.layers.1.self_attn.o_proj's output is tp rank 0's share alone, computed again from input and weights",
     first="forward/model.layers.1.self_attn.o_proj",
-    axes=("tp",),
     needs=("drop_sum_over_tp",),
 )
 def row_parallel_sum_dropped(run: Planting) -> Plant:
@@ -29,13 +46,10 @@ def row_parallel_sum_dropped(run: Planting) -> Plant:
     run.handles.drop_sum_over_tp("model.layers.1.self_attn.o_proj")
 
 
-@fault(
+@missing_fault(
     seen_in="NVIDIA/Megatron-LM 1446",
-    bug_class=MISSING,
-    cause="tp reduction missing",
     evidence="model.embed_tokens's output is tp rank 0's share alone, computed again from input and weights",
     first="forward/model.embed_tokens",
-    axes=("tp",),
     needs=("drop_embedding_sum",),
 )
 def embedding_sum_dropped(run: Planting) -> Plant:
@@ -44,13 +58,10 @@ def embedding_sum_dropped(run: Planting) -> Plant:
     run.handles.drop_embedding_sum()
 
 
-@fault(
+@missing_fault(
     seen_in="pytorch/torchtitan 1805",
-    bug_class=MISSING,
-    cause="tp reduction missing",
     evidence="the gradient of model.layers.1.post_attention_layernorm's output has only tp rank 0's share of the part that comes back through model.layers.1.mlp.gate_proj, model.layers.1.mlp.up_proj",
     first="backward/model.layers.1.post_attention_layernorm",
-    axes=("tp",),
     needs=("drop_input_gradient_sum",),
 )
 def mlp_input_gradient_not_reduced(run: Planting) -> Plant:
@@ -59,13 +70,10 @@ def mlp_input_gradient_not_reduced(run: Planting) -> Plant:
     run.handles.drop_input_gradient_sum(MLP, "gate_proj", "up_proj")
 
 
-@fault(
+@missing_fault(
     seen_in="pytorch/torchtitan 1373",
-    bug_class=MISSING,
-    cause="tp reduction missing",
     evidence="the gradient of model.layers.1.post_attention_layernorm's output has only tp rank 0's share of the part that comes back through model.layers.1.mlp.up_proj",
     first="backward/model.layers.1.post_attention_layernorm",
-    axes=("tp",),
     needs=("drop_input_gradient_sum_of",),
 )
 def one_projection_gradient_not_reduced(run: Planting) -> Plant:
@@ -74,13 +82,10 @@ def one_projection_gradient_not_reduced(run: Planting) -> Plant:
     run.handles.drop_input_gradient_sum_of(f"{MLP}.up_proj")
 
 
-@fault(
+@missing_fault(
     seen_in="bigcode-project/Megatron-LM 35",
-    bug_class=MISSING,
-    cause="tp reduction missing",
     evidence="the gradient of model.layers.1.input_layernorm's output has only tp rank 0's share of the part that comes back through model.layers.1.self_attn.k_proj, model.layers.1.self_attn.v_proj",
     first="backward/model.layers.1.input_layernorm",
-    axes=("tp",),
     needs=("drop_input_gradient_sum_of",),
 )
 def kv_input_gradient_not_reduced(run: Planting) -> Plant:
@@ -90,14 +95,11 @@ def kv_input_gradient_not_reduced(run: Planting) -> Plant:
         run.handles.drop_input_gradient_sum_of(f"model.layers.1.self_attn.{name}")
 
 
-@fault(
+@missing_fault(
     seen_in="NVIDIA-NeMo/RL 3716",
-    bug_class=MISSING,
-    cause="tp reduction missing",
     evidence="the gradient of model.layers.1.self_attn.k_norm.weight, model.layers.1.self_attn.q_norm.weight, model.layers.0.self_attn.k_norm.weight and 1 more has one tp rank's heads only, as recomputed",
     model="tiny-qwen3",
     first="gradient/model.layers.1.self_attn.k_norm.weight",
-    axes=("tp",),
     needs=("drop_head_norm_gradient_sum",),
 )
 def head_norm_gradients_not_summed(run: Planting) -> Plant:
@@ -106,41 +108,29 @@ def head_norm_gradients_not_summed(run: Planting) -> Plant:
     yield
 
 
-@fault(
+@doubled_fault(
     seen_in="huggingface/text-generation-inference 1036",
-    bug_class=DOUBLED,
-    cause="tp reduction repeated",
     evidence="model.layers.1.mlp.down_proj's output, a sum over tp, is 4 = tp times what it should be",
     first="forward/model.layers.1.mlp.down_proj",
-    model=FOUR_KV,
-    mesh=Mesh(tp=4),
-    axes=("tp",),
     needs=("group",),
 )
 def row_parallel_sum_done_twice(run: Planting) -> Plant:
     """The output of down_proj, summed over tp already, is summed over tp once more."""
-    strategy = yield
+    yield
     group = run.handles.group("tp")
 
-    def sum_again(_module: torch.nn.Module, _inputs: object, output: torch.Tensor) -> torch.Tensor:
+    def sum_again(output: torch.Tensor) -> torch.Tensor:
         total = output.detach().clone()
         dist.all_reduce(total, group=group)
         return output + (total - output.detach())
 
-    strategy.model.get_submodule(f"{MLP}.down_proj").register_forward_hook(
-        run.recorded(f"the output of {MLP}.down_proj", sum_again)
-    )
+    run.change_output(f"{MLP}.down_proj", sum_again)
 
 
-@fault(
+@doubled_fault(
     seen_in="pytorch/torchtitan 2106",
-    bug_class=DOUBLED,
-    cause="tp reduction repeated",
     evidence="the gradient of model.layers.1.self_attn.q_proj.bias is 4 = tp times what it should be",
     first="gradient/model.layers.1.self_attn.q_proj.bias",
-    model=FOUR_KV,
-    mesh=Mesh(tp=4),
-    axes=("tp",),
     needs=("gradients",),
 )
 def bias_gradient_times_tp(run: Planting) -> Plant:
@@ -148,15 +138,10 @@ def bias_gradient_times_tp(run: Planting) -> Plant:
     yield from _scaled(run, lambda name: name.endswith("layers.1.self_attn.q_proj.bias"), run.config.tp_size)
 
 
-@fault(
+@doubled_fault(
     seen_in="pytorch/torchtitan 4332",
-    bug_class=DOUBLED,
-    cause="tp reduction repeated",
     evidence="only the gradients of the parameters that every tp rank holds are 4 = tp times what they should be",
     first="gradient/model.norm.weight",
-    model=FOUR_KV,
-    mesh=Mesh(tp=4),
-    axes=("tp",),
     needs=("gradients",),
 )
 def norm_gradients_times_tp(run: Planting) -> Plant:
@@ -166,7 +151,7 @@ def norm_gradients_times_tp(run: Planting) -> Plant:
 
 @fault(
     seen_in="pytorch/torchtitan 4332",
-    bug_class=DOUBLED,
+    bug_class="TP reduction doubled",
     cause="gradient scale",
     evidence="only the gradients of the parameters that every tp rank holds are 0.5 = 1/tp or 1/dp times what they should be",
     first="gradient/model.norm.weight",
@@ -180,11 +165,46 @@ def norm_gradients_divided_by_tp(run: Planting) -> Plant:
 
 def _scaled(run: Planting, of: Callable[[str], bool], factor: float) -> Plant:
     """Multiply some gradients between backward and update."""
-    strategy = yield
+    yield
 
-    def scale(_step: int) -> None:
-        for name, gradient in run.handles.gradients():
-            if of(name):
-                gradient.mul_(factor)
+    def scale(_step: int, name: str, gradient: torch.Tensor) -> None:
+        if of(name):
+            gradient.mul_(factor)
 
-    run.around(strategy, "forward_backward", after=scale)
+    run.change_gradients(scale)
+
+
+@sp_fault(
+    seen_in="EleutherAI/gpt-neox 1259",
+    cause="tp reduction missing",
+    evidence="the gradient of model.norm.weight, model.layers.1.post_attention_layernorm.weight, model.layers.1.input_layernorm.weight and 2 more has one tp rank's positions only, as recomputed",
+    first="gradient/model.norm.weight",
+)
+def sequence_parallel_norms_not_reduced(run: Planting) -> Plant:
+    """The gradient of a norm's weight is that of this rank's positions."""
+    run.handles.drop_norm_gradient_sum()
+    yield
+
+
+@sp_fault(
+    seen_in="pytorch/torchtitan 1805",
+    cause="tp reduction missing",
+    evidence="model.layers.1.self_attn.o_proj's output is, at each tp rank's positions, that rank's share alone, computed again from input and weights",
+    first="forward/model.layers.1.self_attn.o_proj",
+)
+def positions_cut_without_the_sum(run: Planting) -> Plant:
+    """After o_proj each rank takes its positions of its own partial product: a cut where a reduce-scatter should be."""
+    yield
+    run.handles.cut_without_sum("model.layers.1.self_attn.o_proj")
+
+
+@sp_fault(
+    seen_in="deepspeedai/DeepSpeed 5248",
+    cause="gradient scale",
+    evidence="the gradient of the logits is 2 = tp times what it should be, evenly for all samples",
+    first="backward/lm_head",
+)
+def loss_multiplied_by_sp(run: Planting) -> Plant:
+    """The ranks that share a sequence each count as a data-parallel rank: the gradient is tp times too large."""
+    yield
+    run.scale_backward(lambda _call: run.config.tp_size)

@@ -1,18 +1,21 @@
-"""Handles of strategies in plain torch: DDP and FSDP2 modules, plain tensors and DTensors."""
+"""Handles of strategies in plain torch: DDP and FSDP2 modules, plain tensors and DTensors.
+
+What a handle breaks is said where it is first; other libraries' strategies have the same ones by the same names.
+"""
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.faults.handles import Handles
+from lockstep.faults.planting import Handles
 from lockstep.inputs import modules
 from lockstep.training import torch_strategy
 from lockstep.training.context_parallel import ContextParallel
@@ -25,13 +28,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class OwnChunk(ReduceScatter):
+class OwnChunk(DefaultReduceScatter):
     """A reduce-scatter that keeps this rank's own chunk: nothing crosses the dp axis."""
-
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(
         self,
@@ -40,7 +38,7 @@ class OwnChunk(ReduceScatter):
         group: dist.ProcessGroup,
         op: object,
         async_op: bool = False,
-    ) -> None:
+    ) -> Any:
         self.reduce(output_tensor, input_tensor, group)
 
     def reduce(
@@ -53,29 +51,37 @@ class TorchHandles(Handles):
     """For every `lockstep.training.torch_strategy.TorchStrategy`."""
 
     def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, live tensor) of this rank's shards of the averaged gradient, between backward and update."""
         for name, parameter in self.strategy.model.named_parameters():
             yield name, local(gradient_of(parameter))
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, live tensor) of the weights that this rank holds, working copies and master copies."""
         for name, parameter in self.strategy.model.named_parameters():
             yield name, local(parameter.detach())
 
     def torch_optimizer(self) -> torch.optim.Optimizer:
+        """The torch optimizer that keeps the moments."""
         return self.strategy.optimizer
 
     def weight_average(self) -> WeightAverage:
+        """The average of the weights that --ema_decay asks for. Call it once the strategy is built."""
         return self.strategy.average
 
     def group(self, axis: str) -> dist.ProcessGroup:
+        """The process group along a mesh axis."""
         return self.strategy.device_mesh.get_group(axis)
 
     def context(self) -> ContextParallel:
+        """This rank's positions, and how it attends to those of others. Call it once the strategy is built."""
         return self.strategy.context
 
     def pipeline(self) -> Pipeline:
+        """This rank's stages. Call it once the strategy is built."""
         return self.strategy.pipeline
 
     def norm_not_summed_over_tp(self) -> None:
+        """The gradient norm is that of this tp rank's shards."""
         axes = torch_strategy.sharded_axes
 
         def without_tp(tensor: DTensor) -> tuple[int, ...]:
@@ -85,14 +91,17 @@ class TorchHandles(Handles):
         self.run.patch_during(self.strategy, "grad_norm", torch_strategy, "sharded_axes", without_tp)
 
     def count_replicas_in_norm(self) -> None:
+        """Parameters that every tp rank holds whole count tp times in the gradient norm."""
         counted = self.strategy.in_norm  # groups of one layout, whose squares are added up
         copied = [alike for alike in counted if not _is_cut_over(alike[0], "tp")]
         self.run.patch(self.strategy, "in_norm", counted + (self.run.config.tp_size - 1) * copied)
 
     def do_not_clip(self) -> None:
+        """Nothing is clipped, whatever --max_grad_norm says."""
         self.run.patch(torch.nn.utils, "clip_grads_with_norm_", lambda *arguments: None)
 
     def clip_by(self, norm: Callable[[], torch.Tensor]) -> None:
+        """Clip by `norm` instead of the norm that is reported."""
         real = torch.nn.utils.clip_grads_with_norm_
         self.run.patch(
             torch.nn.utils,
@@ -101,11 +110,12 @@ class TorchHandles(Handles):
         )
 
     def detach_head_from_embedding(self) -> None:
+        """The tied head's gradient does not reach the embedding."""
         head = self.strategy.model.get_submodule(modules.names_in(self.strategy.model).head)
         self.run.patch(head, "forward", lambda x: torch.nn.functional.linear(x, head.weight.detach()))
 
     def batches_are_not_checked(self) -> None:
-        pass
+        """A marker: the strategy itself does not check that tp peers have the same batch."""
 
 
 def _is_cut_over(parameter: torch.Tensor, axis: str) -> bool:
@@ -120,9 +130,12 @@ class DDPHandles(TorchHandles):
     """For a model wrapped in DistributedDataParallel."""
 
     def skip_dp_reduction(self) -> None:
+        """No gradient is reduced over dp."""
         self._reduce_by(self.strategy.wrapped, lambda buffer, group: buffer)
 
     def divide_gradients_by(self, divisor: int) -> None:
+        """The gradients, summed over dp, are divided by `divisor` instead of dp."""
+
         def divided(buffer: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
             dist.all_reduce(buffer, group=group)
             return buffer.div_(divisor)
@@ -130,6 +143,7 @@ class DDPHandles(TorchHandles):
         self._reduce_by(self.strategy.wrapped, divided)
 
     def reduce_in_bfloat16(self) -> None:
+        """Gradients are reduced over dp in bfloat16. Call it before the strategy is built."""
         wrap = DistributedDataParallel.__init__
 
         def rounded(buffer: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -173,6 +187,7 @@ class FSDPHandles(TorchHandles):
             self._keep_own_chunk(module)
 
     def skip_dp_reduction_of(self, module: str) -> None:
+        """The gradients of one module are not reduced over dp."""
         layer = self._module(module)
         assert isinstance(layer, FSDPModule), f"{module} is none of the layers that fully_shard has had"
         self._keep_own_chunk(layer)
@@ -188,6 +203,7 @@ class FSDPHandles(TorchHandles):
             module.set_force_sum_reduction_for_comms(True)  # gloo cannot multiply while it reduces
 
     def reduce_before_the_last_micro_batch(self) -> None:
+        """The reduction over dp happens one micro batch too early."""
         steps = self.run.config.gradient_accumulation_steps
         real, calls = self.strategy.model.set_requires_gradient_sync, itertools.count()
         self.run.patch(
@@ -215,15 +231,16 @@ class FSDPHandles(TorchHandles):
         self.run.patch(fsdp_strategy, "fully_shard", in_bfloat16)
 
     def drop_sum_over_tp(self, module: str) -> None:
+        """The output of a row-parallel layer is not summed: it stays this rank's partial product."""
         self._change_output(module, lambda output: output.to_local())
 
     def _change_output(self, name: str, change: Callable[[Any], torch.Tensor]) -> None:
         """Let a module give change(output), in place of the hooks that it has."""
-        layer, recorded = self._module(name), self.run.recorded(f"the output of {name}", change)
-        layer._forward_hooks.clear()
-        layer.register_forward_hook(lambda _module, _inputs, output: recorded(output))
+        self._module(name)._forward_hooks.clear()
+        self.run.change_output(name, change)
 
     def drop_embedding_sum(self) -> None:
+        """Embeddings are not summed over tp: an id that another rank holds has an embedding of zeros."""
         from torch.distributed.tensor.placement_types import _MaskPartial
 
         def masked_only(
@@ -236,6 +253,7 @@ class FSDPHandles(TorchHandles):
         self.run.patch(_MaskPartial, "_reduce_value", masked_only)
 
     def drop_input_gradient_sum(self, module: str, *layers: str) -> None:
+        """The gradient of the input that the column-parallel `layers` of a module share is not summed over tp."""
         mesh = self.strategy.device_mesh["tp"]
         block = self._module(module)
         enter = self.run.recorded(f"the input of {module}", lambda x: _EnterUnreduced.apply(x, mesh))
@@ -243,6 +261,7 @@ class FSDPHandles(TorchHandles):
         block.register_forward_pre_hook(lambda _module, inputs: (enter(inputs[0]),))
 
     def drop_head_norm_gradient_sum(self) -> None:
+        """The gradients of the norms on the heads stay this rank's share. Call it before the strategy is built."""
         import fsdp_strategy
 
         real = fsdp_strategy.tp_plan
@@ -257,22 +276,26 @@ class FSDPHandles(TorchHandles):
         self.run.patch(fsdp_strategy, "tp_plan", without_head_norms)
 
     def drop_norm_gradient_sum(self) -> None:
+        """With sequence parallelism: norms between blocks have the gradient of this rank's positions. Call it before the strategy is built."""
         import fsdp_strategy
 
         self.run.patch(fsdp_strategy, "norms_between_blocks", lambda model: [])
 
     def cut_without_sum(self, module: str) -> None:
+        """With sequence parallelism: of a row-parallel layer's output this rank keeps its positions of its own partial product."""
         mesh = self.strategy.device_mesh["tp"]
         self._change_output(
             module, lambda output: output.to_local().chunk(mesh.size(), 1)[mesh.get_local_rank()]
         )
 
     def sum_partition_function_again(self) -> None:
+        """The sum of exponentials over the vocabulary shards is reduced over tp twice."""
         from lockstep.training import vocab_parallel_loss
 
         self.run.reduce_again(vocab_parallel_loss, calls_per_loss=2, which=1, row=0)
 
     def shift_vocabulary_offset(self) -> None:
+        """The first id of the later vocabulary shards is one too low."""
         import fsdp_strategy
 
         loss = fsdp_strategy.vocab_parallel_cross_entropy

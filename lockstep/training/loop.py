@@ -242,7 +242,7 @@ def train_step(
     for each in listeners:
         each.gradients()
     rate = _set_rate(strategy, config, batches, step)
-    gathered = start_gathering(loss, [float(bool(problem)), *hashes_fed], device)
+    gathered = _start_gathering(loss, [float(bool(problem)), *hashes_fed], device)
     grad_norm = strategy.update()
     if not config.has_own_optimizer:  # whose groups may have several rates
         rate = learning_rate(strategy.optimizer.param_groups[0])
@@ -379,7 +379,7 @@ def _not_finite(step: int, what: str, value: float, mesh: Mesh, rank: int | None
     return f"step {step}: the {what} is {value} {where}; lower --learning_rate, or check the weights"
 
 
-def start_gathering(
+def _start_gathering(
     loss: torch.Tensor, others: list[float], device: torch.device
 ) -> Callable[[], list[list[float]]]:
     """Send this rank's numbers; the function returned waits for (loss, *others) of every rank, in rank order.
