@@ -16,6 +16,7 @@ import torch.distributed as dist
 from lockstep import tested
 from lockstep.config import Config
 from lockstep.deepspeed import configuration, ulysses, zero
+from lockstep.deepspeed.spec import DeepSpeed
 from lockstep.deepspeed.build import build_async_io, collectives, use_torch_collectives
 from lockstep.errors import LIBRARY_REFUSES, UserError, first_line
 from lockstep.inputs import modules
@@ -208,7 +209,7 @@ def _refusals_named(file: zero.UserFile | None) -> Iterator[None]:
     try:
         yield
     except (AssertionError, ValueError, NotImplementedError, DeepSpeedConfigError) as error:
-        version = tested.difference("deepspeed")
+        version = tested.difference(DeepSpeed.library)
         if file is None and not version:
             raise
         why = first_line(error)
