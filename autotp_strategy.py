@@ -16,8 +16,8 @@ import torch.distributed as dist
 from lockstep import tested
 from lockstep.config import Config
 from lockstep.deepspeed import configuration, ulysses, zero
-from lockstep.deepspeed.spec import DeepSpeed
 from lockstep.deepspeed.build import build_async_io, collectives, use_torch_collectives
+from lockstep.deepspeed.spec import DeepSpeed
 from lockstep.errors import LIBRARY_REFUSES, UserError, first_line
 from lockstep.inputs import modules
 from lockstep.inputs.model import causal_lm_loss
