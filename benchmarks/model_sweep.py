@@ -18,14 +18,12 @@ import models
 from clean_sweep import named
 from outputs import output
 
-from lockstep import origin
+from lockstep import compare, origin
 from lockstep.config import BASELINE
 from lockstep.errors import UserError
 from lockstep.files import write_result
 from lockstep.inputs import shapes
 from lockstep.running import jobs
-from lockstep.tensors.comparison import compare_dumps
-from lockstep.tensors.dump import Dump
 from lockstep.tensors.trace import layout_of
 from lockstep.training.observe import versions
 
@@ -102,19 +100,15 @@ def train(cases: dict[int, tuple[dict, list[str]]], folder: Path) -> None:
 
 def judge(folder: Path) -> dict:
     """Verdicts that are not PASS with their first tensor, and the nearest tensor's share of what is tolerated, by run."""
-    dumps = {name: Dump(folder / name) for name in (BASELINE, *(run.name for run in named(RUN)))}
-    replays = {name: Dump(place) for name in dumps if (place := folder / f"replay_{name}").is_dir()}
-    result = compare_dumps(Dump(folder / "reference"), dumps, replays)
+    names = (BASELINE, *(run.name for run in named(RUN)), "reference")
+    result = compare.judge([folder / name for name in names])
     return {
         "alarms": {
-            name: [result.verdict(name), result.failures(name)[:1], result.unjudged(name)]
-            for name in dumps
+            name: [result.verdict(name), run.failures[:1], run.unjudged]
+            for name, run in result.runs.items()
             if result.verdict(name) != "PASS"
         },
-        "nearest": {
-            name: max(row.multiple for row in result.rows if row.strategy == name and row.judged)
-            for name in dumps
-        },
+        "nearest": {name: run.nearest for name, run in result.runs.items()},
     }
 
 

@@ -7,12 +7,11 @@ import pytest
 from programs import ROOT, in_process
 
 import run_faults
-from lockstep import files
+from lockstep import compare, files
 from lockstep.command_line import parse_config
 from lockstep.errors import UserError
 from lockstep.preflight import check_environment as check
 from lockstep.preflight import load_inputs
-from lockstep.tensors import comparison
 
 KEPT = "was not written by Lockstep and is not replaced"
 # what must be given besides
@@ -74,7 +73,7 @@ def test_the_table_of_faults(tmp_path, capsys, suffix):
 
 def test_the_report_of_tensors(tmp_path, capsys):
     (tmp_path / "report.md").write_text("mine")
-    assert comparison.main([str(tmp_path / "a"), str(tmp_path / "b"), "--output_dir", str(tmp_path)]) == 2
+    assert compare.main([str(tmp_path / "a"), str(tmp_path / "b"), "--output_dir", str(tmp_path)]) == 2
     assert f"report.md {KEPT}" in capsys.readouterr().err and (tmp_path / "report.md").read_text() == "mine"
 
 

@@ -57,7 +57,7 @@ def test_the_first_tensor_is_the_right_one(runs, fault, strategy, precision):
     clean = runs / f"{precision} none"
     dumps = {"ddp": Dump(clean / "ddp"), strategy: Dump(runs / f"{precision} {fault}" / strategy)}
     result = compare_dumps(Dump(clean / "reference"), dumps, {})
-    failures = result.failures(strategy)
+    failures = result.runs[strategy].failures
     assert (failures[0][2] if failures else None) == FIRST[fault], failures[:3]
     assert (
         result.verdict(strategy) == ("FAIL" if FIRST[fault] else "PASS") and result.verdict("ddp") == "PASS"
