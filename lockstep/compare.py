@@ -23,7 +23,7 @@ from lockstep.files import REPORTS, require_ours, require_writable_folder
 from lockstep.flags import Parser
 from lockstep.tensors import tensor_report
 from lockstep.tensors.comparison import compare_dumps, compare_two
-from lockstep.tensors.dump import Dump
+from lockstep.tensors.dump import Dump, Dumps
 from lockstep.tensors.result import Result
 
 
@@ -53,7 +53,7 @@ def judge(folders: Sequence[Path], output_dir: Path | None = None) -> Result:
     return result
 
 
-def arrange(opened: list[Dump]) -> tuple[Dump, dict[str, Dump], dict[str, Dump]]:
+def arrange(opened: list[Dump]) -> tuple[Dump, Dumps, Dumps]:
     """(the reference, the dumps by strategy, the replays), for `compare_dumps`.
 
     Raises UserError unless exactly one dump is a reference, and no two others are of one strategy.
@@ -64,19 +64,19 @@ def arrange(opened: list[Dump]) -> tuple[Dump, dict[str, Dump], dict[str, Dump]]
             f"{len(references)} of the {len(opened)} dumps are references; to compare more than two dumps, name exactly one"
         )
     (reference,) = references
-    dumps: dict[str, Dump] = {}
+    dumps: Dumps = {}
     for dump in opened:
-        name = dump.name
-        if dump is not reference and name in dumps:
+        if dump is reference:
+            continue
+        if dump.name in dumps:
             raise UserError(
-                f"{dumps[name].folder} and {dump.folder} are both dumps of {name}; name one dump for each strategy, or capture with --run_name"
+                f"{dumps[dump.name].folder} and {dump.folder} are both dumps of {dump.name}; name one dump for each strategy, or capture with --run_name"
             )
-        if dump is not reference:
-            dumps[name] = dump
+        dumps[dump.name] = dump
     beside = reference.folder.resolve().parent
     if BASELINE not in dumps:
         dumps[BASELINE] = Dump(beside / BASELINE)
-    replays: dict[str, Dump] = {}
+    replays: Dumps = {}
     for name, dump in dumps.items():
         places = (dump.folder.with_name(f"replay_{dump.folder.name}"), beside / f"replay_{name}")
         place = next((place for place in places if place.is_dir()), None)
@@ -86,13 +86,11 @@ def arrange(opened: list[Dump]) -> tuple[Dump, dict[str, Dump], dict[str, Dump]]
 
 def require_distinct(folders: list[Path]) -> None:
     """Raise UserError for a folder named twice: that a dump agrees with itself proves nothing."""
-    seen: dict[Path, Path] = {}
-    for folder in folders:
-        if folder.resolve() in seen:
-            raise UserError(
-                f"{seen[folder.resolve()]} and {folder} are the same folder; name the dumps of two runs"
-            )
-        seen[folder.resolve()] = folder
+    places = [folder.resolve() for folder in folders]
+    for place, folder in zip(places, folders, strict=True):
+        first = folders[places.index(place)]
+        if first is not folder:
+            raise UserError(f"{first} and {folder} are the same folder; name the dumps of two runs")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -166,10 +166,10 @@ class Case:
             distance = row.distance
             if not 0 < distance.change < math.inf:
                 return None
-            along = (distance.scale - 1) * distance.change
-            across = math.sqrt(max(0.0, distance.error**2 - along**2))
             tolerated = row.tolerated * max(1.0, abs(distance.scale))
-            if not (0 < distance.error < math.inf and across <= min(tolerated, LEFT * distance.error)):
+            if not (
+                0 < distance.error < math.inf and distance.across <= min(tolerated, LEFT * distance.error)
+            ):
                 return None
             factors.append((distance.scale, tolerated / distance.change))
         if not factors:

@@ -17,17 +17,17 @@ from lockstep.tensors.comparable_dumps import (
     require_norm,
 )
 from lockstep.tensors.distance import Distance
-from lockstep.tensors.dump import Dump
+from lockstep.tensors.dump import Dump, Dumps
 from lockstep.tensors.judgement import ROUNDOFF, Judgement, Yardstick, noise_of, pass_of, tolerance
 from lockstep.tensors.manifest import REMEDY
-from lockstep.tensors.result import Result
+from lockstep.tensors.result import Findings, Result
 
 # Without a reference: the largest distance from it that DDP had, over the clean sweep and the real sizes (results/).
 TYPICAL = {"fp32": 1.5e-6, "autocast": 2e-2}
 AGAIN = "run python -m lockstep.reference after the training scripts, into a folder without older replays"
 
 
-def compare_dumps(reference: Dump, dumps: dict[str, Dump], replays: dict[str, Dump]) -> Result:
+def compare_dumps(reference: Dump, dumps: Dumps, replays: Dumps) -> Result:
     """Judge the dumps (by strategy, DDP's among them) against the reference; DDP's distance is the yardstick.
 
     `replays` are the references of later steps, by strategy. A run that lacks tensors of its model fails. Raises UserError for dumps
@@ -52,7 +52,7 @@ def compare_dumps(reference: Dump, dumps: dict[str, Dump], replays: dict[str, Du
     return result
 
 
-def _require_yardstick(reference: Dump, dumps: dict[str, Dump]) -> None:
+def _require_yardstick(reference: Dump, dumps: Dumps) -> None:
     """Raise UserError unless there are a reference and a whole dump of DDP."""
     if BASELINE not in dumps:
         raise UserError(
@@ -81,9 +81,14 @@ def _precision(dump: Dump) -> str:
     return precision
 
 
-def _begin(dumps: dict[str, Dump], baseline: str, *, has_reference: bool) -> Result:
-    configuration = {name: configuration_differences(dumps[baseline], dump) for name, dump in dumps.items()}
-    return Result.of(dumps, baseline, configuration, has_reference=has_reference)
+def _begin(dumps: Dumps, baseline: str, *, has_reference: bool) -> Result:
+    """Nothing found yet, but the differences in configuration."""
+    losses: list[records.Loss] = []
+    runs = {
+        name: Findings(name, dump, baseline, losses, configuration_differences(dumps[baseline], dump))
+        for name, dump in dumps.items()
+    }
+    return Result(runs, baseline, losses, has_reference)
 
 
 def _names(dump: Dump, step: int) -> list[str]:
@@ -91,7 +96,7 @@ def _names(dump: Dump, step: int) -> list[str]:
     return [name for name in dump.expected(step) if pass_of(name) != "update"]
 
 
-def _its_reference(reference: Dump, replays: dict[str, Dump], dump: Dump, name: str, step: int) -> Dump:
+def _its_reference(reference: Dump, replays: Dumps, dump: Dump, name: str, step: int) -> Dump:
     """The reference of a step: a replay that started from the parameters that this dump had reached, and made its choices.
 
     Of step 1 there is one only if its choices are not the reference's.
@@ -112,8 +117,8 @@ def _its_reference(reference: Dump, replays: dict[str, Dump], dump: Dump, name: 
 
 def _judge_step(
     reference: Dump,
-    dumps: dict[str, Dump],
-    references: dict[str, Dump],
+    dumps: Dumps,
+    references: Dumps,
     step: int,
     precision: str,
     result: Result,

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from lockstep.config import BETAS, EPS
-from lockstep.tensors.dump import Dump
+from lockstep.tensors.dump import Dump, Dumps
 from lockstep.training import rates
 from lockstep.training.optim import decays
 
@@ -65,14 +65,20 @@ class Distance:
 
     @property
     def relative(self) -> float:
-        return _ratio(self.error, self.norm)
+        return relative(self.error, self.norm)
 
     @property
     def relative_largest(self) -> float:
-        return _ratio(self.largest_error, self.largest)
+        return relative(self.largest_error, self.largest)
+
+    @property
+    def across(self) -> float:
+        """The part of the error that is no multiple of what the tensor should show."""
+        along = (self.scale - 1) * self.change
+        return math.sqrt(max(0.0, self.error**2 - along**2))
 
 
-def _ratio(error: float, size: float) -> float:
+def relative(error: float, size: float) -> float:
     if error == 0:
         return 0.0
     return error / size if size > 0 else math.inf
@@ -163,7 +169,7 @@ QUIET = np.errstate(over="ignore", invalid="ignore")
 
 
 @QUIET
-def tensor_distances(references: dict[str, Dump], dumps: dict[str, Dump], step: int, name: str) -> Measured:
+def tensor_distances(references: Dumps, dumps: Dumps, step: int, name: str) -> Measured:
     """One tensor of every dump that has it against the reference of its run, often one for all, reading each file once."""
     dumps = {run: dump for run, dump in dumps.items() if dump.has(step, name)}
     distinct = list(dict.fromkeys(references[run] for run in dumps))

@@ -4,7 +4,7 @@ import math
 import statistics
 from dataclasses import dataclass
 
-from lockstep.tensors.distance import Distance, Size
+from lockstep.tensors.distance import Distance, Size, relative
 from lockstep.tensors.dump import Dump, number_of_elements
 
 MULTIPLE = 4  # of DDP's own distance
@@ -80,20 +80,16 @@ class Judgement:
     def multiple(self) -> float:
         """The larger of the two errors in units of its tolerance; above 1 is too far."""
         return max(
-            over(self.distance.error, self.tolerated),
-            over(self.distance.largest_error, self.tolerated_largest),
+            relative(self.distance.error, self.tolerated),
+            relative(self.distance.largest_error, self.tolerated_largest),
         )
 
     def describe(self) -> str:
         distance = self.distance
         return (
-            f"relative error {distance.relative:.2e} (2-norm), tolerated {over(self.tolerated, distance.norm):.1e}; "
-            f"{distance.relative_largest:.2e} (largest element), tolerated {over(self.tolerated_largest, distance.largest):.1e}"
+            f"relative error {distance.relative:.2e} (2-norm), tolerated {relative(self.tolerated, distance.norm):.1e}; "
+            f"{distance.relative_largest:.2e} (largest element), tolerated {relative(self.tolerated_largest, distance.largest):.1e}"
         )
-
-
-def over(error: float, tolerated: float) -> float:
-    return 0.0 if error == 0 else error / tolerated if tolerated > 0 else math.inf
 
 
 class Yardstick:
@@ -121,10 +117,10 @@ class Yardstick:
         if distance is own and noise is not None:
             return yardstick_tolerance(distance, self.precision, noise)
         zero = noise is not None and is_zero(distance, noise, self.precision)
-        if not self._is_vector_gradient(name):
-            return tolerance(name, distance, measure(own, None, noise if zero else None), roundoff)
-        vector = measure(own, self.typical, noise if zero else None)
-        return tolerance(name, distance, vector.times(_times_as_many_tokens(dump, self.ddp)), roundoff)
+        vector = self._is_vector_gradient(name)
+        found = measure(own, self.typical if vector else None, noise if zero else None)
+        times = _times_as_many_tokens(dump, self.ddp) if vector else 1.0
+        return tolerance(name, distance, found.times(times), roundoff)
 
     def _is_vector_gradient(self, name: str) -> bool:
         return is_vector_gradient(name, self.entries[name])

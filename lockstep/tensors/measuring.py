@@ -2,10 +2,17 @@
 
 import functools
 import math
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
+from typing import Any, TypeVar
 
 import numpy as np
+import torch
 
+from lockstep.errors import TrainingFailure
 from lockstep.tensors.distance import (
     BLOCK,
     Distance,
@@ -17,16 +24,14 @@ from lockstep.tensors.distance import (
     tensor_distances,
     update_distances,
 )
-from lockstep.tensors.dump import Dump, number_of_elements
-from lockstep.tensors.pool import on_all_cores
+from lockstep.tensors.dump import Dump, Dumps, number_of_elements
 from lockstep.tensors.records import Norm
 
+SMALL = 1 << 26  # elements that are compared before a process pool has started
 Found = dict[str, Distance]  # by tensor
 
 
-def measured(
-    names: list[str], references: dict[str, Dump], dumps: dict[str, Dump], step: int
-) -> dict[str, Measured]:
+def measured(names: list[str], references: Dumps, dumps: Dumps, step: int) -> dict[str, Measured]:
     """What was measured of each name: the dumps that have it, in their order, against their references."""
     shapes = next(iter(references.values())).expected(step)
     work = functools.partial(tensor_distances, references, dumps, step)
@@ -36,7 +41,7 @@ def measured(
 
 
 def updates(
-    initial: Dump, references: dict[str, Dump], dumps: dict[str, Dump], step: int, norms: dict[str, Norm]
+    initial: Dump, references: Dumps, dumps: Dumps, step: int, norms: dict[str, Norm]
 ) -> Iterator[tuple[str, Found]]:
     """(run, distances) of every parameter that a step may have changed, and of what the optimizer keeps of it.
 
@@ -62,8 +67,8 @@ def updates(
 
 def _update(
     initial: Dump,
-    references: dict[str, Dump],
-    dumps: dict[str, Dump],
+    references: Dumps,
+    dumps: Dumps,
     step: int,
     norms: dict[str, Norm],
     item: tuple[str, str],
@@ -116,3 +121,39 @@ def _verify_one(item: tuple[Dump, int, str]) -> float:
         float(block.double().square().sum())
         for block in dump.blocks(step, name, BLOCK, np.empty(8 * BLOCK, dtype=np.uint8))
     )
+
+
+Item = TypeVar("Item")
+Made = TypeVar("Made")
+
+
+def on_all_cores(work: Callable[[Item], Made], items: list[Item], sizes: list[int]) -> list[Made]:
+    """[work(item)], the largest first so that no core is left with a big one.
+
+    In processes: threads would wait for each other's turns with the interpreter. Small work is done here and now,
+    before a process would have started.
+    """
+    if sum(sizes) < SMALL:
+        return [work(item) for item in items]
+    order = sorted(range(len(items)), key=lambda index: -sizes[index])
+    try:
+        with ProcessPoolExecutor(os.cpu_count(), get_context("spawn"), _begin, (work,)) as pool:
+            results = dict(zip(order, pool.map(_call, [items[index] for index in order]), strict=True))
+    except BrokenProcessPool as error:
+        raise TrainingFailure(
+            "comparison: a process was killed, perhaps because memory ran out; compare fewer dumps at once"
+        ) from error
+    return [results[index] for index in range(len(items))]
+
+
+_work: Callable[[Any], Any]  # what a process of the pool does with every item
+
+
+def _begin(work: Callable[[Any], Any]) -> None:
+    global _work
+    _work = work
+    torch.set_num_threads(1)
+
+
+def _call(item: Any) -> Any:
+    return _work(item)

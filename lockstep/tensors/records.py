@@ -10,7 +10,7 @@ from lockstep.inputs.data import independent_tokens
 from lockstep.losses.curves import RANK_ULPS, RULES, loss_noise
 from lockstep.tensors.comparable_dumps import require_summary
 from lockstep.tensors.distance import Distance
-from lockstep.tensors.dump import Dump, number_of_elements
+from lockstep.tensors.dump import Dump, Dumps, number_of_elements
 from lockstep.tensors.judgement import LIMIT, ROUNDOFF, Judgement
 
 NORM = 8  # float32 unit roundoffs of a recorded gradient norm: summed in float64, passed on in float32
@@ -45,9 +45,7 @@ class Loss:
         return ""
 
 
-def losses(
-    baseline: Dump, dumps: dict[str, Dump], step: int, precision: str, references: dict[str, Dump]
-) -> list[Loss]:
+def losses(baseline: Dump, dumps: Dumps, step: int, precision: str, references: Dumps) -> list[Loss]:
     """The losses of all DP ranks, or of the smallest groups of ranks that see the same windows in every run.
 
     `references` are those of the runs, by strategy; empty without one.

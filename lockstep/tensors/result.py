@@ -4,9 +4,9 @@ import functools
 import math
 from dataclasses import dataclass, field
 
-from lockstep.tensors.distance import Measured
+from lockstep.tensors.distance import Measured, relative
 from lockstep.tensors.dump import Dump
-from lockstep.tensors.judgement import Judgement, over
+from lockstep.tensors.judgement import Judgement
 from lockstep.tensors.records import Chosen, Loss, Norm
 
 FINER = 0.5  # of a deviation: what is tolerated of a gradient that would have shown it
@@ -114,7 +114,7 @@ class Findings:
         """The intermediate tensors that are too far by so much that the gradients of matrices would have shown it."""
         shapes = self.dump.expected(step)
         tolerated = (
-            over(row.tolerated, row.distance.norm)
+            relative(row.tolerated, row.distance.norm)
             for row in rows.values()
             if row.kind == "gradient" and row.judged and len(shapes[row.name]) > 1
         )
@@ -181,10 +181,8 @@ class Findings:
 def _is_multiple(row: Judgement, factor: float) -> bool:
     """Whether a tensor is the reference's times a factor, as exactly as a right one would be the reference's."""
     distance = row.distance
-    along = (distance.scale - 1) * distance.change
-    across = math.sqrt(max(0.0, distance.error**2 - along**2))
     off = abs(distance.scale - factor) * distance.change
-    return max(across, off) <= max(1.0, abs(factor)) * row.tolerated
+    return max(distance.across, off) <= max(1.0, abs(factor)) * row.tolerated
 
 
 @dataclass
@@ -196,22 +194,6 @@ class Result:
     losses: list[Loss]
     has_reference: bool = False
     pairs: dict[str, Measured] = field(default_factory=dict)  # of step 1, every tensor but the update's
-
-    @classmethod
-    def of(
-        cls,
-        dumps: dict[str, Dump],
-        baseline: str,
-        configuration: dict[str, dict[str, str]],
-        *,
-        has_reference: bool,
-    ) -> "Result":
-        """Nothing found yet, but the differences in configuration, by run."""
-        losses: list[Loss] = []
-        runs = {
-            name: Findings(name, dump, baseline, losses, configuration[name]) for name, dump in dumps.items()
-        }
-        return cls(runs, baseline, losses, has_reference)
 
     def label(self, name: str) -> str:
         """What a report calls a run; without a reference, its folder."""

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from lockstep.errors import printable
 from lockstep.files import write_result
@@ -245,13 +246,10 @@ def _of_row(run: str, row: Judgement) -> dict:
     }
 
 
-def _strict(loss: dict) -> dict:
-    return {
-        key: {name: _finite(each) for name, each in value.items()}
-        if isinstance(value, dict)
-        else _finite(value)
-        for key, value in loss.items()
-    }
+def _strict(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _strict(each) for key, each in value.items()}
+    return _finite(value)
 
 
 def _finite(value: float | None) -> float | None:
