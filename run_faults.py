@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from lockstep.faults import Fault
     from lockstep.losses.curves import CurveVerdict
     from lockstep.tensors.dump import Dump
-    from lockstep.tensors.judgement import Result
+    from lockstep.tensors.result import Result
 
 BEGINS = b'{\n "precision": '  # the data
 TITLE = "# Planted faults, "
@@ -222,30 +222,24 @@ def train(groups: dict[Group, list[tuple["Fault", Spec]]], folder: Path) -> dict
 
 
 def verdicts(
-    group: Group, name: str, strategy: str
-) -> tuple["Result", "CurveVerdict", "Dump", dict[str, "Dump"]]:
-    """(comparison of the tensors, of the losses, the reference, the replays) of one run."""
+    group: Group, name: str, strategy: str, report: Path | None = None
+) -> tuple["Result", "CurveVerdict"]:
+    """(comparison of the tensors, whose report is written into a folder if one is given; of the losses) of one run."""
+    from lockstep import compare
     from lockstep.losses import curves
-    from lockstep.tensors.comparison import compare_dumps
-    from lockstep.tensors.dump import Dump
 
-    clean, mine = group.folder / CLEAN, group.dump(strategy, name)
-    reference, ddp, dump = Dump(clean / "reference"), Dump(clean / BASELINE), Dump(mine)
-    replays = {
-        BASELINE: Dump(clean / f"replay_{BASELINE}"),
-        strategy: Dump(mine.with_name(f"replay_{strategy}")),
-    }
     baseline = group.losses(BASELINE, CLEAN)
     tolerance = curves.tolerance_for(baseline, group.losses(CONTROL, CLEAN))
     curve = curves.compare_curves(baseline, group.losses(strategy, name), tolerance)
-    return compare_dumps(reference, {BASELINE: ddp, strategy: dump}, replays), curve, reference, replays
+    dumps = [*(group.dump(each, CLEAN) for each in (REFERENCE, BASELINE)), group.dump(strategy, name)]
+    return compare.judge(dumps, report), curve
 
 
 def require_clean(group: Group, strategy: str) -> None:
     """Raise TrainingFailure if the run without a fault is red: then a red run with one proves nothing."""
-    result, curve, _, _ = verdicts(group, CLEAN, strategy)
+    result, curve = verdicts(group, CLEAN, strategy)
     if result.outcome != "PASS" or not curve.passed:
-        first = [" ".join(failure[2:]) for name in result.dumps for failure in result.failures(name)[:1]]
+        first = [" ".join(failure[2:]) for run in result.runs.values() for failure in run.failures[:1]]
         why = [reason for reason in (*first, *curve.problems, curve.doubt) if reason]
         raise TrainingFailure(
             f"{strategy} fails without a fault (tensors {result.outcome}, losses {curve.outcome}) on {group.model}: {'; '.join(why)}"
@@ -254,15 +248,13 @@ def require_clean(group: Group, strategy: str) -> None:
 
 def judge(group: Group, fault: "Fault", strategy: str) -> dict:
     """What the two verdicts and the diagnosis say of one planted fault."""
-    from lockstep.diagnosis.diagnose import diagnose
-    from lockstep.tensors import tensor_report
     from lockstep.tensors.dump import Dump
+    from lockstep.tensors.result import Diagnosis
 
-    result, curve, reference, replays = verdicts(group, fault.name, strategy)
-    failures, dump = result.failures(strategy), result.dumps[strategy]
-    diagnosis = diagnose(result, strategy, reference, replays)
-    if group.options.work_dir:
-        tensor_report.write(result, {strategy: diagnosis}, dump.folder.with_name(f"report_{strategy}"))
+    report = group.dump(strategy, fault.name).with_name(f"report_{strategy}")
+    result, curve = verdicts(group, fault.name, strategy, report if group.options.work_dir else None)
+    run = result.runs[strategy]
+    failures, dump, diagnosis = run.failures, run.dump, run.diagnosis or Diagnosis()
     step, first = (failures[0][0], failures[0][2]) if failures else (None, None)
     guards = group.history_folder(strategy, fault.name) / "guards.txt"
     causes = [[cause.name, cause.evidence] for cause in diagnosis.causes]

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from outputs import output
 
+from lockstep import compare
 from lockstep.command_line import parse_config
 from lockstep.config import BASELINE, CONTROL, history_file
 from lockstep.files import write_result
@@ -25,8 +26,6 @@ from lockstep.losses import curves
 from lockstep.running import jobs
 from lockstep.runs import Run, runs_of
 from lockstep.strategies import others
-from lockstep.tensors.comparison import compare_dumps
-from lockstep.tensors.dump import Dump
 from lockstep.training import history
 
 PRECISIONS = ["fp32", "autocast"]
@@ -101,24 +100,28 @@ def folder_of(folder: Path, *case) -> Path:
 def judge(folder: Path, strategies: list[Run]) -> tuple[list[dict], list[str], dict[str, dict[str, float]]]:
     """Alarms of one configuration, tensors too small to judge, and the worst multiple of what is tolerated, by strategy
     and kind of tensor."""
-    dumps = {name: Dump(folder / name) for name in (BASELINE, *(run.name for run in strategies))}
-    replays = {name: Dump(folder / f"replay_{name}") for name in dumps}
-    result = compare_dumps(Dump(folder / "reference"), dumps, replays)
-    worst: dict[str, dict[str, float]] = {name: collections.defaultdict(float) for name in dumps}
-    for row in result.rows:
-        worst[row.strategy][row.kind] = max(worst[row.strategy][row.kind], row.multiple)
+    names = [run.name for run in strategies]
+    result = compare.judge([folder / name for name in (BASELINE, *names, "reference")])
+    worst: dict[str, dict[str, float]] = {name: collections.defaultdict(float) for name in result.runs}
+    for name, run in result.runs.items():
+        for row in run.counted:
+            worst[name][row.kind] = max(worst[name][row.kind], row.multiple)
     alarms = [
-        {"strategy": name, "verdict": result.verdict(name), "first": result.failures(name)[:1]}
-        for name in dumps
+        {"strategy": name, "verdict": result.verdict(name), "first": run.failures[:1]}
+        for name, run in result.runs.items()
         if result.verdict(name) != "PASS"
     ]
-    losses = {name: history.read(history_file(Path(f"{folder}-losses"), name)) for name in (*dumps, CONTROL)}
+    losses = {
+        name: history.read(history_file(Path(f"{folder}-losses"), name))
+        for name in (BASELINE, *names, CONTROL)
+    }
     tolerance = curves.tolerance_for(losses[BASELINE], losses[CONTROL])
-    for name in (run.name for run in strategies):
+    for name in names:
         curves.require_comparable_curves(losses[BASELINE], losses[name])
         curve = curves.compare_curves(losses[BASELINE], losses[name], tolerance)
         alarms += [] if curve.passed else [{"strategy": name, "losses": curve.as_dict()}]
-    return alarms, sorted({row.name for row in result.rows if not row.judged}), worst
+    unjudged = {row.name for run in result.runs.values() for row in run.rows if not row.judged}
+    return alarms, sorted(unjudged), worst
 
 
 def main() -> int:

@@ -27,10 +27,11 @@ from lockstep.tensors.judgement import (
     PASSES,
     ROUNDOFF,
     UPDATE,
+    Judgement,
     is_vector_gradient,
-    judge,
+    measure,
+    tolerance,
     typical_error,
-    yardstick,
 )
 from lockstep.training.optim import decays
 
@@ -73,7 +74,7 @@ def limit(is_noticed) -> float:
     return 2.0**high if high <= LARGEST else float("inf")
 
 
-def limits_of(mine, exact, change, measure, name: str, sign: int, roundoff: float) -> dict[str, float]:
+def limits_of(mine, exact, change, yardstick, name: str, sign: int, roundoff: float) -> dict[str, float]:
     """The limits of one tensor, by what is spoilt."""
     error, true, shown = mine - exact, sizes(exact), sizes(change)
     middling = int(mine.abs().flatten().median(dim=0).indices)
@@ -83,7 +84,8 @@ def limits_of(mine, exact, change, measure, name: str, sign: int, roundoff: floa
     others = sizes(rest)
 
     def too_far(off: Size) -> bool:
-        return judge("", 1, name, Distance(*off, *true, true.norm, *shown, 1.0), measure, roundoff).too_far
+        distance = Distance(*off, *true, true.norm, *shown, 1.0)
+        return Judgement(1, name, distance, *tolerance(name, distance, yardstick, roundoff)).too_far
 
     def whole(e: float) -> bool:
         return too_far(sizes(torch.add(error, mine, alpha=sign * e)))
@@ -111,17 +113,17 @@ def limits(folder: Path, kind: str) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {what: [] for what in SPOILT}
     for name, strategy, sign in drawn:
         dump = dumps[strategy]
-        mine, measure = dump.tensor(1, name).double(), Size(0.0, 0.0)
+        mine, yardstick = dump.tensor(1, name).double(), Size(0.0, 0.0)
         if kind in UPDATE:
             clip = clip_factor(dump.run["config"], dump.steps["1"]["grad_norm"])
             exact, change = exact_update(dump, reference, name.split("/", 1)[1], clip)[kind]
         else:
             exact = change = reference.tensor(1, name).double()
-            measure = yardstick(
+            yardstick = measure(
                 distance(ddp, reference, name), typical if is_vector_gradient(name, entries[name]) else None
             )
         roundoff = ROUNDOFF[entries[name]["dtype"]]
-        for what, value in limits_of(mine, exact, change, measure, name, sign, roundoff).items():
+        for what, value in limits_of(mine, exact, change, yardstick, name, sign, roundoff).items():
             found[what].append(value)
     return {what: sorted(values) for what, values in found.items()}
 

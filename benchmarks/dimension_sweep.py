@@ -18,14 +18,13 @@ from pathlib import Path
 
 from outputs import output
 
+from lockstep import compare
 from lockstep.command_line import parse_config
 from lockstep.config import BASELINE, CONTROL, history_file
 from lockstep.files import write_result
 from lockstep.losses import curves
 from lockstep.running import jobs
 from lockstep.strategies import SPECS
-from lockstep.tensors.comparison import compare_dumps
-from lockstep.tensors.dump import Dump
 from lockstep.training import history
 
 STRATEGY = next(row.name for row in SPECS.values() if {"pp", "cp"} <= set(row.axes))
@@ -121,18 +120,15 @@ def judge(folder: Path, model: str, precision: str) -> dict[str, dict]:
     tolerance = curves.tolerance_for(baseline, control)
     for name in cases(model, precision):
         run = name.replace(" ", "").replace(",", "-")
-        dumps = {each: Dump(folder / each) for each in (BASELINE, run)}
-        replays = {each: Dump(folder / f"replay_{each}") for each in dumps}
-        result = compare_dumps(Dump(folder / "reference"), dumps, replays)
+        result = compare.judge([folder / each for each in (BASELINE, run, "reference")])
         losses = history.read(history_file(folder / "losses", run))
         curves.require_comparable_curves(baseline, losses)
         curve = curves.compare_curves(baseline, losses, tolerance)
-        alarms = [f"tensors {result.verdict(run)}: {result.failures(run)[:1]}"] * (
+        alarms = [f"tensors {result.verdict(run)}: {result.runs[run].failures[:1]}"] * (
             result.verdict(run) != "PASS"
         )
         alarms += [] if curve.passed else [f"losses: {curve.as_dict()}"]
-        worst = max(row.multiple for row in result.rows if row.strategy == run)
-        found[name] = {"alarms": alarms, "worst": worst}
+        found[name] = {"alarms": alarms, "worst": result.runs[run].nearest}
     return found
 
 

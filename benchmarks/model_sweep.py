@@ -18,15 +18,13 @@ import models
 from clean_sweep import named
 from outputs import output
 
-from lockstep import origin
+from lockstep import compare, origin
 from lockstep.config import BASELINE
 from lockstep.errors import UserError
 from lockstep.files import write_result
 from lockstep.inputs import shapes
 from lockstep.running import jobs
 from lockstep.tensors import model_check
-from lockstep.tensors.comparison import compare_dumps
-from lockstep.tensors.dump import Dump
 from lockstep.tensors.trace import layout_of
 from lockstep.training.observe import versions
 
@@ -109,17 +107,15 @@ def judge(folder: Path) -> dict:
 
     NOT JUDGED is no alarm: DDP itself is too far from the reference, which an optimizer that magnifies rounding errors explains.
     """
-    dumps = {name: Dump(folder / name) for name in (BASELINE, *(run.name for run in named(RUN)))}
-    replays = {name: Dump(place) for name in dumps if (place := folder / f"replay_{name}").is_dir()}
-    result = compare_dumps(Dump(folder / "reference"), dumps, replays)
-    found = {name: [result.verdict(name), result.failures(name)[:1], result.unjudged(name)] for name in dumps}
+    names = (BASELINE, *(run.name for run in named(RUN)), "reference")
+    result = compare.judge([folder / name for name in names])
+    found = {
+        name: [result.verdict(name), run.failures[:1], run.unjudged] for name, run in result.runs.items()
+    }
     return {
         "alarms": {name: why for name, why in found.items() if why[0] not in ("PASS", "NOT JUDGED")},
         "not judged": {name: why for name, why in found.items() if why[0] == "NOT JUDGED"},
-        "nearest": {
-            name: max(row.multiple for row in result.rows if row.strategy == name and row.judged)
-            for name in dumps
-        },
+        "nearest": {name: run.nearest for name, run in result.runs.items()},
     }
 
 

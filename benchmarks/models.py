@@ -148,19 +148,14 @@ def verify(name: str) -> dict:
         if not report.exists():
             lines = done.stderr.strip().splitlines() or ["no message"]
             return row | {"said": lines[-1].replace(place, "DIR")}
-        found = read_json(report)
-        nearest: dict[str, float] = {}
-        for tensor in found["tensors"]:
-            if tensor["judged"]:
-                nearest[tensor["run"]] = max(tensor["of_tolerated"], nearest.get(tensor["run"], 0.0))
         return row | {
             "runs": {
                 key: {
                     "verdict": run["verdict"],
                     "first": run["first_failure"],
-                    "nearest": nearest.get(key, 0.0),
+                    "nearest": run["nearest"],
                 }
-                for key, run in found["runs"].items()
+                for key, run in read_json(report)["runs"].items()
             }
         }
 

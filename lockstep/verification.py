@@ -38,9 +38,8 @@ from lockstep.runs import HELP, Run, runs_of
 from lockstep.strategies import SPECS
 
 if TYPE_CHECKING:
-    from lockstep.diagnosis.diagnose import Diagnosis
     from lockstep.losses.folder import Judged
-    from lockstep.tensors.judgement import Result
+    from lockstep.tensors.result import Result
 
 NAME = "lockstep.verification"
 
@@ -121,23 +120,20 @@ def verdict(options: argparse.Namespace, flags: list[str]) -> int:
     if missing:
         raise UserError(f"{missing}: no such file; run the training first")
     judged = folder.judge(place, *folder.read(found))
-    result: Result | None = None
-    diagnoses: dict[str, Diagnosis] = {}
-    captured = config.capture_dir
-    report = ""
-    if captured is not None:
+    result, report = None, ""
+    if config.capture_dir is not None:
         try:
-            result, diagnoses = judge_tensors(config, captured, names)
+            result = judge_tensors(config, config.capture_dir, names)
         except UserError:
             if not judged.problem:  # else it says what is wrong with both
                 raise
-    if result is not None and captured is not None:
+    if result is not None and config.capture_dir is not None:
         from lockstep.tensors import tensor_report  # imports torch
 
-        steps = tensor_report.steps_in_words(result.rows)
-        report = f"Tensors  of {steps}: {printable(captured / 'report.md')}"
+        steps = tensor_report.steps_in_words([row for run in result.runs.values() for row in run.rows])
+        report = f"Tensors  of {steps}: {printable(config.capture_dir / 'report.md')}"
     if judged.problem and result is not None and result.outcome == "CONFIGURED DIFFERENTLY":
-        print("\n".join(["", *explanations(judged, result, diagnoses), report, "", result.outcome]))
+        print("\n".join(["", *explanations(judged, result), report, "", result.outcome]))
         return 1
     curve_report.draw(judged.histories, judged.control, judged.tolerance, figure)
     if judged.problem:
@@ -146,7 +142,7 @@ def verdict(options: argparse.Namespace, flags: list[str]) -> int:
         None if result is None else ("FAIL" if result.outcome == "CONFIGURED DIFFERENTLY" else result.outcome)
     )
     folder.write(judged, data, f"run_verification_main.sh ({' '.join(flags)})", tensors=tensors)
-    print("\n".join(["", *table(judged, result), "", *explanations(judged, result, diagnoses)]))
+    print("\n".join(["", *table(judged, result), "", *explanations(judged, result)]))
     print(f"Figure   {printable(figure)}")
     if report:
         print(report)
@@ -156,23 +152,19 @@ def verdict(options: argparse.Namespace, flags: list[str]) -> int:
     return 0 if outcome == "PASS" else 1
 
 
-def judge_tensors(config: Config, place: Path, names: list[str]) -> tuple["Result", dict[str, "Diagnosis"]]:
-    """(comparison of the tensors captured in `place` with the float64 reference, which is computed now; diagnoses), with its report written."""
+def judge_tensors(config: Config, place: Path, names: list[str]) -> "Result":
+    """The tensors captured in `place`, compared with the float64 reference, which is computed now; the report is written there, too."""
     with progress.working("Comparing every tensor with a float64 reference"):
         with startup.importing():
             import transformers.modeling_utils  # noqa: F401 - the model's module needs it
 
+            from lockstep import compare
             from lockstep.collective import init_alone
-            from lockstep.tensors import comparison, exact_run, tensor_report
-            from lockstep.tensors.dump import Dump
+            from lockstep.tensors import exact_run
 
         init_alone()
         exact_run.run(config, preflight.load_inputs(config))
-        reference, dumps, replays = comparison.arrange([Dump(place / name) for name in (*names, "reference")])
-        result = comparison.compare_dumps(reference, dumps, replays)
-        diagnoses = comparison.diagnoses(result, reference, replays)
-        tensor_report.write(result, diagnoses, place)
-    return result, diagnoses
+        return compare.judge([place / name for name in (*names, "reference")], place)
 
 
 def table(judged: "Judged", result: "Result | None") -> list[str]:
@@ -192,8 +184,8 @@ def table(judged: "Judged", result: "Result | None") -> list[str]:
             cells[1] = f"{verdict.max_abs_diff:.1e} of {tolerance.maximum:.1e}"
             cells[2] = f"{verdict.max_grad_norm_diff:.1e} of {max(tolerance.grad_norm):.1e}"
         if result is not None:
-            mine = [row for row in result.rows if row.strategy == name and row.judged]
-            cells[3] = f"{max((row.multiple for row in mine), default=0.0):.2g} ({len(mine)} tensors)"
+            run = result.runs[name]
+            cells[3] = f"{run.nearest:.2g} ({len(run.judged)} tensors)"
             outcomes.append("FAIL" if result.has_failed(name) else result.verdict(name))
         rows.append((*cells, worst(outcomes) if outcomes else ""))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
@@ -203,7 +195,7 @@ def table(judged: "Judged", result: "Result | None") -> list[str]:
     ]
 
 
-def explanations(judged: "Judged", result: "Result | None", diagnoses: dict[str, "Diagnosis"]) -> list[str]:
+def explanations(judged: "Judged", result: "Result | None") -> list[str]:
     """Why what failed has failed: by the losses, and by the first tensor and its cause."""
     from lockstep.losses.curve_report import notes, reasons
     from lockstep.tensors import tensor_report
@@ -217,8 +209,9 @@ def explanations(judged: "Judged", result: "Result | None", diagnoses: dict[str,
             for line in tensor_report.first_tensors(result)
             if not line.endswith(": none")
         ]
-        lines += ["Cause", *tensor_report.causes(result, diagnoses)] if diagnoses else []
-        lines += tensor_report.configuration(result) if any(result.configuration.values()) else []
+        if any(run.diagnosis for run in result.runs.values()):
+            lines += ["Cause", *tensor_report.causes(result)]
+        lines += tensor_report.configuration(result)
     return [*(printable(line) for line in lines), ""] if lines else []
 
 

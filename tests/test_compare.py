@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from edited import edit, flip_byte, overwrite, take_out
 
+from lockstep import compare
 from lockstep.errors import UserError
 from lockstep.record import configuration
-from lockstep.tensors import comparison as compare
 from lockstep.tensors.dump import Dump
 from lockstep.tensors.layout import from_json
 from lockstep.tensors.step_file import checksum

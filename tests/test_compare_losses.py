@@ -9,7 +9,7 @@ from lockstep.command_line import parse_config
 from lockstep.errors import UserError
 from lockstep.losses.curves import compare_curves, require_comparable_curves, tolerance_for
 from lockstep.losses.tolerance import is_fresh, rule_and_noise
-from lockstep.tensors import comparison
+from lockstep.tensors import records
 from lockstep.training import initial_weights
 
 
@@ -192,7 +192,7 @@ def test_the_tensor_comparison_has_the_loss_tolerance_of_the_curves(first, pretr
     dump = SimpleNamespace(
         run=run.run, steps={"1": run.steps[0]}, has=lambda *names: True, tensor=lambda step, name: batch
     )
-    tolerated = comparison._losses(dump, {"ddp": dump}, 1, "autocast", {})[0].tolerated
+    tolerated = records.losses(dump, {"ddp": dump}, 1, "autocast", {})[0].tolerated
     _, noise, _ = rule_and_noise(run)
     assert math.isclose(tolerated, math.sqrt(2) * noise.floor)  # of one of two ranks
     tokens = run.steps[0]["tokens"] / 2

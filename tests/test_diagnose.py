@@ -12,13 +12,14 @@ from lockstep.config import BETAS, EPS
 from lockstep.diagnosis import diagnose as diagnose_module
 from lockstep.diagnosis import evidence
 from lockstep.diagnosis import update as update_rules
-from lockstep.diagnosis.case import Cause, describe
+from lockstep.diagnosis.case import describe
 from lockstep.diagnosis.diagnose import Stage, diagnose
 from lockstep.inputs.architectures import BUILT_IN
 from lockstep.inputs.shapes import describe as describe_model
-from lockstep.tensors.comparison import judge
-from lockstep.tensors.distance import Distance, Size
-from lockstep.tensors.judgement import ROUNDOFF, Norm, Result
+from lockstep.tensors.distance import Distance
+from lockstep.tensors.judgement import ROUNDOFF, Judgement, tolerance
+from lockstep.tensors.records import Norm
+from lockstep.tensors.result import Cause, Findings, Result
 
 EXACT = torch.randn(40, 30, generator=torch.Generator().manual_seed(0)).double()
 NOISE = torch.randn(40, 30, generator=torch.Generator().manual_seed(1)).double()
@@ -129,6 +130,7 @@ class Written:
 
     label = "FSDP"
     has_own_optimizer = False
+    missing = ()
     layout = SimpleNamespace(
         state={"exp_avg": {}, "exp_avg_sq": {}},
         model=SimpleNamespace(frozen=()),
@@ -145,6 +147,9 @@ class Written:
             "precision": "fp32",
             "optimizer": "adamw",
             "learning_rate": RATE,
+            "schedule_steps": 0,
+            "warmup_steps": 0,
+            "lr_schedule": "constant",
             "weight_decay": 0.0,
             "max_grad_norm": 0.0,
         },
@@ -233,24 +238,15 @@ def diagnosed(changes, *, replicas_differ=None, recorded_norm=None, configuratio
         distance = Distance(
             *sizes[0], *sizes[1], float(tensor.norm()), float(change.norm()), float(change.abs().max()), scale
         )
-        rows.append(
-            judge("fsdp", 1, name, distance, Size(1e-6 * sizes[1][0], 1e-6 * sizes[1][1]), ROUNDOFF["F32"])
-        )
+        tolerated = tolerance(name, distance, distance.size.times(1e-6), ROUNDOFF["F32"])
+        rows.append(Judgement(1, name, distance, *tolerated))
     held = math.sqrt(
         sum(float(tensor.square().sum()) for name, tensor in own.items() if name.startswith("gradient/"))
     )
-    norms = [Norm("fsdp", 1, held * (recorded_norm or 1), held)]
-    result = Result(
-        {"fsdp": Written({1: own}, replicas_differ, **written)},
-        "ddp",
-        rows,
-        [],
-        {},
-        {},
-        [],
-        norms=norms,
-        configuration=configuration or {},
-    )
+    norms = [Norm(1, held * (recorded_norm or 1), held)]
+    run = Written({1: own}, replicas_differ, **written)
+    found = Findings("fsdp", run, "ddp", [], configuration or {}, rows, norms)
+    result = Result({"fsdp": found}, "ddp", [])
     found = diagnose(result, "fsdp", Written({0: before, 1: exact}), {})
     return [cause.name for cause in found.causes], found
 
@@ -543,7 +539,7 @@ def test_the_norm():
     ],
 )
 def test_a_difference_in_the_configuration_is_the_cause_only_of_what_it_can_break(entry, name):
-    configured = {"fsdp": {entry: f"{entry} is a, not b"}}
+    configured = {entry: f"{entry} is a, not b"}
     doubled = {f"parameter/{name}": lambda t, e, name=name: 2 * t - before_of(name) for name in PARAMETERS}
     assert name in diagnosed(doubled, configuration=configured)[0]
     names, found = diagnosed({"forward/row": lambda t, e: t + 1}, configuration=configured)
@@ -557,7 +553,7 @@ def test_a_difference_in_the_configuration_is_the_cause_only_of_what_it_can_brea
 @pytest.mark.parametrize("optimizer, names", [("Adam", ["weight decay"]), ("AdamW", [])])
 def test_coupled_weight_decay_breaks_the_moments(optimizer, names):
     """Decoupled, it acts on the parameters alone."""
-    configured = {"fsdp": {"weight_decay on rank 1": "on rank 1, weight_decay of w is 0.1, not 0.0"}}
+    configured = {"weight_decay on rank 1": "on rank 1, weight_decay of w is 0.1, not 0.0"}
     found = diagnosed(
         {"exp_avg/col.weight": lambda t, e: t + 1}, configuration=configured, optimizer=optimizer
     )

@@ -94,7 +94,7 @@ def test_every_combination_computes_the_same(trained, name, request):
         {"ddp": Dump(plain / "ddp"), "it": Dump(trained / name / strategy)},
         {"ddp": Dump(plain / "replay_ddp"), "it": Dump(trained / name / f"replay_{strategy}")},
     )
-    assert result.verdict("it") == "PASS", result.failures("it")[:3]
+    assert result.verdict("it") == "PASS", result.runs["it"].failures[:3]
     baseline = history.read(history_file(plain / "losses", "ddp"))
     other = history.read(history_file(trained / name / "losses", strategy))
     control = history.read(history_file(plain / "losses", CONTROL))

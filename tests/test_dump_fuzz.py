@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 from edited import edit
 
+from lockstep import compare
 from lockstep.errors import UserError
-from lockstep.tensors import comparison as compare
 from lockstep.tensors.dump import Dump
 
 SECONDS = 20  # for one comparison, which takes a fifth of a second

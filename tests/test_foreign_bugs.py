@@ -174,7 +174,7 @@ def judged(folder, strategy, bug):
 def test_what_is_said_of_it_is_true(runs, strategy, bug):
     first, step, cause, words = BUGS[strategy][bug]
     result, diagnosis = judged(runs, strategy, bug)
-    failures = result.failures(strategy)
+    failures = result.runs[strategy].failures
     assert result.has_failed(strategy)
     assert failures[0][0] == step and failures[0][2].startswith(first), failures[:3]
     shown = json.dumps(

@@ -78,7 +78,7 @@ def replays(runs, name):
 def test_a_correct_run_passes(runs, name):
     result = compared(runs, name)
     assert result.outcome == "PASS"
-    judged = {row.name for row in result.rows if row.judged and row.strategy == name}
+    judged = {row.name for row in result.runs[name].judged}
     assert {
         "forward/transformer.wpe",
         "gradient/transformer.wpe.weight",
@@ -98,7 +98,7 @@ def test_the_gradient_of_the_positions_output_is_not_captured(runs):
 def test_a_planted_bug_is_caught_placed_and_explained(runs):
     """The evidence is each rank's own contribution to a gradient: of a norm with a bias, and of layers that hold W^T."""
     result = compared(runs, "unreduced")
-    step, _, first, _ = result.failures("unreduced")[0]
+    step, _, first, _ = result.runs["unreduced"].failures[0]
     assert (step, first) == (1, "gradient/transformer.ln_f.weight") and result.verdict("ddp") == "PASS"
     found = diagnose(result, "unreduced", Dump(runs / "reference"), replays(runs, "unreduced"))
     assert [cause.name for cause in found.causes] == ["dp reduction missing"]

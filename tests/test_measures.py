@@ -109,7 +109,7 @@ def test_the_average_of_the_weights_is_right_whole_and_in_shards(trained):
         replays = {"ddp": replay, "fsdp": Dump(dumps / name / "replay_fsdp")}
         result = compare_dumps(reference, {"ddp": ddp, "fsdp": Dump(dumps / name / "fsdp")}, replays)
         assert result.verdict("fsdp") == "PASS"
-        averages = [row for row in result.rows if row.kind == "average" and row.strategy == "fsdp"]
+        averages = [row for row in result.runs["fsdp"].rows if row.kind == "average"]
         assert len(averages) == 2 * len(ddp.layout.parameters) and all(row.judged for row in averages)
 
 

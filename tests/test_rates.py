@@ -82,7 +82,7 @@ def test_a_run_that_does_not_is_caught(trained):
     replays = {name: Dump(trained / f"replay_{name}") for name in dumps}
     result = compare_dumps(Dump(trained / "reference"), dumps, replays)
     assert result.verdict("off") == "CONFIGURED DIFFERENTLY"
-    step, _, first, _ = result.failures("off")[0]
+    step, _, first, _ = result.runs["off"].failures[0]
     assert (step, first.split("/")[0]) == (2, "parameter")
     baseline = losses(trained, "ddp none", "ddp")
     off = losses(trained, "fsdp learning rate of the first step", "off")

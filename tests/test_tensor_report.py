@@ -7,7 +7,7 @@ import pytest
 from edited import edit
 from test_history import require_origin
 
-from lockstep.tensors import comparison as compare
+from lockstep import compare
 from lockstep.tensors import tensor_report
 
 

@@ -11,20 +11,19 @@ from lockstep.inputs.architectures import BUILT_IN
 from lockstep.inputs.shapes import describe
 from lockstep.tensors.distance import Distance, Size, clip_factors
 from lockstep.tensors.judgement import (
+    EXACT,
     LIMIT,
     ROUNDOFF,
     Judgement,
-    Loss,
-    Norm,
-    Result,
-    float32_norm_error,
     is_zero,
-    judge,
-    judge_own_update,
-    judge_yardstick,
+    measure,
+    own_update_tolerance,
+    tolerance,
     typical_error,
+    yardstick_tolerance,
 )
-from lockstep.tensors.judgement import yardstick as measure_of
+from lockstep.tensors.records import Loss, Norm, float32_norm_error
+from lockstep.tensors.result import Findings, Result
 
 F32 = ROUNDOFF["F32"]
 INF = math.inf
@@ -38,11 +37,16 @@ def size(error, norm, *, largest_error=None, change=None):
 
 def row(error, *, ddp=1e-7, norm=1.0, change=None, largest_error=None, name="gradient/w"):
     mine = size(error, norm, largest_error=largest_error, change=change)
-    return judge("fsdp", 1, name, mine, size(ddp, norm).errors, F32)
+    return judge(mine, size(ddp, norm).errors, name=name)
+
+
+def judge(distance, measure, *, name="gradient/w"):
+    return Judgement(1, name, distance, *tolerance(name, distance, measure, F32))
 
 
 def yardstick(error, *, norm=1.0, noise=0.0):
-    return judge_yardstick("ddp", 1, "gradient/w", size(error, norm), "fp32", Size(noise, noise / 10))
+    mine = size(error, norm)
+    return Judgement(1, "gradient/w", mine, *yardstick_tolerance(mine, "fp32", Size(noise, noise / 10)))
 
 
 @pytest.mark.parametrize(
@@ -76,9 +80,8 @@ def test_a_tensor_that_ddp_gets_exactly_right_allows_a_few_unit_roundoffs():
 
 
 def test_the_batch_is_equal_or_not():
-    equal = judge("fsdp", 1, "batch/labels", size(0, 5), Size(0.0, 0.0), 0.0)
-    assert equal.judged and not equal.too_far
-    assert judge("fsdp", 1, "batch/labels", size(1, 5), Size(0.0, 0.0), 0.0).too_far
+    equal, other = (judge(size(error, 5), EXACT, name="batch/labels") for error in (0, 1))
+    assert equal.judged and not equal.too_far and other.too_far
 
 
 def test_noise_is_not_judged_and_can_still_be_too_far():
@@ -111,44 +114,49 @@ def test_a_parameter_is_judged_by_its_update():
 LAYOUT = SimpleNamespace(names=describe(BUILT_IN["tiny-qwen2"]).names)
 
 
-def result(rows, losses=(), replicas=None):
+def findings(name, rows, losses=(), differ=(), baseline="ddp"):
+    """Those of a run whose tensors are its rows: matrices all of them."""
     dump = SimpleNamespace(
-        steps={"1": {"replicas_differ": replicas or {}}},
-        label="FSDP",
+        steps={"1": {"replicas_differ": {each: [1] for each in differ}}},
+        expected=lambda step: {one.name: (4, 4) for one in rows},
+        missing=(),
+        label=name,
         layout=LAYOUT,
-        expected=lambda step: {one.name: () for one in rows},
     )
-    return Result({"fsdp": dump}, "ddp", rows, list(losses), {}, {}, [])
+    return Findings(name, dump, baseline, list(losses), rows=rows)
+
+
+def result(*runs, baseline="ddp", has_reference=False):
+    return Result({run.name: run for run in runs}, baseline, [], has_reference)
+
+
+def outcome(*arguments, **options):
+    return result(findings("fsdp", *arguments, **options)).outcome
 
 
 def test_all_too_small_is_not_a_pass():
     small = [row(1e-9, ddp=1e-9, norm=1e-9, name=name) for name in ("forward/a", "gradient/w")]
-    assert result(small).outcome == "NOT JUDGED" and result(small).unjudged("fsdp") == [
-        "forward of step 1",
-        "gradient of step 1",
-    ]
-    assert result([row(1e-7), row(1e-9, ddp=1e-9, norm=1e-9, name="gradient/v")]).outcome == "PASS"
+    assert outcome(small) == "NOT JUDGED"
+    assert findings("fsdp", small).unjudged == ["forward of step 1", "gradient of step 1"]
+    assert outcome([row(1e-7), row(1e-9, ddp=1e-9, norm=1e-9, name="gradient/v")]) == "PASS"
 
 
 def test_one_kind_or_one_step_without_a_judged_tensor_is_not_a_pass():
-    frozen = [row(1e-7), row(0.0, change=0.0, name="parameter/w")]
-    assert result(frozen).outcome == "NOT JUDGED" and result([]).outcome == "NOT JUDGED"
+    assert outcome([row(1e-7), row(0.0, change=0.0, name="parameter/w")]) == outcome([]) == "NOT JUDGED"
 
 
 def test_the_first_in_execution_order_is_named():
     rows = [row(1e-7, name="forward/a"), row(1e-3, name="forward/b"), row(1e-1, name="gradient/w")]
-    failures = result(rows).failures("fsdp")
-    assert [failure[2] for failure in failures] == ["forward/b", "gradient/w"] and result(
-        rows
-    ).outcome == "FAIL"
-    assert result(rows, replicas={"forward/a": [1]}).failures("fsdp")[0][2] == "forward/a"
+    assert [failure[2] for failure in findings("fsdp", rows).failures] == ["forward/b", "gradient/w"]
+    assert outcome(rows) == "FAIL"
+    assert findings("fsdp", rows, differ=["forward/a"]).failures[0][2] == "forward/a"
 
 
 @pytest.mark.parametrize(
-    "loss, outcome", [(7.0, "PASS"), (7.0000005, "PASS"), (7.00001, "FAIL"), (math.nan, "FAIL")]
+    "loss, verdict", [(7.0, "PASS"), (7.0000005, "PASS"), (7.00001, "FAIL"), (math.nan, "FAIL")]
 )
-def test_the_loss_of_every_dp_rank(loss, outcome):
-    assert result([row(1e-7)], [Loss(1, 0, 7.0, {"ddp": 7.0, "fsdp": loss}, 1e-6)]).outcome == outcome
+def test_the_loss_of_every_dp_rank(loss, verdict):
+    assert outcome([row(1e-7)], [Loss(1, 0, 7.0, {"ddp": 7.0, "fsdp": loss}, 1e-6)]) == verdict
 
 
 def test_a_single_draw_that_came_out_small_is_no_measure():
@@ -156,37 +164,29 @@ def test_a_single_draw_that_came_out_small_is_no_measure():
     typical = typical_error([size(error, 2.0) for error in (2e-7, 4e-7, 8e-6)])
     assert typical.norm == pytest.approx(2e-7) and typical.largest == pytest.approx(2e-7)
     lucky, usual = size(1e-9, 2.0), size(1e-6, 2.0)
-    assert (
-        measure_of(lucky, typical) == pytest.approx((4e-7, 4e-8))
-        and measure_of(usual, typical) == usual.errors
-    )
-    assert measure_of(lucky) == lucky.errors and typical_error([]) == Size(0.0, 0.0)
+    assert measure(lucky, typical) == pytest.approx((4e-7, 4e-8)) and measure(usual, typical) == usual.errors
+    assert measure(lucky) == lucky.errors and typical_error([]) == EXACT
 
 
 @pytest.mark.parametrize(
-    "loss, outcome", [(7.0, "PASS"), (7.00006, "PASS"), (7.0001, "FAIL"), (math.nan, "FAIL")]
+    "loss, verdict", [(7.0, "PASS"), (7.00006, "PASS"), (7.0001, "FAIL"), (math.nan, "FAIL")]
 )
-def test_the_loss_of_every_run_against_its_own_reference(loss, outcome):
-    """DDP's, too, which is held against no other run's."""
-    found = result([row(1e-7)], [Loss(1, 0, 7.0, {"fsdp": loss}, 1e-6, {"fsdp": 7.0}, 7.0 * LIMIT["fp32"])])
-    found.baseline = "fsdp"
-    assert found.outcome == outcome
-    found.losses[0].exact = {}  # without a reference there is nothing to hold it against
-    assert found.outcome == "PASS" or math.isnan(loss)
+def test_the_loss_of_every_run_against_its_own_reference(loss, verdict):
+    """DDP's, too, which is held against no other run's. Without a reference there is nothing to hold it against."""
+    for exact, expected in (({"fsdp": 7.0}, verdict), ({}, "FAIL" if math.isnan(loss) else "PASS")):
+        losses = [Loss(1, 0, 7.0, {"fsdp": loss}, 1e-6, exact, 7.0 * LIMIT["fp32"])]
+        assert outcome([row(1e-7)], losses, baseline="fsdp") == expected
 
 
 def test_a_tensor_that_is_zero_in_exact_arithmetic_may_be_noise():
     """As the gradients of queries and keys over a single position. It is not judged, and may not be more than noise."""
-    noise = Size(1e-6, 1e-7)
-    zero = size(1e-7, 0.0)
-    measure = measure_of(size(0.0, 0.0), None, noise)
-    small = judge("fsdp", 1, "gradient/w", zero, measure, F32)
+    noise, zero = Size(1e-6, 1e-7), size(1e-7, 0.0)
+    least = measure(size(0.0, 0.0), None, noise)
+    small = judge(zero, least)
     assert not small.too_far and not small.judged
-    assert judge("fsdp", 1, "gradient/w", size(1e-5, 0.0), measure, F32).too_far
-    assert judge("fsdp", 1, "gradient/w", zero, measure_of(size(0.0, 0.0)), F32).too_far
+    assert judge(size(1e-5, 0.0), least).too_far and judge(zero, measure(size(0.0, 0.0))).too_far
     assert is_zero(zero, noise, "fp32") and not is_zero(size(0.0, 1e-9), noise, "fp32")
-    ddp = judge_yardstick("ddp", 1, "gradient/w", zero, "fp32", noise)
-    assert not ddp.too_far and judge_yardstick("ddp", 1, "gradient/w", size(1e-5, 0.0), "fp32", noise).too_far
+    assert not yardstick(1e-7, norm=0.0, noise=1e-6).too_far and yardstick(1e-5, norm=0.0, noise=1e-6).too_far
 
 
 @pytest.mark.parametrize("elements", [1 << 10, 1 << 16, 1 << 22])
@@ -198,31 +198,29 @@ def test_what_a_norm_may_be_off_by_that_was_summed_in_float32(elements):
     orders = [values.flip(0), values[torch.randperm(elements)], values.sort().values]
     norms = [float(torch.linalg.vector_norm(order)) for order in orders]
     norms.append(float(torch.stack([torch.linalg.vector_norm(part) for part in values.chunk(4)]).norm()))
-    assert all(not Norm("mine", 1, norm, held, allowed).off for norm in norms)
+    assert all(not Norm(1, norm, held, allowed).off for norm in norms)
     more = math.sqrt(held**2 + held**2 / 500)
-    assert Norm("mine", 1, more, held, allowed).off and Norm("mine", 1, math.nan, held, allowed).off
+    assert Norm(1, more, held, allowed).off and Norm(1, math.nan, held, allowed).off
 
 
 def test_a_norm_that_is_off_is_not_what_was_clipped_by():
-    assert Norm("mine", 1, 1.1, 1.0).used == 1.0 and Norm("mine", 1, 1.0 + 1e-6, 1.0, 1e-5).used == 1.0 + 1e-6
+    assert Norm(1, 1.1, 1.0).used == 1.0 and Norm(1, 1.0 + 1e-6, 1.0, 1e-5).used == 1.0 + 1e-6
 
 
 # Another convention: what is made of an intermediate tensor is right, though the tensor is not
 
 
 def step_of(*rows, differ=(), losses=()):
-    """The result of a run with these rows, each (name, relative error, scale), of tolerance 1e-6."""
+    """What is found of a run with these rows, each (name, relative error, scale), of tolerance 1e-6."""
     found = []
     for name, error, scale in rows:
         distance = dataclasses.replace(size(error, 1.0), scale=scale)
-        found.append(Judgement("mine", 1, name, distance, 1e-6, 1e-7))
-    shapes = {name: (4, 4) for name, _, _ in rows}
-    dump = SimpleNamespace(
-        steps={"1": {"replicas_differ": {name: [1] for name in differ}}},
-        expected=lambda step: shapes,
-        layout=LAYOUT,
-    )
-    return Result({"mine": dump}, "ddp", found, list(losses), {}, {}, [])
+        found.append(Judgement(1, name, distance, 1e-6, 1e-7))
+    return findings("mine", found, losses, differ)
+
+
+def verdict(run):
+    return result(run).verdict("mine")
 
 
 RIGHT = [("forward/lm_head", 0.0, 1.0), ("gradient/a", 0.0, 1.0), ("gradient/b", 0.0, 1.0)]
@@ -230,9 +228,11 @@ SCALED = [("backward/lm_head", 1023.0, 1024.0), ("backward/a", 1023.0, 1024.0)]
 
 
 def test_a_loss_scale_that_is_taken_off_again_is_a_convention():
-    result = step_of(*RIGHT, *SCALED)
-    assert [row.name for row in result.conventions("mine")] == ["backward/lm_head", "backward/a"]
-    assert not result.failures("mine") and result.verdict("mine") == "PASS"
+    run = step_of(*RIGHT, *SCALED, ("gradient/c", 5e-7, 1.0))
+    assert [row.name for row in run.conventions] == ["backward/lm_head", "backward/a"]
+    assert not run.failures and verdict(run) == "PASS"
+    # nor does it count in how near the run comes to its tolerances
+    assert run.nearest == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize(
@@ -246,29 +246,28 @@ def test_a_loss_scale_that_is_taken_off_again_is_a_convention():
 )
 def test_what_is_made_of_it_must_be_right_and_have_shown_it(change):
     rows = [(name, *change.get(name, (error, scale))) for name, error, scale in [*RIGHT, *SCALED]]
-    result = step_of(*rows)
-    assert result.verdict("mine") == "FAIL"
+    run = step_of(*rows)
+    assert verdict(run) == "FAIL" and run.nearest > 1
 
 
 def test_what_is_made_of_it_must_be_equal_on_all_ranks():
-    assert step_of(*RIGHT, *SCALED, differ=["gradient/b"]).verdict("mine") == "FAIL"
+    assert verdict(step_of(*RIGHT, *SCALED, differ=["gradient/b"])) == "FAIL"
 
 
 def test_the_loss_must_be_right():
-    for mine, verdict in ((7.0, "PASS"), (7.1, "FAIL")):
-        result = step_of(*RIGHT, *SCALED, losses=[Loss(1, 0, 7.0, {"ddp": 7.0, "mine": mine}, 1e-6)])
-        assert result.verdict("mine") == verdict
+    for mine, expected in ((7.0, "PASS"), (7.1, "FAIL")):
+        losses = [Loss(1, 0, 7.0, {"ddp": 7.0, "mine": mine}, 1e-6)]
+        assert verdict(step_of(*RIGHT, *SCALED, losses=losses)) == expected
 
 
 def test_a_bug_beside_a_convention_is_the_first_failure():
     """Most gradients are right without the factor. Where none is, the factor itself is the bug."""
     wrong = [("gradient/c", 0.5, 1.5)]
-    result = step_of(*RIGHT, *SCALED, *wrong)
-    assert [failure[2] for failure in result.failures("mine")] == ["gradient/c"]
+    assert [failure[2] for failure in step_of(*RIGHT, *SCALED, *wrong).failures] == ["gradient/c"]
     scaled = [
         (name, 1023.0, 1024.0) if name.startswith("gradient/") else (name, e, s) for name, e, s in RIGHT
     ]
-    assert step_of(*SCALED, *scaled).failures("mine")[0][2] == "backward/lm_head"
+    assert step_of(*SCALED, *scaled).failures[0][2] == "backward/lm_head"
 
 
 def test_the_clipping_factors_in_use():
@@ -282,18 +281,12 @@ def test_the_clipping_factors_in_use():
 
 def test_a_small_factor_that_most_gradients_cannot_show_is_no_convention():
     """As in autocast: the gradients are tolerated more than the factor that they would have."""
-    result = step_of(("forward/lm_head", 0.0, 1.0), ("backward/lm_head", 0.03, 1.03))
-    coarse = [
-        Judgement("mine", 1, f"gradient/{name}", size(error, 1.0), 0.05, 0.05)
+    rows = step_of(("forward/lm_head", 0.0, 1.0), ("backward/lm_head", 0.03, 1.03)).rows
+    rows += [
+        Judgement(1, f"gradient/{name}", size(error, 1.0), 0.05, 0.05)
         for name, error in (("a", 0.03), ("b", 0.03), ("c", 0.06))
     ]
-    shapes = {
-        name: (4, 4)
-        for name in ("forward/lm_head", "backward/lm_head", "gradient/a", "gradient/b", "gradient/c")
-    }
-    result.dumps["mine"].expected = lambda step: shapes
-    result.rows += coarse
-    assert result.failures("mine")[0][2] == "backward/lm_head"
+    assert findings("mine", rows).failures[0][2] == "backward/lm_head"
 
 
 @pytest.mark.parametrize(
@@ -305,30 +298,24 @@ def test_a_small_factor_that_most_gradients_cannot_show_is_no_convention():
     ],
 )
 def test_a_yardstick_that_is_too_far(of_fsdp, differs, verdict):
-    rows = [yardstick(1e-4), row(of_fsdp, ddp=1e-4)]
-    dumps = {
-        name: SimpleNamespace(
-            steps={"1": {"replicas_differ": {each: [1] for each in differs}}},
-            expected=lambda step: {"gradient/w": (4, 4)},
-            layout=LAYOUT,
-        )
-        for name in ("ddp", "fsdp")
-    }
-    found = Result(dumps, "ddp", rows, [], {}, dumps, [], has_reference=True)
-    assert rows[0].too_far and found.verdict("ddp") == verdict
-    alone = Result({"ddp": dumps["ddp"]}, "ddp", rows[:1], [], {}, {}, [], has_reference=True)
-    assert alone.verdict("ddp") == "FAIL"  # nothing tells a jump from a bug
+    ddp = findings("ddp", [yardstick(1e-4)], differ=differs)
+    found = result(ddp, findings("fsdp", [row(of_fsdp, ddp=1e-4)]), has_reference=True)
+    assert ddp.rows[0].too_far and found.verdict("ddp") == verdict
+    # nothing tells a jump from a bug
+    assert result(ddp, has_reference=True).verdict("ddp") == "FAIL"
 
 
 def test_an_update_whose_rounding_errors_are_not_derived():
     """DDP is the yardstick, and must be near itself; a bfloat16 optimizer is allowed half of its change."""
-    ddp = size(5e-5, 1.0)
-    limit, lowered = Size(1e-4, 1e-2), Size(0.5, 0.5)
-    judged = [
-        judge_own_update("x", 1, "parameter/w", distance, ddp, limit, F32)
-        for distance in (ddp, size(1.9e-4, 1.0), size(2.5e-4, 1.0))
+
+    def too_far(distance, ddp, limit):
+        tolerated = own_update_tolerance(distance, ddp, limit, F32)
+        return Judgement(1, "parameter/w", distance, *tolerated).too_far
+
+    ddp, far, limit, lowered = size(5e-5, 1.0), size(0.3, 1.0), Size(1e-4, 1e-2), Size(0.5, 0.5)
+    assert [too_far(each, ddp, limit) for each in (ddp, size(1.9e-4, 1.0), size(2.5e-4, 1.0))] == [
+        False,
+        False,
+        True,
     ]
-    assert [one.too_far for one in judged] == [False, False, True]
-    far = size(0.3, 1.0)
-    assert judge_own_update("ddp", 1, "parameter/w", far, far, limit, F32).too_far
-    assert not judge_own_update("ddp", 1, "parameter/w", far, far, lowered, F32).too_far
+    assert too_far(far, far, limit) and not too_far(far, far, lowered)

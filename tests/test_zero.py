@@ -116,7 +116,7 @@ def test_every_stage_computes_the_same(trained, name):
         {"ddp": Dump(ddp / "ddp"), "deepspeed": Dump(folder / "deepspeed")},
         {"ddp": Dump(ddp / "replay_ddp"), "deepspeed": Dump(folder / "replay_deepspeed")},
     )
-    assert result.verdict("deepspeed") == "PASS", result.failures("deepspeed")[:3]
+    assert result.verdict("deepspeed") == "PASS", result.runs["deepspeed"].failures[:3]
     baseline = history.read(history_file(ddp / "losses", "ddp"))
     other = history.read(history_file(folder / "losses", "deepspeed"))
     curves.require_comparable_curves(baseline, other)
@@ -384,7 +384,7 @@ def test_zero_infinity_on_a_disk(tmp_path, request):
         {name: Dump(tmp_path / name) for name in ("ddp", "deepspeed")},
         {name: Dump(tmp_path / f"replay_{name}") for name in ("ddp", "deepspeed")},
     )
-    assert result.verdict("deepspeed") == "PASS", result.failures("deepspeed")[:3]
+    assert result.verdict("deepspeed") == "PASS", result.runs["deepspeed"].failures[:3]
     sharding = Dump(tmp_path / "deepspeed").manifest["contract"]["sharding"]
     assert (sharding["offload_optimizer"], sharding["offload_param"]) == ("nvme", "nvme")
     written = {path.name for path in (tmp_path / "disk").rglob("*.swp") if path.stat().st_size > 2**20}

@@ -16,7 +16,7 @@ from lockstep.training import history
 from lockstep.training.history import History
 
 if TYPE_CHECKING:
-    from lockstep.tensors.judgement import Result
+    from lockstep.tensors.result import Result
 
 MEASURED, DID_NOT_RUN, REFUSED = "measured", "DID NOT RUN", "NOT COMPARABLE"
 MEMORY = (
@@ -44,7 +44,7 @@ def prepare(run: Planned) -> None:
     import matplotlib.pyplot  # noqa: F401
 
     if run.config.capture_dir is not None:
-        from lockstep.tensors import comparison  # noqa: F401
+        from lockstep import compare  # noqa: F401
         from lockstep.tensors.trace import layout_of
 
         layout_of(run.inputs.architecture, run.config.attn_impl)
@@ -77,17 +77,10 @@ def predicted(run: Planned) -> dict[str, Any]:
 
 def judge_tensors(place: Path, ran: list[Planned]) -> "Result":
     """Every captured tensor against the float64 reference; report.md and report.json of the tensors are written beside the dumps."""
-    from lockstep.tensors import comparison, tensor_report
-    from lockstep.tensors.dump import Dump
+    from lockstep import compare
 
-    opened = [
-        Dump(place / "tensors" / name)
-        for name in (*(run.name for run in ran if run.config.capture_dir is not None), "reference")
-    ]
-    reference, dumps, replays = comparison.arrange(opened)
-    result = comparison.compare_dumps(reference, dumps, replays)
-    tensor_report.write(result, comparison.diagnoses(result, reference, replays), place / "tensors")
-    return result
+    names = [run.name for run in ran if run.config.capture_dir is not None]
+    return compare.judge([place / "tensors" / name for name in (*names, "reference")], place / "tensors")
 
 
 def _row(
@@ -131,13 +124,13 @@ def _row(
     row |= {"losses": curve.outcome, "tolerated loss difference": tolerance.maximum}
     outcomes = [curve.outcome]
     if result is not None and run.against is None:
-        judged = [one.multiple for one in result.rows if one.strategy == run.name and one.judged]
+        found = result.runs[run.name]
         verdict = FAIL if result.has_failed(run.name) else result.verdict(run.name)
-        first = [" ".join(map(str, failure)) for failure in result.failures(run.name)[:1]]
+        first = [" ".join(map(str, failure)) for failure in found.failures[:1]]
         row |= {
             "tensors": verdict,
-            "worst tensor of tolerated": max(judged),
-            "tensors judged": len(judged),
+            "worst tensor of tolerated": found.nearest,
+            "tensors judged": len(found.judged),
             "first wrong": first,
         }
         outcomes.append(verdict)

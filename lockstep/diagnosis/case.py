@@ -2,7 +2,6 @@
 
 import math
 import re
-from dataclasses import dataclass
 
 import torch
 
@@ -11,20 +10,12 @@ from lockstep.diagnosis import evidence
 from lockstep.mesh import Mesh
 from lockstep.tensors.distance import clip_factor
 from lockstep.tensors.dump import Dump
-from lockstep.tensors.judgement import Judgement, Result
+from lockstep.tensors.judgement import Judgement
+from lockstep.tensors.result import Failure, Result
 from lockstep.training.optim import decays
 from lockstep.training.rates import rate_of
 
-Failure = tuple[int, float, str, str]  # see Result.failures
 LEFT = 0.05  # the share of an error that an explanation may leave
-
-
-@dataclass(frozen=True)
-class Cause:
-    """A cause and the evidence for it."""
-
-    name: str
-    evidence: str
 
 
 class Case:
@@ -42,14 +33,10 @@ class Case:
         replay: Dump | None,
         failure: Failure | None = None,
     ):
-        self.result, self.strategy, self.dump, self.reference = (
-            result,
-            strategy,
-            result.dumps[strategy],
-            reference,
-        )
-        self.failures, self._replay = result.failures(strategy), replay
-        self.step, _, self.first, _ = failure or self.failures[0]
+        self.result, self.strategy, self.reference, self._replay = result, strategy, reference, replay
+        self.found = result.runs[strategy]
+        self.dump = self.found.dump
+        self.step, _, self.first, _ = failure or self.found.failures[0]
         self.options = self.dump.run["config"]
         self.names = self.dump.layout.names
         self.mesh = Mesh.of_options(self.options)
@@ -61,18 +48,14 @@ class Case:
             "accumulation steps": self.micro_batches,
         }
         self.entry = self.dump.steps[str(self.step)]
-        self.rows = {
-            row.name: row for row in result.rows if row.strategy == strategy and row.step == self.step
-        }
-        self.not_computed = [
-            name for run, step, name in result.missing if (run, step) == (strategy, self.step)
-        ]
+        self.rows, self.norm = self.found.rows_of(self.step), self.found.norm_of(self.step)
+        self.not_computed = [name for step, name in self.dump.missing if step == self.step]
         self._right_dump = replay if replay is not None and str(self.step) in replay.steps else reference
 
     def first_of_later_steps(self) -> list[Failure]:
         """The first failure of every later step that has one."""
         later: dict[int, Failure] = {}
-        for failure in self.failures:
+        for failure in self.found.failures:
             if failure[0] > self.step:
                 later.setdefault(failure[0], failure)
         return list(later.values())
@@ -145,12 +128,9 @@ class Case:
     @property
     def clip(self) -> float:
         """What the gradients must have been multiplied with before the update."""
-        norms = [
-            norm for norm in self.result.norms if (norm.strategy, norm.step) == (self.strategy, self.step)
-        ]
-        if not norms:
+        if self.norm is None:
             return math.nan
-        return norms[0].clip if math.isfinite(norms[0].clip) else clip_factor(self.options, norms[0].used)
+        return self.norm.clip if math.isfinite(self.norm.clip) else clip_factor(self.options, self.norm.used)
 
     # Rows
 
@@ -186,10 +166,10 @@ class Case:
             distance = row.distance
             if not 0 < distance.change < math.inf:
                 return None
-            along = (distance.scale - 1) * distance.change
-            across = math.sqrt(max(0.0, distance.error**2 - along**2))
             tolerated = row.tolerated * max(1.0, abs(distance.scale))
-            if not (0 < distance.error < math.inf and across <= min(tolerated, LEFT * distance.error)):
+            if not (
+                0 < distance.error < math.inf and distance.across <= min(tolerated, LEFT * distance.error)
+            ):
                 return None
             factors.append((distance.scale, tolerated / distance.change))
         if not factors:
@@ -218,7 +198,7 @@ class Case:
     def losses(self) -> list[tuple[float, float, float]]:
         """(reported loss, reference's loss, what is tolerated of their difference) of each group of DP ranks in the step."""
         return [
-            (loss.by_strategy[self.strategy], loss.exact.get(self.strategy, math.nan), loss.tolerated)
+            (loss.by_strategy[self.strategy], loss.exact[self.strategy], loss.tolerated)
             for loss in self.result.losses
             if loss.step == self.step and self.strategy in loss.exact
         ]

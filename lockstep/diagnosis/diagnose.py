@@ -5,12 +5,12 @@ tensor is wrong because of it, so only the first wrong stage is examined.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from lockstep.diagnosis import backward, forward, gradients, odd, update
-from lockstep.diagnosis.case import Case, Cause, describe
+from lockstep.diagnosis.case import Case, describe
 from lockstep.tensors.dump import Dump
-from lockstep.tensors.judgement import Result
+from lockstep.tensors.result import Cause, Diagnosis, Result
 from lockstep.training.contract import ON_RANK
 
 CauseRule = Callable[[Case], Cause | None]
@@ -62,19 +62,10 @@ CONTRACT = {
 OTHER_SETTING = ("optimizer settings", "moments")
 
 
-@dataclass
-class Diagnosis:
-    """Causes (none: not explained), what is excluded, what is odd about the first wrong tensor."""
-
-    causes: list[Cause] = field(default_factory=list)
-    excluded: list[str] = field(default_factory=list)
-    odd: list[str] = field(default_factory=list)
-
-
 def diagnose(result: Result, strategy: str, reference: Dump, replays: dict[str, Dump]) -> Diagnosis:
     """Why a run of a finished comparison failed. It was compared with `reference` and `replays`."""
-    configured = result.configuration.get(strategy, {})
-    if not result.failures(strategy):
+    configured = result.runs[strategy].configuration
+    if not result.runs[strategy].failures:
         causes = [
             Cause(_setting(entry, case=None)[0], f"configured differently: {what}")
             for entry, what in configured.items()

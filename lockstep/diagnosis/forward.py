@@ -7,7 +7,8 @@ recomputed from the dump and is what the run has.
 import torch
 
 from lockstep.diagnosis import evidence, recompute
-from lockstep.diagnosis.case import Case, Cause, describe
+from lockstep.diagnosis.case import Case, describe
+from lockstep.tensors.result import Cause
 
 
 def batch(case: Case) -> Cause:

@@ -4,8 +4,9 @@ import torch
 
 from lockstep.diagnosis import evidence, recompute
 from lockstep.diagnosis.backward import cause_of_weights, is_a_factor
-from lockstep.diagnosis.case import Case, Cause, listed
+from lockstep.diagnosis.case import Case, listed
 from lockstep.tensors.layout import SEQUENCE
+from lockstep.tensors.result import Cause
 
 MANY = 1 << 24  # elements: of larger gradients no copies are made
 

@@ -7,9 +7,10 @@ import torch
 
 from lockstep.config import BETAS
 from lockstep.diagnosis import evidence
-from lockstep.diagnosis.case import LEFT, Case, Cause, listed
+from lockstep.diagnosis.case import LEFT, Case, listed
 from lockstep.tensors.distance import clip_factor
 from lockstep.tensors.judgement import Judgement
+from lockstep.tensors.result import Cause
 
 SAME_NORM = 1e-5  # relative: two norms as near as this are one
 FACTOR = 1e-3  # and two factors of moments
@@ -20,9 +21,9 @@ FACTOR = 1e-3  # and two factors of moments
 
 def norm_of_other_gradients(case: Case) -> Cause | None:
     """The recorded norm is that of a part of the gradients, or has a part of them more than once."""
-    norm = next(
-        norm for norm in case.result.norms if (norm.strategy, norm.step) == (case.strategy, case.step)
-    )
+    norm = case.norm
+    if norm is None:
+        return None
     held, tp, copied = norm.held, case.mesh.tp, _square_of_replicated(case)
     if tp > 1 and math.isclose(norm.recorded, math.sqrt(held**2 + (tp - 1) * copied), rel_tol=SAME_NORM):
         ratio = norm.recorded / held
@@ -46,9 +47,9 @@ def norm_of_other_gradients(case: Case) -> Cause | None:
 
 def clipped_by_the_recorded_norm(case: Case) -> Cause | None:
     """The recorded norm is not that of the gradients, and the gradients were clipped by it."""
-    norm = next(
-        norm for norm in case.result.norms if (norm.strategy, norm.step) == (case.strategy, case.step)
-    )
+    norm = case.norm
+    if norm is None:
+        return None
     expected = clip_factor(case.options, norm.recorded) / clip_factor(case.options, norm.held)
     found = case.factor(case.judged("exp_avg"))
     if (

@@ -78,17 +78,6 @@ def require_its_batch(reference: Dump, step: int) -> None:
         raise UserError(f"{reference.folder}: step {step}: its batch_hash is not that of its batch; {REMEDY}")
 
 
-def require_norms(references: dict[str, Dump], step: int, found: dict, parameters: list[str]) -> None:
-    """Raise UserError unless each run's reference records the norm of its own gradients, which `found` has."""
-    for strategy, reference in references.items():
-        if all(f"gradient/{name}" in found[strategy] for name in parameters):
-            require_norm(
-                reference,
-                step,
-                math.hypot(*(found[strategy][f"gradient/{name}"].norm for name in parameters)),
-            )
-
-
 def require_norm(reference: Dump, step: int, held: float) -> None:
     """Raise UserError unless the gradient norm that a reference records is that of its gradients, `held`."""
     said = reference.steps[str(step)]["grad_norm"]

@@ -5,27 +5,20 @@ largest   max |T - T*|       one element far off
 """
 
 import math
-import os
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Iterator
 from dataclasses import dataclass
-from multiprocessing import get_context
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from lockstep.config import BETAS, EPS
-from lockstep.errors import TrainingFailure
-from lockstep.tensors.dump import Dump
+from lockstep.tensors.dump import Dump, Dumps
 from lockstep.training import rates
 from lockstep.training.optim import decays
 
-BLOCK = (
-    1 << 13
-)  # elements: all blocks of a comparison stay in the cache, and BLAS starts no threads for so few
-SMALL = 1 << 26  # elements that are compared before a process pool has started
+# elements: all blocks of a comparison stay in the cache, and BLAS starts no threads for so few
+BLOCK = 1 << 13
 
 
 class Size(NamedTuple):
@@ -33,6 +26,16 @@ class Size(NamedTuple):
 
     norm: float  # 2-norm
     largest: float  # of one element
+
+    def times(self, factor: float) -> "Size":
+        return Size(factor * self.norm, factor * self.largest)
+
+    def plus(self, other: "Size") -> "Size":
+        return Size(self.norm + other.norm, self.largest + other.largest)
+
+    def or_more(self, other: "Size") -> "Size":
+        """The larger of the two, in both."""
+        return Size(max(self.norm, other.norm), max(self.largest, other.largest))
 
 
 @dataclass
@@ -53,15 +56,29 @@ class Distance:
         return Size(self.error, self.largest_error)
 
     @property
+    def size(self) -> Size:
+        return Size(self.norm, self.largest)
+
+    @property
+    def shown(self) -> Size:
+        return Size(self.change, self.largest_change)
+
+    @property
     def relative(self) -> float:
-        return _ratio(self.error, self.norm)
+        return relative(self.error, self.norm)
 
     @property
     def relative_largest(self) -> float:
-        return _ratio(self.largest_error, self.largest)
+        return relative(self.largest_error, self.largest)
+
+    @property
+    def across(self) -> float:
+        """The part of the error that is no multiple of what the tensor should show."""
+        along = (self.scale - 1) * self.change
+        return math.sqrt(max(0.0, self.error**2 - along**2))
 
 
-def _ratio(error: float, size: float) -> float:
+def relative(error: float, size: float) -> float:
     if error == 0:
         return 0.0
     return error / size if size > 0 else math.inf
@@ -142,24 +159,24 @@ def _blocks(sources: list[tuple[Dump, int, str]]) -> Iterator[list[np.ndarray]]:
 class Measured:
     """One tensor of several dumps: distances from the reference, differences from the first dump, equality of the last two."""
 
-    distances: list[Distance]
-    from_first: list[Size]  # of the difference from the first dump
+    distances: dict[str, Distance]
+    from_first: dict[str, Size]
     last_two_identical: bool  # the same values, bit for bit, whatever their dtypes
 
 
-QUIET = np.errstate(
-    over="ignore", invalid="ignore"
-)  # what is not finite is counted as infinitely far, and said once
+# what is not finite is counted as infinitely far, and said once
+QUIET = np.errstate(over="ignore", invalid="ignore")
 
 
 @QUIET
-def tensor_distances(references: list[Dump], dumps: list[Dump], step: int, name: str) -> Measured:
-    """One tensor of every dump against its reference (often one for all dumps), reading each file once."""
-    distinct = list(dict.fromkeys(references))
-    places = [distinct.index(reference) for reference in references]
+def tensor_distances(references: Dumps, dumps: Dumps, step: int, name: str) -> Measured:
+    """One tensor of every dump that has it against the reference of its run, often one for all, reading each file once."""
+    dumps = {run: dump for run, dump in dumps.items() if dump.has(step, name)}
+    distinct = list(dict.fromkeys(references[run] for run in dumps))
+    places = [distinct.index(references[run]) for run in dumps]
     wanted, same = [_Sums() for _ in distinct], True
     found, apart = [_Comparison() for _ in dumps], [_Sums() for _ in dumps]
-    for blocks in _blocks([(source, step, name) for source in [*distinct, *dumps]]):
+    for blocks in _blocks([(source, step, name) for source in [*distinct, *dumps.values()]]):
         exact, values = blocks[: len(distinct)], blocks[len(distinct) :]
         spare = _array("spare", len(values[0]))
         for sums, block in zip(wanted, exact, strict=True):
@@ -173,7 +190,10 @@ def tensor_distances(references: list[Dump], dumps: list[Dump], step: int, name:
     distances = [
         each.distance(wanted[place], wanted[place]) for each, place in zip(found, places, strict=True)
     ]
-    return Measured(distances, [each.result() for each in apart], same)
+    differences = [each.result() for each in apart]
+    return Measured(
+        dict(zip(dumps, distances, strict=True)), dict(zip(dumps, differences, strict=True)), same
+    )
 
 
 @QUIET
@@ -233,7 +253,7 @@ def own_update_distances(
 ) -> dict[str, Distance]:
     """A parameter and what an optimizer of the user's own keeps of it, after a step, against the replay's, which stepped from the same."""
     found = {
-        kind: tensor_distances([replay], [dump], step, f"{kind}/{name}").distances[0]
+        kind: tensor_distances({"": replay}, {"": dump}, step, f"{kind}/{name}").distances[""]
         for kind, shapes in dump.layout.state.items()
         if name in shapes
     }
@@ -287,39 +307,3 @@ def clip_factors(options: dict, grad_norm: float) -> list[float]:
     if not 0 < bound < grad_norm + 1e-6:
         return [1.0]
     return [bound / (grad_norm + 1e-6), min(1.0, bound / grad_norm)]
-
-
-Item = TypeVar("Item")
-Made = TypeVar("Made")
-
-
-def on_all_cores(work: Callable[[Item], Made], items: list[Item], sizes: list[int]) -> list[Made]:
-    """[work(item)], the largest first so that no core is left with a big one.
-
-    In processes: threads would wait for each other's turns with the interpreter. Small work is done here and now,
-    before a process would have started.
-    """
-    if sum(sizes) < SMALL:
-        return [work(item) for item in items]
-    order = sorted(range(len(items)), key=lambda index: -sizes[index])
-    try:
-        with ProcessPoolExecutor(os.cpu_count(), get_context("spawn"), _begin, (work,)) as pool:
-            results = dict(zip(order, pool.map(_call, [items[index] for index in order]), strict=True))
-    except BrokenProcessPool as error:
-        raise TrainingFailure(
-            "comparison: a process was killed, perhaps because memory ran out; compare fewer dumps at once"
-        ) from error
-    return [results[index] for index in range(len(items))]
-
-
-_work: Callable[[Any], Any]  # what a process of the pool does with every item
-
-
-def _begin(work: Callable[[Any], Any]) -> None:
-    global _work
-    _work = work
-    torch.set_num_threads(1)
-
-
-def _call(item: Any) -> Any:
-    return _work(item)

@@ -78,7 +78,7 @@ class Dump:
     @property
     def name(self) -> str:
         """The run's name: its --run_name, else that of its strategy."""
-        return self.run["config"].get("run_name") or self.run["config"]["strategy"]
+        return self.run["config"]["run_name"] or self.run["config"]["strategy"]
 
     @property
     def initial_sha256(self) -> str:
@@ -241,3 +241,6 @@ class Dump:
         ):  # read to the end, where the checksum is verified
             whole = block.reshape(shape)
         return whole
+
+
+Dumps = dict[str, Dump]  # by the name of the run

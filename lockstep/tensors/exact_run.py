@@ -39,7 +39,7 @@ from lockstep.inputs.model import build_model, causal_lm_loss
 from lockstep.running import locks
 from lockstep.tensors import dump, model_check
 from lockstep.tensors.capture import Capture
-from lockstep.tensors.comparison import require_comparable_dumps
+from lockstep.tensors.comparable_dumps import require_comparable_dumps
 from lockstep.tensors.distance import clip_factor
 from lockstep.tensors.exact import Float64, make_exact
 from lockstep.tensors.layout import Choice

@@ -62,7 +62,7 @@ class Layout:
 
     def kinds(self, config: dict) -> tuple[str, ...]:
         """What a run with this configuration has of parameters in each step, in order; an average only if asked for."""
-        average = ("average",) if config.get("ema_decay", 1.0) < 1 else ()
+        average = ("average",) if config["ema_decay"] < 1 else ()
         return ("gradient", *self.state, "parameter", *average)
 
     def of_step(self, kinds: tuple[str, ...], rows: int, seq_length: int) -> dict[str, tuple[int, ...]]:

@@ -164,7 +164,8 @@ def _contradictions(manifest: dict) -> Iterator[str]:
     options, exact = run["config"], bool(run.get("exact"))
     if not steps:
         yield "not one step was finished: the run was stopped or is still going on"
-    yield from _contradictions_of_layout(from_json(manifest["layout"]))
+    layout = from_json(manifest["layout"])
+    yield from _contradictions_of_layout(layout)
     mesh = Mesh.of_options(options)
     problems = list(record.contradictions(run))
     if problems:
@@ -186,31 +187,27 @@ def _contradictions(manifest: dict) -> Iterator[str]:
         yield from (
             f"step {step}: {problem}" for problem in _contradictions_of_step(manifest, step, exact, first)
         )
-    if exact and manifest.get("contract") is not None:
+    contract = manifest.get("contract")
+    if exact and contract is not None:
         yield "it has a contract, and a reference has none"
-    if not exact and manifest.get("contract") is not None:
+    if not exact and contract is not None:
         try:
             expected = expected_contract(
-                configured,
-                run["architecture"],
-                from_json(manifest["layout"]).model,
-                of_optimizer(manifest["contract"]),
+                configured, run["architecture"], layout.model, of_optimizer(contract)
             )
         except UserError as error:
             yield f"run.architecture: {error}"
             return
         of_ranks = {f"{entry}{ON_RANK}{rank}" for entry in expected for rank in range(1, mesh.world_size)}
-        unknown = manifest["contract"].keys() - expected.keys() - of_ranks
+        unknown = contract.keys() - expected.keys() - of_ranks
         # What a user's own spec adds is not known where its file may be gone.
-        odd = sorted(
-            (expected.keys() - manifest["contract"].keys()) | (unknown if configured.spec.factory else set())
-        )
+        odd = sorted((expected.keys() - contract.keys()) | (unknown if configured.spec.factory else set()))
         if odd:
             yield f"contract: {printable(odd[0], 60)} is {'missing' if odd[0] in expected else 'unknown'}"
         for entry in HELD_AGAINST_CONFIGURATION:
             allowed = [expected[entry], *([True] if entry in IF_ASKED else [])]
-            if entry not in odd and manifest["contract"][entry] not in allowed:
-                found = printable(json.dumps(manifest["contract"][entry]), 60)
+            if entry not in odd and contract[entry] not in allowed:
+                found = printable(json.dumps(contract[entry]), 60)
                 yield f"contract.{entry} is {found}, its configuration says {json.dumps(expected[entry])}"
 
 
