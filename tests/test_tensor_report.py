@@ -44,7 +44,7 @@ def test_it_says_what_was_compared(written, what, value):
 def test_the_json_has_the_origin_of_every_run(written):
     runs = written[1]["runs"]
     assert set(runs) == {"ddp", "fsdp"} and all(
-        run["origin"]["commit"] and run["missing"] == [] for run in runs.values()
+        run["origin"]["commit"] and run["missing"] == [] and 0 < run["nearest"] < 1 for run in runs.values()
     )
     for run in runs.values():
         require_origin(run["versions"], run["origin"])
