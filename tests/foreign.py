@@ -241,7 +241,7 @@ def sign_of_one_weight_element(run, strategy):
         if (
             step == 1
             and _at(strategy, "tp") == 0
-            and (run.config.strategy != "fsdp" or _at(strategy, "dp") == 0)
+            and (run.config.spec.name != "fsdp" or _at(strategy, "dp") == 0)
         ):
             for name, tensor in run.handles.weights():
                 if name == UP and tensor.ndim == 2:
