@@ -22,10 +22,11 @@ from pathlib import Path
 
 from outputs import output
 
-from lockstep import origin, strategies
+from lockstep import origin
 from lockstep.config import BASELINE
 from lockstep.errors import UserError, run_program
 from lockstep.files import read_json, write_result
+from lockstep.inputs import user_file
 from lockstep.running import processes
 from lockstep.training.observe import versions
 
@@ -41,7 +42,7 @@ CHECKS = ("caught", "step", "kind", "tensor", "report", "causes")
 
 
 def of_file(path: Path, name: str):
-    return strategies.load(f"{path}:{name}")
+    return getattr(user_file.import_file(path), name)
 
 
 def command(places: list[str], flags: list[str], folder: Path) -> list[str]:

@@ -127,7 +127,7 @@ def test_the_one_command_stopped(run, tmp_path, number, word, send):
     assert one.process.wait(60) == 128 + number, one.log.read_text()
     said = one.log.read_text().splitlines()
     assert said[-1] == f"{ROOT}/run_verification_main.sh: {word}", said
-    assert said[-2] == f"lockstep.train: {word}; no step was written; the older history is as it was", said
+    assert said[-2] == f"train_ddp.py: {word}; no step was written; the older history is as it was", said
     assert [path.read_bytes() for path in older] == content and not (tmp_path / "verdict.json").exists()
     assert gone(tmp_path) is True
 
