@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from lockstep.config import BETAS
 from lockstep.inputs.architectures import BUILT_IN
 from lockstep.inputs.shapes import describe
 from lockstep.tensors.distance import Distance, Size, clip_factors
@@ -319,3 +320,27 @@ def test_an_update_whose_rounding_errors_are_not_derived():
         True,
     ]
     assert too_far(far, far, limit) and not too_far(far, far, lowered)
+
+
+def test_a_moment_that_all_but_cancels_has_the_rounding_errors_of_its_terms():
+    """AdamW of torch on single elements, whose second gradient nearly undoes the first moment."""
+    generator = torch.Generator().manual_seed(0)
+    beta, u = BETAS[0], ROUNDOFF["F32"]
+    too_far = {"of the moment": 0, "of its terms": 0}
+    for _ in range(300):
+        parameter = torch.nn.Parameter(torch.ones(1))
+        optimizer = torch.optim.AdamW([parameter], fused=True)
+        first = torch.rand(1, generator=generator)
+        parameter.grad = first.clone()
+        optimizer.step()
+        kept = optimizer.state[parameter]["exp_avg"].clone()
+        parameter.grad = -kept * beta / (1 - beta) * (1 + 1e-3 * torch.rand(1, generator=generator))
+        optimizer.step()
+        exact = beta * kept.double() + (1 - beta) * parameter.grad.double()
+        error = float((optimizer.state[parameter]["exp_avg"].double() - exact).abs())
+        size, terms = float(exact.abs()), float(beta * kept.double().abs())
+        distance = Distance(error, error, size, size, size, size, size, 1.0, Size(terms, terms))
+        alone = dataclasses.replace(distance, terms=Size(0.0, 0.0))
+        too_far["of the moment"] += error > tolerance("exp_avg/x", alone, Size(0.0, 0.0), u).norm
+        too_far["of its terms"] += error > tolerance("exp_avg/x", distance, Size(0.0, 0.0), u).norm
+    assert too_far["of the moment"] > 100 and too_far["of its terms"] == 0

@@ -50,6 +50,9 @@ class Distance:
     change: float  # 2-norm of what the tensor should show: itself; of a parameter, its last update
     largest_change: float
     scale: float  # <own, reference> / <reference, reference> of what it should show: 1 if it is right; NaN if that is zero
+    # Of a first moment, the size of what it keeps of the one before, and of a parameter, what that gives to its change: where the new
+    # gradient all but cancels it, the rounding errors are of this size.
+    terms: Size = Size(0.0, 0.0)
 
     @property
     def errors(self) -> Size:
@@ -114,7 +117,7 @@ class _Comparison:
         self.error_along += float(np.dot(spare, change))
         self.own_square += float(np.dot(values, values))
 
-    def distance(self, reference: _Sums, change: _Sums) -> Distance:
+    def distance(self, reference: _Sums, change: _Sums, terms: _Sums | None = None) -> Distance:
         own = math.sqrt(self.own_square) if math.isfinite(self.own_square) else math.inf
         scale = 1 + self.error_along / change.square if 0 < change.square < math.inf else math.nan
         error, size, shown = self.error.result(), reference.result(), change.result()
@@ -127,6 +130,7 @@ class _Comparison:
             change=shown.norm,
             largest_change=shown.largest,
             scale=scale,
+            terms=Size(0.0, 0.0) if terms is None else terms.result(),
         )
 
 
@@ -217,6 +221,7 @@ def update_distances(dump: Dump, initial: Dump, step: int, clip: float, name: st
         sources += [(dump, step - 1, f"{kind}/{name}") for kind in kinds[:2]]
     found = {kind: _Comparison() for kind in kinds}
     wanted, change = {kind: _Sums() for kind in kinds}, _Sums()
+    terms = {kind: _Sums() for kind in kinds}
     b1, b2 = BETAS
     for gradient, old, *rest in _blocks(sources):
         spare, moments = _array("spare", len(old)), rest[len(kinds) :]
@@ -228,12 +233,17 @@ def update_distances(dump: Dump, initial: Dump, step: int, clip: float, name: st
             np.multiply(gradient, 1 - b1, out=m)
             np.multiply(np.square(gradient, out=v), 1 - b2, out=v)
             if moments:
-                m += np.multiply(moments[0], b1, out=spare)
+                kept = np.multiply(moments[0], b1, out=_array("kept", len(old)))
+                terms["exp_avg"].add(kept)
+                m += kept
                 v += np.multiply(moments[1], b2, out=spare)
             np.sqrt(np.multiply(v, 1 / (1 - b2**step), out=spare), out=spare)
             spare += EPS
             np.divide(m, spare, out=gradient)
             gradient *= 1 / (1 - b1**step)
+            if moments:
+                kept *= rate / (1 - b1**step)
+                terms["parameter"].add(np.divide(kept, spare, out=kept))
         gradient *= -rate
         gradient -= np.multiply(old, rate * decay, out=spare)
         change.add(gradient)
@@ -242,7 +252,7 @@ def update_distances(dump: Dump, initial: Dump, step: int, clip: float, name: st
             wanted[kind].add(exact[kind])
             found[kind].add(values, exact[kind], gradient if kind == "parameter" else exact[kind], spare)
     return {
-        kind: comparison.distance(wanted[kind], change if kind == "parameter" else wanted[kind])
+        kind: comparison.distance(wanted[kind], change if kind == "parameter" else wanted[kind], terms[kind])
         for kind, comparison in found.items()
     }
 

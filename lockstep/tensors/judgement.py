@@ -188,8 +188,10 @@ def tolerance(name: str, distance: Distance, measure: Size, roundoff: float) -> 
     if kind == "batch":
         return EXACT
     if kind in UPDATE:
-        of_change = UPDATE_OF_CHANGE * roundoff if kind == "parameter" else 0.0
-        return distance.size.times(UPDATE[kind] * roundoff).plus(distance.shown.times(of_change))
+        own, of_change = UPDATE[kind] * roundoff, UPDATE_OF_CHANGE * roundoff
+        if kind == "parameter":
+            return distance.size.times(own).plus(distance.shown.or_more(distance.terms).times(of_change))
+        return distance.size.or_more(distance.terms).times(own)
     return measure.times(MULTIPLE).plus(distance.size.times(FLOOR * roundoff))
 
 
