@@ -294,7 +294,8 @@ def test_a_small_factor_that_most_gradients_cannot_show_is_no_convention():
     "of_fsdp, differs, verdict",
     [
         (2e-4, (), "NOT JUDGED"),  # both are far: the model jumps there
-        (1e-7, (), "FAIL"),  # the other run is near, so DDP is wrong
+        (9e-6, (), "FAIL"),  # the other run is near, so DDP is wrong
+        (1e-7, (), "FAIL"),
         (2e-4, ("gradient/w",), "FAIL"),  # replicas of correct runs do not differ
     ],
 )
@@ -302,6 +303,10 @@ def test_a_yardstick_that_is_too_far(of_fsdp, differs, verdict):
     ddp = findings("ddp", [yardstick(1e-4)], differ=differs)
     found = result(ddp, findings("fsdp", [row(of_fsdp, ddp=1e-4)]), has_reference=True)
     assert ddp.rows[0].too_far and found.verdict("ddp") == verdict
+    # the other run is near enough, but not four times nearer
+    just = findings("ddp", [yardstick(3e-5)], differ=())
+    near = result(just, findings("fsdp", [row(9e-6, ddp=3e-5)]), has_reference=True)
+    assert just.rows[0].too_far and near.verdict("ddp") == "NOT JUDGED"
     # nothing tells a jump from a bug
     assert result(ddp, has_reference=True).verdict("ddp") == "FAIL"
 

@@ -4,9 +4,9 @@ import functools
 import math
 from dataclasses import dataclass, field
 
-from lockstep.tensors.distance import Measured, relative
+from lockstep.tensors.distance import Distance, Measured, relative
 from lockstep.tensors.dump import Dump
-from lockstep.tensors.judgement import Judgement
+from lockstep.tensors.judgement import MULTIPLE, Judgement
 from lockstep.tensors.records import Chosen, Loss, Norm
 
 FINER = 0.5  # of a deviation: what is tolerated of a gradient that would have shown it
@@ -220,7 +220,7 @@ class Result:
         """Whether the run is the yardstick, all that is wrong with it are distances from the reference, and other runs share the first.
 
         Then the model or its optimizer jumps there, or is ill-conditioned, so that rounding errors alone take correct runs so far. If
-        the others are nearer, this run is wrong.
+        one of the others is near enough, and MULTIPLE times nearer, this run is wrong.
         """
         return name == self.baseline and self.has_reference and self._all_are_far
 
@@ -239,6 +239,14 @@ class Result:
             for row in other.rows
             if other is not run and (row.step, row.name) == (first.step, first.name)
         ]
-        return bool(others) and all(
-            other.error > first.tolerated or other.largest_error > first.tolerated_largest for other in others
-        )
+        return bool(others) and not any(_is_nearer(other, first) for other in others)
+
+
+def _is_nearer(other: Distance, row: Judgement) -> bool:
+    """Whether a distance is what is tolerated of the row, and less than a MULTIPLE-th of it: rounding errors alone do not explain that."""
+    if other.error > row.tolerated or other.largest_error > row.tolerated_largest:
+        return False
+    found = row.distance
+    by_norm = found.error > row.tolerated and MULTIPLE * other.error < found.error
+    by_largest = found.largest_error > row.tolerated_largest
+    return by_norm or (by_largest and MULTIPLE * other.largest_error < found.largest_error)
