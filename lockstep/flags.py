@@ -4,6 +4,7 @@ The parser, the schema of what a run records, and what two runs must agree in fo
 """
 
 import argparse
+import functools
 import math
 import types
 import typing
@@ -92,9 +93,12 @@ def must_agree(of: type, level: Same) -> list[str]:
     return [each.name for each in fields(of) if each.metadata.get("same") in levels]
 
 
+_hints = functools.cache(typing.get_type_hints)  # of a dataclass; a parser asks for each of its fields
+
+
 def _kind_of(of: type, name: str) -> Any:
     """The type of a field, without the None that it may be."""
-    hint = typing.get_type_hints(of)[name]
+    hint = _hints(of)[name]
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         kinds = [kind for kind in typing.get_args(hint) if kind is not type(None)]
         return kinds[0] if len(kinds) == 1 else hint

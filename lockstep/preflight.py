@@ -75,12 +75,13 @@ def load_inputs(config: Config) -> data.Inputs:
     windows_per_step = config.dp_size * config.batch_size * config.gradient_accumulation_steps
     name = config.model_name
     named = architectures.HUB_IDS.get(name, name) if config.pretrained else name
+    assert config.data_cache_dir is not None, "parse_config fills it in"
     corpus = data.load_corpus(
         config.dataset_name,
         tokenizer.build_tokenizer(named, architecture),  # whoever wants the hub's weights wants its tokens
         seq_length=config.seq_length,
         windows_per_step=windows_per_step,
-        cache_folder=config.data_cache_dir or files.cache_folder(),
+        cache_folder=config.data_cache_dir,
         held_out=config.held_out,
     )
     batches = data.Batches(

@@ -1,5 +1,7 @@
 """What a history and a dump say of their run: one record with one schema and one seal, and what makes two runs comparable."""
 
+import functools
+import types
 import typing
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,10 +18,12 @@ from lockstep.mesh import Axis, Mesh
 from lockstep.schemas import (
     Architecture,
     Count,
+    Finite,
     Name,
     Origin,
     Sha256,
     Strict,
+    Whole,
     validate,
 )
 from lockstep.tested import unlike
@@ -27,6 +31,7 @@ from lockstep.tested import unlike
 Text = Annotated[str, Field(max_length=65536)]  # a path, a message: made harmless where it is shown
 
 
+@functools.cache  # every history and dump that is read asks for it
 def schema(of: type, **others: Any) -> type[Strict]:
     """The strict schema of what a run records of a dataclass of flags: field for field, `others` in place of some."""
     hints = typing.get_type_hints(of)
@@ -34,22 +39,36 @@ def schema(of: type, **others: Any) -> type[Strict]:
     for each in flags.recorded(of):
         about, choices = each.metadata, flags.choices_of(of, each)
         kind = about["recorded_as"] or (Literal[tuple(choices)] if choices else hints[each.name])
-        limits = {"ge": about["low"], "gt": about["above"], "le": about["high"]}
-        if kind is str:
-            kind = Text
-        elif about["parse"] is None or each.name == "num_layers":
-            kind = Annotated[
-                kind, Field(**{word: limit for word, limit in limits.items() if limit is not None})
-            ]
-        kinds[each.name] = (kind, ...)
+        kinds[each.name] = (_bounded(kind, about), ...)
     kinds |= {name: (kind, ...) for name, kind in others.items()}
     return create_model(of.__name__, __base__=Strict, **kinds)
+
+
+def _bounded(kind: Any, about: Mapping[str, Any]) -> Any:
+    """A type with the bounds of its flag on what it has of numbers and text: `bool | int` bounds the int alone."""
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        return typing.Union[tuple(_bounded(each, about) for each in typing.get_args(kind))]  # noqa: UP007
+    if kind is str:
+        return Text
+    if kind not in (int, float):
+        return kind
+    limits = {"ge": about["low"], "gt": about["above"], "le": about["high"]}
+    base = Finite if kind is float else Count if about["low"] else Whole
+    return Annotated[base, Field(**{word: limit for word, limit in limits.items() if limit is not None})]
 
 
 if TYPE_CHECKING:
     RunConfig = Config
 else:
-    RunConfig = schema(Config, strategy=Name, own=dict[Name, Any], run_name=Name | None)
+    RunConfig = schema(
+        Config,
+        strategy=Name,
+        own=dict[Name, Any],
+        run_name=Name | None,
+        # What "auto" was resolved to.
+        device=Literal["cpu", "cuda"],
+        backend=Literal["gloo", "nccl"],
+    )
 
 
 class Run(Strict):

@@ -56,8 +56,8 @@ class Architecture(Strict):
 
 
 Schema = TypeVar("Schema", bound=BaseModel)
-# What pydantic adds to the place of an error for the member of a union that it tried: "constrained-int", "list[constrained-int]".
-UNION_MEMBER = re.compile(r"constrained-\w+|\w+\[.*\]")
+# What pydantic adds to the place of an error for the member of a union that it tried: "constrained-int", "list[constrained-int]", "bool".
+UNION_MEMBER = re.compile(r"constrained-\w+|\w+\[.*\]|bool|int")
 
 
 def validate(schema: type[Schema], content: object, where: object, remedy: str) -> Schema:

@@ -194,6 +194,9 @@ CONTRADICTIONS = {
     "run.config.own.dp_replicate is True": lambda m: m["run"]["config"]["own"].update(dp_replicate=True),
     "run.config.own.wrap is None": lambda m: m["run"]["config"]["own"].update(wrap=None),
     "run.config.own.wrap is 'x'": lambda m: m["run"]["config"]["own"].update(wrap="x"),
+    "run.config.own.reshard_after_forward is 1": lambda m: m["run"]["config"]["own"].update(
+        reshard_after_forward=1
+    ),
     "run.config.own.cpu_offload is 1": lambda m: m["run"]["config"]["own"].update(cpu_offload=1),
     "run.config.own.unknown is 1": lambda m: m["run"]["config"]["own"].update(unknown=1),
     "run.config.own.prefetch is '~nobody/x'": lambda m: m["run"]["config"]["own"].update(

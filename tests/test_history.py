@@ -128,6 +128,18 @@ WRONG = {
     "negative seconds": (lambda c: c["steps"][0].update(seconds=-1.0), "steps.0.seconds is -1.0"),
     "no hash": (lambda c: c["steps"][0].update(batch_hash="h1"), "steps.0.batch_hash is 'h1'"),
     "no checksum": (lambda c: c["weights"].update(initial_sha256="a"), "weights.initial_sha256 is 'a'"),
+    "a device that is not known yet": (
+        lambda c: c["run"]["config"].update(device="auto"),
+        "run.config.device is 'auto'",
+    ),
+    "an infinite rate": (
+        lambda c: c["run"]["config"].update(learning_rate=float("inf")),
+        "run.config.learning_rate is inf",
+    ),
+    "more steps than there can be": (
+        lambda c: c["run"]["config"].update(log_interval=2**41),
+        "run.config.log_interval is",
+    ),
     "another precision": (
         lambda c: c["run"]["config"].update(precision="fp16"),
         "run.config.precision is 'fp16'",

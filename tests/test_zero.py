@@ -166,7 +166,7 @@ def told(tmp_path, content, *arguments):
     path = tmp_path / "mine.json"
     path.write_text(content)
     parsed = config("--deepspeed_config", str(path), *arguments)
-    zero.require(parsed)
+    build.require(parsed, BUILT_IN["tiny-qwen2"])
     return json.loads(configuration.text(parsed, BUILT_IN["tiny-qwen2"]))
 
 
@@ -221,6 +221,7 @@ CONTRADICTIONS = {  # a user's file -> what is said of it
     '{"optimizer": {"type": "Lion"}}': r'optimizer.type is "Lion", and must be "AdamW" \(--optimizer\)',
     '{"optimizer": {"params": {"lr": 0.5}}}': r"lr is 0.5, and must be .* \(--learning_rate\)",
     '{"optimizer": {"params": {"torch_adam": true}}}': "gives DeepSpeed its own optimizer",
+    '{"gradient_accumulation_steps": true}': "gradient_accumulation_steps is true, and must be 1",
     '{"bf16": {"enabled": true}}': r"bf16.enabled is true, and must be false \(--precision\)",
     '{"fp16": {"enabled": true}}': "fp16.enabled is true, and must be false",
     '{"managed_gradient_accumulation": false}': "is false, and must be true",

@@ -35,7 +35,11 @@ def require(config: Config, architecture: dict) -> None:
             f"--optimizer {config.optimizer}: DeepSpeed steps flat pieces of many tensors, and adamw and sgd alone are known to take them; choose one"
         )
     told, version = configuration.resolved(config, shapes.width(architecture)), tested.difference("deepspeed")
-    if version:  # the one tested knows it, without the import, which takes seconds
+    file = zero.of(config).deepspeed_config
+    # The version that was tested knows what the flags ask for, without the import, which takes seconds.
+    if file is not None:
+        configuration.require_readable(told, config.device, str(file.path), "correct it")
+    elif version:
         configuration.require_readable(told, config.device, version, "install requirements.txt")
     path = zero.of(config).nvme_path
     if path is not None:

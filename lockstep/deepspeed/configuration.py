@@ -170,7 +170,8 @@ def _fill(
         elif asked is not None:
             if key == "nvme_path" and value != AUTO:
                 value = str(Path(str(value)).expanduser().absolute())
-            if value not in (AUTO, asked):
+            # As in JSON, true is not 1.
+            if value != AUTO and (value != asked or isinstance(value, bool) != isinstance(asked, bool)):
                 set_by = FLAGS.get(name, "in every run")
                 yield f'{shown}, and must be {json.dumps(asked)} ({set_by}); write "{AUTO}", or make the two agree'
         elif value == AUTO:
@@ -213,11 +214,8 @@ def _at(content: Any, place: str, default: Any) -> Any:
 
 
 def text(config: Config, architecture: dict) -> str:
-    """What DeepSpeed is given, as JSON. It is written beside the history. Raises UserError for what DeepSpeed would refuse in a user's file."""
-    told, file = resolved(config, shapes.width(architecture)), zero.of(config).deepspeed_config
-    if file is not None:
-        require_readable(told, config.device, str(file.path), "correct it")
-    return json.dumps(told, indent=2) + "\n"
+    """What DeepSpeed is given, as JSON. It is written beside the history."""
+    return json.dumps(resolved(config, shapes.width(architecture)), indent=2) + "\n"
 
 
 def _classes() -> dict[str, Any]:

@@ -24,7 +24,7 @@ Plant = Generator[None, Any, None]
 
 
 class Handles:
-    """By which faults change one strategy: a class of its own, which its row in the registry names, has a public method for each.
+    """By which faults change one strategy: a class of its own, which its spec names, has a public method for each.
 
     A fault says which methods it needs, never in which strategy. It is not planted where the class lacks one.
     """

@@ -24,6 +24,7 @@ class Options:
         False,
         "what is left of the gathered weights between forward and backward: false all of them, true this rank's shard, "
         "N a shard among N neighbours (default: false)",
+        low=2,
         parse=_true_false_or_number,
         metavar="{true,false,N}",
     )

@@ -147,7 +147,9 @@ def _train(
             problem = str(error)
         _require_finite_losses(step["step"], losses, config.mesh)
         if not math.isfinite(step["grad_norm"]):
-            problem = _not_finite(step["step"], "gradient norm", step["grad_norm"], config.mesh)
+            problem = _not_finite(
+                step["step"], "gradient norm", step["grad_norm"], dist.get_rank(), config.mesh
+            )
         if index == 0:
             stop_together(problem)  # before a norm of NaN is held against the options
             own = {**strategy.effective_contract(), **dtypes.seen()}
@@ -370,11 +372,10 @@ def require_right_batches(hashes: list[list[int]], mesh: Mesh, step: int) -> Non
 def _require_finite_losses(step: int, losses: list[float], mesh: Mesh) -> None:
     for rank, loss in enumerate(losses):
         if not math.isfinite(loss):
-            raise TrainingFailure(_not_finite(step, "loss", loss, mesh, rank))
+            raise TrainingFailure(_not_finite(step, "loss", loss, rank, mesh))
 
 
-def _not_finite(step: int, what: str, value: float, mesh: Mesh, rank: int | None = None) -> str:
-    rank = dist.get_rank() if rank is None else rank
+def _not_finite(step: int, what: str, value: float, rank: int, mesh: Mesh) -> str:
     where = f"on rank {rank} ({Geometry.of_rank(mesh, rank)})"
     return f"step {step}: the {what} is {value} {where}; lower --learning_rate, or check the weights"
 
