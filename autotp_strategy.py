@@ -1,6 +1,6 @@
 """DeepSpeed AutoTP + ZeRO: tensor parallelism by configuration; optimizer state, gradients and weights sharded over dp by stage.
 
-Only this file and two in lockstep/deepspeed, build.py and ulysses.py, import deepspeed.
+It and three files of lockstep/ alone import deepspeed at run time: training/deepspeed_build.py, training/ulysses.py, plan/deepspeed_file.py.
 """
 
 import contextlib
@@ -13,15 +13,17 @@ import pydantic
 import torch
 import torch.distributed as dist
 
-from lockstep import tested
-from lockstep.config import Config
-from lockstep.deepspeed import configuration, ulysses, zero
-from lockstep.deepspeed.build import build_async_io, collectives, use_torch_collectives
-from lockstep.deepspeed.spec import DeepSpeed
-from lockstep.errors import LIBRARY_REFUSES, UserError, first_line
+from lockstep.ground import tested
+from lockstep.ground.errors import LIBRARY_REFUSES, UserError, first_line
 from lockstep.inputs import modules
 from lockstep.inputs.model import causal_lm_loss
-from lockstep.mesh import Geometry, Mesh, share
+from lockstep.plan import deepspeed_file as configuration
+from lockstep.plan import zero
+from lockstep.plan.config import Config
+from lockstep.plan.deepspeed import DeepSpeed
+from lockstep.plan.mesh import Geometry, Mesh, share
+from lockstep.training import ulysses
+from lockstep.training.deepspeed_build import build_async_io, collectives, use_torch_collectives
 from lockstep.training.observe import (
     model_contract,
     optimizer_contract,
@@ -36,6 +38,9 @@ from lockstep.training.strategy import MicroBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+if not torch.cuda.is_available():
+    os.environ["DS_ACCELERATOR"] = "cpu"  # or DeepSpeed looks for a GPU, and says so
 
 
 class Stage0:

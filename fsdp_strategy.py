@@ -27,12 +27,11 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from lockstep.collective import gather_objects
-from lockstep.config import PARAM_DTYPES
+from lockstep.ground.collective import gather_objects
 from lockstep.inputs import modules
-from lockstep.mesh import share
-from lockstep.plan import fsdp
-from lockstep.training import compiled
+from lockstep.plan import compiled, fsdp
+from lockstep.plan.config import PARAM_DTYPES
+from lockstep.plan.mesh import share
 from lockstep.training.optim import gradient_of
 from lockstep.training.pipeline import Pipeline
 from lockstep.training.torch_strategy import TorchStrategy

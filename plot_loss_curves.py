@@ -8,7 +8,7 @@ batches, length or contract; a damaged file), or a usage error; 3 an internal er
 """
 
 if __name__ == "__main__":
-    from lockstep import startup
+    from lockstep.ground import startup
 
     startup.begin()  # first: from now on Ctrl-C and a missing package are one line each
 
@@ -17,13 +17,13 @@ import shlex
 import sys
 from pathlib import Path
 
-from lockstep.config import BASELINE, history_file
-from lockstep.errors import UserError, printable, run_program
-from lockstep.files import FIGURE, VERDICT, require_ours, require_writable_file
-from lockstep.flags import Parser
-from lockstep.losses import curve_report as report
-from lockstep.losses import folder
-from lockstep.losses.curves import PASS
+from lockstep.ground.errors import UserError, printable, run_program
+from lockstep.ground.files import FIGURE, VERDICT, require_ours, require_writable_file
+from lockstep.ground.flags import Parser
+from lockstep.plan.config import BASELINE, history_file
+from lockstep.verdict import loss_folder as folder
+from lockstep.verdict import loss_report as report
+from lockstep.verdict.loss_curves import PASS
 
 FIGURES = (".png", ".pdf", ".svg")
 

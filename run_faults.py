@@ -10,7 +10,7 @@ Exit status: 0 every fault changed something, was caught by tensors and had no w
 """
 
 if __name__ == "__main__":
-    from lockstep import startup
+    from lockstep.ground import startup
 
     startup.begin()  # first: from now on Ctrl-C and a missing package are one line each
 
@@ -26,26 +26,25 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep import startup
-from lockstep.config import BASELINE, CONTROL, Spec, history_file
-from lockstep.errors import TrainingFailure, UserError, run_program
-from lockstep.files import (
+from lockstep.dumps import history
+from lockstep.ground import locks, startup
+from lockstep.ground.errors import TrainingFailure, UserError, run_program
+from lockstep.ground.files import (
     require_new_folder,
     require_ours,
     require_writable_file,
     require_writable_folder,
     write_result,
 )
-from lockstep.flags import Parser
-from lockstep.running import locks
-from lockstep.strategies import others, recorded, spec_of
-from lockstep.training import history
+from lockstep.ground.flags import Parser
+from lockstep.plan.config import BASELINE, CONTROL, Spec, history_file
+from lockstep.plan.strategies import others, recorded, spec_of
 
 if TYPE_CHECKING:
+    from lockstep.dumps.dump import Dump
     from lockstep.faults import Fault
-    from lockstep.losses.curves import CurveVerdict
-    from lockstep.tensors.dump import Dump
-    from lockstep.tensors.result import Result
+    from lockstep.verdict.loss_curves import CurveVerdict
+    from lockstep.verdict.result import Result
 
 BEGINS = b'{\n "precision": '  # the data
 TITLE = "# Planted faults, "
@@ -226,7 +225,7 @@ def verdicts(
 ) -> tuple["Result", "CurveVerdict"]:
     """(comparison of the tensors, whose report is written into a folder if one is given; of the losses) of one run."""
     from lockstep import compare
-    from lockstep.losses import curves
+    from lockstep.verdict import loss_curves as curves
 
     baseline = group.losses(BASELINE, CLEAN)
     tolerance = curves.tolerance_for(baseline, group.losses(CONTROL, CLEAN))
@@ -248,8 +247,8 @@ def require_clean(group: Group, strategy: str) -> None:
 
 def judge(group: Group, fault: "Fault", strategy: str) -> dict:
     """What the two verdicts and the diagnosis say of one planted fault."""
-    from lockstep.tensors.dump import Dump
-    from lockstep.tensors.result import Diagnosis
+    from lockstep.dumps.dump import Dump
+    from lockstep.verdict.result import Diagnosis
 
     report = group.dump(strategy, fault.name).with_name(f"report_{strategy}")
     result, curve = verdicts(group, fault.name, strategy, report if group.options.work_dir else None)

@@ -10,7 +10,7 @@ or was only to be measured; 1 one does not, or failed; 2 a usage error; 3 an int
 """
 
 if __name__ == "__main__":
-    from lockstep import startup
+    from lockstep.ground import startup
 
     startup.begin()  # first: from now on Ctrl-C and a missing package are one line each
 
@@ -26,10 +26,9 @@ from extras.studies import compositions, variations
 from extras.studies import study as study_file
 from extras.studies.study import Planned, Study, Vary
 from extras.studies.variations import Group
-from lockstep import files, startup
-from lockstep.errors import UserError, printable, run_program
-from lockstep.flags import Parser
-from lockstep.running import locks
+from lockstep.ground import files, locks, startup
+from lockstep.ground.errors import UserError, printable, run_program
+from lockstep.ground.flags import Parser
 
 if TYPE_CHECKING:
     from extras.studies.converging import Converging

@@ -10,7 +10,7 @@ tensor of a correct run; 1 some tensor is not, a run failed, or the verdict is N
 """
 
 if __name__ == "__main__":
-    from lockstep import startup
+    from lockstep.ground import startup
 
     startup.begin()  # first: from now on Ctrl-C and a missing package are one line each
 
@@ -23,15 +23,16 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from lockstep import command_line, files, preflight, startup
-from lockstep.config import BASELINE, Config
-from lockstep.errors import UserError, printable, run_program
-from lockstep.flags import Parser
-from lockstep.losses.tolerance import RULES
-from lockstep.running import jobs, locks
-from lockstep.runs import HELP, Run, runs_of
-from lockstep.strategies import SPECS
-from lockstep.training import initial_weights
+from lockstep.ground import files, locks, startup
+from lockstep.ground.errors import UserError, printable, run_program
+from lockstep.ground.flags import Parser
+from lockstep.plan import command_line, initial_weights
+from lockstep.plan.config import BASELINE, Config
+from lockstep.plan.runs import HELP, Run, runs_of
+from lockstep.plan.strategies import SPECS
+from lockstep.running import jobs
+from lockstep.training import preflight
+from lockstep.verdict.loss_tolerance import RULES
 from lockstep.verification import check_reference
 
 NAME = "run_verification.py"
@@ -249,7 +250,7 @@ def train_and_compare(
     groups[None] = [{"strategy": jobs.REFERENCE, "arguments": rest}]
     jobs.start_all_groups(list(groups.items()), folder / "logs", shown=True)
     from lockstep import compare  # torch is not needed to answer a usage error
-    from lockstep.tensors import tensor_report
+    from lockstep.verdict import tensor_report
 
     judged = compare.judge([folder / name for name in (*(run.name for run in runs), "reference")], folder)
     return tensor_report.show(judged, folder)

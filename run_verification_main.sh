@@ -115,7 +115,7 @@ fi
 plan=$("$PYTHON" -m lockstep.verification plan "${both[@]}" "${first[@]}")
 mkdir -p "$OUTPUT_DIR"
 exec {lock}<>"$OUTPUT_DIR/.run_verification_main.lock"
-"$PYTHON" -m lockstep.running.locks $lock "$OUTPUT_DIR"
+"$PYTHON" -m lockstep.ground.locks $lock "$OUTPUT_DIR"
 settings="$MODEL_NAME, $NUM_LAYERS layers, $PRECISION, $DEBUG_STEPS steps, TP=$TP_SIZE, DP=$DP_SIZE on $DEVICE ($gpus GPUs here) -> $OUTPUT_DIR"
 echo "${settings//[[:cntrl:]]/?}"
 

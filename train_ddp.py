@@ -9,7 +9,7 @@ Writes loss_ddp.json under --loss_output_dir. All flags: --help. Exit status: 0;
 """
 
 if __name__ == "__main__":
-    from lockstep import startup
+    from lockstep.ground import startup
 
     startup.begin()  # first: from now on Ctrl-C and a missing package are one line each
 

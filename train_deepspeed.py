@@ -10,7 +10,7 @@ Writes loss_deepspeed.json under --loss_output_dir. All flags: --help. Exit stat
 """
 
 if __name__ == "__main__":
-    from lockstep import startup
+    from lockstep.ground import startup
 
     startup.begin()  # first: from now on Ctrl-C and a missing package are one line each
 

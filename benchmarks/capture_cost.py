@@ -17,12 +17,12 @@ from pathlib import Path
 from outputs import output
 
 from lockstep import compare
-from lockstep.config import history_file
-from lockstep.files import write_result
-from lockstep.mesh import Mesh
+from lockstep.dumps import history
+from lockstep.ground.files import write_result
+from lockstep.plan.config import history_file
+from lockstep.plan.mesh import Mesh
+from lockstep.plan.strategies import SPECS
 from lockstep.running import jobs
-from lockstep.strategies import SPECS
-from lockstep.training import history
 
 ROOT = Path(__file__).parents[1]
 

@@ -19,14 +19,14 @@ from pathlib import Path
 from outputs import output
 
 from lockstep import compare
-from lockstep.command_line import parse_config
-from lockstep.config import BASELINE, CONTROL, history_file
-from lockstep.files import write_result
-from lockstep.losses import curves
+from lockstep.dumps import history
+from lockstep.ground.files import write_result
+from lockstep.plan.command_line import parse_config
+from lockstep.plan.config import BASELINE, CONTROL, history_file
+from lockstep.plan.runs import Run, runs_of
+from lockstep.plan.strategies import others
 from lockstep.running import jobs
-from lockstep.runs import Run, runs_of
-from lockstep.strategies import others
-from lockstep.training import history
+from lockstep.verdict import loss_curves as curves
 
 PRECISIONS = ["fp32", "autocast"]
 SMALL, WIDE = [(2, 1), (1, 2), (2, 2)], [(4, 1), (1, 4), (2, 2)]  # (dp, tp)

@@ -20,10 +20,11 @@ from pathlib import Path
 
 from outputs import output
 
-from lockstep import command_line, preflight
-from lockstep.config import BASELINE
-from lockstep.files import write_result
+from lockstep.ground.files import write_result
 from lockstep.inputs.architectures import TINY_QWEN2
+from lockstep.plan import command_line
+from lockstep.plan.config import BASELINE
+from lockstep.training import preflight
 
 SIZES, SIZES_BPE = (1, 10, 100, 1000), (1, 10, 100)  # MB
 STEPS = 100

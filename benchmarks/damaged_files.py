@@ -22,10 +22,10 @@ import test_dump_fuzz
 import test_history_fuzz
 import weights_trials
 
-from lockstep import origin
-from lockstep.errors import UserError, run_program
-from lockstep.files import read_json, require_ours, require_writable_file, write_result
-from lockstep.flags import Parser
+from lockstep.ground import origin
+from lockstep.ground.errors import UserError, run_program
+from lockstep.ground.files import read_json, require_ours, require_writable_file, write_result
+from lockstep.ground.flags import Parser
 from lockstep.training.observe import versions
 
 MEMORY = 8 << 30  # bytes of address space, of which the libraries take one

@@ -18,12 +18,13 @@ from pathlib import Path
 import torch
 from outputs import output
 
-from lockstep.config import BASELINE, BETAS, EPS
-from lockstep.files import FIGURE, write_result
-from lockstep.strategies import others
-from lockstep.tensors.distance import Distance, Size, clip_factor
-from lockstep.tensors.dump import Dump
-from lockstep.tensors.judgement import (
+from lockstep.dumps.dump import Dump
+from lockstep.ground.files import FIGURE, write_result
+from lockstep.plan.config import BASELINE, BETAS, EPS
+from lockstep.plan.strategies import others
+from lockstep.training.optim import decays
+from lockstep.verdict.distance import Distance, Size, clip_factor
+from lockstep.verdict.judgement import (
     PASSES,
     ROUNDOFF,
     UPDATE,
@@ -33,7 +34,6 @@ from lockstep.tensors.judgement import (
     tolerance,
     typical_error,
 )
-from lockstep.training.optim import decays
 
 TRIALS = 100
 SPOILT = ("all of it", "one middling element")

@@ -20,13 +20,15 @@ import torch.distributed as dist
 from dimension_sweep import STRATEGY as ALL_AXES
 from outputs import output
 
-from lockstep import command_line, origin, preflight
-from lockstep.config import BASELINE
-from lockstep.files import write_result
+from lockstep.ground import origin
+from lockstep.ground.files import write_result
 from lockstep.inputs.model import build_model
-from lockstep.running.device import make_batch_threads
-from lockstep.strategies import SPECS, others
+from lockstep.plan import command_line
+from lockstep.plan.config import BASELINE
+from lockstep.plan.strategies import SPECS, others
 from lockstep.training import loop as training
+from lockstep.training import preflight
+from lockstep.training.device import make_batch_threads
 from lockstep.training.observe import versions
 from lockstep.training.strategy import factory_of
 

@@ -19,13 +19,13 @@ from pathlib import Path
 from outputs import output
 
 from lockstep import compare
-from lockstep.command_line import parse_config
-from lockstep.config import BASELINE, CONTROL, history_file
-from lockstep.files import write_result
-from lockstep.losses import curves
+from lockstep.dumps import history
+from lockstep.ground.files import write_result
+from lockstep.plan.command_line import parse_config
+from lockstep.plan.config import BASELINE, CONTROL, history_file
+from lockstep.plan.strategies import SPECS
 from lockstep.running import jobs
-from lockstep.strategies import SPECS
-from lockstep.training import history
+from lockstep.verdict import loss_curves as curves
 
 STRATEGY = next(row.name for row in SPECS.values() if {"pp", "cp"} <= set(row.axes))
 ULYSSES = next(row.name for row in SPECS.values() if "sp_size" in row.also_called.values())

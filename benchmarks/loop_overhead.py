@@ -18,12 +18,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from lockstep import command_line, preflight
+from lockstep.dumps import history
 from lockstep.inputs.model import build_model, causal_lm_loss
-from lockstep.running.device import training_device
-from lockstep.strategies import SPECS
-from lockstep.training import history
+from lockstep.plan import command_line
+from lockstep.plan.strategies import SPECS
 from lockstep.training import loop as training
+from lockstep.training import preflight
+from lockstep.training.device import training_device
 from lockstep.training.strategy import factory_of
 from lockstep.training.torch_strategy import TorchStrategy
 

@@ -19,12 +19,12 @@ from outputs import output
 
 from extras.memory import plan
 from extras.studies import study as study_file
-from lockstep import command_line
-from lockstep.config import BASELINE
-from lockstep.errors import run_program
-from lockstep.files import read_json, write_result
+from lockstep.ground.errors import run_program
+from lockstep.ground.files import read_json, write_result
 from lockstep.inputs import architectures
 from lockstep.inputs.architectures import BUILT_IN
+from lockstep.plan import command_line
+from lockstep.plan.config import BASELINE
 from lockstep.training.observe import versions
 
 STUDY = Path(__file__).parents[1] / "studies" / "memory.toml"

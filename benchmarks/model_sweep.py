@@ -18,15 +18,16 @@ import models
 from clean_sweep import named
 from outputs import output
 
-from lockstep import compare, origin
-from lockstep.config import BASELINE
-from lockstep.errors import UserError
-from lockstep.files import write_result
+from lockstep import compare
+from lockstep.dumps.trace import layout_of
+from lockstep.ground import origin
+from lockstep.ground.errors import UserError
+from lockstep.ground.files import write_result
 from lockstep.inputs import shapes
+from lockstep.plan.config import BASELINE
 from lockstep.running import jobs
-from lockstep.tensors import model_check
-from lockstep.tensors.trace import layout_of
 from lockstep.training.observe import versions
+from lockstep.verdict import model_check
 
 RUN, SEQ_LENGTH = "fsdp@tp1xdp2", 48
 EXAMPLES = Path(__file__).parents[1] / "examples"

@@ -17,9 +17,9 @@ from pathlib import Path
 
 from outputs import output
 
-from lockstep import origin
-from lockstep.errors import run_program
-from lockstep.files import read_json, write_result
+from lockstep.ground import origin
+from lockstep.ground.errors import run_program
+from lockstep.ground.files import read_json, write_result
 from lockstep.training.observe import versions
 
 ROOT = Path(__file__).parents[1]

@@ -1,4 +1,4 @@
-"""What does a control run show, and how far do correct runs exceed it? The data behind the bounds in lockstep/losses/tolerance.py.
+"""What does a control run show, and how far do correct runs exceed it? The data behind the bounds in lockstep/verdict/loss_tolerance.py.
 
     python benchmarks/noise_floor.py --work_dir runs/noise --output results/noise_floor.json          about 20 minutes
 
@@ -16,13 +16,20 @@ from pathlib import Path
 
 from outputs import output
 
-from lockstep.config import BASELINE, CONTROL, history_file
-from lockstep.files import write_result
-from lockstep.losses.curves import compare_curves, tolerance_for
-from lockstep.losses.tolerance import CONTROL_FACTOR, envelope, loss_gap, norm_gap, ratios, rule_and_noise
+from lockstep.dumps import history
+from lockstep.ground.files import write_result
+from lockstep.plan.config import BASELINE, CONTROL, history_file
+from lockstep.plan.strategies import others
 from lockstep.running import jobs
-from lockstep.strategies import others
-from lockstep.training import history
+from lockstep.verdict.loss_curves import compare_curves, tolerance_for
+from lockstep.verdict.loss_tolerance import (
+    CONTROL_FACTOR,
+    envelope,
+    loss_gap,
+    norm_gap,
+    ratios,
+    rule_and_noise,
+)
 
 SHAPES = {"8x128": ("8", "128"), "2x64": ("2", "64"), "1x32": ("1", "32")}
 

@@ -4,8 +4,8 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from lockstep.errors import UserError
-from lockstep.files import FIGURE, require_ours, require_writable_file
+from lockstep.ground.errors import UserError
+from lockstep.ground.files import FIGURE, require_ours, require_writable_file
 
 
 def output(begins: str, **beside: str) -> Callable[[str], Path]:

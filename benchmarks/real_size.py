@@ -16,12 +16,12 @@ from pathlib import Path
 
 from outputs import output
 
-from lockstep.config import BASELINE, history_file
-from lockstep.files import write_result
-from lockstep.mesh import Mesh
+from lockstep.dumps import history
+from lockstep.ground.files import write_result
+from lockstep.plan.config import BASELINE, history_file
+from lockstep.plan.mesh import Mesh
+from lockstep.plan.strategies import SPECS, others
 from lockstep.running import jobs
-from lockstep.strategies import SPECS, others
-from lockstep.training import history
 
 WARM_UP = 3
 MESHES = {name: row.largest(Mesh(dp=2, tp=2)) for name, row in SPECS.items()}

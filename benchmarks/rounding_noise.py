@@ -7,8 +7,7 @@ Same weights, same batch, autocast against float32; prints the tables of docs/pr
 
 import torch
 
-from lockstep import command_line, files, preflight
-from lockstep.config import BASELINE
+from lockstep.ground import files
 from lockstep.inputs import (
     architectures,
     data,
@@ -16,6 +15,9 @@ from lockstep.inputs import (
     tokenizer,
 )
 from lockstep.inputs.model import build_model
+from lockstep.plan import command_line
+from lockstep.plan.config import BASELINE
+from lockstep.training import preflight
 
 MODELS = {
     "tiny-qwen2": ("tiny-qwen2", {}),

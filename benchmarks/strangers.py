@@ -22,12 +22,10 @@ from pathlib import Path
 
 from outputs import output
 
-from lockstep import origin
-from lockstep.config import BASELINE
-from lockstep.errors import UserError, run_program
-from lockstep.files import read_json, write_result
-from lockstep.inputs import user_file
-from lockstep.running import processes
+from lockstep.ground import origin, processes, user_file
+from lockstep.ground.errors import UserError, run_program
+from lockstep.ground.files import read_json, write_result
+from lockstep.plan.config import BASELINE
 from lockstep.training.observe import versions
 
 ROOT = Path(__file__).parents[1]

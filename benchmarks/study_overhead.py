@@ -20,7 +20,7 @@ from typing import Any
 from outputs import output
 
 import run_study
-from lockstep.files import write_result
+from lockstep.ground.files import write_result
 from lockstep.running import jobs
 
 

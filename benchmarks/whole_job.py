@@ -18,7 +18,7 @@ from pathlib import Path
 
 from outputs import output
 
-from lockstep.files import write_result
+from lockstep.ground.files import write_result
 
 ROOT = Path(__file__).parents[1]
 OLDER = "a50ed17"  # each script is started while the run before it trains, in one Ray instance; the control is a run of its own

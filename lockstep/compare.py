@@ -9,22 +9,22 @@ does not matter. Exit status: 0 PASS; 1 any other verdict; 2 a usage error, or d
 """
 
 if __name__ == "__main__":
-    from lockstep import startup
+    from lockstep.ground import startup
 
     startup.begin()  # first: from now on Ctrl-C and a missing package are one line each
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from lockstep.config import BASELINE
 from lockstep.diagnosis.diagnose import diagnose
-from lockstep.errors import UserError, run_program
-from lockstep.files import REPORTS, require_ours, require_writable_folder
-from lockstep.flags import Parser
-from lockstep.tensors import tensor_report
-from lockstep.tensors.comparison import compare_dumps, compare_two
-from lockstep.tensors.dump import Dump, Dumps
-from lockstep.tensors.result import Result
+from lockstep.dumps.dump import Dump, Dumps
+from lockstep.ground.errors import UserError, run_program
+from lockstep.ground.files import REPORTS, require_ours, require_writable_folder
+from lockstep.ground.flags import Parser
+from lockstep.plan.config import BASELINE
+from lockstep.verdict import tensor_report
+from lockstep.verdict.comparison import compare_dumps, compare_two
+from lockstep.verdict.result import Result
 
 
 def judge(folders: Sequence[Path], output_dir: Path | None = None) -> Result:

@@ -12,20 +12,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep import command_line, files, preflight, resources, startup, strategies
-from lockstep.config import Config
-from lockstep.errors import (
-    TrainingFailure,
-    UserError,
-    first_line,
-    printable,
-    run_program,
-)
+from lockstep.ground import files, locks, processes, progress, startup
+from lockstep.ground.errors import TrainingFailure, UserError, first_line, printable, run_program
 from lockstep.inputs import architectures, shapes
 from lockstep.inputs.data import Inputs
-from lockstep.running import locks, processes, progress
-from lockstep.running.device import training_device
-from lockstep.training import initial_weights
+from lockstep.plan import command_line, initial_weights, resources, strategies
+from lockstep.plan.config import Config
+from lockstep.training import preflight
+from lockstep.training.device import training_device
 
 if TYPE_CHECKING:
     from lockstep.running.under_ray import MakeTrainer
@@ -44,7 +38,7 @@ def launch(
     make_trainer: "MakeTrainer",
     argv: list[str] | None = None,
 ) -> int:
-    """Train with a strategy, by its name or as path/to/file.py:Class; returns the exit status (lockstep/errors.py).
+    """Train with a strategy, by its name or as path/to/file.py:Class; returns the exit status (lockstep/ground/errors.py).
 
     make_strategy: called on every rank with the model, the configuration, the mesh and the device. make_trainer: called with the worker
     and the settings of Ray's TorchTrainer, unless a launcher has started the ranks.
@@ -162,7 +156,7 @@ def banner(config: Config, inputs: Inputs) -> str:
 
 def describe(config: Config, inputs: Inputs) -> str:
     """What --dry_run prints: the resolved configuration, the mesh as a grid, the contract."""
-    from lockstep.training.contract import expected_contract
+    from lockstep.plan.contract import expected_contract
     from lockstep.training.observe import own_optimizer
 
     contract = expected_contract(

@@ -1,10 +1,10 @@
-"""python -m lockstep.reference ...: write the float64 reference of captured runs (lockstep/tensors/exact_run.py)."""
+"""python -m lockstep.reference ...: write the float64 reference of captured runs (lockstep/verdict/reference.py)."""
 
-from lockstep import startup
+from lockstep.ground import startup
 
 if __name__ == "__main__":
     startup.begin()
 
-    from lockstep.tensors.exact_run import main
+    from lockstep.verdict.reference import main
 
     startup.end(main())

@@ -7,7 +7,7 @@ All other flags are those of train_fsdp.py --help. Exit status as there.
 """
 
 if __name__ == "__main__":
-    from lockstep import startup
+    from lockstep.ground import startup
 
     startup.begin()  # first: from now on Ctrl-C and a missing package are one line each
 
@@ -15,14 +15,14 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from lockstep.errors import UserError, run_program
+from lockstep.ground.errors import UserError, run_program
 from lockstep.launch import launch
 
 if TYPE_CHECKING:
     from ray.train.torch import TorchTrainer
     from transformers import PreTrainedModel
 
-    from lockstep.config import Config
+    from lockstep.plan.config import Config
     from lockstep.training.strategy import Strategy
 
 

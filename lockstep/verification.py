@@ -8,7 +8,7 @@ the tensors of the captured steps are judged as well.
 """
 
 if __name__ == "__main__":
-    from lockstep import startup
+    from lockstep.ground import startup
 
     startup.begin()  # first: from now on Ctrl-C and a missing package are one line each
 
@@ -19,27 +19,22 @@ import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep import command_line, limit, preflight, startup
-from lockstep.config import BASELINE, CONTROL, Config, history_file
-from lockstep.errors import UserError, printable, run_program
-from lockstep.files import (
-    FIGURE,
-    REPORTS,
-    VERDICT,
-    require_ours,
-    require_writable_folder,
-)
-from lockstep.flags import Parser
+from lockstep.ground import processes, progress, startup
+from lockstep.ground.errors import UserError, printable, run_program
+from lockstep.ground.files import FIGURE, REPORTS, VERDICT, require_ours, require_writable_folder
+from lockstep.ground.flags import Parser
 from lockstep.inputs import architectures
 from lockstep.inputs.data import Inputs
-from lockstep.losses.tolerance import RULES
-from lockstep.running import processes, progress
-from lockstep.runs import HELP, Run, runs_of
-from lockstep.strategies import SPECS
+from lockstep.plan import command_line, limit
+from lockstep.plan.config import BASELINE, CONTROL, Config, history_file
+from lockstep.plan.runs import HELP, Run, runs_of
+from lockstep.plan.strategies import SPECS
+from lockstep.training import preflight
+from lockstep.verdict.loss_tolerance import RULES
 
 if TYPE_CHECKING:
-    from lockstep.losses.folder import Judged
-    from lockstep.tensors.result import Result
+    from lockstep.verdict.loss_folder import Judged
+    from lockstep.verdict.result import Result
 
 NAME = "lockstep.verification"
 
@@ -100,14 +95,15 @@ def check_reference(config: Config, inputs: Inputs) -> None:
     """Raise UserError if the reference would not fit into memory, or is not the model that a user brings."""
     limit.require(dataclasses.replace(config, run_name="reference"), inputs.architecture, config.num_workers)
     if not architectures.is_built_in(inputs.architecture_source):
-        from lockstep.tensors import model_check  # imports torch
+        from lockstep.verdict import model_check  # imports torch
 
         model_check.check(config, inputs)
 
 
 def verdict(options: argparse.Namespace, flags: list[str]) -> int:
     """Judge the losses, and the tensors if they were captured; draw, write and print. Returns 0, or 1 unless all PASS."""
-    from lockstep.losses import curve_report, folder
+    from lockstep.verdict import loss_folder as folder
+    from lockstep.verdict import loss_report as curve_report
 
     weights = ["--init_weights_path", options.init_weights_path] if options.init_weights_path else []
     config = command_line.parse_config(BASELINE, [*flags, *weights])
@@ -128,7 +124,7 @@ def verdict(options: argparse.Namespace, flags: list[str]) -> int:
             if not judged.problem:  # else it says what is wrong with both
                 raise
     if result is not None and config.capture_dir is not None:
-        from lockstep.tensors import tensor_report  # imports torch
+        from lockstep.verdict import tensor_report  # imports torch
 
         steps = tensor_report.steps_in_words([row for run in result.runs.values() for row in run.rows])
         report = f"Tensors  of {steps}: {printable(config.capture_dir / 'report.md')}"
@@ -159,8 +155,8 @@ def judge_tensors(config: Config, place: Path, names: list[str]) -> "Result":
             import transformers.modeling_utils  # noqa: F401 - the model's module needs it
 
             from lockstep import compare
-            from lockstep.collective import init_alone
-            from lockstep.tensors import exact_run
+            from lockstep.ground.collective import init_alone
+            from lockstep.verdict import reference as exact_run
 
         init_alone()
         exact_run.run(config, preflight.load_inputs(config))
@@ -169,7 +165,7 @@ def judge_tensors(config: Config, place: Path, names: list[str]) -> "Result":
 
 def table(judged: "Judged", result: "Result | None") -> list[str]:
     """A line for each run: how far from DDP and from the reference, of what is tolerated."""
-    from lockstep.losses.folder import worst
+    from lockstep.verdict.loss_folder import worst
 
     tolerance = judged.tolerated
     rows = [
@@ -197,8 +193,8 @@ def table(judged: "Judged", result: "Result | None") -> list[str]:
 
 def explanations(judged: "Judged", result: "Result | None") -> list[str]:
     """Why what failed has failed: by the losses, and by the first tensor and its cause."""
-    from lockstep.losses.curve_report import notes, reasons
-    from lockstep.tensors import tensor_report
+    from lockstep.verdict import tensor_report
+    from lockstep.verdict.loss_report import notes, reasons
 
     lines = [f"{one.label}: {line}" for one in judged.verdicts.values() for line in reasons(one)]
     lines += [line for line in notes(judged) if line.startswith("Not judged")]

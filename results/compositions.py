@@ -7,8 +7,8 @@ from extras.studies import compositions
 from extras.studies import study as study_file
 from extras.studies.options_report import REFUSALS
 from extras.studies.report import DID_NOT_RUN
-from lockstep.files import write_text
-from lockstep.losses.curves import PASS
+from lockstep.ground.files import write_text
+from lockstep.verdict.loss_curves import PASS
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "compositions.md"

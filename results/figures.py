@@ -17,8 +17,8 @@ from matplotlib import pyplot
 
 from extras.studies import converging_report
 from extras.studies.converging import Converging
-from lockstep.config import BLUE, VERMILION
-from lockstep.strategies import recorded
+from lockstep.plan.config import BLUE, VERMILION
+from lockstep.plan.strategies import recorded
 
 HERE = Path(__file__).parent
 SEEN = {

@@ -28,7 +28,7 @@ def build(folder: Path) -> dict[str, str]:
 
 def measure(cases: list[tuple[str, list[str]]], folder: Path) -> list[dict[str, int]]:
     """The most bytes that any rank holds at each moment, of runs (strategy, flags)."""
-    from lockstep import command_line
+    from lockstep.plan import command_line
 
     server = preloaded.Server(build(folder))
     ranks = [command_line.parse_config(strategy, flags).num_workers for strategy, flags in cases]
@@ -50,9 +50,9 @@ def steps(folder: Path, case: list) -> None:
     import torch
     import torch.distributed as dist
 
-    from lockstep import command_line
     from lockstep.inputs import architectures
     from lockstep.inputs.model import build_model
+    from lockstep.plan import command_line
     from lockstep.training.strategy import factory_of
 
     strategy, arguments = case

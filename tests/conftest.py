@@ -3,7 +3,8 @@ import signal
 import preloaded
 import pytest
 
-from lockstep.running import jobs, processes
+from lockstep.ground import processes
+from lockstep.running import jobs
 
 SLOW = [
     "test_one_command",

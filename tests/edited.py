@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
-from lockstep.tensors import manifest as manifest_file
-from lockstep.tensors.dump import ITEMSIZE, Dump
-from lockstep.tensors.step_file import checksum
+from lockstep.dumps import manifest as manifest_file
+from lockstep.dumps.dump import ITEMSIZE, Dump
+from lockstep.dumps.step_file import checksum
 
 
 def edit(folder: Path, change) -> None:

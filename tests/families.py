@@ -4,8 +4,8 @@ import models
 import pytest
 import torch
 
+from lockstep.dumps import trace
 from lockstep.inputs import shapes
-from lockstep.tensors import trace
 
 NAMES = ("llama", "gemma3_text", "phi3", "olmo2", "gpt_neox", "mamba2", "mixtral", "deepseek_v3", "gpt_oss")
 FAMILIES = {

@@ -8,9 +8,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from lockstep import command_line, preflight
-from lockstep.errors import TrainingFailure, UserError
+from lockstep.ground.errors import TrainingFailure, UserError
+from lockstep.plan import command_line
 from lockstep.training import loop as training
+from lockstep.training import preflight
 from lockstep.training.strategy import factory_of
 from lockstep.training.vocab_parallel_loss import vocab_parallel_cross_entropy
 
@@ -33,7 +34,7 @@ def histories(folder: Path, argument: dict) -> None:
 
 def reference(folder: Path, argument: dict) -> None:
     """The float64 reference under `arguments`, the flags of train_ddp.py; it also replays the dumps in `replays`."""
-    from lockstep.tensors import exact_run as reference_module
+    from lockstep.verdict import reference as reference_module
 
     torch.set_num_threads(os.cpu_count() or 1)
     replays = [Path(dump) for dump in argument.get("replays", [])]
@@ -62,7 +63,7 @@ def stopped(folder: Path, argument: dict) -> None:
     """
     import resource
 
-    from lockstep.training import history
+    from lockstep.dumps import history
 
     save, build, rank = history.write_text, training.build_model, dist.get_rank()
     history.SAVE_INTERVAL = 0  # a case says how many saves go well

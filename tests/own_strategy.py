@@ -4,7 +4,7 @@ from pathlib import Path
 
 from ranks import ROOT
 
-SPEC = """from lockstep.errors import UserError
+SPEC = """from lockstep.ground.errors import UserError
 from lockstep.plan.ddp import DDP
 
 

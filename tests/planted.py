@@ -14,7 +14,7 @@ import torch.distributed as dist
 from foreign import FOREIGN
 
 from lockstep.faults import CATALOGUE, planted
-from lockstep.mesh import Geometry
+from lockstep.plan.mesh import Geometry
 
 
 @contextlib.contextmanager
@@ -157,7 +157,7 @@ def _own_collectives(strategy, config, inputs):
 @contextlib.contextmanager
 def _another_stage(config, inputs):
     """DeepSpeed is told another ZeRO stage than the options say."""
-    from lockstep.deepspeed import zero
+    from lockstep.plan import zero
 
     real = zero.section
     with mock.patch.object(

@@ -86,7 +86,7 @@ def server() -> Server:
 
 def _be(asked: dict[str, Any]) -> None:
     """The program, in this process. Does not return."""
-    from lockstep.running import processes
+    from lockstep.ground import processes
 
     status: Any = 3
     try:
@@ -118,9 +118,9 @@ def _be(asked: dict[str, Any]) -> None:
 
 
 def main(folder: str) -> None:
-    from lockstep import startup
-    from lockstep.running import jobs, processes
-    from lockstep.strategies import SPECS
+    from lockstep.ground import processes, startup
+    from lockstep.plan.strategies import SPECS
+    from lockstep.running import jobs
 
     processes.end_with_parent(signal.SIGKILL)
 

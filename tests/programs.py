@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ranks import ROOT
 
-from lockstep import startup
+from lockstep.ground import startup
 
 
 def in_process(

@@ -81,8 +81,9 @@ def rank(target: str, folder: Path, alone: bool, listener: socket.socket) -> int
     import torch
     import torch.distributed as dist
 
-    from lockstep.collective import init_alone
-    from lockstep.running import device, ranks
+    from lockstep.ground.collective import init_alone
+    from lockstep.running import ranks
+    from lockstep.training import device
 
     log = os.open(folder / f"rank{os.environ['RANK']}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(log, 1)

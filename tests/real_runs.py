@@ -12,8 +12,8 @@ from pathlib import Path
 
 from ranks import ROOT
 
-from lockstep.config import history_file
-from lockstep.training import history
+from lockstep.dumps import history
+from lockstep.plan.config import history_file
 
 BIN = Path(sys.executable).parent
 

@@ -3,14 +3,14 @@
 import copy
 import json
 
-from lockstep.config import Config
-from lockstep.flags import recorded
+from lockstep.dumps.history import History
+from lockstep.dumps.record import seal
+from lockstep.ground.flags import recorded
+from lockstep.ground.origin import about
 from lockstep.inputs.architectures import BUILT_IN
 from lockstep.inputs.shapes import parameter_shapes
-from lockstep.origin import about
-from lockstep.record import seal
-from lockstep.strategies import SPECS
-from lockstep.training.history import History
+from lockstep.plan.config import Config
+from lockstep.plan.strategies import SPECS
 
 PARAMETERS = sorted(parameter_shapes(BUILT_IN["tiny-qwen2"]))
 CONTRACT = {

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from lockstep import command_line, preflight
-from lockstep.errors import UserError
+from lockstep.ground.errors import UserError
 from lockstep.inputs.architectures import BUILT_IN, resolve, tensor_parallel_problem
 from lockstep.inputs.model import build_model
 from lockstep.inputs.shapes import parameter_shapes
+from lockstep.plan import command_line
+from lockstep.training import preflight
 
 
 @pytest.mark.parametrize("tied", [True, False])

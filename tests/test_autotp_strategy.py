@@ -6,8 +6,8 @@ import sys
 
 from ranks import ROOT
 
-from lockstep.command_line import parse_config
-from lockstep.deepspeed import configuration
+from lockstep.plan import deepspeed_file as configuration
+from lockstep.plan.command_line import parse_config
 
 
 def test_what_deepspeed_is_told():
@@ -21,7 +21,10 @@ def test_what_deepspeed_is_told():
 
 def test_the_process_that_forks_ranks_stays_without_threads():
     """A lock that another thread holds while a process forks is never released in the fork."""
-    program = "import os; from lockstep.deepspeed.build import preload; preload(); print(len(os.listdir('/proc/self/task')))"
+    program = (
+        "import os; from lockstep.plan.strategies import SPECS; from lockstep.running.jobs import preload_strategy; "
+        "preload_strategy(SPECS['deepspeed']); print(len(os.listdir('/proc/self/task')))"
+    )
     settings = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", program], env=settings, capture_output=True, text=True)
     assert done.stdout.splitlines()[-1:] == ["1"], done.stdout + done.stderr

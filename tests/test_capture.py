@@ -11,9 +11,9 @@ from edited import flip_byte
 from ranks import CAPTURED, ROOT, run_ranks
 from safetensors import safe_open
 
-from lockstep.errors import UserError
-from lockstep.files import require_new_folder
-from lockstep.tensors.dump import Dump
+from lockstep.dumps.dump import Dump
+from lockstep.ground.errors import UserError
+from lockstep.ground.files import require_new_folder
 
 
 def test_every_tensor_of_a_step_is_there(dumps):
@@ -69,7 +69,8 @@ def test_the_parameters_after_a_step_are_the_input_of_its_replay(dumps):
 
 
 def test_nothing_is_overwritten(dumps):
-    from lockstep import command_line, preflight
+    from lockstep.plan import command_line
+    from lockstep.training import preflight
 
     config = command_line.parse_config("fsdp", [*CAPTURED, "--capture_dir", str(dumps)])
     with pytest.raises(UserError, match="already exists, and nothing is overwritten"):

@@ -8,8 +8,8 @@ import subprocess
 import pytest
 from ranks import ROOT
 
-from lockstep import command_line
-from lockstep.errors import UserError
+from lockstep.ground.errors import UserError
+from lockstep.plan import command_line
 
 SCRIPT = ROOT / "studies" / "slurm.sh"
 

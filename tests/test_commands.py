@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from lockstep import command_line
-from lockstep.runs import runs_of
-from lockstep.strategies import SPECS
+from lockstep.plan import command_line
+from lockstep.plan.runs import runs_of
+from lockstep.plan.strategies import SPECS
 
 ROOT = Path(__file__).parents[1]
 

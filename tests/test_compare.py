@@ -10,12 +10,12 @@ import pytest
 from edited import edit, flip_byte, overwrite, take_out
 
 from lockstep import compare
-from lockstep.errors import UserError
-from lockstep.record import configuration
-from lockstep.tensors.dump import Dump
-from lockstep.tensors.layout import from_json
-from lockstep.tensors.step_file import checksum
-from lockstep.training.contract import expected_contract
+from lockstep.dumps.dump import Dump
+from lockstep.dumps.layout import from_json
+from lockstep.dumps.record import configuration
+from lockstep.dumps.step_file import checksum
+from lockstep.ground.errors import UserError
+from lockstep.plan.contract import expected_contract
 
 
 @pytest.fixture

@@ -5,12 +5,12 @@ import pytest
 import torch
 from synthetic import PARAMETERS, control, history, set_loss, spoil
 
-from lockstep.command_line import parse_config
-from lockstep.errors import UserError
-from lockstep.losses.curves import compare_curves, require_comparable_curves, tolerance_for
-from lockstep.losses.tolerance import is_fresh, rule_and_noise
-from lockstep.tensors import records
-from lockstep.training import initial_weights
+from lockstep.ground.errors import UserError
+from lockstep.plan import initial_weights
+from lockstep.plan.command_line import parse_config
+from lockstep.verdict import records
+from lockstep.verdict.loss_curves import compare_curves, require_comparable_curves, tolerance_for
+from lockstep.verdict.loss_tolerance import is_fresh, rule_and_noise
 
 
 def verdict(other, baseline=None):

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 from programs import in_process
 
-from lockstep import command_line, preflight, resources, strategies
-from lockstep.config import Config
-from lockstep.errors import UserError
+from lockstep.ground.errors import UserError
 from lockstep.inputs.architectures import BUILT_IN
+from lockstep.plan import command_line, resources, strategies
+from lockstep.plan.config import Config
+from lockstep.training import preflight
 
 ROOT = Path(__file__).parents[1]
 

@@ -12,12 +12,13 @@ from ranks import ROOT
 from test_history_fuzz import limited
 
 import train_ddp
-from lockstep import command_line, preflight
-from lockstep.errors import UserError
+from lockstep.ground.errors import UserError
 from lockstep.inputs import shapes
 from lockstep.inputs.architectures import BUILT_IN
 from lockstep.inputs.model import build_model
-from lockstep.tensors import model_check
+from lockstep.plan import command_line
+from lockstep.training import preflight
+from lockstep.verdict import model_check
 
 TINY = {family: BUILT_IN[f"tiny-{family}"] for family in ("qwen2", "qwen3", "llama", "mistral", "gpt2")}
 YARN = {"rope_type": "yarn", "factor": 4.0}

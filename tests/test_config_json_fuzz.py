@@ -17,8 +17,8 @@ from families import FAMILIES
 from test_config_json import TINY, taken
 from test_history_fuzz import Late, damage, limited, mutate
 
-from lockstep.errors import UserError
-from lockstep.tensors import model_check
+from lockstep.ground.errors import UserError
+from lockstep.verdict import model_check
 
 SECONDS = 60
 BASES = [*TINY.values(), *(FAMILIES[name] for name in ("phi3", "gpt_neox", "mixtral"))]

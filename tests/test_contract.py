@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from lockstep.errors import TrainingFailure
+from lockstep.ground.errors import TrainingFailure
 from lockstep.inputs.architectures import BUILT_IN
 from lockstep.inputs.shapes import build_empty, describe, settings_of
-from lockstep.mesh import Mesh
-from lockstep.training.contract import contract_difference, contract_differences, of_all_ranks
+from lockstep.plan.contract import contract_difference, contract_differences, of_all_ranks
+from lockstep.plan.mesh import Mesh
 from lockstep.training.observe import clipping_problem, optimizer_contract
 
 

@@ -6,8 +6,8 @@ import re
 import pytest
 from synthetic import control, history, spoil
 
-from lockstep.errors import UserError
-from lockstep.losses.curves import compare_curves, tolerance_for
+from lockstep.ground.errors import UserError
+from lockstep.verdict.loss_curves import compare_curves, tolerance_for
 
 
 def test_a_quiet_control_tightens_the_tolerance():

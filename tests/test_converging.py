@@ -10,11 +10,11 @@ from extras.studies import converging, converging_report, slow
 from extras.studies import study as study_file
 from extras.studies.converging import OTHER, SAME, Converging
 from extras.studies.slow import SLOW
-from lockstep.command_line import parse_config
-from lockstep.errors import UserError
 from lockstep.faults import CATALOGUE, planted
-from lockstep.preflight import load_inputs
-from lockstep.training import rates
+from lockstep.ground.errors import UserError
+from lockstep.plan import rates
+from lockstep.plan.command_line import parse_config
+from lockstep.training.preflight import load_inputs
 
 TOLD = Converging(control="control", twin="twin", second_twin="second", control_seeds=10, seeds=3, window=10)
 

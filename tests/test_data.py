@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.command_line import parse_config
-from lockstep.errors import UserError
+from lockstep.ground.errors import UserError
 from lockstep.inputs.data import (
     Batches,
     global_batch_hash,
@@ -15,7 +14,8 @@ from lockstep.inputs.data import (
     window_hashes,
 )
 from lockstep.inputs.tokenizer import HashTokenizer
-from lockstep.preflight import load_inputs
+from lockstep.plan.command_line import parse_config
+from lockstep.training.preflight import load_inputs
 
 NOWHERE = Path("/proc/nothing can be written here")
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from test_history_fuzz import damage, mutate
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from lockstep.errors import UserError
+from lockstep.ground.errors import UserError
 from lockstep.inputs.data import load_corpus
 from lockstep.inputs.tokenizer import FileTokenizer, HashTokenizer, build_tokenizer
 

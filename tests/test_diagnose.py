@@ -8,7 +8,6 @@ from unittest import mock
 import pytest
 import torch
 
-from lockstep.config import BETAS, EPS
 from lockstep.diagnosis import diagnose as diagnose_module
 from lockstep.diagnosis import evidence
 from lockstep.diagnosis import update as update_rules
@@ -16,10 +15,11 @@ from lockstep.diagnosis.case import describe
 from lockstep.diagnosis.diagnose import Stage, diagnose
 from lockstep.inputs.architectures import BUILT_IN
 from lockstep.inputs.shapes import describe as describe_model
-from lockstep.tensors.distance import Distance
-from lockstep.tensors.judgement import ROUNDOFF, Judgement, tolerance
-from lockstep.tensors.records import Norm
-from lockstep.tensors.result import Cause, Findings, Result
+from lockstep.plan.config import BETAS, EPS
+from lockstep.verdict.distance import Distance
+from lockstep.verdict.judgement import ROUNDOFF, Judgement, tolerance
+from lockstep.verdict.records import Norm
+from lockstep.verdict.result import Cause, Findings, Result
 
 EXACT = torch.randn(40, 30, generator=torch.Generator().manual_seed(0)).double()
 NOISE = torch.randn(40, 30, generator=torch.Generator().manual_seed(1)).double()

@@ -3,20 +3,21 @@
 import pytest
 from ranks import ROOT
 
-from lockstep.command_line import parse_config
-from lockstep.config import CONTROL, history_file
-from lockstep.deepspeed import ulysses
-from lockstep.errors import UserError
+from lockstep.dumps import history
+from lockstep.dumps.dump import Dump
 from lockstep.faults import CATALOGUE
+from lockstep.ground.errors import UserError
 from lockstep.inputs.architectures import BUILT_IN
-from lockstep.losses import curves
-from lockstep.mesh import Mesh, balanced_share, runs
-from lockstep.preflight import load_inputs
+from lockstep.plan import cuts, stages
+from lockstep.plan.command_line import parse_config
+from lockstep.plan.config import CONTROL, history_file
+from lockstep.plan.mesh import Mesh, balanced_share, runs
+from lockstep.plan.strategies import spec_of
 from lockstep.running import jobs
-from lockstep.strategies import spec_of
-from lockstep.tensors.comparison import compare_dumps
-from lockstep.tensors.dump import Dump
-from lockstep.training import cuts, history, stages
+from lockstep.training import ulysses
+from lockstep.training.preflight import load_inputs
+from lockstep.verdict import loss_curves as curves
+from lockstep.verdict.comparison import compare_dumps
 
 COMBINATIONS = {
     "sp 2 x cp 2": "--cp_size 2 --tp_size 2 --sequence_parallel",

@@ -19,8 +19,8 @@ import pytest
 from edited import edit
 
 from lockstep import compare
-from lockstep.errors import UserError
-from lockstep.tensors.dump import Dump
+from lockstep.dumps.dump import Dump
+from lockstep.ground.errors import UserError
 
 SECONDS = 20  # for one comparison, which takes a fifth of a second
 FOLDERS = ("ddp", "fsdp", "reference", "replay_ddp", "replay_fsdp")

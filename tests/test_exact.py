@@ -8,10 +8,10 @@ import pytest
 import torch
 from families import one_thread  # noqa: F401 - a fixture
 
+from lockstep.dumps.trace import layout_of, named_outputs, watched
 from lockstep.inputs.architectures import BUILT_IN
 from lockstep.inputs.model import build_model, causal_lm_loss
-from lockstep.tensors.exact import Float64, make_exact
-from lockstep.tensors.trace import layout_of, named_outputs, watched
+from lockstep.verdict.float64 import Float64, make_exact
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

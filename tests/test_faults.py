@@ -4,10 +4,10 @@ import pytest
 from ranks import CAPTURED, run_groups
 from test_weights import write_weights
 
-from lockstep.errors import UserError
-from lockstep.losses.curves import compare_curves, require_comparable_curves, tolerance_for
-from lockstep.tensors.dump import Dump
-from lockstep.training import history
+from lockstep.dumps import history
+from lockstep.dumps.dump import Dump
+from lockstep.ground.errors import UserError
+from lockstep.verdict.loss_curves import compare_curves, require_comparable_curves, tolerance_for
 
 COMMON = ["--batch_size", "4", "--seq_length", "64", "--debug_steps", "6"]
 BOTH = {"loss", "grad norm"}

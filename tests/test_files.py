@@ -5,8 +5,8 @@ import subprocess
 
 import pytest
 
-from lockstep import errors, files, schemas
-from lockstep.errors import TrainingFailure, UserError
+from lockstep.ground import errors, files, schemas
+from lockstep.ground.errors import TrainingFailure, UserError
 
 BAD_JSON = {
     b"{": "not valid JSON",

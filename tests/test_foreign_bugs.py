@@ -7,8 +7,8 @@ import pytest
 from ranks import run_groups
 
 from lockstep.diagnosis.diagnose import diagnose
-from lockstep.tensors.comparison import compare_dumps
-from lockstep.tensors.dump import Dump
+from lockstep.dumps.dump import Dump
+from lockstep.verdict.comparison import compare_dumps
 
 FLAGS = [
     "--batch_size",

@@ -4,17 +4,18 @@ import pytest
 import torch
 from ranks import run_groups
 
-from lockstep import command_line, preflight
 from lockstep.diagnosis import recompute
 from lockstep.diagnosis.case import Case
 from lockstep.diagnosis.diagnose import diagnose
-from lockstep.errors import UserError
+from lockstep.dumps.dump import Dump
 from lockstep.faults import CATALOGUE, planted
+from lockstep.ground.errors import UserError
 from lockstep.inputs.architectures import BUILT_IN
 from lockstep.inputs.model import build_model
-from lockstep.tensors.comparison import compare_dumps
-from lockstep.tensors.dump import Dump
+from lockstep.plan import command_line
+from lockstep.training import preflight
 from lockstep.training.observe import model_contract
+from lockstep.verdict.comparison import compare_dumps
 
 COMMON = [
     "--model_name",

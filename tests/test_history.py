@@ -11,13 +11,13 @@ from synthetic import history as made_up
 from synthetic import rewrite, set_loss
 
 import lockstep
-from lockstep import origin as where
-from lockstep import schemas
-from lockstep.command_line import parse_config
-from lockstep.errors import UserError
-from lockstep.preflight import load_inputs
-from lockstep.record import seal
-from lockstep.training import history
+from lockstep.dumps import history
+from lockstep.dumps.record import seal
+from lockstep.ground import origin as where
+from lockstep.ground import schemas
+from lockstep.ground.errors import UserError
+from lockstep.plan.command_line import parse_config
+from lockstep.training.preflight import load_inputs
 
 
 def written(tmp_path, **changes):
@@ -233,7 +233,7 @@ def test_a_long_history_is_read_within_seconds(tmp_path):
 
 def test_full_disk_is_one_line(tmp_path):
     """/dev/full fails every write with "no space left": the message names the file."""
-    from lockstep import files
+    from lockstep.ground import files
 
     def write(temporary):
         with open("/dev/full", "w") as full:

@@ -18,10 +18,10 @@ import pytest
 from synthetic import control, history, rewrite
 
 import plot_loss_curves
-from lockstep.config import history_file
-from lockstep.errors import UserError
-from lockstep.training.contract import KNOWN_DIFFERENCES
-from lockstep.training.history import read
+from lockstep.dumps.history import read
+from lockstep.ground.errors import UserError
+from lockstep.plan.config import history_file
+from lockstep.plan.contract import KNOWN_DIFFERENCES
 
 SECONDS = 20  # a case may take
 NAMES = ("ddp", "deepspeed", "fsdp", "control")

@@ -15,14 +15,82 @@ FILES = [*ROOT.glob("*.py"), *ROOT.glob("lockstep/**/*.py")]
 STRATEGIES = ["ddp_strategy", "autotp_strategy", "fsdp_strategy"]
 
 
+# From the bottom. A room may use those before it; what lies beside the rooms are commands, which use all of them.
+ROOMS = ["ground", "inputs", "plan", "dumps", "training", "faults", "verdict", "diagnosis", "running"]
+ORDER = [*ROOMS, "commands", "root"]
+NAMED = re.compile(r"([\w.]+):\w+")
+
+
 def imports(path):
+    """Modules that a file imports, in functions and for type hints, too; and "module:" for each text "module:NAME"."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found |= {f"{name[1]}:" for name in [NAMED.fullmatch(node.value)] if name}
     return found
+
+
+def module_of(path):
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def room_of(module):
+    top, *rest = module.split(".")
+    if top != "lockstep":
+        return "root"
+    return rest[0] if rest and rest[0] in ROOMS else "commands"
+
+
+def graph_of(paths):
+    """Module -> modules of this project that it imports or names."""
+    found = {module_of(path): imports(path) for path in paths}
+    return {
+        name: {one for one in used if one.rstrip(":") in found.keys() - {name, "lockstep"}}
+        for name, used in found.items()
+    }
+
+
+def arrows_up(graph):
+    """(module, what it uses) where the second is in a later room. A room itself is no file of it."""
+    return sorted(
+        (name, one)
+        for name, used in graph.items()
+        for one in used
+        if one.rstrip(":").removeprefix("lockstep.") not in ROOMS
+        and ORDER.index(room_of(one.rstrip(":"))) > ORDER.index(room_of(name))
+    )
+
+
+# The two texts that each strategy has: its factory, and the handles of planted faults.
+TEXTS = [
+    ("lockstep.plan.config", "lockstep.faults.torch_handles:"),
+    ("lockstep.plan.ddp", "ddp_strategy:"),
+    ("lockstep.plan.ddp", "lockstep.faults.torch_handles:"),
+    ("lockstep.plan.deepspeed", "autotp_strategy:"),
+    ("lockstep.plan.deepspeed", "lockstep.faults.deepspeed_handles:"),
+    ("lockstep.plan.fsdp", "fsdp_strategy:"),
+    ("lockstep.plan.fsdp", "lockstep.faults.torch_handles:"),
+]
+
+
+def test_no_room_looks_up():
+    graph = graph_of(FILES)
+    assert {room_of(name) for name in graph} == set(ORDER)
+    assert arrows_up(graph) == TEXTS
+
+
+@pytest.mark.parametrize(
+    "name, used", [("lockstep.dumps.dump", "lockstep.running.jobs"), ("lockstep.inputs.data", "run_faults:")]
+)
+def test_a_room_that_looks_up_would_be_seen(name, used):
+    """Negative control: an import, and a text."""
+    graph = graph_of(FILES)
+    graph[name].add(used)
+    assert (name, used) in arrows_up(graph)
 
 
 def users_of(package):
@@ -35,15 +103,13 @@ def test_one_file_each():
         "train.py",
         *(f"train_{name}.py" for name in ("ddp", "deepspeed", "fsdp")),
     }
-    assert users_of("deepspeed") == {
-        "autotp_strategy.py",
-        *(f"{name}.py" for name in ("build", "configuration", "faults", "handles", "ulysses")),
-    }
+    own = ("deepspeed_build", "deepspeed_file", "deepspeed_handles", "ulysses", "zero")
+    assert users_of("deepspeed") == {"autotp_strategy.py", *(f"{name}.py" for name in own)}
 
 
 # Where DeepSpeed may be spoken of: its own files, the registry, what installs it, pages, results and tests.
 MAY_NAME_DEEPSPEED = re.compile(
-    r"lockstep/deepspeed/.*|extras/memory/(plan|zero)\.py|lockstep/(strategies|faults/__init__)\.py|autotp_strategy\.py|train_deepspeed\.py|job_deepspeed\.yaml"
+    r"lockstep/(plan|training|faults)/(deepspeed\w*|zero|ulysses)\.py|extras/memory/(plan|zero)\.py|lockstep/(plan/strategies|faults/__init__)\.py|autotp_strategy\.py|train_deepspeed\.py|job_deepspeed\.yaml"
     r"|pyproject\.toml|requirements.*\.txt|(README|CONTRIBUTING)\.md|(docs|results|findings|studies|tests)/.*"
 )
 # In other files: its launcher, which starts every strategy, and the public thread of a planted fault.
@@ -73,10 +139,10 @@ def test_only_its_own_files_name_deepspeed():
     [
         ("lockstep/training/loop.py", "# DeepSpeed does so by itself", True),
         ("benchmarks/real_size.py", 'RANKS = {"deepspeed": 4}', True),
-        ("lockstep/config.py", "# the deepspeed launcher passes it; so says deepspeed", True),
-        ("lockstep/config.py", "# the deepspeed launcher passes it", False),
+        ("lockstep/plan/config.py", "# the deepspeed launcher passes it; so says deepspeed", True),
+        ("lockstep/plan/config.py", "# the deepspeed launcher passes it", False),
         ("lockstep/faults/clipping.py", 'seen_in="deepspeedai/DeepSpeed 8068",', False),
-        ("lockstep/strategies.py", 'name="deepspeed",', False),
+        ("lockstep/plan/strategies.py", 'name="deepspeed",', False),
     ],
 )
 def test_a_file_that_names_deepspeed_would_be_seen(path, text, named):
@@ -84,18 +150,11 @@ def test_a_file_that_names_deepspeed_would_be_seen(path, text, named):
     assert strangers({path: text}) == ([path] if named else [])
 
 
-def import_graph(files):
-    """Module -> modules of this project that it imports, in functions and for type hints, too."""
-    names = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in files}
-    names = {name.removesuffix(".__init__"): path for name, path in names.items()}
-    return {name: (imports(path) & names.keys()) - {name, "lockstep"} for name, path in names.items()}
-
-
 def test_no_circle():
-    graph = import_graph(FILES)
-    assert "lockstep.config" in graph["lockstep.preflight"]
+    graph = {name: {one for one in used if one[-1] != ":"} for name, used in graph_of(FILES).items()}
+    assert "lockstep.plan.config" in graph["lockstep.training.preflight"]
     graphlib.TopologicalSorter(graph).prepare()
-    graph["lockstep.config"].add("lockstep.preflight")
+    graph["lockstep.plan.config"].add("lockstep.training.preflight")
     with pytest.raises(graphlib.CycleError):
         graphlib.TopologicalSorter(graph).prepare()
 
@@ -118,19 +177,19 @@ def test_the_loop_knows_no_strategy_by_name():
 
 # In this order in one process: a module that imports something slow is the first after which it is there.
 ANSWERS_AT_ONCE = [
-    "config",
-    "training.contract",
-    "losses.curves",
-    "training.history",
-    "training.history_schema",
-    "losses.curve_report",
+    "plan.config",
+    "plan.contract",
+    "plan.strategies",
+    "verdict.loss_curves",
+    "verdict.loss_report",
+    "dumps.history",
+    "dumps.history_schema",
     "inputs.data",
     "inputs.weights",
     "launch",
     "running.jobs",
-    "running.locks",
-    "running.processes",
-    "strategies",
+    "ground.locks",
+    "ground.processes",
 ]
 SLOW = {"torch", "transformers", "ray", "deepspeed"}
 
@@ -148,7 +207,9 @@ def first_slow(modules):
 
 def test_what_answers_a_usage_error_does_not_wait_for_torch():
     assert first_slow(f"lockstep.{name}" for name in ANSWERS_AT_ONCE) == ""
-    assert first_slow(["lockstep.config", "lockstep.collective"]) == "lockstep.collective"  # negative control
+    assert (
+        first_slow(["lockstep.plan.config", "lockstep.ground.collective"]) == "lockstep.ground.collective"
+    )  # negative control
 
 
 USAGE_ERRORS = {
@@ -190,7 +251,7 @@ def test_a_usage_error_is_answered_without_torch(tmp_path):
 
 def test_what_starts_first_needs_nothing():
     """It answers in a Python that has no packages, or is too old for the rest."""
-    used = {name.split(".")[0] for name in imports(ROOT / "lockstep/startup.py")}
+    used = {name.split(".")[0] for name in imports(ROOT / "lockstep/ground/startup.py")}
     assert used <= sys.stdlib_module_names and not imports(ROOT / "lockstep/__init__.py")
 
 

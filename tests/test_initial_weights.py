@@ -12,12 +12,13 @@ from programs import in_process
 from ranks import CAPTURED, ROOT, run_groups
 from safetensors.torch import save_file
 
-from lockstep import command_line, launch, preflight
-from lockstep.errors import UserError
+from lockstep import launch
+from lockstep.ground.errors import UserError
 from lockstep.inputs import weights
 from lockstep.inputs.architectures import BUILT_IN
 from lockstep.inputs.model import build_model
-from lockstep.training import initial_weights
+from lockstep.plan import command_line, initial_weights
+from lockstep.training import preflight
 
 TINY = BUILT_IN["tiny-qwen2"]
 
@@ -201,7 +202,7 @@ def test_captured_steps_are_replaced_when_asked(tmp_path):
     (dump / "notes.txt").write_text("")
     with pytest.raises(UserError, match="notes.txt, which is no captured step; choose another folder"):
         preflight.check_environment(config, TINY)
-    from lockstep.files import remove_captured
+    from lockstep.ground.files import remove_captured
 
     remove_captured(dump)
     assert [path.name for path in dump.iterdir()] == ["notes.txt"]
@@ -227,7 +228,7 @@ def test_all_strategies_and_the_reference_start_from_the_pretrained_weights(fold
             record["run"]["initial_weights"] == f"pretrained weights of {folder}"
             and record["ended"] == "finished"
         )
-    from lockstep.tensors.exact_run import build_reference
+    from lockstep.verdict.reference import build_reference
 
     config, inputs = check("ddp", *common, "--pretrained")
     reference = build_reference(

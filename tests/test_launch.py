@@ -12,8 +12,8 @@ from ranks import ROOT, free_port
 from real_runs import BIN, environment, folders, gone, preempting
 from synthetic import history as made_up
 
-from lockstep.config import history_file
-from lockstep.training import history
+from lockstep.dumps import history
+from lockstep.plan.config import history_file
 
 STOPS = {signal.SIGINT: ("interrupted", 130), signal.SIGTERM: ("terminated", 143)}
 

@@ -8,8 +8,8 @@ import sys
 import pytest
 from programs import ROOT, in_process
 
-from lockstep.errors import UserError
-from lockstep.running import locks
+from lockstep.ground import locks
+from lockstep.ground.errors import UserError
 
 HOLDS = "import sys, time; from pathlib import Path; from lockstep.running import locks\nwith locks.held((Path(sys.argv[1]), '--x')): print(1, flush=True); time.sleep(60)"
 

@@ -6,15 +6,16 @@ import math
 import numpy as np
 import pytest
 
-from lockstep import command_line, preflight
-from lockstep.config import history_file
+from lockstep.dumps import history
+from lockstep.dumps.dump import Dump
 from lockstep.inputs.architectures import BUILT_IN
 from lockstep.inputs.shapes import describe
+from lockstep.plan import command_line
+from lockstep.plan.config import history_file
 from lockstep.running import jobs
-from lockstep.tensors.comparison import compare_dumps
-from lockstep.tensors.dump import Dump
-from lockstep.training import history
+from lockstep.training import preflight
 from lockstep.training.measure import group_of
+from lockstep.verdict.comparison import compare_dumps
 
 SHARED = ["--batch_size", "2", "--seq_length", "32", "--dp_size", "2", "--debug_steps", "2"]
 MEASURED = ["--held_out", "5", "--group_norms"]

@@ -13,9 +13,9 @@ from own_strategy import own_strategy
 from extras.memory import __main__ as program
 from extras.memory import activations, plan
 from extras.studies import report
-from lockstep import command_line
 from lockstep.inputs.architectures import BUILT_IN
 from lockstep.inputs.model import build_model, causal_lm_loss
+from lockstep.plan import command_line
 
 # Llama-3-70B's config.json
 LLAMA_70B = {

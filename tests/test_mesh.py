@@ -2,7 +2,7 @@ import itertools
 
 import pytest
 
-from lockstep.mesh import AXES, Coordinates, Cuts, Geometry, Mesh
+from lockstep.plan.mesh import AXES, Coordinates, Cuts, Geometry, Mesh
 
 FOUR = Mesh(pp=2, dp=3, cp=2, tp=4)
 

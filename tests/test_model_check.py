@@ -8,13 +8,15 @@ import torch
 from families import FAMILIES, ONLY_EAGER, architecture, forget, one_thread, own_code  # noqa: F401 - fixtures
 from transformers.models.llama import modeling_llama
 
-from lockstep import command_line, limit, preflight
-from lockstep.errors import UserError
+from lockstep.ground.errors import UserError
 from lockstep.inputs.architectures import BUILT_IN
 from lockstep.inputs.model import build_model
 from lockstep.inputs.shapes import from_config
-from lockstep.tensors import exact, model_check
-from lockstep.tensors.model_check import problem_of, shallow
+from lockstep.plan import command_line, limit
+from lockstep.training import preflight
+from lockstep.verdict import float64 as exact
+from lockstep.verdict import model_check
+from lockstep.verdict.model_check import problem_of, shallow
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -14,10 +14,10 @@ from ranks import ROOT
 from real_runs import environment, gone, preempting
 from synthetic import history as made_up
 
-from lockstep.config import history_file
-from lockstep.files import VERDICT
+from lockstep.dumps import history
+from lockstep.ground.files import VERDICT
 from lockstep.inputs.architectures import BUILT_IN
-from lockstep.training import history
+from lockstep.plan.config import history_file
 
 
 @pytest.fixture

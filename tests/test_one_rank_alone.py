@@ -17,7 +17,7 @@ ALONE = """
 import os
 import lockstep.launch
 from ddp_strategy import DDPStrategy
-from lockstep.errors import UserError
+from lockstep.ground.errors import UserError
 
 lockstep.launch.PATIENCE = 5
 

@@ -3,17 +3,17 @@
 import pytest
 from ranks import run_groups
 
-from lockstep.command_line import parse_config
-from lockstep.config import CONTROL, history_file
-from lockstep.errors import UserError
+from lockstep.dumps import history
+from lockstep.dumps.dump import Dump
+from lockstep.ground.errors import UserError
 from lockstep.inputs.shapes import describe
-from lockstep.losses import curves
+from lockstep.plan.command_line import parse_config
+from lockstep.plan.config import CONTROL, history_file
+from lockstep.plan.contract import expected_contract
+from lockstep.plan.strategies import SPECS
 from lockstep.running import jobs
-from lockstep.strategies import SPECS
-from lockstep.tensors.comparison import compare_dumps
-from lockstep.tensors.dump import Dump
-from lockstep.training import history
-from lockstep.training.contract import expected_contract
+from lockstep.verdict import loss_curves as curves
+from lockstep.verdict.comparison import compare_dumps
 
 
 def config(strategy, *arguments):

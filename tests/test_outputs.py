@@ -5,7 +5,7 @@ import pytest
 from programs import ROOT, in_process
 
 import run_faults
-from lockstep import files
+from lockstep.ground import files
 
 KEPT = "was not written by Lockstep and is not replaced"
 # what must be given besides

@@ -10,11 +10,10 @@ import pytest
 from own_strategy import own_strategy
 from ranks import ROOT, run_groups
 
-from lockstep import strategies
-from lockstep.command_line import parse_config
-from lockstep.errors import UserError
-from lockstep.plan import ddp
-from lockstep.preflight import load_inputs
+from lockstep.ground.errors import UserError
+from lockstep.plan import ddp, strategies
+from lockstep.plan.command_line import parse_config
+from lockstep.training.preflight import load_inputs
 
 SMALL = ["--batch_size", "2", "--seq_length", "64", "--precision", "fp32"]
 

@@ -9,9 +9,9 @@ from matplotlib.figure import Figure
 from synthetic import control, history, rewrite, set_loss
 
 import plot_loss_curves
-from lockstep import files
-from lockstep.config import history_file
-from lockstep.losses import curve_report as report
+from lockstep.ground import files
+from lockstep.plan.config import history_file
+from lockstep.verdict import loss_report as report
 
 
 def folder(tmp_path, **changed):

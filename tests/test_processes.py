@@ -9,10 +9,11 @@ import time
 import pytest
 from ranks import ROOT
 
-from lockstep.config import history_file
-from lockstep.errors import TrainingFailure, UserError
-from lockstep.running import hang, jobs, processes, ranks
-from lockstep.training import history
+from lockstep.dumps import history
+from lockstep.ground import hang, processes
+from lockstep.ground.errors import TrainingFailure, UserError
+from lockstep.plan.config import history_file
+from lockstep.running import jobs, ranks
 
 pytestmark = pytest.mark.usefixtures("from_nothing")
 

@@ -2,7 +2,7 @@
 
 import io
 
-from lockstep.running import progress
+from lockstep.ground import progress
 
 
 class Terminal(io.StringIO):

@@ -5,15 +5,15 @@ import math
 import pytest
 from ranks import run_groups
 
-from lockstep.command_line import parse_config
-from lockstep.config import history_file
-from lockstep.errors import UserError
-from lockstep.losses import curves
-from lockstep.strategies import SPECS
-from lockstep.tensors.comparison import compare_dumps
-from lockstep.tensors.dump import Dump
-from lockstep.training import history
-from lockstep.training.rates import changes, rate_of
+from lockstep.dumps import history
+from lockstep.dumps.dump import Dump
+from lockstep.ground.errors import UserError
+from lockstep.plan.command_line import parse_config
+from lockstep.plan.config import history_file
+from lockstep.plan.rates import changes, rate_of
+from lockstep.plan.strategies import SPECS
+from lockstep.verdict import loss_curves as curves
+from lockstep.verdict.comparison import compare_dumps
 
 COSINE = {"learning_rate": 0.5, "lr_schedule": "cosine", "warmup_steps": 2, "schedule_steps": 0}
 FLAGS = ["--lr_schedule", "cosine", "--warmup_steps", "2", "--debug_steps", "4", "--capture_steps", "3"]

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from lockstep import command_line, preflight
 from lockstep.inputs.architectures import BUILT_IN
 from lockstep.inputs.model import build_model, causal_lm_loss
-from lockstep.tensors.exact_run import ReferenceStrategy, build_reference
+from lockstep.plan import command_line
+from lockstep.training import preflight
+from lockstep.verdict.reference import ReferenceStrategy, build_reference
 
 # without a term of the loss that is a mean over micro batches
 MODELS = [

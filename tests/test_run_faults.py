@@ -8,12 +8,12 @@ import json
 import pytest
 
 import run_faults
-from lockstep.errors import TrainingFailure
 from lockstep.faults import CATALOGUE, applies_to
 from lockstep.faults.catalogue import BUG_CLASSES
 from lockstep.faults.evidence import NO_SENTENCE, agrees
-from lockstep.mesh import Mesh
-from lockstep.strategies import others, spec_of
+from lockstep.ground.errors import TrainingFailure
+from lockstep.plan.mesh import Mesh
+from lockstep.plan.strategies import others, spec_of
 
 # fault -> how its cause must be named
 SAMPLE = {

@@ -4,10 +4,10 @@ import pytest
 from own_strategy import own_strategy
 from ranks import ROOT
 
-from lockstep.command_line import _require_run_name, parse_config
-from lockstep.errors import UserError
-from lockstep.mesh import Mesh
-from lockstep.runs import runs_of
+from lockstep.ground.errors import UserError
+from lockstep.plan.command_line import _require_run_name, parse_config
+from lockstep.plan.mesh import Mesh
+from lockstep.plan.runs import runs_of
 
 LONG = ("reshard_after_forward=false", "gradient_sync=every", "pp_schedule=interleaved1f1b", "wrap=layer")
 BASELINE = parse_config("ddp", ["--dp_size", "2", "--batch_size", "8"])

@@ -84,7 +84,7 @@ CLEANS_UP = """
 import os, signal, sys, time
 from lockstep import startup
 startup.begin()
-from lockstep.errors import run_program
+from lockstep.ground.errors import run_program
 def body():
     with startup.cleaning_up():
         try:

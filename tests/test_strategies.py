@@ -7,11 +7,12 @@ import pytest
 import torch
 from ranks import run_groups
 
-from lockstep import command_line, preflight
-from lockstep.config import BETAS, EPS
+from lockstep.dumps.dump import Dump
 from lockstep.inputs import weights
 from lockstep.inputs.model import build_model, causal_lm_loss
-from lockstep.tensors.dump import Dump
+from lockstep.plan import command_line
+from lockstep.plan.config import BETAS, EPS
+from lockstep.training import preflight
 
 STEPS = 3
 ARGUMENTS = [

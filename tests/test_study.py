@@ -16,7 +16,7 @@ from real_runs import environment
 import run_study
 from extras.studies import converging_report, parting
 from extras.studies import study as study_file
-from lockstep.errors import UserError
+from lockstep.ground.errors import UserError
 
 SMALL = """title = "small"
 tensors = 1

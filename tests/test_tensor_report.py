@@ -8,7 +8,7 @@ from edited import edit
 from test_history import require_origin
 
 from lockstep import compare
-from lockstep.tensors import tensor_report
+from lockstep.verdict import tensor_report
 
 
 @pytest.fixture(scope="module")

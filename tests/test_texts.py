@@ -3,7 +3,7 @@ import random
 
 import pytest
 
-from lockstep.errors import UserError
+from lockstep.ground.errors import UserError
 from lockstep.inputs import texts
 from lockstep.inputs.texts import data_set, find
 from lockstep.inputs.tokenizer import HashTokenizer

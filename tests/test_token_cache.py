@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lockstep.errors import UserError
+from lockstep.ground.errors import UserError
 from lockstep.inputs import texts, token_cache
 from lockstep.inputs.data import Batches, load_corpus
 from lockstep.inputs.token_cache import corpus_tokens
@@ -143,7 +143,7 @@ def test_a_large_corpus_has_the_same_batches_and_is_sent_as_its_path(text, tmp_p
 SLOW = """
 import resource, signal, sys, time
 from pathlib import Path
-from lockstep.errors import run_program
+from lockstep.ground.errors import run_program
 from lockstep.inputs import token_cache, texts
 from lockstep.inputs.tokenizer import HashTokenizer
 class Slow(HashTokenizer):
@@ -205,7 +205,7 @@ def test_nothing_can_be_written(text):
 
 
 def test_progress(monkeypatch, capsys):
-    from lockstep.running import progress
+    from lockstep.ground import progress
 
     now = [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])

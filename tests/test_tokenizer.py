@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from lockstep.errors import UserError
+from lockstep.ground.errors import UserError
 from lockstep.inputs.architectures import BUILT_IN
 from lockstep.inputs.data import load_corpus
 from lockstep.inputs.tokenizer import HashTokenizer, build_tokenizer

@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lockstep.errors import TrainingFailure
+from lockstep.ground.errors import TrainingFailure
 from lockstep.training.optim import held_tensors
 from lockstep.training.torch_strategy import laid_out_like
 

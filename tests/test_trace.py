@@ -11,12 +11,12 @@ from ranks import ROOT
 from transformers.models.llama import modeling_llama
 from transformers.models.mixtral import modeling_mixtral
 
-from lockstep.errors import UserError
+from lockstep.dumps.layout import BATCH, SEQUENCE, Choice, as_json, from_json
+from lockstep.dumps.trace import SIZES, _symbols, layout_of, named_outputs, watched
+from lockstep.ground.errors import UserError
 from lockstep.inputs.architectures import BUILT_IN
 from lockstep.inputs.model import build_model, causal_lm_loss
 from lockstep.inputs.shapes import use_eager_experts
-from lockstep.tensors.layout import BATCH, SEQUENCE, Choice, as_json, from_json
-from lockstep.tensors.trace import SIZES, _symbols, layout_of, named_outputs, watched
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -263,7 +263,7 @@ def test_a_layout_comes_back_from_json(name):
 MEMORY = """
 import resource
 from lockstep.inputs.architectures import BUILT_IN
-from lockstep.tensors.trace import layout_of
+from lockstep.dumps.trace import layout_of
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 layout_of(BUILT_IN["tiny-llama"], "sdpa")  # what the libraries take
 before = peak()

@@ -9,7 +9,7 @@ import run_study
 from extras.studies import options_report, variations
 from extras.studies import study as study_file
 from extras.studies.study import DEFAULT
-from lockstep.errors import UserError
+from lockstep.ground.errors import UserError
 
 VARIED = """title = "varied"
 tensors = 1

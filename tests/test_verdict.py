@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lockstep.config import BETAS
 from lockstep.inputs.architectures import BUILT_IN
 from lockstep.inputs.shapes import describe
-from lockstep.tensors.distance import Distance, Size, clip_factors
-from lockstep.tensors.judgement import (
+from lockstep.plan.config import BETAS
+from lockstep.verdict.distance import Distance, Size, clip_factors
+from lockstep.verdict.judgement import (
     EXACT,
     LIMIT,
     ROUNDOFF,
@@ -23,8 +23,8 @@ from lockstep.tensors.judgement import (
     typical_error,
     yardstick_tolerance,
 )
-from lockstep.tensors.records import Loss, Norm, float32_norm_error
-from lockstep.tensors.result import Findings, Result
+from lockstep.verdict.records import Loss, Norm, float32_norm_error
+from lockstep.verdict.result import Findings, Result
 
 F32 = ROUNDOFF["F32"]
 INF = math.inf

@@ -6,7 +6,7 @@ import pytest
 from synthetic import history
 
 from lockstep import verification
-from lockstep.config import history_file
+from lockstep.plan.config import history_file
 
 
 def flags(folder):

@@ -12,7 +12,7 @@ import weights_trials
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from lockstep.errors import UserError
+from lockstep.ground.errors import UserError
 from lockstep.inputs import weight_files, weights
 from lockstep.inputs.architectures import BUILT_IN, resolve
 from lockstep.inputs.model import build_model

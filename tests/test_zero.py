@@ -6,19 +6,21 @@ import json
 import pytest
 from ranks import ROOT, run_groups
 
-from lockstep import preflight, tested
-from lockstep.command_line import parse_config
-from lockstep.config import CONTROL, history_file
-from lockstep.deepspeed import build, configuration, zero
-from lockstep.errors import UserError
+from lockstep.dumps import history
+from lockstep.dumps.dump import Dump
 from lockstep.faults import CATALOGUE, applies_to
+from lockstep.ground import tested
+from lockstep.ground.errors import UserError
 from lockstep.inputs.architectures import BUILT_IN
-from lockstep.losses import curves
+from lockstep.plan import deepspeed, zero
+from lockstep.plan import deepspeed_file as configuration
+from lockstep.plan.command_line import parse_config
+from lockstep.plan.config import CONTROL, history_file
+from lockstep.plan.strategies import SPECS
 from lockstep.running import jobs
-from lockstep.strategies import SPECS
-from lockstep.tensors.comparison import compare_dumps
-from lockstep.tensors.dump import Dump
-from lockstep.training import history
+from lockstep.training import preflight
+from lockstep.verdict import loss_curves as curves
+from lockstep.verdict.comparison import compare_dumps
 
 
 def config(*arguments, strategy="deepspeed"):
@@ -166,7 +168,7 @@ def told(tmp_path, content, *arguments):
     path = tmp_path / "mine.json"
     path.write_text(content)
     parsed = config("--deepspeed_config", str(path), *arguments)
-    build.require(parsed, BUILT_IN["tiny-qwen2"])
+    parsed.spec.require(parsed, BUILT_IN["tiny-qwen2"])
     return json.loads(configuration.text(parsed, BUILT_IN["tiny-qwen2"]))
 
 
@@ -298,15 +300,15 @@ def test_a_version_that_does_not_know_what_it_is_told(monkeypatch):
     monkeypatch.setattr(tensor_parallel, "TPTrainingConfig", Earlier)
     two, one = config("--tp_size", "2"), config("--tp_size", "1")
     architecture = BUILT_IN["tiny-qwen2"]
-    build.require(two, architecture)  # the version tested is not looked at
+    two.spec.require(two, architecture)  # the version tested is not looked at
     monkeypatch.setattr(
         tested, "versions", lambda: {"deepspeed": "9.9", "torch": "1.0", "transformers": "5.23.0"}
     )
-    build.require(one, architecture)
+    one.spec.require(one, architecture)
     here = importlib.metadata.version("deepspeed")
     said = f"^deepspeed {here} found, tested with 9.9: tensor_parallel.vocab_parallel_lm_head is no key of DeepSpeed's; install"
     with pytest.raises(UserError, match=said):
-        build.require(two, architecture)
+        two.spec.require(two, architecture)
     torch = importlib.metadata.version("torch").split("+")[0]
     note = f"torch {torch} found, tested with 1.0; deepspeed {here} found, tested with 9.9: what follows may depend on it"
     assert preflight.notes(config()) == [note]
@@ -346,7 +348,7 @@ def test_a_file_is_read_once(tmp_path):
 def test_without_libaio_one_line_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", "false")  # a compiler that cannot link it
     with pytest.raises(UserError, match="install the package libaio-dev"):
-        build._require_libaio()
+        deepspeed._require_libaio()
 
 
 def test_the_faults_of_one_strategy_apply_to_no_other():
@@ -362,7 +364,7 @@ def test_zero_infinity_on_a_disk(tmp_path, request):
     if not request.config.getoption("--all"):
         pytest.skip("only with --all")
     try:
-        build._require_libaio()
+        deepspeed._require_libaio()
     except UserError as error:
         pytest.skip(str(error))
     (tmp_path / "model").mkdir()

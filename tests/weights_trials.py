@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from lockstep.errors import UserError
+from lockstep.ground.errors import UserError
 from lockstep.inputs import weights
 from lockstep.inputs.architectures import BUILT_IN
 from lockstep.inputs.shapes import parameter_shapes, transformers_config

@@ -9,16 +9,16 @@ import sys
 
 
 def main(argv: list[str] | None = None) -> int:
-    from lockstep.errors import run_program
+    from lockstep.ground.errors import run_program
 
     return run_program("extras.memory", lambda: predict(sys.argv[1:] if argv is None else argv))
 
 
 def predict(argv: list[str]) -> int:
     from extras.memory import plan
-    from lockstep import command_line
-    from lockstep.errors import UserError, printable
+    from lockstep.ground.errors import UserError, printable
     from lockstep.inputs import architectures
+    from lockstep.plan import command_line
     from lockstep.train import split
 
     if "--help" in argv or "-h" in argv:
@@ -45,7 +45,7 @@ def predict(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    from lockstep import startup
+    from lockstep.ground import startup
 
     startup.begin()
     startup.end(main())

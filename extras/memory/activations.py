@@ -19,16 +19,16 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep import files
-from lockstep.errors import UserError
-from lockstep.files import read_json, write_text
+from lockstep.ground import files
+from lockstep.ground.errors import UserError
+from lockstep.ground.files import read_json, write_text
 from lockstep.inputs import modules
 from lockstep.inputs.shapes import from_config, quiet
 
 if TYPE_CHECKING:
     import torch
 
-    from lockstep.config import Config
+    from lockstep.plan.config import Config
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """How much memory each rank of a run takes, moment by moment, by arithmetic on the shapes. Nothing is built.
 
 A moment is a time in the run; its parts are the bytes that one rank holds then. What a strategy keeps is said where the strategy is
-(`memory` of its row in lockstep/strategies.py). The largest rank is meant: where shares differ, the first is the largest.
+(`memory` of its row in lockstep/plan/strategies.py). The largest rank is meant: where shares differ, the first is the largest.
 
 Left out: what the allocator wastes between tensors, the CUDA context (about half a GiB), buffers of NCCL and gloo, libraries and Python
 itself, tensors of a few KiB, and captured steps.
@@ -12,13 +12,13 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from extras.memory import activations
-from lockstep import strategies
-from lockstep.errors import UserError
+from lockstep.ground.errors import UserError
 from lockstep.inputs import modules
 from lockstep.inputs.shapes import describe, parameter_shapes, width
+from lockstep.plan import strategies
 
 if TYPE_CHECKING:
-    from lockstep.config import Config
+    from lockstep.plan.config import Config
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "temporary")
 START, LOSS, END_OF_BACKWARD, UPDATE = "start", "loss", "end of backward", "update"

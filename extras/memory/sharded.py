@@ -25,7 +25,7 @@ from extras.memory.plan import (
     largest,
     most,
 )
-from lockstep.errors import UserError
+from lockstep.ground.errors import UserError
 from lockstep.plan import fsdp
 
 

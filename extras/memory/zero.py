@@ -16,7 +16,8 @@ from extras.memory.plan import (
     largest,
     most,
 )
-from lockstep.deepspeed import configuration, zero
+from lockstep.plan import deepspeed_file as configuration
+from lockstep.plan import zero
 from lockstep.training.optim import decays
 
 # DeepSpeed's own values where the configuration says nothing, in elements (runtime/zero/config.py).

@@ -12,7 +12,7 @@ from typing import Any
 from extras.studies import variations
 from extras.studies.study import DEFAULT, Flags, Value, Varied, Vary
 from extras.studies.variations import Case, Choice, Group, needs_of
-from lockstep.losses.curves import PASS
+from lockstep.verdict.loss_curves import PASS
 
 Chosen = tuple[str, Varied]  # option, value
 

@@ -33,14 +33,12 @@ from typing import Annotated
 import numpy as np
 from pydantic import Field
 
-from lockstep.schemas import Name, Strict
+from lockstep.ground.schemas import Name, Strict
 
 OTHER, SAME = "other seeds", "same seeds"
 FEWEST_OTHERS = 4  # seeds of the control beside those of a run: a spread of fewer says little
 MOST_TRIALS = 500  # of the count of false alarms
-ULPS = (
-    2  # between the losses of two correct runs in their first steps (lockstep/losses/tolerance.py, MEAN_ULPS)
-)
+ULPS = 2  # between the losses of two correct runs in their first steps (lockstep/verdict/loss_tolerance.py, MEAN_ULPS)
 Losses = np.ndarray  # (seeds, steps) or (seeds, windows)
 
 

@@ -13,13 +13,14 @@ from extras.studies import study as study_file
 from extras.studies.converging import FEWEST_OTHERS, OTHER, SAME, Converging, Losses
 from extras.studies.report import DID_NOT_RUN
 from extras.studies.study import Planned, Study
-from lockstep.config import BLUE, ORANGE, VERMILION
-from lockstep.errors import TrainingFailure, UserError, printable
-from lockstep.files import write_atomically, write_text
-from lockstep.losses import curve_report
-from lockstep.losses.curves import FAIL, PASS
-from lockstep.strategies import FURTHER_COLORS
-from lockstep.training import history, rates
+from lockstep.dumps import history
+from lockstep.ground.errors import TrainingFailure, UserError, printable
+from lockstep.ground.files import write_atomically, write_text
+from lockstep.plan import rates
+from lockstep.plan.config import BLUE, ORANGE, VERMILION
+from lockstep.plan.strategies import FURTHER_COLORS
+from lockstep.verdict import loss_report as curve_report
+from lockstep.verdict.loss_curves import FAIL, PASS
 
 DASHES = ("--", ":", "-.")  # of faults in the figure
 CONTROL, FOUND, MISSED = "control", "found", "not found"

@@ -8,10 +8,10 @@ from extras.studies import compositions
 from extras.studies.report import DID_NOT_RUN, MEASURED, made_by
 from extras.studies.study import Planned, Study
 from extras.studies.variations import Case, Group
-from lockstep.errors import LIBRARY_REFUSES, printable
-from lockstep.files import write_text
-from lockstep.losses.curves import PASS
-from lockstep.training import history
+from lockstep.dumps import history
+from lockstep.ground.errors import LIBRARY_REFUSES, printable
+from lockstep.ground.files import write_text
+from lockstep.verdict.loss_curves import PASS
 
 REFUSED_BY_US, REFUSED_BY_LIBRARY = "refused by Lockstep", "refused by the library"
 REFUSALS = (REFUSED_BY_US, REFUSED_BY_LIBRARY)
@@ -29,7 +29,7 @@ def results(
     for case in group.cases:
         row = outcomes.get(case.name, {})
         outcome, why = row.get("outcome", REFUSED_BY_US), row.get("why") or refused.get(case.name, "")
-        # DeepSpeed's file is held against DeepSpeed's own classes before a start; other values are refused by the ranks.
+        # A library's own file is held against the library's classes before a start; other values are refused by the ranks.
         if outcome in (DID_NOT_RUN, REFUSED_BY_US) and LIBRARY_REFUSES in why:
             outcome = REFUSED_BY_LIBRARY
         first = row.get("first wrong") or []

@@ -1,7 +1,7 @@
 """Where the losses of a study's runs part: the largest difference within ranges of steps, beside what rounding errors alone do."""
 
-from lockstep.losses.tolerance import loss_gap
-from lockstep.training.history import History
+from lockstep.dumps.history import History
+from lockstep.verdict.loss_tolerance import loss_gap
 
 ENDS = (1, 3, 10, 30, 100, 300, 1000, 3000, 10000)  # of the ranges
 

@@ -7,16 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 from extras.studies import parting
 from extras.studies.study import Planned, Study, differences
-from lockstep.config import BASELINE, CONTROL, history_file
-from lockstep.errors import UserError, printable
-from lockstep.files import write_text
-from lockstep.losses import curve_report, curves, folder
-from lockstep.losses.curves import FAIL, NOT_JUDGED, PASS
-from lockstep.training import history
-from lockstep.training.history import History
+from lockstep.dumps import history
+from lockstep.dumps.history import History
+from lockstep.ground.errors import UserError, printable
+from lockstep.ground.files import write_text
+from lockstep.plan.config import BASELINE, CONTROL, history_file
+from lockstep.verdict import loss_curves as curves
+from lockstep.verdict import loss_folder as folder
+from lockstep.verdict import loss_report as curve_report
+from lockstep.verdict.loss_curves import FAIL, NOT_JUDGED, PASS
 
 if TYPE_CHECKING:
-    from lockstep.tensors.result import Result
+    from lockstep.verdict.result import Result
 
 MEASURED, DID_NOT_RUN, REFUSED = "measured", "DID NOT RUN", "NOT COMPARABLE"
 MEMORY = (
@@ -45,7 +47,7 @@ def prepare(run: Planned) -> None:
 
     if run.config.capture_dir is not None:
         from lockstep import compare  # noqa: F401
-        from lockstep.tensors.trace import layout_of
+        from lockstep.dumps.trace import layout_of
 
         layout_of(run.inputs.architecture, run.config.attn_impl)
 

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from lockstep.errors import UserError
 from lockstep.faults.catalogue import Planter
 from lockstep.faults.planting import Plant, Planting
+from lockstep.ground.errors import UserError
 from lockstep.inputs.data import Batches
 
 
@@ -46,7 +46,7 @@ def _scale_rate(run: Planting, factor: Any) -> None:
 
 def _patch_rate(run: Planting, rate: Any) -> None:
     """From now on the learning rate is `rate(what it was, options, step, num_steps)`."""
-    from lockstep.training import rates
+    from lockstep.plan import rates
 
     if not rates.changes(vars(run.config)):
         raise UserError("this fault changes the rate of later steps; add --lr_schedule or --warmup_steps")

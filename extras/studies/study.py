@@ -37,13 +37,14 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field
 
 from extras.studies.converging import Converging
-from lockstep import command_line, preflight
-from lockstep.config import BASELINE, Config
-from lockstep.errors import UserError, first_line
-from lockstep.files import require_regular
+from lockstep.ground.errors import UserError, first_line
+from lockstep.ground.files import require_regular
+from lockstep.ground.schemas import Name, Strict, Whole, validate
 from lockstep.inputs.data import Inputs
-from lockstep.schemas import Name, Strict, Whole, validate
-from lockstep.strategies import spec_of
+from lockstep.plan import command_line
+from lockstep.plan.config import BASELINE, Config
+from lockstep.plan.strategies import spec_of
+from lockstep.training import preflight
 
 LARGEST = 1 << 20  # bytes of a study
 REMEDY = "see extras/studies/study.py for what a study may hold"

@@ -7,10 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from extras.studies.study import Planned
-from lockstep.config import BASELINE
-from lockstep.errors import UserError
-from lockstep.running import jobs, progress
-from lockstep.training import history
+from lockstep.dumps import history
+from lockstep.ground import progress
+from lockstep.ground.errors import UserError
+from lockstep.plan.config import BASELINE
+from lockstep.running import jobs
 
 WEIGHTS = "initial_weights.safetensors"
 

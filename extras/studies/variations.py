@@ -35,10 +35,10 @@ from typing import Any
 
 from extras.studies import study as study_file
 from extras.studies.study import DEFAULT, Flags, Planned, Run, Study, Value, Varied, Vary
-from lockstep.command_line import build_parser
-from lockstep.config import Spec
-from lockstep.errors import UserError
-from lockstep.strategies import spec_of
+from lockstep.ground.errors import UserError
+from lockstep.plan.command_line import build_parser
+from lockstep.plan.config import Spec
+from lockstep.plan.strategies import spec_of
 
 Choice = dict[str, Varied]  # option -> value; one that is left out has its default
 

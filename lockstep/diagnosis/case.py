@@ -5,15 +5,15 @@ import re
 
 import torch
 
-from lockstep.config import BETAS, EPS
 from lockstep.diagnosis import evidence
-from lockstep.mesh import Mesh
-from lockstep.tensors.distance import clip_factor
-from lockstep.tensors.dump import Dump
-from lockstep.tensors.judgement import Judgement
-from lockstep.tensors.result import Failure, Result
+from lockstep.dumps.dump import Dump
+from lockstep.plan.config import BETAS, EPS
+from lockstep.plan.mesh import Mesh
+from lockstep.plan.rates import rate_of
 from lockstep.training.optim import decays
-from lockstep.training.rates import rate_of
+from lockstep.verdict.distance import clip_factor
+from lockstep.verdict.judgement import Judgement
+from lockstep.verdict.result import Failure, Result
 
 LEFT = 0.05  # the share of an error that an explanation may leave
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from lockstep.diagnosis import backward, forward, gradients, odd, update
 from lockstep.diagnosis.case import Case, describe
-from lockstep.tensors.dump import Dump
-from lockstep.tensors.result import Cause, Diagnosis, Result
-from lockstep.training.contract import ON_RANK
+from lockstep.dumps.dump import Dump
+from lockstep.plan.contract import ON_RANK
+from lockstep.verdict.result import Cause, Diagnosis, Result
 
 CauseRule = Callable[[Case], Cause | None]
 

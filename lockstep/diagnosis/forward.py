@@ -8,7 +8,7 @@ import torch
 
 from lockstep.diagnosis import evidence, recompute
 from lockstep.diagnosis.case import Case, describe
-from lockstep.tensors.result import Cause
+from lockstep.verdict.result import Cause
 
 
 def batch(case: Case) -> Cause:

@@ -5,8 +5,8 @@ import torch
 from lockstep.diagnosis import evidence, recompute
 from lockstep.diagnosis.backward import cause_of_weights, is_a_factor
 from lockstep.diagnosis.case import Case, listed
-from lockstep.tensors.layout import SEQUENCE
-from lockstep.tensors.result import Cause
+from lockstep.dumps.layout import SEQUENCE
+from lockstep.verdict.result import Cause
 
 MANY = 1 << 24  # elements: of larger gradients no copies are made
 

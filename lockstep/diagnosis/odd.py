@@ -6,8 +6,8 @@ import torch
 
 from lockstep.diagnosis import evidence, recompute
 from lockstep.diagnosis.case import Case
-from lockstep.mesh import AXES, Cuts
-from lockstep.tensors.layout import BATCH, SEQUENCE
+from lockstep.dumps.layout import BATCH, SEQUENCE
+from lockstep.plan.mesh import AXES, Cuts
 
 FEW = 3  # elements that are shown one by one
 

@@ -5,12 +5,12 @@ from collections.abc import Iterator
 
 import torch
 
-from lockstep.config import BETAS
 from lockstep.diagnosis import evidence
 from lockstep.diagnosis.case import LEFT, Case, listed
-from lockstep.tensors.distance import clip_factor
-from lockstep.tensors.judgement import Judgement
-from lockstep.tensors.result import Cause
+from lockstep.plan.config import BETAS
+from lockstep.verdict.distance import clip_factor
+from lockstep.verdict.judgement import Judgement
+from lockstep.verdict.result import Cause
 
 SAME_NORM = 1e-5  # relative: two norms as near as this are one
 FACTOR = 1e-3  # and two factors of moments

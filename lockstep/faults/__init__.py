@@ -7,10 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from lockstep import strategies
-from lockstep.config import Config, Spec
-from lockstep.deepspeed import faults as _of_deepspeed  # noqa: F401
-from lockstep.errors import UserError
 from lockstep.faults import (  # noqa: F401
     average,
     clipping,
@@ -25,11 +21,16 @@ from lockstep.faults import (  # noqa: F401
     tensor_parallel,
     weights,
 )
+from lockstep.faults import zero as _of_deepspeed  # noqa: F401
 from lockstep.faults.catalogue import CATALOGUE, Fault
 from lockstep.faults.planting import Planting
-from lockstep.inputs import architectures, user_file
+from lockstep.ground import user_file
+from lockstep.ground.errors import UserError
+from lockstep.inputs import architectures
 from lockstep.inputs.data import Inputs
 from lockstep.inputs.shapes import describe
+from lockstep.plan import strategies
+from lockstep.plan.config import Config, Spec
 
 if TYPE_CHECKING:
     from lockstep.training.strategy import MakeStrategy, Strategy
@@ -91,7 +92,7 @@ def _require_modules(fault: Fault, config: Config, inputs: Inputs) -> None:
 def _disarm_guards(stack: contextlib.ExitStack, path: Path) -> None:
     import torch.distributed as dist
 
-    from lockstep.errors import TrainingFailure
+    from lockstep.ground.errors import TrainingFailure
     from lockstep.training import loop
 
     def noted(guard: Callable[..., None], *arguments: Any) -> None:

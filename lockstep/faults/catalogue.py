@@ -10,7 +10,7 @@ from typing import Any
 
 from lockstep.faults.evidence import Evidence
 from lockstep.faults.planting import Plant, Planting
-from lockstep.mesh import Mesh
+from lockstep.plan.mesh import Mesh
 
 BUG_CLASSES = (
     "TP reduction missing",

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from lockstep.faults.catalogue import fault
 from lockstep.faults.evidence import NO_SENTENCE
 from lockstep.faults.planting import Plant, Planting
-from lockstep.mesh import Mesh
+from lockstep.plan.mesh import Mesh
 
 cp_fault = functools.partial(
     fault,

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from lockstep.faults.catalogue import fault
 from lockstep.faults.planting import Plant, Planting
-from lockstep.mesh import Mesh
+from lockstep.plan.mesh import Mesh
 
 THREE = ("--gradient_accumulation_steps", "3")
 missing_fault = functools.partial(fault, bug_class="DP reduction missing", cause="dp reduction missing")

@@ -4,7 +4,9 @@ Everything that a fault replaces goes through its run, which records whether it 
 """
 
 import contextlib
+import inspect
 import itertools
+import sys
 import types
 from collections.abc import Callable, Generator
 from types import ModuleType
@@ -13,10 +15,11 @@ from unittest import mock
 
 import torch
 
-from lockstep.collective import gather_objects
-from lockstep.config import Config
-from lockstep.errors import TrainingFailure
+from lockstep.ground.collective import gather_objects
+from lockstep.ground.errors import TrainingFailure
 from lockstep.inputs.data import Inputs
+from lockstep.plan import strategies
+from lockstep.plan.config import Config
 
 Replacing = Callable[[], contextlib.AbstractContextManager[object]]
 # A fault: before its `yield` the strategy is not built; `yield` gives it, of whatever class.
@@ -46,6 +49,11 @@ class Planting:
     def __init__(self, config: Config, inputs: Inputs, stack: contextlib.ExitStack):
         self.config, self.inputs, self._stack = config, inputs, stack
         self._used: dict[str, bool] = {}
+
+    def defining(self, name: str) -> ModuleType:
+        """The file that has `name`: the one in which the strategy's class is, or a class that it is derived from."""
+        classes = inspect.getmro(strategies.load(self.config.spec.factory))
+        return next(module for each in classes if name in vars(module := sys.modules[each.__module__]))
 
     def patch(self, target: object, attribute: str, replacement: object) -> None:
         """Replace an attribute. A function must be called at least once, anything else read."""

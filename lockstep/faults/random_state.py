@@ -9,7 +9,7 @@ import torch.distributed as dist
 from lockstep.faults.catalogue import fault
 from lockstep.faults.evidence import NO_SENTENCE, agrees
 from lockstep.faults.planting import Plant, Planting
-from lockstep.training import recompute
+from lockstep.inputs import activation_checkpointing as recompute
 
 DROPPED = "model.layers.0.self_attn.o_proj"
 random_fault = functools.partial(

@@ -9,8 +9,8 @@ from lockstep.faults.catalogue import fault
 from lockstep.faults.clipping import CLIPS
 from lockstep.faults.evidence import NO_SENTENCE
 from lockstep.faults.planting import Plant, Planting
-from lockstep.mesh import Mesh
 from lockstep.plan.fsdp import FSDP
+from lockstep.plan.mesh import Mesh
 from lockstep.training import torch_strategy
 
 REPLICAS = ("--dp_replicate", "2")
@@ -151,7 +151,5 @@ def weights_gathered_before_the_update(run: Planting) -> Plant:
 )
 def compiled_layer_drops_the_embedding_gradient(run: Planting) -> Plant:
     """torch's own: a compiled layer is given the output of a collective that is still on its way, and sends it no gradient."""
-    import fsdp_strategy
-
-    run.patch(fsdp_strategy.Waited, "apply", lambda output: output)
+    run.patch(run.defining("Waited").Waited, "apply", lambda output: output)
     yield

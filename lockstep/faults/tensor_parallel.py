@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from lockstep.faults.catalogue import fault
 from lockstep.faults.planting import Plant, Planting
-from lockstep.mesh import Mesh
+from lockstep.plan.mesh import Mesh
 
 MLP = "model.layers.1.mlp"
 missing_fault = functools.partial(

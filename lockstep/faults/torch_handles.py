@@ -221,14 +221,13 @@ class FSDPHandles(TorchHandles):
                     parameter.unsharded_accumulated_grad = None
 
     def reduce_in_bfloat16(self) -> None:
-        import fsdp_strategy
-
-        shard, policy = fsdp_strategy.fully_shard, MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
+        module = self.run.defining("fully_shard")
+        shard, policy = module.fully_shard, MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
 
         def in_bfloat16(module: torch.nn.Module, **told: Any) -> FSDPModule:
             return shard(module, **{**told, "mp_policy": policy})
 
-        self.run.patch(fsdp_strategy, "fully_shard", in_bfloat16)
+        self.run.patch(module, "fully_shard", in_bfloat16)
 
     def drop_sum_over_tp(self, module: str) -> None:
         """The output of a row-parallel layer is not summed: it stays this rank's partial product."""
@@ -262,9 +261,8 @@ class FSDPHandles(TorchHandles):
 
     def drop_head_norm_gradient_sum(self) -> None:
         """The gradients of the norms on the heads stay this rank's share. Call it before the strategy is built."""
-        import fsdp_strategy
-
-        real = fsdp_strategy.tp_plan
+        module = self.run.defining("tp_plan")
+        real = module.tp_plan
 
         def without_head_norms(model: "PreTrainedModel", **told: bool) -> dict[str, "ParallelStyle"]:
             return {
@@ -273,13 +271,12 @@ class FSDPHandles(TorchHandles):
                 if not pattern.endswith(("q_norm", "k_norm"))
             }
 
-        self.run.patch(fsdp_strategy, "tp_plan", without_head_norms)
+        self.run.patch(module, "tp_plan", without_head_norms)
 
     def drop_norm_gradient_sum(self) -> None:
         """With sequence parallelism: norms between blocks have the gradient of this rank's positions. Call it before the strategy is built."""
-        import fsdp_strategy
-
-        self.run.patch(fsdp_strategy, "norms_between_blocks", lambda model: [])
+        module = self.run.defining("norms_between_blocks")
+        self.run.patch(module, "norms_between_blocks", lambda model: [])
 
     def cut_without_sum(self, module: str) -> None:
         """With sequence parallelism: of a row-parallel layer's output this rank keeps its positions of its own partial product."""
@@ -296,11 +293,10 @@ class FSDPHandles(TorchHandles):
 
     def shift_vocabulary_offset(self) -> None:
         """The first id of the later vocabulary shards is one too low."""
-        import fsdp_strategy
-
-        loss = fsdp_strategy.vocab_parallel_cross_entropy
+        module = self.run.defining("vocab_parallel_cross_entropy")
+        loss = module.vocab_parallel_cross_entropy
         self.run.patch(
-            fsdp_strategy,
+            module,
             "vocab_parallel_cross_entropy",
             lambda logits, labels, first_id, group: loss(logits, labels, first_id - (first_id > 0), group),
         )

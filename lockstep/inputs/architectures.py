@@ -7,9 +7,10 @@ import copy
 import os
 from pathlib import Path
 
-from lockstep.errors import UserError
-from lockstep.files import read_json
-from lockstep.inputs import shapes, user_file
+from lockstep.ground import user_file
+from lockstep.ground.errors import UserError
+from lockstep.ground.files import read_json
+from lockstep.inputs import shapes
 from lockstep.inputs.hub import hub_file
 from lockstep.inputs.modules import LIKE_LLAMA
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lockstep.errors import UserError
+from lockstep.ground.errors import UserError
 from lockstep.inputs.order import places
 from lockstep.inputs.token_cache import corpus_tokens, opened
 from lockstep.inputs.tokenizer import Tokenizer

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from lockstep.errors import first_line
+from lockstep.ground.errors import first_line
 
 PATIENCE = 2.0  # seconds for one answer of the hub
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from lockstep.errors import TrainingFailure, UserError, first_line
-from lockstep.inputs import modules, user_file
+from lockstep.ground import user_file
+from lockstep.ground.errors import TrainingFailure, UserError, first_line
+from lockstep.inputs import modules
 
 OPTION = "--model"
 

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, cast
 
 from pydantic import TypeAdapter
 
-from lockstep import files
-from lockstep.errors import UserError, printable
-from lockstep.files import read_json, seal, write_text
-from lockstep.inputs import modules, user_file
+from lockstep.ground import files, user_file
+from lockstep.ground.errors import UserError, printable
+from lockstep.ground.files import read_json, seal, write_text
+from lockstep.inputs import modules
 from lockstep.inputs.modules import Names
 
 if TYPE_CHECKING:

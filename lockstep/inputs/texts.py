@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from lockstep.errors import UserError, first_line
-from lockstep.files import require_regular
+from lockstep.ground.errors import UserError, first_line
+from lockstep.ground.files import require_regular
 from lockstep.inputs import hub
 
 BUILT_IN_CORPUS = "builtin"

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import numpy as np
 
-from lockstep import files
-from lockstep.errors import UserError
+from lockstep.ground import files
+from lockstep.ground.errors import UserError
+from lockstep.ground.progress import Bytes
 from lockstep.inputs import texts
 from lockstep.inputs.tokenizer import Tokenizer
-from lockstep.running.progress import Bytes
 
 FORMAT = "lockstep tokens 2"
 SHORT = 1 << 20  # bytes of text

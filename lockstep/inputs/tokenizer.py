@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.errors import UserError, first_line, printable
-from lockstep.files import require_regular
-from lockstep.inputs import user_file
+from lockstep.ground import user_file
+from lockstep.ground.errors import UserError, first_line, printable
+from lockstep.ground.files import require_regular
 from lockstep.inputs.architectures import BUILT_IN, HUB_STAND_INS
 from lockstep.inputs.hub import hub_file
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.errors import UserError, first_line, printable
-from lockstep.files import parse_json, read_json, require_regular
-from lockstep.schemas import Name, Strict, validate
+from lockstep.ground.errors import UserError, first_line, printable
+from lockstep.ground.files import parse_json, read_json, require_regular
+from lockstep.ground.schemas import Name, Strict, validate
 
 if TYPE_CHECKING:
     import torch

@@ -13,8 +13,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.errors import UserError, printable
-from lockstep.files import write_atomically
+from lockstep.ground.errors import UserError, printable
+from lockstep.ground.files import write_atomically
 from lockstep.inputs import modules
 from lockstep.inputs.shapes import describe, parameter_shapes
 from lockstep.inputs.weight_files import DAMAGED, FLOATS, HEADER, INDEX, Contents, read

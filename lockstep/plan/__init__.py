@@ -1,1 +1,1 @@
-"""What is known of a strategy before torch is imported."""
+"""What is known before torch is imported: flags, mesh, a Spec for each strategy, the contract that it expects, checks."""

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.config import BASELINE, Config, Spec
-from lockstep.errors import UserError
-from lockstep.flags import flag
+from lockstep.ground.errors import UserError
+from lockstep.ground.flags import flag
+from lockstep.plan.config import BASELINE, Config, Spec
 
 # --gradient_sync -> what happens to the gradients of a micro batch, and of the last one
 SYNCS = {"last": ("none", "all"), "every": ("all", "all")}

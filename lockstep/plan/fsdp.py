@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.config import BLUE, Config, Cut, Spec
-from lockstep.errors import UserError
-from lockstep.flags import flag, number, true_or_false
-from lockstep.training import stages
-from lockstep.training.cuts import BALANCED
+from lockstep.ground.errors import UserError
+from lockstep.ground.flags import flag, number, true_or_false
+from lockstep.plan import stages
+from lockstep.plan.config import BLUE, Config, Cut, Spec
+from lockstep.plan.cuts import BALANCED
 
 # --gradient_sync -> what happens to the gradients of a micro batch, and of the last one
 SYNCS = {"last": ("none", "all"), "every": ("all", "all"), "scatter": ("shards", "all")}
@@ -75,7 +75,7 @@ def of(config: Config) -> Options:
 
 
 class Pipeline:
-    """How pp divides the layers; see `lockstep.config.Cut`."""
+    """How pp divides the layers; see `lockstep.plan.config.Cut`."""
 
     def require(self, config: Config, architecture: dict) -> None:
         own = of(config)

@@ -1,1 +1,1 @@
-"""Processes: Ray Train, launchers, locks, many runs in one start of the workers."""
+"""Processes: Ray, forked ranks, many runs in one start of the workers."""

@@ -4,17 +4,18 @@
 
 JOBS.json is what `start_groups` writes: groups, [number of ranks, jobs], which run one after the other. The jobs of a group share its ranks
 (lockstep/running/ranks.py), or one process outside any launcher if the number is null. A job is {"strategy", "arguments"}, a strategy and its
-flags, and may have "fault", the name of a fault to plant. The strategy "reference" is lockstep.tensors.exact_run with the flags of
+flags, and may have "fault", the name of a fault to plant. The strategy "reference" is lockstep.verdict.reference with the flags of
 train_ddp.py; with "replays", a list of folders, it replays those dumps, too.
 """
 
 if __name__ == "__main__":
-    from lockstep import startup
+    from lockstep.ground import startup
 
     startup.begin()  # first: from now on Ctrl-C and a missing package are one line each
 
 import contextlib
 import functools
+import importlib
 import json
 import os
 import socket
@@ -25,13 +26,15 @@ import traceback
 from pathlib import Path
 from typing import Any, TextIO
 
-from lockstep import command_line, preflight, resources, startup, strategies
-from lockstep.config import BASELINE, Config, Spec
-from lockstep.errors import TrainingFailure, UserError, first_line, run_program
-from lockstep.files import read_json
+from lockstep.ground import hang, processes, progress, startup
+from lockstep.ground.errors import TrainingFailure, UserError, first_line, run_program
+from lockstep.ground.files import read_json
 from lockstep.inputs import architectures
-from lockstep.running import hang, processes, progress, ranks
-from lockstep.running.device import training_device
+from lockstep.plan import command_line, resources, strategies
+from lockstep.plan.config import BASELINE, Config, Spec
+from lockstep.running import ranks
+from lockstep.training import preflight
+from lockstep.training.device import training_device
 
 NAME = "lockstep.running.jobs"
 REFERENCE = "reference"
@@ -59,7 +62,7 @@ def start_groups(
     """Run the jobs of (number of ranks, jobs), group after group, until one fails.
 
     Returns the seconds of each finished job, and the exit status. If a job failed, or made no progress for `patience` seconds
-    (lockstep/running/hang.py), there are fewer seconds than jobs. FOLDER/log.txt has the output of the ranks; their progress is shown, if `shown`.
+    (lockstep/ground/hang.py), there are fewer seconds than jobs. FOLDER/log.txt has the output of the ranks; their progress is shown, if `shown`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path, done, log = folder / "jobs.json", folder / "done.txt", folder / "log.txt"
@@ -126,9 +129,9 @@ def run(job: Job) -> None:
     import torch
 
     from lockstep import faults
-    from lockstep.tensors import exact_run as reference
     from lockstep.training import loop as training
     from lockstep.training.strategy import factory_of
+    from lockstep.verdict import reference
 
     config = configured(job)
     inputs = preflight.load_inputs(config)
@@ -153,9 +156,9 @@ def preload(groups: list[Group]) -> None:
         return
     import transformers.modeling_utils  # noqa: F401
 
-    from lockstep.tensors import exact_run  # noqa: F401
-    from lockstep.tensors.trace import layout_of
+    from lockstep.dumps.trace import layout_of
     from lockstep.training import loop  # noqa: F401
+    from lockstep.verdict import reference as exact_run  # noqa: F401
 
     for strategy in {job["strategy"] for job in jobs} - {REFERENCE}:
         preload_strategy(strategies.spec_of(strategy))
@@ -173,14 +176,16 @@ def preload_strategy(spec: Spec) -> None:
     from lockstep.training.strategy import factory_of
 
     factory_of(spec)
-    spec.preload()
+    for name in spec.preloads:
+        with contextlib.suppress(ImportError):  # the ranks say so; not every version has all
+            importlib.import_module(name)
 
 
 def run_group(jobs: list[Job], done: Path, listener: socket.socket | None) -> int:
     """Run the jobs of a group as one of its ranks. `listener` is None outside any launcher."""
     import torch.distributed as dist
 
-    from lockstep.collective import init_alone
+    from lockstep.ground.collective import init_alone
 
     progress.relay()
     if listener is None:

@@ -12,8 +12,8 @@ import time
 import traceback
 from collections.abc import Callable
 
-from lockstep.errors import printable
-from lockstep.running import processes
+from lockstep.ground import processes
+from lockstep.ground.errors import printable
 
 GRACE = 5.0  # seconds in which the other ranks may report why they fail, too
 

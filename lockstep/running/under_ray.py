@@ -8,7 +8,7 @@ The output of Ray and the workers goes to a log beside the history. Only the pro
 if __name__ == "__main__":
     import signal
 
-    from lockstep import startup
+    from lockstep.ground import startup
 
     for number in (signal.SIGINT, signal.SIGTERM):  # they are for the script that started this
         signal.signal(number, signal.SIG_IGN)
@@ -35,12 +35,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
-from lockstep import startup, strategies
-from lockstep.config import Config, Spec
-from lockstep.errors import TrainingFailure, UserError, first_line, run_program
+from lockstep.ground import hang, processes, progress, startup
+from lockstep.ground.errors import TrainingFailure, UserError, first_line, run_program
 from lockstep.inputs.data import Inputs
-from lockstep.running import hang, processes, progress
-from lockstep.running.device import share_cores
+from lockstep.plan import strategies
+from lockstep.plan.config import Config, Spec
+from lockstep.training.device import share_cores
 
 if TYPE_CHECKING:
     import psutil
@@ -164,7 +164,7 @@ def _train(ray: ModuleType, config: Config, make_trainer: MakeTrainer, told: dic
                 name=name, storage_path=str(config.storage_path), failure_config=FailureConfig(max_failures=0)
             ),
         )
-        # Only in the main thread does Ray Train take Ctrl-C for itself. It ends this process (lockstep/startup.py), and Ray
+        # Only in the main thread does Ray Train take Ctrl-C for itself. It ends this process (lockstep/ground/startup.py), and Ray
         # ends what it started.
         result: Any = _in_background(trainer.fit).result()  # annotated as the Result of an older Ray Train
         went_well, line = result.return_value
@@ -312,7 +312,7 @@ def _connect(ray: ModuleType) -> None:
 
 @contextlib.contextmanager
 def _our_sigterm(ray: ModuleType) -> Iterator[None]:
-    """Ray takes SIGTERM for itself while it starts, to end with a trace and its own status. Here lockstep/startup.py answers it."""
+    """Ray takes SIGTERM for itself while it starts, to end with a trace and its own status. Here lockstep/ground/startup.py answers it."""
     takes, ours = ray._private.utils.set_sigterm_handler, signal.getsignal(signal.SIGTERM)
     ray._private.utils.set_sigterm_handler = lambda _handler: None
     try:

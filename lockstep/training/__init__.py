@@ -1,1 +1,1 @@
-"""The Strategy protocol, the loop, the base for strategies in torch, the contract, the history file."""
+"""The Strategy protocol, the base for strategies in torch, the dimensions, the loop."""

@@ -4,7 +4,7 @@
 
 as in Llama 3 (arXiv 2407.21783, section 3.3.2). torch's own `context_parallel` passes keys and values around in a ring, and has no
 operator for CPUs (torch 2.13). A position attends to all before it, so a rank has an early and a late piece of each sequence
-(`lockstep.mesh.balanced_share`): then all ranks have equal work.
+(`lockstep.plan.mesh.balanced_share`): then all ranks have equal work.
 
 The loss of a rank is the mean over its own positions. All ranks have equally many, so the mean over ranks is the mean over tokens.
 """
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.nn.functional import scaled_dot_product_attention
 
 from lockstep.inputs import modules
-from lockstep.training.cuts import BALANCED
+from lockstep.plan.cuts import BALANCED
 from lockstep.training.positions import OwnPositions
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from lockstep.inputs import modules
-from lockstep.training import compiled
+from lockstep.plan import compiled
 from lockstep.training.measure import group_norms
 from lockstep.training.observe import collectives
 from lockstep.training.strategy import Strategy

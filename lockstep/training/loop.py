@@ -16,26 +16,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from lockstep import origin
-from lockstep.collective import gather_objects, stop_together, stopping_together
-from lockstep.config import Config
-from lockstep.errors import TrainingFailure, UserError
-from lockstep.files import write_text
+from lockstep.dumps import history as history_file
+from lockstep.dumps.capture import Capture
+from lockstep.ground import hang, origin, progress
+from lockstep.ground.collective import gather_objects, stop_together, stopping_together
+from lockstep.ground.errors import TrainingFailure, UserError
+from lockstep.ground.files import write_text
+from lockstep.inputs import activation_checkpointing as recompute
 from lockstep.inputs import weights
 from lockstep.inputs.data import Batches, Inputs, global_batch_hash, window_hashes
 from lockstep.inputs.model import build_model
 from lockstep.inputs.shapes import describe, parameter_shapes
-from lockstep.mesh import Geometry, Mesh
-from lockstep.running import hang, progress
-from lockstep.tensors.capture import Capture
-from lockstep.training import compiled, initial_weights, rates, recompute
-from lockstep.training import history as history_file
-from lockstep.training.contract import (
-    contradiction,
-    expected_contract,
-    left_to_the_verdict,
-    of_all_ranks,
-)
+from lockstep.plan import compiled, initial_weights, rates
+from lockstep.plan.config import Config
+from lockstep.plan.contract import contradiction, expected_contract, left_to_the_verdict, of_all_ranks
+from lockstep.plan.mesh import Geometry, Mesh
 from lockstep.training.listeners import ComputeDtypes, CountedCollectives, GroupNorms, Listener
 from lockstep.training.measure import held_out
 from lockstep.training.observe import (

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from lockstep.collective import gather_objects
+from lockstep.ground.collective import gather_objects
 from lockstep.inputs import modules
 from lockstep.inputs.data import Inputs
 from lockstep.inputs.shapes import from_config

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lockstep import strategies
-from lockstep.collective import gather_objects
-from lockstep.config import OPTIMIZERS, Config
+from lockstep.ground.collective import gather_objects
 from lockstep.inputs import modules, shapes
-from lockstep.training import compiled, rates
+from lockstep.plan import compiled, rates, strategies
+from lockstep.plan.config import OPTIMIZERS, Config
 from lockstep.training.optim import (
     AnyOptimizer,
     Several,

@@ -5,9 +5,9 @@ from typing import Any, Protocol
 
 import torch
 
-from lockstep.config import BETAS, EPS, OPTIMIZERS
-from lockstep.errors import TrainingFailure, UserError, first_line
-from lockstep.inputs import user_file
+from lockstep.ground import user_file
+from lockstep.ground.errors import TrainingFailure, UserError, first_line
+from lockstep.plan.config import BETAS, EPS, OPTIMIZERS
 
 
 def decays(ndim: int) -> bool:

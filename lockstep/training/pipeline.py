@@ -15,9 +15,9 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 from torch.distributed.tensor import DTensor
 
-from lockstep.collective import gather_objects
+from lockstep.ground.collective import gather_objects
 from lockstep.inputs import modules
-from lockstep.training import stages
+from lockstep.plan import stages
 from lockstep.training.optim import gradient_of
 
 if TYPE_CHECKING:

@@ -3,9 +3,9 @@
 import torch
 import torch.distributed as dist
 
-from lockstep.collective import gather_objects
-from lockstep.mesh import runs
-from lockstep.training.cuts import Positions
+from lockstep.ground.collective import gather_objects
+from lockstep.plan.cuts import Positions
+from lockstep.plan.mesh import runs
 
 
 class OwnPositions:

@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from lockstep import strategies
-from lockstep.config import Config, Spec
-from lockstep.errors import UserError
-from lockstep.mesh import Geometry, Mesh
+from lockstep.ground.errors import UserError
+from lockstep.plan import strategies
+from lockstep.plan.config import Config, Spec
+from lockstep.plan.mesh import Geometry, Mesh
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

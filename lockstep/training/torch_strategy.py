@@ -20,11 +20,11 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.blocks import Runs, blocks, runs_of
-from lockstep.config import Config
-from lockstep.errors import UserError
+from lockstep.ground.blocks import Runs, blocks, runs_of
+from lockstep.ground.errors import UserError
 from lockstep.inputs.model import causal_lm_loss
-from lockstep.mesh import AXES, Geometry, Mesh, build_device_mesh
+from lockstep.plan.config import Config
+from lockstep.plan.mesh import AXES, Geometry, Mesh, build_device_mesh
 from lockstep.training import context_parallel
 from lockstep.training.observe import torch_contract
 from lockstep.training.optim import (
@@ -89,7 +89,7 @@ class TorchStrategy:
     def parallelize(self, model: "PreTrainedModel", device_mesh: DeviceMesh) -> torch.nn.Module:
         """Turn `model`, which every rank holds whole, into a module that runs on `device_mesh`; returns what forward calls.
 
-        `device_mesh` has the axes of lockstep/mesh.py by name. Parameters keep their Hugging Face names.
+        `device_mesh` has the axes of lockstep/plan/mesh.py by name. Parameters keep their Hugging Face names.
         """
         raise UserError(
             f"{type(self).__name__} has no method parallelize; write it (docs/your-own-strategy.md)"

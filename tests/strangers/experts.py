@@ -23,7 +23,7 @@ from transformers.distributed.expert_parallel import (
 )
 from transformers.distributed.parallel_utils import _AllReduceBackward, _AllReduceForward
 
-from lockstep import strategies
+from lockstep.plan import strategies
 from lockstep.training.torch_strategy import local, sharded_axes
 
 HERE = Path(__file__).parent

@@ -1,1 +1,0 @@
-"""DeepSpeed's own needs beside the strategy: its collectives, flags and configuration, and handles for planted faults."""

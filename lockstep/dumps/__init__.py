@@ -1,0 +1,1 @@
+"""What a run leaves, written and read: its record, history, and captured tensors."""

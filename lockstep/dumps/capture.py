@@ -1,0 +1,477 @@
+"""Capture: write what a run computes in its first steps, as full tensors, while it trains.
+
+For every captured step, in one file (lockstep/dumps/dump.py):
+
+    forward/MODULE           the output of every module (MODULE.1 for the second tensor of a tuple)
+    forward/MODULE.input     its input, unless that is the output of another module (lockstep/dumps/layout.py)
+    backward/...             the gradient of the loss with respect to each of these
+    gradient/PARAMETER       before clipping
+    exp_avg/PARAMETER  exp_avg_sq/PARAMETER  parameter/PARAMETER      after the update
+    batch/input_ids  batch/labels          what the model was really called with
+
+The loss is the mean over the global batch, so the gradients that a rank computes for its own share are divided by the number of
+shares (`Captured.loss_shares`). Rows (dim 0) are the global batch: DP rank by DP rank, micro batch by micro batch. Hooks exist only
+during captured steps.
+"""
+
+import contextlib
+import functools
+import math
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from lockstep.dumps import manifest, step_file
+from lockstep.dumps.layout import BATCH, SEQUENCE, State, as_json, state_of
+from lockstep.dumps.trace import layout_of, named_outputs, watched
+from lockstep.ground.blocks import Runs, blocks
+from lockstep.ground.collective import gather_objects, stop_together
+from lockstep.ground.errors import first_line
+from lockstep.ground.files import remove_captured, why_not_written
+from lockstep.inputs import activation_checkpointing as recompute
+from lockstep.plan import compiled, cuts
+from lockstep.plan.mesh import Coordinates, share
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from lockstep.plan.config import Config
+
+MOST_KINDS = 8  # of tensors of one parameter that a file has room for
+Fed = tuple[torch.Tensor, torch.Tensor]  # input_ids and labels of a micro batch, each (B, S)
+Given = ParamSpec("Given")
+Returned = TypeVar("Returned")
+
+
+class Captured(Protocol):
+    """What a capture needs of a strategy; see lockstep/training/strategy.py."""
+
+    @property
+    def model(self) -> "PreTrainedModel": ...
+
+    @property
+    def loss_shares(self) -> int: ...
+
+    def held(self, kind: str) -> Iterator[tuple[str, torch.Tensor, tuple[int, ...], tuple[int, ...]]]: ...
+
+    def state_kinds(self) -> list[str]: ...
+
+    def called(self) -> list[tuple[torch.nn.Module, dict[str, str | int]]]: ...
+
+
+class Capture:
+    """One rank's capture. `begin`, `gradients` and `end` are collective, once per captured step.
+
+    Raises TrainingFailure on every rank if a part has no place in its full tensor, a tensor was only partly written, or the disk is
+    full.
+    """
+
+    writer: step_file.StepWriter  # of the step that is being captured
+    path: Path
+
+    def __init__(self, config: "Config", model: torch.nn.Module, provenance: dict):
+        self.config, self.mesh, self.rank = config, config.mesh, dist.get_rank()
+        self.here = self.mesh.coordinates(self.rank)
+        self.positions = cuts.positions(config, self.here.cp)
+        self.folder = config.capture_folder
+        found = layout_of(provenance["architecture"], config.attn_impl)
+        self.layout = replace(found, state=state_of(config.optimizer, found.model.trained))
+        self.kinds = self.layout.kinds(provenance["config"])
+        kept = MOST_KINDS if config.has_own_optimizer else len(self.kinds)
+        self.num_tensors = 2 * len(self.layout.outputs) + kept * len(self.layout.parameters) + 2
+        self.manifest: dict[str, Any] = {
+            "run": provenance,
+            "layout": as_json(self.layout),
+            "steps": {},
+        }
+        self.writers: dict[str, bool] = {}
+        self.unfinished: list[Path] = []
+
+    def begin(self, strategy: Captured, step: int, fed: Sequence[Fed] = ()) -> None:
+        """Before the step's first forward pass: open the file and register the hooks.
+
+        `fed` are the micro batches that the strategy is given, each (input_ids, labels). They are recorded where the model is called
+        without them: a loss of the user's own may call parts of it, or keep the labels for itself.
+        """
+        self._open(strategy, step)
+        self.fed = fed
+        called = strategy.called()
+        self.called_with = set[str]().union(*(places for _, places in called))
+        self.handles = [
+            module.register_forward_pre_hook(functools.partial(self._see_batch, places), with_kwargs=True)
+            for module, places in called
+        ]
+        names = self.layout.names
+        by_name = {
+            name: module
+            for name, module in watched(strategy.model, names.base)
+            if not compiled.is_hidden(names, self.config.compile, name)
+        }
+        for name in self.layout.inputs.keys() & by_name.keys():
+            self.handles.append(
+                by_name[name].register_forward_pre_hook(
+                    functools.partial(self._see_inputs, name), prepend=True, with_kwargs=True
+                )
+            )
+        for name, module in by_name.items():
+            self.handles.append(module.register_forward_hook(functools.partial(self._see_outputs, name)))
+
+    def _open(self, strategy: Captured, step: int) -> None:
+        self.strategy, self.step, self.problem = strategy, step, ""
+        self.loss_shares = strategy.loss_shares  # every gradient is divided by it
+        self.no_room: OSError | None = None
+        self.rows: Counter[str] = Counter()  # of this rank, seen so far
+        self.gradients_seen: set[tuple[str, int]] = set()
+        self.logits: list[float] = [0.0, 0.0, 0.0, 0.0]  # count, sum, sum of squares, largest
+        self.final = step_file.step_path(self.folder, step)
+        self.unfinished = [
+            self.final.with_name(f"{self.final.name}.part{stage or ''}") for stage in range(self.mesh.pp)
+        ]
+        self.path = self.unfinished[self.here.pp]
+        if self.rank == self.mesh.rank(Coordinates(pp=self.here.pp)):
+            self._try(step_file.StepWriter.create, self.path)
+        stop_together(self.problem)
+        writer = self._try(step_file.StepWriter, self.path, self.num_tensors)
+        stop_together(self.problem)
+        assert writer is not None, "where there is none there is a problem"
+        self.writer = writer
+        if not self.writers:
+            self.writers = self._parameter_writers()
+
+    def gradients(self) -> None:
+        """Between the backward pass and the update: write every parameter's gradient."""
+        for handle in self.handles:
+            handle.remove()
+        for number, name in enumerate(("input_ids", "labels")):
+            # a stage of a pipeline is called with one of them
+            if name in self.called_with and not self.rows[f"batch/{name}"]:
+                for micro_batch in self.fed:
+                    self._write_batch(name, self._own_positions(micro_batch[number]))
+        self._write_held("gradient")
+
+    def only_parameters(self, strategy: Captured) -> None:
+        """Write the parameters alone, as step 0."""
+        self._open(strategy, 0)
+        self._write_held("parameter")
+        self._close({})
+
+    def end(self, record: dict, *, updated: bool = True) -> None:
+        """After the update: write optimizer state and parameters, finish the file, name the step in the manifest."""
+        if updated and self.config.has_own_optimizer and not self.layout.state:
+            self._see_state()
+        for kind in self.kinds[1:] if updated else ():
+            self._write_held(kind)
+        fields = (
+            "loss",
+            "rank_losses",
+            "grad_norm",
+            "learning_rate",
+            "batch_hash",
+            "started_from",
+            "regrets",
+            "lowered",
+        )
+        self._close({key: record[key] for key in fields if key in record})
+
+    def _see_state(self) -> None:
+        """What an optimizer of the user's choice keeps of parameters, after its first step."""
+        mine = {
+            kind: {name: full for name, _, full, _ in self.strategy.held(kind)}
+            for kind in self.strategy.state_kinds()
+        }
+        state: State = {}
+        for of_rank in gather_objects(mine):
+            for kind, shapes in of_rank.items():
+                state.setdefault(kind, {}).update(shapes)
+        self.layout = replace(self.layout, state=state)
+        self.kinds = self.layout.kinds(self.manifest["run"]["config"])
+        self.manifest["layout"] = as_json(self.layout)
+
+    def state_contract(self, contract: dict) -> None:
+        """Record the effective contract. Called once, by one rank, after a first step."""
+        self.manifest["contract"] = contract
+        manifest.write(self.folder, self.manifest)
+
+    def abandon(self) -> None:
+        """After a failure: remove the file of an unfinished step. It is of no use and takes room, and no older dump is read beside it."""
+        if self.rank == 0 and self.unfinished:
+            with contextlib.suppress(OSError):
+                for path in self.unfinished:
+                    path.unlink(missing_ok=True)
+                self.folder.rmdir()  # if no step was finished
+
+    def _close(self, entry: dict) -> None:
+        self._try(self.writer.close)
+        if self.no_room:  # the size of the whole file is known now
+            reason = why_not_written(self.no_room, self.path, self.writer.size)
+            self.problem = f"cannot write {self.path} (capture of step {self.step}, rank {self.rank}): {reason}; free space or choose another --capture_dir"
+        parts = {name: slot.parts for name, slot in self.writer.slots.items()}
+        layout = {name: (slot.shape, slot.dtype, slot.offset) for name, slot in self.writer.slots.items()}
+        everyone = gather_objects((parts, layout, self.logits))
+        stop_together(self.problem)
+        if self.rank == 0:
+            self._try(self._finish, everyone, entry)
+        stop_together(self.problem)
+
+    def _try(
+        self, call: Callable[Given, Returned], *arguments: Given.args, **options: Given.kwargs
+    ) -> Returned | None:
+        """Call the function and keep an error for `stop_together`, because the other ranks wait in a collective."""
+        try:
+            return call(*arguments, **options)
+        except Exception as error:  # noqa: BLE001 - it is raised on every rank, by stop_together
+            if not self.problem:
+                self.problem = (
+                    f"capture of step {self.step}, rank {self.rank}: {first_line(error)} ({self.path})"
+                )
+                self.no_room = error if isinstance(error, OSError) else None
+            return None
+
+    def _see_batch(
+        self,
+        places: dict[str, str | int],
+        _module: torch.nn.Module,
+        arguments: tuple,
+        options: dict[str, Any],
+    ) -> None:
+        for name, place in places.items():
+            if isinstance(place, int):
+                self._write_batch(name, arguments[place])
+            elif place in options:
+                self._write_batch(name, options[place])
+            elif (
+                name == "input_ids" and arguments
+            ):  # the first argument of every causal language model of transformers
+                self._write_batch(name, arguments[0])
+
+    def _write_batch(self, name: str, given: torch.Tensor) -> None:
+        row = self._next_row(f"batch/{name}", given)
+        self._try(self._write_placed, f"batch/{name}", given, (BATCH, SEQUENCE), row)
+
+    def _own_positions(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's positions of a micro batch (B, S)."""
+        return torch.cat([whole[:, start : start + length] for start, length in self.positions], dim=1)
+
+    def _next_row(self, name: str, local: torch.Tensor) -> int:
+        """Where a micro batch begins among the samples of this rank, which come one after the other."""
+        row = self.rows[name]
+        self.rows[name] += local.shape[0]
+        return row
+
+    def _see_inputs(
+        self, module: str, _module: torch.nn.Module, arguments: tuple, options: dict[str, Any]
+    ) -> None:
+        given = {**{str(place): value for place, value in enumerate(arguments)}, **options}
+        for place, name in self.layout.inputs[module].items():
+            if isinstance(given.get(place), torch.Tensor):
+                self._see(name, given[place])
+
+    def _see_outputs(self, module: str, _module: torch.nn.Module, _arguments: object, output: object) -> None:
+        for name, tensor in named_outputs(module, output):
+            self._see(name, tensor)
+
+    def _see(self, name: str, tensor: torch.Tensor) -> None:
+        """Write an output or input of a module, and its gradient later."""
+        if recompute.active():
+            return
+        if name not in self.layout.outputs:
+            if self.layout.is_further(name) or name in self.layout.unknown:
+                return  # such as the probabilities that eager attention returns beside its output
+            self.problem = (
+                self.problem
+                or f"capture of step {self.step}, rank {self.rank}: {name} was computed, but the model has no such module"
+            )
+            return
+        local, symbols = self._with_sequence(name, _local(tensor)), self.layout.outputs[name]
+        row = self._next_row(name, local)
+        if row > 0 and symbols[0] != BATCH:
+            return  # the same for every micro batch
+        if name == self.layout.names.head:
+            self._summarise(local)
+        self._try(self._write_placed, f"forward/{name}", local, symbols, row)
+        if tensor.requires_grad and name in self.layout.backward:
+            # its place is fixed here, in the order of the forward pass, which is the same on all ranks
+            self._try(self._place, f"backward/{name}", local, symbols)
+            tensor.register_hook(functools.partial(self._see_gradient, name, row))
+
+    def _with_sequence(self, name: str, local: torch.Tensor) -> torch.Tensor:
+        """A tensor whose first dim is all tokens of a micro batch, with that dim as two."""
+        if name not in self.layout.flat:
+            return local
+        return local.unflatten(0, (self.fed[0][0].shape[0], -1))
+
+    def _see_gradient(self, name: str, row: int, gradient: torch.Tensor) -> None:
+        if (name, row) in self.gradients_seen:
+            return  # a zero-bubble schedule computes the gradients of weights later, from this gradient again
+        self.gradients_seen.add((name, row))
+        local = self._with_sequence(name, _local(gradient)) / self.loss_shares
+        self._try(self._write_placed, f"backward/{name}", local, self.layout.outputs[name], row)
+
+    def _summarise(self, logits: torch.Tensor) -> None:
+        wide = logits.double()
+        count, total, square, largest = self.logits
+        self.logits = [
+            count + wide.numel(),
+            total + float(wide.sum()),
+            square + float(wide.square().sum()),
+            max(largest, float(wide.abs().max())),
+        ]
+
+    def _write_placed(self, name: str, local: torch.Tensor, symbols: tuple, row: int) -> None:
+        runs, is_writer = self._place(name, local, symbols)
+        if symbols[0] == BATCH:
+            [(first, rows)] = runs[0]
+            runs[0] = [(first + row, rows)]
+        for start, block in blocks(local, runs):
+            self.writer.write(name, start, block, is_writer=is_writer)
+
+    def _place(self, name: str, local: torch.Tensor, symbols: tuple) -> tuple[list[Runs], bool]:
+        """(the runs of every dim of the full tensor that this rank's first micro batch covers, whether this rank writes them).
+
+        Makes the tensor's slot. Raises ValueError for a shape that is no share of the full tensor.
+        """
+        config = self.config
+        per_rank = config.batch_size * config.gradient_accumulation_steps
+        sizes = {BATCH: per_rank * config.dp_size, SEQUENCE: config.seq_length}
+        full = tuple(sizes.get(symbol, symbol) for symbol in symbols)
+        cut = {"dp": symbols[0] == BATCH, "cp": SEQUENCE in symbols, "tp": False}
+        runs = [
+            self.positions if symbol == SEQUENCE else [(0, size)]
+            for symbol, size in zip(symbols, full, strict=True)
+        ]
+        if cut["dp"]:
+            runs[0] = [
+                (self.here.dp * per_rank, local.shape[0])
+            ]  # that all of them come is checked at the end
+        for dim in range(1, len(full)):
+            if local.shape[dim] != _length(runs[dim]) and not cut["tp"]:
+                cut["tp"] = True
+                runs[dim] = _part(runs[dim], *share(_length(runs[dim]), self.here.tp, self.mesh.tp))
+        if list(local.shape) != list(map(_length, runs)):
+            raise ValueError(
+                f"{name} has shape {tuple(local.shape)}, which is no share of the full tensor {full}"
+            )
+        self.writer.slot(name, full, local.dtype)
+        return runs, all(is_cut or self.here.along(axis) == 0 for axis, is_cut in cut.items())
+
+    def _write_held(self, kind: str) -> None:
+        for name, local, full, start in self.strategy.held(kind):
+            self._try(self._write_one_held, f"{kind}/{name}", name, local, full, start)
+
+    def _write_one_held(self, key: str, name: str, local: torch.Tensor, full: tuple, start: tuple) -> None:
+        self.writer.slot(key, full, local.dtype)
+        self.writer.write(key, start, local, is_writer=self.writers[name])
+
+    def _parameter_writers(self) -> dict[str, bool]:
+        """Parameter -> whether this rank writes its part: ranks that hold the same part take turns."""
+        mine: dict[str, list] = {}
+        for name, local, _, start in self.strategy.held("parameter"):
+            mine.setdefault(name, []).append((start, tuple(local.shape)))
+        everyone = gather_objects((self.here.pp, mine))
+        writes = {}
+        for number, name in enumerate(mine):
+            twins = [
+                rank
+                for rank, (stage, theirs) in enumerate(everyone)
+                if stage == self.here.pp and theirs[name] == mine[name]
+            ]
+            writes[name] = twins[number % len(twins)] == self.rank
+        return writes
+
+    def _finish(self, everyone: list, entry: dict) -> None:
+        """On rank 0: check that the parts cover the tensors, write the header, name the step in the manifest."""
+        tensors, replicas = {}, {}
+        first_of = [self.mesh.rank(Coordinates(pp=stage)) for stage in range(self.mesh.pp)]
+        for rank, (_, layout, _) in enumerate(everyone):
+            first = first_of[self.mesh.coordinates(rank).pp]
+            if layout != everyone[first][1]:
+                raise ValueError(
+                    f"rank {rank} and rank {first} did not see the same tensors in the same order"
+                )
+        for stage, path in enumerate(self.unfinished[1:], 1):
+            self.writer.append(path, everyone[first_of[stage]][1])
+        rows = self.config.batch_size * self.config.gradient_accumulation_steps * self.config.dp_size
+        for name in self.layout.of_step(self.kinds, rows, self.config.seq_length):
+            if not any(ranks.get(name) for ranks, _, _ in everyone):
+                continue  # not computed in this step
+            slot = self.writer.slots[name]
+            parts = [ranks.get(name, []) for ranks, _, _ in everyone]
+            self._count_one_stage(parts)
+            total, odd = step_file.merge(name, parts, slot.shape, slot.dtype.itemsize)
+            tensors[name] = {
+                "dtype": step_file.DTYPES[slot.dtype],
+                "shape": list(slot.shape),
+                "sharded": self._sharded(parts),
+                "checksum": total,
+            }
+            if odd:
+                replicas[name] = odd
+        self.writer.write_header(self.path)
+        if not self.manifest["steps"]:  # the first step that is whole: now an older dump can go
+            remove_captured(self.folder, but=self.path)
+        os.replace(self.path, self.final)
+        step = {**entry, "tensors": tensors, "replicas_differ": replicas}
+        if self.step > 0:
+            shares: list[list[list[float]]] = [[] for _ in range(self.mesh.num_sample_shares)]
+            for rank, (_, _, logits) in enumerate(everyone):
+                shares[self.mesh.sample_share(rank)].append(logits)
+            step["logits"] = [_combine(share) for share in shares]
+        self.manifest["steps"][str(self.step)] = step
+        manifest.write(self.folder, self.manifest)
+
+    def _count_one_stage(self, parts: list[list[step_file.Part]]) -> None:
+        """Of a tensor that ranks of several stages have written, each into its own file, only the first stage's counts."""
+        stages = [self.mesh.coordinates(rank).pp for rank in range(len(parts))]
+        owner = min(stage for stage, of_rank in zip(stages, parts, strict=True) if of_rank)
+        for stage, of_rank in zip(stages, parts, strict=True):
+            for part in of_rank if stage != owner else ():
+                part.checksum = None
+
+    def _sharded(self, parts: list[list[step_file.Part]]) -> dict[str, int]:
+        """Mesh axis -> the dim that it cuts, from the places of the ranks' parts."""
+        dims: dict[str, int] = {}
+        first = next(rank for rank, of_rank in enumerate(parts) if of_rank)
+        for axis in self.mesh.axes:
+            if axis == "pp":  # it cuts no tensor
+                continue
+            here, there = parts[first][0].start, parts[self.mesh.neighbour(first, axis)][0].start
+            dims.update((axis, dim) for dim, (a, b) in enumerate(zip(here, there, strict=True)) if a != b)
+        return dims
+
+
+def _combine(shards: list[list[float]]) -> dict[str, float]:
+    """Summary of the logits of one share of the samples from those of the ranks that have parts of them (or replicas)."""
+    counts, totals, squares, largest = zip(*shards, strict=True)
+    if not sum(counts):
+        return dict.fromkeys(("mean", "rms", "max_abs"), math.nan)  # the head was not called
+    return {
+        "mean": sum(totals) / sum(counts),
+        "rms": (sum(squares) / sum(counts)) ** 0.5,
+        "max_abs": max(largest),
+    }
+
+
+def _length(runs: Runs) -> int:
+    return sum(length for _, length in runs)
+
+
+def _part(runs: Runs, start: int, length: int) -> Runs:
+    """Those `length` places of the runs that begin with the `start`-th."""
+    found = []
+    for first, size in runs:
+        begin, end = max(start, 0), min(start + length, size)
+        if begin < end:
+            found.append((first + begin, end - begin))
+        start -= size
+    return found or [(sum(runs[-1]), 0)]
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()

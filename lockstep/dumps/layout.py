@@ -1,0 +1,130 @@
+"""The tensors that a captured step of a model must hold, in order of execution.
+
+Captured are
+
+    MODULE          the output of a module (MODULE.1 for the second tensor of a tuple)
+    MODULE.input    the input of a module, if it depends on the weights and is not captured already, such as the output of the
+                    attention itself, which enters its output layer
+
+and, backward, the gradient of the loss with respect to each of them. lockstep/dumps/trace.py finds them in the model itself. A dump
+holds the layout of its model, so reading one builds no model.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+
+from lockstep.inputs.modules import Names
+from lockstep.inputs.shapes import Description, description_of
+
+BATCH, SEQUENCE = "batch", "sequence"
+State = dict[str, dict[str, tuple[int, ...]]]  # what an optimizer keeps: kind -> parameter -> shape
+
+
+def state_of(optimizer: str, parameters: dict[str, tuple[int, ...]]) -> State:
+    """What a built-in optimizer keeps: AdamW two moments of every parameter, SGD nothing. Of any other a run says it after its first step."""
+    return {"exp_avg": parameters, "exp_avg_sq": parameters} if optimizer == "adamw" else {}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A discrete choice that the model makes, such as a router's of experts: the indices that `torch.topk` returned."""
+
+    call: int  # the number of the call of `torch.topk` in a forward pass, from 0
+    scores: str  # the captured tensor that the scores are computed from; "" if there is none
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The tensors of one model. Shapes are whole, not sharded; "batch" and "sequence" stand for those dims."""
+
+    model: Description
+    outputs: dict[str, tuple]  # name -> shape of captured outputs and inputs, in order of execution
+    backward: tuple[str, ...]  # those of them that have a gradient, in order of the backward pass
+    inputs: dict[
+        str, dict[str, str]
+    ]  # module -> place among its arguments, a number or a name -> name of a captured input
+    sources: dict[str, tuple[str, ...]]  # name -> the captured tensors that it is directly computed from
+    flat: tuple[str, ...]  # those whose first dim is batch x sequence, and is captured as two
+    choices: dict[str, Choice]  # name of captured indices -> how they are chosen
+    unknown: tuple[
+        str, ...
+    ]  # outputs that are not captured: a dim follows neither the batch nor the sequence
+    state: State
+    tables: tuple[str, ...]  # modules whose output does not depend on the weights, such as a rotary table
+
+    @property
+    def names(self) -> Names:
+        return self.model.names
+
+    @property
+    def parameters(self) -> dict[str, tuple[int, ...]]:
+        return self.model.parameters
+
+    def kinds(self, config: dict) -> tuple[str, ...]:
+        """What a run with this configuration has of parameters in each step, in order; an average only if asked for."""
+        average = ("average",) if config["ema_decay"] < 1 else ()
+        return ("gradient", *self.state, "parameter", *average)
+
+    def of_step(self, kinds: tuple[str, ...], rows: int, seq_length: int) -> dict[str, tuple[int, ...]]:
+        """Name -> shape (rows of the global batch, ...) of all tensors of a step, in order of execution.
+
+        `kinds` are those of `kinds` that the step has. With "gradient" it has a batch, a forward and a backward pass, too. Order: forward;
+        backward, each output gradient followed by the gradients of its module's own parameters; update.
+        """
+        found: dict[str, tuple[int, ...]] = {}
+        if "gradient" in kinds:
+            sizes = {BATCH: rows, SEQUENCE: seq_length}
+            found = {f"batch/{name}": (rows, seq_length) for name in ("input_ids", "labels")}
+            shapes = {
+                name: tuple(sizes.get(size, size) for size in shape) for name, shape in self.outputs.items()
+            }
+            found |= {f"forward/{name}": shape for name, shape in shapes.items()}
+            gradients = {f"gradient/{name}": shape for name, shape in self.model.trained.items()}
+            of_module: dict[str, dict[str, tuple[int, ...]]] = {}
+            for name, shape in gradients.items():
+                module = name.removeprefix("gradient/").rpartition(".")[0]
+                of_module.setdefault(module, {})[name] = shape
+            for name in self.backward:
+                found[f"backward/{name}"] = shapes[name]
+                found |= of_module.get(name, {})
+            found |= gradients  # those of modules without a captured gradient
+        for name, shape in self.parameters.items():
+            for kind in kinds:
+                if kind in self.state:
+                    if name in self.state[kind]:
+                        found[f"{kind}/{name}"] = self.state[kind][name]
+                elif kind != "gradient":
+                    found[f"{kind}/{name}"] = shape
+        return found
+
+    def is_further(self, name: str) -> bool:
+        """Whether a name is that of an output of a module beside its first."""
+        module, _, number = name.rpartition(".")
+        return number.isdigit() and module in self.outputs and not module.endswith(".input")
+
+
+def as_json(layout: Layout) -> dict:
+    return dataclasses.asdict(layout)
+
+
+def from_json(content: dict) -> Layout:
+    """The layout that a manifest holds; lockstep/dumps/manifest.py has its schema."""
+
+    def tuples(key: str) -> dict:
+        return {name: tuple(value) for name, value in content[key].items()}
+
+    return Layout(
+        description_of(content["model"]),
+        tuples("outputs"),
+        tuple(content["backward"]),
+        content["inputs"],
+        tuples("sources"),
+        tuple(content["flat"]),
+        {name: Choice(**choice) for name, choice in content["choices"].items()},
+        tuple(content["unknown"]),
+        {
+            kind: {name: tuple(shape) for name, shape in shapes.items()}
+            for kind, shapes in content["state"].items()
+        },
+        tuple(content["tables"]),
+    )

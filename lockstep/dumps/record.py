@@ -1,0 +1,186 @@
+"""What a history and a dump say of their run: one record with one schema and one seal, and what makes two runs comparable."""
+
+import functools
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
+
+from pydantic import Field, create_model
+
+from lockstep.ground import flags
+from lockstep.ground.errors import UserError, printable
+from lockstep.ground.files import read_json, seal
+from lockstep.ground.flags import Same
+from lockstep.ground.schemas import Architecture, Count, Finite, Name, Origin, Sha256, Strict, Whole, validate
+from lockstep.ground.tested import unlike
+from lockstep.plan import strategies
+from lockstep.plan.config import Config
+from lockstep.plan.mesh import Axis, Mesh
+
+Text = Annotated[str, Field(max_length=65536)]  # a path, a message: made harmless where it is shown
+
+
+@functools.cache  # every history and dump that is read asks for it
+def schema(of: type, **others: Any) -> type[Strict]:
+    """The strict schema of what a run records of a dataclass of flags: field for field, `others` in place of some."""
+    hints = typing.get_type_hints(of)
+    kinds: dict[str, Any] = {}
+    for each in flags.recorded(of):
+        about, choices = each.metadata, flags.choices_of(of, each)
+        kind = about["recorded_as"] or (Literal[tuple(choices)] if choices else hints[each.name])
+        kinds[each.name] = (_bounded(kind, about), ...)
+    kinds |= {name: (kind, ...) for name, kind in others.items()}
+    return create_model(of.__name__, __base__=Strict, **kinds)
+
+
+def _bounded(kind: Any, about: Mapping[str, Any]) -> Any:
+    """A type with the bounds of its flag on what it has of numbers and text: `bool | int` bounds the int alone."""
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        return typing.Union[tuple(_bounded(each, about) for each in typing.get_args(kind))]  # noqa: UP007
+    if kind is str:
+        return Text
+    if kind not in (int, float):
+        return kind
+    limits = {"ge": about["low"], "gt": about["above"], "le": about["high"]}
+    base = Finite if kind is float else Count if about["low"] else Whole
+    return Annotated[base, Field(**{word: limit for word, limit in limits.items() if limit is not None})]
+
+
+if TYPE_CHECKING:
+    RunConfig = Config
+else:
+    RunConfig = schema(
+        Config,
+        strategy=Name,
+        own=dict[Name, Any],
+        run_name=Name | None,
+        # What "auto" was resolved to.
+        device=Literal["cpu", "cuda"],
+        backend=Literal["gloo", "nccl"],
+    )
+
+
+class Run(Strict):
+    """What is known of a run before it begins."""
+
+    label: Name
+    mesh: dict[Axis, Count]  # axis -> size
+    config: RunConfig
+    architecture: Architecture
+    architecture_source: Text
+    initial_weights: Text  # where they came from, in words
+    corpus_sha256: Sha256
+    tokenizer: Name
+    num_steps: Count
+    versions: dict[Name, Name]
+    origin: Origin
+    told_sha256: Sha256 | None = None  # of what the strategy's library was told
+
+
+def read_sealed(path: Path, kind: str, number: int, remedy: str) -> dict[str, Any]:
+    """The content of a JSON file of this format. Raises UserError if it is another one, or is not what its seal says."""
+    try:
+        content = read_json(path)
+    except UserError as error:
+        raise UserError(f"{error}; {remedy}") from error
+    found = content.get("format") if isinstance(content, dict) else None
+    if found != number or isinstance(found, bool):
+        what = (
+            f"format {printable(repr(found), 40)}, this version reads {number}"
+            if found is not None
+            else f"not {kind}"
+        )
+        raise UserError(f"{path}: {what}; {remedy} with this version")
+    if content.get("sha256") != seal(content):
+        raise UserError(f"{path}: damaged (its content is not what its sha256 says); {remedy}")
+    return content
+
+
+def contradictions(run: Mapping[str, Any]) -> Iterator[str]:
+    """Sentences about entries of a run that contradict each other."""
+    options = run["config"]
+    mesh = Mesh.of_options(options)
+    if run["mesh"] != mesh.sizes or mesh.world_size != options["num_workers"]:
+        yield (
+            f"mesh {run['mesh']}, {options['num_workers']} workers, and {mesh.label} of the configuration do not go together"
+        )
+    if options["debug_steps"] and run["num_steps"] != options["debug_steps"]:
+        yield f"num_steps is {run['num_steps']}, debug_steps {options['debug_steps']}"
+    spec = strategies.recorded(options["strategy"])
+    unused = next((axis for axis in mesh.axes if axis not in spec.axes), None)
+    if unused:
+        yield f"run.mesh has {unused} {mesh.size(unused)}, and {spec.label} has no such axis"
+    if spec.factory:  # the file of a user's own, which says what its options are, may be gone
+        try:
+            validate(
+                schema(spec.options), options["own"], "run.config.own", f"that is no option of {spec.label}"
+            )
+        except UserError as error:
+            yield str(error).replace("run.config.own: ", "run.config.own.", 1)
+    depth = run["architecture"].get("num_hidden_layers")
+    if options["num_layers"] not in (None, depth):
+        yield f"run.config.num_layers is {options['num_layers']}, the architecture has {depth}"
+    if not {"torch", "transformers"} <= run["versions"].keys():
+        yield "run.versions does not name torch and transformers"
+
+
+def configuration(run: Mapping[str, Any]) -> Config:
+    """The configuration of a recorded run, without its paths."""
+    known = {key: value for key, value in run["config"].items() if key != "strategy"}
+    return Config(spec=strategies.recorded(run["config"]["strategy"]), **known)
+
+
+class Recorded(Protocol):
+    """A history or a dump."""
+
+    run: dict[str, Any]
+
+    @property
+    def initial_sha256(self) -> str: ...
+
+    @property
+    def batch_hashes(self) -> dict[int, str]:
+        """Step -> hash of its global batch."""
+        ...
+
+
+def require_comparable(
+    one: Recorded, other: Recorded, level: Same, names: str, *, same_weights: bool = True
+) -> None:
+    """Raise UserError with the first thing in which two runs differ that no verdict may overlook.
+
+    names: the two, as an error calls them. same_weights=False: initial weights may differ. Steps that only one has are left out.
+    """
+    pair = f"{names} cannot be compared"
+    mine, theirs = one.run["config"], other.run["config"]
+    if one.run["architecture"] != other.run["architecture"]:
+        raise UserError(f"{pair}: their models differ; use the same --model_name and --num_layers")
+    for name in flags.must_agree(Config, level):
+        if mine[name] != theirs[name]:
+            raise UserError(
+                f"{pair}: they were configured differently, {name} is {mine[name]!r} against {theirs[name]!r}; use the same --{name}"
+            )
+    sizes = [each["dp_size"] * each["batch_size"] for each in (mine, theirs)]
+    if sizes[0] != sizes[1]:
+        raise UserError(
+            f"{pair}: their global batches differ, dp_size x batch_size is {sizes[0]} against {sizes[1]}; make them equal"
+        )
+    for key, what in (("corpus_sha256", "corpora"), ("tokenizer", "tokenizers")):
+        if one.run[key] != other.run[key]:
+            raise UserError(f"{pair}: their {what} differ; use the same --dataset_name and tokenizer")
+    if same_weights and one.initial_sha256 != other.initial_sha256:
+        raise UserError(
+            f"{pair}: they started from different weights; give all runs the same --init_weights_path"
+        )
+    hashes = other.batch_hashes
+    for step, value in one.batch_hashes.items():
+        if hashes.get(step, value) != value:
+            raise UserError(
+                f"{pair}: step {step} was trained on different batches; use the same corpus, --seed, --seq_length and dp_size x batch_size"
+            )
+    if one.run["versions"] != other.run["versions"]:
+        raise UserError(
+            f"{pair}: their libraries differ, {unlike(one.run['versions'], other.run['versions'])}; use the same environment"
+        )

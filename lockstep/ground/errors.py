@@ -1,0 +1,80 @@
+"""The errors that a person sees: one line each, and its exit status.
+
+0 done, PASS    1 a failed verdict or run    2 a usage error    3 an internal error: a bug of Lockstep, no verdict
+"""
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+
+from lockstep.ground import startup
+
+INTERNAL, BROKEN_PIPE = 3, 141  # the second is 128 + the signal, as in shells
+LONGEST = 1000  # characters of a message
+
+
+class UserError(ValueError):
+    """A usage error: the request cannot be carried out. The message says what is wrong, where, and what to do (exit 2)."""
+
+    exit_code = 2
+
+
+LIBRARY_REFUSES = "the strategy's library refuses it"  # in the message of such an error
+
+
+class TrainingFailure(RuntimeError):
+    """Training started and had to stop: a non-finite loss, peers on different data, wrong weights (exit 1)."""
+
+    exit_code = 1
+
+
+def printable(text: object, limit: int = LONGEST) -> str:
+    """The text on one line that a terminal can be given: control characters escaped, cut at `limit` characters.
+
+    Text from files passes through here before it is shown: an ESC in a label could rewrite what the terminal shows.
+    """
+    text = str(text)
+    shown = "".join(
+        each if each.isprintable() else each.encode("unicode_escape").decode() for each in text[: limit + 1]
+    )
+    return shown if len(shown) <= limit else shown[: limit - 3] + "..."
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or its type if it has none."""
+    return printable((str(error).strip().splitlines() or [type(error).__name__])[0], 160)
+
+
+def run_program(name: str, body: Callable[[], int]) -> int:
+    """Run `body` and return the exit status of the program `name`. Every program of the project ends here.
+
+    An error is one line on stderr. Only an internal error shows its traceback, so that it can be reported.
+    """
+    try:
+        status = body()
+        sys.stdout.flush()
+        return status
+    except (UserError, TrainingFailure) as error:
+        _say(f"{name}: {printable(error)}")
+        return error.exit_code
+    except KeyboardInterrupt:
+        said, status = startup.stopped()
+        if startup.speaks():
+            _say(f"{name}: {said}")
+        return status
+    except (
+        BrokenPipeError
+    ):  # the reader of our output is gone (`| head`); what is left to flush must not raise again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except Exception as error:  # noqa: BLE001 - status 1 would be taken for a verdict
+        traceback.print_exc()
+        _say(
+            f"{name}: internal error ({type(error).__name__}: {first_line(error)}); this is no verdict, please report it with the lines above"
+        )
+        return INTERNAL
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

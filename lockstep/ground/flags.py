@@ -1,0 +1,153 @@
+"""A flag is one field of a dataclass: its type and default, and in its metadata all else that is known about it.
+
+The parser, the schema of what a run records, and what two runs must agree in follow from the fields. Nothing here imports torch.
+"""
+
+import argparse
+import functools
+import math
+import types
+import typing
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, Field, field, fields
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+from lockstep.ground.errors import UserError
+
+# What two runs that are compared must agree in: for their losses and their tensors, or for their tensors alone.
+Same = Literal["losses", "tensors"]
+
+
+def flag(
+    default: Any = MISSING,
+    help: str = "",
+    *,
+    low: float | None = None,
+    above: float | None = None,
+    high: float | None = None,
+    choices: Sequence[object] | None = None,
+    parse: Callable[[str], object] | None = None,
+    also: str | None = None,
+    metavar: str | None = None,
+    const: object = None,
+    recorded: bool = True,
+    recorded_as: object = None,
+    same: Same | None = None,
+) -> Any:
+    """A field of a dataclass of flags.
+
+    low, above, high: the range of a number: from, above, to. choices: the values that are allowed; those of a `Literal` are known.
+    parse: from the text of a command line to the value, where its type does not say it. also: another name. const: the value of the
+    flag alone. recorded: whether a run records it; `recorded_as` is the type of what it records, if that is another. same: which
+    comparisons refuse two runs that differ in it.
+    """
+    metadata = {name: value for name, value in locals().items() if name != "default"}
+    return field(default=default, metadata=metadata, kw_only=default is MISSING)
+
+
+def add_flag(parser: argparse.ArgumentParser, of: type, each: Field, also: str | None = None) -> None:
+    """Give a parser the flag that a field of the dataclass `of` describes, under its own name and `also`."""
+    about = each.metadata
+    names = [f"--{name}" for name in (each.name, also, about["also"]) if name]
+    default = None if each.default is MISSING else each.default
+    kind = _kind_of(of, each.name)
+    if is_switch(of, each):
+        parser.add_argument(*names, dest=each.name, action="store_true", help=about["help"])
+        return
+    more: dict[str, Any] = {"metavar": about["metavar"]} if about["metavar"] else {}
+    if about["const"] is not None:
+        more |= {"nargs": "?", "const": about["const"]}
+    choices = choices_of(of, each)
+    if choices:
+        more["choices"] = choices
+    parse = about["parse"] or (
+        number(kind, about["low"], about["above"], about["high"])
+        if kind in (int, float)
+        else _WORDS.get(kind, str)
+    )
+    parser.add_argument(*names, dest=each.name, type=parse, default=default, help=about["help"], **more)
+
+
+def is_switch(of: type, each: Field) -> bool:
+    """Whether a flag takes no value: it is on where it is given."""
+    return _kind_of(of, each.name) is bool and each.default is False
+
+
+def choices_of(of: type, each: Field) -> tuple[object, ...] | None:
+    """The values that a flag can have, if they are listed."""
+    if each.metadata["choices"] is not None:
+        return tuple(each.metadata["choices"])
+    kind = _kind_of(of, each.name)
+    return typing.get_args(kind) if typing.get_origin(kind) is Literal else None
+
+
+def recorded(of: type) -> list[Field]:
+    """The fields of a dataclass of flags that a run records."""
+    return [each for each in fields(of) if each.metadata.get("recorded")]
+
+
+def must_agree(of: type, level: Same) -> list[str]:
+    """The names of the flags in which two runs must agree, for a comparison of their losses or of their tensors."""
+    levels = ("losses",) if level == "losses" else ("losses", "tensors")
+    return [each.name for each in fields(of) if each.metadata.get("same") in levels]
+
+
+_hints = functools.cache(typing.get_type_hints)  # of a dataclass; a parser asks for each of its fields
+
+
+def _kind_of(of: type, name: str) -> Any:
+    """The type of a field, without the None that it may be."""
+    hint = _hints(of)[name]
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        kinds = [kind for kind in typing.get_args(hint) if kind is not type(None)]
+        return kinds[0] if len(kinds) == 1 else hint
+    return hint
+
+
+def number(
+    kind: type[int] | type[float], low: float | None, above: float | None = None, high: float | None = None
+) -> Callable[[str], float]:
+    """A parser of numbers in a range. It raises ArgumentTypeError, which argparse expects."""
+
+    def parse(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            what = "a whole number" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"{text!r} is not {what}") from None
+        inside = (
+            (low is None or value >= low)
+            and (above is None or value > above)
+            and (high is None or value <= high)
+        )
+        if not math.isfinite(value) or not inside:
+            bounds = {"at least": low, "above": above, "at most": high}
+            said = " and ".join(f"{word} {bound}" for word, bound in bounds.items() if bound is not None)
+            raise argparse.ArgumentTypeError(f"{text} is out of range; it must be {said or 'finite'}")
+        return value
+
+    return parse
+
+
+def true_or_false(text: str) -> bool:
+    if text not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
+    return text == "true"
+
+
+_WORDS: dict[Any, Callable[[str], object]] = {bool: true_or_false, Path: Path}
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises UserError where argparse would end the process."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; see {self.prog} --help")
+
+
+class Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Adds the default to a flag's help, unless the help says it in words."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if "(default: " in (action.help or "") else super()._get_help_string(action)

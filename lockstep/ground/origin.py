@@ -1,0 +1,89 @@
+"""Where and when something was computed: commit, processor, time."""
+
+import datetime
+import functools
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+from lockstep import __version__
+from lockstep.ground.errors import printable
+
+ROOT = Path(__file__).parents[1]
+CPUINFO = Path("/proc/cpuinfo")
+LONGEST_COMMAND = 4000  # characters
+# Instruction sets on which the kernels of torch and oneDNN depend, and so the order of sums: x86, then ARM.
+INSTRUCTION_SETS = ("avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve", "bf16")
+
+
+def about() -> dict:
+    """The origin that a history, a dump and a table of results record."""
+    return {
+        "lockstep": __version__,
+        "commit": commit(),
+        "python": platform.python_version(),
+        "date": now(),
+        "cpu": cpu(),
+        "cores": os.cpu_count(),
+        "instruction_sets": instruction_sets(),
+    }
+
+
+def now() -> str:
+    """The time in UTC, as ISO 8601 writes it."""
+    return f"{datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H:%M:%SZ}"
+
+
+def command() -> str:
+    """The command line of this process, as typed in the folder of the programs."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    program = ["-m", spec.name] if spec else [Path(sys.argv[0]).name]
+    return printable(shlex.join(["python", *program, *sys.argv[1:]]), LONGEST_COMMAND)
+
+
+@functools.cache
+def commit() -> str:
+    """Lockstep's commit, with "-dirty" if files differ from it; "unknown" outside a git checkout of Lockstep."""
+    if not (ROOT / ".git").exists():  # an enclosing checkout is somebody else's
+        return "unknown"
+    try:
+        done = subprocess.run(
+            ["git", "--no-optional-locks", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"],
+            capture_output=True,
+            text=True,
+            timeout=20,
+        )
+    except (OSError, subprocess.TimeoutExpired):  # no git here
+        return "unknown"
+    return printable(done.stdout.strip(), 200) if done.returncode == 0 and done.stdout.strip() else "unknown"
+
+
+@functools.cache
+def cpu() -> str:
+    """The model of the processor."""
+    lines = _cpuinfo()
+    models = [
+        line.split(":", 1)[1].strip() for line in lines if line.startswith("model name") and ":" in line
+    ]
+    return printable(next(filter(None, [*models, platform.processor(), platform.machine()]), "unknown"), 200)
+
+
+@functools.cache
+def instruction_sets() -> list[str]:
+    """Those of INSTRUCTION_SETS that the processor has."""
+    found = {
+        flag for line in _cpuinfo() if line.lower().startswith(("flags", "features")) for flag in line.split()
+    }
+    return [name for name in INSTRUCTION_SETS if name in found]
+
+
+def has_bfloat16() -> bool:
+    """Whether the processor has instructions for bfloat16 products. Without them they are emulated, several times slower than float32."""
+    return bool({"avx512_bf16", "amx_bf16", "bf16"} & set(instruction_sets()))
+
+
+def _cpuinfo() -> list[str]:
+    return CPUINFO.read_text(errors="replace").splitlines() if CPUINFO.is_file() else []

@@ -1,0 +1,61 @@
+"""What a user's file holds, named as path/to/file.py:NAME: a strategy, a model or an optimizer of their own."""
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from lockstep.ground.errors import UserError, first_line
+
+
+def is_named(text: str) -> bool:
+    """Whether a text names something in a user's file."""
+    return ".py:" in text
+
+
+def absolute(text: str) -> str:
+    """The same name, from any folder."""
+    path, _, name = text.rpartition(":")
+    return f"{Path(path).expanduser().absolute()}:{name}"
+
+
+def sha256(text: str, option: str) -> str:
+    """Of the file. Raises UserError if it cannot be read."""
+    path = Path(text.rpartition(":")[0])
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError as error:
+        raise UserError(f"{option} {text}: the file cannot be read ({error.strerror or error})") from error
+
+
+def load(text: str, option: str) -> Callable[..., Any]:
+    """The function or class that is named, also as "module:NAME", with its file imported once. Raises UserError."""
+    path, _, name = text.rpartition(":")
+    try:
+        module = import_file(Path(path)) if path.endswith(".py") else importlib.import_module(path)
+    except Exception as error:  # noqa: BLE001 - a user's file may raise anything
+        raise UserError(f"{option} {text}: the file cannot be imported ({first_line(error)})") from error
+    found = getattr(module, name, None)
+    if not callable(found):
+        raise UserError(f"{option} {text}: the file has no function or class {name}")
+    return found
+
+
+def import_file(path: Path) -> ModuleType:
+    """A user's file as a module, under a name that processes started later can import again."""
+    name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec and spec.loader, "a name that ends in .py has a loader"
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]

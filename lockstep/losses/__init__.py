@@ -1,1 +1,0 @@
-"""The verdict on loss curves: tolerance, comparison, figure."""

@@ -1,0 +1,128 @@
+"""What a run can use: the launcher's ranks, this machine's cores and GPUs. Needs no torch."""
+
+import importlib.metadata
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from lockstep.ground.errors import UserError
+from lockstep.plan.config import Spec
+from lockstep.plan.mesh import AXES, Mesh
+
+WORKERS_PER_CORE = 8  # more CPU processes than this on one core spend their time switching
+
+
+def launched_in_place() -> bool:
+    """Whether a launcher such as torchrun started this process as one of several ranks."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+# What sets the number of processes without giving them ranks
+STARTERS = {"OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpirun", "SLURM_STEP_NUM_TASKS": "srun"}
+
+
+def require_one_process_or_ranks() -> None:
+    """Raise UserError in one of several processes that have no ranks: each would start a Ray instance, and train by itself."""
+    if launched_in_place():
+        return
+    for name, program in STARTERS.items():
+        if int(os.environ.get(name) or 1) > 1:
+            raise UserError(
+                f"{program} started {os.environ[name]} processes and gave them no RANK and WORLD_SIZE; "
+                "start them with torchrun or the deepspeed launcher, or start one process, which uses Ray"
+            )
+
+
+def workers_here(total: int) -> int:
+    """The number of ranks on this machine, by either name that launchers have for it; `total` without a launcher."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or total)
+
+
+def resolve_mesh(spec: Spec, options: dict[str, Any]) -> dict[str, int]:
+    """num_workers and the size of every axis, from the flags and the launcher. Raises UserError if they contradict each other."""
+    sizes = {axis: options[f"{axis}_size"] for axis in AXES}
+    for axis, size in sizes.items():
+        if axis not in spec.axes and size not in (None, 1):
+            raise UserError(
+                f"--{axis}_size {size}: {spec.label} has no {AXES[axis].value} parallelism; leave it out, or use another strategy"
+            )
+    sizes["tp"] = sizes["tp"] or (2 if "tp" in spec.axes else 1)
+    started = int(os.environ["WORLD_SIZE"]) if launched_in_place() else None
+    total = options["num_workers"] or started
+    if sizes["dp"] is None:
+        others = math.prod(size for axis, size in sizes.items() if axis != "dp")
+        sizes["dp"] = 1 if "dp" not in spec.axes else max(1, total // others) if total else 2
+    mesh = Mesh(**sizes)
+    workers = options["num_workers"] or mesh.world_size
+    shown = ("tp", "dp", *mesh.further_axes)
+    names, sizes_of = (
+        " x ".join(each)
+        for each in ((f"{axis}_size" for axis in shown), (str(mesh.size(axis)) for axis in shown))
+    )
+    if workers != mesh.world_size:
+        raise UserError(
+            f"--num_workers {workers} is not {names} = {sizes_of} = {mesh.world_size}; change one of them"
+        )
+    if started not in (None, workers):
+        raise UserError(
+            f"the launcher started {started} processes, the mesh has {sizes_of} = {workers}; start {workers}, or change the mesh ({names})"
+        )
+    return {"num_workers": workers, **{f"{axis}_size": size for axis, size in mesh.sizes.items()}}
+
+
+def torch_is_for_cpus() -> bool:
+    """Whether the installed torch was built without support for any accelerator."""
+    return importlib.metadata.version("torch").endswith("+cpu")
+
+
+def local_gpus() -> int:
+    """The number of GPUs of this machine that CUDA_VISIBLE_DEVICES allows (0 if torch has no CUDA)."""
+    if torch_is_for_cpus():
+        return 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
+    driver = Path("/proc/driver/nvidia/gpus")
+    return len(list(driver.iterdir())) if driver.is_dir() else 0
+
+
+def resolve_device(spec: Spec, options: dict[str, Any]) -> dict[str, str]:
+    """device and backend, from the flags and the hardware. Raises UserError for more workers than fit."""
+    device, backend, workers = options["device"], options["backend"], options["num_workers"]
+    gpus, cores = local_gpus(), os.cpu_count() or 1
+    in_place = launched_in_place()
+    cluster = bool(os.environ.get("RAY_ADDRESS")) and not in_place  # its size is not this machine's
+    if in_place:
+        workers = workers_here(workers)
+    if device == "auto":
+        device = "cuda" if gpus >= workers and backend != "gloo" else "cpu"
+    if backend == "auto":
+        backend = "nccl" if device == "cuda" else "gloo"
+    if device == "cpu" and backend == "nccl":
+        raise UserError(
+            "--backend nccl needs --device cuda and one GPU per worker; use --backend gloo on CPUs"
+        )
+    if device == "cuda" and not cluster:
+        shared = backend == "gloo" and in_place and spec.ranks_share_gpus  # ray gives each rank its own
+        needed = 1 if shared else workers
+        if gpus < needed:
+            raise UserError(
+                f"--device cuda: {needed} GPUs needed for {workers} workers, {gpus} found; "
+                "use --device cpu, or lower --tp_size or --dp_size"
+            )
+    if device == "cpu" and not cluster and workers > WORKERS_PER_CORE * cores:
+        raise UserError(
+            f"{workers} workers on {cores} CPU cores: at most {WORKERS_PER_CORE} per core; lower --tp_size or --dp_size"
+        )
+    return {"device": device, "backend": backend}
+
+
+def device_elsewhere(options: dict[str, Any]) -> dict[str, str]:
+    """device and backend of a run on machines that are not at hand: auto is GPUs, as many as there are workers."""
+    device = "cuda" if options["device"] == "auto" else options["device"]
+    backend = options["backend"]
+    return {
+        "device": device,
+        "backend": {"cuda": "nccl", "cpu": "gloo"}[device] if backend == "auto" else backend,
+    }

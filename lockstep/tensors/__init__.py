@@ -1,1 +1,0 @@
-"""The verdict on tensors: capture, dump, float64 reference, comparison, report."""

@@ -1,0 +1,1 @@
+"""From files to PASS or FAIL: reference, distance, judgement, losses, report."""

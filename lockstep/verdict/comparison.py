@@ -1,0 +1,205 @@
+"""Compare dumps: is every tensor of every run as close to the reference as a correct run's?
+
+The yardstick is DDP's own distance from the float64 reference; docs/verification.md derives the tolerances.
+"""
+
+import math
+
+from lockstep.dumps.dump import Dump, Dumps
+from lockstep.dumps.manifest import REMEDY
+from lockstep.ground.errors import UserError
+from lockstep.plan.config import BASELINE
+from lockstep.plan.strategies import in_order
+from lockstep.verdict import measuring, records
+from lockstep.verdict.comparable_dumps import (
+    configuration_differences,
+    require_comparable_dumps,
+    require_its_batch,
+    require_norm,
+)
+from lockstep.verdict.distance import Distance
+from lockstep.verdict.judgement import ROUNDOFF, Judgement, Yardstick, noise_of, pass_of, tolerance
+from lockstep.verdict.loss_tolerance import RULES
+from lockstep.verdict.result import Findings, Result
+
+# Without a reference: the largest distance from it that DDP had, over the clean sweep and the real sizes (results/).
+TYPICAL = {"fp32": 1.5e-6, "autocast": 2e-2}
+AGAIN = "run python -m lockstep.reference after the training scripts, into a folder without older replays"
+
+
+def compare_dumps(reference: Dump, dumps: Dumps, replays: Dumps) -> Result:
+    """Judge the dumps (by strategy, DDP's among them) against the reference; DDP's distance is the yardstick.
+
+    `replays` are the references of later steps, by strategy. A run that lacks tensors of its model fails. Raises UserError for dumps
+    that cannot be compared, a step without reference, an incomplete yardstick, and damaged files.
+    """
+    _require_yardstick(reference, dumps)
+    dumps = {name: dumps[name] for name in in_order(dumps)}  # so that nothing depends on their order
+    baseline, precision = dumps[BASELINE], _precision(reference)
+    for dump in dumps.values():
+        require_comparable_dumps(dump, reference)
+        require_comparable_dumps(baseline, dump)
+    result = _begin(dumps, BASELINE, has_reference=True)
+    for step in sorted(map(int, baseline.steps)):
+        references = {
+            name: _its_reference(reference, replays, dump, name, step) for name, dump in dumps.items()
+        }
+        for its_reference in references.values():
+            require_its_batch(its_reference, step)
+        _judge_step(reference, dumps, references, step, precision, result)
+        result.losses += records.losses(reference, dumps, step, precision, references)
+    _verify_the_rest(reference)
+    return result
+
+
+def _require_yardstick(reference: Dump, dumps: Dumps) -> None:
+    """Raise UserError unless there are a reference and a whole dump of DDP."""
+    if BASELINE not in dumps:
+        raise UserError(
+            "tolerances are multiples of DDP's error, so DDP's dump is needed; run train_ddp.py with --capture_dir and name its dump"
+        )
+    if not reference.is_reference:
+        raise UserError(
+            f"{reference.folder}: not a reference; run python -m lockstep.reference, and name what it writes"
+        )
+    baseline = dumps[BASELINE]
+    if baseline.missing:
+        step, name = baseline.missing[0]
+        raise UserError(
+            f"{baseline.folder}: step {step} lacks {name}; DDP's dump must have every tensor; {REMEDY}"
+        )
+    if baseline.run["config"]["compile"] != "off":
+        raise UserError(
+            f"{baseline.folder}: a compiled run lacks what is inside of layers; run train_ddp.py without --compile, and name its dump"
+        )
+
+
+def _precision(dump: Dump) -> str:
+    precision = dump.run["config"]["precision"]
+    if precision not in RULES:
+        raise UserError(f"no tolerance is derived for --precision {precision}; compare {' or '.join(RULES)}")
+    return precision
+
+
+def _begin(dumps: Dumps, baseline: str, *, has_reference: bool) -> Result:
+    """Nothing found yet, but the differences in configuration."""
+    losses: list[records.Loss] = []
+    runs = {
+        name: Findings(name, dump, baseline, losses, configuration_differences(dumps[baseline], dump))
+        for name, dump in dumps.items()
+    }
+    return Result(runs, baseline, losses, has_reference)
+
+
+def _names(dump: Dump, step: int) -> list[str]:
+    """The tensors that a step must have, without those of the update, in order of execution."""
+    return [name for name in dump.expected(step) if pass_of(name) != "update"]
+
+
+def _its_reference(reference: Dump, replays: Dumps, dump: Dump, name: str, step: int) -> Dump:
+    """The reference of a step: a replay that started from the parameters that this dump had reached, and made its choices.
+
+    Of step 1 there is one only if its choices are not the reference's.
+    """
+    replay = replays.get(name)
+    if replay is None or str(step) not in replay.steps:
+        if step == 1:
+            return reference
+        raise UserError(f"step {step} of {dump.folder} has no replay to compare it with; {AGAIN}")
+    require_comparable_dumps(replay, dump, same_steps=False)
+    source = dump if step > 1 else reference
+    if replay.steps[str(step)].get("started_from") != source.parameter_digest(step - 1):
+        raise UserError(
+            f"{replay.folder}: step {step} did not start from the parameters of {dump.folder}; {AGAIN}"
+        )
+    return replay
+
+
+def _judge_step(
+    reference: Dump,
+    dumps: Dumps,
+    references: Dumps,
+    step: int,
+    precision: str,
+    result: Result,
+) -> None:
+    ddp, runs = dumps[BASELINE], result.runs
+    found: dict[str, measuring.Found] = {run: {} for run in dumps}
+    for name, tensor in measuring.measured(_names(ddp, step), references, dumps, step).items():
+        if step == 1 and len(tensor.distances) == len(dumps):
+            result.pairs[name] = tensor
+        for run, distance in tensor.distances.items():
+            found[run][name] = distance
+    norms = {run: norm for run in dumps if (norm := records.norm_of(dumps[run], step, found[run]))}
+    for run, norm in norms.items():
+        gradients = (found[run][f"gradient/{name}"].norm for name in ddp.layout.model.trained)
+        require_norm(references[run], step, math.hypot(*gradients))
+        norm.clip = measuring.fitting_clip(dumps[run], reference, norm)
+        runs[run].norms.append(norm)
+    for run, updated in measuring.updates(reference, references, dumps, step, norms):
+        found[run] |= updated
+    yardstick = Yardstick(ddp, step, found[BASELINE], precision)
+    for run, dump in dumps.items():
+        lowered = bool(references[run].steps[str(step)].get("lowered"))
+        runs[run].rows += [
+            yardstick.judge(dump, name, found[run][name], lowered)
+            for name in ddp.expected(step)
+            if name in found[run]
+        ]
+        runs[run].choices += records.choices(references[run], step, runs[run].rows_of(step))
+
+
+def _verify_the_rest(reference: Dump) -> None:
+    """Raise UserError if what was not read of the reference is damaged: its first update and its later steps."""
+    for step in (int(step) for step in reference.steps if step != "0"):
+        names = [name for name in reference.expected(step) if step > 1 or pass_of(name) == "update"]
+        squares = dict(zip(names, measuring.verify([(reference, step, name) for name in names]), strict=True))
+        if step > 1:
+            gradients = (square for name, square in squares.items() if name.startswith("gradient/"))
+            require_norm(reference, step, math.sqrt(sum(gradients)))
+
+
+def compare_two(one: Dump, other: Dump) -> Result:
+    """Judge the first step of one dump against another one, without a reference: forward, backward and gradients.
+
+    Two correct runs are each within MULTIPLE times DDP's distance of the reference, so they are within twice that of each other. A
+    tensor that only one of them has is a failure. The order of the two does not matter.
+    """
+    order = in_order({one.name, other.name})
+    other, one = sorted((one, other), key=lambda dump: (order.index(dump.name), str(dump.folder.resolve())))
+    require_comparable_dumps(one, other)
+    precision = _precision(one)
+    dumps = {str(one.folder): one, str(other.folder): other}
+    result = _begin(dumps, str(other.folder), has_reference=False)
+    result.losses += records.losses(other, dumps, 1, precision, {})
+    names = [name for name in _names(other, 1) if one.has(1, name) and other.has(1, name)]
+    result.pairs = measuring.measured(names, dict.fromkeys(dumps, other), dumps, 1)
+    sizes = {name: tensor.distances[result.baseline] for name, tensor in result.pairs.items()}
+    noise = noise_of(sizes, other.steps["1"]["tensors"], precision)
+    for folder, run in result.runs.items():
+        distances = {name: tensor.distances[folder] for name, tensor in result.pairs.items()}
+        for name, distance in distances.items():
+            run.rows.append(_judge_apart(name, distance, other, precision, noise))
+        norm = records.norm_of(run.dump, 1, distances)
+        run.norms += [norm] if norm else []
+    read = {(1, name) for name in names}
+    measuring.verify(
+        [
+            (dump, int(step), name)
+            for dump in dumps.values()
+            for step, entry in dump.steps.items()
+            for name in entry["tensors"]
+            if (int(step), name) not in read
+        ]
+    )
+    return result
+
+
+def _judge_apart(name: str, distance: Distance, other: Dump, precision: str, noise: dict) -> Judgement:
+    """A row of the first step without a reference, from which each of two correct runs may be as far as DDP typically is."""
+    measure, least = distance.size.times(2 * TYPICAL[precision]), noise.get(name)
+    if least is not None and distance.norm <= least.norm:
+        # without a reference, noise cannot be told from zero
+        measure = measure.or_more(least)
+    roundoff = ROUNDOFF[other.steps["1"]["tensors"][name]["dtype"]]
+    return Judgement(1, name, distance, *tolerance(name, distance, measure, roundoff))

@@ -1,0 +1,120 @@
+"""Make a model compute in float64: its own code, run in a mode in which float32 means float64.
+
+A model casts to float32 where low precision would hurt: in norms, softmax and loss. Inside `Float64` these casts are to float64, and so
+are those to bfloat16 and the default dtype; `torch.finfo` still speaks of float32. What does not depend on the weights, such as a rotary
+table, is an input: it stays as the runs compute it, in float32.
+
+A mixture's router chooses experts by `torch.topk`. Where two scores are nearly equal, rounding errors decide, and everything after it
+differs. So the reference can be told what a run chose. It then reports how far each choice is from being its own.
+"""
+
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from lockstep.dumps.trace import CountsTopk
+from lockstep.inputs.shapes import use_eager_experts
+
+LOWER = (torch.float32, torch.bfloat16, torch.float16)
+CASTS = (torch.Tensor.float, torch.Tensor.bfloat16, torch.Tensor.half)
+
+
+class Float64(CountsTopk):
+    """Inside, torch.float32, bfloat16 and float16 mean torch.float64.
+
+    `choices` are the indices that calls of `torch.topk` shall return, by the number of the call. Afterwards `regrets` has, for each of
+    them, by how much the least chosen score is below the greatest that was not chosen, for every row; at most 0 where the choice is the
+    mode's own, and infinite where topk could not make it: one index twice, or out of range. `lowered` tells whether something asked for
+    bfloat16 or float16.
+    """
+
+    def __init__(self, choices: dict[int, torch.Tensor] | None = None):
+        super().__init__()
+        self.choices, self.regrets, self.lowered = choices or {}, dict[int, torch.Tensor](), False
+
+    def __enter__(self) -> "Float64":
+        self._default, self._finfo = torch.get_default_dtype(), torch.finfo
+        torch.set_default_dtype(torch.float64)
+        torch.finfo = self._as_in_a_run  # type: ignore[misc,assignment] # a constant of the code's dtype is part of what it computes
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        torch.set_default_dtype(self._default)
+        torch.finfo = self._finfo  # type: ignore[misc]
+
+    def _as_in_a_run(self, dtype: torch.dtype = torch.float32) -> torch.finfo:
+        return self._finfo(torch.float32 if dtype is torch.float64 else dtype)
+
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if function in CASTS:
+            self.lowered |= function is not torch.Tensor.float
+            function = torch.Tensor.double
+        args, kwargs = tree_map(self._widened, (args, kwargs or {}))
+        return super().__torch_function__(function, types, args, kwargs)
+
+    def _widened(self, leaf: Any) -> Any:
+        if leaf not in LOWER if isinstance(leaf, torch.dtype) else True:
+            return leaf
+        self.lowered |= leaf is not torch.float32
+        return torch.float64
+
+    def see_topk(self, number: int, scores: torch.Tensor, result: Any) -> Any:
+        """What topk along the last dim would return if it chose as it is told."""
+        if number not in self.choices:
+            return result
+        told = self.choices[number].reshape(result.indices.shape)
+        indices = told.clamp(0, scores.shape[-1] - 1)
+        values = scores.gather(-1, indices)
+        with torch.no_grad():
+            others = scores.scatter(-1, indices, -torch.inf).amax(-1)
+            in_order = told.sort(-1).values
+            impossible = (told != indices).any(-1) | (in_order[..., 1:] == in_order[..., :-1]).any(-1)
+            self.regrets[number] = (others - values.amin(-1)).masked_fill(impossible, torch.inf)
+        return torch.return_types.topk((values, indices))
+
+
+def make_exact(model: torch.nn.Module, tables: Collection[str]) -> None:
+    """Prepare a model for `Float64`, in place: float64 weights. `tables` are the modules that stay as they are in the runs."""
+    use_eager_experts(model)
+    model.double()
+    for name in tables:
+        _keep_float32(model.get_submodule(name))
+
+
+def _keep_float32(module: torch.nn.Module) -> None:
+    """Let a module compute as outside of the mode; what it returns is then widened."""
+    module.float()
+    forward = module.forward
+
+    def as_in_a_run(*args: Any, **kwargs: Any) -> Any:
+        given, named = _cast((args, kwargs), WIDE, NARROW)
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float32)
+        try:
+            with torch._C.DisableTorchFunction():
+                return _cast(forward(*given, **named), NARROW, WIDE)
+        finally:
+            torch.set_default_dtype(default)
+
+    module.forward = as_in_a_run
+
+
+NARROW, WIDE = (torch.float32, torch.complex64), (torch.float64, torch.complex128)
+
+
+def _cast(values: Any, here: tuple[torch.dtype, ...], there: tuple[torch.dtype, ...]) -> Any:
+    """The same values, the tensors of one of these dtypes in the other one."""
+    to = dict(zip(here, there, strict=True))
+    return tree_map(
+        lambda leaf: leaf.to(to[leaf.dtype]) if isinstance(leaf, torch.Tensor) and leaf.dtype in to else leaf,
+        values,
+    )

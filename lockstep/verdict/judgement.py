@@ -1,0 +1,225 @@
+"""The rows of a comparison: a tensor of one run in one step, and what is tolerated of it. docs/verification.md derives the tolerances."""
+
+import math
+import statistics
+from dataclasses import dataclass
+
+from lockstep.dumps.dump import Dump, number_of_elements
+from lockstep.verdict.distance import Distance, Size, relative
+
+MULTIPLE = 4  # of DDP's own distance
+FLOOR = 4  # unit roundoffs of the tensor's dtype, where DDP happens to be exact
+UPDATE = {
+    "exp_avg": 8,
+    "exp_avg_sq": 16,
+    "parameter": 4,
+    "average": 4,
+}  # unit roundoffs of the result, for the rounding errors of an optimizer step
+UPDATE_OF_CHANGE = 16  # and, for a parameter, of its change
+ZERO = (
+    2.0**-40
+)  # of the largest rms of a pass: a reference below it is zero in exact arithmetic, and what is left are its own rounding errors
+LIMIT = {
+    "fp32": 1e-5,
+    "autocast": 0.2,
+}  # of DDP's own distance, relative: about ten times what correct runs have
+# Likewise of what an optimizer of the user's own changed, 2-norm and largest element: many divide each element by its own size, so the
+# rounding errors of an element that is all but zero are a part of a whole step.
+LIMIT_OF_UPDATE = Size(1e-4, 1e-2)
+# Of one that computes in bfloat16 by itself: beyond, zeros in the place of its change would not be noticed. Muon's iteration, for
+# instance, multiplies small singular values, and the rounding errors beside them, by up to 3.44 in each of its five steps.
+LIMIT_OF_LOWERED = Size(0.5, 0.5)
+# Unit roundoffs; of bfloat16 half of it (2^-8), which is stricter
+UNIT = {"fp32": 2.0**-24, "autocast": 2.0**-9}  # of the arithmetic
+EXACT = Size(0.0, 0.0)  # nothing is tolerated
+ROUNDOFF = {"F64": 2.0**-53, "F32": 2.0**-24, "BF16": 2.0**-9, "I64": 0.0}  # of a dtype
+PASSES = {"batch": "batch", "forward": "forward", "backward": "backward", "gradient": "gradient"}
+COMPUTED = ("forward", "backward", "gradient", "update")  # passes
+
+
+def pass_of(name: str) -> str:
+    """The pass that a tensor is computed in. What an optimizer keeps has the optimizer's own names."""
+    return PASSES.get(name.split("/")[0], "update")
+
+
+@dataclass
+class Judgement:
+    """One tensor of one run in one step, judged."""
+
+    step: int
+    name: str
+    distance: Distance
+    tolerated: float  # of the 2-norm of the error
+    tolerated_largest: float  # of the largest error of one element
+
+    @property
+    def kind(self) -> str:
+        return self.name.split("/")[0]
+
+    @property
+    def which_pass(self) -> str:
+        return pass_of(self.name)
+
+    @property
+    def too_far(self) -> bool:
+        """Whether either error is larger than tolerated, or anything is not finite."""
+        distance = self.distance
+        near = distance.error <= self.tolerated and distance.largest_error <= self.tolerated_largest
+        finite = map(math.isfinite, (distance.norm, self.tolerated, self.tolerated_largest))
+        return not (near and all(finite))
+
+    @property
+    def judged(self) -> bool:
+        """Whether at most half of its size is tolerated, so that zeros in its place would be noticed.
+
+        The batch has no scale: it is equal or it is not.
+        """
+        return self.kind == "batch" or self.tolerated <= self.distance.change / 2
+
+    @property
+    def multiple(self) -> float:
+        """The larger of the two errors in units of its tolerance; above 1 is too far."""
+        return max(
+            relative(self.distance.error, self.tolerated),
+            relative(self.distance.largest_error, self.tolerated_largest),
+        )
+
+    def describe(self) -> str:
+        distance = self.distance
+        return (
+            f"relative error {distance.relative:.2e} (2-norm), tolerated {relative(self.tolerated, distance.norm):.1e}; "
+            f"{distance.relative_largest:.2e} (largest element), tolerated {relative(self.tolerated_largest, distance.largest):.1e}"
+        )
+
+
+class Yardstick:
+    """DDP's own distances in one step, `found` by name: what the tensors of all runs are judged by."""
+
+    def __init__(self, ddp: Dump, step: int, found: dict[str, Distance], precision: str):
+        self.ddp, self.step, self.found, self.precision = ddp, step, found, precision
+        self.entries = ddp.steps[str(step)]["tensors"]
+        self.noise = noise_of(found, self.entries, precision)
+        self.typical = typical_error([found[name] for name in found if self._is_vector_gradient(name)])
+
+    def judge(self, dump: Dump, name: str, distance: Distance, lowered: bool) -> Judgement:
+        """A row of a run; `lowered` says whether an optimizer of the user's own computes in bfloat16 or float16 itself."""
+        return Judgement(self.step, name, distance, *self._tolerance(dump, name, distance, lowered))
+
+    def _tolerance(self, dump: Dump, name: str, distance: Distance, lowered: bool) -> Size:
+        if name.removeprefix("parameter/") in self.ddp.layout.model.frozen:
+            return EXACT
+        own, roundoff = self.found[name], ROUNDOFF[self.entries[name]["dtype"]]
+        if self.ddp.has_own_optimizer and pass_of(name) == "update" and not name.startswith("average/"):
+            return own_update_tolerance(
+                distance, own, LIMIT_OF_LOWERED if lowered else LIMIT_OF_UPDATE, roundoff
+            )
+        noise = self.noise.get(name)
+        if distance is own and noise is not None:
+            return yardstick_tolerance(distance, self.precision, noise)
+        zero = noise is not None and is_zero(distance, noise, self.precision)
+        vector = self._is_vector_gradient(name)
+        found = measure(own, self.typical if vector else None, noise if zero else None)
+        times = _times_as_many_tokens(dump, self.ddp) if vector else 1.0
+        return tolerance(name, distance, found.times(times), roundoff)
+
+    def _is_vector_gradient(self, name: str) -> bool:
+        return is_vector_gradient(name, self.entries[name])
+
+
+def is_vector_gradient(name: str, entry: dict) -> bool:
+    return name.startswith("gradient/") and len(entry["shape"]) == 1
+
+
+def noise_of(found: dict[str, Distance], entries: dict, precision: str) -> dict[str, Size]:
+    """The size that rounding noise may have in each floating-point tensor of a pass. Its scale is the largest rms of the pass."""
+    noise: dict[str, Size] = {}
+    for which in ("forward", "backward", "gradient"):
+        sizes = {
+            name: max(number_of_elements(entries[name]), 1)
+            for name in found
+            if pass_of(name) == which and entries[name]["dtype"] != "I64"
+        }
+        largest = max((found[name].norm / math.sqrt(size) for name, size in sizes.items()), default=0.0)
+        scale = UNIT[precision] * largest
+        noise |= {name: Size(scale * math.sqrt(size), scale) for name, size in sizes.items()}
+    return noise
+
+
+def _times_as_many_tokens(dump: Dump, ddp: Dump) -> float:
+    """How many times as many tokens a rank of this run has in a micro batch as one of DDP, at least 1.
+
+    The gradient of a norm or a bias is a sum over tokens, one after the other. The relative error of such a sum of n terms is about
+    u sqrt(n) / 3. DDP's mean over r ranks has r independent sums of n / r terms, so its error is r times smaller.
+    """
+    tokens, others = (one.run["config"]["batch_size"] / one.run["config"]["cp_size"] for one in (dump, ddp))
+    return max(1.0, tokens / others)
+
+
+def typical_error(vectors: list[Distance]) -> Size:
+    """The median relative errors of DDP's gradients of norms and biases; zero if the model has none."""
+    if not vectors:
+        return EXACT
+    return Size(
+        statistics.median(one.relative for one in vectors),
+        statistics.median(one.relative_largest for one in vectors),
+    )
+
+
+def measure(ddp: Distance, typical: Size | None = None, noise: Size | None = None) -> Size:
+    """DDP's errors as a measure for others.
+
+    One element may dominate a vector, and DDP's error is then a single draw that can be small by chance. So for the gradient of a
+    vector, the measure is at least what is `typical` of such gradients. Of a tensor that is zero in exact arithmetic, DDP may have
+    nothing but zeros, and another run what rounding leaves: the measure is then at least the `noise` of the pass.
+    """
+    found = ddp.errors
+    if typical is not None:
+        found = found.or_more(Size(typical.norm * ddp.norm, typical.largest * ddp.largest))
+    return found if noise is None else found.or_more(noise)
+
+
+def tolerance(name: str, distance: Distance, measure: Size, roundoff: float) -> Size:
+    """What is tolerated of a tensor's errors. `measure` is DDP's, `roundoff` the tensor's dtype's ROUNDOFF.
+
+    The batch must be equal. An optimizer step may be a few unit roundoffs from the exact update of its own input. Everything
+    else may be MULTIPLE times as far from the reference as the yardstick, DDP.
+    """
+    kind = name.split("/")[0]
+    if kind == "batch":
+        return EXACT
+    if kind in UPDATE:
+        own, of_change = UPDATE[kind] * roundoff, UPDATE_OF_CHANGE * roundoff
+        if kind == "parameter":
+            return distance.size.times(own).plus(distance.shown.or_more(distance.terms).times(of_change))
+        return distance.size.or_more(distance.terms).times(own)
+    return measure.times(MULTIPLE).plus(distance.size.times(FLOOR * roundoff))
+
+
+def own_update_tolerance(distance: Distance, ddp: Distance, limit: Size, roundoff: float) -> Size:
+    """What is tolerated after the step of an optimizer of the user's own, against the same step in float64 from the run's own gradients and state.
+
+    How its rounding errors grow is not known, so DDP is the yardstick. Its own error may be at most `limit` times the change.
+    """
+    floor = distance.size.plus(distance.shown).times(UPDATE["exp_avg_sq"] * roundoff)
+    if distance is ddp:
+        return Size(limit.norm * distance.change, limit.largest * distance.largest_change).or_more(floor)
+    return ddp.errors.times(MULTIPLE).plus(floor)
+
+
+def is_zero(distance: Distance, noise: Size, precision: str) -> bool:
+    """Whether a tensor is zero in exact arithmetic: the reference has nothing but its own rounding errors, if that."""
+    return distance.norm <= ZERO / UNIT[precision] * noise.norm
+
+
+def yardstick_tolerance(distance: Distance, precision: str, noise: Size) -> Size:
+    """What is tolerated of DDP: a yardstick that is ten times as far off as correct runs measures nothing.
+
+    `noise` is the size that rounding noise may have in this pass. A tensor below it cannot be judged, but is no reason to reject
+    the yardstick.
+    """
+    if is_zero(distance, noise, precision):
+        return noise.times(MULTIPLE)
+    tolerated = distance.size.times(LIMIT[precision])
+    if distance.error > tolerated.norm or distance.largest_error > tolerated.largest:
+        return tolerated.or_more(noise.times(LIMIT[precision]))
+    return tolerated

@@ -1,0 +1,159 @@
+"""Distances of a step: of what the model computed from the reference, and of every update from the same one in float64."""
+
+import functools
+import math
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from lockstep.dumps.dump import Dump, Dumps, number_of_elements
+from lockstep.ground.errors import TrainingFailure
+from lockstep.verdict.distance import (
+    BLOCK,
+    Distance,
+    Measured,
+    average_distance,
+    clip_factors,
+    frozen_distance,
+    own_update_distances,
+    tensor_distances,
+    update_distances,
+)
+from lockstep.verdict.records import Norm
+
+SMALL = 1 << 26  # elements that are compared before a process pool has started
+Found = dict[str, Distance]  # by tensor
+
+
+def measured(names: list[str], references: Dumps, dumps: Dumps, step: int) -> dict[str, Measured]:
+    """What was measured of each name: the dumps that have it, in their order, against their references."""
+    shapes = next(iter(references.values())).expected(step)
+    work = functools.partial(tensor_distances, references, dumps, step)
+    return dict(
+        zip(names, on_all_cores(work, names, [math.prod(shapes[name]) for name in names]), strict=True)
+    )
+
+
+def updates(
+    initial: Dump, references: Dumps, dumps: Dumps, step: int, norms: dict[str, Norm]
+) -> Iterator[tuple[str, Found]]:
+    """(run, distances) of every parameter that a step may have changed, and of what the optimizer keeps of it.
+
+    `initial` holds the weights before step 1. A run without a norm, whose gradients are not all there, has frozen parameters alone.
+    """
+    items = [
+        (run, name)
+        for run in norms
+        for name in dumps[run].layout.model.trained
+        if has_update(dumps[run], step, name)
+    ]
+    sizes = [
+        number_of_elements(dumps[run].steps[str(step)]["tensors"][f"parameter/{name}"]) for run, name in items
+    ]
+    work = functools.partial(_update, initial, references, dumps, step, norms)
+    for (run, name), kinds in zip(items, on_all_cores(work, items, sizes), strict=True):
+        yield run, {f"{kind}/{name}": distance for kind, distance in kinds.items()}
+    for run, dump in dumps.items():
+        for name in dump.layout.model.frozen:
+            if dump.has(step, f"parameter/{name}"):
+                yield run, {f"parameter/{name}": frozen_distance(dump, initial, step, name)}
+
+
+def _update(
+    initial: Dump,
+    references: Dumps,
+    dumps: Dumps,
+    step: int,
+    norms: dict[str, Norm],
+    item: tuple[str, str],
+) -> Found:
+    run, name = item
+    dump = dumps[run]
+    if dump.has_own_optimizer:
+        found = own_update_distances(dump, references[run], initial, step, name)
+    else:
+        found = update_distances(dump, initial, step, norms[run].clip, name)
+    if "average" in dump.layout.kinds(dump.run["config"]):
+        found["average"] = average_distance(dump, initial, step, name)
+    return found
+
+
+def has_update(dump: Dump, step: int, name: str) -> bool:
+    """Whether a dump has all tensors that the update of a parameter reads and writes."""
+    expected = dump.expected(step)
+    kinds = (f"{kind}/{name}" for kind in dump.layout.kinds(dump.run["config"])[1:])
+    before = [each for each in kinds if each in expected]
+    return dump.has(step, f"gradient/{name}", *before) and (step == 1 or dump.has(step - 1, *before))
+
+
+def fitting_clip(dump: Dump, initial: Dump, norm: Norm) -> float:
+    """Of the clipping factors in use, by the norm that the run recorded or by the exact one, the one that fits its own update of one parameter best."""
+    options = dump.run["config"]
+    factors = list(dict.fromkeys([*clip_factors(options, norm.used), *clip_factors(options, norm.held)]))
+    whole = [name for name in dump.layout.model.trained if has_update(dump, norm.step, name)]
+    if len(factors) == 1 or not whole or dump.has_own_optimizer:
+        return factors[0]
+
+    def error(factor: float) -> float:
+        return next(iter(update_distances(dump, initial, norm.step, factor, whole[-1]).values())).error
+
+    return min(factors, key=error)
+
+
+def verify(items: list[tuple[Dump, int, str]]) -> list[float]:
+    """Verify the checksums of tensors that are not compared: a damaged dump gets no verdict.
+
+    Returns the sum of squares of each tensor.
+    """
+    sizes = [number_of_elements(dump.steps[str(step)]["tensors"][name]) for dump, step, name in items]
+    return on_all_cores(_verify_one, items, sizes)
+
+
+def _verify_one(item: tuple[Dump, int, str]) -> float:
+    dump, step, name = item
+    return sum(
+        float(block.double().square().sum())
+        for block in dump.blocks(step, name, BLOCK, np.empty(8 * BLOCK, dtype=np.uint8))
+    )
+
+
+Item = TypeVar("Item")
+Made = TypeVar("Made")
+
+
+def on_all_cores(work: Callable[[Item], Made], items: list[Item], sizes: list[int]) -> list[Made]:
+    """[work(item)], the largest first so that no core is left with a big one.
+
+    In processes: threads would wait for each other's turns with the interpreter. Small work is done here and now,
+    before a process would have started.
+    """
+    if sum(sizes) < SMALL:
+        return [work(item) for item in items]
+    order = sorted(range(len(items)), key=lambda index: -sizes[index])
+    try:
+        with ProcessPoolExecutor(os.cpu_count(), get_context("spawn"), _begin, (work,)) as pool:
+            results = dict(zip(order, pool.map(_call, [items[index] for index in order]), strict=True))
+    except BrokenProcessPool as error:
+        raise TrainingFailure(
+            "comparison: a process was killed, perhaps because memory ran out; compare fewer dumps at once"
+        ) from error
+    return [results[index] for index in range(len(items))]
+
+
+_work: Callable[[Any], Any]  # what a process of the pool does with every item
+
+
+def _begin(work: Callable[[Any], Any]) -> None:
+    global _work
+    _work = work
+    torch.set_num_threads(1)
+
+
+def _call(item: Any) -> Any:
+    return _work(item)

@@ -1,0 +1,189 @@
+"""What a run recorded besides its tensors, judged: the loss of every DP rank, the gradient norm, discrete choices."""
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+
+from lockstep.dumps.dump import Dump, Dumps, number_of_elements
+from lockstep.inputs.data import independent_tokens
+from lockstep.plan.config import BASELINE
+from lockstep.verdict.comparable_dumps import require_summary
+from lockstep.verdict.distance import Distance
+from lockstep.verdict.judgement import LIMIT, ROUNDOFF, Judgement
+from lockstep.verdict.loss_tolerance import RANK_ULPS, RULES, loss_noise
+
+NORM = 8  # float32 unit roundoffs of a recorded gradient norm: summed in float64, passed on in float32
+# times the error that the norm of the same gradients has here, summed in float32; another order, another error
+SUMMED_IN_FLOAT32 = 2
+
+
+@dataclass
+class Loss:
+    """The loss of one DP rank in one step."""
+
+    step: int
+    dp_rank: int
+    reference: float | None  # None without one
+    by_strategy: dict[str, float]
+    tolerated: float  # of the difference from DDP
+    # of the reference from the weights that each run itself had
+    exact: dict[str, float] = field(default_factory=dict)
+    limit: float = math.inf  # of the difference from that
+    # by how much a run's loss is right to differ from the baseline's, its weights, micro batches or choices being others
+    moved: dict[str, float] = field(default_factory=dict)
+
+    def problem(self, run: str, baseline: str) -> str:
+        """What is wrong with the loss of a run; "" if nothing is."""
+        mine = self.by_strategy[run]
+        checks = [(self.by_strategy[baseline] + self.moved.get(run, 0.0), baseline, self.tolerated)]
+        if run in self.exact:
+            checks.append((self.exact[run], "the reference", self.limit))
+        for base, whose, tolerated in checks:
+            if not abs(mine - base) <= tolerated:  # a NaN fails
+                return f"is {mine:.9f}, {whose}'s is {base:.9f}; {tolerated:.1e} is tolerated"
+        return ""
+
+
+def losses(baseline: Dump, dumps: Dumps, step: int, precision: str, references: Dumps) -> list[Loss]:
+    """The losses of all DP ranks, or of the smallest groups of ranks that see the same windows in every run.
+
+    `references` are those of the runs, by strategy; empty without one.
+    """
+    shares = math.gcd(*(len(_rank_losses(dump, step)) for dump in (*dumps.values(), *references.values())))
+    batch = ("batch/input_ids", "batch/labels")
+    everyone = (baseline, *references.values(), *dumps.values())  # they have one batch; some may lack it
+    holder = next((dump for dump in everyone if dump.has(step, *batch)), baseline)
+    ids, labels = (holder.tensor(step, name).numpy() for name in batch)
+    rows = len(ids) // shares
+    growth = 1 if step == 1 else RULES[precision].growth
+
+    def of_rank(dump: Dump, share: int) -> float:
+        losses = _rank_losses(dump, step)
+        each = len(losses) // shares
+        return sum(losses[share * each : (share + 1) * each]) / each
+
+    # weights that a bfloat16 optimizer has moved otherwise, or other micro batches of a mixture, have another loss
+    moves = bool(references) and (bool(baseline.layout.choices) or baseline.has_own_optimizer)
+    found = []
+    for rank in range(shares):
+        loss = of_rank(baseline, rank)
+        mine = slice(rank * rows, (rank + 1) * rows)
+        tokens = independent_tokens(ids[mine], labels[mine])
+        noise = loss_noise(baseline.run, baseline.steps["1"]["loss"], loss, tokens, ulps=RANK_ULPS)
+        by_strategy, exact = (
+            {name: of_rank(dump, rank) for name, dump in each.items()} for each in (dumps, references)
+        )
+        found.append(
+            Loss(
+                step,
+                rank,
+                loss if references else None,
+                by_strategy,
+                noise * growth,
+                exact,
+                LIMIT[precision] * abs(loss),
+                {name: exact[name] - exact[BASELINE] for name in exact} if moves else {},
+            )
+        )
+    return found
+
+
+def _rank_losses(dump: Dump, step: int) -> list[float]:
+    return dump.steps[str(step)]["rank_losses"]
+
+
+@dataclass
+class Norm:
+    """The gradient norm that a run recorded, against the norm of the gradients that it held."""
+
+    step: int
+    recorded: float
+    held: float
+    # what a sum in float32 may be off by; 0 unless the recorded norm is off by more than a sum in float64 may
+    float32: float = 0.0
+    clip: float = math.nan  # what the gradients were multiplied with
+
+    @property
+    def inexact(self) -> bool:
+        """Whether it is off by more than a norm that was summed in float64. A NaN is."""
+        return not abs(self.recorded - self.held) <= NORM * ROUNDOFF["F32"] * self.held
+
+    @property
+    def off(self) -> bool:
+        """Whether it is off by more than even a sum in float32 explains."""
+        return self.inexact and not abs(self.recorded - self.held) <= self.float32
+
+    @property
+    def used(self) -> float:
+        """The norm that the gradients must have been clipped by: the recorded one, or theirs where that one is off."""
+        return self.held if self.off else self.recorded
+
+    def describe(self) -> str:
+        return f"was recorded as {self.recorded:.9g}; the gradients' is {self.held:.9g}"
+
+
+def norm_of(dump: Dump, step: int, found: dict[str, Distance]) -> Norm | None:
+    """The recorded gradient norm, held against the gradients; None if they are not all there.
+
+    Raises UserError if the summaries of the logits are not those of the logits.
+    """
+    logits = dump.layout.names.logits
+    if logits in found:
+        require_summary(dump, step, found[logits].own_norm)
+    gradients = [f"gradient/{name}" for name in dump.layout.model.trained]
+    if not all(name in found for name in gradients):
+        return None
+    entry = dump.steps[str(step)]
+    norm = Norm(step, entry["grad_norm"], math.hypot(*(found[name].own_norm for name in gradients)))
+    # else rank 0's norm is of other gradients
+    alike = entry["replicas_differ"].keys().isdisjoint(gradients)
+    if norm.inexact and alike and math.isfinite(norm.held):
+        each = [torch.linalg.vector_norm(dump.tensor(step, name).float()) for name in gradients]
+        summed = float(torch.linalg.vector_norm(torch.stack(each)))
+        largest = max(number_of_elements(entry["tensors"][name]) for name in gradients)
+        norm.float32 = float32_norm_error(norm.held, summed, largest)
+    return norm
+
+
+def float32_norm_error(held: float, summed: float, largest: int) -> float:
+    """What a gradient norm `held` may be off by if it was summed in float32, as `clip_grad_norm_` does; absolute.
+
+    `summed` is the same norm summed in float32 here. `largest` is the number of elements of the largest gradient: its square is the
+    sum of n rounded additions, each off by at most u of the sum so far, without a preferred sign. The norm is then off by less than u
+    sqrt(n) (docs/verification.md).
+    """
+    return SUMMED_IN_FLOAT32 * abs(summed - held) + math.sqrt(largest) * ROUNDOFF["F32"] * held
+
+
+@dataclass
+class Chosen:
+    """A discrete choice of a run in one step, such as a router's of experts, that the reference was told."""
+
+    step: int
+    name: str  # of the output that has it
+    regret: float  # by how much a score that was not chosen is above one that was, at most, in the reference
+    tolerated: float
+
+    @property
+    def too_far(self) -> bool:
+        return not self.regret <= self.tolerated  # a NaN is
+
+    def describe(self) -> str:
+        return (
+            f"is another choice than the reference's: a score that was left out is above one that was taken by {self.regret:.2e}, "
+            f"tolerated {self.tolerated:.1e}"
+        )
+
+
+def choices(reference: Dump, step: int, rows: dict[str, Judgement]) -> list[Chosen]:
+    """The discrete choices that a run's reference was told, judged; `rows` are the run's of the step, by name.
+
+    Scores are made of logits by a softmax or a sigmoid, which never widen a difference. So two scores that the right choice has in
+    another order are at most twice as far apart as a logit may be off.
+    """
+    found = []
+    for name, regret in reference.steps[str(step)].get("regrets", {}).items():
+        scores = rows.get(f"forward/{reference.layout.choices[name].scores}")
+        found.append(Chosen(step, name, regret, 2 * scores.tolerated_largest if scores else 0.0))
+    return found

@@ -1,0 +1,333 @@
+"""The float64 reference: one process, the global batch, the same initial weights.
+
+    python -m lockstep.reference --capture_dir runs/dumps --init_weights_path runs/init.safetensors ...
+
+takes the flags of train_ddp.py and writes
+
+    runs/dumps/reference      the first --capture_steps steps, and as step 0 the initial parameters
+    runs/dumps/replay_NAME    for every dump NAME there with more than one step: its later steps, each from the
+                              parameters that the run itself had reached
+
+Replays are needed because Adam divides noise by noise where a gradient is nearly zero. Two correct runs differ visibly in a few weights
+after one step, by chance. From the same weights they must agree. A replay also takes the discrete choices that the run made, such as a
+router's of experts. Where those of step 1 are not the reference's own, the replay begins with step 1.
+
+Float64 throughout (lockstep/verdict/float64.py).
+"""
+
+if __name__ == "__main__":
+    from lockstep.ground import startup
+
+    startup.begin()  # first: from now on Ctrl-C and a missing package are one line each
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lockstep.dumps import dump
+from lockstep.dumps.capture import Capture
+from lockstep.dumps.layout import Choice
+from lockstep.dumps.manifest import REFERENCE_LABEL as LABEL
+from lockstep.dumps.trace import layout_of
+from lockstep.ground import files, locks
+from lockstep.ground.collective import init_alone
+from lockstep.ground.errors import TrainingFailure, UserError, run_program
+from lockstep.inputs import weights
+from lockstep.inputs.data import Inputs, global_batch_hash, window_hashes
+from lockstep.inputs.model import build_model, causal_lm_loss
+from lockstep.plan import command_line, initial_weights, rates
+from lockstep.plan.config import BASELINE, BETAS, EPS, Config
+from lockstep.training import preflight
+from lockstep.training.loop import provenance
+from lockstep.training.optim import (
+    AnyOptimizer,
+    WeightAverage,
+    build_optimizer,
+    gradient_of,
+    held_whole,
+    named_trained,
+    parameter_groups,
+    set_rate,
+    state_kinds,
+    trained,
+)
+from lockstep.training.strategy import MicroBatch
+from lockstep.verdict import model_check
+from lockstep.verdict.comparable_dumps import require_comparable_dumps
+from lockstep.verdict.distance import clip_factor
+from lockstep.verdict.float64 import Float64, make_exact
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def build_reference(
+    inputs: Inputs, *, seed: int, attn_impl: str, init_weights_path: Path | None
+) -> "PreTrainedModel":
+    """The model in float64, to be run in `Float64`."""
+    model, _ = build_model(
+        inputs.architecture, seed=seed, attn_impl=attn_impl, init_weights_path=init_weights_path
+    )
+    make_exact(model, layout_of(inputs.architecture, attn_impl).tables)
+    return model
+
+
+class ReferenceStrategy:
+    """What `capture` needs of a strategy: a model, and what it holds of each parameter."""
+
+    optimizer: AnyOptimizer
+    loss_shares = 1  # it computes the global batch
+
+    def __init__(self, model: "PreTrainedModel", config: Config, choices: dict[str, Choice]):
+        self.model, self.config, self.choices = model, config, choices
+        self.renew_optimizer()
+        self.average = WeightAverage(model, config.ema_decay) if config.ema_decay < 1 else None
+
+    def renew_optimizer(self) -> None:
+        """An optimizer that has not stepped yet."""
+        config = self.config
+        groups = parameter_groups(trained(self.model), config.weight_decay)
+        if config.optimizer == "adamw":  # not fused
+            self.optimizer = torch.optim.AdamW(
+                groups, lr=config.learning_rate, betas=BETAS, eps=EPS, foreach=False
+            )
+            return
+        named = named_trained(self.model)
+        self.optimizer = build_optimizer(
+            groups, optimizer=config.optimizer, learning_rate=config.learning_rate, named=named
+        )
+
+    def step_as(self, theirs: dump.Dump, index: int) -> bool:
+        """Step the optimizer from a run's own gradients and state; returns whether it computes in lower precision itself.
+
+        Numbers that the optimizer counts, such as steps, are its own.
+        """
+        clip = clip_factor(theirs.run["config"], theirs.steps[str(index + 1)]["grad_norm"])
+        for name, parameter in named_trained(self.model):
+            parameter.grad = theirs.tensor(index + 1, f"gradient/{name}").double() * clip
+            for kind, shapes in theirs.layout.state.items() if index else ():
+                if name in shapes:
+                    self.optimizer.state[parameter][kind].copy_(theirs.tensor(index, f"{kind}/{name}"))
+        with Float64() as mode:
+            self.optimizer.step()
+        return mode.lowered
+
+    def state_kinds(self) -> list[str]:
+        return state_kinds(self.optimizer)
+
+    def forward_backward(
+        self, micro_batches: list[MicroBatch], chosen: dict[str, torch.Tensor] | None = None
+    ) -> list[float]:
+        """Gradient of the mean loss over the micro batches of all DP ranks, rank by rank; returns the mean loss of every rank's.
+
+        `chosen` are discrete choices to take, by name: indices of the whole batch. `regrets` then has the largest regret of each.
+        """
+        self.optimizer.zero_grad()
+        self.regrets = dict.fromkeys(chosen or {}, 0.0)
+        losses, first = [], 0
+        for input_ids, labels in micro_batches:
+            rows = slice(first, first + len(input_ids))
+            first = rows.stop
+            numbers = {self.choices[name].call: indices[rows] for name, indices in (chosen or {}).items()}
+            with Float64(numbers) as mode:
+                loss = causal_lm_loss(self.model, input_ids, labels)
+                (loss / len(micro_batches)).backward()
+            for name in self.regrets:
+                regret = float(mode.regrets[self.choices[name].call].amax())
+                if not regret <= self.regrets[name]:  # a NaN counts
+                    self.regrets[name] = regret
+            losses.append(loss.detach())
+        return torch.stack(losses).view(self.config.dp_size, -1).mean(dim=-1).tolist()
+
+    def called(self) -> list[tuple[torch.nn.Module, dict[str, str | int]]]:
+        return [(self.model, {"input_ids": "input_ids", "labels": "labels"})]
+
+    def grad_norm(self) -> float:
+        return sum(float(gradient_of(parameter).square().sum()) for parameter in trained(self.model)) ** 0.5
+
+    def update(self) -> float:
+        grad_norm, bound = self.grad_norm(), self.config.max_grad_norm
+        if bound > 0:
+            for parameter in trained(self.model):
+                gradient_of(parameter).mul_(min(1.0, bound / (grad_norm + 1e-6)))
+        with Float64():
+            self.optimizer.step()
+        if self.average is not None:
+            self.average.update()
+        return grad_norm
+
+    def held(self, kind: str) -> Iterator[tuple[str, torch.Tensor, tuple[int, ...], tuple[int, ...]]]:
+        return held_whole(self.model, self.optimizer, kind, self.average)
+
+
+def run(config: Config, inputs: Inputs, also: Sequence[Path] = ()) -> str:
+    """Write the reference's dump and the replays, including those of the folders `also`. Needs a process group of one rank."""
+    model = build_reference(
+        inputs,
+        seed=config.weights_seed,
+        attn_impl=config.attn_impl,
+        init_weights_path=initial_weights.file_of(config),
+    )
+    strategy = ReferenceStrategy(model, config, layout_of(inputs.architecture, config.attn_impl).choices)
+    initial = ((name, parameter.detach().float()) for name, parameter in model.named_parameters())
+    initial_sha256 = weights.combined_sha256(weights.checksums(initial))
+    capture = _capture(config, inputs, "reference", model, initial_sha256)
+    capture.only_parameters(strategy)
+    for index in range(config.capture_steps):
+        loss = _one_step(config, inputs, strategy, capture, index)
+    for folder in [*captured(capture.folder.parent), *also]:
+        if (folder / dump.MANIFEST).is_file():
+            replay(config, inputs, strategy, folder, dump.Dump(capture.folder))
+    return f"{LABEL}: {config.capture_steps} steps, last loss {loss:.9f}, {capture.folder}"
+
+
+def captured(folder: Path) -> list[Path]:
+    """The dumps of runs in a folder, without reference and replays."""
+    inside = sorted(folder.iterdir()) if folder.is_dir() else []
+    return [
+        each
+        for each in inside
+        if (each / dump.MANIFEST).is_file()
+        and each.name != "reference"
+        and not each.name.startswith("replay_")
+    ]
+
+
+def replay(
+    config: Config, inputs: Inputs, strategy: "ReferenceStrategy", folder: Path, reference: dump.Dump
+) -> None:
+    """Write the replay of the run dumped in a folder, beside it, as replay_NAME.
+
+    It has forward, backward and gradients of steps 2 and later, each from the run's own parameters, on its micro batches and with its
+    choices; also of step 1 if these are not the reference's.
+    """
+    theirs = dump.Dump(folder)
+    require_comparable_dumps(theirs, reference, same_steps=False)
+    own = theirs.run["config"]
+    # a mixture's term for the balance of its experts is a mean over micro batches, not over tokens
+    other_batches = bool(strategy.choices) and own["batch_size"] != config.batch_size
+    first = 0 if config.has_own_optimizer or other_batches or _chose_otherwise(theirs, reference) else 1
+    if len(theirs.steps) <= first:
+        files.remove_captured(folder.with_name(f"replay_{folder.name}"))  # an older dump's
+        return
+    sizes = {key: own[key] for key in ("batch_size", "dp_size", "gradient_accumulation_steps")}
+    config = dataclasses.replace(config, capture_dir=folder.parent, num_workers=own["dp_size"], **sizes)
+    strategy.config = config
+    capture = _capture(
+        config, inputs, f"replay_{folder.name}", strategy.model, reference.manifest["initial_sha256"]
+    )
+    capture.kinds = tuple(kind for kind in capture.kinds if kind != "average")
+    strategy.renew_optimizer()
+    for index in range(first, len(theirs.steps)):
+        source = theirs if index else reference  # of the parameters before the step
+        with torch.no_grad():
+            for name, parameter in strategy.model.named_parameters():
+                parameter.copy_(source.tensor(index, f"parameter/{name}"))
+        chosen = {
+            name: theirs.tensor(index + 1, f"forward/{name}")
+            for name in strategy.choices
+            if theirs.has(index + 1, f"forward/{name}")
+        }
+        digest = source.parameter_digest(index)
+        again = functools.partial(strategy.step_as, theirs, index) if config.has_own_optimizer else None
+        _one_step(config, inputs, strategy, capture, index, started_from=digest, chosen=chosen, again=again)
+
+
+def _chose_otherwise(theirs: dump.Dump, reference: dump.Dump) -> bool:
+    """Whether a run made other choices in step 1 than the reference, or in another order."""
+    names = [f"forward/{name}" for name in reference.layout.choices]
+    return any(
+        theirs.has(1, name) and not torch.equal(theirs.tensor(1, name), reference.tensor(1, name))
+        for name in names
+    )
+
+
+def _capture(
+    config: Config, inputs: Inputs, name: str, model: torch.nn.Module, initial_sha256: str
+) -> Capture:
+    alone = dataclasses.replace(
+        config,
+        run_name=name,
+        num_workers=1,
+        dp_size=1,
+        batch_size=inputs.batches.windows_per_step,
+        gradient_accumulation_steps=1,
+    )
+    capture = Capture(alone, model, {**provenance(config, inputs), "label": LABEL, "exact": True})
+    capture.manifest["initial_sha256"] = initial_sha256
+    return capture
+
+
+def _one_step(
+    config: Config,
+    inputs: Inputs,
+    strategy: ReferenceStrategy,
+    capture: Capture,
+    index: int,
+    *,
+    started_from: str = "",
+    chosen: dict[str, torch.Tensor] | None = None,
+    again: Callable[[], bool] | None = None,
+) -> float:
+    """One captured step on the micro batches of all DP ranks; returns the mean loss.
+
+    `started_from` identifies the parameters of a replay, which takes the choices `chosen` and makes no update, but for an optimizer of
+    the user's own: `again` makes it as the run did, and returns whether it lowers the precision.
+    """
+    rate = rates.rate_of(vars(config), index + 1, inputs.num_steps)
+    set_rate(strategy.optimizer, rate, config.learning_rate)
+    by_rank = [inputs.batches.micro_batches(index, rank, "cpu") for rank in range(inputs.batches.dp_size)]
+    whole = (torch.cat([micro[part] for of_rank in by_rank for micro in of_rank]) for part in (0, 1))
+    micro_batches = list(zip(*(tensor.split(config.batch_size) for tensor in whole), strict=True))
+    capture.begin(strategy, index + 1, micro_batches)
+    rank_losses = strategy.forward_backward(micro_batches, chosen)
+    capture.gradients()
+    grad_norm = strategy.grad_norm() if started_from else strategy.update()
+    loss = sum(rank_losses) / len(rank_losses)
+    if not math.isfinite(loss + grad_norm):
+        raise TrainingFailure(
+            f"{LABEL}: step {index + 1} has loss {loss} and gradient norm {grad_norm}; lower --learning_rate"
+        )
+    record: dict[str, Any] = {
+        "loss": loss,
+        "rank_losses": rank_losses,
+        "grad_norm": grad_norm,
+        "learning_rate": rate,
+        "batch_hash": global_batch_hash(window_hashes(micro_batches)),
+    }
+    if started_from:
+        record["started_from"] = started_from
+    if chosen:
+        record["regrets"] = strategy.regrets
+    if again:
+        record["lowered"] = again()
+    capture.end(record, updated=not started_from or again is not None)
+    return loss
+
+
+def main() -> int:
+    def body() -> int:
+        config = command_line.parse_config(BASELINE)
+        if config.capture_dir is None:
+            raise UserError("--capture_dir is missing; give the folder for the reference's dump")
+        inputs = preflight.load_inputs(config)
+        preflight.check_environment(dataclasses.replace(config, run_name="reference"), inputs.architecture)
+        model_check.check(config, inputs)
+        replays = [folder.with_name(f"replay_{folder.name}") for folder in captured(config.capture_dir)]
+        for folder in replays:
+            files.require_new_folder(folder, "--capture_dir", overwrite=config.overwrite)
+        with locks.held((config.capture_dir / "reference", "--capture_dir")):
+            init_alone()
+            print(run(config, inputs))
+        return 0
+
+    return run_program("lockstep.reference", body)
+
+
+if __name__ == "__main__":
+    startup.end(main())

@@ -1,0 +1,252 @@
+"""What a comparison found: of every run its rows, its failures and its verdict. docs/verification.md says what a verdict means."""
+
+import functools
+import math
+from dataclasses import dataclass, field
+
+from lockstep.dumps.dump import Dump
+from lockstep.verdict.distance import Distance, Measured, relative
+from lockstep.verdict.judgement import MULTIPLE, Judgement
+from lockstep.verdict.records import Chosen, Loss, Norm
+
+FINER = 0.5  # of a deviation: what is tolerated of a gradient that would have shown it
+VERDICTS = ("CONFIGURED DIFFERENTLY", "FAIL", "NOT JUDGED", "PASS")  # the worst first
+Failure = tuple[int, float, str, str]  # (step, position in it, tensor, what is wrong)
+
+
+@dataclass(frozen=True)
+class Cause:
+    """A cause and the evidence for it."""
+
+    name: str
+    evidence: str
+
+
+@dataclass
+class Diagnosis:
+    """Causes (none: not explained), what is excluded, what is odd about the first wrong tensor."""
+
+    causes: list[Cause] = field(default_factory=list)
+    excluded: list[str] = field(default_factory=list)
+    odd: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Findings:
+    """What was found of one run. Rows are in execution order within a step. It is complete before anything is asked of it."""
+
+    name: str
+    dump: Dump
+    baseline: str  # whose losses its own are held against
+    losses: list[Loss]  # of all runs
+    # entry of the effective contract -> "entry is a, not b", where it is not the baseline's
+    configuration: dict[str, str] = field(default_factory=dict)
+    rows: list[Judgement] = field(default_factory=list)
+    norms: list[Norm] = field(default_factory=list)
+    choices: list[Chosen] = field(default_factory=list)
+    diagnosis: Diagnosis | None = None  # of a run that failed, if it was compared with a reference
+
+    def rows_of(self, step: int) -> dict[str, Judgement]:
+        return {row.name: row for row in self.rows if row.step == step}
+
+    def norm_of(self, step: int) -> Norm | None:
+        return next((norm for norm in self.norms if norm.step == step), None)
+
+    @functools.cached_property
+    def judged(self) -> list[Judgement]:
+        """The rows of tensors that are large enough to judge."""
+        return [row for row in self.rows if row.judged]
+
+    @functools.cached_property
+    def unjudged(self) -> list[str]:
+        """Kinds of tensors of which none was large enough to judge in some step; all passes if there are no rows."""
+        if not self.rows:
+            return ["all passes"]
+        kinds, judged = ({(row.step, row.kind) for row in rows} for rows in (self.rows, self.judged))
+        return [f"{kind} of step {step}" for step, kind in sorted(kinds - judged)]
+
+    @functools.cached_property
+    def differing(self) -> list[tuple[int, str, list[int]]]:
+        """(step, tensor, ranks whose copy is another)."""
+        return [
+            (int(step), name, ranks)
+            for step, entry in self.dump.steps.items()
+            for name, ranks in entry["replicas_differ"].items()
+        ]
+
+    @functools.cached_property
+    def conventions(self) -> list[Judgement]:
+        """Intermediate tensors that are not the reference's, in a step that gets to the right result in another way.
+
+        Such are gradients under a loss scale that is taken off again, or rotary tables of other positions.
+        """
+        found = []
+        for step in map(int, self.dump.steps):
+            rows = self.rows_of(step)
+            seen = self._seen_by_gradients(step, rows)
+            head = next((row for row in seen if row.name == self.dump.layout.names.logits_gradient), None)
+            gradients = [row for row in rows.values() if row.kind == "gradient" and row.judged]
+            if self._ends_right(step, rows):
+                found += seen
+            elif head is not None and 2 * sum(row.too_far for row in gradients) < len(gradients):
+                # most gradients are right without the factor, so it is taken off again; what is wrong is something else
+                factor = head.distance.scale
+                found += [row for row in seen if row.kind == "backward" and _is_multiple(row, factor)]
+        return found
+
+    def _is_end(self, row: Judgement) -> bool:
+        """Whether a tensor is no intermediate one: what goes into a step's forward pass, or what counts of its results."""
+        return row.kind in ("batch", "gradient") or row.name == self.dump.layout.names.logits
+
+    def _ends_right(self, step: int, rows: dict[str, Judgement]) -> bool:
+        """Whether the batch, the logits, the losses and all gradients of parameters with their norm are right in a step."""
+        ends = {name: row for name, row in rows.items() if self._is_end(row)}
+        norm = self.norm_of(step)
+        return self.dump.layout.names.logits in ends and not (
+            any(row.too_far for row in ends.values())
+            or any(at == step and name in ends for at, name, _ in self.differing)
+            or any(at == step for at, _ in self.dump.missing)
+            or (norm is not None and norm.off)
+            or any(loss.problem(self.name, self.baseline) for loss in self.losses if loss.step == step)
+        )
+
+    def _seen_by_gradients(self, step: int, rows: dict[str, Judgement]) -> list[Judgement]:
+        """The intermediate tensors that are too far by so much that the gradients of matrices would have shown it."""
+        shapes = self.dump.expected(step)
+        tolerated = (
+            relative(row.tolerated, row.distance.norm)
+            for row in rows.values()
+            if row.kind == "gradient" and row.judged and len(shapes[row.name]) > 1
+        )
+        coarsest = max(tolerated, default=math.inf)
+        return [
+            row
+            for row in rows.values()
+            if row.too_far
+            and not self._is_end(row)
+            and row.kind in ("forward", "backward")
+            and coarsest <= FINER * row.distance.relative < math.inf
+        ]
+
+    @functools.cached_property
+    def excused(self) -> set[tuple[int, str]]:
+        """(step, tensor) of the conventions."""
+        return {(row.step, row.name) for row in self.conventions}
+
+    @functools.cached_property
+    def too_far(self) -> list[Judgement]:
+        """The rows of tensors that are too far and no convention."""
+        return [row for row in self.rows if row.too_far and (row.step, row.name) not in self.excused]
+
+    @functools.cached_property
+    def counted(self) -> list[Judgement]:
+        """The rows that count towards the verdict: of tensors that are judged and no convention."""
+        return [row for row in self.judged if (row.step, row.name) not in self.excused]
+
+    @property
+    def nearest(self) -> float:
+        """The largest multiple of what is tolerated, of the tensors that count; 0 if there are none."""
+        return max((row.multiple for row in self.counted), default=0.0)
+
+    @functools.cached_property
+    def order(self) -> dict[int, dict[str, int]]:
+        """Step -> tensor -> its place in the order of execution."""
+        return {
+            int(step): {name: at for at, name in enumerate(self.dump.expected(int(step)))}
+            for step in self.dump.steps
+        }
+
+    @functools.cached_property
+    def failures(self) -> list[Failure]:
+        """The first in execution order first."""
+        wrong = [(row.step, row.name, row.describe()) for row in self.too_far]
+        for step, name, ranks in self.differing:
+            if (step, name) not in self.excused:
+                where = ", ".join(f"rank {rank}" for rank in ranks)
+                wrong.append((step, name, f"is not the same on all ranks that hold it: {where} differs"))
+        wrong += [(step, name, "was not computed") for step, name in self.dump.missing]
+        wrong += [(one.step, f"forward/{one.name}", one.describe()) for one in self.choices if one.too_far]
+        found: list[Failure] = [(step, self.order[step][name], name, what) for step, name, what in wrong]
+        for norm in self.norms:
+            if norm.off:
+                last = max(at for name, at in self.order[norm.step].items() if name.startswith("gradient/"))
+                found.append((norm.step, last + 0.5, "gradient norm", norm.describe()))
+        for loss in self.losses:
+            what = loss.problem(self.name, self.baseline)
+            if what:
+                found.append((loss.step, len(self.order[loss.step]), f"loss of DP rank {loss.dp_rank}", what))
+        return sorted(found, key=lambda failure: failure[:3])  # of one tensor, its distance first
+
+
+def _is_multiple(row: Judgement, factor: float) -> bool:
+    """Whether a tensor is the reference's times a factor, as exactly as a right one would be the reference's."""
+    distance = row.distance
+    off = abs(distance.scale - factor) * distance.change
+    return max(distance.across, off) <= max(1.0, abs(factor)) * row.tolerated
+
+
+@dataclass
+class Result:
+    """The findings of a comparison."""
+
+    runs: dict[str, Findings]
+    baseline: str  # the run whose losses the others' are held against
+    losses: list[Loss]
+    has_reference: bool = False
+    pairs: dict[str, Measured] = field(default_factory=dict)  # of step 1, every tensor but the update's
+
+    def label(self, name: str) -> str:
+        """What a report calls a run; without a reference, its folder."""
+        return self.runs[name].dump.label if self.has_reference else name
+
+    def verdict(self, name: str) -> str:
+        """One of VERDICTS."""
+        run = self.runs[name]
+        if run.configuration:
+            return "CONFIGURED DIFFERENTLY"
+        if run.failures and not self.is_no_yardstick(name):
+            return "FAIL"
+        return "NOT JUDGED" if run.failures or run.unjudged else "PASS"
+
+    def has_failed(self, name: str) -> bool:
+        return self.verdict(name) in ("CONFIGURED DIFFERENTLY", "FAIL")
+
+    @functools.cached_property
+    def outcome(self) -> str:
+        """The worst verdict of any run."""
+        return min(map(self.verdict, self.runs), key=VERDICTS.index)
+
+    def is_no_yardstick(self, name: str) -> bool:
+        """Whether the run is the yardstick, all that is wrong with it are distances from the reference, and other runs share the first.
+
+        Then the model or its optimizer jumps there, or is ill-conditioned, so that rounding errors alone take correct runs so far. If
+        one of the others is near enough, and MULTIPLE times nearer, this run is wrong.
+        """
+        return name == self.baseline and self.has_reference and self._all_are_far
+
+    @functools.cached_property
+    def _all_are_far(self) -> bool:
+        run = self.runs[self.baseline]
+        far = {(row.step, row.name): row for row in run.too_far}
+        if not run.failures or run.differing:
+            return False
+        if any((step, name) not in far or name.startswith("batch/") for step, _, name, _ in run.failures):
+            return False
+        first = far[run.failures[0][0], run.failures[0][2]]
+        others = [
+            row.distance
+            for other in self.runs.values()
+            for row in other.rows
+            if other is not run and (row.step, row.name) == (first.step, first.name)
+        ]
+        return bool(others) and not any(_is_nearer(other, first) for other in others)
+
+
+def _is_nearer(other: Distance, row: Judgement) -> bool:
+    """Whether a distance is what is tolerated of the row, and less than a MULTIPLE-th of it: rounding errors alone do not explain that."""
+    if other.error > row.tolerated or other.largest_error > row.tolerated_largest:
+        return False
+    found = row.distance
+    by_norm = found.error > row.tolerated and MULTIPLE * other.error < found.error
+    by_largest = found.largest_error > row.tolerated_largest
+    return by_norm or (by_largest and MULTIPLE * other.largest_error < found.largest_error)

@@ -1,0 +1,256 @@
+"""The report of a tensor-level comparison: the verdict and the tables, as text, Markdown and JSON."""
+
+import json
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from lockstep.ground.errors import printable
+from lockstep.ground.files import write_result
+from lockstep.verdict import report_tables as tables
+from lockstep.verdict.judgement import Judgement, pass_of
+from lockstep.verdict.report_tables import Line, ratio
+from lockstep.verdict.result import Result
+
+SHORT = 12  # rows of a long table that are printed; the file has all
+LONGEST = 100_000  # characters of a line
+
+
+def show(result: Result, output_dir: Path | None) -> int:
+    """Print the report, the verdict last. Returns the exit status, 0 or 1.
+
+    If the report was written into a folder, only what fits on a screen is printed.
+    """
+    short = _summary(result)
+    long = {} if output_dir is not None else _tables(result)
+    for title, lines in (*long.items(), *short.items()):
+        lines = lines[: lines.index("")] if "" in lines else lines
+        more = [f"... {len(lines) - SHORT} more rows; --output_dir writes all"]
+        shown = [*lines[:SHORT], *more] if title in long and len(lines) > SHORT + 3 else lines
+        text = [printable(line, LONGEST) for line in _as_text(shown, lambda cell: cell)]
+        print("\n".join(["", title, "-" * len(title), *text]))
+    if output_dir is not None:
+        print(f"\nReport: {output_dir / 'report.md'}, {output_dir / 'report.json'}")
+    print(f"\n{result.outcome}")
+    return 0 if result.outcome == "PASS" else 1
+
+
+def write(result: Result, folder: Path) -> None:
+    """Write report.md and report.json into a folder."""
+    sections = {**_summary(result), **_tables(result)}
+    text = "\n\n".join(
+        f"## {title}\n\n" + "\n".join(map(_item, _as_text(lines, _escaped)))
+        for title, lines in sections.items()
+    )
+    write_result(folder / "report.md", f"# Tensor by tensor: {result.outcome}\n\n" + text + "\n")
+    write_result(folder / "report.json", json.dumps(as_data(result), indent=1) + "\n")
+
+
+def _summary(result: Result) -> dict[str, Sequence[Line]]:
+    """Title -> lines of the sections that say what was found and why. Those that have nothing to say are left out."""
+    differing, said = configuration(result), notes(result)
+    return {
+        "Verdict": verdict(result),
+        **({"Configuration": differing} if differing else {}),
+        **({"Notes": said} if said else {}),
+        "First tensor that is too far": first_tensors(result),
+        **({"Cause": causes(result)} if result.outcome != "PASS" else {}),
+    }
+
+
+def _tables(result: Result) -> dict[str, Sequence[Line]]:
+    """Title -> lines of the other sections: text, or rows of tables as tuples, the head first."""
+    wrong = tables.wrong_tensors(result)
+    of = "the reference" if result.has_reference else "each other"
+    return {
+        "What was compared": [f"{what}: {value}" for what, value in tables.about(result).items()],
+        **({"Wrong tensors": wrong} if len(wrong) > 1 else {}),
+        "Loss by DP rank": tables.losses(result),
+        "Layer output norms": tables.norms(result, "forward"),
+        "Gradient norms": tables.norms(result, "backward") + tables.norms(result, "gradient")[1:],
+        f"Largest distances from {of}": tables.worst(result),
+        "Largest differences from the first": tables.differences(result),
+        "Bit-identical tensors": tables.identical(result),
+        "Replicas": tables.replicas(result),
+    }
+
+
+def _as_text(lines: Sequence[Line], escape: Callable[[str], str]) -> list[str]:
+    """Rows of tables as Markdown tables; `escape` is applied to each cell and to each other line."""
+    text: list[str] = []
+    for number, line in enumerate(lines):
+        if isinstance(line, str):
+            text.append(escape(line))
+            continue
+        text.append(f"| {' | '.join(map(escape, line))} |")
+        if number == 0 or isinstance(lines[number - 1], str):
+            text.append(f"|{'---|' * len(line)}")
+    return text
+
+
+def _escaped(text: str) -> str:
+    """Text escaped for a Markdown page: labels and paths come from files and command lines."""
+    return re.sub(r"([\\`|<>*\[\]])", r"\\\1", printable(text, LONGEST))
+
+
+def _item(line: str) -> str:
+    return line if line.startswith(("|", "-", " ")) or not line else f"- {line}"
+
+
+def verdict(result: Result) -> list[str]:
+    lines = []
+    for name, run in result.runs.items():
+        small = [row.name for row in run.rows if not row.judged]
+        lines.append(
+            f"{result.verdict(name):<10}  {result.label(name)}: {len(run.judged)} of {len(run.rows)} tensors of {steps_in_words(run.rows)} judged, "
+            f"{len(small)} too small to judge"
+        )
+        lines += [f"  too small to judge: {', '.join(sorted(set(small)))}"] if small else []
+        if run.unjudged:
+            lines.append(
+                f"  nothing is large enough to judge in: {', '.join(run.unjudged)}; agreement proves nothing there"
+            )
+    if not result.has_reference:
+        lines.append(
+            "Without a reference: batch, forward, backward and gradients of step 1 only; updates and later steps were not compared"
+        )
+    return lines
+
+
+def steps_in_words(rows: Sequence[Judgement]) -> str:
+    """ "step 1", "steps 1 and 2", "steps 1 to 5": the steps that were judged."""
+    steps = sorted({row.step for row in rows})
+    if len(steps) < 2:
+        return f"step {steps[0]}" if steps else "no step"
+    return f"steps {steps[0]} {'and' if len(steps) == 2 else 'to'} {steps[-1]}"
+
+
+def notes(result: Result) -> list[str]:
+    """What is no failure and should be known: another convention, a norm that was summed in float32, what no step judges."""
+    said = []
+    for name, run in result.runs.items():
+        label = result.label(name)
+        if result.is_no_yardstick(name):
+            step, _, first, _ = run.failures[0]
+            said.append(
+                f"{label}: {len(run.failures)} tensors are too far from the reference to measure others by, first {first} in step "
+                f"{step}: the model or its optimizer jumps there or magnifies rounding errors, or this run is wrong"
+            )
+        if run.conventions:
+            row = run.conventions[0]
+            factors = {f"{row.distance.scale:.4g}" for row in run.conventions}
+            times = f" but {factors.pop()} times that" if len(factors) == 1 and factors != {"1"} else ""
+            said.append(
+                f"{label}: {len(run.conventions)} intermediate tensors are another convention, because what is made of them is right: they are not "
+                f"the reference's{times}. The first is {row.name} in step {row.step}"
+            )
+        said += [
+            f"{label}: the gradient norm of step {norm.step} {norm.describe()}. A sum in float32 may be off by {norm.float32:.1e}"
+            for norm in run.norms
+            if norm.inexact and not norm.off
+        ]
+        if any(row.kind == "average" for row in run.rows):
+            steps = steps_in_words(run.rows)
+            said.append(f"{label}: averages of the weights were judged in {steps}; nothing judges them later")
+    return said
+
+
+def configuration(result: Result) -> list[str]:
+    """Differences of the effective contracts. They say nothing about arithmetic."""
+    return [
+        f"{result.label(name)}: {what}"
+        for name, run in result.runs.items()
+        for what in run.configuration.values()
+    ]
+
+
+def first_tensors(result: Result) -> list[str]:
+    lines = []
+    for name, run in result.runs.items():
+        if not run.failures:
+            lines.append(f"{result.label(name)}: none")
+            continue
+        step, _, tensor, what = run.failures[0]
+        kind, _, where = tensor.partition("/")
+        which = f"{pass_of(tensor)} pass, {kind} of {where}" if where else tensor
+        lines.append(
+            f"{result.label(name)}: step {step}, {which}: {what} ({len(run.failures)} tensors too far in all)"
+        )
+    return lines
+
+
+def causes(result: Result) -> list[str]:
+    lines = []
+    for name, run in result.runs.items():
+        found = run.diagnosis
+        if found is None:
+            continue
+        lines.append(f"{result.label(name)}:")
+        lines += [f"- {cause.name}: {cause.evidence}" for cause in found.causes] or ["- not explained"]
+        lines += [f"- observed in {run.failures[0][2]}: {'; '.join(found.odd)}"] if found.odd else []
+        lines += [f"- excluded: {'; '.join(found.excluded)}"] if found.excluded else []
+    if not lines and any(map(result.has_failed, result.runs)):
+        return ["looked for only with a reference; name its folder, too"]
+    return lines or ["nothing to explain"]
+
+
+def as_data(result: Result) -> dict:
+    """The report as data for JSON, with null for numbers that JSON does not have."""
+    rows = [(name, row) for name, run in result.runs.items() for row in run.rows]
+    return {
+        "verdict": result.outcome,
+        "about": tables.about(result),
+        "runs": {name: _of_run(result, name) for name in result.runs},
+        "notes": notes(result),
+        "losses": [_strict(asdict(loss)) for loss in result.losses],
+        "tensors": [_of_row(*each) for each in sorted(rows, key=lambda each: each[1].step)],
+    }
+
+
+def _of_run(result: Result, name: str) -> dict:
+    run = result.runs[name]
+    return {
+        "label": run.dump.label,
+        "verdict": result.verdict(name),
+        "config": run.dump.run["config"],
+        "configured_differently": run.configuration,
+        "versions": run.dump.run["versions"],
+        "origin": run.dump.run["origin"],
+        "missing": run.dump.missing,
+        "first_failure": run.failures[:1],
+        "diagnosis": asdict(run.diagnosis) if run.diagnosis else None,
+        "num_failures": len(run.failures),
+        "nearest": _finite(run.nearest),
+        "not_judged": sorted({row.name for row in run.rows if not row.judged}),
+    }
+
+
+def _of_row(run: str, row: Judgement) -> dict:
+    distance = row.distance
+    return {
+        "run": run,
+        "step": row.step,
+        "name": row.name,
+        "pass": row.which_pass,
+        "too_far": row.too_far,
+        "distance": _finite(distance.relative),
+        "largest": _finite(distance.relative_largest),
+        "of_tolerated": _finite(row.multiple),
+        "tolerated": _finite(ratio(row.tolerated, distance.norm)),
+        "tolerated_largest": _finite(ratio(row.tolerated_largest, distance.largest)),
+        "norm": _finite(distance.own_norm),
+        "judged": row.judged,
+    }
+
+
+def _strict(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _strict(each) for key, each in value.items()}
+    return _finite(value)
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
