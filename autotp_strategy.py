@@ -13,7 +13,7 @@ import pydantic
 import torch
 import torch.distributed as dist
 
-from lockstep.ground import tested
+from lockstep.ground import origin
 from lockstep.ground.errors import LIBRARY_REFUSES, UserError, first_line
 from lockstep.inputs import modules
 from lockstep.inputs.model import causal_lm_loss
@@ -214,7 +214,7 @@ def _refusals_named(file: zero.UserFile | None) -> Iterator[None]:
     try:
         yield
     except (AssertionError, ValueError, NotImplementedError, DeepSpeedConfigError) as error:
-        version = tested.difference(DeepSpeed.library)
+        version = origin.difference(DeepSpeed.library)
         if file is None and not version:
             raise
         why = first_line(error)

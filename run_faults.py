@@ -283,7 +283,7 @@ def judge(group: Group, fault: "Fault", strategy: str) -> dict:
 
 def name_verdict(causes: list[list[str]], fault: "Fault") -> str:
     """Whether the causes [name, evidence] are right: another name or other evidence is wrong, wherever it stands; none is no claim."""
-    from lockstep.faults.evidence import agrees
+    from lockstep.faults.catalogue import agrees
 
     if not causes:
         return NOT_EXPLAINED

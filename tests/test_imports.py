@@ -141,7 +141,7 @@ def test_only_its_own_files_name_deepspeed():
         ("benchmarks/real_size.py", 'RANKS = {"deepspeed": 4}', True),
         ("lockstep/plan/config.py", "# the deepspeed launcher passes it; so says deepspeed", True),
         ("lockstep/plan/config.py", "# the deepspeed launcher passes it", False),
-        ("lockstep/faults/clipping.py", 'seen_in="deepspeedai/DeepSpeed 8068",', False),
+        ("lockstep/faults/optimizer.py", 'seen_in="deepspeedai/DeepSpeed 8068",', False),
         ("lockstep/plan/strategies.py", 'name="deepspeed",', False),
     ],
 )

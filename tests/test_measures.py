@@ -14,7 +14,7 @@ from lockstep.plan import command_line
 from lockstep.plan.config import history_file
 from lockstep.running import jobs
 from lockstep.training import preflight
-from lockstep.training.measure import group_of
+from lockstep.training.listeners import group_of
 from lockstep.verdict.comparison import compare_dumps
 
 SHARED = ["--batch_size", "2", "--seq_length", "32", "--dp_size", "2", "--debug_steps", "2"]

@@ -4,8 +4,8 @@ import math
 import numpy as np
 import pytest
 
-from lockstep.inputs import order
-from lockstep.inputs.order import permuted
+from lockstep.inputs import data
+from lockstep.inputs.data import permuted
 
 
 def whole(n, seed=0, epoch=0):
@@ -56,7 +56,7 @@ def test_as_well_mixed_as_chance(n):
 
 
 def test_few_rounds_are_seen(monkeypatch):
-    monkeypatch.setattr(order, "ROUNDS", 2)
+    monkeypatch.setattr(data, "ROUNDS", 2)
     assert not mixed(64, 600)
 
 

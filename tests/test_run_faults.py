@@ -9,8 +9,7 @@ import pytest
 
 import run_faults
 from lockstep.faults import CATALOGUE, applies_to
-from lockstep.faults.catalogue import BUG_CLASSES
-from lockstep.faults.evidence import NO_SENTENCE, agrees
+from lockstep.faults.catalogue import BUG_CLASSES, NO_SENTENCE, agrees
 from lockstep.ground.errors import TrainingFailure
 from lockstep.plan.mesh import Mesh
 from lockstep.plan.strategies import others, spec_of

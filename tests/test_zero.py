@@ -9,7 +9,7 @@ from ranks import ROOT, run_groups
 from lockstep.dumps import history
 from lockstep.dumps.dump import Dump
 from lockstep.faults import CATALOGUE, applies_to
-from lockstep.ground import tested
+from lockstep.ground import origin
 from lockstep.ground.errors import UserError
 from lockstep.inputs.architectures import BUILT_IN
 from lockstep.plan import deepspeed, zero
@@ -302,7 +302,7 @@ def test_a_version_that_does_not_know_what_it_is_told(monkeypatch):
     architecture = BUILT_IN["tiny-qwen2"]
     two.spec.require(two, architecture)  # the version tested is not looked at
     monkeypatch.setattr(
-        tested, "versions", lambda: {"deepspeed": "9.9", "torch": "1.0", "transformers": "5.23.0"}
+        origin, "versions", lambda: {"deepspeed": "9.9", "torch": "1.0", "transformers": "5.23.0"}
     )
     one.spec.require(one, architecture)
     here = importlib.metadata.version("deepspeed")
@@ -316,8 +316,8 @@ def test_a_version_that_does_not_know_what_it_is_told(monkeypatch):
 
 
 def test_the_versions_tested_are_those_required():
-    assert tested.versions()["deepspeed"] == importlib.metadata.version("deepspeed")
-    assert {"torch", "transformers", "ray"} < tested.versions().keys() and not tested.difference("torch")
+    assert origin.versions()["deepspeed"] == importlib.metadata.version("deepspeed")
+    assert {"torch", "transformers", "ray"} < origin.versions().keys() and not origin.difference("torch")
 
 
 @pytest.mark.parametrize("further", ["--precision autocast", "--precision fp32 --tp_size 1"])

@@ -35,7 +35,7 @@ from lockstep.ground.blocks import Runs, blocks
 from lockstep.ground.collective import gather_objects, stop_together
 from lockstep.ground.errors import first_line
 from lockstep.ground.files import remove_captured, why_not_written
-from lockstep.inputs import activation_checkpointing as recompute
+from lockstep.inputs.model import being_recomputed
 from lockstep.plan import compiled, cuts
 from lockstep.plan.mesh import Coordinates, share
 
@@ -279,7 +279,7 @@ class Capture:
 
     def _see(self, name: str, tensor: torch.Tensor) -> None:
         """Write an output or input of a module, and its gradient later."""
-        if recompute.active():
+        if being_recomputed():
             return
         if name not in self.layout.outputs:
             if self.layout.is_further(name) or name in self.layout.unknown:

@@ -13,8 +13,8 @@ from lockstep.ground import flags
 from lockstep.ground.errors import UserError, printable
 from lockstep.ground.files import read_json, seal
 from lockstep.ground.flags import Same
+from lockstep.ground.origin import unlike
 from lockstep.ground.schemas import Architecture, Count, Finite, Name, Origin, Sha256, Strict, Whole, validate
-from lockstep.ground.tested import unlike
 from lockstep.plan import strategies
 from lockstep.plan.config import Config
 from lockstep.plan.mesh import Axis, Mesh

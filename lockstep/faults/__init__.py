@@ -2,26 +2,13 @@
 
 import contextlib
 import functools
+import importlib
+import pkgutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from lockstep.faults import (  # noqa: F401
-    average,
-    clipping,
-    context_parallel,
-    data,
-    data_parallel,
-    optimizer,
-    pipeline,
-    precision,
-    random_state,
-    sharding,
-    tensor_parallel,
-    weights,
-)
-from lockstep.faults import zero as _of_deepspeed  # noqa: F401
 from lockstep.faults.catalogue import CATALOGUE, Fault
 from lockstep.faults.planting import Planting
 from lockstep.ground import user_file
@@ -34,6 +21,10 @@ from lockstep.plan.config import Config, Spec
 
 if TYPE_CHECKING:
     from lockstep.training.strategy import MakeStrategy, Strategy
+
+
+for _file in pkgutil.iter_modules(__path__):  # each enters its faults into the catalogue
+    importlib.import_module(f"{__name__}.{_file.name}")
 
 
 def applies_to(fault: Fault, spec: Spec) -> bool:

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from lockstep.faults.catalogue import fault
-from lockstep.faults.evidence import NO_SENTENCE
+from lockstep.faults.catalogue import NO_SENTENCE, fault
 from lockstep.faults.planting import Plant, Planting
 from lockstep.plan.mesh import Mesh
 from lockstep.training.torch_strategy import local

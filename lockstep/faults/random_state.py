@@ -6,10 +6,9 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from lockstep.faults.catalogue import fault
-from lockstep.faults.evidence import NO_SENTENCE, agrees
+from lockstep.faults.catalogue import NO_SENTENCE, agrees, fault
 from lockstep.faults.planting import Plant, Planting
-from lockstep.inputs import activation_checkpointing as recompute
+from lockstep.inputs.model import being_recomputed
 
 DROPPED = "model.layers.0.self_attn.o_proj"
 random_fault = functools.partial(
@@ -83,7 +82,7 @@ def recomputed_with_other_random_numbers(run: Planting) -> Plant:
 
     def drop(output: torch.Tensor) -> torch.Tensor:
         # in place and unseen by autograd, or the second computation would save more tensors than the first
-        if recompute.active():
+        if being_recomputed():
             output.detach().mul_(torch.nn.functional.dropout(torch.ones_like(output), 0.1))
         return output
 

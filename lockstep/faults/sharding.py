@@ -5,9 +5,8 @@ from typing import Any
 
 import torch
 
-from lockstep.faults.catalogue import fault
-from lockstep.faults.clipping import CLIPS
-from lockstep.faults.evidence import NO_SENTENCE
+from lockstep.faults.catalogue import NO_SENTENCE, fault
+from lockstep.faults.optimizer import CLIPS
 from lockstep.faults.planting import Plant, Planting
 from lockstep.plan.fsdp import FSDP
 from lockstep.plan.mesh import Mesh

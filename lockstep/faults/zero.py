@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from lockstep.faults.catalogue import fault
-from lockstep.faults.evidence import NO_SENTENCE
+from lockstep.faults.catalogue import NO_SENTENCE, fault
 from lockstep.faults.planting import Plant, Planting
 from lockstep.plan.deepspeed import DeepSpeed
 from lockstep.plan.mesh import Mesh

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 PACKAGES = ("numpy", "pydantic", "safetensors", "torch", "transformers")  # what every program needs
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 # Signal -> the word that says so. A signal that the parent ignores, as a shell does with SIGINT for `&`, is ignored here, too.
 WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 DEFAULTS = (

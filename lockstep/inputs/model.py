@@ -44,3 +44,19 @@ def causal_lm_loss(
     return model(
         input_ids=input_ids, labels=labels, shift_labels=labels, position_ids=position_ids, use_cache=False
     ).loss
+
+
+OUTSIDE = -1  # what torch says of a thread that runs no backward pass
+
+
+def being_recomputed() -> bool:
+    """Whether this thread computes something again, whoever has turned checkpointing on: a forward pass within a backward pass is one."""
+    return torch._C._current_graph_task_id() != OUTSIDE
+
+
+def checkpoint_layers(model: "PreTrainedModel") -> None:
+    """Let every layer keep its input alone and compute the rest again in the backward pass (arXiv 1604.06174), in place.
+
+    This is transformers' own, without reentrant autograd. Call it before the model is sharded.
+    """
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

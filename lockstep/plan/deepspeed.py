@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.ground import tested
+from lockstep.ground import origin
 from lockstep.ground.errors import UserError
 from lockstep.ground.files import require_writable_folder
 from lockstep.inputs import modules, shapes
@@ -59,7 +59,7 @@ class DeepSpeed(Spec):
             )
         told, version = (
             deepspeed_file.resolved(config, shapes.width(architecture)),
-            tested.difference("deepspeed"),
+            origin.difference("deepspeed"),
         )
         file = zero.of(config).deepspeed_config
         # The version that was tested knows what the flags ask for, without the import, which takes seconds.

@@ -22,17 +22,15 @@ from lockstep.ground import hang, origin, progress
 from lockstep.ground.collective import gather_objects, stop_together, stopping_together
 from lockstep.ground.errors import TrainingFailure, UserError
 from lockstep.ground.files import write_text
-from lockstep.inputs import activation_checkpointing as recompute
 from lockstep.inputs import weights
 from lockstep.inputs.data import Batches, Inputs, global_batch_hash, window_hashes
-from lockstep.inputs.model import build_model
+from lockstep.inputs.model import build_model, checkpoint_layers
 from lockstep.inputs.shapes import describe, parameter_shapes
 from lockstep.plan import compiled, initial_weights, rates
 from lockstep.plan.config import Config
 from lockstep.plan.contract import contradiction, expected_contract, left_to_the_verdict, of_all_ranks
 from lockstep.plan.mesh import Geometry, Mesh
-from lockstep.training.listeners import ComputeDtypes, CountedCollectives, GroupNorms, Listener
-from lockstep.training.measure import held_out
+from lockstep.training.listeners import ComputeDtypes, CountedCollectives, GroupNorms, Listener, held_out
 from lockstep.training.observe import (
     clipping_problem,
     learning_rate,
@@ -71,7 +69,7 @@ def run(config: Config, inputs: Inputs, make_strategy: MakeStrategy, device: tor
     hang.at("making the initial weights")
     model, file_sums = _initial_model(config, inputs, rank)
     if config.activation_checkpointing:
-        recompute.enable(model)
+        checkpoint_layers(model)
     about = provenance(config, inputs)
     _require_told_alike(about.get("told_sha256"))
     capture = Capture(config, model, about) if config.capture_dir else None

@@ -6,7 +6,7 @@ They run where a run is started, before its workers, and need no GPU and no clus
 from pathlib import Path
 
 from lockstep.dumps import history
-from lockstep.ground import files, hang, origin, tested, user_file
+from lockstep.ground import files, hang, origin, user_file
 from lockstep.ground.errors import UserError
 from lockstep.inputs import architectures, data, shapes, texts, tokenizer
 from lockstep.plan import compiled, cuts, initial_weights, limit, rates, strategies
@@ -22,7 +22,7 @@ def notes(config: Config) -> list[str]:
 def untested(config: Config) -> list[str]:
     """One line if a library has another version than the one that Lockstep is tested with."""
     libraries = ["torch", "transformers", *([config.spec.library] if config.spec.library else [])]
-    found = [difference for library in libraries if (difference := tested.difference(library))]
+    found = [difference for library in libraries if (difference := origin.difference(library))]
     return [f"{'; '.join(found)}: what follows may depend on it"] if found else []
 
 

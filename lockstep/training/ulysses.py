@@ -13,7 +13,7 @@ from lockstep.inputs import modules
 from lockstep.plan.config import Config
 from lockstep.plan.cuts import CONTIGUOUS
 from lockstep.plan.mesh import Coordinates, Geometry, Mesh
-from lockstep.training.positions import OwnPositions
+from lockstep.training.context_parallel import OwnPositions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
