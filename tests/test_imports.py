@@ -183,7 +183,6 @@ ANSWERS_AT_ONCE = [
     "verdict.loss_curves",
     "verdict.loss_report",
     "dumps.history",
-    "dumps.history_schema",
     "inputs.data",
     "inputs.weights",
     "launch",

@@ -7,20 +7,16 @@ import math
 
 from lockstep.dumps.dump import Dump, Dumps
 from lockstep.dumps.manifest import REMEDY
-from lockstep.dumps.record import configuration, require_comparable
 from lockstep.ground.errors import UserError
-from lockstep.inputs.data import global_batch_hash, window_hashes
 from lockstep.plan.config import BASELINE
-from lockstep.plan.contract import (
-    KNOWN_DIFFERENCES,
-    contract_differences,
-    expected_contract,
-    of_optimizer,
-    on_any_mesh,
-)
-from lockstep.plan.rates import rate_of
 from lockstep.plan.strategies import in_order
 from lockstep.verdict import measuring, records
+from lockstep.verdict.comparable_dumps import (
+    configuration_differences,
+    require_comparable_dumps,
+    require_its_batch,
+    require_norm,
+)
 from lockstep.verdict.distance import Distance
 from lockstep.verdict.judgement import ROUNDOFF, Judgement, Yardstick, noise_of, pass_of, tolerance
 from lockstep.verdict.loss_tolerance import RULES
@@ -207,74 +203,3 @@ def _judge_apart(name: str, distance: Distance, other: Dump, precision: str, noi
         measure = measure.or_more(least)
     roundoff = ROUNDOFF[other.steps["1"]["tensors"][name]["dtype"]]
     return Judgement(1, name, distance, *tolerance(name, distance, measure, roundoff))
-
-
-SUMMED = 1e-9  # relative: how far two float64 sums of the same numbers may be apart
-
-
-def require_comparable_dumps(one: Dump, other: Dump, *, same_steps: bool = True) -> None:
-    """Raise UserError naming the first difference that makes a comparison of two dumps meaningless.
-
-    A reference may have more steps than the other dump. `same_steps=False` compares only the steps of both.
-    """
-    names = f"{one.folder} and {other.folder}"
-    pair = f"{names} cannot be compared"
-    require_comparable(one, other, "tensors", names)
-    if one.layout != other.layout:
-        raise UserError(
-            f"{pair}: their models have other tensors; capture both with the same --model_name and --attn_impl"
-        )
-    steps, others = ({step for step in dump.steps if step != "0"} for dump in (one, other))
-    if same_steps and not (steps <= others if other.exact else steps == others):
-        raise UserError(
-            f"{pair}: steps {', '.join(sorted(steps))} against {', '.join(sorted(others))}; capture the same steps"
-        )
-
-
-def configuration_differences(baseline: Dump, dump: Dump) -> dict[str, str]:
-    """Entry -> sentence, for settings in which the effective contracts of two runs differ.
-
-    The baseline itself is compared with what its own configuration demands.
-    """
-    wanted, rates = (
-        baseline.contract,
-        {step: entry["learning_rate"] for step, entry in baseline.steps.items()},
-    )
-    if dump is baseline:
-        wanted = expected_contract(
-            configuration(dump.run), dump.run["architecture"], dump.layout.model, of_optimizer(dump.contract)
-        )
-        rates = {step: rate_of(dump.run["config"], int(step), dump.run["num_steps"]) for step in dump.steps}
-    found = contract_differences(on_any_mesh(wanted), on_any_mesh(dump.contract), KNOWN_DIFFERENCES)
-    for step in sorted(dump.steps, key=int):
-        rate = dump.steps[step]["learning_rate"]
-        if rate != rates.get(step, rate) and "learning_rates" not in found:
-            found["learning_rates"] = f"learning rate of step {step} is {rate}, not {rates[step]}"
-    return found
-
-
-def require_summary(dump: Dump, step: int, norm: float) -> None:
-    """Raise UserError unless the summaries of the logits are those of logits with this 2-norm."""
-    summaries = dump.steps[str(step)]["logits"]
-    said = math.sqrt(sum(one["rms"] ** 2 for one in summaries) / len(summaries))
-    held = norm / math.sqrt(math.prod(dump.expected(step)[dump.layout.names.logits]))
-    if math.isfinite(held) and not math.isclose(said, held, rel_tol=SUMMED):
-        raise UserError(
-            f"{dump.folder}: step {step} records a root mean square of {said:.9g} for its logits, which is {held:.9g}; {REMEDY}"
-        )
-
-
-def require_its_batch(reference: Dump, step: int) -> None:
-    """Raise UserError unless the batch that a reference was called with is the one whose hash it records."""
-    input_ids, labels = (reference.tensor(step, f"batch/{name}") for name in ("input_ids", "labels"))
-    if global_batch_hash(window_hashes([(input_ids, labels)])) != reference.steps[str(step)]["batch_hash"]:
-        raise UserError(f"{reference.folder}: step {step}: its batch_hash is not that of its batch; {REMEDY}")
-
-
-def require_norm(reference: Dump, step: int, held: float) -> None:
-    """Raise UserError unless the gradient norm that a reference records is that of its gradients, `held`."""
-    said = reference.steps[str(step)]["grad_norm"]
-    if not math.isclose(said, held, rel_tol=SUMMED):
-        raise UserError(
-            f"{reference.folder}: step {step} records a gradient norm of {said:.9g}, its gradients have {held:.9g}; {REMEDY}"
-        )

@@ -8,7 +8,7 @@ import torch
 from lockstep.dumps.dump import Dump, Dumps, number_of_elements
 from lockstep.inputs.data import independent_tokens
 from lockstep.plan.config import BASELINE
-from lockstep.verdict.comparison import require_summary
+from lockstep.verdict.comparable_dumps import require_summary
 from lockstep.verdict.distance import Distance
 from lockstep.verdict.judgement import LIMIT, ROUNDOFF, Judgement
 from lockstep.verdict.loss_tolerance import RANK_ULPS, RULES, loss_noise

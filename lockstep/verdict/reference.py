@@ -58,7 +58,7 @@ from lockstep.training.optim import (
 )
 from lockstep.training.strategy import MicroBatch
 from lockstep.verdict import model_check
-from lockstep.verdict.comparison import require_comparable_dumps
+from lockstep.verdict.comparable_dumps import require_comparable_dumps
 from lockstep.verdict.distance import clip_factor
 from lockstep.verdict.float64 import Float64, make_exact
 
