@@ -45,7 +45,7 @@ for name in TP_SIZE DP_SIZE; do
     exit 2
   fi
 done
-read -r gpus registered <<<"$("$PYTHON" -c 'from lockstep import resources, strategies; print(resources.local_gpus(), ",".join(strategies.SPECS))')"
+read -r gpus registered <<<"$("$PYTHON" -c 'from lockstep.plan import resources, strategies; print(resources.local_gpus(), ",".join(strategies.SPECS))')"
 STRATEGIES=${STRATEGIES:-$registered} # comma-separated NAME@MESH:OPTIONS, as in fsdp@tp1xdp4:prefetch=1; your own as path/to/file.py:Class
 DEVICE=${DEVICE:-$([ "$gpus" -ge $((TP_SIZE * DP_SIZE)) ] && echo cuda || echo cpu)}
 if [ "$DEVICE" = cuda ]; then # the full configuration; the default model has two layers

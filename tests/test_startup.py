@@ -82,7 +82,7 @@ def test_a_shells_background_job_is_not_interrupted(tmp_path):
 
 CLEANS_UP = """
 import os, signal, sys, time
-from lockstep import startup
+from lockstep.ground import startup
 startup.begin()
 from lockstep.ground.errors import run_program
 def body():
@@ -121,7 +121,7 @@ def test_what_has_to_clean_up_does_so_unless_asked_twice(tmp_path, times, second
 
 INTERRUPTED_CHILD = """
 import contextlib, os, signal, subprocess, sys
-from lockstep import startup
+from lockstep.ground import startup
 startup.begin()
 interrupt = lambda: os.kill(os.getpid(), signal.SIGINT)
 with startup.cleaning_up() if "cleaning up" in sys.argv else contextlib.nullcontext():
@@ -141,7 +141,7 @@ def test_a_child_that_is_interrupted_too_says_nothing(tmp_path, who, status, whe
 
 ENDS = """
 import atexit, sys
-from lockstep import startup
+from lockstep.ground import startup
 startup.begin()
 
 class Module:
@@ -192,7 +192,7 @@ def test_what_is_imported_is_not_looked_at_again():
     """In a process of its own: nothing is unfrozen again."""
     program = """
 import gc
-from lockstep import startup
+from lockstep.ground import startup
 before = gc.get_threshold()
 with startup.importing():
     import json
