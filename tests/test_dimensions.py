@@ -8,13 +8,12 @@ from lockstep.dumps.dump import Dump
 from lockstep.faults import CATALOGUE
 from lockstep.ground.errors import UserError
 from lockstep.inputs.architectures import BUILT_IN
-from lockstep.plan import cuts, stages
+from lockstep.plan import cuts, deepspeed, stages
 from lockstep.plan.command_line import parse_config
 from lockstep.plan.config import CONTROL, history_file
 from lockstep.plan.mesh import Mesh, balanced_share, runs
 from lockstep.plan.strategies import spec_of
 from lockstep.running import jobs
-from lockstep.training import ulysses
 from lockstep.training.preflight import load_inputs
 from lockstep.verdict import loss_curves as curves
 from lockstep.verdict.comparison import compare_dumps
@@ -241,7 +240,7 @@ def test_what_ulysses_cannot_cut(arguments, model, message):
     options = config("--sp_size", "2", "--seq_length", "128", *arguments.split(), strategy="deepspeed")
     sliding = {**BUILT_IN[model], "sliding_window": 64} if model == "tiny-mistral" else BUILT_IN[model]
     with pytest.raises(UserError, match=message):
-        ulysses.require(options, sliding)
+        deepspeed.require_ulysses(options, sliding)
 
 
 def test_every_position_and_every_layer_belongs_to_one_rank():

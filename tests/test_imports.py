@@ -103,13 +103,13 @@ def test_one_file_each():
         "train.py",
         *(f"train_{name}.py" for name in ("ddp", "deepspeed", "fsdp")),
     }
-    own = ("deepspeed_build", "deepspeed_file", "deepspeed_handles", "ulysses", "zero")
+    own = ("deepspeed_build", "deepspeed_engine", "deepspeed_file", "deepspeed_handles", "ulysses", "zero")
     assert users_of("deepspeed") == {"autotp_strategy.py", *(f"{name}.py" for name in own)}
 
 
 # Where DeepSpeed may be spoken of: its own files, the registry, what installs it, pages, results and tests.
 MAY_NAME_DEEPSPEED = re.compile(
-    r"lockstep/(plan|training|faults)/(deepspeed\w*|zero|ulysses)\.py|extras/memory/(plan|zero)\.py|lockstep/(plan/strategies|faults/__init__)\.py|autotp_strategy\.py|train_deepspeed\.py|job_deepspeed\.yaml"
+    r"lockstep/(plan|training|faults|dumps)/(deepspeed\w*|zero|ulysses)\.py|extras/memory/(plan|zero)\.py|lockstep/(plan/strategies|faults/__init__)\.py|autotp_strategy\.py|train_deepspeed\.py|job_deepspeed\.yaml"
     r"|pyproject\.toml|requirements.*\.txt|(README|CONTRIBUTING)\.md|(docs|results|findings|studies|tests)/.*"
 )
 # In other files: its launcher, which starts every strategy, and the public thread of a planted fault.
@@ -251,7 +251,8 @@ def test_a_usage_error_is_answered_without_torch(tmp_path):
 def test_what_starts_first_needs_nothing():
     """It answers in a Python that has no packages, or is too old for the rest."""
     used = {name.split(".")[0] for name in imports(ROOT / "lockstep/ground/startup.py")}
-    assert used <= sys.stdlib_module_names and not imports(ROOT / "lockstep/__init__.py")
+    assert used <= sys.stdlib_module_names
+    assert imports(ROOT / "lockstep/__init__.py") == {"lockstep.record"}  # in a function
 
 
 def test_runs_without():

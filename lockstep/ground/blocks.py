@@ -1,6 +1,11 @@
-"""Where a part of a tensor lies in the whole: runs of consecutive places along each dim."""
+"""Where a part of a tensor, such as the shard of a DTensor, lies in the whole: runs of consecutive places along each dim."""
+
+import functools
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 Runs = list[
     tuple[int, int]
@@ -29,3 +34,33 @@ def blocks(local: torch.Tensor, runs: list[Runs]) -> list[tuple[tuple[int, ...],
             for (first, _), piece in zip(along, block.split(lengths, dim), strict=True)
         ]
     return found
+
+
+def pieces(tensor: torch.Tensor) -> list[tuple[tuple[int, ...], torch.Tensor]]:
+    """(start in the full tensor, block) of the blocks that this rank's shard consists of. One, unless rows are packed in groups."""
+    if not isinstance(tensor, DTensor):
+        return [((0,) * tensor.ndim, tensor)]
+    return blocks(tensor.to_local(), _runs(tensor.device_mesh, tensor.placements, tuple(tensor.shape)))
+
+
+@functools.cache
+def _runs(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...]) -> list[Runs]:
+    """Which places along every dim are this rank's: DTensor cuts a list of them as it cuts the tensor."""
+    found: list[Runs] = []
+    for dim, size in enumerate(shape):
+        along = [_along(placement, dim) for placement in placements]
+        if all(placement.is_replicate() for placement in along):
+            found.append([(0, size)])
+            continue
+        places = torch.arange(size, device=mesh.device_type)
+        found.append(runs_of(distribute_tensor(places, mesh, along, src_data_rank=None).to_local().tolist()))
+    return found
+
+
+def _along(placement: Placement, dim: int) -> Placement:
+    """A placement of a tensor's dim, as one of a vector."""
+    if getattr(placement, "dim", None) != dim:
+        return Replicate()
+    if isinstance(placement, _StridedShard):
+        return _StridedShard(0, split_factor=placement.split_factor)
+    return Shard(0)

@@ -47,7 +47,7 @@ class DeepSpeed(Spec):
                 "train_deepspeed.py needs the package deepspeed, which is not installed; install requirements.txt"
             )
         zero.require(config)
-        _require_ulysses(config, architecture)
+        require_ulysses(config, architecture)
         if shapes.describe(architecture).frozen:
             raise UserError(
                 f"--model_name {config.model_name}: it has frozen parameters, whose places in ZeRO's flat pieces are not read here; choose another "
@@ -82,7 +82,7 @@ class DeepSpeed(Spec):
         return deepspeed_file.text(config, architecture)
 
 
-def _require_ulysses(config: Config, architecture: dict) -> None:
+def require_ulysses(config: Config, architecture: dict) -> None:
     """Raise UserError for a model, or other options, with which DeepSpeed's sequence parallelism would not compute the same."""
     size = config.cp_size
     if size == 1:

@@ -8,7 +8,6 @@ A subclass says how to parallelize. The rest follows from the parameters themsel
 """
 
 import contextlib
-import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast
 
@@ -16,11 +15,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.ground.blocks import Runs, blocks, runs_of
+from lockstep.ground.blocks import pieces
 from lockstep.ground.errors import UserError
 from lockstep.inputs.model import causal_lm_loss
 from lockstep.plan.config import Config
@@ -333,33 +331,3 @@ def sharded_axes(tensor: torch.Tensor) -> tuple[int, ...]:
     if not isinstance(tensor, DTensor):
         return ()
     return tuple(axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate())
-
-
-def pieces(tensor: torch.Tensor) -> list[tuple[tuple[int, ...], torch.Tensor]]:
-    """(start in the full tensor, block) of the blocks that this rank's shard consists of. One, unless rows are packed in groups."""
-    if not isinstance(tensor, DTensor):
-        return [((0,) * tensor.ndim, tensor)]
-    return blocks(tensor.to_local(), _runs(tensor.device_mesh, tensor.placements, tuple(tensor.shape)))
-
-
-@functools.cache
-def _runs(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...]) -> list[Runs]:
-    """Which places along every dim are this rank's: DTensor cuts a list of them as it cuts the tensor."""
-    found: list[Runs] = []
-    for dim, size in enumerate(shape):
-        along = [_along(placement, dim) for placement in placements]
-        if all(placement.is_replicate() for placement in along):
-            found.append([(0, size)])
-            continue
-        places = torch.arange(size, device=mesh.device_type)
-        found.append(runs_of(distribute_tensor(places, mesh, along, src_data_rank=None).to_local().tolist()))
-    return found
-
-
-def _along(placement: Placement, dim: int) -> Placement:
-    """A placement of a tensor's dim, as one of a vector."""
-    if getattr(placement, "dim", None) != dim:
-        return Replicate()
-    if isinstance(placement, _StridedShard):
-        return _StridedShard(0, split_factor=placement.split_factor)
-    return Shard(0)

@@ -1,0 +1,325 @@
+"""Record what any training loop computes in its first steps, by hooks of torch alone.
+
+    RUN/model.json                       the module tree (lockstep/dumps/tree.py), by rank 0
+    RUN/model.safetensors                its buffers
+    RUN/rank_R/step_S.json               what rank R computed in step S: micro batches, optimizers, clipping, losses
+    RUN/rank_R/step_S.safetensors        and its tensors; the shards as they are, each with its place in the whole
+
+        batch/M/KEYWORD                  what the model was called with in micro batch M
+        logits/M                         the gradient that arrives at the logits, where no labels reach the model
+        weight/NAME, gradient/NAME, updated/NAME       before the step, as the optimizer is given it, after the update
+        state/KEY/NAME, new_state/KEY/NAME             of the optimizer, before and after
+
+A step ends with the optimizer's. All ranks write for themselves; nothing is gathered, and nothing is communicated.
+"""
+
+import contextlib
+import functools
+import inspect
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from lockstep.dumps import deepspeed_engine, tree
+from lockstep.ground.blocks import pieces
+from lockstep.ground.errors import UserError
+from lockstep.ground.files import write_text
+
+FORMAT = 1
+STEPS = 2
+PLAIN = (bool, int, float, str, type(None))
+
+
+class Recorder:
+    """Hooks on one rank's model. They are gone after the last step that is recorded.
+
+    `model` is the model itself or one that is wrapped already: by DDP, FSDP2, torch.compile. Raises UserError for FSDP1, whose flat
+    parameters have no names, and for a model that cannot be built again.
+    """
+
+    def __init__(self, model: torch.nn.Module, folder: Path, steps: int = STEPS):
+        self.model, self.folder, self.steps = tree.inner(model), folder, steps
+        _require_recordable(self.model)
+        self.tree, self.tensors = tree.describe(self.model)
+        self.signature = inspect.signature(self.model.forward)
+        self.step = 1
+        self.watches_engine, self.engine_steps = False, False  # whose optimizers are none of torch's
+        self._begin()
+        self.removing: list[Callable[[], None]] = [
+            self.model.register_forward_pre_hook(self._see_call, with_kwargs=True, prepend=True).remove,
+            self.model.register_forward_hook(self._see_output).remove,
+            register_optimizer_step_pre_hook(self._before_update).remove,
+            register_optimizer_step_post_hook(self._after_update).remove,
+        ]
+        # Wrappers may turn autocast on inside of the model's call only.
+        leaves = [module for module in self.model.modules() if module._parameters and not module._modules]
+        self.removing += [leaf.register_forward_pre_hook(self._see_leaf).remove for leaf in leaves]
+        self._watch_clipping()
+        self._written_model = False
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+
+    def stop(self) -> None:
+        """Write a step that is over, and remove the hooks."""
+        if self.optimizers:
+            self._write()
+        self._remove_hooks()
+
+    def _remove_hooks(self) -> None:
+        for remove in self.removing:
+            remove()
+        self.removing = []
+
+    def _begin(self) -> None:
+        self.kept: dict[str, torch.Tensor] = {}
+        self.places: dict[str, list[dict[str, Any]]] = {}
+        self.micro: list[dict[str, Any]] = []
+        self.clips: list[dict[str, Any]] = []
+        self.optimizers: list[dict[str, Any]] = []
+
+    def _watch_clipping(self) -> None:
+        """torch.nn.utils.clip_grad_norm_ calls this function of its file, under whatever name it was imported itself."""
+        module: Any = torch.nn.utils.clip_grad
+        real = module._clip_grads_with_norm_
+
+        def noted(
+            parameters: Any, max_norm: float, total_norm: torch.Tensor, *rest: Any, **options: Any
+        ) -> Any:
+            whole = total_norm.full_tensor() if isinstance(total_norm, DTensor) else total_norm
+            self.clips.append({"max_norm": float(max_norm), "norm": float(whole)})
+            return real(parameters, max_norm, total_norm, *rest, **options)
+
+        for place, name in ((module, "_clip_grads_with_norm_"), (torch.nn.utils, "clip_grads_with_norm_")):
+            setattr(place, name, noted)
+            self.removing.append(functools.partial(setattr, place, name, real))
+
+    def keep(self, name: str, tensor: torch.Tensor) -> None:
+        self.kept[name] = tensor.detach().cpu().contiguous().clone()
+
+    def keep_shard(self, name: str, tensor: torch.Tensor) -> None:
+        """This rank's blocks of a tensor, and where they lie in the whole."""
+        if isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
+            tensor = tensor.redistribute(placements=[_whole(placement) for placement in tensor.placements])
+        places = []
+        for number, (start, block) in enumerate(pieces(tensor.detach())):
+            self.keep(f"{name}#{number}", block)
+            places.append({"start": list(start), "shape": list(block.shape)})
+        self.places[name] = [{"full": list(tensor.shape)}, *places]
+
+    def _see_call(self, _module: torch.nn.Module, arguments: tuple, options: dict[str, Any]) -> None:
+        if not (self.model.training and torch.is_grad_enabled()) or _recomputing():
+            return
+        if not self.watches_engine:
+            self.watches_engine = deepspeed_engine.watch(self)
+        if self.optimizers:  # the step before is over: all its optimizers have stepped
+            self._write()
+            if not self.removing:
+                return
+        number = len(self.micro)
+        given = self.signature.bind_partial(*arguments, **options).arguments
+        for name, parameter in self.signature.parameters.items():
+            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                given |= given.pop(name, {})
+        about: dict[str, Any] = {
+            "tensors": [],
+            "plain": {},
+            "left_out": [],
+            "autocast": None,
+            "param_dtype": _param_dtype(self.model),
+        }
+        for name, value in given.items():
+            if isinstance(value, torch.Tensor):
+                self.keep(f"batch/{number}/{name}", value)
+                about["tensors"].append(name)
+            elif isinstance(value, PLAIN):
+                about["plain"][name] = value
+            else:
+                about["left_out"].append(name)
+        self.micro.append(about)
+
+    def _see_leaf(self, _module: torch.nn.Module, _arguments: tuple) -> None:
+        if self.micro and self.micro[-1]["autocast"] is None and not _recomputing():
+            self.micro[-1]["autocast"] = _autocast(self.model)
+
+    def _see_output(self, _module: torch.nn.Module, _arguments: tuple, output: Any) -> None:
+        if not (self.model.training and torch.is_grad_enabled() and self.micro) or _recomputing():
+            return
+        number, about = len(self.micro) - 1, self.micro[-1]
+        loss, logits = outputs_of(output)
+        if loss is not None:
+            about["loss"] = float(loss.detach())
+        elif logits is not None and logits.requires_grad:
+            logits.register_hook(functools.partial(self.keep, f"logits/{number}"))
+
+    def _before_update(
+        self, optimizer: torch.optim.Optimizer, arguments: tuple, options: dict[str, Any]
+    ) -> Any:
+        closure = options.get("closure") or (arguments[0] if arguments and callable(arguments[0]) else None)
+        if closure is None:
+            self._see_gradients(optimizer)
+            return None
+
+        @functools.wraps(closure)
+        def then_seen() -> Any:  # the gradients are final after the closure
+            loss = closure()
+            self._see_gradients(optimizer)
+            return loss
+
+        if "closure" in options:
+            return arguments, {**options, "closure": then_seen}
+        return (then_seen, *arguments[1:]), options
+
+    def _see_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        if not self.micro or self.engine_steps:
+            return
+        own = tree.named_parameters(self.model)
+        names = {id(parameter): name for name, parameter in own.items()}
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if not self.optimizers:
+            # Only now: FSDP2 has its shards in their places again.
+            for name, parameter in own.items():
+                self.keep_shard(f"weight/{name}", parameter)
+                if parameter.grad is not None:
+                    self.keep_shard(f"gradient/{name}", parameter.grad)
+        groups = []
+        for group in optimizer.param_groups:
+            said = {key: value for key, value in group.items() if key != "params" and _is_plain(value)}
+            said |= {key: float(value) for key, value in group.items() if isinstance(value, torch.Tensor)}
+            groups.append({**said, "params": [names.get(id(one)) for one in group["params"]]})
+        kind = type(optimizer)
+        self.optimizers.append({"class": f"{kind.__module__}:{kind.__qualname__}", "groups": groups})
+        self._keep_state("state", optimizer, names)
+        self.optimizers[-1]["strangers"] = sum(id(one) not in names for one in held)
+
+    def _keep_state(self, what: str, optimizer: torch.optim.Optimizer, names: dict[int, str]) -> None:
+        for parameter, state in optimizer.state.items():
+            name = names.get(id(parameter))
+            for key, value in state.items() if name is not None else ():
+                if isinstance(value, torch.Tensor):
+                    self.keep_shard(f"{what}/{key}/{name}", value)
+
+    def _after_update(self, optimizer: torch.optim.Optimizer, _arguments: tuple, _options: dict) -> None:
+        if not self.optimizers or self.engine_steps:
+            return
+        own = tree.named_parameters(self.model)
+        for name, parameter in own.items():
+            self.keep_shard(f"updated/{name}", parameter)
+        self._keep_state("new_state", optimizer, {id(parameter): name for name, parameter in own.items()})
+
+    def _write(self) -> None:
+        if self.rank == 0 and not self._written_model:
+            write_model(self.folder, self.tree, self.tensors)
+        self._written_model = True
+        folder = self.folder / f"rank_{self.rank}"
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"step_{self.step}.safetensors"
+        save_file(self.kept, path.with_suffix(".part"))
+        os.replace(path.with_suffix(".part"), path)
+        content = {
+            "format": FORMAT,
+            "world_size": dist.get_world_size() if dist.is_initialized() else 1,
+            "rank": self.rank,
+            "step": self.step,
+            "torch": torch.__version__,
+            "micro_batches": self.micro,
+            "clips": self.clips,
+            "optimizers": self.optimizers,
+            "places": self.places,
+        }
+        write_text(path.with_suffix(".json"), json.dumps(content))
+        self.step += 1
+        self._begin()
+        if self.step > self.steps:
+            self._remove_hooks()
+
+
+def write_model(folder: Path, about: tree.TREE, tensors: dict[str, torch.Tensor]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    whole = {
+        name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
+        .detach()
+        .cpu()
+        .contiguous()
+        .clone()
+        for name, tensor in tensors.items()
+    }
+    save_file(whole, folder / "model.safetensors")
+    write_text(folder / "model.json", json.dumps({"format": FORMAT, "tree": about}))
+
+
+def outputs_of(output: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """(loss, logits) of what a model returns: a scalar, logits, a tuple, or an object or dict with `loss` and `logits`."""
+    if isinstance(output, torch.Tensor):
+        return (output, None) if output.ndim == 0 else (None, output)
+    if isinstance(output, dict):
+        found = output
+    elif isinstance(output, (tuple, list)):
+        scalar = [one for one in output if isinstance(one, torch.Tensor) and one.ndim == 0]
+        further = [one for one in output if isinstance(one, torch.Tensor) and one.ndim > 1]
+        return next(iter(scalar), None), next(iter(further), None)
+    else:
+        found = vars(output) if hasattr(output, "__dict__") else {}
+    return found.get("loss"), found.get("logits")
+
+
+@contextlib.contextmanager
+def recording(model: torch.nn.Module, folder: str | Path, steps: int = STEPS) -> Iterator[Recorder]:
+    """Record the first `steps` steps of the loop inside. An earlier recording in the folder is replaced."""
+    folder = Path(folder)
+    recorder = Recorder(model, folder, steps)
+    shutil.rmtree(folder / f"rank_{recorder.rank}", ignore_errors=True)
+    try:
+        yield recorder
+    finally:
+        recorder.stop()
+
+
+def _require_recordable(model: torch.nn.Module) -> None:
+    for name, module in model.named_modules():
+        if type(module).__name__ == "FullyShardedDataParallel":
+            raise UserError(
+                f"{name or 'the model'} is wrapped by FSDP1, whose flat parameters have no names of their own; use fully_shard (FSDP2)"
+            )
+
+
+def _recomputing() -> bool:
+    return torch._C._current_graph_task_id() != -1  # a forward pass within a backward pass
+
+
+def _autocast(model: torch.nn.Module) -> str | None:
+    """The dtype of autocast on the model's device, or None."""
+    device = next(model.parameters()).device.type
+    return str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None
+
+
+def _param_dtype(model: torch.nn.Module) -> str | None:
+    """The dtype that FSDP2 gives parameters for the forward and the backward pass, or None."""
+    if not isinstance(model, FSDPModule):
+        return None  # the parameters' own
+    dtype = model._get_fsdp_state()._mp_policy.param_dtype
+    return None if dtype is None else str(dtype)
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, PLAIN) or (
+        isinstance(value, (tuple, list)) and all(isinstance(one, PLAIN) for one in value)
+    )
+
+
+def _whole(placement: Any) -> Any:
+    return Replicate() if placement.is_partial() else placement

@@ -1,0 +1,203 @@
+"""Read what lockstep/dumps/recorder.py wrote: micro batches, and tensors made whole from the shards of all ranks."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from pydantic import Field
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+
+from lockstep.dumps import tree
+from lockstep.dumps.recorder import FORMAT
+from lockstep.ground.errors import UserError, first_line, printable
+from lockstep.ground.files import read_json
+from lockstep.ground.schemas import Count, MayBreakDown, Name, Strict, Whole, validate
+
+REMEDY = "record again"
+Plain = bool | int | MayBreakDown | str | None
+
+
+class MicroBatch(Strict):
+    tensors: list[Name]
+    plain: dict[Name, Plain]
+    left_out: list[Name]
+    autocast: Name | None
+    param_dtype: Name | None
+    loss: MayBreakDown | None = None
+
+
+class Clip(Strict):
+    max_norm: MayBreakDown
+    norm: MayBreakDown
+    later: bool = False  # after the gradients were recorded
+
+
+class Optimizer(Strict):
+    kind: Annotated[Name, Field(alias="class")]
+    groups: list[dict[str, Any]]
+    strangers: Whole
+
+
+class Place(Strict):
+    full: list[Whole] | None = None
+    start: list[Whole] | None = None
+    shape: list[Whole] | None = None
+
+
+class Step(Strict):
+    """One rank's file of one step."""
+
+    format: int
+    world_size: Count
+    rank: Whole
+    step: Count
+    torch: Name
+    micro_batches: list[MicroBatch]
+    clips: list[Clip]
+    optimizers: list[Optimizer]
+    places: dict[Name, list[Place]]
+
+
+@dataclass
+class Called:
+    """One micro batch, and the ranks that were called with it."""
+
+    number: int  # in its step, from 0
+    ranks: list[int]
+    about: MicroBatch
+    tensors: dict[str, torch.Tensor]
+    losses: dict[int, float] = field(default_factory=dict)  # by rank
+    logits_gradient: torch.Tensor | None = None
+
+
+class Recording:
+    """A folder that a run was recorded into. Raises UserError for one that is none, or not whole."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        path = folder / "model.json"
+        if not path.is_file():
+            raise UserError(
+                f"{folder} holds no recording (there is no {path.name}); record a run into it first"
+            )
+        content = read_json(path)
+        if (
+            not isinstance(content, dict)
+            or content.get("format") != FORMAT
+            or not isinstance(content.get("tree"), dict)
+        ):
+            raise UserError(f"{path} is no model of this version's recordings; {REMEDY}")
+        self.tree = content["tree"]
+        self.steps: list[dict[int, Step]] = []
+        while (folder / f"rank_0/step_{len(self.steps) + 1}.json").is_file():
+            self.steps.append(self._step(len(self.steps) + 1))
+        if not self.steps:
+            raise UserError(
+                f"{folder}: no optimizer's step was recorded; the recorded model must be trained, in training mode, by a torch optimizer"
+            )
+
+    def _step(self, number: int) -> dict[int, Step]:
+        """The step as all ranks recorded it, by rank."""
+        found: dict[int, Step] = {}
+        world = 1
+        while len(found) < world:
+            rank = len(found)
+            path = self._path(rank, number).with_suffix(".json")
+            if not path.is_file():
+                raise UserError(
+                    f"{path} is missing: rank {rank} of {world} did not record step {number}; {REMEDY}"
+                )
+            found[rank] = validate(Step, read_json(path), path, REMEDY)
+            world = found[0].world_size
+        return found
+
+    def _path(self, rank: int, step: int) -> Path:
+        return self.folder / f"rank_{rank}" / f"step_{step}.safetensors"
+
+    def build(self) -> torch.nn.Module:
+        """The recorded model, with its parameters on the meta device."""
+        return tree.build(self.tree, self._load(self.folder / "model.safetensors"))
+
+    def _load(self, path: Path) -> dict[str, torch.Tensor]:
+        try:
+            return load_file(path)
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{path}: {first_line(error)}; {REMEDY}") from error
+
+    def _tensor(self, rank: int, step: int, key: str) -> torch.Tensor:
+        path = self._path(rank, step)
+        try:
+            with safe_open(path, framework="pt") as file:
+                return file.get_tensor(key)
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{path}: {printable(key)}: {first_line(error)}; {REMEDY}") from error
+
+    def names(self, step: int, kind: str) -> list[str]:
+        """What the ranks recorded of a kind, such as "gradient" or "state/exp_avg"."""
+        first = f"{kind}/"
+        of_ranks = [
+            name for one in self.steps[step - 1].values() for name in one.places if name.startswith(first)
+        ]
+        return list(dict.fromkeys(name.removeprefix(first) for name in of_ranks))
+
+    def whole(self, step: int, name: str) -> tuple[torch.Tensor, list[int]]:
+        """(a tensor made whole, the ranks whose shard is not what an earlier rank has in its place).
+
+        Raises UserError if the ranks' shards do not cover it.
+        """
+        shards: dict[tuple, tuple[int, torch.Tensor]] = {}
+        odd: list[int] = []
+        full: list[int] = []
+        for rank, about in self.steps[step - 1].items():
+            places = about.places.get(name)
+            if places is None:
+                continue
+            full = places[0].full or []
+            for number, place in enumerate(places[1:]):
+                key = (tuple(place.start or ()), tuple(place.shape or ()))
+                block = self._tensor(rank, step, f"{name}#{number}")
+                if key not in shards:
+                    shards[key] = (rank, block)
+                elif not torch.equal(shards[key][1], block):
+                    odd.append(rank)
+        blocks = [(key, block) for key, (_, block) in shards.items()]
+        covered = sum(block.numel() for _, block in blocks)
+        if not blocks or covered != torch.Size(full).numel():
+            raise UserError(f"{self.folder}: {name} of step {step} has {covered} of its elements; {REMEDY}")
+        if len(blocks) == 1:
+            return blocks[0][1].reshape(full), odd
+        result = torch.empty(full, dtype=blocks[0][1].dtype)
+        for (start, shape), block in blocks:
+            result[tuple(slice(first, first + size) for first, size in zip(start, shape, strict=True))] = (
+                block
+            )
+        return result, odd
+
+    def micro_batches(self, step: int) -> list[Called]:
+        """The micro batches of a step. Those that several ranks were called with, bit for bit and in the same place, are one."""
+        found: list[Called] = []
+        for rank, about in self.steps[step - 1].items():
+            for number, micro in enumerate(about.micro_batches):
+                tensors = {name: self._tensor(rank, step, f"batch/{number}/{name}") for name in micro.tensors}
+                same = next(
+                    (one for one in found if one.number == number and _same(one, tensors, micro)), None
+                )
+                if same is None:
+                    same = Called(number, [], micro, tensors)
+                    found.append(same)
+                    if micro.loss is None:
+                        same.logits_gradient = self._tensor(rank, step, f"logits/{number}")
+                same.ranks.append(rank)
+                if micro.loss is not None:
+                    same.losses[rank] = micro.loss
+        return found
+
+
+def _same(one: Called, tensors: dict[str, torch.Tensor], about: MicroBatch) -> bool:
+    return (
+        one.tensors.keys() == tensors.keys()
+        and one.about.plain == about.plain
+        and all(torch.equal(one.tensors[name], tensors[name]) for name in tensors)
+    )

@@ -1,0 +1,349 @@
+"""A model's module tree as JSON: classes, attributes, shapes, which parameters are tied. The same model is built from it again.
+
+Nothing is pickled, and no constructor is called: a module is made of its class, its attributes and its children, as it was. So a tree
+keeps what was done to a model after it was built, such as adapters of LoRA. Hooks and wrappers are left out.
+"""
+
+import collections
+import enum
+import functools
+import importlib
+import math
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lockstep.ground.errors import UserError
+
+# Of torch.nn.Module itself; its parameters, buffers and children are written apart, hooks not at all.
+OWN = {*vars(torch.nn.Module()), "forward"}
+PACKAGES = {
+    "builtins",
+    "collections",
+    "functools",
+    "math",
+    "torch",
+}  # whose functions and classes a tree may name, beside the model's own
+PLAIN = (type(None), bool, int, str)
+SEQUENCES: dict[str, Callable[[list], Any]] = {"tuple": tuple, "list": list, "set": set, "size": torch.Size}
+TREE = dict[str, Any]
+
+
+def class_of(module: torch.nn.Module) -> type:
+    """The class that a module was built of. FSDP2 and DTensor's checkpointing derive another, with the class as its last base."""
+    kind = type(module)
+    while kind.__module__.startswith("torch.distributed") or _found(kind) is not kind:
+        if len(kind.__bases__) < 2 or not issubclass(kind.__bases__[-1], torch.nn.Module):
+            raise UserError(
+                f"{kind.__module__}.{kind.__qualname__}: no file has this class by its name, so the model cannot be built again; "
+                "move the class to the top of a file"
+            )
+        kind = kind.__bases__[-1]
+    return kind
+
+
+def inner(model: torch.nn.Module) -> torch.nn.Module:
+    """The model inside of DDP, an engine and torch.compile."""
+    while True:
+        for name in ("_orig_mod", "module"):
+            child = model._modules.get(name)
+            if child is not None and len(model._modules) == 1 and not model._parameters:
+                model = child
+                break
+        else:
+            return model
+
+
+def clean(name: str) -> str:
+    """The name of a parameter or module, without those of wrappers inside of the model."""
+    for wrapper in ("_checkpoint_wrapped_module", "_orig_mod"):
+        name = name.replace(f"{wrapper}.", "").removesuffix(f".{wrapper}")
+    return name
+
+
+def named_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """Clean name -> live parameter; of tied ones, the first name."""
+    return {clean(name): parameter for name, parameter in model.named_parameters()}
+
+
+class _Describing:
+    def __init__(self, model: torch.nn.Module):
+        self.modules = {id(module): clean(name) for name, module in model.named_modules()}
+        self.packages = PACKAGES | {_package(class_of(module).__module__) for module in model.modules()}
+        self.tensors: dict[int, str] = {}
+        for names in (model.named_parameters, model.named_buffers):
+            for name, tensor in names():
+                self.tensors.setdefault(id(tensor), clean(name))
+        self.objects: dict[int, int] = {}
+        self.kept: list[object] = []  # so that no id is given twice
+        self.left_out: list[str] = []
+        self.attributes: dict[str, torch.Tensor] = {}
+
+    def module(self, module: torch.nn.Module, name: str) -> TREE:
+        wrapped = module._modules.get("_checkpoint_wrapped_module") or module._modules.get("_orig_mod")
+        if wrapped is not None:
+            return self.module(wrapped, name)
+        kind = class_of(module)
+        attributes: TREE = {}
+        for key, value in vars(module).items():
+            if key not in OWN:
+                self._attribute(attributes, key, value, name)
+        tensors = {
+            group: {
+                key: None
+                if tensor is None
+                else {
+                    "is": self.tensors[id(tensor)],
+                    "shape": list(getattr(tensor, "ds_shape", tensor.shape)),
+                    "dtype": str(tensor.dtype),
+                    "requires_grad": tensor.requires_grad,
+                }
+                for key, tensor in getattr(module, f"_{group}").items()
+            }
+            for group in ("parameters", "buffers")
+        }
+        children = {
+            key: None if child is None else self.module(child, clean(f"{name}.{key}" if name else key))
+            for key, child in module._modules.items()
+        }
+        return {"class": _name(kind), "attributes": attributes, **tensors, "children": children}
+
+    def _attribute(self, attributes: TREE, key: str, value: object, where: str) -> None:
+        try:
+            attributes[key] = self.value(value, f"{where}.{key}")
+        except _Unnamed as error:
+            self.left_out.append(f"{where}.{key}: {error}")
+
+    def value(self, value: Any, where: str) -> Any:
+        """A value as JSON. Raises _Unnamed for what has no name."""
+        if isinstance(value, PLAIN) and type(value) in PLAIN:
+            return value
+        if type(value) is float:
+            return value if math.isfinite(value) else {"float": str(value)}
+        if type(value) is list:
+            return [self.value(one, where) for one in value]
+        for kind, make in SEQUENCES.items():
+            if type(value) is make:
+                return {kind: [self.value(one, where) for one in value]}
+        if type(value) in (dict, collections.OrderedDict):
+            return {"dict": [[self.value(key, where), self.value(one, where)] for key, one in value.items()]}
+        if isinstance(value, (torch.dtype, torch.device)):
+            return {type(value).__name__: str(value).removeprefix("torch.")}
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value, where)
+        if isinstance(value, torch.nn.Module):
+            return self._module(value)
+        if isinstance(value, enum.Enum):
+            self._require_named(type(value))
+            return {"enum": _name(type(value)), "name": value.name}
+        if isinstance(value, functools.partial):
+            parts = [value.func, value.args, value.keywords]
+            return {"partial": [self.value(part, where) for part in parts]}
+        if isinstance(value, types.MethodType) and isinstance(value.__self__, torch.nn.Module):
+            if getattr(class_of(value.__self__), value.__name__, None) is not value.__func__:
+                raise _Unnamed(f"the method {value.__name__}, which its class does not have")
+            return {"method": [self._module(value.__self__), value.__name__]}
+        if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
+            self._require_named(value)
+            return {"named": _name(value)}
+        return self._object(value, where)
+
+    def _require_named(self, value: Any) -> None:
+        """Only what `_Building.named` finds again."""
+        if _found(value) is not value or _package(value.__module__) not in self.packages:
+            raise _Unnamed(
+                f"{getattr(value, '__qualname__', value)} is of no package of the model's own classes, or has no name there"
+            )
+
+    def _module(self, module: torch.nn.Module) -> TREE:
+        if id(module) not in self.modules:
+            raise _Unnamed("a module that is no part of the model")
+        return {"module": self.modules[id(module)]}
+
+    def _tensor(self, tensor: torch.Tensor, where: str) -> TREE:
+        if id(tensor) in self.tensors:
+            return {"tensor": self.tensors[id(tensor)]}
+        self.attributes[clean(where)] = tensor
+        return {"attribute": clean(where)}
+
+    def _object(self, value: object, where: str) -> TREE:
+        """An object of a class with attributes alone, such as a config. One that stands in several places stays one."""
+        if id(value) in self.objects:
+            return {"same": self.objects[id(value)]}
+        kind = type(value)
+        self._require_named(kind)
+        if not hasattr(value, "__dict__") or kind.__module__ == "builtins":
+            raise _Unnamed(f"a {kind.__qualname__}")
+        number = self.objects[id(value)] = len(self.objects)
+        self.kept.append(value)
+        attributes: TREE = {}
+        for key, one in vars(value).items():
+            self._attribute(attributes, key, one, where)
+        return {"object": _name(kind), "number": number, "attributes": attributes}
+
+
+class _Unnamed(Exception):
+    """A value that JSON cannot name."""
+
+
+def _package(name: str) -> str:
+    return name.partition(":")[0].partition(".")[0]
+
+
+def _name(value: Any) -> str:
+    return f"{value.__module__}:{value.__qualname__}"
+
+
+def _found(value: Any) -> Any:
+    """What is found under a class's or function's own name, or None."""
+    try:
+        return _import(_name(value))
+    except (AttributeError, ImportError, ValueError):
+        return None
+
+
+def _import(name: str) -> Any:
+    module, _, path = name.partition(":")
+    return functools.reduce(getattr, path.split("."), importlib.import_module(module))
+
+
+def describe(model: torch.nn.Module) -> tuple[TREE, dict[str, torch.Tensor]]:
+    """(the tree, the tensors that belong to it: buffers, and attributes that are tensors).
+
+    Raises UserError for a class that no file has by its name.
+    """
+    describing = _Describing(model)
+    tree = describing.module(model, "")
+    buffers = {f"buffer/{clean(name)}": buffer for name, buffer in model.named_buffers()}
+    attributes = {f"attribute/{name}": tensor for name, tensor in describing.attributes.items()}
+    return {**tree, "left_out": describing.left_out}, {**buffers, **attributes}
+
+
+class _Building:
+    def __init__(self, tensors: dict[str, torch.Tensor]):
+        self.tensors = tensors
+        self.parameters: dict[str, torch.nn.Parameter] = {}
+        self.modules: dict[str, torch.nn.Module] = {}
+        self.objects: dict[int, object] = {}
+        self.packages = set(PACKAGES)
+
+    def module(self, tree: TREE, name: str) -> torch.nn.Module:
+        kind = self.find(tree["class"])
+        if not (isinstance(kind, type) and issubclass(kind, torch.nn.Module)):
+            raise ValueError(f"{tree['class']} is no torch.nn.Module")
+        self.packages.add(_package(tree["class"]))
+        module = kind.__new__(kind)
+        torch.nn.Module.__init__(module)
+        self.modules[name] = module
+        for key, about in tree["parameters"].items():
+            module._parameters[key] = None if about is None else self.parameter(about)
+        for key, about in tree["buffers"].items():
+            module._buffers[key] = None if about is None else self.tensors[f"buffer/{about['is']}"]
+        for key, child in tree["children"].items():
+            inner_name = f"{name}.{key}" if name else key
+            module._modules[key] = None if child is None else self.module(child, inner_name)
+        return module
+
+    def parameter(self, about: TREE) -> torch.nn.Parameter:
+        name = about["is"]
+        if name not in self.parameters:
+            empty = torch.empty(
+                about["shape"], dtype=getattr(torch, about["dtype"].removeprefix("torch.")), device="meta"
+            )
+            self.parameters[name] = torch.nn.Parameter(empty, requires_grad=about["requires_grad"])
+        return self.parameters[name]
+
+    def fill(self, tree: TREE, name: str) -> None:
+        """Attributes, once all modules are there."""
+        module = self.modules[name]
+        for key, value in tree["attributes"].items():
+            module.__dict__[key] = self.value(value)
+        for key, child in tree["children"].items():
+            if child is not None:
+                self.fill(child, f"{name}.{key}" if name else key)
+
+    def find(self, name: str) -> Any:
+        return _import(name)
+
+    def named(self, name: str) -> Any:
+        """A function or class of torch, or of a package that the model's own classes are of."""
+        if _package(name) not in self.packages:
+            raise ValueError(f"{name} is of no package that the model's classes are of")
+        return self.find(name)
+
+    def value(self, value: Any) -> Any:
+        if isinstance(value, list):
+            return [self.value(one) for one in value]
+        if not isinstance(value, dict):
+            return value
+        [(kind, inside), *_] = value.items()
+        if kind in SEQUENCES:
+            return SEQUENCES[kind]([self.value(one) for one in inside])
+        match kind:
+            case "float":
+                return float(inside)
+            case "dict":
+                return {self.value(key): self.value(one) for key, one in inside}
+            case "dtype":
+                return getattr(torch, inside)
+            case "device":
+                return torch.device("cpu")
+            case "tensor":
+                return self.parameters.get(inside, self.tensors.get(f"buffer/{inside}"))
+            case "attribute":
+                return self.tensors[f"attribute/{inside}"]
+            case "module":
+                return self.modules[inside]
+            case "enum":
+                return self.named(inside)[value["name"]]
+            case "partial":
+                function, arguments, options = map(self.value, inside)
+                return functools.partial(function, *arguments, **options)
+            case "method":
+                return getattr(self.value(inside[0]), inside[1])
+            case "named":
+                return self.named(inside)
+            case "same":
+                return self.objects[inside]
+            case "object":
+                return self.object(value)
+        raise ValueError(f"{kind} is no kind of value")
+
+    def object(self, about: TREE) -> object:
+        kind = self.named(about["object"])
+        made = self.objects[about["number"]] = kind.__new__(kind)
+        for key, value in about["attributes"].items():
+            made.__dict__[key] = self.value(value)
+        return made
+
+
+def build(tree: TREE, tensors: dict[str, torch.Tensor]) -> torch.nn.Module:
+    """The model again: its parameters are on the meta device, its buffers are those of `tensors`.
+
+    Raises UserError for a class or an attribute that is not there any more.
+    """
+    building = _Building(tensors)
+    try:
+        model = building.module(tree, "")
+        building.fill(tree, "")
+    except (AttributeError, ImportError, LookupError, TypeError, ValueError) as error:
+        raise UserError(
+            f"the recorded model cannot be built again ({error}); judge it where its code can be imported, with the packages of the run"
+        ) from error
+    return model.train()
+
+
+def give(model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> None:
+    """Let the parameters of a model that was built be these tensors, in place; tied ones stay tied."""
+    made: dict[int, torch.nn.Parameter] = {}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for module in model.modules():
+        for key, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) not in made:
+                whole = weights[names[id(parameter)]]
+                made[id(parameter)] = torch.nn.Parameter(whole, requires_grad=parameter.requires_grad)
+            module._parameters[key] = made[id(parameter)]

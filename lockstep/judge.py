@@ -1,0 +1,39 @@
+"""Judge a recorded run: does it compute what one process would compute on the same micro batches?
+
+    python -m lockstep.judge runs/mine
+
+Writes report.md and report.json into the folder. Exit status: 0 PASS; 1 FAIL; 2 a usage error, or what cannot be judged; 3 an internal error.
+"""
+
+if __name__ == "__main__":
+    from lockstep.ground import startup
+
+    startup.begin()  # first: from now on Ctrl-C and a missing package are one line each
+
+from pathlib import Path
+
+from lockstep.ground.errors import run_program
+from lockstep.ground.flags import Parser
+from lockstep.verdict import recorded, recorded_report
+from lockstep.verdict.normalisation import LABELS
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = Parser(prog="python -m lockstep.judge", description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("folder", type=Path, help="what lockstep.record wrote")
+    parser.add_argument(
+        "--expect",
+        choices=list(LABELS),
+        help="what the loss was meant to be a mean over; any other is then a FAIL (default: any of them is a PASS, and is named)",
+    )
+
+    def body() -> int:
+        options = parser.parse_args(argv)
+        steps = recorded.judge(options.folder, options.expect)
+        return recorded_report.show(steps, options.folder)
+
+    return run_program("lockstep.judge", body)
+
+
+if __name__ == "__main__":
+    startup.end(main())

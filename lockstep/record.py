@@ -1,0 +1,116 @@
+"""Run a training script and record its first steps: what its model is called with, its gradients and its updates.
+
+    python -m lockstep.record --output runs/mine train.py --my --args
+    torchrun --nproc_per_node 4 -m lockstep.record --output runs/mine train.py --my --args
+
+The model is found by itself: the first one that is called in training mode. In a script of your own, `with lockstep.record(model, "runs/mine"):`
+around the loop does the same. `python -m lockstep.judge runs/mine` then judges it. Exit status: the script's own; 2 for a usage error.
+"""
+
+import argparse
+import os
+import runpy
+import shutil
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lockstep.ground.errors import UserError, run_program
+from lockstep.ground.files import require_writable_folder
+from lockstep.ground.flags import Parser
+
+if TYPE_CHECKING:
+    import torch
+
+
+def main(argv: list[str] | None = None) -> int:
+    from lockstep.dumps.recorder import STEPS
+
+    parser = Parser(prog="python -m lockstep.record", description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument(
+        "--output",
+        type=Path,
+        required=True,
+        help="the folder that is written; an earlier recording there is replaced",
+    )
+    parser.add_argument(
+        "--steps", type=int, default=STEPS, help="how many steps are recorded (default: %(default)s)"
+    )
+    parser.add_argument("script", type=Path, help="the training script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
+
+    def body() -> int:
+        options = parser.parse_args(argv)
+        if options.steps < 1:
+            raise UserError(f"--steps {options.steps}: give a number of at least 1")
+        if not options.script.is_file():
+            raise UserError(f"{options.script}: there is no such file; name the training script")
+        output = options.output.absolute()  # a script may change the folder
+        require_writable_folder(output, "--output")
+        return _run(options.script, options.arguments, output, options.steps)
+
+    return run_program("lockstep.record", body)
+
+
+def _run(script: Path, arguments: list[str], output: Path, steps: int) -> int:
+    finding = _Finding(output, steps)
+    sys.argv = [str(script), *arguments]
+    sys.path.insert(0, str(script.absolute().parent))
+    status = 0
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except SystemExit as ended:
+        status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    finally:
+        finding.stop()
+    if finding.recorder is None:
+        raise UserError(
+            f"{script} called no model in training mode, so nothing was recorded; name the script that trains"
+        )
+    return status
+
+
+class _Finding:
+    """Waits for the first model that is called in training, with gradients, and records it."""
+
+    def __init__(self, output: Path, steps: int):
+        import torch
+
+        from lockstep.dumps.recorder import Recorder
+
+        self.recorder: Recorder | None = None
+        shutil.rmtree(output / f"rank_{os.environ.get('RANK', '0')}", ignore_errors=True)
+        real: Callable[..., Any] = torch.nn.Module.__call__
+        self._restore = lambda: setattr(torch.nn.Module, "__call__", real)
+
+        def call(module: torch.nn.Module, *arguments: Any, **options: Any) -> Any:
+            trained = module.training and any(parameter.requires_grad for parameter in module.parameters())
+            if self.recorder is None and trained and torch.is_grad_enabled():
+                self._restore()
+                self.recorder = Recorder(module, output, steps)
+            return real(module, *arguments, **options)
+
+        torch.nn.Module.__call__ = call  # type: ignore[method-assign]
+
+    def stop(self) -> None:
+        self._restore()
+        if self.recorder is not None:
+            self.recorder.stop()
+
+
+class _Callable(types.ModuleType):
+    """`lockstep.record` is this file, and what a user calls."""
+
+    def __call__(self, model: "torch.nn.Module", folder: str | Path, steps: int | None = None) -> Any:
+        """Record the first steps (default 2) of the loop inside of `with`, into a folder of its own."""
+        from lockstep.dumps.recorder import STEPS, recording
+
+        return recording(model, folder, steps or STEPS)
+
+
+sys.modules[__name__].__class__ = _Callable
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,148 @@
+"""What a recorded gradient is made of: how much of each micro batch's own, and what this weighting is called.
+
+Let g_i be the gradient of the loss of micro batch i in float64. Every correct run's gradient is a weighted sum of them,
+
+    gradient = sum_i w_i g_i + rest
+
+whatever the loss is divided by. So the weights are measured, never assumed: a least-squares fit over all tensors, of which those that do
+not follow the others are then left out. The rest says whether the arithmetic is right; the weights say what the loss is a mean over.
+"""
+
+import itertools
+import math
+import statistics
+from dataclasses import dataclass
+
+import torch
+
+ROUNDS = 3  # of leaving out tensors
+OUTLIER = 10  # times the median rest
+Gradients = dict[str, torch.Tensor]  # by parameter, in float64
+
+
+@dataclass
+class Fit:
+    """`weights[i]` belongs to micro batch i; `rest` is the relative 2-norm of what they leave of each tensor."""
+
+    weights: torch.Tensor
+    rest: dict[str, float]
+
+    @property
+    def typical(self) -> float:
+        return statistics.median(self.rest.values())
+
+
+def fit(observed: Gradients, columns: list[Gradients]) -> Fit:
+    """The weights with which the columns make the observed gradients, each tensor counting alike.
+
+    Tensors that are zero are left out.
+    """
+    products = {}
+    for name, tensor in observed.items():
+        own = torch.stack([column[name].flatten() for column in columns])
+        size = float(tensor.norm())
+        if size > 0:
+            products[name] = (own @ own.T / size**2, own @ tensor.flatten() / size**2)
+    if not products:
+        return Fit(torch.zeros(len(columns), dtype=torch.float64), dict.fromkeys(observed, 0.0))
+    chosen = set(products)
+    for _ in range(ROUNDS):
+        square = torch.stack([products[name][0] for name in sorted(chosen)]).sum(0)
+        right = torch.stack([products[name][1] for name in sorted(chosen)]).sum(0)
+        weights = torch.linalg.lstsq(square, right[:, None], driver="gelsd").solution[:, 0]
+        rest = {
+            name: _rest(observed[name], [column[name] for column in columns], weights) for name in observed
+        }
+        limit = OUTLIER * statistics.median(rest[name] for name in products)
+        nearer = {name for name in products if rest[name] <= limit}
+        if nearer == chosen:
+            break
+        chosen = nearer
+    return Fit(weights, rest)
+
+
+def combined(columns: list[torch.Tensor], weights: torch.Tensor) -> torch.Tensor:
+    return sum(
+        (float(weight) * column for weight, column in zip(weights, columns, strict=True)),
+        torch.zeros_like(columns[0]),
+    )
+
+
+def _rest(observed: torch.Tensor, columns: list[torch.Tensor], weights: torch.Tensor) -> float:
+    size = float(observed.norm())
+    return float((observed - combined(columns, weights)).norm()) / size if size > 0 else 0.0
+
+
+@dataclass
+class Weighting:
+    """A known weighting: what the loss is a mean over."""
+
+    name: str
+    label: str
+    weights: torch.Tensor  # of the micro batches' sums over tokens
+
+
+TOKEN_MEAN, RANK_MEAN, MICRO_MEAN = "token-mean", "rank-mean", "micro-mean"
+LABELS = {
+    TOKEN_MEAN: "the mean over all tokens of the global batch",
+    RANK_MEAN: "the mean of the ranks' token means",
+    MICRO_MEAN: "the mean of the micro batches' means",
+}
+
+
+def known(tokens: list[int], shares: list[int]) -> list[Weighting]:
+    """The weightings that libraries have; equal ones once. `shares[i]` is the share of the samples (data-parallel rank) of micro batch i."""
+    n = torch.tensor(tokens, dtype=torch.float64)
+    of_share = torch.tensor(
+        [sum(count for count, share in zip(tokens, shares, strict=True) if share == own) for own in shares],
+        dtype=torch.float64,
+    )
+    weights = {
+        TOKEN_MEAN: torch.ones_like(n) / n.sum(),
+        RANK_MEAN: 1 / of_share / len(set(shares)),
+        MICRO_MEAN: 1 / n / len(n),
+    }
+    found: list[Weighting] = []
+    for name, own in weights.items():
+        if not any(torch.allclose(own, other.weights, rtol=1e-12, atol=0) for other in found):
+            found.append(Weighting(name, LABELS[name], own))
+    return found
+
+
+@dataclass
+class Named:
+    """The known weighting that is nearest to the measured weights, times a factor."""
+
+    weighting: Weighting
+    factor: float
+    off: float  # relative distance of the measured weights from factor x weighting
+
+
+def nearest(weights: torch.Tensor, tokens: list[int], candidates: list[Weighting]) -> Named:
+    """`weights` are those of the sums over tokens. The factor is that of all tokens together."""
+    n = torch.tensor(tokens, dtype=torch.float64)
+    found = []
+    for candidate in candidates:
+        factor = float((weights * n).sum() / (candidate.weights * n).sum())
+        distance = (weights * n - factor * candidate.weights * n).norm() / (weights * n).norm()
+        found.append(Named(candidate, factor, float(distance)))
+    return min(found, key=lambda named: named.off)
+
+
+def explanations(factor: float, numbers: dict[str, float], tolerance: float) -> list[str]:
+    """What the factor may be: one of the numbers that are known of the run, its inverse, or a product or quotient of two."""
+    terms = {name: value for name, value in numbers.items() if value > 1}
+    simple = {**terms, **{f"1 / {name}": 1 / value for name, value in terms.items()}}
+    pairs: dict[str, float] = {}
+    for (one, a), (other, b) in itertools.combinations(terms.items(), 2):
+        pairs |= {
+            f"{one} x {other}": a * b,
+            f"1 / ({one} x {other})": 1 / (a * b),
+            f"{one} / {other}": a / b,
+            f"{other} / {one}": b / a,
+        }
+    for group in (simple, pairs):
+        matching = [name for name, value in group.items() if math.isclose(factor, value, rel_tol=tolerance)]
+        if matching:
+            return matching
+    return []

@@ -1,0 +1,268 @@
+"""Judge a recorded run: the recorded model in float64, by one process, on the micro batches that the run saw.
+
+The gradient of a step is compared with what its micro batches give (lockstep/verdict/normalisation.py), tensor by tensor. The yardstick
+of a tensor is one process in the run's own dtype on the same micro batches. The update is compared with the same optimizer's step in
+float64 from the gradients that the run had.
+"""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from lockstep.dumps.recording import Recording
+from lockstep.verdict import normalisation, recorded_update
+from lockstep.verdict.judgement import FLOOR, MULTIPLE, UNIT
+from lockstep.verdict.normalisation import LABELS, RANK_MEAN, Fit, Gradients, Weighting
+from lockstep.verdict.recorded_reference import Computed, Reference
+from lockstep.verdict.recorded_rows import Row, StepVerdict
+from lockstep.verdict.records import float32_norm_error
+
+KINDS = {"weight": "weights", "gradient": "gradients"}
+
+
+def judge(folder: Path, expect: str | None = None) -> list[StepVerdict]:
+    """A verdict for every recorded step. `expect` is the weighting that was meant; None: any known one will do.
+
+    Raises UserError for a folder without a recording, or a model that cannot be computed again.
+    """
+    recording = Recording(folder)
+    return [_Step(recording, step).judge(expect) for step in range(1, len(recording.steps) + 1)]
+
+
+@dataclass
+class _Columns:
+    """The gradients of all micro batches, of the tensors that the run has a gradient of."""
+
+    each: list[Gradients]
+
+    def combined(self, weights: torch.Tensor) -> Gradients:
+        return {
+            name: normalisation.combined([column[name] for column in self.each], weights)
+            for name in self.each[0]
+        }
+
+
+class _Step:
+    def __init__(self, recording: Recording, step: int):
+        self.recording, self.ranks = recording, recording.steps[step - 1]
+        self.micro = recording.micro_batches(step)
+        # By the first rank that was called with each micro batch
+        self.shares = [called.ranks[0] for called in self.micro]
+        self.verdict = StepVerdict(step, len(self.micro), len(set(self.shares)))
+
+    def judge(self, expect: str | None) -> StepVerdict:
+        verdict = self.verdict
+        weights = self._agreed("weight")
+        self.observed = {name: tensor.double() for name, tensor in self._agreed("gradient").items()}
+        if not self.observed:
+            verdict.wrong.append("no parameter has a gradient")
+            return verdict
+        self.exact, near = (
+            [reference.compute(called) for called in self.micro]
+            for reference in (Reference(self.recording, weights, exact=exact) for exact in (True, False))
+        )
+        self.columns = self._columns(self.exact)
+        fitted = normalisation.fit(self.observed, self.columns.each)
+        yardstick = self._columns(near).combined(fitted.weights)
+        again = normalisation.fit(yardstick, self.columns.each)
+        self._judge_samples()
+        self._judge_losses(near)
+        right = self.columns.combined(self._judge_weights(fitted, again, expect))
+        self._judge_gradients(right, yardstick, again.typical)
+        recorded_update.judge(self.recording, verdict, weights)
+        return verdict
+
+    def _columns(self, computed: list[Computed]) -> _Columns:
+        return _Columns(
+            [
+                {
+                    name: one.gradients.get(name, torch.zeros_like(tensor))
+                    for name, tensor in self.observed.items()
+                }
+                for one in computed
+            ]
+        )
+
+    def _agreed(self, kind: str) -> dict[str, torch.Tensor]:
+        """Whole tensors by name; what replicas disagree in is wrong."""
+        found, differ = {}, []
+        for name in self.recording.names(self.verdict.step, kind):
+            found[name], odd = self.recording.whole(self.verdict.step, f"{kind}/{name}")
+            if odd:
+                differ.append((name, odd[0]))
+        if differ:
+            (name, rank), more = differ[0], len(differ) - 1
+            cause = "; they were not averaged over these ranks" if kind == "gradient" else ""
+            self.verdict.wrong.append(
+                f"{KINDS[kind]} differ between ranks that hold the same: {name} on rank {rank}, and {more} more{cause}"
+            )
+        return found
+
+    def _judge_samples(self) -> None:
+        """Ranks that hold whole replicas are data-parallel, so they must see different samples."""
+        twice = next((called for called in self.micro if len(called.ranks) > 1), None)
+        if twice is None:
+            return
+        where = (
+            f"ranks {', '.join(map(str, twice.ranks))} were called with the same micro batch {twice.number}"
+        )
+        if any(
+            place.shape != places[0].full
+            for about in self.ranks.values()
+            for name, places in about.places.items()
+            if name.startswith("weight/")
+            for place in places[1:]
+        ):
+            self.verdict.notes.append(f"{where}, so they are taken for ranks of a model-parallel group")
+        else:
+            self.verdict.wrong.append(
+                f"{where}, though each holds a whole replica: the samples are not divided among the ranks"
+            )
+
+    def _judge_losses(self, near: list[Computed]) -> None:
+        """Every loss is a draw of the same rounding errors, and one may be small by chance: the measure is the yardstick's largest."""
+        pairs = [
+            (one.loss, own.loss)
+            for one, own in zip(self.exact, near, strict=True)
+            if one.loss is not None and own.loss is not None
+        ]
+        measure = max((abs(own - right) / abs(right) for right, own in pairs), default=0.0)
+        tolerated = MULTIPLE * measure + FLOOR * UNIT["fp32"]
+        for called, exact in zip(self.micro, self.exact, strict=True):
+            if exact.loss is None:
+                continue
+            for rank, loss in called.losses.items():
+                name = f"loss of micro batch {called.number}, rank {rank}"
+                row = Row(name, abs(loss - exact.loss) / abs(exact.loss), tolerated, loss / exact.loss)
+                self.verdict.rows.append(row)
+                if row.too_far:
+                    self.verdict.wrong.append(f"{name} is {loss:.9g}, the reference's is {exact.loss:.9g}")
+
+    def _judge_weights(self, fitted: Fit, again: Fit, expect: str | None) -> torch.Tensor:
+        """What the gradient is a mean over, and the factor before it.
+
+        Returns the weights of the losses that its tensors are then held against: those of the mean, or as they were measured.
+        """
+        verdict = self.verdict
+        deviation = float((again.weights - fitted.weights).norm() / fitted.weights.norm())
+        verdict.tolerated_weights = MULTIPLE * max(deviation, again.typical) + FLOOR * UNIT["fp32"]
+        tokens, divisors, candidates = self._weightings()
+        measured = fitted.weights / divisors
+        named = verdict.named = normalisation.nearest(measured, tokens, candidates)
+        known = named.weighting.weights * divisors
+        verdict.factor = named.factor / self._clip_factor(known)
+        if named.off > verdict.tolerated_weights:
+            shown = ", ".join(
+                f"{float(one) * count:.4g}" for one, count in zip(measured, tokens, strict=True)
+            )
+            verdict.wrong.append(
+                f"the micro batches count {shown}, as in no known mean (nearest: {named.factor:.4g} x {named.weighting.label})"
+            )
+            return fitted.weights
+        if abs(verdict.factor - 1) > verdict.tolerated_weights:
+            verdict.wrong.append(self._of_factor(named.weighting, sum(tokens)))
+        elif expect is not None and named.weighting.name != expect and len(candidates) > 1:
+            verdict.wrong.append(f"the gradient is that of {named.weighting.label}, not of {LABELS[expect]}")
+        if named.weighting is not candidates[0]:
+            counts = candidates[0].weights / named.weighting.weights
+            verdict.difference = f"; in {candidates[0].label}, a token would count {float(counts.min()):.3g} to {float(counts.max()):.3g} times as much"
+        return known * named.factor
+
+    def _weightings(self) -> tuple[list[int], torch.Tensor, list[Weighting]]:
+        """(tokens of the micro batches, what their losses divide the sums over these by, the weightings of these sums that are known)."""
+        tokens = [one.tokens for one in self.exact]
+        if any(one.loss is None for one in self.exact):
+            self.verdict.notes.append(
+                "no labels reached the model: the gradient is judged from the recorded one at the logits on, the loss is not"
+            )
+            ones = torch.ones(len(self.micro), dtype=torch.float64)
+            # The recorded gradients have every divisor of the run but that of averaging over ranks.
+            mean = Weighting(RANK_MEAN, "the mean over the ranks", ones / self.verdict.shares)
+            return [1] * len(self.micro), ones, [mean]
+        if not all(tokens):
+            self.verdict.notes.append(
+                "the loss is no mean of a cross-entropy over tokens: the loss of each micro batch counts as one token"
+            )
+            tokens = [1] * len(self.micro)
+            return (
+                tokens,
+                torch.ones(len(tokens), dtype=torch.float64),
+                normalisation.known(tokens, self.shares),
+            )
+        self.verdict.tokens = sum(tokens)
+        divisors = torch.tensor([one.divisor for one in self.exact], dtype=torch.float64)
+        return tokens, divisors, normalisation.known(tokens, self.shares)
+
+    def _of_factor(self, weighting: Weighting, tokens: int) -> str:
+        world = self.ranks[0].world_size
+        numbers = {
+            "the world size": float(world),
+            "the number of data-parallel ranks": float(self.verdict.shares),
+            "the micro batches of a rank": float(len(self.ranks[0].micro_batches)),
+            "the ranks that see the same samples": world / self.verdict.shares,
+            "the tokens of the global batch": float(tokens),
+        }
+        names = normalisation.explanations(
+            self.verdict.factor, numbers, max(self.verdict.tolerated_weights, 1e-6)
+        )
+        why = f", which is {' or '.join(names)}" if names else ""
+        if not names and self.verdict.factor < 1 and not self.ranks[0].clips:
+            why = "; no clipping by torch.nn.utils was seen"
+        return f"the gradient is {self.verdict.factor:.7g} times that of {weighting.label}{why}"
+
+    def _clip_factor(self, weights: torch.Tensor) -> float:
+        """By how much clipping scaled the recorded gradient, from the norm that the run clipped by; 1 without clipping.
+
+        `weights` are those of the gradient before it. Judges the norm, which libraries sum in float32.
+        """
+        clip = next(iter(self.ranks[0].clips), None)
+        if clip is None:
+            return 1.0
+        each = list(self.columns.combined(weights).values())
+        right = math.sqrt(sum(float(tensor.square().sum()) for tensor in each))
+        summed = float(torch.stack([tensor.float().norm() for tensor in each]).norm())
+        in_float32 = float32_norm_error(right, summed, max(tensor.numel() for tensor in each))
+        tolerated = in_float32 / right + self.verdict.tolerated_weights
+        row = Row("gradient norm", abs(clip.norm - right) / right, tolerated, clip.norm / right)
+        self.verdict.rows.append(row)
+        if row.too_far:
+            self.verdict.wrong.append(
+                f"the gradient was clipped by a norm of {clip.norm:.7g}; that of the reference's gradient is {right:.7g}"
+            )
+        factor = min(1.0, clip.max_norm / (clip.norm + 1e-6))
+        if factor < 1:
+            self.verdict.clipped = f", clipped from a norm of {clip.norm:.5g} to {clip.max_norm:.5g}"
+        return 1.0 if clip.later else factor
+
+    def _judge_gradients(self, right: Gradients, yardstick: Gradients, typical: float) -> None:
+        """Each tensor against the sum of the micro batches' gradients; `typical` is the yardstick's median relative error."""
+        elements = {name: tensor.numel() for name, tensor in right.items()}
+        sizes = {name: float(tensor.norm()) for name, tensor in right.items()}
+        largest = max(size / math.sqrt(elements[name]) for name, size in sizes.items())
+        rows = []
+        for name, reference in right.items():
+            own, size = self.observed[name], sizes[name]
+            noise = UNIT["fp32"] * largest * math.sqrt(elements[name])
+            measure = max(
+                float((yardstick[name] - reference).norm()),
+                typical * size
+                if own.ndim == 1
+                else 0.0,  # one element may dominate a vector, and be near by chance
+                noise if size <= noise else 0.0,  # zero in exact arithmetic
+            )
+            tolerated = MULTIPLE * measure + FLOOR * UNIT["fp32"] * size
+            error, unit = float((own - reference).norm()), size or 1.0
+            scale = float((own * reference).sum()) / unit**2
+            rows.append(Row(f"gradient/{name}", error / unit, tolerated / unit, scale))
+        self.verdict.rows += rows
+        wrong = [row for row in rows if row.too_far]
+        if wrong:
+            worst = max(wrong, key=lambda row: row.share)
+            along = abs(worst.scale - 1) > worst.error / 2
+            times = f"; it is {worst.scale:.5g} times the reference's" if along else ""
+            self.verdict.wrong.append(
+                f"{len(wrong)} of {len(rows)} gradients are too far from the reference, most of all "
+                f"{worst.name.removeprefix('gradient/')}: relative error {worst.error:.1e}, tolerated {worst.tolerated:.1e}{times}"
+            )

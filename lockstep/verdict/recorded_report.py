@@ -1,0 +1,70 @@
+"""The report of a recorded run: the verdict, what the gradient is a mean over, and what is too far."""
+
+import json
+from pathlib import Path
+
+from lockstep.ground.files import write_text
+from lockstep.verdict.recorded_rows import Row, StepVerdict
+
+SHOWN = 5  # sentences of a step
+
+
+def lines(steps: list[StepVerdict]) -> list[str]:
+    """The verdict in a dozen lines, the verdict itself last."""
+    found = []
+    for verdict in steps:
+        tokens = f", {verdict.tokens} tokens" if verdict.tokens else ""
+        found.append(
+            f"step {verdict.step}: {verdict.micro_batches} micro batches of {verdict.shares} data-parallel ranks{tokens}"
+        )
+        if verdict.named is not None:
+            right = abs(verdict.factor - 1) <= verdict.tolerated_weights
+            factor = "" if right else f"{verdict.factor:.7g} times "
+            mean = verdict.named.weighting.label
+            found.append(f"  the gradient is {factor}that of {mean}{verdict.clipped}{verdict.difference}")
+        nearest = verdict.nearest
+        if nearest is not None:
+            near = len(verdict.rows) - len(verdict.too_far)
+            found.append(
+                f"  {near} of {len(verdict.rows)} values are near enough; the farthest, {nearest.name}, is {nearest.share:.2f} of what is tolerated"
+            )
+        found += [f"  {sentence}" for sentence in verdict.wrong[:SHOWN]]
+        found += [f"  note: {note}" for note in verdict.notes]
+    wrong = next((verdict for verdict in steps if verdict.wrong), None)
+    if wrong is None:
+        return [*found, f"PASS: {len(steps)} steps"]
+    return [*found, f"FAIL: step {wrong.step}: {wrong.wrong[0]}"]
+
+
+def show(steps: list[StepVerdict], folder: Path) -> int:
+    """Print the verdict, write the reports, return the exit status."""
+    said = lines(steps)
+    table = ["| step | tensor | relative error | tolerated | times the reference |", "|---|---|---|---|---|"]
+    for verdict in steps:
+        table += [
+            f"| {verdict.step} | {_cells(row)} |" for row in sorted(verdict.rows, key=lambda row: -row.share)
+        ]
+    write_text(folder / "report.md", "\n".join([said[-1], "", *said[:-1], "", *table, ""]))
+    content = {
+        "verdict": said[-1].split(":")[0],
+        "steps": [
+            {
+                "step": verdict.step,
+                "weighting": verdict.named and verdict.named.weighting.name,
+                "factor": verdict.factor,
+                "wrong": verdict.wrong,
+                "notes": verdict.notes,
+                "tensors": {row.name: [row.error, row.tolerated, row.scale] for row in verdict.rows},
+            }
+            for verdict in steps
+        ],
+    }
+    write_text(folder / "report.json", json.dumps(content))
+    print("\n".join(said[:-1]))
+    print(f"report: {folder / 'report.md'}")
+    print(said[-1])
+    return int(any(verdict.wrong for verdict in steps))
+
+
+def _cells(row: Row) -> str:
+    return f"{row.name} | {row.error:.2e} | {row.tolerated:.1e} | {row.scale:.7g}"

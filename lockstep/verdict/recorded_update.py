@@ -1,0 +1,125 @@
+"""The updates of a recorded step: which parameters the optimizers hold, what moved, and each against the same optimizer's in float64."""
+
+import importlib
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from lockstep.dumps.recording import Optimizer, Recording
+from lockstep.verdict.judgement import MULTIPLE, UPDATE_OF_CHANGE
+from lockstep.verdict.recorded_rows import Row, StepVerdict
+
+IMPLEMENTATION = ("params", "fused", "foreach", "capturable")  # of a group: how a step is computed, not what
+Weights = dict[str, torch.Tensor]
+
+
+def judge(recording: Recording, verdict: StepVerdict, weights: Weights) -> None:
+    """Adds rows and sentences to the verdict. `weights` are those before the step, whole."""
+    step = verdict.step
+    optimizers = recording.steps[step - 1][0].optimizers
+    updated = {name: recording.whole(step, f"updated/{name}")[0] for name in weights}
+    held = {
+        name for optimizer in optimizers for group in optimizer.groups for name in group["params"] if name
+    }
+    unheld = sorted(set(recording.names(step, "gradient")) - held)
+    if unheld:
+        strangers = sum(optimizer.strangers for optimizer in optimizers)
+        stale = f"; {strangers} tensors that it holds are not the model's, perhaps those from before it was wrapped"
+        verdict.wrong.append(
+            f"no optimizer holds {_and_more(unheld)}, with a gradient each{stale if strangers else ''}"
+        )
+    moved = {name for name in weights if not torch.equal(updated[name], weights[name])}
+    if moved - held:
+        verdict.wrong.append(
+            f"no optimizer holds {_and_more(sorted(moved - held))}, but the update changed it"
+        )
+    if step > 1:
+        last = {name: recording.whole(step - 1, f"updated/{name}")[0] for name in weights}
+        between = sorted(name for name in weights if not torch.equal(last[name], weights[name]))
+        if between:
+            verdict.wrong.append(
+                f"{_and_more(between)} changed between the update of step {step - 1} and step {step}"
+            )
+    for optimizer in optimizers:
+        _judge_optimizer(recording, verdict, optimizer, weights, updated)
+
+
+def _and_more(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+
+
+def _judge_optimizer(
+    recording: Recording, verdict: StepVerdict, optimizer: Optimizer, weights: Weights, updated: Weights
+) -> None:
+    module, _, name = optimizer.kind.partition(":")
+    if not module.startswith("torch.optim"):
+        verdict.notes.append(f"the update of {name} is not judged: it is no optimizer of torch")
+        return
+    kind = getattr(importlib.import_module(module), name)
+    rows = []
+    for own, options in _settings(kind, optimizer):
+        if f"gradient/{own}" not in recording.steps[verdict.step - 1][0].places:
+            continue
+        gradient = recording.whole(verdict.step, f"gradient/{own}")[0]
+        state = {
+            key: recording.whole(verdict.step, f"state/{key}/{own}")[0]
+            for key in _state_keys(recording, verdict.step, own)
+        }
+        exact, near = (
+            stepped(kind, options, weights[own], gradient, state, dtype).double()
+            for dtype in (torch.float64, torch.float32)
+        )
+        change = float((exact - weights[own].double()).norm())
+        roundoff = torch.finfo(updated[own].dtype).eps / 2
+        rounding = UPDATE_OF_CHANGE * roundoff * (float(exact.norm()) + change)
+        tolerated = MULTIPLE * float((near - exact).norm()) + rounding
+        error, size = float((updated[own].double() - exact).norm()), change or float(exact.norm()) or 1.0
+        rows.append(Row(f"update/{own}", error / size, tolerated / size))
+    verdict.rows += rows
+    wrong = [row for row in rows if row.too_far]
+    if wrong:
+        worst = max(wrong, key=lambda row: row.share)
+        verdict.wrong.append(
+            f"{len(wrong)} of {len(rows)} updates are not {name}'s with its recorded settings, most of all {worst.name.removeprefix('update/')}: "
+            f"off by {worst.error:.1e} of the change, tolerated {worst.tolerated:.1e}"
+        )
+
+
+def _settings(kind: type, optimizer: Optimizer) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(parameter, what the optimizer is made with for it)."""
+    accepted = inspect.signature(kind).parameters
+    for group in optimizer.groups:
+        options = {
+            key: tuple(value) if isinstance(value, list) else value
+            for key, value in group.items()
+            if key in accepted and key not in IMPLEMENTATION
+        }
+        for name in group["params"]:
+            if name:
+                yield name, options
+
+
+def _state_keys(recording: Recording, step: int, name: str) -> list[str]:
+    places = recording.steps[step - 1][0].places
+    return [key.split("/")[1] for key in places if key.startswith("state/") and key.split("/", 2)[2] == name]
+
+
+def stepped(
+    kind: Any,
+    options: dict[str, Any],
+    weight: torch.Tensor,
+    gradient: torch.Tensor,
+    state: dict[str, torch.Tensor],
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """The parameter after one step of the optimizer, whole, computed in `dtype`."""
+    parameter = torch.nn.Parameter(weight.to(dtype).clone())
+    parameter.grad = gradient.to(dtype)
+    optimizer = kind([parameter], **options)
+    optimizer.state[parameter] = {
+        key: value.clone() if key == "step" else value.to(dtype).clone() for key, value in state.items()
+    }
+    optimizer.step()
+    return parameter.detach()

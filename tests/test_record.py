@@ -1,0 +1,216 @@
+"""A recorded run of somebody's own loop is judged: right ones PASS, each planted bug FAILs where it is, and says so."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from ranks import ROOT, run_groups
+
+from lockstep import judge, record
+from lockstep.dumps import recorder, tree
+from lockstep.dumps.recording import Recording
+from lockstep.ground.errors import UserError
+from lockstep.inputs.architectures import BUILT_IN
+from lockstep.inputs.shapes import from_config
+from lockstep.verdict import normalisation
+
+RIGHT = {
+    "ddp": ("plain", {}),
+    "fsdp, clipped": ("plain", {"kind": "fsdp", "clip": 0.5}),
+    "sgd with momentum": ("plain", {"optimizer": "sgd", "options": {"momentum": 0.9}}),
+    "own loss": ("plain", {"own loss": True}),
+    "zero 2": ("deepspeed_engine", {"stage": 2}),
+    "zero 3": ("deepspeed_engine", {"stage": 3}),
+    "accelerate": ("accelerated", {}),
+}
+# What is wrong, as the verdict's first sentence has it.
+WRONG = {
+    "accumulation": ("plain", {}, "the gradient is 2 times that of the mean of the micro batches' means"),
+    "world": (
+        "plain",
+        {"kind": "fsdp"},
+        "the gradient is 2 times that of the mean of the micro batches' means",
+    ),
+    "divided twice": ("accelerated", {}, "the gradient is 0.5 times that of"),
+    "twice": ("deepspeed_engine", {"stage": 1}, "the gradient is 2 times that of"),
+    "no sync": (
+        "plain",
+        {},
+        "gradients differ between ranks that hold the same: model.embed_tokens.weight on rank 1",
+    ),
+    "same samples": ("plain", {}, "ranks 0, 1 were called with the same micro batch 0"),
+    "one norm": (
+        "plain",
+        {},
+        "1 of 26 gradients are too far from the reference, most of all model.norm.weight",
+    ),
+    "twice reduced": (
+        "plain",
+        {"kind": "fsdp"},
+        "1 of 26 gradients are too far from the reference, most of all model.layers.1.mlp.down_proj",
+    ),
+    "norm of one layer": ("plain", {"clip": 0.1}, "the gradient was clipped by a norm of"),
+    "stale optimizer": ("plain", {}, "no optimizer holds lm_head.weight|no optimizer holds model"),
+    "left out": ("plain", {}, "no optimizer holds model.embed_tokens.weight, with a gradient"),
+    "frozen moves": ("plain", {}, "model.norm.weight changed between the update of step 1 and step 2"),
+    "decay twice": ("plain", {}, "model.embed_tokens.weight changed between the update of step 1 and step 2"),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """The folder with a recording of each loop: one start of two ranks for all."""
+    folder = tmp_path_factory.mktemp("recorded")
+    cases = {name: (loop, argument) for name, (loop, argument) in RIGHT.items()}
+    cases |= {name: (loop, {**argument, "bug": name}) for name, (loop, argument, _) in WRONG.items()}
+    run_groups(
+        [(2, f"recorded_loops:{loop}", folder / name, argument) for name, (loop, argument) in cases.items()],
+        timeout=380,
+    )
+    return folder
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_right_loops_pass(runs, name, capsys):
+    assert judge.main([str(runs / name / "run")]) == 0, capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert said.endswith("PASS: 2 steps\n")
+    content = json.loads((runs / name / "run" / "report.json").read_text())
+    assert content["verdict"] == "PASS" and all(len(step["tensors"]) >= 26 for step in content["steps"])
+    assert all(abs(step["factor"] - 1) < 1e-5 for step in content["steps"])
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_bugs_fail_and_are_said(runs, name, capsys):
+    assert judge.main([str(runs / name / "run")]) == 1
+    said = capsys.readouterr().out
+    expected = WRONG[name][2].split("|")
+    assert any(one in said for one in expected), said
+    assert said.splitlines()[-1].startswith("FAIL: step ")
+
+
+def test_what_was_meant_can_be_said(runs, capsys):
+    """The micro batches have unequal numbers of tokens, so the mean of their means is not the mean over tokens."""
+    folder = str(runs / "ddp" / "run")
+    assert judge.main([folder, "--expect", "micro-mean"]) == 0
+    assert judge.main([folder, "--expect", "token-mean"]) == 1
+    assert (
+        "the gradient is that of the mean of the micro batches' means, not of the mean over all tokens"
+        in capsys.readouterr().out
+    )
+
+
+def test_a_changed_file_is_seen(runs, tmp_path, capsys):
+    folder = tmp_path / "run"
+    shutil.copytree(runs / "ddp" / "run", folder)
+    path = folder / "rank_1" / "step_1.json"
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(content | {"world_size": 0}))
+    assert judge.main([str(folder)]) == 2
+    assert "world_size is 0" in capsys.readouterr().err
+    path.unlink()
+    assert judge.main([str(folder)]) == 2
+    assert "rank 1 of 2 did not record step 1; record again" in capsys.readouterr().err
+
+
+def test_shards_that_do_not_cover_a_tensor_are_refused(runs):
+    recording = Recording(runs / "fsdp, clipped" / "run")
+    recording.steps[0].pop(1)
+    with pytest.raises(
+        UserError, match="weight/model.embed_tokens.weight of step 1 has 16384 of its elements"
+    ):
+        recording.whole(1, "weight/model.embed_tokens.weight")
+
+
+def test_a_script_is_recorded_as_it_is(tmp_path, capsys):
+    script, output = tmp_path / "train.py", tmp_path / "out"
+    script.write_text(
+        "import sys, torch\nassert sys.argv[1:] == ['--mine', '3']\n"
+        "net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 3))\n"
+        "class Own(torch.nn.Module):\n    pass\n"
+        "optimizer = torch.optim.SGD(net.parameters(), lr=0.1)\n"
+        "for step in range(4):\n"
+        "    out = net(torch.randn(8, 4)); torch.nn.functional.cross_entropy(out, torch.randint(0, 3, (8,))).backward()\n"
+        "    optimizer.step(); optimizer.zero_grad()\n"
+    )
+    assert record.main(["--output", str(output), "--steps", "3", str(script), "--mine", "3"]) == 0
+    assert judge.main([str(output)]) == 0
+    assert capsys.readouterr().out.endswith("PASS: 3 steps\n")
+
+
+@pytest.mark.parametrize(
+    "text, arguments, said",
+    [
+        ("pass", [], "called no model in training mode"),
+        ("pass", ["--steps", "0"], "--steps 0: give a number of at least 1"),
+        (None, [], "there is no such file; name the training script"),
+    ],
+)
+def test_usage_errors_of_recording(tmp_path, capsys, text, arguments, said):
+    script = tmp_path / "train.py"
+    if text is not None:
+        script.write_text(text)
+    assert record.main(["--output", str(tmp_path / "out"), *arguments, str(script)]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_usage_errors_of_judging(tmp_path, capsys):
+    assert judge.main([str(tmp_path)]) == 2
+    assert "holds no recording" in capsys.readouterr().err
+    recorder.write_model(tmp_path, *tree.describe(torch.nn.Linear(2, 2)))
+    assert judge.main([str(tmp_path)]) == 2
+    assert "no optimizer's step was recorded" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", [name for name in BUILT_IN if name.startswith("tiny")])
+def test_a_model_is_built_again_from_its_tree(name):
+    torch.manual_seed(0)
+    model = from_config(dict(BUILT_IN[name]), attn_impl="sdpa").train()
+    about, tensors = tree.describe(model)
+    again = tree.build(json.loads(json.dumps(about)), {key: value.clone() for key, value in tensors.items()})
+    tree.give(again, {key: value.detach().clone() for key, value in model.named_parameters()})
+    ids = torch.randint(0, 50, (2, 16))
+    losses = [one(input_ids=ids, labels=ids, use_cache=False).loss for one in (model, again)]
+    assert torch.equal(*losses) and about["left_out"] == []
+    assert [key for key, _ in model.named_parameters()] == [key for key, _ in again.named_parameters()]
+
+
+def test_a_tree_names_nothing_of_other_packages():
+    about, tensors = tree.describe(torch.nn.Linear(2, 2))
+    about["attributes"]["hook"] = {"named": "os:system"}
+    with pytest.raises(UserError, match="os:system is of no package that the model's classes are of"):
+        tree.build(about, tensors)
+    about["class"] = "os:system"
+    with pytest.raises(UserError, match="is no torch.nn.Module"):
+        tree.build(about, tensors)
+
+
+def test_a_class_without_a_name_is_refused():
+    class Inside(torch.nn.Linear):
+        pass
+
+    with pytest.raises(UserError, match="no file has this class by its name|move the class"):
+        tree.describe(torch.nn.Sequential(Inside(2, 2)))
+
+
+def test_weights_are_measured():
+    torch.manual_seed(0)
+    columns = [{"a": torch.randn(20).double(), "b": torch.randn(5, 4).double()} for _ in range(3)]
+    weights = torch.tensor([0.5, 0.25, 1.0], dtype=torch.float64)
+    observed = {name: normalisation.combined([one[name] for one in columns], weights) for name in ("a", "b")}
+    observed |= {"c": torch.zeros(3, dtype=torch.float64)}
+    columns = [one | {"c": torch.zeros(3, dtype=torch.float64)} for one in columns]
+    fitted = normalisation.fit(observed, columns)
+    assert torch.allclose(fitted.weights, weights, rtol=1e-12) and max(fitted.rest.values()) < 1e-14
+    named = normalisation.nearest(
+        torch.tensor([3.0, 2.0, 1.0]) / 6, [4, 4, 8], normalisation.known([4, 4, 8], [0, 0, 1])
+    )
+    assert named.off > 0.1  # negative control: no known mean
+    assert normalisation.explanations(0.25, {"a": 2.0, "b": 8.0}, 1e-6) == ["a / b"]
+
+
+def test_every_example_is_documented():
+    text = (ROOT / "docs" / "record.md").read_text()
+    for path in (ROOT / "examples" / "record").glob("*.py"):
+        assert path.name in text
