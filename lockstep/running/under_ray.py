@@ -262,7 +262,7 @@ def _reason(error: Exception) -> str:
     if not lines:
         return f"Ray Train stopped the run: {first_line(error)}"
     rank = min(lines, key=lambda rank: (bool(processes.LOST.search(lines[rank])), rank))
-    return f"worker {rank} failed: {re.sub(r'^lockstep[.]errors[.][A-Za-z]+: ', '', lines[rank])}"
+    return f"worker {rank} failed: {re.sub(r'^lockstep[.]ground[.]errors[.][A-Za-z]+: ', '', lines[rank])}"
 
 
 def _import(name: str) -> ModuleType:
