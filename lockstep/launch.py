@@ -4,7 +4,6 @@ import contextlib
 import gc
 import json
 import os
-import signal
 import sys
 import time
 import traceback
@@ -45,10 +44,7 @@ def launch(
     """
     spec = strategies.SPECS.get(strategy)
     name = spec.program if spec else "lockstep.train"
-    if os.environ.get("LOCKSTEP_PARENT") == str(
-        os.getppid()
-    ):  # run_verification_main.sh: killed, it takes its scripts along
-        processes.end_with_parent(signal.SIGKILL)
+    processes.end_with_script()
 
     def under_ray(config: Config, inputs: Inputs, begin: Callable[[], None]) -> str:
         from lockstep.running import under_ray

@@ -5,7 +5,7 @@
 JOBS.json is what `start_groups` writes: groups, [number of ranks, jobs], which run one after the other. The jobs of a group share its ranks
 (lockstep/running/ranks.py), or one process outside any launcher if the number is null. A job is {"strategy", "arguments"}, a strategy and its
 flags, and may have "fault", the name of a fault to plant. The strategy "reference" is lockstep.verdict.reference with the flags of
-train_ddp.py; with "replays", a list of folders, it replays those dumps, too.
+train_ddp.py; with "replays", a list of folders, it replays these dumps and the baseline's, not all that lie beside its own.
 """
 
 if __name__ == "__main__":
@@ -137,7 +137,8 @@ def run(job: Job) -> None:
     inputs = preflight.load_inputs(config)
     if job["strategy"] == REFERENCE:
         torch.set_num_threads(os.cpu_count() or 1)
-        line = reference.run(config, inputs, also=[Path(folder) for folder in job.get("replays", [])])
+        dumps = [Path(folder) for folder in job["replays"]] if "replays" in job else None
+        line = reference.run(config, inputs, dumps)
     else:
         device = training_device(config)
         with faults.planted(job.get("fault"), config, inputs, factory_of(config.spec)) as make:
