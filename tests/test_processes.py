@@ -47,7 +47,7 @@ def test_a_jobs_status_is_ours(status, exit_code):
 
 
 def test_a_child_ends_with_a_killed_parent(tmp_path):
-    code = "import sys, time; from lockstep.running import processes; print(processes.start(['sleep', '60']).pid, flush=True); time.sleep(60)"
+    code = "import sys, time; from lockstep.ground import processes; print(processes.start(['sleep', '60']).pid, flush=True); time.sleep(60)"
     parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     child = int(parent.stdout.readline())
     assert os.path.exists(f"/proc/{child}")
