@@ -121,7 +121,7 @@ def test_a_killed_rank_ends_the_others_and_is_named(tmp_path):
     job = {**train(tmp_path, "--dp_size", "2"), "strategy": f"{tmp_path}/own.py:Dies"}
     begin = time.monotonic()
     with pytest.raises(TrainingFailure) as raised:
-        jobs.start_all(2, [job], tmp_path / "work")
+        jobs.start_all_groups([(2, [job])], tmp_path / "work")
     assert (
         "rank 1 was killed by SIGKILL (the machine may be short of memory)" in str(raised.value)
         and time.monotonic() - begin < 60

@@ -68,7 +68,6 @@ def _worker(arguments: dict) -> tuple[bool, str]:
     the other ranks would wait for this one.
     """
     with startup.importing():
-        import transformers.modeling_utils  # noqa: F401 - the model's module needs it
         from ray import train
         from ray.train.torch import get_device
 

@@ -15,11 +15,6 @@ router's of experts. Where those of step 1 are not the reference's own, the repl
 Float64 throughout (lockstep/verdict/float64.py).
 """
 
-if __name__ == "__main__":
-    from lockstep.ground import startup
-
-    startup.begin()  # first: from now on Ctrl-C and a missing package are one line each
-
 import dataclasses
 import functools
 import math
@@ -331,7 +326,3 @@ def main() -> int:
         return 0
 
     return run_program("lockstep.reference", body)
-
-
-if __name__ == "__main__":
-    startup.end(main())
