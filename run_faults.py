@@ -216,7 +216,7 @@ def train(groups: dict[Group, list[tuple["Fault", Spec]]], folder: Path) -> dict
         ]
         dumps = [str(group.dump(strategy, name)) for _, name, strategy in ended]
         replays.append({**group.job(REFERENCE, CLEAN), "replays": dumps})
-    jobs.start_all(None, replays, folder / "reference")
+    jobs.start_all_groups([(None, replays)], folder / "reference")
     return outcome
 
 

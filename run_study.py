@@ -107,14 +107,8 @@ def body(options: argparse.Namespace, argv: list[str]) -> int:
         if options.dry_run:
             show(planned)
             return 0
-    if (
-        place.exists()
-        and any(not each.name.startswith(".") for each in place.iterdir())
-        and not options.resume
-    ):
-        raise UserError(
-            f"--output_dir {place} is not empty; choose another, or add --resume to go on with its study"
-        )
+    if not options.resume:
+        files.require_empty_folder(place, "--output_dir", "--resume to go on with its study")
     files.require_writable_folder(place, "--output_dir")
     startup.state = "--resume keeps the finished runs and goes on"
     command = shlex.join([NAME, *argv])

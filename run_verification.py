@@ -7,6 +7,10 @@ Trains with every strategy and --capture_dir, computes the reference, compares (
 report.json. All other flags are those that all training scripts have; options of one strategy are given in --strategies. Exit status: 0 every tensor is as close to the reference as the same
 tensor of a correct run; 1 some tensor is not, a run failed, or the verdict is NOT JUDGED or CONFIGURED DIFFERENTLY; 2 a usage error;
 3 an internal error.
+
+run_verification_main.sh trains with the scripts, and asks for what comes before and after, with the flags that it gives them: `--part plan`
+checks, and prints a line NAME, FLAGS, PROGRAM, STRATEGY for every run, with tabs; `--part verdict` judges losses and tensors, and writes and
+prints the table, the figure and the reports.
 """
 
 if __name__ == "__main__":
@@ -15,34 +19,40 @@ if __name__ == "__main__":
     startup.begin()  # first: from now on Ctrl-C and a missing package are one line each
 
 import argparse
-import contextlib
-import os
-import re
-import shutil
+import dataclasses
 import sys
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from lockstep.ground import files, locks, startup
+from lockstep.ground import files, locks, processes, progress, startup
 from lockstep.ground.errors import UserError, printable, run_program
 from lockstep.ground.flags import Parser
-from lockstep.plan import command_line, initial_weights
-from lockstep.plan.config import BASELINE, Config
+from lockstep.inputs import architectures
+from lockstep.plan import command_line, initial_weights, limit
+from lockstep.plan.config import BASELINE, CONTROL, Config, history_file
 from lockstep.plan.runs import HELP, Run, runs_of
 from lockstep.plan.strategies import SPECS
 from lockstep.running import jobs
 from lockstep.training import preflight
 from lockstep.verdict.loss_tolerance import RULES
-from lockstep.verification import check_reference
+
+if TYPE_CHECKING:
+    from lockstep.verdict.loss_folder import Judged
+    from lockstep.verdict.result import Result
 
 NAME = "run_verification.py"
-OLDER = ".older"  # the folder of an older verification until the new one has captured a step
-OURS = ("reference", "losses", "logs", "initial_weights.safetensors", "report.md", "report.json")
+FIRST = (
+    "save_init_weights",
+    "pretrained",
+    "control",
+)  # switches of the baseline, which writes down the weights of all
 SET_HERE = (
     "--capture_dir",
     "--capture_steps",
     "--debug_steps",
     "--save_init_weights",
+    "--control",
     "--dry_run",
     "--num_workers",
     "--num_epochs",
@@ -50,11 +60,13 @@ SET_HERE = (
     "--storage_path",
     "--experiment_name",
 )
+Planned = tuple[Run, list[str], Config]  # a run, the flags that it alone has, and what comes of them
 
 
 def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    defaults = Config
-    parser = Parser(prog="run_verification.py", description=__doc__.splitlines()[0], allow_abbrev=False)
+    """The options, and the flags that all runs have."""
+    given = sys.argv[1:] if argv is None else argv
+    parser = Parser(prog=NAME, description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument(
         "--output_dir",
         type=Path,
@@ -69,7 +81,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--steps",
         type=int,
-        default=defaults.capture_steps,
+        default=Config.capture_steps,
         help="number of steps to compare (default: %(default)s)",
     )
     parser.add_argument(
@@ -82,178 +94,241 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--overwrite", action="store_true", help="remove an older verification in --output_dir"
     )
+    parser.add_argument("--part", choices=("plan", "verdict"), help=argparse.SUPPRESS)
+    parser.add_argument("--init_weights_path", help=argparse.SUPPRESS)
+    for name in FIRST:
+        parser.add_argument(f"--{name}", action="store_true", help=argparse.SUPPRESS)
     parser.epilog = "All other flags are given to all runs; they are those that all training scripts have (train_ddp.py --help), such as --model_name, --num_layers, --batch_size, --seq_length, --precision."
-    options, rest = parser.parse_known_args(argv)
-    clash = next((flag for flag in rest if flag.split("=")[0] in SET_HERE), None)
+    options, flags = parser.parse_known_args(given)
+    flags += ["--dp_size", str(options.dp_size), *(["--overwrite"] if options.overwrite else [])]
+    if options.part:  # the script says all the rest
+        return options, flags
+    clash = next((flag for flag in given if flag.split("=")[0] in SET_HERE), None)
     if clash:
         raise UserError(f"{clash} is set by run_verification.py itself; leave it out")
     if options.steps < 1:
         raise UserError(f"--steps {options.steps}: compare at least one step")
-    return options, rest
-
-
-def ours(path: Path) -> bool:
-    """Whether a verification wrote this file or folder, even one that was killed meanwhile. Locks are never removed."""
-    if path.name == OLDER or (path.name.startswith(".") and path.name.endswith(".lock")):
-        return True
-    if path.is_dir() and path.name not in OURS:
-        held = list(path.iterdir())
-        return bool(held) and all(files.is_captured(each) for each in held)
-    unfinished = re.fullmatch(r"\.(.+)\.\d+\.tmp", path.name)
-    return (unfinished[1] if unfinished else path.name) in OURS
-
-
-def check_folder(options: argparse.Namespace) -> Path:
-    """The output folder: empty, or holding only an older verification that may be removed. Raises UserError otherwise."""
-    folder = options.output_dir.expanduser().absolute()
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"--output_dir {folder} is a file; choose a folder")
-    try:
-        found = sorted(folder.iterdir()) if folder.is_dir() else []
-    except OSError as error:
-        raise UserError(
-            f"--output_dir {folder}: cannot be read ({error.strerror}); choose another folder"
-        ) from error
-    if any(path.name == OLDER or not path.name.startswith(".") for path in found) and not options.overwrite:
-        raise UserError(
-            f"--output_dir {folder} is not empty, and nothing is overwritten; choose another, or add --overwrite"
-        )
-    foreign = next((path.name for path in found if not ours(path)), None)
-    if foreign:
-        raise UserError(
-            f"--output_dir {folder} holds {foreign}, which no verification wrote; choose another folder"
-        )
-    return folder
-
-
-def require_outside(folder: Path, config: Config) -> None:
-    """Raise UserError if an input of the run lies in the folder that is emptied before it."""
-    inputs = {
-        "--init_weights_path": config.init_weights_path,
-        "--model_name": config.model_name,
-        "--dataset_name": config.dataset_name,
-    }
-    for option, value in inputs.items():
-        path = os.path.realpath(os.path.expanduser(value or os.devnull))
-        if os.path.exists(path) and Path(path).is_relative_to(os.path.realpath(folder)):
-            raise UserError(
-                f"{option} {value} lies in --output_dir {folder}, whose contents are replaced; choose another --output_dir"
-            )
-
-
-@contextlib.contextmanager
-def replacing(folder: Path) -> Iterator[None]:
-    """Set an older verification aside. It is back at the end unless a step of the new one was captured.
-
-    It lies in OLDER meanwhile, and stays there if this process is killed: the next verification finds it.
-    """
-    older = folder / OLDER
-    if has_captured(folder):
-        empty(older)
-        older.mkdir(exist_ok=True)
-        for path in inside(folder):
-            path.rename(older / path.name)
-    empty(folder)  # of what a killed one left before its first step
-    try:
-        yield
-    finally:
-        if has_captured(folder):
-            empty(older)
-        elif older.is_dir():
-            empty(folder, but="logs")  # they say why there is no new one
-            for path in inside(older):
-                if path.name != "logs":
-                    path.rename(folder / path.name)
-            empty(older)
-        with contextlib.suppress(FileNotFoundError):
-            older.rmdir()
-
-
-def has_captured(folder: Path) -> bool:
-    """Whether a verification has captured a step there."""
-    return any(folder.glob("*/manifest.json"))
-
-
-def inside(folder: Path) -> list[Path]:
-    """What a verification has written into a folder. Not locks: a run whose script was killed may still hold them."""
-    return [
-        path
-        for path in (folder.iterdir() if folder.is_dir() else ())
-        if path.name != OLDER and not path.name.endswith(".lock")
+    folder = options.output_dir = options.output_dir.expanduser().absolute()
+    flags += [
+        "--debug_steps",
+        str(options.steps),
+        "--capture_steps",
+        str(options.steps),
+        "--capture_dir",
+        str(folder),
     ]
-
-
-def empty(folder: Path, but: str = "") -> None:
-    """Remove what a verification has written into a folder, except what is named `but`."""
-    for path in inside(folder):
-        if path.name != but:
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    flags += ["--loss_output_dir", str(folder / "losses"), "--storage_path", str(folder / "losses")]
+    if options.init_weights_path is None:
+        options.init_weights_path = str(folder / "initial_weights.safetensors")
+        options.save_init_weights = True
+    return options, flags
 
 
 def main(argv: list[str] | None = None) -> int:
-    return run_program(NAME, lambda: verify(*parse(argv)))
+    def body() -> int:
+        processes.end_with_script()
+        options, flags = parse(argv)
+        return {"plan": show_plan, "verdict": verdict, None: verify}[options.part](options, flags)
+
+    return run_program(NAME, body)
 
 
-def verify(options: argparse.Namespace, rest: list[str]) -> int:
-    rest = [*rest, "--dp_size", str(options.dp_size), "--debug_steps", str(options.steps)]
-    folder = check_folder(options)
-    runs = runs_of(options.strategies, command_line.parse_config(BASELINE, rest), options.tp_size)
-    files.require_writable_folder(folder, "--output_dir", keep=False)
-    elsewhere = ["--loss_output_dir", str(folder / "losses"), "--storage_path", str(folder / "losses")]
-    configs = []
-    for run in runs:  # a usage error is answered before anything is removed or started
-        dry = ["--dry_run"]  # leaves no folder behind
-        config = command_line.parse_config(run.spec.place, [*rest, *elsewhere, *dry, *run.arguments])
-        if config.precision not in RULES:
-            raise UserError(
-                f"no tolerance is derived for --precision {config.precision}; use {' or '.join(RULES)}"
-            )
-        require_outside(folder, config)
-        inputs = preflight.load_inputs(config)
-        preflight.check_environment(config, inputs.architecture)
-        configs.append(config)
-    check_reference(config, inputs)
-    for line in dict.fromkeys(line for each in configs for line in preflight.notes(each)):
+def show_plan(options: argparse.Namespace, flags: list[str]) -> int:
+    for run, own, _ in plan(options, flags):
+        print(run.name, " ".join(own), run.spec.program, run.spec.place, sep="\t")
+    return 0
+
+
+def verify(options: argparse.Namespace, flags: list[str]) -> int:
+    """Check, train, compare."""
+    folder = options.output_dir
+    require_free(options)
+    planned = plan(options, flags)
+    for line in dict.fromkeys(line for *_, config in planned for line in preflight.notes(config)):
         print(printable(line), file=sys.stderr)
-    baseline = configs[0]
+    baseline = planned[0][2]
     about = f"{baseline.model_name}, {initial_weights.describe(baseline)}, {baseline.precision}, steps 1 to {options.steps}"
     print(printable(about))
+    groups: dict[int | None, list[jobs.Job]] = {}  # by number of ranks, the baseline's first
+    for run, own, _ in planned:
+        job = {"strategy": run.spec.place, "arguments": [*flags, *weights(options), *own]}
+        groups.setdefault(run.mesh.world_size, []).append(job)
     startup.state = "--overwrite starts again"
-    with locks.inside(folder, "verification", "--output_dir"):
-        check_folder(options)  # another run may have ended before we had the lock
-        # nor does a run that outlived its script write there
-        with locks.held(*((folder / run.name, "--output_dir") for run in runs)), replacing(folder):
-            rest = [
-                argument for argument in rest if argument != "--pretrained"
-            ]  # the baseline's run writes them down for all
-            save = (
-                ["--save_init_weights", *(["--pretrained"] if config.pretrained else [])]
-                if config.init_weights_path is None
-                else []
-            )
-            if save:
-                rest += ["--init_weights_path", str(folder / "initial_weights.safetensors")]
-            return train_and_compare(options, runs, [*rest, *elsewhere], save, folder)
-
-
-def train_and_compare(
-    options: argparse.Namespace, runs: list[Run], rest: list[str], save: list[str], folder: Path
-) -> int:
-    """Train all runs and compare them. `save` are flags of the baseline only, which write the initial weights."""
-    rest = [*rest, "--capture_steps", str(options.steps), "--capture_dir", str(folder)]
-    groups: dict[int | None, list[dict]] = {}  # by number of ranks, the baseline's first
-    for run in runs:
-        own = [*(save if run.is_baseline else []), *run.arguments]
-        groups.setdefault(run.mesh.world_size, []).append(
-            {"strategy": run.spec.place, "arguments": [*rest, *own]}
+    # nor does a run that outlived its script write there
+    dumps = locks.held(*((config.capture_folder, "--output_dir") for *_, config in planned))
+    with locks.inside(folder, "verification", "--output_dir"), dumps:
+        require_free(options)  # another run may have ended before we had the lock
+        for name in files.REPORTS:  # none speaks of dumps that it did not judge
+            (folder / name).unlink(missing_ok=True)
+        result = judge_tensors(
+            options, flags, baseline, [run.name for run, *_ in planned], list(groups.items())
         )
-    groups[None] = [{"strategy": jobs.REFERENCE, "arguments": rest}]
-    jobs.start_all_groups(list(groups.items()), folder / "logs", shown=True)
-    from lockstep import compare  # torch is not needed to answer a usage error
     from lockstep.verdict import tensor_report
 
-    judged = compare.judge([folder / name for name in (*(run.name for run in runs), "reference")], folder)
-    return tensor_report.show(judged, folder)
+    return tensor_report.show(result, folder)
+
+
+def require_free(options: argparse.Namespace) -> None:
+    """Raise UserError unless the output folder can be written, and is empty or may be overwritten."""
+    files.require_writable_folder(options.output_dir, "--output_dir", keep=False)
+    if not options.overwrite:
+        files.require_empty_folder(options.output_dir, "--output_dir", "--overwrite")
+
+
+def weights(options: argparse.Namespace) -> list[str]:
+    return ["--init_weights_path", options.init_weights_path] if options.init_weights_path else []
+
+
+def plan(options: argparse.Namespace, flags: list[str]) -> list[Planned]:
+    """Every run, the baseline's first. Raises UserError for whatever can be known before a start. Leaves no folder behind.
+
+    An older result is replaced, a file of somebody else is not.
+    """
+    planned = []
+    for run in runs_of(options.strategies, command_line.parse_config(BASELINE, flags), options.tp_size):
+        own, start = list(run.arguments), []
+        if run.is_baseline:  # the weights of the others are there once it has run
+            own += [f"--{name}" for name in FIRST if getattr(options, name)]
+            start = weights(options)
+        config, inputs = preflight.checked(run.spec.place, [*flags, *own, *start])
+        planned.append((run, own, config))
+    option = "OUTPUT_DIR" if options.part else "--output_dir"
+    files.require_ours(config.loss_output_dir / "loss_curves.png", option, files.FIGURE, anywhere=True)
+    files.require_ours(config.loss_output_dir / "verdict.json", option, files.VERDICT)
+    if config.capture_dir is not None:
+        for name, begins in files.REPORTS.items():
+            files.require_ours(config.capture_dir / name, option, begins)
+        if config.precision not in RULES:
+            raise UserError(
+                f"--precision {config.precision}: no tolerance is derived for its tensors; use {' or '.join(RULES)}, "
+                "or leave the tensors out (TENSORS=0 ./run_verification_main.sh)"
+            )
+        reference = dataclasses.replace(config, run_name=jobs.REFERENCE)
+        limit.require(reference, inputs.architecture, config.num_workers)
+        if not architectures.is_built_in(inputs.architecture_source):
+            from lockstep.verdict import model_check  # imports torch
+
+            model_check.check(config, inputs)
+    return planned
+
+
+def judge_tensors(
+    options: argparse.Namespace,
+    flags: list[str],
+    config: Config,
+    names: list[str],
+    groups: Sequence[jobs.Group] = (),
+) -> "Result":
+    """Train the jobs of `groups`, compute the float64 reference, compare the named runs with it, and write the reports beside them."""
+    place = config.capture_dir
+    assert place is not None, "asked only of runs that capture"
+    folders = [place / name for name in names]
+    reference = {
+        "strategy": jobs.REFERENCE,
+        "arguments": [*flags, *weights(options)],
+        "replays": [str(folder) for folder in folders],
+    }
+    logs = (config.loss_output_dir if options.part else options.output_dir) / "logs"
+    jobs.start_all_groups([*groups, (None, [reference])], logs, shown=bool(groups))
+    from lockstep import compare  # torch is not needed to answer a usage error
+
+    return compare.judge([*folders, place / jobs.REFERENCE], place)
+
+
+def verdict(options: argparse.Namespace, flags: list[str]) -> int:
+    """Judge the losses, and the tensors if they were captured; draw, write and print. Returns 0, or 1 unless all PASS."""
+    from lockstep.verdict import loss_folder as folder
+    from lockstep.verdict import loss_report as curve_report
+
+    config = command_line.parse_config(BASELINE, [*flags, *weights(options)])
+    place = config.loss_output_dir
+    files.require_writable_folder(place, "--loss_output_dir")
+    figure, data = place / "loss_curves.png", place / "verdict.json"
+    names = [run.name for run in runs_of(options.strategies, config, options.tp_size)]
+    found = {name: history_file(place, name) for name in (*names, *([CONTROL] if options.control else []))}
+    missing = next((path for path in found.values() if not path.exists()), None)
+    if missing:
+        raise UserError(f"{missing}: no such file; run the training first")
+    judged = folder.judge(place, *folder.read(found))
+    result, report = None, ""
+    if config.capture_dir is not None:
+        try:
+            with progress.working("Comparing every tensor with a float64 reference"):
+                result = judge_tensors(options, flags, config, names)
+        except (UserError, jobs.JobFailed):
+            if not judged.problem:  # else it says what is wrong with both
+                raise
+    if result is not None and config.capture_dir is not None:
+        from lockstep.verdict import tensor_report  # imports torch
+
+        steps = tensor_report.steps_in_words([row for run in result.runs.values() for row in run.rows])
+        report = f"Tensors  of {steps}: {printable(config.capture_dir / 'report.md')}"
+    if judged.problem and result is not None and result.outcome == "CONFIGURED DIFFERENTLY":
+        print("\n".join(["", *explanations(judged, result), report, "", result.outcome]))
+        return 1
+    curve_report.draw(judged.histories, judged.control, judged.tolerance, figure)
+    if judged.problem:
+        raise UserError(judged.problem)
+    tensors = (
+        None if result is None else ("FAIL" if result.outcome == "CONFIGURED DIFFERENTLY" else result.outcome)
+    )
+    folder.write(judged, data, f"run_verification_main.sh ({' '.join(flags)})", tensors=tensors)
+    print("\n".join(["", *table(judged, result), "", *explanations(judged, result)]))
+    print(f"Figure   {printable(figure)}")
+    if report:
+        print(report)
+    print(f"Data     {printable(data)}; all that the libraries said: {printable(place / 'logs')}")
+    outcome = folder.worst([judged.outcome, *([tensors] if tensors else [])])
+    print(f"\n{outcome}")
+    return 0 if outcome == "PASS" else 1
+
+
+def table(judged: "Judged", result: "Result | None") -> list[str]:
+    """A line for each run: how far from DDP and from the reference, of what is tolerated."""
+    from lockstep.verdict.loss_folder import worst
+
+    tolerance = judged.tolerated
+    rows = [
+        ("", "loss", "gradient norm", "tensors", ""),
+        ("", "max nats from DDP", "max relative to DDP", "worst / tolerated", ""),
+    ]
+    for name, one in judged.histories.items():
+        verdict, outcomes = judged.verdicts.get(name), []
+        cells = [one.run["label"], "baseline", "baseline", "not captured"]
+        if verdict is not None:
+            outcomes.append(verdict.outcome)
+            cells[1] = f"{verdict.max_abs_diff:.1e} of {tolerance.maximum:.1e}"
+            cells[2] = f"{verdict.max_grad_norm_diff:.1e} of {max(tolerance.grad_norm):.1e}"
+        if result is not None:
+            run = result.runs[name]
+            cells[3] = f"{run.nearest:.2g} ({len(run.judged)} tensors)"
+            outcomes.append("FAIL" if result.has_failed(name) else result.verdict(name))
+        rows.append((*cells, worst(outcomes) if outcomes else ""))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        printable("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip(), 300)
+        for row in rows
+    ]
+
+
+def explanations(judged: "Judged", result: "Result | None") -> list[str]:
+    """Why what failed has failed: by the losses, and by the first tensor and its cause."""
+    from lockstep.verdict import tensor_report
+    from lockstep.verdict.loss_report import notes, reasons
+
+    lines = [f"{one.label}: {line}" for one in judged.verdicts.values() for line in reasons(one)]
+    lines += [line for line in notes(judged) if line.startswith("Not judged")]
+    lines += tensor_report.notes(result) if result is not None else []
+    if result is not None and result.outcome != "PASS":
+        lines += [
+            f"First tensor too far, {line}"
+            for line in tensor_report.first_tensors(result)
+            if not line.endswith(": none")
+        ]
+        if any(run.diagnosis for run in result.runs.values()):
+            lines += ["Cause", *tensor_report.causes(result)]
+        lines += tensor_report.configuration(result)
+    return [*(printable(line) for line in lines), ""] if lines else []
 
 
 if __name__ == "__main__":

@@ -90,19 +90,17 @@ common=(
   --weight_decay "$WEIGHT_DECAY" --max_grad_norm "$MAX_GRAD_NORM"
   --gradient_accumulation_steps "$GRADIENT_ACCUMULATION_STEPS" --precision "$PRECISION" --attn_impl "$ATTN_IMPL"
   --seed "$SEED" --dataset_name "$DATASET_NAME" --log_interval "$LOG_INTERVAL" --dp_size "$DP_SIZE"
-  --loss_output_dir "$OUTPUT_DIR" --storage_path "$OUTPUT_DIR/ray" --device "$DEVICE"
+  --loss_output_dir "$OUTPUT_DIR" --storage_path "$OUTPUT_DIR/ray" --device "$DEVICE" --overwrite
 )
-[ "$TENSORS" = 0 ] || common+=(--capture_dir "$OUTPUT_DIR/tensors" --capture_steps 2 --overwrite)
+[ "$TENSORS" = 0 ] || common+=(--capture_dir "$OUTPUT_DIR/tensors" --capture_steps 2)
 weights=(--init_weights_path "${INIT_WEIGHTS_PATH:-$OUTPUT_DIR/init_weights.safetensors}")
 first=() # further flags of the first run
-if [ -z "$INIT_WEIGHTS_PATH" ]; then # the script's own file, which its next run replaces
-  first+=(--save_init_weights --overwrite)
-elif [ ! -e "$INIT_WEIGHTS_PATH" ]; then # somebody's file is read, never written
+if [ -z "$INIT_WEIGHTS_PATH" ] || [ ! -e "$INIT_WEIGHTS_PATH" ]; then # somebody's file is read, never written
   first+=(--save_init_weights)
 fi
 [ "$PRETRAINED" = 0 ] || first+=(--pretrained)
 [ "$NOISE_FLOOR" = 0 ] || first+=(--control)
-both=(--strategies "$STRATEGIES" --tp_size "$TP_SIZE" "${common[@]}" "${weights[@]}")
+verification=("$PYTHON" "$ROOT/run_verification.py" --strategies "$STRATEGIES" --tp_size "$TP_SIZE" "${common[@]}" "${weights[@]}" "${first[@]}")
 
 # --- one local Ray instance for all the runs; it starts meanwhile, and ends with this script -----------------------------------------
 if [ -z "${RAY_ADDRESS:-}" ]; then
@@ -112,7 +110,7 @@ if [ -z "${RAY_ADDRESS:-}" ]; then
 fi
 
 # --- a usage error is answered before anything is trained ------------------------------------------------------------------------------
-plan=$("$PYTHON" -m lockstep.verification plan "${both[@]}" "${first[@]}")
+plan=$("${verification[@]}" --part plan)
 mkdir -p "$OUTPUT_DIR"
 exec {lock}<>"$OUTPUT_DIR/.run_verification_main.lock"
 "$PYTHON" -m lockstep.ground.locks $lock "$OUTPUT_DIR"
@@ -127,17 +125,16 @@ if [ -n "${ray:-}" ]; then
   export RAY_ADDRESS
 fi
 rm -f "$OUTPUT_DIR"/{loss_curves.png,verdict.json} "$OUTPUT_DIR"/tensors/report.{md,json}
-while IFS=$'\t' read -r name flags program strategy <&3; do
+while IFS=$'\t' read -r name flags program strategy <&3; do # the first run's flags have --save_init_weights, --pretrained and --control
   script=("$ROOT/$program") # one of the three train_*.py
   [ -f "${script[0]}" ] || script=(-m lockstep.train --strategy "$strategy") # a strategy of your own
-  waited_for "$PYTHON" "${script[@]}" "${common[@]}" $flags "${weights[@]}" "${first[@]}" || {
+  waited_for "$PYTHON" "${script[@]}" "${common[@]}" $flags "${weights[@]}" || {
     status=$?
     [ $status -lt 128 ] || echo "$0: the training script of $name was killed by signal $((status - 128))" >&2
     exit $((status < 128 ? status : 1))
   }
-  first=()
 done 3<<<"$plan"
 rmdir "$OUTPUT_DIR/ray" 2>/dev/null || true # for Ray Train's records; it is empty
 [ -z "${ray_pid:-}" ] || kill -USR1 "$ray_pid" 2>/dev/null || true
 [ "$NOISE_FLOOR" != 0 ] || rm -f "$OUTPUT_DIR/loss_control.json" # of an older run
-waited_for "$PYTHON" -m lockstep.verification verdict "${both[@]}" $([ "$NOISE_FLOOR" = 0 ] || echo --control)
+waited_for "${verification[@]}" --part verdict

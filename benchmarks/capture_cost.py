@@ -40,9 +40,8 @@ def train(strategy: str, folder: Path, model: list[str]) -> dict:
         "--storage_path",
         str(folder),
     ]
-    jobs.start_all(
-        MESHES[strategy].world_size, [{"strategy": strategy, "arguments": arguments}], folder / "work"
-    )
+    job = {"strategy": strategy, "arguments": arguments}
+    jobs.start_all_groups([(MESHES[strategy].world_size, [job])], folder / "work")
     record = history.read(history_file(folder / "losses", strategy))
     seconds = [step["seconds"] for step in record.steps]
     captured, plain = statistics.median(seconds[1:CAPTURED]), statistics.median(seconds[CAPTURED + 1 :])

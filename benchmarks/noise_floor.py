@@ -97,8 +97,8 @@ def train(folder: Path) -> None:
             for strategy in others()
             if name.endswith("*")
         ]
-    jobs.start_all(2, two, folder / "ranks-2")
-    jobs.start_all(4, four, folder / "ranks-4")
+    jobs.start_all_groups([(2, two)], folder / "ranks-2")
+    jobs.start_all_groups([(4, four)], folder / "ranks-4")
 
 
 def control_row(name: str, baseline: history.History, control: history.History) -> dict:

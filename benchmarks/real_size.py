@@ -48,11 +48,8 @@ def measure(strategy: str, steps: int, batch_size: int) -> dict:
             "--storage_path",
             folder,
         ]
-        jobs.start_all(
-            MESHES[strategy].world_size,
-            [{"strategy": strategy, "arguments": arguments}],
-            Path(folder) / "work",
-        )
+        job = {"strategy": strategy, "arguments": arguments}
+        jobs.start_all_groups([(MESHES[strategy].world_size, [job])], Path(folder) / "work")
         record = history.read(history_file(Path(folder), strategy))
     assert record.contract["optimizer_implementation"] == "fused", "the optimizer must be fused"
     seconds = statistics.median(step["seconds"] for step in record.steps[WARM_UP:])

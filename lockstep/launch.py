@@ -1,10 +1,10 @@
 """From a command line to a run: under Ray Train (lockstep/running/under_ray.py), or in place under torchrun or the deepspeed launcher."""
 
 import contextlib
+import functools
 import gc
 import json
 import os
-import signal
 import sys
 import time
 import traceback
@@ -45,22 +45,14 @@ def launch(
     """
     spec = strategies.SPECS.get(strategy)
     name = spec.program if spec else "lockstep.train"
-    if os.environ.get("LOCKSTEP_PARENT") == str(
-        os.getppid()
-    ):  # run_verification_main.sh: killed, it takes its scripts along
-        processes.end_with_parent(signal.SIGKILL)
+    processes.end_with_script()
 
-    def under_ray(config: Config, inputs: Inputs, begin: Callable[[], None]) -> str:
-        from lockstep.running import under_ray
-
-        return under_ray.run(config, inputs, make_strategy, make_trainer, begin)
-
-    def in_place(config: Config, inputs: Inputs, begin: Callable[[], None]) -> str:
-        return _run_in_place(config, inputs, make_strategy, begin)
+    def body() -> int:
+        return _launch(strategy, make_strategy, make_trainer, argv)
 
     if not resources.launched_in_place():
-        return run_program(name, lambda: _launch(strategy, argv, under_ray))
-    status = run_program(name, lambda: _one_of_many(lambda: _launch(strategy, argv, in_place)))
+        return run_program(name, body)
+    status = run_program(name, lambda: _one_of_many(body))
     # A thread of gloo that still wants the interpreter while it shuts down aborts the process, about once in fifty
     # runs: the launcher would take a finished run for a failed one.
     sys.stdout.flush()
@@ -90,7 +82,7 @@ def _first() -> bool:
 
 
 def _launch(
-    strategy: str, argv: list[str] | None, run: Callable[[Config, Inputs, Callable[[], None]], str]
+    strategy: str, make_strategy: "MakeStrategy", make_trainer: "MakeTrainer", argv: list[str] | None
 ) -> int:
     config = command_line.parse_config(strategy, argv)
     inputs = preflight.load_inputs(config)
@@ -103,7 +95,13 @@ def _launch(
         print(describe(config, inputs))
         return 0
     with locks.held(*outputs(config)) if _first() else contextlib.nullcontext():
-        line = run(config, inputs, lambda: _begin(config, inputs))
+        if resources.launched_in_place():
+            line = _run_in_place(config, inputs, make_strategy)
+        else:
+            from lockstep.running import under_ray
+
+            begin = functools.partial(_begin, config, inputs)
+            line = under_ray.run(config, inputs, make_strategy, make_trainer, begin)
     if _first():
         progress.screen.note(printable(line))
     return 0
@@ -183,15 +181,12 @@ def describe(config: Config, inputs: Inputs) -> str:
     )
 
 
-def _run_in_place(
-    config: Config, inputs: Inputs, make_strategy: "MakeStrategy", begin: Callable[[], None]
-) -> str:
+def _run_in_place(config: Config, inputs: Inputs, make_strategy: "MakeStrategy") -> str:
     """One rank of a launcher: the process group from the environment, then the loop."""
     if _first():
-        begin()
+        _begin(config, inputs)
     with startup.importing():
         import torch.distributed as dist
-        import transformers.modeling_utils  # noqa: F401 - the model's module needs it
 
         from lockstep.training import loop as training
     device = training_device(config)

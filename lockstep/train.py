@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lockstep.ground.errors import UserError, run_program
+from lockstep.ground.flags import Parser
 from lockstep.launch import launch
 
 if TYPE_CHECKING:
@@ -28,15 +29,12 @@ if TYPE_CHECKING:
 
 def split(argv: list[str]) -> tuple[str, list[str]]:
     """The strategy and the rest of a command line. Raises UserError if none is named."""
-    for index, argument in enumerate(argv):
-        flag, equals, value = argument.partition("=")
-        if flag == "--strategy":
-            rest = argv[index + 1 :]
-            if equals:
-                return value, argv[:index] + rest
-            if rest:
-                return rest[0], argv[:index] + rest[1:]
-    raise UserError("--strategy is missing: a name such as fsdp, or path/to/file.py:Class")
+    parser = Parser(prog="lockstep.train", add_help=False, allow_abbrev=False)
+    parser.add_argument("--strategy")
+    options, rest = parser.parse_known_args(argv)
+    if options.strategy is None:
+        raise UserError("--strategy is missing: a name such as fsdp, or path/to/file.py:Class")
+    return options.strategy, rest
 
 
 def make_strategy(model: "PreTrainedModel", config: "Config", *more: Any) -> "Strategy":

@@ -33,12 +33,12 @@ def histories(folder: Path, argument: dict) -> None:
 
 
 def reference(folder: Path, argument: dict) -> None:
-    """The float64 reference under `arguments`, the flags of train_ddp.py; it also replays the dumps in `replays`."""
+    """The float64 reference under `arguments`, the flags of train_ddp.py; `replays` are dumps to replay besides the baseline's."""
     from lockstep.verdict import reference as reference_module
 
     torch.set_num_threads(os.cpu_count() or 1)
-    replays = [Path(dump) for dump in argument.get("replays", [])]
-    reference_module.run(*configuration("ddp", argument["arguments"]), also=replays)
+    replays = [Path(dump) for dump in argument["replays"]] if "replays" in argument else None
+    reference_module.run(*configuration("ddp", argument["arguments"]), replays)
 
 
 def refused(folder: Path, argument: dict) -> None:

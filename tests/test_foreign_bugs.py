@@ -154,7 +154,7 @@ def runs(tmp_path_factory, request):
         (ranks, "jobs:histories", folder / "work" / str(ranks), {"runs": jobs})
         for ranks, jobs in starts.items()
     ]
-    replays = [str(folder / bug / strategy) for strategy, bug in cases]
+    replays = [str(folder / bug / strategy) for strategy, bug in [*((each, "none") for each in BUGS), *cases]]
     reference = {"arguments": [*FLAGS, "--capture_dir", str(folder / "none")], "replays": replays}
     run_groups([*groups, (0, "jobs:reference", folder / "work" / "reference", reference)], timeout=380)
     return folder

@@ -242,15 +242,21 @@ def test_all_strategies_and_the_reference_start_from_the_pretrained_weights(fold
     assert f"weights of {saved[1]} (pretrained weights of {folder})" in launch.banner(config, inputs)
 
 
-def test_a_verification_does_not_empty_what_it_starts_from(tmp_path, capsys):
+def test_a_verification_does_not_write_what_it_starts_from(tmp_path, monkeypatch):
+    """A file of initial weights that lies in its output folder is read by all runs. None is told to save."""
     import run_verification
 
-    path = tmp_path / "verify" / "initial_weights.safetensors"
+    path, started = tmp_path / "verify" / "initial_weights.safetensors", []
     weights.save(path, built(0), TINY, "random weights, seed 0")
-    arguments = ["--output_dir", str(path.parent), "--overwrite", "--init_weights_path"]
-    for spelled in (path, path.parent / ".." / "verify" / path.name):
-        assert run_verification.main([*arguments, str(spelled)]) == 2 and path.is_file()
-        assert "lies in --output_dir" in capsys.readouterr().err
+    before = path.read_bytes()
+    monkeypatch.setattr(
+        run_verification.jobs, "start_all_groups", lambda groups, *_, **__: started.extend(groups)
+    )
+    monkeypatch.setattr("lockstep.compare.judge", lambda *_: (_ for _ in ()).throw(UserError("compared")))
+    arguments = ["--output_dir", str(path.parent), "--overwrite", "--init_weights_path", str(path)]
+    assert run_verification.main(arguments) == 2 and path.read_bytes() == before
+    told = [job["arguments"] for _, group in started for job in group]
+    assert len(told) == 4 and all(str(path) in words and "--save_init_weights" not in words for words in told)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from programs import ROOT, in_process
 from lockstep.ground import locks
 from lockstep.ground.errors import UserError
 
-HOLDS = "import sys, time; from pathlib import Path; from lockstep.running import locks\nwith locks.held((Path(sys.argv[1]), '--x')): print(1, flush=True); time.sleep(60)"
+HOLDS = "import sys, time; from pathlib import Path; from lockstep.ground import locks\nwith locks.held((Path(sys.argv[1]), '--x')): print(1, flush=True); time.sleep(60)"
 
 
 @pytest.fixture

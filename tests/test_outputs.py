@@ -62,11 +62,12 @@ RUN = ["--debug_steps", "1", "--device", "cpu", "--control"]
 FAULTS = ["run_faults.py", "tie_broken", "--output", "OUT/f.json"]
 DDP = ["train_ddp.py", "--dry_run", "--loss_output_dir", "OUT", *RUN]
 # it removes older results before its first run; test_initial_weights.py runs the whole script
-PLAN = ["lockstep/verification.py", "plan", "--loss_output_dir", "OUT", "--capture_dir", "OUT/tensors", "--overwrite", *RUN]  # fmt: skip
+PLAN = ["run_verification.py", "--part", "plan", "--loss_output_dir", "OUT", "--capture_dir", "OUT/tensors", "--overwrite", *RUN]  # fmt: skip
 KEEPS = [
     (FAULTS, "f.json"),
     (FAULTS, "f.md"),
     (["lockstep/compare.py", "OUT/a", "OUT/b", "--output_dir", "OUT"], "report.md"),
+    (["run_verification.py", "--output_dir", "OUT", "--overwrite"], "report.md"),
     (DDP, "loss_control.json"),
     *((PLAN, name) for name in ("loss_curves.png", "verdict.json", "tensors/report.md", "loss_control.json")),
 ]

@@ -47,7 +47,7 @@ def test_a_jobs_status_is_ours(status, exit_code):
 
 
 def test_a_child_ends_with_a_killed_parent(tmp_path):
-    code = "import sys, time; from lockstep.running import processes; print(processes.start(['sleep', '60']).pid, flush=True); time.sleep(60)"
+    code = "import sys, time; from lockstep.ground import processes; print(processes.start(['sleep', '60']).pid, flush=True); time.sleep(60)"
     parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     child = int(parent.stdout.readline())
     assert os.path.exists(f"/proc/{child}")
@@ -121,7 +121,7 @@ def test_a_killed_rank_ends_the_others_and_is_named(tmp_path):
     job = {**train(tmp_path, "--dp_size", "2"), "strategy": f"{tmp_path}/own.py:Dies"}
     begin = time.monotonic()
     with pytest.raises(TrainingFailure) as raised:
-        jobs.start_all(2, [job], tmp_path / "work")
+        jobs.start_all_groups([(2, [job])], tmp_path / "work")
     assert (
         "rank 1 was killed by SIGKILL (the machine may be short of memory)" in str(raised.value)
         and time.monotonic() - begin < 60

@@ -179,7 +179,7 @@ def test_a_crash_costs_one_fault_only(tmp_path, monkeypatch):
         return [1.0] * (started[-1].index("tie_broken") if broken else len(started[-1])), int(broken)
 
     monkeypatch.setattr("lockstep.running.jobs.start_groups", start_groups)
-    monkeypatch.setattr("lockstep.running.jobs.start_all", lambda *_: None)
+    monkeypatch.setattr("lockstep.running.jobs.start_all_groups", lambda *_: None)
     outcome = run_faults.train({group: pairs}, tmp_path)
     assert (
         outcome[group, "tie_broken", "fsdp"] == "exit status 1: it broke"

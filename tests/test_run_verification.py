@@ -12,6 +12,8 @@ from ranks import ROOT
 from real_runs import environment, gone
 
 import run_verification
+from lockstep.ground import files
+from lockstep.ground.errors import UserError
 from lockstep.inputs.architectures import BUILT_IN
 
 
@@ -70,9 +72,6 @@ def test_from_end_to_end(tmp_path, monkeypatch, capsys):
     assert places == sorted(places) and "- batch: 2 of 2 tensors bit-identical" in text
     monkeypatch.chdir(tmp_path)
     assert run_verification.main(arguments) == 2 and "nothing is overwritten" in capsys.readouterr().err
-    (folder / "thesis.tex").write_text("")
-    assert run_verification.main([*arguments, "--overwrite"]) == 2
-    assert "holds thesis.tex, which no verification wrote" in capsys.readouterr().err
     assert (folder / "report.md").exists()
 
 
@@ -94,63 +93,53 @@ def test_usage_errors_are_one_line_and_exit_2(tmp_path, capsys, arguments, messa
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "name, ours",
-    [
-        ("ddp/manifest.json", True),
-        ("MyStrategy/step_1.safetensors.part", True),
-        ("losses/anything", True),
-        (".ddp.lock", True),
-        (".report.md.42.tmp", True),
-        (".initial_weights.safetensors.7.tmp", True),
-        ("thesis.tex", False),
-        (".thesis.tex.42.tmp", False),
-        ("thesis/chapter.tex", False),
-        (".ssh/id", False),
-        (".report.md.tmp", False),
-    ],
-)
-def test_what_a_killed_verification_leaves_is_its_own(tmp_path, name, ours):
-    (tmp_path / name).parent.mkdir(exist_ok=True)
-    (tmp_path / name).write_text("")
-    assert run_verification.ours(next(tmp_path.iterdir())) is ours
-
-
-def verification(folder, text):
-    """What an older verification has left in a folder, and a lock that stays."""
-    for name in ("ddp/manifest.json", "ddp/step_1.safetensors", "losses/loss_ddp.json", "logs/log.txt"):
+def older(folder):
+    """What an older verification has left in a folder, a lock that stays, and a file of somebody."""
+    for name in (
+        "ddp/manifest.json",
+        "ddp/step_1.safetensors",
+        "other/manifest.json",
+        "losses/thesis.tex",
+        ".ddp.lock",
+    ):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
-    (folder / "report.md").write_text(text)
-    (folder / ".ddp.lock").write_text("")
+        (folder / name).write_text(name)
+    for name, begins in files.REPORTS.items():
+        (folder / name).write_bytes(begins)
     return contents(folder)
 
 
+def test_an_older_verification_stays_until_a_step_is_captured(tmp_path, monkeypatch, capsys):
+    """All but its reports, which speak of what is replaced. Each run is told that it may replace its own older results."""
+    started, before = [], older(tmp_path)
+
+    def start(groups, folder, *, shown):
+        started.extend(groups)
+        raise UserError("started")
+
+    monkeypatch.setattr(run_verification.jobs, "start_all_groups", start)
+    arguments = ["--output_dir", str(tmp_path), "--strategies", "ddp,fsdp"]
+    assert run_verification.main(arguments) == 2 and "nothing is overwritten" in capsys.readouterr().err
+    assert contents(tmp_path) == before and started == []
+    assert run_verification.main([*arguments, "--overwrite"]) == 2 and "started" in capsys.readouterr().err
+    assert contents(tmp_path) == before - {"report.md", "report.json", ".ddp.lock"}
+    (_, [ddp]), (_, [fsdp]), (_, [reference]) = started
+    assert "--overwrite" in ddp["arguments"] and "--overwrite" in fsdp["arguments"]
+    assert ("--save_init_weights" in ddp["arguments"]) and "--save_init_weights" not in fsdp["arguments"]
+    assert reference["replays"] == [str(tmp_path / name) for name in ("ddp", "fsdp")]
+
+
+def test_what_no_run_captured_is_not_replaced(tmp_path, capsys):
+    before = older(tmp_path)
+    (tmp_path / "fsdp").mkdir()
+    (tmp_path / "fsdp" / "thesis.tex").write_text("mine")
+    assert run_verification.main(["--output_dir", str(tmp_path), "--overwrite"]) == 2
+    assert "fsdp already exists and holds thesis.tex, which is no captured step" in capsys.readouterr().err
+    assert contents(tmp_path) == {*before, "fsdp/thesis.tex"}
+
+
 def contents(folder):
-    return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
-
-
-@pytest.mark.parametrize("killed_before", [False, True])
-def test_an_older_verification_stays_until_a_step_is_captured(tmp_path, killed_before):
-    older = verification(tmp_path, "older")
-    if killed_before:  # so it was set aside, and something of the killed one lies in its place
-        (tmp_path / run_verification.OLDER).mkdir()
-        for path in run_verification.inside(tmp_path):
-            path.rename(tmp_path / run_verification.OLDER / path.name)
-        (tmp_path / "initial_weights.safetensors").write_text("killed")
-        assert run_verification.ours(tmp_path / run_verification.OLDER)
-    with pytest.raises(KeyboardInterrupt), run_verification.replacing(tmp_path):
-        assert [path.name for path in run_verification.inside(tmp_path)] == []
-        (tmp_path / "logs").mkdir()
-        (tmp_path / "logs" / "log.txt").write_text("why")
-        (tmp_path / "initial_weights.safetensors").write_text("new")
-        raise KeyboardInterrupt
-    assert contents(tmp_path) == {**older, "logs/log.txt": "why"}
-    with pytest.raises(KeyboardInterrupt), run_verification.replacing(tmp_path):
-        (tmp_path / "ddp").mkdir()
-        (tmp_path / "ddp" / "manifest.json").write_text("new")
-        raise KeyboardInterrupt
-    assert contents(tmp_path) == {"ddp/manifest.json": "new", ".ddp.lock": ""}
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
 def test_a_job_that_fails_is_one_line_with_its_status(tmp_path):

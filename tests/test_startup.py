@@ -17,7 +17,6 @@ PROGRAMS = {
     "lockstep.compare": ["-m", "lockstep.compare"],
     "lockstep.reference": ["-m", "lockstep.reference"],
     "lockstep.running.jobs": ["-m", "lockstep.running.jobs"],
-    "lockstep.verification": ["-m", "lockstep.verification"],
 }
 STOPS = {signal.SIGINT: ("interrupted", 130), signal.SIGTERM: ("terminated", 143)}
 INTERRUPTS_ITSELF = """

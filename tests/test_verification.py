@@ -1,11 +1,11 @@
-"""The two ends of run_verification_main.sh: what the plan refuses, and a verdict without tensors."""
+"""What run_verification_main.sh asks of run_verification.py: what the plan refuses, and a verdict without tensors."""
 
 import json
 
 import pytest
 from synthetic import history
 
-from lockstep import verification
+import run_verification
 from lockstep.plan.config import history_file
 
 
@@ -28,15 +28,22 @@ def flags(folder):
 )
 def test_the_plan_refuses_a_usage_error(tmp_path, monkeypatch, capsys, arguments, message):
     monkeypatch.chdir(tmp_path)
-    assert verification.main(["plan", *flags(tmp_path / "out"), *arguments]) == 2
+    assert run_verification.main(["--part", "plan", *flags(tmp_path / "out"), *arguments]) == 2
     said = capsys.readouterr()
     assert said.out == "" and message in said.err and len(said.err.splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_plan_has_a_line_for_every_run(tmp_path, capsys):
-    assert verification.main(["plan", *flags(tmp_path / "out"), "--strategies", "ddp,fsdp@tp1xdp4"]) == 0
+    """The flags that make the first weights, and the control run, are the baseline's alone."""
+    asked = ["--strategies", "ddp,fsdp@tp1xdp4", "--save_init_weights", "--control"]
+    asked += ["--init_weights_path", str(tmp_path / "w.pt")]
+    assert run_verification.main(["--part", "plan", *flags(tmp_path / "out"), *asked]) == 0
     lines = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
+    assert [own.split()[4:] for _, own, *_ in lines] == [
+        ["--save_init_weights", "--control"],
+        ["--tp_size", "1", "--run_name", "fsdp_tp1xdp4"],
+    ]
     assert [(name, program) for name, _, program, _ in lines] == [
         ("ddp", "train_ddp.py"),
         ("fsdp_tp1xdp4", "train_fsdp.py"),
@@ -48,7 +55,9 @@ def test_the_plan_has_a_line_for_every_run(tmp_path, capsys):
 def test_a_verdict_of_the_losses_alone(tmp_path, capsys, shift, outcome, status):
     history().save(history_file(tmp_path, "ddp"))
     history("fsdp", shift=shift).save(history_file(tmp_path, "fsdp"))
-    assert verification.main(["verdict", *flags(tmp_path), "--strategies", "ddp,fsdp"]) == status
+    assert (
+        run_verification.main(["--part", "verdict", *flags(tmp_path), "--strategies", "ddp,fsdp"]) == status
+    )
     out = capsys.readouterr().out
     assert out.endswith(f"{outcome}\n") and "not captured" in out
     written = json.loads((tmp_path / "verdict.json").read_text())

@@ -269,9 +269,7 @@ def plan_run(study: Study, name: str, run: Run, flags: Flags, folder: Path) -> P
             str(study.tensors),
             "--overwrite",
         ]
-    config = command_line.parse_config(run.strategy, [*arguments, "--dry_run"])  # leaves no folder behind
-    inputs = preflight.load_inputs(config)
-    preflight.check_environment(config, inputs.architecture)
+    config, inputs = preflight.checked(run.strategy, arguments)
     return Planned(name, run.differs, run.against, is_base, run.fault, tuple(arguments), config, inputs)
 
 

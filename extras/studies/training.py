@@ -112,6 +112,5 @@ def reference(planned: list[Planned], folder: Path) -> None:
     """The float64 reference of the control's steps, and the replays of all captured runs."""
     control = planned[0]
     arguments = [*control.arguments, "--init_weights_path", str(folder / WEIGHTS)]
-    jobs.start_all(
-        None, [{"strategy": jobs.REFERENCE, "arguments": arguments}], folder / "logs" / "reference"
-    )
+    job = {"strategy": jobs.REFERENCE, "arguments": arguments}
+    jobs.start_all_groups([(None, [job])], folder / "logs" / "reference")

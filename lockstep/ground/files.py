@@ -208,6 +208,20 @@ def require_new_folder(path: Path, option: str, *, overwrite: bool = False) -> N
         )
 
 
+def require_empty_folder(path: Path, option: str, overwrite: str) -> None:
+    """Raise UserError naming the option, and the flag that allows it, if the folder holds anything but hidden files, such as locks."""
+    try:
+        held = path.exists() and any(not each.name.startswith(".") for each in path.iterdir())
+    except OSError as error:
+        raise UserError(
+            f"{option} {path}: cannot be read ({error.strerror}); choose another folder"
+        ) from error
+    if held:
+        raise UserError(
+            f"{option} {path} is not empty, and nothing is overwritten; choose another, or add {overwrite}"
+        )
+
+
 def is_captured(path: Path) -> bool:
     """Whether this is a file of a dump, by its name."""
     return bool(CAPTURED.fullmatch(path.name)) and path.is_file() and not path.is_symlink()

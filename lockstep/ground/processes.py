@@ -37,6 +37,12 @@ def end_with_parent(by: int = signal.SIGTERM) -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, by)
 
 
+def end_with_script() -> None:
+    """End with run_verification_main.sh, if it started this process, even if it is killed."""
+    if os.environ.get("LOCKSTEP_PARENT") == str(os.getppid()):
+        end_with_parent(signal.SIGKILL)
+
+
 def end(process: subprocess.Popen) -> None:
     """End a process that `start` started; its ranks end with it."""
     process.terminate()

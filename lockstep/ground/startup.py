@@ -3,7 +3,7 @@
 Every program begins with
 
     if __name__ == "__main__":
-        from lockstep import startup
+        from lockstep.ground import startup
 
         startup.begin()
 

@@ -5,7 +5,7 @@
 JOBS.json is what `start_groups` writes: groups, [number of ranks, jobs], which run one after the other. The jobs of a group share its ranks
 (lockstep/running/ranks.py), or one process outside any launcher if the number is null. A job is {"strategy", "arguments"}, a strategy and its
 flags, and may have "fault", the name of a fault to plant. The strategy "reference" is lockstep.verdict.reference with the flags of
-train_ddp.py; with "replays", a list of folders, it replays those dumps, too.
+train_ddp.py; with "replays", a list of folders, it replays these dumps and the baseline's, not all that lie beside its own.
 """
 
 if __name__ == "__main__":
@@ -99,11 +99,6 @@ def _show(said: TextIO, shown: bool) -> None:
         progress.screen.take(line)
 
 
-def start_all(num_ranks: int | None, jobs: list[Job], folder: Path) -> None:
-    """`start_all_groups` of one group."""
-    start_all_groups([(num_ranks, jobs)], folder)
-
-
 def start_all_groups(groups: list[Group], folder: Path, *, shown: bool = False) -> None:
     """Like `start_groups`. Raises JobFailed, with the reason, if a job failed."""
     seconds, status = start_groups(groups, folder, shown=shown)
@@ -124,8 +119,8 @@ def configured(job: Job) -> Config:
     return command_line.parse_config(BASELINE if strategy == REFERENCE else strategy, job["arguments"])
 
 
-def run(job: Job) -> None:
-    """Run one job in this process, as one rank of the process group."""
+def run(job: Job) -> str:
+    """Run one job in this process, as one rank of the process group. Returns a closing sentence."""
     import torch
 
     from lockstep import faults
@@ -137,13 +132,11 @@ def run(job: Job) -> None:
     inputs = preflight.load_inputs(config)
     if job["strategy"] == REFERENCE:
         torch.set_num_threads(os.cpu_count() or 1)
-        line = reference.run(config, inputs, also=[Path(folder) for folder in job.get("replays", [])])
-    else:
-        device = training_device(config)
-        with faults.planted(job.get("fault"), config, inputs, factory_of(config.spec)) as make:
-            line = training.run_with_control(config, inputs, make, device)
-    if os.environ.get("RANK", "0") == "0":
-        progress.screen.note(line)
+        dumps = [Path(folder) for folder in job["replays"]] if "replays" in job else None
+        return reference.run(config, inputs, dumps)
+    device = training_device(config)
+    with faults.planted(job.get("fault"), config, inputs, factory_of(config.spec)) as make:
+        return training.run_with_control(config, inputs, make, device)
 
 
 def preload(groups: list[Group]) -> None:
@@ -154,11 +147,8 @@ def preload(groups: list[Group]) -> None:
         or resources.local_gpus()
     ):
         return
-    import transformers.modeling_utils  # noqa: F401
-
     from lockstep.dumps.trace import layout_of
-    from lockstep.training import loop  # noqa: F401
-    from lockstep.verdict import reference as exact_run  # noqa: F401
+    from lockstep.verdict import reference as exact_run  # noqa: F401 - and the loop
 
     for strategy in {job["strategy"] for job in jobs} - {REFERENCE}:
         preload_strategy(strategies.spec_of(strategy))
@@ -195,7 +185,7 @@ def run_group(jobs: list[Job], done: Path, listener: socket.socket | None) -> in
     for job in jobs:
         begin = time.perf_counter()
         try:
-            run(job)
+            line = run(job)
         except (UserError, TrainingFailure):
             raise
         except Exception as error:
@@ -205,6 +195,7 @@ def run_group(jobs: list[Job], done: Path, listener: socket.socket | None) -> in
             ) from error
         dist.barrier()
         if dist.get_rank() == 0:
+            progress.screen.note(line)
             with open(done, "a") as file:
                 file.write(f"{time.perf_counter() - begin:.2f}\n")
     return 0

@@ -68,7 +68,6 @@ def _worker(arguments: dict) -> tuple[bool, str]:
     the other ranks would wait for this one.
     """
     with startup.importing():
-        import transformers.modeling_utils  # noqa: F401 - the model's module needs it
         from ray import train
         from ray.train.torch import get_device
 
@@ -262,7 +261,7 @@ def _reason(error: Exception) -> str:
     if not lines:
         return f"Ray Train stopped the run: {first_line(error)}"
     rank = min(lines, key=lambda rank: (bool(processes.LOST.search(lines[rank])), rank))
-    return f"worker {rank} failed: {re.sub(r'^lockstep[.]errors[.][A-Za-z]+: ', '', lines[rank])}"
+    return f"worker {rank} failed: {re.sub(r'^lockstep[.]ground[.]errors[.][A-Za-z]+: ', '', lines[rank])}"
 
 
 def _import(name: str) -> ModuleType:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+import transformers.modeling_utils  # noqa: F401 - the model's module needs it, and it takes seconds: in `startup.importing`
 
 from lockstep.dumps import history as history_file
 from lockstep.dumps.capture import Capture

@@ -9,7 +9,7 @@ from lockstep.dumps import history
 from lockstep.ground import files, hang, origin, user_file
 from lockstep.ground.errors import UserError
 from lockstep.inputs import architectures, data, shapes, texts, tokenizer
-from lockstep.plan import compiled, cuts, initial_weights, limit, rates, strategies
+from lockstep.plan import command_line, compiled, cuts, initial_weights, limit, rates, strategies
 from lockstep.plan.config import Config
 from lockstep.plan.resources import launched_in_place, workers_here
 
@@ -95,6 +95,14 @@ def load_inputs(config: Config) -> data.Inputs:
     num_steps = config.debug_steps or config.num_epochs * batches.steps_per_epoch
     rates.require(vars(config), num_steps)
     return data.Inputs(architecture, source, batches, num_steps)
+
+
+def checked(strategy: str, arguments: list[str]) -> tuple[Config, data.Inputs]:
+    """The configuration and inputs of a run that is started later. Raises UserError if it could not be; leaves no folder behind."""
+    config = command_line.parse_config(strategy, [*arguments, "--dry_run"])
+    inputs = load_inputs(config)
+    check_environment(config, inputs.architecture)
+    return config, inputs
 
 
 def runs(config: Config) -> list[Config]:

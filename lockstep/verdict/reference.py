@@ -15,11 +15,6 @@ router's of experts. Where those of step 1 are not the reference's own, the repl
 Float64 throughout (lockstep/verdict/float64.py).
 """
 
-if __name__ == "__main__":
-    from lockstep.ground import startup
-
-    startup.begin()  # first: from now on Ctrl-C and a missing package are one line each
-
 import dataclasses
 import functools
 import math
@@ -165,8 +160,11 @@ class ReferenceStrategy:
         return held_whole(self.model, self.optimizer, kind, self.average)
 
 
-def run(config: Config, inputs: Inputs, also: Sequence[Path] = ()) -> str:
-    """Write the reference's dump and the replays, including those of the folders `also`. Needs a process group of one rank."""
+def run(config: Config, inputs: Inputs, dumps: Sequence[Path] | None = None) -> str:
+    """Write the reference's dump and the replays: of the baseline's dump and of `dumps`, or of all that lie beside the reference's.
+
+    Needs a process group of one rank.
+    """
     model = build_reference(
         inputs,
         seed=config.weights_seed,
@@ -180,7 +178,8 @@ def run(config: Config, inputs: Inputs, also: Sequence[Path] = ()) -> str:
     capture.only_parameters(strategy)
     for index in range(config.capture_steps):
         loss = _one_step(config, inputs, strategy, capture, index)
-    for folder in [*captured(capture.folder.parent), *also]:
+    beside = capture.folder.parent
+    for folder in captured(beside) if dumps is None else dict.fromkeys([beside / BASELINE, *dumps]):
         if (folder / dump.MANIFEST).is_file():
             replay(config, inputs, strategy, folder, dump.Dump(capture.folder))
     return f"{LABEL}: {config.capture_steps} steps, last loss {loss:.9f}, {capture.folder}"
@@ -327,7 +326,3 @@ def main() -> int:
         return 0
 
     return run_program("lockstep.reference", body)
-
-
-if __name__ == "__main__":
-    startup.end(main())
