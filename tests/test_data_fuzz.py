@@ -12,7 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from test_history_fuzz import damage, mutate
+from fuzz import damage, mutate
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from lockstep.ground.errors import UserError
