@@ -1,6 +1,7 @@
 """One run at a time into one place."""
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from programs import ROOT, in_process
 from lockstep.ground import locks
 from lockstep.ground.errors import UserError
 
-HOLDS = "import sys, time; from pathlib import Path; from lockstep.running import locks\nwith locks.held((Path(sys.argv[1]), '--x')): print(1, flush=True); time.sleep(60)"
+HOLDS = "import sys, time; from pathlib import Path; from lockstep.ground import locks\nwith locks.held((Path(sys.argv[1]), '--x')): print(1, flush=True); time.sleep(60)"
 
 
 @pytest.fixture
@@ -87,7 +88,7 @@ def test_a_folder_in_the_locks_place(tmp_path):
         ),  # a run whose script was killed
         (["run_faults.py", "tie_broken", "--output", "OUT/f.json"], "OUT/.f.json.lock", "--output"),
         (
-            ["run_faults.py", "tie_broken", "--work_dir", "OUT", "--output", "OUT.json"],
+            shlex.split("run_faults.py tie_broken --work_dir OUT --output OUT.json"),
             ".OUT.lock",
             "--work_dir",
         ),
