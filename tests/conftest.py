@@ -71,6 +71,19 @@ def run(tmp_path):
         yield start
 
 
+@pytest.fixture
+def refusal(capsys):
+    """The one line that main(arguments) of a program says to a usage error: nothing else is printed, and the status is 2."""
+
+    def line(main, arguments):
+        assert main([str(word) for word in arguments]) == 2
+        said = capsys.readouterr()
+        assert said.out == "" and len(said.err.splitlines()) == 1, said
+        return said.err
+
+    return line
+
+
 def pytest_collection_modifyitems(items):
     """The slowest files begin, or one of several processes (pytest -n) would be left with one of them."""
     items.sort(key=lambda item: SLOW.index(item.path.stem) if item.path.stem in SLOW else len(SLOW))
