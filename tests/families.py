@@ -9,7 +9,7 @@ import torch
 
 from lockstep.dumps import trace
 from lockstep.inputs import shapes
-from lockstep.inputs.model import causal_lm_loss
+from lockstep.inputs.model import build_model, causal_lm_loss
 
 NAMES = ("llama", "gemma3_text", "phi3", "olmo2", "gpt_neox", "mamba2", "mixtral", "deepseek_v3", "gpt_oss")
 FAMILIES = {
@@ -57,6 +57,11 @@ def own_code(tmp_path, monkeypatch):
     forget()
     yield monkeypatch
     forget()
+
+
+def built(architecture, attn_impl="sdpa", seed=0, path=None):
+    """The model of a run: random weights of a seed, or those of a file."""
+    return build_model(architecture, seed=seed, attn_impl=attn_impl, init_weights_path=path)[0]
 
 
 def forget() -> None:

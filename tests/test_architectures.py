@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from families import built
 from programs import completed
 
 from lockstep.ground.errors import UserError
 from lockstep.inputs.architectures import BUILT_IN, resolve, tensor_parallel_problem
-from lockstep.inputs.model import build_model
 from lockstep.inputs.shapes import parameter_shapes
 from lockstep.plan import command_line
 from lockstep.training import preflight
@@ -21,12 +21,12 @@ from lockstep.training import preflight
 @pytest.mark.parametrize("name", [name for name in BUILT_IN if name.startswith("tiny")])
 def test_shapes_are_those_of_the_real_model(name, tied):
     architecture = {**BUILT_IN[name], "tie_word_embeddings": tied}
-    model, _ = build_model(architecture, seed=0, attn_impl="sdpa", init_weights_path=None)
+    model = built(architecture)
     assert parameter_shapes(architecture) == {name: tuple(p.shape) for name, p in model.named_parameters()}
 
 
 def test_tiny_model_has_what_makes_tensor_parallelism_go_wrong():
-    model, _ = build_model(BUILT_IN["tiny-qwen2"], seed=0, attn_impl="sdpa", init_weights_path=None)
+    model = built(BUILT_IN["tiny-qwen2"])
     attention = model.model.layers[0].self_attn
     assert attention.q_proj.bias is not None and attention.num_key_value_groups == 2
     assert model.lm_head.weight is model.model.embed_tokens.weight

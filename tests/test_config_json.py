@@ -6,7 +6,7 @@ import sys
 import hub
 import pytest
 import torch
-from families import FAMILIES, architecture
+from families import FAMILIES, architecture, built
 from fuzz import limited
 from programs import completed
 
@@ -14,7 +14,6 @@ import train_ddp
 from lockstep.ground.errors import UserError
 from lockstep.inputs import shapes
 from lockstep.inputs.architectures import BUILT_IN
-from lockstep.inputs.model import build_model
 from lockstep.plan import command_line
 from lockstep.training import preflight
 from lockstep.verdict import model_check
@@ -163,7 +162,7 @@ def test_windows_are_those_of_the_file(tmp_path):
     logits = []
     for window in (8, 9, None):
         found = taken(tmp_path / "model", {**TINY["mistral"], "sliding_window": window})
-        model, _ = build_model(found, seed=0, attn_impl="sdpa", init_weights_path=None)
+        model = built(found)
         logits.append(model(ids).logits)
     for one, other in ((0, 1), (1, 2), (0, 2)):
         assert torch.equal(logits[one][:, :8], logits[other][:, :8])
@@ -174,6 +173,6 @@ def test_a_rope_leaves_the_architecture_as_it_is():
     """transformers writes into the dict that it is given; what is recorded of a run must not depend on when it is recorded."""
     given = {**TINY["llama"], "rope_scaling": dict(YARN)}
     before = json.dumps(given)
-    build_model(given, seed=0, attn_impl="sdpa", init_weights_path=None)
+    built(given)
     shapes.as_transformers_says(given, "x")
     assert json.dumps(given) == before

@@ -10,7 +10,6 @@ from families import one_thread  # noqa: F401 - a fixture
 
 from lockstep.dumps.trace import layout_of
 from lockstep.inputs.architectures import BUILT_IN
-from lockstep.inputs.model import build_model
 from lockstep.verdict.float64 import Float64, make_exact
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -28,7 +27,7 @@ def step(model, mode=None):
 
 
 def built(name, attn_impl="sdpa"):
-    return build_model(BUILT_IN[name], seed=0, attn_impl=attn_impl, init_weights_path=None)[0]
+    return families.built(BUILT_IN[name], attn_impl)
 
 
 def by_mode(name, attn_impl, tables=None, change=None):

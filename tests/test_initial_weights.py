@@ -2,6 +2,7 @@
 
 import json
 
+import families
 import pytest
 import torch
 from programs import completed, in_process
@@ -13,7 +14,6 @@ from lockstep import launch
 from lockstep.ground.errors import UserError
 from lockstep.inputs import weights
 from lockstep.inputs.architectures import BUILT_IN
-from lockstep.inputs.model import build_model
 from lockstep.plan import command_line, initial_weights
 from lockstep.training import preflight
 
@@ -21,7 +21,7 @@ TINY = BUILT_IN["tiny-qwen2"]
 
 
 def built(seed=3, path=None):
-    return build_model(TINY, seed=seed, attn_impl="sdpa", init_weights_path=path)[0]
+    return families.built(TINY, seed=seed, path=path)
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def refused(message, strategy, *arguments):
 def started(config, inputs):
     """The weights that a run starts from."""
     path = initial_weights.file_of(config)
-    model = build_model(inputs.architecture, seed=0, attn_impl="sdpa", init_weights_path=path)[0]
+    model = families.built(inputs.architecture, path=path)
     return dict(model.named_parameters())
 
 

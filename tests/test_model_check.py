@@ -5,12 +5,19 @@ import json
 import numpy as np
 import pytest
 import torch
-from families import FAMILIES, ONLY_EAGER, architecture, forget, one_thread, own_code  # noqa: F401 - fixtures
+from families import (  # noqa: F401 - fixtures
+    FAMILIES,
+    ONLY_EAGER,
+    architecture,
+    built,
+    forget,
+    one_thread,
+    own_code,
+)
 from transformers.models.llama import modeling_llama
 
 from lockstep.ground.errors import UserError
 from lockstep.inputs.architectures import BUILT_IN
-from lockstep.inputs.model import build_model
 from lockstep.inputs.shapes import from_config
 from lockstep.plan import command_line, limit
 from lockstep.training import preflight
@@ -204,7 +211,7 @@ def test_a_model_that_does_not_fit(tmp_path, monkeypatch):
     config, inputs = folder(tmp_path, huge)
     with pytest.raises(UserError, match=r"9\.62e\+14 parameters.* need at least .* GB of memory"):
         preflight.check_environment(config, inputs.architecture)
-    model, _ = build_model(LLAMA, seed=0, attn_impl="sdpa", init_weights_path=None)
+    model = built(LLAMA)
     parameters = sum(p.numel() for p in model.parameters())
     assert limit.least_bytes(config, parameters) == parameters * 16 * 2
     monkeypatch.setattr(limit, "machine_bytes", lambda: parameters * 16 * 2)

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from families import built
 
 from lockstep.inputs.architectures import BUILT_IN
-from lockstep.inputs.model import build_model, causal_lm_loss
+from lockstep.inputs.model import causal_lm_loss
 from lockstep.plan import command_line
 from lockstep.training import preflight
 from lockstep.verdict.reference import ReferenceStrategy, build_reference
@@ -42,7 +43,7 @@ def case(request):
 
 def test_it_is_the_same_model(case):
     config, inputs, strategy = case
-    theirs, _ = build_model(inputs.architecture, seed=0, attn_impl="eager", init_weights_path=None)
+    theirs = built(inputs.architecture, "eager")
     ids, labels = batch_of(inputs)
     losses = strategy.forward_backward(micro_batches_of(inputs))
     assert len(losses) == config.dp_size

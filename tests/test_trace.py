@@ -9,6 +9,7 @@ from families import (  # noqa: F401 - fixtures
     FAMILIES,
     ONLY_EAGER,
     architecture,
+    built,
     forget,
     one_thread,
     own_code,
@@ -22,7 +23,6 @@ from lockstep.dumps.layout import BATCH, SEQUENCE, Choice, as_json, from_json
 from lockstep.dumps.trace import SIZES, _symbols, layout_of
 from lockstep.ground.errors import UserError
 from lockstep.inputs.architectures import BUILT_IN
-from lockstep.inputs.model import build_model
 from lockstep.inputs.shapes import use_eager_experts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -68,7 +68,7 @@ def test_sizes_cannot_be_confused():
 
 def real_step(given, attn_impl, batch, sequence):
     """Name -> shape of module outputs in a step of the model itself, in order; calls of each module; parameters that have a gradient."""
-    model, _ = build_model(given, seed=0, attn_impl=attn_impl, init_weights_path=None)
+    model = built(given, attn_impl)
     use_eager_experts(model)
     ids = torch.randint(0, given["vocab_size"], (batch, sequence), generator=torch.Generator().manual_seed(3))
     seen, calls, gradients = step(model, ids, ids)
