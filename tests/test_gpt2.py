@@ -5,6 +5,7 @@ import shlex
 import pytest
 import torch
 from compared import compared, replays
+from families import built
 from ranks import run_groups
 
 from lockstep.diagnosis import recompute
@@ -14,7 +15,6 @@ from lockstep.dumps.dump import Dump
 from lockstep.faults import CATALOGUE, planted
 from lockstep.ground.errors import UserError
 from lockstep.inputs.architectures import BUILT_IN
-from lockstep.inputs.model import build_model
 from lockstep.plan import command_line
 from lockstep.training import preflight
 from lockstep.training.observe import model_contract
@@ -115,7 +115,7 @@ def test_a_fault_that_names_modules_of_another_family_is_refused(tmp_path):
 
 
 def test_a_dropout_that_is_left_on_is_seen():
-    model, _ = build_model(BUILT_IN["tiny-gpt2"], seed=0, attn_impl="sdpa", init_weights_path=None)
+    model = built(BUILT_IN["tiny-gpt2"])
     assert model_contract(model)["dropout"] == 0.0
     model.transformer.h[1].mlp.dropout.p = 0.1
     assert model_contract(model)["dropout"] == 0.1

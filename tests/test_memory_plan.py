@@ -8,13 +8,14 @@ import allocated
 import memory_plan as benchmark
 import pytest
 import torch
+from families import built
 from own_strategy import own_strategy
 
 from extras.memory import __main__ as program
 from extras.memory import activations, plan
 from extras.studies import report
 from lockstep.inputs.architectures import BUILT_IN
-from lockstep.inputs.model import build_model, causal_lm_loss
+from lockstep.inputs.model import causal_lm_loss
 from lockstep.plan import command_line
 
 # Llama-3-70B's config.json
@@ -142,7 +143,7 @@ def test_activations_are_what_a_real_model_saves(precision, attn_impl):
     """The distinct storages that autograd saves in a real forward pass, other than weights."""
     batch, sequence = 2, 64
     architecture = {**BUILT_IN["tiny-llama"], "num_hidden_layers": 4}
-    model, _ = build_model(architecture, seed=0, attn_impl=attn_impl, init_weights_path=None)
+    model = built(architecture, attn_impl)
     if precision == "bf16":
         model.to(torch.bfloat16)
     ids = torch.zeros(batch, sequence, dtype=torch.long)
