@@ -13,8 +13,7 @@ SLOW = [
     "test_launch",
     "test_variations",
     "test_strategies",
-    "test_zero",
-    "test_dimensions",
+    "test_combinations",
     "test_converging",
     "test_faults",
     "test_clean",
@@ -70,6 +69,19 @@ def run(tmp_path):
 
     with starting(tmp_path) as start:
         yield start
+
+
+@pytest.fixture
+def refusal(capsys):
+    """The one line that main(arguments) of a program says to a usage error: nothing else is printed, and the status is 2."""
+
+    def line(main, arguments):
+        assert main([str(word) for word in arguments]) == 2
+        said = capsys.readouterr()
+        assert said.out == "" and len(said.err.splitlines()) == 1, said
+        return said.err
+
+    return line
 
 
 def pytest_collection_modifyitems(items):

@@ -1,11 +1,15 @@
 """Small config.json files of many families of transformers, and what a test needs to change their code for a while."""
 
+import collections
+import contextlib
+
 import models
 import pytest
 import torch
 
 from lockstep.dumps import trace
 from lockstep.inputs import shapes
+from lockstep.inputs.model import build_model, causal_lm_loss
 
 NAMES = ("llama", "gemma3_text", "phi3", "olmo2", "gpt_neox", "mamba2", "mixtral", "deepseek_v3", "gpt_oss")
 FAMILIES = {
@@ -24,6 +28,28 @@ def architecture(name: str, **changes) -> dict:
     return shapes.as_transformers_says({**FAMILIES[name], **changes}, name)
 
 
+def step(model, ids, labels, mode=None):
+    """(outputs of all modules and the loss by name, how often each module was called, gradients of all parameters) of a batch."""
+    seen, calls = {}, collections.Counter()
+
+    def keep(name):
+        def see(_module, _inputs, output):
+            calls[name] += 1
+            seen.update((key, tensor.detach()) for key, tensor in trace.named_outputs(name, output))
+
+        return see
+
+    base = model.base_model_prefix
+    hooks = [module.register_forward_hook(keep(name)) for name, module in trace.watched(model, base)]
+    with mode or contextlib.nullcontext():
+        loss = causal_lm_loss(model, ids, labels).mean()
+        loss.backward()
+    for hook in hooks:
+        hook.remove()
+    seen["loss"] = loss.detach()
+    return seen, calls, {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
 @pytest.fixture
 def own_code(tmp_path, monkeypatch):
     """monkeypatch, for transformers' classes: what is found of the patched models is kept for nobody else."""
@@ -31,6 +57,11 @@ def own_code(tmp_path, monkeypatch):
     forget()
     yield monkeypatch
     forget()
+
+
+def built(architecture, attn_impl="sdpa", seed=0, path=None):
+    """The model of a run: random weights of a seed, or those of a file."""
+    return build_model(architecture, seed=seed, attn_impl=attn_impl, init_weights_path=path)[0]
 
 
 def forget() -> None:

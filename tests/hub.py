@@ -15,12 +15,6 @@ QWEN2_5_7B_INSTRUCT = {
     "num_hidden_layers": 28, "num_key_value_heads": 4, "sliding_window": 131072, "tie_word_embeddings": False,
     "transformers_version": "4.43.1", "vocab_size": 152064,
 }
-QWEN3_0_6B = {
-    **QWEN2_5_7B_INSTRUCT, "rope_theta": 1000000, "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "head_dim":
-    128, "hidden_size": 1024, "intermediate_size": 3072, "max_position_embeddings": 40960, "model_type": "qwen3",
-    "num_attention_heads": 16, "num_key_value_heads": 8, "rope_scaling": None, "sliding_window": None, "tie_word_embeddings":
-    True, "transformers_version": "4.51.0", "vocab_size": 151936,
-}
 _LLAMA = {
     "architectures": ["LlamaForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu", "hidden_size": 4096,
     "initializer_range": 0.02, "intermediate_size": 11008, "max_position_embeddings": 4096, "model_type": "llama",
@@ -36,11 +30,6 @@ LLAMA_3_2_1B = {
     "rope_theta": 500000.0, "tie_word_embeddings": True, "torch_dtype": "bfloat16", "transformers_version": "4.45.0.dev0",
     "vocab_size": 128256,
 }
-TINYLLAMA = {
-    **_LLAMA, "attention_bias": False, "hidden_size": 2048, "intermediate_size": 5632, "max_position_embeddings": 2048,
-    "num_hidden_layers": 22, "num_key_value_heads": 4, "pretraining_tp": 1, "rope_scaling": None, "rope_theta": 10000.0,
-    "torch_dtype": "bfloat16", "transformers_version": "4.35.0",
-}
 LLAMA_2_7B = {  # older than most keys
     **_LLAMA, "_name_or_path": "meta-llama/Llama-2-7b-hf", "pretraining_tp": 1, "rope_scaling": None,
 }
@@ -48,13 +37,6 @@ MISTRAL_7B_V0_1 = {
     **_LLAMA, "architectures": ["MistralForCausalLM"], "intermediate_size": 14336, "max_position_embeddings": 32768,
     "model_type": "mistral", "num_key_value_heads": 8, "rope_theta": 10000.0, "sliding_window": 4096, "torch_dtype":
     "bfloat16", "transformers_version": "4.34.0.dev0",
-}
-MISTRAL_7B_V0_3 = {
-    **MISTRAL_7B_V0_1, "attention_dropout": 0.0, "rope_theta": 1000000.0, "sliding_window": None,
-    "transformers_version": "4.42.0.dev0", "vocab_size": 32768,
-}
-QWEN2_5_YARN = {  # as the model card says to for long texts
-    **QWEN2_5_7B_INSTRUCT, "rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"},
 }
 GPT2_WITHOUT_DROPOUT = {  # the published file has 0.1 for the three
     "activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.0, "bos_token_id": 50256, "embd_pdrop": 0.0,

@@ -4,48 +4,22 @@ transformers casts to float32 inside its RMS norms, its softmax and its loss, so
 in the dtype of its input. The rotary table stays the model's own float32 table: it is an input, the same for all runs.
 """
 
-from typing import TYPE_CHECKING, Any
-
 import torch
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-    from transformers.models.llama.modeling_llama import LlamaRMSNorm
-    from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
-    from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+from transformers import AttentionInterface
 
 ATTENTION = "lockstep_float64"
-WITHOUT_EFFECT = {
-    "position_ids",
-    "use_cache",
-    "shift_labels",
-}  # arguments that transformers passes to an attention function
+# arguments that transformers passes to an attention function
+WITHOUT_EFFECT = {"position_ids", "use_cache", "shift_labels"}
 
 
-def attention(
-    module: Any,  # an attention module of any of the families
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    **others: object,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def attention(module, query, key, value, attention_mask, scaling, dropout=0.0, sliding_window=None, **others):
     """softmax(q k^T scaling, causal) v in the dtype of its input; (B, H, S, D) -> (B, S, H, D), and the weights.
 
-    With a window of W, position i sees the W positions i - W + 1 ... i (transformers/masking_utils.py). Raises ValueError for an
-    argument that it does not support: it would compute another model.
+    With a window of W, position i sees the W positions i - W + 1 ... i (transformers/masking_utils.py). Anything else that the model asks
+    for would be another model.
     """
-    foreign = sorted(
-        name for name, value in others.items() if value is not None and name not in WITHOUT_EFFECT
-    )
-    if attention_mask is not None or dropout or foreign:
-        asked = foreign or ["attention_mask" if attention_mask is not None else "dropout"]
-        raise ValueError(
-            f"the model asks for {', '.join(asked)}, which the float64 attention does not support"
-        )
+    asked = {name for name, value in others.items() if value is not None} - WITHOUT_EFFECT
+    assert attention_mask is None and not dropout and not asked, asked
     groups = query.shape[1] // key.shape[1]
     key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
     scores = query @ key.transpose(-2, -1) * scaling
@@ -57,27 +31,23 @@ def attention(
     return (probabilities @ value).transpose(1, 2).contiguous(), wanted
 
 
-def norm_forward(module: "Qwen2RMSNorm | Qwen3RMSNorm | LlamaRMSNorm", hidden: torch.Tensor) -> torch.Tensor:
+def norm_forward(module, hidden):
     """The forward pass of a Qwen2RMSNorm, Qwen3RMSNorm or LlamaRMSNorm, in the dtype of its input."""
     return module.weight * (
         hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + module.variance_epsilon)
     )
 
 
-def loss_per_token(
-    logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, shift_labels: torch.Tensor, **_: Any
-) -> torch.Tensor:
+def loss_per_token(logits, labels, vocab_size, shift_labels, **_):
     """Cross-entropy of every position, (B * S,), in the dtype of the logits."""
     return torch.nn.functional.cross_entropy(logits.flatten(0, -2), shift_labels.flatten(), reduction="none")
 
 
-def make_exact(model: "PreTrainedModel", *, attn_impl: str) -> None:
+def make_exact(model, *, attn_impl):
     """Make a causal LM of the supported families compute in float64, in place. Its loss becomes one number per token.
 
     With `attn_impl` "eager", attention modules return their weights too, as transformers' eager attention does.
     """
-    from transformers import AttentionInterface
-
     model.double()
     AttentionInterface.register(ATTENTION, attention)
     model.config.gives_attention_weights = attn_impl == "eager"

@@ -15,6 +15,11 @@ from ranks import ROOT
 from lockstep.ground import startup
 
 
+def completed(command, *, cwd: Path = ROOT, **options) -> subprocess.CompletedProcess:
+    """What a command of its own process said, and its status."""
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=380, **options)
+
+
 def in_process(
     program: str | Path, *arguments, cwd: Path = ROOT, **environment: str
 ) -> subprocess.CompletedProcess:

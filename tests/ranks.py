@@ -8,6 +8,7 @@ import gc
 import importlib
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -17,16 +18,9 @@ from pathlib import Path
 import preloaded
 
 ROOT = Path(__file__).parents[1]
-CAPTURED = [
-    "--batch_size",
-    "2",
-    "--seq_length",
-    "32",
-    "--precision",
-    "fp32",
-    "--dp_size",
-    "2",
-]  # the flags of conftest's `dumps`
+CAPTURED = shlex.split(
+    "--batch_size 2 --seq_length 32 --precision fp32 --dp_size 2"
+)  # the flags of conftest's `dumps`
 
 
 def free_port() -> int:

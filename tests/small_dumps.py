@@ -6,19 +6,15 @@ from ranks import CAPTURED
 
 from lockstep.running import jobs
 
+FLAGS = [
+    *CAPTURED,
+    *(f"--{name}=2" for name in ("debug_steps", "capture_steps", "gradient_accumulation_steps")),
+]
+
 
 def make(folder: Path) -> None:
     """Fill a folder: ddp, fsdp, reference, replay_ddp, replay_fsdp."""
-    arguments = [
-        *CAPTURED,
-        "--debug_steps",
-        "2",
-        "--capture_steps",
-        "2",
-        "--gradient_accumulation_steps",
-        "2",
-    ]
-    arguments += ["--capture_dir", str(folder), "--loss_output_dir", str(folder / "work")]
+    arguments = [*FLAGS, "--capture_dir", str(folder), "--loss_output_dir", str(folder / "work")]
     groups = [(2, "ddp"), (4, "fsdp"), (None, jobs.REFERENCE)]
     jobs.start_all_groups(
         [(ranks, [{"strategy": strategy, "arguments": arguments}]) for ranks, strategy in groups],

@@ -1,9 +1,9 @@
 """What DeepSpeed is told, and the process that imports it."""
 
 import os
-import subprocess
 import sys
 
+from programs import completed
 from ranks import ROOT
 
 from lockstep.plan import deepspeed_file as configuration
@@ -26,5 +26,5 @@ def test_the_process_that_forks_ranks_stays_without_threads():
         "preload_strategy(SPECS['deepspeed']); print(len(os.listdir('/proc/self/task')))"
     )
     settings = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", program], env=settings, capture_output=True, text=True)
+    done = completed([sys.executable, "-c", program], env=settings)
     assert done.stdout.splitlines()[-1:] == ["1"], done.stdout + done.stderr

@@ -2,13 +2,13 @@
 
 import shutil
 import signal
-import subprocess
-import sys
 
 import pytest
+import small_dumps
 import torch
 from edited import flip_byte
-from ranks import CAPTURED, ROOT, run_ranks
+from programs import in_process
+from ranks import CAPTURED, run_ranks
 from safetensors import safe_open
 
 from lockstep.dumps.dump import Dump
@@ -68,15 +68,6 @@ def test_the_parameters_after_a_step_are_the_input_of_its_replay(dumps):
     )
 
 
-def test_nothing_is_overwritten(dumps):
-    from lockstep.plan import command_line
-    from lockstep.training import preflight
-
-    config = command_line.parse_config("fsdp", [*CAPTURED, "--capture_dir", str(dumps)])
-    with pytest.raises(UserError, match="already exists, and nothing is overwritten"):
-        preflight.check_environment(config, preflight.load_inputs(config).architecture)
-
-
 def test_a_file_in_the_place_of_the_folder(tmp_path):
     (tmp_path / "fsdp").write_text("")
     with pytest.raises(UserError, match="already exists"):
@@ -108,27 +99,7 @@ def test_no_reference_is_made_from_a_damaged_dump(dumps, tmp_path):
     shutil.copytree(dumps / "ddp", tmp_path / "ddp")
     offset, _, _ = Dump(tmp_path / "ddp")._places[1]["parameter/model.norm.weight"]
     flip_byte(tmp_path / "ddp" / "step_1.safetensors", offset)
-    arguments = [
-        *CAPTURED,
-        "--debug_steps",
-        "2",
-        "--capture_steps",
-        "2",
-        "--gradient_accumulation_steps",
-        "2",
-    ]
-    command = [
-        sys.executable,
-        "-m",
-        "lockstep.reference",
-        *arguments,
-        "--capture_dir",
-        str(tmp_path),
-        "--loss_output_dir",
-        str(tmp_path),
-        "--storage_path",
-        str(tmp_path),
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    folders = [f"--{name}={tmp_path}" for name in ("capture_dir", "loss_output_dir", "storage_path")]
+    done = in_process("lockstep/reference.py", *small_dumps.FLAGS, *folders)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
     assert "parameter/model.norm.weight is damaged" in done.stderr and not (tmp_path / "replay_ddp").exists()

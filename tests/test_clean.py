@@ -3,23 +3,11 @@
 import clean_sweep
 import pytest
 
+SGD = "--attn_impl eager --optimizer sgd --max_grad_norm 0 --weight_decay 0"
 CASES = [
     ("tiny-mistral", "fp32", 1, 2),
     ("tiny-gpt2", "autocast", 2, 1, "--gradient_accumulation_steps", "2"),
-    (
-        "tiny-qwen3",
-        "fp32",
-        1,
-        2,
-        "--attn_impl",
-        "eager",
-        "--optimizer",
-        "sgd",
-        "--max_grad_norm",
-        "0",
-        "--weight_decay",
-        "0",
-    ),
+    ("tiny-qwen3", "fp32", 1, 2, *SGD.split()),
     (
         "tiny-qwen2-odd-vocab",
         "autocast",

@@ -3,9 +3,9 @@
 import os
 import re
 import shlex
-import subprocess
 
 import pytest
+from programs import completed
 from ranks import ROOT
 
 from lockstep.ground.errors import UserError
@@ -24,9 +24,7 @@ def told_to_srun(tmp_path, *arguments):
     job = {"SLURM_SUBMIT_DIR": tmp_path, "SLURM_JOB_NODELIST": "node[7-8]", "SLURM_NNODES": 2}
     job |= {"SLURM_GPUS_ON_NODE": 4, "SLURM_JOB_ID": 99, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     environment = {key: str(value) for key, value in job.items()}
-    done = subprocess.run(
-        ["bash", SCRIPT, *arguments], env=environment, capture_output=True, text=True, timeout=20
-    )
+    done = completed(["bash", SCRIPT, *arguments], env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
@@ -44,7 +42,7 @@ def test_the_sbatch_script_starts_torchrun(tmp_path):
 
 
 def test_the_sbatch_script_outside_a_job_is_one_line():
-    done = subprocess.run(["bash", SCRIPT], env={"PATH": os.environ["PATH"]}, capture_output=True, text=True)
+    done = completed(["bash", SCRIPT], env={"PATH": os.environ["PATH"]})
     assert done.returncode != 0 and "submit this script with sbatch" in done.stderr
 
 

@@ -1,19 +1,18 @@
 """Usage errors: one line, exit status 2, before anything is started. Through the real scripts."""
 
-import dataclasses
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from programs import in_process
+from programs import completed, in_process
 
 from lockstep.ground.errors import UserError
 from lockstep.inputs.architectures import BUILT_IN
-from lockstep.plan import command_line, resources, strategies
-from lockstep.plan.config import Config
+from lockstep.plan import command_line, resources
 from lockstep.training import preflight
 
 ROOT = Path(__file__).parents[1]
@@ -26,13 +25,8 @@ def script(name, *arguments, cwd=ROOT, **environment):
 
 def process(name, *arguments, cwd=ROOT, **environment):
     """The training script in a process of its own."""
-    return subprocess.run(
-        [sys.executable, ROOT / f"train_{name}.py", *arguments],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**os.environ, **environment},
+    return completed(
+        [sys.executable, ROOT / f"train_{name}.py", *arguments], cwd=cwd, env={**os.environ, **environment}
     )
 
 
@@ -46,40 +40,19 @@ CASES = [
     ("deepspeed", "--tp_size 4", "does not divide the model's 2 KV heads"),
     ("ddp", "--tp_size 2", "DDP has no tensor parallelism"),
     ("ddp", "--dp_size 4096", "at most 8 per core"),
-    ("ddp", "--device cuda --dp_size 64", "64 GPUs needed"),
     ("ddp", "--device cpu --backend nccl", "--backend nccl needs --device cuda"),
     ("ddp", "--model_name no-such-model", "built-in: tiny-qwen2"),
-    ("ddp", "--num_layers 3", "tiny-qwen2 has 2 layers"),
     ("ddp", "--dataset_name gone.txt", "no such file or folder"),
-    ("ddp", "--batch_size 100000", "one step needs 200000"),
     ("ddp", "--seq_length 5000", "positions for 4096 tokens"),
     ("ddp", "--batch_size 0", "0 is out of range; it must be at least 1"),
-    ("ddp", "--learning_rate 0", "0 is out of range; it must be above 0"),
-    ("ddp", "--learning_rate nan", "nan is out of range"),
-    ("ddp", "--max_grad_norm -1", "must be at least 0"),
-    ("ddp", "--num_epochs two", "'two' is not a whole number"),
     ("ddp", "--autocast --precision fp32", "--autocast contradicts --precision fp32"),
-    ("ddp", "--param_dtype bfloat16 --precision fp32", "--param_dtype bfloat16 contradicts --precision fp32"),
-    (
-        "fsdp",
-        "--param_dtype float32 --precision mixed",
-        "--param_dtype float32 contradicts --precision mixed",
-    ),
-    ("fsdp", "--param_dtype bfloat16 --autocast", "--param_dtype bfloat16 contradicts --autocast"),
-    ("ddp", "--ema_decay 1.5", "1.5 is out of range; it must be above 0 and at most 1"),
     ("ddp", "--held_out 100000", "needs 16, and --held_out 100000; give more text"),
     ("fsdp", "--save_init_weights --init_weights_path w.pt", "only train_ddp.py writes initial weights"),
     ("ddp", "--save_init_weights", "needs --init_weights_path"),
-    ("ddp", "--save_init_weights --init_weights_path w.bin", "must end in .safetensors or .pt"),
-    ("ddp", "--init_weights_path gone.pt", "no such file"),
     ("ddp", "--loss_output_dir /proc/nothing", "--loss_output_dir /proc/nothing: cannot be written"),
-    ("ddp", "--init_weight_path x", "unrecognized arguments"),
     ("ddp", "--optimizer lion", "--optimizer lion: not adamw, sgd, no class of torch.optim"),
-    ("ddp", "--seed 4294967296", "at most 4294967295"),
-    ("ddp", "--model_name ~nosuch/x", "no built-in model"),
     ("ddp", "--dataset_name nobody/a?b", "no such file or folder"),
     ("ddp", "--dataset_name=", "--dataset_name is empty; give builtin, a .txt file"),
-    ("ddp", "--model_name=", "--model_name is empty; give a folder"),
 ]
 FIRST = {strategy: (strategy, arguments) for strategy, arguments, _ in reversed(CASES)}.values()
 
@@ -134,17 +107,9 @@ def test_no_cluster_at_the_address(tmp_path):
 
 
 def test_dry_run_shows_what_would_happen_and_writes_nothing(tmp_path):
-    folders = [
-        "--loss_output_dir",
-        "a/l",
-        "--storage_path",
-        "b/s",
-        "--capture_dir",
-        "c",
-        "--init_weights_path",
-        "d/w.pt",
-        "--save_init_weights",
-    ]
+    folders = shlex.split(
+        "--loss_output_dir a/l --storage_path b/s --capture_dir c --init_weights_path d/w.pt --save_init_weights"
+    )
     result = script("fsdp", "--dry_run", *folders[:6], cwd=tmp_path)
     for words in (
         "dp 1  rank 2   rank 3",
@@ -223,26 +188,6 @@ def test_every_rank_finds_it_and_rank_0_says_it():
         ranks[1].wait(2)
     ranks[1].kill()
     assert ranks[1].communicate()[1] == ""
-
-
-def test_defaults_are_written_once():
-    parser = command_line.build_parser("ddp")
-    fields = Config.__dataclass_fields__
-    for action in parser._actions:
-        if action.dest == "precision":  # left out where it is not given, so that --autocast can tell
-            assert action.help.endswith(f"(default: {fields[action.dest].default})")
-        elif action.dest in fields and action.dest not in ("save_init_weights", "dry_run"):
-            default = fields[action.dest].default
-            assert action.default == (None if default is dataclasses.MISSING else default), action.dest
-
-
-def test_one_set_of_flags():
-    """Beside those that only one strategy has."""
-    flags = []
-    for name, row in strategies.SPECS.items():
-        own = {option.name for option in dataclasses.fields(row.options)}
-        flags.append({action.dest for action in command_line.build_parser(name)._actions} - own)
-    assert flags[0] == flags[1] == flags[2]
 
 
 def test_launcher_and_mesh_must_agree(monkeypatch):

@@ -1,21 +1,19 @@
 """config.json: what transformers trains is taken as transformers reads it, everything else is refused in one line."""
 
 import json
-import subprocess
 import sys
 
 import hub
 import pytest
 import torch
-from families import FAMILIES, architecture
-from ranks import ROOT
-from test_history_fuzz import limited
+from families import FAMILIES, architecture, built
+from fuzz import limited
+from programs import completed
 
 import train_ddp
 from lockstep.ground.errors import UserError
 from lockstep.inputs import shapes
 from lockstep.inputs.architectures import BUILT_IN
-from lockstep.inputs.model import build_model
 from lockstep.plan import command_line
 from lockstep.training import preflight
 from lockstep.verdict import model_check
@@ -61,49 +59,22 @@ def test_what_transformers_says_says_it_again(name):
 BUILD, READ, RUN = "no model can be built", "transformers cannot read it", "can(not)? be run"
 REFUSED = [
     ("qwen2", {"num_hidden_layers": 1.5}, f"{READ}.*num_hidden_layers.*int"),
-    ("qwen2", {"num_hidden_layers": True}, READ),
     ("qwen2", {"hidden_size": 0}, BUILD),
-    ("qwen2", {"hidden_size": "64"}, READ),
-    ("qwen2", {"vocab_size": -5}, BUILD),
     ("qwen2", {"vocab_size": 0}, "the model's vocabulary has 0"),
-    ("qwen2", {"vocab_size": None}, READ),
     ("qwen2", {"vocab_size": 2**40}, "choose a smaller model"),
-    ("qwen2", {"rope_theta": None}, BUILD),
-    ("qwen2", {"initializer_range": 0}, READ),
     ("qwen2", {"num_key_value_heads": 3}, RUN),
-    ("llama", {"hidden_size": 66}, READ),
-    ("llama", {"head_dim": 15}, READ),
-    ("gpt2", {"hidden_size": 66}, BUILD),
-    ("qwen2", {"eos_token_id": 1.5}, READ),
-    ("qwen2", {"eos_token_id": "1"}, READ),
-    ("qwen2", {"eos_token_id": True}, READ),
     ("qwen2", {"pad_token_id": 5000}, BUILD),
     ("qwen2", {"hidden_act": "nosuch"}, f"{BUILD}.*nosuch"),
     ("qwen2", {"hidden_act": "xielu"}, "all parameters must be float32 at the start"),
-    ("gpt2", {"activation_function": None}, READ),
     ("llama", {"attention_dropout": 0.1}, "dropout of 0.1 in model.layers.0.self_attn: .*attention_dropout"),
     ("gpt2", {"resid_pdrop": 0.1}, "dropout of 0.1 in transformer.h.0.attn.resid_dropout: .*resid_pdrop"),
-    ("gpt2", {"attn_pdrop": 0.1}, "dropout of 0.1 in transformer.h.0.attn.attn_dropout"),
-    ("gpt2", {"embd_pdrop": 0.1}, "dropout of 0.1 in transformer.drop"),
-    ("llama", {"attention_dropout": -0.1}, RUN),
-    ("qwen2", {"layer_types": ["full_attention"]}, READ),
-    ("qwen2", {"layer_types": ["linear_attention"] * 2}, RUN),
-    ("llama", {"rope_scaling": {"rope_type": "su", "factor": 2.0}}, BUILD),
-    ("llama", {"rope_scaling": {"rope_type": "linear"}}, READ),
-    ("llama", {"rope_scaling": 7}, READ),
-    ("llama", {"per_layer_config": {"0": {"num_attention_heads": 2}}}, READ),
     ("llama", {"to_dict": "x"}, READ),
-    ("llama", {"text_config": {}}, BUILD),
     ("llama", {"model_type": "nosuch"}, "Unrecognized model identifier"),
-    ("llama", {"model_type": 3}, READ),
-    ("llama", {"model_type": []}, READ),
-    ("llama", {"model_type": "vit"}, "has no causal language model"),
     ("llama", {"model_type": "t5"}, "has no causal language model"),
     ("gpt2", {"add_cross_attention": True}, "its loss does not depend on transformer.h.0.crossattention"),
     ("gpt2", {"max_position_embeddings": 23}, "has positions for 23 tokens; lower it"),
     ("llama", {"rms_norm_eps": float("nan")}, "its loss is nan"),
-    ("llama", {"gradient_checkpointing": True}, RUN),
-]  # fmt: skip
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("family", TINY)
@@ -131,23 +102,16 @@ def test_a_number_of_layers_that_is_none_is_refused(depth, tmp_path):
     [
         (None, "no config.json"),
         ("[]", "not a JSON object"),
-        ("7", "not a JSON object"),
-        ("{", "not valid JSON"),
-        ("", "not valid JSON"),
-        ("[" * 100_000, "nested too deeply"),
-        ('{"model_type": "llama", "model_type": "llama"}', "appears twice"),
         (
             '{"colour": "llama"}',
             "transformers cannot read it ('model_type'); correct it, or fetch the model again",
         ),
     ],
 )
-def test_no_config_at_all(text, message, tmp_path, capsys):
+def test_no_config_at_all(text, message, tmp_path, refusal):
     if text is not None:
         (tmp_path / "config.json").write_text(text)
-    assert train_ddp.main(["--model_name", str(tmp_path), "--loss_output_dir", str(tmp_path)]) == 2
-    said = capsys.readouterr().err
-    assert message in said and len(said.splitlines()) == 1
+    assert message in refusal(train_ddp.main, ["--model_name", tmp_path, "--loss_output_dir", tmp_path])
 
 
 STARTS = """
@@ -165,7 +129,7 @@ def test_what_libraries_say_besides_is_not_shown(tmp_path):
         (tmp_path / key).mkdir()
         (tmp_path / key / "config.json").write_text(json.dumps({**TINY["llama"], key: value}))
     folders = [str(tmp_path / key) for key in changes]
-    done = subprocess.run([sys.executable, "-c", STARTS, *folders], cwd=ROOT, capture_output=True, text=True)
+    done = completed([sys.executable, "-c", STARTS, *folders])
     lines = done.stderr.splitlines()
     assert done.returncode == 0 and len(lines) == len(changes), done.stderr
     assert all(folder in line for folder, line in zip(folders, lines, strict=True) if "builtin" not in line)
@@ -176,9 +140,7 @@ def test_what_libraries_say_besides_is_not_shown(tmp_path):
     [
         ("llama", {"hidden_dropout": 0, "colour": "blue\x1b[2J", "num_local_experts": None}),
         ("llama", {"rope_scaling": {**YARN, "type": "yarn"}}),
-        ("mistral", {"sliding_window": None, "head_dim": 32}),
         ("qwen2", {"layer_types": ["full_attention", "sliding_attention"], "use_sliding_window": True, "sliding_window": 8}),
-        ("qwen2", {"eos_token_id": [0, 2047], "pad_token_id": 2047}),
         ("gpt2", {"summary_first_dropout": 0.1, "n_ctx": 256}),
         ("gpt2", {"max_position_embeddings": 24}),
     ],
@@ -187,20 +149,11 @@ def test_what_asks_for_nothing_is_not_refused(family, change, tmp_path):
     assert taken(tmp_path / "model", {**TINY[family], **change})
 
 
-@pytest.mark.parametrize("key", ["attn_pdrop", "embd_pdrop", "resid_pdrop"])
-def test_a_dropout_of_gpt2_that_is_not_named_is_transformers_default(key, tmp_path):
+def test_a_dropout_of_gpt2_that_is_not_named_is_transformers_default(tmp_path):
+    key = "attn_pdrop"
     content = {each: value for each, value in TINY["gpt2"].items() if each != key}
     with pytest.raises(UserError, match=f"dropout of 0.1 in transformer.*{key}"):
         taken(tmp_path / "model", content)
-
-
-@pytest.mark.parametrize(
-    "family, key, default",
-    [("llama", "num_key_value_heads", 4), ("qwen3", "head_dim", 128), ("gpt2", "tie_word_embeddings", True)],
-)
-def test_a_key_that_is_missing_is_transformers_default(family, key, default, tmp_path):
-    content = {each: value for each, value in TINY[family].items() if each != key}
-    assert taken(tmp_path / "model", content)[key] == default
 
 
 def test_windows_are_those_of_the_file(tmp_path):
@@ -209,7 +162,7 @@ def test_windows_are_those_of_the_file(tmp_path):
     logits = []
     for window in (8, 9, None):
         found = taken(tmp_path / "model", {**TINY["mistral"], "sliding_window": window})
-        model, _ = build_model(found, seed=0, attn_impl="sdpa", init_weights_path=None)
+        model = built(found)
         logits.append(model(ids).logits)
     for one, other in ((0, 1), (1, 2), (0, 2)):
         assert torch.equal(logits[one][:, :8], logits[other][:, :8])
@@ -220,6 +173,6 @@ def test_a_rope_leaves_the_architecture_as_it_is():
     """transformers writes into the dict that it is given; what is recorded of a run must not depend on when it is recorded."""
     given = {**TINY["llama"], "rope_scaling": dict(YARN)}
     before = json.dumps(given)
-    build_model(given, seed=0, attn_impl="sdpa", init_weights_path=None)
+    built(given)
     shapes.as_transformers_says(given, "x")
     assert json.dumps(given) == before

@@ -14,8 +14,8 @@ import tempfile
 from pathlib import Path
 
 from families import FAMILIES
+from fuzz import Late, damage, limited, mutate
 from test_config_json import TINY, taken
-from test_history_fuzz import Late, damage, limited, mutate
 
 from lockstep.ground.errors import UserError
 from lockstep.verdict import model_check

@@ -2,10 +2,10 @@
 
 import os
 import shutil
-import subprocess
 import sys
 
 import pytest
+from programs import completed
 from ranks import ROOT
 
 FILES = ("environment.sh", "run_verification_main.sh", "requirements.txt")
@@ -29,14 +29,7 @@ def checkout(tmp_path):
 
 def script(checkout, **settings):
     environment = {"PATH": f"{checkout.parent / 'bin'}:/usr/bin:/bin", **settings}
-    return subprocess.run(
-        [checkout / "run_verification_main.sh"],
-        cwd="/",
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    return completed([checkout / "run_verification_main.sh"], cwd="/", env=environment)
 
 
 def test_a_python_without_the_venv_module(checkout):
@@ -58,12 +51,5 @@ def test_a_relative_python_is_the_callers(tmp_path):
     python = os.path.relpath(sys.executable, tmp_path)
     environment = {**os.environ, "PYTHON": python, "TP_SIZE": "abc", "LC_ALL": "C"}
     environment.pop("HOME", None)
-    done = subprocess.run(
-        [ROOT / "run_verification_main.sh"],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = completed([ROOT / "run_verification_main.sh"], cwd=tmp_path, env=environment)
     assert done.returncode == 2 and "TP_SIZE=abc" in done.stderr and list(tmp_path.iterdir()) == []

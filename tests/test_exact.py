@@ -1,16 +1,15 @@
 """The float64 mode computes what an implementation of its own computes in float64 (oracle.py), in every number of a step."""
 
-import contextlib
 import math
 
+import families
 import oracle
 import pytest
 import torch
 from families import one_thread  # noqa: F401 - a fixture
 
-from lockstep.dumps.trace import layout_of, named_outputs, watched
+from lockstep.dumps.trace import layout_of
 from lockstep.inputs.architectures import BUILT_IN
-from lockstep.inputs.model import build_model, causal_lm_loss
 from lockstep.verdict.float64 import Float64, make_exact
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -20,30 +19,15 @@ EXACT = 1e-12  # relative; rounding errors of float64 are a thousandth of it, th
 ROTARY = "model.rotary_emb"
 
 
-def built(name, attn_impl="sdpa"):
-    return build_model(BUILT_IN[name], seed=0, attn_impl=attn_impl, init_weights_path=None)[0]
-
-
-def step(model, mode):
+def step(model, mode=None):
     """(outputs of all modules and the loss, gradients of all parameters) of a batch, all by name."""
-    seen = {}
-
-    def keep(name):
-        return lambda _module, _inputs, output: seen.update(
-            {key: tensor.detach() for key, tensor in named_outputs(name, output)}
-        )
-
-    hooks = [
-        module.register_forward_hook(keep(name)) for name, module in watched(model, model.base_model_prefix)
-    ]
     ids = torch.randint(0, 2048, (2, 49), generator=torch.Generator().manual_seed(0))
-    with mode:
-        loss = causal_lm_loss(model, ids[:, :-1].contiguous(), ids[:, 1:].contiguous()).mean()
-        loss.backward()
-    for hook in hooks:
-        hook.remove()
-    seen["loss"] = loss.detach()
-    return seen, {name: parameter.grad for name, parameter in model.named_parameters()}
+    seen, _, gradients = families.step(model, ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), mode)
+    return seen, gradients
+
+
+def built(name, attn_impl="sdpa"):
+    return families.built(BUILT_IN[name], attn_impl)
 
 
 def by_mode(name, attn_impl, tables=None, change=None):
@@ -57,7 +41,7 @@ def by_mode(name, attn_impl, tables=None, change=None):
 def by_oracle(name, attn_impl):
     model = built(name)
     oracle.make_exact(model, attn_impl=attn_impl)
-    return step(model, contextlib.nullcontext())
+    return step(model)
 
 
 def farthest(mine, theirs):
@@ -137,7 +121,7 @@ def test_a_rotary_table_in_float64_is_another_table(name):
 
 def test_a_table_has_the_numbers_of_a_run():
     outputs, _ = by_mode("tiny-llama", "sdpa")
-    of_run, _ = step(built("tiny-llama"), contextlib.nullcontext())
+    of_run, _ = step(built("tiny-llama"))
     for name in (ROTARY, f"{ROTARY}.1"):
         assert of_run[name].dtype is torch.float32 and torch.equal(outputs[name], of_run[name].double())
 

@@ -1,5 +1,7 @@
 """Negative controls of the loss verdict and of the loop's own guards. Faults of AutoTP and FSDP: test_run_faults.py."""
 
+import shlex
+
 import pytest
 from ranks import CAPTURED, run_groups
 from test_weights import write_weights
@@ -9,7 +11,7 @@ from lockstep.dumps.dump import Dump
 from lockstep.ground.errors import UserError
 from lockstep.verdict.loss_curves import compare_curves, require_comparable_curves, tolerance_for
 
-COMMON = ["--batch_size", "4", "--seq_length", "64", "--debug_steps", "6"]
+COMMON = shlex.split("--batch_size 4 --seq_length 64 --debug_steps 6")
 BOTH = {"loss", "grad norm"}
 # fault -> what is red within 6 steps, in fp32 and in autocast
 DDP_FAULTS = {

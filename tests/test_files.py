@@ -150,8 +150,6 @@ class _Example(schemas.Strict):
     [
         ({"count": 1.5}, "count is 1.5"),
         ({"count": True}, "count is True"),
-        ({"count": "1"}, "count is '1'"),
-        ({"count": 0}, "count is 0"),
         ({"loss": float("nan")}, "loss is nan"),
         ({"label": "\x1b"}, "label is"),
         ({"more": 1}, "more is 1"),

@@ -2,28 +2,18 @@
 cause is named right or not at all. A sample; `pytest --all` runs all of them."""
 
 import json
+import shlex
 
 import pytest
+from compared import compared, replays
 from ranks import run_groups
 
 from lockstep.diagnosis.diagnose import diagnose
 from lockstep.dumps.dump import Dump
-from lockstep.verdict.comparison import compare_dumps
 
-FLAGS = [
-    "--batch_size",
-    "2",
-    "--seq_length",
-    "32",
-    "--debug_steps",
-    "2",
-    "--capture_steps",
-    "2",
-    "--dp_size",
-    "2",
-    "--precision",
-    "fp32",
-]
+FLAGS = shlex.split(
+    "--batch_size 2 --seq_length 32 --debug_steps 2 --capture_steps 2 --dp_size 2 --precision fp32"
+)
 ATTENTION, INTO_MLP = (
     "forward/model.layers.1.self_attn.o_proj.input",
     "model.layers.1.post_attention_layernorm",
@@ -161,14 +151,10 @@ def runs(tmp_path_factory, request):
 
 
 def judged(folder, strategy, bug):
-    dumps = {"ddp": Dump(folder / "none" / "ddp"), strategy: Dump(folder / bug / strategy)}
-    replays = {
-        "ddp": Dump(folder / "none" / "replay_ddp"),
-        strategy: Dump(folder / bug / f"replay_{strategy}"),
-    }
-    reference = Dump(folder / "none" / "reference")
-    result = compare_dumps(reference, dumps, replays)
-    return result, diagnose(result, strategy, reference, replays)
+    plain, dumps = folder / "none", {strategy: folder / bug / strategy}
+    result = compared(plain, **dumps)
+    own = replays(**{"ddp": plain / "ddp", **dumps})
+    return result, diagnose(result, strategy, Dump(plain / "reference"), own)
 
 
 def test_what_is_said_of_it_is_true(runs, strategy, bug):

@@ -1,15 +1,15 @@
 """The tensor-parallel plan that is made of the model's own, and what it must not leave out."""
 
 import pytest
+from families import built
 
 import fsdp_strategy
 from lockstep.inputs.architectures import BUILT_IN
-from lockstep.inputs.model import build_model
 from lockstep.inputs.modules import LIKE_LLAMA
 
 
 def model_of(name):
-    return build_model(BUILT_IN[name], seed=0, attn_impl="sdpa", init_weights_path=None)[0]
+    return built(BUILT_IN[name])
 
 
 @pytest.fixture(scope="module")

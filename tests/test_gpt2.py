@@ -1,7 +1,11 @@
 """GPT-2 on two ranks: correct runs of every strategy pass, a planted bug is caught, placed and explained."""
 
+import shlex
+
 import pytest
 import torch
+from compared import compared, replays
+from families import built
 from ranks import run_groups
 
 from lockstep.diagnosis import recompute
@@ -11,24 +15,11 @@ from lockstep.dumps.dump import Dump
 from lockstep.faults import CATALOGUE, planted
 from lockstep.ground.errors import UserError
 from lockstep.inputs.architectures import BUILT_IN
-from lockstep.inputs.model import build_model
 from lockstep.plan import command_line
 from lockstep.training import preflight
 from lockstep.training.observe import model_contract
-from lockstep.verdict.comparison import compare_dumps
 
-COMMON = [
-    "--model_name",
-    "tiny-gpt2",
-    "--batch_size",
-    "2",
-    "--seq_length",
-    "32",
-    "--dp_size",
-    "2",
-    "--debug_steps",
-    "2",
-]
+COMMON = shlex.split("--model_name tiny-gpt2 --batch_size 2 --seq_length 32 --dp_size 2 --debug_steps 2")
 RUNS = {  # name -> (strategy, planted bug, flags)
     "ddp": ("ddp", "none", []),
     "fsdp": ("fsdp", "none", []),
@@ -36,7 +27,7 @@ RUNS = {  # name -> (strategy, planted bug, flags)
     "zero3": (
         "deepspeed",
         "none",
-        ["--zero_stage", "3", "--offload_optimizer", "cpu", "--offload_param", "cpu"],
+        shlex.split("--zero_stage 3 --offload_optimizer cpu --offload_param cpu"),
     ),
     "unreduced": ("fsdp", "no_dp_reduction", []),
 }
@@ -63,21 +54,11 @@ def runs(tmp_path_factory):
     return folder / "dumps"
 
 
-def compared(runs, name):
-    return compare_dumps(
-        Dump(runs / "reference"), {"ddp": Dump(runs / "ddp"), name: Dump(runs / name)}, replays(runs, name)
-    )
-
-
-def replays(runs, name):
-    return {each: Dump(runs / f"replay_{each}") for each in ("ddp", name)}
-
-
 @pytest.mark.parametrize(
     "name", [name for name, (_, fault, _) in RUNS.items() if fault == "none" and name != "ddp"]
 )
 def test_a_correct_run_passes(runs, name):
-    result = compared(runs, name)
+    result = compared(runs, **{name: runs / name})
     assert result.outcome == "PASS"
     judged = {row.name for row in result.runs[name].judged}
     assert {
@@ -89,24 +70,16 @@ def test_a_correct_run_passes(runs, name):
     } <= judged
 
 
-def test_the_gradient_of_the_positions_output_is_not_captured(runs):
-    """It is a sum over the samples, and no rank has it; what it is for, the weight's gradient, is judged."""
-    names = Dump(runs / "ddp").steps["1"]["tensors"]
-    assert "forward/transformer.wpe" in names and "backward/transformer.wpe" not in names
-    assert "backward/transformer.wte" in names
-
-
 def test_a_planted_bug_is_caught_placed_and_explained(runs):
     """The evidence is each rank's own contribution to a gradient: of a norm with a bias, and of layers that hold W^T."""
-    result = compared(runs, "unreduced")
+    result = compared(runs, unreduced=runs / "unreduced")
     step, _, first, _ = result.runs["unreduced"].failures[0]
     assert (step, first) == (1, "gradient/transformer.ln_f.weight") and result.verdict("ddp") == "PASS"
-    found = diagnose(result, "unreduced", Dump(runs / "reference"), replays(runs, "unreduced"))
+    reference, own = Dump(runs / "reference"), replays(ddp=runs / "ddp", unreduced=runs / "unreduced")
+    found = diagnose(result, "unreduced", reference, own)
     assert [cause.name for cause in found.causes] == ["dp reduction missing"]
     parts = [
-        recompute.Contributions(
-            Case(result, "unreduced", Dump(runs / "reference"), None), f"transformer.{name}"
-        )
+        recompute.Contributions(Case(result, "unreduced", reference, None), f"transformer.{name}")
         for name in (
             "ln_f.weight",
             "h.0.ln_1.bias",
@@ -142,7 +115,7 @@ def test_a_fault_that_names_modules_of_another_family_is_refused(tmp_path):
 
 
 def test_a_dropout_that_is_left_on_is_seen():
-    model, _ = build_model(BUILT_IN["tiny-gpt2"], seed=0, attn_impl="sdpa", init_weights_path=None)
+    model = built(BUILT_IN["tiny-gpt2"])
     assert model_contract(model)["dropout"] == 0.0
     model.transformer.h[1].mlp.dropout.p = 0.1
     assert model_contract(model)["dropout"] == 0.1

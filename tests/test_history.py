@@ -104,53 +104,24 @@ def _twice(content):
     content["weights"]["moved"].append("model.norm.weight")
 
 
-def _mean_of_nan(content):
-    content["steps"][1]["rank_losses"][0] = float("nan")
-
-
 def _nan_in_the_middle(content):
     set_loss(content["steps"][1], float("nan"))
 
 
 WRONG = {
     "an entry is missing": (lambda c: c.pop("contract"), "contract is missing"),
-    "versions are missing": (lambda c: c["run"].pop("versions"), "run.versions is missing"),
     "an unknown entry": (lambda c: c.update(new=1), "new is 1: extra inputs are not permitted"),
-    "an unknown setting": (lambda c: c["run"]["config"].update(new=1), "run.config.new is 1"),
-    "another type": (lambda c: c.update(weights=3), "weights is 3"),
     "text for a number": (lambda c: c["steps"][0].update(loss="low"), "steps.0.loss is 'low'"),
     "true for a number": (lambda c: c["steps"][0].update(grad_norm=True), "steps.0.grad_norm is True"),
-    "half a count": (lambda c: c["run"].update(num_steps=1.5), "run.num_steps is 1.5"),
-    "no number": (lambda c: c["steps"][0].update(seconds=float("nan")), "steps.0.seconds is nan"),
-    "a huge whole number": (lambda c: c["steps"][0].update(grad_norm=10**400), "steps.0.grad_norm is"),
     "a loss that no float32 is": (lambda c: set_loss(c["steps"][0], 1e39), "too large for a float32"),
     "a negative norm": (lambda c: c["steps"][0].update(grad_norm=-1.0), "a norm cannot be negative"),
-    "negative seconds": (lambda c: c["steps"][0].update(seconds=-1.0), "steps.0.seconds is -1.0"),
-    "no hash": (lambda c: c["steps"][0].update(batch_hash="h1"), "steps.0.batch_hash is 'h1'"),
     "no checksum": (lambda c: c["weights"].update(initial_sha256="a"), "weights.initial_sha256 is 'a'"),
-    "a device that is not known yet": (
-        lambda c: c["run"]["config"].update(device="auto"),
-        "run.config.device is 'auto'",
-    ),
-    "an infinite rate": (
-        lambda c: c["run"]["config"].update(learning_rate=float("inf")),
-        "run.config.learning_rate is inf",
-    ),
-    "more steps than there can be": (
-        lambda c: c["run"]["config"].update(log_interval=2**41),
-        "run.config.log_interval is",
-    ),
-    "another precision": (
-        lambda c: c["run"]["config"].update(precision="fp16"),
-        "run.config.precision is 'fp16'",
-    ),
     "a step is missing": (lambda c: c["steps"].pop(1), "2 of 3 steps, but says that it finished"),
     "steps that do not count": (lambda c: c["steps"][1].update(step=3), "step 2 is missing"),
     "another mean": (
         lambda c: c["steps"][1].update(loss=7.0),
         "step 2 has a loss of 7.0, which is not the mean",
     ),
-    "the mean of a nan": (_mean_of_nan, "step 2 has a loss of 7.3, which is not the mean"),
     "a run that goes on after a nan": (_nan_in_the_middle, "step 2 is not finite, but the run went on"),
     "a rank too many": (
         lambda c: c["steps"][1]["rank_losses"].append(7.3),
@@ -164,20 +135,14 @@ WRONG = {
         lambda c: c["run"].update(mesh={"pp": 1, "dp": 2, "cp": 1, "tp": 2}),
         "do not go together",
     ),
-    "other workers": (lambda c: c["run"]["config"].update(num_workers=3), "do not go together"),
     "another length": (lambda c: c["run"]["config"].update(debug_steps=4), "num_steps is 3, debug_steps 4"),
     "a stranger moved": (
         lambda c: c["weights"]["moved"].append("model.layers.2.bias"),
         "which is in no optimizer group of its contract",
     ),
     "moved, and no groups": (lambda c: c["contract"].pop("weight_decay"), "which is in no optimizer group"),
-    "groups that are none": (
-        lambda c: c["contract"].update(weight_decay={"0.0": 5, "0.01": [[]]}),
-        "which is in no optimizer group",
-    ),
     "moved twice": (_twice, "moved is not a sorted list"),
     "moved, and the same": (lambda c: c["weights"].update(final_sha256="a" * 64), "say otherwise"),
-    "not moved, and others": (lambda c: c["weights"].update(moved=[]), "say otherwise"),
     "moved without an end": (lambda c: c.update(ended="killed"), "when a run has finished, and not before"),
     "no contract": (lambda c: c.update(contract=None), "but it has no contract"),
     "memory of other ranks": (
@@ -216,29 +181,9 @@ def test_one_digit(tmp_path):
         history.read(path)
 
 
-def test_truncated_file(tmp_path):
-    path = written(tmp_path)
-    path.write_text(path.read_text()[:-20])
-    with pytest.raises(UserError, match="not valid JSON"):
-        history.read(path)
-
-
 def test_a_long_history_is_read_within_seconds(tmp_path):
     one = made_up(steps=100_000)
     one.save(tmp_path / "h.json")
     begin = time.perf_counter()
     assert len(history.read(tmp_path / "h.json").steps) == 100_000
     assert time.perf_counter() - begin < 20  # two or three seconds on one quiet core
-
-
-def test_full_disk_is_one_line(tmp_path):
-    """/dev/full fails every write with "no space left": the message names the file."""
-    from lockstep.ground import files
-
-    def write(temporary):
-        with open("/dev/full", "w") as full:
-            full.write("x" * 10)
-
-    with pytest.raises(UserError, match="cannot write .*No space left"):
-        files.write_atomically(tmp_path / "x.json", write)
-    assert not list(tmp_path.iterdir())

@@ -5,16 +5,15 @@ benchmarks/damaged_files.py makes a thousand of each kind.
 
 import collections
 import contextlib
-import copy
 import io
 import json
 import random
-import signal
 import sys
 import tempfile
 from pathlib import Path
 
 import pytest
+from fuzz import Late, damage, limited, mutate
 from synthetic import control, history, rewrite
 
 import plot_loss_curves
@@ -25,67 +24,9 @@ from lockstep.plan.contract import KNOWN_DIFFERENCES
 
 SECONDS = 20  # a case may take
 NAMES = ("ddp", "deepspeed", "fsdp", "control")
-ODD = [None, True, False, "", "x", "\x1b[2J", "\ud800", "9" * 70000, [], {}, [[]], {"a": {"b": {"c": None}}},
-       0, -1, 1.5, 1e308, -1e308, 5e-324, 2**70, 10**400, -(10**400), float("nan"), float("inf"), float("-inf")]  # fmt: skip
 # what a verdict rests on: a change of more than a thousandth here, sealed again, must not be a PASS
 JUDGED = {"loss", "rank_losses", "grad_norm", "learning_rate", "tokens", "batch_hash", "step"}
 JUDGED |= {"contract", "weights", "ended", "num_steps"}
-
-
-def places(value, path=()):
-    """Every (path, value) of a JSON value below the root."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, item in items:
-        yield (*path, key), item
-        yield from places(item, (*path, key))
-
-
-def mutate(content, chance):
-    """Change one thing; returns the path of it."""
-    path, value = chance.choice(list(places(content)))
-    *above, key = path
-    parent = content
-    for part in above:
-        parent = parent[part]
-    kind = chance.choice(["odd", "odd", "number", "remove", "add", "swap", "copy"])
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if kind == "number" and number and -1e300 < value < 1e300:
-        parent[key] = chance.choice(
-            [-value, value * 10, value + 1, value * 1.01, int(value), float(value), str(value)]
-        )
-    elif kind == "remove":
-        del parent[key]
-    elif kind == "add" and isinstance(value, dict | list):
-        value.update({"new": 1}) if isinstance(value, dict) else value.append(
-            copy.deepcopy(chance.choice(value or ODD))
-        )
-    elif kind == "swap" and isinstance(parent, list):
-        other = chance.randrange(len(parent))
-        parent[key], parent[other] = parent[other], parent[key]
-    elif kind == "copy":
-        parent[key] = copy.deepcopy(chance.choice([item for _, item in places(content)]))
-    else:
-        parent[key] = copy.deepcopy(chance.choice(ODD))
-    return path
-
-
-def damage(data, chance):
-    """The bytes of a file, changed without regard to what they say."""
-    place = chance.randrange(len(data))
-    return chance.choice(
-        [
-            lambda: data[:place],
-            lambda: data[:place] + bytes([data[place] ^ (1 << chance.randrange(8))]) + data[place + 1 :],
-            lambda: data[:place] + chance.randbytes(3) + data[place:],
-            lambda: data[:place] + data[place + chance.randrange(1, 50) :],
-            lambda: data + data,
-            lambda: b"\xef\xbb\xbf" + data,
-            lambda: b'{"format": 3, ' + data[1:],
-            lambda: b"[" * 100_000,
-            lambda: data.replace(b"0.1", b"1" * 5000, 1),
-            lambda: b"",
-        ]
-    )()
 
 
 def case(folder, seed):
@@ -124,24 +65,6 @@ def large(then, now, path):
         return not abs(now - then) <= 1e-3 * abs(then)
     except (KeyError, IndexError, TypeError, OverflowError):
         return True
-
-
-class Late(BaseException):
-    """No Exception: nothing that is tried here may take it for its own."""
-
-
-@contextlib.contextmanager
-def limited(seconds):
-    def too_long(*_):
-        raise Late
-
-    before = signal.signal(signal.SIGALRM, too_long)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def reader(folder, seed):

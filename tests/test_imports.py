@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from programs import completed
 
 ROOT = Path(__file__).parents[1]
 FILES = [*ROOT.glob("*.py"), *ROOT.glob("lockstep/**/*.py")]
@@ -126,7 +127,7 @@ def strangers(contents):
 
 
 def test_only_its_own_files_name_deepspeed():
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    listed = completed(["git", "ls-files"])
     if listed.returncode:
         pytest.skip("not a git checkout")
     paths = [path for path in listed.stdout.splitlines() if not MAY_NAME_DEEPSPEED.fullmatch(path)]
@@ -199,7 +200,7 @@ def first_slow(modules):
         "import importlib, sys\nfor name in sys.argv[1:]:\n    importlib.import_module(name)\n"
         f"    if {SLOW!r} & set(sys.modules): print(name); break"
     )
-    done = subprocess.run([sys.executable, "-c", code, *modules], cwd=ROOT, capture_output=True, text=True)
+    done = completed([sys.executable, "-c", code, *modules])
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -239,9 +240,7 @@ def test_a_usage_error_is_answered_without_torch(tmp_path):
     folders = ["--storage_path", str(tmp_path), "--loss_output_dir", str(tmp_path)]
     folders += ["--init_weights_path", str(tmp_path / "w.pt")]
     calls = json.dumps([[*folders, *arguments.split()] for arguments in USAGE_ERRORS])
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TORCH, calls], cwd=ROOT, capture_output=True, text=True
-    )
+    done = completed([sys.executable, "-c", WITHOUT_TORCH, calls])
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     for (arguments, message), line in zip(USAGE_ERRORS.items(), done.stdout.splitlines(), strict=True):
         status, said = json.loads(line)

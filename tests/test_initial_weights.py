@@ -1,22 +1,19 @@
 """Where the weights come from: --pretrained, --init_weights_path, --save_init_weights, --overwrite; nothing is lost."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
+import families
 import pytest
 import torch
-from programs import in_process
+from programs import completed, in_process
 from ranks import CAPTURED, ROOT, run_groups
+from real_runs import environment
 from safetensors.torch import save_file
 
 from lockstep import launch
 from lockstep.ground.errors import UserError
 from lockstep.inputs import weights
 from lockstep.inputs.architectures import BUILT_IN
-from lockstep.inputs.model import build_model
 from lockstep.plan import command_line, initial_weights
 from lockstep.training import preflight
 
@@ -24,7 +21,7 @@ TINY = BUILT_IN["tiny-qwen2"]
 
 
 def built(seed=3, path=None):
-    return build_model(TINY, seed=seed, attn_impl="sdpa", init_weights_path=path)[0]
+    return families.built(TINY, seed=seed, path=path)
 
 
 @pytest.fixture
@@ -51,7 +48,7 @@ def refused(message, strategy, *arguments):
 def started(config, inputs):
     """The weights that a run starts from."""
     path = initial_weights.file_of(config)
-    model = build_model(inputs.architecture, seed=0, attn_impl="sdpa", init_weights_path=path)[0]
+    model = families.built(inputs.architecture, path=path)
     return dict(model.named_parameters())
 
 
@@ -114,22 +111,18 @@ def cache(home, repo, files):
         (snapshot / name).write_bytes(content)
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-def test_a_hub_id(folder, tmp_path, monkeypatch, sharded):
-    if sharded:
-        built().bfloat16().save_pretrained(folder, max_shard_size="300KB")
-        (folder / "model.safetensors").unlink()
-    names = [
-        path for path in folder.iterdir() if sharded or "-of-" not in path.name and "index" not in path.name
-    ]
-    assert len([path for path in names if path.suffix == ".safetensors"]) == (2 if sharded else 1)
+def test_a_hub_id(folder, tmp_path, monkeypatch):
+    """Of a model in two files. One that has a single file: the test above."""
+    (folder / "model.safetensors").unlink()
+    built().bfloat16().save_pretrained(folder, max_shard_size="300KB")
+    assert len(list(folder.glob("*.safetensors"))) == 2
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0, "the": 1}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     files = {
         "tokenizer.json": tokenizer.to_str().encode(),
-        **{path.name: path.read_bytes() for path in names},
+        **{path.name: path.read_bytes() for path in folder.iterdir()},
     }
     cache(tmp_path / "hub", "someone/tiny", files)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
@@ -142,8 +135,7 @@ def test_a_hub_id(folder, tmp_path, monkeypatch, sharded):
     shard = next((tmp_path / "hub").rglob("model*.safetensors"))
     shard.unlink()
     done = in_process("train_fsdp.py", *arguments)
-    message = f"{'is not available from' if sharded else 'has no weights on'} the hub (Cannot reach"
-    assert done.returncode == 2 and message in done.stderr
+    assert done.returncode == 2 and "is not available from the hub (Cannot reach" in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 
@@ -259,37 +251,14 @@ def test_a_verification_does_not_write_what_it_starts_from(tmp_path, monkeypatch
     assert len(told) == 4 and all(str(path) in words and "--save_init_weights" not in words for words in told)
 
 
-@pytest.mark.parametrize(
-    "settings, message",
-    [
-        ({}, "was not written by --save_init_weights and is never replaced"),
-        (
-            {"INIT_WEIGHTS_PATH": "{}/thesis.safetensors"},
-            "thesis.safetensors: damaged, truncated or no .safetensors file",
-        ),
-        (
-            {"INIT_WEIGHTS_PATH": "{}/init_weights.safetensors", "PRETRAINED": "1"},
-            "both give the initial weights",
-        ),
-        ({"PRETRAINED": "yes"}, "PRETRAINED=yes: must be 0 or 1"),
-    ],
-)
-def test_the_one_command_does_not_replace_a_file_of_somebody(tmp_path, settings, message):
+def test_the_one_command_does_not_replace_a_file_of_somebody(tmp_path):
     """The script is given the address of a Ray cluster, so it starts none. It does not connect before it refuses."""
-    paths = [tmp_path / name for name in ("init_weights.safetensors", "thesis.safetensors")]
-    save_file({"a": torch.ones(1)}, paths[0])
-    paths[1].write_text("mine")
-    before = [path.read_bytes() for path in paths]
-    settings = {
-        "OUTPUT_DIR": str(tmp_path),
-        "DEVICE": "cpu",
-        "RAY_ADDRESS": "127.0.0.1:1",
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        **{key: value.format(tmp_path) for key, value in settings.items()},
-    }
-    command = [ROOT / "run_verification_main.sh"]
-    result = subprocess.run(
-        command, env={**os.environ, **settings}, capture_output=True, text=True, timeout=100
+    path = tmp_path / "init_weights.safetensors"
+    save_file({"a": torch.ones(1)}, path)
+    before = path.read_bytes()
+    done = completed(
+        [ROOT / "run_verification_main.sh"],
+        env=environment(OUTPUT_DIR=str(tmp_path), DEVICE="cpu", RAY_ADDRESS="127.0.0.1:1"),
     )
-    assert result.returncode == 2 and message in result.stderr, result.stderr
-    assert [path.read_bytes() for path in paths] == before
+    assert done.returncode == 2 and path.read_bytes() == before
+    assert "was not written by --save_init_weights and is never replaced" in done.stderr, done.stderr

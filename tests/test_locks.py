@@ -1,6 +1,7 @@
 """One run at a time into one place."""
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -87,7 +88,7 @@ def test_a_folder_in_the_locks_place(tmp_path):
         ),  # a run whose script was killed
         (["run_faults.py", "tie_broken", "--output", "OUT/f.json"], "OUT/.f.json.lock", "--output"),
         (
-            ["run_faults.py", "tie_broken", "--work_dir", "OUT", "--output", "OUT.json"],
+            shlex.split("run_faults.py tie_broken --work_dir OUT --output OUT.json"),
             ".OUT.lock",
             "--work_dir",
         ),

@@ -2,9 +2,11 @@
 cast for computing."""
 
 import math
+import shlex
 
 import numpy as np
 import pytest
+from compared import compared
 
 from lockstep.dumps import history
 from lockstep.dumps.dump import Dump
@@ -15,9 +17,8 @@ from lockstep.plan.config import history_file
 from lockstep.running import jobs
 from lockstep.training import preflight
 from lockstep.training.listeners import group_of
-from lockstep.verdict.comparison import compare_dumps
 
-SHARED = ["--batch_size", "2", "--seq_length", "32", "--dp_size", "2", "--debug_steps", "2"]
+SHARED = shlex.split("--batch_size 2 --seq_length 32 --dp_size 2 --debug_steps 2")
 MEASURED = ["--held_out", "5", "--group_norms"]
 AVERAGED = ["--ema_decay", "0.9", "--capture_steps", "2"]
 RUNS = {  # name: (number of ranks, strategy, flags)
@@ -104,11 +105,9 @@ def test_the_average_of_the_weights_is_right_whole_and_in_shards(trained):
     """A planted bug of it is in the sample of test_run_faults.py."""
     folder, _ = trained
     dumps = folder / "dumps"
-    reference = Dump(dumps / "ddp" / "reference")
-    ddp, replay = Dump(dumps / "ddp" / "ddp"), Dump(dumps / "ddp" / "replay_ddp")
+    ddp = Dump(dumps / "ddp" / "ddp")
     for name in ("sharded", "cut"):
-        replays = {"ddp": replay, "fsdp": Dump(dumps / name / "replay_fsdp")}
-        result = compare_dumps(reference, {"ddp": ddp, "fsdp": Dump(dumps / name / "fsdp")}, replays)
+        result = compared(dumps / "ddp", fsdp=dumps / name / "fsdp")
         assert result.verdict("fsdp") == "PASS"
         averages = [row for row in result.runs["fsdp"].rows if row.kind == "average"]
         assert len(averages) == 2 * len(ddp.layout.parameters) and all(row.judged for row in averages)

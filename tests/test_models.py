@@ -2,8 +2,6 @@
 
 import importlib.util
 import json
-import subprocess
-import sys
 
 import pytest
 from programs import ROOT, in_process
@@ -49,16 +47,10 @@ class OtherExpert(Plain):
 def verdicts(tmp_path, bug, *arguments, strategies="ddp,fsdp@tp1xdp2"):
     """(run -> verdict, first wrong tensor of the run with this bug)."""
     (tmp_path / "buggy.py").write_text(BUGGY)
-    done = subprocess.run(
-        [
-            sys.executable,
-            str(ROOT / "run_verification.py"),
-            *("--output_dir", str(tmp_path / "out"), "--seq_length", "32", "--batch_size", "2"),
-            *("--strategies", f"{strategies},{tmp_path / 'buggy.py'}:{bug}", *arguments),
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
+    done = in_process(
+        "run_verification.py",
+        *("--output_dir", tmp_path / "out", "--seq_length", "32", "--batch_size", "2"),
+        *("--strategies", f"{strategies},{tmp_path / 'buggy.py'}:{bug}", *arguments),
     )
     assert done.returncode == 1, done.stderr
     runs = json.loads((tmp_path / "out/report.json").read_text())["runs"]

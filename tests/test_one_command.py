@@ -3,13 +3,12 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 from own_strategy import DOUBLED, own_strategy
+from programs import completed, in_process
 from ranks import ROOT
 from real_runs import environment, gone, preempting
 from synthetic import history as made_up
@@ -29,9 +28,8 @@ def short():
 
 def plotted(folder, status):
     """What plot_loss_curves.py says of a folder; the figure goes beside the folder."""
-    command = [sys.executable, "plot_loss_curves.py", "--input_dir", str(folder)]
-    command += ["--output", str(folder.parent / "figure.png")]
-    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=60)
+    figure = folder.parent / "figure.png"
+    done = in_process("plot_loss_curves.py", "--input_dir", folder, "--output", figure)
     assert done.returncode == status, done.stdout + done.stderr
     return done.stdout
 
@@ -40,9 +38,7 @@ def the_one_command(folder, **settings):
     """run_verification_main.sh to its end, called from a folder."""
     settings = {"OUTPUT_DIR": "out", "DEVICE": "cpu", **settings}
     command = [ROOT / "run_verification_main.sh"]
-    return subprocess.run(
-        command, cwd=folder, env=environment(**settings), capture_output=True, text=True, timeout=300
-    )
+    return completed(command, cwd=folder, env=environment(**settings))
 
 
 def test_the_one_command(tmp_path, short, request):
@@ -140,9 +136,7 @@ def test_the_one_command_twice_into_one_folder_then_a_worker_dies(run, tmp_path)
     assert again.returncode == 2 and len(again.stderr.splitlines()) == 1
     assert f"OUTPUT_DIR: another run (process {one.process.pid} on" in again.stderr
     assert one.process.poll() is None and (tmp_path / "loss_ddp.json").exists()
-    workers = subprocess.run(
-        ["pgrep", "-f", "ray::RayTrainWorker"], capture_output=True, text=True
-    ).stdout.split()
+    workers = completed(["pgrep", "-f", "ray::RayTrainWorker"]).stdout.split()
     mine = [pid for pid in workers if str(tmp_path).encode() in Path(f"/proc/{pid}/environ").read_bytes()]
     assert [preempting(pid) for pid in mine] == [[], []]
     os.kill(int(mine[-1]), signal.SIGKILL)
@@ -172,7 +166,6 @@ def test_the_one_command_killed(run, tmp_path):
 @pytest.mark.parametrize(
     "setting, message",
     [
-        ({"TP_SIZE": "abc"}, "TP_SIZE=abc: must be a whole"),
         ({"TENSORS": "2"}, "must be 0 or 1"),
         ({"OUTPUT_DIR": __file__}, "cannot be written"),
     ],

@@ -2,12 +2,11 @@
 
 import ast
 import json
-import os
-import subprocess
-import sys
+import shlex
 
 import pytest
 from own_strategy import own_strategy
+from programs import in_process
 from ranks import ROOT, run_groups
 
 from lockstep.ground.errors import UserError
@@ -15,7 +14,7 @@ from lockstep.plan import ddp, strategies
 from lockstep.plan.command_line import parse_config
 from lockstep.training.preflight import load_inputs
 
-SMALL = ["--batch_size", "2", "--seq_length", "64", "--precision", "fp32"]
+SMALL = shlex.split("--batch_size 2 --seq_length 64 --precision fp32")
 
 
 @pytest.fixture(scope="module")
@@ -26,30 +25,15 @@ def folder(tmp_path_factory):
     return folder
 
 
-def run(folder, *command, status=0, **settings):
-    environment = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(ROOT), **settings}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=380)
-    assert done.returncode == status, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
-
-
 def test_through_the_verification_of_tensors(folder):
     """With the worked example of the documentation, on a model whose head is not tied."""
     example = ROOT / "examples" / "transformers_tp.py"
-    out = run(
-        folder,
-        sys.executable,
-        ROOT / "run_verification.py",
-        "--strategies",
-        f"ddp,my_parallel.py:Mine:bucket_cap_mb=2,{example}:TransformersTP",
-        "--model_name",
-        "tiny-llama",
-        "--output_dir",
-        "verify",
-        *SMALL,
-    )
+    strategies = f"ddp,my_parallel.py:Mine:bucket_cap_mb=2,{example}:TransformersTP"
+    arguments = ["--strategies", strategies, "--model_name", "tiny-llama", "--output_dir", "verify", *SMALL]
+    done = in_process("run_verification.py", *arguments, cwd=folder)
+    assert done.returncode == 0 and done.stdout.endswith("PASS\n"), done.stdout[-3000:] + done.stderr[-3000:]
     runs = json.loads((folder / "verify" / "report.json").read_text())["runs"]
-    assert out.endswith("PASS\n") and list(runs)[0] == "ddp"
+    assert list(runs)[0] == "ddp"
     labels = [run["label"] for run in runs.values()][1:]
     assert labels == ["mine (TP=1, DP=2, bucket_cap_mb=2.0)", "transformers TP (TP=2, DP=2)"]
 
@@ -63,18 +47,9 @@ def test_its_spec_has_options_and_refuses_one(folder, monkeypatch):
 
 
 def test_a_planted_fault_is_found_in_it(folder):
-    run(
-        folder,
-        sys.executable,
-        ROOT / "run_faults.py",
-        "no_dp_reduction",
-        "--strategy",
-        "my_parallel.py:Mine",
-        "--steps",
-        "3",
-        "--output",
-        "f.json",
-    )
+    arguments = ["--strategy", "my_parallel.py:Mine", "--steps", "3", "--output", "f.json"]
+    done = in_process("run_faults.py", "no_dp_reduction", *arguments, cwd=folder)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     (row,) = json.loads((folder / "f.json").read_text())["rows"]
     assert (
         row["caught"]

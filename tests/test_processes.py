@@ -201,15 +201,3 @@ def test_a_rank_that_ends_before_the_killed_one_is_reaped(monkeypatch, capfd):
     monkeypatch.setattr(ranks.os, "waitpid", lambda *_: next(ended))
     assert ranks._wait({11: 0, 12: 1}, "p") == 1
     assert "p: rank 1 was killed by SIGKILL" in capfd.readouterr().err
-
-
-def test_why_a_rank_died_comes_before_what_the_others_lost():
-    log = "\n".join(
-        [
-            "p: rank 0 failed: RuntimeError: the remote process exited",
-            "p: rank 2 failed: RuntimeError: Connection closed by peer",
-            "p: rank 1 was killed by SIGKILL",
-            "p: rank 3 was killed by SIGTERM",
-        ]
-    )
-    assert processes.failure("p", 1, log) == "rank 1 was killed by SIGKILL"

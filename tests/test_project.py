@@ -1,12 +1,12 @@
 """pyproject.toml and environment.sh: what is installed is what there is, and nobody edits sys.path."""
 
 import re
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+from programs import completed
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -57,11 +57,9 @@ def test_environment_finds_lockstep_from_any_folder(tmp_path):
     (tmp_path / "lockstep" / "__init__.py").write_text("")
     (tmp_path / "wanted.txt").write_text("# nothing\npytest==" + pytest.__version__ + "\n")
     script = 'cd / && source "$0" wanted.txt && "$PYTHON" -P -c "import lockstep; print(lockstep.__file__)"'
-    done = subprocess.run(
+    done = completed(
         ["bash", "-c", script, tmp_path / "environment.sh"],
         env={"PYTHON": sys.executable, "PATH": "/usr/bin:/bin"},
-        capture_output=True,
-        text=True,
     )
     assert done.stdout.strip() == str(tmp_path / "lockstep" / "__init__.py"), done.stderr
 

@@ -1,11 +1,10 @@
 """The shapes of a model's parameters are found once, and kept."""
 
 import json
-import subprocess
 import sys
 
 import pytest
-from ranks import ROOT
+from programs import completed
 
 from lockstep.inputs import shapes
 from lockstep.inputs.architectures import BUILT_IN
@@ -34,7 +33,7 @@ def test_they_are_kept(folder, monkeypatch):
     assert found["lm_head.weight"] == (2048, 64) and again(monkeypatch) == found
     code = "import sys; sys.modules.update(torch=None, transformers=None); from lockstep.inputs import architectures, shapes; "
     code += "print(len(shapes.parameter_shapes(architectures.BUILT_IN['tiny-llama'])))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    done = completed([sys.executable, "-c", code])
     assert done.stdout.strip() == str(len(found)), done.stderr
     shapes.parameter_shapes({**TINY, "num_hidden_layers": 1})
     assert len(list(folder.glob("model-*.json"))) == 2

@@ -7,6 +7,7 @@ import sys
 import time
 
 import pytest
+from programs import completed
 from ranks import ROOT
 
 PROGRAMS = {
@@ -32,7 +33,7 @@ except KeyboardInterrupt:
 def python(folder, *arguments, paths=()):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [*paths, ROOT]))}
     command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
+    return completed(command, cwd=folder, env=environment)
 
 
 def run(name, folder, *options, paths=()):
@@ -40,8 +41,10 @@ def run(name, folder, *options, paths=()):
     return python(folder, *options, *words, paths=paths)
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-@pytest.mark.parametrize("number", STOPS)
+@pytest.mark.parametrize(
+    "name, number",
+    [*((name, signal.SIGINT) for name in PROGRAMS), ("train_ddp.py", signal.SIGTERM)],
+)
 def test_a_stop_while_it_is_imported(name, tmp_path, number):
     word, status = STOPS[number]
     for package in ("numpy", "pydantic"):  # all of them import one of these, and not first
@@ -70,12 +73,7 @@ def test_an_old_python_is_told_so(tmp_path):
 def test_a_shells_background_job_is_not_interrupted(tmp_path):
     (tmp_path / "numpy.py").write_text(INTERRUPTS_ITSELF.replace("10", "0"))
     command = f"trap '' INT; exec {sys.executable} {ROOT / 'train_ddp.py'} --nosuch"
-    done = subprocess.run(
-        ["bash", "-c", command],
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-    )
+    done = completed(["bash", "-c", command], env={**os.environ, "PYTHONPATH": str(tmp_path)})
     assert "interrupted" not in done.stderr and done.returncode != 130
 
 

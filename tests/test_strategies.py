@@ -5,34 +5,21 @@ import functools
 
 import pytest
 import torch
+from families import built
 from ranks import run_groups
 
 from lockstep.dumps.dump import Dump
 from lockstep.inputs import weights
-from lockstep.inputs.model import build_model, causal_lm_loss
+from lockstep.inputs.model import causal_lm_loss
 from lockstep.plan import command_line
 from lockstep.plan.config import BETAS, EPS
 from lockstep.training import preflight
 
 STEPS = 3
-ARGUMENTS = [
-    "--precision",
-    "fp32",
-    "--batch_size",
-    "2",
-    "--seq_length",
-    "64",
-    "--debug_steps",
-    str(STEPS),
-    "--gradient_accumulation_steps",
-    "2",
-    "--max_grad_norm",
-    "0.5",
-    "--weight_decay",
-    "0.1",
-    "--learning_rate",
-    "1e-3",
-]
+ARGUMENTS = (
+    "--precision fp32 --batch_size 2 --seq_length 64 --gradient_accumulation_steps 2 --max_grad_norm 0.5 --weight_decay 0.1 "
+    f"--learning_rate 1e-3 --debug_steps {STEPS}"
+).split()
 MESHES = [(2, 1), (1, 2), (2, 2)]
 CASES = [
     ("ddp", 2, 1),
@@ -51,7 +38,7 @@ def reference(dp_size: int) -> dict:
     """One process, float64, the whole global batch, plain torch: what every strategy must compute."""
     config = command_line.parse_config("ddp", [*ARGUMENTS, "--dp_size", str(dp_size)])
     inputs = preflight.load_inputs(config)
-    model, _ = build_model(inputs.architecture, seed=config.seed, attn_impl="eager", init_weights_path=None)
+    model = built(inputs.architecture, "eager", seed=config.seed)
     model.double()
     parameters = dict(model.named_parameters())
     decayed = [p for p in parameters.values() if p.ndim >= 2]

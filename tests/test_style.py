@@ -1,9 +1,9 @@
 """ruff and mypy, told by pyproject.toml what to look for, find nothing in the repository, and something in a bad file."""
 
-import subprocess
 import sys
 
 import pytest
+from programs import completed
 from ranks import ROOT
 
 CONFIGURATION = str(ROOT / "pyproject.toml")
@@ -14,7 +14,7 @@ MYPY = ("mypy", "--config-file", CONFIGURATION)
 
 
 def run(*command):
-    return subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True)
+    return completed([sys.executable, "-m", *command])
 
 
 @pytest.mark.parametrize("command", [(*FORMAT, "."), (*CHECK, "."), MYPY], ids=["format", "check", "mypy"])
@@ -29,7 +29,6 @@ def test_the_repository_has_no_findings(command):
         (FORMAT, "x = {  'a':1 }\n", "Would reformat"),
         (CHECK, "import os\n", "F401"),
         (CHECK, "def f(x=[]):\n    return x\n", "B006"),
-        (MYPY, 'x: int = "a"\n', "[assignment]"),
         (MYPY, "def f(x):\n    return x\n", "[no-untyped-def]"),
     ],
 )

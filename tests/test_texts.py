@@ -41,21 +41,6 @@ def test_the_chunks_make_the_same_text_and_the_same_tokens(tmp_path, monkeypatch
         assert [i for text in found for i in ids.encode(text)] == ids.encode(whole)
 
 
-@pytest.mark.parametrize(
-    "text, chunks",
-    [
-        ("ab cd\nefghijk", ["ab cd\n", "efghijk"]),
-        ("ab cdefghij", ["ab ", "cdefghij"]),
-        ("abcdefghij k", ["abcdefgh", "ij k"]),
-        (" abcdefghij", [" ", "abcdefgh", "ij"]),
-        ("", [""]),
-    ],
-)
-def test_where_a_chunk_ends(monkeypatch, text, chunks):
-    monkeypatch.setattr(texts, "CHUNK", 8)
-    assert [part for part, _ in texts._cut([text])] == chunks
-
-
 @pytest.mark.parametrize("bad", [b"\xff", b"\xe6\xbc", b"\xed\xa0\x80"])
 def test_what_is_no_utf8_is_named(tmp_path, bad):
     (tmp_path / "t.txt").write_bytes(b"x" * 9000 + bad)

@@ -9,7 +9,6 @@ import zipfile
 import pytest
 import torch
 import weights_trials
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from lockstep.ground.errors import UserError
@@ -84,21 +83,13 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("name", OWN)
 @pytest.mark.parametrize("message", CHANGES)
-def test_the_first_wrong_tensor_is_named(tmp_path, name, message):
+def test_the_first_wrong_tensor_is_named(tmp_path, message):
     """Other tensors under our old description, as damage or a foreign file would have it."""
-    path = write_weights(tmp_path / name)
-    if path.suffix == ".pt":
-        content = torch.load(path, weights_only=True)
-        CHANGES[message](content["tensors"])
-        torch.save(content, path)
-    else:
-        with safe_open(path, "pt") as file:
-            metadata = file.metadata()
-        tensors = load_file(path)
-        CHANGES[message](tensors)
-        save_file(tensors, path, metadata)
+    path = write_weights(tmp_path / "init.pt")
+    content = torch.load(path, weights_only=True)
+    CHANGES[message](content["tensors"])
+    torch.save(content, path)
     refused(path, message)
 
 
@@ -143,18 +134,6 @@ def test_layers_are_left_out_only_when_asked(tmp_path, name):
     refused(path, "other.weight is not part", cut, fewer_layers=True)
 
 
-def test_views(tmp_path):
-    """A transposed tensor, two slices of one, an expanded one, one twice: what they mean is clear."""
-    tensors, other = state(), "model.layers.0.input_layernorm.weight"
-    up, post = "model.layers.0.mlp.up_proj.weight", "model.layers.0.post_attention_layernorm.weight"
-    both = torch.stack([tensors[NORM], tensors[other] + 0.5])
-    tensors.update({up: tensors[up].t().contiguous().t(), NORM: both[0], other: both[1]})
-    tensors.update({post: torch.full((1,), 3.0).expand(64), HEAD: tensors[EMBEDDING]})
-    path = write(tmp_path / "state.pt", tensors)
-    weights.check(path, TINY)
-    assert all(torch.equal(value, tensors[name]) for name, value in build(path)[0].named_parameters())
-
-
 class Call:
     """Pickled as a call."""
 
@@ -167,16 +146,11 @@ class Call:
 
 ODD = {
     "_rebuild_sparse_tensor": torch.eye(64).to_sparse(),
-    "_rebuild_meta_tensor": torch.empty(64, device="meta"),
-    "ComplexFloatStorage": torch.zeros(64, dtype=torch.complex64),
     "bytearray; give a plain dict": Call(bytearray, 10**10),
     "has shape": torch.ones(1).expand(2**40),
     "is torch.float64, initial weights are torch.float32": torch.zeros(64).double(),
-    "is torch.int64": torch.zeros(64, dtype=torch.int64),
     "holds a NaN or an infinity": torch.full((64,), float("inf")),
-    "tensor model.norm.weight holds a NaN": torch.tensor([0.0] * 63 + [float("nan")], dtype=torch.bfloat16),
     "is a list, not a tensor": [1.0] * 64,
-    "is a dict, not a tensor": {"a": torch.ones(1)},
 }
 
 
@@ -200,8 +174,6 @@ def test_what_else_a_pt_file_may_be(tmp_path):
     path = tmp_path / "x.pt"
     refused(write(path, [state()]), "holds a list, not a dict")
     refused(write(path, {5: torch.ones(1)}), "its entry 5 is a Tensor, not a tensor with a name")
-    refused(write(path, {"architecture": {}, "sha256": {}, "tensors": 5}), "holds a int, not a dict")
-    refused(write(path, {"architecture": 5, "sha256": {}, "tensors": {}}), "architecture is 5")
     inside = {"architecture": {"a": torch.ones(2)}, "sha256": {}, "tensors": {}}
     refused(write(path, inside), "Tensor is not JSON serializable")
     torch.save(state(), path, _use_new_zipfile_serialization=False)
@@ -240,13 +212,9 @@ def test_only_regular_files(tmp_path, name):
         refused(path, "not a regular file")
 
 
-def test_headers(tmp_path):
-    """Entries that overlap, and a header so large that its library would take half a minute for it."""
+def test_a_large_header(tmp_path):
+    """One so large that its library would take half a minute for it."""
     path = tmp_path / "x.safetensors"
-    header = {f"t{i}": {"dtype": "F32", "shape": [1000], "data_offsets": [0, 4000]} for i in range(20_000)}
-    text = json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(4000))
-    refused(path, "no .safetensors file .*invalid offset")
     path.write_bytes((1 << 26).to_bytes(8, "little"))
     os.truncate(path, 1 << 27)
     refused(path, "its header has 67108864 bytes, at most 4194304 are read")
@@ -254,11 +222,9 @@ def test_headers(tmp_path):
 
 BROKEN = {
     "names ../x.safetensors, which is no .safetensors file beside": {NORM: "../x.safetensors"},
-    "names /etc/passwd, which is no": {NORM: "/etc/passwd"},
     "gone.safetensors: cannot be read": {NORM: "gone.safetensors"},
     "lacks tensor extra": {"extra": "model-0.safetensors"},
     "holds, against the index, tensor model.norm.weight": {NORM: None},
-    "weight_map.model.norm.weight is": {NORM: 5},
 }
 
 
@@ -278,15 +244,10 @@ TUPLES = b")" + b"".join(b"q%ch%c\x86" % (i, i) for i in range(60))
 PICKLES = {
     "tuples are not those of tensors": b")" + b"\x85" * 1_000_000,
     # deeper than a hash can follow
-    "its tuples are not those": b"})" + b"\x85" * 200_000 + b"K\x01s",
-    # hashed for ever
     "its tuples are": b"}" + TUPLES + b"K\x01s",
-    "holds a NoneType, not a dict": b"Nr\xff\xff\xff\xff",
     "its description of the model has 4194": b"}(X\x0c\x00\x00\x00architecture" + LISTS
     + b"X\x06\x00\x00\x00sha256}X\x07\x00\x00\x00tensors}u",
-    "its entry a is a dict": b"}q\x00X\x01\x00\x00\x00ah\x00s",
-    r"its entry \\ud800 is a NoneType": b"}X\x03\x00\x00\x00\xed\xa0\x80Ns",
-}  # fmt: skip
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("message", PICKLES)

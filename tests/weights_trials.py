@@ -9,7 +9,6 @@ import io
 import json
 import random
 import resource
-import signal
 import tempfile
 import warnings
 import zipfile
@@ -17,6 +16,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
+from fuzz import Late, damage, limited, mutate
 from safetensors.torch import save_file
 
 from lockstep.ground.errors import UserError
@@ -27,7 +27,6 @@ from lockstep.inputs.shapes import parameter_shapes, transformers_config
 SMALL = {**BUILT_IN["tiny-qwen2"], "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32}
 # Of a case; the memory is address space, most of it torch's libraries.
 SECONDS, MEMORY = 5, 6 << 30
-WORDS = [None, True, -1, 0, 1.5, 2**63, 10**30, "", "\x1b[2J", "F64", "BF16", "F4", [], {}, float("nan")]
 
 
 class Model(torch.nn.Module):
@@ -58,34 +57,6 @@ def bases() -> dict[str, bytes]:
         return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def damage(content: bytes, draw: random.Random) -> bytes:
-    """Bytes changed, cut out, added or cut off, half of the time near an end, where the headers are."""
-    at = draw.choice([draw.randrange(len(content)), draw.randrange(3000), -draw.randrange(1, 3000)])
-    at, length = at % len(content), draw.choice([1, 4, 64, 4096])
-    new = draw.choice([b"", bytes(length), b"\xff" * length, draw.randbytes(length)])
-    return (
-        content[:at] + new + draw.choice([content[at:], content[at + length :], content[at + length :], b""])
-    )
-
-
-def vary(value, draw: random.Random):
-    """The same JSON with one thing in it changed."""
-    if isinstance(value, (dict, list)) and value and draw.random() < 0.8:
-        value = value.copy()
-        key = draw.choice(list(value) if isinstance(value, dict) else range(len(value)))
-        kind = draw.randrange(5)
-        if kind == 0:
-            del value[key]
-        elif kind == 1 and isinstance(value, dict):
-            value[draw.choice(["", "\x1b", "a" * 5000, f"{key}x"])] = value.pop(key)
-        else:
-            value[key] = vary(value[key], draw)
-        return value
-    if type(value) in (int, float) and draw.random() < 0.5:
-        return draw.choice([-value, value + 1, value * 2, value + 0.5, str(value)])
-    return draw.choice(WORDS)
-
-
 def safetensors_case(content: bytes, draw: random.Random, own: bool) -> bytes:
     """Another header. Of a foreign file the bytes stay with their names: nothing could tell."""
     length = int.from_bytes(content[:8], "little")
@@ -95,11 +66,12 @@ def safetensors_case(content: bytes, draw: random.Random, own: bool) -> bytes:
     if kind == 0 and own:
         header[one], header[two] = header[two], header[one]
     elif kind == 1 and own:
-        about = json.dumps(vary(json.loads(header["__metadata__"]["lockstep"]), draw))
+        about = json.loads(header["__metadata__"]["lockstep"])
+        mutate(about, draw)
         odd = ["", "null", "[" * 100_000, '{"a":1,"a":1}', "1" * 5000]
-        header["__metadata__"]["lockstep"] = draw.choice([about] * 5 + odd)
+        header["__metadata__"]["lockstep"] = draw.choice([json.dumps(about)] * 5 + odd)
     elif kind > 1:
-        header = vary(header, draw)
+        mutate(header, draw)
     text = json.dumps(header).encode()
     if kind == 0:
         text = draw.choice([text, text + b" " * 7, text[:-1], text + text, b"[" * 100_000, b"{}", b""])
@@ -160,25 +132,17 @@ def outcome(path: Path) -> str:
         if isinstance(error, UserError) and step == "traceback":
             one_line = "\n" not in str(error) and len(str(error)) < 2000 and str(path) in str(error)
             return "refused" if one_line else f"traceback: message {str(error)[:200]!r}"
-        return "hang" if isinstance(error, TimeoutError) else f"{step}: {type(error).__name__}: {error}"
+        return "hang" if isinstance(error, Late) else f"{step}: {type(error).__name__}: {error}"
     same = all(torch.equal(value, written[name]) for name, value in loaded.values.items())
     return "same" if same and sums == weights.checksums(written.items()) else "accepted wrong"
 
 
-def late(*_):
-    raise TimeoutError
-
-
-def limited(path: Path) -> str:
+def in_little_room(path: Path) -> str:
     """`outcome` under a limit of time and memory."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     torch.set_num_threads(1)
-    signal.signal(signal.SIGALRM, late)
-    signal.alarm(SECONDS)
-    try:
+    with limited(SECONDS):
         return outcome(path)
-    finally:
-        signal.alarm(0)
 
 
 def run(suffix: str, count: int, seed: int, folder: Path, workers: int = 2) -> dict[str, list[str]]:
@@ -189,7 +153,7 @@ def run(suffix: str, count: int, seed: int, folder: Path, workers: int = 2) -> d
         for label, content in cases(suffix, count, seed):
             path = folder / f"{label.replace(' ', '_')}{suffix}"
             path.write_bytes(content)
-            pending[label] = pool.submit(limited, path)
+            pending[label] = pool.submit(in_little_room, path)
         for label, future in pending.items():
             word, _, rest = future.result(timeout=60).partition(":")
             found[word].append(f"{label}:{rest}")

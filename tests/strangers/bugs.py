@@ -46,8 +46,12 @@ class DDP(TorchStrategy):
 
     axes = ("dp",)
 
+    def change(self, model):
+        """What a bug does to the model first."""
+
     def parallelize(self, model, device_mesh):
         self.dp = device_mesh["dp"].get_local_rank()
+        self.change(model)
         return DistributedDataParallel(model, process_group=device_mesh["dp"].get_group())
 
 
@@ -257,17 +261,16 @@ class Counting(DDP):
 class TiedHeadKeepsFirstWeights(Counting):
     """The head computes with a copy of the weights it had at the start; the gradient goes to the live ones."""
 
-    def parallelize(self, model, device_mesh):
+    def change(self, model):
         weight = model.lm_head.weight
         first = weight.detach().clone()
         model.lm_head.forward = lambda x: F.linear(x, first + (weight - weight.detach()))
-        return super().parallelize(model, device_mesh)
 
 
 class RotaryPositionsHalvedInOneLayer(DDP):
     """Layer 1 turns by half of each position's angle."""
 
-    def parallelize(self, model, device_mesh):
+    def change(self, model):
         def halve(_module, arguments, options):
             angles = torch.arange(options["hidden_states"].shape[1])[:, None] / 2 * inverse[None]
             angles = torch.cat([angles, angles], -1)[None]
@@ -275,13 +278,12 @@ class RotaryPositionsHalvedInOneLayer(DDP):
 
         inverse = model.model.rotary_emb.inv_freq
         model.model.layers[1].self_attn.register_forward_pre_hook(halve, with_kwargs=True)
-        return super().parallelize(model, device_mesh)
 
 
 class KeysOnePositionLate(DDP):
     """In layer 1 the keys are turned by the angles of the next position, the queries by their own."""
 
-    def parallelize(self, model, device_mesh):
+    def change(self, model):
         layer = model.model.layers[1].self_attn
         half = layer.head_dim // 2
         inverse = model.model.rotary_emb.inv_freq
@@ -294,25 +296,22 @@ class KeysOnePositionLate(DDP):
             return torch.stack(turned, -2).flatten(-3)
 
         layer.k_proj.register_forward_hook(turn)
-        return super().parallelize(model, device_mesh)
 
 
 class CausalMaskLostInOneLayer(DDP):
     """Layer 1 attends to all positions."""
 
-    def parallelize(self, model, device_mesh):
+    def change(self, model):
         model.model.layers[1].self_attn.is_causal = False
-        return super().parallelize(model, device_mesh)
 
 
 class NormEpsilon(DDP):
     """All norms have 1e-5 where the model says 1e-6."""
 
-    def parallelize(self, model, device_mesh):
+    def change(self, model):
         for module in model.modules():
             if hasattr(module, "variance_epsilon"):
                 module.variance_epsilon = 1e-5
-        return super().parallelize(model, device_mesh)
 
 
 class ResidualDroppedOnOneRank(DDP):
@@ -331,23 +330,21 @@ class ResidualDroppedOnOneRank(DDP):
 class DropoutInOneMlp(DDP):
     """A dropout of 1 % that the configuration does not know, after layer 0's mlp."""
 
-    def parallelize(self, model, device_mesh):
+    def change(self, model):
         model.model.layers[0].mlp.register_forward_hook(lambda _m, _a, y: F.dropout(y, 0.01))
-        return super().parallelize(model, device_mesh)
 
 
 class AttentionScale(DDP):
     """Layer 0 divides its scores by sqrt(hidden size), not by sqrt(head_dim)."""
 
-    def parallelize(self, model, device_mesh):
+    def change(self, model):
         model.model.layers[0].self_attn.scaling = model.config.hidden_size**-0.5
-        return super().parallelize(model, device_mesh)
 
 
 class WrongHeadsShareKeys(DDP):
     """The KV heads are repeated as 0 1 0 1 where the model has 0 0 1 1, in layer 0."""
 
-    def parallelize(self, model, device_mesh):
+    def change(self, model):
         def attend(module, query, key, value, mask, scaling, **_):
             groups = module.num_key_value_groups
             key, value = key.repeat(1, groups, 1, 1), value.repeat(1, groups, 1, 1)
@@ -360,7 +357,6 @@ class WrongHeadsShareKeys(DDP):
         attention = model.model.layers[0].self_attn
         attention.config = copy.deepcopy(attention.config)
         attention.config._attn_implementation = "repeated_in_turn"
-        return super().parallelize(model, device_mesh)
 
 
 class OneReplicaHasOtherWeights(DDP):
@@ -377,10 +373,9 @@ class OneReplicaHasOtherWeights(DDP):
 class InitialisedAgain(DDP):
     """layers.1.mlp.down_proj is drawn anew after the weights were loaded."""
 
-    def parallelize(self, model, device_mesh):
+    def change(self, model):
         torch.manual_seed(1)
         nn.init.normal_(model.model.layers[1].mlp.down_proj.weight, std=0.02)
-        return super().parallelize(model, device_mesh)
 
 
 # Batch
@@ -504,9 +499,8 @@ class RootNotSharded(FSDP):
 class HeadDoesNotTeachTheEmbedding(DDP):
     """The tied head computes with a detached copy of the embedding."""
 
-    def parallelize(self, model, device_mesh):
+    def change(self, model):
         model.lm_head.forward = lambda x: F.linear(x, model.model.embed_tokens.weight.detach())
-        return super().parallelize(model, device_mesh)
 
 
 class HookAveragesTwice(Hooks):
@@ -528,10 +522,9 @@ class DividedByWorld(Megatron):
 class OneProjectionIgnoredByDDP(DDP):
     """DDP is told to ignore layers.0.self_attn.v_proj.weight."""
 
-    def parallelize(self, model, device_mesh):
+    def change(self, model):
         name = "model.layers.0.self_attn.v_proj.weight"
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [name])
-        return super().parallelize(model, device_mesh)
 
 
 class ReducedInBfloat16(Hooks):
@@ -626,18 +619,16 @@ class GradientClearedBetweenMicroBatches(DDP):
 class LayerFrozenByFlag(DDP):
     """requires_grad is False for layers.0.mlp, left from a fine-tuning script."""
 
-    def parallelize(self, model, device_mesh):
+    def change(self, model):
         model.model.layers[0].mlp.requires_grad_(False)
-        return super().parallelize(model, device_mesh)
 
 
 class NormInNoGrad(DDP):
     """The last norm's weight is used detached; its gradient is zero."""
 
-    def parallelize(self, model, device_mesh):
+    def change(self, model):
         norm = model.model.norm
         norm.weight.register_hook(torch.zeros_like)
-        return super().parallelize(model, device_mesh)
 
 
 # Norm and clipping

@@ -7,6 +7,7 @@ python run_verification.py --strategies ddp,tests/strangers/variants.py:ForeachA
 
 import copy
 import functools
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -26,7 +27,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
 from transformers import AttentionInterface
 
+from lockstep.plan import strategies
 from lockstep.training.torch_strategy import TorchStrategy
+
+BUGS = Path(__file__).with_name("bugs.py")
+# No wrapper: each parameter's hook sums its gradient over dp, then divides.
+Hooks = strategies.load(f"{BUGS}:Hooks")
+# Megatron's f and g.
+Identity, Sum = strategies.load(f"{BUGS}:Identity"), strategies.load(f"{BUGS}:Sum")
 
 
 class Variant(NamedTuple):
@@ -214,23 +222,6 @@ class SumHook(DDP):
 
         wrapped.register_comm_hook(wrapped.process_group, hook)
         return wrapped
-
-
-class Hooks(TorchStrategy):
-    """No wrapper: each parameter's hook sums its gradient over dp, then divides."""
-
-    axes = ("dp",)
-
-    def parallelize(self, model, device_mesh):
-        self.group = device_mesh["dp"].get_group()
-        for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(self.reduce)
-        return model
-
-    def reduce(self, parameter):
-        gradient = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
-        dist.all_reduce(gradient, group=self.group)
-        gradient /= dist.get_world_size(self.group)
 
 
 class DivideThenSum(Hooks):
@@ -735,35 +726,6 @@ class SequenceParallelNorms(TorchStrategy):
         return self.wrapped(
             input_ids=input_ids, labels=labels, shift_labels=labels, position_ids=positions, use_cache=False
         ).loss
-
-
-class Identity(torch.autograd.Function):
-    """Megatron's f."""
-
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        gradient = gradient.contiguous()
-        dist.all_reduce(gradient, group=ctx.group)
-        return gradient, None
-
-
-class Sum(torch.autograd.Function):
-    """Megatron's g."""
-
-    @staticmethod
-    def forward(ctx, x, group):
-        x = x.contiguous()
-        dist.all_reduce(x, group=group)
-        return x
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient, None
 
 
 class ByHand(Hooks):
