@@ -113,8 +113,8 @@ MAY_NAME_DEEPSPEED = re.compile(
     r"lockstep/(plan|training|faults|dumps)/(deepspeed\w*|zero|ulysses)\.py|extras/memory/(plan|zero)\.py|lockstep/(plan/strategies|faults/__init__)\.py|autotp_strategy\.py|train_deepspeed\.py|job_deepspeed\.yaml"
     r"|pyproject\.toml|requirements.*\.txt|(README|CONTRIBUTING)\.md|(docs|results|findings|studies|tests)/.*"
 )
-# In other files: its launcher, which starts every strategy, and the public thread of a planted fault.
-SPOKEN_OF = re.compile(r"deepspeed launcher|seen_in=\"deepspeedai/DeepSpeed \d+\"")
+# In other files: its launcher, which starts every strategy, its file of the recorder, and the public thread of a planted fault.
+SPOKEN_OF = re.compile(r"deepspeed launcher|\bdeepspeed_engine\b|seen_in=\"deepspeedai/DeepSpeed \d+\"")
 
 
 def strangers(contents):
