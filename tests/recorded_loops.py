@@ -24,13 +24,15 @@ def batch(number, *, shares=None):
 
 
 def plain(folder, argument):
-    """PyTorch alone: DDP, FSDP2, or FSDP2 over tensor parallelism of one's own."""
+    """PyTorch alone: DDP, FSDP2, or tensor parallelism of the MLPs, with LoRA of peft or without."""
     bug, kind = argument.get("bug", ""), argument.get("kind", "ddp")
     net = model().train()
-    if bug == "untied":
-        net.lm_head.weight = torch.nn.Parameter(net.lm_head.weight.detach().clone())
     if bug == "frozen moves":
         net.model.norm.weight.requires_grad_(False)
+    if argument.get("lora"):
+        from peft import LoraConfig, get_peft_model
+
+        net = get_peft_model(net, LoraConfig(target_modules=["q_proj", "v_proj"], lora_dropout=0.0))
     with lockstep.record(net, folder / "run"):
         stale = [torch.nn.Parameter(one.detach().clone()) for one in net.parameters()]
         wrapped = wrap(net, kind)
@@ -44,9 +46,9 @@ def plain(folder, argument):
         for step in range(STEPS):
             optimizer.zero_grad()
             for number in range(MICRO):
-                given = batch(step * MICRO + number, shares=1 if bug == "same samples" else None)
-                syncs = bug == "no sync" or (bug == "last micro batch" and number == MICRO - 1)
-                with wrapped.no_sync() if syncs and kind == "ddp" else contextlib.nullcontext():
+                alike = bug == "same samples" or kind == "tensor parallel"
+                given = batch(step * MICRO + number, shares=1 if alike else None)
+                with wrapped.no_sync() if bug == "no sync" else contextlib.nullcontext():
                     loss = loss_of(wrapped, given, argument)
                     factor = {"accumulation": 1.0, "world": dist.get_world_size() / MICRO}.get(bug, 1 / MICRO)
                     (loss * factor).backward()
@@ -66,8 +68,18 @@ def wrap(net, kind):
         for layer in net.model.layers:
             fully_shard(layer)
         return fully_shard(net)
-    assert kind == "compile"
-    return torch.nn.parallel.DistributedDataParallel(torch.compile(net, backend="aot_eager"))
+    assert kind == "tensor parallel"
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    plan = {
+        "mlp.gate_proj": ColwiseParallel(),
+        "mlp.up_proj": ColwiseParallel(),
+        "mlp.down_proj": RowwiseParallel(),
+    }
+    for layer in net.model.layers:
+        parallelize_module(layer, init_device_mesh("cpu", (dist.get_world_size(),)), plan)
+    return net
 
 
 def loss_of(wrapped, given, argument):
@@ -82,8 +94,11 @@ def loss_of(wrapped, given, argument):
 def change_gradients(net, bug):
     if bug == "one norm":
         net.model.norm.weight.grad.mul_(1.001)
-    if bug == "last micro batch":  # the sum over ranks misses it
-        return
+    if bug == "zero":
+        for one in net.parameters():
+            one.grad.zero_()
+    if bug == "not finite":
+        net.model.norm.weight.grad[0] = torch.inf
     if bug == "twice reduced":
         net.model.layers[1].mlp.down_proj.weight.grad.mul_(2)
 

@@ -4,17 +4,21 @@ Nothing is pickled, and no constructor is called: a module is made of its class,
 keeps what was done to a model after it was built, such as adapters of LoRA. Hooks and wrappers are left out.
 """
 
+import ast
 import collections
 import enum
 import functools
 import importlib
 import math
+import sys
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from lockstep.ground import user_file
 from lockstep.ground.errors import UserError
 
 # Of torch.nn.Module itself; its parameters, buffers and children are written apart, hooks not at all.
@@ -193,20 +197,40 @@ def _package(name: str) -> str:
 
 
 def _name(value: Any) -> str:
-    return f"{value.__module__}:{value.__qualname__}"
+    """Where a class or function is found: "module:NAME", or "/path/to/script.py:NAME" for one of the script that runs."""
+    module = value.__module__
+    if module == "__main__":
+        module = str(Path(sys.modules["__main__"].__file__ or "").absolute())
+    return f"{module}:{value.__qualname__}"
 
 
 def _found(value: Any) -> Any:
     """What is found under a class's or function's own name, or None."""
     try:
-        return _import(_name(value))
+        return _attribute(importlib.import_module(value.__module__), value.__qualname__)
     except (AttributeError, ImportError, ValueError):
         return None
 
 
+def _attribute(module: types.ModuleType, path: str) -> Any:
+    return functools.reduce(getattr, path.split("."), module)
+
+
 def _import(name: str) -> Any:
     module, _, path = name.partition(":")
-    return functools.reduce(getattr, path.split("."), importlib.import_module(module))
+    if not module.endswith(".py"):
+        return _attribute(importlib.import_module(module), path)
+    script = Path(module)
+    if not script.is_file():
+        raise ImportError(f"the script {script} is not there")
+    if not any(
+        isinstance(one, ast.If) and "__name__" in ast.unparse(one.test)
+        for one in ast.parse(script.read_text()).body
+    ):
+        raise ImportError(
+            f'{script} would train again if it were imported: put the training below `if __name__ == "__main__":`, or {path} into a file of its own'
+        )
+    return _attribute(user_file.import_file(script), path)
 
 
 def describe(model: torch.nn.Module) -> tuple[TREE, dict[str, torch.Tensor]]:

@@ -31,6 +31,15 @@ def judge(folder: Path, expect: str | None = None) -> list[StepVerdict]:
     return [_Step(recording, step).judge(expect) for step in range(1, len(recording.steps) + 1)]
 
 
+def _unusable(gradients: Gradients) -> str:
+    """Why nothing can be said of what these gradients are made of, in a sentence; "" if it can."""
+    sizes = {name: float(tensor.norm()) for name, tensor in gradients.items()}
+    broken = next((name for name, size in sizes.items() if not math.isfinite(size)), None)
+    if broken is not None:
+        return f"the gradient of {broken} is not finite"
+    return "" if any(sizes.values()) else "no parameter has a gradient other than zero"
+
+
 @dataclass
 class _Columns:
     """The gradients of all micro batches, of the tensors that the run has a gradient of."""
@@ -56,8 +65,9 @@ class _Step:
         verdict = self.verdict
         weights = self._agreed("weight")
         self.observed = {name: tensor.double() for name, tensor in self._agreed("gradient").items()}
-        if not self.observed:
-            verdict.wrong.append("no parameter has a gradient")
+        problem = _unusable(self.observed)
+        if problem:
+            verdict.wrong.append(problem)
             return verdict
         self.exact, near = (
             [reference.compute(called) for called in self.micro]
@@ -153,7 +163,7 @@ class _Step:
         named = verdict.named = normalisation.nearest(measured, tokens, candidates)
         known = named.weighting.weights * divisors
         verdict.factor = named.factor / self._clip_factor(known)
-        if named.off > verdict.tolerated_weights:
+        if not named.off <= verdict.tolerated_weights:
             shown = ", ".join(
                 f"{float(one) * count:.4g}" for one, count in zip(measured, tokens, strict=True)
             )
@@ -161,7 +171,7 @@ class _Step:
                 f"the micro batches count {shown}, as in no known mean (nearest: {named.factor:.4g} x {named.weighting.label})"
             )
             return fitted.weights
-        if abs(verdict.factor - 1) > verdict.tolerated_weights:
+        if not abs(verdict.factor - 1) <= verdict.tolerated_weights:
             verdict.wrong.append(self._of_factor(named.weighting, sum(tokens)))
         elif expect is not None and named.weighting.name != expect and len(candidates) > 1:
             verdict.wrong.append(f"the gradient is that of {named.weighting.label}, not of {LABELS[expect]}")

@@ -13,6 +13,7 @@ from lockstep.dumps import tree
 from lockstep.dumps.recorder import outputs_of
 from lockstep.dumps.recording import Called, Recording
 from lockstep.ground.errors import UserError, first_line
+from lockstep.inputs import shapes
 from lockstep.verdict.float64 import Float64, make_exact
 from lockstep.verdict.normalisation import Gradients
 
@@ -37,6 +38,7 @@ class Reference:
 
     def __init__(self, recording: Recording, weights: dict[str, torch.Tensor], *, exact: bool):
         self.model, self.exact = recording.build(), exact
+        require_no_dropout(self.model)
         for module in self.model.modules():
             if "gradient_checkpointing" in vars(module):  # it would compute again outside of the mode
                 vars(module).update(gradient_checkpointing=False)
@@ -120,6 +122,16 @@ def _tables(model: torch.nn.Module) -> list[str]:
         for name, module in model.named_modules()
         if name and not list(module.children()) and not list(module.parameters()) and list(module.buffers())
     ]
+
+
+def require_no_dropout(model: torch.nn.Module) -> None:
+    """Raise UserError for a model that drops elements in training: the reference would drop others."""
+    for attribute, values in shapes.settings_of(model).items():
+        active = next((value for value in values if float(value) > 0), None)
+        if active is not None and (attribute == "p" or "drop" in attribute):
+            raise UserError(
+                f"dropout of {active} is active in {values[active][0]}, so the reference would drop other elements; record a run without it"
+            )
 
 
 def divisor_of(called: Called) -> float:
