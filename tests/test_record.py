@@ -10,6 +10,7 @@ import pytest
 import torch
 from ranks import ROOT, free_port, run_groups
 
+from lockstep import __main__ as command
 from lockstep import judge, record
 from lockstep.dumps import recorder, tree
 from lockstep.dumps.recording import Recording
@@ -238,6 +239,23 @@ def test_usage_errors_of_judging(tmp_path, capsys):
     recorder.write_model(tmp_path, *tree.describe(torch.nn.Linear(2, 2)))
     assert judge.main([str(tmp_path)]) == 2
     assert "no optimizer's step was recorded" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments, status, said",
+    [
+        (["judge", "nowhere"], 2, "nowhere holds no recording"),
+        (["record", "--output", "out", "nowhere.py"], 2, "nowhere.py: there is no such file"),
+        (["jugde"], 2, "jugde is no command; choose from record, judge"),
+        (["--help"], 0, "lockstep judge runs/mine"),
+    ],
+)
+def test_the_command(tmp_path, monkeypatch, capsys, arguments, status, said):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["lockstep", *arguments])
+    assert command.main() == status
+    captured = capsys.readouterr()
+    assert said in captured.out + captured.err
 
 
 @pytest.mark.parametrize("name", [name for name in BUILT_IN if name.startswith("tiny")])
