@@ -83,7 +83,7 @@ def runs(tmp_path_factory):
 def test_right_loops_pass(runs, name, capsys):
     assert judge.main([str(runs / name / "run")]) == 0, capsys.readouterr().out
     said = capsys.readouterr().out
-    assert said.endswith("PASS: 2 steps\n")
+    assert said.splitlines()[-1].startswith("PASS: 2 steps")
     content = json.loads((runs / name / "run" / "report.json").read_text())
     assert content["verdict"] == "PASS" and all(len(step["tensors"]) >= 20 for step in content["steps"])
     assert all(abs(step["factor"] - 1) < 1e-5 for step in content["steps"])
@@ -144,7 +144,7 @@ def test_a_script_is_recorded_as_it_is(tmp_path, capsys):
     )
     assert record.main(["--output", str(output), "--steps", "3", str(script), "--mine", "3"]) == 0
     assert judge.main([str(output)]) == 0
-    assert capsys.readouterr().out.endswith("PASS: 3 steps\n")
+    assert capsys.readouterr().out.endswith("PASS: 3 steps; the loss itself is not judged\n")
 
 
 GUARDED = """
@@ -239,6 +239,106 @@ def test_usage_errors_of_judging(tmp_path, capsys):
     recorder.write_model(tmp_path, *tree.describe(torch.nn.Linear(2, 2)))
     assert judge.main([str(tmp_path)]) == 2
     assert "no optimizer's step was recorded" in capsys.readouterr().err
+
+
+OWN = """
+import torch
+class Own(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = torch.nn.Embedding(11, 8), torch.nn.Linear(8, 11)
+    def forward(self, ids, targets=None, noise=0.0):
+        logits = self.head(self.embedding(ids) + noise * torch.randn(8))
+        if targets is None:
+            return logits
+        return logits, torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+def main():
+    torch.manual_seed(0)
+    net = Own()
+    make = lambda: torch.optim.AdamW(net.parameters(), lr=0.1)
+    optimizer = make()
+    for _ in range(2):
+        {new}
+        optimizer.zero_grad()
+        for number in range(2):
+            ids = torch.randint(0, 11, (3, 5))
+            targets = torch.randint(0, 11, (3, 5))
+            targets[0, : 1 + 2 * number] = -1
+            {loss}
+        {then}
+        optimizer.step()
+if __name__ == "__main__":
+    main()
+"""
+MEAN = "(net(ids, targets)[1] / 2).backward()"
+TOKENS = "(net(ids, targets)[1] * (14 - 2 * number) / 26).backward()"
+FROM_LOGITS = "out = net(ids); torch.nn.functional.cross_entropy(out.flatten(0, 1), targets.flatten(), ignore_index=-1).backward()"
+
+
+@pytest.mark.parametrize(
+    "loop, arguments, status, said",
+    [
+        ({"loss": MEAN}, [], 0, "that of the mean of the micro batches' means"),
+        (
+            {"loss": TOKENS},
+            ["--expect", "token-mean"],
+            0,
+            "that of the mean over all tokens of the global batch\n",
+        ),
+        ({"loss": MEAN}, ["--expect", "token-mean"], 1, "not of the mean over all tokens"),
+        ({"loss": FROM_LOGITS}, [], 0, "PASS: 2 steps; the loss itself is not judged"),
+        ({"loss": "a, b = net(ids), net(ids, targets)[1]; (a.sum() + b).backward()"}, [], 0, "PASS"),
+        (
+            {
+                "loss": "out, _ = net(ids, targets); out.square().sum().backward(retain_graph=True); out.mean().backward()"
+            },
+            [],
+            0,
+            "PASS",
+        ),
+        ({"loss": "net(ids, targets, 0.1)[1].backward()"}, [], 2, "it draws random numbers"),
+        (
+            {"loss": MEAN, "then": "net.head.bias.grad = None"},
+            [],
+            1,
+            "head.bias has no gradient on rank 0, though the loss depends on it",
+        ),
+        (
+            {"loss": MEAN, "new": "optimizer = make()"},
+            [],
+            1,
+            "what the optimizer keeps changed between step 1 and step 2",
+        ),
+        (
+            {
+                "loss": MEAN,
+                "then": "torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1, norm_type=float('inf'))",
+            },
+            [],
+            0,
+            "clipped from",
+        ),
+        (
+            {"loss": MEAN, "then": "[torch.nn.utils.clip_grad_norm_(one, 0.1) for one in net.parameters()]"},
+            [],
+            2,
+            "was clipped 3 times",
+        ),
+        (
+            {"loss": "net(ids, targets)"},
+            [],
+            2,
+            "no model in training mode|no optimizer's step|no gradient arrived|holds no recording",
+        ),
+    ],
+)
+def test_loops_of_one_process(tmp_path, capsys, loop, arguments, status, said):
+    script, output = tmp_path / "train.py", tmp_path / "out"
+    script.write_text(OWN.format(**{"new": "", "then": "", **loop}))
+    assert record.main(["--output", str(output), str(script)]) == 0
+    assert judge.main([str(output), *arguments]) == status
+    captured = capsys.readouterr()
+    assert any(one in captured.out + captured.err for one in said.split("|")), captured.out + captured.err
 
 
 @pytest.mark.parametrize(

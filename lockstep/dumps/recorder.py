@@ -91,6 +91,7 @@ class Recorder:
         self.micro: list[dict[str, Any]] = []
         self.clips: list[dict[str, Any]] = []
         self.optimizers: list[dict[str, Any]] = []
+        self.updating = False
 
     def _watch_clipping(self) -> None:
         """torch.nn.utils.clip_grad_norm_ calls this function of its file, under whatever name it was imported itself."""
@@ -126,6 +127,8 @@ class Recorder:
             return
         if not self.watches_engine:
             self.watches_engine = deepspeed_engine.watch(self)
+        if self.updating:
+            return  # a closure that is called again
         if self.optimizers:  # the step before is over: all its optimizers have stepped
             self._write()
             if not self.removing:
@@ -161,10 +164,19 @@ class Recorder:
             return
         number, about = len(self.micro) - 1, self.micro[-1]
         loss, logits = outputs_of(output)
-        if loss is not None:
-            about["loss"] = float(loss.detach())
-        elif logits is not None and logits.requires_grad:
-            logits.register_hook(functools.partial(self.keep, f"logits/{number}"))
+        if loss is not None and loss.requires_grad:
+            loss.register_hook(functools.partial(self._loss_is_used, about, float(loss.detach())))
+        if logits is not None and logits.requires_grad:
+            logits.register_hook(functools.partial(self._see_logits, about, number))
+
+    def _loss_is_used(self, about: dict[str, Any], loss: float, _gradient: torch.Tensor) -> None:
+        """A loop may leave the model's own loss and make one from the logits."""
+        about["loss"] = loss
+
+    def _see_logits(self, about: dict[str, Any], number: int, gradient: torch.Tensor) -> None:
+        name = f"logits/{number}"
+        if "loss" not in about:  # which is reached before, if it is used
+            self.keep(name, gradient + self.kept[name].to(gradient.device) if name in self.kept else gradient)
 
     def _before_update(
         self, optimizer: torch.optim.Optimizer, arguments: tuple, options: dict[str, Any]
@@ -190,12 +202,18 @@ class Recorder:
         own = tree.named_parameters(self.model)
         names = {id(parameter): name for name, parameter in own.items()}
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self.updating = True
         if not self.optimizers:
             # Only now: FSDP2 has its shards in their places again.
             for name, parameter in own.items():
                 self.keep_shard(f"weight/{name}", parameter)
                 if parameter.grad is not None:
                     self.keep_shard(f"gradient/{name}", parameter.grad)
+        for one in held:
+            if id(one) in names and one.grad is not None:
+                self.keep_shard(
+                    f"gradient/{names[id(one)]}", one.grad
+                )  # another optimizer's may be clipped only now
         groups = []
         for group in optimizer.param_groups:
             said = {key: value for key, value in group.items() if key != "params" and _is_plain(value)}
@@ -214,6 +232,7 @@ class Recorder:
                     self.keep_shard(f"{what}/{key}/{name}", value)
 
     def _after_update(self, optimizer: torch.optim.Optimizer, _arguments: tuple, _options: dict) -> None:
+        self.updating = False
         if not self.optimizers or self.engine_steps:
             return
         own = tree.named_parameters(self.model)

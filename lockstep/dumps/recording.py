@@ -134,6 +134,16 @@ class Recording:
         except (OSError, SafetensorError) as error:
             raise UserError(f"{path}: {printable(key)}: {first_line(error)}; {REMEDY}") from error
 
+    def _logits(self, rank: int, step: int, number: int) -> torch.Tensor:
+        path = self._path(rank, step)
+        with safe_open(path, framework="pt") as file:
+            if f"logits/{number}" not in file.keys():  # noqa: SIM118 - the file is no dict
+                raise UserError(
+                    f"{path}: no gradient arrived at what the model returned for micro batch {number} of rank {rank}: either it did not count in the "
+                    "training, or the model returns neither a loss nor logits; let it return one of them"
+                )
+        return self._tensor(rank, step, f"logits/{number}")
+
     def names(self, step: int, kind: str) -> list[str]:
         """What the ranks recorded of a kind, such as "gradient" or "state/exp_avg"."""
         first = f"{kind}/"
@@ -188,7 +198,7 @@ class Recording:
                     same = Called(number, [], micro, tensors)
                     found.append(same)
                     if micro.loss is None:
-                        same.logits_gradient = self._tensor(rank, step, f"logits/{number}")
+                        same.logits_gradient = self._logits(rank, step, number)
                 same.ranks.append(rank)
                 if micro.loss is not None:
                     same.losses[rank] = micro.loss

@@ -12,9 +12,18 @@ from pathlib import Path
 import torch
 
 from lockstep.dumps.recording import Recording
+from lockstep.ground.errors import UserError
 from lockstep.verdict import normalisation, recorded_update
 from lockstep.verdict.judgement import FLOOR, MULTIPLE, UNIT
-from lockstep.verdict.normalisation import LABELS, RANK_MEAN, Fit, Gradients, Weighting
+from lockstep.verdict.normalisation import (
+    LABELS,
+    MICRO_MEAN,
+    RANK_MEAN,
+    TOKEN_MEAN,
+    Fit,
+    Gradients,
+    Weighting,
+)
 from lockstep.verdict.recorded_reference import Computed, Reference
 from lockstep.verdict.recorded_rows import Row, StepVerdict
 from lockstep.verdict.records import float32_norm_error
@@ -60,6 +69,7 @@ class _Step:
         # By the first rank that was called with each micro batch
         self.shares = [called.ranks[0] for called in self.micro]
         self.verdict = StepVerdict(step, len(self.micro), len(set(self.shares)))
+        self.of_norm: list[str] = []  # what is wrong with the norm of clipping: after what may have caused it
 
     def judge(self, expect: str | None) -> StepVerdict:
         verdict = self.verdict
@@ -73,6 +83,7 @@ class _Step:
             [reference.compute(called) for called in self.micro]
             for reference in (Reference(self.recording, weights, exact=exact) for exact in (True, False))
         )
+        self._require_repeatable(weights)
         self.columns = self._columns(self.exact)
         fitted = normalisation.fit(self.observed, self.columns.each)
         yardstick = self._columns(near).combined(fitted.weights)
@@ -81,8 +92,37 @@ class _Step:
         self._judge_losses(near)
         right = self.columns.combined(self._judge_weights(fitted, again, expect))
         self._judge_gradients(right, yardstick, again.typical)
+        verdict.wrong += self.of_norm
+        self._judge_missing(weights)
         recorded_update.judge(self.recording, verdict, weights)
         return verdict
+
+    def _require_repeatable(self, weights: dict[str, torch.Tensor]) -> None:
+        again = Reference(self.recording, weights, exact=True).compute(self.micro[0])
+        first = self.exact[0]
+        if again.loss != first.loss or any(
+            not torch.equal(again.gradients[name], tensor) for name, tensor in first.gradients.items()
+        ):
+            raise UserError(
+                "two passes of the recorded model over one micro batch differ: it draws random numbers, so no reference can follow it; "
+                "record a run without them"
+            )
+
+    def _judge_missing(self, weights: dict[str, torch.Tensor]) -> None:
+        """What has a gradient in the reference has one on every rank that holds it."""
+        for name in weights:
+            size = max(
+                float(one.gradients[name].norm()) if name in one.gradients else 0.0 for one in self.exact
+            )
+            without = [
+                rank
+                for rank, about in self.ranks.items()
+                if f"weight/{name}" in about.places and f"gradient/{name}" not in about.places
+            ]
+            if size > 0 and without:
+                self.verdict.wrong.append(
+                    f"{name} has no gradient on rank {without[0]}, though the loss depends on it"
+                )
 
     def _columns(self, computed: list[Computed]) -> _Columns:
         return _Columns(
@@ -143,6 +183,7 @@ class _Step:
         for called, exact in zip(self.micro, self.exact, strict=True):
             if exact.loss is None:
                 continue
+            self.verdict.losses = True
             for rank, loss in called.losses.items():
                 name = f"loss of micro batch {called.number}, rank {rank}"
                 row = Row(name, abs(loss - exact.loss) / abs(exact.loss), tolerated, loss / exact.loss)
@@ -158,7 +199,7 @@ class _Step:
         verdict = self.verdict
         deviation = float((again.weights - fitted.weights).norm() / fitted.weights.norm())
         verdict.tolerated_weights = MULTIPLE * max(deviation, again.typical) + FLOOR * UNIT["fp32"]
-        tokens, divisors, candidates = self._weightings()
+        tokens, divisors, candidates = self._weightings(expect)
         measured = fitted.weights / divisors
         named = verdict.named = normalisation.nearest(measured, tokens, candidates)
         known = named.weighting.weights * divisors
@@ -180,27 +221,32 @@ class _Step:
             verdict.difference = f"; in {candidates[0].label}, a token would count {float(counts.min()):.3g} to {float(counts.max()):.3g} times as much"
         return known * named.factor
 
-    def _weightings(self) -> tuple[list[int], torch.Tensor, list[Weighting]]:
+    def _weightings(self, expect: str | None) -> tuple[list[int], torch.Tensor, list[Weighting]]:
         """(tokens of the micro batches, what their losses divide the sums over these by, the weightings of these sums that are known)."""
         tokens = [one.tokens for one in self.exact]
         if any(one.loss is None for one in self.exact):
             self.verdict.notes.append(
-                "no labels reached the model: the gradient is judged from the recorded one at the logits on, the loss is not"
+                "the model's own loss is not what was trained: the gradient is judged from the recorded one at the logits on, the loss is not"
             )
             ones = torch.ones(len(self.micro), dtype=torch.float64)
             # The recorded gradients have every divisor of the run but that of averaging over ranks.
-            mean = Weighting(RANK_MEAN, "the mean over the ranks", ones / self.verdict.shares)
+            mean = Weighting(
+                RANK_MEAN,
+                "what follows from the gradients at the logits, averaged over the ranks",
+                ones / self.verdict.shares,
+            )
             return [1] * len(self.micro), ones, [mean]
         if not all(tokens):
+            if expect == TOKEN_MEAN:
+                raise UserError(
+                    f"--expect {expect}: the loss that the model returns is no mean of a cross-entropy over labels among its inputs, so its tokens are not known"
+                )
             self.verdict.notes.append(
-                "the loss is no mean of a cross-entropy over tokens: the loss of each micro batch counts as one token"
+                "the tokens of the loss are not known, so nothing says whether each counts alike"
             )
-            tokens = [1] * len(self.micro)
-            return (
-                tokens,
-                torch.ones(len(tokens), dtype=torch.float64),
-                normalisation.known(tokens, self.shares),
-            )
+            ones = torch.ones(len(self.micro), dtype=torch.float64)
+            mean = Weighting(MICRO_MEAN, "the mean of the micro batches' losses", ones / len(self.micro))
+            return [1] * len(self.micro), ones, [mean]
         self.verdict.tokens = sum(tokens)
         divisors = torch.tensor([one.divisor for one in self.exact], dtype=torch.float64)
         return tokens, divisors, normalisation.known(tokens, self.shares)
@@ -219,7 +265,7 @@ class _Step:
         )
         why = f", which is {' or '.join(names)}" if names else ""
         if not names and self.verdict.factor < 1 and not self.ranks[0].clips:
-            why = "; no clipping by torch.nn.utils was seen"
+            why = "; no clipping by a norm was seen"
         return f"the gradient is {self.verdict.factor:.7g} times that of {weighting.label}{why}"
 
     def _clip_factor(self, weights: torch.Tensor) -> float:
@@ -227,18 +273,26 @@ class _Step:
 
         `weights` are those of the gradient before it. Judges the norm, which libraries sum in float32.
         """
-        clip = next(iter(self.ranks[0].clips), None)
-        if clip is None:
+        clips = self.ranks[0].clips
+        if not clips:
             return 1.0
+        if len(clips) > 1:
+            raise UserError(
+                f"the gradient of step {self.verdict.step} was clipped {len(clips)} times, and one norm for all of it is what can be judged"
+            )
+        (clip,) = clips
         each = list(self.columns.combined(weights).values())
         right = math.sqrt(sum(float(tensor.square().sum()) for tensor in each))
         summed = float(torch.stack([tensor.float().norm() for tensor in each]).norm())
         in_float32 = float32_norm_error(right, summed, max(tensor.numel() for tensor in each))
         tolerated = in_float32 / right + self.verdict.tolerated_weights
+        largest = max(float(tensor.abs().max()) for tensor in each)
+        if abs(clip.norm - largest) <= tolerated * largest:
+            right = largest  # clipped by the largest element
         row = Row("gradient norm", abs(clip.norm - right) / right, tolerated, clip.norm / right)
         self.verdict.rows.append(row)
         if row.too_far:
-            self.verdict.wrong.append(
+            self.of_norm.append(
                 f"the gradient was clipped by a norm of {clip.norm:.7g}; that of the reference's gradient is {right:.7g}"
             )
         factor = min(1.0, clip.max_norm / (clip.norm + 1e-6))

@@ -17,7 +17,7 @@ from lockstep.inputs import shapes
 from lockstep.verdict.float64 import Float64, make_exact
 from lockstep.verdict.normalisation import Gradients
 
-IGNORED = -100  # a label that counts for no token
+IGNORED = (-100, -1)  # labels that count for no token
 SAME = 1e-9  # relative: the float64 loss is this mean over tokens
 
 
@@ -84,6 +84,8 @@ class Reference:
         try:
             with self._precision(called):
                 loss, logits = outputs_of(self.model(**given))
+                if called.about.loss is None:  # the loop did not train on it
+                    loss = None
                 if loss is not None:
                     loss.backward()
                 elif logits is not None and called.logits_gradient is not None:
@@ -143,23 +145,23 @@ def divisor_of(called: Called) -> float:
 def tokens_of(called: Called, loss: torch.Tensor, logits: torch.Tensor | None, divisor: float) -> int:
     """How many tokens the loss of a micro batch is a mean over; 0 if it is no such mean of a cross-entropy.
 
-    `divisor` is what the model was told to divide by, 0 if nothing. The loss itself says whether labels are shifted in the model.
+    `divisor` is what the model was told to divide by, 0 if nothing. The loss itself says which input has the labels, whether the model shifts them,
+    and which label counts for no token.
     """
     if logits is None or logits.ndim < 2:
         return 0
-    for name, shift in (("shift_labels", 0), ("labels", 1), ("labels", 0)):
-        labels = called.tensors.get(name)
-        if labels is None or labels.is_floating_point() or labels.ndim != logits.ndim - 1:
+    own = logits.detach().double()
+    for labels in called.tensors.values():
+        if labels.is_floating_point() or labels.shape != logits.shape[:-1]:
             continue
-        own = logits.detach()
-        if shift:
-            own, labels = own[..., :-1, :], labels[..., 1:]
-        if own.shape[:-1] != labels.shape:
-            continue
-        total = torch.nn.functional.cross_entropy(
-            own.flatten(0, -2).double(), labels.flatten(), ignore_index=IGNORED, reduction="sum"
-        )
-        tokens = int((labels != IGNORED).sum())
-        if tokens and math.isclose(float(total) / (divisor or tokens), float(loss), rel_tol=SAME):
-            return tokens
+        for inside, wanted in ((own, labels), (own[..., :-1, :], labels[..., 1:])):
+            for ignored in IGNORED:
+                tokens = int((wanted != ignored).sum())
+                if not tokens or int(wanted[wanted != ignored].min()) < 0:
+                    continue
+                total = torch.nn.functional.cross_entropy(
+                    inside.flatten(0, -2), wanted.flatten(), ignore_index=ignored, reduction="sum"
+                )
+                if math.isclose(float(total) / (divisor or tokens), float(loss), rel_tol=SAME):
+                    return tokens
     return 0

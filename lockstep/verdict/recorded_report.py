@@ -32,7 +32,12 @@ def lines(steps: list[StepVerdict]) -> list[str]:
         found += [f"  note: {note}" for note in verdict.notes]
     wrong = next((verdict for verdict in steps if verdict.wrong), None)
     if wrong is None:
-        return [*found, f"PASS: {len(steps)} steps"]
+        left = (
+            "; the loss itself is not judged"
+            if any(verdict.named and not verdict.losses for verdict in steps)
+            else ""
+        )
+        return [*found, f"PASS: {len(steps)} steps{left}"]
     return [*found, f"FAIL: step {wrong.step}: {wrong.wrong[0]}"]
 
 

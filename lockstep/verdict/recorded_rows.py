@@ -35,6 +35,7 @@ class StepVerdict:
     factor: float = 1.0  # of the gradient, before clipping
     clipped: str = ""  # by how much, to be read after the gradient
     difference: str = ""  # of this mean from the one over all tokens, likewise
+    losses: bool = False  # whether they are judged
     tolerated_weights: float = 0.0
     rows: list[Row] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)  # sentences, the first is the headline

@@ -42,8 +42,24 @@ def judge(recording: Recording, verdict: StepVerdict, weights: Weights) -> None:
             verdict.wrong.append(
                 f"{_and_more(between)} changed between the update of step {step - 1} and step {step}"
             )
+        _judge_kept_state(recording, verdict)
     for optimizer in optimizers:
         _judge_optimizer(recording, verdict, optimizer, weights, updated)
+
+
+def _judge_kept_state(recording: Recording, verdict: StepVerdict) -> None:
+    """What an optimizer keeps from one step is what it has in the next, bit for bit."""
+    step, changed = verdict.step, []
+    now = set(recording.names(step, "state"))
+    for name in recording.names(step - 1, "new_state"):
+        if name not in now or not torch.equal(
+            recording.whole(step, f"state/{name}")[0], recording.whole(step - 1, f"new_state/{name}")[0]
+        ):
+            changed.append(name)
+    if changed:
+        verdict.wrong.append(
+            f"what the optimizer keeps changed between step {step - 1} and step {step}: {_and_more(sorted(changed))}"
+        )
 
 
 def _and_more(names: list[str]) -> str:
