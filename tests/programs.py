@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
 from ranks import ROOT
 
 from lockstep.ground import startup
@@ -46,4 +47,6 @@ def in_process(
             signal.signal(number, handler)  # startup.begin() has set its own
         atexit.unregister(startup._leave)  # or it would end pytest, with the program's status
         startup._status = None
+        if torch.distributed.is_initialized():  # which would have ended with the program's process
+            torch.distributed.destroy_process_group()
     return subprocess.CompletedProcess([program, *arguments], status, out.getvalue(), error.getvalue())
