@@ -17,8 +17,7 @@ from lockstep.ground import origin
 from lockstep.ground.errors import LIBRARY_REFUSES, UserError, first_line
 from lockstep.inputs import modules
 from lockstep.inputs.model import causal_lm_loss
-from lockstep.plan import deepspeed_file as configuration
-from lockstep.plan import zero
+from lockstep.plan import deepspeed_file, zero
 from lockstep.plan.config import Config
 from lockstep.plan.deepspeed import DeepSpeed
 from lockstep.plan.mesh import Geometry, Mesh, share
@@ -257,7 +256,7 @@ class AutoTPStrategy:
                 optimizer=lambda groups: build_optimizer(
                     groups, optimizer=config.optimizer, learning_rate=config.learning_rate
                 ),
-                config=configuration.resolved(
+                config=deepspeed_file.resolved(
                     config, self.full_shapes[modules.names_in(model).embedding_weight][-1]
                 ),
                 mpu=self.sequence.mpu if self.sequence else None,

@@ -225,11 +225,11 @@ def verdicts(
 ) -> tuple["Result", "CurveVerdict"]:
     """(comparison of the tensors, whose report is written into a folder if one is given; of the losses) of one run."""
     from lockstep import compare
-    from lockstep.verdict import loss_curves as curves
+    from lockstep.verdict import loss_curves
 
     baseline = group.losses(BASELINE, CLEAN)
-    tolerance = curves.tolerance_for(baseline, group.losses(CONTROL, CLEAN))
-    curve = curves.compare_curves(baseline, group.losses(strategy, name), tolerance)
+    tolerance = loss_curves.tolerance_for(baseline, group.losses(CONTROL, CLEAN))
+    curve = loss_curves.compare_curves(baseline, group.losses(strategy, name), tolerance)
     dumps = [*(group.dump(each, CLEAN) for each in (REFERENCE, BASELINE)), group.dump(strategy, name)]
     return compare.judge(dumps, report), curve
 

@@ -26,7 +26,7 @@ from lockstep.plan.config import BASELINE, CONTROL, history_file
 from lockstep.plan.runs import Run, runs_of
 from lockstep.plan.strategies import others
 from lockstep.running import jobs
-from lockstep.verdict import loss_curves as curves
+from lockstep.verdict import loss_curves
 
 PRECISIONS = ["fp32", "autocast"]
 SMALL, WIDE = [(2, 1), (1, 2), (2, 2)], [(4, 1), (1, 4), (2, 2)]  # (dp, tp)
@@ -115,10 +115,10 @@ def judge(folder: Path, strategies: list[Run]) -> tuple[list[dict], list[str], d
         name: history.read(history_file(Path(f"{folder}-losses"), name))
         for name in (BASELINE, *names, CONTROL)
     }
-    tolerance = curves.tolerance_for(losses[BASELINE], losses[CONTROL])
+    tolerance = loss_curves.tolerance_for(losses[BASELINE], losses[CONTROL])
     for name in names:
-        curves.require_comparable_curves(losses[BASELINE], losses[name])
-        curve = curves.compare_curves(losses[BASELINE], losses[name], tolerance)
+        loss_curves.require_comparable_curves(losses[BASELINE], losses[name])
+        curve = loss_curves.compare_curves(losses[BASELINE], losses[name], tolerance)
         alarms += [] if curve.passed else [{"strategy": name, "losses": curve.as_dict()}]
     unjudged = {row.name for run in result.runs.values() for row in run.rows if not row.judged}
     return alarms, sorted(unjudged), worst

@@ -25,7 +25,7 @@ from lockstep.plan.command_line import parse_config
 from lockstep.plan.config import BASELINE, CONTROL, history_file
 from lockstep.plan.strategies import SPECS
 from lockstep.running import jobs
-from lockstep.verdict import loss_curves as curves
+from lockstep.verdict import loss_curves
 
 STRATEGY = next(row.name for row in SPECS.values() if {"pp", "cp"} <= set(row.axes))
 ULYSSES = next(row.name for row in SPECS.values() if "sp_size" in row.also_called.values())
@@ -117,13 +117,13 @@ def judge(folder: Path, model: str, precision: str) -> dict[str, dict]:
     """Name of a run -> its alarms, and the largest multiple of what is tolerated of a tensor."""
     found = {}
     baseline, control = (history.read(history_file(folder / "losses", name)) for name in (BASELINE, CONTROL))
-    tolerance = curves.tolerance_for(baseline, control)
+    tolerance = loss_curves.tolerance_for(baseline, control)
     for name in cases(model, precision):
         run = name.replace(" ", "").replace(",", "-")
         result = compare.judge([folder / each for each in (BASELINE, run, "reference")])
         losses = history.read(history_file(folder / "losses", run))
-        curves.require_comparable_curves(baseline, losses)
-        curve = curves.compare_curves(baseline, losses, tolerance)
+        loss_curves.require_comparable_curves(baseline, losses)
+        curve = loss_curves.compare_curves(baseline, losses, tolerance)
         alarms = [f"tensors {result.verdict(run)}: {result.runs[run].failures[:1]}"] * (
             result.verdict(run) != "PASS"
         )

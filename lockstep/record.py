@@ -8,9 +8,7 @@ around the loop does the same. `python -m lockstep.judge runs/mine` then judges 
 """
 
 import argparse
-import os
 import runpy
-import shutil
 import sys
 import types
 from collections.abc import Callable
@@ -81,7 +79,6 @@ class _Finding:
         from lockstep.dumps.recorder import Recorder
 
         self.recorder: Recorder | None = None
-        shutil.rmtree(output / f"rank_{os.environ.get('RANK', '0')}", ignore_errors=True)
         real: Callable[..., Any] = torch.nn.Module.__call__
         self._restore = lambda: setattr(torch.nn.Module, "__call__", real)
 

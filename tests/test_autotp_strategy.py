@@ -6,12 +6,12 @@ import sys
 from programs import completed
 from ranks import ROOT
 
-from lockstep.plan import deepspeed_file as configuration
+from lockstep.plan import deepspeed_file
 from lockstep.plan.command_line import parse_config
 
 
 def test_what_deepspeed_is_told():
-    told = configuration.of_flags(
+    told = deepspeed_file.of_flags(
         parse_config("deepspeed", ["--max_grad_norm", "0", "--precision", "autocast"])
     )
     assert told["gradient_clipping"] == 0.0, "left out, DeepSpeed clips at 1.0"

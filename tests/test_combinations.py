@@ -12,7 +12,7 @@ from lockstep.plan.command_line import parse_config
 from lockstep.plan.config import CONTROL, history_file
 from lockstep.plan.strategies import spec_of
 from lockstep.running import jobs
-from lockstep.verdict import loss_curves as curves
+from lockstep.verdict import loss_curves
 from lockstep.verdict.comparison import compare_dumps
 
 EXAMPLE = f"{ROOT}/examples/context_ddp.py:ContextDDP"
@@ -112,9 +112,9 @@ def test_every_combination_computes_the_same(trained, name, request):
     assert result.verdict("it") == "PASS", result.runs["it"].failures[:3]
     baseline = history.read(history_file(plain / "losses", "ddp"))
     other = history.read(history_file(trained / name / "losses", strategy))
-    curves.require_comparable_curves(baseline, other)
+    loss_curves.require_comparable_curves(baseline, other)
     control = history.read(history_file(plain / "losses", CONTROL))
-    assert curves.compare_curves(baseline, other, curves.tolerance_for(baseline, control)).passed
+    assert loss_curves.compare_curves(baseline, other, loss_curves.tolerance_for(baseline, control)).passed
 
 
 def test_no_extension_is_built(trained):

@@ -11,7 +11,7 @@ from lockstep.dumps import history
 from lockstep.plan.config import history_file
 from lockstep.plan.rates import changes, rate_of
 from lockstep.plan.strategies import SPECS
-from lockstep.verdict import loss_curves as curves
+from lockstep.verdict import loss_curves
 
 COSINE = {"learning_rate": 0.5, "lr_schedule": "cosine", "warmup_steps": 2, "schedule_steps": 0}
 FLAGS = shlex.split("--lr_schedule cosine --warmup_steps 2 --debug_steps 4 --capture_steps 3")
@@ -61,8 +61,8 @@ def test_every_strategy_follows_it(trained):
     for name in SPECS:
         other = losses(trained, f"{name} none", name)
         assert [step["learning_rate"] for step in other.steps] == wanted
-        tolerance = curves.tolerance_for(baseline, None)
-        assert curves.compare_curves(baseline, other, tolerance).passed
+        tolerance = loss_curves.tolerance_for(baseline, None)
+        assert loss_curves.compare_curves(baseline, other, tolerance).passed
 
 
 def test_a_run_that_does_not_is_caught(trained):
@@ -73,5 +73,5 @@ def test_a_run_that_does_not_is_caught(trained):
     assert (step, first.split("/")[0]) == (2, "parameter")
     baseline = losses(trained, "ddp none", "ddp")
     off = losses(trained, "fsdp learning rate of the first step", "off")
-    verdict = curves.compare_curves(baseline, off, curves.tolerance_for(baseline, None))
+    verdict = loss_curves.compare_curves(baseline, off, loss_curves.tolerance_for(baseline, None))
     assert not verdict.passed and any("learning rate of step 2" in one for one in verdict.problems)

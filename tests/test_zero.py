@@ -13,8 +13,7 @@ from lockstep.faults import CATALOGUE, applies_to
 from lockstep.ground import origin
 from lockstep.ground.errors import UserError
 from lockstep.inputs.architectures import BUILT_IN
-from lockstep.plan import deepspeed, zero
-from lockstep.plan import deepspeed_file as configuration
+from lockstep.plan import deepspeed, deepspeed_file, zero
 from lockstep.plan.command_line import parse_config
 from lockstep.plan.strategies import SPECS
 from lockstep.running import jobs
@@ -31,7 +30,7 @@ def told(tmp_path, content, *arguments):
     path.write_text(content)
     parsed = config("--deepspeed_config", str(path), *arguments)
     parsed.spec.require(parsed, BUILT_IN["tiny-qwen2"])
-    return json.loads(configuration.text(parsed, BUILT_IN["tiny-qwen2"]))
+    return json.loads(deepspeed_file.text(parsed, BUILT_IN["tiny-qwen2"]))
 
 
 def test_a_users_file_is_filled_in(tmp_path):
@@ -121,13 +120,13 @@ def test_a_users_file_that_contradicts_one_flag(tmp_path, content, arguments, me
 
 def test_empty_sections_ask_for_nothing(tmp_path):
     parsed = told(tmp_path, '{"zero_optimization": {}, "bf16": {}, "tensor_parallel": {}}')
-    assert parsed == configuration.of_flags(config())
+    assert parsed == deepspeed_file.of_flags(config())
 
 
 def test_what_earlier_versions_refuse_is_left_out_where_it_is_the_default():
-    told = configuration.resolved(config("--tp_size", "1"), hidden_size=64)
+    told = deepspeed_file.resolved(config("--tp_size", "1"), hidden_size=64)
     assert told["tensor_parallel"] == {"autotp_size": 1} and told["bf16"] == {"enabled": False}
-    needed = configuration.resolved(config("--precision", "bf16"), hidden_size=64)
+    needed = deepspeed_file.resolved(config("--precision", "bf16"), hidden_size=64)
     assert needed["tensor_parallel"]["vocab_parallel_lm_head"] and len(needed["bf16"]) == 3
 
 
@@ -172,8 +171,8 @@ def test_the_shipped_files_are_what_the_flags_ask_for(tmp_path, name, further):
         more += ["--nvme_path", str(tmp_path)]
     parsed = config("--deepspeed_config", str(path), *more)
     zero.require(parsed)
-    flags = configuration.of_flags(parsed)
-    assert configuration.resolved(parsed, hidden_size=64) == flags
+    flags = deepspeed_file.of_flags(parsed)
+    assert deepspeed_file.resolved(parsed, hidden_size=64) == flags
     assert flags["zero_optimization"]["stage"] == json.loads(path.read_text())["zero_optimization"]["stage"]
 
 
@@ -183,7 +182,7 @@ def test_a_file_is_read_once(tmp_path):
     path.write_text('{"zero_optimization": {"stage": 2}}')
     parsed = config("--deepspeed_config", str(path))
     path.unlink()
-    assert configuration.resolved(parsed, hidden_size=64)["zero_optimization"]["stage"] == 2
+    assert deepspeed_file.resolved(parsed, hidden_size=64)["zero_optimization"]["stage"] == 2
     assert parsed.as_dict()["own"]["deepspeed_config"] == {"zero_optimization": {"stage": 2}}
 
 

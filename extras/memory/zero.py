@@ -16,8 +16,7 @@ from extras.memory.plan import (
     largest,
     most,
 )
-from lockstep.plan import deepspeed_file as configuration
-from lockstep.plan import zero
+from lockstep.plan import deepspeed_file, zero
 from lockstep.training.optim import decays
 
 # DeepSpeed's own values where the configuration says nothing, in elements (runtime/zero/config.py).
@@ -41,7 +40,7 @@ def plan(rank: Rank) -> Plan:
     zero.require(config)
     rank = whole_embedding(rank)
     stage = zero.of(config).zero_stage
-    told = configuration.resolved(config, rank.hidden_size)["zero_optimization"]
+    told = deepspeed_file.resolved(config, rank.hidden_size)["zero_optimization"]
     sizes = {name: told.get(name, default) for name, default in DEFAULTS.items()}
     buffers = 2 if told.get("overlap_comm") and stage in (1, 2) else 1
     bucket = sizes["reduce_bucket_size"] * rank.width * buffers

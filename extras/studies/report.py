@@ -12,7 +12,7 @@ from lockstep.dumps.history import History
 from lockstep.ground.errors import UserError, printable
 from lockstep.ground.files import write_text
 from lockstep.plan.config import BASELINE, CONTROL, history_file
-from lockstep.verdict import loss_curves as curves
+from lockstep.verdict import loss_curves
 from lockstep.verdict import loss_folder as folder
 from lockstep.verdict import loss_report as curve_report
 from lockstep.verdict.loss_curves import FAIL, NOT_JUDGED, PASS
@@ -52,10 +52,10 @@ def prepare(run: Planned) -> None:
         layout_of(run.inputs.architecture, run.config.attn_impl)
 
 
-def _base(run: Planned) -> tuple[History, curves.Tolerance]:
+def _base(run: Planned) -> tuple[History, loss_curves.Tolerance]:
     """What other runs are judged by: its history, and the tolerance that its control run shows."""
     baseline = history.read(run.config.history_path)
-    return baseline, curves.tolerance_for(baseline, _noise(run))
+    return baseline, loss_curves.tolerance_for(baseline, _noise(run))
 
 
 def _noise(base: Planned) -> History:
@@ -88,7 +88,7 @@ def judge_tensors(place: Path, ran: list[Planned]) -> "Result":
 def _row(
     run: Planned,
     control: Planned,
-    bases: dict[str, tuple[History, curves.Tolerance]],
+    bases: dict[str, tuple[History, loss_curves.Tolerance]],
     failure: str | None,
     result: "Result | None",
 ) -> dict[str, Any]:
@@ -119,10 +119,10 @@ def _row(
         row |= {"judged by": run.against, "from the control": _gaps(mine, bases[control.name][0])}
         row |= _gaps(mine, baseline)
     try:
-        curves.require_comparable_curves(baseline, mine)
+        loss_curves.require_comparable_curves(baseline, mine)
     except UserError as error:
         return {**row, "outcome": REFUSED, "why": str(error)}
-    curve = curves.compare_curves(baseline, mine, tolerance)
+    curve = loss_curves.compare_curves(baseline, mine, tolerance)
     row |= {"losses": curve.outcome, "tolerated loss difference": tolerance.maximum}
     outcomes = [curve.outcome]
     if result is not None and run.against is None:
@@ -148,7 +148,7 @@ def _gaps(mine: History, baseline: History) -> dict[str, Any]:
         "largest loss difference": max(gaps),
         "mean loss difference": statistics.fmean(gaps),
         "last loss difference": gaps[-1],
-        "largest gradient norm difference": max(curves.norm_gap(b, a) for a, b in pairs),
+        "largest gradient norm difference": max(loss_curves.norm_gap(b, a) for a, b in pairs),
     }
     if all("group_norms" in step for pair in pairs for step in pair):
         found["mean difference of group norms"] = {
@@ -338,5 +338,5 @@ def write(
     write_text(place / "report.md", "\n".join(parts) + "\n")
     noise = _noise(planned[0])
     curve_report.draw(
-        histories, noise, curves.tolerance_for(histories[BASELINE], noise), place / "losses.png"
+        histories, noise, loss_curves.tolerance_for(histories[BASELINE], noise), place / "losses.png"
     )

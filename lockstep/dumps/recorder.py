@@ -37,6 +37,7 @@ from lockstep.dumps import deepspeed_engine, tree
 from lockstep.ground.blocks import pieces
 from lockstep.ground.errors import UserError
 from lockstep.ground.files import write_text
+from lockstep.inputs.model import being_recomputed
 
 FORMAT = 1
 STEPS = 2
@@ -68,11 +69,15 @@ class Recorder:
         leaves = [module for module in self.model.modules() if module._parameters and not module._modules]
         self.removing += [leaf.register_forward_pre_hook(self._see_leaf).remove for leaf in leaves]
         self._watch_clipping()
-        self._written_model = False
+        shutil.rmtree(self._rank_folder, ignore_errors=True)  # an earlier recording
 
     @property
     def rank(self) -> int:
         return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+
+    @property
+    def _rank_folder(self) -> Path:
+        return self.folder / f"rank_{self.rank}"
 
     def stop(self) -> None:
         """Write a step that is over, and remove the hooks."""
@@ -110,12 +115,13 @@ class Recorder:
             self.removing.append(functools.partial(setattr, place, name, real))
 
     def keep(self, name: str, tensor: torch.Tensor) -> None:
-        self.kept[name] = tensor.detach().cpu().contiguous().clone()
+        self.kept[name] = _copied(tensor)
 
     def keep_shard(self, name: str, tensor: torch.Tensor) -> None:
         """This rank's blocks of a tensor, and where they lie in the whole."""
         if isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
-            tensor = tensor.redistribute(placements=[_whole(placement) for placement in tensor.placements])
+            summed = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
+            tensor = tensor.redistribute(placements=summed)
         places = []
         for number, (start, block) in enumerate(pieces(tensor.detach())):
             self.keep(f"{name}#{number}", block)
@@ -123,7 +129,7 @@ class Recorder:
         self.places[name] = [{"full": list(tensor.shape)}, *places]
 
     def _see_call(self, _module: torch.nn.Module, arguments: tuple, options: dict[str, Any]) -> None:
-        if not (self.model.training and torch.is_grad_enabled()) or _recomputing():
+        if not (self.model.training and torch.is_grad_enabled()) or being_recomputed():
             return
         if not self.watches_engine:
             self.watches_engine = deepspeed_engine.watch(self)
@@ -156,11 +162,11 @@ class Recorder:
         self.micro.append(about)
 
     def _see_leaf(self, _module: torch.nn.Module, _arguments: tuple) -> None:
-        if self.micro and self.micro[-1]["autocast"] is None and not _recomputing():
+        if self.micro and self.micro[-1]["autocast"] is None and not being_recomputed():
             self.micro[-1]["autocast"] = _autocast(self.model)
 
     def _see_output(self, _module: torch.nn.Module, _arguments: tuple, output: Any) -> None:
-        if not (self.model.training and torch.is_grad_enabled() and self.micro) or _recomputing():
+        if not (self.model.training and torch.is_grad_enabled() and self.micro) or being_recomputed():
             return
         number, about = len(self.micro) - 1, self.micro[-1]
         loss, logits = outputs_of(output)
@@ -203,26 +209,28 @@ class Recorder:
         names = {id(parameter): name for name, parameter in own.items()}
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self.updating = True
+        final = [one for one in held if id(one) in names]  # another optimizer's may be clipped only later
         if not self.optimizers:
-            # Only now: FSDP2 has its shards in their places again.
-            for name, parameter in own.items():
+            final = list(own.values())
+            for name, parameter in own.items():  # only now: FSDP2 has its shards in their places again
                 self.keep_shard(f"weight/{name}", parameter)
-                if parameter.grad is not None:
-                    self.keep_shard(f"gradient/{name}", parameter.grad)
-        for one in held:
-            if id(one) in names and one.grad is not None:
-                self.keep_shard(
-                    f"gradient/{names[id(one)]}", one.grad
-                )  # another optimizer's may be clipped only now
+        for parameter in final:
+            if parameter.grad is not None:
+                self.keep_shard(f"gradient/{names[id(parameter)]}", parameter.grad)
         groups = []
         for group in optimizer.param_groups:
             said = {key: value for key, value in group.items() if key != "params" and _is_plain(value)}
             said |= {key: float(value) for key, value in group.items() if isinstance(value, torch.Tensor)}
             groups.append({**said, "params": [names.get(id(one)) for one in group["params"]]})
         kind = type(optimizer)
-        self.optimizers.append({"class": f"{kind.__module__}:{kind.__qualname__}", "groups": groups})
+        self.optimizers.append(
+            {
+                "class": f"{kind.__module__}:{kind.__qualname__}",
+                "groups": groups,
+                "strangers": sum(id(one) not in names for one in held),
+            }
+        )
         self._keep_state("state", optimizer, names)
-        self.optimizers[-1]["strangers"] = sum(id(one) not in names for one in held)
 
     def _keep_state(self, what: str, optimizer: torch.optim.Optimizer, names: dict[int, str]) -> None:
         for parameter, state in optimizer.state.items():
@@ -241,12 +249,10 @@ class Recorder:
         self._keep_state("new_state", optimizer, {id(parameter): name for name, parameter in own.items()})
 
     def _write(self) -> None:
-        if self.rank == 0 and not self._written_model:
+        if self.rank == 0 and self.step == 1:
             write_model(self.folder, self.tree, self.tensors)
-        self._written_model = True
-        folder = self.folder / f"rank_{self.rank}"
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"step_{self.step}.safetensors"
+        self._rank_folder.mkdir(parents=True, exist_ok=True)
+        path = self._rank_folder / f"step_{self.step}.safetensors"
         save_file(self.kept, path.with_suffix(".part"))
         os.replace(path.with_suffix(".part"), path)
         content = {
@@ -270,15 +276,15 @@ class Recorder:
 def write_model(folder: Path, about: tree.TREE, tensors: dict[str, torch.Tensor]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     whole = {
-        name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
-        .detach()
-        .cpu()
-        .contiguous()
-        .clone()
+        name: _copied(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
         for name, tensor in tensors.items()
     }
     save_file(whole, folder / "model.safetensors")
     write_text(folder / "model.json", json.dumps({"format": FORMAT, "tree": about}))
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu().contiguous().clone()
 
 
 def outputs_of(output: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -299,9 +305,7 @@ def outputs_of(output: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
 @contextlib.contextmanager
 def recording(model: torch.nn.Module, folder: str | Path, steps: int = STEPS) -> Iterator[Recorder]:
     """Record the first `steps` steps of the loop inside. An earlier recording in the folder is replaced."""
-    folder = Path(folder)
-    recorder = Recorder(model, folder, steps)
-    shutil.rmtree(folder / f"rank_{recorder.rank}", ignore_errors=True)
+    recorder = Recorder(model, Path(folder), steps)
     try:
         yield recorder
     finally:
@@ -314,10 +318,6 @@ def _require_recordable(model: torch.nn.Module) -> None:
             raise UserError(
                 f"{name or 'the model'} is wrapped by FSDP1, whose flat parameters have no names of their own; use fully_shard (FSDP2)"
             )
-
-
-def _recomputing() -> bool:
-    return torch._C._current_graph_task_id() != -1  # a forward pass within a backward pass
 
 
 def _autocast(model: torch.nn.Module) -> str | None:
@@ -338,7 +338,3 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, PLAIN) or (
         isinstance(value, (tuple, list)) and all(isinstance(one, PLAIN) for one in value)
     )
-
-
-def _whole(placement: Any) -> Any:
-    return Replicate() if placement.is_partial() else placement

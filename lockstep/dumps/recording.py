@@ -77,6 +77,7 @@ class Recording:
 
     def __init__(self, folder: Path):
         self.folder = folder
+        self._opened: dict[Path, Any] = {}
         path = folder / "model.json"
         if not path.is_file():
             raise UserError(
@@ -126,22 +127,30 @@ class Recording:
         except (OSError, SafetensorError) as error:
             raise UserError(f"{path}: {first_line(error)}; {REMEDY}") from error
 
-    def _tensor(self, rank: int, step: int, key: str) -> torch.Tensor:
+    def _file(self, rank: int, step: int) -> Any:
+        """A rank's tensors of a step, by name. The file stays open."""
         path = self._path(rank, step)
+        if path not in self._opened:
+            try:
+                self._opened[path] = safe_open(path, framework="pt")
+            except (OSError, SafetensorError) as error:
+                raise UserError(f"{path}: {first_line(error)}; {REMEDY}") from error
+        return self._opened[path]
+
+    def _tensor(self, rank: int, step: int, key: str) -> torch.Tensor:
         try:
-            with safe_open(path, framework="pt") as file:
-                return file.get_tensor(key)
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"{path}: {printable(key)}: {first_line(error)}; {REMEDY}") from error
+            return self._file(rank, step).get_tensor(key)
+        except SafetensorError as error:
+            raise UserError(
+                f"{self._path(rank, step)}: {printable(key)}: {first_line(error)}; {REMEDY}"
+            ) from error
 
     def _logits(self, rank: int, step: int, number: int) -> torch.Tensor:
-        path = self._path(rank, step)
-        with safe_open(path, framework="pt") as file:
-            if f"logits/{number}" not in file.keys():  # noqa: SIM118 - the file is no dict
-                raise UserError(
-                    f"{path}: no gradient arrived at what the model returned for micro batch {number} of rank {rank}: either it did not count in the "
-                    "training, or the model returns neither a loss nor logits; let it return one of them"
-                )
+        if f"logits/{number}" not in self._file(rank, step).keys():  # noqa: SIM118 - the file is no dict
+            raise UserError(
+                f"{self._path(rank, step)}: no gradient arrived at what the model returned for micro batch {number} of rank {rank}: either it did "
+                "not count in the training, or the model returns neither a loss nor logits; let it return one of them"
+            )
         return self._tensor(rank, step, f"logits/{number}")
 
     def names(self, step: int, kind: str) -> list[str]:

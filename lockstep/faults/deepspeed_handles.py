@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from lockstep.faults.planting import Handles
 from lockstep.inputs import modules
-from lockstep.plan import deepspeed_file as configuration
+from lockstep.plan import deepspeed_file
 
 
 class AutoTPHandles(Handles):
@@ -60,8 +60,8 @@ class AutoTPHandles(Handles):
         self.run.around(optimizer, "reduce_gradients", before=take_back)
 
     def reduce_in_bfloat16(self) -> None:
-        told = configuration.resolved
-        self.run.patch(configuration, "resolved", lambda *a: {**told(*a), "communication_data_type": "bf16"})
+        told = deepspeed_file.resolved
+        self.run.patch(deepspeed_file, "resolved", lambda *a: {**told(*a), "communication_data_type": "bf16"})
 
     def drop_sum_over_tp(self, module: str) -> None:
         # The layer has no group to reduce over. Of a column-parallel one, that is the gradient of its input: the next handle

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from lockstep import __version__
 from lockstep.ground.errors import printable
+from lockstep.ground.processes import ROOT
 
-ROOT = Path(__file__).parents[2]
 CPUINFO = Path("/proc/cpuinfo")
 LONGEST_COMMAND = 4000  # characters
 # Instruction sets on which the kernels of torch and oneDNN depend, and so the order of sums: x86, then ARM.

@@ -83,6 +83,16 @@ def settings_of(model: "torch.nn.Module") -> Settings:
     return found
 
 
+def active_dropout(settings: Settings) -> tuple[float, str] | None:
+    """(the part of the elements that a module drops in training, its name), of the first that does."""
+    for attribute, values in settings.items():
+        if attribute == "p" or "drop" in attribute:
+            for value, names in values.items():
+                if float(value) > 0:
+                    return float(value), names[0]
+    return None
+
+
 def as_transformers_says(content: dict, where: str) -> dict:
     """A config.json as the config object of transformers has it, with the names of keys that all architectures share.
 
@@ -133,16 +143,13 @@ def require_trainable(architecture: dict, where: str) -> None:
         model = describe(architecture)
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
-    for attribute, modules_with in model.settings.items():
-        active = next((value for value in modules_with if float(value) > 0), None)
-        if active and (attribute == "p" or "drop" in attribute):
-            keys = ", ".join(
-                key for key, value in architecture.items() if "drop" in key and value == float(active)
-            )
-            raise UserError(
-                f"{where}: dropout of {active} in {modules_with[active][0]}: every strategy would drop different elements; set it to 0 in "
-                f"config.json ({keys})"
-            )
+    dropout = active_dropout(model.settings)
+    if dropout:
+        value, module = dropout
+        keys = ", ".join(key for key, own in architecture.items() if "drop" in key and own == value)
+        raise UserError(
+            f"{where}: dropout of {value} in {module}: every strategy would drop different elements; set it to 0 in config.json ({keys})"
+        )
     if model.other_dtypes:
         name, dtype = next(iter(model.other_dtypes.items()))
         raise UserError(

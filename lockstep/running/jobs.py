@@ -148,7 +148,7 @@ def preload(groups: list[Group]) -> None:
     ):
         return
     from lockstep.dumps.trace import layout_of
-    from lockstep.verdict import reference as exact_run  # noqa: F401 - and the loop
+    from lockstep.verdict import reference  # noqa: F401 - and the loop
 
     for strategy in {job["strategy"] for job in jobs} - {REFERENCE}:
         preload_strategy(strategies.spec_of(strategy))

@@ -61,6 +61,11 @@ def fit(observed: Gradients, columns: list[Gradients]) -> Fit:
     return Fit(weights, rest)
 
 
+def sums(columns: list[Gradients], weights: torch.Tensor) -> Gradients:
+    """The weighted sum of the micro batches' gradients, of every tensor."""
+    return {name: combined([column[name] for column in columns], weights) for name in columns[0]}
+
+
 def combined(columns: list[torch.Tensor], weights: torch.Tensor) -> torch.Tensor:
     return sum(
         (float(weight) * column for weight, column in zip(weights, columns, strict=True)),

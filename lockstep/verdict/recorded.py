@@ -6,7 +6,6 @@ float64 from the gradients that the run had.
 """
 
 import math
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -49,17 +48,13 @@ def _unusable(gradients: Gradients) -> str:
     return "" if any(sizes.values()) else "no parameter has a gradient other than zero"
 
 
-@dataclass
-class _Columns:
-    """The gradients of all micro batches, of the tensors that the run has a gradient of."""
-
-    each: list[Gradients]
-
-    def combined(self, weights: torch.Tensor) -> Gradients:
-        return {
-            name: normalisation.combined([column[name] for column in self.each], weights)
-            for name in self.each[0]
-        }
+def _require_repeatable(first: Computed, again: Computed) -> None:
+    same = all(torch.equal(again.gradients[name], tensor) for name, tensor in first.gradients.items())
+    if again.loss != first.loss or not same:
+        raise UserError(
+            "two passes of the recorded model over one micro batch differ: it draws random numbers, so no reference can follow it; "
+            "record a run without them"
+        )
 
 
 class _Step:
@@ -73,40 +68,30 @@ class _Step:
 
     def judge(self, expect: str | None) -> StepVerdict:
         verdict = self.verdict
-        weights = self._agreed("weight")
-        self.observed = {name: tensor.double() for name, tensor in self._agreed("gradient").items()}
+        weights, gradients = self._agreed("weight"), self._agreed("gradient")
+        self.observed = {name: tensor.double() for name, tensor in gradients.items()}
         problem = _unusable(self.observed)
         if problem:
             verdict.wrong.append(problem)
             return verdict
-        self.exact, near = (
-            [reference.compute(called) for called in self.micro]
-            for reference in (Reference(self.recording, weights, exact=exact) for exact in (True, False))
-        )
-        self._require_repeatable(weights)
+        reference = Reference(self.recording, weights, exact=True)
+        self.exact = [reference.compute(called) for called in self.micro]
+        if verdict.step == 1:
+            _require_repeatable(self.exact[0], reference.compute(self.micro[0]))
+        in_its_dtype = Reference(self.recording, weights, exact=False)
+        near = [in_its_dtype.compute(called) for called in self.micro]
         self.columns = self._columns(self.exact)
-        fitted = normalisation.fit(self.observed, self.columns.each)
-        yardstick = self._columns(near).combined(fitted.weights)
-        again = normalisation.fit(yardstick, self.columns.each)
+        fitted = normalisation.fit(self.observed, self.columns)
+        yardstick = normalisation.sums(self._columns(near), fitted.weights)
+        again = normalisation.fit(yardstick, self.columns)
         self._judge_samples()
         self._judge_losses(near)
-        right = self.columns.combined(self._judge_weights(fitted, again, expect))
+        right = normalisation.sums(self.columns, self._judge_weights(fitted, again, expect))
         self._judge_gradients(right, yardstick, again.typical)
         verdict.wrong += self.of_norm
         self._judge_missing(weights)
-        recorded_update.judge(self.recording, verdict, weights)
+        recorded_update.judge(self.recording, verdict, weights, gradients)
         return verdict
-
-    def _require_repeatable(self, weights: dict[str, torch.Tensor]) -> None:
-        again = Reference(self.recording, weights, exact=True).compute(self.micro[0])
-        first = self.exact[0]
-        if again.loss != first.loss or any(
-            not torch.equal(again.gradients[name], tensor) for name, tensor in first.gradients.items()
-        ):
-            raise UserError(
-                "two passes of the recorded model over one micro batch differ: it draws random numbers, so no reference can follow it; "
-                "record a run without them"
-            )
 
     def _judge_missing(self, weights: dict[str, torch.Tensor]) -> None:
         """What has a gradient in the reference has one on every rank that holds it."""
@@ -124,16 +109,15 @@ class _Step:
                     f"{name} has no gradient on rank {without[0]}, though the loss depends on it"
                 )
 
-    def _columns(self, computed: list[Computed]) -> _Columns:
-        return _Columns(
-            [
-                {
-                    name: one.gradients.get(name, torch.zeros_like(tensor))
-                    for name, tensor in self.observed.items()
-                }
-                for one in computed
-            ]
-        )
+    def _columns(self, computed: list[Computed]) -> list[Gradients]:
+        """The gradients of all micro batches, of the tensors that the run has a gradient of."""
+        return [
+            {
+                name: one.gradients.get(name, torch.zeros_like(tensor))
+                for name, tensor in self.observed.items()
+            }
+            for one in computed
+        ]
 
     def _agreed(self, kind: str) -> dict[str, torch.Tensor]:
         """Whole tensors by name; what replicas disagree in is wrong."""
@@ -281,7 +265,7 @@ class _Step:
                 f"the gradient of step {self.verdict.step} was clipped {len(clips)} times, and one norm for all of it is what can be judged"
             )
         (clip,) = clips
-        each = list(self.columns.combined(weights).values())
+        each = list(normalisation.sums(self.columns, weights).values())
         right = math.sqrt(sum(float(tensor.square().sum()) for tensor in each))
         summed = float(torch.stack([tensor.float().norm() for tensor in each]).norm())
         in_float32 = float32_norm_error(right, summed, max(tensor.numel() for tensor in each))

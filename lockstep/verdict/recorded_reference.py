@@ -128,12 +128,11 @@ def _tables(model: torch.nn.Module) -> list[str]:
 
 def require_no_dropout(model: torch.nn.Module) -> None:
     """Raise UserError for a model that drops elements in training: the reference would drop others."""
-    for attribute, values in shapes.settings_of(model).items():
-        active = next((value for value in values if float(value) > 0), None)
-        if active is not None and (attribute == "p" or "drop" in attribute):
-            raise UserError(
-                f"dropout of {active} is active in {values[active][0]}, so the reference would drop other elements; record a run without it"
-            )
+    dropout = shapes.active_dropout(shapes.settings_of(model))
+    if dropout:
+        raise UserError(
+            f"dropout of {dropout[0]} is active in {dropout[1]}, so the reference would drop other elements; record a run without it"
+        )
 
 
 def divisor_of(called: Called) -> float:

@@ -15,15 +15,15 @@ IMPLEMENTATION = ("params", "fused", "foreach", "capturable")  # of a group: how
 Weights = dict[str, torch.Tensor]
 
 
-def judge(recording: Recording, verdict: StepVerdict, weights: Weights) -> None:
-    """Adds rows and sentences to the verdict. `weights` are those before the step, whole."""
+def judge(recording: Recording, verdict: StepVerdict, weights: Weights, gradients: Weights) -> None:
+    """Adds rows and sentences to the verdict. `weights` are those before the step, whole, `gradients` as the optimizers were given them."""
     step = verdict.step
     optimizers = recording.steps[step - 1][0].optimizers
     updated = {name: recording.whole(step, f"updated/{name}")[0] for name in weights}
     held = {
         name for optimizer in optimizers for group in optimizer.groups for name in group["params"] if name
     }
-    unheld = sorted(set(recording.names(step, "gradient")) - held)
+    unheld = sorted(gradients.keys() - held)
     if unheld:
         strangers = sum(optimizer.strangers for optimizer in optimizers)
         stale = f"; {strangers} tensors that it holds are not the model's, perhaps those from before it was wrapped"
@@ -44,7 +44,7 @@ def judge(recording: Recording, verdict: StepVerdict, weights: Weights) -> None:
             )
         _judge_kept_state(recording, verdict)
     for optimizer in optimizers:
-        _judge_optimizer(recording, verdict, optimizer, weights, updated)
+        _judge_optimizer(recording, verdict, optimizer, weights, gradients, updated)
 
 
 def _judge_kept_state(recording: Recording, verdict: StepVerdict) -> None:
@@ -67,7 +67,12 @@ def _and_more(names: list[str]) -> str:
 
 
 def _judge_optimizer(
-    recording: Recording, verdict: StepVerdict, optimizer: Optimizer, weights: Weights, updated: Weights
+    recording: Recording,
+    verdict: StepVerdict,
+    optimizer: Optimizer,
+    weights: Weights,
+    gradients: Weights,
+    updated: Weights,
 ) -> None:
     module, _, name = optimizer.kind.partition(":")
     if not module.startswith("torch.optim"):
@@ -76,15 +81,14 @@ def _judge_optimizer(
     kind = getattr(importlib.import_module(module), name)
     rows = []
     for own, options in _settings(kind, optimizer):
-        if f"gradient/{own}" not in recording.steps[verdict.step - 1][0].places:
+        if own not in gradients:
             continue
-        gradient = recording.whole(verdict.step, f"gradient/{own}")[0]
         state = {
             key: recording.whole(verdict.step, f"state/{key}/{own}")[0]
             for key in _state_keys(recording, verdict.step, own)
         }
         exact, near = (
-            stepped(kind, options, weights[own], gradient, state, dtype).double()
+            stepped(kind, options, weights[own], gradients[own], state, dtype).double()
             for dtype in (torch.float64, torch.float32)
         )
         change = float((exact - weights[own].double()).norm())
