@@ -7,6 +7,7 @@
 
         batch/M/KEYWORD                  what the model was called with in micro batch M
         logits/M                         the gradient that arrives at the logits, where no labels reach the model
+        forward/M/MODULE, backward/M/MODULE            the output of a module, and the gradient that arrives at it
         weight/NAME, gradient/NAME, updated/NAME       before the step, as the optimizer is given it, after the update
         state/KEY/NAME, new_state/KEY/NAME             of the optimizer, before and after
 
@@ -34,6 +35,7 @@ from torch.optim.optimizer import (
 )
 
 from lockstep.dumps import deepspeed_engine, tree
+from lockstep.dumps.module_hooks import ModuleHooks
 from lockstep.ground.blocks import pieces
 from lockstep.ground.errors import UserError
 from lockstep.ground.files import write_text
@@ -41,23 +43,26 @@ from lockstep.inputs.model import being_recomputed
 
 FORMAT = 1
 STEPS = 2
+EVERY_MODULE = "*"
 PLAIN = (bool, int, float, str, type(None))
 
 
 class Recorder:
     """Hooks on one rank's model. They are gone after the last step that is recorded.
 
-    `model` is the model itself or one that is wrapped already: by DDP, FSDP2, torch.compile. Raises UserError for FSDP1, whose flat
+    `model` is the model itself or one that is wrapped already: by DDP, FSDP2, torch.compile. `modules` is a pattern of the names of
+    modules whose outputs are recorded, such as "model.layers.0*". Raises UserError for FSDP1, whose flat
     parameters have no names, and for a model that cannot be built again.
     """
 
-    def __init__(self, model: torch.nn.Module, folder: Path, steps: int = STEPS):
-        self.model, self.folder, self.steps = tree.inner(model), folder, steps
+    def __init__(self, model: torch.nn.Module, folder: Path, steps: int = STEPS, modules: str = EVERY_MODULE):
+        self.model, self.folder, self.steps, self.modules = tree.inner(model), folder, steps, modules
         _require_recordable(self.model)
         self.tree, self.tensors = tree.describe(self.model)
         self.signature = inspect.signature(self.model.forward)
         self.step = 1
         self.watches_engine, self.engine_steps = False, False  # whose optimizers are none of torch's
+        self.hooks: ModuleHooks | None = None
         self._begin()
         self.removing: list[Callable[[], None]] = [
             self.model.register_forward_pre_hook(self._see_call, with_kwargs=True, prepend=True).remove,
@@ -114,17 +119,19 @@ class Recorder:
             setattr(place, name, noted)
             self.removing.append(functools.partial(setattr, place, name, real))
 
-    def keep(self, name: str, tensor: torch.Tensor) -> None:
-        self.kept[name] = _copied(tensor)
+    def keep(self, name: str, tensor: torch.Tensor, *, added: bool = False) -> None:
+        """`added`: to what has arrived before."""
+        copy = _copied(tensor)
+        self.kept[name] = self.kept[name] + copy if added and name in self.kept else copy
 
-    def keep_shard(self, name: str, tensor: torch.Tensor) -> None:
+    def keep_shard(self, name: str, tensor: torch.Tensor, *, added: bool = False) -> None:
         """This rank's blocks of a tensor, and where they lie in the whole."""
         if isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
             summed = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
             tensor = tensor.redistribute(placements=summed)
         places = []
         for number, (start, block) in enumerate(pieces(tensor.detach())):
-            self.keep(f"{name}#{number}", block)
+            self.keep(f"{name}#{number}", block, added=added)
             places.append({"start": list(start), "shape": list(block.shape)})
         self.places[name] = [{"full": list(tensor.shape)}, *places]
 
@@ -139,7 +146,11 @@ class Recorder:
             self._write()
             if not self.removing:
                 return
+        if self.hooks is None:  # only now: those that wrap a module have their hooks before these
+            self.hooks = ModuleHooks(self.model, self.modules, functools.partial(self.keep_shard, added=True))
+            self.removing.append(self.hooks.remove)
         number = len(self.micro)
+        self.hooks.begin(number)
         given = self.signature.bind_partial(*arguments, **options).arguments
         for name, parameter in self.signature.parameters.items():
             if parameter.kind is inspect.Parameter.VAR_KEYWORD:
@@ -168,6 +179,8 @@ class Recorder:
     def _see_output(self, _module: torch.nn.Module, _arguments: tuple, output: Any) -> None:
         if not (self.model.training and torch.is_grad_enabled() and self.micro) or being_recomputed():
             return
+        if self.hooks is not None:
+            self.hooks.end()
         number, about = len(self.micro) - 1, self.micro[-1]
         loss, logits = outputs_of(output)
         if loss is not None and loss.requires_grad:
@@ -182,7 +195,7 @@ class Recorder:
     def _see_logits(self, about: dict[str, Any], number: int, gradient: torch.Tensor) -> None:
         name = f"logits/{number}"
         if "loss" not in about:  # which is reached before, if it is used
-            self.keep(name, gradient + self.kept[name].to(gradient.device) if name in self.kept else gradient)
+            self.keep(name, gradient, added=True)
 
     def _before_update(
         self, optimizer: torch.optim.Optimizer, arguments: tuple, options: dict[str, Any]
@@ -289,23 +302,40 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
 
 def outputs_of(output: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """(loss, logits) of what a model returns: a scalar, logits, a tuple, or an object or dict with `loss` and `logits`."""
-    if isinstance(output, torch.Tensor):
-        return (output, None) if output.ndim == 0 else (None, output)
-    if isinstance(output, dict):
-        found = output
-    elif isinstance(output, (tuple, list)):
-        scalar = [one for one in output if isinstance(one, torch.Tensor) and one.ndim == 0]
-        further = [one for one in output if isinstance(one, torch.Tensor) and one.ndim > 1]
-        return next(iter(scalar), None), next(iter(further), None)
-    else:
-        found = vars(output) if hasattr(output, "__dict__") else {}
+    if isinstance(output, (torch.Tensor, tuple, list)):
+        tensors = [one for one in _as_tuple(output) if isinstance(one, torch.Tensor)]
+        scalars = [one for one in tensors if one.ndim == 0]
+        further = [one for one in tensors if one.ndim > (1 if len(tensors) > 1 else 0)]
+        return next(iter(scalars), None), next(iter(further), None)
+    found = _fields(output)
     return found.get("loss"), found.get("logits")
 
 
+def scalars_of(output: Any) -> dict[str, torch.Tensor]:
+    """The scalars that a model returns, the loss among them, by their fields or their places in a tuple."""
+    if isinstance(output, (torch.Tensor, tuple, list)):
+        found = {str(place): value for place, value in enumerate(_as_tuple(output))}
+    else:
+        found = _fields(output)
+    return {
+        name: value for name, value in found.items() if isinstance(value, torch.Tensor) and value.ndim == 0
+    }
+
+
+def _as_tuple(output: Any) -> tuple:
+    return (output,) if isinstance(output, torch.Tensor) else tuple(output)
+
+
+def _fields(output: Any) -> dict[str, Any]:
+    return output if isinstance(output, dict) else getattr(output, "__dict__", {})
+
+
 @contextlib.contextmanager
-def recording(model: torch.nn.Module, folder: str | Path, steps: int = STEPS) -> Iterator[Recorder]:
+def recording(
+    model: torch.nn.Module, folder: str | Path, steps: int = STEPS, modules: str = EVERY_MODULE
+) -> Iterator[Recorder]:
     """Record the first `steps` steps of the loop inside. An earlier recording in the folder is replaced."""
-    recorder = Recorder(model, Path(folder), steps)
+    recorder = Recorder(model, Path(folder), steps, modules)
     try:
         yield recorder
     finally:

@@ -161,8 +161,25 @@ class Recording:
         ]
         return list(dict.fromkeys(name.removeprefix(first) for name in of_ranks))
 
-    def whole(self, step: int, name: str) -> tuple[torch.Tensor, list[int]]:
-        """(a tensor made whole, the ranks whose shard is not what an earlier rank has in its place).
+    def of_modules(self, step: int, called: Called) -> dict[str, list[tuple[int, torch.Tensor]]]:
+        """What modules returned for a micro batch, and what arrived there: forward/MICRO_BATCH/MODULE -> (rank, tensor).
+
+        A tensor that every rank has a part of is made whole, and is the first one's.
+        """
+        found: dict[str, list[tuple[int, torch.Tensor]]] = {}
+        prefixes = (f"forward/{called.number}/", f"backward/{called.number}/")
+        for rank in called.ranks:
+            for name, places in self.steps[step - 1][rank].places.items():
+                if not name.startswith(prefixes):
+                    continue
+                if [place.shape for place in places[1:]] == [places[0].full]:
+                    found.setdefault(name, []).append((rank, self._tensor(rank, step, f"{name}#0")))
+                elif name not in found:
+                    found[name] = [(rank, self.whole(step, name, called.ranks)[0])]
+        return found
+
+    def whole(self, step: int, name: str, ranks: list[int] | None = None) -> tuple[torch.Tensor, list[int]]:
+        """(a tensor made whole, the ranks whose shard is not what an earlier rank has in its place); `ranks` are those that may hold it.
 
         Raises UserError if the ranks' shards do not cover it.
         """
@@ -171,7 +188,7 @@ class Recording:
         full: list[int] = []
         for rank, about in self.steps[step - 1].items():
             places = about.places.get(name)
-            if places is None:
+            if places is None or (ranks is not None and rank not in ranks):
                 continue
             full = places[0].full or []
             for number, place in enumerate(places[1:]):

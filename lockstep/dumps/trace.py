@@ -212,7 +212,7 @@ class _Trace:
     def _enter(self, module: str, _module: torch.nn.Module, arguments: tuple, options: dict) -> None:
         self.calls[module] += 1
         for place, tensor in [*enumerate(arguments), *options.items()] if self.calls[module] == 1 else ():
-            if not isinstance(tensor, torch.Tensor) or _storage(tensor) in self._seen:
+            if not isinstance(tensor, torch.Tensor) or storage(tensor) in self._seen:
                 continue
             if tensor.requires_grad or self.chosen(tensor) is not None:
                 number = len(self.inputs.setdefault(module, {}))
@@ -229,14 +229,14 @@ class _Trace:
 
     def _note(self, module: str, name: str, tensor: torch.Tensor) -> None:
         self.tensors[name], self.owners[name] = tensor, module
-        self._seen.add(_storage(tensor))
+        self._seen.add(storage(tensor))
         if tensor.requires_grad:
             tensor.register_hook(lambda _gradient: self.backward.append(name))
 
     def chosen(self, tensor: torch.Tensor) -> int | None:
         """The number of the call of topk that returned these indices."""
-        indices = [_storage(indices) for _, indices in self._topk.seen]
-        return indices.index(_storage(tensor)) if _storage(tensor) in indices else None
+        indices = [storage(indices) for _, indices in self._topk.seen]
+        return indices.index(storage(tensor)) if storage(tensor) in indices else None
 
     def choices(self, outputs: dict[str, tuple]) -> dict[str, Choice]:
         """Name -> choice, of the captured tensors that are indices of topk."""
@@ -305,6 +305,6 @@ def named_outputs(module: str, output: object) -> list[tuple[str, torch.Tensor]]
     return [(f"{module}.{number}" if number else module, tensor) for number, tensor in enumerate(tensors)]
 
 
-def _storage(tensor: torch.Tensor) -> tuple[int, int]:
+def storage(tensor: torch.Tensor) -> tuple[int, int]:
     """An identity that a tensor shares with its views in other shapes."""
     return tensor.untyped_storage()._cdata, tensor.numel()

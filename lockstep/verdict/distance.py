@@ -173,6 +173,22 @@ QUIET = np.errstate(over="ignore", invalid="ignore")
 
 
 @QUIET
+def distance_of(own: torch.Tensor, reference: torch.Tensor, before: torch.Tensor | None = None) -> Distance:
+    """Of two tensors in memory, of one shape and not empty. With `before`, they should show a change from it."""
+    values, exact = (tensor.detach().double().flatten().numpy() for tensor in (own, reference))
+    shown = exact if before is None else exact - before.detach().double().flatten().numpy()
+    found, wanted, change = _Comparison(), _Sums(), _Sums()
+    found.add(values, exact, shown, np.empty_like(values))
+    wanted.add(exact)
+    change.add(shown)
+    return found.distance(wanted, change)
+
+
+def distance_of_numbers(own: float, reference: float) -> Distance:
+    return distance_of(torch.tensor(own), torch.tensor(reference))
+
+
+@QUIET
 def tensor_distances(references: Dumps, dumps: Dumps, step: int, name: str) -> Measured:
     """One tensor of every dump that has it against the reference of its run, often one for all, reading each file once."""
     dumps = {run: dump for run, dump in dumps.items() if dump.has(step, name)}

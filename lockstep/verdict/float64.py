@@ -21,18 +21,41 @@ LOWER = (torch.float32, torch.bfloat16, torch.float16)
 CASTS = (torch.Tensor.float, torch.Tensor.bfloat16, torch.Tensor.half)
 
 
-class Float64(CountsTopk):
-    """Inside, torch.float32, bfloat16 and float16 mean torch.float64.
+class Told(CountsTopk):
+    """Lets `torch.topk` return what it is told, by the number of the call.
 
-    `choices` are the indices that calls of `torch.topk` shall return, by the number of the call. Afterwards `regrets` has, for each of
-    them, by how much the least chosen score is below the greatest that was not chosen, for every row; at most 0 where the choice is the
-    mode's own, and infinite where topk could not make it: one index twice, or out of range. `lowered` tells whether something asked for
-    bfloat16 or float16.
+    `own` are the indices of the calls that were not told. Afterwards `regrets` has, for each that was, by how much the least chosen score is below the greatest that was not chosen, for every
+    row; at most 0 where the choice is the mode's own, and infinite where topk could not make it: one index twice, or out of range.
     """
 
     def __init__(self, choices: dict[int, torch.Tensor] | None = None):
         super().__init__()
-        self.choices, self.regrets, self.lowered = choices or {}, dict[int, torch.Tensor](), False
+        self.choices, self.regrets = choices or {}, dict[int, torch.Tensor]()
+        self.own: dict[int, torch.Tensor] = {}
+
+    def see_topk(self, number: int, scores: torch.Tensor, result: Any) -> Any:
+        """What topk along the last dim would return if it chose as it is told."""
+        if number not in self.choices:
+            self.own[number] = result.indices
+            return result
+        told = self.choices[number].reshape(result.indices.shape)
+        indices = told.clamp(0, scores.shape[-1] - 1)
+        values = scores.gather(-1, indices)
+        with torch.no_grad():
+            others = scores.scatter(-1, indices, -torch.inf).amax(-1)
+            in_order = told.sort(-1).values
+            impossible = (told != indices).any(-1) | (in_order[..., 1:] == in_order[..., :-1]).any(-1)
+            self.regrets[number] = (others - values.amin(-1)).masked_fill(impossible, torch.inf)
+        return torch.return_types.topk((values, indices))
+
+
+class Float64(Told):
+    """Inside, torch.float32, bfloat16 and float16 mean torch.float64.
+
+    `lowered` tells whether something asked for bfloat16 or float16.
+    """
+
+    lowered = False
 
     def __enter__(self) -> "Float64":
         self._default, self._finfo = torch.get_default_dtype(), torch.finfo
@@ -66,20 +89,6 @@ class Float64(CountsTopk):
             return leaf
         self.lowered |= leaf is not torch.float32
         return torch.float64
-
-    def see_topk(self, number: int, scores: torch.Tensor, result: Any) -> Any:
-        """What topk along the last dim would return if it chose as it is told."""
-        if number not in self.choices:
-            return result
-        told = self.choices[number].reshape(result.indices.shape)
-        indices = told.clamp(0, scores.shape[-1] - 1)
-        values = scores.gather(-1, indices)
-        with torch.no_grad():
-            others = scores.scatter(-1, indices, -torch.inf).amax(-1)
-            in_order = told.sort(-1).values
-            impossible = (told != indices).any(-1) | (in_order[..., 1:] == in_order[..., :-1]).any(-1)
-            self.regrets[number] = (others - values.amin(-1)).masked_fill(impossible, torch.inf)
-        return torch.return_types.topk((values, indices))
 
 
 def make_exact(model: torch.nn.Module, tables: Collection[str]) -> None:

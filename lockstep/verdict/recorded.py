@@ -13,6 +13,7 @@ import torch
 from lockstep.dumps.recording import Recording
 from lockstep.ground.errors import UserError
 from lockstep.verdict import normalisation, recorded_update
+from lockstep.verdict.distance import distance_of
 from lockstep.verdict.judgement import FLOOR, MULTIPLE, UNIT
 from lockstep.verdict.normalisation import (
     LABELS,
@@ -23,8 +24,9 @@ from lockstep.verdict.normalisation import (
     Gradients,
     Weighting,
 )
+from lockstep.verdict.recorded_modules import Modules
 from lockstep.verdict.recorded_reference import Computed, Reference
-from lockstep.verdict.recorded_rows import Row, StepVerdict
+from lockstep.verdict.recorded_rows import StepVerdict, judged
 from lockstep.verdict.records import float32_norm_error
 
 KINDS = {"weight": "weights", "gradient": "gradients"}
@@ -70,28 +72,58 @@ class _Step:
         verdict = self.verdict
         weights, gradients = self._agreed("weight"), self._agreed("gradient")
         self.observed = {name: tensor.double() for name, tensor in gradients.items()}
+        self.gradients = gradients
         problem = _unusable(self.observed)
         if problem:
             verdict.wrong.append(problem)
             return verdict
-        reference = Reference(self.recording, weights, exact=True)
-        self.exact = [reference.compute(called) for called in self.micro]
-        if verdict.step == 1:
-            _require_repeatable(self.exact[0], reference.compute(self.micro[0]))
-        in_its_dtype = Reference(self.recording, weights, exact=False)
-        near = [in_its_dtype.compute(called) for called in self.micro]
+        near, modules_wrong = self._compute(weights)
         self.columns = self._columns(self.exact)
         fitted = normalisation.fit(self.observed, self.columns)
         yardstick = normalisation.sums(self._columns(near), fitted.weights)
         again = normalisation.fit(yardstick, self.columns)
         self._judge_samples()
         self._judge_losses(near)
-        right = normalisation.sums(self.columns, self._judge_weights(fitted, again, expect))
-        self._judge_gradients(right, yardstick, again.typical)
+        if modules_wrong:  # what follows from them says nothing of the loop
+            right = normalisation.sums(self.columns, fitted.weights)
+        else:
+            right = normalisation.sums(self.columns, self._judge_weights(fitted, again, expect))
+        self._judge_gradients(right, yardstick)
         verdict.wrong += self.of_norm
         self._judge_missing(weights)
         recorded_update.judge(self.recording, verdict, weights, gradients)
         return verdict
+
+    def _compute(self, weights: dict[str, torch.Tensor]) -> tuple[list[Computed], bool]:
+        """(what each micro batch gives in the run's dtype, whether a module is wrong); `self.exact` has the same in float64."""
+        exact = Reference(self.recording, weights, exact=True)
+        plain = Reference(self.recording, weights, exact=False)
+        modules = Modules(self.verdict, self.precision)
+        self.exact: list[Computed] = []
+        near: list[Computed] = []
+        for called in self.micro:
+            own = self.recording.of_modules(self.verdict.step, called)
+            told = {
+                name.split("/", 2)[2]: found[0][1]
+                for name, found in own.items()
+                if not found[0][1].is_floating_point()
+            }
+            right, measured = exact.compute(called, told), plain.compute(called, told)
+            if self.verdict.step == 1 and not self.exact:
+                _require_repeatable(right, exact.compute(called, told))
+            modules.add(called, own, right, measured)
+            for one, kept in ((right, self.exact), (measured, near)):
+                one.modules = {}  # they take the most memory
+                kept.append(one)
+        self.arrived = modules.arrived
+        return near, modules.close()
+
+    @property
+    def precision(self) -> str:
+        """Of the arithmetic: whether it is float32 throughout."""
+        micro = self.micro[0].about
+        lowered = {micro.autocast, micro.param_dtype, *(str(one.dtype) for one in self.gradients.values())}
+        return "fp32" if lowered <= {None, "torch.float32", "torch.float64"} else "autocast"
 
     def _judge_missing(self, weights: dict[str, torch.Tensor]) -> None:
         """What has a gradient in the reference has one on every rank that holds it."""
@@ -170,9 +202,7 @@ class _Step:
             self.verdict.losses = True
             for rank, loss in called.losses.items():
                 name = f"loss of micro batch {called.number}, rank {rank}"
-                row = Row(name, abs(loss - exact.loss) / abs(exact.loss), tolerated, loss / exact.loss)
-                self.verdict.rows.append(row)
-                if row.too_far:
+                if self.verdict.number(name, loss, exact.loss, tolerated * abs(exact.loss)).too_far:
                     self.verdict.wrong.append(f"{name} is {loss:.9g}, the reference's is {exact.loss:.9g}")
 
     def _judge_weights(self, fitted: Fit, again: Fit, expect: str | None) -> torch.Tensor:
@@ -273,9 +303,7 @@ class _Step:
         largest = max(float(tensor.abs().max()) for tensor in each)
         if abs(clip.norm - largest) <= tolerated * largest:
             right = largest  # clipped by the largest element
-        row = Row("gradient norm", abs(clip.norm - right) / right, tolerated, clip.norm / right)
-        self.verdict.rows.append(row)
-        if row.too_far:
+        if self.verdict.number("gradient norm", clip.norm, right, tolerated * right).too_far:
             self.of_norm.append(
                 f"the gradient was clipped by a norm of {clip.norm:.7g}; that of the reference's gradient is {right:.7g}"
             )
@@ -284,33 +312,21 @@ class _Step:
             self.verdict.clipped = f", clipped from a norm of {clip.norm:.5g} to {clip.max_norm:.5g}"
         return 1.0 if clip.later else factor
 
-    def _judge_gradients(self, right: Gradients, yardstick: Gradients, typical: float) -> None:
-        """Each tensor against the sum of the micro batches' gradients; `typical` is the yardstick's median relative error."""
-        elements = {name: tensor.numel() for name, tensor in right.items()}
-        sizes = {name: float(tensor.norm()) for name, tensor in right.items()}
-        largest = max(size / math.sqrt(elements[name]) for name, size in sizes.items())
-        rows = []
-        for name, reference in right.items():
-            own, size = self.observed[name], sizes[name]
-            noise = UNIT["fp32"] * largest * math.sqrt(elements[name])
-            measure = max(
-                float((yardstick[name] - reference).norm()),
-                typical * size
-                if own.ndim == 1
-                else 0.0,  # one element may dominate a vector, and be near by chance
-                noise if size <= noise else 0.0,  # zero in exact arithmetic
-            )
-            tolerated = MULTIPLE * measure + FLOOR * UNIT["fp32"] * size
-            error, unit = float((own - reference).norm()), size or 1.0
-            scale = float((own * reference).sum()) / unit**2
-            rows.append(Row(f"gradient/{name}", error / unit, tolerated / unit, scale))
+    def _judge_gradients(self, right: Gradients, yardstick: Gradients) -> None:
+        """Each tensor against the sum of the micro batches' gradients."""
+        own, near = (
+            {f"gradient/{name}": distance_of(found[name], reference) for name, reference in right.items()}
+            for found in (self.observed, yardstick)
+        )
+        tensors = {f"gradient/{name}": tensor for name, tensor in self.gradients.items()}
+        rows = judged(self.verdict.step, own, near, tensors, self.precision)
         self.verdict.rows += rows
         wrong = [row for row in rows if row.too_far]
         if wrong:
-            worst = max(wrong, key=lambda row: row.share)
-            along = abs(worst.scale - 1) > worst.error / 2
-            times = f"; it is {worst.scale:.5g} times the reference's" if along else ""
+            worst = max(wrong, key=lambda row: row.multiple)
+            along = abs(worst.distance.scale - 1) > worst.distance.relative / 2
+            times = f"; it is {worst.distance.scale:.5g} times the reference's" if along else ""
             self.verdict.wrong.append(
                 f"{len(wrong)} of {len(rows)} gradients are too far from the reference, most of all "
-                f"{worst.name.removeprefix('gradient/')}: relative error {worst.error:.1e}, tolerated {worst.tolerated:.1e}{times}"
+                f"{worst.name.removeprefix('gradient/')}: {worst.describe()}{times}"
             )

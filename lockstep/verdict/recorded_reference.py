@@ -10,15 +10,26 @@ from typing import Any
 import torch
 
 from lockstep.dumps import tree
-from lockstep.dumps.recorder import outputs_of
+from lockstep.dumps.module_hooks import ModuleHooks
+from lockstep.dumps.recorder import outputs_of, scalars_of
 from lockstep.dumps.recording import Called, Recording
+from lockstep.dumps.trace import storage
 from lockstep.ground.errors import UserError, first_line
 from lockstep.inputs import shapes
-from lockstep.verdict.float64 import Float64, make_exact
+from lockstep.verdict.float64 import Float64, Told, make_exact
 from lockstep.verdict.normalisation import Gradients
 
 IGNORED = (-100, -1)  # labels that count for no token
 SAME = 1e-9  # relative: the float64 loss is this mean over tokens
+
+
+@dataclass
+class Term:
+    """A further scalar that the model returns, such as a router's balance loss, and that counts in its loss."""
+
+    value: float
+    coefficient: float  # in the model's loss
+    gradients: Gradients  # of the term itself
 
 
 @dataclass
@@ -29,8 +40,11 @@ class Computed:
     loss: (
         float | None
     )  # None where no labels reach the model: the gradients then follow from the recorded one at the logits
-    tokens: int  # that the loss is a mean over; 0 if that is not known
+    tokens: int  # that the loss is a mean over, but for its further terms; 0 if that is not known
     divisor: float  # of the sum over these tokens, in the loss
+    terms: dict[str, Term]
+    modules: dict[str, torch.Tensor]  # forward/MICRO_BATCH/MODULE and backward/..., in order of execution
+    regrets: dict[str, float]  # of choices that were told, by the name of the output
 
 
 class Reference:
@@ -53,24 +67,46 @@ class Reference:
                 {name: weight.to(cast or weight.dtype).clone() for name, weight in weights.items()},
             )
         self.parameters = dict(self.model.named_parameters())
+        self.modules: dict[str, torch.Tensor] = {}
+        self.hooks = ModuleHooks(self.model, "*", self._keep)
+        self.calls_of_topk: dict[str, int] | None = None  # by the output that has their indices
 
-    def compute(self, called: Called) -> Computed:
-        """Raises UserError if the model cannot be called again, or returns nothing that was trained."""
+    def _keep(self, name: str, tensor: torch.Tensor) -> None:
+        self.modules[name] = tensor.detach().clone() if tensor.is_floating_point() else tensor
+
+    def compute(self, called: Called, told: dict[str, torch.Tensor] | None = None) -> Computed:
+        """`told` are the choices that the model shall make, such as of experts: the recorded integer outputs of modules, by name.
+
+        Raises UserError if the model cannot be called again, or returns nothing that was trained.
+        """
         self.model.zero_grad(set_to_none=True)
-        loss, logits = self._call(called)
-        gradients = {
-            name: parameter.grad.double()
-            for name, parameter in self.parameters.items()
-            if parameter.grad is not None
-        }
-        if loss is None:
-            return Computed(gradients, None, 0, 0.0)
-        loss = loss.detach()
-        told = divisor_of(called)
-        tokens = tokens_of(called, loss, logits, told)
-        return Computed(gradients, float(loss), tokens, told or tokens)
+        try:
+            mode = self._mode(called, told or {})
+            with self._precision(called, mode):
+                return self._computed(called, mode)
+        except UserError:
+            raise
+        except Exception as error:  # noqa: BLE001 - a user's model may raise anything
+            raise UserError(
+                f"the recorded model cannot be called again with micro batch {called.number} ({type(error).__name__}: {first_line(error)})"
+            ) from error
 
-    def _call(self, called: Called) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def _mode(self, called: Called, told: dict[str, torch.Tensor]) -> Told:
+        kind = Float64 if self.exact else Told
+        if told and self.calls_of_topk is None:
+            mode = kind()
+            with self._precision(called, mode), torch.no_grad():
+                self._forward(called)
+            found = {storage(indices): number for number, indices in mode.own.items()}
+            self.calls_of_topk = {
+                _module(name): found[storage(tensor)]
+                for name, tensor in self.modules.items()
+                if storage(tensor) in found
+            }
+        calls = self.calls_of_topk or {}
+        return kind({calls[name]: tensor for name, tensor in told.items() if name in calls})
+
+    def _forward(self, called: Called) -> tuple[torch.Tensor | None, torch.Tensor | None, Any]:
         given: dict[str, Any] = {**called.about.plain, **called.tensors}
         if "use_cache" in inspect.signature(self.model.forward).parameters:
             given["use_cache"] = False
@@ -81,36 +117,71 @@ class Reference:
                 else value
                 for name, value in given.items()
             }
-        try:
-            with self._precision(called):
-                loss, logits = outputs_of(self.model(**given))
-                if called.about.loss is None:  # the loop did not train on it
-                    loss = None
-                if loss is not None:
-                    loss.backward()
-                elif logits is not None and called.logits_gradient is not None:
-                    logits.backward(called.logits_gradient.to(logits.dtype))
-        except Exception as error:  # noqa: BLE001 - a user's model may raise anything
-            raise UserError(
-                f"the recorded model cannot be called again with micro batch {called.number} ({type(error).__name__}: {first_line(error)})"
-            ) from error
-        if loss is None and (logits is None or called.logits_gradient is None):
-            raise UserError(
-                "the model returned neither a loss nor logits that have a gradient, so nothing says what was trained; return one of them"
-            )
-        return loss, logits
+        self.modules = {}
+        self.hooks.begin(called.number)
+        output = self.model(**given)
+        self.hooks.end()
+        return *outputs_of(output), output
+
+    def _computed(self, called: Called, mode: Told) -> Computed:
+        loss, logits, output = self._forward(called)
+        terms: dict[str, Term] = {}
+        if called.about.loss is None:  # the loop did not train on it
+            if logits is None or called.logits_gradient is None:
+                raise UserError(
+                    "the model returned neither a loss nor logits that have a gradient, so nothing says what was trained; return one of them"
+                )
+            logits.backward(called.logits_gradient.to(logits.dtype))
+            loss = None
+        elif loss is not None:
+            terms = self._terms(loss, output)
+            loss.backward()
+        gradients = {
+            name: parameter.grad.double()
+            for name, parameter in self.parameters.items()
+            if parameter.grad is not None
+        }
+        names = {number: name for name, number in (self.calls_of_topk or {}).items()}
+        regrets = {names[number]: float(regret.max()) for number, regret in mode.regrets.items()}
+        if loss is None:
+            return Computed(gradients, None, 0, 0.0, {}, self.modules, regrets)
+        loss = loss.detach()
+        told = divisor_of(called)
+        further = sum(term.coefficient * term.value for term in terms.values())
+        tokens = tokens_of(called, float(loss) - further, logits, told)
+        return Computed(gradients, float(loss), tokens, told or tokens, terms, self.modules, regrets)
+
+    def _terms(self, loss: torch.Tensor, output: Any) -> dict[str, Term]:
+        found = {}
+        for name, value in scalars_of(output).items():
+            if value is loss or not value.requires_grad:
+                continue
+            (coefficient,) = torch.autograd.grad(loss, value, retain_graph=True, allow_unused=True)
+            if coefficient is not None and float(coefficient) != 0:
+                each = torch.autograd.grad(
+                    value, list(self.parameters.values()), retain_graph=True, allow_unused=True
+                )
+                gradients = {
+                    of: one.double() for of, one in zip(self.parameters, each, strict=True) if one is not None
+                }
+                found[name] = Term(float(value.detach()), float(coefficient), gradients)
+        # What has arrived at the modules was not the gradient of the loss.
+        self.modules = {name: one for name, one in self.modules.items() if name.startswith("forward/")}
+        return found
 
     @contextlib.contextmanager
-    def _precision(self, called: Called) -> Iterator[None]:
+    def _precision(self, called: Called, mode: Told) -> Iterator[None]:
         dtype = called.about.autocast
-        if self.exact:
-            with Float64():
-                yield
-        elif dtype is not None:
-            with torch.autocast("cpu", _dtype(dtype)):
-                yield
-        else:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(mode)
+            if dtype is not None and not self.exact:
+                stack.enter_context(torch.autocast("cpu", _dtype(dtype)))
             yield
+
+
+def _module(name: str) -> str:
+    """MODULE of forward/MICRO_BATCH/MODULE."""
+    return name.split("/", 2)[2]
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -141,7 +212,7 @@ def divisor_of(called: Called) -> float:
     return float(told)
 
 
-def tokens_of(called: Called, loss: torch.Tensor, logits: torch.Tensor | None, divisor: float) -> int:
+def tokens_of(called: Called, loss: float, logits: torch.Tensor | None, divisor: float) -> int:
     """How many tokens the loss of a micro batch is a mean over; 0 if it is no such mean of a cross-entropy.
 
     `divisor` is what the model was told to divide by, 0 if nothing. The loss itself says which input has the labels, whether the model shifts them,
@@ -161,6 +232,6 @@ def tokens_of(called: Called, loss: torch.Tensor, logits: torch.Tensor | None, d
                 total = torch.nn.functional.cross_entropy(
                     inside.flatten(0, -2), wanted.flatten(), ignore_index=ignored, reduction="sum"
                 )
-                if math.isclose(float(total) / (divisor or tokens), float(loss), rel_tol=SAME):
+                if math.isclose(float(total) / (divisor or tokens), loss, rel_tol=SAME):
                     return tokens
     return 0

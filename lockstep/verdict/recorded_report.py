@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 
 from lockstep.ground.files import write_text
-from lockstep.verdict.recorded_rows import Row, StepVerdict
+from lockstep.verdict.judgement import Judgement
+from lockstep.verdict.recorded_rows import StepVerdict
 
 SHOWN = 5  # sentences of a step
 
@@ -26,7 +27,7 @@ def lines(steps: list[StepVerdict]) -> list[str]:
         if nearest is not None:
             near = len(verdict.rows) - len(verdict.too_far)
             found.append(
-                f"  {near} of {len(verdict.rows)} values are near enough; the farthest, {nearest.name}, is {nearest.share:.2f} of what is tolerated"
+                f"  {near} of {len(verdict.rows)} values are near enough; the farthest, {nearest.name}, is {nearest.multiple:.2f} of what is tolerated"
             )
         found += [f"  {sentence}" for sentence in verdict.wrong[:SHOWN]]
         found += [f"  note: {note}" for note in verdict.notes]
@@ -44,10 +45,14 @@ def lines(steps: list[StepVerdict]) -> list[str]:
 def show(steps: list[StepVerdict], folder: Path) -> int:
     """Print the verdict, write the reports, return the exit status."""
     said = lines(steps)
-    table = ["| step | tensor | relative error | tolerated | times the reference |", "|---|---|---|---|---|"]
+    table = [
+        "| step | tensor | relative error (2-norm) | (largest element) | share of what is tolerated | times the reference |",
+        "|---|---|---|---|---|---|",
+    ]
     for verdict in steps:
         table += [
-            f"| {verdict.step} | {_cells(row)} |" for row in sorted(verdict.rows, key=lambda row: -row.share)
+            f"| {verdict.step} | {_cells(row)} |"
+            for row in sorted(verdict.rows, key=lambda row: -row.multiple)
         ]
     write_text(folder / "report.md", "\n".join([said[-1], "", *said[:-1], "", *table, ""]))
     content = {
@@ -59,7 +64,10 @@ def show(steps: list[StepVerdict], folder: Path) -> int:
                 "factor": verdict.factor,
                 "wrong": verdict.wrong,
                 "notes": verdict.notes,
-                "tensors": {row.name: [row.error, row.tolerated, row.scale] for row in verdict.rows},
+                "tensors": {
+                    row.name: [row.distance.relative, row.multiple, row.distance.scale]
+                    for row in verdict.rows
+                },
             }
             for verdict in steps
         ],
@@ -71,5 +79,6 @@ def show(steps: list[StepVerdict], folder: Path) -> int:
     return int(any(verdict.wrong for verdict in steps))
 
 
-def _cells(row: Row) -> str:
-    return f"{row.name} | {row.error:.2e} | {row.tolerated:.1e} | {row.scale:.7g}"
+def _cells(row: Judgement) -> str:
+    distance = row.distance
+    return f"{row.name} | {distance.relative:.2e} | {distance.relative_largest:.2e} | {row.multiple:.2f} | {distance.scale:.7g}"

@@ -1,28 +1,23 @@
 """What was found of one recorded step: its tensors, each with what is tolerated, and what is wrong, in sentences."""
 
-import math
 from dataclasses import dataclass, field
 
+import torch
+
+from lockstep.verdict.distance import Distance, distance_of_numbers
+from lockstep.verdict.judgement import (
+    ROUNDOFF,
+    Judgement,
+    is_vector_gradient,
+    is_zero,
+    measure,
+    noise_of,
+    tolerance,
+    typical_error,
+)
 from lockstep.verdict.normalisation import Named
 
-
-@dataclass
-class Row:
-    """One tensor or number: how far it is, relative to its size, and what is tolerated."""
-
-    name: str
-    error: float
-    tolerated: float
-    scale: float = 1.0  # <own, reference> / <reference, reference>
-
-    @property
-    def too_far(self) -> bool:
-        return not self.error <= self.tolerated
-
-    @property
-    def share(self) -> float:
-        """The error as a multiple of what is tolerated."""
-        return self.error / self.tolerated if self.tolerated else math.inf
+DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "BF16"}
 
 
 @dataclass
@@ -37,15 +32,50 @@ class StepVerdict:
     difference: str = ""  # of this mean from the one over all tokens, likewise
     losses: bool = False  # whether they are judged
     tolerated_weights: float = 0.0
-    rows: list[Row] = field(default_factory=list)
+    rows: list[Judgement] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)  # sentences, the first is the headline
     notes: list[str] = field(default_factory=list)
 
     @property
-    def too_far(self) -> list[Row]:
+    def too_far(self) -> list[Judgement]:
         return [row for row in self.rows if row.too_far]
 
     @property
-    def nearest(self) -> Row | None:
+    def nearest(self) -> Judgement | None:
         """The row that is nearest to what is tolerated, or farthest beyond."""
-        return max(self.rows, key=lambda row: row.share, default=None)
+        return max(self.rows, key=lambda row: row.multiple, default=None)
+
+    def number(self, name: str, own: float, reference: float, tolerated: float) -> Judgement:
+        """Adds a row of a single number; `tolerated` is absolute."""
+        row = Judgement(self.step, name, distance_of_numbers(own, reference), tolerated, tolerated)
+        self.rows.append(row)
+        return row
+
+
+def judged(
+    step: int,
+    own: dict[str, Distance],
+    near: dict[str, Distance],
+    tensors: dict[str, torch.Tensor],
+    precision: str,
+) -> list[Judgement]:
+    """Tensors of one pass, by the rule that strategies are judged by: `near` are the yardstick's distances, one process in the run's dtype.
+
+    `tensors` are the run's own, for their shapes and dtypes; `precision` is "fp32" or "autocast".
+    """
+    entries: dict[str, dict] = {
+        name: {"shape": list(tensor.shape), "dtype": DTYPES[tensor.dtype]} for name, tensor in tensors.items()
+    }
+    noise = noise_of(near, entries, precision)
+    typical = typical_error([near[name] for name in near if is_vector_gradient(name, entries[name])])
+    rows = []
+    for name, distance in own.items():
+        zero = is_zero(distance, noise[name], precision)
+        vector = is_vector_gradient(name, entries[name])
+        found = measure(near[name], typical if vector else None, noise[name] if zero else None)
+        rows.append(
+            Judgement(
+                step, name, distance, *tolerance(name, distance, found, ROUNDOFF[entries[name]["dtype"]])
+            )
+        )
+    return rows

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from lockstep.dumps.recording import Optimizer, Recording
-from lockstep.verdict.judgement import MULTIPLE, UPDATE_OF_CHANGE
-from lockstep.verdict.recorded_rows import Row, StepVerdict
+from lockstep.verdict.distance import distance_of, relative
+from lockstep.verdict.judgement import LIMIT_OF_UPDATE, Judgement, own_update_tolerance
+from lockstep.verdict.recorded_rows import StepVerdict
 
 IMPLEMENTATION = ("params", "fused", "foreach", "capturable")  # of a group: how a step is computed, not what
 Weights = dict[str, torch.Tensor]
@@ -91,19 +92,21 @@ def _judge_optimizer(
             stepped(kind, options, weights[own], gradients[own], state, dtype).double()
             for dtype in (torch.float64, torch.float32)
         )
-        change = float((exact - weights[own].double()).norm())
+        before = weights[own].double()
+        found, yardstick = (distance_of(one, exact, before) for one in (updated[own], near))
         roundoff = torch.finfo(updated[own].dtype).eps / 2
-        rounding = UPDATE_OF_CHANGE * roundoff * (float(exact.norm()) + change)
-        tolerated = MULTIPLE * float((near - exact).norm()) + rounding
-        error, size = float((updated[own].double() - exact).norm()), change or float(exact.norm()) or 1.0
-        rows.append(Row(f"update/{own}", error / size, tolerated / size))
+        tolerated = own_update_tolerance(found, yardstick, LIMIT_OF_UPDATE, roundoff)
+        rows.append(Judgement(verdict.step, f"update/{own}", found, *tolerated))
     verdict.rows += rows
     wrong = [row for row in rows if row.too_far]
     if wrong:
-        worst = max(wrong, key=lambda row: row.share)
+        worst = max(wrong, key=lambda row: row.multiple)
+        off, allowed = (
+            relative(one, worst.distance.change) for one in (worst.distance.error, worst.tolerated)
+        )
         verdict.wrong.append(
             f"{len(wrong)} of {len(rows)} updates are not {name}'s with its recorded settings, most of all {worst.name.removeprefix('update/')}: "
-            f"off by {worst.error:.1e} of the change, tolerated {worst.tolerated:.1e}"
+            f"off by {off:.1e} of the change, tolerated {allowed:.1e}"
         )
 
 

@@ -1,0 +1,63 @@
+"""Hooks on the modules of a recorded model: the output of each, and the gradient that arrives at it."""
+
+import functools
+from collections import Counter
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+
+import torch
+
+from lockstep.dumps import tree
+from lockstep.dumps.trace import named_outputs
+from lockstep.inputs.model import being_recomputed
+
+Keep = Callable[[str, torch.Tensor], None]
+
+
+class ModuleHooks:
+    """Of the modules whose names match `pattern`, in the training calls of the model between `begin` and `end`.
+
+    `keep(name, tensor)` is given forward/MICRO_BATCH/MODULE and backward/MICRO_BATCH/MODULE. The second call of a module in one forward
+    pass is MODULE@2. A gradient may arrive in parts, one for each backward pass: they are given one after the other.
+    """
+
+    def __init__(self, model: torch.nn.Module, pattern: str, keep: Keep):
+        self.keep, self.number, self.inside = keep, -1, False
+        self.calls: Counter[str] = Counter()
+        self.seen: set[str] = set()
+        modules = {tree.clean(name): module for name, module in model.named_modules() if name}
+        self.handles = [
+            module.register_forward_hook(functools.partial(self._see, name))
+            for name, module in modules.items()
+            if fnmatchcase(name, pattern)
+        ]
+
+    def begin(self, number: int) -> None:
+        """A forward pass over micro batch `number` of the step begins."""
+        self.number, self.inside = number, True
+        self.calls.clear()
+        self.seen.clear()
+
+    def end(self) -> None:
+        """It is over; what is computed again in its backward pass still belongs to it."""
+        self.inside = False
+        self.calls.clear()
+
+    def remove(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+    def _see(self, module: str, _module: torch.nn.Module, _arguments: object, output: object) -> None:
+        if torch.compiler.is_compiling() or not (self.inside or being_recomputed()):
+            return
+        self.calls[module] += 1
+        called = module if self.calls[module] == 1 else f"{module}@{self.calls[module]}"
+        for name, tensor in named_outputs(called, output):
+            # What is recomputed was recorded before, unless reentrant checkpointing hid it from autograd.
+            chosen = self.inside and not tensor.is_floating_point()  # such as a router's experts
+            if name in self.seen or not (tensor.requires_grad or chosen):
+                continue
+            self.seen.add(name)
+            self.keep(f"forward/{self.number}/{name}", tensor)
+            if tensor.requires_grad:
+                tensor.register_hook(functools.partial(self.keep, f"backward/{self.number}/{name}"))

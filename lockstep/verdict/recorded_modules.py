@@ -1,0 +1,100 @@
+"""What the modules of a recorded run returned, and the gradients that arrived there, against the reference's."""
+
+from dataclasses import replace
+
+import torch
+
+from lockstep.dumps.recording import Called
+from lockstep.verdict.distance import Distance, distance_of
+from lockstep.verdict.judgement import Judgement
+from lockstep.verdict.recorded_reference import Computed
+from lockstep.verdict.recorded_rows import StepVerdict, judged
+from lockstep.verdict.records import Chosen
+
+Tensors = dict[str, list[tuple[int, torch.Tensor]]]  # by rank
+
+
+class Modules:
+    """The rows of a step: of each module, the one of the micro batch and rank that is farthest from what is tolerated."""
+
+    def __init__(self, verdict: StepVerdict, precision: str):
+        self.verdict, self.precision = verdict, precision
+        self.rows: dict[str, Judgement] = {}
+        self.where: dict[str, str] = {}
+        self.chosen: list[Chosen] = []
+        self.left_out: set[str] = set()
+        self.arrived: dict[int, float] = {}  # micro batch -> by how much the loop scaled its loss
+
+    def add(self, called: Called, own: Tensors, exact: Computed, near: Computed) -> None:
+        """One micro batch, as the ranks that were called with it have it."""
+        for which in ("forward", "backward"):
+            names = [name for name in exact.modules if name.startswith(which) and name in own]
+            for rank in called.ranks:
+                mine = {name: dict(own[name])[rank] for name in names if rank in dict(own[name])}
+                self._judge(called, rank, mine, exact.modules, near.modules)
+        for module, regret in exact.regrets.items():
+            scores = self.rows.get(f"forward/{module.rpartition('.')[0]}")
+            tolerated = 2 * scores.tolerated_largest if scores else 0.0
+            self.chosen.append(Chosen(self.verdict.step, f"forward/{module}", regret, tolerated))
+
+    def _judge(
+        self,
+        called: Called,
+        rank: int,
+        mine: dict[str, torch.Tensor],
+        exact: dict[str, torch.Tensor],
+        near: dict[str, torch.Tensor],
+    ) -> None:
+        """Tensors of one pass, in order of execution."""
+        own: dict[str, Distance] = {}
+        yardstick: dict[str, Distance] = {}
+        tensors: dict[str, torch.Tensor] = {}
+        scale = None
+        for name, tensor in mine.items():
+            if tensor.shape != exact[name].shape or name not in near:
+                self.left_out.add(_module(name))
+            elif tensor.is_floating_point() and tensor.numel():
+                right, plain = exact[name], near[name].double()
+                if name.startswith("backward") and bool(right.any()):
+                    if (
+                        scale is None
+                    ):  # what the loop multiplied the loss with is measured where the gradient begins
+                        scale = distance_of(tensor, right).scale
+                        self.arrived.setdefault(called.number, scale)
+                    right, plain = right * scale, plain * scale
+                tensors[name] = tensor
+                own[name], yardstick[name] = distance_of(tensor, right), distance_of(plain, right)
+        for row in judged(self.verdict.step, own, yardstick, tensors, self.precision):
+            which, _, module = row.name.split("/", 2)
+            name = f"{which}/{module}"
+            if name not in self.rows or row.multiple > self.rows[name].multiple:
+                self.rows[name] = replace(row, name=name)
+                self.where[name] = f"micro batch {called.number}, rank {rank}"
+
+    def close(self) -> bool:
+        """Add the rows and what is wrong to the verdict; returns whether anything is."""
+        self.verdict.rows += self.rows.values()
+        wrong = [row for row in self.rows.values() if row.too_far]
+        found = [f"{one.name} {one.describe()}" for one in self.chosen if one.too_far]
+        if wrong:
+            first, of_pass = (
+                wrong[0],
+                [row for row in self.rows.values() if row.which_pass == wrong[0].which_pass],
+            )
+            what = "outputs" if first.which_pass == "forward" else "gradients at outputs"
+            broken = sum(row.too_far for row in of_pass)
+            found.insert(
+                0,
+                f"{first.name} ({self.where[first.name]}) is the first of {broken} of {len(of_pass)} {what} that are too far from the reference, "
+                f"in order of execution: {first.describe()}",
+            )
+        self.verdict.wrong += found
+        if self.left_out:
+            self.verdict.notes.append(
+                f"{len(self.left_out)} modules have parts of their outputs on each rank, and are not judged, such as {min(self.left_out)}"
+            )
+        return bool(found)
+
+
+def _module(name: str) -> str:
+    return name.split("/", 2)[2]
