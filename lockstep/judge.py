@@ -12,9 +12,10 @@ if __name__ == "__main__":
 
 from pathlib import Path
 
+from lockstep.dumps.recording import Recording
 from lockstep.ground.errors import run_program
 from lockstep.ground.flags import Parser
-from lockstep.verdict import recorded, recorded_report
+from lockstep.verdict import recorded, recorded_report, recorded_run
 from lockstep.verdict.normalisation import LABELS
 
 
@@ -27,10 +28,25 @@ def main(argv: list[str] | None = None) -> int:
         help="what the loss was meant to be a mean over; any other is then a FAIL (default: any of them is a PASS, and is named)",
     )
 
+    parser.add_argument(
+        "--after",
+        type=Path,
+        metavar="FOLDER",
+        help="a recording of the run that this one continues: samples that it has seen must not come again before all others",
+    )
+    parser.add_argument(
+        "--with-replacement",
+        action="store_true",
+        help="samples are drawn with replacement: one may come again at any time",
+    )
+
     def body() -> int:
         options = parser.parse_args(argv)
-        steps = recorded.judge(options.folder, options.expect)
-        return recorded_report.show(steps, options.folder)
+        recording = Recording(options.folder)
+        before = [Recording(options.after)] if options.after else []
+        steps = recorded.judge(recording, options.expect)
+        run = recorded_run.judge([*before, recording], with_replacement=options.with_replacement)
+        return recorded_report.show(steps, run, options.folder)
 
     return run_program("lockstep.judge", body)
 

@@ -3,6 +3,7 @@
     RUN/model.json                       the module tree (lockstep/dumps/tree.py), by rank 0
     RUN/model.safetensors                its buffers
     RUN/rank_R/step_S.json               what rank R computed in step S: micro batches, optimizers, clipping, losses
+    RUN/rank_R/run_N.json                what is kept of all steps (lockstep/dumps/whole_run.py)
     RUN/rank_R/step_S.safetensors        and its tensors; the shards as they are, each with its place in the whole
 
         batch/M/KEYWORD                  what the model was called with in micro batch M
@@ -36,6 +37,7 @@ from torch.optim.optimizer import (
 
 from lockstep.dumps import deepspeed_engine, tree
 from lockstep.dumps.module_hooks import ModuleHooks
+from lockstep.dumps.whole_run import WholeRun
 from lockstep.ground.blocks import pieces
 from lockstep.ground.errors import UserError
 from lockstep.ground.files import write_text
@@ -48,7 +50,7 @@ PLAIN = (bool, int, float, str, type(None))
 
 
 class Recorder:
-    """Hooks on one rank's model. They are gone after the last step that is recorded.
+    """Hooks on one rank's model. After the last step that is recorded, only the samples of each call are hashed.
 
     `model` is the model itself or one that is wrapped already: by DDP, FSDP2, torch.compile. `modules` is a pattern of the names of
     modules whose outputs are recorded, such as "model.layers.0*". Raises UserError for FSDP1, whose flat
@@ -64,8 +66,9 @@ class Recorder:
         self.watches_engine, self.engine_steps = False, False  # whose optimizers are none of torch's
         self.hooks: ModuleHooks | None = None
         self._begin()
+        self.whole_run = WholeRun(lambda: self._rank_folder)
+        self.calls = self.model.register_forward_pre_hook(self._see_call, with_kwargs=True, prepend=True)
         self.removing: list[Callable[[], None]] = [
-            self.model.register_forward_pre_hook(self._see_call, with_kwargs=True, prepend=True).remove,
             self.model.register_forward_hook(self._see_output).remove,
             register_optimizer_step_pre_hook(self._before_update).remove,
             register_optimizer_step_post_hook(self._after_update).remove,
@@ -89,6 +92,8 @@ class Recorder:
         if self.optimizers:
             self._write()
         self._remove_hooks()
+        self.calls.remove()
+        self.whole_run.close()
 
     def _remove_hooks(self) -> None:
         for remove in self.removing:
@@ -138,10 +143,15 @@ class Recorder:
     def _see_call(self, _module: torch.nn.Module, arguments: tuple, options: dict[str, Any]) -> None:
         if not (self.model.training and torch.is_grad_enabled()) or being_recomputed():
             return
+        given = self._given(arguments, options)
+        if not self.updating:  # else a closure is called again
+            self.whole_run.see_call(given)
+        if not self.removing:
+            return
         if not self.watches_engine:
             self.watches_engine = deepspeed_engine.watch(self)
         if self.updating:
-            return  # a closure that is called again
+            return
         if self.optimizers:  # the step before is over: all its optimizers have stepped
             self._write()
             if not self.removing:
@@ -151,14 +161,11 @@ class Recorder:
             self.removing.append(self.hooks.remove)
         number = len(self.micro)
         self.hooks.begin(number)
-        given = self.signature.bind_partial(*arguments, **options).arguments
-        for name, parameter in self.signature.parameters.items():
-            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-                given |= given.pop(name, {})
         about: dict[str, Any] = {
             "tensors": [],
             "plain": {},
             "left_out": [],
+            "scalars": {},  # the gradient that arrives at each that the model returns
             "autocast": None,
             "param_dtype": _param_dtype(self.model),
         }
@@ -171,6 +178,14 @@ class Recorder:
             else:
                 about["left_out"].append(name)
         self.micro.append(about)
+
+    def _given(self, arguments: tuple, options: dict[str, Any]) -> dict[str, Any]:
+        """What the model is called with, by the names of its own parameters."""
+        given = self.signature.bind_partial(*arguments, **options).arguments
+        for name, parameter in self.signature.parameters.items():
+            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                given |= given.pop(name, {})
+        return given
 
     def _see_leaf(self, _module: torch.nn.Module, _arguments: tuple) -> None:
         if self.micro and self.micro[-1]["autocast"] is None and not being_recomputed():
@@ -185,12 +200,18 @@ class Recorder:
         loss, logits = outputs_of(output)
         if loss is not None and loss.requires_grad:
             loss.register_hook(functools.partial(self._loss_is_used, about, float(loss.detach())))
+        for name, scalar in scalars_of(output).items():
+            if scalar.requires_grad:
+                scalar.register_hook(functools.partial(self._scalar_is_used, about, name))
         if logits is not None and logits.requires_grad:
             logits.register_hook(functools.partial(self._see_logits, about, number))
 
     def _loss_is_used(self, about: dict[str, Any], loss: float, _gradient: torch.Tensor) -> None:
         """A loop may leave the model's own loss and make one from the logits."""
         about["loss"] = loss
+
+    def _scalar_is_used(self, about: dict[str, Any], name: str, gradient: torch.Tensor) -> None:
+        about["scalars"][name] = about["scalars"].get(name, 0.0) + float(gradient)
 
     def _see_logits(self, about: dict[str, Any], number: int, gradient: torch.Tensor) -> None:
         name = f"logits/{number}"

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from lockstep.dumps import tree
 from lockstep.dumps.recorder import FORMAT
+from lockstep.dumps.whole_run import STEPS_AT_ONCE
 from lockstep.ground.errors import UserError, first_line, printable
 from lockstep.ground.files import read_json
 from lockstep.ground.schemas import Count, MayBreakDown, Name, Strict, Whole, validate
@@ -25,6 +26,7 @@ class MicroBatch(Strict):
     left_out: list[Name]
     autocast: Name | None
     param_dtype: Name | None
+    scalars: dict[Name, MayBreakDown]
     loss: MayBreakDown | None = None
 
 
@@ -58,6 +60,19 @@ class Step(Strict):
     clips: list[Clip]
     optimizers: list[Optimizer]
     places: dict[Name, list[Place]]
+
+
+class RunStep(Strict):
+    """What is kept of every step of a rank (lockstep/dumps/whole_run.py)."""
+
+    samples: list[list[int]]
+    rates: list[MayBreakDown]
+    scheduled: dict[Name, Whole]
+    data_sets: list[Whole]
+
+
+class RunSteps(Strict):
+    steps: list[RunStep]
 
 
 @dataclass
@@ -112,6 +127,22 @@ class Recording:
                 )
             found[rank] = validate(Step, read_json(path), path, REMEDY)
             world = found[0].world_size
+        return found
+
+    def whole_run(self) -> list[list[RunStep]]:
+        """Every step of the run, of each rank."""
+        found = []
+        for rank in range(self.steps[0][0].world_size):
+            steps: list[RunStep] = []
+            while (
+                path := self.folder / f"rank_{rank}" / f"run_{len(steps) // STEPS_AT_ONCE + 1}.json"
+            ).is_file():
+                steps += validate(RunSteps, read_json(path), path, REMEDY).steps
+                if len(steps) % STEPS_AT_ONCE:
+                    break
+            if not steps:
+                raise UserError(f"{path} is missing: rank {rank} was stopped before it wrote it; {REMEDY}")
+            found.append(steps)
         return found
 
     def _path(self, rank: int, step: int) -> Path:

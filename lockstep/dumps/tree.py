@@ -21,8 +21,9 @@ import torch
 from lockstep.ground import user_file
 from lockstep.ground.errors import UserError
 
-# Of torch.nn.Module itself; its parameters, buffers and children are written apart, hooks not at all.
-OWN = {*vars(torch.nn.Module()), "forward"}
+# Of torch.nn.Module itself; its parameters, buffers and children are written apart, hooks not at all. Nor is transformers' note that
+# it has put hooks on the modules, so it will put them on those of the model that is built again.
+OWN = {*vars(torch.nn.Module()), "forward", "_output_capturing_hooks_installed"}
 PACKAGES = {
     "builtins",
     "collections",
@@ -245,6 +246,13 @@ def describe(model: torch.nn.Module) -> tuple[TREE, dict[str, torch.Tensor]]:
     return {**tree, "left_out": describing.left_out}, {**buffers, **attributes}
 
 
+def _enlist(module: torch.nn.Module) -> None:
+    """Do what the constructor of a model of transformers does beside the model: say which outputs of its modules it may be asked for."""
+    capturing = sys.modules.get("transformers.utils.output_capturing")
+    if capturing is not None and hasattr(module, "_can_record_outputs"):
+        capturing._CAN_RECORD_REGISTRY[module] = module._can_record_outputs
+
+
 class _Building:
     def __init__(self, tensors: dict[str, torch.Tensor]):
         self.tensors = tensors
@@ -284,6 +292,7 @@ class _Building:
         module = self.modules[name]
         for key, value in tree["attributes"].items():
             module.__dict__[key] = self.value(value)
+        _enlist(module)
         for key, child in tree["children"].items():
             if child is not None:
                 self.fill(child, f"{name}.{key}" if name else key)

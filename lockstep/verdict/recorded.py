@@ -6,7 +6,6 @@ float64 from the gradients that the run had.
 """
 
 import math
-from pathlib import Path
 
 import torch
 
@@ -15,29 +14,20 @@ from lockstep.ground.errors import UserError
 from lockstep.verdict import normalisation, recorded_update
 from lockstep.verdict.distance import distance_of
 from lockstep.verdict.judgement import FLOOR, MULTIPLE, UNIT
-from lockstep.verdict.normalisation import (
-    LABELS,
-    MICRO_MEAN,
-    RANK_MEAN,
-    TOKEN_MEAN,
-    Fit,
-    Gradients,
-    Weighting,
-)
+from lockstep.verdict.normalisation import Gradients
 from lockstep.verdict.recorded_modules import Modules
 from lockstep.verdict.recorded_reference import Computed, Reference
 from lockstep.verdict.recorded_rows import StepVerdict, judged
-from lockstep.verdict.records import float32_norm_error
+from lockstep.verdict.recorded_weights import Weighed, shares_of
 
 KINDS = {"weight": "weights", "gradient": "gradients"}
 
 
-def judge(folder: Path, expect: str | None = None) -> list[StepVerdict]:
+def judge(recording: Recording, expect: str | None = None) -> list[StepVerdict]:
     """A verdict for every recorded step. `expect` is the weighting that was meant; None: any known one will do.
 
-    Raises UserError for a folder without a recording, or a model that cannot be computed again.
+    Raises UserError for a model that cannot be computed again.
     """
-    recording = Recording(folder)
     return [_Step(recording, step).judge(expect) for step in range(1, len(recording.steps) + 1)]
 
 
@@ -63,9 +53,7 @@ class _Step:
     def __init__(self, recording: Recording, step: int):
         self.recording, self.ranks = recording, recording.steps[step - 1]
         self.micro = recording.micro_batches(step)
-        # By the first rank that was called with each micro batch
-        self.shares = [called.ranks[0] for called in self.micro]
-        self.verdict = StepVerdict(step, len(self.micro), len(set(self.shares)))
+        self.verdict = StepVerdict(step, len(self.micro), len(set(shares_of(self.micro))))
         self.of_norm: list[str] = []  # what is wrong with the norm of clipping: after what may have caused it
 
     def judge(self, expect: str | None) -> StepVerdict:
@@ -78,16 +66,18 @@ class _Step:
             verdict.wrong.append(problem)
             return verdict
         near, modules_wrong = self._compute(weights)
-        self.columns = self._columns(self.exact)
-        fitted = normalisation.fit(self.observed, self.columns)
+        columns = self._columns(self.exact)
+        fitted = normalisation.fit(self.observed, columns)
         yardstick = normalisation.sums(self._columns(near), fitted.weights)
-        again = normalisation.fit(yardstick, self.columns)
         self._judge_samples()
         self._judge_losses(near)
-        if modules_wrong:  # what follows from them says nothing of the loop
-            right = normalisation.sums(self.columns, fitted.weights)
-        else:
-            right = normalisation.sums(self.columns, self._judge_weights(fitted, again, expect))
+        weights_of = fitted.weights
+        if not modules_wrong:  # what follows from them says nothing of the loop
+            again = normalisation.fit(yardstick, columns)
+            weighed = Weighed(verdict, self.ranks, self.micro, self.exact, columns)
+            weights_of = weighed.judge(fitted, again, expect)
+            self.of_norm = weighed.of_norm
+        right = normalisation.sums(columns, weights_of)
         self._judge_gradients(right, yardstick)
         verdict.wrong += self.of_norm
         self._judge_missing(weights)
@@ -115,7 +105,6 @@ class _Step:
             for one, kept in ((right, self.exact), (measured, near)):
                 one.modules = {}  # they take the most memory
                 kept.append(one)
-        self.arrived = modules.arrived
         return near, modules.close()
 
     @property
@@ -142,13 +131,12 @@ class _Step:
                 )
 
     def _columns(self, computed: list[Computed]) -> list[Gradients]:
-        """The gradients of all micro batches, of the tensors that the run has a gradient of."""
+        """The gradients of the losses of all micro batches, then those of their further terms, of the tensors that the run has a gradient of."""
+        found = [one.gradients for one in computed]
+        found += [term.gradients for one in computed for term in one.terms.values()]
         return [
-            {
-                name: one.gradients.get(name, torch.zeros_like(tensor))
-                for name, tensor in self.observed.items()
-            }
-            for one in computed
+            {name: one.get(name, torch.zeros_like(tensor)) for name, tensor in self.observed.items()}
+            for one in found
         ]
 
     def _agreed(self, kind: str) -> dict[str, torch.Tensor]:
@@ -204,113 +192,6 @@ class _Step:
                 name = f"loss of micro batch {called.number}, rank {rank}"
                 if self.verdict.number(name, loss, exact.loss, tolerated * abs(exact.loss)).too_far:
                     self.verdict.wrong.append(f"{name} is {loss:.9g}, the reference's is {exact.loss:.9g}")
-
-    def _judge_weights(self, fitted: Fit, again: Fit, expect: str | None) -> torch.Tensor:
-        """What the gradient is a mean over, and the factor before it.
-
-        Returns the weights of the losses that its tensors are then held against: those of the mean, or as they were measured.
-        """
-        verdict = self.verdict
-        deviation = float((again.weights - fitted.weights).norm() / fitted.weights.norm())
-        verdict.tolerated_weights = MULTIPLE * max(deviation, again.typical) + FLOOR * UNIT["fp32"]
-        tokens, divisors, candidates = self._weightings(expect)
-        measured = fitted.weights / divisors
-        named = verdict.named = normalisation.nearest(measured, tokens, candidates)
-        known = named.weighting.weights * divisors
-        verdict.factor = named.factor / self._clip_factor(known)
-        if not named.off <= verdict.tolerated_weights:
-            shown = ", ".join(
-                f"{float(one) * count:.4g}" for one, count in zip(measured, tokens, strict=True)
-            )
-            verdict.wrong.append(
-                f"the micro batches count {shown}, as in no known mean (nearest: {named.factor:.4g} x {named.weighting.label})"
-            )
-            return fitted.weights
-        if not abs(verdict.factor - 1) <= verdict.tolerated_weights:
-            verdict.wrong.append(self._of_factor(named.weighting, sum(tokens)))
-        elif expect is not None and named.weighting.name != expect and len(candidates) > 1:
-            verdict.wrong.append(f"the gradient is that of {named.weighting.label}, not of {LABELS[expect]}")
-        if named.weighting is not candidates[0]:
-            counts = candidates[0].weights / named.weighting.weights
-            verdict.difference = f"; in {candidates[0].label}, a token would count {float(counts.min()):.3g} to {float(counts.max()):.3g} times as much"
-        return known * named.factor
-
-    def _weightings(self, expect: str | None) -> tuple[list[int], torch.Tensor, list[Weighting]]:
-        """(tokens of the micro batches, what their losses divide the sums over these by, the weightings of these sums that are known)."""
-        tokens = [one.tokens for one in self.exact]
-        if any(one.loss is None for one in self.exact):
-            self.verdict.notes.append(
-                "the model's own loss is not what was trained: the gradient is judged from the recorded one at the logits on, the loss is not"
-            )
-            ones = torch.ones(len(self.micro), dtype=torch.float64)
-            # The recorded gradients have every divisor of the run but that of averaging over ranks.
-            mean = Weighting(
-                RANK_MEAN,
-                "what follows from the gradients at the logits, averaged over the ranks",
-                ones / self.verdict.shares,
-            )
-            return [1] * len(self.micro), ones, [mean]
-        if not all(tokens):
-            if expect == TOKEN_MEAN:
-                raise UserError(
-                    f"--expect {expect}: the loss that the model returns is no mean of a cross-entropy over labels among its inputs, so its tokens are not known"
-                )
-            self.verdict.notes.append(
-                "the tokens of the loss are not known, so nothing says whether each counts alike"
-            )
-            ones = torch.ones(len(self.micro), dtype=torch.float64)
-            mean = Weighting(MICRO_MEAN, "the mean of the micro batches' losses", ones / len(self.micro))
-            return [1] * len(self.micro), ones, [mean]
-        self.verdict.tokens = sum(tokens)
-        divisors = torch.tensor([one.divisor for one in self.exact], dtype=torch.float64)
-        return tokens, divisors, normalisation.known(tokens, self.shares)
-
-    def _of_factor(self, weighting: Weighting, tokens: int) -> str:
-        world = self.ranks[0].world_size
-        numbers = {
-            "the world size": float(world),
-            "the number of data-parallel ranks": float(self.verdict.shares),
-            "the micro batches of a rank": float(len(self.ranks[0].micro_batches)),
-            "the ranks that see the same samples": world / self.verdict.shares,
-            "the tokens of the global batch": float(tokens),
-        }
-        names = normalisation.explanations(
-            self.verdict.factor, numbers, max(self.verdict.tolerated_weights, 1e-6)
-        )
-        why = f", which is {' or '.join(names)}" if names else ""
-        if not names and self.verdict.factor < 1 and not self.ranks[0].clips:
-            why = "; no clipping by a norm was seen"
-        return f"the gradient is {self.verdict.factor:.7g} times that of {weighting.label}{why}"
-
-    def _clip_factor(self, weights: torch.Tensor) -> float:
-        """By how much clipping scaled the recorded gradient, from the norm that the run clipped by; 1 without clipping.
-
-        `weights` are those of the gradient before it. Judges the norm, which libraries sum in float32.
-        """
-        clips = self.ranks[0].clips
-        if not clips:
-            return 1.0
-        if len(clips) > 1:
-            raise UserError(
-                f"the gradient of step {self.verdict.step} was clipped {len(clips)} times, and one norm for all of it is what can be judged"
-            )
-        (clip,) = clips
-        each = list(normalisation.sums(self.columns, weights).values())
-        right = math.sqrt(sum(float(tensor.square().sum()) for tensor in each))
-        summed = float(torch.stack([tensor.float().norm() for tensor in each]).norm())
-        in_float32 = float32_norm_error(right, summed, max(tensor.numel() for tensor in each))
-        tolerated = in_float32 / right + self.verdict.tolerated_weights
-        largest = max(float(tensor.abs().max()) for tensor in each)
-        if abs(clip.norm - largest) <= tolerated * largest:
-            right = largest  # clipped by the largest element
-        if self.verdict.number("gradient norm", clip.norm, right, tolerated * right).too_far:
-            self.of_norm.append(
-                f"the gradient was clipped by a norm of {clip.norm:.7g}; that of the reference's gradient is {right:.7g}"
-            )
-        factor = min(1.0, clip.max_norm / (clip.norm + 1e-6))
-        if factor < 1:
-            self.verdict.clipped = f", clipped from a norm of {clip.norm:.5g} to {clip.max_norm:.5g}"
-        return 1.0 if clip.later else factor
 
     def _judge_gradients(self, right: Gradients, yardstick: Gradients) -> None:
         """Each tensor against the sum of the micro batches' gradients."""

@@ -25,11 +25,12 @@ SAME = 1e-9  # relative: the float64 loss is this mean over tokens
 
 @dataclass
 class Term:
-    """A further scalar that the model returns, such as a router's balance loss, and that counts in its loss."""
+    """A further scalar that the model returns, such as a router's balance loss."""
 
     value: float
-    coefficient: float  # in the model's loss
+    coefficient: float  # in the model's loss; 0 if it does not count there
     gradients: Gradients  # of the term itself
+    beside: float = 0.0  # what arrived at it from beside the model's loss
 
 
 @dataclass
@@ -42,6 +43,7 @@ class Computed:
     )  # None where no labels reach the model: the gradients then follow from the recorded one at the logits
     tokens: int  # that the loss is a mean over, but for its further terms; 0 if that is not known
     divisor: float  # of the sum over these tokens, in the loss
+    arrived: float  # at the loss, in the run: what the loop multiplied it with
     terms: dict[str, Term]
     modules: dict[str, torch.Tensor]  # forward/MICRO_BATCH/MODULE and backward/..., in order of execution
     regrets: dict[str, float]  # of choices that were told, by the name of the output
@@ -126,6 +128,7 @@ class Reference:
     def _computed(self, called: Called, mode: Told) -> Computed:
         loss, logits, output = self._forward(called)
         terms: dict[str, Term] = {}
+        arrived = 1.0
         if called.about.loss is None:  # the loop did not train on it
             if logits is None or called.logits_gradient is None:
                 raise UserError(
@@ -134,37 +137,55 @@ class Reference:
             logits.backward(called.logits_gradient.to(logits.dtype))
             loss = None
         elif loss is not None:
-            terms = self._terms(loss, output)
-            loss.backward()
-        gradients = {
+            scalars = scalars_of(output)
+            terms = self._terms(loss, scalars)
+            arrived = next(
+                called.about.scalars.get(name, 0.0) for name, one in scalars.items() if one is loss
+            )
+            for name, term in terms.items():
+                term.beside = called.about.scalars.get(name, 0.0) - arrived * term.coefficient
+            roots = {name: one for name, one in scalars.items() if one is loss or name in terms}
+            begun = [
+                torch.full_like(one, terms[name].beside if name in terms else arrived)
+                for name, one in roots.items()
+            ]
+            torch.autograd.backward(list(roots.values()), begun)
+        found = self._gradients_of_loss(arrived, terms)
+        names = {number: name for name, number in (self.calls_of_topk or {}).items()}
+        regrets = {names[number]: float(regret.max()) for number, regret in mode.regrets.items()}
+        if loss is None:
+            return Computed(found, None, 0, 0.0, 1.0, {}, self.modules, regrets)
+        value, told = float(loss.detach()), divisor_of(called)
+        further = sum(term.coefficient * term.value for term in terms.values())
+        tokens = tokens_of(called, value - further, logits, told)
+        return Computed(found, value, tokens, told or tokens, arrived, terms, self.modules, regrets)
+
+    def _gradients_of_loss(self, arrived: float, terms: dict[str, Term]) -> Gradients:
+        """The gradients of the loss alone: the pass was begun with what `arrived` at it in the run, and at further terms."""
+        found = {
             name: parameter.grad.double()
             for name, parameter in self.parameters.items()
             if parameter.grad is not None
         }
-        names = {number: name for name, number in (self.calls_of_topk or {}).items()}
-        regrets = {names[number]: float(regret.max()) for number, regret in mode.regrets.items()}
-        if loss is None:
-            return Computed(gradients, None, 0, 0.0, {}, self.modules, regrets)
-        loss = loss.detach()
-        told = divisor_of(called)
-        further = sum(term.coefficient * term.value for term in terms.values())
-        tokens = tokens_of(called, float(loss) - further, logits, told)
-        return Computed(gradients, float(loss), tokens, told or tokens, terms, self.modules, regrets)
+        for term in terms.values():
+            for name, gradient in term.gradients.items():
+                found[name] -= term.beside * gradient
+        return {name: gradient / arrived for name, gradient in found.items()}
 
-    def _terms(self, loss: torch.Tensor, output: Any) -> dict[str, Term]:
+    def _terms(self, loss: torch.Tensor, scalars: dict[str, torch.Tensor]) -> dict[str, Term]:
         found = {}
-        for name, value in scalars_of(output).items():
+        for name, value in scalars.items():
             if value is loss or not value.requires_grad:
                 continue
             (coefficient,) = torch.autograd.grad(loss, value, retain_graph=True, allow_unused=True)
-            if coefficient is not None and float(coefficient) != 0:
-                each = torch.autograd.grad(
-                    value, list(self.parameters.values()), retain_graph=True, allow_unused=True
-                )
-                gradients = {
-                    of: one.double() for of, one in zip(self.parameters, each, strict=True) if one is not None
-                }
-                found[name] = Term(float(value.detach()), float(coefficient), gradients)
+            each = torch.autograd.grad(
+                value, list(self.parameters.values()), retain_graph=True, allow_unused=True
+            )
+            gradients = {
+                of: one.double() for of, one in zip(self.parameters, each, strict=True) if one is not None
+            }
+            inside = 0.0 if coefficient is None else float(coefficient)
+            found[name] = Term(float(value.detach()), inside, gradients)
         # What has arrived at the modules was not the gradient of the loss.
         self.modules = {name: one for name, one in self.modules.items() if name.startswith("forward/")}
         return found

@@ -1,16 +1,18 @@
 """The report of a recorded run: the verdict, what the gradient is a mean over, and what is too far."""
 
+import dataclasses
 import json
 from pathlib import Path
 
 from lockstep.ground.files import write_text
 from lockstep.verdict.judgement import Judgement
 from lockstep.verdict.recorded_rows import StepVerdict
+from lockstep.verdict.recorded_run import RunVerdict
 
 SHOWN = 5  # sentences of a step
 
 
-def lines(steps: list[StepVerdict]) -> list[str]:
+def lines(steps: list[StepVerdict], run: RunVerdict) -> list[str]:
     """The verdict in a dozen lines, the verdict itself last."""
     found = []
     for verdict in steps:
@@ -31,7 +33,12 @@ def lines(steps: list[StepVerdict]) -> list[str]:
             )
         found += [f"  {sentence}" for sentence in verdict.wrong[:SHOWN]]
         found += [f"  note: {note}" for note in verdict.notes]
+    found.append(f"whole run: {run.steps} steps, {run.samples} samples")
+    found += [f"  {sentence}" for sentence in run.wrong]
+    found += [f"  note: {note}" for note in run.notes]
     wrong = next((verdict for verdict in steps if verdict.wrong), None)
+    if wrong is None and run.wrong:
+        return [*found, f"FAIL: {run.wrong[0]}"]
     if wrong is None:
         left = (
             "; the loss itself is not judged"
@@ -42,9 +49,9 @@ def lines(steps: list[StepVerdict]) -> list[str]:
     return [*found, f"FAIL: step {wrong.step}: {wrong.wrong[0]}"]
 
 
-def show(steps: list[StepVerdict], folder: Path) -> int:
+def show(steps: list[StepVerdict], run: RunVerdict, folder: Path) -> int:
     """Print the verdict, write the reports, return the exit status."""
-    said = lines(steps)
+    said = lines(steps, run)
     table = [
         "| step | tensor | relative error (2-norm) | (largest element) | share of what is tolerated | times the reference |",
         "|---|---|---|---|---|---|",
@@ -71,12 +78,13 @@ def show(steps: list[StepVerdict], folder: Path) -> int:
             }
             for verdict in steps
         ],
+        "run": dataclasses.asdict(run),
     }
     write_text(folder / "report.json", json.dumps(content))
     print("\n".join(said[:-1]))
     print(f"report: {folder / 'report.md'}")
     print(said[-1])
-    return int(any(verdict.wrong for verdict in steps))
+    return int(bool(run.wrong) or any(verdict.wrong for verdict in steps))
 
 
 def _cells(row: Judgement) -> str:

@@ -1,0 +1,139 @@
+"""What a recording has of every step, to the end of the run: which samples, which learning rates, how often the schedule was stepped.
+
+    RUN/rank_R/run_N.json      {"steps": [{"samples": [[hash, ...] of each micro batch], "rates": [...], "scheduled": {by whom: times},
+                               "data_sets": [sizes]}, ...]}, 256 steps in each
+
+Hashes are made on the model's device, and fetched for many steps at once.
+"""
+
+import contextlib
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from lockstep.ground.files import write_text
+
+STEPS_AT_ONCE = 256
+# Odd 64-bit numbers without structure, as signed ones: the fractions of the golden ratio and of the square root of 3.
+FACTORS = (-7046029254386353131, -4942790177534073029)
+
+
+class WholeRun:
+    """Watches one rank's run; `see_call` is told of every training call of the model. `close` writes what is left.
+
+    `folder` is asked for when it is written to: by then the rank is known.
+    """
+
+    def __init__(self, folder: Callable[[], Path]):
+        self.folder, self.files = folder, 0
+        self.lines: list[dict[str, Any]] = []
+        self.stepped, self.updating, self.calls_in_update = False, False, 0
+        self._begin()
+        self.removing: list[Callable[[], None]] = [
+            register_optimizer_step_pre_hook(self._before_update).remove,
+            register_optimizer_step_post_hook(self._after_update).remove,
+            _wrap(torch.optim.lr_scheduler.LRScheduler, "step", self._see_schedule),
+            _wrap(torch.utils.data.DataLoader, "__iter__", self._see_data),
+        ]
+
+    def _begin(self) -> None:
+        self.samples: list[torch.Tensor] = []
+        self.rates: list[float] = []
+        self.scheduled: Counter[str] = Counter()
+        self.data_sets: set[int] = set()
+
+    def see_call(self, given: dict[str, Any]) -> None:
+        if self.updating:  # in a closure, which L-BFGS calls many times
+            self.calls_in_update += 1
+            if self.calls_in_update > 1:
+                return
+        elif self.stepped:
+            self._end_step()
+        tensors = [one for one in given.values() if isinstance(one, torch.Tensor) and one.ndim > 0]
+        if tensors:
+            mask = given.get("attention_mask")
+            self.samples.append(hashes(tensors[0], mask))
+
+    def _end_step(self) -> None:
+        self.lines.append(
+            {
+                "samples": self.samples,
+                "rates": self.rates,
+                "scheduled": dict(self.scheduled),
+                "data_sets": sorted(self.data_sets),
+            }
+        )
+        self.stepped = False
+        self._begin()
+        if len(self.lines) == STEPS_AT_ONCE:
+            self.write()
+
+    def _before_update(self, optimizer: torch.optim.Optimizer, _arguments: tuple, _options: dict) -> None:
+        if not self.rates:  # ZeRO steps the groups one by one
+            self.rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+        self.updating, self.calls_in_update = True, 0
+
+    def _after_update(self, _optimizer: torch.optim.Optimizer, _arguments: tuple, _options: dict) -> None:
+        self.updating, self.stepped = False, True
+
+    def _see_schedule(self, *_: object) -> None:
+        caller = sys._getframe(2).f_globals.get("__name__", "").partition(".")[0]
+        if caller != "torch":  # which steps a schedule once when it is made
+            self.scheduled[caller] += 1
+
+    def _see_data(self, loader: Any) -> None:
+        with contextlib.suppress(TypeError):  # an iterable data set has no length
+            self.data_sets.add(len(loader.dataset))
+
+    def write(self) -> None:
+        if not self.lines:
+            return
+        for line in self.lines:
+            line["samples"] = [one.tolist() for one in line["samples"]]
+        self.files += 1
+        path = self.folder() / f"run_{self.files}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, json.dumps({"steps": self.lines}))
+        self.lines = []
+
+    def close(self) -> None:
+        for remove in self.removing:
+            remove()
+        if self.stepped:
+            self._end_step()
+        self.write()
+
+
+def _wrap(kind: Any, name: str, see: Callable[..., None]) -> Callable[[], None]:
+    """Let `see` be told of every call of a method; returns what undoes it."""
+    real = getattr(kind, name)
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        see(*arguments)
+        return real(*arguments, **options)
+
+    setattr(kind, name, call)
+    return lambda: setattr(kind, name, real)
+
+
+def hashes(samples: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    """A 64-bit hash of each sample (dim 0), on its device. What a `mask` of the same shape leaves out, such as padding, does not count."""
+    rows = samples.detach().reshape(len(samples), -1)
+    if rows.is_floating_point():
+        rows = rows.double().view(torch.int64)
+    rows = rows.long()
+    used = torch.ones_like(rows)
+    if mask is not None and mask.shape == samples.shape:
+        used = (mask.reshape(rows.shape) != 0).long()
+    mixed = (rows + 1) * FACTORS[0] + used.cumsum(1) * FACTORS[1]
+    mixed = (mixed ^ (mixed >> 29)) * FACTORS[0]
+    return ((mixed ^ (mixed >> 32)) * used).sum(1)

@@ -1,0 +1,117 @@
+"""What is judged of a whole recorded run: which samples its ranks saw, and its learning rates."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from lockstep.dumps.recording import Recording, RunStep
+from lockstep.ground.errors import UserError
+
+FEW = 0.05  # of the samples, that a data set may hold twice
+AN_EPOCH = 0.9  # of a data set; the rest may be dropped at its end
+
+
+@dataclass
+class RunVerdict:
+    steps: int
+    samples: int = 0  # seen by all data-parallel ranks together
+    wrong: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def judge(recordings: list[Recording], *, with_replacement: bool) -> RunVerdict:
+    """`recordings` are those of one training, in order. `with_replacement`: samples are drawn so, and may come again at any time.
+
+    Raises UserError if their ranks are not the same.
+    """
+    runs = [recording.whole_run() for recording in recordings]
+    if len({len(run) for run in runs}) > 1:
+        raise UserError("the recordings have different numbers of ranks; judge each by itself")
+    ranks = [[step for run in runs for step in run[rank]] for rank in range(len(runs[0]))]
+    verdict = RunVerdict(min(len(steps) for steps in ranks))
+    _judge_samples(verdict, _data_parallel(ranks), with_replacement=with_replacement)
+    _judge_micro_batches(verdict, ranks[0])
+    _judge_rates(verdict, ranks[0], len(ranks))
+    return verdict
+
+
+def _data_parallel(ranks: list[list[RunStep]]) -> list[list[RunStep]]:
+    """Of ranks that see the same samples throughout, the first."""
+    seen: dict[str, list[RunStep]] = {}
+    for steps in ranks:
+        seen.setdefault(str([step.samples for step in steps]), steps)
+    return list(seen.values())
+
+
+def _judge_samples(verdict: RunVerdict, ranks: list[list[RunStep]], *, with_replacement: bool) -> None:
+    """No sample is seen again before all have been seen once, but for those that fill the last batch of an epoch."""
+    order = [
+        sample
+        for number in range(verdict.steps)
+        for steps in ranks
+        for micro in steps[number].samples
+        for sample in micro
+    ]
+    verdict.samples = len(order)
+    first: dict[int, int] = {}
+    for place, sample in enumerate(order):
+        first.setdefault(sample, place)
+    if len(first) == len(order) or with_replacement:
+        return
+    last_new = max(first.values())
+    again = last_new + 1 - len(first)  # sights of known samples before that
+    in_a_step = len(order) // max(verdict.steps, 1)
+    if again > max(in_a_step, FEW * len(order)):
+        verdict.wrong.append(
+            f"{again} samples were seen again before others were seen for the first time ({len(first)} different ones in {len(order)}){_who(ranks)}; "
+            "where they are drawn with replacement, say --with-replacement"
+        )
+        return
+    sizes = {size for steps in ranks for step in steps for size in step.data_sets}
+    if len(sizes) == 1 and len(first) + in_a_step < AN_EPOCH * max(sizes):
+        verdict.wrong.append(
+            f"samples were seen again after {len(first)} different ones, of the {max(sizes)} that the data set has"
+        )
+
+
+def _who(ranks: list[list[RunStep]]) -> str:
+    """Whether it is ranks that share samples, to be read after the number."""
+    sets = [{sample for step in steps for micro in step.samples for sample in micro} for steps in ranks]
+    shared = [
+        (one, other)
+        for one in range(len(sets))
+        for other in range(one + 1, len(sets))
+        if 2 * len(sets[one] & sets[other]) >= min(len(sets[one]), len(sets[other]))
+    ]
+    return f"; data-parallel ranks {shared[0][0]} and {shared[0][1]} saw the same ones" if shared else ""
+
+
+def _judge_micro_batches(verdict: RunVerdict, steps: list[RunStep]) -> None:
+    numbers = [len(step.samples) for step in steps]
+    usual = Counter(numbers).most_common(1)[0][0] if numbers else 0
+    odd = next((place for place, number in enumerate(numbers, 1) if number != usual), None)
+    if odd is not None:
+        verdict.notes.append(
+            f"step {odd} has {numbers[odd - 1]} micro batches, others {usual}: record up to it (--steps {odd}) to see how they count"
+        )
+
+
+def _judge_rates(verdict: RunVerdict, steps: list[RunStep], world: int) -> None:
+    stepped = Counter((by, times) for step in steps for by, times in step.scheduled.items())
+    rates = [max(step.rates, default=0.0) for step in steps]
+    zeros = next((number for number, rate in enumerate(reversed(rates)) if rate != 0), 0)
+    several = [(by, times) for (by, times), count in stepped.items() if times > 1 and 2 * count > len(steps)]
+    how = ""
+    if several:
+        by, times = several[0]
+        of_world = ", the number of processes" if times == world else ""
+        how = f"the schedule of the learning rate is stepped {times} times in a step{of_world}"
+        if (
+            by == "accelerate"
+        ):  # which does so by design, for a schedule that counts the batches of one process
+            verdict.notes.append(f"{how}, by Accelerate: it must have been made for as many steps")
+        else:
+            verdict.wrong.append(how)
+    if zeros > 1:
+        verdict.wrong.append(
+            f"the learning rate is 0 in the last {zeros} of {len(steps)} steps{f'; {how}' if how else ''}"
+        )

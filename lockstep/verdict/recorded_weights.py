@@ -1,0 +1,200 @@
+"""What the gradient of a recorded step is a mean over, by what factor it is off, and what it was clipped by."""
+
+import math
+
+import torch
+
+from lockstep.dumps.recording import Called, Step
+from lockstep.ground.errors import UserError
+from lockstep.verdict import normalisation
+from lockstep.verdict.judgement import FLOOR, MULTIPLE, UNIT
+from lockstep.verdict.normalisation import (
+    LABELS,
+    MICRO_MEAN,
+    RANK_MEAN,
+    TOKEN_MEAN,
+    Fit,
+    Gradients,
+    Weighting,
+)
+from lockstep.verdict.recorded_reference import Computed
+from lockstep.verdict.recorded_rows import StepVerdict
+from lockstep.verdict.records import float32_norm_error
+
+MOST = 0.5  # of a weight, that may be tolerated: beyond, a term that is missing would not be seen
+
+
+def shares_of(micro: list[Called]) -> list[int]:
+    """The data-parallel share of each micro batch, by the first rank that was called with it."""
+    return [called.ranks[0] for called in micro]
+
+
+class Weighed:
+    """`columns` are the gradients of the micro batches' losses, then those of their further terms."""
+
+    def __init__(
+        self,
+        verdict: StepVerdict,
+        ranks: dict[int, Step],
+        micro: list[Called],
+        exact: list[Computed],
+        columns: list[Gradients],
+    ):
+        self.verdict, self.ranks, self.micro, self.exact, self.columns = verdict, ranks, micro, exact, columns
+        self.shares = shares_of(micro)
+        self.of_norm: list[str] = []  # what is wrong with the norm of clipping: after what may have caused it
+
+    def judge(self, fitted: Fit, again: Fit, expect: str | None) -> torch.Tensor:
+        """What the gradient is a mean over, and the factor before it.
+
+        Returns the weights of the losses that its tensors are then held against: those of the mean, or as they were measured.
+        """
+        verdict = self.verdict
+        of_losses, of_terms = fitted.weights[: len(self.micro)], fitted.weights[len(self.micro) :]
+        deviations = again.weights - fitted.weights
+        deviation = float(deviations[: len(self.micro)].norm() / of_losses.norm())
+        verdict.tolerated_weights = MULTIPLE * max(deviation, again.typical) + FLOOR * UNIT["fp32"]
+        tokens, divisors, candidates = self._weightings(expect)
+        measured = of_losses / divisors
+        named = verdict.named = normalisation.nearest(measured, tokens, candidates)
+        known = named.weighting.weights * divisors
+        verdict.factor = named.factor / self._clip_factor(torch.cat([known, of_terms / named.factor]))
+        self._judge_terms(fitted.weights, deviations, named.factor)
+        if not named.off <= verdict.tolerated_weights:
+            shown = ", ".join(
+                f"{float(one) * count:.4g}" for one, count in zip(measured, tokens, strict=True)
+            )
+            verdict.wrong.append(
+                f"the micro batches count {shown}, as in no known mean (nearest: {named.factor:.4g} x {named.weighting.label})"
+            )
+            return fitted.weights
+        if not abs(verdict.factor - 1) <= verdict.tolerated_weights:
+            verdict.wrong.append(self._of_factor(named.weighting, known))
+        elif expect is not None and named.weighting.name != expect and len(candidates) > 1:
+            verdict.wrong.append(f"the gradient is that of {named.weighting.label}, not of {LABELS[expect]}")
+        if named.weighting is not candidates[0]:
+            counts = candidates[0].weights / named.weighting.weights
+            verdict.difference = f"; in {candidates[0].label}, a token would count {float(counts.min()):.3g} to {float(counts.max()):.3g} times as much"
+        return torch.cat([known * named.factor, of_terms])
+
+    def _judge_terms(self, weights: torch.Tensor, deviations: torch.Tensor, factor: float) -> None:
+        """A further term of the loss counts like the mean of the micro batches', as often as the loss itself."""
+        of_losses, beside = weights[: len(self.micro)], iter(weights[len(self.micro) :].tolist())
+        off = iter(deviations[len(self.micro) :].abs().tolist())
+        counted: dict[str, float] = {}
+        tolerated: dict[str, float] = {}
+        for weight, one in zip(of_losses.tolist(), self.exact, strict=True):
+            for name, term in one.terms.items():
+                share = (weight * term.coefficient + next(beside)) / factor
+                counted[name] = counted.get(name, 0.0) + share
+                tolerated[name] = tolerated.get(name, 0.0) + MULTIPLE * next(off) / factor
+        for name, total in counted.items():
+            inside = self.exact[0].terms[name].coefficient
+            if inside == 0:
+                if abs(total) > tolerated[name]:
+                    self.verdict.notes.append(
+                        f"{name}, which the model's loss leaves out, counts {total:.4g}"
+                    )
+                continue
+            allowed = tolerated[name] / abs(inside) + self.verdict.tolerated_weights
+            if allowed > MOST:
+                self.verdict.notes.append(f"in this precision nothing says how often {name} counts")
+            elif not abs(total / inside - 1) <= allowed:
+                often = f"counts {total / inside:.5g} times as often as the rest{self._why(total / inside)}"
+                if abs(total / inside) <= allowed:
+                    often = "does not count"
+                self.verdict.wrong.append(f"{name}, a term of the loss, {often}")
+
+    def _weightings(self, expect: str | None) -> tuple[list[int], torch.Tensor, list[Weighting]]:
+        """(tokens of the micro batches, what their losses divide the sums over these by, the weightings of these sums that are known)."""
+        tokens = [one.tokens for one in self.exact]
+        if any(one.loss is None for one in self.exact):
+            self.verdict.notes.append(
+                "the model's own loss is not what was trained: the gradient is judged from the recorded one at the logits on, the loss is not"
+            )
+            ones = torch.ones(len(self.micro), dtype=torch.float64)
+            # The recorded gradients have every divisor of the run but that of averaging over ranks.
+            mean = Weighting(
+                RANK_MEAN,
+                "what follows from the gradients at the logits, averaged over the ranks",
+                ones / self.verdict.shares,
+            )
+            return [1] * len(self.micro), ones, [mean]
+        if not all(tokens):
+            if expect == TOKEN_MEAN:
+                raise UserError(
+                    f"--expect {expect}: the loss that the model returns is no mean of a cross-entropy over labels among its inputs, so its tokens are not known"
+                )
+            self.verdict.notes.append(
+                "the tokens of the loss are not known, so nothing says whether each counts alike"
+            )
+            ones = torch.ones(len(self.micro), dtype=torch.float64)
+            mean = Weighting(MICRO_MEAN, "the mean of the micro batches' losses", ones / len(self.micro))
+            return [1] * len(self.micro), ones, [mean]
+        self.verdict.tokens = sum(tokens)
+        divisors = torch.tensor([one.divisor for one in self.exact], dtype=torch.float64)
+        return tokens, divisors, normalisation.known(tokens, self.shares)
+
+    def _of_factor(self, weighting: Weighting, known: torch.Tensor) -> str:
+        factor = self.verdict.factor
+        why = self._why(factor)
+        if not why and factor < 1 and not self.ranks[0].clips:
+            why = "; no clipping by a norm was seen"
+        return f"the gradient is {factor:.7g} times that of {weighting.label}{why}{self._entered(known)}"
+
+    def _entered(self, known: torch.Tensor) -> str:
+        """Where the factor came in, to be read after it. `known` are the weights that the losses should have."""
+        begun = torch.tensor([one.arrived for one in self.exact], dtype=torch.float64) / self.verdict.shares
+        for factor, where in (
+            (self.verdict.factor, "it is there when the backward pass begins"),
+            (
+                1.0,
+                "the backward pass begins with the right one, so it comes in later, as in the reduction of gradients",
+            ),
+        ):
+            if float((begun - factor * known).norm()) <= self.verdict.tolerated_weights * float(begun.norm()):
+                return f"; {where}"
+        return ""
+
+    def _why(self, factor: float) -> str:
+        """What a factor may be, to be read after it."""
+        world = self.ranks[0].world_size
+        numbers = {
+            "the world size": float(world),
+            "the number of data-parallel ranks": float(self.verdict.shares),
+            "the micro batches of a rank": float(len(self.ranks[0].micro_batches)),
+            "the ranks that see the same samples": world / self.verdict.shares,
+            "the tokens of the global batch": float(self.verdict.tokens),
+        }
+        names = normalisation.explanations(factor, numbers, max(self.verdict.tolerated_weights, 1e-6))
+        return f", which is {' or '.join(names)}" if names else ""
+
+    def _clip_factor(self, weights: torch.Tensor) -> float:
+        """By how much clipping scaled the recorded gradient, from the norm that the run clipped by; 1 without clipping.
+
+        `weights` are those of the gradient before it. Judges the norm, which libraries sum in float32.
+        """
+        clips = self.ranks[0].clips
+        if not clips:
+            return 1.0
+        if len(clips) > 1:
+            raise UserError(
+                f"the gradient of step {self.verdict.step} was clipped {len(clips)} times, and one norm for all of it is what can be judged"
+            )
+        (clip,) = clips
+        each = list(normalisation.sums(self.columns, weights).values())
+        right = math.sqrt(sum(float(tensor.square().sum()) for tensor in each))
+        summed = float(torch.stack([tensor.float().norm() for tensor in each]).norm())
+        in_float32 = float32_norm_error(right, summed, max(tensor.numel() for tensor in each))
+        tolerated = in_float32 / right + self.verdict.tolerated_weights
+        largest = max(float(tensor.abs().max()) for tensor in each)
+        if abs(clip.norm - largest) <= tolerated * largest:
+            right = largest  # clipped by the largest element
+        if self.verdict.number("gradient norm", clip.norm, right, tolerated * right).too_far:
+            self.of_norm.append(
+                f"the gradient was clipped by a norm of {clip.norm:.7g}; that of the reference's gradient is {right:.7g}"
+            )
+        factor = min(1.0, clip.max_norm / (clip.norm + 1e-6))
+        if factor < 1:
+            self.verdict.clipped = f", clipped from a norm of {clip.norm:.5g} to {clip.max_norm:.5g}"
+        return 1.0 if clip.later else factor
