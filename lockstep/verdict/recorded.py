@@ -49,12 +49,24 @@ def _require_repeatable(first: Computed, again: Computed) -> None:
         )
 
 
+def _loss_noise(exact: Computed, near: Computed) -> float:
+    """The standard deviation of a loss, relative, whose logits are off as far as the yardstick's are, each independently of the others.
+
+    With the gradient g at the logits, that of a sum of g_i times errors of one size is |g| times this size.
+    """
+    if exact.loss is None or exact.logits is None or near.logits is None or exact.at_logits is None:
+        return 0.0
+    errors = near.logits.double() - exact.logits
+    return float(exact.at_logits.norm() * errors.norm()) / math.sqrt(errors.numel()) / abs(exact.loss)
+
+
 class _Step:
     def __init__(self, recording: Recording, step: int):
         self.recording, self.ranks = recording, recording.steps[step - 1]
         self.micro = recording.micro_batches(step)
         self.verdict = StepVerdict(step, len(self.micro), len(set(shares_of(self.micro))))
         self.of_norm: list[str] = []  # what is wrong with the norm of clipping: after what may have caused it
+        self.loss_noise = 0.0
 
     def judge(self, expect: str | None) -> StepVerdict:
         verdict = self.verdict
@@ -102,8 +114,9 @@ class _Step:
             if self.verdict.step == 1 and not self.exact:
                 _require_repeatable(right, exact.compute(called, told))
             modules.add(called, own, right, measured)
+            self.loss_noise = max(self.loss_noise, _loss_noise(right, measured))
             for one, kept in ((right, self.exact), (measured, near)):
-                one.modules = {}  # they take the most memory
+                one.modules, one.logits, one.at_logits = {}, None, None  # they take the most memory
                 kept.append(one)
         return near, modules.close()
 
@@ -176,13 +189,17 @@ class _Step:
             )
 
     def _judge_losses(self, near: list[Computed]) -> None:
-        """Every loss is a draw of the same rounding errors, and one may be small by chance: the measure is the yardstick's largest."""
+        """Every loss is a draw of the same rounding errors, and one may be small by chance.
+
+        So the measure is the yardstick's largest, and at least what the errors of its logits let expect.
+        """
         pairs = [
             (one.loss, own.loss)
             for one, own in zip(self.exact, near, strict=True)
             if one.loss is not None and own.loss is not None
         ]
         measure = max((abs(own - right) / abs(right) for right, own in pairs), default=0.0)
+        measure = max(measure, self.loss_noise)
         tolerated = MULTIPLE * measure + FLOOR * UNIT["fp32"]
         for called, exact in zip(self.micro, self.exact, strict=True):
             if exact.loss is None:

@@ -47,6 +47,8 @@ class Computed:
     terms: dict[str, Term]
     modules: dict[str, torch.Tensor]  # forward/MICRO_BATCH/MODULE and backward/..., in order of execution
     regrets: dict[str, float]  # of choices that were told, by the name of the output
+    logits: torch.Tensor | None = None
+    at_logits: torch.Tensor | None = None  # the gradient of the loss there
 
 
 class Reference:
@@ -149,6 +151,8 @@ class Reference:
                 torch.full_like(one, terms[name].beside if name in terms else arrived)
                 for name, one in roots.items()
             ]
+            if logits is not None and logits.requires_grad:
+                logits.retain_grad()
             torch.autograd.backward(list(roots.values()), begun)
         found = self._gradients_of_loss(arrived, terms)
         names = {number: name for name, number in (self.calls_of_topk or {}).items()}
@@ -158,7 +162,10 @@ class Reference:
         value, told = float(loss.detach()), divisor_of(called)
         further = sum(term.coefficient * term.value for term in terms.values())
         tokens = tokens_of(called, value - further, logits, told)
-        return Computed(found, value, tokens, told or tokens, arrived, terms, self.modules, regrets)
+        computed = Computed(found, value, tokens, told or tokens, arrived, terms, self.modules, regrets)
+        if logits is not None and logits.grad is not None:
+            computed.logits, computed.at_logits = logits.detach(), logits.grad / arrived
+        return computed
 
     def _gradients_of_loss(self, arrived: float, terms: dict[str, Term]) -> Gradients:
         """The gradients of the loss alone: the pass was begun with what `arrived` at it in the run, and at further terms."""
