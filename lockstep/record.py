@@ -76,6 +76,7 @@ class _Finding:
     def __init__(self, output: Path, steps: int):
         import torch
 
+        from lockstep.dumps import tree
         from lockstep.dumps.recorder import Recorder
 
         self.recorder: Recorder | None = None
@@ -84,7 +85,9 @@ class _Finding:
 
         def call(module: torch.nn.Module, *arguments: Any, **options: Any) -> Any:
             trained = module.training and any(parameter.requires_grad for parameter in module.parameters())
-            if self.recorder is None and trained and torch.is_grad_enabled():
+            # Lightning calls its own module with a batch for training_step, which calls the model.
+            around = any(kind.__name__ == "LightningModule" for kind in type(tree.inner(module)).__mro__)
+            if self.recorder is None and trained and torch.is_grad_enabled() and not around:
                 self._restore()
                 self.recorder = Recorder(module, output, steps)
             return real(module, *arguments, **options)

@@ -50,8 +50,9 @@ def class_of(module: torch.nn.Module) -> type:
 
 
 def inner(model: torch.nn.Module) -> torch.nn.Module:
-    """The model inside of DDP, an engine and torch.compile."""
+    """The model inside of DDP, an engine, torch.compile and Lightning's Fabric."""
     while True:
+        model = model._modules.get("_original_module") or model
         for name in ("_orig_mod", "module"):
             child = model._modules.get(name)
             if child is not None and len(model._modules) == 1 and not model._parameters:
