@@ -258,7 +258,7 @@ def tokens_of(called: Called, loss: float, logits: torch.Tensor | None, divisor:
                 if not tokens or int(wanted[wanted != ignored].min()) < 0:
                     continue
                 total = torch.nn.functional.cross_entropy(
-                    inside.flatten(0, -2), wanted.flatten(), ignore_index=ignored, reduction="sum"
+                    inside.flatten(0, -2), wanted.flatten().long(), ignore_index=ignored, reduction="sum"
                 )
                 if math.isclose(float(total) / (divisor or tokens), loss, rel_tol=SAME):
                     return tokens
