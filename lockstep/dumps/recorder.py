@@ -117,7 +117,9 @@ class Recorder:
             parameters: Any, max_norm: float, total_norm: torch.Tensor, *rest: Any, **options: Any
         ) -> Any:
             whole = total_norm.full_tensor() if isinstance(total_norm, DTensor) else total_norm
-            self.clips.append({"max_norm": float(max_norm), "norm": float(whole)})
+            clip = {"max_norm": float(max_norm), "norm": float(whole)}
+            if clip not in self.clips:  # parameters of several meshes are clipped in groups, by one norm
+                self.clips.append(clip)
             return real(parameters, max_norm, total_norm, *rest, **options)
 
         for place, name in ((module, "_clip_grads_with_norm_"), (torch.nn.utils, "clip_grads_with_norm_")):
