@@ -37,8 +37,9 @@ from torch.optim.optimizer import (
 
 from lockstep.dumps import deepspeed_engine, tree
 from lockstep.dumps.module_hooks import ModuleHooks
+from lockstep.dumps.plain_shards import PlainShards
 from lockstep.dumps.whole_run import WholeRun
-from lockstep.ground.blocks import pieces
+from lockstep.ground.blocks import blocks, pieces
 from lockstep.ground.errors import UserError
 from lockstep.ground.files import write_text
 from lockstep.inputs.model import being_recomputed
@@ -61,6 +62,7 @@ class Recorder:
         self.model, self.folder, self.steps, self.modules = tree.inner(model), folder, steps, modules
         _require_recordable(self.model)
         self.tree, self.tensors = tree.describe(self.model)
+        self.plain_shards = PlainShards(self.model)
         self.signature = inspect.signature(self.model.forward)
         self.step = 1
         self.watches_engine, self.engine_steps = False, False  # whose optimizers are none of torch's
@@ -136,11 +138,15 @@ class Recorder:
         if isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
             summed = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
             tensor = tensor.redistribute(placements=summed)
+        own = name.rpartition("/")[2]
+        runs = self.plain_shards.runs(own, tensor)
+        found = pieces(tensor.detach()) if runs is None else blocks(tensor.detach(), runs)
+        full = tensor.shape if runs is None else self.plain_shards.shapes[own]
         places = []
-        for number, (start, block) in enumerate(pieces(tensor.detach())):
+        for number, (start, block) in enumerate(found):
             self.keep(f"{name}#{number}", block, added=added)
             places.append({"start": list(start), "shape": list(block.shape)})
-        self.places[name] = [{"full": list(tensor.shape)}, *places]
+        self.places[name] = [{"full": list(full)}, *places]
 
     def _see_call(self, _module: torch.nn.Module, arguments: tuple, options: dict[str, Any]) -> None:
         if not (self.model.training and torch.is_grad_enabled()) or being_recomputed():
@@ -297,6 +303,7 @@ class Recorder:
             "rank": self.rank,
             "step": self.step,
             "torch": torch.__version__,
+            "data_parallel": _data_parallel(self.model),
             "micro_batches": self.micro,
             "clips": self.clips,
             "optimizers": self.optimizers,
@@ -385,6 +392,18 @@ def _param_dtype(model: torch.nn.Module) -> str | None:
         return None  # the parameters' own
     dtype = model._get_fsdp_state()._mp_policy.param_dtype
     return None if dtype is None else str(dtype)
+
+
+def _data_parallel(model: torch.nn.Module) -> list[int]:
+    """The ranks that FSDP2 divides the samples among, as far as this rank knows; empty without it."""
+    groups = [
+        module._get_fsdp_state()._fsdp_param_group
+        for module in model.modules()
+        if isinstance(module, FSDPModule)
+    ]
+    return sorted(
+        {rank for group in groups if group for rank in group.mesh_info.mesh.mesh.flatten().tolist()}
+    )
 
 
 def _is_plain(value: Any) -> bool:

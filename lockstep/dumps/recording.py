@@ -56,6 +56,7 @@ class Step(Strict):
     rank: Whole
     step: Count
     torch: Name
+    data_parallel: list[Whole]
     micro_batches: list[MicroBatch]
     clips: list[Clip]
     optimizers: list[Optimizer]

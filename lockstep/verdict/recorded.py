@@ -22,6 +22,8 @@ from lockstep.verdict.recorded_weights import Weighed, shares_of
 
 KINDS = {"weight": "weights", "gradient": "gradients"}
 
+SAME_NORM = 1e-5  # relative: ranks may add up the parts of a norm in another order
+
 
 def judge(recording: Recording, expect: str | None = None) -> list[StepVerdict]:
     """A verdict for every recorded step. `expect` is the weighting that was meant; None: any known one will do.
@@ -82,6 +84,7 @@ class _Step:
         fitted = normalisation.fit(self.observed, columns)
         yardstick = normalisation.sums(self._columns(near), fitted.weights)
         self._judge_samples()
+        self._judge_clips()
         self._judge_losses(near)
         weights_of = fitted.weights
         if not modules_wrong:  # what follows from them says nothing of the loop
@@ -175,7 +178,10 @@ class _Step:
         where = (
             f"ranks {', '.join(map(str, twice.ranks))} were called with the same micro batch {twice.number}"
         )
-        if any(
+        first, *others = twice.ranks
+        if set(others) & set(self.ranks[first].data_parallel):
+            self.verdict.wrong.append(f"{where}, though FSDP2 divides the samples among them")
+        elif any(
             place.shape != places[0].full
             for about in self.ranks.values()
             for name, places in about.places.items()
@@ -187,6 +193,22 @@ class _Step:
             self.verdict.wrong.append(
                 f"{where}, though each holds a whole replica: the samples are not divided among the ranks"
             )
+
+    def _judge_clips(self) -> None:
+        """All ranks clip by the norm of the whole gradient, so by one norm, but for the rounding errors of a sum."""
+        (first, mine), *others = ((rank, about.clips) for rank, about in self.ranks.items())
+        for rank, clips in others:
+            for own, other in zip(mine, clips, strict=False):
+                if not math.isclose(own.norm, other.norm, rel_tol=SAME_NORM):
+                    self.verdict.wrong.append(
+                        f"rank {first} clipped by a norm of {own.norm:.7g}, rank {rank} by {other.norm:.7g}: one of them is not that of the whole gradient"
+                    )
+                    return
+            if len(mine) != len(clips):
+                self.verdict.wrong.append(
+                    f"rank {first} clipped {len(mine)} times, rank {rank} {len(clips)} times"
+                )
+                return
 
     def _judge_losses(self, near: list[Computed]) -> None:
         """Every loss is a draw of the same rounding errors, and one may be small by chance.
