@@ -33,6 +33,8 @@ def plain(folder, argument):
         from peft import LoraConfig, get_peft_model
 
         net = get_peft_model(net, LoraConfig(target_modules=["q_proj", "v_proj"], lora_dropout=0.0))
+    if bug.startswith("module"):
+        change_module(net, bug)
     with lockstep.record(net, folder / "run"):
         stale = [torch.nn.Parameter(one.detach().clone()) for one in net.parameters()]
         wrapped = wrap(net, kind)
@@ -46,7 +48,7 @@ def plain(folder, argument):
         for step in range(STEPS):
             optimizer.zero_grad()
             for number in range(MICRO):
-                alike = bug == "same samples" or kind == "tensor parallel"
+                alike = bug.startswith("same samples") or kind == "tensor parallel"
                 given = batch(step * MICRO + number, shares=1 if alike else None)
                 with wrapped.no_sync() if bug == "no sync" else contextlib.nullcontext():
                     loss = loss_of(wrapped, given, argument)
@@ -91,9 +93,25 @@ def loss_of(wrapped, given, argument):
     )
 
 
+def change_module(net, bug):
+    """Of rank 1 alone: a module that is off in its forward or its backward pass."""
+
+    def forward(_module, _arguments, output):
+        return output * 1.0005
+
+    def backward(_module, _arguments, output):
+        return output + 0.0005 * (output - output.detach())
+
+    if dist.get_rank() == 1:
+        net.model.layers[1].mlp.up_proj.register_forward_hook(forward if bug == "module" else backward)
+
+
 def change_gradients(net, bug):
     if bug == "one norm":
         net.model.norm.weight.grad.mul_(1.001)
+    if bug == "reduced twice":
+        for one in net.parameters():
+            one.grad.mul_(2)
     if bug == "zero":
         for one in net.parameters():
             one.grad.zero_()
@@ -104,7 +122,10 @@ def change_gradients(net, bug):
 
 
 def clip(net, bound, bug):
-    if bug == "norm of one layer":
+    if bug == "norm of each rank" and dist.get_rank() == 1:
+        norm = torch.nn.utils.get_total_norm([one.grad for one in net.parameters()]) * 1.1
+        torch.nn.utils.clip_grads_with_norm_(net.parameters(), bound, norm)
+    elif bug == "norm of one layer":
         norm = torch.nn.utils.get_total_norm([one.grad for one in net.model.layers[0].parameters()])
         torch.nn.utils.clip_grads_with_norm_(net.parameters(), bound, norm)
     else:

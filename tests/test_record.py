@@ -36,7 +36,13 @@ WRONG = {
     "world": (
         "plain",
         {"kind": "fsdp"},
-        "the gradient is 2 times that of the mean of the micro batches' means",
+        "which is the world size or the number of data-parallel ranks or the micro batches of a rank; it is there when the backward pass begins",
+    ),
+    "reduced twice": (
+        "plain",
+        {},
+        "the gradient is 2 times that of the mean of the micro batches' means, which is the world size or the number of data-parallel ranks or the micro "
+        "batches of a rank; the backward pass begins with the right one, so it comes in later, as in the reduction of gradients",
     ),
     "divided twice": ("accelerated", {}, "the gradient is 0.5 times that of"),
     "twice": ("deepspeed_engine", {"stage": 1}, "the gradient is 2 times that of"),
@@ -46,6 +52,22 @@ WRONG = {
         "gradients differ between ranks that hold the same: model.embed_tokens.weight on rank 1",
     ),
     "same samples": ("plain", {}, "ranks 0, 1 were called with the same micro batch 0"),
+    "same samples, fsdp": (
+        "plain",
+        {"kind": "fsdp"},
+        "ranks 0, 1 were called with the same micro batch 0, though FSDP2 divides the samples among them",
+    ),
+    "module": (
+        "plain",
+        {},
+        "forward/model.layers.1.mlp.up_proj (micro batch 0, rank 1) is the first of",
+    ),
+    "module's gradient": (
+        "plain",
+        {},
+        "backward/model.layers.1.post_attention_layernorm (micro batch 0, rank 1) is the first of",
+    ),
+    "norm of each rank": ("plain", {"clip": 0.1}, "rank 0 clipped by a norm of"),
     "zero": ("plain", {}, "no parameter has a gradient other than zero"),
     "not finite": ("plain", {}, "the gradient of model.norm.weight is not finite"),
     "one norm": (

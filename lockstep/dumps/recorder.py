@@ -1,7 +1,7 @@
 """Record what any training loop computes in its first steps, by hooks of torch alone.
 
     RUN/model.json                       the module tree (lockstep/dumps/tree.py), by rank 0
-    RUN/model.safetensors                its buffers
+    RUN/model.safetensors                its buffers, and attributes that are tensors
     RUN/rank_R/step_S.json               what rank R computed in step S: micro batches, optimizers, clipping, losses
     RUN/rank_R/run_N.json                what is kept of all steps (lockstep/dumps/whole_run.py)
     RUN/rank_R/step_S.safetensors        and its tensors; the shards as they are, each with its place in the whole
@@ -9,6 +9,7 @@
         batch/M/KEYWORD                  what the model was called with in micro batch M
         logits/M                         the gradient that arrives at the logits, where no labels reach the model
         forward/M/MODULE, backward/M/MODULE            the output of a module, and the gradient that arrives at it
+        buffer/NAME                      before the step
         weight/NAME, gradient/NAME, updated/NAME       before the step, as the optimizer is given it, after the update
         state/KEY/NAME, new_state/KEY/NAME             of the optimizer, before and after
 
@@ -168,6 +169,9 @@ class Recorder:
             self.hooks = ModuleHooks(self.model, self.modules, functools.partial(self.keep_shard, added=True))
             self.removing.append(self.hooks.remove)
         number = len(self.micro)
+        if number == 0:
+            for name, buffer in self.model.named_buffers():
+                self.keep_shard(f"buffer/{tree.clean(name)}", buffer)
         self.hooks.begin(number)
         about: dict[str, Any] = {
             "tensors": [],

@@ -24,24 +24,47 @@ CASTS = (torch.Tensor.float, torch.Tensor.bfloat16, torch.Tensor.half)
 class Told(CountsTopk):
     """Lets `torch.topk` return what it is told, by the number of the call.
 
-    `own` are the indices of the calls that were not told. Afterwards `regrets` has, for each that was, by how much the least chosen score is below the greatest that was not chosen, for every
-    row; at most 0 where the choice is the mode's own, and infinite where topk could not make it: one index twice, or out of range.
+    A router may choose groups of experts in the call before. It is then told those of the experts; `widths` are the numbers of scores of
+    all calls, by which this is seen.
+
+    `own` are the indices of the calls that were not told. `regrets` has, for each that was, by how much the least chosen score is below the
+    greatest that was not chosen, for every row; at most 0 where the choice is the mode's own, and infinite where topk could not make it:
+    one index twice, or out of range. `scores` are those that it was chosen by.
     """
 
-    def __init__(self, choices: dict[int, torch.Tensor] | None = None):
+    def __init__(self, choices: dict[int, torch.Tensor] | None = None, widths: dict[int, int] | None = None):
         super().__init__()
         self.choices, self.regrets = choices or {}, dict[int, torch.Tensor]()
         self.own: dict[int, torch.Tensor] = {}
+        self.scores: dict[int, torch.Tensor] = {}
+        self.widths = widths or {}
+
+    def _groups(self, number: int, scores: torch.Tensor, result: Any) -> torch.Tensor | None:
+        """The indices of the groups that the experts of the next call are in, then those of the best other groups; None if it has none."""
+        experts, width, groups = (
+            self.choices.get(number + 1),
+            self.widths.get(number + 1, 0),
+            scores.shape[-1],
+        )
+        if experts is None or width <= groups or width % groups:
+            return None
+        taken = experts.reshape(*scores.shape[:-1], -1) // (width // groups)
+        first = torch.zeros_like(scores).scatter(-1, taken.clamp(0, groups - 1), torch.inf)
+        return torch.topk(scores + first, result.indices.shape[-1]).indices
 
     def see_topk(self, number: int, scores: torch.Tensor, result: Any) -> Any:
         """What topk along the last dim would return if it chose as it is told."""
-        if number not in self.choices:
-            self.own[number] = result.indices
+        told = self.choices.get(number)
+        if told is None:
+            told = self._groups(number, scores, result)
+        if told is None:
+            self.own[number], self.widths[number] = result.indices, scores.shape[-1]
             return result
-        told = self.choices[number].reshape(result.indices.shape)
+        told = told.reshape(result.indices.shape)
         indices = told.clamp(0, scores.shape[-1] - 1)
         values = scores.gather(-1, indices)
         with torch.no_grad():
+            self.scores[number] = scores.detach()
             others = scores.scatter(-1, indices, -torch.inf).amax(-1)
             in_order = told.sort(-1).values
             impossible = (told != indices).any(-1) | (in_order[..., 1:] == in_order[..., :-1]).any(-1)

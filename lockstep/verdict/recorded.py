@@ -101,8 +101,8 @@ class _Step:
 
     def _compute(self, weights: dict[str, torch.Tensor]) -> tuple[list[Computed], bool]:
         """(what each micro batch gives in the run's dtype, whether a module is wrong); `self.exact` has the same in float64."""
-        exact = Reference(self.recording, weights, exact=True)
-        plain = Reference(self.recording, weights, exact=False)
+        exact = Reference(self.recording, self.verdict.step, weights, exact=True)
+        plain = Reference(self.recording, self.verdict.step, weights, exact=False)
         modules = Modules(self.verdict, self.precision)
         self.exact: list[Computed] = []
         near: list[Computed] = []

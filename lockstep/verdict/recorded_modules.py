@@ -6,7 +6,7 @@ import torch
 
 from lockstep.dumps.recording import Called
 from lockstep.verdict.distance import Distance, distance_of
-from lockstep.verdict.judgement import Judgement
+from lockstep.verdict.judgement import FLOOR, MULTIPLE, UNIT, Judgement
 from lockstep.verdict.recorded_reference import Computed
 from lockstep.verdict.recorded_rows import StepVerdict, judged
 from lockstep.verdict.records import Chosen
@@ -31,10 +31,16 @@ class Modules:
             for rank in called.ranks:
                 mine = {name: dict(own[name])[rank] for name in names if rank in dict(own[name])}
                 self._judge(called, rank, mine, exact.modules, near.modules)
-        for module, regret in exact.regrets.items():
-            scores = self.rows.get(f"forward/{module.rpartition('.')[0]}")
-            tolerated = 2 * scores.tolerated_largest if scores else 0.0
-            self.chosen.append(Chosen(self.verdict.step, f"forward/{module}", regret, tolerated))
+        for module, choice in exact.told.items():
+            tolerated = self._tolerated_regret(choice.scores, near.told[module].scores.double())
+            self.chosen.append(Chosen(self.verdict.step, f"forward/{module}", choice.regret, tolerated))
+
+    def _tolerated_regret(self, exact: torch.Tensor, near: torch.Tensor) -> float:
+        """Two scores that are near each other may each be as far off as any score of a correct run."""
+        finite = exact.isfinite() & near.isfinite()  # a group of experts that is left out may have none
+        scores = exact[finite]
+        error = float((near[finite] - scores).abs().max())
+        return 2 * (MULTIPLE * error + FLOOR * UNIT[self.precision] * float(scores.abs().max()))
 
     def _judge(
         self,
@@ -65,26 +71,34 @@ class Modules:
     def close(self) -> bool:
         """Add the rows and what is wrong to the verdict; returns whether anything is."""
         self.verdict.rows += self.rows.values()
+        order = list(self.rows)
+        found = [
+            (_first_of(one.name, order), f"{one.name} {one.describe()}") for one in self.chosen if one.too_far
+        ]
         wrong = [row for row in self.rows.values() if row.too_far]
-        found = [f"{one.name} {one.describe()}" for one in self.chosen if one.too_far]
         if wrong:
-            first, of_pass = (
-                wrong[0],
-                [row for row in self.rows.values() if row.which_pass == wrong[0].which_pass],
-            )
+            first = wrong[0]
+            of_pass = [row for row in self.rows.values() if row.which_pass == first.which_pass]
             what = "outputs" if first.which_pass == "forward" else "gradients at outputs"
-            broken = sum(row.too_far for row in of_pass)
-            found.insert(
-                0,
-                f"{first.name} ({self.where[first.name]}) is the first of {broken} of {len(of_pass)} {what} that are too far from the reference, "
-                f"in order of execution: {first.describe()}",
+            found.append(
+                (
+                    order.index(first.name),
+                    f"{first.name} ({self.where[first.name]}) is the first of {sum(row.too_far for row in of_pass)} of {len(of_pass)} {what} "
+                    f"that are too far from the reference, in order of execution: {first.describe()}",
+                )
             )
-        self.verdict.wrong += found
+        self.verdict.wrong += [sentence for _, sentence in sorted(found)]
         if self.left_out:
             self.verdict.notes.append(
                 f"{len(self.left_out)} modules return tensors of other shapes than in the reference, and are not judged, such as {min(self.left_out)}"
             )
         return bool(found)
+
+
+def _first_of(choice: str, order: list[str]) -> int:
+    """The place of the first row of the module that a choice is an output of."""
+    outputs = choice.removesuffix(" (groups)").rstrip("0123456789").removesuffix(".")
+    return next((place for place, name in enumerate(order) if name.startswith(outputs)), len(order))
 
 
 def _module(name: str) -> str:

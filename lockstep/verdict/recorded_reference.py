@@ -34,6 +34,14 @@ class Term:
 
 
 @dataclass
+class Choice:
+    """What the model was told to choose, such as experts."""
+
+    regret: float  # by how much a score that was left out is above one that was taken, at most
+    scores: torch.Tensor
+
+
+@dataclass
 class Computed:
     """What a micro batch gives."""
 
@@ -46,16 +54,20 @@ class Computed:
     arrived: float  # at the loss, in the run: what the loop multiplied it with
     terms: dict[str, Term]
     modules: dict[str, torch.Tensor]  # forward/MICRO_BATCH/MODULE and backward/..., in order of execution
-    regrets: dict[str, float]  # of choices that were told, by the name of the output
+    told: dict[str, Choice]  # by the name of the output that has it
     logits: torch.Tensor | None = None
     at_logits: torch.Tensor | None = None  # the gradient of the loss there
 
 
 class Reference:
-    """Computes the loss of a micro batch and its gradient. `exact`: in float64."""
+    """Computes the loss of a micro batch of a step and its gradient. `exact`: in float64. `weights` are those before the step."""
 
-    def __init__(self, recording: Recording, weights: dict[str, torch.Tensor], *, exact: bool):
+    def __init__(self, recording: Recording, step: int, weights: dict[str, torch.Tensor], *, exact: bool):
         self.model, self.exact = recording.build(), exact
+        for name, buffer in self.model.named_buffers():
+            buffer.copy_(
+                recording.whole(step, f"buffer/{name}")[0]
+            )  # a step may change it, such as a bias of experts
         require_no_dropout(self.model)
         for module in self.model.modules():
             if "gradient_checkpointing" in vars(module):  # it would compute again outside of the mode
@@ -73,6 +85,7 @@ class Reference:
         self.parameters = dict(self.model.named_parameters())
         self.modules: dict[str, torch.Tensor] = {}
         self.hooks = ModuleHooks(self.model, "*", self._keep)
+        self.widths: dict[int, int] = {}  # of all calls of topk
         self.calls_of_topk: dict[str, int] | None = None  # by the output that has their indices
 
     def _keep(self, name: str, tensor: torch.Tensor) -> None:
@@ -107,8 +120,9 @@ class Reference:
                 for name, tensor in self.modules.items()
                 if storage(tensor) in found
             }
+            self.widths = mode.widths
         calls = self.calls_of_topk or {}
-        return kind({calls[name]: tensor for name, tensor in told.items() if name in calls})
+        return kind({calls[name]: tensor for name, tensor in told.items() if name in calls}, self.widths)
 
     def _forward(self, called: Called) -> tuple[torch.Tensor | None, torch.Tensor | None, Any]:
         given: dict[str, Any] = {**called.about.plain, **called.tensors}
@@ -156,13 +170,18 @@ class Reference:
             torch.autograd.backward(list(roots.values()), begun)
         found = self._gradients_of_loss(arrived, terms)
         names = {number: name for name, number in (self.calls_of_topk or {}).items()}
-        regrets = {names[number]: float(regret.max()) for number, regret in mode.regrets.items()}
+        choices = {
+            names.get(number) or f"{names[number + 1]} (groups)": Choice(
+                float(regret.max()), mode.scores[number]
+            )
+            for number, regret in mode.regrets.items()
+        }
         if loss is None:
-            return Computed(found, None, 0, 0.0, 1.0, {}, self.modules, regrets)
+            return Computed(found, None, 0, 0.0, 1.0, {}, self.modules, choices)
         value, told = float(loss.detach()), divisor_of(called)
         further = sum(term.coefficient * term.value for term in terms.values())
         tokens = tokens_of(called, value - further, logits, told)
-        computed = Computed(found, value, tokens, told or tokens, arrived, terms, self.modules, regrets)
+        computed = Computed(found, value, tokens, told or tokens, arrived, terms, self.modules, choices)
         if logits is not None and logits.grad is not None:
             computed.logits, computed.at_logits = logits.detach(), logits.grad / arrived
         return computed

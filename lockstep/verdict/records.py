@@ -156,7 +156,7 @@ def float32_norm_error(held: float, summed: float, largest: int) -> float:
     return SUMMED_IN_FLOAT32 * abs(summed - held) + math.sqrt(largest) * ROUNDOFF["F32"] * held
 
 
-@dataclass
+@dataclass(frozen=True)
 class Chosen:
     """A discrete choice of a run in one step, such as a router's of experts, that the reference was told."""
 

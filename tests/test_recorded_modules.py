@@ -1,0 +1,115 @@
+"""Modules, terms of a loss, choices of experts and plain shards of a recorded run."""
+
+import pytest
+import torch
+
+from lockstep import judge, record
+from lockstep.dumps.plain_shards import PlainShards
+from lockstep.ground.blocks import blocks
+
+MIXTURE = """
+import torch
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+def grouped():
+    return DeepseekV3ForCausalLM(DeepseekV3Config(vocab_size=64, hidden_size=32, intermediate_size=64, moe_intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2, n_routed_experts=8, num_experts_per_tok=2, n_group=4, topk_group=2, first_k_dense_replace=0,
+        q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8)).train()
+def main():
+    torch.manual_seed(0)
+    net = Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=64, hidden_size=32, intermediate_size=64, moe_intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=16, num_experts=8, num_experts_per_tok=2, output_router_logits=True,
+        router_aux_loss_coef=0.01)).train()
+    {before}
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    for step in range(2):
+        optimizer.zero_grad()
+        for number in range(2):
+            ids = torch.randint(0, 64, (2, 16))
+            with torch.autocast("cpu", torch.bfloat16, enabled={autocast}):
+                out = net(input_ids=ids, labels=ids)
+            loss = {loss}
+            loss.backward()
+        optimizer.step()
+        {after}
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.parametrize(
+    "fields, status, said",
+    [
+        ({}, 0, "PASS: 2 steps"),
+        ({"autocast": True}, 0, "PASS: 2 steps"),
+        (
+            {
+                "before": "net = grouped()",
+                "autocast": True,
+                "after": "net.model.layers[0].mlp.gate.e_score_correction_bias += torch.randn(8)",
+            },
+            0,
+            "PASS: 2 steps",
+        ),
+        (
+            {"loss": "out.loss / 2 + 0.01 * out.aux_loss"},
+            1,
+            "FAIL: step 1: aux_loss, a term of the loss, counts 3 times as often as the rest\n",
+        ),
+        (
+            {"loss": "(out.loss - 0.01 * out.aux_loss) / 2"},
+            1,
+            "FAIL: step 1: aux_loss, a term of the loss, does not count\n",
+        ),
+        ({"loss": "out.loss"}, 1, "FAIL: step 1: the gradient is 2 times that of the mean over all tokens"),
+        (
+            {
+                "before": "net.model.layers[0].mlp.gate.register_forward_hook(lambda module, given, out: (out[0], out[1], (out[2] + 1) % 8))"
+            },
+            1,
+            "FAIL: step 1: forward/model.layers.0.mlp.gate.2 is another choice than the reference's",
+        ),
+    ],
+)
+def test_a_mixture_of_experts(tmp_path, capsys, fields, status, said):
+    script, output = tmp_path / "train.py", tmp_path / "out"
+    script.write_text(
+        MIXTURE.format(**{"before": "", "after": "", "autocast": False, "loss": "out.loss / 2", **fields})
+    )
+    assert record.main(["--output", str(output), str(script)]) == 0
+    assert judge.main([str(output)]) == status
+    captured = capsys.readouterr()
+    assert said in captured.out, captured.out + captured.err
+
+
+@pytest.mark.parametrize(
+    "rows, cut_bias",
+    [
+        ([4, 5, 6, 7], True),
+        ([0, 1, 4, 5], True),
+        ([7, 6, 5, 4], False),
+    ],  # half of the rows; packed in groups; in reverse
+)
+def test_plain_shards_are_found_by_their_content(rows, cut_bias):
+    net = torch.nn.Linear(6, 8)
+    torch.nn.init.zeros_(net.bias)
+    shards = PlainShards(net)
+    part = net.weight.detach()[rows]
+    gradient = torch.randn(8, 6)
+    runs = shards.runs("weight", part.bfloat16())
+    whole = torch.zeros(8, 6)
+    for (row, _), block in blocks(gradient[rows], runs):
+        whole[row : row + len(block)] = block
+    assert (
+        torch.equal(whole[rows], gradient[rows])
+        and not whole[[row for row in range(8) if row not in rows]].any()
+    )
+    assert shards.runs("weight", gradient[rows]) == runs
+    if cut_bias:  # of zeros, so its place is that of the weight's rows
+        assert shards.runs("bias", net.bias.detach()[rows]) == [runs[0]]
+    assert shards.runs("weight", net.weight.detach()) is None  # whole
+
+
+def test_a_part_of_other_weights_is_not_found():
+    shards = PlainShards(torch.nn.Linear(6, 8))
+    assert shards.runs("weight", torch.randn(4, 6)) is None
+    assert shards.runs("bias", torch.zeros(3)) is None

@@ -1,0 +1,150 @@
+"""What is kept of all steps of a recorded run: samples, learning rates, how often the schedule was stepped."""
+
+import pytest
+import torch
+
+from lockstep import judge, record
+from lockstep.dumps.recording import Recording, RunStep
+from lockstep.dumps.whole_run import STEPS_AT_ONCE, hashes
+from lockstep.verdict import recorded_run
+
+RANKS, SIZE, DATA = 2, 2, 16  # so four steps are an epoch
+
+
+class Made:
+    """A recording of these samples: `samples[step][rank]` are those of one micro batch."""
+
+    def __init__(self, samples, **fields):
+        self.runs = [
+            [
+                RunStep(
+                    **{"samples": [step[rank]], "rates": [0.1], "scheduled": {}, "data_sets": [], **fields}
+                )
+                for step in samples
+            ]
+            for rank in range(RANKS)
+        ]
+
+    def whole_run(self):
+        return self.runs
+
+
+def epochs(number, steps=DATA // (RANKS * SIZE), shared=False, size=DATA):
+    """Steps of shuffled epochs; `shared`: both ranks draw all samples."""
+    found = []
+    for epoch in range(number):
+        order = torch.randperm(size, generator=torch.Generator().manual_seed(epoch)).tolist()
+        for step in range(steps):
+            ranks = [0, 0] if shared else range(RANKS)
+            begins = [(step * (1 if shared else RANKS) + rank) * SIZE for rank in ranks]
+            found.append([order[begin : begin + SIZE] for begin in begins])
+    return found
+
+
+def judged(*recordings, with_replacement=False):
+    return recorded_run.judge(list(recordings), with_replacement=with_replacement)
+
+
+@pytest.mark.parametrize(
+    "recordings, said",
+    [
+        ([Made(epochs(1))], ""),
+        ([Made(epochs(3), data_sets=[DATA])], ""),
+        ([Made(epochs(1)[:2]), Made(epochs(1)[2:])], ""),  # resumed where it ended
+        ([Made(epochs(1)[:3]), Made(epochs(1))], "samples were seen again before others"),
+        ([Made([step for step in epochs(1) for _ in range(2)])], "12 samples were seen again before others"),
+        (
+            [Made(epochs(3, steps=2), data_sets=[DATA])],
+            "samples were seen again",
+        ),
+        (
+            [Made(epochs(2, size=8, steps=2), data_sets=[DATA])],
+            "after 8 different ones, of the 16 that the data set has",
+        ),
+        ([Made(epochs(1), scheduled={"train": 2})], "stepped 2 times in a step, the number of processes"),
+        (
+            [Made(epochs(1), rates=[0.0])],
+            "",
+        ),  # never had another: nothing is trained, and that is seen elsewhere
+    ],
+)
+def test_samples_and_schedules(recordings, said):
+    wrong = judged(*recordings).wrong
+    assert (said in wrong[0]) if said else wrong == []
+
+
+def test_ranks_that_share_samples_are_named():
+    one = [[first, [*second]] for first, second in epochs(2)]
+    crossed = [[step[0], one[(number + 1) % len(one)][0]] for number, step in enumerate(one)]
+    assert "data-parallel ranks 0 and 1 saw the same ones" in judged(Made(crossed)).wrong[0]
+    assert judged(Made(crossed), with_replacement=True).wrong == []
+
+
+def test_accelerate_steps_a_schedule_once_for_each_process():
+    verdict = judged(Made(epochs(1), scheduled={"accelerate": 2}))
+    assert verdict.wrong == [] and "by Accelerate" in verdict.notes[0]
+
+
+def test_a_schedule_that_has_ended():
+    made = Made(epochs(2), scheduled={"accelerate": 2})
+    for steps in made.runs:
+        steps[-3:] = [step.model_copy(update={"rates": [0.0]}) for step in steps[-3:]]
+    assert "the learning rate is 0 in the last 3 of 8 steps" in judged(made).wrong[0]
+
+
+def test_a_shorter_window_is_noted():
+    made = Made(epochs(1))
+    made.runs[0][-1].samples.append([98, 99])
+    assert "step 4 has 2 micro batches, others 1: record up to it (--steps 4)" in judged(made).notes[0]
+
+
+def test_padding_does_not_change_a_sample():
+    ids = torch.arange(5)[None]
+    padded = torch.tensor([[0, 0, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 9, 9]])
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0, 0]])
+    assert hashes(padded, mask).tolist() == 2 * hashes(ids).tolist()
+    others = torch.stack([ids[0], ids[0].flip(0), ids[0] + 1, torch.tensor([0, 1, 2, 3, 5])])
+    assert len(set(hashes(others).tolist())) == 4
+    assert len(set(hashes(torch.randn(50, 3)).tolist())) == 50
+
+
+LOOP = """
+import torch
+def main():
+    torch.manual_seed(0)
+    net = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / {length}))
+    data = torch.utils.data.TensorDataset(torch.randn({steps}, 4))
+    for (x,) in torch.utils.data.DataLoader(data, batch_size=1):
+        net(x).sum().backward()
+        optimizer.step()
+        {schedule}
+        optimizer.zero_grad()
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.parametrize(
+    "fields, status, said",
+    [
+        ({"length": 300, "schedule": "schedule.step()"}, 0, "whole run: 300 steps, 300 samples"),
+        ({"length": 300, "schedule": "schedule.step(); schedule.step()"}, 1, "stepped 2 times in a step"),
+        (
+            {"length": 150, "schedule": "schedule.step()"},
+            1,
+            "the learning rate is 0 in the last 150 of 300 steps",
+        ),
+    ],
+)
+def test_a_whole_run(tmp_path, capsys, fields, status, said):
+    script, output = tmp_path / "train.py", tmp_path / "out"
+    steps = 300
+    assert steps > STEPS_AT_ONCE
+    script.write_text(LOOP.format(steps=steps, **fields))
+    assert record.main(["--output", str(output), str(script)]) == 0
+    assert judge.main([str(output)]) == status
+    assert said in capsys.readouterr().out
+    ((*_, last),) = Recording(output).whole_run()
+    assert last.data_sets == [] and len(last.samples) == 1
