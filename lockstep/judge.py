@@ -8,7 +8,7 @@ Writes report.md and report.json into the folder. Exit status: 0 PASS; 1 FAIL; 2
 if __name__ == "__main__":
     from lockstep.ground import startup
 
-    startup.begin()  # first: from now on Ctrl-C and a missing package are one line each
+    startup.begin(startup.JUDGING)  # first: from now on Ctrl-C and a missing package are one line each
 
 from pathlib import Path
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str] | None = None) -> int:
-    from lockstep.dumps.recorder import STEPS
+    from lockstep.dumps.recorder import EVERY_MODULE, STEPS
 
     parser = Parser(prog="python -m lockstep.record", description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument(
@@ -35,6 +35,12 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument(
         "--steps", type=int, default=STEPS, help="how many steps are recorded (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--modules",
+        metavar="PATTERN",
+        default=EVERY_MODULE,
+        help="the modules whose outputs are recorded, such as 'model.layers.0.*'; '' for none (default: '%(default)s', all)",
     )
     parser.add_argument("script", type=Path, help="the training script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
@@ -47,13 +53,12 @@ def main(argv: list[str] | None = None) -> int:
             raise UserError(f"{options.script}: there is no such file; name the training script")
         output = options.output.absolute()  # a script may change the folder
         require_writable_folder(output, "--output")
-        return _run(options.script, options.arguments, output, options.steps)
+        return _run(options.script, options.arguments, _Finding(output, options.steps, options.modules))
 
     return run_program("lockstep.record", body)
 
 
-def _run(script: Path, arguments: list[str], output: Path, steps: int) -> int:
-    finding = _Finding(output, steps)
+def _run(script: Path, arguments: list[str], finding: "_Finding") -> int:
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.absolute().parent))
     status = 0
@@ -73,7 +78,7 @@ def _run(script: Path, arguments: list[str], output: Path, steps: int) -> int:
 class _Finding:
     """Waits for the first model that is called in training, with gradients, and records it."""
 
-    def __init__(self, output: Path, steps: int):
+    def __init__(self, output: Path, steps: int, modules: str):
         import torch
 
         from lockstep.dumps import tree
@@ -89,7 +94,7 @@ class _Finding:
             around = any(kind.__name__ == "LightningModule" for kind in type(tree.inner(module)).__mro__)
             if self.recorder is None and trained and torch.is_grad_enabled() and not around:
                 self._restore()
-                self.recorder = Recorder(module, output, steps)
+                self.recorder = Recorder(module, output, steps, modules)
             return real(module, *arguments, **options)
 
         torch.nn.Module.__call__ = call  # type: ignore[method-assign]
@@ -103,11 +108,22 @@ class _Finding:
 class _Callable(types.ModuleType):
     """`lockstep.record` is this file, and what a user calls."""
 
-    def __call__(self, model: "torch.nn.Module", folder: str | Path, steps: int | None = None) -> Any:
-        """Record the first steps (default 2) of the loop inside of `with`, into a folder of its own."""
-        from lockstep.dumps.recorder import STEPS, recording
+    def __call__(
+        self,
+        model: "torch.nn.Module",
+        folder: str | Path,
+        steps: int | None = None,
+        modules: str | None = None,
+    ) -> Any:
+        """Record the first steps (default 2) of the loop inside of `with`, into a folder of its own.
 
-        return recording(model, folder, steps or STEPS)
+        `modules` is a pattern of the names of modules whose outputs are recorded (default: all).
+        """
+        from lockstep.dumps.recorder import EVERY_MODULE, STEPS, recording
+
+        return recording(
+            model, folder, STEPS if steps is None else steps, EVERY_MODULE if modules is None else modules
+        )
 
 
 sys.modules[__name__].__class__ = _Callable

@@ -431,3 +431,32 @@ def test_every_example_is_documented():
     text = (ROOT / "docs" / "record.md").read_text()
     for path in (ROOT / "examples" / "record").glob("*.py"):
         assert path.name in text
+
+
+WITHOUT = """
+import sys
+class Blocked:
+    def find_spec(self, name, *_):
+        if name.partition(".")[0] in ("transformers", "ray", "deepspeed", "matplotlib", "accelerate"):
+            raise ImportError(name)
+sys.meta_path.insert(0, Blocked())
+from lockstep import judge, record
+assert record.main(["--output", "out", "train.py"]) == 0
+raise SystemExit(judge.main(["out"]))
+"""
+
+
+def test_torch_numpy_safetensors_and_pydantic_are_enough(tmp_path):
+    (tmp_path / "train.py").write_text(OWN.format(new="", then="", loss=MEAN))
+    command = [sys.executable, "-c", WITHOUT]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert done.returncode == 0 and done.stdout.endswith("PASS: 2 steps\n"), done.stderr
+    blocked = subprocess.run(
+        [sys.executable, "-c", WITHOUT.replace("from lockstep", "import transformers\nfrom lockstep")],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=environment,
+    )
+    assert "ImportError: transformers" in blocked.stderr

@@ -23,7 +23,8 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
-PACKAGES = ("numpy", "pydantic", "safetensors", "torch", "transformers")  # what every program needs
+JUDGING = ("numpy", "pydantic", "safetensors", "torch")  # what a recorded run is judged with
+PACKAGES = (*JUDGING, "transformers")  # what every other program needs
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 # Signal -> the word that says so. A signal that the parent ignores, as a shell does with SIGINT for `&`, is ignored here, too.
 WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
@@ -120,13 +121,13 @@ def cleaning_up() -> "Iterator[None]":
             signal.signal(number, stop_at_once)
 
 
-def _require_environment() -> None:
+def _require_environment(packages: "tuple[str, ...]") -> None:
     """End with status 2 and one line unless this Python is recent enough and has the packages."""
     problem = ""
     if sys.version_info < (3, 11):  # noqa: UP036 - an older Python comes this far
         problem = f"this is Python {sys.version_info[0]}.{sys.version_info[1]}, and 3.11 or later is needed"
     else:
-        missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+        missing = [name for name in packages if importlib.util.find_spec(name) is None]
         if missing:
             problem = f"{sys.executable or 'this Python'} has no package {missing[0]}"
     if problem:
@@ -138,15 +139,15 @@ def _require_environment() -> None:
         os._exit(2)
 
 
-def begin() -> None:
-    """From now on Ctrl-C and SIGTERM end the program with one line. Ends it now, with status 2, outside its environment."""
+def begin(packages: "tuple[str, ...]" = PACKAGES) -> None:
+    """From now on Ctrl-C and SIGTERM end the program with one line. Ends it now, with status 2, where one of the packages is missing."""
     global _process
     _process = os.getpid()
     for number in WORDS:
         if signal.getsignal(number) in DEFAULTS:
             signal.signal(number, stop_at_once)
     atexit.register(_leave)  # handlers run last in, first out: those of the libraries run before it
-    _require_environment()
+    _require_environment(packages)
 
 
 def end(status: int) -> NoReturn:
