@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from lockstep import judge, record
+from lockstep.dumps.hashes import hashes
 from lockstep.dumps.recording import Recording, RunStep
-from lockstep.dumps.whole_run import STEPS_AT_ONCE, hashes
+from lockstep.dumps.whole_run import STEPS_AT_ONCE
 from lockstep.verdict import recorded_run
 
 RANKS, SIZE, DATA = 2, 2, 16  # so four steps are an epoch

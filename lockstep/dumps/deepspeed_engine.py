@@ -20,6 +20,8 @@ class Recorder(Protocol):
     engine_steps: bool
 
     def keep_shard(self, name: str, tensor: torch.Tensor) -> None: ...
+    def keep_weight(self, name: str, tensor: torch.Tensor) -> None: ...
+    def keep_updated(self, name: str, tensor: torch.Tensor) -> None: ...
 
 
 def watch(recorder: Recorder) -> bool:
@@ -41,7 +43,7 @@ def watch(recorder: Recorder) -> bool:
             _see_gradients(recorder, engine)
         result = real(engine, *arguments, **options)
         if ends:
-            _see_weights(recorder, "updated")
+            _see_weights(recorder, recorder.keep_updated)
             norm = engine.get_global_grad_norm()
             if engine.gradient_clipping() > 0 and norm is not None:
                 bound = float(engine.gradient_clipping())
@@ -53,18 +55,18 @@ def watch(recorder: Recorder) -> bool:
     return True
 
 
-def _see_weights(recorder: Recorder, what: str) -> None:
+def _see_weights(recorder: Recorder, keep: Callable[[str, torch.Tensor], None]) -> None:
     from deepspeed.utils import safe_get_full_fp32_param
 
     for name, parameter in tree.named_parameters(recorder.model).items():
         whole = safe_get_full_fp32_param(parameter)
-        recorder.keep_shard(f"{what}/{name}", parameter if whole is None else whole)
+        keep(name, parameter if whole is None else whole)
 
 
 def _see_gradients(recorder: Recorder, engine: Any) -> None:
     from deepspeed.utils import safe_get_full_grad
 
-    _see_weights(recorder, "weight")
+    _see_weights(recorder, recorder.keep_weight)
     names = tree.named_parameters(recorder.model)
     for about in recorder.micro:
         about["param_dtype"] = str(

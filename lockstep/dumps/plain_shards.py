@@ -2,11 +2,9 @@
 
 import torch
 
+from lockstep.dumps.hashes import hashes_of_slices
 from lockstep.dumps.tree import named_parameters
-from lockstep.dumps.whole_run import hashes
 from lockstep.ground.blocks import Runs, runs_of
-
-AT_ONCE = 1 << 24  # elements, for whose hashes 64 bits each are needed
 
 
 class PlainShards:
@@ -19,7 +17,8 @@ class PlainShards:
         self.shapes = {name: tuple(one.shape) for name, one in named_parameters(model).items()}
         self.places: dict[str, list[dict[int, int]]] = {
             name: [
-                {value: place for place, value in enumerate(_of_slices(one, dim))} for dim in range(one.ndim)
+                {value: place for place, value in enumerate(hashes_of_slices(one.bfloat16(), dim))}
+                for dim in range(one.ndim)
             ]
             for name, one in named_parameters(model).items()
             if type(one.data) is torch.Tensor and one.device.type != "meta"
@@ -43,7 +42,7 @@ class PlainShards:
             ):  # slices are alike, as those of a bias of zeros are: it is cut as its module's other parameters are
                 along = [runs[dim] for other, runs in self.found.items() if _same_module(other, name)]
             else:
-                places = [known.get(value, -1) for value in _of_slices(part, dim)]
+                places = [known.get(value, -1) for value in hashes_of_slices(part.bfloat16(), dim)]
                 along = [] if -1 in places else [runs_of(places)]
             if not along or sum(length for _, length in along[0]) != part.shape[dim]:
                 return None
@@ -54,9 +53,3 @@ class PlainShards:
 
 def _same_module(one: str, other: str) -> bool:
     return one.rpartition(".")[0] == other.rpartition(".")[0]
-
-
-def _of_slices(tensor: torch.Tensor, dim: int) -> list[int]:
-    slices = tensor.detach().movedim(dim, 0)
-    number = max(1, AT_ONCE // max(slices[0].numel(), 1))
-    return [value for some in slices.split(number) for value in hashes(some.bfloat16()).tolist()]

@@ -11,7 +11,9 @@
         forward/M/MODULE, backward/M/MODULE            the output of a module, and the gradient that arrives at it
         buffer/NAME                      before the step
         weight/NAME, gradient/NAME, updated/NAME       before the step, as the optimizer is given it, after the update
-        state/KEY/NAME, new_state/KEY/NAME             of the optimizer, before and after
+        state/KEY/NAME                   of the optimizer, before the step; of what it is afterwards, a hash
+
+What a step begins with is not written again where it is, by its hash, what the step before ended with.
 
 A step ends with the optimizer's. All ranks write for themselves; nothing is gathered, and nothing is communicated.
 """
@@ -37,6 +39,7 @@ from torch.optim.optimizer import (
 )
 
 from lockstep.dumps import deepspeed_engine, tree
+from lockstep.dumps.hashes import digest
 from lockstep.dumps.module_hooks import ModuleHooks
 from lockstep.dumps.plain_shards import PlainShards
 from lockstep.dumps.whole_run import WholeRun
@@ -68,6 +71,7 @@ class Recorder:
         self.step = 1
         self.watches_engine, self.engine_steps = False, False  # whose optimizers are none of torch's
         self.hooks: ModuleHooks | None = None
+        self.last_digests: dict[str, int] = {}  # of what the step before ended with
         self._begin()
         self.whole_run = WholeRun(lambda: self._rank_folder)
         self.calls = self.model.register_forward_pre_hook(self._see_call, with_kwargs=True, prepend=True)
@@ -106,6 +110,9 @@ class Recorder:
     def _begin(self) -> None:
         self.kept: dict[str, torch.Tensor] = {}
         self.places: dict[str, list[dict[str, Any]]] = {}
+        self.digests: dict[str, int] = {}  # of what the step ends with
+        self.unchanged: list[str] = []  # weights that the step before ended with
+        self.changed: list[str] = []  # weights and state that it ended otherwise with
         self.micro: list[dict[str, Any]] = []
         self.clips: list[dict[str, Any]] = []
         self.optimizers: list[dict[str, Any]] = []
@@ -134,8 +141,10 @@ class Recorder:
         copy = _copied(tensor)
         self.kept[name] = self.kept[name] + copy if added and name in self.kept else copy
 
-    def keep_shard(self, name: str, tensor: torch.Tensor, *, added: bool = False) -> None:
-        """This rank's blocks of a tensor, and where they lie in the whole."""
+    def keep_shard(
+        self, name: str, tensor: torch.Tensor, *, added: bool = False, written: bool = True
+    ) -> None:
+        """This rank's blocks of a tensor, and where they lie in the whole. `written` is false for one that is written elsewhere."""
         if isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
             summed = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
             tensor = tensor.redistribute(placements=summed)
@@ -145,9 +154,27 @@ class Recorder:
         full = tensor.shape if runs is None else self.plain_shards.shapes[own]
         places = []
         for number, (start, block) in enumerate(found):
-            self.keep(f"{name}#{number}", block, added=added)
+            if written:
+                self.keep(f"{name}#{number}", block, added=added)
             places.append({"start": list(start), "shape": list(block.shape)})
         self.places[name] = [{"full": list(full)}, *places]
+
+    def keep_weight(self, name: str, tensor: torch.Tensor) -> None:
+        """A parameter before the step."""
+        self.keep_shard(f"weight/{name}", tensor, written=not self._is_as_before(f"weight/{name}", tensor))
+
+    def keep_updated(self, name: str, tensor: torch.Tensor) -> None:
+        """A parameter after the update."""
+        self.keep_shard(f"updated/{name}", tensor)
+        self.digests[f"weight/{name}"] = _digest(tensor)
+
+    def _is_as_before(self, name: str, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is what the step before ended with."""
+        before = self.last_digests.pop(name, None)
+        same = before == _digest(tensor)
+        if before is not None:
+            (self.unchanged if same else self.changed).append(name)
+        return same
 
     def _see_call(self, _module: torch.nn.Module, arguments: tuple, options: dict[str, Any]) -> None:
         if not (self.model.training and torch.is_grad_enabled()) or being_recomputed():
@@ -259,7 +286,7 @@ class Recorder:
         if not self.optimizers:
             final = list(own.values())
             for name, parameter in own.items():  # only now: FSDP2 has its shards in their places again
-                self.keep_shard(f"weight/{name}", parameter)
+                self.keep_weight(name, parameter)
         for parameter in final:
             if parameter.grad is not None:
                 self.keep_shard(f"gradient/{names[id(parameter)]}", parameter.grad)
@@ -276,14 +303,9 @@ class Recorder:
                 "strangers": sum(id(one) not in names for one in held),
             }
         )
-        self._keep_state("state", optimizer, names)
-
-    def _keep_state(self, what: str, optimizer: torch.optim.Optimizer, names: dict[int, str]) -> None:
-        for parameter, state in optimizer.state.items():
-            name = names.get(id(parameter))
-            for key, value in state.items() if name is not None else ():
-                if isinstance(value, torch.Tensor):
-                    self.keep_shard(f"{what}/{key}/{name}", value)
+        for name, value in _state_of(optimizer, names):
+            self.keep_shard(name, value)
+            self._is_as_before(name, value)
 
     def _after_update(self, optimizer: torch.optim.Optimizer, _arguments: tuple, _options: dict) -> None:
         self.updating = False
@@ -291,12 +313,14 @@ class Recorder:
             return
         own = tree.named_parameters(self.model)
         for name, parameter in own.items():
-            self.keep_shard(f"updated/{name}", parameter)
-        self._keep_state("new_state", optimizer, {id(parameter): name for name, parameter in own.items()})
+            self.keep_updated(name, parameter)
+        names = {id(parameter): name for name, parameter in own.items()}
+        self.digests |= {name: _digest(value) for name, value in _state_of(optimizer, names)}
 
     def _write(self) -> None:
         if self.rank == 0 and self.step == 1:
             write_model(self.folder, self.tree, self.tensors)
+        self.changed += self.last_digests  # what is not there any more
         self._rank_folder.mkdir(parents=True, exist_ok=True)
         path = self._rank_folder / f"step_{self.step}.safetensors"
         save_file(self.kept, path.with_suffix(".part"))
@@ -312,9 +336,12 @@ class Recorder:
             "clips": self.clips,
             "optimizers": self.optimizers,
             "places": self.places,
+            "unchanged": self.unchanged,
+            "changed": self.changed,
         }
         write_text(path.with_suffix(".json"), json.dumps(content))
         self.step += 1
+        self.last_digests = self.digests
         self._begin()
         if self.step > self.steps:
             self._remove_hooks()
@@ -328,6 +355,19 @@ def write_model(folder: Path, about: tree.TREE, tensors: dict[str, torch.Tensor]
     }
     save_file(whole, folder / "model.safetensors")
     write_text(folder / "model.json", json.dumps({"format": FORMAT, "tree": about}))
+
+
+def _state_of(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """state/KEY/NAME -> what an optimizer keeps of the model's parameters; `names` are theirs by id."""
+    for parameter, state in optimizer.state.items():
+        name = names.get(id(parameter))
+        for key, value in state.items() if name is not None else ():
+            if isinstance(value, torch.Tensor):
+                yield f"state/{key}/{name}", value
+
+
+def _digest(tensor: torch.Tensor) -> int:
+    return digest(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:

@@ -61,6 +61,8 @@ class Step(Strict):
     clips: list[Clip]
     optimizers: list[Optimizer]
     places: dict[Name, list[Place]]
+    unchanged: list[Name]
+    changed: list[Name]
 
 
 class RunStep(Strict):
@@ -170,6 +172,8 @@ class Recording:
         return self._opened[path]
 
     def _tensor(self, rank: int, step: int, key: str) -> torch.Tensor:
+        if key.partition("#")[0] in self.steps[step - 1][rank].unchanged and key.startswith("weight/"):
+            return self._tensor(rank, step - 1, key.replace("weight/", "updated/", 1))
         try:
             return self._file(rank, step).get_tensor(key)
         except SafetensorError as error:

@@ -20,11 +20,10 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from lockstep.dumps.hashes import hashes
 from lockstep.ground.files import write_text
 
 STEPS_AT_ONCE = 256
-# Odd 64-bit numbers without structure, as signed ones: the fractions of the golden ratio and of the square root of 3.
-FACTORS = (-7046029254386353131, -4942790177534073029)
 
 
 class WholeRun:
@@ -123,17 +122,3 @@ def _wrap(kind: Any, name: str, see: Callable[..., None]) -> Callable[[], None]:
 
     setattr(kind, name, call)
     return lambda: setattr(kind, name, real)
-
-
-def hashes(samples: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-    """A 64-bit hash of each sample (dim 0), on its device. What a `mask` of the same shape leaves out, such as padding, does not count."""
-    rows = samples.detach().reshape(len(samples), -1)
-    if rows.is_floating_point():
-        rows = rows.double().view(torch.int64)
-    rows = rows.long()
-    used = torch.ones_like(rows)
-    if mask is not None and mask.shape == samples.shape:
-        used = (mask.reshape(rows.shape) != 0).long()
-    mixed = (rows + 1) * FACTORS[0] + used.cumsum(1) * FACTORS[1]
-    mixed = (mixed ^ (mixed >> 29)) * FACTORS[0]
-    return ((mixed ^ (mixed >> 32)) * used).sum(1)

@@ -36,30 +36,26 @@ def judge(recording: Recording, verdict: StepVerdict, weights: Weights, gradient
         verdict.wrong.append(
             f"no optimizer holds {_and_more(sorted(moved - held))}, but the update changed it"
         )
-    if step > 1:
-        last = {name: recording.whole(step - 1, f"updated/{name}")[0] for name in weights}
-        between = sorted(name for name in weights if not torch.equal(last[name], weights[name]))
-        if between:
-            verdict.wrong.append(
-                f"{_and_more(between)} changed between the update of step {step - 1} and step {step}"
-            )
-        _judge_kept_state(recording, verdict)
+    _judge_between(recording, verdict)
     for optimizer in optimizers:
         _judge_optimizer(recording, verdict, optimizer, weights, gradients, updated)
 
 
-def _judge_kept_state(recording: Recording, verdict: StepVerdict) -> None:
-    """What an optimizer keeps from one step is what it has in the next, bit for bit."""
-    step, changed = verdict.step, []
-    now = set(recording.names(step, "state"))
-    for name in recording.names(step - 1, "new_state"):
-        if name not in now or not torch.equal(
-            recording.whole(step, f"state/{name}")[0], recording.whole(step - 1, f"new_state/{name}")[0]
-        ):
-            changed.append(name)
-    if changed:
+def _judge_between(recording: Recording, verdict: StepVerdict) -> None:
+    """What a step ends with, weights and what the optimizer keeps, is what the next one begins with, bit for bit."""
+    step = verdict.step
+    changed = sorted({name for one in recording.steps[step - 1].values() for name in one.changed})
+    weights, state = (
+        [name.removeprefix(kind) for name in changed if name.startswith(kind)]
+        for kind in ("weight/", "state/")
+    )
+    if weights:
         verdict.wrong.append(
-            f"what the optimizer keeps changed between step {step - 1} and step {step}: {_and_more(sorted(changed))}"
+            f"{_and_more(weights)} changed between the update of step {step - 1} and step {step}"
+        )
+    if state:
+        verdict.wrong.append(
+            f"what the optimizer keeps changed between step {step - 1} and step {step}: {_and_more(state)}"
         )
 
 
