@@ -21,7 +21,7 @@ class PlainShards:
                 for dim in range(one.ndim)
             ]
             for name, one in named_parameters(model).items()
-            if type(one.data) is torch.Tensor and one.device.type != "meta"
+            if type(one.data) is torch.Tensor and one.device.type != "meta" and one.numel()
         }
         self.found: dict[str, list[Runs]] = {}
 

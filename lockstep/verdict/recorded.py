@@ -17,7 +17,7 @@ from lockstep.verdict.judgement import FLOOR, MULTIPLE, UNIT
 from lockstep.verdict.normalisation import Gradients
 from lockstep.verdict.recorded_modules import Modules
 from lockstep.verdict.recorded_reference import Computed, Reference
-from lockstep.verdict.recorded_rows import StepVerdict, judged
+from lockstep.verdict.recorded_rows import StepVerdict, judged, times
 from lockstep.verdict.recorded_weights import Weighed, shares_of
 
 KINDS = {"weight": "weights", "gradient": "gradients"}
@@ -117,6 +117,7 @@ class _Step:
             if self.verdict.step == 1 and not self.exact:
                 _require_repeatable(right, exact.compute(called, told))
             modules.add(called, own, right, measured)
+            right.arrived *= modules.scales.get((called.number, called.ranks[0]), 1.0)
             self.loss_noise = max(self.loss_noise, _loss_noise(right, measured))
             for one, kept in ((right, self.exact), (measured, near)):
                 one.modules, one.logits, one.at_logits = {}, None, None  # they take the most memory
@@ -244,9 +245,7 @@ class _Step:
         wrong = [row for row in rows if row.too_far]
         if wrong:
             worst = max(wrong, key=lambda row: row.multiple)
-            along = abs(worst.distance.scale - 1) > worst.distance.relative / 2
-            times = f"; it is {worst.distance.scale:.5g} times the reference's" if along else ""
             self.verdict.wrong.append(
                 f"{len(wrong)} of {len(rows)} gradients are too far from the reference, most of all "
-                f"{worst.name.removeprefix('gradient/')}: {worst.describe()}{times}"
+                f"{worst.name.removeprefix('gradient/')}: {worst.describe()}{times(worst)}"
             )

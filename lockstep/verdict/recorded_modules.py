@@ -8,7 +8,7 @@ from lockstep.dumps.recording import Called
 from lockstep.verdict.distance import Distance, distance_of
 from lockstep.verdict.judgement import FLOOR, MULTIPLE, UNIT, Judgement
 from lockstep.verdict.recorded_reference import Computed
-from lockstep.verdict.recorded_rows import StepVerdict, judged
+from lockstep.verdict.recorded_rows import StepVerdict, judged, times
 from lockstep.verdict.records import Chosen
 
 Tensors = dict[str, list[tuple[int, torch.Tensor]]]  # by rank
@@ -23,6 +23,8 @@ class Modules:
         self.where: dict[str, str] = {}
         self.chosen: list[Chosen] = []
         self.left_out: set[str] = set()
+        # By how much more than recorded the gradients are scaled, for each micro batch and rank
+        self.scales: dict[tuple[int, int], float] = {}
 
     def add(self, called: Called, own: Tensors, exact: Computed, near: Computed) -> None:
         """One micro batch, as the ranks that were called with it have it."""
@@ -51,6 +53,7 @@ class Modules:
         near: dict[str, torch.Tensor],
     ) -> None:
         """Tensors of one pass, in order of execution."""
+        scale = None
         own: dict[str, Distance] = {}
         yardstick: dict[str, Distance] = {}
         tensors: dict[str, torch.Tensor] = {}
@@ -59,6 +62,12 @@ class Modules:
                 self.left_out.add(_module(name))
             elif tensor.is_floating_point() and tensor.numel():
                 right, plain = exact[name], near[name].double()
+                if name.startswith("backward"):
+                    # A library may scale the loss's gradient after it was recorded there, so it is measured where it arrives first.
+                    if scale is None and bool(right.any()):
+                        scale = distance_of(tensor, right).scale
+                        self.scales[called.number, rank] = scale
+                    right, plain = (one * (1.0 if scale is None else scale) for one in (right, plain))
                 tensors[name] = tensor
                 own[name], yardstick[name] = distance_of(tensor, right), distance_of(plain, right)
         for row in judged(self.verdict.step, own, yardstick, tensors, self.precision):
@@ -84,7 +93,7 @@ class Modules:
                 (
                     order.index(first.name),
                     f"{first.name} ({self.where[first.name]}) is the first of {sum(row.too_far for row in of_pass)} of {len(of_pass)} {what} "
-                    f"that are too far from the reference, in order of execution: {first.describe()}",
+                    f"that are too far from the reference, in order of execution: {first.describe()}{times(first)}",
                 )
             )
         self.verdict.wrong += [sentence for _, sentence in sorted(found)]

@@ -52,6 +52,12 @@ class StepVerdict:
         return row
 
 
+def times(row: Judgement) -> str:
+    """By what factor a row is off, to be read after its errors; "" if its error is not mostly a factor."""
+    scale = row.distance.scale
+    return f"; it is {scale:.5g} times the reference's" if abs(scale - 1) > row.distance.relative / 2 else ""
+
+
 def judged(
     step: int,
     own: dict[str, Distance],
