@@ -96,6 +96,9 @@ class _Describing:
         for key, value in vars(module).items():
             if key not in OWN:
                 self._attribute(attributes, key, value, name)
+        if vars(module).get("_is_expert_parallel"):  # of transformers: the number is that of this rank's experts
+            whole = next(iter(module._parameters.values()))
+            attributes |= {"_is_expert_parallel": False, "num_experts": whole.shape[0]}
         tensors = {
             group: {
                 key: None
