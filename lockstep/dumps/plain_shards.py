@@ -22,7 +22,9 @@ class PlainShards:
                 for dim in range(one.ndim)
             ]
             for name, one in named_parameters(model).items()
-            if type(one.data) is torch.Tensor and one.device.type != "meta"
+            if type(one.data) is torch.Tensor
+            and one.device.type != "meta"
+            and one.numel()  # ZeRO 3 has emptied it
         }
         self.found: dict[str, list[Runs]] = {}
         for name, one in named_parameters(model).items():  # which may be cut already
