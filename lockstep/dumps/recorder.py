@@ -176,6 +176,7 @@ class Recorder:
             (self.unchanged if same else self.changed).append(name)
         return same
 
+    @torch.compiler.disable
     def _see_call(self, _module: torch.nn.Module, arguments: tuple, options: dict[str, Any]) -> None:
         if not (self.model.training and torch.is_grad_enabled()) or being_recomputed():
             return
@@ -230,6 +231,7 @@ class Recorder:
         if self.micro and self.micro[-1]["autocast"] is None and not being_recomputed():
             self.micro[-1]["autocast"] = _autocast(self.model)
 
+    @torch.compiler.disable
     def _see_output(self, _module: torch.nn.Module, _arguments: tuple, output: Any) -> None:
         if not (self.model.training and torch.is_grad_enabled() and self.micro) or being_recomputed():
             return
