@@ -34,7 +34,7 @@ def train_transformers(options):
     trainer = transformers.Trainer(model=net, args=arguments, train_dataset=Samples())
     trainer.add_callback(RayTrainReportCallback())
     trainer = prepare_trainer(trainer)
-    with lockstep.record(net, options["output"]):
+    with lockstep.record(net, options["output"] / "transformers"):
         trainer.train()
 
 
@@ -54,7 +54,7 @@ def train_deepspeed(options):
         "zero_optimization": {"stage": 3},
     }
     net = model().train()
-    with lockstep.record(net, options["output"]):
+    with lockstep.record(net, options["output"] / "deepspeed"):
         engine, *_ = deepspeed.initialize(model=net, model_parameters=net.parameters(), config=config)
         sampler = DistributedSampler(Samples())
         for number, batch in enumerate(DataLoader(Samples(), batch_size=2, sampler=sampler), start=1):
@@ -66,16 +66,28 @@ def train_deepspeed(options):
                 break
 
 
+LIBRARIES = {"transformers": train_transformers, "deepspeed": train_deepspeed}
+
+
+def train(options):
+    for library in options["libraries"]:
+        LIBRARIES[library](options)
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--library", choices=("transformers", "deepspeed"), default="transformers")
+    parser.add_argument("--library", choices=LIBRARIES, nargs="+", default=["transformers"])
     options = parser.parse_args()
     ray.init(num_cpus=2, include_dashboard=False)
     with tempfile.TemporaryDirectory() as folder:
         TorchTrainer(
-            {"transformers": train_transformers, "deepspeed": train_deepspeed}[options.library],
-            train_loop_config={"output": str(options.output.absolute()), "folder": folder},
+            train,
+            train_loop_config={
+                "libraries": options.library,
+                "output": options.output.absolute(),
+                "folder": folder,
+            },
             scaling_config=ray.train.ScalingConfig(num_workers=2),
             run_config=ray.train.RunConfig(storage_path=folder),
         ).fit()
