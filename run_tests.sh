@@ -4,7 +4,7 @@
 #   ./run_tests.sh              the tests
 #   ./run_tests.sh --all        the tests with all foreign bugs, every planted fault in both precisions, and the sweep of correct runs
 set -euo pipefail
-source "$(dirname "$0")/environment.sh" requirements.txt requirements-transformers-tp.txt requirements-studies.txt requirements-test.txt
+source "$(dirname "$0")/environment.sh" requirements.txt requirements-transformers-tp.txt requirements-studies.txt requirements-record.txt requirements-test.txt
 cd "$ROOT"
 export OMP_NUM_THREADS=1 # the two processes share two cores
 TESTS=("$PYTHON" -m pytest -n 2 --dist loadfile --no-loadscope-reorder)

@@ -104,17 +104,27 @@ def test_one_file_each():
         "train.py",
         *(f"train_{name}.py" for name in ("ddp", "deepspeed", "fsdp")),
     }
-    own = ("deepspeed_build", "deepspeed_engine", "deepspeed_file", "deepspeed_handles", "ulysses", "zero")
+    own = (
+        "deepspeed_build",
+        "deepspeed_engine",
+        "deepspeed_file",
+        "deepspeed_handles",
+        "deepspeed_layers",
+        "ulysses",
+        "zero",
+    )
     assert users_of("deepspeed") == {"autotp_strategy.py", *(f"{name}.py" for name in own)}
 
 
 # Where DeepSpeed may be spoken of: its own files, the registry, what installs it, pages, results and tests.
 MAY_NAME_DEEPSPEED = re.compile(
     r"lockstep/(plan|training|faults|dumps)/(deepspeed\w*|zero|ulysses)\.py|extras/memory/(plan|zero)\.py|lockstep/(plan/strategies|faults/__init__)\.py|autotp_strategy\.py|train_deepspeed\.py|job_deepspeed\.yaml"
-    r"|pyproject\.toml|requirements.*\.txt|(README|CONTRIBUTING)\.md|(docs|results|findings|studies|tests)/.*"
+    r"|pyproject\.toml|requirements.*\.txt|(README|CONTRIBUTING)\.md|(docs|results|findings|studies|tests|examples/record)/.*"
 )
-# In other files: its launcher, which starts every strategy, its file of the recorder, and the public thread of a planted fault.
-SPOKEN_OF = re.compile(r"deepspeed launcher|\bdeepspeed_engine\b|seen_in=\"deepspeedai/DeepSpeed \d+\"")
+# In other files: its launcher, which starts every strategy, its files of the recorder, and the public thread of a planted fault.
+SPOKEN_OF = re.compile(
+    r"deepspeed launcher|\bdeepspeed_(engine|layers)\b|seen_in=\"deepspeedai/DeepSpeed \d+\""
+)
 
 
 def strangers(contents):

@@ -1,14 +1,15 @@
-"""Where a plain tensor that is a part of a parameter, as DeepSpeed AutoTP and Megatron have them, lies in the whole: found by its content."""
+"""Where a plain tensor that is a part of a parameter, as AutoTP and Megatron have them, lies in the whole: found by its content."""
 
 import torch
 
+from lockstep.dumps import deepspeed_layers
 from lockstep.dumps.hashes import hashes_of_slices
 from lockstep.dumps.tree import named_parameters
 from lockstep.ground.blocks import Runs, runs_of
 
 
 class PlainShards:
-    """Made of a model that is whole; `runs` then says which slices of a parameter a part has.
+    """Made of a model that is whole, or cut by AutoTP; `runs` then says which slices of a parameter a part has.
 
     A part is cut along one dim, and its slices along it are compared as bfloat16, so it may be of another dtype.
     """
@@ -21,9 +22,15 @@ class PlainShards:
                 for dim in range(one.ndim)
             ]
             for name, one in named_parameters(model).items()
-            if type(one.data) is torch.Tensor and one.device.type != "meta" and one.numel()
+            if type(one.data) is torch.Tensor
+            and one.device.type != "meta"
+            and one.numel()  # ZeRO 3 has emptied it
         }
         self.found: dict[str, list[Runs]] = {}
+        for name, one in named_parameters(model).items():  # which may be cut already
+            runs = deepspeed_layers.runs(one)
+            if runs is not None:
+                self.found[name], self.shapes[name] = runs, deepspeed_layers.noted(one)["original_shape"]
 
     def runs(self, name: str, part: torch.Tensor) -> list[Runs] | None:
         """The runs of a parameter's part along each dim of the whole; None if it is no part, or not known as one.
@@ -32,14 +39,13 @@ class PlainShards:
         """
         whole = self.shapes.get(name, ())
         cut = [dim for dim, (size, own) in enumerate(zip(whole, part.shape, strict=False)) if size != own]
-        if len(whole) != part.ndim or len(cut) != 1 or name not in self.places:
+        if len(whole) != part.ndim or len(cut) != 1 or not (name in self.places or name in self.found):
             return None
         if name not in self.found:
             (dim,) = cut
             known, size = self.places[name][dim], whole[dim]
-            if (
-                len(known) < size
-            ):  # slices are alike, as those of a bias of zeros are: it is cut as its module's other parameters are
+            if len(known) < size:
+                # Slices are alike, as those of a bias of zeros are: it is cut as its module's other parameters are.
                 along = [runs[dim] for other, runs in self.found.items() if _same_module(other, name)]
             else:
                 places = [known.get(value, -1) for value in hashes_of_slices(part.bfloat16(), dim)]

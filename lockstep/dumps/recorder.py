@@ -176,6 +176,7 @@ class Recorder:
             (self.unchanged if same else self.changed).append(name)
         return same
 
+    @torch.compiler.disable
     def _see_call(self, _module: torch.nn.Module, arguments: tuple, options: dict[str, Any]) -> None:
         if not (self.model.training and torch.is_grad_enabled()) or being_recomputed():
             return
@@ -230,6 +231,7 @@ class Recorder:
         if self.micro and self.micro[-1]["autocast"] is None and not being_recomputed():
             self.micro[-1]["autocast"] = _autocast(self.model)
 
+    @torch.compiler.disable
     def _see_output(self, _module: torch.nn.Module, _arguments: tuple, output: Any) -> None:
         if not (self.model.training and torch.is_grad_enabled() and self.micro) or being_recomputed():
             return
@@ -238,19 +240,26 @@ class Recorder:
         number, about = len(self.micro) - 1, self.micro[-1]
         loss, logits = outputs_of(output)
         if loss is not None and loss.requires_grad:
-            loss.register_hook(functools.partial(self._loss_is_used, about, float(loss.detach())))
+            used = functools.partial(self._loss_is_used, about, float(loss.detach()))
+            if logits is None:
+                # Nothing else can be held against the run, which may train on a part of the loss.
+                used(loss)
+            else:
+                loss.register_hook(used)
         for name, scalar in scalars_of(output).items():
             if scalar.requires_grad:
                 scalar.register_hook(functools.partial(self._scalar_is_used, about, name))
         if logits is not None and logits.requires_grad:
             logits.register_hook(functools.partial(self._see_logits, about, number))
 
-    def _loss_is_used(self, about: dict[str, Any], loss: float, _gradient: torch.Tensor) -> None:
-        """A loop may leave the model's own loss and make one from the logits."""
-        about["loss"] = loss
+    def _loss_is_used(self, about: dict[str, Any], loss: float, gradient: torch.Tensor | None) -> None:
+        """A loop may leave the model's own loss and make one from the logits; DDP may then say that None arrives."""
+        if gradient is not None:
+            about["loss"] = loss
 
-    def _scalar_is_used(self, about: dict[str, Any], name: str, gradient: torch.Tensor) -> None:
-        about["scalars"][name] = about["scalars"].get(name, 0.0) + float(gradient)
+    def _scalar_is_used(self, about: dict[str, Any], name: str, gradient: torch.Tensor | None) -> None:
+        if gradient is not None:
+            about["scalars"][name] = about["scalars"].get(name, 0.0) + float(gradient)
 
     def _see_logits(self, about: dict[str, Any], number: int, gradient: torch.Tensor) -> None:
         name = f"logits/{number}"

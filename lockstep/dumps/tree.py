@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from lockstep.dumps import deepspeed_layers
 from lockstep.ground import user_file
 from lockstep.ground.errors import UserError
 
@@ -77,7 +78,9 @@ def named_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 class _Describing:
     def __init__(self, model: torch.nn.Module):
         self.modules = {id(module): clean(name) for name, module in model.named_modules()}
-        self.packages = PACKAGES | {_package(class_of(module).__module__) for module in model.modules()}
+        # Without that of AutoTP's layers: what else it put into the model, such as its loss function, is left out as they are.
+        files = {class_of(module).__module__ for module in model.modules()} - {deepspeed_layers.FILE}
+        self.packages = PACKAGES | {_package(file) for file in files}
         self.tensors: dict[int, str] = {}
         for names in (model.named_parameters, model.named_buffers):
             for name, tensor in names():
@@ -93,16 +96,25 @@ class _Describing:
             return self.module(wrapped, name)
         kind = class_of(module)
         attributes: TREE = {}
-        for key, value in vars(module).items():
-            if key not in OWN:
-                self._attribute(attributes, key, value, name)
+        values = {key: value for key, value in vars(module).items() if key not in OWN}
+        if kind.__module__ == deepspeed_layers.FILE:
+            kind, values = deepspeed_layers.before(module)
+        for key, value in values.items():
+            self._attribute(attributes, key, value, name)
+        if vars(module).get("_is_expert_parallel"):
+            # Of transformers: the number is that of this rank's experts.
+            whole: Any = next(iter(module._parameters.values()))
+            attributes |= {"_is_expert_parallel": False, "num_experts": whole.shape[0]}
         tensors = {
             group: {
                 key: None
                 if tensor is None
                 else {
                     "is": self.tensors[id(tensor)],
-                    "shape": list(getattr(tensor, "ds_shape", tensor.shape)),
+                    "shape": list(
+                        deepspeed_layers.noted(tensor).get("original_shape")
+                        or getattr(tensor, "ds_shape", tensor.shape)
+                    ),
                     "dtype": str(tensor.dtype),
                     "requires_grad": tensor.requires_grad,
                 }

@@ -51,7 +51,7 @@ class Computed:
     )  # None where no labels reach the model: the gradients then follow from the recorded one at the logits
     tokens: int  # that the loss is a mean over, but for its further terms; 0 if that is not known
     divisor: float  # of the sum over these tokens, in the loss
-    arrived: float  # at the loss, in the run: what the loop multiplied it with
+    arrived: float  # at the loss, in the run: what the loop multiplied it with; nan where the loop trained on a part of it
     terms: dict[str, Term]
     modules: dict[str, torch.Tensor]  # forward/MICRO_BATCH/MODULE and backward/..., in order of execution
     told: dict[str, Choice]  # by the name of the output that has it
@@ -144,7 +144,7 @@ class Reference:
     def _computed(self, called: Called, mode: Told) -> Computed:
         loss, logits, output = self._forward(called)
         terms: dict[str, Term] = {}
-        arrived = 1.0
+        arrived, unknown = 1.0, False
         if called.about.loss is None:  # the loop did not train on it
             if logits is None or called.logits_gradient is None:
                 raise UserError(
@@ -155,9 +155,9 @@ class Reference:
         elif loss is not None:
             scalars = scalars_of(output)
             terms = self._terms(loss, scalars)
-            arrived = next(
-                called.about.scalars.get(name, 0.0) for name, one in scalars.items() if one is loss
-            )
+            (own,) = (name for name, one in scalars.items() if one is loss)
+            unknown = own not in called.about.scalars
+            arrived = called.about.scalars.get(own, 1.0)
             for name, term in terms.items():
                 term.beside = called.about.scalars.get(name, 0.0) - arrived * term.coefficient
             roots = {name: one for name, one in scalars.items() if one is loss or name in terms}
@@ -168,6 +168,8 @@ class Reference:
             if logits is not None and logits.requires_grad:
                 logits.retain_grad()
             torch.autograd.backward(list(roots.values()), begun)
+            if unknown:  # so what arrives at the modules is, too
+                self._leave_backward_out()
         found = self._gradients_of_loss(arrived, terms)
         names = {number: name for name, number in (self.calls_of_topk or {}).items()}
         choices = {
@@ -181,7 +183,8 @@ class Reference:
         value, told = float(loss.detach()), divisor_of(called)
         further = sum(term.coefficient * term.value for term in terms.values())
         tokens = tokens_of(called, value - further, logits, told)
-        computed = Computed(found, value, tokens, told or tokens, arrived, terms, self.modules, choices)
+        known = math.nan if unknown else arrived
+        computed = Computed(found, value, tokens, told or tokens, known, terms, self.modules, choices)
         if logits is not None and logits.grad is not None:
             computed.logits, computed.at_logits = logits.detach(), logits.grad / arrived
         return computed
@@ -212,9 +215,11 @@ class Reference:
             }
             inside = 0.0 if coefficient is None else float(coefficient)
             found[name] = Term(float(value.detach()), inside, gradients)
-        # What has arrived at the modules was not the gradient of the loss.
-        self.modules = {name: one for name, one in self.modules.items() if name.startswith("forward/")}
+        self._leave_backward_out()  # what has arrived at the modules was not the gradient of the loss
         return found
+
+    def _leave_backward_out(self) -> None:
+        self.modules = {name: one for name, one in self.modules.items() if name.startswith("forward/")}
 
     @contextlib.contextmanager
     def _precision(self, called: Called, mode: Told) -> Iterator[None]:
