@@ -42,7 +42,7 @@ def test_an_edit_of_sys_path_would_be_seen():
 
 def test_every_extra_reads_a_file_of_pins():
     dynamic = PROJECT["tool"]["setuptools"]["dynamic"]
-    for said in (dynamic["dependencies"], *dynamic["optional-dependencies"].values()):
+    for said in dynamic["optional-dependencies"].values():
         for name in [said["file"]] if isinstance(said["file"], str) else said["file"]:
             lines = [
                 line for line in (ROOT / name).read_text().splitlines() if line and not line.startswith("#")
