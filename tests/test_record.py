@@ -166,7 +166,7 @@ def test_a_script_is_recorded_as_it_is(tmp_path, capsys):
     )
     assert record.main(["--output", str(output), "--steps", "3", str(script), "--mine", "3"]) == 0
     assert judge.main([str(output)]) == 0
-    assert capsys.readouterr().out.endswith("PASS: 3 steps; the loss itself is not judged\n")
+    assert capsys.readouterr().out.endswith("PASS: 3 steps; which labels the loss has was not seen\n")
 
 
 GUARDED = """
@@ -294,7 +294,9 @@ if __name__ == "__main__":
 """
 MEAN = "(net(ids, targets)[1] / 2).backward()"
 TOKENS = "(net(ids, targets)[1] * (14 - 2 * number) / 26).backward()"
-FROM_LOGITS = "out = net(ids); torch.nn.functional.cross_entropy(out.flatten(0, 1), targets.flatten(), ignore_index=-1).backward()"
+FROM_LOGITS = "out = net(ids).flatten(0, 1); (torch.nn.functional.cross_entropy(out, targets.flatten(), ignore_index=-1) / {by}).backward()"
+SMOOTHED = FROM_LOGITS.replace("ignore_index", "label_smoothing=0.1, ignore_index")
+WEIGHED = "out = net(ids).flatten(0, 1); (torch.rand(15) * torch.nn.functional.cross_entropy(out, targets.flatten(), ignore_index=-1, reduction='none')).sum().backward()"
 
 
 @pytest.mark.parametrize(
@@ -308,7 +310,32 @@ FROM_LOGITS = "out = net(ids); torch.nn.functional.cross_entropy(out.flatten(0, 
             "that of the mean over all tokens of the global batch\n",
         ),
         ({"loss": MEAN}, ["--expect", "token-mean"], 1, "not of the mean over all tokens"),
-        ({"loss": FROM_LOGITS}, [], 0, "PASS: 2 steps; the loss itself is not judged"),
+        (
+            {"loss": FROM_LOGITS.format(by=2)},
+            ["--expect", "micro-mean"],
+            0,
+            "PASS: 2 steps; which labels the loss has was not seen",
+        ),
+        (
+            {"loss": FROM_LOGITS.format(by=1)},
+            [],
+            1,
+            "FAIL: step 1: the gradient is 2 times that of the mean of the micro batches' means, which is the micro batches of a rank; it is there when",
+        ),
+        (
+            {"loss": FROM_LOGITS.format(by="(2 + number)")},
+            [],
+            1,
+            "as in no known mean (nearest",
+        ),
+        (
+            {"loss": FROM_LOGITS.format(by="(26 / (14 - 2 * number))")},
+            ["--expect", "token-mean"],
+            0,
+            "that of the mean over all tokens of the global batch\n",
+        ),
+        ({"loss": SMOOTHED.format(by=2)}, [], 0, "a cross-entropy with label smoothing 0.1, whose labels"),
+        ({"loss": WEIGHED}, [], 0, "PASS: 2 steps; the loss itself is not judged"),
         ({"loss": "a, b = net(ids), net(ids, targets)[1]; (a.sum() + b).backward()"}, [], 0, "PASS"),
         (
             {

@@ -227,7 +227,6 @@ class _Step:
         for called, exact in zip(self.micro, self.exact, strict=True):
             if exact.loss is None:
                 continue
-            self.verdict.losses = True
             for rank, loss in called.losses.items():
                 name = f"loss of micro batch {called.number}, rank {rank}"
                 if self.verdict.number(name, loss, exact.loss, tolerated * abs(exact.loss)).too_far:

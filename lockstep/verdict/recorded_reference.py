@@ -17,7 +17,9 @@ from lockstep.dumps.trace import storage
 from lockstep.ground.errors import UserError, first_line
 from lockstep.inputs import shapes
 from lockstep.verdict.float64 import Float64, Told, make_exact
+from lockstep.verdict.judgement import FLOOR
 from lockstep.verdict.normalisation import Gradients
+from lockstep.verdict.recorded_loss import recognise
 
 IGNORED = (-100, -1)  # labels that count for no token
 SAME = 1e-9  # relative: the float64 loss is this mean over tokens
@@ -55,6 +57,8 @@ class Computed:
     terms: dict[str, Term]
     modules: dict[str, torch.Tensor]  # forward/MICRO_BATCH/MODULE and backward/..., in order of execution
     told: dict[str, Choice]  # by the name of the output that has it
+    smoothing: float = 0.0  # of the labels of a cross-entropy that the loop makes from the logits
+    uncertain: float = 0.0  # relative error that `divisor` may have
     logits: torch.Tensor | None = None
     at_logits: torch.Tensor | None = None  # the gradient of the loss there
 
@@ -179,7 +183,14 @@ class Reference:
             for number, regret in mode.regrets.items()
         }
         if loss is None:
-            return Computed(found, None, 0, 0.0, 1.0, {}, self.modules, choices)
+            assert logits is not None and called.logits_gradient is not None, "else this was refused above"
+            computed = Computed(found, None, 0, 0.0, 1.0, {}, self.modules, choices)
+            recognised = recognise(logits, called.logits_gradient) if self.exact else None
+            if recognised is not None:
+                computed.tokens, computed.divisor = recognised.tokens, 1 / recognised.weight
+                computed.smoothing = recognised.smoothing
+                computed.uncertain = FLOOR * torch.finfo(called.logits_gradient.dtype).eps / 2
+            return computed
         value, told = float(loss.detach()), divisor_of(called)
         further = sum(term.coefficient * term.value for term in terms.values())
         tokens = tokens_of(called, value - further, logits, told)

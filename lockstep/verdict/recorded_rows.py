@@ -30,7 +30,7 @@ class StepVerdict:
     factor: float = 1.0  # of the gradient, before clipping
     clipped: str = ""  # by how much, to be read after the gradient
     difference: str = ""  # of this mean from the one over all tokens, likewise
-    losses: bool = False  # whether they are judged
+    unseen: str = ""  # what is not judged of the loss
     tolerated_weights: float = 0.0
     rows: list[Judgement] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)  # sentences, the first is the headline

@@ -53,7 +53,10 @@ class Weighed:
         of_losses, of_terms = fitted.weights[: len(self.micro)], fitted.weights[len(self.micro) :]
         deviations = again.weights - fitted.weights
         deviation = float(deviations[: len(self.micro)].norm() / of_losses.norm())
-        verdict.tolerated_weights = MULTIPLE * max(deviation, again.typical) + FLOOR * UNIT["fp32"]
+        uncertain = max(one.uncertain for one in self.exact)
+        verdict.tolerated_weights = (
+            MULTIPLE * max(deviation, again.typical) + FLOOR * UNIT["fp32"] + uncertain
+        )
         tokens, divisors, candidates = self._weightings(expect)
         measured = of_losses / divisors
         named = verdict.named = normalisation.nearest(measured, tokens, candidates)
@@ -108,10 +111,20 @@ class Weighed:
     def _weightings(self, expect: str | None) -> tuple[list[int], torch.Tensor, list[Weighting]]:
         """(tokens of the micro batches, what their losses divide the sums over these by, the weightings of these sums that are known)."""
         tokens = [one.tokens for one in self.exact]
-        if any(one.loss is None for one in self.exact):
+        of_its_own = any(one.loss is None for one in self.exact)
+        if of_its_own and all(tokens):
+            smoothing = (
+                f" with label smoothing {self.exact[0].smoothing:.2g}" if self.exact[0].smoothing else ""
+            )
+            self.verdict.notes.append(
+                f"the loop makes its own loss: by its gradient at the logits, a cross-entropy{smoothing}, whose labels were not seen"
+            )
+            self.verdict.unseen = "which labels the loss has was not seen"
+        elif of_its_own:
             self.verdict.notes.append(
                 "the model's own loss is not what was trained: the gradient is judged from the recorded one at the logits on, the loss is not"
             )
+            self.verdict.unseen = "the loss itself is not judged"
             ones = torch.ones(len(self.micro), dtype=torch.float64)
             # The recorded gradients have every divisor of the run but that of averaging over ranks.
             mean = Weighting(

@@ -1,0 +1,93 @@
+"""What it costs to record two steps and to judge them: two layers of Qwen2.5-0.5B with its vocabulary, DDP over two ranks.
+
+    PYTHONPATH=. python benchmarks/recording.py --work_dir runs/recording --output results/recording.json
+
+A step has one micro batch of two sequences of 256 tokens on each rank, and AdamW. Times are medians on rank 0, in seconds.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import lockstep
+from lockstep.ground.files import write_text
+from lockstep.inputs.architectures import BUILT_IN
+from lockstep.inputs.shapes import from_config
+
+BATCH, LENGTH, PLAIN, RECORDED = 2, 256, 5, 2
+
+
+def worker(folder: Path) -> None:
+    """One rank: steps without a recorder, recorded ones, and steps after these, whose samples alone are hashed."""
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = from_config({**BUILT_IN["Qwen/Qwen2.5-0.5B"], "num_hidden_layers": 2}, attn_impl="sdpa").train()
+    wrapped = torch.nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+
+    def step() -> float:
+        ids = torch.randint(0, model.config.vocab_size, (BATCH, LENGTH), generator=generator)
+        began = time.perf_counter()
+        optimizer.zero_grad()
+        wrapped(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        optimizer.step()
+        dist.barrier()
+        return time.perf_counter() - began
+
+    step()
+    found = {"plain": [step() for _ in range(PLAIN)]}
+    began = time.perf_counter()
+    with lockstep.record(model, folder / "run", steps=RECORDED):
+        found["recorded"] = [step() for _ in range(RECORDED)]
+        step()  # which writes the last recorded one
+        found["all recorded"] = [time.perf_counter() - began]
+        found["after"] = [step() for _ in range(PLAIN)]
+    if dist.get_rank() == 0:
+        write_text(folder / "times.json", json.dumps(found))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--work_dir", type=Path, required=True)
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    if options.output is None:
+        return worker(options.work_dir)
+    options.work_dir.mkdir(parents=True, exist_ok=True)
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", __file__]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run([*start, "--work_dir", str(options.work_dir)], check=True, env=environ)
+    times = json.loads((options.work_dir / "times.json").read_text())
+    began = time.perf_counter()
+    judge = [sys.executable, "-m", "lockstep.judge", str(options.work_dir / "run")]
+    subprocess.run(judge, check=True, env={**os.environ, "OMP_NUM_THREADS": "2"})
+    judged = time.perf_counter() - began
+    plain = statistics.median(times["plain"])
+    recording = times["all recorded"][0] - plain  # the step after them writes the last
+    files = [path for path in (options.work_dir / "run").rglob("*") if path.is_file()]
+    found = {
+        "step": plain,
+        "recorded step": recording / RECORDED,
+        "recorded step, times a step": recording / RECORDED / plain,
+        "step after, times a step": statistics.median(times["after"]) / plain,
+        "judge, of two steps": judged,
+        "judge, times the recorded steps": judged / (RECORDED * plain),
+        "bytes of a rank": sum(path.stat().st_size for path in files) // 2,
+        "torch": torch.__version__,
+    }
+    write_text(options.output, json.dumps(found, indent=1) + "\n")
+    print(json.dumps(found, indent=1))
+    return None
+
+
+if __name__ == "__main__":
+    main()
