@@ -7,6 +7,7 @@ import torch
 
 from lockstep.diagnosis import evidence, recompute
 from lockstep.diagnosis.case import LEFT, Case, describe
+from lockstep.inputs.data import IGNORED
 from lockstep.verdict.result import Cause
 
 NEARER = 1.05  # the norms of rounding errors of two explanations, as a quotient, that are no accident
@@ -53,9 +54,10 @@ def partition_function(case: Case) -> Cause | None:
     ):
         return None
     logits, labels = case.own(case.names.logits), case.own("batch/labels").long()
-    tokens = labels.numel()
-    value = logits.softmax(-1) / (tp * tokens)
-    value.scatter_add_(-1, labels[..., None], torch.full_like(logits[..., :1], -1 / tokens))
+    counted = (labels != IGNORED)[..., None]
+    value = logits.softmax(-1) / tp
+    value.scatter_add_(-1, labels[..., None].clamp(min=0), torch.full_like(logits[..., :1], -1.0))
+    value *= counted / counted.sum()
     if not case.explains(case.first, value):
         return None
     return Cause(

@@ -22,6 +22,8 @@ from lockstep.inputs.tokenizer import Tokenizer
 if TYPE_CHECKING:
     import torch
 
+IGNORED = -100  # the label of a position that is not trained on, as torch and transformers have it
+
 
 @dataclass(frozen=True)
 class Corpus:
@@ -94,6 +96,7 @@ class Batches:
     batch_size: int
     num_micro_batches: int
     held_out: int = 0  # windows at the end of the corpus that are not trained on
+    labels: str = "all"  # completion: the first part of every window, its prompt, has no labels
     # Step -> its windows. Not of a copy by `dataclasses.replace`, which may be cut otherwise.
     _last: dict[int, np.ndarray] = field(init=False, default_factory=dict, repr=False, compare=False)
 
@@ -130,8 +133,20 @@ class Batches:
 
     def independent_tokens(self, step: int) -> float:
         """`independent_tokens` of the global batch of a step (from 0)."""
-        windows = self._global_batch(step)
-        return independent_tokens(windows[:, :-1], windows[:, 1:])
+        return independent_tokens(*self.samples(self._global_batch(step)))
+
+    def num_labels(self, step: int) -> int:
+        """The number of labels of the global batch of a step (from 0)."""
+        return int((self.samples(self._global_batch(step))[1] != IGNORED).sum())
+
+    def samples(self, windows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """input_ids and labels, each (..., seq_length) int64, of windows (..., seq_length + 1)."""
+        input_ids, labels = windows[..., :-1].astype(np.int64), windows[..., 1:].astype(np.int64)
+        if self.labels == "completion":
+            drawn = _scrambled(windows.sum(-1, dtype=np.uint64) + np.uint64(self.seed))  # one for each window
+            prompt = drawn % np.uint64(3 * labels.shape[-1] // 4 + 1)
+            labels[np.arange(labels.shape[-1]) < prompt[..., None]] = IGNORED
+        return input_ids, labels
 
     def micro_batches(
         self, step: int, dp_rank: int, device: "torch.device | str"
@@ -139,8 +154,8 @@ class Batches:
         """(input_ids, labels), each (batch_size, seq_length) int64 on the device, one pair per micro batch."""
         import torch
 
-        windows = torch.from_numpy(self.windows(step, dp_rank).astype(np.int64)).to(device)
-        return [(window[:, :-1].contiguous(), window[:, 1:].contiguous()) for window in windows]
+        both = (torch.from_numpy(each).to(device) for each in self.samples(self.windows(step, dp_rank)))
+        return list(zip(*both, strict=True))
 
     def held_out_pairs(self) -> Iterator[tuple["torch.Tensor", "torch.Tensor"]]:
         """(input_ids, labels), each (at most batch_size, seq_length) int64 on the CPU: the windows that are not trained on."""
@@ -148,16 +163,17 @@ class Batches:
 
         for first in range(self.num_windows, self.corpus.num_windows, self.batch_size):
             indices = np.arange(first, min(first + self.batch_size, self.corpus.num_windows))
-            windows = torch.from_numpy(self.corpus.windows(indices).astype(np.int64))
-            yield windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+            input_ids, labels = self.samples(self.corpus.windows(indices))
+            yield torch.from_numpy(input_ids), torch.from_numpy(labels)
 
 
 def independent_tokens(input_ids: np.ndarray, labels: np.ndarray) -> float:
     """The number of tokens whose rounding errors are independent: N^2 / (sum of n^2 over the pairs of token and label that occur n times).
 
     Equal tokens with equal labels are rounded nearly alike, so the error of a mean over N tokens falls with the square root of this number,
-    not of N. It is N if no pair occurs twice, and 1 if there is only one pair.
+    not of N. It is N if no pair occurs twice, and 1 if there is only one pair. Positions without a label do not count.
     """
+    input_ids, labels = input_ids[labels != IGNORED], labels[labels != IGNORED]
     pairs = input_ids.astype(np.int64) << 32 | labels.astype(np.int64)  # one integer sorts faster than a pair
     _, counts = np.unique(pairs, return_counts=True)
     return float(counts.sum() ** 2 / np.square(counts, dtype=np.float64).sum())

@@ -174,6 +174,12 @@ class Config:
     pp_size: int = flag(1, "pipeline-parallel size: ranks that share the layers", low=1)
     batch_size: int = flag(8, "sequences per DP rank and micro batch", low=1)
     seq_length: int = flag(128, "tokens per sequence", low=1, same="losses")
+    labels: Literal["all", "completion"] = flag(
+        "all",
+        "tokens that are predicted; completion: those after a prompt of drawn length, up to three quarters of each sequence. The loss is "
+        "the mean over all labels of the global batch",
+        same="losses",
+    )
     num_epochs: int = flag(1, "passes over the corpus; used if --debug_steps is 0", low=1)
     debug_steps: int = flag(
         100,
@@ -351,6 +357,11 @@ class Config:
     def weights_seed(self) -> int:
         """The seed of random initial weights."""
         return self.seed if self.init_seed is None else self.init_seed
+
+    @property
+    def counts_labels(self) -> bool:
+        """Whether some positions have no label: then the mean loss is a sum, divided by a number that must be counted."""
+        return self.labels != "all"
 
     @property
     def parameter_dtype(self) -> "torch.dtype":

@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lockstep.ground.collective import gather_objects
 from lockstep.inputs import modules
-from lockstep.inputs.data import Inputs
+from lockstep.inputs.data import IGNORED, Inputs
 from lockstep.inputs.shapes import from_config
 from lockstep.plan import compiled
 from lockstep.training.observe import collectives
@@ -143,5 +143,5 @@ def held_out(strategy: Strategy, inputs: Inputs, attn_impl: str, *, lead: bool) 
             logits = model(input_ids=input_ids, use_cache=False).logits
             total += float(F.cross_entropy(logits.flatten(0, 1).double(), labels.flatten(), reduction="sum"))
             right += int((logits.argmax(dim=-1) == labels).sum())
-            tokens, sequences = tokens + labels.numel(), sequences + len(labels)
+            tokens, sequences = tokens + int((labels != IGNORED).sum()), sequences + len(labels)
     return {"sequences": sequences, "loss": total / tokens, "accuracy": right / tokens}

@@ -38,6 +38,9 @@ class Stage(torch.nn.Module):
         names = modules.names_in(model)
         base = model.get_submodule(names.base)
         self.units, self.share, self.autocast = units, share, autocast
+        self.counted: dict[
+            str, torch.Tensor
+        ] = {}  # what the sum of losses is divided by, if not by their number
         self.config, self.loss_function = model.config, model.loss_function
         self.numbers = [unit for unit in units if isinstance(unit, int)]
         layers = model.get_submodule(names.layers)
@@ -60,7 +63,9 @@ class Stage(torch.nn.Module):
             if self.norm is None or self.head is None:
                 return x
             logits = self.head(self.norm(x))
-            loss = self.loss_function(logits, labels, self.config.vocab_size, shift_labels=labels)
+            loss = self.loss_function(
+                logits, labels, self.config.vocab_size, shift_labels=labels, **self.counted
+            )
         return loss / self.share
 
     def _through_layers(self, x: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
@@ -178,6 +183,11 @@ class Pipeline:
             loss_fn=lambda loss, _labels: loss,
             scale_grads=False,  # it would scale the gradients of earlier steps of an accumulation again; the stage divides the loss
         )
+
+    def divide_by(self, num_labels: torch.Tensor, share: float) -> None:
+        """Let the loss be the sum over labels, divided by `num_labels` and `share`."""
+        for stage in self.stages:
+            stage.counted, stage.share = {"num_items_in_batch": num_labels}, share
 
     def step(self, input_ids: torch.Tensor, labels: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         """Forward and backward of a batch, each (B, S); this rank's part of the mean loss, which is 0 but on the rank of the last stage."""

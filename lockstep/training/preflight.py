@@ -91,6 +91,7 @@ def load_inputs(config: Config) -> data.Inputs:
         config.batch_size,
         config.gradient_accumulation_steps,
         config.held_out,
+        config.labels,
     )
     num_steps = config.debug_steps or config.num_epochs * batches.steps_per_epoch
     rates.require(vars(config), num_steps)

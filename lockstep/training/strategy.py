@@ -4,8 +4,10 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 from lockstep.ground.errors import UserError
+from lockstep.inputs.data import IGNORED
 from lockstep.plan import strategies
 from lockstep.plan.config import Config, Spec
 from lockstep.plan.mesh import Geometry, Mesh
@@ -46,6 +48,9 @@ class Strategy(Protocol):
         """Replace the last step's gradient by that of the mean loss over the micro batches, averaged over dp and cp.
 
         Returns the mean loss of this rank's samples, over all their positions, on every stage; shape ().
+
+        If some positions have no label (-100), the mean is over all labels of the global batch: a rank returns the sum over its samples,
+        times dp, divided by their number, so that the mean over ranks is the loss.
         """
 
     def update(self) -> float:
@@ -86,6 +91,16 @@ def require_strategy(spec: Spec) -> None:
         raise UserError(
             f"{spec.factory} {what}; derive it from TorchStrategy, or write what docs/your-own-strategy.md lists"
         )
+
+
+def count_labels(micro_batches: list[MicroBatch], mesh: Mesh) -> list[torch.Tensor]:
+    """For each micro batch, what its sum of losses is divided by: the number of labels of the global batch; int64, shape (). Collective."""
+    total = torch.stack([(labels != IGNORED).sum() for _, labels in micro_batches]).sum()
+    dist.all_reduce(total)
+    total //= (
+        mesh.world_size // mesh.num_sample_shares
+    )  # ranks with the same samples have counted the same labels
+    return [total] * len(micro_batches)
 
 
 MakeStrategy = Callable[["PreTrainedModel", Config, Mesh, torch.device], Strategy]

@@ -36,7 +36,7 @@ from lockstep.training.optim import (
     total_norm,
 )
 from lockstep.training.pipeline import Pipeline
-from lockstep.training.strategy import MicroBatch
+from lockstep.training.strategy import MicroBatch, count_labels
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -54,6 +54,8 @@ class TorchStrategy:
         # What the loop feeds, until a forward pass has counted.
         self.num_micro_batches = config.gradient_accumulation_steps
         self.num_tokens = config.batch_size * config.seq_length // config.cp_size
+        self._num_labels: torch.Tensor | None = None
+        self._divided_by: torch.Tensor | None = None
         self.device_mesh = build_device_mesh(mesh, device.type)
         model.to(device=device, dtype=config.parameter_dtype)  # type: ignore[call-arg] # a decorator of transformers loses self
         self.context = (
@@ -115,10 +117,32 @@ class TorchStrategy:
             mean = self.context.mean(mean)
         return mean
 
+    def count_labels(self, micro_batches: list[MicroBatch]) -> list[torch.Tensor] | list[None]:
+        """What each micro batch's `num_labels` is. Collective."""
+        if not self.config.counts_labels:
+            return [None] * len(micro_batches)
+        return count_labels(micro_batches, self.geometry().mesh)
+
+    @property
+    def num_labels(self) -> torch.Tensor | None:
+        """The number of labels of the global batch, while its losses are computed; None if every position has one.
+
+        The contract says that the loss is divided by it if it was read.
+        """
+        self._divided_by = self._num_labels
+        return self._num_labels
+
+    @property
+    def num_shares(self) -> int:
+        """How many losses the loss of the global batch is the mean of: one for each micro batch of each rank that sees other tokens."""
+        return self.num_micro_batches * self.geometry().mesh.num_loss_shares
+
     def _through_model(self, micro_batches: list[MicroBatch]) -> torch.Tensor:
         """Forward and backward of all micro batches; this rank's mean loss."""
         losses = []
+        numbers = self.count_labels(micro_batches)
         for index, (input_ids, labels) in enumerate(micro_batches):
+            self._num_labels = numbers[index]
             with self._reducing(index == len(micro_batches) - 1):
                 with self.config.autocast(self.device):
                     loss = self.loss(input_ids, labels)
@@ -130,7 +154,11 @@ class TorchStrategy:
         """The same on this rank's stages. The mean loss is known on the rank of the last stage."""
         assert self.pipeline is not None
         mean = torch.zeros((), device=self.device)
+        numbers = self.count_labels(micro_batches)
         for index, (input_ids, labels) in enumerate(micro_batches):
+            self._num_labels = numbers[index]
+            if self.num_labels is not None:
+                self.pipeline.divide_by(self.num_labels, 1 / self.geometry().mesh.num_loss_shares)
             input_ids, labels, positions = self.cut(input_ids, labels)
             if positions is None:
                 positions = torch.arange(labels.shape[1], device=labels.device)[None]
@@ -148,10 +176,14 @@ class TorchStrategy:
         )
 
     def loss(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """This rank's mean loss over its positions of one micro batch, each (B, S); shape ()."""
+        """This rank's mean loss over its positions of one micro batch, each (B, S); shape ().
+
+        With `num_labels`, the sum, divided by it and multiplied with `num_shares`.
+        """
         input_ids, labels, positions = self.cut(input_ids, labels)
         self.num_tokens = labels.numel()
-        return causal_lm_loss(self.wrapped, input_ids, labels, positions)
+        loss = causal_lm_loss(self.wrapped, input_ids, labels, positions, self.num_labels)
+        return loss if self._num_labels is None else loss * self.num_shares
 
     def cut(
         self, input_ids: torch.Tensor, labels: torch.Tensor
@@ -250,7 +282,9 @@ class TorchStrategy:
                 self.num_tokens * self.geometry().mesh.cp,
                 self.num_micro_batches,
                 self.geometry().mesh.dp,
-            ],
+            ]
+            if self._divided_by is None
+            else [int(self._divided_by)],
             "reduction_dtype": sorted(
                 {str(self._reduction_dtype(parameter)) for parameter in self.parameters}
             ),

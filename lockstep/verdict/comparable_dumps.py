@@ -6,7 +6,7 @@ from lockstep.dumps.dump import Dump
 from lockstep.dumps.manifest import REMEDY
 from lockstep.dumps.record import configuration, require_comparable
 from lockstep.ground.errors import UserError
-from lockstep.inputs.data import global_batch_hash, window_hashes
+from lockstep.inputs.data import IGNORED, global_batch_hash, window_hashes
 from lockstep.plan.contract import (
     KNOWN_DIFFERENCES,
     contract_differences,
@@ -48,8 +48,13 @@ def configuration_differences(baseline: Dump, dump: Dump) -> dict[str, str]:
         {step: entry["learning_rate"] for step, entry in baseline.steps.items()},
     )
     if dump is baseline:
+        config = configuration(dump.run)
         wanted = expected_contract(
-            configuration(dump.run), dump.run["architecture"], dump.layout.model, of_optimizer(dump.contract)
+            config,
+            dump.run["architecture"],
+            dump.layout.model,
+            of_optimizer(dump.contract),
+            int((dump.tensor(1, "batch/labels") != IGNORED).sum()) if config.counts_labels else None,
         )
         rates = {step: rate_of(dump.run["config"], int(step), dump.run["num_steps"]) for step in dump.steps}
     found = contract_differences(on_any_mesh(wanted), on_any_mesh(dump.contract), KNOWN_DIFFERENCES)

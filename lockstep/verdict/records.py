@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 
 from lockstep.dumps.dump import Dump, Dumps, number_of_elements
-from lockstep.inputs.data import independent_tokens
+from lockstep.inputs.data import IGNORED, independent_tokens
 from lockstep.plan.config import BASELINE
 from lockstep.verdict.comparable_dumps import require_summary
 from lockstep.verdict.distance import Distance
@@ -71,6 +71,8 @@ def losses(baseline: Dump, dumps: Dumps, step: int, precision: str, references: 
         mine = slice(rank * rows, (rank + 1) * rows)
         tokens = independent_tokens(ids[mine], labels[mine])
         noise = loss_noise(baseline.run, baseline.steps["1"]["loss"], loss, tokens, ulps=RANK_ULPS)
+        # a rank's loss is the sum over its labels, divided by an equal share of all labels
+        noise *= shares * float((labels[mine] != IGNORED).sum() / (labels != IGNORED).sum())
         by_strategy, exact = (
             {name: of_rank(dump, rank) for name, dump in each.items()} for each in (dumps, references)
         )

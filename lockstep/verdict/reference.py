@@ -33,7 +33,7 @@ from lockstep.ground import files, locks
 from lockstep.ground.collective import init_alone
 from lockstep.ground.errors import TrainingFailure, UserError, run_program
 from lockstep.inputs import weights
-from lockstep.inputs.data import Inputs, global_batch_hash, window_hashes
+from lockstep.inputs.data import IGNORED, Inputs, global_batch_hash, window_hashes
 from lockstep.inputs.model import build_model, causal_lm_loss
 from lockstep.plan import command_line, initial_weights, rates
 from lockstep.plan.config import BASELINE, BETAS, EPS, Config
@@ -125,12 +125,15 @@ class ReferenceStrategy:
         self.optimizer.zero_grad()
         self.regrets = dict.fromkeys(chosen or {}, 0.0)
         losses, first = [], 0
+        counted = self.config.counts_labels
+        number = sum(int((labels != IGNORED).sum()) for _, labels in micro_batches) if counted else None
         for input_ids, labels in micro_batches:
             rows = slice(first, first + len(input_ids))
             first = rows.stop
             numbers = {self.choices[name].call: indices[rows] for name, indices in (chosen or {}).items()}
             with Float64(numbers) as mode:
-                loss = causal_lm_loss(self.model, input_ids, labels)
+                loss = causal_lm_loss(self.model, input_ids, labels, num_labels=number)
+                loss = loss * len(micro_batches) if counted else loss
                 (loss / len(micro_batches)).backward()
             for name in self.regrets:
                 regret = float(mode.regrets[self.choices[name].call].amax())
