@@ -284,8 +284,9 @@ class AutoTPStrategy:
         self.num_micro_batches, self.num_tokens = len(micro_batches), micro_batches[0][1].numel()
         losses = []
         numbers = self.count_labels(micro_batches)
-        for index, (input_ids, labels) in enumerate(micro_batches):
+        for index, (input_ids, labels, *further) in enumerate(micro_batches):
             self.num_labels = numbers[index]
+            self.further = dict(zip(self.config.samples.further, further, strict=True))
             self.engine.set_gradient_accumulation_boundary(index == len(micro_batches) - 1)
             loss = self.loss(input_ids, labels)
             self.engine.backward(loss / self._divisor)  # divides by gradient_accumulation_steps
@@ -295,16 +296,16 @@ class AutoTPStrategy:
 
     def count_labels(self, micro_batches: list[MicroBatch]) -> list[torch.Tensor] | list[None]:
         """What the sum of losses of each micro batch is divided by; None: by their number. Collective."""
-        if not self.config.counts_labels:
+        if not self.config.samples.counted:
             return [None] * len(micro_batches)
         return count_labels(micro_batches, self.geometry().mesh)
 
     def loss(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """This rank's mean loss over one micro batch, each (B, S); shape (). As in TorchStrategy."""
-        positions = None
+        given: dict[str, torch.Tensor] = self.further
         if self.sequence is not None:
-            input_ids, labels, positions = self.sequence.cut(input_ids, labels)
-        loss = causal_lm_loss(self.engine, input_ids, labels, positions, self.num_labels)
+            input_ids, labels, given["position_ids"] = self.sequence.cut(input_ids, labels)
+        loss = causal_lm_loss(self.engine, input_ids, labels, num_labels=self.num_labels, **given)
         if self.num_labels is None:
             return loss
         return loss * self.num_micro_batches * self.geometry().mesh.num_loss_shares
@@ -377,7 +378,8 @@ class AutoTPStrategy:
         return torch.cat(parts, dim=dim)
 
     def called(self) -> list[tuple[torch.nn.Module, dict[str, str | int]]]:
-        return [(self.model, {"input_ids": "input_ids", "labels": "labels"})]
+        further: dict[str, str | int] = {name: name for name in self.config.samples.further}
+        return [(self.model, {"input_ids": "input_ids", "labels": "labels", **further})]
 
     def effective_contract(self) -> dict[str, Any]:
         optimizer = self.stage.torch_optimizer()
@@ -393,6 +395,7 @@ class AutoTPStrategy:
             "loss_is_mean_over": [self.num_tokens, self.num_micro_batches, self.geometry().mesh.dp]
             if self.num_labels is None
             else [int(self.num_labels)],
+            **({"also_called_with": list(self.further)} if self.config.samples.further else {}),
             "reduction_dtype": sorted(dtypes),
             "sharding": zero.observed(self.engine, self.stage.num_stepped(), collectives()),
             **(self.sequence.observed() if self.sequence else {}),

@@ -213,6 +213,7 @@ class FSDPStrategy(TorchStrategy):
             micro=micro,
             share=micro * config.gradient_accumulation_steps,
             autocast=lambda: config.autocast(self.device),
+            apart=config.documents == "apart",
         )
         positions = config.seq_length // config.cp_size
         pipeline.prepare(

@@ -1,6 +1,7 @@
 """Samples in which some positions have no label: the loss is the mean over the labels of the global batch, whoever has them."""
 
-import itertools
+import collections
+import dataclasses
 import shlex
 
 import pytest
@@ -12,7 +13,9 @@ from test_data import batches
 
 from lockstep.dumps import history
 from lockstep.dumps.dump import Dump
-from lockstep.inputs.data import IGNORED
+from lockstep.ground.errors import UserError
+from lockstep.inputs.architectures import BUILT_IN
+from lockstep.inputs.samples import IGNORED, PADDING, Samples
 from lockstep.plan.command_line import parse_config
 from lockstep.plan.config import BASELINE, CONTROL, history_file
 from lockstep.running import jobs
@@ -37,26 +40,44 @@ RUNS = {
     "contextddp, dp 2 x cp 2": f"{TWO} --cp_size 2",
     "fsdp, pp 2 x cp 2": f"{ONE} --pp_size 2 --cp_size 2 --tp_size 1 --gradient_sync every",
 }
-SAMPLES = {"completion": "--labels completion"}
+SAMPLES = {
+    "completion": "--labels completion",
+    "right": "--padding right",
+    "left": "--padding left --labels completion",
+    "apart": "--documents apart",
+    "eager, left": "--attn_impl eager --padding left",
+    "eager, apart": "--attn_impl eager --documents apart --labels completion",
+}
+# cp and sp have sdpa alone, and DeepSpeed's Ulysses gives attention no mask.
+CASES = [
+    *(("completion", name) for name in RUNS),
+    *(("right", name) for name in ("fsdp, tp 2", "fsdp, pp 2 x cp 2")),
+    *(("left", name) for name in ("fsdp, dp 2", "fsdp, sp 2", "fsdp, cp 2", "fsdp, pp 2", "deepspeed, tp 2")),
+    *(("apart", name) for name in ("fsdp, tp 2", "fsdp, sp 2", "fsdp, pp 2", "fsdp, pp 2 x cp 2")),
+    *(("apart", name) for name in ("contextddp, dp 2 x cp 2", "deepspeed, dp 2")),
+    ("eager, left", "fsdp, pp 2"),
+    ("eager, apart", "fsdp, tp 2"),
+]
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """FOLDER/SAMPLES/RUN: two steps of every run, of DDP with its control run, and the reference."""
     folder = tmp_path_factory.mktemp("samples")
-    starts, references = {2: [], 4: []}, []
+    starts, references = collections.defaultdict(list), []  # number of ranks and mesh -> jobs
     for samples, told in SAMPLES.items():
         own = folder / samples
         common = [*COMMON, *told.split(), "--capture_dir", str(own), "--loss_output_dir", str(own / "losses")]
-        starts[2].append({"strategy": BASELINE, "arguments": [*common, *TWO.split(), "--control"]})
-        for name, flags in RUNS.items():
+        starts[2, (2,)].append({"strategy": BASELINE, "arguments": [*common, *TWO.split(), "--control"]})
+        for name in (name for of, name in CASES if of == samples):
             strategy = CONTEXT if "context" in name else name.split(",")[0]
-            arguments = [*common, *flags.split(), "--run_name", run_name(name)]
-            starts[parse_config(strategy, arguments).mesh.world_size].append(
-                {"strategy": strategy, "arguments": arguments}
-            )
+            arguments = [*common, *RUNS[name].split(), "--run_name", run_name(name)]
+            mesh = parse_config(strategy, arguments).mesh
+            key = mesh.world_size, tuple(mesh.sizes.values())
+            starts[key].append({"strategy": strategy, "arguments": arguments})
         references.append({"strategy": jobs.REFERENCE, "arguments": [*common, *TWO.split()]})
-    jobs.start_all_groups([*starts.items(), (None, references)], folder / "work")
+    groups = [(ranks, told) for (ranks, _), told in starts.items()]
+    jobs.start_all_groups([*groups, (None, references)], folder / "work")
     return folder
 
 
@@ -64,7 +85,7 @@ def run_name(name):
     return name.replace(" ", "").replace(",", "-")
 
 
-@pytest.mark.parametrize(("samples", "name"), itertools.product(SAMPLES, RUNS))
+@pytest.mark.parametrize(("samples", "name"), CASES)
 def test_every_axis_computes_the_same(trained, samples, name):
     own = trained / samples
     result = compared(own, it=own / run_name(name))
@@ -80,12 +101,16 @@ def test_the_loss_is_the_mean_over_all_labels(trained, samples):
     """One process, plain torch, float64, the whole batch at once."""
     config = parse_config(BASELINE, [*COMMON, *TWO.split(), *SAMPLES[samples].split()])
     inputs = load_inputs(config)
-    model = built(inputs.architecture, "eager", seed=config.seed)
+    model = built(inputs.architecture, "sdpa", seed=config.seed)
     ranks = [inputs.batches.micro_batches(0, rank, "cpu") for rank in range(2)]
-    counts = [[int((labels != IGNORED).sum()) for _, labels in micro] for micro in ranks]
-    assert len({*counts[0], *counts[1]}) == 4 and sum(counts[0]) != sum(counts[1])
-    ids, labels = (torch.cat([pair[part] for micro in ranks for pair in micro]) for part in (0, 1))
-    logits = model.double()(ids).logits
+    counts = [[int((labels != IGNORED).sum()) for _, labels, *_ in micro] for micro in ranks]
+    assert len({*counts[0], *counts[1]}) > 2 and sum(counts[0]) != sum(counts[1])
+    ids, labels, *further = map(
+        torch.cat, zip(*(micro for of_rank in ranks for micro in of_rank), strict=True)
+    )
+    given = dict(zip(config.samples.further, further, strict=True))
+    # with a cache, transformers would not look where positions begin again
+    logits = model.double()(ids, use_cache=False, **given).logits
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
     loss.backward()
     run = Dump(trained / samples / BASELINE)
@@ -122,23 +147,101 @@ class OwnCountedLoss(Plain):
 """
 
 
-@pytest.mark.parametrize(("name", "stopped"), [("OwnLoss", True), ("OwnCountedLoss", False)])
-def test_a_loss_that_does_not_count_labels_is_refused(tmp_path, name, stopped):
+@pytest.mark.parametrize(
+    ("name", "flags", "why"),
+    [
+        ("OwnLoss", "--labels completion", "loss_is_mean_over is [64, 2, 2], not ["),
+        ("OwnCountedLoss", "--labels completion", "not stopped"),
+        ("OwnCountedLoss", "--padding left", "also_called_with is [], not ['attention_mask']"),
+    ],
+)
+def test_a_loss_that_does_not_take_such_samples_is_refused(tmp_path, name, flags, why):
     path = tmp_path / "own.py"
     path.write_text(OWN)
-    arguments = [*COMMON, *TWO.split(), "--labels", "completion"]
+    arguments = [*COMMON, *TWO.split(), *flags.split()]
     told = {"strategy": f"{path}:{name}", "fault": "none", "arguments": arguments}
     run_ranks(2, "jobs:refused", tmp_path, told)
     said = (tmp_path / "error1.txt").read_text()
-    if not stopped:
-        assert said == "not stopped"
-        return
-    assert "loss_is_mean_over is [64, 2, 2], not [" in said and said.endswith("docs/your-own-strategy.md)")
+    assert why in said and said.endswith(("not stopped", "docs/your-own-strategy.md)"))
+
+
+def test_a_forward_backward_for_pairs_is_refused_where_there_are_masks(tmp_path):
+    path = tmp_path / "own.py"
+    path.write_text(
+        OWN
+        + "\n    def forward_backward(self, micro_batches):\n        return super().forward_backward(micro_batches)\n"
+    )
+    refused = parse_config(f"{path}:OwnCountedLoss", ["--padding", "left", "--device", "cpu"])
+    with pytest.raises(UserError, match="has a forward_backward of its own, .* have attention_mask, too"):
+        load_inputs(refused)
+    load_inputs(dataclasses.replace(refused, padding="none", labels="completion"))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "flags", "why"),
+    [
+        ("fsdp", "--padding left --documents apart", "documents see each other; leave one of them out"),
+        ("deepspeed", "--sp_size 2 --tp_size 1 --documents apart", "Ulysses gives attention no mask"),
+        ("deepspeed", "--sp_size 2 --tp_size 1 --padding right", "Ulysses gives attention no mask"),
+        (
+            "fsdp",
+            f"--tp_size 1 --model {ROOT}/examples/own_model.py:make_model --padding right",
+            "is called with ids and labels alone",
+        ),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(strategy, flags, why):
+    config = parse_config(strategy, ["--device", "cpu", *flags.split()])
+    with pytest.raises(UserError, match=why):
+        inputs = load_inputs(config)
+        config.spec.require(config, inputs.architecture)
+
+
+class TestPadding:
+    @pytest.mark.parametrize("side", ["left", "right"])
+    def test_what_is_inside_is_the_text_and_the_rest_has_no_labels(self, side):
+        plain, lengths = batches().windows(0, 0)[0], set()
+        ((ids, labels, mask), *_) = made(padding=side).micro_batches(0, 0, "cpu")
+        for window, *row in zip(plain, ids, labels, mask, strict=True):
+            inside = row[2].bool()
+            length = int(inside.sum())
+            assert torch.equal(inside, inside.sort(descending=side == "right").values)
+            assert row[0][inside].tolist() == window[:length].tolist()
+            assert row[1][inside].tolist() == window[1 : length + 1].tolist()
+            assert set(row[0][~inside].tolist()) <= {PADDING} and set(row[1][~inside].tolist()) <= {IGNORED}
+            lengths.add(length)
+        assert len(lengths) > 2 and min(lengths) >= 16
+
+    def test_a_prompt_leaves_labels(self):
+        ((_, labels, mask), *_) = made(padding="left", labels="completion").micro_batches(0, 0, "cpu")
+        assert bool(((labels != IGNORED).sum(1) >= mask.sum(1) / 4).all())
+
+
+class TestDocuments:
+    def test_no_label_is_of_another_document(self):
+        ((ids, labels, positions), *_) = made(documents="apart").micro_batches(0, 0, "cpu")
+        ((_, all_labels), *_) = batches().micro_batches(0, 0, "cpu")
+        last = torch.zeros_like(labels, dtype=bool)
+        last[:, :-1] = positions[:, 1:] == 0
+        assert torch.equal(labels, all_labels.masked_fill(last, IGNORED)) and int(last.sum()) > len(ids)
+        assert bool(((positions.diff() == 1) | (positions[:, 1:] == 0)).all())
+
+    @pytest.mark.parametrize("documents", ["apart", "joined"])
+    @pytest.mark.parametrize("name", ["tiny-qwen2", "tiny-mistral", "tiny-gpt2"])
+    def test_they_do_not_see_each_other(self, name, documents):
+        ((ids, _, positions), *_) = made(documents="apart").micro_batches(0, 0, "cpu")
+        given = {"position_ids": positions} if documents == "apart" else {}
+        model, number = built(BUILT_IN[name], "sdpa").double(), (positions == 0).cumsum(1)
+        other = torch.where(number == 1, ids + 1, ids)  # in the first documents alone
+        with torch.no_grad():
+            one, two = (model(each, use_cache=False, **given).logits for each in (ids, other))
+        alike = torch.allclose(one[number > 1], two[number > 1], rtol=1e-9, atol=1e-12)
+        assert alike == (documents == "apart")
 
 
 class TestCompletion:
     def test_the_prompt_has_no_labels_and_the_rest_has_its_own(self):
-        plain, mine = batches(), with_labels("completion")
+        plain, mine = batches(), made(labels="completion")
         lengths = set()
         for (ids, labels), (same, ours) in zip(
             plain.micro_batches(0, 0, "cpu"), mine.micro_batches(0, 0, "cpu"), strict=True
@@ -153,16 +256,13 @@ class TestCompletion:
         assert len(lengths) > 4 and max(lengths) <= 48  # three quarters of 64
 
     def test_the_prompts_depend_on_window_and_seed_alone(self):
-        one, other = with_labels("completion"), with_labels("completion", dp_size=1, batch_size=8)
+        one, other = made(labels="completion"), made(labels="completion", dp_size=1, batch_size=8)
         (own,) = {one.num_labels(0), other.num_labels(0)}
-        assert own < one.windows_per_step * 64 and own != with_labels("completion", seed=1).num_labels(0)
+        assert own < one.windows_per_step * 64 and own != made(labels="completion", seed=1).num_labels(0)
 
     def test_tokens_without_a_label_are_not_counted_as_independent(self):
-        assert with_labels("completion").independent_tokens(0) < batches().independent_tokens(0)
+        assert made(labels="completion").independent_tokens(0) < batches().independent_tokens(0)
 
 
-def with_labels(labels, **options):
-    plain = batches(**options)
-    return type(plain)(
-        plain.corpus, plain.seed, plain.dp_size, plain.batch_size, plain.num_micro_batches, labels=labels
-    )
+def made(*, labels="all", padding="none", documents="joined", seed=0, **options):
+    return dataclasses.replace(batches(seed=seed, **options), made=Samples(labels, padding, documents, seed))

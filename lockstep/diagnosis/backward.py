@@ -7,7 +7,7 @@ import torch
 
 from lockstep.diagnosis import evidence, recompute
 from lockstep.diagnosis.case import LEFT, Case, describe
-from lockstep.inputs.data import IGNORED
+from lockstep.inputs.samples import IGNORED
 from lockstep.verdict.result import Cause
 
 NEARER = 1.05  # the norms of rounding errors of two explanations, as a quotient, that are no accident

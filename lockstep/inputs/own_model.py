@@ -12,7 +12,7 @@ import torch
 from lockstep.ground import user_file
 from lockstep.ground.errors import TrainingFailure, UserError, first_line
 from lockstep.inputs import modules
-from lockstep.inputs.data import IGNORED
+from lockstep.inputs.samples import IGNORED
 
 OPTION = "--model"
 

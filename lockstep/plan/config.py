@@ -11,6 +11,7 @@ from lockstep.ground import flags, user_file
 from lockstep.ground.errors import UserError
 from lockstep.ground.flags import flag, number
 from lockstep.inputs import architectures, texts
+from lockstep.inputs.samples import Samples
 from lockstep.plan import compiled, rates
 from lockstep.plan.mesh import Mesh
 
@@ -178,6 +179,16 @@ class Config:
         "all",
         "tokens that are predicted; completion: those after a prompt of drawn length, up to three quarters of each sequence. The loss is "
         "the mean over all labels of the global batch",
+        same="losses",
+    )
+    padding: Literal["none", "left", "right"] = flag(
+        "none",
+        "side on which samples of drawn length, from a quarter of each sequence on, are padded; the model is given an attention mask",
+        same="losses",
+    )
+    documents: Literal["joined", "apart"] = flag(
+        "joined",
+        "apart: each sequence holds several documents of drawn length, whose positions begin at 0, and which do not see each other",
         same="losses",
     )
     num_epochs: int = flag(1, "passes over the corpus; used if --debug_steps is 0", low=1)
@@ -359,9 +370,8 @@ class Config:
         return self.seed if self.init_seed is None else self.init_seed
 
     @property
-    def counts_labels(self) -> bool:
-        """Whether some positions have no label: then the mean loss is a sum, divided by a number that must be counted."""
-        return self.labels != "all"
+    def samples(self) -> Samples:
+        return Samples(self.labels, self.padding, self.documents, self.seed)
 
     @property
     def parameter_dtype(self) -> "torch.dtype":

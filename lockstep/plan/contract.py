@@ -97,6 +97,7 @@ def expected_contract(
         ]
         if num_labels is None
         else [num_labels],
+        **({"also_called_with": list(config.samples.further)} if config.samples.further else {}),
         "parameter_dtype": [storage],
         "reduction_dtype": [storage],
         **({"average_dtype": ["torch.float32"]} if config.ema_decay < 1 else {}),
@@ -127,6 +128,7 @@ def of_optimizer(contract: dict[str, Any]) -> dict[str, Any] | None:
 REMEDIES = {
     "optimizer": "give --optimizer what the strategy uses, adamw or sgd",
     "loss_is_mean_over": "a loss of your own divides its sum by self.num_labels where that is not None (docs/your-own-strategy.md)",
+    "also_called_with": "a loss of your own calls the model with self.further, too (docs/your-own-strategy.md)",
     **dict.fromkeys(
         ("biased_linear_dtype", "compute_dtype", "embedding_dtype", "reduction_dtype"),
         "--precision gives all strategies their dtypes (mixed: bfloat16 weights, float32 reductions): choose another, or leave a policy such as "

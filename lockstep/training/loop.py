@@ -175,7 +175,7 @@ def _require_contract(
         inputs.architecture,
         describe(inputs.architecture),
         own_optimizer(config, inputs.architecture),
-        inputs.batches.num_labels(0) if config.counts_labels else None,
+        inputs.batches.num_labels(0) if config.samples.counted else None,
     )
     later = left_to_the_verdict(demanded, record.contract) if capture else ()
     difference = contradiction(demanded, record.contract, later)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lockstep.inputs.data import IGNORED
+from lockstep.inputs.samples import IGNORED
 
 _ROWS = 16  # tokens handled at a time: the float32 copy of their logits stays in the cache
 

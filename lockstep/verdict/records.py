@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 import torch
 
 from lockstep.dumps.dump import Dump, Dumps, number_of_elements
-from lockstep.inputs.data import IGNORED, independent_tokens
+from lockstep.inputs.data import independent_tokens
+from lockstep.inputs.samples import IGNORED
 from lockstep.plan.config import BASELINE
 from lockstep.verdict.comparable_dumps import require_summary
 from lockstep.verdict.distance import Distance
