@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import shlex
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from families import built
 from ranks import ROOT, run_ranks
 from test_data import batches
 
+from lockstep.diagnosis.backward import counted_otherwise
+from lockstep.diagnosis.forward import documents_together
 from lockstep.dumps import history
 from lockstep.dumps.dump import Dump
 from lockstep.ground.errors import UserError
@@ -18,6 +21,7 @@ from lockstep.inputs.architectures import BUILT_IN
 from lockstep.inputs.samples import IGNORED, PADDING, Samples
 from lockstep.plan.command_line import parse_config
 from lockstep.plan.config import BASELINE, CONTROL, history_file
+from lockstep.plan.mesh import Mesh
 from lockstep.running import jobs
 from lockstep.training.preflight import load_inputs
 from lockstep.verdict import loss_curves
@@ -195,6 +199,98 @@ def test_what_cannot_be_honoured_is_refused(strategy, flags, why):
     with pytest.raises(UserError, match=why):
         inputs = load_inputs(config)
         config.spec.require(config, inputs.architecture)
+
+
+class Seen:
+    """What a rule reads of a run on dp 2 with two micro batches, of which it computed `own` in the place of `exact`."""
+
+    mesh, micro_batches, dump = Mesh(dp=2), 2, SimpleNamespace(contract={})
+    names = SimpleNamespace(logits_gradient="backward/lm_head")
+
+    def __init__(self, first, own, exact, **batch):
+        self.first, self.tensors = (
+            first,
+            {first: own, **{f"batch/{name}": one for name, one in batch.items()}},
+        )
+        self.right, self.rows = exact, {first: SimpleNamespace(tolerated_largest=1e-6)}
+
+    def has(self, name):
+        return name in self.tensors
+
+    def own(self, name):
+        return self.tensors[name]
+
+    def exact(self, name):
+        return self.right if name == self.first else self.tensors[name]
+
+    def explains(self, _name, value):
+        return torch.allclose(self.tensors[self.first], value, rtol=1e-6, atol=0)
+
+
+class TestCountedOtherwise:
+    labels = torch.zeros(4, 8).masked_fill(torch.arange(8) < torch.tensor([[1], [4], [2], [6]]), IGNORED)
+    counts = torch.tensor([7.0, 4.0, 6.0, 2.0])  # of each micro batch: of DP rank 0, then of DP rank 1
+    by_rank = (19 / (2 * torch.tensor([11.0, 11.0, 8.0, 8.0])))[:, None, None]
+
+    def cause(self, weights, labels=labels):
+        exact = torch.randn(4, 8, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        exact = exact * (labels != IGNORED)[..., None]
+        return counted_otherwise(Seen("backward/lm_head", weights * exact, exact, labels=labels))
+
+    @pytest.mark.parametrize(
+        ("weights", "said"),
+        [
+            (
+                by_rank,
+                "2 DP ranks of means over their own labels (11, 8), not of the mean over all 19 labels",
+            ),
+            (
+                (19 / (2 * torch.tensor([13.0, 6.0, 13.0, 6.0])))[:, None, None],
+                "2 micro batches of means over their own labels (13, 6), not",
+            ),
+            (
+                (19 / (4 * counts))[:, None, None],
+                "2 DP ranks and 2 micro batches of means over their own labels (7, 4, 6, 2)",
+            ),
+            (19 / 32, "divided by 32, which is the number of all tokens, not by the 19 labels"),
+            (19 / 23, "divided by 23, which is one more for each sequence, not by the 19 labels"),
+        ],
+    )
+    def test_is_named(self, weights, said):
+        assert said in self.cause(weights).evidence
+
+    def test_other_weights_are_not(self):
+        assert self.cause(self.by_rank * torch.tensor([1.01, 1, 1, 1])[:, None, None]) is None
+        assert self.cause(torch.tensor([2.0, 2, 1, 1])[:, None, None]) is None
+        assert self.cause(0.5) is None
+
+    def test_where_all_tokens_have_labels_nothing_is(self):
+        assert self.cause(19 / 32, labels=torch.zeros(4, 8)) is None
+
+
+class TestDocumentsTogether:
+    positions = torch.tensor([[0, 1, 2, 0, 1, 0], [0, 1, 0, 1, 2, 3]])
+
+    @pytest.mark.parametrize(
+        ("wrong", "named"),
+        [
+            ([[0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 1, 1]], True),
+            ([[0, 0, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1]], False),  # in a first document, too
+            ([[0, 0, 0, 0, 1, 0], [0, 0, 0, 1, 1, 1]], False),  # not where a document begins
+        ],
+    )
+    def test_is_named_where_first_tokens_see_others(self, wrong, named):
+        exact = torch.zeros(2, 6, 3)
+        seen = Seen(
+            "forward/attention.input",
+            exact + torch.tensor(wrong)[..., None],
+            exact,
+            position_ids=self.positions,
+        )
+        found = documents_together(seen)
+        assert (found is not None) == named
+        if found:
+            assert "wrong at 3 of 3 first tokens of later ones" in found.evidence
 
 
 class TestPadding:

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Iterator
 
 import torch
 
@@ -65,6 +66,62 @@ def partition_function(case: Case) -> Cause | None:
         f"the loss is off by {gaps[0]:.4f} = log(tp), and the gradient of the logits is that of a sum of "
         "exponentials that is tp times too large",
     )
+
+
+def counted_otherwise(case: Case) -> Cause | None:
+    """The sum of losses is divided by other numbers of labels: each group of ranks or micro batches by its own, or all by another one."""
+    if case.first != case.names.logits_gradient or not case.has("batch/labels"):
+        return None
+    labels = case.own("batch/labels") != IGNORED
+    if bool(labels.all()):
+        return None
+    exact, total, what = case.exact(case.first), int(labels.sum()), "the gradient of the logits is"
+    found = []
+    for words, cells in _cells(case, labels):
+        counts = torch.stack([labels[cell].sum() for cell in cells])
+        weights = torch.zeros_like(labels, dtype=torch.float64)
+        for cell, count in zip(cells, counts.tolist(), strict=True):
+            weights[cell] = total / (len(cells) * max(count, 1))
+        said = f"{what} that of a mean over {words} of means over their own labels ({', '.join(map(str, counts.tolist()))}), not of the mean over all {total} labels"
+        found.append((weights[..., None], said))
+    for number, words in (
+        (labels.numel(), "the number of all tokens"),
+        (total + len(labels), "one more for each sequence"),
+    ):
+        said = f"{what} {total / number:.4g} times what it should be: the sum is divided by {number}, which is {words}, not by the {total} labels"
+        found.append((torch.tensor(total / number), said))
+    own = case.own(case.first)
+    near = sorted(
+        (float((own - weights * exact).norm()), said)
+        for weights, said in found
+        if case.explains(case.first, weights * exact)
+    )
+    if not near or len(near) > 1 and near[1][0] <= NEARER * near[0][0]:
+        return None
+    return Cause("label count", near[0][1])
+
+
+def _cells(case: Case, labels: torch.Tensor) -> Iterator[tuple[str, list[tuple[torch.Tensor, ...]]]]:
+    """(words, for each of them the rows and positions) of groups of ranks and micro batches, of which each may have counted its own labels."""
+    samples, positions = torch.arange(len(labels)), torch.arange(labels.shape[1])
+    shares, micro, cp = case.mesh.num_sample_shares, case.micro_batches, case.mesh.cp
+    by_row = samples.view(shares, micro, -1)
+    pieces = case.dump.contract.get("cuts", {}).get("cp") if cp > 1 else None
+    cuts: dict[str, list[torch.Tensor]] = {
+        "DP ranks": [*by_row.flatten(1)],
+        "micro batches": [*by_row.transpose(0, 1).flatten(1)],
+    }
+    of_cp = [torch.cat([positions[start : start + length] for start, length in own]) for own in pieces or ()]
+    for dp, steps, along in itertools.product((False, True), repeat=3):
+        rows = [samples]
+        for name, use in (("DP ranks", dp), ("micro batches", steps)):
+            if use:
+                rows = [each[torch.isin(each, other)] for each in rows for other in cuts[name]]
+        sizes = {"DP ranks": shares * dp, "micro batches": micro * steps, "cp ranks": len(of_cp) * along}
+        words = " and ".join(f"{size} {name}" for name, size in sizes.items() if size)
+        if words and all(size != 1 for size in sizes.values()) and (of_cp or not along):
+            columns = of_cp if along else [positions]
+            yield words, [(own[:, None], at[None]) for own in rows for at in columns]
 
 
 def labels_of_a_shard(case: Case) -> Cause | None:
@@ -176,5 +233,11 @@ def input_gradient(case: Case) -> Cause | None:
     return None
 
 
-LOSS_RULES = (reported_loss, partition_function, weights_of_samples, labels_of_a_shard)
+LOSS_RULES = (
+    reported_loss,
+    partition_function,
+    counted_otherwise,
+    weights_of_samples,
+    labels_of_a_shard,
+)
 BACKWARD_RULES = (input_gradient,)

@@ -58,6 +58,9 @@ class Samples:
             )
         if self.documents == "apart":
             begins = scrambled(scrambled(window) + places + np.uint64(2)) % np.uint64(size) < DOCUMENTS
+            # not within a run of one token: what attends to equal tokens alone has a gradient of rounding errors
+            other = windows[..., 1:] != windows[..., :-1]
+            begins[..., 1:] &= other[..., :-1] & other[..., 1:]
             begins[..., 0] = True
             labels[..., :-1][begins[..., 1:]] = (
                 IGNORED  # the first token of another document is not predicted
