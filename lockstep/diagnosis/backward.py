@@ -75,25 +75,25 @@ def counted_otherwise(case: Case) -> Cause | None:
     labels = case.own("batch/labels") != IGNORED
     if bool(labels.all()):
         return None
-    exact, total, what = case.exact(case.first), int(labels.sum()), "the gradient of the logits is"
-    found = []
-    for words, cells in _cells(case, labels):
-        counts = torch.stack([labels[cell].sum() for cell in cells])
-        weights = torch.zeros_like(labels, dtype=torch.float64)
-        for cell, count in zip(cells, counts.tolist(), strict=True):
-            weights[cell] = total / (len(cells) * max(count, 1))
-        said = f"{what} that of a mean over {words} of means over their own labels ({', '.join(map(str, counts.tolist()))}), not of the mean over all {total} labels"
-        found.append((weights[..., None], said))
-    for number, words in (
-        (labels.numel(), "the number of all tokens"),
-        (total + len(labels), "one more for each sequence"),
-    ):
-        said = f"{what} {total / number:.4g} times what it should be: the sum is divided by {number}, which is {words}, not by the {total} labels"
-        found.append((torch.tensor(total / number), said))
-    own = case.own(case.first)
+    total, what = int(labels.sum()), "the gradient of the logits is"
+    found = {
+        f"{what} {total / number:.4g} times what it should be: the sum is divided by {number}, which is {words}, not by the {total} labels": torch.tensor(
+            total / number
+        )
+        for number, words in (
+            (labels.numel(), "the number of all tokens"),
+            (total + len(labels), "one more for each sequence"),
+        )
+    }
+    for words, group in _groups(case, labels):
+        counts = group.flatten().bincount(labels.flatten().double())
+        own = ", ".join(f"{count:.0f}" for count in counts.tolist())
+        said = f"{what} that of a mean over {words} of means over their own labels ({own}), not of the mean over all {total} labels"
+        found[said] = total / (len(counts) * counts.clamp(min=1))[group][..., None]
+    exact, mine = case.exact(case.first), case.own(case.first)
     near = sorted(
-        (float((own - weights * exact).norm()), said)
-        for weights, said in found
+        (float((mine - weights * exact).norm()), said)
+        for said, weights in found.items()
         if case.explains(case.first, weights * exact)
     )
     if not near or len(near) > 1 and near[1][0] <= NEARER * near[0][0]:
@@ -101,27 +101,25 @@ def counted_otherwise(case: Case) -> Cause | None:
     return Cause("label count", near[0][1])
 
 
-def _cells(case: Case, labels: torch.Tensor) -> Iterator[tuple[str, list[tuple[torch.Tensor, ...]]]]:
-    """(words, for each of them the rows and positions) of groups of ranks and micro batches, of which each may have counted its own labels."""
-    samples, positions = torch.arange(len(labels)), torch.arange(labels.shape[1])
-    shares, micro, cp = case.mesh.num_sample_shares, case.micro_batches, case.mesh.cp
-    by_row = samples.view(shares, micro, -1)
-    pieces = case.dump.contract.get("cuts", {}).get("cp") if cp > 1 else None
-    cuts: dict[str, list[torch.Tensor]] = {
-        "DP ranks": [*by_row.flatten(1)],
-        "micro batches": [*by_row.transpose(0, 1).flatten(1)],
+def _groups(case: Case, labels: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """(words, the number of the group of every position) of groups of ranks and micro batches, each of which may have counted its own labels."""
+    row = torch.arange(len(labels))[:, None].expand(labels.shape)
+    each = len(labels) // case.mesh.num_sample_shares
+    places = {
+        "DP ranks": row // each,
+        "micro batches": row % each // (each // case.micro_batches),
+        "cp ranks": torch.zeros_like(row),
     }
-    of_cp = [torch.cat([positions[start : start + length] for start, length in own]) for own in pieces or ()]
-    for dp, steps, along in itertools.product((False, True), repeat=3):
-        rows = [samples]
-        for name, use in (("DP ranks", dp), ("micro batches", steps)):
-            if use:
-                rows = [each[torch.isin(each, other)] for each in rows for other in cuts[name]]
-        sizes = {"DP ranks": shares * dp, "micro batches": micro * steps, "cp ranks": len(of_cp) * along}
-        words = " and ".join(f"{size} {name}" for name, size in sizes.items() if size)
-        if words and all(size != 1 for size in sizes.values()) and (of_cp or not along):
-            columns = of_cp if along else [positions]
-            yield words, [(own[:, None], at[None]) for own in rows for at in columns]
+    for rank, pieces in enumerate(case.dump.contract.get("cuts", {}).get("cp", ())):
+        for start, length in pieces:
+            places["cp ranks"][:, start : start + length] = rank
+    sizes = {name: int(place.max()) + 1 for name, place in places.items()}
+    names = [name for name, size in sizes.items() if size > 1]
+    for chosen in (some for number in range(1, 4) for some in itertools.combinations(names, number)):
+        group = torch.zeros_like(row)
+        for name in chosen:
+            group = group * sizes[name] + places[name]
+        yield " and ".join(f"{sizes[name]} {name}" for name in chosen), group
 
 
 def labels_of_a_shard(case: Case) -> Cause | None:

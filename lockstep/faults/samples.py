@@ -3,7 +3,6 @@
 import functools
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -28,34 +27,25 @@ count_fault = functools.partial(
 )
 
 
-@dataclass(frozen=True)
-class Labels:
-    """The labels of a step, counted: `everywhere` (dp, micro batches, B, S) is True where there is one."""
-
-    everywhere: torch.Tensor
-    dp: int  # this rank's
-    micro: int  # of this call
-    positions: list[int]  # that this rank has
-
-    @property
-    def total(self) -> int:
-        return int(self.everywhere.sum())
+Where = tuple[int, int, list[int]]  # this DP rank, this micro batch, and the positions that this rank has
 
 
-def _divide_by(run: Planting, number: Callable[[Labels], float]) -> Plant:
-    """Divide the sum of each micro batch's losses by number(labels) times the number of its shares, not by all labels."""
+def _divide_by(run: Planting, number: Callable[[torch.Tensor, Where], int]) -> Plant:
+    """Divide the sum of each micro batch's losses by number(labels, where) instead of by all labels of the step.
+
+    `labels` (dp, micro batches, B, S) is True where there is one.
+    """
     strategy = yield
     real, calls, batches = strategy.loss, itertools.count(), run.inputs.batches
     here = run.config.mesh.coordinates(dist.get_rank())
     pieces = cuts.positions(run.config, here.cp)
-    own = [start + at for start, length in pieces for at in range(length)]
+    positions = [start + at for start, length in pieces for at in range(length)]
 
     def loss(*arguments: torch.Tensor) -> torch.Tensor:
         step, micro = divmod(next(calls), batches.num_micro_batches)
         by_rank = [batches.micro_batches(step, rank, "cpu") for rank in range(batches.dp_size)]
-        labels = torch.stack([torch.stack([micro[1] for micro in of_rank]) for of_rank in by_rank])
-        counted = Labels(labels != IGNORED, here.dp, micro, own)
-        return real(*arguments) * (counted.total / number(counted))
+        labels = torch.stack([torch.stack([each[1] for each in of_rank]) for of_rank in by_rank]) != IGNORED
+        return real(*arguments) * (int(labels.sum()) / number(labels, (here.dp, micro, positions)))
 
     run.patch(strategy, "loss", loss)
 
@@ -63,14 +53,13 @@ def _divide_by(run: Planting, number: Callable[[Labels], float]) -> Plant:
 @count_fault(seen_in="huggingface/transformers 34242", evidence=MEAN.format("2 DP ranks"))
 def mean_of_the_means_of_ranks(run: Planting) -> Plant:
     """Every rank divides by its own labels, and the gradients are averaged over ranks."""
-    return _divide_by(run, lambda labels: len(labels.everywhere) * int(labels.everywhere[labels.dp].sum()))
+    return _divide_by(run, lambda labels, at: len(labels) * int(labels[at[0]].sum()))
 
 
 @count_fault(seen_in="ml-explore/mlx-lm 1413", evidence=MEAN.format("2 micro batches"))
 def mean_of_the_means_of_micro_batches(run: Planting) -> Plant:
     """Every micro batch is divided by its own labels, on all ranks, and then by the number of micro batches."""
-    steps = run.config.gradient_accumulation_steps
-    return _divide_by(run, lambda labels: steps * int(labels.everywhere[:, labels.micro].sum()))
+    return _divide_by(run, lambda labels, at: labels.shape[1] * int(labels[:, at[1]].sum()))
 
 
 @count_fault(
@@ -80,10 +69,7 @@ def mean_of_the_means_of_micro_batches(run: Planting) -> Plant:
 def mean_of_all_means(run: Planting) -> Plant:
     """What a model's own loss gives: every micro batch of every rank is divided by its own labels."""
     return _divide_by(
-        run,
-        lambda labels: (
-            labels.everywhere[:, :, 0, 0].numel() * int(labels.everywhere[labels.dp, labels.micro].sum())
-        ),
+        run, lambda labels, at: labels.shape[0] * labels.shape[1] * int(labels[at[0], at[1]].sum())
     )
 
 
@@ -96,15 +82,13 @@ def mean_of_all_means(run: Planting) -> Plant:
 )
 def mean_of_the_means_of_cp_ranks(run: Planting) -> Plant:
     """Every rank divides by the labels at its own positions."""
-    return _divide_by(
-        run, lambda labels: run.config.cp_size * int(labels.everywhere[..., labels.positions].sum())
-    )
+    return _divide_by(run, lambda labels, at: run.config.cp_size * int(labels[..., at[2]].sum()))
 
 
 @count_fault(seen_in="OpenNMT/OpenNMT-py 2209", evidence=COUNT.format("the number of all tokens"))
 def tokens_counted_for_labels(run: Planting) -> Plant:
     """The tokens are counted before the prompts lose their labels."""
-    return _divide_by(run, lambda labels: labels.everywhere.numel())
+    return _divide_by(run, lambda labels, _: labels.numel())
 
 
 @count_fault(
@@ -113,7 +97,7 @@ def tokens_counted_for_labels(run: Planting) -> Plant:
 )
 def labels_counted_before_the_shift(run: Planting) -> Plant:
     """The labels are counted before they are shifted, when the first token of each sequence still counts."""
-    return _divide_by(run, lambda labels: labels.total + labels.everywhere[..., 0].numel())
+    return _divide_by(run, lambda labels, _: int(labels.sum()) + labels[..., 0].numel())
 
 
 @fault(
