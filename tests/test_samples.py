@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from compared import compared
-from families import built
+from families import architecture, built
 from ranks import ROOT, run_ranks
 from test_data import batches
 
@@ -25,6 +25,7 @@ from lockstep.plan.mesh import Mesh
 from lockstep.running import jobs
 from lockstep.training.preflight import load_inputs
 from lockstep.verdict import loss_curves
+from lockstep.verdict.model_check import keeps_apart
 
 COMMON = shlex.split(
     "--seq_length 32 --gradient_accumulation_steps 2 --debug_steps 2 --capture_steps 2 --max_grad_norm 0.5 --device cpu"
@@ -333,6 +334,13 @@ class TestDocuments:
             one, two = (model(each, use_cache=False, **given).logits for each in (ids, other))
         alike = torch.allclose(one[number > 1], two[number > 1], rtol=1e-9, atol=1e-12)
         assert alike == (documents == "apart")
+
+
+@pytest.mark.parametrize(
+    ("name", "apart"), [("llama", True), ("mixtral", True), ("mamba2", False), ("gpt_oss", False)]
+)
+def test_a_model_that_does_not_keep_documents_apart_is_seen(name, apart):
+    assert keeps_apart(architecture(name), "eager") == apart
 
 
 class TestCompletion:
