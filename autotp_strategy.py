@@ -33,7 +33,7 @@ from lockstep.training.optim import (
     parameter_groups,
     total_norm,
 )
-from lockstep.training.strategy import MicroBatch
+from lockstep.training.strategy import MicroBatch, count_labels
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -283,7 +283,10 @@ class AutoTPStrategy:
     def forward_backward(self, micro_batches: list[MicroBatch]) -> torch.Tensor:
         self.num_micro_batches, self.num_tokens = len(micro_batches), micro_batches[0][1].numel()
         losses = []
-        for index, (input_ids, labels) in enumerate(micro_batches):
+        numbers = self.count_labels(micro_batches)
+        for index, (input_ids, labels, *further) in enumerate(micro_batches):
+            self.num_labels = numbers[index]
+            self.further = dict(zip(self.config.samples.further, further, strict=True))
             self.engine.set_gradient_accumulation_boundary(index == len(micro_batches) - 1)
             loss = self.loss(input_ids, labels)
             self.engine.backward(loss / self._divisor)  # divides by gradient_accumulation_steps
@@ -291,12 +294,21 @@ class AutoTPStrategy:
         mean = torch.stack(losses).mean()
         return mean if self.sequence is None else self.sequence.mean(mean)
 
+    def count_labels(self, micro_batches: list[MicroBatch]) -> list[torch.Tensor] | list[None]:
+        """What the sum of losses of each micro batch is divided by; None: by their number. Collective."""
+        if not self.config.samples.counted:
+            return [None] * len(micro_batches)
+        return count_labels(micro_batches, self.geometry().mesh)
+
     def loss(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """This rank's mean loss over one micro batch, each (B, S); shape ()."""
-        positions = None
+        """This rank's mean loss over one micro batch, each (B, S); shape (). As in TorchStrategy."""
+        given: dict[str, torch.Tensor] = self.further
         if self.sequence is not None:
-            input_ids, labels, positions = self.sequence.cut(input_ids, labels)
-        return causal_lm_loss(self.engine, input_ids, labels, positions)
+            input_ids, labels, given["position_ids"] = self.sequence.cut(input_ids, labels)
+        loss = causal_lm_loss(self.engine, input_ids, labels, num_labels=self.num_labels, **given)
+        if self.num_labels is None:
+            return loss
+        return loss * self.num_micro_batches * self.geometry().mesh.num_loss_shares
 
     @property
     def _divisor(self) -> int:
@@ -366,7 +378,8 @@ class AutoTPStrategy:
         return torch.cat(parts, dim=dim)
 
     def called(self) -> list[tuple[torch.nn.Module, dict[str, str | int]]]:
-        return [(self.model, {"input_ids": "input_ids", "labels": "labels"})]
+        further: dict[str, str | int] = {name: name for name in self.config.samples.further}
+        return [(self.model, {"input_ids": "input_ids", "labels": "labels", **further})]
 
     def effective_contract(self) -> dict[str, Any]:
         optimizer = self.stage.torch_optimizer()
@@ -379,7 +392,10 @@ class AutoTPStrategy:
             **optimizer_contract(self.model, optimizer, self.config.optimizer, self.stage.members()),
             "max_grad_norm": self.stage.max_grad_norm(self.max_grad_norm),
             "gradient_accumulation_steps": self.engine.gradient_accumulation_steps(),
-            "loss_is_mean_over": [self.num_tokens, self.num_micro_batches, self.geometry().mesh.dp],
+            "loss_is_mean_over": [self.num_tokens, self.num_micro_batches, self.geometry().mesh.dp]
+            if self.num_labels is None
+            else [int(self.num_labels)],
+            **({"also_called_with": list(self.further)} if self.config.samples.further else {}),
             "reduction_dtype": sorted(dtypes),
             "sharding": zero.observed(self.engine, self.stage.num_stepped(), collectives()),
             **(self.sequence.observed() if self.sequence else {}),

@@ -213,6 +213,7 @@ class FSDPStrategy(TorchStrategy):
             micro=micro,
             share=micro * config.gradient_accumulation_steps,
             autocast=lambda: config.autocast(self.device),
+            apart=config.documents == "apart",
         )
         positions = config.seq_length // config.cp_size
         pipeline.prepare(
@@ -333,9 +334,14 @@ def shard_over_tp(model: "PreTrainedModel", tp_mesh: DeviceMesh, *, sequence_par
     group = tp_mesh.get_group()
 
     def loss_on_shards(
-        logits: DTensor, labels: torch.Tensor, vocab_size: int, shift_labels: torch.Tensor, **_: Any
+        logits: DTensor,
+        labels: torch.Tensor,
+        vocab_size: int,
+        shift_labels: torch.Tensor,
+        num_items_in_batch: torch.Tensor | None = None,
+        **_: Any,
     ) -> torch.Tensor:
         local_logits = logits.to_local(grad_placements=logits.placements)
-        return vocab_parallel_cross_entropy(local_logits, shift_labels, first_id, group)
+        return vocab_parallel_cross_entropy(local_logits, shift_labels, first_id, group, num_items_in_batch)
 
     model.loss_function = loss_on_shards

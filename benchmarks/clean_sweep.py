@@ -4,8 +4,8 @@
     python benchmarks/clean_sweep.py --precision fp32 --strategies examples/transformers_tp.py:TransformersTP
 
 Every built-in tiny model on three meshes of up to four ranks (with 4 KV heads also tp 4 and dp 4), in fp32 and autocast, with AdamW
-and SGD, one and two micro batches, clipped and not, and with three micro batches clipped hard, each with a seed of its own: two
-captured steps of every strategy, judged tensor by tensor and by their losses. Exit status 1 if there is an alarm.
+and SGD, one and two micro batches, clipped and not, and with three micro batches clipped hard, each with a seed of its own; in turn with
+labels for all tokens or for completions, samples padded left or right, documents joined or apart: two captured steps of every strategy, judged tensor by tensor and by their losses. Exit status 1 if there is an alarm.
 """
 
 import argparse
@@ -40,16 +40,27 @@ MESHES = {
     "tiny-gpt2": [(2, 1), (4, 1)],  # it is not cut over tp
 }
 FURTHER = [*itertools.product(["adamw", "sgd"], ["1", "2"], ["1.0", "0"]), ("adamw", "3", "0.1")]
+# in turn: their number has no factor in common with those above
+SAMPLES = (
+    (),
+    ("--labels", "completion"),
+    ("--padding", "left"),
+    ("--padding", "right", "--labels", "completion"),
+    ("--documents", "apart"),
+    ("--documents", "apart", "--labels", "completion"),
+    (),
+)
 FLAGS = ("--optimizer", "--gradient_accumulation_steps", "--max_grad_norm")
 
 
 def everything() -> list[tuple]:
     """(model, precision, dp, tp, further flags) of every configuration."""
-    return [
+    found = [
         (model, precision, *mesh, *(word for pair in zip(FLAGS, values, strict=True) for word in pair))
         for model, meshes in MESHES.items()
         for precision, mesh, values in itertools.product(PRECISIONS, meshes, FURTHER)
     ]
+    return [(*case, *samples) for case, samples in zip(found, itertools.cycle(SAMPLES), strict=False)]
 
 
 def named(names: str) -> list[Run]:
@@ -136,12 +147,14 @@ def main() -> int:
     parser.add_argument(
         "--at_once", type=int, default=36, help="configurations per start of the workers (disk: 60 MB each)"
     )
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="one of N configurations")
     options = parser.parse_args()
     if "@" in options.strategies:
         parser.error("--strategies: every mesh is tried; leave @MESH out")
     rows, worst = [], collections.defaultdict(float)
     strategies = named(options.strategies)
     cases = {case: seed for seed, case in enumerate(everything()) if options.precision in (None, case[1])}
+    cases = dict(list(cases.items())[:: options.every])
     while cases:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)

@@ -16,6 +16,7 @@ import os
 import tempfile
 from pathlib import Path
 
+from clean_sweep import SAMPLES
 from outputs import output
 
 from lockstep import compare
@@ -83,12 +84,19 @@ FLAGS = [
 ]
 
 
-def cases(model: str, precision: str) -> dict[str, tuple[str, list[str]]]:
-    """Name -> strategy, and flags besides those that all share, of the runs of a model in a precision."""
+def cases(model: str, precision: str, seed: int) -> dict[str, tuple[str, list[str]]]:
+    """Name -> strategy, and flags besides those that all share, of the runs of a model in a precision with a seed and its samples."""
+    masked = {"--padding", "--documents"} & {*samples(seed)}  # Ulysses takes no mask
     return {
         name: (ULYSSES if "ulysses" in name else STRATEGY, ["--tp_size", "1", *flags.split()])
         for name, flags in SWEEP[model, precision].items()
+        if not (masked and "ulysses" in name)
     }
+
+
+def samples(seed: int) -> tuple[str, ...]:
+    """Flags of the samples of all runs with a seed."""
+    return SAMPLES[seed % len(SAMPLES)]
 
 
 def train(folder: Path, model: str, precision: str, seeds: list[int]) -> None:
@@ -99,10 +107,19 @@ def train(folder: Path, model: str, precision: str, seeds: list[int]) -> None:
     references = []
     for seed in seeds:
         own = str(folder / str(seed))
-        common = [*FLAGS, "--model_name", model, "--precision", precision, "--seed", str(seed)]
+        common = [
+            *FLAGS,
+            "--model_name",
+            model,
+            "--precision",
+            precision,
+            "--seed",
+            str(seed),
+            *samples(seed),
+        ]
         common += ["--capture_dir", own, "--loss_output_dir", f"{own}/losses", "--storage_path", str(folder)]
         groups[1][(1,)].append({"strategy": BASELINE, "arguments": [*common, "--control"]})
-        for name, (strategy, flags) in cases(model, precision).items():
+        for name, (strategy, flags) in cases(model, precision, seed).items():
             arguments = [*common, *flags, "--run_name", name.replace(" ", "").replace(",", "-")]
             mesh = parse_config(strategy, arguments).mesh
             groups[mesh.world_size][tuple(mesh.sizes.values())].append(
@@ -113,12 +130,12 @@ def train(folder: Path, model: str, precision: str, seeds: list[int]) -> None:
     jobs.start_all_groups([*started, (None, references)], folder / "jobs")
 
 
-def judge(folder: Path, model: str, precision: str) -> dict[str, dict]:
+def judge(folder: Path, model: str, precision: str, seed: int) -> dict[str, dict]:
     """Name of a run -> its alarms, and the largest multiple of what is tolerated of a tensor."""
     found = {}
     baseline, control = (history.read(history_file(folder / "losses", name)) for name in (BASELINE, CONTROL))
     tolerance = loss_curves.tolerance_for(baseline, control)
-    for name in cases(model, precision):
+    for name in cases(model, precision, seed):
         run = name.replace(" ", "").replace(",", "-")
         result = compare.judge([folder / each for each in (BASELINE, run, "reference")])
         losses = history.read(history_file(folder / "losses", run))
@@ -145,7 +162,7 @@ def main() -> int:
             folders = [Path(name) / str(seed) for seed in seeds]
             with multiprocessing.Pool(os.cpu_count()) as pool:
                 judged = pool.starmap(
-                    judge, zip(folders, itertools.repeat(model), itertools.repeat(precision))
+                    judge, zip(folders, itertools.repeat(model), itertools.repeat(precision), seeds)
                 )
             for seed, runs in zip(seeds, judged, strict=True):
                 for run, found in runs.items():

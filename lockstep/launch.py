@@ -162,6 +162,7 @@ def describe(config: Config, inputs: Inputs) -> str:
         inputs.architecture,
         shapes.describe(inputs.architecture),
         own_optimizer(config, inputs.architecture),
+        inputs.batches.num_labels(0) if config.samples.counted else None,
     )
     return "\n".join(
         [

@@ -86,7 +86,7 @@ def test_held_out_windows_are_the_last_and_are_never_trained_on():
         return preflight.load_inputs(command_line.parse_config("ddp", [*SHARED, *arguments])).batches
 
     kept, all_of_it = batches("--held_out", "5"), batches()
-    held = np.concatenate([labels.numpy() for _, labels in kept.held_out_pairs()])
+    held = np.concatenate([labels.numpy() for _, labels in kept.held_out_batches()])
     last = all_of_it.corpus.windows(np.arange(all_of_it.num_windows - 5, all_of_it.num_windows))
     assert (held == last[:, 1:]).all() and kept.num_windows == all_of_it.num_windows - 5
 

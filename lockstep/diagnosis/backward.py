@@ -2,11 +2,13 @@
 
 import itertools
 import math
+from collections.abc import Iterator
 
 import torch
 
 from lockstep.diagnosis import evidence, recompute
 from lockstep.diagnosis.case import LEFT, Case, describe
+from lockstep.inputs.samples import IGNORED
 from lockstep.verdict.result import Cause
 
 NEARER = 1.05  # the norms of rounding errors of two explanations, as a quotient, that are no accident
@@ -53,9 +55,10 @@ def partition_function(case: Case) -> Cause | None:
     ):
         return None
     logits, labels = case.own(case.names.logits), case.own("batch/labels").long()
-    tokens = labels.numel()
-    value = logits.softmax(-1) / (tp * tokens)
-    value.scatter_add_(-1, labels[..., None], torch.full_like(logits[..., :1], -1 / tokens))
+    counted = (labels != IGNORED)[..., None]
+    value = logits.softmax(-1) / tp
+    value.scatter_add_(-1, labels[..., None].clamp(min=0), torch.full_like(logits[..., :1], -1.0))
+    value *= counted / counted.sum()
     if not case.explains(case.first, value):
         return None
     return Cause(
@@ -63,6 +66,60 @@ def partition_function(case: Case) -> Cause | None:
         f"the loss is off by {gaps[0]:.4f} = log(tp), and the gradient of the logits is that of a sum of "
         "exponentials that is tp times too large",
     )
+
+
+def counted_otherwise(case: Case) -> Cause | None:
+    """The sum of losses is divided by other numbers of labels: each group of ranks or micro batches by its own, or all by another one."""
+    if case.first != case.names.logits_gradient or not case.has("batch/labels"):
+        return None
+    labels = case.own("batch/labels") != IGNORED
+    if bool(labels.all()):
+        return None
+    total, what = int(labels.sum()), "the gradient of the logits is"
+    found = {
+        f"{what} {total / number:.4g} times what it should be: the sum is divided by {number}, which is {words}, not by the {total} labels": torch.tensor(
+            total / number
+        )
+        for number, words in (
+            (labels.numel(), "the number of all tokens"),
+            (total + len(labels), "one more for each sequence"),
+        )
+    }
+    for words, group in _groups(case, labels):
+        counts = group.flatten().bincount(labels.flatten().double())
+        own = ", ".join(f"{count:.0f}" for count in counts.tolist())
+        said = f"{what} that of a mean over {words} of means over their own labels ({own}), not of the mean over all {total} labels"
+        found[said] = total / (len(counts) * counts.clamp(min=1))[group][..., None]
+    exact, mine = case.exact(case.first), case.own(case.first)
+    near = sorted(
+        (float((mine - weights * exact).norm()), said)
+        for said, weights in found.items()
+        if case.explains(case.first, weights * exact)
+    )
+    if not near or len(near) > 1 and near[1][0] <= NEARER * near[0][0]:
+        return None
+    return Cause("label count", near[0][1])
+
+
+def _groups(case: Case, labels: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """(words, the number of the group of every position) of groups of ranks and micro batches, each of which may have counted its own labels."""
+    row = torch.arange(len(labels))[:, None].expand(labels.shape)
+    each = len(labels) // case.mesh.num_sample_shares
+    places = {
+        "DP ranks": row // each,
+        "micro batches": row % each // (each // case.micro_batches),
+        "cp ranks": torch.zeros_like(row),
+    }
+    for rank, pieces in enumerate(case.dump.contract.get("cuts", {}).get("cp", ())):
+        for start, length in pieces:
+            places["cp ranks"][:, start : start + length] = rank
+    sizes = {name: int(place.max()) + 1 for name, place in places.items()}
+    names = [name for name, size in sizes.items() if size > 1]
+    for chosen in (some for number in range(1, 4) for some in itertools.combinations(names, number)):
+        group = torch.zeros_like(row)
+        for name in chosen:
+            group = group * sizes[name] + places[name]
+        yield " and ".join(f"{sizes[name]} {name}" for name in chosen), group
 
 
 def labels_of_a_shard(case: Case) -> Cause | None:
@@ -174,5 +231,11 @@ def input_gradient(case: Case) -> Cause | None:
     return None
 
 
-LOSS_RULES = (reported_loss, partition_function, weights_of_samples, labels_of_a_shard)
+LOSS_RULES = (
+    reported_loss,
+    partition_function,
+    counted_otherwise,
+    weights_of_samples,
+    labels_of_a_shard,
+)
 BACKWARD_RULES = (input_gradient,)

@@ -19,6 +19,19 @@ def batch(case: Case) -> Cause:
     peers = [rank for rank in case.odd_ranks(case.first) if case.mesh.coordinates(rank).tp]
     if peers:
         return Cause("data", f"tensor-parallel peers were given different batches: ranks {peers} differ")
+    if case.first == "batch/attention_mask":
+        for where, one, other in (
+            ("before", own[:, 1:], exact[:, :-1]),
+            ("after", own[:, :-1], exact[:, 1:]),
+        ):
+            if torch.equal(one, other):
+                said = f"the attention mask at each position is that of the position {where} it"
+                return Cause("data", said)
+        return Cause("data", "ids and labels are right, the attention mask is not")
+    if case.first == "batch/position_ids":
+        through = torch.equal(own, torch.arange(own.shape[1]).double().expand_as(own))
+        said = "the positions of documents do not begin again, so documents see each other"
+        return Cause("data", said if through else "ids and labels are right, the positions are not")
     same = [(a, b) for a in range(shares) for b in range(shares) if a != b and torch.equal(mine[a], right[b])]
     if same:
         return Cause("data", f"DP rank {same[0][0]} was given the samples of DP rank {same[0][1]}")
@@ -100,6 +113,24 @@ def earlier_weights(case: Case) -> Cause | None:
     return None
 
 
+def documents_together(case: Case) -> Cause | None:
+    """Attention is wrong in later documents alone, also at their first tokens, which see themselves alone."""
+    if not case.first.endswith(".input") or not case.has("batch/position_ids"):
+        return None
+    positions, row = case.exact("batch/position_ids"), case.rows[case.first]
+    wrong = (case.own(case.first) - case.exact(case.first)).abs().amax(-1) > row.tolerated_largest
+    number = (positions == 0).cumsum(1)
+    begins = (positions == 0) & (number > 1)
+    hit = int((wrong & begins).sum())
+    if bool((wrong & (number == 1)).any()) or 2 * hit < int(begins.sum()):
+        return None
+    return Cause(
+        "attention mask",
+        f"attention is right in the first document of every sample, and wrong at {hit} of {int(begins.sum())} first tokens of later ones, "
+        "which see themselves alone: documents see each other",
+    )
+
+
 def rounded(case: Case) -> Cause | None:
     """Every element is a bfloat16 number, in a run that computes in float32."""
     is_float32 = case.entry["tensors"][case.first]["dtype"] == "F32" and case.options["precision"] == "fp32"
@@ -149,4 +180,4 @@ def _name(case: Case) -> str:
 
 
 BATCH_RULES = (batch,)
-FORWARD_RULES = (dropout, earlier_weights, other_weights, rounded, sum_over_tp)
+FORWARD_RULES = (dropout, documents_together, earlier_weights, other_weights, rounded, sum_over_tp)

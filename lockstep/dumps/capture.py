@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from lockstep.plan.config import Config
 
 MOST_KINDS = 8  # of tensors of one parameter that a file has room for
-Fed = tuple[torch.Tensor, torch.Tensor]  # input_ids and labels of a micro batch, each (B, S)
+Fed = tuple[torch.Tensor, ...]  # input_ids, labels and further inputs of a micro batch, each (B, S)
 Given = ParamSpec("Given")
 Returned = TypeVar("Returned")
 
@@ -81,11 +81,16 @@ class Capture:
         self.here = self.mesh.coordinates(self.rank)
         self.positions = cuts.positions(config, self.here.cp)
         self.folder = config.capture_folder
-        found = layout_of(provenance["architecture"], config.attn_impl)
+        self.inputs = ("input_ids", "labels", *config.samples.further)
+        found = layout_of(
+            provenance["architecture"], config.attn_impl, positions="position_ids" in self.inputs
+        )
         self.layout = replace(found, state=state_of(config.optimizer, found.model.trained))
         self.kinds = self.layout.kinds(provenance["config"])
         kept = MOST_KINDS if config.has_own_optimizer else len(self.kinds)
-        self.num_tensors = 2 * len(self.layout.outputs) + kept * len(self.layout.parameters) + 2
+        self.num_tensors = (
+            2 * len(self.layout.outputs) + kept * len(self.layout.parameters) + len(self.inputs)
+        )
         self.manifest: dict[str, Any] = {
             "run": provenance,
             "layout": as_json(self.layout),
@@ -97,7 +102,7 @@ class Capture:
     def begin(self, strategy: Captured, step: int, fed: Sequence[Fed] = ()) -> None:
         """Before the step's first forward pass: open the file and register the hooks.
 
-        `fed` are the micro batches that the strategy is given, each (input_ids, labels). They are recorded where the model is called
+        `fed` are the micro batches that the strategy is given. They are recorded where the model is called
         without them: a loss of the user's own may call parts of it, or keep the labels for itself.
         """
         self._open(strategy, step)
@@ -149,7 +154,7 @@ class Capture:
         """Between the backward pass and the update: write every parameter's gradient."""
         for handle in self.handles:
             handle.remove()
-        for number, name in enumerate(("input_ids", "labels")):
+        for number, name in enumerate(self.inputs):
             # a stage of a pipeline is called with one of them
             if name in self.called_with and not self.rows[f"batch/{name}"]:
                 for micro_batch in self.fed:
@@ -252,6 +257,8 @@ class Capture:
                 self._write_batch(name, arguments[0])
 
     def _write_batch(self, name: str, given: torch.Tensor) -> None:
+        if given.ndim > 2:
+            return  # a mask made of what was fed, which is written instead
         row = self._next_row(f"batch/{name}", given)
         self._try(self._write_placed, f"batch/{name}", given, (BATCH, SEQUENCE), row)
 
@@ -398,7 +405,7 @@ class Capture:
         for stage, path in enumerate(self.unfinished[1:], 1):
             self.writer.append(path, everyone[first_of[stage]][1])
         rows = self.config.batch_size * self.config.gradient_accumulation_steps * self.config.dp_size
-        for name in self.layout.of_step(self.kinds, rows, self.config.seq_length):
+        for name in self.layout.of_step(self.kinds, rows, self.config.seq_length, self.inputs[2:]):
             if not any(ranks.get(name) for ranks, _, _ in everyone):
                 continue  # not computed in this step
             slot = self.writer.slots[name]

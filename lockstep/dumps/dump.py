@@ -26,6 +26,7 @@ from lockstep.dumps.manifest import MANIFEST, REMEDY
 from lockstep.dumps.step_file import DTYPES, checksum, step_path
 from lockstep.ground.errors import UserError, first_line, printable
 from lockstep.ground.files import parse_json, require_regular
+from lockstep.inputs.samples import Samples
 from lockstep.plan import compiled
 from lockstep.plan.config import OPTIMIZERS
 
@@ -112,7 +113,8 @@ class Dump:
         elif self.is_replay:  # which steps an optimizer of the user's own, too
             kinds = ("gradient", *self.layout.state, "parameter") if self.has_own_optimizer else ("gradient",)
         rows = config["batch_size"] * config["gradient_accumulation_steps"] * config["dp_size"]
-        return self.layout.of_step(kinds, rows, config["seq_length"])
+        further = Samples(padding=config["padding"], documents=config["documents"]).further
+        return self.layout.of_step(kinds, rows, config["seq_length"], further)
 
     def has(self, step: int, *names: str) -> bool:
         """Whether a step has all of these tensors."""

@@ -119,7 +119,8 @@ class Step(Strict):
 
     step: Count
     loss: Loss  # mean over dp ranks (of the mean over tokens, of the mean over micro batches)
-    rank_losses: Annotated[list[Loss], Field(min_length=1)]  # one per dp rank
+    # one per dp rank; where some tokens have no label, its part of the sum over all, times dp
+    rank_losses: Annotated[list[Loss], Field(min_length=1)]
     grad_norm: Norm  # of the whole model's averaged gradient, before clipping
     learning_rate: NotNegative
     tokens: Count  # of the global batch

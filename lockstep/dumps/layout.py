@@ -65,16 +65,18 @@ class Layout:
         average = ("average",) if config["ema_decay"] < 1 else ()
         return ("gradient", *self.state, "parameter", *average)
 
-    def of_step(self, kinds: tuple[str, ...], rows: int, seq_length: int) -> dict[str, tuple[int, ...]]:
+    def of_step(
+        self, kinds: tuple[str, ...], rows: int, seq_length: int, further: tuple[str, ...] = ()
+    ) -> dict[str, tuple[int, ...]]:
         """Name -> shape (rows of the global batch, ...) of all tensors of a step, in order of execution.
 
-        `kinds` are those of `kinds` that the step has. With "gradient" it has a batch, a forward and a backward pass, too. Order: forward;
+        `kinds` are those of `kinds` that the step has. With "gradient" it has a batch, with these `further` inputs, a forward and a backward pass, too. Order: forward;
         backward, each output gradient followed by the gradients of its module's own parameters; update.
         """
         found: dict[str, tuple[int, ...]] = {}
         if "gradient" in kinds:
             sizes = {BATCH: rows, SEQUENCE: seq_length}
-            found = {f"batch/{name}": (rows, seq_length) for name in ("input_ids", "labels")}
+            found = {f"batch/{name}": (rows, seq_length) for name in ("input_ids", "labels", *further)}
             shapes = {
                 name: tuple(sizes.get(size, size) for size in shape) for name, shape in self.outputs.items()
             }

@@ -26,21 +26,21 @@ from lockstep.inputs.shapes import build_empty, describe, from_config, quiet, us
 SIZES = ((2, 3), (4, 5), (3, 7))  # batch and sequence of the passes
 
 
-def layout_of(architecture: dict, attn_impl: str) -> Layout:
-    """The layout of a model with this architecture (the fields of a Hugging Face config).
+def layout_of(architecture: dict, attn_impl: str, *, positions: bool = False) -> Layout:
+    """The layout of a model with this architecture (the fields of a Hugging Face config); `positions`: each sample has its own.
 
     Raises UserError if the model cannot be built or run.
     """
-    return _layout(json.dumps(architecture, sort_keys=True), attn_impl)
+    return _layout(json.dumps(architecture, sort_keys=True), attn_impl, positions)
 
 
 @functools.lru_cache(maxsize=8)
-def _layout(architecture: str, attn_impl: str) -> Layout:
+def _layout(architecture: str, attn_impl: str, positions: bool) -> Layout:
     config = json.loads(architecture)
     description = describe(config)
     try:
         with quiet():
-            traces, tables = _traces(config, attn_impl, description.names.base)
+            traces, tables = _traces(config, attn_impl, description.names.base, positions)
     except UserError:
         raise
     except Exception as error:  # noqa: BLE001 - transformers and torch raise anything for an architecture that is none
@@ -82,16 +82,16 @@ def _layout(architecture: str, attn_impl: str) -> Layout:
     )
 
 
-def _traces(config: dict, attn_impl: str, base: str) -> tuple[list["_Trace"], list[str]]:
+def _traces(config: dict, attn_impl: str, base: str, positions: bool) -> tuple[list["_Trace"], list[str]]:
     """A trace for each of SIZES, and the modules that are tables."""
     vocab_size = config["vocab_size"]
 
     def of(model: torch.nn.Module) -> tuple[list[_Trace], list[str]]:
-        traces = [_Trace(model, base, vocab_size, *size) for size in SIZES]
+        traces = [_Trace(model, base, vocab_size, *size, positions) for size in SIZES]
         if all(parameter.requires_grad for parameter in model.parameters()):
             return traces, traces[0].tables
         model.requires_grad_(True)  # what frozen weights make is no table
-        return traces, _Trace(model, base, vocab_size, *SIZES[0]).tables
+        return traces, _Trace(model, base, vocab_size, *SIZES[0], positions).tables
 
     if user_file.is_named(config["model_type"]):  # its buffers may matter
         with torch.random.fork_rng(devices=[]):
@@ -185,7 +185,9 @@ class _Topk(CountsTopk):
 class _Trace:
     """A forward and a backward pass over a batch of this size, and the tensors seen on the way."""
 
-    def __init__(self, model: torch.nn.Module, base: str, vocab_size: int, batch: int, sequence: int):
+    def __init__(
+        self, model: torch.nn.Module, base: str, vocab_size: int, batch: int, sequence: int, positions: bool
+    ):
         self.tensors: dict[str, torch.Tensor] = {}  # kept alive, so that no storage is used twice
         self.inputs: dict[str, dict[str, str]] = {}
         self.backward: list[str] = []
@@ -201,8 +203,13 @@ class _Trace:
             handles.append(module.register_forward_hook(functools.partial(self._leave, name)))
         device = next(model.parameters()).device
         ids = torch.arange(batch * sequence, device=device).view(batch, sequence) % vocab_size
+        own = torch.arange(sequence, device=device).repeat(batch, 1) if positions else None
         with _Topk() as self._topk, device:
-            loss = _loss_on_meta(model, ids) if device.type == "meta" else causal_lm_loss(model, ids, ids)
+            loss = (
+                _loss_on_meta(model, ids, own)
+                if device.type == "meta"
+                else causal_lm_loss(model, ids, ids, own)
+            )
         with_gradient = [tensor for tensor in self.tensors.values() if tensor.requires_grad]
         # of the outputs alone: gradients of the weights would take memory
         torch.autograd.grad(loss, with_gradient, allow_unused=True)
@@ -269,10 +276,12 @@ class _Trace:
         return found
 
 
-def _loss_on_meta(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
+def _loss_on_meta(
+    model: torch.nn.Module, ids: torch.Tensor, position_ids: torch.Tensor | None
+) -> torch.Tensor:
     """The loss, with a mask of four dims, which is taken as it is: without one transformers looks at the positions' values."""
     mask = torch.zeros(len(ids), 1, ids.shape[1], ids.shape[1])
-    return model(input_ids=ids, labels=ids, shift_labels=ids, attention_mask=mask, use_cache=False).loss
+    return causal_lm_loss(model, ids, ids, position_ids, attention_mask=mask)
 
 
 def _nearest(node: Node | None, named: dict) -> list[str]:

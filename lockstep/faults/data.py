@@ -17,7 +17,7 @@ from lockstep.training.strategy import MicroBatch
 data_fault = functools.partial(fault, bug_class="data", cause="data", first="batch/input_ids")
 
 
-def _feed(run: Planting, change: Callable[[list[MicroBatch], int], list[MicroBatch]]) -> Plant:
+def feed(run: Planting, change: Callable[[list[MicroBatch], int], list[MicroBatch]]) -> Plant:
     """Train on change(micro batches, step from 0) instead of the loop's micro batches."""
     strategy = yield
     real, steps = strategy.forward_backward, itertools.count()
@@ -31,7 +31,7 @@ def _of(batches: Batches, step: int, share: int) -> list[MicroBatch]:
 @data_fault(seen_in="ray-project/ray 64315", evidence="DP rank 1 was given the samples of DP rank 0")
 def dp_ranks_replay_one_batch(run: Planting) -> Plant:
     """Every data-parallel rank trains on the first one's samples."""
-    return _feed(run, lambda _, step: _of(run.inputs.batches, step, 0))
+    return feed(run, lambda _, step: _of(run.inputs.batches, step, 0))
 
 
 @data_fault(
@@ -45,7 +45,7 @@ def tp_peers_read_different_samples(run: Planting) -> Plant:
 
     (Not planted where the strategy checks the batches itself.)
     """
-    return _feed(run, lambda _, step: _of(run.inputs.batches, step, dist.get_rank() % run.config.dp_size))
+    return feed(run, lambda _, step: _of(run.inputs.batches, step, dist.get_rank() % run.config.dp_size))
 
 
 @data_fault(seen_in="verl-project/verl 4697", evidence="the samples are not those of this step", axes=("tp",))
@@ -56,7 +56,7 @@ def sampler_counts_all_ranks(run: Planting) -> Plant:
     def change(_: list[MicroBatch], step: int) -> list[MicroBatch]:
         return _of(wide, step, run.config.mesh.sample_share(dist.get_rank()) * run.config.tp_size)
 
-    return _feed(run, change)
+    return feed(run, change)
 
 
 @data_fault(seen_in="ray-project/ray 64315", evidence="the right samples in another order")
@@ -67,7 +67,7 @@ def samples_in_another_order(run: Planting) -> Plant:
         mine = run.config.mesh.sample_share(dist.get_rank()) == 1
         return [(ids.flip(0), labels.flip(0)) for ids, labels in micro_batches] if mine else micro_batches
 
-    return _feed(run, change)
+    return feed(run, change)
 
 
 @data_fault(
@@ -78,7 +78,7 @@ def samples_in_another_order(run: Planting) -> Plant:
 def labels_shifted_twice(run: Planting) -> Plant:
     """The labels, shifted by one already, are shifted again: the model learns to skip a token."""
 
-    return _feed(run, lambda micro_batches, _: [(ids, labels.roll(-1, 1)) for ids, labels in micro_batches])
+    return feed(run, lambda micro_batches, _: [(ids, labels.roll(-1, 1)) for ids, labels in micro_batches])
 
 
 @data_fault(

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lockstep.ground.errors import UserError
+from lockstep.inputs.samples import IGNORED, Samples, scrambled
 from lockstep.inputs.token_cache import corpus_tokens, opened
 from lockstep.inputs.tokenizer import Tokenizer
 
@@ -94,6 +95,7 @@ class Batches:
     batch_size: int
     num_micro_batches: int
     held_out: int = 0  # windows at the end of the corpus that are not trained on
+    made: Samples = Samples()
     # Step -> its windows. Not of a copy by `dataclasses.replace`, which may be cut otherwise.
     _last: dict[int, np.ndarray] = field(init=False, default_factory=dict, repr=False, compare=False)
 
@@ -130,45 +132,48 @@ class Batches:
 
     def independent_tokens(self, step: int) -> float:
         """`independent_tokens` of the global batch of a step (from 0)."""
-        windows = self._global_batch(step)
-        return independent_tokens(windows[:, :-1], windows[:, 1:])
+        return independent_tokens(*self.made.of(self._global_batch(step))[:2])
+
+    def num_labels(self, step: int) -> int:
+        """The number of labels of the global batch of a step (from 0)."""
+        return int((self.made.of(self._global_batch(step))[1] != IGNORED).sum())
 
     def micro_batches(
         self, step: int, dp_rank: int, device: "torch.device | str"
-    ) -> list[tuple["torch.Tensor", "torch.Tensor"]]:
-        """(input_ids, labels), each (batch_size, seq_length) int64 on the device, one pair per micro batch."""
+    ) -> list[tuple["torch.Tensor", ...]]:
+        """(input_ids, labels, *further inputs), each (batch_size, seq_length) int64 on the device, for each micro batch."""
         import torch
 
-        windows = torch.from_numpy(self.windows(step, dp_rank).astype(np.int64)).to(device)
-        return [(window[:, :-1].contiguous(), window[:, 1:].contiguous()) for window in windows]
+        parts = (torch.from_numpy(each).to(device) for each in self.made.of(self.windows(step, dp_rank)))
+        return list(zip(*parts, strict=True))
 
-    def held_out_pairs(self) -> Iterator[tuple["torch.Tensor", "torch.Tensor"]]:
-        """(input_ids, labels), each (at most batch_size, seq_length) int64 on the CPU: the windows that are not trained on."""
+    def held_out_batches(self) -> Iterator[tuple["torch.Tensor", ...]]:
+        """(input_ids, labels, *further inputs), each (at most batch_size, seq_length) int64 on the CPU: the windows that are not trained on."""
         import torch
 
         for first in range(self.num_windows, self.corpus.num_windows, self.batch_size):
             indices = np.arange(first, min(first + self.batch_size, self.corpus.num_windows))
-            windows = torch.from_numpy(self.corpus.windows(indices).astype(np.int64))
-            yield windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+            yield tuple(map(torch.from_numpy, self.made.of(self.corpus.windows(indices))))
 
 
 def independent_tokens(input_ids: np.ndarray, labels: np.ndarray) -> float:
     """The number of tokens whose rounding errors are independent: N^2 / (sum of n^2 over the pairs of token and label that occur n times).
 
     Equal tokens with equal labels are rounded nearly alike, so the error of a mean over N tokens falls with the square root of this number,
-    not of N. It is N if no pair occurs twice, and 1 if there is only one pair.
+    not of N. It is N if no pair occurs twice, and 1 if there is only one pair. Positions without a label do not count.
     """
+    input_ids, labels = input_ids[labels != IGNORED], labels[labels != IGNORED]
     pairs = input_ids.astype(np.int64) << 32 | labels.astype(np.int64)  # one integer sorts faster than a pair
     _, counts = np.unique(pairs, return_counts=True)
     return float(counts.sum() ** 2 / np.square(counts, dtype=np.float64).sum())
 
 
-def window_hashes(micro_batches: list[tuple["torch.Tensor", "torch.Tensor"]]) -> list[int]:
+def window_hashes(micro_batches: list[tuple["torch.Tensor", ...]]) -> list[int]:
     """48 bits of the SHA-256 of each sequence that a rank really feeds its model, in order. A float64 can carry 48 bits."""
     return [
-        int.from_bytes(hashlib.sha256(ids.tobytes() + labels.tobytes()).digest()[:6], "big")
-        for pair in micro_batches
-        for ids, labels in zip(*(half.cpu().numpy() for half in pair), strict=True)
+        int.from_bytes(hashlib.sha256(b"".join(part.tobytes() for part in sample)).digest()[:6], "big")
+        for micro_batch in micro_batches
+        for sample in zip(*(part.cpu().numpy() for part in micro_batch), strict=True)
     ]
 
 
@@ -200,17 +205,10 @@ def permuted(indices: np.ndarray, n: int, *, seed: int, epoch: int) -> np.ndarra
     while outside.any():
         left, right = found[outside] >> half, found[outside] & low
         for key in keys:
-            left, right = right, left ^ (_scrambled(right ^ key) & low)
+            left, right = right, left ^ (scrambled(right ^ key) & low)
         found[outside] = left << half | right
         outside = found >= n
     return found.astype(np.int64)
-
-
-def _scrambled(x: np.ndarray) -> np.ndarray:
-    """The finalizer of splitmix64 (Steele, Lea and Flood 2014): every bit of the result depends on every bit of x."""
-    x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
-    return x ^ x >> np.uint64(31)
 
 
 BLOCK = 4096

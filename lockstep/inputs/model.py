@@ -35,14 +35,24 @@ def causal_lm_loss(
     input_ids: torch.Tensor,
     labels: torch.Tensor,
     position_ids: torch.Tensor | None = None,
+    num_labels: torch.Tensor | int | None = None,
+    **further: torch.Tensor,
 ) -> torch.Tensor:
     """Mean cross-entropy over all B x S positions, in float32; `labels` (B, S) are already shifted by one.
 
-    `position_ids` (1, S) are the positions in the sequence; None means all of them. Calls the model's own `loss_function`, which a
-    strategy with sharded logits replaces.
+    With `num_labels` it is the sum over the positions that have a label, divided by this number. `position_ids` (1, S) or (B, S) are the
+    positions in the sequence or in its documents; None means all of them. `further` are other inputs of the model, such as a mask. Calls the
+    model's own `loss_function`, which a strategy with sharded logits replaces.
     """
+    counted = {} if num_labels is None else {"num_items_in_batch": num_labels}
     return model(
-        input_ids=input_ids, labels=labels, shift_labels=labels, position_ids=position_ids, use_cache=False
+        input_ids=input_ids,
+        labels=labels,
+        shift_labels=labels,
+        position_ids=position_ids,
+        use_cache=False,
+        **counted,
+        **further,
     ).loss
 
 

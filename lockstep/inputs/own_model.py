@@ -1,7 +1,7 @@
 """A model of the user's own: a function in a file that returns a torch.nn.Module.
 
 The module is called with input_ids and labels, each (B, S), the labels already shifted by one. It returns the mean loss over all
-positions: as a scalar, as `.loss` of an object, under "loss" in a dict, or as the one scalar of a tuple, as in (logits, loss).
+positions that have a label, which is not -100: as a scalar, as `.loss` of an object, under "loss" in a dict, or as the one scalar of a tuple, as in (logits, loss).
 """
 
 from types import SimpleNamespace
@@ -12,6 +12,7 @@ import torch
 from lockstep.ground import user_file
 from lockstep.ground.errors import TrainingFailure, UserError, first_line
 from lockstep.inputs import modules
+from lockstep.inputs.samples import IGNORED
 
 OPTION = "--model"
 
@@ -51,12 +52,16 @@ def build(text: str) -> torch.nn.Module:
         shift_labels: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
         use_cache: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
     ) -> SimpleNamespace:
         if position_ids is not None:
             raise TrainingFailure(
                 f"{OPTION} {text}: it is called with ids and labels alone, and this mesh cuts the positions"
             )
-        return SimpleNamespace(loss=_loss_of(forward(input_ids, labels), text))
+        loss = _loss_of(forward(input_ids, labels), text)
+        if num_items_in_batch is not None:
+            loss = loss * ((labels != IGNORED).sum() / num_items_in_batch)
+        return SimpleNamespace(loss=loss)
 
     model.forward = as_transformers_calls
     return model.train()

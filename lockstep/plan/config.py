@@ -11,6 +11,7 @@ from lockstep.ground import flags, user_file
 from lockstep.ground.errors import UserError
 from lockstep.ground.flags import flag, number
 from lockstep.inputs import architectures, texts
+from lockstep.inputs.samples import Samples
 from lockstep.plan import compiled, rates
 from lockstep.plan.mesh import Mesh
 
@@ -174,6 +175,22 @@ class Config:
     pp_size: int = flag(1, "pipeline-parallel size: ranks that share the layers", low=1)
     batch_size: int = flag(8, "sequences per DP rank and micro batch", low=1)
     seq_length: int = flag(128, "tokens per sequence", low=1, same="losses")
+    labels: Literal["all", "completion"] = flag(
+        "all",
+        "tokens that are predicted; completion: those after a prompt of drawn length, up to three quarters of each sequence. The loss is "
+        "the mean over all labels of the global batch",
+        same="losses",
+    )
+    padding: Literal["none", "left", "right"] = flag(
+        "none",
+        "side on which samples of drawn length, from a quarter of each sequence on, are padded; the model is given an attention mask",
+        same="losses",
+    )
+    documents: Literal["joined", "apart"] = flag(
+        "joined",
+        "apart: each sequence holds several documents of drawn length, whose positions begin at 0, and which do not see each other",
+        same="losses",
+    )
     num_epochs: int = flag(1, "passes over the corpus; used if --debug_steps is 0", low=1)
     debug_steps: int = flag(
         100,
@@ -351,6 +368,10 @@ class Config:
     def weights_seed(self) -> int:
         """The seed of random initial weights."""
         return self.seed if self.init_seed is None else self.init_seed
+
+    @property
+    def samples(self) -> Samples:
+        return Samples(self.labels, self.padding, self.documents, self.seed)
 
     @property
     def parameter_dtype(self) -> "torch.dtype":

@@ -47,11 +47,16 @@ OF_LAYERS = (
 
 
 def expected_contract(
-    config: Config, architecture: dict, model: Description, optimizer: dict[str, Any] | None = None
+    config: Config,
+    architecture: dict,
+    model: Description,
+    optimizer: dict[str, Any] | None = None,
+    num_labels: int | None = None,
 ) -> dict[str, Any]:
     """The contract that this configuration demands of every strategy; one meaning for each option.
 
-    `optimizer` are the entries of an optimizer of the user's own (`lockstep.training.observe.own_optimizer`).
+    `optimizer` are the entries of an optimizer of the user's own (`lockstep.training.observe.own_optimizer`), `num_labels` is the number of
+    labels of the first global batch, of a run in which some positions have none.
     """
     compute = "torch.float32" if config.precision == "fp32" else "torch.bfloat16"
     promoted = (
@@ -89,7 +94,10 @@ def expected_contract(
             config.batch_size * config.seq_length,
             config.gradient_accumulation_steps,
             config.dp_size,
-        ],
+        ]
+        if num_labels is None
+        else [num_labels],
+        **({"also_called_with": list(config.samples.further)} if config.samples.further else {}),
         "parameter_dtype": [storage],
         "reduction_dtype": [storage],
         **({"average_dtype": ["torch.float32"]} if config.ema_decay < 1 else {}),
@@ -119,6 +127,8 @@ def of_optimizer(contract: dict[str, Any]) -> dict[str, Any] | None:
 # Entry -> what to do if the live objects contradict it
 REMEDIES = {
     "optimizer": "give --optimizer what the strategy uses, adamw or sgd",
+    "loss_is_mean_over": "a loss of your own divides its sum by self.num_labels where that is not None (docs/your-own-strategy.md)",
+    "also_called_with": "a loss of your own calls the model with self.further, too (docs/your-own-strategy.md)",
     **dict.fromkeys(
         ("biased_linear_dtype", "compute_dtype", "embedding_dtype", "reduction_dtype"),
         "--precision gives all strategies their dtypes (mixed: bfloat16 weights, float32 reductions): choose another, or leave a policy such as "

@@ -87,6 +87,10 @@ def require_ulysses(config: Config, architecture: dict) -> None:
     size = config.cp_size
     if size == 1:
         return
+    if config.samples.further:
+        raise UserError(
+            f"--sp_size {size} --padding {config.padding} --documents {config.documents}: DeepSpeed's Ulysses gives attention no mask; leave them out"
+        )
     if config.tp_size > 1:
         raise UserError(
             f"--sp_size {size} --tp_size {config.tp_size}: DeepSpeed has one or the other; add --tp_size 1"

@@ -87,6 +87,19 @@ def _causal(start: int, length: int, window: int | None, device: torch.device) -
     return allowed if window is None else allowed & (query - key < window)
 
 
+def allowed(further: dict[str, torch.Tensor], positions: torch.Tensor) -> torch.Tensor:
+    """(B, 1, len(positions), S) bool: whether each of these positions attends to each of the sequence, as transformers' masks have it.
+
+    `further` is an `attention_mask` (B, S), or `position_ids` (B, S) that begin again where another document does.
+    """
+    ((name, whole),) = further.items()
+    alike = whole.bool()[:, None, None, :]
+    if name == "position_ids":
+        document = (whole.diff(prepend=whole[:, :1] - 1) != 1).cumsum(1)
+        alike = document[:, None, positions, None] == document[:, None, None, :]
+    return alike & (torch.arange(whole.shape[1], device=whole.device) <= positions[:, None])
+
+
 def attend(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -101,15 +114,18 @@ def attend(
     """An attention function of transformers: query (B, H, S / cp, D), key and value (B, H_kv, S / cp, D) -> (B, S / cp, H, D)."""
     context = cast(ContextParallel, module.context)
     key, value = context.whole(torch.stack([key, value])).unbind()
-    outputs = []
-    for (start, length), own in zip(context.pieces, query.chunk(2, -2), strict=True):
+    outputs, further = [], attention_mask
+    for number, ((start, length), own) in enumerate(zip(context.pieces, query.chunk(2, -2), strict=True)):
         end = start + length  # later keys are masked, and not looked at
+        mask = context.mask(start, length, sliding_window, own.device)
+        if further is not None:
+            mask = mask & further.chunk(2, -2)[number][..., :end]
         outputs.append(
             scaled_dot_product_attention(
                 own,
                 key[..., :end, :],
                 value[..., :end, :],
-                attn_mask=context.mask(start, length, sliding_window, own.device),
+                attn_mask=mask,
                 scale=scaling,
                 enable_gqa=True,
             )

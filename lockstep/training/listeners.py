@@ -12,12 +12,13 @@ from torch.utils.hooks import RemovableHandle
 from lockstep.ground.collective import gather_objects
 from lockstep.inputs import modules
 from lockstep.inputs.data import Inputs
+from lockstep.inputs.samples import IGNORED
 from lockstep.inputs.shapes import from_config
 from lockstep.plan import compiled
 from lockstep.training.observe import collectives
 from lockstep.training.strategy import Strategy
 
-Fed = tuple[torch.Tensor, torch.Tensor]  # input_ids and labels of a micro batch, each (B, S)
+Fed = tuple[torch.Tensor, ...]  # a micro batch, as a strategy is given it
 
 
 class Listener(Protocol):
@@ -139,9 +140,10 @@ def held_out(strategy: Strategy, inputs: Inputs, attn_impl: str, *, lead: bool) 
         for name, whole in strategy.full_parameters():
             weights[name].copy_(whole)
         total, right, tokens, sequences = 0.0, 0, 0, 0
-        for input_ids, labels in inputs.batches.held_out_pairs():
-            logits = model(input_ids=input_ids, use_cache=False).logits
+        for input_ids, labels, *further in inputs.batches.held_out_batches():
+            given = dict(zip(inputs.batches.made.further, further, strict=True))
+            logits = model(input_ids=input_ids, use_cache=False, **given).logits
             total += float(F.cross_entropy(logits.flatten(0, 1).double(), labels.flatten(), reduction="sum"))
             right += int((logits.argmax(dim=-1) == labels).sum())
-            tokens, sequences = tokens + labels.numel(), sequences + len(labels)
+            tokens, sequences = tokens + int((labels != IGNORED).sum()), sequences + len(labels)
     return {"sequences": sequences, "loss": total / tokens, "accuracy": right / tokens}

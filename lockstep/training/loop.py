@@ -171,7 +171,11 @@ def _require_contract(
     if dist.get_rank() == 0 and capture:
         capture.state_contract(record.contract)
     demanded = expected_contract(
-        config, inputs.architecture, describe(inputs.architecture), own_optimizer(config, inputs.architecture)
+        config,
+        inputs.architecture,
+        describe(inputs.architecture),
+        own_optimizer(config, inputs.architecture),
+        inputs.batches.num_labels(0) if config.samples.counted else None,
     )
     later = left_to_the_verdict(demanded, record.contract) if capture else ()
     difference = contradiction(demanded, record.contract, later)

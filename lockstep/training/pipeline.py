@@ -33,11 +33,16 @@ class Stage(torch.nn.Module):
         units: list[str | int],
         share: float,
         autocast: Callable[[], AbstractContextManager],
+        apart: bool,
     ):
         super().__init__()
+        self.apart = apart
         names = modules.names_in(model)
         base = model.get_submodule(names.base)
         self.units, self.share, self.autocast = units, share, autocast
+        self.counted: dict[
+            str, torch.Tensor
+        ] = {}  # what the sum of losses is divided by, if not by their number
         self.config, self.loss_function = model.config, model.loss_function
         self.numbers = [unit for unit in units if isinstance(unit, int)]
         layers = model.get_submodule(names.layers)
@@ -47,23 +52,33 @@ class Stage(torch.nn.Module):
         self.norm = base.get_submodule("norm") if modules.HEAD in units else None
         self.head = model.get_submodule(names.head) if modules.HEAD in units else None
 
-    def forward(self, x: torch.Tensor, labels: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self,
+        x: torch.Tensor,
+        labels: torch.Tensor,
+        position_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Token ids (b, S), or hidden states (b, S, hidden) of the stage before -> hidden states, or the loss (), divided by `share`.
 
-        `labels` are already shifted, `position_ids` (b, S) the positions in the sequence.
+        `labels` are already shifted, `position_ids` (b, S) the positions in the sequence or, if documents are `apart`, in its documents.
         """
         with self.autocast():
             if self.embedding is not None:
                 x = self.embedding(x)
             if self.numbers:
-                x = self._through_layers(x, position_ids[:1])
+                x = self._through_layers(x, position_ids if self.apart else position_ids[:1], attention_mask)
             if self.norm is None or self.head is None:
                 return x
             logits = self.head(self.norm(x))
-            loss = self.loss_function(logits, labels, self.config.vocab_size, shift_labels=labels)
+            loss = self.loss_function(
+                logits, labels, self.config.vocab_size, shift_labels=labels, **self.counted
+            )
         return loss / self.share
 
-    def _through_layers(self, x: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+    def _through_layers(
+        self, x: torch.Tensor, position_ids: torch.Tensor, attention_mask: torch.Tensor | None
+    ) -> torch.Tensor:
         """As the forward pass of transformers' base model does."""
         from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
@@ -78,7 +93,13 @@ class Stage(torch.nn.Module):
         types = told.get("layer_types") or [alike] * self.config.num_hidden_layers
         kinds = [types[number] for number in self.numbers]
         masks = {
-            kind: made[kind](self.config, x, attention_mask=None, past_key_values=None)
+            kind: made[kind](
+                self.config,
+                x,
+                attention_mask=attention_mask,
+                past_key_values=None,
+                position_ids=position_ids if self.apart else None,
+            )
             for kind in sorted(set(kinds))
         }
         angles = self.rotary_emb(x, position_ids)
@@ -108,6 +129,7 @@ class Pipeline:
         micro: int,
         share: float,
         autocast: Callable[[], AbstractContextManager],
+        apart: bool = False,
     ):
         self.name, self.micro = schedule, micro
         self.group = device_mesh.get_group("pp")
@@ -124,7 +146,7 @@ class Pipeline:
             for name, parameter in model.named_parameters()
         }
         units = [stages.units_of(number, self.count, layers) for number in self.numbers]
-        self.stages = [Stage(model, own, share, autocast) for own in units]
+        self.stages = [Stage(model, own, share, autocast, apart) for own in units]
         self.hidden_size = model.config.hidden_size
         _keep(model, names, [unit for own in units for unit in own])
         # The head of a tied model has the embedding's weights. On another rank it has a replica of them.
@@ -145,10 +167,10 @@ class Pipeline:
         stage = next(n for n in range(self.count) if unit in stages.units_of(n, self.count, layers))
         return stages.rank_of(self.name, stage, self.size)
 
-    def called(self) -> list[tuple[torch.nn.Module, dict[str, str | int]]]:
+    def called(self, further: dict[str, str | int]) -> list[tuple[torch.nn.Module, dict[str, str | int]]]:
         """The stages that are given a batch, and where among their arguments its parts are."""
         first: list[tuple[torch.nn.Module, dict[str, str | int]]] = [
-            (stage, {"input_ids": 0}) for stage in self.stages if stage.embedding is not None
+            (stage, {"input_ids": 0, **further}) for stage in self.stages if stage.embedding is not None
         ]
         return first + [(stage, {"labels": "labels"}) for stage in self.stages if stage.head is not None]
 
@@ -179,7 +201,18 @@ class Pipeline:
             scale_grads=False,  # it would scale the gradients of earlier steps of an accumulation again; the stage divides the loss
         )
 
-    def step(self, input_ids: torch.Tensor, labels: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+    def divide_by(self, num_labels: torch.Tensor, share: float) -> None:
+        """Let the loss be the sum over labels, divided by `num_labels` and `share`."""
+        for stage in self.stages:
+            stage.counted, stage.share = {"num_items_in_batch": num_labels}, share
+
+    def step(
+        self,
+        input_ids: torch.Tensor,
+        labels: torch.Tensor,
+        position_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Forward and backward of a batch, each (B, S); this rank's part of the mean loss, which is 0 but on the rank of the last stage."""
         losses: list[torch.Tensor] = []
         given = (input_ids,) if 0 in self.numbers else ()
@@ -191,6 +224,7 @@ class Pipeline:
                 return_outputs=False,
                 labels=labels,
                 position_ids=position_ids.expand(len(labels), -1),
+                **({} if attention_mask is None else {"attention_mask": attention_mask}),
             )
         except RuntimeError as error:  # the schedule says in which stage, not what went wrong
             raise error.__cause__ or error from None

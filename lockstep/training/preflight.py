@@ -9,7 +9,7 @@ from lockstep.dumps import history
 from lockstep.ground import files, hang, origin, user_file
 from lockstep.ground.errors import UserError
 from lockstep.inputs import architectures, data, shapes, texts, tokenizer
-from lockstep.plan import command_line, compiled, cuts, initial_weights, limit, rates, strategies
+from lockstep.plan import command_line, compiled, cuts, initial_weights, limit, rates, samples, strategies
 from lockstep.plan.config import Config
 from lockstep.plan.resources import launched_in_place, workers_here
 
@@ -56,12 +56,13 @@ def load_inputs(config: Config) -> data.Inputs:
     if user_file.is_named(config.spec.factory):
         from lockstep.training.strategy import require_strategy  # imports torch
 
-        require_strategy(config.spec)
+        require_strategy(config.spec, config.samples.further)
     architecture, source = architectures.resolve(config.model_name, config.num_layers)
     problem = architectures.tensor_parallel_problem(architecture, config.tp_size)
     if problem and config.spec.name in strategies.SPECS:
         raise UserError(problem)
     cuts.require(config, architecture)
+    samples.require(config, architecture)
     shapes.require_trainable(architecture, f"--model_name {config.model_name}")
     if config.has_own_optimizer:
         from lockstep.training import optim  # imports torch
@@ -91,6 +92,7 @@ def load_inputs(config: Config) -> data.Inputs:
         config.batch_size,
         config.gradient_accumulation_steps,
         config.held_out,
+        config.samples,
     )
     num_steps = config.debug_steps or config.num_epochs * batches.steps_per_epoch
     rates.require(vars(config), num_steps)

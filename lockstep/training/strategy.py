@@ -4,8 +4,10 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 from lockstep.ground.errors import UserError
+from lockstep.inputs.samples import IGNORED
 from lockstep.plan import strategies
 from lockstep.plan.config import Config, Spec
 from lockstep.plan.mesh import Geometry, Mesh
@@ -13,7 +15,8 @@ from lockstep.plan.mesh import Geometry, Mesh
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-MicroBatch = tuple[torch.Tensor, torch.Tensor]  # input_ids and labels, each (B, S); labels are shifted by one
+# input_ids and labels, each (B, S); labels are shifted by one. Then what `Samples.further` names: mostly nothing.
+MicroBatch = tuple[torch.Tensor, ...]
 
 
 class Optimizer(Protocol):
@@ -46,6 +49,9 @@ class Strategy(Protocol):
         """Replace the last step's gradient by that of the mean loss over the micro batches, averaged over dp and cp.
 
         Returns the mean loss of this rank's samples, over all their positions, on every stage; shape ().
+
+        If some positions have no label (-100), the mean is over all labels of the global batch: a rank returns the sum over its samples,
+        times dp, divided by their number, so that the mean over ranks is the loss.
         """
 
     def update(self) -> float:
@@ -74,9 +80,10 @@ class Strategy(Protocol):
         """What the run really runs with, read back from live objects after the first step (lockstep/training/observe.py)."""
 
 
-def require_strategy(spec: Spec) -> None:
-    """Raise UserError unless the class of a user's strategy has all methods of the protocol."""
+def require_strategy(spec: Spec, further: tuple[str, ...] = ()) -> None:
+    """Raise UserError unless the class of a user's strategy has all methods of the protocol, and takes `further` inputs."""
     own = strategies.load(spec.factory)
+    steps = getattr(own, "forward_backward", None)
     methods = [
         name for name, member in vars(Strategy).items() if not name.startswith("_") and callable(member)
     ]
@@ -86,6 +93,21 @@ def require_strategy(spec: Spec) -> None:
         raise UserError(
             f"{spec.factory} {what}; derive it from TorchStrategy, or write what docs/your-own-strategy.md lists"
         )
+    if further and steps.__module__ != "lockstep.training.torch_strategy":
+        raise UserError(
+            f"{spec.factory} has a forward_backward of its own, for micro batches of ids and labels alone, and these have {further[0]}, too; leave "
+            "--padding and --documents out"
+        )
+
+
+def count_labels(micro_batches: list[MicroBatch], mesh: Mesh) -> list[torch.Tensor]:
+    """For each micro batch, what its sum of losses is divided by: the number of labels of the global batch; int64, shape (). Collective."""
+    total = torch.stack([(labels != IGNORED).sum() for _, labels, *_ in micro_batches]).sum()
+    dist.all_reduce(total)
+    total //= (
+        mesh.world_size // mesh.num_sample_shares
+    )  # ranks with the same samples have counted the same labels
+    return [total] * len(micro_batches)
 
 
 MakeStrategy = Callable[["PreTrainedModel", Config, Mesh, torch.device], Strategy]

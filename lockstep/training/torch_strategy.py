@@ -36,7 +36,7 @@ from lockstep.training.optim import (
     total_norm,
 )
 from lockstep.training.pipeline import Pipeline
-from lockstep.training.strategy import MicroBatch
+from lockstep.training.strategy import MicroBatch, count_labels
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -54,6 +54,10 @@ class TorchStrategy:
         # What the loop feeds, until a forward pass has counted.
         self.num_micro_batches = config.gradient_accumulation_steps
         self.num_tokens = config.batch_size * config.seq_length // config.cp_size
+        self._num_labels: torch.Tensor | None = None
+        self._divided_by: torch.Tensor | None = None
+        self._further: dict[str, torch.Tensor] = {}
+        self._handed_on: tuple[str, ...] = ()
         self.device_mesh = build_device_mesh(mesh, device.type)
         model.to(device=device, dtype=config.parameter_dtype)  # type: ignore[call-arg] # a decorator of transformers loses self
         self.context = (
@@ -115,10 +119,46 @@ class TorchStrategy:
             mean = self.context.mean(mean)
         return mean
 
+    def count_labels(self, micro_batches: list[MicroBatch]) -> list[torch.Tensor] | list[None]:
+        """What each micro batch's `num_labels` is. Collective."""
+        if not self.config.samples.counted:
+            return [None] * len(micro_batches)
+        return count_labels(micro_batches, self.geometry().mesh)
+
+    @property
+    def num_labels(self) -> torch.Tensor | None:
+        """The number of labels of the global batch, while its losses are computed; None if every position has one.
+
+        The contract says that the loss is divided by it if it was read.
+        """
+        self._divided_by = self._num_labels
+        return self._num_labels
+
+    @property
+    def further(self) -> dict[str, torch.Tensor]:
+        """What else the model is to be called with for the whole micro batch: `attention_mask` or `position_ids`, (B, S), or nothing.
+
+        The contract says that it is if this was read.
+        """
+        self._handed_on = tuple(self._further)
+        return self._further
+
+    def _begin(self, number: torch.Tensor | None, further: list[torch.Tensor]) -> None:
+        """Before each micro batch."""
+        self._num_labels = number
+        self._further = dict(zip(self.config.samples.further, further, strict=True))
+
+    @property
+    def num_shares(self) -> int:
+        """How many losses the loss of the global batch is the mean of: one for each micro batch of each rank that sees other tokens."""
+        return self.num_micro_batches * self.geometry().mesh.num_loss_shares
+
     def _through_model(self, micro_batches: list[MicroBatch]) -> torch.Tensor:
         """Forward and backward of all micro batches; this rank's mean loss."""
         losses = []
-        for index, (input_ids, labels) in enumerate(micro_batches):
+        numbers = self.count_labels(micro_batches)
+        for index, (input_ids, labels, *further) in enumerate(micro_batches):
+            self._begin(numbers[index], further)
             with self._reducing(index == len(micro_batches) - 1):
                 with self.config.autocast(self.device):
                     loss = self.loss(input_ids, labels)
@@ -130,28 +170,48 @@ class TorchStrategy:
         """The same on this rank's stages. The mean loss is known on the rank of the last stage."""
         assert self.pipeline is not None
         mean = torch.zeros((), device=self.device)
-        for index, (input_ids, labels) in enumerate(micro_batches):
+        numbers = self.count_labels(micro_batches)
+        for index, (input_ids, labels, *further) in enumerate(micro_batches):
+            self._begin(numbers[index], further)
+            if self.num_labels is not None:
+                self.pipeline.divide_by(self.num_labels, 1 / self.geometry().mesh.num_loss_shares)
             input_ids, labels, positions = self.cut(input_ids, labels)
-            if positions is None:
-                positions = torch.arange(labels.shape[1], device=labels.device)[None]
+            given = self._given(positions)
+            if given["position_ids"] is None:
+                given["position_ids"] = torch.arange(labels.shape[1], device=labels.device)[None]
             self.num_tokens = labels.numel()
             with self._reducing(index == len(micro_batches) - 1):
-                mean += self.pipeline.step(input_ids, labels, positions)
+                mean += self.pipeline.step(input_ids, labels, **given)
         return mean
 
     def called(self) -> list[tuple[torch.nn.Module, dict[str, str | int]]]:
         """See `lockstep.training.strategy.Strategy`."""
+        further: dict[str, str | int] = {name: name for name in self.config.samples.further}
         return (
-            [(self.model, {"input_ids": "input_ids", "labels": "labels"})]
+            [(self.model, {"input_ids": "input_ids", "labels": "labels", **further})]
             if self.pipeline is None
-            else self.pipeline.called()
+            else self.pipeline.called(further)
         )
 
     def loss(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """This rank's mean loss over its positions of one micro batch, each (B, S); shape ()."""
+        """This rank's mean loss over its positions of one micro batch, each (B, S); shape ().
+
+        With `num_labels`, the sum, divided by it and multiplied with `num_shares`.
+        """
         input_ids, labels, positions = self.cut(input_ids, labels)
         self.num_tokens = labels.numel()
-        return causal_lm_loss(self.wrapped, input_ids, labels, positions)
+        loss = causal_lm_loss(
+            self.wrapped, input_ids, labels, num_labels=self.num_labels, **self._given(positions)
+        )
+        return loss if self._num_labels is None else loss * self.num_shares
+
+    def _given(self, positions: torch.Tensor | None) -> dict[str, Any]:
+        """What the model is called with beside ids and labels, for these positions (1, S / cp) of a micro batch; None: all of them."""
+        further = self.further
+        if positions is None or not further:
+            return {"position_ids": positions, **further}
+        own = further["position_ids"][:, positions[0]] if "position_ids" in further else positions
+        return {"position_ids": own, "attention_mask": context_parallel.allowed(further, positions[0])}
 
     def cut(
         self, input_ids: torch.Tensor, labels: torch.Tensor
@@ -250,7 +310,10 @@ class TorchStrategy:
                 self.num_tokens * self.geometry().mesh.cp,
                 self.num_micro_batches,
                 self.geometry().mesh.dp,
-            ],
+            ]
+            if self._divided_by is None
+            else [int(self._divided_by)],
+            **({"also_called_with": list(self._handed_on)} if self.config.samples.further else {}),
             "reduction_dtype": sorted(
                 {str(self._reduction_dtype(parameter)) for parameter in self.parameters}
             ),

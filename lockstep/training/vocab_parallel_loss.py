@@ -13,15 +13,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lockstep.inputs.samples import IGNORED
+
 _ROWS = 16  # tokens handled at a time: the float32 copy of their logits stays in the cache
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, labels: torch.Tensor, first_id: int, group: dist.ProcessGroup
+        ctx: Any,
+        logits: torch.Tensor,
+        labels: torch.Tensor,
+        first_id: int,
+        group: dist.ProcessGroup,
+        num_labels: torch.Tensor | None,
     ) -> torch.Tensor:
-        """logits (T, V_local), labels (T,) global ids, first_id a_r; returns the mean loss, float32, shape ()."""
+        """logits (T, V_local), labels (T,) global ids, first_id a_r; returns the mean loss, or the sum over num_labels, float32, shape ()."""
         num_tokens, local_vocab = logits.shape
         maximum = logits.amax(dim=-1).float()
         dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=group)
@@ -41,31 +48,40 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         dist.all_reduce(sums_and_target, group=group)
         sums, target = sums_and_target
 
-        ctx.save_for_backward(probabilities, sums, local_labels, mine)
+        ctx.save_for_backward(probabilities, sums, local_labels, mine, labels)
         ctx.logits_dtype = logits.dtype
-        return (sums.log() + maximum - target).mean()
+        ctx.counted = num_tokens if num_labels is None else num_labels
+        losses = (sums.log() + maximum - target).masked_fill(labels == IGNORED, 0.0)
+        return losses.mean() if num_labels is None else losses.sum() / num_labels
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        probabilities, sums, local_labels, mine = ctx.saved_tensors
+    def backward(ctx: Any, grad_loss: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        probabilities, sums, local_labels, mine, labels = ctx.saved_tensors
         num_tokens = len(sums)
-        scale = grad_loss / num_tokens
+        scales = (grad_loss / ctx.counted / sums).masked_fill(labels == IGNORED, 0.0)
         gradient = torch.empty_like(probabilities, dtype=ctx.logits_dtype)
         tokens = torch.arange(num_tokens, device=sums.device)
         probabilities[tokens, local_labels] -= sums * mine  # not yet divided by Z, so 1 is Z
         for start in range(0, num_tokens, _ROWS):
             rows = slice(start, start + _ROWS)
-            torch.mul(probabilities[rows], (scale / sums[rows])[:, None], out=probabilities[rows])
+            torch.mul(probabilities[rows], scales[rows, None], out=probabilities[rows])
             gradient[rows] = probabilities[rows]
-        return gradient, None, None, None
+        return gradient, None, None, None, None
 
 
 def vocab_parallel_cross_entropy(
-    logits: torch.Tensor, labels: torch.Tensor, first_id: int, group: dist.ProcessGroup
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    first_id: int,
+    group: dist.ProcessGroup,
+    num_labels: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Mean cross-entropy over all tokens, equal on every rank of `group`.
+    """Mean cross-entropy over all tokens, equal on every rank of `group`; with `num_labels` the sum divided by it.
 
     logits (..., V_local) are this rank's shard, which begins at vocabulary id `first_id`; labels (...) are global
-    ids, none of them ignored. May be differentiated once: backward reuses the buffer of probabilities.
+    ids; only with `num_labels` may some be -100: their tokens have no loss. May be differentiated once: backward reuses the buffer of
+    probabilities.
     """
-    return _VocabParallelCrossEntropy.apply(logits.flatten(0, -2), labels.flatten(), first_id, group)
+    return _VocabParallelCrossEntropy.apply(
+        logits.flatten(0, -2), labels.flatten(), first_id, group, num_labels
+    )

@@ -7,6 +7,7 @@ from lockstep.dumps.manifest import REMEDY
 from lockstep.dumps.record import configuration, require_comparable
 from lockstep.ground.errors import UserError
 from lockstep.inputs.data import global_batch_hash, window_hashes
+from lockstep.inputs.samples import IGNORED
 from lockstep.plan.contract import (
     KNOWN_DIFFERENCES,
     contract_differences,
@@ -48,8 +49,13 @@ def configuration_differences(baseline: Dump, dump: Dump) -> dict[str, str]:
         {step: entry["learning_rate"] for step, entry in baseline.steps.items()},
     )
     if dump is baseline:
+        config = configuration(dump.run)
         wanted = expected_contract(
-            configuration(dump.run), dump.run["architecture"], dump.layout.model, of_optimizer(dump.contract)
+            config,
+            dump.run["architecture"],
+            dump.layout.model,
+            of_optimizer(dump.contract),
+            int((dump.tensor(1, "batch/labels") != IGNORED).sum()) if config.samples.counted else None,
         )
         rates = {step: rate_of(dump.run["config"], int(step), dump.run["num_steps"]) for step in dump.steps}
     found = contract_differences(on_any_mesh(wanted), on_any_mesh(dump.contract), KNOWN_DIFFERENCES)
@@ -73,8 +79,9 @@ def require_summary(dump: Dump, step: int, norm: float) -> None:
 
 def require_its_batch(reference: Dump, step: int) -> None:
     """Raise UserError unless the batch that a reference was called with is the one whose hash it records."""
-    input_ids, labels = (reference.tensor(step, f"batch/{name}") for name in ("input_ids", "labels"))
-    if global_batch_hash(window_hashes([(input_ids, labels)])) != reference.steps[str(step)]["batch_hash"]:
+    names = (name for name in reference.expected(step) if name.startswith("batch/"))
+    batch = tuple(reference.tensor(step, name) for name in names)
+    if global_batch_hash(window_hashes([batch])) != reference.steps[str(step)]["batch_hash"]:
         raise UserError(f"{reference.folder}: step {step}: its batch_hash is not that of its batch; {REMEDY}")
 
 

@@ -124,19 +124,22 @@ def derived(rule: Rule, noise: list[float]) -> Tolerance:
 
 
 def floors(baseline: History) -> list[float]:
-    """By how much rounding alone may move the loss of each step (nats), with the weights of the first."""
-    first, config = baseline.steps[0]["loss"], baseline.run["config"]
-    ulps = MEAN_ULPS if len(baseline.steps[0]["rank_losses"]) > 1 else RANK_ULPS
-    return [
-        loss_noise(
-            baseline.run,
-            first,
-            first,
-            step.get("independent_tokens") or tokens_per_step(config),
-            ulps=ulps,
-        )
-        for step in baseline.steps
-    ]
+    """By how much rounding alone may move the loss of each step (nats), with the weights of the first.
+
+    What is rounded are the losses of the ranks. Of unequal numbers of labels, one may be a binade above the mean.
+    """
+    first, config, ranks = (
+        baseline.steps[0]["loss"],
+        baseline.run["config"],
+        baseline.steps[0]["rank_losses"],
+    )
+    ulps = MEAN_ULPS if len(ranks) > 1 else RANK_ULPS
+
+    def of_step(tokens: float) -> float:
+        noise = (loss_noise(baseline.run, first, loss, tokens, ulps=ulps) for loss in ranks)
+        return math.hypot(*noise) / math.sqrt(len(ranks))
+
+    return [of_step(step.get("independent_tokens") or tokens_per_step(config)) for step in baseline.steps]
 
 
 def rule_and_noise(baseline: History) -> tuple[Rule | None, Noise, Noise]:

@@ -22,6 +22,7 @@ from lockstep.verdict.float64 import Float64, make_exact
 STEPS = (1e-5, 1e-6, 1e-7)  # of the differences; where a router jumps within one of them, another serves
 # Relative. In float64 the differences are off by 1e-8 at 1e-6 (truncation falls as the step squared), and by 1e-2 and more in float32.
 TOLERANCE = 1e-6
+APART = 1e-12  # relative: what another grouping of tokens, as to experts, changes in float64
 BATCH, LONGEST = 2, 16  # sequences, and tokens in each
 
 
@@ -30,8 +31,23 @@ def check(config: Config, inputs: Inputs) -> None:
     if architectures.is_built_in(inputs.architecture_source):
         return
     problem = problem_of(inputs.architecture, config.attn_impl, min(config.seq_length, LONGEST))
+    if not problem and config.documents == "apart" and not keeps_apart(inputs.architecture, config.attn_impl):
+        problem = "a document sees those before it, though positions begin again; leave --documents apart out"
     if problem:
         raise UserError(f"--model_name {printable(config.model_name, 200)}: {problem}")
+
+
+def keeps_apart(architecture: dict, attn_impl: str) -> bool:
+    """Whether the second of two documents is computed as if there were no first, by their positions alone."""
+    ids = torch.arange(8)[None] % architecture["vocab_size"]
+    positions = torch.arange(4).repeat(2)[None]
+    with torch.random.fork_rng(devices=[]), quiet(), torch.no_grad(), Float64():
+        torch.manual_seed(0)
+        model = from_config(shallow(architecture), attn_impl=attn_impl)
+        make_exact(model, ())
+        both = (ids, torch.where(torch.arange(8) < 4, ids.flip(1), ids))
+        one, two = (model(each, position_ids=positions, use_cache=False).logits[:, 4:] for each in both)
+    return float((one - two).abs().max()) <= APART * float(one.abs().max())
 
 
 def problem_of(architecture: dict, attn_impl: str, seq_length: int) -> str:

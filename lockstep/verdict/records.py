@@ -7,6 +7,7 @@ import torch
 
 from lockstep.dumps.dump import Dump, Dumps, number_of_elements
 from lockstep.inputs.data import independent_tokens
+from lockstep.inputs.samples import IGNORED
 from lockstep.plan.config import BASELINE
 from lockstep.verdict.comparable_dumps import require_summary
 from lockstep.verdict.distance import Distance
@@ -69,7 +70,9 @@ def losses(baseline: Dump, dumps: Dumps, step: int, precision: str, references: 
     for rank in range(shares):
         loss = of_rank(baseline, rank)
         mine = slice(rank * rows, (rank + 1) * rows)
-        tokens = independent_tokens(ids[mine], labels[mine])
+        # a rank's loss is the sum over its labels, divided by an equal share of all labels: so many times their mean
+        times = shares * float((labels[mine] != IGNORED).sum() / (labels != IGNORED).sum())
+        tokens = independent_tokens(ids[mine], labels[mine]) / times**2
         noise = loss_noise(baseline.run, baseline.steps["1"]["loss"], loss, tokens, ulps=RANK_ULPS)
         by_strategy, exact = (
             {name: of_rank(dump, rank) for name, dump in each.items()} for each in (dumps, references)

@@ -35,6 +35,7 @@ from lockstep.ground.errors import TrainingFailure, UserError, run_program
 from lockstep.inputs import weights
 from lockstep.inputs.data import Inputs, global_batch_hash, window_hashes
 from lockstep.inputs.model import build_model, causal_lm_loss
+from lockstep.inputs.samples import IGNORED
 from lockstep.plan import command_line, initial_weights, rates
 from lockstep.plan.config import BASELINE, BETAS, EPS, Config
 from lockstep.training import preflight
@@ -125,12 +126,16 @@ class ReferenceStrategy:
         self.optimizer.zero_grad()
         self.regrets = dict.fromkeys(chosen or {}, 0.0)
         losses, first = [], 0
-        for input_ids, labels in micro_batches:
+        counted = self.config.samples.counted
+        number = sum(int((labels != IGNORED).sum()) for _, labels, *_ in micro_batches) if counted else None
+        for input_ids, labels, *further in micro_batches:
             rows = slice(first, first + len(input_ids))
             first = rows.stop
             numbers = {self.choices[name].call: indices[rows] for name, indices in (chosen or {}).items()}
             with Float64(numbers) as mode:
-                loss = causal_lm_loss(self.model, input_ids, labels)
+                given = dict(zip(self.config.samples.further, further, strict=True))
+                loss = causal_lm_loss(self.model, input_ids, labels, num_labels=number, **given)
+                loss = loss * len(micro_batches) if counted else loss
                 (loss / len(micro_batches)).backward()
             for name in self.regrets:
                 regret = float(mode.regrets[self.choices[name].call].amax())
@@ -140,7 +145,8 @@ class ReferenceStrategy:
         return torch.stack(losses).view(self.config.dp_size, -1).mean(dim=-1).tolist()
 
     def called(self) -> list[tuple[torch.nn.Module, dict[str, str | int]]]:
-        return [(self.model, {"input_ids": "input_ids", "labels": "labels"})]
+        further: dict[str, str | int] = {name: name for name in self.config.samples.further}
+        return [(self.model, {"input_ids": "input_ids", "labels": "labels", **further})]
 
     def grad_norm(self) -> float:
         return sum(float(gradient_of(parameter).square().sum()) for parameter in trained(self.model)) ** 0.5
@@ -281,7 +287,8 @@ def _one_step(
     rate = rates.rate_of(vars(config), index + 1, inputs.num_steps)
     set_rate(strategy.optimizer, rate, config.learning_rate)
     by_rank = [inputs.batches.micro_batches(index, rank, "cpu") for rank in range(inputs.batches.dp_size)]
-    whole = (torch.cat([micro[part] for of_rank in by_rank for micro in of_rank]) for part in (0, 1))
+    parts = zip(*(micro for of_rank in by_rank for micro in of_rank), strict=True)
+    whole = map(torch.cat, parts)
     micro_batches = list(zip(*(tensor.split(config.batch_size) for tensor in whole), strict=True))
     capture.begin(strategy, index + 1, micro_batches)
     rank_losses = strategy.forward_backward(micro_batches, chosen)

@@ -1,0 +1,77 @@
+"""What a window of text is as a sample: which of its tokens have a label, which are padding, and where its documents begin.
+
+Everything is drawn from the window's tokens and the seed alone, so it does not depend on who trains on the window, or when.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+IGNORED = -100  # the label of a position that is not trained on, as torch and transformers have it
+PADDING = 0  # the token id at positions that are padding
+DOCUMENTS = 4  # to a window, on average
+
+
+@dataclass(frozen=True)
+class Samples:
+    """How samples are made; see the flags of the same names (lockstep/plan/config.py)."""
+
+    labels: str = "all"
+    padding: str = "none"
+    documents: str = "joined"
+    seed: int = 0
+
+    @property
+    def further(self) -> tuple[str, ...]:
+        """What a model is called with beside ids and labels, under the name that transformers has for it; (B, S) int64."""
+        masks = ("attention_mask",) if self.padding != "none" else ()
+        return (*masks, "position_ids") if self.documents == "apart" else masks
+
+    @property
+    def counted(self) -> bool:
+        """Whether some positions have no label: then the mean loss is a sum, divided by a number that must be counted."""
+        return self.labels != "all" or bool(self.further)
+
+    def of(self, windows: np.ndarray) -> tuple[np.ndarray, ...]:
+        """input_ids, labels and what `further` names, each (..., S) int64, of windows (..., S + 1)."""
+        input_ids, labels = windows[..., :-1].astype(np.int64), windows[..., 1:].astype(np.int64)
+        size = labels.shape[-1]
+        places = np.arange(size, dtype=np.uint64)
+        window = windows.sum(-1, dtype=np.uint64)[..., None] + np.uint64(self.seed)
+
+        def drawn(what: int, below: np.ndarray | int) -> np.ndarray:
+            return scrambled(scrambled(window) + np.uint64(what)) % np.uint64(below)
+
+        further = []
+        length: np.ndarray | int = size
+        if self.padding != "none":
+            length = size - drawn(0, 3 * size // 4 + 1)  # tokens of each sample
+            inside = places < length
+            input_ids[~inside], labels[~inside] = PADDING, IGNORED
+            further.append(inside.astype(np.int64))
+        if self.labels == "completion":
+            labels[places < drawn(1, 3 * length // 4 + 1)] = IGNORED
+        if self.padding == "left":
+            moved = ((places + length) % size).astype(np.int64)
+            input_ids, labels, *further = (
+                np.take_along_axis(each, moved, -1) for each in (input_ids, labels, *further)
+            )
+        if self.documents == "apart":
+            begins = scrambled(scrambled(window) + places + np.uint64(2)) % np.uint64(size) < DOCUMENTS
+            # not within a run of one token: what attends to equal tokens alone has a gradient of rounding errors
+            other = windows[..., 1:] != windows[..., :-1]
+            begins[..., 1:] &= other[..., :-1] & other[..., 1:]
+            begins[..., 0] = True
+            labels[..., :-1][begins[..., 1:]] = (
+                IGNORED  # the first token of another document is not predicted
+            )
+            first = np.maximum.accumulate(np.where(begins, places, 0), -1)
+            further.append((places - first).astype(np.int64))
+        return input_ids, labels, *further
+
+
+def scrambled(x: np.ndarray) -> np.ndarray:
+    """The finalizer of splitmix64 (Steele, Lea and Flood 2014): every bit of the result depends on every bit of x."""
+    x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return x ^ x >> np.uint64(31)
