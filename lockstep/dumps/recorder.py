@@ -354,6 +354,7 @@ class Recorder:
         self._begin()
         if self.step > self.steps:
             self._remove_hooks()
+            self.whole_run.write()  # a script may end without a word
 
 
 def write_model(folder: Path, about: tree.TREE, tensors: dict[str, torch.Tensor]) -> None:

@@ -1,5 +1,6 @@
 """Read what lockstep/dumps/recorder.py wrote: micro batches, and tensors made whole from the shards of all ranks."""
 
+import itertools
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,7 +12,6 @@ from safetensors.torch import load_file
 
 from lockstep.dumps import tree
 from lockstep.dumps.recorder import FORMAT
-from lockstep.dumps.whole_run import STEPS_AT_ONCE
 from lockstep.ground.errors import UserError, first_line, printable
 from lockstep.ground.files import read_json
 from lockstep.ground.schemas import Count, MayBreakDown, Name, Strict, Whole, validate
@@ -133,18 +133,15 @@ class Recording:
         return found
 
     def whole_run(self) -> list[list[RunStep]]:
-        """Every step of the run, of each rank."""
+        """The steps of the run, of each rank: to its end, or as many as were written before it was stopped."""
         found = []
         for rank in range(self.steps[0][0].world_size):
             steps: list[RunStep] = []
-            while (
-                path := self.folder / f"rank_{rank}" / f"run_{len(steps) // STEPS_AT_ONCE + 1}.json"
-            ).is_file():
-                steps += validate(RunSteps, read_json(path), path, REMEDY).steps
-                if len(steps) % STEPS_AT_ONCE:
+            for number in itertools.count(1):
+                path = self.folder / f"rank_{rank}" / f"run_{number}.json"
+                if not path.is_file():
                     break
-            if not steps:
-                raise UserError(f"{path} is missing: rank {rank} was stopped before it wrote it; {REMEDY}")
+                steps += validate(RunSteps, read_json(path), path, REMEDY).steps
             found.append(steps)
         return found
 

@@ -1,7 +1,7 @@
 """What a recording has of every step, to the end of the run: which samples, which learning rates, how often the schedule was stepped.
 
     RUN/rank_R/run_N.json      {"steps": [{"samples": [[hash, ...] of each micro batch], "rates": [...], "scheduled": {by whom: times},
-                               "data_sets": [sizes]}, ...]}, 256 steps in each
+                               "data_sets": [sizes]}, ...]}, at most 256 steps in each
 
 Hashes are made on the model's device, and fetched for many steps at once.
 """
