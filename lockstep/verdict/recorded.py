@@ -12,7 +12,7 @@ import torch
 
 from lockstep.dumps.recording import Recording, Step
 from lockstep.ground.errors import UserError
-from lockstep.verdict import normalisation, recorded_update
+from lockstep.verdict import normalisation, recorded_task, recorded_update
 from lockstep.verdict.distance import distance_of
 from lockstep.verdict.judgement import FLOOR, MULTIPLE, UNIT
 from lockstep.verdict.normalisation import Fit, Gradients
@@ -134,6 +134,8 @@ class _Step:
             for one, kept in ((right, self.exact), (measured, near)):
                 one.modules, one.logits, one.at_logits = {}, None, None  # they take the most memory
                 kept.append(one)
+        if self.verdict.step == 1:
+            recorded_task.judge(self.verdict, exact, self.micro, self.exact)
         return near, modules.close()
 
     @property
