@@ -82,6 +82,7 @@ class _Step:
         self._judge_clips()
         self.observed = {name: tensor.double() for name, tensor in gradients.items()}
         self.gradients = gradients
+        verdict.lowered = sorted(self._lowered())
         problem = _unusable(self.observed)
         if problem:
             verdict.wrong.append(problem)
@@ -138,12 +139,16 @@ class _Step:
             recorded_task.judge(self.verdict, exact, self.micro, self.exact)
         return near, modules.close()
 
+    def _lowered(self) -> set[str]:
+        """The dtypes other than float32 and float64 that the step was computed in."""
+        micro = self.micro[0].about
+        found = {micro.autocast, micro.param_dtype, *(str(one.dtype) for one in self.gradients.values())}
+        return {one for one in found if one is not None} - {"torch.float32", "torch.float64"}
+
     @property
     def precision(self) -> str:
         """Of the arithmetic: whether it is float32 throughout."""
-        micro = self.micro[0].about
-        lowered = {micro.autocast, micro.param_dtype, *(str(one.dtype) for one in self.gradients.values())}
-        return "fp32" if lowered <= {None, "torch.float32", "torch.float64"} else "autocast"
+        return "autocast" if self._lowered() else "fp32"
 
     def _judge_missing(self, weights: dict[str, torch.Tensor]) -> None:
         """What has a gradient in the reference has one on every rank that holds it."""
