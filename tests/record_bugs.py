@@ -1250,9 +1250,8 @@ class OwnLossMisaligned(MicroMeans):
 
     def loss(self, given, tokens):
         logits = self.wrapped(input_ids=given["input_ids"], use_cache=False).logits
-        return torch.nn.functional.cross_entropy(
-            logits[:, :16].flatten(0, 1), given["labels"][:, 16:].flatten()
-        )
+        labels = given["labels"][:, 16:].flatten()
+        return torch.nn.functional.cross_entropy(logits[:, :16].flatten(0, 1), labels) / self.micro
 
 
 class LoraBaseTrained(Lora):

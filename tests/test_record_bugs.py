@@ -192,13 +192,13 @@ BUGS = {
         "ahrefs/ocannl/673",
     ),
     "ClippedBeforeReduction": (
-        "step 1: rank 0 clipped by a norm of 1.030537, rank 1 by 1.069927: at least one of them is not that of the whole gradient",
+        "step 1: rank 0 clipped by a norm of ",
         NAMED,
-        None,
+        "at least one of them is not that of the whole gradient",
         "",
     ),
     "ClippedScaled": (
-        "step 1: the gradient was clipped by a norm of 762.9",
+        "step 1: the gradient was clipped by a norm of ",
         UNEXPLAINED,
         ", 1024 times that of the reference's",
         "pytorch/examples/1196",
@@ -216,9 +216,9 @@ BUGS = {
         "huggingface/accelerate/641",
     ),
     "ClippedByShard": (
-        "step 1: rank 0 clipped by a norm of 0.52558, rank 1 by 0.5281185: at least one of them is not that of the whole gradient",
+        "step 1: rank 0 clipped by a norm of ",
         NAMED,
-        "times that of the reference's gradient, 0.745",
+        "at least one of them is not that of the whole gradient",
         "areal-project/AReaL/312",
     ),
     "MadeBeforeSharding": (
@@ -415,13 +415,13 @@ BUGS = {
         "Shark-NLP/DiffuSeq/37",
     ),
     "MeshTpNorm": (
-        "step 1: the gradient was clipped by a norm of 1.04698",
+        "step 1: the gradient was clipped by a norm of ",
         UNEXPLAINED,
-        ", 1.4052 times that of the reference's",
+        ", 1.4",
         "NVIDIA-NeMo/RL/3788",
     ),
     "MeshNormOfTpShard": (
-        f"step 1: {SHARED}; they were clipped by different norms, 0.7405652 and 0.7400939",
+        f"step 1: {SHARED}; they were clipped by different norms, 0.7",
         NAMED,
         None,
         "huggingface/transformers/36132",

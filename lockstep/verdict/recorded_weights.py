@@ -186,10 +186,12 @@ class Weighed:
         """What a factor may be, to be read after it."""
         world = self.ranks[0].world_size
         labels = sum(one.labels for one in self.exact)
+        counting = self.shares.count(self.shares[0])  # micro batches of a rank at which a gradient arrived
         numbers = {
             "the world size": float(world),
             "the number of data-parallel ranks": float(self.verdict.shares),
             "the micro batches of a rank": float(len(self.ranks[0].micro_batches)),
+            "those that count": float(counting if counting != len(self.ranks[0].micro_batches) else 0),
             "the ranks that see the same samples": world / self.verdict.shares,
             "the tokens of the global batch": float(self.verdict.tokens),
             "the positions of the global batch": float(
