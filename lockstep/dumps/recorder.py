@@ -75,8 +75,8 @@ class Recorder:
         self._begin()
         self.whole_run = WholeRun(lambda: self._rank_folder)
         self.calls = self.model.register_forward_pre_hook(self._see_call, with_kwargs=True, prepend=True)
+        self.outputs = self.model.register_forward_hook(self._see_output)
         self.removing: list[Callable[[], None]] = [
-            self.model.register_forward_hook(self._see_output).remove,
             register_optimizer_step_pre_hook(self._before_update).remove,
             register_optimizer_step_post_hook(self._after_update).remove,
         ]
@@ -100,6 +100,7 @@ class Recorder:
             self._write()
         self._remove_hooks()
         self.calls.remove()
+        self.outputs.remove()
         self.whole_run.close()
 
     def _remove_hooks(self) -> None:
@@ -114,6 +115,7 @@ class Recorder:
         self.unchanged: list[str] = []  # weights that the step before ended with
         self.changed: list[str] = []  # weights and state that it ended otherwise with
         self.micro: list[dict[str, Any]] = []
+        self.frozen: list[str] = []
         self.clips: list[dict[str, Any]] = []
         self.optimizers: list[dict[str, Any]] = []
         self.updating = False
@@ -126,15 +128,24 @@ class Recorder:
         def noted(
             parameters: Any, max_norm: float, total_norm: torch.Tensor, *rest: Any, **options: Any
         ) -> Any:
+            parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
             whole = total_norm.full_tensor() if isinstance(total_norm, DTensor) else total_norm
-            clip = {"max_norm": float(max_norm), "norm": float(whole)}
-            if clip not in self.clips:  # parameters of several meshes are clipped in groups, by one norm
-                self.clips.append(clip)
+            self._see_clip(parameters, float(max_norm), float(whole))
             return real(parameters, max_norm, total_norm, *rest, **options)
 
         for place, name in ((module, "_clip_grads_with_norm_"), (torch.nn.utils, "clip_grads_with_norm_")):
             setattr(place, name, noted)
             self.removing.append(functools.partial(setattr, place, name, real))
+
+    def _see_clip(self, parameters: list[torch.Tensor], max_norm: float, norm: float) -> None:
+        about = {"max_norm": max_norm, "norm": norm, "after": len(self.micro)}
+        clip = next((one for one in self.clips if one.items() >= about.items()), None)
+        if clip is None:  # else parameters of several meshes, which are clipped in groups, by one norm
+            clip = {**about, "parameters": []}
+            self.clips.append(clip)
+        given = {id(one) for one in parameters if one.grad is not None}
+        own = tree.named_parameters(self.model)
+        clip["parameters"] += [name for name, one in own.items() if id(one) in given]
 
     def keep(self, name: str, tensor: torch.Tensor, *, added: bool = False) -> None:
         """`added`: to what has arrived before."""
@@ -178,7 +189,11 @@ class Recorder:
 
     @torch.compiler.disable
     def _see_call(self, _module: torch.nn.Module, arguments: tuple, options: dict[str, Any]) -> None:
-        if not (self.model.training and torch.is_grad_enabled()) or being_recomputed():
+        if being_recomputed():
+            return
+        if not (self.model.training and torch.is_grad_enabled()):
+            if self.optimizers and not self.updating:  # an evaluation: the step before it is over
+                self._write()
             return
         given = self._given(arguments, options)
         if not self.updating:  # else a closure is called again
@@ -200,6 +215,8 @@ class Recorder:
         if number == 0:
             for name, buffer in self.model.named_buffers():
                 self.keep_shard(f"buffer/{tree.clean(name)}", buffer)
+            own = tree.named_parameters(self.model)
+            self.frozen = [name for name, parameter in own.items() if not parameter.requires_grad]
         self.hooks.begin(number)
         about: dict[str, Any] = {
             "tensors": [],
@@ -208,6 +225,9 @@ class Recorder:
             "scalars": {},  # the gradient that arrives at each that the model returns
             "autocast": None,
             "param_dtype": _param_dtype(self.model),
+            "evaluated": [
+                tree.clean(name) for name, module in self.model.named_modules() if not module.training
+            ],
         }
         for name, value in given.items():
             if isinstance(value, torch.Tensor):
@@ -233,12 +253,17 @@ class Recorder:
 
     @torch.compiler.disable
     def _see_output(self, _module: torch.nn.Module, _arguments: tuple, output: Any) -> None:
-        if not (self.model.training and torch.is_grad_enabled() and self.micro) or being_recomputed():
+        if not torch.is_grad_enabled() or being_recomputed():
+            return
+        loss, logits = outputs_of(output)
+        if not self.model.training:
+            self.whole_run.see_evaluation(logits if loss is None else loss)
+            return
+        if not self.removing or not self.micro:
             return
         if self.hooks is not None:
             self.hooks.end()
         number, about = len(self.micro) - 1, self.micro[-1]
-        loss, logits = outputs_of(output)
         if loss is not None and loss.requires_grad:
             used = functools.partial(self._loss_is_used, about, float(loss.detach()))
             if logits is None:
@@ -341,6 +366,7 @@ class Recorder:
             "step": self.step,
             "torch": torch.__version__,
             "data_parallel": _data_parallel(self.model),
+            "frozen": self.frozen,
             "micro_batches": self.micro,
             "clips": self.clips,
             "optimizers": self.optimizers,

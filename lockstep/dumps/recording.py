@@ -28,12 +28,15 @@ class MicroBatch(Strict):
     param_dtype: Name | None
     scalars: dict[Name, MayBreakDown]
     loss: MayBreakDown | None = None
+    evaluated: list[str]  # modules in evaluation mode
 
 
 class Clip(Strict):
     max_norm: MayBreakDown
     norm: MayBreakDown
     later: bool = False  # after the gradients were recorded
+    after: Whole | None = None  # so many micro batches; None: all of them
+    parameters: list[Name] = []  # those with a gradient; empty: not known
 
 
 class Optimizer(Strict):
@@ -57,6 +60,7 @@ class Step(Strict):
     step: Count
     torch: Name
     data_parallel: list[Whole]
+    frozen: list[Name]  # parameters that require no gradient
     micro_batches: list[MicroBatch]
     clips: list[Clip]
     optimizers: list[Optimizer]
@@ -72,6 +76,7 @@ class RunStep(Strict):
     rates: list[MayBreakDown]
     scheduled: dict[Name, Whole]
     data_sets: list[Whole]
+    evaluated: Whole  # calls in evaluation mode that were trained on
 
 
 class RunSteps(Strict):
@@ -88,6 +93,19 @@ class Called:
     tensors: dict[str, torch.Tensor]
     losses: dict[int, float] = field(default_factory=dict)  # by rank
     logits_gradient: torch.Tensor | None = None
+
+    @property
+    def is_used(self) -> bool:
+        """Whether a gradient arrived at what the model returned."""
+        return self.about.loss is not None or self.logits_gradient is not None
+
+    def has_same(self, tensors: dict[str, torch.Tensor], about: MicroBatch) -> bool:
+        """Whether another micro batch is the same, bit for bit."""
+        return (
+            self.tensors.keys() == tensors.keys()
+            and self.about.plain == about.plain
+            and all(torch.equal(self.tensors[name], tensors[name]) for name in tensors)
+        )
 
 
 class Recording:
@@ -178,12 +196,13 @@ class Recording:
                 f"{self._path(rank, step)}: {printable(key)}: {first_line(error)}; {REMEDY}"
             ) from error
 
-    def _logits(self, rank: int, step: int, number: int) -> torch.Tensor:
+    def part(self, rank: int, step: int, name: str) -> torch.Tensor | None:
+        """The first block that a rank has of a tensor; None if it has none."""
+        return self._tensor(rank, step, f"{name}#0") if name in self.steps[step - 1][rank].places else None
+
+    def _logits(self, rank: int, step: int, number: int) -> torch.Tensor | None:
         if f"logits/{number}" not in self._file(rank, step).keys():  # noqa: SIM118 - the file is no dict
-            raise UserError(
-                f"{self._path(rank, step)}: no gradient arrived at what the model returned for micro batch {number} of rank {rank}: either it did "
-                "not count in the training, or the model returns neither a loss nor logits; let it return one of them"
-            )
+            return None
         return self._tensor(rank, step, f"logits/{number}")
 
     def names(self, step: int, kind: str) -> list[str]:
@@ -251,7 +270,7 @@ class Recording:
             for number, micro in enumerate(about.micro_batches):
                 tensors = {name: self._tensor(rank, step, f"batch/{number}/{name}") for name in micro.tensors}
                 same = next(
-                    (one for one in found if one.number == number and _same(one, tensors, micro)), None
+                    (one for one in found if one.number == number and one.has_same(tensors, micro)), None
                 )
                 if same is None:
                     same = Called(number, [], micro, tensors)
@@ -261,12 +280,9 @@ class Recording:
                 same.ranks.append(rank)
                 if micro.loss is not None:
                     same.losses[rank] = micro.loss
+        if not any(one.is_used for one in found):
+            raise UserError(
+                f"{self._path(0, step)}: no gradient arrived at what the model returned: it returns neither a loss nor logits, or is not trained; "
+                "let it return one of them"
+            )
         return found
-
-
-def _same(one: Called, tensors: dict[str, torch.Tensor], about: MicroBatch) -> bool:
-    return (
-        one.tensors.keys() == tensors.keys()
-        and one.about.plain == about.plain
-        and all(torch.equal(one.tensors[name], tensors[name]) for name in tensors)
-    )

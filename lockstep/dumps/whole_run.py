@@ -1,7 +1,7 @@
 """What a recording has of every step, to the end of the run: which samples, which learning rates, how often the schedule was stepped.
 
     RUN/rank_R/run_N.json      {"steps": [{"samples": [[hash, ...] of each micro batch], "rates": [...], "scheduled": {by whom: times},
-                               "data_sets": [sizes]}, ...]}, at most 256 steps in each
+                               "data_sets": [sizes], "evaluated": calls in evaluation mode that were trained on}, ...]}, at most 256 steps in each
 
 Hashes are made on the model's device, and fetched for many steps at once.
 """
@@ -49,6 +49,15 @@ class WholeRun:
         self.rates: list[float] = []
         self.scheduled: Counter[str] = Counter()
         self.data_sets: set[int] = set()
+        self.evaluated = 0
+
+    def see_evaluation(self, output: torch.Tensor | None) -> None:
+        """`output` is what the model returned in evaluation mode; a gradient that arrives there trains it."""
+        if output is not None and output.requires_grad:
+            output.register_hook(self._train_in_evaluation)
+
+    def _train_in_evaluation(self, _gradient: torch.Tensor) -> None:
+        self.evaluated += 1
 
     def see_call(self, given: dict[str, Any]) -> None:
         if self.updating:  # in a closure, which L-BFGS calls many times
@@ -69,6 +78,7 @@ class WholeRun:
                 "rates": self.rates,
                 "scheduled": dict(self.scheduled),
                 "data_sets": sorted(self.data_sets),
+                "evaluated": self.evaluated,
             }
         )
         self.stepped = False

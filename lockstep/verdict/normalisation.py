@@ -15,9 +15,12 @@ from dataclasses import dataclass
 
 import torch
 
-ROUNDS = 3  # of leaving out tensors
+ROUNDS = 20
 OUTLIER = 10  # times the median rest
 Gradients = dict[str, torch.Tensor]  # by parameter, in float64
+Products = dict[
+    str, tuple[torch.Tensor, torch.Tensor]
+]  # of the columns with each other, and with what was observed
 
 
 @dataclass
@@ -37,7 +40,7 @@ def fit(observed: Gradients, columns: list[Gradients]) -> Fit:
 
     Tensors that are zero are left out.
     """
-    products = {}
+    products: Products = {}
     for name, tensor in observed.items():
         own = torch.stack([column[name].flatten() for column in columns])
         size = float(tensor.norm())
@@ -45,20 +48,28 @@ def fit(observed: Gradients, columns: list[Gradients]) -> Fit:
             products[name] = (own @ own.T / size**2, own @ tensor.flatten() / size**2)
     if not products:
         return Fit(torch.zeros(len(columns), dtype=torch.float64), dict.fromkeys(observed, 0.0))
-    chosen = set(products)
-    for _ in range(ROUNDS):
-        square = torch.stack([products[name][0] for name in sorted(chosen)]).sum(0)
-        right = torch.stack([products[name][1] for name in sorted(chosen)]).sum(0)
-        weights = torch.linalg.lstsq(square, right[:, None], driver="gelsd").solution[:, 0]
-        rest = {
-            name: _rest(observed[name], [column[name] for column in columns], weights) for name in observed
-        }
-        limit = OUTLIER * statistics.median(rest[name] for name in products)
-        nearer = {name for name in products if rest[name] <= limit}
-        if nearer == chosen:
-            break
-        chosen = nearer
+    counts = dict.fromkeys(products, 1.0)
+    for _ in range(
+        ROUNDS
+    ):  # makes the sum of distances small, not of their squares: fewer than half of the tensors may be wrong
+        weights = _solved(products, counts)
+        near = {name: _near(*products[name], weights) for name in products}
+        typical = statistics.median(near.values())
+        counts = {name: 1 / max(distance, typical) for name, distance in near.items()}
+    weights = _solved(products, {name: 1.0 for name in products if near[name] <= OUTLIER * typical})
+    rest = {name: _rest(observed[name], [column[name] for column in columns], weights) for name in observed}
     return Fit(weights, rest)
+
+
+def _solved(products: Products, counts: dict[str, float]) -> torch.Tensor:
+    square = torch.stack([count * products[name][0] for name, count in sorted(counts.items())]).sum(0)
+    right = torch.stack([count * products[name][1] for name, count in sorted(counts.items())]).sum(0)
+    return torch.linalg.lstsq(square, right[:, None], driver="gelsd").solution[:, 0]
+
+
+def _near(square: torch.Tensor, right: torch.Tensor, weights: torch.Tensor) -> float:
+    """`_rest`, from the products alone: to half of the digits."""
+    return math.sqrt(max(float(1 - 2 * weights @ right + weights @ square @ weights), 1e-16))
 
 
 def sums(columns: list[Gradients], weights: torch.Tensor) -> Gradients:
@@ -136,10 +147,18 @@ def nearest(weights: torch.Tensor, tokens: list[int], candidates: list[Weighting
 
 def explanations(factor: float, numbers: dict[str, float], tolerance: float) -> list[str]:
     """What the factor may be: one of the numbers that are known of the run, its inverse, or a product or quotient of two."""
-    terms = {name: value for name, value in numbers.items() if value > 1}
-    simple = {**terms, **{f"1 / {name}": 1 / value for name, value in terms.items()}}
+    equal: dict[float, list[str]] = {}
+    for name, value in numbers.items():
+        if value > 1:
+            equal.setdefault(value, []).append(name)
+    terms = {" or ".join(names): value for value, names in equal.items()}
+    simple = {
+        **terms,
+        **{" or ".join(f"1 / {name}" for name in names): 1 / value for value, names in equal.items()},
+    }
+    grouped = {f"({name})" if " or " in name else name: value for name, value in terms.items()}
     pairs: dict[str, float] = {}
-    for (one, a), (other, b) in itertools.combinations(terms.items(), 2):
+    for (one, a), (other, b) in itertools.combinations(grouped.items(), 2):
         pairs |= {
             f"{one} x {other}": a * b,
             f"1 / ({one} x {other})": 1 / (a * b),

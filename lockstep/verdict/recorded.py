@@ -5,16 +5,17 @@ of a tensor is one process in the run's own dtype on the same micro batches. The
 float64 from the gradients that the run had.
 """
 
+import itertools
 import math
 
 import torch
 
-from lockstep.dumps.recording import Recording
+from lockstep.dumps.recording import Recording, Step
 from lockstep.ground.errors import UserError
-from lockstep.verdict import normalisation, recorded_update
+from lockstep.verdict import normalisation, recorded_task, recorded_update
 from lockstep.verdict.distance import distance_of
 from lockstep.verdict.judgement import FLOOR, MULTIPLE, UNIT
-from lockstep.verdict.normalisation import Gradients
+from lockstep.verdict.normalisation import Fit, Gradients
 from lockstep.verdict.recorded_modules import Modules
 from lockstep.verdict.recorded_reference import Computed, Reference
 from lockstep.verdict.recorded_rows import StepVerdict, judged, times
@@ -22,6 +23,7 @@ from lockstep.verdict.recorded_weights import Weighed, shares_of
 
 KINDS = {"weight": "weights", "gradient": "gradients"}
 
+KEPT = 0.1  # of what is left of a gradient without the one of the step before, that may be left with it
 SAME_NORM = 1e-5  # relative: ranks may add up the parts of a norm in another order
 
 
@@ -65,7 +67,11 @@ def _loss_noise(exact: Computed, near: Computed) -> float:
 class _Step:
     def __init__(self, recording: Recording, step: int):
         self.recording, self.ranks = recording, recording.steps[step - 1]
-        self.micro = recording.micro_batches(step)
+        called = recording.micro_batches(step)
+        self.micro, self.unused = (
+            [one for one in called if one.is_used],
+            [one for one in called if not one.is_used],
+        )
         self.verdict = StepVerdict(step, len(self.micro), len(set(shares_of(self.micro))))
         self.of_norm: list[str] = []  # what is wrong with the norm of clipping: after what may have caused it
         self.loss_noise = 0.0
@@ -73,26 +79,33 @@ class _Step:
     def judge(self, expect: str | None) -> StepVerdict:
         verdict = self.verdict
         weights, gradients = self._agreed("weight"), self._agreed("gradient")
+        self._judge_clips()
         self.observed = {name: tensor.double() for name, tensor in gradients.items()}
         self.gradients = gradients
+        verdict.lowered = sorted(self._lowered())
         problem = _unusable(self.observed)
         if problem:
             verdict.wrong.append(problem)
+            return verdict
+        self._judge_unused()
+        if self._untied(weights) or self._clipped_in_parts():
             return verdict
         near, modules_wrong = self._compute(weights)
         columns = self._columns(self.exact)
         fitted = normalisation.fit(self.observed, columns)
         yardstick = normalisation.sums(self._columns(near), fitted.weights)
         self._judge_samples()
-        self._judge_clips()
         self._judge_losses(near)
         weights_of = fitted.weights
         if not modules_wrong:  # what follows from them says nothing of the loop
             again = normalisation.fit(yardstick, columns)
-            weighed = Weighed(verdict, self.ranks, self.micro, self.exact, columns)
+            numbers = {len(ranks[0].micro_batches) for ranks in self.recording.steps}
+            elsewhere = max(numbers - {len(self.ranks[0].micro_batches)}, default=0)
+            weighed = Weighed(verdict, self.ranks, self.micro, self.exact, columns, elsewhere)
             weights_of = weighed.judge(fitted, again, expect)
             self.of_norm = weighed.of_norm
         right = normalisation.sums(columns, weights_of)
+        self._judge_kept_gradient(fitted)
         self._judge_gradients(right, yardstick)
         verdict.wrong += self.of_norm
         self._judge_missing(weights)
@@ -122,14 +135,20 @@ class _Step:
             for one, kept in ((right, self.exact), (measured, near)):
                 one.modules, one.logits, one.at_logits = {}, None, None  # they take the most memory
                 kept.append(one)
+        if self.verdict.step == 1:
+            recorded_task.judge(self.verdict, exact, self.micro, self.exact)
         return near, modules.close()
+
+    def _lowered(self) -> set[str]:
+        """The dtypes other than float32 and float64 that the step was computed in."""
+        micro = self.micro[0].about
+        found = {micro.autocast, micro.param_dtype, *(str(one.dtype) for one in self.gradients.values())}
+        return {one for one in found if one is not None} - {"torch.float32", "torch.float64"}
 
     @property
     def precision(self) -> str:
         """Of the arithmetic: whether it is float32 throughout."""
-        micro = self.micro[0].about
-        lowered = {micro.autocast, micro.param_dtype, *(str(one.dtype) for one in self.gradients.values())}
-        return "fp32" if lowered <= {None, "torch.float32", "torch.float64"} else "autocast"
+        return "autocast" if self._lowered() else "fp32"
 
     def _judge_missing(self, weights: dict[str, torch.Tensor]) -> None:
         """What has a gradient in the reference has one on every rank that holds it."""
@@ -165,14 +184,121 @@ class _Step:
                 differ.append((name, odd[0]))
         if differ:
             (name, rank), more = differ[0], len(differ) - 1
-            cause = "; they were not averaged over these ranks" if kind == "gradient" else ""
+            others = f", and {more} more" if more else ""
+            why = self._why(rank, name) if kind == "gradient" else ""
             self.verdict.wrong.append(
-                f"{KINDS[kind]} differ between ranks that hold the same: {name} on rank {rank}, and {more} more{cause}"
+                f"{KINDS[kind]} differ between ranks that hold the same: {name} on rank {rank}{others}{why}"
             )
         return found
 
+    def _why(self, rank: int, name: str) -> str:
+        """Why the gradients of a rank, as that of a parameter, differ from those of rank 0, to be read after it."""
+        first, about = self.ranks[0], self.ranks[rank]
+        numbers = len(first.micro_batches), len(about.micro_batches)
+        if numbers[0] != numbers[1]:
+            return f"; rank 0 stepped after {numbers[0]} micro batches, rank {rank} after {numbers[1]}"
+        if self._only_clipped_otherwise(rank, name):
+            return f"; they were clipped by different norms, {first.clips[0].norm:.7g} and {about.clips[0].norm:.7g}"
+        alike = any(0 in called.ranks and rank in called.ranks for called in self.micro)
+        if self._shares_a_model(first, about) and not alike:
+            return (
+                f"; ranks 0 and {rank} have parts of one model, and were called with different micro batches"
+            )
+        return "; they were not reduced over these ranks, or not all of them"
+
+    def _only_clipped_otherwise(self, rank: int, name: str) -> bool:
+        """Whether what rank 0 and a rank have of a gradient differs by their factors of clipping."""
+        if any(len(self.ranks[one].clips) != 1 for one in (0, rank)):
+            return False
+        before = []
+        for one in (0, rank):
+            part, clip = (
+                self.recording.part(one, self.verdict.step, f"gradient/{name}"),
+                self.ranks[one].clips[0],
+            )
+            if part is None:
+                return False
+            before.append(part.double() / min(1.0, clip.max_norm / clip.norm))
+        if before[0].shape != before[1].shape:
+            return False
+        return float((before[0] - before[1]).norm()) <= SAME_NORM * float(before[0].norm())
+
+    @staticmethod
+    def _shares_a_model(first: Step, about: Step) -> bool:
+        """Whether two ranks hold different shards, which FSDP2 did not make."""
+        if about.rank in first.data_parallel:
+            return False
+        place = [one.data_parallel.index(one.rank) if one.data_parallel else 0 for one in (first, about)]
+        shards = [
+            {name: places for name, places in one.places.items() if name.startswith("weight/")}
+            for one in (first, about)
+        ]
+        return place[0] == place[1] and shards[0] != shards[1]
+
+    def _judge_unused(self) -> None:
+        for called in self.unused:
+            self.verdict.wrong.append(
+                f"micro batch {called.number} of rank {called.ranks[0]} does not count: no gradient arrived at what the model returned for it"
+            )
+
+    def _untied(self, weights: dict[str, torch.Tensor]) -> bool:
+        """Whether tied parameters are no longer one. Raises UserError where others came or went: no reference has them."""
+        model = self.recording.build()
+        new = sorted(weights.keys() - dict(model.named_parameters()).keys())
+        gone = sorted(dict(model.named_parameters()).keys() - weights.keys())
+        tied = dict(model.named_parameters(remove_duplicate=False))
+        if gone or set(new) - tied.keys():
+            raise UserError(
+                f"the model has other parameters than when the recording began, such as {(gone + new)[0]}; begin it when the model is complete"
+            )
+        if new:
+            self.verdict.wrong.append(
+                f"{new[0]} is a parameter of its own, though it was tied when the recording began"
+            )
+        return bool(new)
+
+    def _clipped_in_parts(self) -> bool:
+        """Whether the gradient was clipped before it was complete, or only a part of it."""
+        wrong = self.verdict.wrong
+        for rank, about in self.ranks.items():
+            micro = len(about.micro_batches)
+            for clip in about.clips:
+                without = sorted(self.gradients.keys() - clip.parameters)
+                if clip.after is not None and clip.after < micro:
+                    wrong.append(
+                        f"rank {rank} clipped after micro batch {clip.after - 1} of {micro}: the gradient was not complete"
+                    )
+                    return True
+                if clip.parameters and without and len(about.clips) == 1:
+                    wrong.append(
+                        f"{len(clip.parameters)} of {len(self.gradients)} parameters with a gradient were clipped, and not {without[0]}"
+                    )
+                    return True
+        return False
+
+    def _judge_kept_gradient(self, fitted: Fit) -> None:
+        """Whether what is too much in a gradient is that of the step before."""
+        last = self.verdict.step - 1
+        if last == 0 or fitted.typical <= self.verdict.tolerated_weights:
+            return
+        if not self.observed.keys() <= set(self.recording.names(last, "gradient")):
+            return
+        kept = {name: self.recording.whole(last, f"gradient/{name}")[0].double() for name in self.observed}
+        with_it = normalisation.fit(self.observed, [*self._columns(self.exact), kept])
+        if with_it.typical < KEPT * fitted.typical:
+            self.verdict.wrong.insert(
+                0,
+                f"the gradient has {float(with_it.weights[-1]):.4g} times that of step {last} in it: it was not set to zero",
+            )
+
     def _judge_samples(self) -> None:
         """Ranks that hold whole replicas are data-parallel, so they must see different samples."""
+        for one, other in itertools.combinations(self.micro, 2):
+            if one.has_same(other.tensors, other.about):
+                self.verdict.wrong.append(
+                    f"micro batches {one.number} of rank {one.ranks[0]} and {other.number} of rank {other.ranks[0]} are the same samples"
+                )
+                return
         twice = next((called for called in self.micro if len(called.ranks) > 1), None)
         if twice is None:
             return
@@ -202,7 +328,7 @@ class _Step:
             for own, other in zip(mine, clips, strict=False):
                 if not math.isclose(own.norm, other.norm, rel_tol=SAME_NORM):
                     self.verdict.wrong.append(
-                        f"rank {first} clipped by a norm of {own.norm:.7g}, rank {rank} by {other.norm:.7g}: one of them is not that of the whole gradient"
+                        f"rank {first} clipped by a norm of {own.norm:.7g}, rank {rank} by {other.norm:.7g}: at least one of them is not that of the whole gradient"
                     )
                     return
             if len(mine) != len(clips):

@@ -61,6 +61,10 @@ class Computed:
     uncertain: float = 0.0  # relative error that `divisor` may have
     logits: torch.Tensor | None = None
     at_logits: torch.Tensor | None = None  # the gradient of the loss there
+    targets: torch.Tensor | None = (
+        None  # the token that each position must give, -1 where none; None: not known
+    )
+    labels: int = 0  # that count, before they are shifted
 
 
 class Reference:
@@ -86,6 +90,10 @@ class Reference:
                 self.model,
                 {name: weight.to(cast or weight.dtype).clone() for name, weight in weights.items()},
             )
+        frozen = set(recording.steps[step - 1][0].frozen)
+        for name, parameter in self.model.named_parameters():
+            if parameter.is_floating_point():
+                parameter.requires_grad_(name not in frozen)
         self.parameters = dict(self.model.named_parameters())
         self.modules: dict[str, torch.Tensor] = {}
         self.hooks = ModuleHooks(self.model, "*", self._keep)
@@ -111,6 +119,13 @@ class Reference:
             raise UserError(
                 f"the recorded model cannot be called again with micro batch {called.number} ({type(error).__name__}: {first_line(error)})"
             ) from error
+
+    def logits(self, called: Called) -> torch.Tensor:
+        """What the model returns for a micro batch that the run need not have seen."""
+        with self._precision(called, self._mode(called, {})), torch.no_grad():
+            _, logits, _ = self._forward(called)
+        assert logits is not None
+        return logits.detach()
 
     def _mode(self, called: Called, told: dict[str, torch.Tensor]) -> Told:
         kind = Float64 if self.exact else Told
@@ -139,6 +154,8 @@ class Reference:
                 else value
                 for name, value in given.items()
             }
+        for name, module in self.model.named_modules():
+            module.training = name not in called.about.evaluated
         self.modules = {}
         self.hooks.begin(called.number)
         output = self.model(**given)
@@ -193,9 +210,11 @@ class Reference:
             return computed
         value, told = float(loss.detach()), divisor_of(called)
         further = sum(term.coefficient * term.value for term in terms.values())
-        tokens = tokens_of(called, value - further, logits, told)
+        targets, labels = targets_of(called, value - further, logits, told) or (None, 0)
         known = math.nan if unknown else arrived
+        tokens = 0 if targets is None else int((targets != -1).sum())
         computed = Computed(found, value, tokens, told or tokens, known, terms, self.modules, choices)
+        computed.targets, computed.labels = targets, labels
         if logits is not None and logits.grad is not None:
             computed.logits, computed.at_logits = logits.detach(), logits.grad / arrived
         return computed
@@ -275,26 +294,30 @@ def divisor_of(called: Called) -> float:
     return float(told)
 
 
-def tokens_of(called: Called, loss: float, logits: torch.Tensor | None, divisor: float) -> int:
-    """How many tokens the loss of a micro batch is a mean over; 0 if it is no such mean of a cross-entropy.
+def targets_of(
+    called: Called, loss: float, logits: torch.Tensor | None, divisor: float
+) -> tuple[torch.Tensor, int] | None:
+    """(which token each position must give, -1 where none; the number of labels that count before they are shifted).
 
-    `divisor` is what the model was told to divide by, 0 if nothing. The loss itself says which input has the labels, whether the model shifts them,
-    and which label counts for no token.
+    None if the loss of a micro batch is no mean of a cross-entropy. `divisor` is what the model was told to divide by, 0 if nothing. The
+    loss itself says which input has the labels, whether the model shifts them, and which label counts for no token.
     """
     if logits is None or logits.ndim < 2:
-        return 0
-    own = logits.detach().double()
+        return None
+    own = logits.detach().double().flatten(0, -2)
     for labels in called.tensors.values():
         if labels.is_floating_point() or labels.shape != logits.shape[:-1]:
             continue
-        for inside, wanted in ((own, labels), (own[..., :-1, :], labels[..., 1:])):
-            for ignored in IGNORED:
-                tokens = int((wanted != ignored).sum())
-                if not tokens or int(wanted[wanted != ignored].min()) < 0:
+        for ignored in IGNORED:
+            counted = labels.long().masked_fill(labels == ignored, -1)
+            shifted = torch.cat([counted[..., 1:], torch.full_like(counted[..., :1], -1)], -1)
+            for wanted in (counted, shifted):
+                tokens = int((wanted != -1).sum())
+                if not tokens or int(wanted.min()) < -1:
                     continue
                 total = torch.nn.functional.cross_entropy(
-                    inside.flatten(0, -2), wanted.flatten().long(), ignore_index=ignored, reduction="sum"
+                    own, wanted.flatten(), ignore_index=-1, reduction="sum"
                 )
                 if math.isclose(float(total) / (divisor or tokens), loss, rel_tol=SAME):
-                    return tokens
-    return 0
+                    return wanted, int((counted != -1).sum())
+    return None

@@ -17,8 +17,9 @@ def lines(steps: list[StepVerdict], run: RunVerdict) -> list[str]:
     found = []
     for verdict in steps:
         tokens = f", {verdict.tokens} tokens" if verdict.tokens else ""
+        lowered = f", in {' and '.join(verdict.lowered)}" if verdict.lowered else ""
         found.append(
-            f"step {verdict.step}: {verdict.micro_batches} micro batches of {verdict.shares} data-parallel ranks{tokens}"
+            f"step {verdict.step}: {verdict.micro_batches} micro batches of {verdict.shares} data-parallel ranks{tokens}{lowered}"
         )
         if verdict.named is not None:
             right = abs(verdict.factor - 1) <= verdict.tolerated_weights

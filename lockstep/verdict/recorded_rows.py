@@ -28,6 +28,9 @@ class StepVerdict:
     tokens: int = 0  # of the global batch; 0 if it is not known
     named: Named | None = None  # what the gradient is a mean over
     factor: float = 1.0  # of the gradient, before clipping
+    lowered: list[str] = field(
+        default_factory=list
+    )  # dtypes that it was computed in, but float32 and float64
     clipped: str = ""  # by how much, to be read after the gradient
     difference: str = ""  # of this mean from the one over all tokens, likewise
     unseen: str = ""  # what is not judged of the loss

@@ -30,6 +30,7 @@ def judge(recordings: list[Recording], *, with_replacement: bool) -> RunVerdict:
     verdict = RunVerdict(min(len(steps) for steps in ranks))
     _judge_samples(verdict, _data_parallel(ranks), with_replacement=with_replacement)
     _judge_micro_batches(verdict, ranks[0])
+    _judge_mode(verdict, ranks[0])
     _judge_rates(verdict, ranks[0], len(ranks))
     return verdict
 
@@ -95,6 +96,15 @@ def _judge_micro_batches(verdict: RunVerdict, steps: list[RunStep]) -> None:
         )
 
 
+def _judge_mode(verdict: RunVerdict, steps: list[RunStep]) -> None:
+    """A loop that evaluates must turn training mode on again."""
+    after = next((number for number, step in enumerate(steps, 1) if step.evaluated), None)
+    if after is not None:
+        verdict.wrong.append(
+            f"after step {after} the model is trained in evaluation mode: model.train() is missing"
+        )
+
+
 def _judge_rates(verdict: RunVerdict, steps: list[RunStep], world: int) -> None:
     stepped = Counter((by, times) for step in steps for by, times in step.scheduled.items())
     rates = [max(step.rates, default=0.0) for step in steps]
@@ -103,7 +113,9 @@ def _judge_rates(verdict: RunVerdict, steps: list[RunStep], world: int) -> None:
     how = ""
     if several:
         by, times = several[0]
-        of_world = ", the number of processes" if times == world else ""
+        known = {"the number of processes": world, "the number of micro batches": len(steps[0].samples)}
+        names = [name for name, number in known.items() if number == times]
+        of_world = f", {' or '.join(names)}" if names else ""
         how = f"the schedule of the learning rate is stepped {times} times in a step{of_world}"
         if (
             by == "accelerate"

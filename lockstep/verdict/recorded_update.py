@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,14 +25,28 @@ def judge(recording: Recording, verdict: StepVerdict, weights: Weights, gradient
     held = {
         name for optimizer in optimizers for group in optimizer.groups for name in group["params"] if name
     }
-    unheld = sorted(gradients.keys() - held)
+    held_twice = sorted(
+        name
+        for name, times in Counter(
+            name for optimizer in optimizers for group in optimizer.groups for name in group["params"] if name
+        ).items()
+        if times > 1
+    )
+    if held_twice:
+        verdict.wrong.append(f"{_and_more(held_twice)} is held twice by optimizers, so it is updated twice")
+    frozen = set(recording.steps[step - 1][0].frozen)
+    unheld = sorted(gradients.keys() - held - frozen)
     if unheld:
         strangers = sum(optimizer.strangers for optimizer in optimizers)
-        stale = f"; {strangers} tensors that it holds are not the model's, perhaps those from before it was wrapped"
+        stale = f"; tensors that it holds and that are not the model's, perhaps from before it was wrapped: {strangers}"
         verdict.wrong.append(
-            f"no optimizer holds {_and_more(unheld)}, with a gradient each{stale if strangers else ''}"
+            f"no optimizer holds {_and_more(unheld)}, with a gradient{' each' * (len(unheld) > 1)}{stale if strangers else ''}"
         )
     moved = {name for name in weights if not torch.equal(updated[name], weights[name])}
+    if moved & frozen:
+        verdict.wrong.append(
+            f"{_and_more(sorted(moved & frozen))} requires no gradient, but the update changed it"
+        )
     if moved - held:
         verdict.wrong.append(
             f"no optimizer holds {_and_more(sorted(moved - held))}, but the update changed it"

@@ -39,8 +39,10 @@ class Weighed:
         micro: list[Called],
         exact: list[Computed],
         columns: list[Gradients],
+        elsewhere: int = 0,
     ):
         self.verdict, self.ranks, self.micro, self.exact, self.columns = verdict, ranks, micro, exact, columns
+        self.elsewhere = elsewhere  # the micro batches of a rank in a step that has another number of them; 0: all have as many
         self.shares = shares_of(micro)
         self.of_norm: list[str] = []  # what is wrong with the norm of clipping: after what may have caused it
 
@@ -64,11 +66,8 @@ class Weighed:
         verdict.factor = named.factor / self._clip_factor(torch.cat([known, of_terms / named.factor]))
         self._judge_terms(fitted.weights, deviations, named.factor)
         if not named.off <= verdict.tolerated_weights:
-            shown = ", ".join(
-                f"{float(one) * count:.4g}" for one, count in zip(measured, tokens, strict=True)
-            )
             verdict.wrong.append(
-                f"the micro batches count {shown}, as in no known mean (nearest: {named.factor:.4g} x {named.weighting.label})"
+                f"{self._counts(measured, tokens)}, as in no known mean (nearest: {named.factor:.4g} x {named.weighting.label})"
             )
             return fitted.weights
         if not abs(verdict.factor - 1) <= verdict.tolerated_weights:
@@ -79,6 +78,20 @@ class Weighed:
             counts = candidates[0].weights / named.weighting.weights
             verdict.difference = f"; in {candidates[0].label}, a token would count {float(counts.min()):.3g} to {float(counts.max()):.3g} times as much"
         return torch.cat([known * named.factor, of_terms])
+
+    def _counts(self, measured: torch.Tensor, tokens: list[int]) -> str:
+        """How much each micro batch counts, by rank."""
+        counts = [float(one) * count for one, count in zip(measured, tokens, strict=True)]
+        least = self.verdict.tolerated_weights * max(map(abs, counts))
+        shown = {
+            share: ", ".join(
+                f"{0.0 if abs(count) <= least else count:.4g}"
+                for count, own in zip(counts, self.shares, strict=True)
+                if own == share
+            )
+            for share in sorted(set(self.shares))
+        }
+        return "the micro batches count " + "; ".join(f"{one} (rank {share})" for share, one in shown.items())
 
     def _judge_terms(self, weights: torch.Tensor, deviations: torch.Tensor, factor: float) -> None:
         """A further term of the loss counts like the mean of the micro batches', as often as the loss itself."""
@@ -172,12 +185,20 @@ class Weighed:
     def _why(self, factor: float) -> str:
         """What a factor may be, to be read after it."""
         world = self.ranks[0].world_size
+        labels = sum(one.labels for one in self.exact)
+        counting = self.shares.count(self.shares[0])  # micro batches of a rank at which a gradient arrived
         numbers = {
             "the world size": float(world),
             "the number of data-parallel ranks": float(self.verdict.shares),
             "the micro batches of a rank": float(len(self.ranks[0].micro_batches)),
+            "those that count": float(counting if counting != len(self.ranks[0].micro_batches) else 0),
             "the ranks that see the same samples": world / self.verdict.shares,
             "the tokens of the global batch": float(self.verdict.tokens),
+            "the positions of the global batch": float(
+                sum(one.targets.numel() for one in self.exact if one.targets is not None)
+            ),
+            "its labels before they are shifted": float(labels if labels != self.verdict.tokens else 0),
+            "the micro batches of another step": float(self.elsewhere),
         }
         names = normalisation.explanations(factor, numbers, max(self.verdict.tolerated_weights, 1e-6))
         return f", which is {' or '.join(names)}" if names else ""
@@ -205,7 +226,7 @@ class Weighed:
             right = largest  # clipped by the largest element
         if self.verdict.number("gradient norm", clip.norm, right, tolerated * right).too_far:
             self.of_norm.append(
-                f"the gradient was clipped by a norm of {clip.norm:.7g}; that of the reference's gradient is {right:.7g}"
+                f"the gradient was clipped by a norm of {clip.norm:.7g}, {clip.norm / right:.5g} times that of the reference's gradient, {right:.7g}"
             )
         factor = min(1.0, clip.max_norm / (clip.norm + 1e-6))
         if factor < 1:

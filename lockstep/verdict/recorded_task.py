@@ -1,0 +1,144 @@
+"""What a recorded model is asked to do: whether weights are tied, which token each position must give, and what its logits may depend on.
+
+The reference computes as the model does, so a fault in what the model is given or sees is in both. These checks need no reference.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from lockstep.dumps.recording import Called
+from lockstep.verdict.recorded_reference import Computed, Reference
+from lockstep.verdict.recorded_rows import StepVerdict
+
+SEEN = 1e-9  # relative: by so much float64 logits change, at least, if they depend on a token
+
+
+def judge(verdict: StepVerdict, reference: Reference, micro: list[Called], computed: list[Computed]) -> None:
+    """Adds sentences to the verdict. `reference` is in float64; `computed` is what it gave for each micro batch."""
+    _judge_ties(verdict, reference.model)
+    tried: set[str] = set()
+    for called, found in zip(micro, computed, strict=True):
+        before = len(verdict.wrong)
+        ids = _ids(called, found.targets)
+        if ids is None:
+            continue
+        if found.targets is not None:
+            _judge_targets(verdict, called, called.tensors[ids], found.targets)
+        if len(verdict.wrong) == before:
+            _judge_sight(verdict, reference, called, ids, found.targets, tried)
+        if len(verdict.wrong) > before:
+            return  # the other micro batches are made alike
+
+
+def _judge_ties(verdict: StepVerdict, model: torch.nn.Module) -> None:
+    """Models of transformers say which parameters are one."""
+    for module in model.modules():
+        ties = getattr(module, "_tied_weights_keys", None)
+        if not isinstance(ties, dict) or not getattr(
+            getattr(module, "config", None), "tie_word_embeddings", False
+        ):
+            continue
+        own = dict(module.named_parameters(remove_duplicate=False))
+        for one, other in ties.items():
+            if one in own and other in own and own[one] is not own[other]:
+                verdict.wrong.append(
+                    f"{one} is not tied to {other}, though the model's configuration says so (tie_word_embeddings)"
+                )
+                return
+
+
+def _ids(called: Called, targets: torch.Tensor | None) -> str | None:
+    """The input with the tokens: the first of integers with the shape of the targets, or else two dims."""
+    for name, tensor in called.tensors.items():
+        fits = tensor.ndim == 2 if targets is None else tensor.shape == targets.shape
+        if fits and not tensor.is_floating_point() and tensor.dtype != torch.bool:
+            return name
+    return None
+
+
+def _judge_targets(verdict: StepVerdict, called: Called, ids: torch.Tensor, targets: torch.Tensor) -> None:
+    where = f"in micro batch {called.number} of rank {called.ranks[0]}"
+    if not _is_ahead(ids, targets, 1):
+        for ahead, what in (
+            (0, "itself: labels are not shifted"),
+            (2, "after the next one: labels are shifted twice"),
+        ):
+            if _is_ahead(ids, targets, ahead):
+                verdict.wrong.append(f"each position is trained to give the token {what} ({where})")
+                return
+    mask = called.tensors.get("attention_mask")
+    if mask is not None and mask.shape == ids.shape:
+        padding = mask == 0
+        after = torch.cat([padding[:, 1:], padding[:, -1:]], 1)
+        trained = int(((targets >= 0) & padding & after).sum())
+        if trained:
+            verdict.wrong.append(
+                f"{trained} of {int((targets >= 0).sum())} tokens that count are padding, which the attention mask leaves out ({where})"
+            )
+
+
+def _is_ahead(ids: torch.Tensor, targets: torch.Tensor, ahead: int) -> bool:
+    """Whether every target is the token so many places ahead."""
+    targets = targets[:, : targets.shape[1] - ahead]
+    counted = targets >= 0
+    return bool(counted.any()) and torch.equal(targets[counted], ids[:, ahead:][counted].long())
+
+
+def _judge_sight(
+    verdict: StepVerdict,
+    reference: Reference,
+    called: Called,
+    ids: str,
+    targets: torch.Tensor | None,
+    tried: set[str],
+) -> None:
+    """Changes tokens that logits must not depend on, and looks whether these change. Each trial is done for one micro batch."""
+    tokens = called.tensors[ids]
+    trials = {name: trial for name, trial in _trials(called, tokens, targets).items() if name not in tried}
+    if not trials:
+        return
+    tried |= trials.keys()
+    right = reference.logits(called)
+    for changed, looked_at, what in trials.values():
+        other = torch.where(changed, (tokens + 1) % right.shape[-1], tokens)
+        logits = reference.logits(replace(called, tensors={**called.tensors, ids: other}))
+        off = (logits - right)[looked_at].abs()
+        if off.numel() and float(off.max()) > SEEN * float(right.abs().max()):
+            verdict.wrong.append(
+                f"{what} (in micro batch {called.number} of rank {called.ranks[0]}; by up to {float(off.max()):.2g})"
+            )
+            return
+
+
+def _trials(
+    called: Called, tokens: torch.Tensor, targets: torch.Tensor | None
+) -> dict[str, tuple[torch.Tensor, torch.Tensor, str]]:
+    """Name -> (which tokens are changed, where logits are looked at, what is wrong if these change)."""
+    mask = called.tensors.get("attention_mask")
+    nowhere = torch.zeros_like(tokens, dtype=torch.bool)
+    masked = mask == 0 if mask is not None and mask.shape == tokens.shape else nowhere
+    places = torch.arange(tokens.shape[1]).expand_as(tokens)
+    found = {}
+    if masked.any() and not masked.all():
+        what = "the attention mask is not obeyed: logits depend on tokens that it leaves out"
+        found["mask"] = (masked, ~masked, what)
+    first = _second_document(called, masked)
+    if first is not None:
+        what = f"documents that are packed in a row see each other: logits behind position {first}, where position_ids restart, depend on tokens before it"
+        found["documents"] = (places < first, (places >= first) & ~masked, what)
+    if targets is not None and _is_ahead(tokens, targets, 1):
+        place = int((targets >= 0).nonzero()[:, 1].median())
+        what = f"the logits depend on the tokens that they must give: those up to position {place} on later tokens"
+        found["later"] = (places > place, (places <= place) & (targets >= 0), what)
+    return found
+
+
+def _second_document(called: Called, masked: torch.Tensor) -> int | None:
+    """The first position at which a document begins in all rows of a micro batch; None if none does."""
+    positions = called.tensors.get("position_ids")
+    if positions is None or positions.ndim != 2 or positions.shape[1] != masked.shape[1]:
+        return None
+    begins = (positions[:, 1:] == 0) & (positions[:, :-1] > 0) & ~masked[:, 1:] & ~masked[:, :-1]
+    found = begins.all(0).nonzero()
+    return int(found[0]) + 1 if len(found) else None
