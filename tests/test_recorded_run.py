@@ -19,7 +19,14 @@ class Made:
         self.runs = [
             [
                 RunStep(
-                    **{"samples": [step[rank]], "rates": [0.1], "scheduled": {}, "data_sets": [], **fields}
+                    **{
+                        "samples": [step[rank]],
+                        "rates": [0.1],
+                        "scheduled": {},
+                        "data_sets": [],
+                        "evaluated": 0,
+                        **fields,
+                    }
                 )
                 for step in samples
             ]

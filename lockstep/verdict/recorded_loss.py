@@ -33,7 +33,7 @@ class Recognised:
 
 
 def recognise(logits: torch.Tensor, gradient: torch.Tensor) -> Recognised | None:
-    """`logits` (..., V) in float64 and the `gradient` (..., V) at them; None if it is not of a cross-entropy that weighs all tokens alike."""
+    """`logits` (..., V) in float64 and the `gradient` (..., V) at them; None if it is not that of a cross-entropy that weighs all tokens alike."""
     if logits.ndim < 2 or logits.shape != gradient.shape or gradient.dtype not in CLOSE:
         return None
     arrived = gradient.flatten(0, -2)
@@ -51,6 +51,8 @@ def recognise(logits: torch.Tensor, gradient: torch.Tensor) -> Recognised | None
         weights.append((products / squares)[squares.sqrt() > SURE])
         rest += float((found - (products / squares)[:, None] * basis).square().sum())
         size += float(found.square().sum())
+    if square == 0:  # one class alone: nothing depends on the logits
+        return None
     weight = along / square
     spread = float((torch.cat(weights) / weight - 1).abs().max())
     if not (rest / size) ** 0.5 <= CLOSE[gradient.dtype] or not spread <= ALIKE or weight <= 0:
