@@ -11,14 +11,15 @@ from lockstep.dumps import tree
 from lockstep.dumps.trace import named_outputs
 from lockstep.inputs.model import being_recomputed
 
-Keep = Callable[[str, torch.Tensor], None]
+Keep = Callable[[str, torch.Tensor], torch.Tensor | None]
 
 
 class ModuleHooks:
     """Of the modules whose names match `pattern`, in the training calls of the model between `begin` and `end`.
 
     `keep(name, tensor)` is given forward/MICRO_BATCH/MODULE and backward/MICRO_BATCH/MODULE. The second call of a module in one forward
-    pass is MODULE@2. A gradient may arrive in parts, one for each backward pass: they are given one after the other.
+    pass is MODULE@2. A gradient may arrive in parts, one for each backward pass: they are given one after the other. What `keep` returns, if
+    it is not None, takes the tensor's place in what is computed further.
     """
 
     def __init__(self, model: torch.nn.Module, pattern: str, keep: Keep):
@@ -47,17 +48,26 @@ class ModuleHooks:
         for handle in self.handles:
             handle.remove()
 
-    def _see(self, module: str, _module: torch.nn.Module, _arguments: object, output: object) -> None:
+    def _see(self, module: str, _module: torch.nn.Module, _arguments: object, output: object) -> object:
         if torch.compiler.is_compiling() or not (self.inside or being_recomputed()):
-            return
+            return None
         self.calls[module] += 1
         called = module if self.calls[module] == 1 else f"{module}@{self.calls[module]}"
+        instead: dict[int, torch.Tensor] = {}
         for name, tensor in named_outputs(called, output):
             # What is recomputed was recorded before, unless reentrant checkpointing hid it from autograd.
             chosen = self.inside and not tensor.is_floating_point()  # such as a router's experts
             if name in self.seen or not (tensor.requires_grad or chosen):
                 continue
             self.seen.add(name)
-            self.keep(f"forward/{self.number}/{name}", tensor)
+            other = self.keep(f"forward/{self.number}/{name}", tensor)
+            if other is not None:
+                instead[id(tensor)] = other
             if tensor.requires_grad:
+                # Of the module's own tensor: another output of it, such as the scores of a router's logits, may be made of it.
                 tensor.register_hook(functools.partial(self.keep, f"backward/{self.number}/{name}"))
+        if not instead:
+            return None
+        if isinstance(output, tuple):
+            return tuple(instead.get(id(one), one) for one in output)
+        return instead[id(output)]

@@ -16,6 +16,7 @@ from lockstep.verdict import normalisation, recorded_task, recorded_update
 from lockstep.verdict.distance import distance_of
 from lockstep.verdict.judgement import FLOOR, MULTIPLE, UNIT
 from lockstep.verdict.normalisation import Fit, Gradients
+from lockstep.verdict.recorded_alone import Alone
 from lockstep.verdict.recorded_modules import Modules
 from lockstep.verdict.recorded_reference import Computed, Reference
 from lockstep.verdict.recorded_rows import StepVerdict, judged, times
@@ -96,14 +97,15 @@ class _Step:
         yardstick = normalisation.sums(self._columns(near), fitted.weights)
         self._judge_samples()
         self._judge_losses(near)
-        weights_of = fitted.weights
+        weights_of, nominal = fitted.weights, None
         if not modules_wrong:  # what follows from them says nothing of the loop
             again = normalisation.fit(yardstick, columns)
             numbers = {len(ranks[0].micro_batches) for ranks in self.recording.steps}
             elsewhere = max(numbers - {len(self.ranks[0].micro_batches)}, default=0)
             weighed = Weighed(verdict, self.ranks, self.micro, self.exact, columns, elsewhere)
             weights_of = weighed.judge(fitted, again, expect)
-            self.of_norm = weighed.of_norm
+            self.of_norm, nominal = weighed.of_norm, weighed.nominal
+        self._judge_alone(nominal)
         right = normalisation.sums(columns, weights_of)
         self._judge_kept_gradient(fitted)
         self._judge_gradients(right, yardstick)
@@ -117,6 +119,7 @@ class _Step:
         exact = Reference(self.recording, self.verdict.step, weights, exact=True)
         plain = Reference(self.recording, self.verdict.step, weights, exact=False)
         modules = Modules(self.verdict, self.precision)
+        self.alone = Alone(self.verdict, self.precision, exact, plain)
         self.exact: list[Computed] = []
         near: list[Computed] = []
         for called in self.micro:
@@ -130,6 +133,8 @@ class _Step:
             if self.verdict.step == 1 and not self.exact:
                 _require_repeatable(right, exact.compute(called, told))
             modules.add(called, own, right, measured)
+            if not math.isnan(right.arrived):
+                self.alone.add(called, own, told, right, measured)
             right.arrived *= modules.scales.get((called.number, called.ranks[0]), 1.0)
             self.loss_noise = max(self.loss_noise, _loss_noise(right, measured))
             for one, kept in ((right, self.exact), (measured, near)):
@@ -138,6 +143,18 @@ class _Step:
         if self.verdict.step == 1:
             recorded_task.judge(self.verdict, exact, self.micro, self.exact)
         return near, modules.close()
+
+    def _judge_alone(self, nominal: torch.Tensor | None) -> None:
+        if len(self.alone.right) < len(self.micro):
+            self.verdict.notes.append(
+                "modules are not judged by themselves: what arrived at the loss is not known"
+            )
+            return
+        rows = self.alone.judge(self.gradients, nominal)
+        self.verdict.alone = rows
+        sentence = self.alone.sentence(rows)
+        if sentence:
+            self.verdict.wrong.append(sentence)
 
     def _lowered(self) -> set[str]:
         """The dtypes other than float32 and float64 that the step was computed in."""

@@ -15,10 +15,13 @@ Tensors = dict[str, list[tuple[int, torch.Tensor]]]  # by rank
 
 
 class Modules:
-    """The rows of a step: of each module, the one of the micro batch and rank that is farthest from what is tolerated."""
+    """The rows of a step: of each module, the one of the micro batch and rank that is farthest from what is tolerated.
 
-    def __init__(self, verdict: StepVerdict, precision: str):
-        self.verdict, self.precision = verdict, precision
+    `alone`: each module was computed from the inputs that it had in the run, so it answers for itself.
+    """
+
+    def __init__(self, verdict: StepVerdict, precision: str, *, alone: bool = False):
+        self.verdict, self.precision, self.alone = verdict, precision, alone
         self.rows: dict[str, Judgement] = {}
         self.where: dict[str, str] = {}
         self.chosen: list[Chosen] = []
@@ -67,6 +70,8 @@ class Modules:
                     if scale is None and bool(right.any()):
                         scale = distance_of(tensor, right).scale
                         self.scales[called.number, rank] = scale
+                    elif self.alone:  # what arrives later follows from what was recorded
+                        scale = 1.0
                     right, plain = (one * (1.0 if scale is None else scale) for one in (right, plain))
                 tensors[name] = tensor
                 own[name], yardstick[name] = distance_of(tensor, right), distance_of(plain, right)

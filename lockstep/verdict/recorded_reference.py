@@ -96,29 +96,47 @@ class Reference:
                 parameter.requires_grad_(name not in frozen)
         self.parameters = dict(self.model.named_parameters())
         self.modules: dict[str, torch.Tensor] = {}
+        self.written: dict[str, torch.Tensor] = {}
         self.hooks = ModuleHooks(self.model, "*", self._keep)
         self.widths: dict[int, int] = {}  # of all calls of topk
         self.calls_of_topk: dict[str, int] | None = None  # by the output that has their indices
 
-    def _keep(self, name: str, tensor: torch.Tensor) -> None:
+    def _keep(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
         self.modules[name] = tensor.detach().clone() if tensor.is_floating_point() else tensor
+        written = self.written.get(name)
+        if written is None or written.shape != tensor.shape or not tensor.is_floating_point():
+            return None
+        written = written.to(tensor.dtype)
+        return written if name.startswith("backward/") else written + (tensor - tensor.detach())
 
-    def compute(self, called: Called, told: dict[str, torch.Tensor] | None = None) -> Computed:
+    def compute(
+        self,
+        called: Called,
+        told: dict[str, torch.Tensor] | None = None,
+        written: dict[str, torch.Tensor] | None = None,
+        free: Computed | None = None,
+    ) -> Computed:
         """`told` are the choices that the model shall make, such as of experts: the recorded integer outputs of modules, by name.
+
+        `written` are recorded outputs of modules and gradients that arrived there. Each takes the place of the one that is computed, so
+        every module computes from the inputs that it had in the run. `free` is then what was computed without them.
 
         Raises UserError if the model cannot be called again, or returns nothing that was trained.
         """
         self.model.zero_grad(set_to_none=True)
         try:
             mode = self._mode(called, told or {})
+            self.written = written or {}
             with self._precision(called, mode):
-                return self._computed(called, mode)
+                return self._computed(called, mode, free)
         except UserError:
             raise
         except Exception as error:  # noqa: BLE001 - a user's model may raise anything
             raise UserError(
                 f"the recorded model cannot be called again with micro batch {called.number} ({type(error).__name__}: {first_line(error)})"
             ) from error
+        finally:
+            self.written = {}
 
     def logits(self, called: Called) -> torch.Tensor:
         """What the model returns for a micro batch that the run need not have seen."""
@@ -162,7 +180,7 @@ class Reference:
         self.hooks.end()
         return *outputs_of(output), output
 
-    def _computed(self, called: Called, mode: Told) -> Computed:
+    def _computed(self, called: Called, mode: Told, free: Computed | None) -> Computed:
         loss, logits, output = self._forward(called)
         terms: dict[str, Term] = {}
         arrived, unknown = 1.0, False
@@ -175,7 +193,7 @@ class Reference:
             loss = None
         elif loss is not None:
             scalars = scalars_of(output)
-            terms = self._terms(loss, scalars)
+            terms = self._terms(loss, scalars) if free is None else free.terms
             (own,) = (name for name, one in scalars.items() if one is loss)
             unknown = own not in called.about.scalars
             arrived = called.about.scalars.get(own, 1.0)
@@ -191,7 +209,8 @@ class Reference:
             torch.autograd.backward(list(roots.values()), begun)
             if unknown:  # so what arrives at the modules is, too
                 self._leave_backward_out()
-        found = self._gradients_of_loss(arrived, terms)
+        # A forced pass has one gradient for all terms: what takes another's place is that of their sum.
+        found = self._gradients_of_loss(arrived, terms if free is None else {})
         names = {number: name for name, number in (self.calls_of_topk or {}).items()}
         choices = {
             names.get(number) or f"{names[number + 1]} (groups)": Choice(

@@ -36,6 +36,9 @@ class StepVerdict:
     unseen: str = ""  # what is not judged of the loss
     tolerated_weights: float = 0.0
     rows: list[Judgement] = field(default_factory=list)
+    alone: list[Judgement] = field(
+        default_factory=list
+    )  # of modules that were computed from their recorded inputs
     wrong: list[str] = field(default_factory=list)  # sentences, the first is the headline
     notes: list[str] = field(default_factory=list)
 

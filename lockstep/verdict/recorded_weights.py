@@ -45,6 +45,9 @@ class Weighed:
         self.elsewhere = elsewhere  # the micro batches of a rank in a step that has another number of them; 0: all have as many
         self.shares = shares_of(micro)
         self.of_norm: list[str] = []  # what is wrong with the norm of clipping: after what may have caused it
+        self.nominal: torch.Tensor | None = (
+            None  # weights of the losses, exactly as they should be; None if they are not near that
+        )
 
     def judge(self, fitted: Fit, again: Fit, expect: str | None) -> torch.Tensor:
         """What the gradient is a mean over, and the factor before it.
@@ -63,13 +66,16 @@ class Weighed:
         measured = of_losses / divisors
         named = verdict.named = normalisation.nearest(measured, tokens, candidates)
         known = named.weighting.weights * divisors
-        verdict.factor = named.factor / self._clip_factor(torch.cat([known, of_terms / named.factor]))
+        clipped = self._clip_factor(torch.cat([known, of_terms / named.factor]))
+        verdict.factor = named.factor / clipped
         self._judge_terms(fitted.weights, deviations, named.factor)
         if not named.off <= verdict.tolerated_weights:
             verdict.wrong.append(
                 f"{self._counts(measured, tokens)}, as in no known mean (nearest: {named.factor:.4g} x {named.weighting.label})"
             )
             return fitted.weights
+        if abs(verdict.factor - 1) <= verdict.tolerated_weights:
+            self.nominal = self._nominal(of_losses, known, clipped)
         if not abs(verdict.factor - 1) <= verdict.tolerated_weights:
             verdict.wrong.append(self._of_factor(named.weighting, known))
         elif expect is not None and named.weighting.name != expect and len(candidates) > 1:
@@ -78,6 +84,16 @@ class Weighed:
             counts = candidates[0].weights / named.weighting.weights
             verdict.difference = f"; in {candidates[0].label}, a token would count {float(counts.min()):.3g} to {float(counts.max()):.3g} times as much"
         return torch.cat([known * named.factor, of_terms])
+
+    def _nominal(self, of_losses: torch.Tensor, known: torch.Tensor, clipped: float) -> torch.Tensor | None:
+        """The weights of the losses as they should be, exactly; None if that is not known."""
+        if not any(one.uncertain for one in self.exact):
+            return known * clipped
+        # What follows from the gradients at the logits is averaged over the ranks, or summed.
+        for share in (1 / self.verdict.shares, 1.0):
+            if float((of_losses / clipped / share - 1).abs().max()) <= self.verdict.tolerated_weights:
+                return torch.full_like(of_losses, share * clipped)
+        return None
 
     def _counts(self, measured: torch.Tensor, tokens: list[int]) -> str:
         """How much each micro batch counts, by rank."""

@@ -1,0 +1,74 @@
+"""Each module of a recorded step by itself: computed from the inputs that it had in the run, and from the gradient that arrived at it.
+
+In a free pass, rounding errors pile up from the batch to the loss, and everything after a wrong module is wrong. Here the recorded
+tensors take the places of the computed ones, so what is wrong is wrong by itself.
+"""
+
+import torch
+
+from lockstep.dumps.recording import Called
+from lockstep.verdict import normalisation
+from lockstep.verdict.distance import distance_of
+from lockstep.verdict.judgement import Judgement
+from lockstep.verdict.normalisation import Gradients
+from lockstep.verdict.recorded_modules import Modules, Tensors
+from lockstep.verdict.recorded_reference import Computed, Reference
+from lockstep.verdict.recorded_rows import StepVerdict, judged, times
+
+SHOWN = 5
+
+
+class Alone:
+    """`exact` and `plain` compute in float64 and in the run's dtypes."""
+
+    def __init__(self, verdict: StepVerdict, precision: str, exact: Reference, plain: Reference):
+        self.verdict, self.precision, self.exact, self.plain = verdict, precision, exact, plain
+        self.modules = Modules(verdict, precision, alone=True)
+        self.right: list[Gradients] = []
+        self.near: list[Gradients] = []
+
+    def add(
+        self, called: Called, own: Tensors, told: dict[str, torch.Tensor], right: Computed, near: Computed
+    ) -> None:
+        """One micro batch, as the first rank that was called with it has it; `right` and `near` are what free passes gave."""
+        rank = called.ranks[0]
+        mine = {name: [(rank, tensor)] for name, found in own.items() for of, tensor in found if of == rank}
+        written = {name: found[0][1] for name, found in mine.items()}
+        exact = self.exact.compute(called, told, written, right)
+        plain = self.plain.compute(called, told, written, near)
+        self.modules.add(called, mine, exact, plain)
+        self.right.append(exact.gradients)
+        self.near.append(plain.gradients)
+
+    def judge(self, observed: dict[str, torch.Tensor], weights: torch.Tensor | None) -> list[Judgement]:
+        """All rows, in order of execution.
+
+        `observed` are the recorded gradients, whole, in their own dtypes, `weights` those that the micro batches' losses have in them. If
+        these are not known, gradients are not judged: a weight that is off by little would be seen in each.
+        """
+        if weights is None:
+            return list(self.modules.rows.values())
+        wide = {name: tensor.double() for name, tensor in observed.items()}
+        right, near = (
+            [{name: one.get(name, torch.zeros_like(wide[name])) for name in wide} for one in columns]
+            for columns in (self.right, self.near)
+        )
+        exact, plain = (normalisation.sums(columns, weights) for columns in (right, near))
+        own = {f"gradient/{name}": distance_of(wide[name], exact[name]) for name in wide}
+        yardstick = {f"gradient/{name}": distance_of(plain[name], exact[name]) for name in wide}
+        tensors = {f"gradient/{name}": tensor for name, tensor in observed.items()}
+        rows = judged(self.verdict.step, own, yardstick, tensors, self.precision)
+        return [*self.modules.rows.values(), *rows]
+
+    def sentence(self, rows: list[Judgement]) -> str:
+        """What is wrong by itself; "" if nothing is."""
+        wrong = [row for row in rows if row.too_far]
+        if not wrong:
+            return ""
+        first = wrong[0]
+        where = self.modules.where.get(first.name)
+        names = ", ".join(row.name for row in wrong[:SHOWN]) + (", ..." if len(wrong) > SHOWN else "")
+        return (
+            f"{len(wrong)} of {len(rows)} tensors are not what their modules give from the inputs that they had: {names}; the first"
+            f"{f' ({where})' if where else ''}: {first.describe()}{times(first)}"
+        )
