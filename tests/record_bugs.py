@@ -135,6 +135,9 @@ def averaged(net, group=None):
 class MicroMeans(Right):
     """The mean of the micro batches' means, as in many loops: the base of most below."""
 
+    def tokens(self, window):
+        return 0
+
     def loss(self, given, tokens):
         return self.wrapped(**given, use_cache=False)["loss"] / self.micro
 
@@ -1196,6 +1199,51 @@ class Averaged(MicroMeans):
         self.kept = getattr(self, "kept", own)
         for kept, one in zip(self.kept, own, strict=True):
             kept.lerp_(one, 0.5)
+
+
+class Tagged(MicroMeans):
+    """A label for each position, of inputs that are no tokens."""
+
+    def model(self):
+        return Tagger()
+
+    def batch(self, number):
+        given = super().batch(number)
+        values = torch.nn.functional.one_hot(given["input_ids"] % 8, 8).float()
+        return {"values": values, "labels": given["labels"].clamp(min=-100, max=7)}
+
+
+class Tagger(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = torch.nn.Linear(8, 8)
+
+    def forward(self, labels, values, use_cache=None):
+        logits = self.head(values)
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return {"loss": loss, "logits": logits}
+
+
+class Classified(MicroMeans):
+    """One label for each sample; every position sees every other."""
+
+    def model(self):
+        return Classifier()
+
+    def batch(self, number):
+        ids = super().batch(number)["input_ids"]
+        return {"input_ids": ids, "labels": ids[:, 0] % 3}
+
+
+class Classifier(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(VOCABULARY, 16)
+        self.head = torch.nn.Linear(16, 3)
+
+    def forward(self, input_ids, labels=None, use_cache=None):
+        logits = self.head(self.embedding(input_ids).mean(1))
+        return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 
 class LossLogged(MicroMeans):

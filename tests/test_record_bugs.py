@@ -492,6 +492,8 @@ VARIANTS = [
         "Untied",
         "Averaged",
         "LossLogged",
+        "Tagged",
+        "Classified",
         "LastWindowRight",
         "Mixture",
     ),

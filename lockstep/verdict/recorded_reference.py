@@ -64,7 +64,7 @@ class Computed:
     targets: torch.Tensor | None = (
         None  # the token that each position must give, -1 where none; None: not known
     )
-    labels: int = 0  # that count, before they are shifted
+    labels: str = ""  # the input that they are made of
 
 
 class Reference:
@@ -229,7 +229,7 @@ class Reference:
             return computed
         value, told = float(loss.detach()), divisor_of(called)
         further = sum(term.coefficient * term.value for term in terms.values())
-        targets, labels = targets_of(called, value - further, logits, told) or (None, 0)
+        targets, labels = targets_of(called, value - further, logits, told) or (None, "")
         known = math.nan if unknown else arrived
         tokens = 0 if targets is None else int((targets != -1).sum())
         computed = Computed(found, value, tokens, told or tokens, known, terms, self.modules, choices)
@@ -315,8 +315,8 @@ def divisor_of(called: Called) -> float:
 
 def targets_of(
     called: Called, loss: float, logits: torch.Tensor | None, divisor: float
-) -> tuple[torch.Tensor, int] | None:
-    """(which token each position must give, -1 where none; the number of labels that count before they are shifted).
+) -> tuple[torch.Tensor, str] | None:
+    """(which token each position must give, -1 where none; the input that has the labels).
 
     None if the loss of a micro batch is no mean of a cross-entropy. `divisor` is what the model was told to divide by, 0 if nothing. The
     loss itself says which input has the labels, whether the model shifts them, and which label counts for no token.
@@ -324,7 +324,7 @@ def targets_of(
     if logits is None or logits.ndim < 2:
         return None
     own = logits.detach().double().flatten(0, -2)
-    for labels in called.tensors.values():
+    for name, labels in called.tensors.items():
         if labels.is_floating_point() or labels.shape != logits.shape[:-1]:
             continue
         for ignored in IGNORED:
@@ -338,5 +338,5 @@ def targets_of(
                     own, wanted.flatten(), ignore_index=-1, reduction="sum"
                 )
                 if math.isclose(float(total) / (divisor or tokens), loss, rel_tol=SAME):
-                    return wanted, int((counted != -1).sum())
+                    return wanted, name
     return None

@@ -20,7 +20,7 @@ def judge(verdict: StepVerdict, reference: Reference, micro: list[Called], compu
     tried: set[str] = set()
     for called, found in zip(micro, computed, strict=True):
         before = len(verdict.wrong)
-        ids = _ids(called, found.targets)
+        ids = _ids(called, found)
         if ids is None:
             continue
         if found.targets is not None:
@@ -48,11 +48,11 @@ def _judge_ties(verdict: StepVerdict, model: torch.nn.Module) -> None:
                 return
 
 
-def _ids(called: Called, targets: torch.Tensor | None) -> str | None:
-    """The input with the tokens: the first of integers with the shape of the targets, or else two dims."""
+def _ids(called: Called, found: Computed) -> str | None:
+    """The input with the tokens: the first of integers with two dims, those of the targets if there are any."""
     for name, tensor in called.tensors.items():
-        fits = tensor.ndim == 2 if targets is None else tensor.shape == targets.shape
-        if fits and not tensor.is_floating_point() and tensor.dtype != torch.bool:
+        fits = tensor.ndim == 2 and (found.targets is None or tensor.shape == found.targets.shape)
+        if fits and name != found.labels and not tensor.is_floating_point() and tensor.dtype != torch.bool:
             return name
     return None
 

@@ -17,7 +17,7 @@ from lockstep.verdict.normalisation import (
     Gradients,
     Weighting,
 )
-from lockstep.verdict.recorded_reference import Computed
+from lockstep.verdict.recorded_reference import IGNORED, Computed
 from lockstep.verdict.recorded_rows import StepVerdict
 from lockstep.verdict.records import float32_norm_error
 
@@ -201,7 +201,11 @@ class Weighed:
     def _why(self, factor: float) -> str:
         """What a factor may be, to be read after it."""
         world = self.ranks[0].world_size
-        labels = sum(one.labels for one in self.exact)
+        labels = sum(
+            int(torch.isin(called.tensors[one.labels], torch.tensor(IGNORED), invert=True).sum())
+            for called, one in zip(self.micro, self.exact, strict=True)
+            if one.labels
+        )
         counting = self.shares.count(self.shares[0])  # micro batches of a rank at which a gradient arrived
         numbers = {
             "the world size": float(world),
