@@ -24,7 +24,6 @@ FSDP = """--fsdp full_shard --fsdp_config '{"transformer_layer_cls_to_wrap": ["Q
 TOKENS = "that of the mean over all tokens of the global batch"
 RANKS = "that of the mean of the ranks' token means"
 MICRO = "that of the mean of the micro batches' means"
-LOGITS = "that of what follows from the gradients at the logits, averaged over the ranks"
 # Name -> (ranks, script, arguments, what the gradient is)
 RIGHT = {
     "torch ddp": (2, "torch_loop.py", "--accumulation 2 --max_norm 0.5", f"{MICRO}, clipped"),
@@ -59,7 +58,7 @@ RIGHT = {
         2,
         "trainer.py",
         "--gradient_accumulation_steps 2 --label_smoothing_factor 0.1",
-        LOGITS,
+        TOKENS,
     ),
     "trainer ranks": (
         2,
@@ -67,7 +66,7 @@ RIGHT = {
         "--gradient_accumulation_steps 2 --average_tokens_across_devices False",
         RANKS,
     ),
-    "trainer own loss": (2, "trainer.py", "--gradient_accumulation_steps 2 --own_loss", LOGITS),
+    "trainer own loss": (2, "trainer.py", "--gradient_accumulation_steps 2 --own_loss", TOKENS),
     "trainer classes": (2, "trainer.py", "--kind classes --average_tokens_across_devices False", TOKENS),
     "trainer saved": (2, "trainer.py", "--output_dir FOLDER --save_strategy steps --save_steps 2", TOKENS),
     "trainer resumed": (
@@ -99,8 +98,8 @@ RIGHT = {
     "deepspeed zero 3 offloaded": (2, "deepspeed_loop.py", "--stage 3 --offload", f"{MICRO}, clipped"),
     "deepspeed autotp": (2, "deepspeed_loop.py", "--stage 1 --tp 2", f"{MICRO}, clipped"),
     "deepspeed autotp zero 2": (4, "deepspeed_loop.py", "--stage 2 --tp 2", f"{MICRO}, clipped"),
-    "own ddp": (2, "own_module.py", "", LOGITS),
-    "own fsdp": (2, "own_module.py", "--fsdp", LOGITS),
+    "own ddp": (2, "own_module.py", "", TOKENS),
+    "own fsdp": (2, "own_module.py", "--fsdp", TOKENS),
 }
 # Name -> (script, arguments, {text of the script: what stands there instead}, what is wrong)
 WRONG = {
@@ -169,7 +168,7 @@ WRONG = {
         "own_module.py",
         "",
         {"parameter.grad /= ranks": "pass"},
-        f"the gradient is 2 times {LOGITS}, which is the world size",
+        f"the gradient is 2 times {TOKENS}, which is the world size",
     ),
 }
 

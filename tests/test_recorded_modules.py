@@ -5,7 +5,9 @@ import torch
 
 from lockstep import judge, record
 from lockstep.dumps.plain_shards import PlainShards
+from lockstep.dumps.recording import Recording
 from lockstep.ground.blocks import blocks
+from lockstep.verdict import recorded
 
 MIXTURE = """
 import torch
@@ -113,3 +115,60 @@ def test_a_part_of_other_weights_is_not_found():
     shards = PlainShards(torch.nn.Linear(6, 8))
     assert shards.runs("weight", torch.randn(4, 6)) is None
     assert shards.runs("bias", torch.zeros(3)) is None
+
+
+DENSE = """
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+def lower(module, given, out):
+    x = given[0].bfloat16()
+    return (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * module.weight.bfloat16()).to(out.dtype)
+def main():
+    torch.manual_seed(0)
+    net = Qwen2ForCausalLM(Qwen2Config(vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=2,
+        num_key_value_heads=1)).train()
+    layers = net.model.layers
+    {before}
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    for step in range(2):
+        optimizer.zero_grad()
+        ids = torch.randint(0, 256, (2, 32))
+        with torch.autocast("cpu", torch.bfloat16, enabled={autocast}):
+            out = net(input_ids=ids, labels=ids)
+        out.loss.backward()
+        {after}
+        optimizer.step()
+if __name__ == "__main__":
+    main()
+"""
+LOWER = "layers[2].input_layernorm.register_forward_hook(lower)"
+TWO = f"{LOWER}; layers[0].input_layernorm.register_forward_hook(lower)"
+SCALED = "layers[1].mlp.up_proj.weight.grad.mul_(1.05)"
+ALONE = "are not what their modules give from the inputs that they had: "
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize(
+    "before, after, wrong",
+    [
+        ("", "", set()),
+        (LOWER, "", {"layers.2.input_layernorm"}),
+        (TWO, "", {"layers.0.input_layernorm", "layers.2.input_layernorm"}),
+        ("", SCALED, {"layers.1.mlp.up_proj"}),
+    ],
+)
+def test_each_module_by_itself(tmp_path, capsys, before, after, wrong, autocast):
+    """One norm in bfloat16 drowns in autocast's rounding errors, unless the module is computed from its own inputs."""
+    script, output = tmp_path / "train.py", tmp_path / "out"
+    script.write_text(DENSE.format(before=before, after=after, autocast=autocast))
+    assert record.main(["--output", str(output), "--steps", "1", str(script)]) == 0
+    (verdict,) = recorded.judge(Recording(output))
+    capsys.readouterr()
+    assert bool(verdict.wrong) == bool(wrong)
+    found = [row.name for row in verdict.alone if row.too_far]
+    assert {one for one in wrong if any(one in name for name in found)} == wrong
+    assert len(found) <= 6 * len(wrong)
+    if wrong:
+        assert any(ALONE in sentence for sentence in verdict.wrong)
+    if autocast and before == LOWER:  # the free pass does not see it
+        assert not any("forward" in row.name for row in verdict.too_far)

@@ -92,6 +92,7 @@ class _Step:
         if self._untied(weights) or self._clipped_in_parts():
             return verdict
         near, modules_wrong = self._compute(weights)
+        after_modules = len(verdict.wrong)
         columns = self._columns(self.exact)
         fitted = normalisation.fit(self.observed, columns)
         yardstick = normalisation.sums(self._columns(near), fitted.weights)
@@ -105,10 +106,10 @@ class _Step:
             weighed = Weighed(verdict, self.ranks, self.micro, self.exact, columns, elsewhere)
             weights_of = weighed.judge(fitted, again, expect)
             self.of_norm, nominal = weighed.of_norm, weighed.nominal
-        self._judge_alone(nominal)
         right = normalisation.sums(columns, weights_of)
         self._judge_kept_gradient(fitted)
         self._judge_gradients(right, yardstick)
+        self._judge_alone(nominal, after_modules)
         verdict.wrong += self.of_norm
         self._judge_missing(weights)
         recorded_update.judge(self.recording, verdict, weights, gradients)
@@ -144,7 +145,7 @@ class _Step:
             recorded_task.judge(self.verdict, exact, self.micro, self.exact)
         return near, modules.close()
 
-    def _judge_alone(self, nominal: torch.Tensor | None) -> None:
+    def _judge_alone(self, nominal: torch.Tensor | None, after_modules: int) -> None:
         if len(self.alone.right) < len(self.micro):
             self.verdict.notes.append(
                 "modules are not judged by themselves: what arrived at the loss is not known"
@@ -152,9 +153,10 @@ class _Step:
             return
         rows = self.alone.judge(self.gradients, nominal)
         self.verdict.alone = rows
-        sentence = self.alone.sentence(rows)
-        if sentence:
-            self.verdict.wrong.append(sentence)
+        first = next((row for row in rows if row.too_far), None)
+        if first is not None:
+            place = after_modules if first.kind != "gradient" else len(self.verdict.wrong)
+            self.verdict.wrong.insert(place, self.alone.sentence(rows))
 
     def _lowered(self) -> set[str]:
         """The dtypes other than float32 and float64 that the step was computed in."""

@@ -61,10 +61,8 @@ class Alone:
         return [*self.modules.rows.values(), *rows]
 
     def sentence(self, rows: list[Judgement]) -> str:
-        """What is wrong by itself; "" if nothing is."""
+        """What is wrong by itself. At least one row is."""
         wrong = [row for row in rows if row.too_far]
-        if not wrong:
-            return ""
         first = wrong[0]
         where = self.modules.where.get(first.name)
         names = ", ".join(row.name for row in wrong[:SHOWN]) + (", ..." if len(wrong) > SHOWN else "")
