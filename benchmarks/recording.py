@@ -16,9 +16,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from outputs import output
 
 import lockstep
-from lockstep.ground.files import write_text
+from lockstep.ground.files import write_result, write_text
 from lockstep.inputs.architectures import BUILT_IN
 from lockstep.inputs.shapes import from_config
 
@@ -29,7 +30,7 @@ def worker(folder: Path) -> None:
     """One rank: steps without a recorder, recorded ones, and steps after these, whose samples alone are hashed."""
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    model = from_config({**BUILT_IN["Qwen/Qwen2.5-0.5B"], "num_hidden_layers": 2}, attn_impl="sdpa").train()
+    model = from_config({**BUILT_IN["Qwen2.5-0.5B"], "num_hidden_layers": 2}, attn_impl="sdpa").train()
     wrapped = torch.nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     generator = torch.Generator().manual_seed(dist.get_rank())
@@ -57,8 +58,8 @@ def worker(folder: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--work_dir", type=Path, required=True)
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--work_dir", type=Path, default=Path("runs/recording"))
+    parser.add_argument("--output", type=output('{\n "step": '))
     options = parser.parse_args()
     if options.output is None:
         return worker(options.work_dir)
@@ -84,7 +85,7 @@ def main() -> None:
         "bytes of a rank": sum(path.stat().st_size for path in files) // 2,
         "torch": torch.__version__,
     }
-    write_text(options.output, json.dumps(found, indent=1) + "\n")
+    write_result(options.output, json.dumps(found, indent=1) + "\n")
     print(json.dumps(found, indent=1))
     return None
 

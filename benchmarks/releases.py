@@ -11,10 +11,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from lockstep.ground.files import write_text
+from outputs import output
+
+from lockstep.ground.files import write_result
 
 ROOT = Path(__file__).resolve().parents[1]
 TORCH = "2.13.0"
+BEGINS = "Two ranks over gloo"
 RELEASES = {
     "2025": {"transformers": "4.57.1", "accelerate": "1.10.1", "deepspeed": "0.17.6"},
     "spring of 2026": {"transformers": "5.4.0", "accelerate": "1.13.0", "deepspeed": "0.18.6"},
@@ -58,10 +61,10 @@ def verdict(python: str, script: str, arguments: list[str], folder: Path) -> str
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--work_dir", type=Path, required=True)
-    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--work_dir", type=Path, default=Path("runs/releases"))
+    parser.add_argument("--output", type=output(BEGINS), required=True)
     options = parser.parse_args()
-    lines = [f"Two ranks over gloo, torch {TORCH}; `python benchmarks/releases.py` (see README.md here).", ""]
+    lines = [f"{BEGINS}, torch {TORCH}; `python benchmarks/releases.py` (see README.md here).", ""]
     lines += ["| release | script | verdict |", "|---|---|---|"]
     for label, packages in RELEASES.items():
         folder = options.work_dir.absolute() / label.replace(" ", "_")
@@ -73,7 +76,7 @@ def main() -> None:
                     f"| {library} {packages[library]} ({label}) | `{script} {' '.join(arguments)}` | {said} |"
                 )
                 print(lines[-1], flush=True)
-    write_text(options.output, "\n".join([*lines, ""]))
+    write_result(options.output, "\n".join([*lines, ""]))
 
 
 if __name__ == "__main__":
