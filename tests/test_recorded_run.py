@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lockstep import judge, record
-from lockstep.dumps.hashes import hashes
+from lockstep.dumps.hashes import digest, hashes
 from lockstep.dumps.recording import Recording, RunStep
 from lockstep.dumps.whole_run import STEPS_AT_ONCE
 from lockstep.verdict import recorded_run
@@ -156,3 +156,12 @@ def test_a_whole_run(tmp_path, capsys, fields, status, said):
     assert said in capsys.readouterr().out
     ((*_, last),) = Recording(output).whole_run()
     assert last.data_sets == [] and len(last.samples) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.bfloat16, torch.float32])
+def test_a_digest_changes_with_one_element(dtype):
+    tensor = torch.ones(13, 7).to(dtype)
+    other = tensor.clone()
+    other[12, 6] = 0
+    assert digest(tensor) == digest(tensor.clone()) == digest(tensor.t().contiguous().t())
+    assert digest(tensor) != digest(other)

@@ -1,5 +1,7 @@
 """64-bit hashes of tensors, made where the tensors are. They tell changes and bugs, and are no protection against somebody who means it."""
 
+import functools
+
 import torch
 
 # Odd 64-bit numbers without structure, as signed ones: the fractions of the golden ratio and of the square root of 3.
@@ -21,14 +23,30 @@ def hashes(samples: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Ten
     return ((mixed ^ (mixed >> 32)) * used).sum(1)
 
 
+@functools.cache
+def _odd(number: int, device: torch.device) -> torch.Tensor:
+    """Odd 64-bit numbers without structure. A sum of elements times these changes with any one element."""
+    places = torch.arange(1, number + 1, device=device) * FACTORS[1]
+    return ((places ^ (places >> 32)) * FACTORS[0]) | 1
+
+
 def hashes_of_slices(tensor: torch.Tensor, dim: int) -> list[int]:
-    """The hash of each slice along a dim."""
-    slices = tensor.detach().movedim(dim, 0)
-    number = max(1, AT_ONCE // max(slices[0].numel(), 1))
-    return [value for some in slices.split(number) for value in hashes(some).tolist()]
+    """The hash of each slice along a dim, of its values as bfloat16."""
+    bits = tensor.detach().bfloat16().view(torch.int16).movedim(dim, 0)
+    rows = bits.reshape(len(bits), -1)
+    odd = _odd(rows.shape[1], rows.device)
+    number = max(1, AT_ONCE // max(rows.shape[1], 1))
+    return [value for some in rows.split(number) for value in (some.long() * odd).sum(1).tolist()]
 
 
 def digest(tensor: torch.Tensor) -> int:
-    """The hash of a tensor, whatever its shape."""
-    parts = [hashes(part[None]) for part in tensor.detach().flatten().split(AT_ONCE)]
-    return int(hashes(torch.cat(parts)[None])) if parts else 0
+    """The hash of a tensor's bytes."""
+    flat = tensor.detach().contiguous().flatten().view(torch.uint8)
+    whole = flat.numel() // 8 * 8
+    words = (
+        flat[:whole].view(torch.int64) if flat.data_ptr() % 8 == 0 else flat[:whole].clone().view(torch.int64)
+    )
+    odd = _odd(AT_ONCE // 8, flat.device)
+    parts = [(some * odd[: some.numel()]).sum() for some in words.split(AT_ONCE // 8)]
+    parts.append((flat[whole:].long() * odd[:8][: flat.numel() - whole]).sum())
+    return int((torch.stack(parts) * odd[: len(parts)]).sum())

@@ -18,7 +18,7 @@ class PlainShards:
         self.shapes = {name: tuple(one.shape) for name, one in named_parameters(model).items()}
         self.places: dict[str, list[dict[int, int]]] = {
             name: [
-                {value: place for place, value in enumerate(hashes_of_slices(one.bfloat16(), dim))}
+                {value: place for place, value in enumerate(hashes_of_slices(one, dim))}
                 for dim in range(one.ndim)
             ]
             for name, one in named_parameters(model).items()
@@ -48,7 +48,7 @@ class PlainShards:
                 # Slices are alike, as those of a bias of zeros are: it is cut as its module's other parameters are.
                 along = [runs[dim] for other, runs in self.found.items() if _same_module(other, name)]
             else:
-                places = [known.get(value, -1) for value in hashes_of_slices(part.bfloat16(), dim)]
+                places = [known.get(value, -1) for value in hashes_of_slices(part, dim)]
                 along = [] if -1 in places else [runs_of(places)]
             if not along or sum(length for _, length in along[0]) != part.shape[dim]:
                 return None
