@@ -283,10 +283,9 @@ class AutoTPStrategy:
     def forward_backward(self, micro_batches: list[MicroBatch]) -> torch.Tensor:
         self.num_micro_batches, self.num_tokens = len(micro_batches), micro_batches[0][1].numel()
         losses = []
-        numbers = self.count_labels(micro_batches)
+        self.num_labels = count_labels(self.config.samples, micro_batches, self.geometry().mesh)
         for index, (input_ids, labels, *further) in enumerate(micro_batches):
-            self.num_labels = numbers[index]
-            self.further = dict(zip(self.config.samples.further, further, strict=True))
+            self.further = self.config.samples.named(further)
             self.engine.set_gradient_accumulation_boundary(index == len(micro_batches) - 1)
             loss = self.loss(input_ids, labels)
             self.engine.backward(loss / self._divisor)  # divides by gradient_accumulation_steps
@@ -294,15 +293,9 @@ class AutoTPStrategy:
         mean = torch.stack(losses).mean()
         return mean if self.sequence is None else self.sequence.mean(mean)
 
-    def count_labels(self, micro_batches: list[MicroBatch]) -> list[torch.Tensor] | list[None]:
-        """What the sum of losses of each micro batch is divided by; None: by their number. Collective."""
-        if not self.config.samples.counted:
-            return [None] * len(micro_batches)
-        return count_labels(micro_batches, self.geometry().mesh)
-
     def loss(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """This rank's mean loss over one micro batch, each (B, S); shape (). As in TorchStrategy."""
-        given: dict[str, torch.Tensor] = self.further
+        given = dict(self.further)
         if self.sequence is not None:
             input_ids, labels, given["position_ids"] = self.sequence.cut(input_ids, labels)
         loss = causal_lm_loss(self.engine, input_ids, labels, num_labels=self.num_labels, **given)
@@ -378,8 +371,7 @@ class AutoTPStrategy:
         return torch.cat(parts, dim=dim)
 
     def called(self) -> list[tuple[torch.nn.Module, dict[str, str | int]]]:
-        further: dict[str, str | int] = {name: name for name in self.config.samples.further}
-        return [(self.model, {"input_ids": "input_ids", "labels": "labels", **further})]
+        return [(self.model, {name: name for name in self.config.samples.inputs})]
 
     def effective_contract(self) -> dict[str, Any]:
         optimizer = self.stage.torch_optimizer()

@@ -81,7 +81,7 @@ class Capture:
         self.here = self.mesh.coordinates(self.rank)
         self.positions = cuts.positions(config, self.here.cp)
         self.folder = config.capture_folder
-        self.inputs = ("input_ids", "labels", *config.samples.further)
+        self.inputs = config.samples.inputs
         found = layout_of(
             provenance["architecture"], config.attn_impl, positions="position_ids" in self.inputs
         )

@@ -3,9 +3,13 @@
 Everything is drawn from the window's tokens and the seed alone, so it does not depend on who trains on the window, or when.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
+
+Tensor = TypeVar("Tensor")
 
 IGNORED = -100  # the label of a position that is not trained on, as torch and transformers have it
 PADDING = 0  # the token id at positions that are padding
@@ -26,6 +30,15 @@ class Samples:
         """What a model is called with beside ids and labels, under the name that transformers has for it; (B, S) int64."""
         masks = ("attention_mask",) if self.padding != "none" else ()
         return (*masks, "position_ids") if self.documents == "apart" else masks
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The names of all parts of a micro batch, in order."""
+        return ("input_ids", "labels", *self.further)
+
+    def named(self, further: Iterable[Tensor]) -> dict[str, Tensor]:
+        """What a model is called with beside ids and labels, by name."""
+        return dict(zip(self.further, further, strict=True))
 
     @property
     def counted(self) -> bool:

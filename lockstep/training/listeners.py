@@ -141,7 +141,7 @@ def held_out(strategy: Strategy, inputs: Inputs, attn_impl: str, *, lead: bool) 
             weights[name].copy_(whole)
         total, right, tokens, sequences = 0.0, 0, 0, 0
         for input_ids, labels, *further in inputs.batches.held_out_batches():
-            given = dict(zip(inputs.batches.made.further, further, strict=True))
+            given = inputs.batches.made.named(further)
             logits = model(input_ids=input_ids, use_cache=False, **given).logits
             total += float(F.cross_entropy(logits.flatten(0, 1).double(), labels.flatten(), reduction="sum"))
             right += int((logits.argmax(dim=-1) == labels).sum())

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.ground.errors import UserError
-from lockstep.inputs.samples import IGNORED
+from lockstep.inputs.samples import IGNORED, Samples
 from lockstep.plan import strategies
 from lockstep.plan.config import Config, Spec
 from lockstep.plan.mesh import Geometry, Mesh
@@ -100,14 +100,17 @@ def require_strategy(spec: Spec, further: tuple[str, ...] = ()) -> None:
         )
 
 
-def count_labels(micro_batches: list[MicroBatch], mesh: Mesh) -> list[torch.Tensor]:
-    """For each micro batch, what its sum of losses is divided by: the number of labels of the global batch; int64, shape (). Collective."""
+def count_labels(samples: Samples, micro_batches: list[MicroBatch], mesh: Mesh) -> torch.Tensor | None:
+    """What the sum of losses of each micro batch is divided by: the number of labels of the global batch; int64, shape (). Collective.
+
+    None if every position has one, so that a mean will do.
+    """
+    if not samples.counted:
+        return None
     total = torch.stack([(labels != IGNORED).sum() for _, labels, *_ in micro_batches]).sum()
     dist.all_reduce(total)
-    total //= (
-        mesh.world_size // mesh.num_sample_shares
-    )  # ranks with the same samples have counted the same labels
-    return [total] * len(micro_batches)
+    # Ranks with the same samples have counted the same labels.
+    return total // (mesh.world_size // mesh.num_sample_shares)
 
 
 MakeStrategy = Callable[["PreTrainedModel", Config, Mesh, torch.device], Strategy]

@@ -107,6 +107,7 @@ class TorchStrategy:
 
     def forward_backward(self, micro_batches: list[MicroBatch]) -> torch.Tensor:
         self.num_micro_batches = len(micro_batches)
+        self._num_labels = count_labels(self.config.samples, micro_batches, self.geometry().mesh)
         self.optimizer.zero_grad()
         through = self._through_model if self.pipeline is None else self._through_pipeline
         mean = through(micro_batches)
@@ -118,12 +119,6 @@ class TorchStrategy:
         if self.context is not None:
             mean = self.context.mean(mean)
         return mean
-
-    def count_labels(self, micro_batches: list[MicroBatch]) -> list[torch.Tensor] | list[None]:
-        """What each micro batch's `num_labels` is. Collective."""
-        if not self.config.samples.counted:
-            return [None] * len(micro_batches)
-        return count_labels(micro_batches, self.geometry().mesh)
 
     @property
     def num_labels(self) -> torch.Tensor | None:
@@ -143,11 +138,6 @@ class TorchStrategy:
         self._handed_on = tuple(self._further)
         return self._further
 
-    def _begin(self, number: torch.Tensor | None, further: list[torch.Tensor]) -> None:
-        """Before each micro batch."""
-        self._num_labels = number
-        self._further = dict(zip(self.config.samples.further, further, strict=True))
-
     @property
     def num_shares(self) -> int:
         """How many losses the loss of the global batch is the mean of: one for each micro batch of each rank that sees other tokens."""
@@ -156,9 +146,8 @@ class TorchStrategy:
     def _through_model(self, micro_batches: list[MicroBatch]) -> torch.Tensor:
         """Forward and backward of all micro batches; this rank's mean loss."""
         losses = []
-        numbers = self.count_labels(micro_batches)
         for index, (input_ids, labels, *further) in enumerate(micro_batches):
-            self._begin(numbers[index], further)
+            self._further = self.config.samples.named(further)
             with self._reducing(index == len(micro_batches) - 1):
                 with self.config.autocast(self.device):
                     loss = self.loss(input_ids, labels)
@@ -170,11 +159,10 @@ class TorchStrategy:
         """The same on this rank's stages. The mean loss is known on the rank of the last stage."""
         assert self.pipeline is not None
         mean = torch.zeros((), device=self.device)
-        numbers = self.count_labels(micro_batches)
+        if self.num_labels is not None:
+            self.pipeline.divide_by(self.num_labels, 1 / self.geometry().mesh.num_loss_shares)
         for index, (input_ids, labels, *further) in enumerate(micro_batches):
-            self._begin(numbers[index], further)
-            if self.num_labels is not None:
-                self.pipeline.divide_by(self.num_labels, 1 / self.geometry().mesh.num_loss_shares)
+            self._further = self.config.samples.named(further)
             input_ids, labels, positions = self.cut(input_ids, labels)
             given = self._given(positions)
             if given["position_ids"] is None:
@@ -186,12 +174,10 @@ class TorchStrategy:
 
     def called(self) -> list[tuple[torch.nn.Module, dict[str, str | int]]]:
         """See `lockstep.training.strategy.Strategy`."""
-        further: dict[str, str | int] = {name: name for name in self.config.samples.further}
-        return (
-            [(self.model, {"input_ids": "input_ids", "labels": "labels", **further})]
-            if self.pipeline is None
-            else self.pipeline.called(further)
-        )
+        samples = self.config.samples
+        if self.pipeline is None:
+            return [(self.model, {name: name for name in samples.inputs})]
+        return self.pipeline.called({name: name for name in samples.further})
 
     def loss(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """This rank's mean loss over its positions of one micro batch, each (B, S); shape ().

@@ -133,7 +133,7 @@ class ReferenceStrategy:
             first = rows.stop
             numbers = {self.choices[name].call: indices[rows] for name, indices in (chosen or {}).items()}
             with Float64(numbers) as mode:
-                given = dict(zip(self.config.samples.further, further, strict=True))
+                given = self.config.samples.named(further)
                 loss = causal_lm_loss(self.model, input_ids, labels, num_labels=number, **given)
                 loss = loss * len(micro_batches) if counted else loss
                 (loss / len(micro_batches)).backward()
@@ -145,8 +145,7 @@ class ReferenceStrategy:
         return torch.stack(losses).view(self.config.dp_size, -1).mean(dim=-1).tolist()
 
     def called(self) -> list[tuple[torch.nn.Module, dict[str, str | int]]]:
-        further: dict[str, str | int] = {name: name for name in self.config.samples.further}
-        return [(self.model, {"input_ids": "input_ids", "labels": "labels", **further})]
+        return [(self.model, {name: name for name in self.config.samples.inputs})]
 
     def grad_norm(self) -> float:
         return sum(float(gradient_of(parameter).square().sum()) for parameter in trained(self.model)) ** 0.5
