@@ -27,7 +27,6 @@ def main(argv: list[str] | None = None) -> int:
         choices=list(LABELS),
         help="what the loss was meant to be a mean over; any other is then a FAIL (default: any of them is a PASS, and is named)",
     )
-
     parser.add_argument(
         "--after",
         type=Path,

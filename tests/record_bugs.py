@@ -356,8 +356,8 @@ class ClippedBeforeReduction(MicroMeans):
         pass
 
 
-class ClippedScaled(MicroMeans):
-    """The gradient is clipped before the scale is taken out."""
+class Scaled(MicroMeans):
+    """A GradScaler, with unscale_ before clipping."""
 
     bound = 0.5
 
@@ -368,9 +368,20 @@ class ClippedScaled(MicroMeans):
     def backward(self, loss):
         self.scaler.scale(loss).backward()
 
+    def clip(self):
+        self.scaler.unscale_(self.optimizer)
+        super().clip()
+
     def update(self):
         self.scaler.step(self.optimizer)
         self.scaler.update()
+
+
+class ClippedScaled(Scaled):
+    """The gradient is clipped before the scale is taken out."""
+
+    def clip(self):
+        MicroMeans.clip(self)
 
 
 class ClippedGroup(MicroMeans):
@@ -1096,27 +1107,6 @@ class Eager(MicroMeans):
         net = super().model()
         net.set_attn_implementation("eager")
         return net
-
-
-class Scaled(MicroMeans):
-    """A GradScaler, with unscale_ before clipping."""
-
-    bound = 0.5
-
-    def make_optimizer(self):
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-        return super().make_optimizer()
-
-    def backward(self, loss):
-        self.scaler.scale(loss).backward()
-
-    def clip(self):
-        self.scaler.unscale_(self.optimizer)
-        super().clip()
-
-    def update(self):
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
 
 
 class Frozen(MicroMeans):

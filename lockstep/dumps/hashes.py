@@ -6,7 +6,7 @@ import torch
 
 # Odd 64-bit numbers without structure, as signed ones: the fractions of the golden ratio and of the square root of 3.
 FACTORS = (-7046029254386353131, -4942790177534073029)
-AT_ONCE = 1 << 24  # elements: each takes some 30 bytes on the way
+AT_ONCE = 1 << 24  # bytes, or elements of which each takes some 16 bytes on the way
 
 
 def hashes(samples: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:

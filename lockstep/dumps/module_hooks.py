@@ -14,6 +14,11 @@ from lockstep.inputs.model import being_recomputed
 Keep = Callable[[str, torch.Tensor], torch.Tensor | None]
 
 
+def module_of(name: str) -> str:
+    """MODULE of forward/MICRO_BATCH/MODULE."""
+    return name.split("/", 2)[2]
+
+
 class ModuleHooks:
     """Of the modules whose names match `pattern`, in the training calls of the model between `begin` and `end`.
 

@@ -40,6 +40,7 @@ from torch.optim.optimizer import (
 
 from lockstep.dumps import deepspeed_engine, tree
 from lockstep.dumps.hashes import digest
+from lockstep.dumps.model_outputs import outputs_of, scalars_of
 from lockstep.dumps.module_hooks import ModuleHooks
 from lockstep.dumps.plain_shards import PlainShards
 from lockstep.dumps.whole_run import WholeRun
@@ -172,7 +173,10 @@ class Recorder:
 
     def keep_weight(self, name: str, tensor: torch.Tensor) -> None:
         """A parameter before the step."""
-        self.keep_shard(f"weight/{name}", tensor, written=not self._is_as_before(f"weight/{name}", tensor))
+        same = self._is_as_before(f"weight/{name}", tensor)
+        if same:
+            self.unchanged.append(f"weight/{name}")
+        self.keep_shard(f"weight/{name}", tensor, written=not same)
 
     def keep_updated(self, name: str, tensor: torch.Tensor) -> None:
         """A parameter after the update."""
@@ -180,11 +184,11 @@ class Recorder:
         self.digests[f"weight/{name}"] = _digest(tensor)
 
     def _is_as_before(self, name: str, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is what the step before ended with."""
+        """Whether a tensor is what the step before ended with; where it ended with another, that is noted."""
         before = self.last_digests.pop(name, None)
         same = before == _digest(tensor)
-        if before is not None:
-            (self.unchanged if same else self.changed).append(name)
+        if before is not None and not same:
+            self.changed.append(name)
         return same
 
     @torch.compiler.disable
@@ -253,13 +257,12 @@ class Recorder:
 
     @torch.compiler.disable
     def _see_output(self, _module: torch.nn.Module, _arguments: tuple, output: Any) -> None:
-        if not torch.is_grad_enabled() or being_recomputed():
+        over = self.model.training and not (self.removing and self.micro)
+        if over or not torch.is_grad_enabled() or being_recomputed():
             return
         loss, logits = outputs_of(output)
         if not self.model.training:
             self.whole_run.see_evaluation(logits if loss is None else loss)
-            return
-        if not self.removing or not self.micro:
             return
         if self.hooks is not None:
             self.hooks.end()
@@ -380,6 +383,7 @@ class Recorder:
         self._begin()
         if self.step > self.steps:
             self._remove_hooks()
+            self.plain_shards.places.clear()  # a hash for each row and column of every parameter
             self.whole_run.write()  # a script may end without a word
 
 
@@ -408,36 +412,6 @@ def _digest(tensor: torch.Tensor) -> int:
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().cpu().contiguous().clone()
-
-
-def outputs_of(output: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """(loss, logits) of what a model returns: a scalar, logits, a tuple, or an object or dict with `loss` and `logits`."""
-    if isinstance(output, (torch.Tensor, tuple, list)):
-        tensors = [one for one in _as_tuple(output) if isinstance(one, torch.Tensor)]
-        scalars = [one for one in tensors if one.ndim == 0]
-        further = [one for one in tensors if one.ndim > (1 if len(tensors) > 1 else 0)]
-        return next(iter(scalars), None), next(iter(further), None)
-    found = _fields(output)
-    return found.get("loss"), found.get("logits")
-
-
-def scalars_of(output: Any) -> dict[str, torch.Tensor]:
-    """The scalars that a model returns, the loss among them, by their fields or their places in a tuple."""
-    if isinstance(output, (torch.Tensor, tuple, list)):
-        found = {str(place): value for place, value in enumerate(_as_tuple(output))}
-    else:
-        found = _fields(output)
-    return {
-        name: value for name, value in found.items() if isinstance(value, torch.Tensor) and value.ndim == 0
-    }
-
-
-def _as_tuple(output: Any) -> tuple:
-    return (output,) if isinstance(output, torch.Tensor) else tuple(output)
-
-
-def _fields(output: Any) -> dict[str, Any]:
-    return output if isinstance(output, dict) else getattr(output, "__dict__", {})
 
 
 @contextlib.contextmanager

@@ -65,8 +65,8 @@ class Step(Strict):
     clips: list[Clip]
     optimizers: list[Optimizer]
     places: dict[Name, list[Place]]
-    unchanged: list[Name]
-    changed: list[Name]
+    unchanged: list[Name]  # weights that are what the step before ended with, and written there
+    changed: list[Name]  # weights and state that are not
 
 
 class RunStep(Strict):
@@ -187,7 +187,7 @@ class Recording:
         return self._opened[path]
 
     def _tensor(self, rank: int, step: int, key: str) -> torch.Tensor:
-        if key.partition("#")[0] in self.steps[step - 1][rank].unchanged and key.startswith("weight/"):
+        if key.partition("#")[0] in self.steps[step - 1][rank].unchanged:
             return self._tensor(rank, step - 1, key.replace("weight/", "updated/", 1))
         try:
             return self._file(rank, step).get_tensor(key)

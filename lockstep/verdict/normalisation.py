@@ -4,8 +4,8 @@ Let g_i be the gradient of the loss of micro batch i in float64. Every correct r
 
     gradient = sum_i w_i g_i + rest
 
-whatever the loss is divided by. So the weights are measured, never assumed: a least-squares fit over all tensors, of which those that do
-not follow the others are then left out. The rest says whether the arithmetic is right; the weights say what the loss is a mean over.
+whatever the loss is divided by. So the weights are measured, never assumed. They make the sum of the tensors' distances small, not that of
+their squares, so fewer than half of the tensors may be wrong: these are then left out. The rest says whether the arithmetic is right; the weights say what the loss is a mean over.
 """
 
 import itertools
@@ -18,9 +18,8 @@ import torch
 ROUNDS = 20
 OUTLIER = 10  # times the median rest
 Gradients = dict[str, torch.Tensor]  # by parameter, in float64
-Products = dict[
-    str, tuple[torch.Tensor, torch.Tensor]
-]  # of the columns with each other, and with what was observed
+# Of the columns with each other, and with what was observed
+Products = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass
@@ -49,9 +48,7 @@ def fit(observed: Gradients, columns: list[Gradients]) -> Fit:
     if not products:
         return Fit(torch.zeros(len(columns), dtype=torch.float64), dict.fromkeys(observed, 0.0))
     counts = dict.fromkeys(products, 1.0)
-    for _ in range(
-        ROUNDS
-    ):  # makes the sum of distances small, not of their squares: fewer than half of the tensors may be wrong
+    for _ in range(ROUNDS):  # least squares, each time with the tensors weighed by their distances
         weights = _solved(products, counts)
         near = {name: _near(*products[name], weights) for name in products}
         typical = statistics.median(near.values())
@@ -70,6 +67,17 @@ def _solved(products: Products, counts: dict[str, float]) -> torch.Tensor:
 def _near(square: torch.Tensor, right: torch.Tensor, weights: torch.Tensor) -> float:
     """`_rest`, from the products alone: to half of the digits."""
     return math.sqrt(max(float(1 - 2 * weights @ right + weights @ square @ weights), 1e-16))
+
+
+def aligned(columns: list[Gradients], like: dict[str, torch.Tensor]) -> list[Gradients]:
+    """The columns with the names of `like` alone, with zeros where a column has none."""
+    return [
+        {
+            name: column.get(name, torch.zeros_like(tensor, dtype=torch.float64))
+            for name, tensor in like.items()
+        }
+        for column in columns
+    ]
 
 
 def sums(columns: list[Gradients], weights: torch.Tensor) -> Gradients:

@@ -10,20 +10,19 @@ import math
 
 import torch
 
+from lockstep.dumps.module_hooks import module_of
 from lockstep.dumps.recording import Recording, Step
 from lockstep.ground.errors import UserError
 from lockstep.verdict import normalisation, recorded_task, recorded_update
-from lockstep.verdict.distance import distance_of
 from lockstep.verdict.judgement import FLOOR, MULTIPLE, UNIT
 from lockstep.verdict.normalisation import Fit, Gradients
 from lockstep.verdict.recorded_alone import Alone
 from lockstep.verdict.recorded_modules import Modules
 from lockstep.verdict.recorded_reference import Computed, Reference
-from lockstep.verdict.recorded_rows import StepVerdict, judged, times
+from lockstep.verdict.recorded_rows import StepVerdict, judged_gradients, times
 from lockstep.verdict.recorded_weights import Weighed, shares_of
 
 KINDS = {"weight": "weights", "gradient": "gradients"}
-
 KEPT = 0.1  # of what is left of a gradient without the one of the step before, that may be left with it
 SAME_NORM = 1e-5  # relative: ranks may add up the parts of a norm in another order
 
@@ -126,7 +125,7 @@ class _Step:
         for called in self.micro:
             own = self.recording.of_modules(self.verdict.step, called)
             told = {
-                name.split("/", 2)[2]: found[0][1]
+                module_of(name): found[0][1]
                 for name, found in own.items()
                 if not found[0][1].is_floating_point()
             }
@@ -189,10 +188,7 @@ class _Step:
         """The gradients of the losses of all micro batches, then those of their further terms, of the tensors that the run has a gradient of."""
         found = [one.gradients for one in computed]
         found += [term.gradients for one in computed for term in one.terms.values()]
-        return [
-            {name: one.get(name, torch.zeros_like(tensor)) for name, tensor in self.observed.items()}
-            for one in found
-        ]
+        return normalisation.aligned(found, self.observed)
 
     def _agreed(self, kind: str) -> dict[str, torch.Tensor]:
         """Whole tensors by name; what replicas disagree in is wrong."""
@@ -263,10 +259,11 @@ class _Step:
     def _untied(self, weights: dict[str, torch.Tensor]) -> bool:
         """Whether tied parameters are no longer one. Raises UserError where others came or went: no reference has them."""
         model = self.recording.build()
-        new = sorted(weights.keys() - dict(model.named_parameters()).keys())
-        gone = sorted(dict(model.named_parameters()).keys() - weights.keys())
-        tied = dict(model.named_parameters(remove_duplicate=False))
-        if gone or set(new) - tied.keys():
+        own, with_tied = (
+            {name for name, _ in model.named_parameters(remove_duplicate=once)} for once in (True, False)
+        )
+        new, gone = sorted(weights.keys() - own), sorted(own - weights.keys())
+        if gone or set(new) - with_tied:
             raise UserError(
                 f"the model has other parameters than when the recording began, such as {(gone + new)[0]}; begin it when the model is complete"
             )
@@ -379,12 +376,7 @@ class _Step:
 
     def _judge_gradients(self, right: Gradients, yardstick: Gradients) -> None:
         """Each tensor against the sum of the micro batches' gradients."""
-        own, near = (
-            {f"gradient/{name}": distance_of(found[name], reference) for name, reference in right.items()}
-            for found in (self.observed, yardstick)
-        )
-        tensors = {f"gradient/{name}": tensor for name, tensor in self.gradients.items()}
-        rows = judged(self.verdict.step, own, near, tensors, self.precision)
+        rows = judged_gradients(self.verdict.step, self.gradients, right, yardstick, self.precision)
         self.verdict.rows += rows
         wrong = [row for row in rows if row.too_far]
         if wrong:

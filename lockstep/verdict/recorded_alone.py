@@ -8,12 +8,11 @@ import torch
 
 from lockstep.dumps.recording import Called
 from lockstep.verdict import normalisation
-from lockstep.verdict.distance import distance_of
 from lockstep.verdict.judgement import Judgement
 from lockstep.verdict.normalisation import Gradients
 from lockstep.verdict.recorded_modules import Modules, Tensors
 from lockstep.verdict.recorded_reference import Computed, Reference
-from lockstep.verdict.recorded_rows import StepVerdict, judged, times
+from lockstep.verdict.recorded_rows import StepVerdict, judged_gradients, times
 
 SHOWN = 5
 
@@ -48,16 +47,11 @@ class Alone:
         """
         if weights is None:
             return list(self.modules.rows.values())
-        wide = {name: tensor.double() for name, tensor in observed.items()}
         right, near = (
-            [{name: one.get(name, torch.zeros_like(wide[name])) for name in wide} for one in columns]
+            normalisation.sums(normalisation.aligned(columns, observed), weights)
             for columns in (self.right, self.near)
         )
-        exact, plain = (normalisation.sums(columns, weights) for columns in (right, near))
-        own = {f"gradient/{name}": distance_of(wide[name], exact[name]) for name in wide}
-        yardstick = {f"gradient/{name}": distance_of(plain[name], exact[name]) for name in wide}
-        tensors = {f"gradient/{name}": tensor for name, tensor in observed.items()}
-        rows = judged(self.verdict.step, own, yardstick, tensors, self.precision)
+        rows = judged_gradients(self.verdict.step, observed, right, near, self.precision)
         return [*self.modules.rows.values(), *rows]
 
     def sentence(self, rows: list[Judgement]) -> str:

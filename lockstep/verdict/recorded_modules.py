@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import torch
 
+from lockstep.dumps.module_hooks import module_of
 from lockstep.dumps.recording import Called
 from lockstep.verdict.distance import Distance, distance_of
 from lockstep.verdict.judgement import FLOOR, MULTIPLE, UNIT, Judgement
@@ -62,7 +63,7 @@ class Modules:
         tensors: dict[str, torch.Tensor] = {}
         for name, tensor in mine.items():
             if tensor.shape != exact[name].shape or name not in near:
-                self.left_out.add(_module(name))
+                self.left_out.add(module_of(name))
             elif tensor.is_floating_point() and tensor.numel():
                 right, plain = exact[name], near[name].double()
                 if name.startswith("backward"):
@@ -76,8 +77,7 @@ class Modules:
                 tensors[name] = tensor
                 own[name], yardstick[name] = distance_of(tensor, right), distance_of(plain, right)
         for row in judged(self.verdict.step, own, yardstick, tensors, self.precision):
-            which, _, module = row.name.split("/", 2)
-            name = f"{which}/{module}"
+            name = f"{row.kind}/{module_of(row.name)}"
             if name not in self.rows or row.multiple > self.rows[name].multiple:
                 self.rows[name] = replace(row, name=name)
                 self.where[name] = f"micro batch {called.number}, rank {rank}"
@@ -113,7 +113,3 @@ def _first_of(choice: str, order: list[str]) -> int:
     """The place of the first row of the module that a choice is an output of."""
     outputs = choice.removesuffix(" (groups)").rstrip("0123456789").removesuffix(".")
     return next((place for place, name in enumerate(order) if name.startswith(outputs)), len(order))
-
-
-def _module(name: str) -> str:
-    return name.split("/", 2)[2]

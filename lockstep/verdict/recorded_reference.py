@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from lockstep.dumps import tree
-from lockstep.dumps.module_hooks import ModuleHooks
-from lockstep.dumps.recorder import outputs_of, scalars_of
+from lockstep.dumps.model_outputs import outputs_of, scalars_of
+from lockstep.dumps.module_hooks import ModuleHooks, module_of
 from lockstep.dumps.recording import Called, Recording
 from lockstep.dumps.trace import storage
 from lockstep.ground.errors import UserError, first_line
@@ -48,23 +48,24 @@ class Computed:
     """What a micro batch gives."""
 
     gradients: Gradients  # of its loss
-    loss: (
-        float | None
-    )  # None where no labels reach the model: the gradients then follow from the recorded one at the logits
-    tokens: int  # that the loss is a mean over, but for its further terms; 0 if that is not known
-    divisor: float  # of the sum over these tokens, in the loss
+    # None where no labels reach the model: the gradients then follow from the recorded one at the logits
+    loss: float | None
     arrived: float  # at the loss, in the run: what the loop multiplied it with; nan where the loop trained on a part of it
     terms: dict[str, Term]
     modules: dict[str, torch.Tensor]  # forward/MICRO_BATCH/MODULE and backward/..., in order of execution
     told: dict[str, Choice]  # by the name of the output that has it
+    # In a free pass in float64 alone:
+    tokens: int = 0  # that the loss is a mean over, but for its further terms; 0 if that is not known
+    divisor: float = 0.0  # of the sum over these tokens, in the loss
     smoothing: float = 0.0  # of the labels of a cross-entropy that the loop makes from the logits
     uncertain: float = 0.0  # relative error that `divisor` may have
-    logits: torch.Tensor | None = None
-    at_logits: torch.Tensor | None = None  # the gradient of the loss there
     targets: torch.Tensor | None = (
         None  # the token that each position must give, -1 where none; None: not known
     )
     labels: str = ""  # the input that they are made of
+    # In free passes:
+    logits: torch.Tensor | None = None
+    at_logits: torch.Tensor | None = None  # the gradient of the loss there
 
 
 class Reference:
@@ -72,10 +73,8 @@ class Reference:
 
     def __init__(self, recording: Recording, step: int, weights: dict[str, torch.Tensor], *, exact: bool):
         self.model, self.exact = recording.build(), exact
-        for name, buffer in self.model.named_buffers():
-            buffer.copy_(
-                recording.whole(step, f"buffer/{name}")[0]
-            )  # a step may change it, such as a bias of experts
+        for name, buffer in self.model.named_buffers():  # a step may change one, such as a bias of experts
+            buffer.copy_(recording.whole(step, f"buffer/{name}")[0])
         require_no_dropout(self.model)
         for module in self.model.modules():
             if "gradient_checkpointing" in vars(module):  # it would compute again outside of the mode
@@ -153,7 +152,7 @@ class Reference:
                 self._forward(called)
             found = {storage(indices): number for number, indices in mode.own.items()}
             self.calls_of_topk = {
-                _module(name): found[storage(tensor)]
+                module_of(name): found[storage(tensor)]
                 for name, tensor in self.modules.items()
                 if storage(tensor) in found
             }
@@ -218,24 +217,15 @@ class Reference:
             )
             for number, regret in mode.regrets.items()
         }
-        if loss is None:
-            assert logits is not None and called.logits_gradient is not None, "else this was refused above"
-            computed = Computed(found, None, 0, 0.0, 1.0, {}, self.modules, choices)
-            recognised = recognise(logits, called.logits_gradient) if self.exact else None
-            if recognised is not None:
-                computed.tokens, computed.divisor = recognised.tokens, 1 / recognised.weight
-                computed.smoothing = recognised.smoothing
-                computed.uncertain = FLOOR * torch.finfo(called.logits_gradient.dtype).eps / 2
-            return computed
-        value, told = float(loss.detach()), divisor_of(called)
-        further = sum(term.coefficient * term.value for term in terms.values())
-        targets, labels = targets_of(called, value - further, logits, told) or (None, "")
+        value = None if loss is None else float(loss.detach())
         known = math.nan if unknown else arrived
-        tokens = 0 if targets is None else int((targets != -1).sum())
-        computed = Computed(found, value, tokens, told or tokens, known, terms, self.modules, choices)
-        computed.targets, computed.labels = targets, labels
-        if logits is not None and logits.grad is not None:
+        computed = Computed(found, value, known, terms, self.modules, choices)
+        if free is not None or logits is None:
+            return computed
+        if loss is not None and logits.grad is not None:
             computed.logits, computed.at_logits = logits.detach(), logits.grad / arrived
+        if self.exact:
+            _find_tokens(computed, called, logits)
         return computed
 
     def _gradients_of_loss(self, arrived: float, terms: dict[str, Term]) -> Gradients:
@@ -280,11 +270,6 @@ class Reference:
             yield
 
 
-def _module(name: str) -> str:
-    """MODULE of forward/MICRO_BATCH/MODULE."""
-    return name.split("/", 2)[2]
-
-
 def _dtype(name: str) -> torch.dtype:
     return getattr(torch, name.removeprefix("torch."))
 
@@ -307,6 +292,24 @@ def require_no_dropout(model: torch.nn.Module) -> None:
         )
 
 
+def _find_tokens(computed: Computed, called: Called, logits: torch.Tensor) -> None:
+    """Adds what the loss is a mean over, as far as that is seen."""
+    if computed.loss is not None:
+        told = divisor_of(called)
+        further = sum(term.coefficient * term.value for term in computed.terms.values())
+        found = targets_of(called, computed.loss - further, logits, told)
+        if found is not None:
+            computed.targets, computed.labels = found
+            computed.tokens = int((computed.targets != -1).sum())
+        computed.divisor = told or computed.tokens
+    elif called.logits_gradient is not None:
+        recognised = recognise(logits, called.logits_gradient)
+        if recognised is not None:
+            computed.tokens, computed.divisor = recognised.tokens, 1 / recognised.weight
+            computed.smoothing = recognised.smoothing
+            computed.uncertain = FLOOR * torch.finfo(called.logits_gradient.dtype).eps / 2
+
+
 def divisor_of(called: Called) -> float:
     """What the model was told to divide its sum over tokens by; 0 if nothing."""
     told: Any = called.about.plain.get("num_items_in_batch") or called.tensors.get("num_items_in_batch", 0)
@@ -314,14 +317,14 @@ def divisor_of(called: Called) -> float:
 
 
 def targets_of(
-    called: Called, loss: float, logits: torch.Tensor | None, divisor: float
+    called: Called, loss: float, logits: torch.Tensor, divisor: float
 ) -> tuple[torch.Tensor, str] | None:
     """(which token each position must give, -1 where none; the input that has the labels).
 
     None if the loss of a micro batch is no mean of a cross-entropy. `divisor` is what the model was told to divide by, 0 if nothing. The
     loss itself says which input has the labels, whether the model shifts them, and which label counts for no token.
     """
-    if logits is None or logits.ndim < 2:
+    if logits.ndim < 2:
         return None
     own = logits.detach().double().flatten(0, -2)
     for name, labels in called.tensors.items():

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from lockstep.verdict.distance import Distance, distance_of_numbers
+from lockstep.verdict.distance import Distance, distance_of, distance_of_numbers
 from lockstep.verdict.judgement import (
     ROUNDOFF,
     Judgement,
@@ -15,7 +15,7 @@ from lockstep.verdict.judgement import (
     tolerance,
     typical_error,
 )
-from lockstep.verdict.normalisation import Named
+from lockstep.verdict.normalisation import Gradients, Named
 
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "BF16"}
 
@@ -91,3 +91,15 @@ def judged(
             )
         )
     return rows
+
+
+def judged_gradients(
+    step: int, observed: dict[str, torch.Tensor], right: Gradients, near: Gradients, precision: str
+) -> list[Judgement]:
+    """The recorded gradients, in their own dtypes, against `right`; `near` is the yardstick."""
+    own, yardstick = (
+        {f"gradient/{name}": distance_of(found[name], reference) for name, reference in right.items()}
+        for found in (observed, near)
+    )
+    tensors = {f"gradient/{name}": tensor for name, tensor in observed.items()}
+    return judged(step, own, yardstick, tensors, precision)

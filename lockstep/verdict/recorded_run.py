@@ -117,9 +117,7 @@ def _judge_rates(verdict: RunVerdict, steps: list[RunStep], world: int) -> None:
         names = [name for name, number in known.items() if number == times]
         of_world = f", {' or '.join(names)}" if names else ""
         how = f"the schedule of the learning rate is stepped {times} times in a step{of_world}"
-        if (
-            by == "accelerate"
-        ):  # which does so by design, for a schedule that counts the batches of one process
+        if by == "accelerate":  # by design, for a schedule that counts the batches of one process
             verdict.notes.append(f"{how}, by Accelerate: it must have been made for as many steps")
         else:
             verdict.wrong.append(how)

@@ -22,16 +22,10 @@ def judge(recording: Recording, verdict: StepVerdict, weights: Weights, gradient
     step = verdict.step
     optimizers = recording.steps[step - 1][0].optimizers
     updated = {name: recording.whole(step, f"updated/{name}")[0] for name in weights}
-    held = {
+    times = Counter(
         name for optimizer in optimizers for group in optimizer.groups for name in group["params"] if name
-    }
-    held_twice = sorted(
-        name
-        for name, times in Counter(
-            name for optimizer in optimizers for group in optimizer.groups for name in group["params"] if name
-        ).items()
-        if times > 1
     )
+    held, held_twice = set(times), sorted(name for name, number in times.items() if number > 1)
     if held_twice:
         verdict.wrong.append(f"{_and_more(held_twice)} is held twice by optimizers, so it is updated twice")
     frozen = set(recording.steps[step - 1][0].frozen)

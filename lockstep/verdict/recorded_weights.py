@@ -45,9 +45,8 @@ class Weighed:
         self.elsewhere = elsewhere  # the micro batches of a rank in a step that has another number of them; 0: all have as many
         self.shares = shares_of(micro)
         self.of_norm: list[str] = []  # what is wrong with the norm of clipping: after what may have caused it
-        self.nominal: torch.Tensor | None = (
-            None  # weights of the losses, exactly as they should be; None if they are not near that
-        )
+        # Weights of the losses, exactly as they should be; None if they are not near that
+        self.nominal: torch.Tensor | None = None
 
     def judge(self, fitted: Fit, again: Fit, expect: str | None) -> torch.Tensor:
         """What the gradient is a mean over, and the factor before it.
@@ -74,9 +73,10 @@ class Weighed:
                 f"{self._counts(measured, tokens)}, as in no known mean (nearest: {named.factor:.4g} x {named.weighting.label})"
             )
             return fitted.weights
-        if abs(verdict.factor - 1) <= verdict.tolerated_weights:
+        right = abs(verdict.factor - 1) <= verdict.tolerated_weights
+        if right:
             self.nominal = self._nominal(of_losses, known, clipped)
-        if not abs(verdict.factor - 1) <= verdict.tolerated_weights:
+        if not right:
             verdict.wrong.append(self._of_factor(named.weighting, known))
         elif expect is not None and named.weighting.name != expect and len(candidates) > 1:
             verdict.wrong.append(f"the gradient is that of {named.weighting.label}, not of {LABELS[expect]}")
