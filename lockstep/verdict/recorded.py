@@ -16,7 +16,7 @@ from lockstep.ground.errors import UserError
 from lockstep.verdict import normalisation, recorded_task, recorded_update
 from lockstep.verdict.judgement import FLOOR, MULTIPLE, UNIT
 from lockstep.verdict.normalisation import Fit, Gradients
-from lockstep.verdict.recorded_alone import Alone
+from lockstep.verdict.recorded_alone import Alone, sentence
 from lockstep.verdict.recorded_modules import Modules
 from lockstep.verdict.recorded_reference import Computed, Reference
 from lockstep.verdict.recorded_rows import StepVerdict, judged_gradients, times
@@ -119,7 +119,7 @@ class _Step:
         exact = Reference(self.recording, self.verdict.step, weights, exact=True)
         plain = Reference(self.recording, self.verdict.step, weights, exact=False)
         modules = Modules(self.verdict, self.precision)
-        self.alone = Alone(self.verdict, self.precision, exact, plain)
+        self.alone = Alone(self.verdict, self.precision, exact, plain, len(self.recording.steps))
         self.exact: list[Computed] = []
         near: list[Computed] = []
         for called in self.micro:
@@ -151,11 +151,12 @@ class _Step:
             )
             return
         rows = self.alone.judge(self.gradients, nominal)
-        self.verdict.alone = rows
-        first = next((row for row in rows if row.too_far), None)
-        if first is not None:
-            place = after_modules if first.kind != "gradient" else len(self.verdict.wrong)
-            self.verdict.wrong.insert(place, self.alone.sentence(rows))
+        wrong = self.alone.wrong(rows)
+        self.verdict.alone, self.verdict.wrong_alone = rows, wrong
+        if wrong:
+            of_gradients = next(iter(wrong)).startswith("gradient/")
+            place = len(self.verdict.wrong) if of_gradients else after_modules
+            self.verdict.wrong.insert(place, sentence(wrong, len(rows)))
 
     def _lowered(self) -> set[str]:
         """The dtypes other than float32 and float64 that the step was computed in."""

@@ -8,6 +8,7 @@ import torch
 
 from lockstep.dumps.recording import Called
 from lockstep.verdict import normalisation
+from lockstep.verdict.factors import Factors
 from lockstep.verdict.judgement import Judgement
 from lockstep.verdict.normalisation import Gradients
 from lockstep.verdict.recorded_modules import Modules, Tensors
@@ -18,11 +19,12 @@ SHOWN = 5
 
 
 class Alone:
-    """`exact` and `plain` compute in float64 and in the run's dtypes."""
+    """`exact` and `plain` compute in float64 and in the run's dtypes. `steps` of the run are judged."""
 
-    def __init__(self, verdict: StepVerdict, precision: str, exact: Reference, plain: Reference):
+    def __init__(self, verdict: StepVerdict, precision: str, exact: Reference, plain: Reference, steps: int):
         self.verdict, self.precision, self.exact, self.plain = verdict, precision, exact, plain
-        self.modules = Modules(verdict, precision, alone=True)
+        self.factors = Factors(steps)
+        self.modules = Modules(verdict, precision, self.factors)
         self.right: list[Gradients] = []
         self.near: list[Gradients] = []
 
@@ -32,7 +34,15 @@ class Alone:
         """One micro batch, as the first rank that was called with it has it; `right` and `near` are what free passes gave."""
         rank = called.ranks[0]
         mine = {name: [(rank, tensor)] for name, found in own.items() for of, tensor in found if of == rank}
-        written = {name: found[0][1] for name, found in mine.items()}
+        # A rank may compute parts that one process does not, such as its own experts' tokens in an order of its own.
+        written = {
+            name: found[0][1]
+            for name, found in mine.items()
+            if all(
+                name in free.modules and free.modules[name].shape == found[0][1].shape
+                for free in (right, near)
+            )
+        }
         exact = self.exact.compute(called, told, written, right)
         plain = self.plain.compute(called, told, written, near)
         self.modules.add(called, mine, exact, plain)
@@ -51,16 +61,32 @@ class Alone:
             normalisation.sums(normalisation.aligned(columns, observed), weights)
             for columns in (self.right, self.near)
         )
+        for name, tensor in observed.items():
+            self.factors.add(f"gradient/{name}", tensor, near[name], right[name], is_weight=True)
         rows = judged_gradients(self.verdict.step, observed, right, near, self.precision)
         return [*self.modules.rows.values(), *rows]
 
-    def sentence(self, rows: list[Judgement]) -> str:
-        """What is wrong by itself. At least one row is."""
-        wrong = [row for row in rows if row.too_far]
-        first = wrong[0]
-        where = self.modules.where.get(first.name)
-        names = ", ".join(row.name for row in wrong[:SHOWN]) + (", ..." if len(wrong) > SHOWN else "")
-        return (
-            f"{len(wrong)} of {len(rows)} tensors are not what their modules give from the inputs that they had: {names}; the first"
-            f"{f' ({where})' if where else ''}: {first.describe()}{times(first)}"
-        )
+    def wrong(self, rows: list[Judgement]) -> dict[str, str]:
+        """What is wrong by itself, by the row's name, in order of execution: its distance, or a factor that this hides."""
+        found = {
+            row.name: f"{self._where(row.name)}: {row.describe()}{times(row)}" for row in rows if row.too_far
+        }
+        for factor in sorted(self.factors.beyond(), key=lambda factor: -factor.multiple):
+            which, _, rest = factor.name.partition("/")
+            number, _, module = rest.partition("/")
+            name, where = factor.name, ""
+            if which != "gradient":
+                name, where = f"{which}/{module}", f" (micro batch {number})"
+            found.setdefault(name, f"{where}: {factor.describe()}")
+        return {row.name: found[row.name] for row in rows if row.name in found}
+
+    def _where(self, name: str) -> str:
+        where = self.modules.where.get(name)
+        return f" ({where})" if where else ""
+
+
+def sentence(wrong: dict[str, str], number: int) -> str:
+    """`number` tensors were judged."""
+    names = ", ".join(list(wrong)[:SHOWN]) + (", ..." if len(wrong) > SHOWN else "")
+    first = next(iter(wrong.values()))
+    return f"{len(wrong)} of {number} tensors are not what their modules give from the inputs that they had: {names}; the first{first}"

@@ -7,6 +7,7 @@ import torch
 from lockstep.dumps.module_hooks import module_of
 from lockstep.dumps.recording import Called
 from lockstep.verdict.distance import Distance, distance_of
+from lockstep.verdict.factors import Factors
 from lockstep.verdict.judgement import FLOOR, MULTIPLE, UNIT, Judgement
 from lockstep.verdict.recorded_reference import Computed
 from lockstep.verdict.recorded_rows import StepVerdict, judged, times
@@ -18,11 +19,11 @@ Tensors = dict[str, list[tuple[int, torch.Tensor]]]  # by rank
 class Modules:
     """The rows of a step: of each module, the one of the micro batch and rank that is farthest from what is tolerated.
 
-    `alone`: each module was computed from the inputs that it had in the run, so it answers for itself.
+    `factors`: each module was computed from the inputs that it had in the run, so it answers for itself, and is judged by factors, too.
     """
 
-    def __init__(self, verdict: StepVerdict, precision: str, *, alone: bool = False):
-        self.verdict, self.precision, self.alone = verdict, precision, alone
+    def __init__(self, verdict: StepVerdict, precision: str, factors: Factors | None = None):
+        self.verdict, self.precision, self.factors = verdict, precision, factors
         self.rows: dict[str, Judgement] = {}
         self.where: dict[str, str] = {}
         self.chosen: list[Chosen] = []
@@ -68,12 +69,15 @@ class Modules:
                 right, plain = exact[name], near[name].double()
                 if name.startswith("backward"):
                     # A library may scale the loss's gradient after it was recorded there, so it is measured where it arrives first.
-                    if scale is None and bool(right.any()):
-                        scale = distance_of(tensor, right).scale
+                    # Of one process's, which rounds as the run does: values that lie close together may all round to the same side.
+                    if scale is None and bool(plain.any()):
+                        scale = distance_of(tensor, plain).scale
                         self.scales[called.number, rank] = scale
-                    elif self.alone:  # what arrives later follows from what was recorded
+                    elif self.factors is not None:  # what arrives later follows from what was recorded
                         scale = 1.0
                     right, plain = (one * (1.0 if scale is None else scale) for one in (right, plain))
+                if self.factors is not None:
+                    self.factors.add(name, tensor, plain, right, is_weight=False)
                 tensors[name] = tensor
                 own[name], yardstick[name] = distance_of(tensor, right), distance_of(plain, right)
         for row in judged(self.verdict.step, own, yardstick, tensors, self.precision):
