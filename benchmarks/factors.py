@@ -91,7 +91,7 @@ WAYS = {
 
 def model_of(family: str, draw: random.Random) -> torch.nn.Module:
     heads = draw.choice([2, 4, 8])
-    hidden = heads * draw.choice([8, 16, 24])
+    hidden = heads * draw.choice([8, 16, 24, 32])
     sizes = {"vocab_size": draw.choice([96, 256, 1000]), "max_position_embeddings": 128}
     if family == "gpt2":
         config = transformers.GPT2Config(
@@ -184,7 +184,8 @@ def plant(kept: Kept, seed: int) -> Iterator[tuple[str, int | None]]:
             if farthest(found, kept.number).multiple <= 1:
                 break
             seen = k
-        yield f"{name.split('/')[0]}, {where}", seen
+        size = "4,096 elements and more" if right.numel() >= 4096 else "fewer elements"
+        yield f"{name.split('/')[0]}, {where}, {size}", seen
 
 
 def main() -> None:

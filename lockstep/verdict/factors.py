@@ -9,16 +9,20 @@ is a factor less one, and zero up to a standard error that is measured on what i
 tolerated, and has the experiment that holds it.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from torch.nn import functional as F
 
 RATE = 1e-6  # of false alarms, of all projections of a run
-BLOCKS = 8  # at most, that a dim is cut into
-LEAST = 16  # elements that a projection needs
+BLOCKS = 32  # at most, that a dim is cut into
+SUMS = 2**18  # of a tensor, at most: beyond, neighbours in a row are summed first
+LEAST = 16  # elements that a part needs, and columns
 FEWEST = 2.0  # degrees of freedom that a standard error needs
 NOTHING = 4 * 2.0**-24  # a factor that float32 arithmetic may leave in all of a tensor
+MANY = 1e6  # degrees of freedom of a standard error that is taken as known
 WHOLE = 0  # the first projection is of all of a tensor
 
 
@@ -41,7 +45,7 @@ class Factor:
 
 @dataclass
 class Projections:
-    """Of one tensor. The last dim of each field is over `parts`, the first of `errors` and `freedom` over two kinds of sums."""
+    """Of one tensor. The last dim of each field is over `parts`, the first of `errors` and `freedom` over three kinds of sums."""
 
     name: str
     parts: list[str]
@@ -108,54 +112,77 @@ def project(name: str, difference: torch.Tensor, right: torch.Tensor, is_weight:
     if is_weight and right.ndim > 1:
         difference, right = (one.movedim(-2, -1) for one in (difference, right))
     columns = right.shape[-1] if right.ndim > 1 else 1
-    products = (difference * right.sign()).reshape(-1, columns)
-    sizes = right.abs().reshape(-1, columns)
+    rows = right.numel() // columns
+    together = max(1, math.ceil(right.numel() / SUMS))
+    products, sizes = (
+        F.pad(one.reshape(rows, columns), (0, -columns % together)).reshape(rows, -1, together).sum(-1)
+        for one in (difference * right.sign(), right.abs())
+    )
     # Few rows may have most of a tensor, and few errors say little of their size. So once more with all rows alike.
     alike = torch.where(sizes.any(1, keepdim=True), 1 / sizes.sum(1, keepdim=True), 0.0)
     parts: list[str] = []
     found = []
-    for texts, rows, of_columns in _cuts(right.shape, columns, is_weight):
+    for texts, of_rows, of_columns in _cuts(right.shape, together, is_weight):
         for weight in (torch.ones_like(alike), alike):
             parts += texts
-            found.append(_project(products * weight, sizes * weight, rows, of_columns))
+            found.append(_project(products * weight, sizes * weight, of_rows, of_columns))
     return Projections(name, parts, *(torch.cat(each, -1) for each in zip(*found, strict=True)))
 
 
 def _cuts(
-    shape: torch.Size, columns: int, is_weight: bool
+    shape: torch.Size, together: int, is_weight: bool
 ) -> Iterator[tuple[list[str], torch.Tensor, torch.Tensor]]:
-    """(what the parts are called, which rows are in each, which columns)."""
-    rows = shape.numel() // columns
+    """(what the parts are called, which rows are in each, which columns). Columns are summed, so many `together`."""
+    width = shape[-1] if len(shape) > 1 else 1
+    rows, columns = shape.numel() // width, math.ceil(width / together)
     all_rows, all_columns = (torch.ones(size, 1, dtype=torch.float64) for size in (rows, columns))
     yield ["all of it"], all_rows, all_columns
     dims = list(range(len(shape)))
     if is_weight and len(shape) > 1:
         dims[-2:] = dims[:-3:-1]
-    for dim, size in enumerate(shape):
-        if size == 1:
+    for dim, length in enumerate(shape):
+        is_column = len(shape) > 1 and dim == len(shape) - 1
+        size, times = (columns, together) if is_column else (length, 1)
+        number = min(BLOCKS, size // LEAST if is_column else size, shape.numel() // LEAST)
+        if number < 2:
             continue
-        blocks = torch.arange(size).tensor_split(min(size, BLOCKS))
+        blocks = torch.arange(size).tensor_split(number)
         of_index = torch.stack([torch.isin(torch.arange(size), block).double() for block in blocks], 1)
-        texts = [f"[{int(block[0])}:{int(block[-1]) + 1}] of dim {dims[dim]}" for block in blocks]
-        if len(shape) > 1 and dim == len(shape) - 1:
+        texts = [
+            f"[{int(block[0]) * times}:{min(int(block[-1] + 1) * times, length)}] of dim {dims[dim]}"
+            for block in blocks
+        ]
+        if is_column:
             yield texts, all_rows, of_index
         else:
             before = shape[:dim].numel()
-            after = rows // before // size
+            after = rows // before // length
             yield texts, of_index.repeat_interleave(after, 0).repeat(before, 1), all_columns
 
 
 def _project(
     products: torch.Tensor, sizes: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(excess (parts), standard errors (2, parts), degrees of freedom (2, parts)), from errors of single elements and from those of rows."""
-    of_rows, sizes_of_rows = products @ columns, sizes @ columns
+    """(excess (parts), standard errors (3, parts), degrees of freedom (3, parts)).
+
+    Errors may be each element's own, or shared by a row. They may be shared by a column, too: where a bias is large, its column has nearly
+    one value in all rows, which all round to the same side. A part may have few columns, so the size of these errors is taken as known.
+    """
+    in_rows, sizes_of_rows = products @ columns, sizes @ columns
     size = rows.T @ sizes_of_rows
-    excess = torch.where(size > 0, rows.T @ of_rows / size, 0.0)
-    left = (products - rows @ excess @ columns.T * sizes).square()
-    left_of_rows = (of_rows - rows @ excess * sizes_of_rows).square()
-    variances = torch.stack([rows.T @ left @ columns, rows.T @ left_of_rows])
-    fourth = torch.stack([rows.T @ left.square() @ columns, rows.T @ left_of_rows.square()])
+    excess = torch.where(size > 0, rows.T @ in_rows / size, 0.0)
+    left = products - rows @ excess @ columns.T * sizes
+    of_elements = left.square()
+    of_rows = (in_rows - rows @ excess * sizes_of_rows).square()
+    of_columns = (rows.T @ left).square()
+    variances, fourth = (
+        torch.stack([rows.T @ elements @ columns, rows.T @ of_row, of_column @ columns])
+        for elements, of_row, of_column in (
+            (of_elements, of_rows, of_columns),
+            (of_elements.square(), of_rows.square(), of_columns.square()),
+        )
+    )
     number = torch.where(fourth > 0, variances.square() / fourth, 1.0)
     errors = torch.where(size > 0, variances.sqrt() / size, 0.0)
-    return excess.flatten(), errors.flatten(1), (number - 1).flatten(1)
+    freedom = torch.cat([number[:2] - 1, torch.full_like(number[:1], MANY)])
+    return excess.flatten(), errors.flatten(1), freedom.flatten(1)

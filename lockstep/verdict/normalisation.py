@@ -8,16 +8,20 @@ whatever the loss is divided by. So the weights are measured, never assumed. The
 their squares, so fewer than half of the tensors may be wrong: these are then left out. The rest says whether the arithmetic is right; the weights say what the loss is a mean over.
 """
 
+import functools
 import itertools
 import math
 import statistics
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
+from lockstep.verdict.lazy import Lazy
+
 ROUNDS = 20
 OUTLIER = 10  # times the median rest
-Gradients = dict[str, torch.Tensor]  # by parameter, in float64
+Gradients = Mapping[str, torch.Tensor]  # by parameter, in float64
 # Of the columns with each other, and with what was observed
 Products = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
@@ -40,7 +44,8 @@ def fit(observed: Gradients, columns: list[Gradients]) -> Fit:
     Tensors that are zero are left out.
     """
     products: Products = {}
-    for name, tensor in observed.items():
+    for name, recorded in observed.items():
+        tensor = recorded.double()
         own = torch.stack([column[name].flatten() for column in columns])
         size = float(tensor.norm())
         if size > 0:
@@ -54,7 +59,10 @@ def fit(observed: Gradients, columns: list[Gradients]) -> Fit:
         typical = statistics.median(near.values())
         counts = {name: 1 / max(distance, typical) for name, distance in near.items()}
     weights = _solved(products, {name: 1.0 for name in products if near[name] <= OUTLIER * typical})
-    rest = {name: _rest(observed[name], [column[name] for column in columns], weights) for name in observed}
+    rest = {
+        name: _rest(observed[name].double(), [column[name] for column in columns], weights)
+        for name in observed
+    }
     return Fit(weights, rest)
 
 
@@ -69,20 +77,18 @@ def _near(square: torch.Tensor, right: torch.Tensor, weights: torch.Tensor) -> f
     return math.sqrt(max(float(1 - 2 * weights @ right + weights @ square @ weights), 1e-16))
 
 
-def aligned(columns: list[Gradients], like: dict[str, torch.Tensor]) -> list[Gradients]:
+def aligned(columns: list[Gradients], like: Mapping[str, torch.Tensor]) -> list[Gradients]:
     """The columns with the names of `like` alone, with zeros where a column has none."""
-    return [
-        {
-            name: column.get(name, torch.zeros_like(tensor, dtype=torch.float64))
-            for name, tensor in like.items()
-        }
-        for column in columns
-    ]
+
+    def of(column: Gradients, name: str) -> torch.Tensor:
+        return column[name] if name in column else torch.zeros(like[name].shape, dtype=torch.float64)
+
+    return [Lazy(like, functools.partial(of, column)) for column in columns]
 
 
 def sums(columns: list[Gradients], weights: torch.Tensor) -> Gradients:
     """The weighted sum of the micro batches' gradients, of every tensor."""
-    return {name: combined([column[name] for column in columns], weights) for name in columns[0]}
+    return Lazy(columns[0], lambda name: combined([column[name] for column in columns], weights))
 
 
 def combined(columns: list[torch.Tensor], weights: torch.Tensor) -> torch.Tensor:

@@ -11,13 +11,14 @@ import math
 import torch
 
 from lockstep.dumps.module_hooks import module_of
-from lockstep.dumps.recording import Recording, Step
+from lockstep.dumps.recording import Called, Recording, Step
 from lockstep.ground.errors import UserError
 from lockstep.verdict import normalisation, recorded_task, recorded_update
 from lockstep.verdict.judgement import FLOOR, MULTIPLE, UNIT
+from lockstep.verdict.lazy import Lazy
 from lockstep.verdict.normalisation import Fit, Gradients
 from lockstep.verdict.recorded_alone import Alone, sentence
-from lockstep.verdict.recorded_modules import Modules
+from lockstep.verdict.recorded_modules import Modules, Tensors
 from lockstep.verdict.recorded_reference import Computed, Reference
 from lockstep.verdict.recorded_rows import StepVerdict, judged_gradients, times
 from lockstep.verdict.recorded_weights import Weighed, shares_of
@@ -37,7 +38,7 @@ def judge(recording: Recording, expect: str | None = None) -> list[StepVerdict]:
 
 def _unusable(gradients: Gradients) -> str:
     """Why nothing can be said of what these gradients are made of, in a sentence; "" if it can."""
-    sizes = {name: float(tensor.norm()) for name, tensor in gradients.items()}
+    sizes = {name: float(tensor.double().norm()) for name, tensor in gradients.items()}
     broken = next((name for name, size in sizes.items() if not math.isfinite(size)), None)
     if broken is not None:
         return f"the gradient of {broken} is not finite"
@@ -75,25 +76,44 @@ class _Step:
         self.verdict = StepVerdict(step, len(self.micro), len(set(shares_of(self.micro))))
         self.of_norm: list[str] = []  # what is wrong with the norm of clipping: after what may have caused it
         self.loss_noise = 0.0
+        self.exact: list[Computed] = []
+        self.near: list[Computed] = []
 
     def judge(self, expect: str | None) -> StepVerdict:
         verdict = self.verdict
         weights, gradients = self._agreed("weight"), self._agreed("gradient")
         self._judge_clips()
-        self.observed = {name: tensor.double() for name, tensor in gradients.items()}
         self.gradients = gradients
         verdict.lowered = sorted(self._lowered())
-        problem = _unusable(self.observed)
+        problem = _unusable(self.gradients)
         if problem:
             verdict.wrong.append(problem)
             return verdict
         self._judge_unused()
         if self._untied(weights) or self._clipped_in_parts():
             return verdict
-        near, modules_wrong = self._compute(weights)
+        nominal, place = self._judge_free(weights, expect)
+        missing = self._missing(weights)
+        for one in (*self.exact, *self.near):
+            one.gradients = {}  # they take the most room
+        self._judge_alone(nominal, place)
+        verdict.wrong += self.of_norm + missing
+        recorded_update.judge(self.recording, verdict, weights, gradients)
+        return verdict
+
+    def _judge_free(
+        self, weights: dict[str, torch.Tensor], expect: str | None
+    ) -> tuple[torch.Tensor | None, int]:
+        """The whole computation, from the batch to the gradients.
+
+        Returns (the weights that the losses of the micro batches should have in the gradient, None if they are not known; how many sentences say
+        what is wrong in modules).
+        """
+        verdict, near = self.verdict, self.near
+        modules_wrong = self._compute(weights)
         after_modules = len(verdict.wrong)
         columns = self._columns(self.exact)
-        fitted = normalisation.fit(self.observed, columns)
+        fitted = normalisation.fit(self.gradients, columns)
         yardstick = normalisation.sums(self._columns(near), fitted.weights)
         self._judge_samples()
         self._judge_losses(near)
@@ -108,48 +128,46 @@ class _Step:
         right = normalisation.sums(columns, weights_of)
         self._judge_kept_gradient(fitted)
         self._judge_gradients(right, yardstick)
-        self._judge_alone(nominal, after_modules)
-        verdict.wrong += self.of_norm
-        self._judge_missing(weights)
-        recorded_update.judge(self.recording, verdict, weights, gradients)
-        return verdict
+        return nominal, after_modules
 
-    def _compute(self, weights: dict[str, torch.Tensor]) -> tuple[list[Computed], bool]:
-        """(what each micro batch gives in the run's dtype, whether a module is wrong); `self.exact` has the same in float64."""
+    def _recorded(self, called: Called) -> tuple[Tensors, dict[str, torch.Tensor]]:
+        """(what modules returned for a micro batch and what arrived there, the choices among it)."""
+        own = self.recording.of_modules(self.verdict.step, called)
+        told = {
+            module_of(name): found[0][1] for name, found in own.items() if not found[0][1].is_floating_point()
+        }
+        return own, told
+
+    def _compute(self, weights: dict[str, torch.Tensor]) -> bool:
+        """Fills `exact` and `near`: what each micro batch gives, in float64 and in the run's dtype. Returns whether a module is wrong."""
         exact = Reference(self.recording, self.verdict.step, weights, exact=True)
         plain = Reference(self.recording, self.verdict.step, weights, exact=False)
         modules = Modules(self.verdict, self.precision)
         self.alone = Alone(self.verdict, self.precision, exact, plain, len(self.recording.steps))
-        self.exact: list[Computed] = []
-        near: list[Computed] = []
         for called in self.micro:
-            own = self.recording.of_modules(self.verdict.step, called)
-            told = {
-                module_of(name): found[0][1]
-                for name, found in own.items()
-                if not found[0][1].is_floating_point()
-            }
+            own, told = self._recorded(called)
             right, measured = exact.compute(called, told), plain.compute(called, told)
             if self.verdict.step == 1 and not self.exact:
                 _require_repeatable(right, exact.compute(called, told))
             modules.add(called, own, right, measured)
-            if not math.isnan(right.arrived):
-                self.alone.add(called, own, told, right, measured)
             right.arrived *= modules.scales.get((called.number, called.ranks[0]), 1.0)
             self.loss_noise = max(self.loss_noise, _loss_noise(right, measured))
-            for one, kept in ((right, self.exact), (measured, near)):
+            for one, kept in ((right, self.exact), (measured, self.near)):
+                one.shapes = {name: tensor.shape for name, tensor in one.modules.items()}
                 one.modules, one.logits, one.at_logits = {}, None, None  # they take the most memory
                 kept.append(one)
         if self.verdict.step == 1:
             recorded_task.judge(self.verdict, exact, self.micro, self.exact)
-        return near, modules.close()
+        return modules.close()
 
     def _judge_alone(self, nominal: torch.Tensor | None, after_modules: int) -> None:
-        if len(self.alone.right) < len(self.micro):
+        if any(math.isnan(one.arrived) for one in self.exact):
             self.verdict.notes.append(
                 "modules are not judged by themselves: what arrived at the loss is not known"
             )
             return
+        for called, right, near in zip(self.micro, self.exact, self.near, strict=True):
+            self.alone.add(called, *self._recorded(called), right, near)
         rows = self.alone.judge(self.gradients, nominal)
         wrong = self.alone.wrong(rows)
         self.verdict.alone, self.verdict.wrong_alone = rows, wrong
@@ -169,8 +187,9 @@ class _Step:
         """Of the arithmetic: whether it is float32 throughout."""
         return "autocast" if self._lowered() else "fp32"
 
-    def _judge_missing(self, weights: dict[str, torch.Tensor]) -> None:
+    def _missing(self, weights: dict[str, torch.Tensor]) -> list[str]:
         """What has a gradient in the reference has one on every rank that holds it."""
+        found = []
         for name in weights:
             size = max(
                 float(one.gradients[name].norm()) if name in one.gradients else 0.0 for one in self.exact
@@ -181,15 +200,14 @@ class _Step:
                 if f"weight/{name}" in about.places and f"gradient/{name}" not in about.places
             ]
             if size > 0 and without:
-                self.verdict.wrong.append(
-                    f"{name} has no gradient on rank {without[0]}, though the loss depends on it"
-                )
+                found.append(f"{name} has no gradient on rank {without[0]}, though the loss depends on it")
+        return found
 
     def _columns(self, computed: list[Computed]) -> list[Gradients]:
         """The gradients of the losses of all micro batches, then those of their further terms, of the tensors that the run has a gradient of."""
         found = [one.gradients for one in computed]
         found += [term.gradients for one in computed for term in one.terms.values()]
-        return normalisation.aligned(found, self.observed)
+        return normalisation.aligned(found, self.gradients)
 
     def _agreed(self, kind: str) -> dict[str, torch.Tensor]:
         """Whole tensors by name; what replicas disagree in is wrong."""
@@ -298,10 +316,10 @@ class _Step:
         last = self.verdict.step - 1
         if last == 0 or fitted.typical <= self.verdict.tolerated_weights:
             return
-        if not self.observed.keys() <= set(self.recording.names(last, "gradient")):
+        if not self.gradients.keys() <= set(self.recording.names(last, "gradient")):
             return
-        kept = {name: self.recording.whole(last, f"gradient/{name}")[0].double() for name in self.observed}
-        with_it = normalisation.fit(self.observed, [*self._columns(self.exact), kept])
+        kept = Lazy(self.gradients, lambda name: self.recording.whole(last, f"gradient/{name}")[0].double())
+        with_it = normalisation.fit(self.gradients, [*self._columns(self.exact), kept])
         if with_it.typical < KEPT * fitted.typical:
             self.verdict.wrong.insert(
                 0,

@@ -38,10 +38,7 @@ class Alone:
         written = {
             name: found[0][1]
             for name, found in mine.items()
-            if all(
-                name in free.modules and free.modules[name].shape == found[0][1].shape
-                for free in (right, near)
-            )
+            if all(free.shapes.get(name) == found[0][1].shape for free in (right, near))
         }
         exact = self.exact.compute(called, told, written, right)
         plain = self.plain.compute(called, told, written, near)

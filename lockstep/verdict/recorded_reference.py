@@ -1,10 +1,11 @@
 """The recorded model, called again by one process with the micro batches that the run saw: in float64, or as the run computes."""
 
 import contextlib
+import functools
 import inspect
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from lockstep.ground.errors import UserError, first_line
 from lockstep.inputs import shapes
 from lockstep.verdict.float64 import Float64, Told, make_exact
 from lockstep.verdict.judgement import FLOOR
+from lockstep.verdict.lazy import Lazy, on_disk
 from lockstep.verdict.normalisation import Gradients
 from lockstep.verdict.recorded_loss import recognise
 
@@ -64,6 +66,9 @@ class Computed:
     )
     labels: str = ""  # the input that they are made of
     # In free passes:
+    shapes: dict[str, torch.Size] = field(
+        default_factory=dict
+    )  # of `modules`, which take the most memory and are dropped
     logits: torch.Tensor | None = None
     at_logits: torch.Tensor | None = None  # the gradient of the loss there
 
@@ -72,7 +77,7 @@ class Reference:
     """Computes the loss of a micro batch of a step and its gradient. `exact`: in float64. `weights` are those before the step."""
 
     def __init__(self, recording: Recording, step: int, weights: dict[str, torch.Tensor], *, exact: bool):
-        self.model, self.exact = recording.build(), exact
+        self.model, self.exact, self.folder = recording.build(), exact, recording.folder
         for name, buffer in self.model.named_buffers():  # a step may change one, such as a bias of experts
             buffer.copy_(recording.whole(step, f"buffer/{name}")[0])
         require_no_dropout(self.model)
@@ -230,15 +235,20 @@ class Reference:
 
     def _gradients_of_loss(self, arrived: float, terms: dict[str, Term]) -> Gradients:
         """The gradients of the loss alone: the pass was begun with what `arrived` at it in the run, and at further terms."""
-        found = {
-            name: parameter.grad.double()
-            for name, parameter in self.parameters.items()
-            if parameter.grad is not None
-        }
-        for term in terms.values():
-            for name, gradient in term.gradients.items():
-                found[name] -= term.beside * gradient
-        return {name: gradient / arrived for name, gradient in found.items()}
+
+        def each() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, parameter in self.parameters.items():
+                if parameter.grad is None:
+                    continue
+                gradient = parameter.grad
+                for term in terms.values():
+                    if name in term.gradients:
+                        gradient = gradient.double() - term.beside * term.gradients[name].double()
+                yield name, gradient
+
+        kept = on_disk(each(), self.folder)
+        self.model.zero_grad(set_to_none=True)
+        return Lazy(kept, lambda name: kept[name].double() / arrived)
 
     def _terms(self, loss: torch.Tensor, scalars: dict[str, torch.Tensor]) -> dict[str, Term]:
         found = {}
@@ -249,9 +259,11 @@ class Reference:
             each = torch.autograd.grad(
                 value, list(self.parameters.values()), retain_graph=True, allow_unused=True
             )
-            gradients = {
-                of: one.double() for of, one in zip(self.parameters, each, strict=True) if one is not None
-            }
+            kept = on_disk(
+                ((of, one) for of, one in zip(self.parameters, each, strict=True) if one is not None),
+                self.folder,
+            )
+            gradients = Lazy(kept, functools.partial(_double, kept))
             inside = 0.0 if coefficient is None else float(coefficient)
             found[name] = Term(float(value.detach()), inside, gradients)
         self._leave_backward_out()  # what has arrived at the modules was not the gradient of the loss
@@ -268,6 +280,10 @@ class Reference:
             if dtype is not None and not self.exact:
                 stack.enter_context(torch.autocast("cpu", _dtype(dtype)))
             yield
+
+
+def _double(tensors: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+    return tensors[name].double()
 
 
 def _dtype(name: str) -> torch.dtype:

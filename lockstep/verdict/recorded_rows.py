@@ -98,9 +98,10 @@ def judged_gradients(
     step: int, observed: dict[str, torch.Tensor], right: Gradients, near: Gradients, precision: str
 ) -> list[Judgement]:
     """The recorded gradients, in their own dtypes, against `right`; `near` is the yardstick."""
-    own, yardstick = (
-        {f"gradient/{name}": distance_of(found[name], reference) for name, reference in right.items()}
-        for found in (observed, near)
-    )
+    own: dict[str, Distance] = {}
+    yardstick: dict[str, Distance] = {}
+    for name, reference in right.items():
+        own[f"gradient/{name}"] = distance_of(observed[name], reference)
+        yardstick[f"gradient/{name}"] = distance_of(near[name], reference)
     tensors = {f"gradient/{name}": tensor for name, tensor in observed.items()}
     return judged(step, own, yardstick, tensors, precision)

@@ -3,7 +3,7 @@
 import importlib
 import inspect
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,17 +11,18 @@ import torch
 from lockstep.dumps.recording import Optimizer, Recording
 from lockstep.verdict.distance import distance_of, relative
 from lockstep.verdict.judgement import LIMIT_OF_UPDATE, Judgement, own_update_tolerance
+from lockstep.verdict.lazy import Lazy
 from lockstep.verdict.recorded_rows import StepVerdict
 
 IMPLEMENTATION = ("params", "fused", "foreach", "capturable")  # of a group: how a step is computed, not what
-Weights = dict[str, torch.Tensor]
+Weights = Mapping[str, torch.Tensor]
 
 
 def judge(recording: Recording, verdict: StepVerdict, weights: Weights, gradients: Weights) -> None:
     """Adds rows and sentences to the verdict. `weights` are those before the step, whole, `gradients` as the optimizers were given them."""
     step = verdict.step
     optimizers = recording.steps[step - 1][0].optimizers
-    updated = {name: recording.whole(step, f"updated/{name}")[0] for name in weights}
+    updated = Lazy(weights, lambda name: recording.whole(step, f"updated/{name}")[0])
     times = Counter(
         name for optimizer in optimizers for group in optimizer.groups for name in group["params"] if name
     )

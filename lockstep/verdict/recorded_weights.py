@@ -1,7 +1,5 @@
 """What the gradient of a recorded step is a mean over, by what factor it is off, and what it was clipped by."""
 
-import math
-
 import torch
 
 from lockstep.dumps.recording import Called, Step
@@ -236,12 +234,14 @@ class Weighed:
                 f"the gradient of step {self.verdict.step} was clipped {len(clips)} times, and one norm for all of it is what can be judged"
             )
         (clip,) = clips
-        each = list(normalisation.sums(self.columns, weights).values())
-        right = math.sqrt(sum(float(tensor.square().sum()) for tensor in each))
-        summed = float(torch.stack([tensor.float().norm() for tensor in each]).norm())
-        in_float32 = float32_norm_error(right, summed, max(tensor.numel() for tensor in each))
+        norms, in_float32s, largest, size = [], [], 0.0, 0
+        for tensor in normalisation.sums(self.columns, weights).values():
+            norms.append(tensor.norm())
+            in_float32s.append(tensor.float().norm())
+            largest, size = max(largest, float(tensor.abs().max())), max(size, tensor.numel())
+        right, summed = float(torch.stack(norms).norm()), float(torch.stack(in_float32s).norm())
+        in_float32 = float32_norm_error(right, summed, size)
         tolerated = in_float32 / right + self.verdict.tolerated_weights
-        largest = max(float(tensor.abs().max()) for tensor in each)
         if abs(clip.norm - largest) <= tolerated * largest:
             right = largest  # clipped by the largest element
         if self.verdict.number("gradient norm", clip.norm, right, tolerated * right).too_far:
