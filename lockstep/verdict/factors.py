@@ -87,9 +87,8 @@ def farthest(one: Projections, number: int) -> Factor:
     tolerated = (one.errors * times).masked_fill(_is_unknown(one), torch.inf).amax(0) + NOTHING
     multiple = one.excess.abs() / tolerated
     place = int(multiple.argmax())
-    same = (one.excess - one.excess[place]).abs() <= tolerated + tolerated[place]
-    if multiple[WHOLE] > 1 and same[WHOLE]:  # then this part is one like the others
-        place = WHOLE
+    if multiple[WHOLE] > 1 and (one.excess[WHOLE] - one.excess[place]).abs() <= tolerated[place]:
+        place = WHOLE  # this part is one like the others
     return Factor(one.name, one.parts[place], float(one.excess[place]), float(tolerated[place]))
 
 

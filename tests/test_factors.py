@@ -1,0 +1,135 @@
+"""Projections: a factor that a distance hides is seen, and rounding errors of every kind that correct runs have are not one."""
+
+import resource
+
+import pytest
+import torch
+
+from lockstep.ground.errors import UserError
+from lockstep.verdict.factors import NOTHING, Factors
+from lockstep.verdict.lazy import Lazy, on_disk
+
+SHAPE = (4, 64, 128)
+NOISE = 2e-3  # relative
+
+
+def noise(kind: str, right: torch.Tensor) -> torch.Tensor:
+    """Errors of every element, or those that all of a row or of a column share."""
+    shape = {"element": right.shape, "row": (*right.shape[:-1], 1), "column": right.shape[-1:]}[kind]
+    return right * NOISE * torch.randn(shape, dtype=torch.float64)
+
+
+def found(own: torch.Tensor, near: torch.Tensor, right: torch.Tensor, *, is_weight: bool = False):
+    factors = Factors(steps=1)
+    factors.add("x", own, near, right, is_weight=is_weight)
+    return factors.beyond()
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("kind", ["element", "row", "column"])
+def test_rounding_errors_are_no_factor(kind):
+    for _ in range(100):
+        right = torch.randn(SHAPE, dtype=torch.float64)
+        assert not found(right + noise(kind, right), right + noise("element", right), right)
+
+
+@pytest.mark.parametrize("kind", ["row", "column"])
+def test_shared_errors_would_be_taken_for_a_factor(kind):
+    """Negative control: if each element's error were its own, correct runs would fail."""
+    factors = Factors(steps=1)
+    for _ in range(100):
+        right = torch.randn(SHAPE, dtype=torch.float64)
+        factors.add("x", right + noise(kind, right), right, right, is_weight=False)
+    for one in factors.found:
+        one.errors[1:] = 0
+    assert factors.beyond()
+
+
+@pytest.mark.parametrize(
+    "place, factor, part, excess",
+    [
+        ((...,), 1.001, "all of it", 0.001),
+        ((2,), 1.003, "[2:3] of dim 0", 0.003),
+        ((slice(None), slice(32, 64)), 0.99, "all of it", -0.005),  # a block of positions has few rows
+        ((..., slice(16, 32)), 1.01, "[16:32] of dim 2", 0.01),
+    ],
+)
+def test_a_factor_is_seen(place, factor, part, excess):
+    """Each is smaller than the errors, or no larger, so the distance hardly changes."""
+    right = torch.randn(SHAPE, dtype=torch.float64)
+    own = right + noise("element", right)
+    own[place] *= factor
+    (one,) = found(own, right + noise("element", right), right)
+    assert one.part == part and one.excess == pytest.approx(excess, abs=one.tolerated), one.describe()
+
+
+@pytest.mark.parametrize("shape", [(300, 1100), (1100, 300)])
+def test_a_factor_in_a_shard_of_a_large_weight_is_seen(shape):
+    """It has more elements than are looked at one by one."""
+    right = torch.randn(shape, dtype=torch.float64)
+    for dim in (0, 1):
+        own = right + noise("element", right)
+        half = shape[dim] // 2
+        own.narrow(dim, half, shape[dim] - half).mul_(1.01)
+        (one,) = found(own, right, right, is_weight=True)
+        start, stop = map(int, one.part.partition("]")[0].strip("[").split(":"))
+        assert one.part.endswith(f"of dim {dim}") and start >= half - shape[dim] // 32 and stop <= shape[dim]
+
+
+def test_what_float32_leaves_is_no_factor():
+    right = torch.randn(SHAPE, dtype=torch.float64)
+    assert not found(right * (1 + NOTHING / 2), right, right)
+    assert found(right * (1 + 2 * NOTHING), right, right)
+
+
+def test_more_projections_allow_more():
+    right = torch.randn(SHAPE, dtype=torch.float64)
+    own = right + noise("element", right)
+    own *= 1.001
+    one, many = Factors(steps=1), Factors(steps=1000)
+    for factors in (one, many):
+        factors.add("x", own, right, right, is_weight=False)
+    assert one.beyond()[0].tolerated < many.beyond()[0].tolerated
+
+
+def test_few_elements_say_nothing():
+    right = torch.randn(3, dtype=torch.float64)
+    assert not found(right * 2, right, right)
+
+
+def test_tensors_on_disk_are_the_same(tmp_path):
+    tensors = {
+        "a": torch.randn(3, 5),
+        "b": torch.randn(7).bfloat16(),
+        "c": torch.randn((), dtype=torch.float64),
+        "d": torch.empty(0),
+        "e": torch.randn(4, 6).T,
+    }
+    kept = on_disk(tensors.items(), tmp_path)
+    assert not list(tmp_path.iterdir())
+    for name, tensor in tensors.items():
+        assert kept[name].dtype is tensor.dtype and torch.equal(kept[name], tensor)
+    assert on_disk([], tmp_path) == {} and torch.equal(
+        on_disk([("d", tensors["d"])], tmp_path)["d"], tensors["d"]
+    )
+
+
+def test_a_file_that_cannot_be_written_is_one_line(tmp_path):
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limit[1]))
+    try:
+        with pytest.raises(UserError, match="gradients of the reference cannot be kept there"):
+            on_disk([("a", torch.zeros(10_000))], tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+
+
+def test_lazy_tensors_are_those_that_are_named():
+    made = Lazy(["a"], lambda name: torch.ones(2))
+    assert list(made) == ["a"] and len(made) == 1 and "b" not in made
+    with pytest.raises(KeyError):
+        made["b"]
