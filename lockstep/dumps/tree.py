@@ -382,14 +382,10 @@ def build(tree: TREE, tensors: dict[str, torch.Tensor]) -> torch.nn.Module:
 
 
 def give(model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> None:
-    """Let the parameters of a model that was built be these tensors, in place; tied ones stay tied."""
-    made: dict[int, torch.nn.Parameter] = {}
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    """Let the parameters of a model that was built be these tensors, in place: tied ones stay tied, and lists that hold them do, too."""
+    for name, parameter in model.named_parameters():
+        whole = torch.nn.Parameter(weights[name], requires_grad=parameter.requires_grad)
+        torch.utils.swap_tensors(parameter, whole)
     for module in model.modules():
-        for key, parameter in module._parameters.items():
-            if parameter is None:
-                continue
-            if id(parameter) not in made:
-                whole = weights[names[id(parameter)]]
-                made[id(parameter)] = torch.nn.Parameter(whole, requires_grad=parameter.requires_grad)
-            module._parameters[key] = made[id(parameter)]
+        if isinstance(module, torch.nn.RNNBase):
+            module._init_flat_weights()

@@ -88,6 +88,7 @@ class _Step:
             verdict.wrong.append(problem)
             return verdict
         self._judge_unused()
+        self._judge_modes()
         if self._untied(weights) or self._clipped_in_parts():
             return verdict
         near, modules_wrong = self._compute(weights)
@@ -170,6 +171,11 @@ class _Step:
 
     def _judge_missing(self, weights: dict[str, torch.Tensor]) -> None:
         """What has a gradient in the reference has one on every rank that holds it."""
+        unused = sorted(weights.keys() - self.gradients.keys() - set(self.ranks[0].frozen))
+        if unused:
+            self.verdict.notes.append(
+                f"nothing that was trained depends on {recorded_update.and_more(unused)}: without a gradient"
+            )
         for name in weights:
             size = max(
                 float(one.gradients[name].norm()) if name in one.gradients else 0.0 for one in self.exact
@@ -255,6 +261,19 @@ class _Step:
             self.verdict.wrong.append(
                 f"micro batch {called.number} of rank {called.ranks[0]} does not count: no gradient arrived at what the model returned for it"
             )
+
+    def _judge_modes(self) -> None:
+        """A module computes in one mode on all ranks."""
+        first, *others = (about.micro_batches for about in self.ranks.values())
+        for rank, micro in enumerate(others, 1):
+            for number, (one, other) in enumerate(zip(first, micro, strict=False)):
+                differ = sorted(set(one.evaluated) ^ set(other.evaluated))
+                if differ:
+                    self.verdict.wrong.append(
+                        f"{recorded_update.and_more(differ)}: in evaluation mode on rank {rank if differ[0] in other.evaluated else 0} alone, "
+                        f"in micro batch {number}, not on rank {0 if differ[0] in other.evaluated else rank}"
+                    )
+                    return
 
     def _untied(self, weights: dict[str, torch.Tensor]) -> bool:
         """Whether tied parameters are no longer one. Raises UserError where others came or went: no reference has them."""

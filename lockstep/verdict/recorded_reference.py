@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from lockstep.dumps import tree
-from lockstep.dumps.model_outputs import outputs_of, scalars_of
+from lockstep.dumps.model_outputs import outputs_of, tensors_of
 from lockstep.dumps.module_hooks import ModuleHooks, module_of
 from lockstep.dumps.recording import Called, Recording
 from lockstep.dumps.trace import storage
@@ -73,8 +73,7 @@ class Reference:
 
     def __init__(self, recording: Recording, step: int, weights: dict[str, torch.Tensor], *, exact: bool):
         self.model, self.exact = recording.build(), exact
-        for name, buffer in self.model.named_buffers():  # a step may change one, such as a bias of experts
-            buffer.copy_(recording.whole(step, f"buffer/{name}")[0])
+        self.recording, self.step = recording, step
         require_no_dropout(self.model)
         for module in self.model.modules():
             if "gradient_checkpointing" in vars(module):  # it would compute again outside of the mode
@@ -140,11 +139,14 @@ class Reference:
     def logits(self, called: Called) -> torch.Tensor:
         """What the model returns for a micro batch that the run need not have seen."""
         with self._precision(called, self._mode(called, {})), torch.no_grad():
-            _, logits, _ = self._forward(called)
+            _, logits = outputs_of(self._forward(called))
         assert logits is not None
         return logits.detach()
 
     def _mode(self, called: Called, told: dict[str, torch.Tensor]) -> Told:
+        self.buffers = {
+            name: self.recording.buffer(self.step, called, name) for name, _ in self.model.named_buffers()
+        }
         kind = Float64 if self.exact else Told
         if told and self.calls_of_topk is None:
             mode = kind()
@@ -160,7 +162,8 @@ class Reference:
         calls = self.calls_of_topk or {}
         return kind({calls[name]: tensor for name, tensor in told.items() if name in calls}, self.widths)
 
-    def _forward(self, called: Called) -> tuple[torch.Tensor | None, torch.Tensor | None, Any]:
+    def _forward(self, called: Called) -> Any:
+        """What the model returns."""
         given: dict[str, Any] = {**called.about.plain, **called.tensors}
         if "use_cache" in inspect.signature(self.model.forward).parameters:
             given["use_cache"] = False
@@ -173,39 +176,44 @@ class Reference:
             }
         for name, module in self.model.named_modules():
             module.training = name not in called.about.evaluated
+        for (
+            name,
+            buffer,
+        ) in self.model.named_buffers():  # a pass may change one, such as a mean or a bias of experts
+            buffer.copy_(self.buffers[name])
         self.modules = {}
         self.hooks.begin(called.number)
         output = self.model(**given)
         self.hooks.end()
-        return *outputs_of(output), output
+        return output
 
     def _computed(self, called: Called, mode: Told, free: Computed | None) -> Computed:
-        loss, logits, output = self._forward(called)
+        output = self._forward(called)
+        loss, logits = outputs_of(output)
         terms: dict[str, Term] = {}
         arrived, unknown = 1.0, False
-        if called.about.loss is None:  # the loop did not train on it
-            if logits is None or called.logits_gradient is None:
-                raise UserError(
-                    "the model returned neither a loss nor logits that have a gradient, so nothing says what was trained; return one of them"
-                )
-            logits.backward(called.logits_gradient.to(logits.dtype))
-            loss = None
+        if called.has_own_loss:
+            returned = tensors_of(output)
+            begun = {name: one.to(returned[name].dtype) for name, one in called.arrived.items()}
+            begun |= {name: returned[name].new_tensor(one) for name, one in called.about.scalars.items()}
+            torch.autograd.backward([returned[name] for name in begun], list(begun.values()))
+            loss, logits = None, returned[next(iter(begun))] if len(begun) == 1 else None
         elif loss is not None:
-            scalars = scalars_of(output)
+            scalars = {name: one for name, one in tensors_of(output).items() if one.ndim == 0}
             terms = self._terms(loss, scalars) if free is None else free.terms
-            (own,) = (name for name, one in scalars.items() if one is loss)
+            own = next(name for name, one in scalars.items() if one is loss)
             unknown = own not in called.about.scalars
             arrived = called.about.scalars.get(own, 1.0)
             for name, term in terms.items():
-                term.beside = called.about.scalars.get(name, 0.0) - arrived * term.coefficient
+                term.beside = called.about.scalars.get(name, 0.0)
             roots = {name: one for name, one in scalars.items() if one is loss or name in terms}
-            begun = [
-                torch.full_like(one, terms[name].beside if name in terms else arrived)
-                for name, one in roots.items()
-            ]
+            beside = [terms[name].beside if name in terms else arrived for name in roots]
             if logits is not None and logits.requires_grad:
                 logits.retain_grad()
-            torch.autograd.backward(list(roots.values()), begun)
+            torch.autograd.backward(
+                list(roots.values()),
+                [one.new_tensor(of) for one, of in zip(roots.values(), beside, strict=True)],
+            )
             if unknown:  # so what arrives at the modules is, too
                 self._leave_backward_out()
         # A forced pass has one gradient for all terms: what takes another's place is that of their sum.
@@ -302,12 +310,13 @@ def _find_tokens(computed: Computed, called: Called, logits: torch.Tensor) -> No
             computed.targets, computed.labels = found
             computed.tokens = int((computed.targets != -1).sum())
         computed.divisor = told or computed.tokens
-    elif called.logits_gradient is not None:
-        recognised = recognise(logits, called.logits_gradient)
-        if recognised is not None:
+    else:
+        gradient = next(iter(called.arrived.values()), None)
+        recognised = None if gradient is None else recognise(logits, gradient)
+        if gradient is not None and recognised is not None:
             computed.tokens, computed.divisor = recognised.tokens, 1 / recognised.weight
             computed.smoothing = recognised.smoothing
-            computed.uncertain = FLOOR * torch.finfo(called.logits_gradient.dtype).eps / 2
+            computed.uncertain = FLOOR * torch.finfo(gradient.dtype).eps / 2
 
 
 def divisor_of(called: Called) -> float:

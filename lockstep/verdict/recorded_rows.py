@@ -14,6 +14,7 @@ from lockstep.verdict.judgement import (
     noise_of,
     tolerance,
     typical_error,
+    vectors_of,
 )
 from lockstep.verdict.normalisation import Gradients, Named
 
@@ -79,7 +80,7 @@ def judged(
         name: {"shape": list(tensor.shape), "dtype": DTYPES[tensor.dtype]} for name, tensor in tensors.items()
     }
     noise = noise_of(near, entries, precision)
-    typical = typical_error([near[name] for name in near if is_vector_gradient(name, entries[name])])
+    typical = typical_error(vectors_of(near, noise, entries, precision))
     rows = []
     for name, distance in own.items():
         zero = is_zero(distance, noise[name], precision)

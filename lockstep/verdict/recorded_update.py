@@ -22,28 +22,36 @@ def judge(recording: Recording, verdict: StepVerdict, weights: Weights, gradient
     step = verdict.step
     optimizers = recording.steps[step - 1][0].optimizers
     updated = {name: recording.whole(step, f"updated/{name}")[0] for name in weights}
+    again = sum(optimizer.again for optimizer in optimizers)
+    if again:
+        verdict.wrong.append(
+            f"the optimizer steps {again + 1} times with one gradient: optimizer.step() is called again before the next micro batch"
+        )
+        return
     times = Counter(
         name for optimizer in optimizers for group in optimizer.groups for name in group["params"] if name
     )
     held, held_twice = set(times), sorted(name for name, number in times.items() if number > 1)
     if held_twice:
-        verdict.wrong.append(f"{_and_more(held_twice)} is held twice by optimizers, so it is updated twice")
+        verdict.wrong.append(
+            f"{and_more(held_twice)} is held twice by optimizers, so it is updated twice"
+        )
     frozen = set(recording.steps[step - 1][0].frozen)
     unheld = sorted(gradients.keys() - held - frozen)
     if unheld:
         strangers = sum(optimizer.strangers for optimizer in optimizers)
         stale = f"; tensors that it holds and that are not the model's, perhaps from before it was wrapped: {strangers}"
         verdict.wrong.append(
-            f"no optimizer holds {_and_more(unheld)}, with a gradient{' each' * (len(unheld) > 1)}{stale if strangers else ''}"
+            f"no optimizer holds {and_more(unheld)}, with a gradient{' each' * (len(unheld) > 1)}{stale if strangers else ''}"
         )
     moved = {name for name in weights if not torch.equal(updated[name], weights[name])}
     if moved & frozen:
         verdict.wrong.append(
-            f"{_and_more(sorted(moved & frozen))} requires no gradient, but the update changed it"
+            f"{and_more(sorted(moved & frozen))} requires no gradient, but the update changed it"
         )
     if moved - held:
         verdict.wrong.append(
-            f"no optimizer holds {_and_more(sorted(moved - held))}, but the update changed it"
+            f"no optimizer holds {and_more(sorted(moved - held))}, but the update changed it"
         )
     _judge_between(recording, verdict)
     for optimizer in optimizers:
@@ -60,15 +68,15 @@ def _judge_between(recording: Recording, verdict: StepVerdict) -> None:
     )
     if weights:
         verdict.wrong.append(
-            f"{_and_more(weights)} changed between the update of step {step - 1} and step {step}"
+            f"{and_more(weights)} changed between the update of step {step - 1} and step {step}"
         )
     if state:
         verdict.wrong.append(
-            f"what the optimizer keeps changed between step {step - 1} and step {step}: {_and_more(state)}"
+            f"what the optimizer keeps changed between step {step - 1} and step {step}: {and_more(state)}"
         )
 
 
-def _and_more(names: list[str]) -> str:
+def and_more(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
