@@ -40,6 +40,7 @@ from torch.optim.optimizer import (
 
 from lockstep.dumps import deepspeed_engine, tree
 from lockstep.dumps.hashes import digest
+from lockstep.dumps.model_inputs import PLAIN, described
 from lockstep.dumps.model_outputs import mapped, outputs_of
 from lockstep.dumps.module_hooks import ModuleHooks
 from lockstep.dumps.plain_shards import PlainShards
@@ -52,7 +53,6 @@ from lockstep.inputs.model import being_recomputed
 FORMAT = 1
 STEPS = 2
 EVERY_MODULE = "*"
-PLAIN = (bool, int, float, str, type(None))
 
 
 class Recorder:
@@ -149,7 +149,11 @@ class Recorder:
             self.clips.append(clip)
         given = {id(one) for one in parameters if one.grad is not None}
         own = tree.named_parameters(self.model)
-        clip["parameters"] += [name for name, one in own.items() if id(one) in given]
+        names = [name for name, one in own.items() if id(one) in given]
+        clip["parameters"] += names
+        clip["too_late"] = any(
+            name in group["params"] for one in self.optimizers for group in one["groups"] for name in names
+        )
 
     def keep(self, name: str, tensor: torch.Tensor, *, added: bool = False) -> None:
         """`added`: to what has arrived before."""
@@ -229,7 +233,7 @@ class Recorder:
         self.hooks.begin(number)
         about: dict[str, Any] = {
             "tensors": [],
-            "plain": {},
+            "inputs": {},
             "left_out": [],
             "scalars": {},  # the gradient that arrives at each that the model returns
             "autocast": None,
@@ -238,14 +242,15 @@ class Recorder:
                 tree.clean(name) for name, module in self.model.named_modules() if not module.training
             ],
         }
+        tensors: dict[str, torch.Tensor] = {}
         for name, value in given.items():
-            if isinstance(value, torch.Tensor):
-                self.keep(f"batch/{number}/{name}", value)
-                about["tensors"].append(name)
-            elif isinstance(value, PLAIN):
-                about["plain"][name] = value
-            else:
-                about["left_out"].append(name)
+            try:
+                about["inputs"][name] = described(value, name, tensors)
+            except TypeError as error:
+                about["left_out"].append(str(error))
+        for name, tensor in tensors.items():
+            self.keep(f"batch/{number}/{name}", tensor)
+            about["tensors"].append(name)
         self.micro.append(about)
 
     def _given(self, arguments: tuple, options: dict[str, Any]) -> dict[str, Any]:
@@ -262,13 +267,15 @@ class Recorder:
 
     @torch.compiler.disable
     def _see_output(self, _module: torch.nn.Module, _arguments: tuple, output: Any) -> Any:
-        """Gives the loop views of what the model returns: at them, only what the loop itself makes of each arrives, not what the model does."""
+        """Gives the loop copies of what the model returns: at them, only what the loop itself makes of each arrives, not what the model does."""
         over = self.model.training and not (self.removing and self.micro)
         if over or not torch.is_grad_enabled() or being_recomputed():
             return None
         loss, logits = outputs_of(output)
         if not self.model.training:
             self.whole_run.see_evaluation(logits if loss is None else loss)
+            return None
+        if self.updating:  # a closure that was called again
             return None
         if self.hooks is not None:
             self.hooks.end()
@@ -278,7 +285,7 @@ class Recorder:
             about["loss"] = float(loss.detach())
 
         def watched(name: str, tensor: torch.Tensor) -> torch.Tensor:
-            own = tensor.view_as(tensor)
+            own = tensor.clone()  # which the loop may change in place
             value = float(tensor.detach()) if tensor is loss else None
             own.register_hook(
                 functools.partial(self._arrives, about, f"backward/{number}/returned.{name}", value)

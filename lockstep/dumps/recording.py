@@ -17,12 +17,11 @@ from lockstep.ground.files import read_json
 from lockstep.ground.schemas import Count, MayBreakDown, Name, Strict, Whole, validate
 
 REMEDY = "record again"
-Plain = bool | int | MayBreakDown | str | None
 
 
 class MicroBatch(Strict):
     tensors: list[Name]
-    plain: dict[Name, Plain]
+    inputs: dict[Name, Any]  # as JSON: lockstep/dumps/model_inputs.py
     left_out: list[Name]
     autocast: Name | None
     param_dtype: Name | None
@@ -35,6 +34,7 @@ class Clip(Strict):
     max_norm: MayBreakDown
     norm: MayBreakDown
     later: bool = False  # after the gradients were recorded
+    too_late: bool = False  # after the update
     after: Whole | None = None  # so many micro batches; None: all of them
     parameters: list[Name] = []  # those with a gradient; empty: not known
 
@@ -102,6 +102,12 @@ class Called:
         return self.about.loss is not None or bool(self.arrived or self.about.scalars)
 
     @property
+    def is_zero(self) -> bool:
+        """Whether zeros alone arrived there."""
+        arrived = (*self.arrived.values(), *map(torch.tensor, self.about.scalars.values()))
+        return self.about.loss is None and not any(bool(one.any()) for one in arrived)
+
+    @property
     def has_own_loss(self) -> bool:
         """Whether the loop makes a loss of its own, with the model's own in it or without it."""
         return self.about.loss is None or any(bool(one.any()) for one in self.arrived.values())
@@ -110,7 +116,7 @@ class Called:
         """Whether another micro batch is the same, bit for bit."""
         return (
             self.tensors.keys() == tensors.keys()
-            and self.about.plain == about.plain
+            and self.about.inputs == about.inputs
             and all(torch.equal(self.tensors[name], tensors[name]) for name in tensors)
         )
 

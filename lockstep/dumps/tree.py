@@ -40,6 +40,8 @@ TREE = dict[str, Any]
 def class_of(module: torch.nn.Module) -> type:
     """The class that a module was built of. FSDP2 and DTensor's checkpointing derive another, with the class as its last base."""
     kind = type(module)
+    if torch.nn.utils.parametrize.is_parametrized(module):
+        kind = torch.nn.utils.parametrize.type_before_parametrizations(module)
     while kind.__module__.startswith("torch.distributed") or _found(kind) is not kind:
         if len(kind.__bases__) < 2 or not issubclass(kind.__bases__[-1], torch.nn.Module):
             raise UserError(
@@ -306,6 +308,14 @@ class _Building:
         for key, value in tree["attributes"].items():
             module.__dict__[key] = self.value(value)
         _enlist(module)
+        for key in (
+            tree["children"].get("parametrizations")
+            and tree["children"]["parametrizations"]["children"]
+            or ()
+        ):
+            if not torch.nn.utils.parametrize.is_parametrized(module):
+                torch.nn.utils.parametrize._inject_new_class(module)
+            torch.nn.utils.parametrize._inject_property(module, key)
         for key, child in tree["children"].items():
             if child is not None:
                 self.fill(child, f"{name}.{key}" if name else key)

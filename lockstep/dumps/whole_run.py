@@ -19,6 +19,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils._pytree import tree_leaves
 
 from lockstep.dumps.hashes import hashes
 from lockstep.ground.files import write_text
@@ -68,7 +69,7 @@ class WholeRun:
         if self.stepped:
             self._end_step()
             self.rates = self.coming if self.updating else []
-        tensors = [one for one in given.values() if isinstance(one, torch.Tensor) and one.ndim > 0]
+        tensors = [one for one in tree_leaves(given) if isinstance(one, torch.Tensor) and one.ndim > 0]
         if tensors:
             mask = given.get("attention_mask")
             self.samples.append(hashes(tensors[0], mask))

@@ -68,11 +68,11 @@ class _Step:
     def __init__(self, recording: Recording, step: int):
         self.recording, self.ranks = recording, recording.steps[step - 1]
         called = recording.micro_batches(step)
-        self.micro, self.unused = (
-            [one for one in called if one.is_used],
-            [one for one in called if not one.is_used],
-        )
-        self.verdict = StepVerdict(step, len(self.micro), len(set(shares_of(self.micro))))
+        self.unused = [one for one in called if not one.is_used]
+        used = [one for one in called if one.is_used]
+        self.verdict = StepVerdict(step, len(used), len(set(shares_of(used))))
+        # Zeros say nothing of how a micro batch is weighed, such as where all advantages are zero
+        self.micro = [one for one in used if not one.is_zero] or used
         self.of_norm: list[str] = []  # what is wrong with the norm of clipping: after what may have caused it
         self.loss_noise = 0.0
 
@@ -303,6 +303,9 @@ class _Step:
                     wrong.append(
                         f"rank {rank} clipped after micro batch {clip.after - 1} of {micro}: the gradient was not complete"
                     )
+                    return True
+                if clip.too_late:
+                    wrong.append(f"rank {rank} clipped after the optimizer's step, so it has no effect")
                     return True
                 if clip.parameters and without and len(about.clips) == 1:
                     wrong.append(

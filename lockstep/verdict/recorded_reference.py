@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from lockstep.dumps import tree
+from lockstep.dumps.model_inputs import rebuilt
 from lockstep.dumps.model_outputs import outputs_of, tensors_of
 from lockstep.dumps.module_hooks import ModuleHooks, module_of
 from lockstep.dumps.recording import Called, Recording
@@ -136,12 +137,11 @@ class Reference:
         finally:
             self.written = {}
 
-    def logits(self, called: Called) -> torch.Tensor:
-        """What the model returns for a micro batch that the run need not have seen."""
+    def logits(self, called: Called) -> torch.Tensor | None:
+        """What the model returns for a micro batch that the run need not have seen; None without logits."""
         with self._precision(called, self._mode(called, {})), torch.no_grad():
             _, logits = outputs_of(self._forward(called))
-        assert logits is not None
-        return logits.detach()
+        return logits
 
     def _mode(self, called: Called, told: dict[str, torch.Tensor]) -> Told:
         self.buffers = {
@@ -164,16 +164,14 @@ class Reference:
 
     def _forward(self, called: Called) -> Any:
         """What the model returns."""
-        given: dict[str, Any] = {**called.about.plain, **called.tensors}
+        if called.about.left_out:
+            raise UserError(
+                f"the model cannot be called again: {called.about.left_out[0]}; give it tensors, numbers, texts, or lists, tuples and dicts of them"
+            )
+        tensors = self._widened(called.tensors)
+        given = {name: rebuilt(value, tensors) for name, value in called.about.inputs.items()}
         if "use_cache" in inspect.signature(self.model.forward).parameters:
             given["use_cache"] = False
-        if self.exact:  # inputs that are no ids, too
-            given = {
-                name: value.double()
-                if isinstance(value, torch.Tensor) and value.is_floating_point()
-                else value
-                for name, value in given.items()
-            }
         for name, module in self.model.named_modules():
             module.training = name not in called.about.evaluated
         for (
@@ -186,6 +184,13 @@ class Reference:
         output = self.model(**given)
         self.hooks.end()
         return output
+
+    def _widened(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Inputs that are no ids are in float64, too."""
+        wide = self.exact
+        return {
+            name: one.double() if wide and one.is_floating_point() else one for name, one in tensors.items()
+        }
 
     def _computed(self, called: Called, mode: Told, free: Computed | None) -> Computed:
         output = self._forward(called)
@@ -226,6 +231,11 @@ class Reference:
             for number, regret in mode.regrets.items()
         }
         value = None if loss is None else float(loss.detach())
+        if not all(bool(one.isfinite().all()) for one in found.values()):
+            raise UserError(
+                f"micro batch {called.number} of rank {called.ranks[0]} has no finite gradient in the reference: without any label, a mean is 0 / 0; "
+                "leave it out of the recorded steps, or let the loss be a sum"
+            )
         known = math.nan if unknown else arrived
         computed = Computed(found, value, known, terms, self.modules, choices)
         if free is not None or logits is None:
@@ -321,8 +331,7 @@ def _find_tokens(computed: Computed, called: Called, logits: torch.Tensor) -> No
 
 def divisor_of(called: Called) -> float:
     """What the model was told to divide its sum over tokens by; 0 if nothing."""
-    told: Any = called.about.plain.get("num_items_in_batch") or called.tensors.get("num_items_in_batch", 0)
-    return float(told)
+    return float(rebuilt(called.about.inputs.get("num_items_in_batch"), called.tensors) or 0)
 
 
 def targets_of(

@@ -100,9 +100,12 @@ def _judge_sight(
         return
     tried |= trials.keys()
     right = reference.logits(called)
+    if right is None or right.shape[:-1] != tokens.shape:  # such as of a classifier
+        return
     for changed, looked_at, what in trials.values():
         other = torch.where(changed, (tokens + 1) % right.shape[-1], tokens)
         logits = reference.logits(replace(called, tensors={**called.tensors, ids: other}))
+        assert logits is not None
         off = (logits - right)[looked_at].abs()
         if off.numel() and float(off.max()) > SEEN * float(right.abs().max()):
             verdict.wrong.append(

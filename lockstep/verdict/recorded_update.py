@@ -22,6 +22,7 @@ def judge(recording: Recording, verdict: StepVerdict, weights: Weights, gradient
     step = verdict.step
     optimizers = recording.steps[step - 1][0].optimizers
     updated = {name: recording.whole(step, f"updated/{name}")[0] for name in weights}
+    _judge_settings(recording, verdict)
     again = sum(optimizer.again for optimizer in optimizers)
     if again:
         verdict.wrong.append(
@@ -33,9 +34,7 @@ def judge(recording: Recording, verdict: StepVerdict, weights: Weights, gradient
     )
     held, held_twice = set(times), sorted(name for name, number in times.items() if number > 1)
     if held_twice:
-        verdict.wrong.append(
-            f"{and_more(held_twice)} is held twice by optimizers, so it is updated twice"
-        )
+        verdict.wrong.append(f"{and_more(held_twice)} is held twice by optimizers, so it is updated twice")
     frozen = set(recording.steps[step - 1][0].frozen)
     unheld = sorted(gradients.keys() - held - frozen)
     if unheld:
@@ -56,6 +55,20 @@ def judge(recording: Recording, verdict: StepVerdict, weights: Weights, gradient
     _judge_between(recording, verdict)
     for optimizer in optimizers:
         _judge_optimizer(recording, verdict, optimizer, weights, gradients, updated)
+
+
+def _judge_settings(recording: Recording, verdict: StepVerdict) -> None:
+    """Ranks that update the same parameters do so alike."""
+    first, *others = recording.steps[verdict.step - 1].values()
+    for other in others:
+        for own, its in zip(first.optimizers, other.optimizers, strict=False):
+            for one, two in zip(own.groups, its.groups, strict=False):
+                differ = sorted(key for key in one if one[key] != two.get(key))
+                if differ and "params" not in differ:
+                    verdict.wrong.append(
+                        f"the optimizer's {differ[0]} is {one[differ[0]]} on rank {first.rank}, {two.get(differ[0])} on rank {other.rank}"
+                    )
+                    return
 
 
 def _judge_between(recording: Recording, verdict: StepVerdict) -> None:
