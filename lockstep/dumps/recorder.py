@@ -53,6 +53,7 @@ from lockstep.inputs.model import being_recomputed
 FORMAT = 1
 STEPS = 2
 EVERY_MODULE = "*"
+NOTED: dict[str, torch.Tensor] = {}  # by lockstep.record.batch, for the next training call of the model
 
 
 class Recorder:
@@ -207,6 +208,8 @@ class Recorder:
                 self._write()
             return
         given = self._given(arguments, options)
+        noted = dict(NOTED)
+        NOTED.clear()
         if not self.updating:  # else a closure is called again
             self.whole_run.see_call(given)
         if not self.removing:
@@ -248,7 +251,12 @@ class Recorder:
                 about["inputs"][name] = described(value, name, tensors)
             except TypeError as error:
                 about["left_out"].append(str(error))
-        for name, tensor in tensors.items():
+        twice = sorted(noted.keys() & tensors.keys())
+        if twice:
+            raise UserError(
+                f"lockstep.record.batch({twice[0]}=...): the model is called with it, so it is recorded already"
+            )
+        for name, tensor in {**tensors, **noted}.items():
             self.keep(f"batch/{number}/{name}", tensor)
             about["tensors"].append(name)
         self.micro.append(about)

@@ -18,7 +18,7 @@ from lockstep.verdict.judgement import FLOOR, MULTIPLE, UNIT
 from lockstep.verdict.normalisation import Fit, Gradients
 from lockstep.verdict.recorded_alone import Alone
 from lockstep.verdict.recorded_modules import Modules
-from lockstep.verdict.recorded_reference import Computed, Reference
+from lockstep.verdict.recorded_reference import Computed, Loss, Reference
 from lockstep.verdict.recorded_rows import StepVerdict, judged_gradients, times
 from lockstep.verdict.recorded_weights import Weighed, shares_of
 
@@ -27,12 +27,12 @@ KEPT = 0.1  # of what is left of a gradient without the one of the step before, 
 SAME_NORM = 1e-5  # relative: ranks may add up the parts of a norm in another order
 
 
-def judge(recording: Recording, expect: str | None = None) -> list[StepVerdict]:
-    """A verdict for every recorded step. `expect` is the weighting that was meant; None: any known one will do.
+def judge(recording: Recording, expect: str | None = None, loss: Loss | None = None) -> list[StepVerdict]:
+    """A verdict for every recorded step. `expect` is the weighting that was meant; None: any known one will do. `loss` is the loop's own.
 
     Raises UserError for a model that cannot be computed again.
     """
-    return [_Step(recording, step).judge(expect) for step in range(1, len(recording.steps) + 1)]
+    return [_Step(recording, step, loss).judge(expect) for step in range(1, len(recording.steps) + 1)]
 
 
 def _unusable(gradients: Gradients) -> str:
@@ -65,8 +65,8 @@ def _loss_noise(exact: Computed, near: Computed) -> float:
 
 
 class _Step:
-    def __init__(self, recording: Recording, step: int):
-        self.recording, self.ranks = recording, recording.steps[step - 1]
+    def __init__(self, recording: Recording, step: int, loss: Loss | None):
+        self.recording, self.ranks, self.loss = recording, recording.steps[step - 1], loss
         called = recording.micro_batches(step)
         self.unused = [one for one in called if not one.is_used]
         used = [one for one in called if one.is_used]
@@ -117,8 +117,8 @@ class _Step:
 
     def _compute(self, weights: dict[str, torch.Tensor]) -> tuple[list[Computed], bool]:
         """(what each micro batch gives in the run's dtype, whether a module is wrong); `self.exact` has the same in float64."""
-        exact = Reference(self.recording, self.verdict.step, weights, exact=True)
-        plain = Reference(self.recording, self.verdict.step, weights, exact=False)
+        exact = Reference(self.recording, self.verdict.step, weights, self.loss, exact=True)
+        plain = Reference(self.recording, self.verdict.step, weights, self.loss, exact=False)
         modules = Modules(self.verdict, self.precision)
         self.alone = Alone(self.verdict, self.precision, exact, plain)
         self.exact: list[Computed] = []
@@ -264,16 +264,15 @@ class _Step:
 
     def _judge_modes(self) -> None:
         """A module computes in one mode on all ranks."""
-        first, *others = (about.micro_batches for about in self.ranks.values())
-        for rank, micro in enumerate(others, 1):
-            for number, (one, other) in enumerate(zip(first, micro, strict=False)):
-                differ = sorted(set(one.evaluated) ^ set(other.evaluated))
-                if differ:
-                    self.verdict.wrong.append(
-                        f"{recorded_update.and_more(differ)}: in evaluation mode on rank {rank if differ[0] in other.evaluated else 0} alone, "
-                        f"in micro batch {number}, not on rank {0 if differ[0] in other.evaluated else rank}"
-                    )
-                    return
+        of_ranks = [[set(one.evaluated) for one in about.micro_batches] for about in self.ranks.values()]
+        for number, modes in enumerate(zip(*of_ranks, strict=False)):
+            differ = sorted(set.union(*modes) - set.intersection(*modes))
+            if differ:
+                alone = ", ".join(str(rank) for rank, mode in enumerate(modes) if differ[0] in mode)
+                self.verdict.wrong.append(
+                    f"{recorded_update.and_more(differ)}: in evaluation mode on rank {alone} alone (micro batch {number})"
+                )
+                return
 
     def _untied(self, weights: dict[str, torch.Tensor]) -> bool:
         """Whether tied parameters are no longer one. Raises UserError where others came or went: no reference has them."""
@@ -389,7 +388,7 @@ class _Step:
         measure = max(measure, self.loss_noise)
         tolerated = MULTIPLE * measure + FLOOR * UNIT["fp32"]
         for called, exact in zip(self.micro, self.exact, strict=True):
-            if exact.loss is None:
+            if exact.loss is None or self.loss is not None:  # what a loop makes itself is not recorded
                 continue
             for rank, loss in called.losses.items():
                 name = f"loss of micro batch {called.number}, rank {rank}"

@@ -3,7 +3,7 @@
 import contextlib
 import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 
 from lockstep.dumps import tree
 from lockstep.dumps.model_inputs import rebuilt
-from lockstep.dumps.model_outputs import outputs_of, tensors_of
+from lockstep.dumps.model_outputs import mapped, outputs_of, tensors_of
 from lockstep.dumps.module_hooks import ModuleHooks, module_of
 from lockstep.dumps.recording import Called, Recording
 from lockstep.dumps.trace import storage
@@ -23,6 +23,7 @@ from lockstep.verdict.normalisation import Gradients
 from lockstep.verdict.recorded_loss import recognise
 
 IGNORED = (-100, -1)  # labels that count for no token
+Loss = Callable[[Any, dict[str, torch.Tensor]], Any]
 SAME = 1e-9  # relative: the float64 loss is this mean over tokens
 
 
@@ -70,9 +71,22 @@ class Computed:
 
 
 class Reference:
-    """Computes the loss of a micro batch of a step and its gradient. `exact`: in float64. `weights` are those before the step."""
+    """Computes the loss of a micro batch of a step and its gradient. `exact`: in float64. `weights` are those before the step.
 
-    def __init__(self, recording: Recording, step: int, weights: dict[str, torch.Tensor], *, exact: bool):
+    `loss` is the loop's own: it is given what the model returned and the recorded tensors by name, and returns the mean of the micro batch;
+    or (its sum, how many it is a sum over). A dict after these has further terms of it, by name.
+    """
+
+    def __init__(
+        self,
+        recording: Recording,
+        step: int,
+        weights: dict[str, torch.Tensor],
+        loss: Loss | None = None,
+        *,
+        exact: bool,
+    ):
+        self.loss = loss
         self.model, self.exact = recording.build(), exact
         self.recording, self.step = recording, step
         require_no_dropout(self.model)
@@ -196,8 +210,14 @@ class Reference:
         output = self._forward(called)
         loss, logits = outputs_of(output)
         terms: dict[str, Term] = {}
-        arrived, unknown = 1.0, False
-        if called.has_own_loss:
+        at: dict[str, dict[str, torch.Tensor]] = {}
+        often = called.about.scalars
+        arrived, unknown, number = 1.0, False, 0.0
+        if self.loss is not None:
+            scalars, number, at = self._made(called, output)
+            loss, often = scalars[""], _arrived(called, at)
+            arrived = often[""] or 1.0
+        elif called.has_own_loss:
             returned = tensors_of(output)
             begun = {name: one.to(returned[name].dtype) for name, one in called.arrived.items()}
             begun |= {name: returned[name].new_tensor(one) for name, one in called.about.scalars.items()}
@@ -205,14 +225,19 @@ class Reference:
             loss, logits = None, returned[next(iter(begun))] if len(begun) == 1 else None
         elif loss is not None:
             scalars = {name: one for name, one in tensors_of(output).items() if one.ndim == 0}
-            terms = self._terms(loss, scalars) if free is None else free.terms
             own = next(name for name, one in scalars.items() if one is loss)
-            unknown = own not in called.about.scalars
-            arrived = called.about.scalars.get(own, 1.0)
+            unknown = own not in often
+            arrived = often.get(own, 1.0)
+        if loss is not None:
+            terms = self._terms(loss, scalars) if free is None else free.terms
             for name, term in terms.items():
-                term.beside = called.about.scalars.get(name, 0.0)
+                term.beside = often.get(name, 0.0)
             roots = {name: one for name, one in scalars.items() if one is loss or name in terms}
             beside = [terms[name].beside if name in terms else arrived for name in roots]
+            for scalar, each in at.items():
+                for name, one in each.items():
+                    place = f"backward/{called.number}/returned.{name}"
+                    self.modules[place] = self.modules.get(place, 0.0) + often[scalar] * one
             if logits is not None and logits.requires_grad:
                 logits.retain_grad()
             torch.autograd.backward(
@@ -238,13 +263,45 @@ class Reference:
             )
         known = math.nan if unknown else arrived
         computed = Computed(found, value, known, terms, self.modules, choices)
-        if free is not None or logits is None:
+        if free is not None:
             return computed
-        if loss is not None and logits.grad is not None:
+        if loss is not None and logits is not None and logits.grad is not None:
             computed.logits, computed.at_logits = logits.detach(), logits.grad / arrived
         if self.exact:
-            _find_tokens(computed, called, logits)
+            _find_tokens(computed, called, logits, number)
         return computed
+
+    def _made(
+        self, called: Called, output: Any
+    ) -> tuple[dict[str, torch.Tensor], float, dict[str, dict[str, torch.Tensor]]]:
+        """Of the loop's own loss: (it, as "", and its terms by name; the number that it is a sum over, or 0; the gradients of each at what the model returned)."""
+        assert self.loss is not None
+        tensors = self._widened(called.tensors)
+        copies: dict[str, torch.Tensor] = {}
+        given = mapped(output, lambda name, one: copies.setdefault(name, one.clone()))
+        try:
+            made = self.loss(given, tensors)
+        except Exception as error:  # noqa: BLE001 - a user's function may raise anything
+            raise UserError(
+                f"--loss: {type(error).__name__}: {first_line(error)}; the recorded tensors are {', '.join(tensors)}, and lockstep.record.batch(...) adds others"
+            ) from error
+        loss, *rest = made if isinstance(made, tuple) else (made,)
+        if not (isinstance(loss, torch.Tensor) and loss.ndim == 0 and loss.requires_grad):
+            raise UserError(
+                "--loss: the function must return a scalar tensor that depends on what the model returned, alone or first in a tuple"
+            )
+        scalars, number, at = {"": loss}, 0.0, {}
+        for one in rest:
+            if isinstance(one, dict):
+                scalars |= one
+            else:
+                number = float(one)
+        for name, scalar in scalars.items():
+            each = torch.autograd.grad(
+                scalar, list(copies.values()), retain_graph=True, materialize_grads=True
+            )
+            at[name] = dict(zip(copies, each, strict=True))
+        return scalars, number, at
 
     def _gradients_of_loss(self, arrived: float, terms: dict[str, Term]) -> Gradients:
         """The gradients of the loss alone: the pass was begun with what `arrived` at it in the run, and at further terms."""
@@ -288,6 +345,18 @@ class Reference:
             yield
 
 
+def _arrived(called: Called, at: dict[str, dict[str, torch.Tensor]]) -> dict[str, float]:
+    """How often a loss and each of its terms are in what arrived at what the model returned; `at` are their gradients there."""
+    recorded = {**called.arrived, **{name: torch.tensor(one) for name, one in called.about.scalars.items()}}
+    columns = [torch.cat([of[name].flatten().double() for name in recorded]) for of in at.values()]
+    own = torch.stack(columns)
+    observed = torch.cat([one.flatten().double() for one in recorded.values()])
+    weights = (
+        torch.linalg.lstsq(own @ own.T, (own @ observed)[:, None], driver="gelsd").solution[:, 0].tolist()
+    )
+    return dict(zip(at, weights, strict=True))
+
+
 def _dtype(name: str) -> torch.dtype:
     return getattr(torch, name.removeprefix("torch."))
 
@@ -310,19 +379,20 @@ def require_no_dropout(model: torch.nn.Module) -> None:
         )
 
 
-def _find_tokens(computed: Computed, called: Called, logits: torch.Tensor) -> None:
-    """Adds what the loss is a mean over, as far as that is seen."""
+def _find_tokens(computed: Computed, called: Called, logits: torch.Tensor | None, number: float) -> None:
+    """Adds what the loss is a mean over, as far as that is seen; `number` is what it is said to be a sum over, 0 if it is not said."""
     if computed.loss is not None:
-        told = divisor_of(called)
+        told = 1.0 if number else divisor_of(called)
+        computed.tokens = int(number)
         further = sum(term.coefficient * term.value for term in computed.terms.values())
-        found = targets_of(called, computed.loss - further, logits, told)
+        found = None if logits is None else targets_of(called, computed.loss - further, logits, told)
         if found is not None:
             computed.targets, computed.labels = found
             computed.tokens = int((computed.targets != -1).sum())
         computed.divisor = told or computed.tokens
     else:
         gradient = next(iter(called.arrived.values()), None)
-        recognised = None if gradient is None else recognise(logits, gradient)
+        recognised = None if gradient is None or logits is None else recognise(logits, gradient)
         if gradient is not None and recognised is not None:
             computed.tokens, computed.divisor = recognised.tokens, 1 / recognised.weight
             computed.smoothing = recognised.smoothing

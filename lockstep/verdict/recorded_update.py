@@ -59,16 +59,17 @@ def judge(recording: Recording, verdict: StepVerdict, weights: Weights, gradient
 
 def _judge_settings(recording: Recording, verdict: StepVerdict) -> None:
     """Ranks that update the same parameters do so alike."""
-    first, *others = recording.steps[verdict.step - 1].values()
-    for other in others:
-        for own, its in zip(first.optimizers, other.optimizers, strict=False):
-            for one, two in zip(own.groups, its.groups, strict=False):
-                differ = sorted(key for key in one if one[key] != two.get(key))
-                if differ and "params" not in differ:
-                    verdict.wrong.append(
-                        f"the optimizer's {differ[0]} is {one[differ[0]]} on rank {first.rank}, {two.get(differ[0])} on rank {other.rank}"
-                    )
-                    return
+    for optimizers in zip(
+        *(one.optimizers for one in recording.steps[verdict.step - 1].values()), strict=False
+    ):
+        for groups in zip(*(one.groups for one in optimizers), strict=False):
+            differ = [
+                key for key in sorted(groups[0]) if any(one.get(key) != groups[0][key] for one in groups)
+            ]
+            if differ and "params" not in differ:
+                values = ", ".join(str(one.get(differ[0])) for one in groups)
+                verdict.wrong.append(f"the optimizer's {differ[0]} differs between ranks: {values}")
+                return
 
 
 def _judge_between(recording: Recording, verdict: StepVerdict) -> None:

@@ -171,7 +171,8 @@ class Weighed:
                 "the tokens of the loss are not known, so nothing says whether each counts alike"
             )
             ones = torch.ones(len(self.micro), dtype=torch.float64)
-            mean = Weighting(MICRO_MEAN, "the mean of the micro batches' losses", ones / len(self.micro))
+            label = "the mean of the micro batches' losses"
+            mean = Weighting(MICRO_MEAN, label, ones / self.verdict.micro_batches)
             return [1] * len(self.micro), ones, [mean]
         self.verdict.tokens = sum(tokens)
         divisors = torch.tensor([one.divisor for one in self.exact], dtype=torch.float64)
