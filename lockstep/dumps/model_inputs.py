@@ -5,8 +5,9 @@ from typing import Any
 
 import torch
 
+from lockstep.dumps.tree import SEQUENCES
+
 PLAIN = (bool, int, float, str, type(None))
-SEQUENCES: dict[str, type] = {"list": list, "tuple": tuple}
 
 
 def described(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
@@ -33,4 +34,4 @@ def rebuilt(about: Any, tensors: dict[str, torch.Tensor]) -> Any:
         return tensors[inside]
     if kind == "dict":
         return {key: rebuilt(one, tensors) for key, one in inside.items()}
-    return SEQUENCES[kind](rebuilt(one, tensors) for one in inside)
+    return SEQUENCES[kind]([rebuilt(one, tensors) for one in inside])

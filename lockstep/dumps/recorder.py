@@ -238,7 +238,8 @@ class Recorder:
             "tensors": [],
             "inputs": {},
             "left_out": [],
-            "scalars": {},  # the gradient that arrives at each that the model returns
+            "used": False,  # whether a gradient arrives at what the model returns
+            "scalars": {},  # those that arrive at scalars
             "autocast": None,
             "param_dtype": _param_dtype(self.model),
             "evaluated": [
@@ -290,7 +291,7 @@ class Recorder:
         number, about = len(self.micro) - 1, self.micro[-1]
         if loss is not None and loss.requires_grad and logits is None:
             # Nothing else can be held against the run, which may train on a part of the loss.
-            about["loss"] = float(loss.detach())
+            about.update(loss=float(loss.detach()), used=True)
 
         def watched(name: str, tensor: torch.Tensor) -> torch.Tensor:
             own = tensor.clone()  # which the loop may change in place
@@ -308,6 +309,7 @@ class Recorder:
         """At what the model returned, from the loop. It may leave the model's own loss; DDP may then say that None arrives."""
         if gradient is None:
             return
+        about["used"] = True
         if loss is not None:
             about["loss"] = loss
         if gradient.ndim:

@@ -25,6 +25,7 @@ class MicroBatch(Strict):
     left_out: list[Name]
     autocast: Name | None
     param_dtype: Name | None
+    used: bool
     scalars: dict[Name, MayBreakDown]
     loss: MayBreakDown | None = None
     evaluated: list[str]  # modules in evaluation mode
@@ -93,24 +94,18 @@ class Called:
     about: MicroBatch
     tensors: dict[str, torch.Tensor]
     losses: dict[int, float] = field(default_factory=dict)  # by rank
-    # The gradients that arrived from the loop at tensors that the model returned, by their names there; its scalars' are in `about`
+    # The gradients, other than zero, that arrived from the loop at tensors that the model returned; its scalars' are in `about`
     arrived: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @property
-    def is_used(self) -> bool:
-        """Whether a gradient arrived at what the model returned."""
-        return self.about.loss is not None or bool(self.arrived or self.about.scalars)
-
-    @property
     def is_zero(self) -> bool:
-        """Whether zeros alone arrived there."""
-        arrived = (*self.arrived.values(), *map(torch.tensor, self.about.scalars.values()))
-        return self.about.loss is None and not any(bool(one.any()) for one in arrived)
+        """Whether zeros alone arrived at what the model returned."""
+        return self.about.loss is None and not self.arrived and not any(self.about.scalars.values())
 
     @property
     def has_own_loss(self) -> bool:
         """Whether the loop makes a loss of its own, with the model's own in it or without it."""
-        return self.about.loss is None or any(bool(one.any()) for one in self.arrived.values())
+        return self.about.loss is None or bool(self.arrived)
 
     def has_same(self, tensors: dict[str, torch.Tensor], about: MicroBatch) -> bool:
         """Whether another micro batch is the same, bit for bit."""
@@ -224,11 +219,9 @@ class Recording:
     def _arrived(self, step: int, called: Called) -> dict[str, torch.Tensor]:
         first = f"backward/{called.number}/returned."
         places = self.steps[step - 1][called.ranks[0]].places
-        return {
-            name.removeprefix(first): self.whole(step, name, called.ranks)[0]
-            for name in places
-            if name.startswith(first)
-        }
+        names = [name for name in places if name.startswith(first)]
+        found = {name.removeprefix(first): self.whole(step, name, called.ranks)[0] for name in names}
+        return {name: one for name, one in found.items() if one.any()}
 
     def names(self, step: int, kind: str) -> list[str]:
         """What the ranks recorded of a kind, such as "gradient" or "state/exp_avg"."""
@@ -305,7 +298,7 @@ class Recording:
                     same.losses[rank] = micro.loss
         for called in found:
             called.arrived = self._arrived(step, called)
-        if not any(one.is_used for one in found):
+        if not any(one.about.used for one in found):
             raise UserError(
                 f"{self._path(0, step)}: no gradient arrived at what the model returned: it returns no tensors, or is not trained on them; "
                 "let it return them in a tuple, a list, a dict or the fields of an object"

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.utils import parametrize
 
 from lockstep.dumps import deepspeed_layers
 from lockstep.ground import user_file
@@ -40,8 +41,8 @@ TREE = dict[str, Any]
 def class_of(module: torch.nn.Module) -> type:
     """The class that a module was built of. FSDP2 and DTensor's checkpointing derive another, with the class as its last base."""
     kind = type(module)
-    if torch.nn.utils.parametrize.is_parametrized(module):
-        kind = torch.nn.utils.parametrize.type_before_parametrizations(module)
+    if parametrize.is_parametrized(module):
+        kind = parametrize.type_before_parametrizations(module)
     while kind.__module__.startswith("torch.distributed") or _found(kind) is not kind:
         if len(kind.__bases__) < 2 or not issubclass(kind.__bases__[-1], torch.nn.Module):
             raise UserError(
@@ -308,14 +309,10 @@ class _Building:
         for key, value in tree["attributes"].items():
             module.__dict__[key] = self.value(value)
         _enlist(module)
-        for key in (
-            tree["children"].get("parametrizations")
-            and tree["children"]["parametrizations"]["children"]
-            or ()
-        ):
-            if not torch.nn.utils.parametrize.is_parametrized(module):
-                torch.nn.utils.parametrize._inject_new_class(module)
-            torch.nn.utils.parametrize._inject_property(module, key)
+        if "parametrizations" in tree["children"]:
+            parametrize._inject_new_class(module)
+            for key in tree["children"]["parametrizations"]["children"]:
+                parametrize._inject_property(module, key)
         for key, child in tree["children"].items():
             if child is not None:
                 self.fill(child, f"{name}.{key}" if name else key)

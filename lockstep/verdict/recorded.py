@@ -68,8 +68,8 @@ class _Step:
     def __init__(self, recording: Recording, step: int, loss: Loss | None):
         self.recording, self.ranks, self.loss = recording, recording.steps[step - 1], loss
         called = recording.micro_batches(step)
-        self.unused = [one for one in called if not one.is_used]
-        used = [one for one in called if one.is_used]
+        self.unused = [one for one in called if not one.about.used]
+        used = [one for one in called if one.about.used]
         self.verdict = StepVerdict(step, len(used), len(set(shares_of(used))))
         # Zeros say nothing of how a micro batch is weighed, such as where all advantages are zero
         self.micro = [one for one in used if not one.is_zero] or used

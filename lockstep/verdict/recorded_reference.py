@@ -158,6 +158,7 @@ class Reference:
         return logits
 
     def _mode(self, called: Called, told: dict[str, torch.Tensor]) -> Told:
+        # A pass may change one, such as a mean or a bias of experts
         self.buffers = {
             name: self.recording.buffer(self.step, called, name) for name, _ in self.model.named_buffers()
         }
@@ -188,10 +189,7 @@ class Reference:
             given["use_cache"] = False
         for name, module in self.model.named_modules():
             module.training = name not in called.about.evaluated
-        for (
-            name,
-            buffer,
-        ) in self.model.named_buffers():  # a pass may change one, such as a mean or a bias of experts
+        for name, buffer in self.model.named_buffers():
             buffer.copy_(self.buffers[name])
         self.modules = {}
         self.hooks.begin(called.number)
@@ -201,10 +199,8 @@ class Reference:
 
     def _widened(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Inputs that are no ids are in float64, too."""
-        wide = self.exact
-        return {
-            name: one.double() if wide and one.is_floating_point() else one for name, one in tensors.items()
-        }
+        floats = {name: one for name, one in tensors.items() if self.exact and one.is_floating_point()}
+        return {**tensors, **{name: one.double() for name, one in floats.items()}}
 
     def _computed(self, called: Called, mode: Told, free: Computed | None) -> Computed:
         output = self._forward(called)
