@@ -16,7 +16,7 @@ RIGHT = {
     **dict.fromkeys(
         ("Own", "Contrast", "BesideTheLoss", "Pairs", "NoAdvantage", "ChangedInPlace", "Codebook"), NOT_JUDGED
     ),
-    **dict.fromkeys(("Closure", "TwoSchedules", "Nested", "NoRate", "ByHand"), NOT_JUDGED),
+    **dict.fromkeys(("Closure", "ManyClosures", "TwoSchedules", "Nested", "NoRate", "ByHand"), NOT_JUDGED),
     **dict.fromkeys(("OneHeadUnused", "Recurrent", "InADict", "Normalised", "Padded"), NOT_SEEN),
     **dict.fromkeys(
         ("PositionBias", "LossModule", "Labelled", "LabelledSum", "Distilled", "HeadsAsMeant"), ""
@@ -76,7 +76,7 @@ def test_the_loss_says_what_was_not_judged(judged, capsys):
 
 def test_noted_tensors_are_no_inputs(judged, tmp_path):
     for called in Recording(judged / "Labelled").micro_batches(1):
-        assert list(called.tensors) == ["input", "labels"] and list(called.about.inputs) == ["input"]
+        assert list(called.tensors) == ["input", "labels"] and called.about.inputs == ["input"]
     net = torch.nn.Linear(2, 2)
     with lockstep.record(net, tmp_path), pytest.raises(UserError, match="the model is called with it"):
         lockstep.record.batch(input=torch.ones(1))

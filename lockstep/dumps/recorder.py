@@ -37,10 +37,10 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils._pytree import tree_flatten_with_path, treespec_dumps
 
 from lockstep.dumps import deepspeed_engine, tree
 from lockstep.dumps.hashes import digest
-from lockstep.dumps.model_inputs import PLAIN, described
 from lockstep.dumps.model_outputs import mapped, outputs_of
 from lockstep.dumps.module_hooks import ModuleHooks
 from lockstep.dumps.plain_shards import PlainShards
@@ -53,6 +53,7 @@ from lockstep.inputs.model import being_recomputed
 FORMAT = 1
 STEPS = 2
 EVERY_MODULE = "*"
+PLAIN = (bool, int, float, str, type(None))
 NOTED: dict[str, torch.Tensor] = {}  # by lockstep.record.batch, for the next training call of the model
 
 
@@ -236,7 +237,7 @@ class Recorder:
         self.hooks.begin(number)
         about: dict[str, Any] = {
             "tensors": [],
-            "inputs": {},
+            "plain": {},
             "left_out": [],
             "used": False,  # whether a gradient arrives at what the model returns
             "scalars": {},  # those that arrive at scalars
@@ -246,20 +247,22 @@ class Recorder:
                 tree.clean(name) for name, module in self.model.named_modules() if not module.training
             ],
         }
-        tensors: dict[str, torch.Tensor] = {}
-        for name, value in given.items():
-            try:
-                about["inputs"][name] = described(value, name, tensors)
-            except TypeError as error:
-                about["left_out"].append(str(error))
-        twice = sorted(noted.keys() & tensors.keys())
+        found, structure = tree_flatten_with_path(given)
+        inputs = {".".join(str(key).strip("[]'.") for key in path): value for path, value in found}
+        about |= {"inputs": list(inputs), "structure": treespec_dumps(structure)}
+        twice = sorted(noted.keys() & inputs.keys())
         if twice:
             raise UserError(
                 f"lockstep.record.batch({twice[0]}=...): the model is called with it, so it is recorded already"
             )
-        for name, tensor in {**tensors, **noted}.items():
-            self.keep(f"batch/{number}/{name}", tensor)
-            about["tensors"].append(name)
+        for name, value in {**inputs, **noted}.items():
+            if isinstance(value, torch.Tensor):
+                self.keep(f"batch/{number}/{name}", value)
+                about["tensors"].append(name)
+            elif isinstance(value, PLAIN):
+                about["plain"][name] = value
+            else:
+                about["left_out"].append(f"{name} is a {type(value).__name__}")
         self.micro.append(about)
 
     def _given(self, arguments: tuple, options: dict[str, Any]) -> dict[str, Any]:
@@ -333,7 +336,8 @@ class Recorder:
         @functools.wraps(closure)
         def then_seen() -> Any:  # the gradients are final after the closure
             loss = closure()
-            self._see_gradients(optimizer)
+            if not self.updating:  # L-BFGS calls it again, with other weights
+                self._see_gradients(optimizer)
             return loss
 
         if "closure" in options:

@@ -17,11 +17,16 @@ from lockstep.ground.files import read_json
 from lockstep.ground.schemas import Count, MayBreakDown, Name, Strict, Whole, validate
 
 REMEDY = "record again"
+Plain = bool | int | MayBreakDown | str | None
 
 
 class MicroBatch(Strict):
     tensors: list[Name]
-    inputs: dict[Name, Any]  # as JSON: lockstep/dumps/model_inputs.py
+    plain: dict[Name, Plain]
+    inputs: list[
+        Name
+    ]  # the places of what the model was called with, in lists, tuples and dicts of this structure: torch's pytree
+    structure: str
     left_out: list[Name]
     autocast: Name | None
     param_dtype: Name | None
@@ -111,7 +116,7 @@ class Called:
         """Whether another micro batch is the same, bit for bit."""
         return (
             self.tensors.keys() == tensors.keys()
-            and self.about.inputs == about.inputs
+            and self.about.plain == about.plain
             and all(torch.equal(self.tensors[name], tensors[name]) for name in tensors)
         )
 

@@ -84,6 +84,12 @@ class _Step:
         self.gradients = gradients
         verdict.lowered = sorted(self._lowered())
         problem = _unusable(self.observed)
+        copies = sum(one.strangers for one in self.ranks[0].optimizers)
+        if problem and copies:
+            raise UserError(
+                f"{problem}, and the optimizer holds {copies} tensors that are none of the model's: an update of copies of the weights cannot be judged; "
+                "record a run whose optimizer holds the model's parameters"
+            )
         if problem:
             verdict.wrong.append(problem)
             return verdict

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_unflatten, treespec_loads
 
 from lockstep.dumps import tree
-from lockstep.dumps.model_inputs import rebuilt
 from lockstep.dumps.model_outputs import mapped, outputs_of, tensors_of
 from lockstep.dumps.module_hooks import ModuleHooks, module_of
 from lockstep.dumps.recording import Called, Recording
@@ -23,7 +23,7 @@ from lockstep.verdict.normalisation import Gradients
 from lockstep.verdict.recorded_loss import recognise
 
 IGNORED = (-100, -1)  # labels that count for no token
-Loss = Callable[[Any, dict[str, torch.Tensor]], Any]
+Loss = Callable[..., Any]
 SAME = 1e-9  # relative: the float64 loss is this mean over tokens
 
 
@@ -184,7 +184,9 @@ class Reference:
                 f"the model cannot be called again: {called.about.left_out[0]}; give it tensors, numbers, texts, or lists, tuples and dicts of them"
             )
         tensors = self._widened(called.tensors)
-        given = {name: rebuilt(value, tensors) for name, value in called.about.inputs.items()}
+        values = {**called.about.plain, **tensors}
+        structure = treespec_loads(called.about.structure)
+        given: dict[str, Any] = tree_unflatten([values[name] for name in called.about.inputs], structure)
         if "use_cache" in inspect.signature(self.model.forward).parameters:
             given["use_cache"] = False
         for name, module in self.model.named_modules():
@@ -397,7 +399,8 @@ def _find_tokens(computed: Computed, called: Called, logits: torch.Tensor | None
 
 def divisor_of(called: Called) -> float:
     """What the model was told to divide its sum over tokens by; 0 if nothing."""
-    return float(rebuilt(called.about.inputs.get("num_items_in_batch"), called.tensors) or 0)
+    told: Any = called.about.plain.get("num_items_in_batch") or called.tensors.get("num_items_in_batch", 0)
+    return float(told)
 
 
 def targets_of(
