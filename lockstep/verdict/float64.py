@@ -140,7 +140,7 @@ def _keep_float32(module: torch.nn.Module) -> None:
                 found = _cast(forward(*given, **named), NARROW, WIDE)
         finally:
             torch.set_default_dtype(default)
-        if not any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves(found)):
+        if not any(getattr(leaf, "requires_grad", False) for leaf in tree_leaves(found)):
             return found
         for buffer, old in zip(module.buffers(), before, strict=True):
             buffer.copy_(old)

@@ -82,7 +82,7 @@ class Reference:
         recording: Recording,
         step: int,
         weights: dict[str, torch.Tensor],
-        loss: Loss | None = None,
+        loss: Loss | None,
         *,
         exact: bool,
     ):
@@ -207,25 +207,30 @@ class Reference:
     def _computed(self, called: Called, mode: Told, free: Computed | None) -> Computed:
         output = self._forward(called)
         loss, logits = outputs_of(output)
+        returned = tensors_of(output)
+        missing = called.arrived.keys() - returned.keys()  # TRL replaces the forward method of a model
         terms: dict[str, Term] = {}
-        at: dict[str, dict[str, torch.Tensor]] = {}
+        at: dict[str, Gradients] = {}
         often = called.about.scalars
         arrived, unknown, number = 1.0, False, 0.0
         if self.loss is not None:
             scalars, number, at = self._made(called, output)
             loss, often = scalars[""], _arrived(called, at)
             arrived = often[""] or 1.0
-        elif called.has_own_loss:
-            returned = tensors_of(output)
+        elif called.has_own_loss and not missing:
             begun = {name: one.to(returned[name].dtype) for name, one in called.arrived.items()}
             begun |= {name: returned[name].new_tensor(one) for name, one in called.about.scalars.items()}
             torch.autograd.backward([returned[name] for name in begun], list(begun.values()))
             loss, logits = None, returned[next(iter(begun))] if len(begun) == 1 else None
         elif loss is not None:
-            scalars = {name: one for name, one in tensors_of(output).items() if one.ndim == 0}
+            scalars = {name: one for name, one in returned.items() if one.ndim == 0}
             own = next(name for name, one in scalars.items() if one is loss)
             unknown = own not in often
             arrived = often.get(own, 1.0)
+        else:
+            raise UserError(
+                f"the model returns no {', '.join(missing)} when it is called again; its forward method was replaced"
+            )
         if loss is not None:
             terms = self._terms(loss, scalars) if free is None else free.terms
             for name, term in terms.items():
@@ -269,9 +274,7 @@ class Reference:
             _find_tokens(computed, called, logits, number)
         return computed
 
-    def _made(
-        self, called: Called, output: Any
-    ) -> tuple[dict[str, torch.Tensor], float, dict[str, dict[str, torch.Tensor]]]:
+    def _made(self, called: Called, output: Any) -> tuple[Gradients, float, dict[str, Gradients]]:
         """Of the loop's own loss: (it, as "", and its terms by name; the number that it is a sum over, or 0; the gradients of each at what the model returned)."""
         assert self.loss is not None
         tensors = self._widened(called.tensors)
@@ -343,7 +346,7 @@ class Reference:
             yield
 
 
-def _arrived(called: Called, at: dict[str, dict[str, torch.Tensor]]) -> dict[str, float]:
+def _arrived(called: Called, at: dict[str, Gradients]) -> dict[str, float]:
     """How often a loss and each of its terms are in what arrived at what the model returned; `at` are their gradients there."""
     recorded = {**called.arrived, **{name: torch.tensor(one) for name, one in called.about.scalars.items()}}
     columns = [torch.cat([of[name].flatten().double() for name in recorded]) for of in at.values()]

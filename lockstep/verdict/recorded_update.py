@@ -103,8 +103,10 @@ def _judge_optimizer(
     updated: Weights,
 ) -> None:
     module, _, name = optimizer.kind.partition(":")
-    if not module.startswith("torch.optim"):
-        verdict.notes.append(f"the update of {name} is not judged: it is no optimizer of torch")
+    if not module.startswith("torch.optim") or name == "LBFGS":
+        verdict.notes.append(
+            f"the update of {name} is not judged: it is no optimizer of torch that steps without the loop's loss"
+        )
         return
     kind = getattr(importlib.import_module(module), name)
     rows = []
