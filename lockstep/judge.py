@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
         options = parser.parse_args(argv)
         recording = Recording(options.folder)
         before = [Recording(options.after)] if options.after else []
-        loss = user_file.load(options.loss, "--loss") if options.loss else None
+        loss = options.loss and user_file.load(options.loss, "--loss")
         steps = recorded.judge(recording, options.expect, loss)
         run = recorded_run.judge([*before, recording], with_replacement=options.with_replacement)
         return recorded_report.show(steps, run, options.folder)

@@ -380,6 +380,13 @@ class EvaluatedOnOneRank(Normalised):
         return super().wrap(net)
 
 
+class Noisy(Own):
+    def reduce(self):
+        generator = torch.Generator().manual_seed(self.step)
+        for one in self.net.parameters():
+            one.grad += 0.01 * torch.randn(one.shape, generator=generator)
+
+
 # The loop's own loss is given.
 
 
@@ -534,6 +541,29 @@ class Returned(nn.Module):
         return {"loss": loss, "logits": logits}
 
 
+class Copies(Own):
+    """Float32 copies of bfloat16 weights are updated, and copied back."""
+
+    def made(self):
+        return Heads().bfloat16()
+
+    def sample(self, generator):
+        values, *labels = super().sample(generator)
+        return values.bfloat16(), *labels
+
+    def make_optimizer(self):
+        self.copies = [one.detach().float().requires_grad_() for one in self.net.parameters()]
+        return torch.optim.AdamW(self.copies, lr=1e-2)
+
+    def update(self):
+        for copy, one in zip(self.copies, self.net.parameters(), strict=True):
+            copy.grad, one.grad = one.grad.float(), None
+        super().update()
+        with torch.no_grad():
+            for copy, one in zip(self.copies, self.net.parameters(), strict=True):
+                one.copy_(copy)
+
+
 class LossFails(HeadTimesWorld):
     LOSS = "fails"
 
@@ -551,7 +581,17 @@ def is_none(outputs, batch):
 
 
 class ByHand(Own):
-    """The gradients of a model that DDP does not wrap."""
+    """The gradients of a model that DDP does not wrap, all in float16."""
+
+    def made(self):
+        return Heads().half()
+
+    def sample(self, generator):
+        values, *labels = super().sample(generator)
+        return values.half(), *labels
+
+    def make_optimizer(self):
+        return torch.optim.SGD(self.net.parameters(), lr=0.1)
 
     def wrap(self, net):
         return net

@@ -27,6 +27,7 @@ WRONG = {
     "ClippedTooLate": "step 1: rank 0 clipped after the optimizer's step, so it has no effect",
     "RateByRank": "step 1: the optimizer's lr differs between ranks: 0.001, 0.002",
     "EvaluatedOnOneRank": "step 1: 1: in evaluation mode on rank 1 alone (micro batch 0)",
+    "Noisy": "step 1: a weighted sum of the micro batches' gradients leaves ",
     "LabelledTwice": "step 1: the gradient is 2 times that of the mean over all tokens of the global batch, which is the world size",
     "LabelledAllPositions": "step 1: the gradient is 0.875 times that of the mean over all tokens of the global batch, "
     "which is the tokens of the global batch / the positions of the global batch",
@@ -34,6 +35,7 @@ WRONG = {
     "HeadTimesWorld": "step 1: first head, a term of the loss, counts 2 times as often as the rest, which is the world size",
 }
 REFUSED = {
+    "Copies": "no parameter has a gradient other than zero, and the optimizer holds 6 tensors that are none of the model's",
     "OddInput": "the model cannot be called again: batch is a Batch; give it tensors",
     "NoLabels": "micro batch 0 of rank 0 has no finite gradient in the reference",
     "LossFails": "--loss: KeyError: 'labels'; the recorded tensors are values, one, two, and lockstep.record.batch(...) adds others",

@@ -44,7 +44,6 @@ class ModuleHooks:
         self.number, self.inside = number, True
         self.calls.clear()
         self.seen.clear()
-        self.returned.clear()
 
     def end(self) -> None:
         """It is over; what is computed again in its backward pass still belongs to it."""

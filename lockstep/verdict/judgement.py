@@ -32,7 +32,7 @@ LIMIT_OF_LOWERED = Size(0.5, 0.5)
 # Unit roundoffs; of bfloat16 half of it (2^-8), which is stricter
 UNIT = {"fp32": 2.0**-24, "autocast": 2.0**-9}  # of the arithmetic
 EXACT = Size(0.0, 0.0)  # nothing is tolerated
-ROUNDOFF = {"F64": 2.0**-53, "F32": 2.0**-24, "BF16": 2.0**-9, "I64": 0.0}  # of a dtype
+ROUNDOFF = {"F64": 2.0**-53, "F32": 2.0**-24, "BF16": 2.0**-9, "F16": 2.0**-11, "I64": 0.0}  # of a dtype
 PASSES = {"batch": "batch", "forward": "forward", "backward": "backward", "gradient": "gradient"}
 COMPUTED = ("forward", "backward", "gradient", "update")  # passes
 

@@ -264,8 +264,7 @@ class Reference:
                 f"micro batch {called.number} of rank {called.ranks[0]} has no finite gradient in the reference: without any label, a mean is 0 / 0; "
                 "leave it out of the recorded steps, or let the loss be a sum"
             )
-        known = math.nan if unknown else arrived
-        computed = Computed(found, value, known, terms, self.modules, choices)
+        computed = Computed(found, value, math.nan if unknown else arrived, terms, self.modules, choices)
         if free is not None:
             return computed
         if loss is not None and logits is not None and logits.grad is not None:

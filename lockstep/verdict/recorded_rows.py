@@ -18,7 +18,7 @@ from lockstep.verdict.judgement import (
 )
 from lockstep.verdict.normalisation import Gradients, Named
 
-DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "BF16"}
+DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 @dataclass

@@ -69,8 +69,11 @@ class Weighed:
         verdict.factor = named.factor / clipped
         self._judge_terms(fitted.weights, deviations, named.factor)
         if not named.off <= verdict.tolerated_weights:
+            said = f"a weighted sum of the micro batches' gradients leaves {fitted.typical:.2g} of a typical gradient"
+            if fitted.typical <= verdict.tolerated_weights:
+                said = self._counts(measured, tokens)
             verdict.wrong.append(
-                f"{self._counts(measured, tokens)}, as in no known mean (nearest: {named.factor:.4g} x {named.weighting.label})"
+                f"{said}, as in no known mean (nearest: {named.factor:.4g} x {named.weighting.label})"
             )
             return fitted.weights
         right = abs(verdict.factor - 1) <= verdict.tolerated_weights
