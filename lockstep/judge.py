@@ -13,6 +13,7 @@ if __name__ == "__main__":
 from pathlib import Path
 
 from lockstep.dumps.recording import Recording
+from lockstep.ground import user_file
 from lockstep.ground.errors import run_program
 from lockstep.ground.flags import Parser
 from lockstep.verdict import recorded, recorded_report, recorded_run
@@ -26,6 +27,11 @@ def main(argv: list[str] | None = None) -> int:
         "--expect",
         choices=list(LABELS),
         help="what the loss was meant to be a mean over; any other is then a FAIL (default: any of them is a PASS, and is named)",
+    )
+    parser.add_argument(
+        "--loss",
+        metavar="FILE.py:NAME",
+        help="the loop's own loss, a function of what the model returned and of a dict of the recorded tensors",
     )
     parser.add_argument(
         "--after",
@@ -43,7 +49,8 @@ def main(argv: list[str] | None = None) -> int:
         options = parser.parse_args(argv)
         recording = Recording(options.folder)
         before = [Recording(options.after)] if options.after else []
-        steps = recorded.judge(recording, options.expect)
+        loss = options.loss and user_file.load(options.loss, "--loss")
+        steps = recorded.judge(recording, options.expect, loss)
         run = recorded_run.judge([*before, recording], with_replacement=options.with_replacement)
         return recorded_report.show(steps, run, options.folder)
 

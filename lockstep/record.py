@@ -105,6 +105,16 @@ class _Finding:
             self.recorder.stop()
 
 
+def batch(**tensors: "torch.Tensor") -> None:
+    """Tensors that the loss needs and that the model is not called with, such as labels: of the micro batch that it is called with next.
+
+    They are recorded with it, for `python -m lockstep.judge --loss`. Without a recording this does nothing.
+    """
+    from lockstep.dumps.recorder import NOTED
+
+    NOTED.update(tensors)
+
+
 class _Callable(types.ModuleType):
     """`lockstep.record` is this file, and what a user calls."""
 

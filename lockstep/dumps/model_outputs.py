@@ -1,5 +1,6 @@
-"""What a model returns: the loss, the logits, and further scalars."""
+"""What a model returns: the loss, the logits, and any other tensors."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,15 +17,27 @@ def outputs_of(output: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     return found.get("loss"), found.get("logits")
 
 
-def scalars_of(output: Any) -> dict[str, torch.Tensor]:
-    """The scalars that a model returns, the loss among them, by their fields or their places in a tuple."""
-    if isinstance(output, (torch.Tensor, tuple, list)):
-        found = {str(place): value for place, value in enumerate(_as_tuple(output))}
-    else:
-        found = _fields(output)
-    return {
-        name: value for name, value in found.items() if isinstance(value, torch.Tensor) and value.ndim == 0
-    }
+def tensors_of(output: Any) -> dict[str, torch.Tensor]:
+    """The tensors that a model returns and that can be trained on, by their fields and their places in tuples, such as hidden_states.1."""
+    found: dict[str, torch.Tensor] = {}
+    mapped(output, lambda name, tensor: found.setdefault(name, tensor))
+    return found
+
+
+def mapped(output: Any, change: Callable[[str, torch.Tensor], torch.Tensor], name: str = "") -> Any:
+    """What a model returns, with `change(name, tensor)` in the place of each of `tensors_of`; dicts and objects are changed in place."""
+    if isinstance(output, torch.Tensor):
+        return change(name or "0", output) if output.requires_grad else output
+    inside = f"{name}." if name else ""
+    if isinstance(output, (tuple, list)):
+        each = [mapped(one, change, f"{inside}{place}") for place, one in enumerate(output)]
+        return type(output)(*each) if hasattr(output, "_fields") else type(output)(each)
+    if isinstance(output, dict) or not name:  # of other objects, those alone that the model itself returns
+        fields = _fields(output)
+        for key, value in list(fields.items()):
+            if isinstance(value, (torch.Tensor, tuple, list, dict)):
+                fields[key] = mapped(value, change, f"{inside}{key}")
+    return output
 
 
 def _as_tuple(output: Any) -> tuple:

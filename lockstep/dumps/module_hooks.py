@@ -31,6 +31,7 @@ class ModuleHooks:
         self.keep, self.number, self.inside = keep, -1, False
         self.calls: Counter[str] = Counter()
         self.seen: set[str] = set()
+        self.returned: dict[int, torch.Tensor] = {}  # by modules of this pass
         modules = {tree.clean(name): module for name, module in model.named_modules() if name}
         self.handles = [
             module.register_forward_hook(functools.partial(self._see, name))
@@ -48,10 +49,15 @@ class ModuleHooks:
         """It is over; what is computed again in its backward pass still belongs to it."""
         self.inside = False
         self.calls.clear()
+        self.returned.clear()
 
     def remove(self) -> None:
         for handle in self.handles:
             handle.remove()
+
+    def _arrives(self, name: str, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """Of a tensor that the loss does not depend on, DDP says that None arrives."""
+        return None if gradient is None else self.keep(name, gradient)
 
     def _see(self, module: str, _module: torch.nn.Module, _arguments: object, output: object) -> object:
         if torch.compiler.is_compiling() or not (self.inside or being_recomputed()):
@@ -64,13 +70,16 @@ class ModuleHooks:
             chosen = self.inside and not tensor.is_floating_point()  # such as a router's experts
             if name in self.seen or not (tensor.requires_grad or chosen):
                 continue
+            if name != called and id(tensor) in self.returned:
+                continue  # only passed on, such as T5's position bias: what arrives there is its maker's
             self.seen.add(name)
+            self.returned[id(tensor)] = tensor
             other = self.keep(f"forward/{self.number}/{name}", tensor)
             if other is not None:
-                instead[id(tensor)] = other
+                instead[id(tensor)] = self.returned[id(other)] = other
             if tensor.requires_grad:
                 # Of the module's own tensor: another output of it, such as the scores of a router's logits, may be made of it.
-                tensor.register_hook(functools.partial(self.keep, f"backward/{self.number}/{name}"))
+                tensor.register_hook(functools.partial(self._arrives, f"backward/{self.number}/{name}"))
         if not instead:
             return None
         if isinstance(output, tuple):

@@ -7,9 +7,9 @@
     RUN/rank_R/step_S.safetensors        and its tensors; the shards as they are, each with its place in the whole
 
         batch/M/KEYWORD                  what the model was called with in micro batch M
-        logits/M                         the gradient that arrives at the logits, where no labels reach the model
+        backward/M/returned.NAME         the gradient that arrives from the loop at a tensor that the model returns
         forward/M/MODULE, backward/M/MODULE            the output of a module, and the gradient that arrives at it
-        buffer/NAME                      before the step
+        buffer/M/NAME                    before micro batch M, if it is not what it was before an earlier one
         weight/NAME, gradient/NAME, updated/NAME       before the step, as the optimizer is given it, after the update
         state/KEY/NAME                   of the optimizer, before the step; of what it is afterwards, a hash
 
@@ -37,10 +37,11 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils._pytree import tree_flatten_with_path, treespec_dumps
 
 from lockstep.dumps import deepspeed_engine, tree
 from lockstep.dumps.hashes import digest
-from lockstep.dumps.model_outputs import outputs_of, scalars_of
+from lockstep.dumps.model_outputs import mapped, outputs_of
 from lockstep.dumps.module_hooks import ModuleHooks
 from lockstep.dumps.plain_shards import PlainShards
 from lockstep.dumps.whole_run import WholeRun
@@ -53,6 +54,7 @@ FORMAT = 1
 STEPS = 2
 EVERY_MODULE = "*"
 PLAIN = (bool, int, float, str, type(None))
+NOTED: dict[str, torch.Tensor] = {}  # by lockstep.record.batch, for the next training call of the model
 
 
 class Recorder:
@@ -73,6 +75,7 @@ class Recorder:
         self.watches_engine, self.engine_steps = False, False  # whose optimizers are none of torch's
         self.hooks: ModuleHooks | None = None
         self.last_digests: dict[str, int] = {}  # of what the step before ended with
+        self.stepping: torch.optim.Optimizer | None = None
         self._begin()
         self.whole_run = WholeRun(lambda: self._rank_folder)
         self.calls = self.model.register_forward_pre_hook(self._see_call, with_kwargs=True, prepend=True)
@@ -120,6 +123,8 @@ class Recorder:
         self.clips: list[dict[str, Any]] = []
         self.optimizers: list[dict[str, Any]] = []
         self.updating = False
+        self.stepped: set[int] = set()
+        self.buffers: dict[str, int] = {}
 
     def _watch_clipping(self) -> None:
         """torch.nn.utils.clip_grad_norm_ calls this function of its file, under whatever name it was imported itself."""
@@ -146,7 +151,11 @@ class Recorder:
             self.clips.append(clip)
         given = {id(one) for one in parameters if one.grad is not None}
         own = tree.named_parameters(self.model)
-        clip["parameters"] += [name for name, one in own.items() if id(one) in given]
+        names = [name for name, one in own.items() if id(one) in given]
+        clip["parameters"] += names
+        clip["too_late"] = any(
+            name in group["params"] for one in self.optimizers for group in one["groups"] for name in names
+        )
 
     def keep(self, name: str, tensor: torch.Tensor, *, added: bool = False) -> None:
         """`added`: to what has arrived before."""
@@ -200,6 +209,8 @@ class Recorder:
                 self._write()
             return
         given = self._given(arguments, options)
+        noted = dict(NOTED)
+        NOTED.clear()
         if not self.updating:  # else a closure is called again
             self.whole_run.see_call(given)
         if not self.removing:
@@ -217,30 +228,41 @@ class Recorder:
             self.removing.append(self.hooks.remove)
         number = len(self.micro)
         if number == 0:
-            for name, buffer in self.model.named_buffers():
-                self.keep_shard(f"buffer/{tree.clean(name)}", buffer)
             own = tree.named_parameters(self.model)
             self.frozen = [name for name, parameter in own.items() if not parameter.requires_grad]
+        for name, buffer in self.model.named_buffers():
+            last, self.buffers[name] = self.buffers.get(name), _digest(buffer)
+            if last != self.buffers[name]:
+                self.keep_shard(f"buffer/{number}/{tree.clean(name)}", buffer)
         self.hooks.begin(number)
         about: dict[str, Any] = {
             "tensors": [],
             "plain": {},
             "left_out": [],
-            "scalars": {},  # the gradient that arrives at each that the model returns
+            "used": False,  # whether a gradient arrives at what the model returns
+            "scalars": {},  # those that arrive at scalars
             "autocast": None,
             "param_dtype": _param_dtype(self.model),
             "evaluated": [
                 tree.clean(name) for name, module in self.model.named_modules() if not module.training
             ],
         }
-        for name, value in given.items():
+        found, structure = tree_flatten_with_path(given)
+        inputs = {".".join(str(key).strip("[]'.") for key in path): value for path, value in found}
+        about |= {"inputs": list(inputs), "structure": treespec_dumps(structure)}
+        twice = sorted(noted.keys() & inputs.keys())
+        if twice:
+            raise UserError(
+                f"lockstep.record.batch({twice[0]}=...): the model is called with it, so it is recorded already"
+            )
+        for name, value in {**inputs, **noted}.items():
             if isinstance(value, torch.Tensor):
                 self.keep(f"batch/{number}/{name}", value)
                 about["tensors"].append(name)
             elif isinstance(value, PLAIN):
                 about["plain"][name] = value
             else:
-                about["left_out"].append(name)
+                about["left_out"].append(f"{name} is a {type(value).__name__}")
         self.micro.append(about)
 
     def _given(self, arguments: tuple, options: dict[str, Any]) -> dict[str, Any]:
@@ -256,48 +278,57 @@ class Recorder:
             self.micro[-1]["autocast"] = _autocast(self.model)
 
     @torch.compiler.disable
-    def _see_output(self, _module: torch.nn.Module, _arguments: tuple, output: Any) -> None:
+    def _see_output(self, _module: torch.nn.Module, _arguments: tuple, output: Any) -> Any:
+        """Gives the loop copies of what the model returns: at them, only what the loop itself makes of each arrives, not what the model does."""
         over = self.model.training and not (self.removing and self.micro)
         if over or not torch.is_grad_enabled() or being_recomputed():
-            return
+            return None
         loss, logits = outputs_of(output)
         if not self.model.training:
             self.whole_run.see_evaluation(logits if loss is None else loss)
-            return
+            return None
+        if self.updating:  # a closure that was called again
+            return None
         if self.hooks is not None:
             self.hooks.end()
         number, about = len(self.micro) - 1, self.micro[-1]
-        if loss is not None and loss.requires_grad:
-            used = functools.partial(self._loss_is_used, about, float(loss.detach()))
-            if logits is None:
-                # Nothing else can be held against the run, which may train on a part of the loss.
-                used(loss)
-            else:
-                loss.register_hook(used)
-        for name, scalar in scalars_of(output).items():
-            if scalar.requires_grad:
-                scalar.register_hook(functools.partial(self._scalar_is_used, about, name))
-        if logits is not None and logits.requires_grad:
-            logits.register_hook(functools.partial(self._see_logits, about, number))
+        if loss is not None and loss.requires_grad and logits is None:
+            # Nothing else can be held against the run, which may train on a part of the loss.
+            about.update(loss=float(loss.detach()), used=True)
 
-    def _loss_is_used(self, about: dict[str, Any], loss: float, gradient: torch.Tensor | None) -> None:
-        """A loop may leave the model's own loss and make one from the logits; DDP may then say that None arrives."""
-        if gradient is not None:
+        def watched(name: str, tensor: torch.Tensor) -> torch.Tensor:
+            own = tensor.clone()  # which the loop may change in place
+            value = float(tensor.detach()) if tensor is loss else None
+            own.register_hook(
+                functools.partial(self._arrives, about, f"backward/{number}/returned.{name}", value)
+            )
+            return own
+
+        return mapped(output, watched)
+
+    def _arrives(
+        self, about: dict[str, Any], place: str, loss: float | None, gradient: torch.Tensor | None
+    ) -> None:
+        """At what the model returned, from the loop. It may leave the model's own loss; DDP may then say that None arrives."""
+        if gradient is None:
+            return
+        about["used"] = True
+        if loss is not None:
             about["loss"] = loss
-
-    def _scalar_is_used(self, about: dict[str, Any], name: str, gradient: torch.Tensor | None) -> None:
-        if gradient is not None:
+        if gradient.ndim:
+            self.keep_shard(place, gradient, added=True)
+        else:
+            name = place.partition("/returned.")[2]
             about["scalars"][name] = about["scalars"].get(name, 0.0) + float(gradient)
-
-    def _see_logits(self, about: dict[str, Any], number: int, gradient: torch.Tensor) -> None:
-        name = f"logits/{number}"
-        if "loss" not in about:  # which is reached before, if it is used
-            self.keep(name, gradient, added=True)
 
     def _before_update(
         self, optimizer: torch.optim.Optimizer, arguments: tuple, options: dict[str, Any]
     ) -> Any:
-        closure = options.get("closure") or (arguments[0] if arguments and callable(arguments[0]) else None)
+        if self.stepping not in (None, optimizer):
+            return None  # one inside of another, which holds all that this one does
+        self.stepping = optimizer
+        # The first argument is the optimizer itself.
+        closure = options.get("closure") or next((one for one in arguments[1:] if callable(one)), None)
         if closure is None:
             self._see_gradients(optimizer)
             return None
@@ -305,12 +336,13 @@ class Recorder:
         @functools.wraps(closure)
         def then_seen() -> Any:  # the gradients are final after the closure
             loss = closure()
-            self._see_gradients(optimizer)
+            if not self.updating:  # L-BFGS calls it again, with other weights
+                self._see_gradients(optimizer)
             return loss
 
         if "closure" in options:
             return arguments, {**options, "closure": then_seen}
-        return (then_seen, *arguments[1:]), options
+        return tuple(then_seen if one is closure else one for one in arguments), options
 
     def _see_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         if not self.micro or self.engine_steps:
@@ -320,6 +352,8 @@ class Recorder:
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self.updating = True
         final = [one for one in held if id(one) in names]  # another optimizer's may be clipped only later
+        again = bool(final) and id(optimizer) in self.stepped
+        self.stepped.add(id(optimizer))
         if not self.optimizers:
             final = list(own.values())
             for name, parameter in own.items():  # only now: FSDP2 has its shards in their places again
@@ -338,6 +372,7 @@ class Recorder:
                 "class": f"{kind.__module__}:{kind.__qualname__}",
                 "groups": groups,
                 "strangers": sum(id(one) not in names for one in held),
+                "again": again,
             }
         )
         for name, value in _state_of(optimizer, names):
@@ -345,7 +380,9 @@ class Recorder:
             self._is_as_before(name, value)
 
     def _after_update(self, optimizer: torch.optim.Optimizer, _arguments: tuple, _options: dict) -> None:
-        self.updating = False
+        if optimizer is not self.stepping:
+            return
+        self.updating, self.stepping = False, None
         if not self.optimizers or self.engine_steps:
             return
         own = tree.named_parameters(self.model)

@@ -23,9 +23,14 @@ Plain = bool | int | MayBreakDown | str | None
 class MicroBatch(Strict):
     tensors: list[Name]
     plain: dict[Name, Plain]
+    inputs: list[
+        Name
+    ]  # the places of what the model was called with, in lists, tuples and dicts of this structure: torch's pytree
+    structure: str
     left_out: list[Name]
     autocast: Name | None
     param_dtype: Name | None
+    used: bool
     scalars: dict[Name, MayBreakDown]
     loss: MayBreakDown | None = None
     evaluated: list[str]  # modules in evaluation mode
@@ -35,6 +40,7 @@ class Clip(Strict):
     max_norm: MayBreakDown
     norm: MayBreakDown
     later: bool = False  # after the gradients were recorded
+    too_late: bool = False  # after the update
     after: Whole | None = None  # so many micro batches; None: all of them
     parameters: list[Name] = []  # those with a gradient; empty: not known
 
@@ -43,6 +49,7 @@ class Optimizer(Strict):
     kind: Annotated[Name, Field(alias="class")]
     groups: list[dict[str, Any]]
     strangers: Whole
+    again: bool = False  # it has stepped before, with the same gradient
 
 
 class Place(Strict):
@@ -92,12 +99,18 @@ class Called:
     about: MicroBatch
     tensors: dict[str, torch.Tensor]
     losses: dict[int, float] = field(default_factory=dict)  # by rank
-    logits_gradient: torch.Tensor | None = None
+    # The gradients, other than zero, that arrived from the loop at tensors that the model returned; its scalars' are in `about`
+    arrived: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @property
-    def is_used(self) -> bool:
-        """Whether a gradient arrived at what the model returned."""
-        return self.about.loss is not None or self.logits_gradient is not None
+    def is_zero(self) -> bool:
+        """Whether zeros alone arrived at what the model returned."""
+        return self.about.loss is None and not self.arrived and not any(self.about.scalars.values())
+
+    @property
+    def has_own_loss(self) -> bool:
+        """Whether the loop makes a loss of its own, with the model's own in it or without it."""
+        return self.about.loss is None or bool(self.arrived)
 
     def has_same(self, tensors: dict[str, torch.Tensor], about: MicroBatch) -> bool:
         """Whether another micro batch is the same, bit for bit."""
@@ -200,10 +213,20 @@ class Recording:
         """The first block that a rank has of a tensor; None if it has none."""
         return self._tensor(rank, step, f"{name}#0") if name in self.steps[step - 1][rank].places else None
 
-    def _logits(self, rank: int, step: int, number: int) -> torch.Tensor | None:
-        if f"logits/{number}" not in self._file(rank, step).keys():  # noqa: SIM118 - the file is no dict
-            return None
-        return self._tensor(rank, step, f"logits/{number}")
+    def buffer(self, step: int, called: Called, name: str) -> torch.Tensor:
+        """A buffer of the model before a micro batch, as the first rank that was called with it has it."""
+        rank = called.ranks[0]
+        names = [f"buffer/{number}/{name}" for number in range(called.number, -1, -1)]
+        last = next(one for one in names if one in self.steps[step - 1][rank].places)
+        whole, *parts = self.steps[step - 1][rank].places[last]
+        return self.whole(step, last, [rank] if [one.shape for one in parts] == [whole.full] else None)[0]
+
+    def _arrived(self, step: int, called: Called) -> dict[str, torch.Tensor]:
+        first = f"backward/{called.number}/returned."
+        places = self.steps[step - 1][called.ranks[0]].places
+        names = [name for name in places if name.startswith(first)]
+        found = {name.removeprefix(first): self.whole(step, name, called.ranks)[0] for name in names}
+        return {name: one for name, one in found.items() if one.any()}
 
     def names(self, step: int, kind: str) -> list[str]:
         """What the ranks recorded of a kind, such as "gradient" or "state/exp_avg"."""
@@ -275,14 +298,14 @@ class Recording:
                 if same is None:
                     same = Called(number, [], micro, tensors)
                     found.append(same)
-                    if micro.loss is None:
-                        same.logits_gradient = self._logits(rank, step, number)
                 same.ranks.append(rank)
                 if micro.loss is not None:
                     same.losses[rank] = micro.loss
-        if not any(one.is_used for one in found):
+        for called in found:
+            called.arrived = self._arrived(step, called)
+        if not any(one.about.used for one in found):
             raise UserError(
-                f"{self._path(0, step)}: no gradient arrived at what the model returned: it returns neither a loss nor logits, or is not trained; "
-                "let it return one of them"
+                f"{self._path(0, step)}: no gradient arrived at what the model returned: it returns no tensors, or is not trained on them; "
+                "let it return them in a tuple, a list, a dict or the fields of an object"
             )
         return found

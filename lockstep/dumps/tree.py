@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.utils import parametrize
 
 from lockstep.dumps import deepspeed_layers
 from lockstep.ground import user_file
@@ -40,6 +41,8 @@ TREE = dict[str, Any]
 def class_of(module: torch.nn.Module) -> type:
     """The class that a module was built of. FSDP2 and DTensor's checkpointing derive another, with the class as its last base."""
     kind = type(module)
+    if parametrize.is_parametrized(module):
+        kind = parametrize.type_before_parametrizations(module)
     while kind.__module__.startswith("torch.distributed") or _found(kind) is not kind:
         if len(kind.__bases__) < 2 or not issubclass(kind.__bases__[-1], torch.nn.Module):
             raise UserError(
@@ -306,6 +309,10 @@ class _Building:
         for key, value in tree["attributes"].items():
             module.__dict__[key] = self.value(value)
         _enlist(module)
+        if "parametrizations" in tree["children"]:
+            parametrize._inject_new_class(module)
+            for key in tree["children"]["parametrizations"]["children"]:
+                parametrize._inject_property(module, key)
         for key, child in tree["children"].items():
             if child is not None:
                 self.fill(child, f"{name}.{key}" if name else key)
@@ -382,14 +389,10 @@ def build(tree: TREE, tensors: dict[str, torch.Tensor]) -> torch.nn.Module:
 
 
 def give(model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> None:
-    """Let the parameters of a model that was built be these tensors, in place; tied ones stay tied."""
-    made: dict[int, torch.nn.Parameter] = {}
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    """Let the parameters of a model that was built be these tensors, in place: tied ones stay tied, and lists that hold them do, too."""
+    for name, parameter in model.named_parameters():
+        whole = torch.nn.Parameter(weights[name], requires_grad=parameter.requires_grad)
+        torch.utils.swap_tensors(parameter, whole)
     for module in model.modules():
-        for key, parameter in module._parameters.items():
-            if parameter is None:
-                continue
-            if id(parameter) not in made:
-                whole = weights[names[id(parameter)]]
-                made[id(parameter)] = torch.nn.Parameter(whole, requires_grad=parameter.requires_grad)
-            module._parameters[key] = made[id(parameter)]
+        if isinstance(module, torch.nn.RNNBase):
+            module._init_flat_weights()

@@ -19,6 +19,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils._pytree import tree_leaves
 
 from lockstep.dumps.hashes import hashes
 from lockstep.ground.files import write_text
@@ -36,6 +37,7 @@ class WholeRun:
         self.folder, self.files = folder, 0
         self.lines: list[dict[str, Any]] = []
         self.stepped, self.updating, self.calls_in_update = False, False, 0
+        self.coming: list[float] = []  # the rates of the update that runs
         self._begin()
         self.removing: list[Callable[[], None]] = [
             register_optimizer_step_pre_hook(self._before_update).remove,
@@ -47,7 +49,7 @@ class WholeRun:
     def _begin(self) -> None:
         self.samples: list[torch.Tensor] = []
         self.rates: list[float] = []
-        self.scheduled: Counter[str] = Counter()
+        self.scheduled: Counter[tuple[str, int]] = Counter()  # by whom, and which schedule
         self.data_sets: set[int] = set()
         self.evaluated = 0
 
@@ -64,9 +66,10 @@ class WholeRun:
             self.calls_in_update += 1
             if self.calls_in_update > 1:
                 return
-        elif self.stepped:
+        if self.stepped:
             self._end_step()
-        tensors = [one for one in given.values() if isinstance(one, torch.Tensor) and one.ndim > 0]
+            self.rates = self.coming if self.updating else []
+        tensors = [one for one in tree_leaves(given) if isinstance(one, torch.Tensor) and one.ndim > 0]
         if tensors:
             mask = given.get("attention_mask")
             self.samples.append(hashes(tensors[0], mask))
@@ -76,7 +79,9 @@ class WholeRun:
             {
                 "samples": self.samples,
                 "rates": self.rates,
-                "scheduled": dict(self.scheduled),
+                "scheduled": {
+                    by: times for (by, _), times in sorted(self.scheduled.items(), key=lambda one: one[1])
+                },
                 "data_sets": sorted(self.data_sets),
                 "evaluated": self.evaluated,
             }
@@ -87,17 +92,17 @@ class WholeRun:
             self.write()
 
     def _before_update(self, optimizer: torch.optim.Optimizer, _arguments: tuple, _options: dict) -> None:
-        if not self.rates:  # ZeRO steps the groups one by one
-            self.rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+        self.coming = [float(group["lr"]) for group in optimizer.param_groups if group.get("lr") is not None]
+        self.rates = self.rates or self.coming  # ZeRO steps the groups one by one
         self.updating, self.calls_in_update = True, 0
 
     def _after_update(self, _optimizer: torch.optim.Optimizer, _arguments: tuple, _options: dict) -> None:
         self.updating, self.stepped = False, True
 
-    def _see_schedule(self, *_: object) -> None:
+    def _see_schedule(self, schedule: object, *_: object) -> None:
         caller = sys._getframe(2).f_globals.get("__name__", "").partition(".")[0]
         if caller != "torch":  # which steps a schedule once when it is made
-            self.scheduled[caller] += 1
+            self.scheduled[caller, id(schedule)] += 1
 
     def _see_data(self, loader: Any) -> None:
         with contextlib.suppress(TypeError):  # an iterable data set has no length

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lockstep.dumps.trace import CountsTopk
 from lockstep.inputs.shapes import use_eager_experts
@@ -123,19 +123,29 @@ def make_exact(model: torch.nn.Module, tables: Collection[str]) -> None:
 
 
 def _keep_float32(module: torch.nn.Module) -> None:
-    """Let a module compute as outside of the mode; what it returns is then widened."""
+    """Let a module compute as outside of the mode; what it returns is then widened.
+
+    If that depends on the weights, the module is no table but, for instance, a batch norm without weights, and computes as all others.
+    """
     module.float()
     forward = module.forward
 
     def as_in_a_run(*args: Any, **kwargs: Any) -> Any:
-        given, named = _cast((args, kwargs), WIDE, NARROW)
+        before = [buffer.clone() for buffer in module.buffers()]
         default = torch.get_default_dtype()
         torch.set_default_dtype(torch.float32)
         try:
             with torch._C.DisableTorchFunction():
-                return _cast(forward(*given, **named), NARROW, WIDE)
+                given, named = _cast((args, kwargs), WIDE, NARROW)
+                found = _cast(forward(*given, **named), NARROW, WIDE)
         finally:
             torch.set_default_dtype(default)
+        if not any(getattr(leaf, "requires_grad", False) for leaf in tree_leaves(found)):
+            return found
+        for buffer, old in zip(module.buffers(), before, strict=True):
+            buffer.copy_(old)
+        module.double().forward = forward
+        return forward(*args, **kwargs)
 
     module.forward = as_in_a_run
 

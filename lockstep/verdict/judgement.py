@@ -32,7 +32,7 @@ LIMIT_OF_LOWERED = Size(0.5, 0.5)
 # Unit roundoffs; of bfloat16 half of it (2^-8), which is stricter
 UNIT = {"fp32": 2.0**-24, "autocast": 2.0**-9}  # of the arithmetic
 EXACT = Size(0.0, 0.0)  # nothing is tolerated
-ROUNDOFF = {"F64": 2.0**-53, "F32": 2.0**-24, "BF16": 2.0**-9, "I64": 0.0}  # of a dtype
+ROUNDOFF = {"F64": 2.0**-53, "F32": 2.0**-24, "BF16": 2.0**-9, "F16": 2.0**-11, "I64": 0.0}  # of a dtype
 PASSES = {"batch": "batch", "forward": "forward", "backward": "backward", "gradient": "gradient"}
 COMPUTED = ("forward", "backward", "gradient", "update")  # passes
 
@@ -99,7 +99,7 @@ class Yardstick:
         self.ddp, self.step, self.found, self.precision = ddp, step, found, precision
         self.entries = ddp.steps[str(step)]["tensors"]
         self.noise = noise_of(found, self.entries, precision)
-        self.typical = typical_error([found[name] for name in found if self._is_vector_gradient(name)])
+        self.typical = typical_error(vectors_of(found, self.noise, self.entries, precision))
 
     def judge(self, dump: Dump, name: str, distance: Distance, lowered: bool) -> Judgement:
         """A row of a run; `lowered` says whether an optimizer of the user's own computes in bfloat16 or float16 itself."""
@@ -153,6 +153,17 @@ def _times_as_many_tokens(dump: Dump, ddp: Dump) -> float:
     """
     tokens, others = (one.run["config"]["batch_size"] / one.run["config"]["cp_size"] for one in (dump, ddp))
     return max(1.0, tokens / others)
+
+
+def vectors_of(
+    found: dict[str, Distance], noise: dict[str, Size], entries: dict[str, dict], precision: str
+) -> list[Distance]:
+    """The gradients of norms and biases, but for those that are zero in exact arithmetic: their relative errors say nothing of others."""
+    return [
+        one
+        for name, one in found.items()
+        if is_vector_gradient(name, entries[name]) and not is_zero(one, noise[name], precision)
+    ]
 
 
 def typical_error(vectors: list[Distance]) -> Size:

@@ -19,7 +19,7 @@ from lockstep.verdict.lazy import Lazy
 from lockstep.verdict.normalisation import Fit, Gradients
 from lockstep.verdict.recorded_alone import Alone, sentence
 from lockstep.verdict.recorded_modules import Modules, Tensors
-from lockstep.verdict.recorded_reference import Computed, Reference
+from lockstep.verdict.recorded_reference import Computed, Loss, Reference
 from lockstep.verdict.recorded_rows import StepVerdict, judged_gradients, times
 from lockstep.verdict.recorded_weights import Weighed, shares_of
 
@@ -28,12 +28,12 @@ KEPT = 0.1  # of what is left of a gradient without the one of the step before, 
 SAME_NORM = 1e-5  # relative: ranks may add up the parts of a norm in another order
 
 
-def judge(recording: Recording, expect: str | None = None) -> list[StepVerdict]:
-    """A verdict for every recorded step. `expect` is the weighting that was meant; None: any known one will do.
+def judge(recording: Recording, expect: str | None = None, loss: Loss | None = None) -> list[StepVerdict]:
+    """A verdict for every recorded step. `expect` is the weighting that was meant; None: any known one will do. `loss` is the loop's own.
 
     Raises UserError for a model that cannot be computed again.
     """
-    return [_Step(recording, step).judge(expect) for step in range(1, len(recording.steps) + 1)]
+    return [_Step(recording, step, loss).judge(expect) for step in range(1, len(recording.steps) + 1)]
 
 
 def _unusable(gradients: Gradients) -> str:
@@ -66,14 +66,14 @@ def _loss_noise(exact: Computed, near: Computed) -> float:
 
 
 class _Step:
-    def __init__(self, recording: Recording, step: int):
-        self.recording, self.ranks = recording, recording.steps[step - 1]
+    def __init__(self, recording: Recording, step: int, loss: Loss | None):
+        self.recording, self.ranks, self.loss = recording, recording.steps[step - 1], loss
         called = recording.micro_batches(step)
-        self.micro, self.unused = (
-            [one for one in called if one.is_used],
-            [one for one in called if not one.is_used],
-        )
-        self.verdict = StepVerdict(step, len(self.micro), len(set(shares_of(self.micro))))
+        self.unused = [one for one in called if not one.about.used]
+        used = [one for one in called if one.about.used]
+        self.verdict = StepVerdict(step, len(used), len(set(shares_of(used))))
+        # Zeros say nothing of how a micro batch is weighed, such as where all advantages are zero
+        self.micro = [one for one in used if not one.is_zero] or used
         self.of_norm: list[str] = []  # what is wrong with the norm of clipping: after what may have caused it
         self.loss_noise = 0.0
         self.exact: list[Computed] = []
@@ -86,10 +86,17 @@ class _Step:
         self.gradients = gradients
         verdict.lowered = sorted(self._lowered())
         problem = _unusable(self.gradients)
+        copies = sum(one.strangers for one in self.ranks[0].optimizers)
+        if problem and copies:
+            raise UserError(
+                f"{problem}, and the optimizer holds {copies} tensors that are none of the model's: an update of copies of the weights cannot be judged; "
+                "record a run whose optimizer holds the model's parameters"
+            )
         if problem:
             verdict.wrong.append(problem)
             return verdict
         self._judge_unused()
+        self._judge_modes()
         if self._untied(weights) or self._clipped_in_parts():
             return verdict
         nominal, place = self._judge_free(weights, expect)
@@ -140,8 +147,8 @@ class _Step:
 
     def _compute(self, weights: dict[str, torch.Tensor]) -> bool:
         """Fills `exact` and `near`: what each micro batch gives, in float64 and in the run's dtype. Returns whether a module is wrong."""
-        exact = Reference(self.recording, self.verdict.step, weights, exact=True)
-        plain = Reference(self.recording, self.verdict.step, weights, exact=False)
+        exact = Reference(self.recording, self.verdict.step, weights, self.loss, exact=True)
+        plain = Reference(self.recording, self.verdict.step, weights, self.loss, exact=False)
         modules = Modules(self.verdict, self.precision)
         self.alone = Alone(self.verdict, self.precision, exact, plain, len(self.recording.steps))
         for called in self.micro:
@@ -190,6 +197,11 @@ class _Step:
     def _missing(self, weights: dict[str, torch.Tensor]) -> list[str]:
         """What has a gradient in the reference has one on every rank that holds it."""
         found = []
+        unused = sorted(weights.keys() - self.gradients.keys() - set(self.ranks[0].frozen))
+        if unused:
+            self.verdict.notes.append(
+                f"nothing that was trained depends on {recorded_update.and_more(unused)}: without a gradient"
+            )
         for name in weights:
             size = max(
                 float(one.gradients[name].norm()) if name in one.gradients else 0.0 for one in self.exact
@@ -275,6 +287,18 @@ class _Step:
                 f"micro batch {called.number} of rank {called.ranks[0]} does not count: no gradient arrived at what the model returned for it"
             )
 
+    def _judge_modes(self) -> None:
+        """A module computes in one mode on all ranks."""
+        of_ranks = [[set(one.evaluated) for one in about.micro_batches] for about in self.ranks.values()]
+        for number, modes in enumerate(zip(*of_ranks, strict=False)):
+            differ = sorted(set.union(*modes) - set.intersection(*modes))
+            if differ:
+                alone = ", ".join(str(rank) for rank, mode in enumerate(modes) if differ[0] in mode)
+                self.verdict.wrong.append(
+                    f"{recorded_update.and_more(differ)}: in evaluation mode on rank {alone} alone (micro batch {number})"
+                )
+                return
+
     def _untied(self, weights: dict[str, torch.Tensor]) -> bool:
         """Whether tied parameters are no longer one. Raises UserError where others came or went: no reference has them."""
         model = self.recording.build()
@@ -303,6 +327,9 @@ class _Step:
                     wrong.append(
                         f"rank {rank} clipped after micro batch {clip.after - 1} of {micro}: the gradient was not complete"
                     )
+                    return True
+                if clip.too_late:
+                    wrong.append(f"rank {rank} clipped after the optimizer's step, so it has no effect")
                     return True
                 if clip.parameters and without and len(about.clips) == 1:
                     wrong.append(
@@ -386,7 +413,7 @@ class _Step:
         measure = max(measure, self.loss_noise)
         tolerated = MULTIPLE * measure + FLOOR * UNIT["fp32"]
         for called, exact in zip(self.micro, self.exact, strict=True):
-            if exact.loss is None:
+            if exact.loss is None or self.loss is not None:  # what a loop makes itself is not recorded
                 continue
             for rank, loss in called.losses.items():
                 name = f"loss of micro batch {called.number}, rank {rank}"

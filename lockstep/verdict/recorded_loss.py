@@ -14,7 +14,6 @@ import torch
 
 ROWS = 64  # tokens at once
 ALIKE = 0.01  # relative: the weights of all tokens are one
-PLAIN = 1e-3  # smoothing below this is none
 SURE = (
     1e-3  # of the basis' size: where a label is all but certain, the gradient is too small to have a weight
 )
@@ -22,7 +21,7 @@ CLOSE = {
     torch.float32: 1e-3,
     torch.bfloat16: 0.03,
     torch.float16: 0.01,
-}  # relative rest, by the gradient's dtype
+}  # relative rest, by the gradient's dtype; label smoothing below this is none
 
 
 @dataclass
@@ -41,7 +40,7 @@ def recognise(logits: torch.Tensor, gradient: torch.Tensor) -> Recognised | None
     rows, own = logits.detach().flatten(0, -2)[used], arrived[used].double()
     if not len(rows):
         return None
-    smoothing = _smoothing(rows[:ROWS], own[:ROWS])
+    smoothing = _smoothing(rows[:ROWS], own[:ROWS], CLOSE[gradient.dtype])
     along = square = rest = size = 0.0
     weights = []
     for some, found in zip(rows.split(ROWS), own.split(ROWS), strict=True):
@@ -68,7 +67,7 @@ def _basis(logits: torch.Tensor, gradient: torch.Tensor, smoothing: float) -> to
     )
 
 
-def _smoothing(logits: torch.Tensor, gradient: torch.Tensor) -> float:
+def _smoothing(logits: torch.Tensor, gradient: torch.Tensor, least: float) -> float:
     """The median of e over tokens: least squares for a and a e, whose factors are p - d and d - 1 / V."""
     plain = _basis(logits, gradient, 0.0)
     other = _basis(logits, gradient, 1.0) - plain
@@ -78,4 +77,4 @@ def _smoothing(logits: torch.Tensor, gradient: torch.Tensor) -> float:
     right = torch.stack([(gradient * one).sum(-1) for one in (plain, other)], -1)
     weight, product = torch.linalg.lstsq(square, right[..., None]).solution[..., 0].unbind(-1)
     found = float((product / weight).median())
-    return found if PLAIN < found < 1 else 0.0
+    return found if least < found < 1 else 0.0

@@ -101,7 +101,7 @@ class Modules:
             found.append(
                 (
                     order.index(first.name),
-                    f"{first.name} ({self.where[first.name]}) is the first of {sum(row.too_far for row in of_pass)} of {len(of_pass)} {what} "
+                    f"{first.name}{' (of the loss, at what the model returned)' * ('/returned.' in first.name)} ({self.where[first.name]}) is the first of {sum(row.too_far for row in of_pass)} of {len(of_pass)} {what} "
                     f"that are too far from the reference, in order of execution: {first.describe()}{times(first)}",
                 )
             )

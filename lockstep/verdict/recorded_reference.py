@@ -4,14 +4,15 @@ import contextlib
 import functools
 import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_unflatten, treespec_loads
 
 from lockstep.dumps import tree
-from lockstep.dumps.model_outputs import outputs_of, scalars_of
+from lockstep.dumps.model_outputs import mapped, outputs_of, tensors_of
 from lockstep.dumps.module_hooks import ModuleHooks, module_of
 from lockstep.dumps.recording import Called, Recording
 from lockstep.dumps.trace import storage
@@ -24,6 +25,7 @@ from lockstep.verdict.normalisation import Gradients
 from lockstep.verdict.recorded_loss import recognise
 
 IGNORED = (-100, -1)  # labels that count for no token
+Loss = Callable[..., Any]
 SAME = 1e-9  # relative: the float64 loss is this mean over tokens
 
 
@@ -74,12 +76,24 @@ class Computed:
 
 
 class Reference:
-    """Computes the loss of a micro batch of a step and its gradient. `exact`: in float64. `weights` are those before the step."""
+    """Computes the loss of a micro batch of a step and its gradient. `exact`: in float64. `weights` are those before the step.
 
-    def __init__(self, recording: Recording, step: int, weights: dict[str, torch.Tensor], *, exact: bool):
-        self.model, self.exact, self.folder = recording.build(), exact, recording.folder
-        for name, buffer in self.model.named_buffers():  # a step may change one, such as a bias of experts
-            buffer.copy_(recording.whole(step, f"buffer/{name}")[0])
+    `loss` is the loop's own: it is given what the model returned and the recorded tensors by name, and returns the mean of the micro batch;
+    or (its sum, how many it is a sum over). A dict after these has further terms of it, by name.
+    """
+
+    def __init__(
+        self,
+        recording: Recording,
+        step: int,
+        weights: dict[str, torch.Tensor],
+        loss: Loss | None,
+        *,
+        exact: bool,
+    ):
+        self.loss = loss
+        self.model, self.exact = recording.build(), exact
+        self.recording, self.step, self.folder = recording, step, recording.folder
         require_no_dropout(self.model)
         for module in self.model.modules():
             if "gradient_checkpointing" in vars(module):  # it would compute again outside of the mode
@@ -142,14 +156,17 @@ class Reference:
         finally:
             self.written = {}
 
-    def logits(self, called: Called) -> torch.Tensor:
-        """What the model returns for a micro batch that the run need not have seen."""
+    def logits(self, called: Called) -> torch.Tensor | None:
+        """What the model returns for a micro batch that the run need not have seen; None without logits."""
         with self._precision(called, self._mode(called, {})), torch.no_grad():
-            _, logits, _ = self._forward(called)
-        assert logits is not None
-        return logits.detach()
+            _, logits = outputs_of(self._forward(called))
+        return logits
 
     def _mode(self, called: Called, told: dict[str, torch.Tensor]) -> Told:
+        # A pass may change one, such as a mean or a bias of experts
+        self.buffers = {
+            name: self.recording.buffer(self.step, called, name) for name, _ in self.model.named_buffers()
+        }
         kind = Float64 if self.exact else Told
         if told and self.calls_of_topk is None:
             mode = kind()
@@ -165,52 +182,76 @@ class Reference:
         calls = self.calls_of_topk or {}
         return kind({calls[name]: tensor for name, tensor in told.items() if name in calls}, self.widths)
 
-    def _forward(self, called: Called) -> tuple[torch.Tensor | None, torch.Tensor | None, Any]:
-        given: dict[str, Any] = {**called.about.plain, **called.tensors}
+    def _forward(self, called: Called) -> Any:
+        """What the model returns."""
+        if called.about.left_out:
+            raise UserError(
+                f"the model cannot be called again: {called.about.left_out[0]}; give it tensors, numbers, texts, or lists, tuples and dicts of them"
+            )
+        tensors = self._widened(called.tensors)
+        values = {**called.about.plain, **tensors}
+        structure = treespec_loads(called.about.structure)
+        given: dict[str, Any] = tree_unflatten([values[name] for name in called.about.inputs], structure)
         if "use_cache" in inspect.signature(self.model.forward).parameters:
             given["use_cache"] = False
-        if self.exact:  # inputs that are no ids, too
-            given = {
-                name: value.double()
-                if isinstance(value, torch.Tensor) and value.is_floating_point()
-                else value
-                for name, value in given.items()
-            }
         for name, module in self.model.named_modules():
             module.training = name not in called.about.evaluated
+        for name, buffer in self.model.named_buffers():
+            buffer.copy_(self.buffers[name])
         self.modules = {}
         self.hooks.begin(called.number)
         output = self.model(**given)
         self.hooks.end()
-        return *outputs_of(output), output
+        return output
+
+    def _widened(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Inputs that are no ids are in float64, too."""
+        floats = {name: one for name, one in tensors.items() if self.exact and one.is_floating_point()}
+        return {**tensors, **{name: one.double() for name, one in floats.items()}}
 
     def _computed(self, called: Called, mode: Told, free: Computed | None) -> Computed:
-        loss, logits, output = self._forward(called)
+        output = self._forward(called)
+        loss, logits = outputs_of(output)
+        returned = tensors_of(output)
+        missing = called.arrived.keys() - returned.keys()  # TRL replaces the forward method of a model
         terms: dict[str, Term] = {}
-        arrived, unknown = 1.0, False
-        if called.about.loss is None:  # the loop did not train on it
-            if logits is None or called.logits_gradient is None:
-                raise UserError(
-                    "the model returned neither a loss nor logits that have a gradient, so nothing says what was trained; return one of them"
-                )
-            logits.backward(called.logits_gradient.to(logits.dtype))
-            loss = None
+        at: dict[str, dict[str, torch.Tensor]] = {}
+        often = called.about.scalars
+        arrived, unknown, number = 1.0, False, 0.0
+        if self.loss is not None:
+            scalars, number, at = self._made(called, output)
+            loss, often = scalars[""], _arrived(called, at)
+            arrived = often[""] or 1.0
+        elif called.has_own_loss and not missing:
+            begun = {name: one.to(returned[name].dtype) for name, one in called.arrived.items()}
+            begun |= {name: returned[name].new_tensor(one) for name, one in called.about.scalars.items()}
+            torch.autograd.backward([returned[name] for name in begun], list(begun.values()))
+            loss, logits = None, returned[next(iter(begun))] if len(begun) == 1 else None
         elif loss is not None:
-            scalars = scalars_of(output)
+            scalars = {name: one for name, one in returned.items() if one.ndim == 0}
+            own = next(name for name, one in scalars.items() if one is loss)
+            unknown = own not in often
+            arrived = often.get(own, 1.0)
+        else:
+            raise UserError(
+                f"the model returns no {', '.join(missing)} when it is called again; its forward method was replaced"
+            )
+        if loss is not None:
             terms = self._terms(loss, scalars) if free is None else free.terms
-            (own,) = (name for name, one in scalars.items() if one is loss)
-            unknown = own not in called.about.scalars
-            arrived = called.about.scalars.get(own, 1.0)
             for name, term in terms.items():
-                term.beside = called.about.scalars.get(name, 0.0) - arrived * term.coefficient
+                term.beside = often.get(name, 0.0)
             roots = {name: one for name, one in scalars.items() if one is loss or name in terms}
-            begun = [
-                torch.full_like(one, terms[name].beside if name in terms else arrived)
-                for name, one in roots.items()
-            ]
+            beside = [terms[name].beside if name in terms else arrived for name in roots]
+            for scalar, each in at.items():
+                for name, one in each.items():
+                    place = f"backward/{called.number}/returned.{name}"
+                    self.modules[place] = self.modules.get(place, 0.0) + often[scalar] * one
             if logits is not None and logits.requires_grad:
                 logits.retain_grad()
-            torch.autograd.backward(list(roots.values()), begun)
+            torch.autograd.backward(
+                list(roots.values()),
+                [one.new_tensor(of) for one, of in zip(roots.values(), beside, strict=True)],
+            )
             if unknown:  # so what arrives at the modules is, too
                 self._leave_backward_out()
         # A forced pass has one gradient for all terms: what takes another's place is that of their sum.
@@ -223,15 +264,51 @@ class Reference:
             for number, regret in mode.regrets.items()
         }
         value = None if loss is None else float(loss.detach())
-        known = math.nan if unknown else arrived
-        computed = Computed(found, value, known, terms, self.modules, choices)
-        if free is not None or logits is None:
+        if not all(bool(one.isfinite().all()) for one in found.values()):
+            raise UserError(
+                f"micro batch {called.number} of rank {called.ranks[0]} has no finite gradient in the reference: without any label, a mean is 0 / 0; "
+                "leave it out of the recorded steps, or let the loss be a sum"
+            )
+        computed = Computed(found, value, math.nan if unknown else arrived, terms, self.modules, choices)
+        if free is not None:
             return computed
-        if loss is not None and logits.grad is not None:
+        if loss is not None and logits is not None and logits.grad is not None:
             computed.logits, computed.at_logits = logits.detach(), logits.grad / arrived
         if self.exact:
-            _find_tokens(computed, called, logits)
+            _find_tokens(computed, called, logits, number)
         return computed
+
+    def _made(
+        self, called: Called, output: Any
+    ) -> tuple[dict[str, torch.Tensor], float, dict[str, dict[str, torch.Tensor]]]:
+        """Of the loop's own loss: (it, as "", and its terms by name; the number that it is a sum over, or 0; the gradients of each at what the model returned)."""
+        assert self.loss is not None
+        tensors = self._widened(called.tensors)
+        copies: dict[str, torch.Tensor] = {}
+        given = mapped(output, lambda name, one: copies.setdefault(name, one.clone()))
+        try:
+            made = self.loss(given, tensors)
+        except Exception as error:  # noqa: BLE001 - a user's function may raise anything
+            raise UserError(
+                f"--loss: {type(error).__name__}: {first_line(error)}; the recorded tensors are {', '.join(tensors)}, and lockstep.record.batch(...) adds others"
+            ) from error
+        loss, *rest = made if isinstance(made, tuple) else (made,)
+        if not (isinstance(loss, torch.Tensor) and loss.ndim == 0 and loss.requires_grad):
+            raise UserError(
+                "--loss: the function must return a scalar tensor that depends on what the model returned, alone or first in a tuple"
+            )
+        scalars, number, at = {"": loss}, 0.0, {}
+        for one in rest:
+            if isinstance(one, dict):
+                scalars |= one
+            else:
+                number = float(one)
+        for name, scalar in scalars.items():
+            each = torch.autograd.grad(
+                scalar, list(copies.values()), retain_graph=True, materialize_grads=True
+            )
+            at[name] = dict(zip(copies, each, strict=True))
+        return scalars, number, at
 
     def _gradients_of_loss(self, arrived: float, terms: dict[str, Term]) -> Gradients:
         """The gradients of the loss alone: the pass was begun with what `arrived` at it in the run, and at further terms."""
@@ -286,6 +363,18 @@ def _double(tensors: dict[str, torch.Tensor], name: str) -> torch.Tensor:
     return tensors[name].double()
 
 
+def _arrived(called: Called, at: dict[str, dict[str, torch.Tensor]]) -> dict[str, float]:
+    """How often a loss and each of its terms are in what arrived at what the model returned; `at` are their gradients there."""
+    recorded = {**called.arrived, **{name: torch.tensor(one) for name, one in called.about.scalars.items()}}
+    columns = [torch.cat([of[name].flatten().double() for name in recorded]) for of in at.values()]
+    own = torch.stack(columns)
+    observed = torch.cat([one.flatten().double() for one in recorded.values()])
+    weights = (
+        torch.linalg.lstsq(own @ own.T, (own @ observed)[:, None], driver="gelsd").solution[:, 0].tolist()
+    )
+    return dict(zip(at, weights, strict=True))
+
+
 def _dtype(name: str) -> torch.dtype:
     return getattr(torch, name.removeprefix("torch."))
 
@@ -308,22 +397,24 @@ def require_no_dropout(model: torch.nn.Module) -> None:
         )
 
 
-def _find_tokens(computed: Computed, called: Called, logits: torch.Tensor) -> None:
-    """Adds what the loss is a mean over, as far as that is seen."""
+def _find_tokens(computed: Computed, called: Called, logits: torch.Tensor | None, number: float) -> None:
+    """Adds what the loss is a mean over, as far as that is seen; `number` is what it is said to be a sum over, 0 if it is not said."""
     if computed.loss is not None:
-        told = divisor_of(called)
+        told = 1.0 if number else divisor_of(called)
+        computed.tokens = int(number)
         further = sum(term.coefficient * term.value for term in computed.terms.values())
-        found = targets_of(called, computed.loss - further, logits, told)
+        found = None if logits is None else targets_of(called, computed.loss - further, logits, told)
         if found is not None:
             computed.targets, computed.labels = found
             computed.tokens = int((computed.targets != -1).sum())
         computed.divisor = told or computed.tokens
-    elif called.logits_gradient is not None:
-        recognised = recognise(logits, called.logits_gradient)
-        if recognised is not None:
+    else:
+        gradient = next(iter(called.arrived.values()), None)
+        recognised = None if gradient is None or logits is None else recognise(logits, gradient)
+        if gradient is not None and recognised is not None:
             computed.tokens, computed.divisor = recognised.tokens, 1 / recognised.weight
             computed.smoothing = recognised.smoothing
-            computed.uncertain = FLOOR * torch.finfo(called.logits_gradient.dtype).eps / 2
+            computed.uncertain = FLOOR * torch.finfo(gradient.dtype).eps / 2
 
 
 def divisor_of(called: Called) -> float:

@@ -14,10 +14,11 @@ from lockstep.verdict.judgement import (
     noise_of,
     tolerance,
     typical_error,
+    vectors_of,
 )
 from lockstep.verdict.normalisation import Gradients, Named
 
-DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "BF16"}
+DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 @dataclass
@@ -80,7 +81,7 @@ def judged(
         name: {"shape": list(tensor.shape), "dtype": DTYPES[tensor.dtype]} for name, tensor in tensors.items()
     }
     noise = noise_of(near, entries, precision)
-    typical = typical_error([near[name] for name in near if is_vector_gradient(name, entries[name])])
+    typical = typical_error(vectors_of(near, noise, entries, precision))
     rows = []
     for name, distance in own.items():
         zero = is_zero(distance, noise[name], precision)

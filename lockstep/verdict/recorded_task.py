@@ -3,6 +3,7 @@
 The reference computes as the model does, so a fault in what the model is given or sees is in both. These checks need no reference.
 """
 
+import inspect
 from dataclasses import replace
 
 import torch
@@ -20,7 +21,7 @@ def judge(verdict: StepVerdict, reference: Reference, micro: list[Called], compu
     tried: set[str] = set()
     for called, found in zip(micro, computed, strict=True):
         before = len(verdict.wrong)
-        ids = _ids(called, found)
+        ids = _ids(reference.model, called, found)
         if ids is None:
             continue
         if found.targets is not None:
@@ -48,9 +49,15 @@ def _judge_ties(verdict: StepVerdict, model: torch.nn.Module) -> None:
                 return
 
 
-def _ids(called: Called, found: Computed) -> str | None:
-    """The input with the tokens: the first of integers with two dims, those of the targets if there are any."""
+def _ids(model: torch.nn.Module, called: Called, found: Computed) -> str | None:
+    """The input with the tokens: the first of integers with two dims, those of the targets if there are any.
+
+    Of an encoder and a decoder, that of the decoder: what the encoder sees may be what the decoder must give.
+    """
+    only = "decoder_input_ids" in inspect.signature(model.forward).parameters
     for name, tensor in called.tensors.items():
+        if only and name != "decoder_input_ids":
+            continue
         fits = tensor.ndim == 2 and (found.targets is None or tensor.shape == found.targets.shape)
         if fits and name != found.labels and not tensor.is_floating_point() and tensor.dtype != torch.bool:
             return name
@@ -100,9 +107,12 @@ def _judge_sight(
         return
     tried |= trials.keys()
     right = reference.logits(called)
+    if right is None or right.shape[:-1] != tokens.shape:  # such as of a classifier
+        return
     for changed, looked_at, what in trials.values():
         other = torch.where(changed, (tokens + 1) % right.shape[-1], tokens)
         logits = reference.logits(replace(called, tensors={**called.tensors, ids: other}))
+        assert logits is not None
         off = (logits - right)[looked_at].abs()
         if off.numel() and float(off.max()) > SEEN * float(right.abs().max()):
             verdict.wrong.append(

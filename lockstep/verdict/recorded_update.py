@@ -23,32 +23,54 @@ def judge(recording: Recording, verdict: StepVerdict, weights: Weights, gradient
     step = verdict.step
     optimizers = recording.steps[step - 1][0].optimizers
     updated = Lazy(weights, lambda name: recording.whole(step, f"updated/{name}")[0])
+    _judge_settings(recording, verdict)
+    again = sum(optimizer.again for optimizer in optimizers)
+    if again:
+        verdict.wrong.append(
+            f"the optimizer steps {again + 1} times with one gradient: optimizer.step() is called again before the next micro batch"
+        )
+        return
     times = Counter(
         name for optimizer in optimizers for group in optimizer.groups for name in group["params"] if name
     )
     held, held_twice = set(times), sorted(name for name, number in times.items() if number > 1)
     if held_twice:
-        verdict.wrong.append(f"{_and_more(held_twice)} is held twice by optimizers, so it is updated twice")
+        verdict.wrong.append(f"{and_more(held_twice)} is held twice by optimizers, so it is updated twice")
     frozen = set(recording.steps[step - 1][0].frozen)
     unheld = sorted(gradients.keys() - held - frozen)
     if unheld:
         strangers = sum(optimizer.strangers for optimizer in optimizers)
         stale = f"; tensors that it holds and that are not the model's, perhaps from before it was wrapped: {strangers}"
         verdict.wrong.append(
-            f"no optimizer holds {_and_more(unheld)}, with a gradient{' each' * (len(unheld) > 1)}{stale if strangers else ''}"
+            f"no optimizer holds {and_more(unheld)}, with a gradient{' each' * (len(unheld) > 1)}{stale if strangers else ''}"
         )
     moved = {name for name in weights if not torch.equal(updated[name], weights[name])}
     if moved & frozen:
         verdict.wrong.append(
-            f"{_and_more(sorted(moved & frozen))} requires no gradient, but the update changed it"
+            f"{and_more(sorted(moved & frozen))} requires no gradient, but the update changed it"
         )
     if moved - held:
         verdict.wrong.append(
-            f"no optimizer holds {_and_more(sorted(moved - held))}, but the update changed it"
+            f"no optimizer holds {and_more(sorted(moved - held))}, but the update changed it"
         )
     _judge_between(recording, verdict)
     for optimizer in optimizers:
         _judge_optimizer(recording, verdict, optimizer, weights, gradients, updated)
+
+
+def _judge_settings(recording: Recording, verdict: StepVerdict) -> None:
+    """Ranks that update the same parameters do so alike."""
+    for optimizers in zip(
+        *(one.optimizers for one in recording.steps[verdict.step - 1].values()), strict=False
+    ):
+        for groups in zip(*(one.groups for one in optimizers), strict=False):
+            differ = [
+                key for key in sorted(groups[0]) if any(one.get(key) != groups[0][key] for one in groups)
+            ]
+            if differ and "params" not in differ:
+                values = ", ".join(str(one.get(differ[0])) for one in groups)
+                verdict.wrong.append(f"the optimizer's {differ[0]} differs between ranks: {values}")
+                return
 
 
 def _judge_between(recording: Recording, verdict: StepVerdict) -> None:
@@ -61,15 +83,15 @@ def _judge_between(recording: Recording, verdict: StepVerdict) -> None:
     )
     if weights:
         verdict.wrong.append(
-            f"{_and_more(weights)} changed between the update of step {step - 1} and step {step}"
+            f"{and_more(weights)} changed between the update of step {step - 1} and step {step}"
         )
     if state:
         verdict.wrong.append(
-            f"what the optimizer keeps changed between step {step - 1} and step {step}: {_and_more(state)}"
+            f"what the optimizer keeps changed between step {step - 1} and step {step}: {and_more(state)}"
         )
 
 
-def _and_more(names: list[str]) -> str:
+def and_more(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
@@ -82,8 +104,10 @@ def _judge_optimizer(
     updated: Weights,
 ) -> None:
     module, _, name = optimizer.kind.partition(":")
-    if not module.startswith("torch.optim"):
-        verdict.notes.append(f"the update of {name} is not judged: it is no optimizer of torch")
+    if not module.startswith("torch.optim") or name == "LBFGS":
+        verdict.notes.append(
+            f"the update of {name} is not judged: it is no optimizer of torch that steps without the loop's loss"
+        )
         return
     kind = getattr(importlib.import_module(module), name)
     rows = []

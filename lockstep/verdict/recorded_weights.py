@@ -67,8 +67,11 @@ class Weighed:
         verdict.factor = named.factor / clipped
         self._judge_terms(fitted.weights, deviations, named.factor)
         if not named.off <= verdict.tolerated_weights:
+            said = f"a weighted sum of the micro batches' gradients leaves {fitted.typical:.2g} of a typical gradient"
+            if fitted.typical <= verdict.tolerated_weights:
+                said = self._counts(measured, tokens)
             verdict.wrong.append(
-                f"{self._counts(measured, tokens)}, as in no known mean (nearest: {named.factor:.4g} x {named.weighting.label})"
+                f"{said}, as in no known mean (nearest: {named.factor:.4g} x {named.weighting.label})"
             )
             return fitted.weights
         right = abs(verdict.factor - 1) <= verdict.tolerated_weights
@@ -169,7 +172,8 @@ class Weighed:
                 "the tokens of the loss are not known, so nothing says whether each counts alike"
             )
             ones = torch.ones(len(self.micro), dtype=torch.float64)
-            mean = Weighting(MICRO_MEAN, "the mean of the micro batches' losses", ones / len(self.micro))
+            label = "the mean of the micro batches' losses"
+            mean = Weighting(MICRO_MEAN, label, ones / self.verdict.micro_batches)
             return [1] * len(self.micro), ones, [mean]
         self.verdict.tokens = sum(tokens)
         divisors = torch.tensor([one.divisor for one in self.exact], dtype=torch.float64)

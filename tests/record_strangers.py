@@ -1,0 +1,600 @@
+"""Loops by somebody who had not read the rules: losses of their own, modules that are no transformers, unusual steps; and bugs of such loops.
+
+`LOSS` of a loop is the function that `python -m lockstep.judge --loss` is given for it.
+"""
+
+import contextlib
+import io
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import transformers
+from record_bugs import IGNORED, VOCABULARY, MicroMeans, averaged, tiny
+from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_, parametrizations
+
+import lockstep
+from lockstep import judge
+
+
+def run(folder, names):
+    """Records the loops, one after the other, into folders of their names; then each rank judges its share of them."""
+    for name in names:
+        globals()[name]().run(folder / name, 2)
+    dist.barrier()
+    for name in names[dist.get_rank() :: dist.get_world_size()]:
+        said, loss = io.StringIO(), globals()[name].LOSS
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            status = judge.main([str(folder / name), *(["--loss", f"{__file__}:{loss}"] if loss else [])])
+        (folder / name / "said.txt").write_text(f"{status}\n{said.getvalue()}")
+
+
+class Own(MicroMeans):
+    """A loop with a model of its own, which a `sample` is given to, and a loss of what it returns."""
+
+    LOSS = None
+
+    def made(self):
+        return Heads()
+
+    def model(self):
+        torch.manual_seed(0)
+        return self.made()
+
+    def batch(self, number):
+        generator = torch.Generator().manual_seed(10 * number + self.rank)
+        return self.sample(generator)
+
+    def sample(self, generator):
+        return vectors(generator), classes(generator, 3), classes(generator, 2)
+
+    def loss(self, given, tokens):
+        return self.own_loss(given) / self.micro
+
+    def own_loss(self, given):
+        values, one, two = given
+        first, second = self.wrapped(values)
+        return F.cross_entropy(first, one) + F.cross_entropy(second, two)
+
+
+def vectors(generator, size=6):
+    return torch.randn(4, size, generator=generator)
+
+
+def classes(generator, number, shape=(4,)):
+    return torch.randint(0, number, shape, generator=generator)
+
+
+class Heads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.one, self.two = nn.Linear(6, 8), nn.Linear(8, 3), nn.Linear(8, 2)
+
+    def forward(self, values):
+        inside = torch.tanh(self.body(values))
+        return self.one(inside), self.two(inside)
+
+
+class OneHeadUnused(Own):
+    """DDP says that None arrives at the other."""
+
+    def wrap(self, net):
+        return DistributedDataParallel(net, find_unused_parameters=True)
+
+    def own_loss(self, given):
+        values, one, _ = given
+        first, second = self.wrapped(values)
+        return F.cross_entropy(first, one) + second.detach().sum()
+
+
+class Contrast(Own):
+    """The scalar that the model returns is a temperature, and no loss."""
+
+    def made(self):
+        return Tempered()
+
+    def own_loss(self, given):
+        one, two, scale = self.wrapped(given[0])
+        return F.cross_entropy(scale * one @ two.T, torch.arange(4))
+
+
+class Tempered(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two, self.scale = nn.Linear(6, 8), nn.Linear(6, 8), nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, values):
+        return (
+            F.normalize(self.one(values), dim=-1),
+            F.normalize(self.two(values), dim=-1),
+            self.scale.exp(),
+        )
+
+
+class BesideTheLoss(MicroMeans):
+    """The model's loss, and one of the loop's own, of the logits."""
+
+    LOSS = None
+
+    def loss(self, given, tokens):
+        found = self.wrapped(**given, use_cache=False)
+        return (found["loss"] + 0.01 * found["logits"].logsumexp(-1).square().mean()) / self.micro
+
+
+class PositionBias(MicroMeans):
+    """T5's first layer makes a bias, uses it and passes it on."""
+
+    LOSS = None
+
+    def model(self):
+        torch.manual_seed(0)
+        shape = {"d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 2, "num_heads": 4}
+        return transformers.T5ForConditionalGeneration(
+            transformers.T5Config(
+                vocab_size=VOCABULARY, dropout_rate=0, decoder_start_token_id=0, use_cache=False, **shape
+            )
+        )
+
+
+class Pairs(Own):
+    """The gradient of the last bias is zero: what is added for one of a pair is taken away for the other."""
+
+    def made(self):
+        return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def own_loss(self, given):
+        return -F.logsigmoid(self.wrapped(given[0]) - self.wrapped(given[0].flip(0))).mean()
+
+
+class NoAdvantage(Own):
+    """Zeros arrive at the logits of one micro batch."""
+
+    def own_loss(self, given):
+        first, second = self.wrapped(given[0])
+        advantage = 0.0 if self.rank == 0 and self.seen == 1 else 1.0
+        self.seen += 1
+        return advantage * (first.square().mean() + second.mean())
+
+    def zero(self):
+        super().zero()
+        self.seen = 0
+
+
+class ChangedInPlace(Own):
+    def own_loss(self, given):
+        values, one, _ = given
+        first, second = self.wrapped(values)
+        return F.cross_entropy(first.div_(0.7), one) + second.mean()
+
+
+class Recurrent(Own):
+    """The state of the micro batch before comes in, in a tuple."""
+
+    def made(self):
+        return Lstm()
+
+    def zero(self):
+        super().zero()
+        self.state = None
+
+    def sample(self, generator):
+        return classes(generator, 7, (4, 5)), classes(generator, 7, (4, 5))
+
+    def own_loss(self, given):
+        tokens, labels = given
+        logits, state = self.wrapped(tokens, self.state)
+        self.state = tuple(one.detach() for one in state)
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+class Lstm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.mix, self.head = (
+            nn.Embedding(7, 8),
+            nn.LSTM(8, 8, batch_first=True),
+            nn.Linear(8, 7),
+        )
+
+    def forward(self, tokens, state=None):
+        mixed, state = self.mix(self.embedding(tokens), state)
+        return self.head(mixed), state
+
+
+class InADict(Own):
+    def made(self):
+        return FromDict()
+
+    def own_loss(self, given):
+        return F.cross_entropy(self.wrapped({"values": given[0]}), given[1])
+
+
+class FromDict(nn.Module):
+    """Its parameters are in a list, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 3))
+        self.all = [self.weight]
+
+    def forward(self, batch):
+        return batch["values"] @ self.all[0]
+
+
+class Normalised(Own):
+    """Modules that have buffers and no weights, and weights that are computed of others."""
+
+    def made(self):
+        return nn.Sequential(
+            parametrizations.weight_norm(nn.Linear(6, 8)),
+            nn.BatchNorm1d(8, affine=False),
+            nn.ReLU(),
+            nn.Linear(8, 3),
+        )
+
+    def own_loss(self, given):
+        return F.cross_entropy(self.wrapped(given[0]), given[1])
+
+
+class LossModule(Own):
+    """The model returns its loss alone, which a module with the classes' weights makes."""
+
+    def made(self):
+        return Weighed()
+
+    def own_loss(self, given):
+        return self.wrapped(given[0], torch.ones(4, 6), given[1])
+
+
+class Weighed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head, self.criterion = nn.Linear(6, 3), nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0]))
+
+    def forward(self, values, attention_mask, labels):
+        return self.criterion(self.head(values * attention_mask), labels)
+
+
+class Codebook(Own):
+    """Each pass changes a buffer that the next one computes with, on each rank for itself."""
+
+    def made(self):
+        return Codes()
+
+    def wrap(self, net):
+        return DistributedDataParallel(net, broadcast_buffers=False)
+
+    def own_loss(self, given):
+        decoded, distance = self.wrapped(given[0])
+        return F.mse_loss(decoded, given[0]) + distance
+
+
+class Codes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(6, 4), nn.Linear(4, 6)
+        self.register_buffer("codes", torch.randn(8, 4))
+
+    def forward(self, values):
+        encoded = self.encoder(values)
+        nearest = torch.cdist(encoded, self.codes).argmin(-1).detach()
+        code = self.codes[nearest]
+        self.codes[nearest] = 0.9 * code + 0.1 * encoded.detach()
+        return self.decoder(encoded + (code - encoded).detach()), (encoded - code).square().mean()
+
+
+class Padded(Own):
+    """A classifier whose input is masked: its logits are of rows, not of tokens."""
+
+    def made(self):
+        return Pooled()
+
+    def sample(self, generator):
+        mask = torch.ones(4, 5, dtype=torch.long)
+        mask[0, 3:] = 0
+        return classes(generator, 7, (4, 5)), mask, classes(generator, 3)
+
+    def own_loss(self, given):
+        tokens, mask, labels = given
+        return F.cross_entropy(self.wrapped(tokens, mask), labels)
+
+
+class Pooled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(7, 8), nn.Linear(8, 3)
+
+    def forward(self, input_ids, attention_mask):
+        return self.head((self.embedding(input_ids) * attention_mask[..., None]).mean(1))
+
+
+class Closure(Own):
+    """All is done inside of the step."""
+
+    def train(self):
+        for number in range(3):
+            self.optimizer.step(lambda number=number: self.closure(number))
+
+    def closure(self, number):
+        self.zero()
+        loss = self.own_loss(self.batch(number))
+        loss.backward()
+        return loss
+
+
+class ManyClosures(Closure):
+    def make_optimizer(self):
+        return torch.optim.LBFGS(self.net.parameters(), lr=0.1, max_iter=3)
+
+
+class TwoSchedules(Own):
+    def make_optimizer(self):
+        self.both = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (self.net.body, self.net.one)]
+        self.both.append(torch.optim.SGD(self.net.two.parameters(), lr=0.1))
+        self.schedules = [torch.optim.lr_scheduler.ConstantLR(one) for one in self.both]
+        return self.both[0]
+
+    def zero(self):
+        self.net.zero_grad()
+
+    def update(self):
+        for one in (*self.both, *self.schedules):
+            one.step()
+
+
+class Nested(Own):
+    def make_optimizer(self):
+        return ZeroRedundancyOptimizer(self.net.parameters(), torch.optim.AdamW, lr=1e-3)
+
+
+class NoRate(Own):
+    def make_optimizer(self):
+        return transformers.Adafactor(self.net.parameters(), lr=None, relative_step=True, warmup_init=True)
+
+
+# Bugs that no function is needed for.
+
+
+class StepsTwice(Own):
+    def after(self):
+        self.optimizer.step()
+
+
+class ClippedTooLate(Own):
+    def after(self):
+        clip_grad_norm_(self.net.parameters(), 0.01)
+
+
+class RateByRank(Own):
+    def make_optimizer(self):
+        return torch.optim.AdamW(self.net.parameters(), lr=1e-3 * (1 + self.rank))
+
+
+class EvaluatedOnOneRank(Normalised):
+    def wrap(self, net):
+        if self.rank == 1:
+            net[1].eval()
+        return super().wrap(net)
+
+
+class Noisy(Own):
+    def reduce(self):
+        generator = torch.Generator().manual_seed(self.step)
+        for one in self.net.parameters():
+            one.grad += 0.01 * torch.randn(one.shape, generator=generator)
+
+
+# The loop's own loss is given.
+
+
+class Labelled(Own):
+    """A mean over all tokens of the global batch, whose labels the model is not called with."""
+
+    LOSS = "next_token"
+    factor = 1.0
+
+    def made(self):
+        return nn.Sequential(nn.Embedding(7, 8), nn.Linear(8, 7))
+
+    def sample(self, generator):
+        labels = classes(generator, 7, (4, 5))
+        labels[0, : 1 + 3 * self.rank] = IGNORED
+        return classes(generator, 7, (4, 5)), labels
+
+    def tokens(self, window):
+        count = torch.tensor(sum(int((labels != IGNORED).sum()) for _, labels in window))
+        dist.all_reduce(count)
+        return int(count)
+
+    def loss(self, given, tokens):
+        return self.factor * self.world * self.total(given) / tokens
+
+    def total(self, given):
+        tokens, labels = given
+        lockstep.record.batch(labels=labels)
+        logits = self.wrapped(tokens).flatten(0, 1)
+        return F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def next_token(outputs, batch):
+    return F.cross_entropy(outputs.flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORED)
+
+
+class LabelledSum(Labelled):
+    """The function returns a sum, and how many tokens it is a sum over."""
+
+    LOSS = "next_token_sum"
+
+
+def next_token_sum(outputs, batch):
+    number = (batch["labels"] != IGNORED).sum()
+    return next_token(outputs, batch) * number, number
+
+
+class LabelledTwice(Labelled):
+    factor = 2.0
+
+
+class LabelledAllPositions(Labelled):
+    def tokens(self, window):
+        return self.world * sum(labels.numel() for _, labels in window)
+
+
+class Distilled(MicroMeans):
+    """The model's loss, and how far it is from a teacher."""
+
+    LOSS = "distilled"
+    often = 1.0
+
+    def make_optimizer(self):
+        self.teacher = tiny("tiny-qwen2", hidden_size=32).requires_grad_(False)
+        return super().make_optimizer()
+
+    def loss(self, given, tokens):
+        teacher = self.teacher(given["input_ids"]).logits
+        lockstep.record.batch(teacher=teacher)
+        found = self.wrapped(**given, use_cache=False)
+        return (found["loss"] + self.often * 0.5 * divergence(found["logits"], teacher)) / self.micro
+
+
+def divergence(logits, teacher):
+    student, teacher = (one.log_softmax(-1).flatten(0, 1) for one in (logits, teacher))
+    return F.kl_div(student, teacher, log_target=True, reduction="batchmean")
+
+
+def distilled(outputs, batch):
+    kl = divergence(outputs["logits"], batch["teacher"])
+    return outputs["loss"] + 0.5 * kl, {"kl": kl}
+
+
+class DistilledThrice(Distilled):
+    often = 3.0
+
+
+class HeadTimesWorld(Own):
+    LOSS = "heads"
+
+    def own_loss(self, given):
+        values, one, two = given
+        lockstep.record.batch(one=one, two=two)
+        first, second = self.wrapped(values)
+        return self.world * F.cross_entropy(first, one) + F.cross_entropy(second, two)
+
+
+def heads(outputs, batch):
+    one, two = (F.cross_entropy(own, batch[name]) for own, name in zip(outputs, ("one", "two"), strict=True))
+    return one + two, {"first head": one}
+
+
+class HeadsAsMeant(HeadTimesWorld):
+    def own_loss(self, given):
+        values, one, two = given
+        lockstep.record.batch(one=one, two=two)
+        first, second = self.wrapped(values)
+        return F.cross_entropy(first, one) + F.cross_entropy(second, two)
+
+
+# What cannot be judged.
+
+
+class OddInput(Own):
+    def made(self):
+        return FromObject()
+
+    def own_loss(self, given):
+        return F.cross_entropy(self.wrapped(Batch(given[0])), given[1])
+
+
+class Batch:
+    def __init__(self, values):
+        self.values = values
+
+
+class FromObject(FromDict):
+    def forward(self, batch):
+        return batch.values @ self.weight
+
+
+class NoLabels(Labelled):
+    LOSS = None
+
+    def made(self):
+        return Returned()
+
+    def total(self, given):
+        tokens, labels = given
+        labels = torch.full_like(labels, IGNORED) if self.rank == 0 else labels
+        return torch.nan_to_num(self.wrapped(tokens, labels)["loss"])
+
+
+class Returned(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(7, 8), nn.Linear(8, 7)
+
+    def forward(self, tokens, labels):
+        logits = self.head(self.embedding(tokens))
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+        return {"loss": loss, "logits": logits}
+
+
+class Copies(Own):
+    """Float32 copies of bfloat16 weights are updated, and copied back."""
+
+    def made(self):
+        return Heads().bfloat16()
+
+    def sample(self, generator):
+        values, *labels = super().sample(generator)
+        return values.bfloat16(), *labels
+
+    def make_optimizer(self):
+        self.copies = [one.detach().float().requires_grad_() for one in self.net.parameters()]
+        return torch.optim.AdamW(self.copies, lr=1e-2)
+
+    def update(self):
+        for copy, one in zip(self.copies, self.net.parameters(), strict=True):
+            copy.grad, one.grad = one.grad.float(), None
+        super().update()
+        with torch.no_grad():
+            for copy, one in zip(self.copies, self.net.parameters(), strict=True):
+                one.copy_(copy)
+
+
+class LossFails(HeadTimesWorld):
+    LOSS = "fails"
+
+
+def fails(outputs, batch):
+    return batch["labels"]
+
+
+class LossIsNone(HeadTimesWorld):
+    LOSS = "is_none"
+
+
+def is_none(outputs, batch):
+    return outputs[0]
+
+
+class ByHand(Own):
+    """The gradients of a model that DDP does not wrap, all in float16."""
+
+    def made(self):
+        return Heads().half()
+
+    def sample(self, generator):
+        values, *labels = super().sample(generator)
+        return values.half(), *labels
+
+    def make_optimizer(self):
+        return torch.optim.SGD(self.net.parameters(), lr=0.1)
+
+    def wrap(self, net):
+        return net
+
+    def reduce(self):
+        averaged(self.net)

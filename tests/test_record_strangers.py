@@ -1,0 +1,85 @@
+"""Loops by somebody who had not read the rules (record_strangers.py): correct ones pass, bugs are said, the rest is refused with the reason."""
+
+import pytest
+import record_strangers
+import torch
+from ranks import run_groups
+from test_record_bugs import said
+
+import lockstep
+from lockstep import judge
+from lockstep.dumps.recording import Recording
+from lockstep.ground.errors import UserError
+
+NOT_JUDGED, NOT_SEEN = "; the loss itself is not judged", "; which labels the loss has was not seen"
+RIGHT = {
+    **dict.fromkeys(
+        ("Own", "Contrast", "BesideTheLoss", "Pairs", "NoAdvantage", "ChangedInPlace", "Codebook"), NOT_JUDGED
+    ),
+    **dict.fromkeys(("Closure", "ManyClosures", "TwoSchedules", "Nested", "NoRate", "ByHand"), NOT_JUDGED),
+    **dict.fromkeys(("OneHeadUnused", "Recurrent", "InADict", "Normalised", "Padded"), NOT_SEEN),
+    **dict.fromkeys(
+        ("PositionBias", "LossModule", "Labelled", "LabelledSum", "Distilled", "HeadsAsMeant"), ""
+    ),
+}
+WRONG = {
+    "StepsTwice": "step 1: the optimizer steps 2 times with one gradient",
+    "ClippedTooLate": "step 1: rank 0 clipped after the optimizer's step, so it has no effect",
+    "RateByRank": "step 1: the optimizer's lr differs between ranks: 0.001, 0.002",
+    "EvaluatedOnOneRank": "step 1: 1: in evaluation mode on rank 1 alone (micro batch 0)",
+    "Noisy": "step 1: a weighted sum of the micro batches' gradients leaves ",
+    "LabelledTwice": "step 1: the gradient is 2 times that of the mean over all tokens of the global batch, which is the world size",
+    "LabelledAllPositions": "step 1: the gradient is 0.875 times that of the mean over all tokens of the global batch, "
+    "which is the tokens of the global batch / the positions of the global batch",
+    "DistilledThrice": "step 1: kl, a term of the loss, counts 3 times as often as the rest",
+    "HeadTimesWorld": "step 1: first head, a term of the loss, counts 2 times as often as the rest, which is the world size",
+}
+REFUSED = {
+    "Copies": "no parameter has a gradient other than zero, and the optimizer holds 6 tensors that are none of the model's",
+    "OddInput": "the model cannot be called again: batch is a Batch; give it tensors",
+    "NoLabels": "micro batch 0 of rank 0 has no finite gradient in the reference",
+    "LossFails": "--loss: KeyError: 'labels'; the recorded tensors are values, one, two, and lockstep.record.batch(...) adds others",
+    "LossIsNone": "--loss: the function must return a scalar tensor",
+}
+
+
+@pytest.fixture(scope="module")
+def judged(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("strangers")
+    run_groups([(2, "record_strangers:run", folder, [*RIGHT, *WRONG, *REFUSED])], timeout=580)
+    return folder
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_right_loops_pass(judged, name):
+    status, lines = said(judged / name)
+    assert status == 0 and lines[-1] == f"PASS: 2 steps{RIGHT[name]}", lines
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_bugs_are_said(judged, name):
+    status, lines = said(judged / name)
+    assert status == 1 and lines[-1].startswith(f"FAIL: {WRONG[name]}"), lines
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_judged_is_refused_in_one_line(judged, name):
+    status, lines = said(judged / name)
+    assert status == 2 and lines == [lines[0]] and REFUSED[name] in lines[0], lines
+
+
+def test_the_loss_says_what_was_not_judged(judged, capsys):
+    """Without it, a factor that is there before the gradient at the logits is not seen; with it, it is."""
+    assert judge.main([str(judged / "HeadTimesWorld")]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"PASS: 2 steps{NOT_JUDGED}"
+    assert judge.main([str(judged / "HeadTimesWorld"), "--loss", f"{record_strangers.__file__}:none"]) == 2
+    assert "has no function or class none" in capsys.readouterr().err
+
+
+def test_noted_tensors_are_no_inputs(judged, tmp_path):
+    for called in Recording(judged / "Labelled").micro_batches(1):
+        assert list(called.tensors) == ["input", "labels"] and called.about.inputs == ["input"]
+    net = torch.nn.Linear(2, 2)
+    with lockstep.record(net, tmp_path), pytest.raises(UserError, match="the model is called with it"):
+        lockstep.record.batch(input=torch.ones(1))
+        net(torch.ones(2))
