@@ -12,13 +12,14 @@ from lockstep.ground.files import FIGURE, write_atomically
 from lockstep.inputs.architectures import in_words
 from lockstep.plan.config import BASELINE, VERMILION
 from lockstep.plan.contract import KNOWN_DIFFERENCES
-from lockstep.plan.strategies import FURTHER_COLORS, color_of
+from lockstep.plan.strategies import FURTHER_COLORS, SPECS, color_of
 from lockstep.verdict.loss_curves import FAIL, CurveVerdict
 from lockstep.verdict.loss_folder import Judged
-from lockstep.verdict.loss_tolerance import DERIVED_STEPS, Tolerance, loss_gap
+from lockstep.verdict.loss_tolerance import DERIVED_STEPS, Tolerance, floors, loss_gap
 
 # Of runs, one after another: where they agree, a marker of another shape shows through the one above it.
 MARKERS = ("o", "x", "^", "+", "s")
+DASHES = ("-", (0, (4, 1.5)), (0, (2, 1)), (0, (6, 1.5, 1, 1.5)), (0, (1, 1)))
 _WIDE, _RULE = "=" * 60, "-" * 60
 
 
@@ -101,9 +102,10 @@ def _drawable(text: str) -> str:
 
 def colors(names: Iterable[str]) -> dict[str, str]:
     """A colour for each run: that of its strategy or its name, or another one if an earlier run has it."""
-    chosen: dict[str, str] = {}
+    names, chosen = list(names), dict[str, str]()
+    others = [*FURTHER_COLORS, *(spec.color for spec in SPECS.values() if spec.name not in names)]
     for name in names:
-        free = (color for color in (color_of(name), *FURTHER_COLORS) if color not in chosen.values())
+        free = (color for color in (color_of(name), *others) if color not in chosen.values())
         chosen[name] = next(free, color_of(name))
     return chosen
 
@@ -111,63 +113,131 @@ def colors(names: Iterable[str]) -> dict[str, str]:
 def draw(
     histories: dict[str, History], control: History | None, tolerance: Tolerance | None, path: Path
 ) -> None:
-    """Two panels: the loss curves; the absolute difference from DDP, on a log axis that begins at 0, with the tolerance.
+    """Two panels: the loss curves; the absolute difference from DDP, with the tolerance, the noise floor and the control run's difference.
 
-    A control run's difference is drawn as "noise floor (control run)".
+    Each line is labelled beside its end. The lower axis is linear from 0 to the noise floor, by which correct runs differ, and logarithmic
+    above it.
     """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 7), layout="constrained")
+    figure = Figure(figsize=(10, 7), layout="constrained")
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     baseline = histories.get(BASELINE)
-    color, shown = colors(histories), list[float]()
-    markers = itertools.cycle(MARKERS)
-    for number, (name, history) in enumerate(histories.items()):
-        steps = [step["step"] for step in history.steps]
-        losses = [step["loss"] for step in history.steps]
-        own_name = name != history.run["config"]["strategy"]  # runs of one strategy have one label
-        label = f"{name}: {history.run['label']}" if own_name else history.run["label"]
-        # thinner on top: curves that agree stay visible
-        style = {"color": color[name], "linewidth": 6 - 4.5 * number / max(1, len(histories) - 1)}
-        if name == BASELINE or baseline is None:
-            top.plot(steps, losses, **style, label=_drawable(label))
-            continue
-        gaps = [*map(loss_gap, baseline.steps, history.steps)]
-        shown += gaps
-        marks = {"marker": next(markers), "markersize": 4, "markerfacecolor": "none", "markeredgewidth": 0.9}
-        bottom.plot(steps[: len(gaps)], gaps, linestyle="", color=color[name], clip_on=False, **marks)
-        top.plot(steps, losses, **style)
-        top.plot([], [], **style, **marks, label=_drawable(label))
-    if control is not None and baseline is not None:
-        gaps = [*map(loss_gap, baseline.steps, control.steps)]
-        shown += gaps
-        label = "noise floor (control run)"
-        bottom.fill_between(range(1, len(gaps) + 1), 0, gaps, color="0.85", step="mid", label=label, zorder=0)
-    top.set_ylabel("loss, mean over DP ranks (nats)")
+    styles = _styles(list(histories), baseline)
     top.set_title(_drawable(_title(next(iter(histories.values())).run)))
-    if tolerance is not None:
-        shown += [*tolerance.loss, tolerance.mean]
-        red = {"color": VERMILION, "linestyle": "--"}
-        bottom.plot(
-            range(1, len(tolerance.loss) + 1),
-            tolerance.loss,
-            label=f"tolerated: up to {tolerance.maximum:.1e}",
-            **red,
-        )
-        bottom.axhline(
-            tolerance.mean, label=f"tolerated in the mean: {tolerance.mean:.1e}", **red | {"linestyle": ":"}
-        )
-    from_zero(bottom, shown)
+    top.set_ylabel("loss, mean over DP ranks (nats)")
+    _draw_losses(top, histories, styles)
+    if baseline is not None:
+        _draw_differences(bottom, histories, control, tolerance, styles)
     whole_steps(bottom)
     bottom.set_ylabel("|loss - DDP's loss| (nats)")
     bottom.set_xlabel("step")
-    figure.legend(loc="outside lower center", ncols=2, frameon=False)  # beside the panels: it hides nothing
     for axes in (top, bottom):
         axes.grid(alpha=0.3)
     about = {"Creator": FIGURE.decode()}
     write_atomically(
         path, lambda temporary: figure.savefig(temporary, dpi=120, format=path.suffix[1:], metadata=about)
     )
+
+
+def _styles(names: list[str], baseline: History | None) -> dict[str, dict[str, Any]]:
+    """How the line of each run looks. Runs that agree lie on each other: a later one is thinner, has other dashes and another marker."""
+    color, last = colors(names), max(1, len(names) - 1)
+    marks = itertools.cycle(zip(MARKERS, DASHES, strict=True))
+    styles = {}
+    for number, name in enumerate(names):
+        marker, dashes = ("", "-") if name == BASELINE or baseline is None else next(marks)
+        size = {"linewidth": 6 - 4.5 * number / last, "markersize": 7 - 3 * number / last}
+        style = {"color": color[name], "marker": marker, "linestyle": dashes, **size}
+        styles[name] = {**style, "markerfacecolor": "none", "markeredgewidth": 1.2}
+    return styles
+
+
+def _draw_losses(axes: Any, histories: dict[str, History], styles: dict[str, dict[str, Any]]) -> None:
+    labels = []
+    for number, (name, history) in enumerate(histories.items()):
+        losses = [step["loss"] for step in history.steps]
+        # Markers of several runs stand in different steps.
+        apart = max(1, len(losses) // 12)
+        every = (number * apart // len(histories), apart)
+        axes.plot([step["step"] for step in history.steps], losses, **styles[name], markevery=every)
+        # Runs of one strategy have one label.
+        own_name = name != history.run["config"]["strategy"]
+        label = f"{name}: {history.run['label']}" if own_name else history.run["label"]
+        labels.append((losses[-1], label, styles[name]))
+    axes.autoscale_view()
+    _label_beside(axes, labels)
+
+
+def _draw_differences(
+    axes: Any,
+    histories: dict[str, History],
+    control: History | None,
+    tolerance: Tolerance | None,
+    styles: dict[str, dict[str, Any]],
+) -> None:
+    baseline = histories[BASELINE]
+    floor, shown, labels = floors(baseline)[0], list[float](), []
+    for name, history in histories.items():
+        gaps = [*map(loss_gap, baseline.steps, history.steps)]
+        if name != BASELINE:
+            points = {**styles[name], "linestyle": ""}
+            axes.plot(range(1, len(gaps) + 1), gaps, clip_on=False, **points)
+            shown += gaps
+            labels.append((max(gaps), _in_words(gaps, tolerance), points))
+    if control is not None:
+        gaps = [*map(loss_gap, baseline.steps, control.steps)]
+        shown += gaps
+        label = f"noise floor (control run): at most {max(gaps):.1e}"
+        axes.fill_between(range(1, len(gaps) + 1), 0, gaps, color="0.85", step="mid", label=label, zorder=0)
+        labels.append((max(gaps), label, {"color": "0.85", "linewidth": 6}))
+    lines = [(f"noise floor (derived): {floor:.1e}", [floor] * len(baseline.steps), "0.4", "-.")]
+    if tolerance is not None:
+        bound, mean = tolerance.loss, [tolerance.mean] * len(tolerance.loss)
+        lines += [(f"tolerated: up to {tolerance.maximum:.1e}", [*bound], VERMILION, "--")]
+        lines += [(f"tolerated in the mean: {tolerance.mean:.1e}", mean, VERMILION, ":")]
+    for label, values, color, dashes in lines:
+        style = {"color": color, "linestyle": dashes, "linewidth": 1.5}
+        axes.plot(range(1, len(values) + 1), values, **style)
+        shown += values
+        labels.append((values[-1], label, style))
+    from_zero(axes, shown, floor)
+    _label_beside(axes, labels)
+
+
+def _in_words(gaps: list[float], tolerance: Tolerance | None) -> str:
+    """The largest difference, or, if one is not tolerated, the first such step, too."""
+    said = f"at most {max(gaps):.1e}" if any(gaps) else "equal in every step"
+    bounds = tolerance.loss if tolerance else ()
+    over = (step for step, (gap, bound) in enumerate(zip(gaps, bounds, strict=False), start=1) if gap > bound)
+    first = next(over, None)
+    return said if first is None else f"{said}, too far first in step {first}"
+
+
+def _label_beside(axes: Any, labels: list[tuple[float, str, dict[str, Any]]]) -> None:
+    """Put (height, text, style of the line) at the right of a panel, each with a piece of its line: at its height, or as near as there is room."""
+    inside = axes.transAxes.inverted()
+    heights = [inside.transform(axes.transData.transform((0, value)))[1] for value, _, _ in labels]
+    # Of lines that end together, the first is on top.
+    order = sorted(reversed(range(len(labels))), key=lambda number: round(heights[number], 2))
+    room = 0.24 / (axes.get_position().height * axes.figure.get_figheight())
+    places: list[float] = []
+    for number in order:
+        wanted = min(1.0, max(0.0, heights[number]))
+        places.append(max(wanted, places[-1] + room) if places else wanted)
+    for number in reversed(range(len(places))):
+        places[number] = min(places[number], 1 - room * (len(places) - 1 - number))
+    for number, place in zip(order, places, strict=True):
+        _, text, style = labels[number]
+        about = {"transform": axes.transAxes, "clip_on": False}
+        axes.add_line(_line([1.015, 1.035, 1.055], [place] * 3, **style, **about, markevery=[1]))
+        axes.text(1.075, place, _drawable(text), transform=axes.transAxes, va="center", fontsize=9)
+
+
+def _line(*points: Any, **style: Any) -> Any:
+    from matplotlib.lines import Line2D
+
+    return Line2D(*points, **style)
 
 
 def whole_steps(axes: Any) -> None:
@@ -177,10 +247,16 @@ def whole_steps(axes: Any) -> None:
     axes.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 2.5, 5, 10], integer=True))
 
 
-def from_zero(axes: Any, values: Iterable[float]) -> None:
-    """A vertical axis from 0, for values that are not negative: linear up to the smallest that is not zero, then logarithmic."""
+def from_zero(axes: Any, values: Iterable[float], linear: float | None = None) -> None:
+    """A vertical axis from 0, for values that are not negative: linear up to `linear` (default: the smallest that is not zero), then
+    logarithmic. It begins a little below 0, so that a marker at 0 is whole."""
     positive = [value for value in values if 0 < value < math.inf]
     if positive:
-        threshold = 10.0 ** math.floor(math.log10(min(positive)))
-        axes.set_yscale("symlog", linthresh=threshold, linscale=0.5)
-        axes.set_ylim(-threshold / 4, 2 * max(positive))  # a marker at 0 is whole
+        threshold = linear or 10.0 ** math.floor(math.log10(min(positive)))
+        decades = math.log10(max(2 * max(positive) / threshold, 1))
+        # The noise has a third of the panel, or more.
+        share = max(0.5, decades / 2) if linear else 0.5
+        axes.set_yscale("symlog", linthresh=threshold, linscale=share)
+        if linear:
+            axes.set_yticks([threshold / 2], [f"{threshold / 2:.1e}"], minor=True)
+        axes.set_ylim(-threshold / 8 / share, 2 * max(positive))
