@@ -101,3 +101,19 @@ def test_a_script_is_recorded_and_judged(tmp_path, factor, status, verdict):
     ran = Action().run(tmp_path, script="torch_loop.py", arguments="--strategy ddp", **OURS)
     assert ran.status == status and ran.outputs["verdict"].startswith(verdict), ran.said[-3000:]
     assert ran.summary.startswith(verdict)
+
+
+@pytest.mark.parametrize("status", [0, 1, 2])
+def test_three_lines_of_shell_do_the_same(tmp_path, status):
+    """Those of docs/commands.md, also where a shell ends at the first failure."""
+    page = (ROOT / "docs" / "commands.md").read_text()
+    (lines,) = (part for part in page.split("```bash\n") if "GITHUB_STEP_SUMMARY" in part)
+    program = (
+        f"python() {{ mkdir -p runs/verify; echo '# said' > runs/verify/report.md; return {status}; }}\n"
+    )
+    summary = tmp_path / "summary"
+    command = ["bash", "-ec", program + lines.split("```")[0]]
+    done = completed(
+        command, cwd=tmp_path, env={"GITHUB_STEP_SUMMARY": str(summary), "PATH": "/usr/bin:/bin"}
+    )
+    assert done.returncode == status and summary.read_text() == "# said\n", done.stderr
