@@ -229,7 +229,7 @@ def judge_tensors(
         "replays": [str(folder) for folder in folders],
     }
     logs = (config.loss_output_dir if options.part else options.output_dir) / "logs"
-    jobs.start_all_groups([*groups, (None, [reference])], logs, shown=bool(groups))
+    jobs.start_all_groups([*groups, (None, [reference])], logs, shown=bool(groups) and not config.quiet)
     from lockstep import compare  # torch is not needed to answer a usage error
 
     return compare.judge([*folders, place / jobs.REFERENCE], place)
@@ -253,7 +253,8 @@ def verdict(options: argparse.Namespace, flags: list[str]) -> int:
     result, report = None, ""
     if config.capture_dir is not None:
         try:
-            with progress.working("Comparing every tensor with a float64 reference"):
+            screen = progress.Quiet() if config.quiet else progress.screen
+            with progress.shown_on(screen), progress.working("Comparing every tensor with a float64 reference"):
                 result = judge_tensors(options, flags, config, names)
         except (UserError, jobs.JobFailed):
             if not judged.problem:  # else it says what is wrong with both

@@ -315,7 +315,8 @@ class Config:
     experiment_name: str | None = flag(
         None, "new name for the run under --storage_path (default: strategy and time)", recorded=False
     )
-    log_interval: int = flag(10, "number of steps between printed losses", low=1)
+    log_interval: int = flag(10, "number of steps between printed losses, if not on a terminal", low=1)
+    quiet: bool = flag(False, "show no progress: warnings, errors and the last line alone", recorded=False)
     capture_dir: Path | None = flag(
         None, "folder for the full tensors of the first steps (default: none are written)", recorded=False
     )

@@ -36,6 +36,7 @@ from lockstep.training.observe import (
     clipping_problem,
     learning_rate,
     own_optimizer,
+    own_peak_memory,
     peak_memory,
     versions,
 )
@@ -155,7 +156,7 @@ def _train(
         try:
             if lead:
                 record.save_if_due(config.history_path)
-                shown.add(step)
+                shown.add(step, own_peak_memory(device))
         except UserError as error:
             problem = str(error)
     stop_together(problem)
@@ -306,16 +307,21 @@ def _initial_model(
                     initial_weights.origin(config),
                     overwrite=config.overwrite,
                 )
-                print(f"Saved initial weights to {written}", flush=True)
+                _say(config, f"Saved initial weights to {written}")
         path = written
     with stopping_together():  # a file need not be there on every machine
         model, sums = build(path)
     if path and rank == 0:
-        print(f"Loaded initial weights from {path}", flush=True)
+        _say(config, f"Loaded initial weights from {path}")
     if config.noise_control:
         weights.perturb(model, "float32" if config.precision == "fp32" else "bfloat16", config.weights_seed)
         return model, None  # no longer the file's
     return model, sums
+
+
+def _say(config: Config, line: str) -> None:
+    if not config.quiet:
+        print(line, flush=True)
 
 
 def _require_file_weights(
