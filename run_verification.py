@@ -165,7 +165,9 @@ def verify(options: argparse.Namespace, flags: list[str]) -> int:
         )
     from lockstep.verdict import tensor_report
 
-    return tensor_report.show(result, folder)
+    status = tensor_report.show(result, folder)
+    tell_trackers(baseline, {"verdict": result.outcome, **tensors_in_numbers(result)}, folder)
+    return status
 
 
 def require_free(options: argparse.Namespace) -> None:
@@ -254,7 +256,10 @@ def verdict(options: argparse.Namespace, flags: list[str]) -> int:
     if config.capture_dir is not None:
         try:
             screen = progress.Quiet() if config.quiet else progress.screen
-            with progress.shown_on(screen), progress.working("Comparing every tensor with a float64 reference"):
+            with (
+                progress.shown_on(screen),
+                progress.working("Comparing every tensor with a float64 reference"),
+            ):
                 result = judge_tensors(options, flags, config, names)
         except (UserError, jobs.JobFailed):
             if not judged.problem:  # else it says what is wrong with both
@@ -280,8 +285,53 @@ def verdict(options: argparse.Namespace, flags: list[str]) -> int:
         print(report)
     print(f"Data     {printable(data)}; all that the libraries said: {printable(place / 'logs')}")
     outcome = folder.worst([judged.outcome, *([tensors] if tensors else [])])
+    numbers = losses_in_numbers(judged) | (tensors_in_numbers(result) if result is not None else {})
+    tell_trackers(config, {"verdict": outcome, **numbers}, config.capture_dir or place, figure, data)
     print(f"\n{outcome}")
     return 0 if outcome == "PASS" else 1
+
+
+def tell_trackers(config: Config, found: dict[str, str | float], folder: Path, *more: Path) -> None:
+    """Tell the trackers of --report_to what was found, with the reports of a folder and more files."""
+    if not config.report_to:
+        return
+    from lockstep.training.trackers import Trackers  # imports torch
+
+    reports = (folder / name for name in ("report.md", "report.html", "report.json"))
+    files = [path for path in (*reports, *more) if path.exists()]
+    told = Trackers(config.report_to, "verification", config.loss_output_dir, config.recorded())
+    told.tell(lambda each: each.result(found, files))
+    told.tell(lambda each: each.close(failed=False))
+
+
+def tensors_in_numbers(result: "Result") -> dict[str, str | float]:
+    """For each run: its verdict, and of the tensor that is farthest from the reference its error, what is tolerated, and their ratio."""
+    from lockstep.verdict.distance import relative
+
+    found: dict[str, str | float] = {}
+    for name, run in result.runs.items():
+        found[f"{name}/tensors"] = result.verdict(name)
+        if run.counted:
+            row = max(run.counted, key=lambda row: row.multiple)
+            found[f"{name}/worst_tensor"] = f"step {row.step}, {row.name}"
+            found[f"{name}/worst_error"] = row.distance.relative
+            found[f"{name}/worst_tolerated"] = relative(row.tolerated, row.distance.norm)
+            found[f"{name}/worst_of_tolerated"] = row.multiple
+    return found
+
+
+def losses_in_numbers(judged: "Judged") -> dict[str, str | float]:
+    """What is tolerated of loss and gradient norm, and for each run its verdict and its largest differences from DDP."""
+    tolerance = judged.tolerated
+    found: dict[str, str | float] = {
+        "loss_tolerated": tolerance.maximum,
+        "grad_norm_tolerated": max(tolerance.grad_norm),
+    }
+    for name, verdict in judged.verdicts.items():
+        found[f"{name}/losses"] = verdict.outcome
+        found[f"{name}/loss_difference"] = verdict.max_abs_diff
+        found[f"{name}/grad_norm_difference"] = verdict.max_grad_norm_diff
+    return found
 
 
 def table(judged: "Judged", result: "Result | None") -> list[str]:

@@ -36,6 +36,7 @@ BASELINE = "ddp"  # what the others are held against; it writes the initial weig
 # The colours of figures are those of Okabe and Ito, which colour-blind people tell apart. Vermilion is a tolerance's, or what was missed.
 BLUE, ORANGE, VERMILION = "#0072B2", "#E69F00", "#D55E00"
 TORCH_HANDLES = "lockstep.faults.torch_handles:TorchHandles"
+TRACKERS = ("tensorboard", "wandb", "mlflow")  # --report_to, each the name of a package
 # Options of all strategies that one of several compared runs may have, and the value that leaves them out
 PER_RUN = {"activation_checkpointing": False, "compile": "off"}
 
@@ -144,6 +145,16 @@ class Spec:
 
 def _layers(text: str) -> float | None:
     return None if text == "all" else number(int, 1)(text)
+
+
+def _trackers(text: str) -> tuple[str, ...]:
+    names = () if text == "none" else tuple(text.split(","))
+    unknown = next((name for name in names if name not in TRACKERS), None)
+    if unknown is not None:
+        raise argparse.ArgumentTypeError(
+            f"there is no tracker {unknown!r}; choose from {', '.join(TRACKERS)}"
+        )
+    return tuple(dict.fromkeys(names))
 
 
 @dataclass(frozen=True)
@@ -316,6 +327,12 @@ class Config:
         None, "new name for the run under --storage_path (default: strategy and time)", recorded=False
     )
     log_interval: int = flag(10, "number of steps between printed losses, if not on a terminal", low=1)
+    report_to: tuple[str, ...] = flag(
+        (),
+        f"comma-separated trackers that the steps and the verdict are reported to: {', '.join(TRACKERS)} (default: none)",
+        parse=_trackers,
+        recorded=False,
+    )
     quiet: bool = flag(False, "show no progress: warnings, errors and the last line alone", recorded=False)
     capture_dir: Path | None = flag(
         None, "folder for the full tensors of the first steps (default: none are written)", recorded=False

@@ -31,6 +31,7 @@ from lockstep.plan import compiled, initial_weights, rates
 from lockstep.plan.config import Config
 from lockstep.plan.contract import contradiction, expected_contract, left_to_the_verdict, of_all_ranks
 from lockstep.plan.mesh import Geometry, Mesh
+from lockstep.training import trackers
 from lockstep.training.listeners import ComputeDtypes, CountedCollectives, GroupNorms, Listener, held_out
 from lockstep.training.observe import (
     clipping_problem,
@@ -94,7 +95,8 @@ def run(config: Config, inputs: Inputs, make_strategy: MakeStrategy, device: tor
             record.weights = {"initial_sha256": weights.combined_sha256(before)}
             if capture:
                 capture.manifest["initial_sha256"] = record.weights["initial_sha256"]
-        _train(config, inputs, strategy, device, record, capture)
+        with trackers.tracking(config, lead=rank == 0) as tracked:
+            _train(config, inputs, strategy, device, record, capture, tracked)
         _measure(config, inputs, strategy, device, record, before)
     except BaseException as error:
         record.ended = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -119,6 +121,7 @@ def _train(
     device: torch.device,
     record: history_file.History,
     capture: Capture | None,
+    tracked: trackers.Trackers,
 ) -> None:
     """Every step, with what listens to it. What rank 0 cannot write stops all ranks in the step after."""
     lead = dist.get_rank() == 0
@@ -157,6 +160,7 @@ def _train(
             if lead:
                 record.save_if_due(config.history_path)
                 shown.add(step, own_peak_memory(device))
+            tracked.step(step)
         except UserError as error:
             problem = str(error)
     stop_together(problem)

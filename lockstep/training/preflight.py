@@ -3,6 +3,8 @@
 They run where a run is started, before its workers, and need no GPU and no cluster.
 """
 
+import importlib.util
+from collections.abc import Sequence
 from pathlib import Path
 
 from lockstep.dumps import history
@@ -112,12 +114,21 @@ def runs(config: Config) -> list[Config]:
     return [config, config.of_control()] if config.control else [config]
 
 
+def _require_packages(trackers: Sequence[str]) -> None:
+    for name in trackers:
+        if importlib.util.find_spec(name) is None:
+            raise UserError(
+                f"--report_to {name}: this Python has no package {name}; pip install -r requirements-trackers.txt, or leave it out"
+            )
+
+
 def check_environment(config: Config, architecture: dict) -> None:
     """Check the weights file, the folders and the tools that a run needs, where it is started. Raises UserError.
 
     A dry run leaves no folder behind, nor does one that is refused.
     """
     hang.patience()
+    _require_packages(config.report_to)
     config.spec.require(config, architecture)
     compiled.require(config.compile)
     for run in runs(config):  # an older run's is replaced
