@@ -301,6 +301,13 @@ class Config:
         "count the collective operations of the last step, with torch's profiler, and record them in the history",
         recorded=False,
     )
+    profile: int = flag(
+        0,
+        "profile so many steps, after the first and the captured ones: a trace of each rank in --loss_output_dir, and a line that says "
+        "where a step's time goes (0: none)",
+        low=0,
+        recorded=False,
+    )
     group_norms: bool = flag(
         False,
         "record at every step the gradient norm of each layer, of the embedding and of the rest",
@@ -371,6 +378,15 @@ class Config:
         return history_file(self.loss_output_dir, CONTROL if self.noise_control else self.name)
 
     @property
+    def profiled(self) -> range:
+        """The steps that are profiled, from 1."""
+        first = 1 + max(1, self.capture_steps if self.capture_dir else 0)
+        return range(first, first + self.profile)
+
+    def trace_path(self, rank: int) -> Path:
+        return self.loss_output_dir / f"trace_{self.name}_rank{rank}.json"
+
+    @property
     def told_path(self) -> Path:
         """What the strategy's library was told, if it has a configuration of its own."""
         return self.history_path.with_name(f"told_{self.name}.json")
@@ -408,7 +424,7 @@ class Config:
     def of_control(self) -> "Config":
         """The control run of this run. It starts from the same weights, perturbed by one ulp; if this run saves weights, from those."""
         run = replace(self, save_init_weights=False, pretrained=False) if self.save_init_weights else self
-        return replace(run, control=False, noise_control=True, capture_dir=None)
+        return replace(run, control=False, noise_control=True, capture_dir=None, profile=0)
 
     def recorded(self) -> dict[str, Any]:
         """What a run records of its configuration: all but what names places, or does not change what is computed."""

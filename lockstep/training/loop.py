@@ -42,6 +42,7 @@ from lockstep.training.observe import (
     versions,
 )
 from lockstep.training.optim import set_rate
+from lockstep.training.profiled import Profile
 from lockstep.training.strategy import MakeStrategy, Strategy
 
 if TYPE_CHECKING:
@@ -127,10 +128,12 @@ def _train(
     lead = dist.get_rank() == 0
     shown = progress.Steps(config.label, inputs.num_steps, config.log_interval)
     dtypes, counted = ComputeDtypes(config.compile), CountedCollectives()
+    profile = Profile(config.trace_path(dist.get_rank()), config.profiled.stop - 1)
     problem = ""
     for index in range(inputs.num_steps):
         capturing = capture if capture is not None and index < config.capture_steps else None
         listeners: list[Listener] = [
+            *([profile] if index + 1 in config.profiled else []),
             *([GroupNorms()] if config.group_norms else []),
             *([capturing] if capturing else []),
             *([dtypes] if index == 0 else []),
@@ -164,6 +167,10 @@ def _train(
         except UserError as error:
             problem = str(error)
     stop_together(problem)
+    if profile.steps:
+        line = f"{config.label}: {profile.line()}; {config.trace_path(0)} and the other ranks'"
+        if lead:
+            progress.screen.note(line)
     if config.count_collectives:
         record.run["collectives"] = counted.counted
 

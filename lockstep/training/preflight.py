@@ -15,6 +15,8 @@ from lockstep.plan import command_line, compiled, cuts, initial_weights, limit, 
 from lockstep.plan.config import Config
 from lockstep.plan.resources import launched_in_place, workers_here
 
+TRACE = b' {\n    "schemaVersion"'  # how torch's profiler begins a file
+
 
 def notes(config: Config) -> list[str]:
     """What a person should know of a run before it starts, a line each."""
@@ -98,6 +100,7 @@ def load_inputs(config: Config) -> data.Inputs:
     )
     num_steps = config.debug_steps or config.num_epochs * batches.steps_per_epoch
     rates.require(vars(config), num_steps)
+    _require_profiled(config, num_steps)
     return data.Inputs(architecture, source, batches, num_steps)
 
 
@@ -112,6 +115,16 @@ def checked(strategy: str, arguments: list[str]) -> tuple[Config, data.Inputs]:
 def runs(config: Config) -> list[Config]:
     """The runs that are trained with one start of the workers."""
     return [config, config.of_control()] if config.control else [config]
+
+
+def _require_profiled(config: Config, num_steps: int) -> None:
+    last = config.profiled.stop - 1
+    if config.profile and last > num_steps:
+        raise UserError(
+            f"--profile {config.profile}: steps {config.profiled.start} to {last} would be profiled, and the run has {num_steps}; profile fewer, or train longer"
+        )
+    if config.profile and config.count_collectives:
+        raise UserError("--profile and --count_collectives use the same profiler; leave one out")
 
 
 def _require_packages(trackers: Sequence[str]) -> None:
@@ -140,6 +153,8 @@ def check_environment(config: Config, architecture: dict) -> None:
         raise UserError(
             f"--experiment_name {config.experiment_name}: already used under {config.storage_path}; choose a new name"
         )
+    for rank in range(config.num_workers if config.profile else 0):
+        files.require_ours(config.trace_path(rank), "--loss_output_dir", TRACE)
     if config.history_path.is_dir():
         raise UserError(
             f"--loss_output_dir: {config.history_path} is a folder; remove it, or choose another folder"
