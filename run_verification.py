@@ -299,9 +299,11 @@ def tell_trackers(config: Config, found: dict[str, str | float], folder: Path, *
 
     reports = (folder / name for name in ("report.md", "report.html", "report.json"))
     files = [path for path in (*reports, *more) if path.exists()]
-    told = Trackers(config.report_to, "verification", config.loss_output_dir, config.recorded())
-    told.tell(lambda each: each.result(found, files))
-    told.tell(lambda each: each.close(failed=False))
+    texts = {name: value for name, value in found.items() if isinstance(value, str)}
+    numbers = {name: value for name, value in found.items() if not isinstance(value, str)}
+    trackers = Trackers(config, "verification")
+    trackers.tell(lambda each: each.result(texts, numbers, files))
+    trackers.tell(lambda each: each.close(0))
 
 
 def tensors_in_numbers(result: "Result") -> dict[str, str | float]:

@@ -6,7 +6,7 @@ docs/commands.md defines computing, communicating and waiting.
 import errno
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.autograd import DeviceType
@@ -18,14 +18,6 @@ from lockstep.training.strategy import Strategy
 
 STEP = "lockstep step "
 Span = tuple[float, float]  # begin and end
-
-
-class Times(NamedTuple):
-    """Of one rank in all profiled steps, in seconds."""
-
-    total: float
-    computing: float
-    communicating: float  # and not computing
 
 
 class Profile(Listener):
@@ -56,43 +48,35 @@ class Profile(Listener):
 
     def line(self) -> str:
         """Where the time of a step goes, as a mean over all ranks. Collective."""
-        everyone = [Times(*each) for each in gather_objects(tuple(times(self.profiler.events())))]
-        total, computing = (sum(column) / len(everyone) for column in list(zip(*everyone, strict=True))[:2])
-        communicating = min(each.communicating for each in everyone)
-        parts = {
-            "computing": computing,
-            "communicating": communicating,
-            "waiting": total - computing - communicating,
-        }
-        shares = ", ".join(f"{name} {100 * part / total:.0f}%" for name, part in parts.items())
-        count = len(self.steps)
-        return (
-            f"steps {self.steps[0]} to {self.last} profiled: {1000 * total / count:.1f} ms a step, {shares}"
-        )
+        totals, computing, communicating = zip(*gather_objects(times(self.profiler.events())), strict=True)
+        total, busy, least = sum(totals), sum(computing), len(totals) * min(communicating)
+        shares = (f"{100 * part / total:.0f}%" for part in (busy, least, total - busy - least))
+        each = 1000 * total / len(totals) / len(self.steps)
+        said = "steps {} to {} profiled: {:.1f} ms a step, computing {}, communicating {}, waiting {}"
+        return said.format(self.steps[0], self.last, each, *shares)
 
 
-def times(events: Sequence[Any]) -> Times:
-    """How long the rank that has these events of torch's profiler computes and communicates inside of the marked steps."""
+def times(events: Sequence[Any]) -> tuple[float, float, float]:
+    """Of the rank that has these events of torch's profiler, in seconds inside of the marked steps: all of them, in which it computes, in which
+    it communicates and does not compute."""
     steps = [event for event in events if event.name.startswith(STEP) and event.device_type == DeviceType.CPU]
-    device = [event for event in events if event.device_type != DeviceType.CPU]
-    ours = [event for event in device or events if event not in steps]
+    ours = [event for event in events if event.device_type != DeviceType.CPU] or events
     collectives = [event for event in ours if _communicates(event.name)]
-    around = set()  # events with a collective inside: they wait for it
+    # Events with a collective inside: they wait for it.
+    around = set()
     for event in collectives:
-        while (event := event.cpu_parent) is not None:
+        while event is not None:
             around.add(id(event))
+            event = event.cpu_parent
     operations = [
         event
         for event in ours
-        if not _communicates(event.name)
-        and not event.is_user_annotation
-        and not event.name.startswith("autograd::engine")
-        and id(event) not in around
+        if not (id(event) in around or event.is_user_annotation or event.name.startswith("autograd::engine"))
     ]
     windows = _spans(steps)
     computing = covered(_spans(operations), windows)
     both = covered(_spans(operations + collectives), windows)
-    return Times(sum(end - begin for begin, end in windows), computing, both - computing)
+    return covered(windows, windows), computing, both - computing
 
 
 def _communicates(name: str) -> bool:

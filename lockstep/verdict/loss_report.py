@@ -2,7 +2,8 @@
 
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,15 @@ from lockstep.verdict.loss_curves import FAIL, CurveVerdict
 from lockstep.verdict.loss_folder import Judged
 from lockstep.verdict.loss_tolerance import DERIVED_STEPS, Tolerance, floors, loss_gap
 
-# Of runs, one after another: where they agree, a marker of another shape shows through the one above it.
-MARKERS = ("o", "x", "^", "+", "s")
-DASHES = ("-", (0, (4, 1.5)), (0, (2, 1)), (0, (6, 1.5, 1, 1.5)), (0, (1, 1)))
+# Marker and dashes of runs, one after another: where they agree, one of another shape shows through the one above it.
+LOOKS = (
+    ("o", "-"),
+    ("x", (0, (4, 1.5))),
+    ("^", (0, (2, 1))),
+    ("+", (0, (6, 1.5, 1, 1.5))),
+    ("s", (0, (1, 1))),
+)
+Style = dict[str, Any]  # of a line, as matplotlib takes it
 _WIDE, _RULE = "=" * 60, "-" * 60
 
 
@@ -122,50 +129,51 @@ def draw(
 
     figure = Figure(figsize=(10, 7), layout="constrained")
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
-    baseline = histories.get(BASELINE)
-    styles = _styles(list(histories), baseline)
-    top.set_title(_drawable(_title(next(iter(histories.values())).run)))
-    top.set_ylabel("loss, mean over DP ranks (nats)")
+    styles = _styles(list(histories))
     _draw_losses(top, histories, styles)
-    if baseline is not None:
+    if BASELINE in histories:
         _draw_differences(bottom, histories, control, tolerance, styles)
     whole_steps(bottom)
-    bottom.set_ylabel("|loss - DDP's loss| (nats)")
-    bottom.set_xlabel("step")
-    for axes in (top, bottom):
+    for axes, label in ((top, "loss, mean over DP ranks (nats)"), (bottom, "|loss - DDP's loss| (nats)")):
+        axes.set_ylabel(label)
         axes.grid(alpha=0.3)
+    bottom.set_xlabel("step")
     about = {"Creator": FIGURE.decode()}
     write_atomically(
         path, lambda temporary: figure.savefig(temporary, dpi=120, format=path.suffix[1:], metadata=about)
     )
 
 
-def _styles(names: list[str], baseline: History | None) -> dict[str, dict[str, Any]]:
+def _styles(names: list[str]) -> dict[str, Style]:
     """How the line of each run looks. Runs that agree lie on each other: a later one is thinner, has other dashes and another marker."""
-    color, last = colors(names), max(1, len(names) - 1)
-    marks = itertools.cycle(zip(MARKERS, DASHES, strict=True))
+    color, looks = colors(names), itertools.cycle(LOOKS)
     styles = {}
     for number, name in enumerate(names):
-        marker, dashes = ("", "-") if name == BASELINE or baseline is None else next(marks)
-        size = {"linewidth": 6 - 4.5 * number / last, "markersize": 7 - 3 * number / last}
-        style = {"color": color[name], "marker": marker, "linestyle": dashes, **size}
-        styles[name] = {**style, "markerfacecolor": "none", "markeredgewidth": 1.2}
+        thin = number / max(1, len(names) - 1)
+        marker, dashes = ("", "-") if name == BASELINE else next(looks)
+        style = {"color": color[name], "marker": marker, "linestyle": dashes, "linewidth": 6 - 4.5 * thin}
+        styles[name] = {
+            **style,
+            "markersize": 7 - 3 * thin,
+            "markerfacecolor": "none",
+            "markeredgewidth": 1.2,
+        }
     return styles
 
 
-def _draw_losses(axes: Any, histories: dict[str, History], styles: dict[str, dict[str, Any]]) -> None:
+def _draw_losses(axes: Any, histories: dict[str, History], styles: dict[str, Style]) -> None:
     labels = []
     for number, (name, history) in enumerate(histories.items()):
         losses = [step["loss"] for step in history.steps]
         # Markers of several runs stand in different steps.
         apart = max(1, len(losses) // 12)
         every = (number * apart // len(histories), apart)
-        axes.plot([step["step"] for step in history.steps], losses, **styles[name], markevery=every)
+        axes.plot(range(1, len(losses) + 1), losses, **styles[name], markevery=every)
         # Runs of one strategy have one label.
         own_name = name != history.run["config"]["strategy"]
         label = f"{name}: {history.run['label']}" if own_name else history.run["label"]
         labels.append((losses[-1], label, styles[name]))
-    axes.autoscale_view()
+    axes.set_title(_drawable(_title(history.run)))
     _label_beside(axes, labels)
 
 
@@ -174,70 +182,62 @@ def _draw_differences(
     histories: dict[str, History],
     control: History | None,
     tolerance: Tolerance | None,
-    styles: dict[str, dict[str, Any]],
+    styles: dict[str, Style],
 ) -> None:
-    baseline = histories[BASELINE]
-    floor, shown, labels = floors(baseline)[0], list[float](), []
+    steps = histories[BASELINE].steps
+    floor = floors(histories[BASELINE])[0]
+    lines: list[tuple[str, Sequence[float], Style]] = []
     for name, history in histories.items():
-        gaps = [*map(loss_gap, baseline.steps, history.steps)]
+        gaps = [*map(loss_gap, steps, history.steps)]
         if name != BASELINE:
-            points = {**styles[name], "linestyle": ""}
-            axes.plot(range(1, len(gaps) + 1), gaps, clip_on=False, **points)
-            shown += gaps
-            labels.append((max(gaps), _in_words(gaps, tolerance), points))
-    if control is not None:
-        gaps = [*map(loss_gap, baseline.steps, control.steps)]
-        shown += gaps
-        label = f"noise floor (control run): at most {max(gaps):.1e}"
-        axes.fill_between(range(1, len(gaps) + 1), 0, gaps, color="0.85", step="mid", label=label, zorder=0)
-        labels.append((max(gaps), label, {"color": "0.85", "linewidth": 6}))
-    lines = [(f"noise floor (derived): {floor:.1e}", [floor] * len(baseline.steps), "0.4", "-.")]
+            lines.append(
+                (_in_words(gaps, tolerance), gaps, {**styles[name], "linestyle": "", "clip_on": False})
+            )
+    flat = [(f"noise floor (derived): {floor:.1e}", floor, {"color": "0.4", "linestyle": "-."})]
     if tolerance is not None:
-        bound, mean = tolerance.loss, [tolerance.mean] * len(tolerance.loss)
-        lines += [(f"tolerated: up to {tolerance.maximum:.1e}", [*bound], VERMILION, "--")]
-        lines += [(f"tolerated in the mean: {tolerance.mean:.1e}", mean, VERMILION, ":")]
-    for label, values, color, dashes in lines:
-        style = {"color": color, "linestyle": dashes, "linewidth": 1.5}
+        red = {"color": VERMILION, "linestyle": "--"}
+        lines.append((f"tolerated: up to {tolerance.maximum:.1e}", tolerance.loss, red))
+        flat.append(
+            (f"tolerated in the mean: {tolerance.mean:.1e}", tolerance.mean, red | {"linestyle": ":"})
+        )
+    lines += [(label, [value] * len(steps), style) for label, value, style in flat]
+    for _, values, style in lines:
         axes.plot(range(1, len(values) + 1), values, **style)
-        shown += values
-        labels.append((values[-1], label, style))
-    from_zero(axes, shown, floor)
-    _label_beside(axes, labels)
+    if control is not None:
+        gaps = [*map(loss_gap, steps, control.steps)]
+        lines.append(
+            (f"noise floor (control run): at most {max(gaps):.1e}", gaps, {"color": "0.85", "linewidth": 6})
+        )
+        axes.fill_between(range(1, len(gaps) + 1), 0, gaps, color="0.85", step="mid", zorder=0)
+    from_zero(axes, [value for _, values, _ in lines for value in values], floor)
+    _label_beside(axes, [(max(values), label, style) for label, values, style in lines])
 
 
 def _in_words(gaps: list[float], tolerance: Tolerance | None) -> str:
     """The largest difference, or, if one is not tolerated, the first such step, too."""
     said = f"at most {max(gaps):.1e}" if any(gaps) else "equal in every step"
-    bounds = tolerance.loss if tolerance else ()
-    over = (step for step, (gap, bound) in enumerate(zip(gaps, bounds, strict=False), start=1) if gap > bound)
-    first = next(over, None)
-    return said if first is None else f"{said}, too far first in step {first}"
+    far = [gap > bound for gap, bound in zip(gaps, tolerance.loss if tolerance else (), strict=False)]
+    return f"{said}, too far first in step {far.index(True) + 1}" if any(far) else said
 
 
-def _label_beside(axes: Any, labels: list[tuple[float, str, dict[str, Any]]]) -> None:
+def _label_beside(axes: Any, labels: list[tuple[float, str, Style]]) -> None:
     """Put (height, text, style of the line) at the right of a panel, each with a piece of its line: at its height, or as near as there is room."""
-    inside = axes.transAxes.inverted()
-    heights = [inside.transform(axes.transData.transform((0, value)))[1] for value, _, _ in labels]
-    # Of lines that end together, the first is on top.
-    order = sorted(reversed(range(len(labels))), key=lambda number: round(heights[number], 2))
-    room = 0.24 / (axes.get_position().height * axes.figure.get_figheight())
-    places: list[float] = []
-    for number in order:
-        wanted = min(1.0, max(0.0, heights[number]))
-        places.append(max(wanted, places[-1] + room) if places else wanted)
-    for number in reversed(range(len(places))):
-        places[number] = min(places[number], 1 - room * (len(places) - 1 - number))
-    for number, place in zip(order, places, strict=True):
-        _, text, style = labels[number]
-        about = {"transform": axes.transAxes, "clip_on": False}
-        axes.add_line(_line([1.015, 1.035, 1.055], [place] * 3, **style, **about, markevery=[1]))
-        axes.text(1.075, place, _drawable(text), transform=axes.transAxes, va="center", fontsize=9)
-
-
-def _line(*points: Any, **style: Any) -> Any:
     from matplotlib.lines import Line2D
 
-    return Line2D(*points, **style)
+    axes.autoscale_view()
+    inside = axes.transData - axes.transAxes
+    # Of lines that end together, the first is on top.
+    found = [
+        (round(inside.transform((0, value))[1], 2), text, style) for value, text, style in reversed(labels)
+    ]
+    room = 0.24 / (axes.get_position().height * axes.figure.get_figheight())
+    place, left = -room, len(found)
+    for height, text, style in sorted(found, key=itemgetter(0)):
+        left -= 1
+        place = max(min(height, 1 - room * left), place + room)
+        about = {**style, "transform": axes.transAxes, "clip_on": False, "markevery": [1]}
+        axes.add_line(Line2D([1.015, 1.035, 1.055], [place] * 3, **about))
+        axes.text(1.075, place, _drawable(text), transform=axes.transAxes, va="center", fontsize=9)
 
 
 def whole_steps(axes: Any) -> None:
@@ -253,10 +253,11 @@ def from_zero(axes: Any, values: Iterable[float], linear: float | None = None) -
     positive = [value for value in values if 0 < value < math.inf]
     if positive:
         threshold = linear or 10.0 ** math.floor(math.log10(min(positive)))
-        decades = math.log10(max(2 * max(positive) / threshold, 1))
+        high = 2 * max(positive)
         # The noise has a third of the panel, or more.
-        share = max(0.5, decades / 2) if linear else 0.5
+        share = max(0.5, math.log10(max(high / threshold, 1)) / 2) if linear else 0.5
         axes.set_yscale("symlog", linthresh=threshold, linscale=share)
+        axes.set_ylim(-threshold / 8 / share, high)
         if linear:
+            axes.set_yticks([tick for tick in axes.get_yticks() if tick == 0 or threshold <= tick <= high])
             axes.set_yticks([threshold / 2], [f"{threshold / 2:.1e}"], minor=True)
-        axes.set_ylim(-threshold / 8 / share, 2 * max(positive))
