@@ -33,7 +33,7 @@ class Slow(Mine):
     label, axes = "slow", ("dp",)
 
     def forward_backward(self, micro_batches):
-        time.sleep(0.3 * dist.get_rank())
+        time.sleep(dist.get_rank())
         return super().forward_backward(micro_batches)
 """
 
@@ -95,7 +95,10 @@ def require_trace(path, steps):
 
 @pytest.mark.parametrize(("strategy", "waits"), [("Mine", False), ("Slow", True)])
 def test_a_rank_that_comes_late_is_waited_for(tmp_path, strategy, waits):
-    """By 0.3 s, which both ranks wait: the one sleeps, the other has nothing to do. Negative control: without the sleep."""
+    """By a second, which both ranks wait: the one sleeps, the other has nothing to do. Negative control: without the sleep.
+
+    On a busy machine the rank that does not sleep comes late as well.
+    """
     own_strategy(tmp_path / "mine.py", "Mine", SLOW)
     launcher = [
         sys.executable,
@@ -112,7 +115,7 @@ def test_a_rank_that_comes_late_is_waited_for(tmp_path, strategy, waits):
     first, last, each, *shares = parts(done.stdout)
     assert (first, last) == (2, 3) and 99 <= sum(shares) <= 101 and shares[0] > 1
     waited = each * shares[2] / 100
-    assert (waited > 280) == waits, done.stdout
+    assert (waited > 700) == waits, done.stdout
     for rank in range(2):
         require_trace(tmp_path / f"trace_{strategy.lower()}_rank{rank}.json", (2, 3))
 
