@@ -165,7 +165,9 @@ def verify(options: argparse.Namespace, flags: list[str]) -> int:
         )
     from lockstep.verdict import tensor_report
 
-    return tensor_report.show(result, folder)
+    status = tensor_report.show(result, folder)
+    tell_trackers(baseline, {"verdict": result.outcome, **tensors_in_numbers(result)}, folder)
+    return status
 
 
 def require_free(options: argparse.Namespace) -> None:
@@ -229,7 +231,7 @@ def judge_tensors(
         "replays": [str(folder) for folder in folders],
     }
     logs = (config.loss_output_dir if options.part else options.output_dir) / "logs"
-    jobs.start_all_groups([*groups, (None, [reference])], logs, shown=bool(groups))
+    jobs.start_all_groups([*groups, (None, [reference])], logs, shown=bool(groups) and not config.quiet)
     from lockstep import compare  # torch is not needed to answer a usage error
 
     return compare.judge([*folders, place / jobs.REFERENCE], place)
@@ -253,7 +255,11 @@ def verdict(options: argparse.Namespace, flags: list[str]) -> int:
     result, report = None, ""
     if config.capture_dir is not None:
         try:
-            with progress.working("Comparing every tensor with a float64 reference"):
+            screen = progress.Quiet() if config.quiet else progress.screen
+            with (
+                progress.shown_on(screen),
+                progress.working("Comparing every tensor with a float64 reference"),
+            ):
                 result = judge_tensors(options, flags, config, names)
         except (UserError, jobs.JobFailed):
             if not judged.problem:  # else it says what is wrong with both
@@ -279,8 +285,55 @@ def verdict(options: argparse.Namespace, flags: list[str]) -> int:
         print(report)
     print(f"Data     {printable(data)}; all that the libraries said: {printable(place / 'logs')}")
     outcome = folder.worst([judged.outcome, *([tensors] if tensors else [])])
+    numbers = losses_in_numbers(judged) | (tensors_in_numbers(result) if result is not None else {})
+    tell_trackers(config, {"verdict": outcome, **numbers}, config.capture_dir or place, figure, data)
     print(f"\n{outcome}")
     return 0 if outcome == "PASS" else 1
+
+
+def tell_trackers(config: Config, found: dict[str, str | float], folder: Path, *more: Path) -> None:
+    """Tell the trackers of --report_to what was found, with the reports of a folder and more files."""
+    if not config.report_to:
+        return
+    from lockstep.training.trackers import Trackers  # imports torch
+
+    reports = (folder / name for name in ("report.md", "report.html", "report.json"))
+    files = [path for path in (*reports, *more) if path.exists()]
+    texts = {name: value for name, value in found.items() if isinstance(value, str)}
+    numbers = {name: value for name, value in found.items() if not isinstance(value, str)}
+    trackers = Trackers(config, "verification")
+    trackers.tell(lambda each: each.result(texts, numbers, files))
+    trackers.tell(lambda each: each.close(0))
+
+
+def tensors_in_numbers(result: "Result") -> dict[str, str | float]:
+    """For each run: its verdict, and of the tensor that is farthest from the reference its error, what is tolerated, and their ratio."""
+    from lockstep.verdict.distance import relative
+
+    found: dict[str, str | float] = {}
+    for name, run in result.runs.items():
+        found[f"{name}/tensors"] = result.verdict(name)
+        if run.counted:
+            row = max(run.counted, key=lambda row: row.multiple)
+            found[f"{name}/worst_tensor"] = f"step {row.step}, {row.name}"
+            found[f"{name}/worst_error"] = row.distance.relative
+            found[f"{name}/worst_tolerated"] = relative(row.tolerated, row.distance.norm)
+            found[f"{name}/worst_of_tolerated"] = row.multiple
+    return found
+
+
+def losses_in_numbers(judged: "Judged") -> dict[str, str | float]:
+    """What is tolerated of loss and gradient norm, and for each run its verdict and its largest differences from DDP."""
+    tolerance = judged.tolerated
+    found: dict[str, str | float] = {
+        "loss_tolerated": tolerance.maximum,
+        "grad_norm_tolerated": max(tolerance.grad_norm),
+    }
+    for name, verdict in judged.verdicts.items():
+        found[f"{name}/losses"] = verdict.outcome
+        found[f"{name}/loss_difference"] = verdict.max_abs_diff
+        found[f"{name}/grad_norm_difference"] = verdict.max_grad_norm_diff
+    return found
 
 
 def table(judged: "Judged", result: "Result | None") -> list[str]:

@@ -94,7 +94,10 @@ def _launch(
     if config.dry_run:
         print(describe(config, inputs))
         return 0
-    with locks.held(*outputs(config)) if _first() else contextlib.nullcontext():
+    # Of this program's own output, also while Ray's goes to a log.
+    screen = progress.Quiet(sys.stdout) if config.quiet else progress.Screen(sys.stdout)
+    held = locks.held(*outputs(config)) if _first() else contextlib.nullcontext()
+    with held, progress.shown_on(screen):
         if resources.launched_in_place():
             line = _run_in_place(config, inputs, make_strategy)
         else:
@@ -102,8 +105,8 @@ def _launch(
 
             begin = functools.partial(_begin, config, inputs)
             line = under_ray.run(config, inputs, make_strategy, make_trainer, begin)
-    if _first():
-        progress.screen.note(printable(line))
+        if _first():
+            screen.last(printable(line))
     return 0
 
 

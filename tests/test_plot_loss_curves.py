@@ -92,14 +92,56 @@ def drawn(monkeypatch):
     return found
 
 
+def beside(axes):
+    """The labels beside a panel, from its top down."""
+    texts = sorted(axes.texts, key=lambda text: -text.get_position()[1])
+    return [text.get_text() for text in texts]
+
+
 def test_the_figure_shows_both_panels(tmp_path, drawn):
-    plot(folder(tmp_path, fsdp=history("fsdp", shift=1e-6)))
+    plot(folder(tmp_path, fsdp=history("fsdp", shift=8e-7)))
     top, bottom = drawn[0].axes
-    labels = [text.get_text() for text in drawn[0].legends[0].get_texts()]
-    assert len(labels) == len(set(labels)) == 5 and bottom.get_yscale() == "symlog"
-    assert sum("tolerated" in label for label in labels) == 2
-    widths = [line.get_linewidth() for line in top.lines if len(line.get_xdata())]
-    assert widths == sorted(widths, reverse=True) and len(set(widths)) == 3
+    assert bottom.get_yscale() == "symlog" and not drawn[0].legends
+    assert beside(top) == ["DDP (TP=1, DP=2)", "DeepSpeed AutoTP (TP=2, DP=2)", "FSDP+DTensor (TP=2, DP=2)"]
+    assert beside(bottom) == [
+        "tolerated: up to 9.5e-06",
+        "tolerated in the mean: 1.9e-06",
+        "noise floor (derived): 9.5e-07",
+        "at most 8.0e-07",
+        "equal in every step",
+    ]
+
+
+def test_no_line_hides_another(tmp_path, drawn):
+    """Later lines are thinner; all have dashes, a marker and a colour of their own, as do their labels."""
+    plot(
+        folder(
+            tmp_path, **{f"fsdp-{number}": history("fsdp", run_name=f"fsdp-{number}") for number in range(2)}
+        )
+    )
+    top, bottom = drawn[0].axes
+    curves, samples = ([line for line in top.lines if len(line.get_xdata()) == size] for size in (20, 3))
+    assert len(curves) == len(samples) == 5
+    widths = [line.get_linewidth() for line in curves]
+    assert widths == sorted(set(widths), reverse=True)
+    for read in ("get_color", "get_marker", "_dash_pattern"):
+        # The dashes of DDP and of the first of the others are both none.
+        looks = {
+            str(getattr(line, read)() if read.startswith("get") else line._dash_pattern) for line in curves
+        }
+        assert len(looks) >= 4, read
+    looks = [{(line.get_color(), line.get_marker()) for line in lines} for lines in (curves, samples)]
+    assert looks[0] == looks[1] and len(looks[0]) == 5
+    points = [line for line in bottom.lines if line.get_linestyle() == "None" and len(line.get_xdata()) == 20]
+    assert len({line.get_markersize() for line in points}) == 4
+    assert {line.get_markerfacecolor() for line in points} == {"none"}
+
+
+def test_the_first_step_too_far_is_named(tmp_path, drawn):
+    one = history("fsdp")
+    set_loss(one.steps[6], one.steps[6]["loss"] + 1e-3)
+    plot(folder(tmp_path, fsdp=one))
+    assert "at most 1.0e-03, too far first in step 7" in beside(drawn[0].axes[1])
 
 
 def test_a_zero_is_drawn_as_zero(tmp_path, drawn):
@@ -108,13 +150,30 @@ def test_a_zero_is_drawn_as_zero(tmp_path, drawn):
     set_loss(one.steps[4], one.steps[4]["loss"] + 3e-7)
     plot(folder(tmp_path, fsdp=one))
     bottom = drawn[0].axes[1]
-    gaps = {line.get_marker(): list(line.get_ydata()) for line in bottom.lines if line.get_marker() != "None"}
+    points = (line for line in bottom.lines if len(line.get_xdata()) == 20)
+    gaps = {line.get_marker(): list(line.get_ydata()) for line in points if line.get_marker() != "None"}
     assert set(gaps) == {"o", "x"} and set(gaps["o"]) == {0.0}
     assert sorted(gaps["x"])[-2:] == [0.0, pytest.approx(3e-7, rel=1e-3)]
-    heights = bottom.transData.transform([(0, value) for value in (0.0, 1e-7, 1e-6)])[:, 1]
-    assert heights[0] > bottom.bbox.y0 and heights[2] - heights[1] > bottom.bbox.height / 4
+    heights = bottom.transData.transform([(0, value) for value in (0.0, 4e-7, 8e-7)])[:, 1]
+    assert heights[0] > bottom.bbox.y0 and heights[2] - heights[0] > bottom.bbox.height / 4
+    assert heights[2] - heights[1] == pytest.approx(heights[1] - heights[0])
     bottom.set_xlim(1, 2)
     assert all(tick == round(tick) for tick in bottom.get_xticks())
+
+
+@pytest.mark.parametrize("worst", [1e-5, 1.0, 1e6])
+def test_the_noise_has_a_third_of_the_panel_however_far_a_run_goes(worst):
+    """An axis that is logarithmic from the smallest difference on spends nine decades on it."""
+    axes = Figure().subplots()
+
+    def share():
+        low, high = axes.transData.transform([(0, 0), (0, 9.5e-7)])[:, 1]
+        return (high - low) / axes.bbox.height
+
+    report.from_zero(axes, [1e-10, worst], 9.5e-7)
+    assert 0.3 < share() < 0.7
+    report.from_zero(axes, [1e-10, 1e-5])
+    assert share() > 0.7
 
 
 def test_runs_that_agree_in_every_step_can_be_drawn():
@@ -136,8 +195,9 @@ def test_the_control_run_is_used_and_drawn(tmp_path, drawn, capsys):
     )  # 5e-6 is within the rule, not within the noise
     assert "loss too far from step 5 on" in capsys.readouterr().out
     assert json.loads((tmp_path / "v.json").read_text())["control"] == "DDP (TP=1, DP=2), control"
-    assert any(
-        "noise floor (control run)" in str(patch.get_label()) for patch in drawn[-1].axes[1].collections
+    bottom = drawn[-1].axes[1]
+    assert any(label.startswith("noise floor (control run)") for label in beside(bottom)) and any(
+        True for _ in bottom.collections
     )
 
 
@@ -238,4 +298,4 @@ def test_runs_of_a_figure_have_colours_of_their_own():
     assert len(set(colors.values())) == len(names)
     assert (colors["ddp"], colors["fsdp"]) == (report.color_of("ddp"), report.color_of("fsdp"))
     many = report.colors(f"run-{number}" for number in range(20))  # more runs than colours
-    assert set(many.values()) == set(report.FURTHER_COLORS)
+    assert set(many.values()) == {*report.FURTHER_COLORS, *(spec.color for spec in report.SPECS.values())}

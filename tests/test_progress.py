@@ -1,6 +1,7 @@
 """Lines that move on a terminal and stay elsewhere; lines in a log that are for a person."""
 
 import io
+import re
 
 from lockstep.ground import progress
 
@@ -14,7 +15,7 @@ def steps(screen, count=25):
     with progress.shown_on(screen):
         shown = progress.Steps("FSDP", count, 10)
         for number in range(1, count + 1):
-            shown.add({"step": number, "loss": 5.0, "grad_norm": 1.0, "tokens": 64})
+            shown.add({"step": number, "loss": 5.0, "grad_norm": 1.0, "tokens": 64}, 3 << 29)
         progress.screen.note("FSDP: done")
 
 
@@ -28,13 +29,47 @@ def test_plain_lines_elsewhere():
         "FSDP: step 20/25",
         "FSDP: done",
     ]
-    assert "tokens/s" in lines[1] and lines[1].endswith(" left") and "\r" not in stream.getvalue()
+    assert lines[0] == "FSDP: step 1/25  loss 5.000000  grad norm 1.0000  1.50 GiB"
+    assert re.fullmatch(
+        r"FSDP: step 10/25  loss 5.000000  grad norm 1.0000  0 s left  \d+ tokens/s  1.50 GiB", lines[1]
+    )
+    assert "\r" not in stream.getvalue()
 
 
 def test_one_line_that_moves_on_a_terminal():
     stream = Terminal()
     steps(progress.Screen(stream))
     assert stream.getvalue().count("\n") == 1 and stream.getvalue().endswith("\r\x1b[KFSDP: done\n")
+
+
+def test_a_line_that_moves_is_not_wrapped(monkeypatch):
+    """A second line of it could not be replaced. Negative control: a line that stays is whole."""
+    monkeypatch.setenv("COLUMNS", "30")
+    stream = Terminal()
+    screen = progress.Screen(stream)
+    screen.state("x" * 50, stays=False)
+    screen.note("y" * 50)
+    assert stream.getvalue() == "\r\x1b[K" + "x" * 29 + "\r\x1b[K" + "y" * 50 + "\n"
+
+
+def test_a_screen_is_left_below_its_moving_line():
+    stream = Terminal()
+    screen = progress.Screen(stream)
+    for line in ("x", "y"):
+        with progress.shown_on(screen):
+            screen.state(line, stays=False)
+    screen.leave()
+    assert stream.getvalue() == "\r\x1b[Kx\n\r\x1b[Ky\n"
+
+
+def test_quiet_shows_the_last_line_alone(capsys):
+    stream = Terminal()
+    screen = progress.Quiet(stream)
+    steps(screen)
+    with progress.shown_on(screen), progress.working("Building"):
+        assert screen.take("@lockstep note hello\n") and not screen.take("hello\n")
+    screen.last("done")
+    assert stream.getvalue() == "done\n"
 
 
 def test_what_is_relayed_through_a_log_is_shown_and_nothing_else(capsys):

@@ -5,6 +5,7 @@ process that reads the log hands them to its own screen (`Screen.take`).
 """
 
 import contextlib
+import shutil
 import sys
 import threading
 import time
@@ -31,10 +32,21 @@ class Screen:
 
     def state(self, line: str, *, stays: bool) -> None:
         """Show how far something is. On a terminal it replaces the last state; elsewhere it is shown if it `stays`."""
-        if self.stream.isatty():
-            self._write(line, stays=False)
+        if self.stream.isatty():  # a line that is wrapped could not be replaced
+            self._write(line[: shutil.get_terminal_size().columns - 1], stays=False)
         elif stays:
             self._write(line, stays=True)
+
+    def last(self, line: str) -> None:
+        """Show the last line of a program, also with --quiet."""
+        self._write(line, stays=True)
+
+    def leave(self) -> None:
+        """Let the moving line stay as it is: others write below it."""
+        if self._moving:
+            self._moving = False
+            self.stream.write("\n")
+            self.stream.flush()
 
     def take(self, text: str) -> bool:
         """Show a line of a log if `Relay` marked it; returns whether it did."""
@@ -66,6 +78,16 @@ class Relay(Screen):
         print(f"{MARK}{'step' if stays else 'state'} {line}", flush=True)
 
 
+class Quiet(Screen):
+    """Shows nothing (--quiet)."""
+
+    def note(self, line: str) -> None:
+        return
+
+    def state(self, line: str, *, stays: bool) -> None:
+        return
+
+
 screen = Screen()
 
 
@@ -77,12 +99,13 @@ def relay() -> None:
 
 @contextlib.contextmanager
 def shown_on(other: Screen) -> Iterator[None]:
-    """Use another screen for a while."""
+    """Use another screen for a while, and leave it."""
     global screen
     before, screen = screen, other
     try:
         yield
     finally:
+        other.leave()
         screen = before
 
 
@@ -94,8 +117,8 @@ class Steps:
         self._begin: float | None = None  # when the first step was done: it takes longer than the others
         self._shown = -OFTEN
 
-    def add(self, step: dict) -> None:
-        """Show a step of the history."""
+    def add(self, step: dict, memory: int) -> None:
+        """Show a step of the history, and the peak memory of this rank so far, in bytes."""
         number, now = step["step"], time.monotonic()
         stays = number == 1 or number % self._interval == 0
         if self._begin is None:
@@ -106,7 +129,8 @@ class Steps:
         line = f"{self._label}: step {number}/{self._total}  loss {step['loss']:.6f}  grad norm {step['grad_norm']:.4f}"
         each = (now - self._begin) / (number - 1) if number > 1 else 0.0
         if each:
-            line += f"  {step['tokens'] / each:.0f} tokens/s  {duration((self._total - number) * each)} left"
+            line += f"  {duration((self._total - number) * each)} left  {step['tokens'] / each:.0f} tokens/s"
+        line += f"  {memory / 2**30:.2f} GiB"
         screen.state(line, stays=stays)
 
 

@@ -36,6 +36,7 @@ BASELINE = "ddp"  # what the others are held against; it writes the initial weig
 # The colours of figures are those of Okabe and Ito, which colour-blind people tell apart. Vermilion is a tolerance's, or what was missed.
 BLUE, ORANGE, VERMILION = "#0072B2", "#E69F00", "#D55E00"
 TORCH_HANDLES = "lockstep.faults.torch_handles:TorchHandles"
+TRACKERS = ("tensorboard", "wandb", "mlflow")  # --report_to, each the name of a package
 # Options of all strategies that one of several compared runs may have, and the value that leaves them out
 PER_RUN = {"activation_checkpointing": False, "compile": "off"}
 
@@ -144,6 +145,16 @@ class Spec:
 
 def _layers(text: str) -> float | None:
     return None if text == "all" else number(int, 1)(text)
+
+
+def _trackers(text: str) -> tuple[str, ...]:
+    names = () if text == "none" else tuple(text.split(","))
+    unknown = next((name for name in names if name not in TRACKERS), None)
+    if unknown is not None:
+        raise argparse.ArgumentTypeError(
+            f"there is no tracker {unknown!r}; choose from {', '.join(TRACKERS)}"
+        )
+    return tuple(dict.fromkeys(names))
 
 
 @dataclass(frozen=True)
@@ -290,6 +301,13 @@ class Config:
         "count the collective operations of the last step, with torch's profiler, and record them in the history",
         recorded=False,
     )
+    profile: int = flag(
+        0,
+        "profile so many steps, after the first and the captured ones: a trace of each rank in --loss_output_dir, and a line that says "
+        "where a step's time goes (0: none)",
+        low=0,
+        recorded=False,
+    )
     group_norms: bool = flag(
         False,
         "record at every step the gradient norm of each layer, of the embedding and of the rest",
@@ -315,7 +333,14 @@ class Config:
     experiment_name: str | None = flag(
         None, "new name for the run under --storage_path (default: strategy and time)", recorded=False
     )
-    log_interval: int = flag(10, "number of steps between printed losses", low=1)
+    log_interval: int = flag(10, "number of steps between printed losses, if not on a terminal", low=1)
+    report_to: tuple[str, ...] = flag(
+        (),
+        f"comma-separated trackers that the steps and the verdict are reported to: {', '.join(TRACKERS)} (default: none)",
+        parse=_trackers,
+        recorded=False,
+    )
+    quiet: bool = flag(False, "show no progress: warnings, errors and the last line alone", recorded=False)
     capture_dir: Path | None = flag(
         None, "folder for the full tensors of the first steps (default: none are written)", recorded=False
     )
@@ -351,6 +376,15 @@ class Config:
     @property
     def history_path(self) -> Path:
         return history_file(self.loss_output_dir, CONTROL if self.noise_control else self.name)
+
+    @property
+    def profiled(self) -> range:
+        """The steps that are profiled, from 1."""
+        first = 1 + max(1, self.capture_steps if self.capture_dir else 0)
+        return range(first, first + self.profile)
+
+    def trace_path(self, rank: int) -> Path:
+        return self.loss_output_dir / f"trace_{self.name}_rank{rank}.json"
 
     @property
     def told_path(self) -> Path:
@@ -390,7 +424,7 @@ class Config:
     def of_control(self) -> "Config":
         """The control run of this run. It starts from the same weights, perturbed by one ulp; if this run saves weights, from those."""
         run = replace(self, save_init_weights=False, pretrained=False) if self.save_init_weights else self
-        return replace(run, control=False, noise_control=True, capture_dir=None)
+        return replace(run, control=False, noise_control=True, capture_dir=None, profile=0)
 
     def recorded(self) -> dict[str, Any]:
         """What a run records of its configuration: all but what names places, or does not change what is computed."""

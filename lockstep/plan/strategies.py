@@ -14,7 +14,7 @@ from lockstep.plan.deepspeed import DeepSpeed
 from lockstep.plan.fsdp import FSDP
 from lockstep.plan.mesh import AXES
 
-FURTHER_COLORS = ("#009E73", "#CC79A7", "#56B4E9", "#F0E442")  # green, purple, sky blue, yellow
+FURTHER_COLORS = ("#009E73", "#CC79A7", "#56B4E9")  # green, purple, sky blue; yellow is too pale for a line
 SPECS: dict[str, Spec] = {spec.name: spec for spec in (DDP(), DeepSpeed(), FSDP())}
 
 

@@ -90,6 +90,7 @@ def start_groups(
         finally:
             processes.end(process)
         _show(said, shown)
+        progress.screen.leave()
     return [float(line) for line in done.read_text().splitlines()], process.returncode
 
 

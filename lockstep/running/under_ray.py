@@ -237,7 +237,6 @@ def _log_at(path: Path) -> Iterator[_Log]:
         ) from error
     with (
         contextlib.closing(log),
-        progress.shown_on(progress.Screen(sys.stdout)),
         contextlib.redirect_stdout(log),
         contextlib.redirect_stderr(log),
     ):

@@ -31,15 +31,18 @@ from lockstep.plan import compiled, initial_weights, rates
 from lockstep.plan.config import Config
 from lockstep.plan.contract import contradiction, expected_contract, left_to_the_verdict, of_all_ranks
 from lockstep.plan.mesh import Geometry, Mesh
+from lockstep.training import trackers
 from lockstep.training.listeners import ComputeDtypes, CountedCollectives, GroupNorms, Listener, held_out
 from lockstep.training.observe import (
     clipping_problem,
     learning_rate,
     own_optimizer,
+    own_peak_memory,
     peak_memory,
     versions,
 )
 from lockstep.training.optim import set_rate
+from lockstep.training.profiled import Profile
 from lockstep.training.strategy import MakeStrategy, Strategy
 
 if TYPE_CHECKING:
@@ -93,7 +96,8 @@ def run(config: Config, inputs: Inputs, make_strategy: MakeStrategy, device: tor
             record.weights = {"initial_sha256": weights.combined_sha256(before)}
             if capture:
                 capture.manifest["initial_sha256"] = record.weights["initial_sha256"]
-        _train(config, inputs, strategy, device, record, capture)
+        with trackers.tracking(config, lead=rank == 0) as tracked:
+            _train(config, inputs, strategy, device, record, capture, tracked)
         _measure(config, inputs, strategy, device, record, before)
     except BaseException as error:
         record.ended = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -118,15 +122,18 @@ def _train(
     device: torch.device,
     record: history_file.History,
     capture: Capture | None,
+    tracked: trackers.Trackers,
 ) -> None:
     """Every step, with what listens to it. What rank 0 cannot write stops all ranks in the step after."""
     lead = dist.get_rank() == 0
     shown = progress.Steps(config.label, inputs.num_steps, config.log_interval)
     dtypes, counted = ComputeDtypes(config.compile), CountedCollectives()
+    profile = Profile(config.trace_path(dist.get_rank()), config.profiled.stop - 1)
     problem = ""
     for index in range(inputs.num_steps):
         capturing = capture if capture is not None and index < config.capture_steps else None
         listeners: list[Listener] = [
+            *([profile] if index + 1 in config.profiled else []),
             *([GroupNorms()] if config.group_norms else []),
             *([capturing] if capturing else []),
             *([dtypes] if index == 0 else []),
@@ -155,10 +162,15 @@ def _train(
         try:
             if lead:
                 record.save_if_due(config.history_path)
-                shown.add(step)
+                shown.add(step, own_peak_memory(device))
+            tracked.step(step)
         except UserError as error:
             problem = str(error)
     stop_together(problem)
+    if profile.steps:
+        line = f"{config.label}: {profile.line()}; {config.trace_path(0)} and the other ranks'"
+        if lead:
+            progress.screen.note(line)
     if config.count_collectives:
         record.run["collectives"] = counted.counted
 
@@ -306,16 +318,21 @@ def _initial_model(
                     initial_weights.origin(config),
                     overwrite=config.overwrite,
                 )
-                print(f"Saved initial weights to {written}", flush=True)
+                _say(config, f"Saved initial weights to {written}")
         path = written
     with stopping_together():  # a file need not be there on every machine
         model, sums = build(path)
     if path and rank == 0:
-        print(f"Loaded initial weights from {path}", flush=True)
+        _say(config, f"Loaded initial weights from {path}")
     if config.noise_control:
         weights.perturb(model, "float32" if config.precision == "fp32" else "bfloat16", config.weights_seed)
         return model, None  # no longer the file's
     return model, sums
+
+
+def _say(config: Config, line: str) -> None:
+    if not config.quiet:
+        print(line, flush=True)
 
 
 def _require_file_weights(

@@ -232,10 +232,15 @@ def versions() -> dict[str, str]:
 
 def peak_memory(device: torch.device) -> dict:
     """Peak memory of every rank in bytes, in rank order: allocated and reserved on a GPU, the resident set on a CPU."""
+    mine = gather_objects(own_peak_memory(device))
     if device.type != "cuda":
-        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        return {"kind": "ru_maxrss", "bytes_by_rank": gather_objects(resident)}
-    mine = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
-    allocated, reserved = zip(*gather_objects(mine), strict=True)
-    kind = "torch.cuda.max_memory_allocated"
-    return {"kind": kind, "bytes_by_rank": list(allocated), "reserved_by_rank": list(reserved)}
+        return {"kind": "ru_maxrss", "bytes_by_rank": mine}
+    reserved = gather_objects(torch.cuda.max_memory_reserved(device))
+    return {"kind": "torch.cuda.max_memory_allocated", "bytes_by_rank": mine, "reserved_by_rank": reserved}
+
+
+def own_peak_memory(device: torch.device) -> int:
+    """Peak memory of this rank so far, in bytes: allocated on a GPU, the resident set on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

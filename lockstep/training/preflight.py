@@ -3,6 +3,8 @@
 They run where a run is started, before its workers, and need no GPU and no cluster.
 """
 
+import importlib.util
+from collections.abc import Sequence
 from pathlib import Path
 
 from lockstep.dumps import history
@@ -12,6 +14,8 @@ from lockstep.inputs import architectures, data, shapes, texts, tokenizer
 from lockstep.plan import command_line, compiled, cuts, initial_weights, limit, rates, samples, strategies
 from lockstep.plan.config import Config
 from lockstep.plan.resources import launched_in_place, workers_here
+
+TRACE = b' {\n    "schemaVersion"'  # how torch's profiler begins a file
 
 
 def notes(config: Config) -> list[str]:
@@ -96,6 +100,7 @@ def load_inputs(config: Config) -> data.Inputs:
     )
     num_steps = config.debug_steps or config.num_epochs * batches.steps_per_epoch
     rates.require(vars(config), num_steps)
+    _require_profiled(config, num_steps)
     return data.Inputs(architecture, source, batches, num_steps)
 
 
@@ -112,12 +117,31 @@ def runs(config: Config) -> list[Config]:
     return [config, config.of_control()] if config.control else [config]
 
 
+def _require_profiled(config: Config, num_steps: int) -> None:
+    last = config.profiled.stop - 1
+    if config.profile and last > num_steps:
+        raise UserError(
+            f"--profile {config.profile}: steps {config.profiled.start} to {last} would be profiled, and the run has {num_steps}; profile fewer, or train longer"
+        )
+    if config.profile and config.count_collectives:
+        raise UserError("--profile and --count_collectives use the same profiler; leave one out")
+
+
+def _require_packages(trackers: Sequence[str]) -> None:
+    for name in trackers:
+        if importlib.util.find_spec(name) is None:
+            raise UserError(
+                f"--report_to {name}: this Python has no package {name}; pip install -r requirements-trackers.txt, or leave it out"
+            )
+
+
 def check_environment(config: Config, architecture: dict) -> None:
     """Check the weights file, the folders and the tools that a run needs, where it is started. Raises UserError.
 
     A dry run leaves no folder behind, nor does one that is refused.
     """
     hang.patience()
+    _require_packages(config.report_to)
     config.spec.require(config, architecture)
     compiled.require(config.compile)
     for run in runs(config):  # an older run's is replaced
@@ -129,6 +153,8 @@ def check_environment(config: Config, architecture: dict) -> None:
         raise UserError(
             f"--experiment_name {config.experiment_name}: already used under {config.storage_path}; choose a new name"
         )
+    for rank in range(config.num_workers if config.profile else 0):
+        files.require_ours(config.trace_path(rank), "--loss_output_dir", TRACE)
     if config.history_path.is_dir():
         raise UserError(
             f"--loss_output_dir: {config.history_path} is a folder; remove it, or choose another folder"

@@ -2,7 +2,8 @@
 
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,20 @@ from lockstep.ground.files import FIGURE, write_atomically
 from lockstep.inputs.architectures import in_words
 from lockstep.plan.config import BASELINE, VERMILION
 from lockstep.plan.contract import KNOWN_DIFFERENCES
-from lockstep.plan.strategies import FURTHER_COLORS, color_of
+from lockstep.plan.strategies import FURTHER_COLORS, SPECS, color_of
 from lockstep.verdict.loss_curves import FAIL, CurveVerdict
 from lockstep.verdict.loss_folder import Judged
-from lockstep.verdict.loss_tolerance import DERIVED_STEPS, Tolerance, loss_gap
+from lockstep.verdict.loss_tolerance import DERIVED_STEPS, Tolerance, floors, loss_gap
 
-# Of runs, one after another: where they agree, a marker of another shape shows through the one above it.
-MARKERS = ("o", "x", "^", "+", "s")
+# Marker and dashes of runs, one after another: where they agree, one of another shape shows through the one above it.
+LOOKS = (
+    ("o", "-"),
+    ("x", (0, (4, 1.5))),
+    ("^", (0, (2, 1))),
+    ("+", (0, (6, 1.5, 1, 1.5))),
+    ("s", (0, (1, 1))),
+)
+Style = dict[str, Any]  # of a line, as matplotlib takes it
 _WIDE, _RULE = "=" * 60, "-" * 60
 
 
@@ -101,9 +109,10 @@ def _drawable(text: str) -> str:
 
 def colors(names: Iterable[str]) -> dict[str, str]:
     """A colour for each run: that of its strategy or its name, or another one if an earlier run has it."""
-    chosen: dict[str, str] = {}
+    names, chosen = list(names), dict[str, str]()
+    others = [*FURTHER_COLORS, *(spec.color for spec in SPECS.values() if spec.name not in names)]
     for name in names:
-        free = (color for color in (color_of(name), *FURTHER_COLORS) if color not in chosen.values())
+        free = (color for color in (color_of(name), *others) if color not in chosen.values())
         chosen[name] = next(free, color_of(name))
     return chosen
 
@@ -111,63 +120,124 @@ def colors(names: Iterable[str]) -> dict[str, str]:
 def draw(
     histories: dict[str, History], control: History | None, tolerance: Tolerance | None, path: Path
 ) -> None:
-    """Two panels: the loss curves; the absolute difference from DDP, on a log axis that begins at 0, with the tolerance.
+    """Two panels: the loss curves; the absolute difference from DDP, with the tolerance, the noise floor and the control run's difference.
 
-    A control run's difference is drawn as "noise floor (control run)".
+    Each line is labelled beside its end. The lower axis is linear from 0 to the noise floor, by which correct runs differ, and logarithmic
+    above it.
     """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 7), layout="constrained")
+    figure = Figure(figsize=(10, 7), layout="constrained")
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
-    baseline = histories.get(BASELINE)
-    color, shown = colors(histories), list[float]()
-    markers = itertools.cycle(MARKERS)
-    for number, (name, history) in enumerate(histories.items()):
-        steps = [step["step"] for step in history.steps]
-        losses = [step["loss"] for step in history.steps]
-        own_name = name != history.run["config"]["strategy"]  # runs of one strategy have one label
-        label = f"{name}: {history.run['label']}" if own_name else history.run["label"]
-        # thinner on top: curves that agree stay visible
-        style = {"color": color[name], "linewidth": 6 - 4.5 * number / max(1, len(histories) - 1)}
-        if name == BASELINE or baseline is None:
-            top.plot(steps, losses, **style, label=_drawable(label))
-            continue
-        gaps = [*map(loss_gap, baseline.steps, history.steps)]
-        shown += gaps
-        marks = {"marker": next(markers), "markersize": 4, "markerfacecolor": "none", "markeredgewidth": 0.9}
-        bottom.plot(steps[: len(gaps)], gaps, linestyle="", color=color[name], clip_on=False, **marks)
-        top.plot(steps, losses, **style)
-        top.plot([], [], **style, **marks, label=_drawable(label))
-    if control is not None and baseline is not None:
-        gaps = [*map(loss_gap, baseline.steps, control.steps)]
-        shown += gaps
-        label = "noise floor (control run)"
-        bottom.fill_between(range(1, len(gaps) + 1), 0, gaps, color="0.85", step="mid", label=label, zorder=0)
-    top.set_ylabel("loss, mean over DP ranks (nats)")
-    top.set_title(_drawable(_title(next(iter(histories.values())).run)))
-    if tolerance is not None:
-        shown += [*tolerance.loss, tolerance.mean]
-        red = {"color": VERMILION, "linestyle": "--"}
-        bottom.plot(
-            range(1, len(tolerance.loss) + 1),
-            tolerance.loss,
-            label=f"tolerated: up to {tolerance.maximum:.1e}",
-            **red,
-        )
-        bottom.axhline(
-            tolerance.mean, label=f"tolerated in the mean: {tolerance.mean:.1e}", **red | {"linestyle": ":"}
-        )
-    from_zero(bottom, shown)
+    styles = _styles(list(histories))
+    _draw_losses(top, histories, styles)
+    if BASELINE in histories:
+        _draw_differences(bottom, histories, control, tolerance, styles)
     whole_steps(bottom)
-    bottom.set_ylabel("|loss - DDP's loss| (nats)")
-    bottom.set_xlabel("step")
-    figure.legend(loc="outside lower center", ncols=2, frameon=False)  # beside the panels: it hides nothing
-    for axes in (top, bottom):
+    for axes, label in ((top, "loss, mean over DP ranks (nats)"), (bottom, "|loss - DDP's loss| (nats)")):
+        axes.set_ylabel(label)
         axes.grid(alpha=0.3)
+    bottom.set_xlabel("step")
     about = {"Creator": FIGURE.decode()}
     write_atomically(
         path, lambda temporary: figure.savefig(temporary, dpi=120, format=path.suffix[1:], metadata=about)
     )
+
+
+def _styles(names: list[str]) -> dict[str, Style]:
+    """How the line of each run looks. Runs that agree lie on each other: a later one is thinner, has other dashes and another marker."""
+    color, looks = colors(names), itertools.cycle(LOOKS)
+    styles = {}
+    for number, name in enumerate(names):
+        thin = number / max(1, len(names) - 1)
+        marker, dashes = ("", "-") if name == BASELINE else next(looks)
+        style = {"color": color[name], "marker": marker, "linestyle": dashes, "linewidth": 6 - 4.5 * thin}
+        styles[name] = {
+            **style,
+            "markersize": 7 - 3 * thin,
+            "markerfacecolor": "none",
+            "markeredgewidth": 1.2,
+        }
+    return styles
+
+
+def _draw_losses(axes: Any, histories: dict[str, History], styles: dict[str, Style]) -> None:
+    labels = []
+    for number, (name, history) in enumerate(histories.items()):
+        losses = [step["loss"] for step in history.steps]
+        # Markers of several runs stand in different steps.
+        apart = max(1, len(losses) // 12)
+        every = (number * apart // len(histories), apart)
+        axes.plot(range(1, len(losses) + 1), losses, **styles[name], markevery=every)
+        # Runs of one strategy have one label.
+        own_name = name != history.run["config"]["strategy"]
+        label = f"{name}: {history.run['label']}" if own_name else history.run["label"]
+        labels.append((losses[-1], label, styles[name]))
+    axes.set_title(_drawable(_title(history.run)))
+    _label_beside(axes, labels)
+
+
+def _draw_differences(
+    axes: Any,
+    histories: dict[str, History],
+    control: History | None,
+    tolerance: Tolerance | None,
+    styles: dict[str, Style],
+) -> None:
+    steps = histories[BASELINE].steps
+    floor = floors(histories[BASELINE])[0]
+    lines: list[tuple[str, Sequence[float], Style]] = []
+    for name, history in histories.items():
+        gaps = [*map(loss_gap, steps, history.steps)]
+        if name != BASELINE:
+            lines.append(
+                (_in_words(gaps, tolerance), gaps, {**styles[name], "linestyle": "", "clip_on": False})
+            )
+    flat = [(f"noise floor (derived): {floor:.1e}", floor, {"color": "0.4", "linestyle": "-."})]
+    if tolerance is not None:
+        red = {"color": VERMILION, "linestyle": "--"}
+        lines.append((f"tolerated: up to {tolerance.maximum:.1e}", tolerance.loss, red))
+        flat.append(
+            (f"tolerated in the mean: {tolerance.mean:.1e}", tolerance.mean, red | {"linestyle": ":"})
+        )
+    lines += [(label, [value] * len(steps), style) for label, value, style in flat]
+    for _, values, style in lines:
+        axes.plot(range(1, len(values) + 1), values, **style)
+    if control is not None:
+        gaps = [*map(loss_gap, steps, control.steps)]
+        lines.append(
+            (f"noise floor (control run): at most {max(gaps):.1e}", gaps, {"color": "0.85", "linewidth": 6})
+        )
+        axes.fill_between(range(1, len(gaps) + 1), 0, gaps, color="0.85", step="mid", zorder=0)
+    from_zero(axes, [value for _, values, _ in lines for value in values], floor)
+    _label_beside(axes, [(max(values), label, style) for label, values, style in lines])
+
+
+def _in_words(gaps: list[float], tolerance: Tolerance | None) -> str:
+    """The largest difference, or, if one is not tolerated, the first such step, too."""
+    said = f"at most {max(gaps):.1e}" if any(gaps) else "equal in every step"
+    far = [gap > bound for gap, bound in zip(gaps, tolerance.loss if tolerance else (), strict=False)]
+    return f"{said}, too far first in step {far.index(True) + 1}" if any(far) else said
+
+
+def _label_beside(axes: Any, labels: list[tuple[float, str, Style]]) -> None:
+    """Put (height, text, style of the line) at the right of a panel, each with a piece of its line: at its height, or as near as there is room."""
+    from matplotlib.lines import Line2D
+
+    axes.autoscale_view()
+    inside = axes.transData - axes.transAxes
+    # Of lines that end together, the first is on top.
+    found = [
+        (round(inside.transform((0, value))[1], 2), text, style) for value, text, style in reversed(labels)
+    ]
+    room = 0.24 / (axes.get_position().height * axes.figure.get_figheight())
+    place, left = -room, len(found)
+    for height, text, style in sorted(found, key=itemgetter(0)):
+        left -= 1
+        place = max(min(height, 1 - room * left), place + room)
+        about = {**style, "transform": axes.transAxes, "clip_on": False, "markevery": [1]}
+        axes.add_line(Line2D([1.015, 1.035, 1.055], [place] * 3, **about))
+        axes.text(1.075, place, _drawable(text), transform=axes.transAxes, va="center", fontsize=9)
 
 
 def whole_steps(axes: Any) -> None:
@@ -177,10 +247,17 @@ def whole_steps(axes: Any) -> None:
     axes.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 2.5, 5, 10], integer=True))
 
 
-def from_zero(axes: Any, values: Iterable[float]) -> None:
-    """A vertical axis from 0, for values that are not negative: linear up to the smallest that is not zero, then logarithmic."""
+def from_zero(axes: Any, values: Iterable[float], linear: float | None = None) -> None:
+    """A vertical axis from 0, for values that are not negative: linear up to `linear` (default: the smallest that is not zero), then
+    logarithmic. It begins a little below 0, so that a marker at 0 is whole."""
     positive = [value for value in values if 0 < value < math.inf]
     if positive:
-        threshold = 10.0 ** math.floor(math.log10(min(positive)))
-        axes.set_yscale("symlog", linthresh=threshold, linscale=0.5)
-        axes.set_ylim(-threshold / 4, 2 * max(positive))  # a marker at 0 is whole
+        threshold = linear or 10.0 ** math.floor(math.log10(min(positive)))
+        high = 2 * max(positive)
+        # The noise has a third of the panel, or more.
+        share = max(0.5, math.log10(max(high / threshold, 1)) / 2) if linear else 0.5
+        axes.set_yscale("symlog", linthresh=threshold, linscale=share)
+        axes.set_ylim(-threshold / 8 / share, high)
+        if linear:
+            axes.set_yticks([tick for tick in axes.get_yticks() if tick == 0 or threshold <= tick <= high])
+            axes.set_yticks([threshold / 2], [f"{threshold / 2:.1e}"], minor=True)

@@ -1,0 +1,98 @@
+"""torch's profiler around some steps (--profile): a trace of each rank, and where a step's time goes.
+
+docs/commands.md defines computing, communicating and waiting.
+"""
+
+import errno
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.autograd import DeviceType
+
+from lockstep.ground.collective import gather_objects, stopping_together
+from lockstep.ground.files import write_atomically
+from lockstep.training.listeners import Fed, Listener
+from lockstep.training.strategy import Strategy
+
+STEP = "lockstep step "
+Span = tuple[float, float]  # begin and end
+
+
+class Profile(Listener):
+    """Profiles the steps that it listens to, and writes the trace of this rank after the `last`."""
+
+    def __init__(self, path: Path, last: int):
+        self.path, self.last, self.steps = path, last, list[int]()
+
+    def begin(self, strategy: Strategy, step: int, fed: Sequence[Fed]) -> None:
+        if not self.steps:
+            self.profiler = torch.profiler.profile()
+            self.profiler.start()
+        self.steps.append(step)
+        self.mark = torch.profiler.record_function(f"{STEP}{step}")
+        self.mark.__enter__()
+
+    def end(self, record: dict[str, Any]) -> None:
+        self.mark.__exit__(None, None, None)
+        if record["step"] == self.last:
+            self.profiler.stop()
+            with stopping_together():
+                write_atomically(self.path, self._export)
+
+    def _export(self, path: Path) -> None:
+        self.profiler.export_chrome_trace(str(path))
+        if not path.read_bytes().rstrip().endswith(b"}"):  # it says nothing of a full disk
+            raise OSError(errno.ENOSPC, "the trace is cut off")
+
+    def line(self) -> str:
+        """Where the time of a step goes, as a mean over all ranks. Collective."""
+        totals, computing, communicating = zip(*gather_objects(times(self.profiler.events())), strict=True)
+        total, busy, least = sum(totals), sum(computing), len(totals) * min(communicating)
+        shares = (f"{100 * part / total:.0f}%" for part in (busy, least, total - busy - least))
+        each = 1000 * total / len(totals) / len(self.steps)
+        said = "steps {} to {} profiled: {:.1f} ms a step, computing {}, communicating {}, waiting {}"
+        return said.format(self.steps[0], self.last, each, *shares)
+
+
+def times(events: Sequence[Any]) -> tuple[float, float, float]:
+    """Of the rank that has these events of torch's profiler, in seconds inside of the marked steps: all of them, in which it computes, in which
+    it communicates and does not compute."""
+    steps = [event for event in events if event.name.startswith(STEP) and event.device_type == DeviceType.CPU]
+    ours = [event for event in events if event.device_type != DeviceType.CPU] or events
+    collectives = [event for event in ours if _communicates(event.name)]
+    # Events with a collective inside: they wait for it.
+    around = set()
+    for event in collectives:
+        while event is not None:
+            around.add(id(event))
+            event = event.cpu_parent
+    operations = [
+        event
+        for event in ours
+        if not (id(event) in around or event.is_user_annotation or event.name.startswith("autograd::engine"))
+    ]
+    windows = _spans(steps)
+    computing = covered(_spans(operations), windows)
+    both = covered(_spans(operations + collectives), windows)
+    return covered(windows, windows), computing, both - computing
+
+
+def _communicates(name: str) -> bool:
+    return name.startswith("gloo:") or "c10d" in name or "nccl" in name
+
+
+def _spans(events: Sequence[Any]) -> list[Span]:
+    return sorted((event.time_range.start / 1e6, event.time_range.end / 1e6) for event in events)
+
+
+def covered(spans: list[Span], windows: list[Span]) -> float:
+    """How much of the windows is inside of at least one of the spans, which are in order."""
+    total = 0.0
+    for at, end in windows:
+        for low, high in spans:
+            low, high = max(low, at), min(high, end)
+            if high > low:
+                total, at = total + high - low, high
+    return total

@@ -1,0 +1,136 @@
+"""Trackers that runs and verifications are reported to, each through its own client (--report_to).
+
+A client's own environment variables, such as WANDB_MODE and MLFLOW_TRACKING_URI, say where it writes; else it writes into the run's folder.
+Each class here is made with the name of a run, a folder, and what the run is about. `metrics` takes those of a step, by name. `result` takes
+texts and numbers by name, and files. `close` takes whether the run failed.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from lockstep.ground.collective import stopping_together
+from lockstep.ground.errors import UserError, first_line
+from lockstep.plan.config import Config
+
+PROJECT = "lockstep"  # of Weights & Biases, and the experiment of MLflow, unless their environment variables name another
+
+
+class TensorBoard:
+    def __init__(self, name: str, folder: Path, about: dict[str, Any]):
+        from torch.utils.tensorboard import SummaryWriter
+
+        # It would add to an older run of the name.
+        self.writer = SummaryWriter(str(folder / "tensorboard" / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"))
+        self.writer.add_text("about", f"```\n{json.dumps(about, indent=1)}\n```")
+        self.close = lambda failed: self.writer.close()
+
+    def metrics(self, values: dict[str, float], step: int) -> None:
+        for name, value in values.items():
+            self.writer.add_scalar(name, value, step)
+
+    def result(self, texts: dict[str, str], numbers: dict[str, float], files: Sequence[Path]) -> None:
+        # It shows Markdown; of any other file, where it is.
+        shown = {path.name: path.read_text() if path.suffix == ".md" else str(path) for path in files}
+        for name, text in (texts | shown).items():
+            self.writer.add_text(name, text)
+        self.metrics(numbers, 0)
+
+
+class Wandb:
+    def __init__(self, name: str, folder: Path, about: dict[str, Any]):
+        import wandb
+
+        self.run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", PROJECT),
+            name=name,
+            dir=folder,
+            config=about,
+            reinit="create_new",
+            settings=wandb.Settings(console="off", silent=True),
+        )
+        self.metrics, self.close = self.run.log, self.run.finish
+
+    def result(self, texts: dict[str, str], numbers: dict[str, float], files: Sequence[Path]) -> None:
+        self.run.summary.update(texts | numbers)
+        for path in files:  # a copy: its own `save` makes a link, and a later run may replace the file
+            shutil.copy(path, self.run.dir)
+
+
+class MLflow:
+    def __init__(self, name: str, folder: Path, about: dict[str, Any]):
+        import mlflow
+
+        self.client, place = mlflow, None
+        if "MLFLOW_TRACKING_URI" not in os.environ:
+            mlflow.set_tracking_uri(f"sqlite:///{folder}/mlflow.db")
+            place = (folder / "mlartifacts").as_uri()
+        experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
+        if mlflow.get_experiment_by_name(experiment) is None:
+            mlflow.create_experiment(experiment, place)
+        mlflow.set_experiment(experiment)
+        mlflow.start_run(run_name=name)
+        mlflow.log_params(about)
+        self.metrics = mlflow.log_metrics
+        self.close = lambda failed: mlflow.end_run("FAILED" if failed else "FINISHED")
+
+    def result(self, texts: dict[str, str], numbers: dict[str, float], files: Sequence[Path]) -> None:
+        self.client.set_tags(texts)
+        self.client.log_metrics(numbers)
+        for path in files:
+            self.client.log_artifact(str(path))
+
+
+# By the name of the package, which --report_to takes.
+TRACKERS: dict[str, Any] = {"tensorboard": TensorBoard, "wandb": Wandb, "mlflow": MLflow}
+
+
+class Trackers:
+    """The trackers of a run, all of which are told the same. Their errors are raised as UserError."""
+
+    def __init__(self, config: Config, name: str, *, lead: bool = True):
+        self._all: dict[str, Any] = {}
+        for each in config.report_to if lead else ():
+            with _named(each):
+                self._all[each] = TRACKERS[each](name, config.loss_output_dir, config.recorded())
+
+    def tell(self, say: Callable[[Any], object]) -> None:
+        for name, each in self._all.items():
+            with _named(name):
+                say(each)
+
+    def step(self, step: dict[str, Any]) -> None:
+        """Tell them of a step of the history."""
+        values = {name: step[name] for name in ("loss", "grad_norm", "learning_rate")}
+        values["tokens_per_second"] = step["tokens"] / step["seconds"]
+        self.tell(lambda each: each.metrics(values, step=step["step"]))
+
+
+@contextlib.contextmanager
+def _named(tracker: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise UserError(
+            f"--report_to {tracker}: {first_line(error)}; set its environment variables, or leave it out"
+        ) from error
+
+
+@contextlib.contextmanager
+def tracking(config: Config, *, lead: bool) -> Iterator[Trackers]:
+    """The trackers of a training run, on the `lead` rank; others have none. Collective at its begin and its end."""
+    with stopping_together():
+        trackers = Trackers(config, config.history_path.stem.removeprefix("loss_"), lead=lead)
+    try:
+        yield trackers
+    except BaseException:
+        with contextlib.suppress(UserError):  # the error above is the reason
+            trackers.tell(lambda each: each.close(1))
+        raise
+    with stopping_together():
+        trackers.tell(lambda each: each.close(0))
