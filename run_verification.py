@@ -218,6 +218,7 @@ def judge_tensors(
     config: Config,
     names: list[str],
     groups: Sequence[jobs.Group] = (),
+    curves: "Judged | None" = None,
 ) -> "Result":
     """Train the jobs of `groups`, compute the float64 reference, compare the named runs with it, and write the reports beside them."""
     place = config.capture_dir
@@ -232,7 +233,7 @@ def judge_tensors(
     jobs.start_all_groups([*groups, (None, [reference])], logs, shown=bool(groups))
     from lockstep import compare  # torch is not needed to answer a usage error
 
-    return compare.judge([*folders, place / jobs.REFERENCE], place)
+    return compare.judge([*folders, place / jobs.REFERENCE], place, curves)
 
 
 def verdict(options: argparse.Namespace, flags: list[str]) -> int:
@@ -254,7 +255,7 @@ def verdict(options: argparse.Namespace, flags: list[str]) -> int:
     if config.capture_dir is not None:
         try:
             with progress.working("Comparing every tensor with a float64 reference"):
-                result = judge_tensors(options, flags, config, names)
+                result = judge_tensors(options, flags, config, names, curves=judged)
         except (UserError, jobs.JobFailed):
             if not judged.problem:  # else it says what is wrong with both
                 raise
@@ -262,7 +263,7 @@ def verdict(options: argparse.Namespace, flags: list[str]) -> int:
         from lockstep.verdict import tensor_report  # imports torch
 
         steps = tensor_report.steps_in_words([row for run in result.runs.values() for row in run.rows])
-        report = f"Tensors  of {steps}: {printable(config.capture_dir / 'report.md')}"
+        report = f"Tensors  of {steps}: {printable(config.capture_dir / 'report.html')} and report.md"
     if judged.problem and result is not None and result.outcome == "CONFIGURED DIFFERENTLY":
         print("\n".join(["", *explanations(judged, result), report, "", result.outcome]))
         return 1

@@ -2,7 +2,7 @@
 
     python -m lockstep.judge runs/mine
 
-Writes report.md and report.json into the folder. Exit status: 0 PASS; 1 FAIL; 2 a usage error, or what cannot be judged; 3 an internal error.
+Writes report.md, report.json and report.html into the folder. Exit status: 0 PASS; 1 FAIL; 2 a usage error, or what cannot be judged; 3 an internal error.
 """
 
 if __name__ == "__main__":
@@ -15,6 +15,7 @@ from pathlib import Path
 from lockstep.dumps.recording import Recording
 from lockstep.ground.errors import run_program
 from lockstep.ground.flags import Parser
+from lockstep.page import recording as page
 from lockstep.verdict import recorded, recorded_report, recorded_run
 from lockstep.verdict.normalisation import LABELS
 
@@ -45,6 +46,7 @@ def main(argv: list[str] | None = None) -> int:
         before = [Recording(options.after)] if options.after else []
         steps = recorded.judge(recording, options.expect)
         run = recorded_run.judge([*before, recording], with_replacement=options.with_replacement)
+        page.write(recording, steps, run)
         return recorded_report.show(steps, run, options.folder)
 
     return run_program("lockstep.judge", body)
