@@ -9,6 +9,7 @@ function payloadOf(text) {
 }
 
 async function layOver(parent, file) {
+  parent.hidden = false;
   try {
     showChanges(parent, file.name, payloadOf(await file.text()));
   } catch (error) {

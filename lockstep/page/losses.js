@@ -6,6 +6,7 @@ function showLosses(parent) {
   const { losses } = page;
   if (losses === null) return;
   const base = losses.labels[0];
+  parent.hidden = false;
   parent.append(el("h2", { id: "losses-title" }, "Losses"));
   const table = lossTable(losses);
   if (losses.steps.length < 3) {

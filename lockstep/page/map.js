@@ -78,6 +78,15 @@ const map = {
       cell.className = `cell ${row === null ? "none" : classOf(row)}${open}`;
       cell.setAttribute("aria-label", row === null ? page.names[name] : `${page.names[name]}, ${stateText(row)}`);
     }
+    // What this view has nothing of is not shown, and each grid keeps one tab stop.
+    for (const part of document.querySelectorAll("#map .line:not(.head), #map .block")) {
+      part.classList.toggle("empty", !part.querySelector(".cell:not(.none)"));
+    }
+    for (const grid of document.querySelectorAll("#map .grid")) {
+      const stop = grid.querySelector('.cell[tabindex="0"]');
+      const first = grid.querySelector(".cell[data-name]:not(.none)");
+      if (stop?.classList.contains("none") && first) [stop.tabIndex, first.tabIndex] = [-1, 0];
+    }
   },
   mark(name) {
     for (const cell of document.querySelectorAll(".cell.open")) cell.classList.remove("open");

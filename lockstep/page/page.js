@@ -31,7 +31,7 @@ function sayWhere(section, view) {
   const row = tableOf(view, step)?.row(number) ?? null;
   if (row === null) return;
   const said = [row.where, row.picture ? whereText(view, number, row.picture) : ""].filter(Boolean).join(": ");
-  if (said) section.querySelector("dl").append(el("div", {}, el("dt", {}, "Where"), el("dd", {}, said)));
+  if (said) section.querySelector("dl").prepend(el("div", {}, el("dt", {}, "Where"), el("dd", {}, said)));
 }
 
 function show() {

@@ -63,7 +63,9 @@ class Losses:
     steps: list[int]
     loss: list[list[float | None]]
     norm: list[list[float | None]]
-    tolerated: list[float | None] = field(default_factory=list)  # of the loss, by step; empty: not judged here
+    tolerated: list[float | None] = field(
+        default_factory=list
+    )  # of the loss, by step; empty: not judged here
 
 
 @dataclass

@@ -2,10 +2,8 @@
 
 function showRanks(parent, state) {
   const view = page.views[state.view];
-  if (!view.ranks.length) {
-    parent.replaceChildren();
-    return;
-  }
+  parent.hidden = !view.ranks.length;
+  if (parent.hidden) return;
   const name = state.tensor === null ? null : page.names[state.tensor];
   const odd = new Set(view.differing.filter(([step, tensor]) => step === state.step && tensor === name).flatMap(([, , ranks]) => ranks));
   const boxes = state.tensor === null ? [] : boxesOf(state.view, state.tensor);
@@ -36,14 +34,15 @@ function showContracts(parent) {
   const text = (view, entry) => (entry in view.contract ? JSON.stringify(view.contract[entry]) : "");
   const differs = (entry) => views.some((view) => text(view, entry) !== text(views[0], entry));
   const line = (entry) => el("tr", { class: differs(entry) ? "differs-row" : "" }, el("th", { scope: "row" }, entry), ...views.map((view) => el("td", {}, el("code", {}, short(text(view, entry))))));
-  const table = (which) => el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Contracts" }, el("table", {},
+  const table = (which, title) => el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": title }, el("table", {},
     el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "entry"), ...views.map((view) => el("th", { scope: "col" }, view.label)))),
     el("tbody", {}, ...which.map(line))));
   const [different, same] = [entries.filter(differs), entries.filter((entry) => !differs(entry))];
+  parent.hidden = false;
   parent.append(el("h2", { id: "contracts-title" }, "Contracts"),
     el("p", { class: "quiet" }, "What each run ran with, read back from its live objects. A difference that is by design, such as of sharding, is no failure."),
-    different.length ? table(different) : el("p", {}, "All entries are the same."),
-    el("details", {}, el("summary", {}, `${same.length} entries that are the same`), table(same)));
+    different.length ? table(different, "Entries that differ") : el("p", {}, "All entries are the same."),
+    el("details", {}, el("summary", {}, `${same.length} entries that are the same`), table(same, "Entries that are the same")));
 }
 
 function short(text) {

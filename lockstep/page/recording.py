@@ -68,7 +68,10 @@ def _found_out(recording: Recording, run: RunVerdict) -> list[tuple[str, str]]:
         ("whole run", f"{run.steps} steps, {run.samples} samples"),
         ("micro batches", f"{len(first.micro_batches)} of a rank in step 1"),
         ("optimizer", ", ".join(kinds)),
-        ("precision", f"autocast {micro.autocast}" if micro.autocast else micro.param_dtype or "as the weights are"),
+        (
+            "precision",
+            f"autocast {micro.autocast}" if micro.autocast else micro.param_dtype or "as the weights are",
+        ),
         ("reference", "the recorded model in float64, computed by one process on the recorded micro batches"),
         ("versions", f"recorded with torch {first.torch}"),
         ("judged", f"{origin.now()} by {origin.command()}"),

@@ -76,10 +76,7 @@ def _view(result: Result, name: str, run: Findings) -> View:
         [(cause.name, cause.evidence) for cause in found.causes] if found else [],
         found.excluded if found else [],
         found.odd if found else [],
-        [
-            {axis: mesh.coordinates(rank).along(axis) for axis in mesh.axes}
-            for rank in range(mesh.world_size)
-        ],
+        [{axis: mesh.coordinates(rank).along(axis) for axis in mesh.axes} for rank in range(mesh.world_size)],
         run.differing,
         run.dump.contract,
     )

@@ -39,7 +39,9 @@ def html(page: Page) -> str:
     script = "\n".join((HERE / name).read_text(encoding="utf-8") for name in SCRIPTS)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     text = json.dumps(_plain(page.as_data()), allow_nan=False, separators=(",", ":"))
-    template = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
+    template = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
     return template.from_string((HERE / "page.html.jinja").read_text(encoding="utf-8")).render(
         page=page,
         failed=list(_failed(page)),
