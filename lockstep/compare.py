@@ -43,8 +43,10 @@ def judge(folders: Sequence[Path], output_dir: Path | None = None, curves: Judge
         raise UserError(
             f"{replay.folder}: a replay, which is found beside the reference; name the reference and the dump that it replays"
         )
+    reference: Dump | None = None
+    replays: Dumps = {}
     if len(opened) == 2 and not any(dump.is_reference for dump in opened):
-        result, reference, replays = compare_two(*opened), None, {}
+        result = compare_two(*opened)
     else:
         reference, dumps, replays = arrange(opened)
         result = compare_dumps(reference, dumps, replays)

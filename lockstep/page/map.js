@@ -11,6 +11,7 @@ function layOut(names) {
   }
   const lines = new Map();
   const kinds = new Map();
+  const batchIn = found.some((one) => one.kind === "forward") ? "forward" : "batch"; // it has a line above the outputs
   found.forEach((one, number) => {
     const last = one.parts.findIndex((part) => /^\d+$/.test(part));
     const isLayer = last >= 0 && layered.has(one.parts.slice(0, last).join("."));
@@ -18,8 +19,9 @@ function layOut(names) {
     const line = isLayer ? one.parts.slice(0, last + 1).join(".") : one.kind === "batch" ? "batch" : whole;
     const column = isLayer ? one.parts.slice(last + 1).join(".") || "(the layer)" : null;
     if (!lines.has(line)) lines.set(line, lines.size);
-    if (!kinds.has(one.kind)) kinds.set(one.kind, { columns: new Map(), lines: new Map() });
-    const kind = kinds.get(one.kind);
+    const block = one.kind === "batch" ? batchIn : one.kind;
+    if (!kinds.has(block)) kinds.set(block, { columns: new Map(), lines: new Map() });
+    const kind = kinds.get(block);
     if (!kind.lines.has(line)) kind.lines.set(line, []);
     const place = column === null ? kind.lines.get(line).length : (kind.columns.get(column) ?? kind.columns.size);
     if (column !== null) kind.columns.set(column, place);

@@ -133,12 +133,12 @@ class Page:
 def nearest_of(rows: Iterable[Judgement]) -> tuple[int, str, float | None] | None:
     """Of the rows that are near enough, the one that is nearest to what is tolerated."""
     row = max((row for row in rows if not row.too_far), key=lambda row: row.multiple, default=None)
-    return None if row is None else (row.step, row.name, short(row.multiple))
+    return None if row is None else (row.step, row.name, short(row.multiple, 2))
 
 
-def short(value: float) -> float | None:
+def short(value: float, digits: int = DIGITS) -> float | None:
     """A number for people; None if it is not finite."""
-    return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
+    return float(f"{value:.{digits}g}") if math.isfinite(value) else None
 
 
 def _of(part: float, whole: float) -> float:

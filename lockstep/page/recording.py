@@ -1,7 +1,6 @@
 """The page of a recorded run: its tensors in a free pass of the reference, and each module by itself."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 from lockstep.dumps.recording import Recording
 from lockstep.ground import origin
@@ -29,7 +28,7 @@ def write(recording: Recording, steps: list[StepVerdict], run: RunVerdict) -> No
         verdict,
         f"a recorded run of {run.steps} steps, {len(steps)} of them judged",
         lead[:1].upper() + lead[1:],
-        [line.strip() for line in said],
+        [*(line.strip() for line in said), *(f"{way}: {what}" for way, what in VIEWS.items())],
         _found_out(recording, run),
     )
     ranks = [{"rank": rank} for rank in recording.steps[0]]
@@ -40,7 +39,7 @@ def write(recording: Recording, steps: list[StepVerdict], run: RunVerdict) -> No
             view = View(
                 way,
                 "FAIL" if far else "PASS",
-                f"{len(rows)} values of {len(steps)} steps, {VIEWS[way]}",
+                f"{len(rows)} values of {len(steps)} steps",
                 (far[0].step, far[0].name, far[0].describe() + times(far[0])) if far else None,
                 nearest_of(rows),
                 len(far),

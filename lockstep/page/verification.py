@@ -4,13 +4,15 @@ import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
+
 from lockstep.diagnosis.case import Case
 from lockstep.dumps.dump import Dump, Dumps
 from lockstep.page.payload import Box, Losses, Page, View, nearest_of, short
 from lockstep.page.writing import write as write_page
 from lockstep.plan.mesh import AXES, Cuts, Mesh, share
 from lockstep.verdict import report_tables, tensor_report
-from lockstep.verdict.judgement import Judgement, add_pictures
+from lockstep.verdict.judgement import COMPUTED, Judgement, add_pictures
 from lockstep.verdict.loss_folder import Judged
 from lockstep.verdict.result import Findings, Result
 
@@ -43,13 +45,14 @@ def write(
 
 def _lead(result: Result) -> str:
     """What was compared; if all is right, how near the nearest tensor came."""
-    labels = " and ".join(map(result.label, result.runs))
+    *others, last = map(result.label, result.runs)
+    labels = f"{', '.join(others)} and {last}"
     steps = tensor_report.steps_in_words([row for run in result.runs.values() for row in run.rows])
     of = "a float64 reference" if result.has_reference else "each other"
     said = f"Every tensor of {steps} of {labels} was held against {of}."
     nearest = max((row for run in result.runs.values() for row in run.counted), key=lambda row: row.multiple)
     if result.outcome == "PASS":
-        said += f" The nearest came to {nearest.multiple:.2f} of what is tolerated: {nearest.name} in step {nearest.step}."
+        said += f" The nearest came to {nearest.multiple:.2g} of what is tolerated: {nearest.name} in step {nearest.step}."
     return said
 
 
@@ -57,10 +60,12 @@ def _draw(result: Result, name: str, run: Findings, reference: Dump, replay: Dum
     """Pictures of the tensors of a run that are too far, and of those that are nearest to it."""
     for step in map(int, run.dump.steps):
         case = Case(result, name, reference, replay, (step, 0.0, "", ""))
-        rows = [row for row in run.rows_of(step).values() if row.distance.norm < float("inf")]
-        for which in ("forward", "backward", "gradient", "update"):
-            of_pass = [row for row in rows if row.which_pass == which]
-            add_pictures(of_pass, lambda row: (case.own(row.name), case.right(row.name)))
+
+        def pair_of(row: Judgement, case: Case = case) -> tuple[torch.Tensor, torch.Tensor]:
+            return case.own(row.name), case.right(row.name)
+
+        for which in COMPUTED:
+            add_pictures([row for row in run.rows_of(step).values() if row.which_pass == which], pair_of)
 
 
 def _view(result: Result, name: str, run: Findings) -> View:
@@ -69,7 +74,7 @@ def _view(result: Result, name: str, run: Findings) -> View:
     return View(
         result.label(name),
         result.verdict(name),
-        f"{len(run.judged)} of {len(run.rows)} tensors of {tensor_report.steps_in_words(run.rows)} judged",
+        f"{len(run.judged)} of {len(run.rows)} tensors of {tensor_report.steps_in_words(run.rows)}",
         first and (first[0], first[2], first[3]),
         nearest_of(run.counted),
         len(run.failures),
