@@ -32,19 +32,19 @@ class Picture:
 def draw(
     own: torch.Tensor, reference: torch.Tensor, tolerated: float, tolerated_largest: float, side: int = SIDE
 ) -> Picture:
-    """The picture of a tensor of any shape, not empty. Tolerated are an absolute 2-norm of the error, and an error of one element."""
-    mine, right = (tensor.detach().double().numpy() for tensor in (own, reference))
+    """The picture of a tensor of any shape, not empty; a number is a vector of one. Tolerated are an absolute 2-norm of the error, and an error of one element."""
+    mine, right = (np.atleast_1d(tensor.detach().double().numpy()) for tensor in (own, reference))
     error = np.nan_to_num(np.abs(mine - right), nan=math.inf, posinf=math.inf)
     wrong = error > tolerated_largest
     if not wrong.any():  # the error is spread
         wrong = error > 2 * tolerated / math.sqrt(error.size)
-    flat = error.reshape(-1, error.shape[-1] if error.ndim else 1)
+    flat = error.reshape(-1, error.shape[-1])
     down, across = (-(-length // side) for length in flat.shape)
     blocks = np.maximum.reduceat(flat, np.arange(0, flat.shape[0], down), axis=0)
     blocks = np.maximum.reduceat(blocks, np.arange(0, flat.shape[1], across), axis=1)
     finite = blocks[np.isfinite(blocks)]
     largest = float(finite.max()) if finite.size else 0.0
-    farthest = np.argsort(error, axis=None, kind="stable")[::-1][:ELEMENTS]
+    farthest = torch.from_numpy(error).flatten().topk(min(ELEMENTS, error.size)).indices
     places = [tuple(map(int, place)) for place in zip(*np.unravel_index(farthest, error.shape), strict=True)]
     return Picture(
         list(error.shape),
