@@ -4,7 +4,7 @@ import base64
 import hashlib
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
@@ -36,20 +36,37 @@ def write(page: Page, folder: Path) -> None:
 
 
 def html(page: Page) -> str:
-    script = "\n".join((HERE / name).read_text(encoding="utf-8") for name in SCRIPTS)
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     text = json.dumps(_plain(page.as_data()), allow_nan=False, separators=(",", ":"))
-    template = jinja2.Environment(
+    payload = text.replace("<", "\\u003c")
+    return _rendered("page.html.jinja", SCRIPTS, page=page, failed=list(_failed(page)), payload=payload)
+
+
+def write_listing(
+    path: Path,
+    title: str,
+    said: Sequence[str],
+    heads: Sequence[str],
+    lines: Sequence[tuple[Sequence[str], str]],
+) -> None:
+    """Write a table of runs to sort and to filter: of each, its cells, and what the first one links to; "" if to nothing."""
+    text = _rendered("listing.html.jinja", ("listing.js",), title=title, said=said, heads=heads, lines=lines)
+    write_result(path, text)
+
+
+def _rendered(template: str, scripts: Sequence[str], **given: Any) -> str:
+    """A page with its styles and scripts inside. No other script may run, and nothing is loaded."""
+    script, styles = ("\n".join(map(_read, names)) for names in (scripts, STYLES))
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
-    return template.from_string((HERE / "page.html.jinja").read_text(encoding="utf-8")).render(
-        page=page,
-        failed=list(_failed(page)),
-        styles="\n".join((HERE / name).read_text(encoding="utf-8") for name in STYLES),
-        script=script,
-        digest=digest,
-        payload=text.replace("<", "\\u003c"),
+    return environment.from_string(_read(template)).render(
+        script=script, styles=styles, digest=digest, **given
     )
+
+
+def _read(name: str) -> str:
+    return (HERE / name).read_text(encoding="utf-8")
 
 
 def _failed(page: Page) -> Iterator[tuple[int, View]]:
