@@ -80,7 +80,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--output",
         type=Path,
         default=Path("runs/faults.json"),
-        help="JSON file for the table; the same table goes to a .md beside it (default: %(default)s)",
+        help="JSON file for the table; the same table goes to a .md and a .html beside it (default: %(default)s)",
     )
     parser.add_argument(
         "--work_dir",

@@ -1,6 +1,7 @@
-"""Pages made by hand: a comparison, a recording, and one with 50,000 tensors."""
+"""Pages made by hand: a comparison and a recording."""
 
 import torch
+from page_size import MODULES
 
 from lockstep.page.payload import Losses, Page, View, nearest_of
 from lockstep.verdict.distance import distance_of
@@ -8,7 +9,6 @@ from lockstep.verdict.judgement import Judgement
 from lockstep.verdict.picture import draw
 
 HOSTILE = '</script><script>window.broken = 1</script><img src=x onerror="window.broken = 2">'
-MODULES = ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj", "mlp")
 WRONG = "gradient/model.layers.1.mlp.down_proj.weight"
 SHARDS = [([0, 2], [0, 0], [4, 6]), ([1, 3], [4, 0], [4, 6])]
 TOLERANCE = 1e-6
@@ -100,30 +100,4 @@ def recording():
     ):
         rows = [row(1, name, name == WRONG) for name in tensors]
         page.add(view(label, rows, ranks=[{"rank": 0}, {"rank": 1}]), 1, rows, lambda name: [])
-    return page
-
-
-def large(layers=595, steps=2):
-    """50,000 tensors: one run in two steps, with 42 tensors in each layer."""
-    page = Page("verification", "PASS", "large", "Every tensor was right.", [], [])
-    kinds = [("forward", MODULES), ("backward", MODULES)]
-    kinds += [
-        (kind, tuple(f"{module}.{leaf}" for module in MODULES[:4] for leaf in ("weight", "bias")))
-        for kind in ("gradient", "exp_avg", "exp_avg_sq", "parameter")
-    ]
-    tensors = [
-        f"{kind}/model.layers.{layer}.{module}"
-        for kind, modules in kinds
-        for layer in range(layers)
-        for module in modules
-    ]
-    tensors += [f"forward/further.{number}.module" for number in range(25_000 - len(tensors))]
-    one = row(1, "forward/lm_head")
-    rows = [
-        Judgement(1, name, one.distance, one.tolerated * (1 + number % 97 / 50), one.tolerated_largest)
-        for number, name in enumerate(tensors)
-    ]
-    found = view("DDP", rows)
-    for step in range(1, steps + 1):
-        page.add(found, step, rows, lambda name: [])
     return page

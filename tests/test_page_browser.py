@@ -9,9 +9,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from page_cases import HOSTILE, comparison, large, recording
+from page_cases import HOSTILE, comparison, recording
+from page_size import large
 
-from lockstep.page.writing import html
+from lockstep.page.writing import html, write_listing
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 MISSING = [name for name in ("playwright", "axe_playwright_python") if find_spec(name) is None]
@@ -41,17 +42,24 @@ def files(tmp_path_factory):
         "fail": comparison("FAIL"),
         "pass": comparison("PASS"),
         "recording": recording(),
-        "large": large(),
+        "large": large(wrong=True),
     }
     for name, page in pages.items():
         (folder / f"{name}.html").write_text(html(page), encoding="utf-8")
     return {name: folder / f"{name}.html" for name in pages}
 
 
+LISTING = [
+    (["b_fault", "DDP", "step 10", "1.5e-07 of 3e-06"], "b/report.html"),
+    (["a_fault", "FSDP", "step 9", "2e-08 of 3e-06"], ""),
+    ([HOSTILE, "FSDP", "", ""], ""),
+]
+
+
 class Opened:
     """A page in a tab, and what it said and asked for."""
 
-    def __init__(self, browser, path, *, width=1200, scheme="light"):
+    def __init__(self, browser, path, *, width=1200, scheme="light", ready="#choices > *"):
         self.tab = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
         self.said, self.asked, self.refused = [], [], []
         self.tab.on("console", lambda message: self.said.append(message.text))
@@ -59,7 +67,7 @@ class Opened:
         self.tab.on("request", lambda request: self.asked.append(request.url))
         self.tab.on("requestfailed", lambda request: self.refused.append(request.url))
         self.tab.goto(path.as_uri())
-        self.tab.wait_for_selector("#choices > *")
+        self.tab.wait_for_selector(ready)
 
     def text(self, selector):
         return self.tab.inner_text(selector)
@@ -129,7 +137,10 @@ def test_a_tensor_opens_and_steps_and_runs_are_switched(opened):
 
 def test_both_ways_to_judge_a_recording(opened):
     page = opened("recording")
-    shown = lambda: page.tab.locator(".cell:not(.none)[data-name]").count()  # noqa: E731
+
+    def shown():
+        return page.tab.locator(".cell:not(.none)[data-name]").count()
+
     alone = shown()
     page.tab.check('input[name="view"][value="1"]')
     assert shown() > alone > 0
@@ -148,7 +159,7 @@ def test_the_keyboard_reaches_everything(opened):
     found = " ".join(sorted(reached))
     for wanted in ("issue|Copy as issue", "Lay another report", "Print", "cell|", "picture|", "SUMMARY|"):
         assert wanted in found, (wanted, found)
-    page.tab.focus('.cell[tabindex="0"][aria-label^="forward/"]')
+    page.tab.focus('[aria-label="Outputs"] .cell[tabindex="0"]')
     before = page.tab.evaluate("document.activeElement.dataset.name")
     page.tab.keyboard.press("ArrowDown")
     page.tab.keyboard.press("ArrowRight")
@@ -212,7 +223,7 @@ def test_copy_as_issue(opened):
     ):
         assert wanted in text, wanted
     page.tab.keyboard.press("Escape")
-    assert page.tab.query_selector("dialog") is None
+    page.tab.wait_for_selector("dialog", state="detached")
 
 
 def test_a_report_is_laid_over_another(opened, files):
@@ -252,3 +263,27 @@ def test_the_large_page_has_all_tensors(opened, files):
     assert page.tab.evaluate("tables.reduce((sum, table) => sum + table.names.length, 0)") == 50_000
     assert Path(files["large"]).stat().st_size < 5_000_000
     assert json.loads(page.tab.evaluate("JSON.stringify(state)"))["tensor"] is not None
+
+
+@pytest.mark.parametrize("scheme, width", [("light", 1200), ("dark", 400)])
+def test_a_listing_is_sorted_and_filtered(opened, tmp_path, scheme, width):
+    write_listing(
+        tmp_path / "report.html", "Faults", ["3 of 3"], ["fault", "strategy", "loss", "difference"], LISTING
+    )
+    page = opened(tmp_path / "report.html", ready="#listing", scheme=scheme, width=width)
+
+    def firsts():
+        return page.tab.locator("#listing tbody tr:visible td:first-child").all_inner_texts()
+
+    assert firsts() == ["b_fault", "a_fault", HOSTILE]
+    for head, expected in (
+        ("loss", ["a_fault", "b_fault", HOSTILE]),
+        ("loss", ["b_fault", "a_fault", HOSTILE]),
+        ("difference", ["a_fault", "b_fault", HOSTILE]),
+    ):
+        page.tab.click(f"#listing button:text-is('{head}')")
+        assert firsts() == expected, head
+    page.tab.fill("#filter", "ddp step")
+    assert firsts() == ["b_fault"] and page.text("#count") == "1 of 3 rows"
+    assert page.tab.get_attribute("#listing a", "href") == "b/report.html"
+    assert (page.said, violations(page)) == ([], [])

@@ -39,7 +39,7 @@ function plot(title, steps, labels, values, dark, first = 0) {
   new uPlot({
     title, width: Math.min(900, Math.max(320, document.documentElement.clientWidth - 48)), height: 240,
     scales: { x: { time: false }, y: fromZero ? { range: (_, low, high) => [0, high > 0 ? high * 1.08 : 1e-9] } : {} },
-    axes: [{ ...axis }, { ...axis, size: 76, values: (_, ticks) => ticks.map((value) => (value !== 0 && Math.abs(value) < 1e-3 ? value.toExponential(0) : String(Number(value.toPrecision(4))))) }],
+    axes: [{ ...axis }, { ...axis, size: 76, values: (_, ticks) => ticks.map((value) => (value !== 0 && Math.abs(value) < 1e-3 ? value.toExponential(1).replace(".0e", "e") : String(Number(value.toPrecision(4))))) }],
     series: [{ label: "step" }, ...labels.map((label, number) => ({
       label, value: exact, width: label === "tolerated" ? 1 : 1.6, dash: label === "tolerated" ? [6, 4] : [[], [8, 3], [2, 3], [8, 3, 2, 3]][(number + first) % 4],
       stroke: label === "tolerated" ? text : STROKES[(number + first) % STROKES.length][dark ? 1 : 0],

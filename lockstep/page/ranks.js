@@ -31,7 +31,7 @@ function showContracts(parent) {
   const views = page.views.filter((view) => Object.keys(view.contract).length);
   if (!views.length) return;
   const entries = [...new Set(views.flatMap((view) => Object.keys(view.contract)))];
-  const text = (view, entry) => (entry in view.contract ? JSON.stringify(view.contract[entry]) : "");
+  const text = (view, entry) => (entry in view.contract ? JSON.stringify(sorted(view.contract[entry])) : "");
   const differs = (entry) => views.some((view) => text(view, entry) !== text(views[0], entry));
   const line = (entry) => el("tr", { class: differs(entry) ? "differs-row" : "" }, el("th", { scope: "row" }, entry), ...views.map((view) => el("td", {}, el("code", {}, short(text(view, entry))))));
   const table = (which, title) => el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": title }, el("table", {},
@@ -43,6 +43,13 @@ function showContracts(parent) {
     el("p", { class: "quiet" }, "What each run ran with, read back from its live objects. A difference that is by design, such as of sharding, is no failure."),
     different.length ? table(different, "Entries that differ") : el("p", {}, "All entries are the same."),
     el("details", {}, el("summary", {}, `${same.length} entries that are the same`), table(same, "Entries that are the same")));
+}
+
+/** The same value with the keys of its objects in order, which is chance. */
+function sorted(value) {
+  if (Array.isArray(value)) return value.map(sorted);
+  if (value === null || typeof value !== "object") return value;
+  return Object.fromEntries(Object.keys(value).sort().map((key) => [key, sorted(value[key])]));
 }
 
 function short(text) {

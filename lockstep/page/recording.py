@@ -80,14 +80,16 @@ def _found_out(recording: Recording, run: RunVerdict) -> list[tuple[str, str]]:
 
 
 def _boxes_of(recording: Recording, step: int) -> Callable[[str], list[Box]]:
-    """What each rank wrote of a tensor."""
+    """What each rank wrote of a tensor. A rank has the whole output of a module for its own micro batch: no shard of another's."""
 
     def boxes(name: str) -> list[Box]:
         kind, _, rest = name.partition("/")
         found: dict[tuple, list[int]] = {}
         for rank, about in recording.steps[step - 1].items():
-            for place in about.places.get(f"{KEYS.get(kind)}/{rest}", [])[1:]:
-                found.setdefault((tuple(place.start or ()), tuple(place.shape or ())), []).append(rank)
+            places = about.places.get(f"{KEYS.get(kind)}/{rest}", [])
+            for place in places[1:]:
+                if kind not in ("forward", "backward") or place.shape != places[0].full:
+                    found.setdefault((tuple(place.start or ()), tuple(place.shape or ())), []).append(rank)
         return [(ranks, list(start), list(shape)) for (start, shape), ranks in found.items() if shape]
 
     return boxes

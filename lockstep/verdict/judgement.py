@@ -38,8 +38,8 @@ UNIT = {"fp32": 2.0**-24, "autocast": 2.0**-9}  # of the arithmetic
 EXACT = Size(0.0, 0.0)  # nothing is tolerated
 ROUNDOFF = {"F64": 2.0**-53, "F32": 2.0**-24, "BF16": 2.0**-9, "I64": 0.0}  # of a dtype
 PASSES = {"batch": "batch", "forward": "forward", "backward": "backward", "gradient": "gradient"}
-FINE = 64  # pictures of one pass that have all blocks
-MOST = 1000  # pictures of one pass
+FINE = 10  # pictures of one pass that have all blocks
+MOST = 120  # pictures of one pass; what comes later is mostly wrong because of these
 NEAREST = 4  # tensors that are near enough and have a picture, too
 COMPUTED = ("forward", "backward", "gradient", "update")  # passes
 

@@ -53,8 +53,12 @@ def draw(
         largest,
         int(wrong.sum()),
         [_slices(wrong, dim) for dim in range(error.ndim)],
-        [(list(place), float(mine[place]), float(right[place])) for place in places if error[place] > 0],
+        [(list(place), _short(mine[place]), _short(right[place])) for place in places if error[place] > 0],
     )
+
+
+def _short(value: np.float64) -> float:
+    return float(f"{value:.8g}")
 
 
 def _level(error: float, largest: float) -> str:
