@@ -3,7 +3,7 @@
     python run_verification.py --output_dir runs/verify
     python run_verification.py --model_name Qwen/Qwen2.5-0.5B --num_layers 2 --batch_size 2 --seq_length 128
 
-Trains with every strategy and --capture_dir, computes the reference, compares (lockstep/compare.py), and writes report.md and
+Trains with every strategy and --capture_dir, computes the reference, compares (lockstep/compare.py), and writes report.html, report.md and
 report.json. All other flags are those that all training scripts have; options of one strategy are given in --strategies. Exit status: 0 every tensor is as close to the reference as the same
 tensor of a correct run; 1 some tensor is not, a run failed, or the verdict is NOT JUDGED or CONFIGURED DIFFERENTLY; 2 a usage error;
 3 an internal error.
