@@ -30,6 +30,7 @@ from lockstep.dumps import history
 from lockstep.ground import locks, startup
 from lockstep.ground.errors import TrainingFailure, UserError, run_program
 from lockstep.ground.files import (
+    PAGE,
     require_new_folder,
     require_ours,
     require_writable_file,
@@ -79,7 +80,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--output",
         type=Path,
         default=Path("runs/faults.json"),
-        help="JSON file for the table; the same table goes to a .md beside it (default: %(default)s)",
+        help="JSON file for the table; the same table goes to a .md and a .html beside it (default: %(default)s)",
     )
     parser.add_argument(
         "--work_dir",
@@ -250,7 +251,7 @@ def judge(group: Group, fault: "Fault", strategy: str) -> dict:
     from lockstep.dumps.dump import Dump
     from lockstep.verdict.result import Diagnosis
 
-    report = group.dump(strategy, fault.name).with_name(f"report_{strategy}")
+    report = report_of(group, fault.name, strategy)
     result, curve = verdicts(group, fault.name, strategy, report if group.options.work_dir else None)
     run = result.runs[strategy]
     failures, dump, diagnosis = run.failures, run.dump, run.diagnosis or Diagnosis()
@@ -281,6 +282,11 @@ def judge(group: Group, fault: "Fault", strategy: str) -> dict:
     }
 
 
+def report_of(group: Group, name: str, strategy: str) -> Path:
+    """The folder of the report on the run of a strategy with a fault."""
+    return group.dump(strategy, name).with_name(f"report_{strategy}")
+
+
 def name_verdict(causes: list[list[str]], fault: "Fault") -> str:
     """Whether the causes [name, evidence] are right: another name or other evidence is wrong, wherever it stands; none is no claim."""
     from lockstep.faults.catalogue import agrees
@@ -306,19 +312,28 @@ def differ(one: "Dump", other: "Dump") -> bool:
 
 def table(rows: list[dict]) -> list[str]:
     lines = [f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
-    for row in rows:
-        cells = [row["fault"], recorded(row["strategy"]).label]
-        if row.get("failed"):
-            cells += ["did not run", "", "", "", "", ""]
-        else:
-            cells += [_step(row["loss_step"]), _step(row["grad_norm_step"])]
-            cells += [
-                f"{row['first']}, step {row['step']}" if row["first"] else "none",
-                _word(row["first_right"]),
-            ]
-            cells += [row["cause"] or "-", row["named"].upper() if row["named"] == WRONG else row["named"]]
-        lines.append(f"| {' | '.join([*cells, str(row['seconds'])])} |")
-    return lines
+    return [*lines, *(f"| {' | '.join(cells(row))} |" for row in rows)]
+
+
+def cells(row: dict) -> list[str]:
+    """A row of the table, by COLUMNS."""
+    found = [row["fault"], recorded(row["strategy"]).label]
+    if row.get("failed"):
+        return [*found, "did not run", "", "", "", "", "", str(row["seconds"])]
+    found += [_step(row["loss_step"]), _step(row["grad_norm_step"])]
+    found += [f"{row['first']}, step {row['step']}" if row["first"] else "none", _word(row["first_right"])]
+    found += [row["cause"] or "-", row["named"].upper() if row["named"] == WRONG else row["named"]]
+    return [*found, str(row["seconds"])]
+
+
+def write_page(options: argparse.Namespace, rows: list[dict], pages: dict[tuple[str, str], Path]) -> None:
+    """The table to sort and to filter; each row links to its page, if that was kept."""
+    from lockstep.page.writing import write_listing
+
+    place = options.output.with_suffix(".html").absolute()
+    kept = {key: os.path.relpath(path, place.parent) for key, path in pages.items() if path.is_file()}
+    lines = [(cells(row), kept.get((row["fault"], row["strategy"]), "")) for row in rows]
+    write_listing(place, f"Planted faults, {options.precision}", summary(rows, options.steps), COLUMNS, lines)
 
 
 def _step(step: int | None) -> str:
@@ -397,9 +412,17 @@ def run(options: argparse.Namespace, folder: Path) -> int:
         options.output.with_suffix(".md"),
         "\n".join([TITLE + options.precision, "", *lines]) + "\n",
     )
+    reports = {
+        (fault.name, row.name): report_of(group, fault.name, row.name) / "report.html"
+        for group, members in groups.items()
+        for fault, row in members
+    }
+    write_page(options, rows, reports if options.work_dir else {})
     if any(row.get("failed") for row in rows):
         print(f"\nLogs of what did not run: {folder}")
-    print(f"\nTable: {options.output.with_suffix('.md')}, {options.output}")
+    print(
+        f"\nTable: {options.output.with_suffix('.html')}, {options.output.with_suffix('.md')}, {options.output}"
+    )
     return 0 if all(as_it_should_be(row) for row in rows) else 1
 
 
@@ -418,11 +441,15 @@ def checked(options: argparse.Namespace) -> int:
         print_catalogue(options)
         return 0
     choose(options)
-    if options.output.suffix == ".md":
+    if options.output.suffix in (".md", ".html"):
         raise UserError(
-            f"--output {options.output}: the table goes to a .md beside it; give another ending, such as .json"
+            f"--output {options.output}: the table goes to a {options.output.suffix} beside it; give another ending, such as .json"
         )
-    for path, begins in ((options.output, BEGINS), (options.output.with_suffix(".md"), TITLE.encode())):
+    beside = {".md": TITLE.encode(), ".html": PAGE}
+    for path, begins in (
+        (options.output, BEGINS),
+        *((options.output.with_suffix(end), own) for end, own in beside.items()),
+    ):
         require_writable_file(path, "--output")
         require_ours(path, "--output", begins)
     if options.work_dir is None:

@@ -5,7 +5,7 @@
     python run_study.py studies/zero_stages.toml --resume            the runs that are finished are kept
     python run_study.py studies/zero_stages.toml --dry_run           every run, and what differs from the control
 
-A study is a file (extras/studies/study.py). Writes report.md, report.json and losses.png. Exit status: 0 every run agrees with the control,
+A study is a file (extras/studies/study.py). Writes report.html, report.md, report.json and losses.png. Exit status: 0 every run agrees with the control,
 or was only to be measured; 1 one does not, or failed; 2 a usage error; 3 an internal error.
 """
 

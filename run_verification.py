@@ -3,7 +3,7 @@
     python run_verification.py --output_dir runs/verify
     python run_verification.py --model_name Qwen/Qwen2.5-0.5B --num_layers 2 --batch_size 2 --seq_length 128
 
-Trains with every strategy and --capture_dir, computes the reference, compares (lockstep/compare.py), and writes report.md and
+Trains with every strategy and --capture_dir, computes the reference, compares (lockstep/compare.py), and writes report.html, report.md and
 report.json. All other flags are those that all training scripts have; options of one strategy are given in --strategies. Exit status: 0 every tensor is as close to the reference as the same
 tensor of a correct run; 1 some tensor is not, a run failed, or the verdict is NOT JUDGED or CONFIGURED DIFFERENTLY; 2 a usage error;
 3 an internal error.
@@ -220,6 +220,7 @@ def judge_tensors(
     config: Config,
     names: list[str],
     groups: Sequence[jobs.Group] = (),
+    curves: "Judged | None" = None,
 ) -> "Result":
     """Train the jobs of `groups`, compute the float64 reference, compare the named runs with it, and write the reports beside them."""
     place = config.capture_dir
@@ -234,7 +235,7 @@ def judge_tensors(
     jobs.start_all_groups([*groups, (None, [reference])], logs, shown=bool(groups) and not config.quiet)
     from lockstep import compare  # torch is not needed to answer a usage error
 
-    return compare.judge([*folders, place / jobs.REFERENCE], place)
+    return compare.judge([*folders, place / jobs.REFERENCE], place, curves)
 
 
 def verdict(options: argparse.Namespace, flags: list[str]) -> int:
@@ -260,7 +261,7 @@ def verdict(options: argparse.Namespace, flags: list[str]) -> int:
                 progress.shown_on(screen),
                 progress.working("Comparing every tensor with a float64 reference"),
             ):
-                result = judge_tensors(options, flags, config, names)
+                result = judge_tensors(options, flags, config, names, curves=judged)
         except (UserError, jobs.JobFailed):
             if not judged.problem:  # else it says what is wrong with both
                 raise
@@ -268,7 +269,7 @@ def verdict(options: argparse.Namespace, flags: list[str]) -> int:
         from lockstep.verdict import tensor_report  # imports torch
 
         steps = tensor_report.steps_in_words([row for run in result.runs.values() for row in run.rows])
-        report = f"Tensors  of {steps}: {printable(config.capture_dir / 'report.md')}"
+        report = f"Tensors  of {steps}: {printable(config.capture_dir / 'report.html')} and report.md"
     if judged.problem and result is not None and result.outcome == "CONFIGURED DIFFERENTLY":
         print("\n".join(["", *explanations(judged, result), report, "", result.outcome]))
         return 1

@@ -21,17 +21,20 @@ from lockstep.dumps.dump import Dump, Dumps
 from lockstep.ground.errors import UserError, run_program
 from lockstep.ground.files import REPORTS, require_ours, require_writable_folder
 from lockstep.ground.flags import Parser
+from lockstep.page import verification
 from lockstep.plan.config import BASELINE
 from lockstep.verdict import tensor_report
 from lockstep.verdict.comparison import compare_dumps, compare_two
+from lockstep.verdict.loss_folder import Judged
 from lockstep.verdict.result import Result
 
 
-def judge(folders: Sequence[Path], output_dir: Path | None = None) -> Result:
+def judge(folders: Sequence[Path], output_dir: Path | None = None, curves: Judged | None = None) -> Result:
     """Compare the dumps in the folders, and diagnose every run that failed.
 
     One of them is the reference. DDP's dump may lie beside it; a replay lies beside the dump of its run, or beside the reference. Any two
-    dumps are compared without a reference, and not diagnosed. Writes report.md and report.json into `output_dir` if one is given.
+    dumps are compared without a reference, and not diagnosed. Writes report.md, report.json and report.html into `output_dir` if one is given;
+    `curves` are losses of the same runs, for the page.
     Raises UserError for folders that hold no dumps, or dumps that cannot be compared.
     """
     opened = [Dump(folder) for folder in folders]
@@ -40,6 +43,8 @@ def judge(folders: Sequence[Path], output_dir: Path | None = None) -> Result:
         raise UserError(
             f"{replay.folder}: a replay, which is found beside the reference; name the reference and the dump that it replays"
         )
+    reference: Dump | None = None
+    replays: Dumps = {}
     if len(opened) == 2 and not any(dump.is_reference for dump in opened):
         result = compare_two(*opened)
     else:
@@ -50,6 +55,7 @@ def judge(folders: Sequence[Path], output_dir: Path | None = None) -> Result:
                 run.diagnosis = diagnose(result, name, reference, replays)
     if output_dir is not None:
         tensor_report.write(result, output_dir)
+        verification.write(result, output_dir, reference, replays, curves)
     return result
 
 
@@ -100,7 +106,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "dumps", type=Path, nargs="+", help="two or more dump folders; one may be the reference"
     )
-    parser.add_argument("--output_dir", type=Path, help="write report.json and report.md there")
+    parser.add_argument("--output_dir", type=Path, help="write report.json, report.md and report.html there")
 
     def body() -> int:
         options = parser.parse_args(argv)

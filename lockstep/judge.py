@@ -2,7 +2,7 @@
 
     python -m lockstep.judge runs/mine
 
-Writes report.md and report.json into the folder. Exit status: 0 PASS; 1 FAIL; 2 a usage error, or what cannot be judged; 3 an internal error.
+Writes report.md, report.json and report.html into the folder. Exit status: 0 PASS; 1 FAIL; 2 a usage error, or what cannot be judged; 3 an internal error.
 """
 
 if __name__ == "__main__":
@@ -16,6 +16,7 @@ from lockstep.dumps.recording import Recording
 from lockstep.ground import user_file
 from lockstep.ground.errors import run_program
 from lockstep.ground.flags import Parser
+from lockstep.page import recording as page
 from lockstep.verdict import recorded, recorded_report, recorded_run
 from lockstep.verdict.normalisation import LABELS
 
@@ -52,6 +53,7 @@ def main(argv: list[str] | None = None) -> int:
         loss = options.loss and user_file.load(options.loss, "--loss")
         steps = recorded.judge(recording, options.expect, loss)
         run = recorded_run.judge([*before, recording], with_replacement=options.with_replacement)
+        page.write(recording, steps, run)
         return recorded_report.show(steps, run, options.folder)
 
     return run_program("lockstep.judge", body)

@@ -119,6 +119,8 @@ def change_gradients(net, bug):
         net.model.norm.weight.grad[0] = torch.inf
     if bug == "twice reduced":
         net.model.layers[1].mlp.down_proj.weight.grad.mul_(2)
+    if bug == "one shard" and dist.get_rank() == 1:
+        net.model.layers[1].mlp.down_proj.weight.grad.to_local().mul_(1.5)
 
 
 def clip(net, bound, bug):

@@ -17,7 +17,7 @@ STRATEGIES = ["ddp_strategy", "autotp_strategy", "fsdp_strategy"]
 
 
 # From the bottom. A room may use those before it; what lies beside the rooms are commands, which use all of them.
-ROOMS = ["ground", "inputs", "plan", "dumps", "training", "faults", "verdict", "diagnosis", "running"]
+ROOMS = ["ground", "inputs", "plan", "dumps", "training", "faults", "verdict", "diagnosis", "page", "running"]
 ORDER = [*ROOMS, "commands", "root"]
 NAMED = re.compile(r"([\w.]+):\w+")
 

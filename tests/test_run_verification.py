@@ -121,7 +121,7 @@ def test_an_older_verification_stays_until_a_step_is_captured(tmp_path, monkeypa
     assert run_verification.main(arguments) == 2 and "nothing is overwritten" in capsys.readouterr().err
     assert contents(tmp_path) == before and started == []
     assert run_verification.main([*arguments, "--overwrite"]) == 2 and "started" in capsys.readouterr().err
-    assert contents(tmp_path) == before - {"report.md", "report.json", ".ddp.lock"}
+    assert contents(tmp_path) == before - {"report.md", "report.json", "report.html", ".ddp.lock"}
     (_, [ddp]), (_, [fsdp]), (_, [reference]) = started
     assert "--overwrite" in ddp["arguments"] and "--overwrite" in fsdp["arguments"]
     assert ("--save_init_weights" in ddp["arguments"]) and "--save_init_weights" not in fsdp["arguments"]

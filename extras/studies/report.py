@@ -11,6 +11,7 @@ from lockstep.dumps import history
 from lockstep.dumps.history import History
 from lockstep.ground.errors import UserError, printable
 from lockstep.ground.files import write_text
+from lockstep.page.writing import write_listing
 from lockstep.plan.config import BASELINE, CONTROL, history_file
 from lockstep.verdict import loss_curves
 from lockstep.verdict import loss_folder as folder
@@ -299,7 +300,7 @@ def made_by(command: str, machine: dict[str, Any]) -> str:
 def write(
     study: Study, planned: list[Planned], found: list[dict[str, Any]], place: Path, command: str
 ) -> None:
-    """report.md, report.json and losses.png in the folder of the study."""
+    """report.md, report.html, report.json and losses.png in the folder of the study."""
     machine = provenance(planned[0])
     content = {"title": study.title, "command": command, **machine, "good": good(found), "runs": found}
     write_text(place / "report.json", json.dumps(content, indent=1) + "\n")
@@ -312,6 +313,10 @@ def write(
         f"|{'---|' * len(head)}",
     ]
     parts += [f"| {' | '.join(line)} |" for line in lines]
+    # the page of the tensors is one for all runs
+    link = "tensors/report.html" if (place / "tensors" / "report.html").is_file() else ""
+    said = [*([study.about.strip()] if study.about else []), made_by(command, machine)]
+    write_listing(place / "report.html", study.title, said, head, [(line, link) for line in lines])
     if study.memory:
         parts += ["", MEMORY, *resources(found)]
     parts += ["", "| run | differs from the control in |", "|---|---|"]

@@ -22,7 +22,12 @@ CAPTURED = re.compile(
 # By these a file is known to be an older result, which a new one may replace: what it begins with, or a figure says of itself.
 FIGURE = b"Lockstep figure"
 VERDICT = b'{\n  "passed": '
-REPORTS = {"report.md": b"# Tensor by tensor", "report.json": b'{\n "verdict": '}
+PAGE = b"<!doctype html>\n<!-- Lockstep: "
+REPORTS = {
+    "report.md": b"# Tensor by tensor",
+    "report.json": b'{\n "verdict": ',
+    "report.html": PAGE,
+}
 LARGEST_JSON = 1 << 28  # bytes; the manifest of a 70-billion-parameter model is a hundredth of it
 
 

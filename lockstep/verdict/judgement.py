@@ -2,10 +2,14 @@
 
 import math
 import statistics
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
 
 from lockstep.dumps.dump import Dump, number_of_elements
 from lockstep.verdict.distance import Distance, Size, relative
+from lockstep.verdict.picture import COARSE, SIDE, Picture, draw
 
 MULTIPLE = 4  # of DDP's own distance
 FLOOR = 4  # unit roundoffs of the tensor's dtype, where DDP happens to be exact
@@ -34,6 +38,9 @@ UNIT = {"fp32": 2.0**-24, "autocast": 2.0**-9}  # of the arithmetic
 EXACT = Size(0.0, 0.0)  # nothing is tolerated
 ROUNDOFF = {"F64": 2.0**-53, "F32": 2.0**-24, "BF16": 2.0**-9, "F16": 2.0**-11, "I64": 0.0}  # of a dtype
 PASSES = {"batch": "batch", "forward": "forward", "backward": "backward", "gradient": "gradient"}
+FINE = 10  # pictures of one pass that have all blocks
+MOST = 120  # pictures of one pass; what comes later is mostly wrong because of these
+NEAREST = 4  # tensors that are near enough and have a picture, too
 COMPUTED = ("forward", "backward", "gradient", "update")  # passes
 
 
@@ -51,6 +58,8 @@ class Judgement:
     distance: Distance
     tolerated: float  # of the 2-norm of the error
     tolerated_largest: float  # of the largest error of one element
+    where: str = ""  # of a recorded run's module: the micro batch and the rank that it was worst for
+    picture: Picture | None = field(default=None, compare=False)
 
     @property
     def kind(self) -> str:
@@ -90,6 +99,19 @@ class Judgement:
             f"relative error {distance.relative:.2e} (2-norm), tolerated {relative(self.tolerated, distance.norm):.1e}; "
             f"{distance.relative_largest:.2e} (largest element), tolerated {relative(self.tolerated_largest, distance.largest):.1e}"
         )
+
+
+def add_pictures(
+    rows: Sequence[Judgement], pair_of: Callable[[Judgement], tuple[torch.Tensor, torch.Tensor]]
+) -> None:
+    """Draws rows of one pass: those that are too far, and those that are nearest to it. `pair_of` gives the run's tensor and the reference's."""
+    far = [row for row in rows if row.too_far][:MOST]
+    near = sorted((row for row in rows if not row.too_far), key=lambda row: -row.multiple)[:NEAREST]
+    for number, row in enumerate([*far, *near]):
+        side = COARSE if row.too_far and number >= FINE else SIDE
+        own, right = pair_of(row)
+        if own.numel():
+            row.picture = draw(own, right, row.tolerated, row.tolerated_largest, side)
 
 
 class Yardstick:

@@ -8,7 +8,7 @@ from lockstep.dumps.module_hooks import module_of
 from lockstep.dumps.recording import Called
 from lockstep.verdict.distance import Distance, distance_of
 from lockstep.verdict.factors import Factors
-from lockstep.verdict.judgement import FLOOR, MULTIPLE, UNIT, Judgement
+from lockstep.verdict.judgement import FLOOR, MULTIPLE, UNIT, Judgement, add_pictures
 from lockstep.verdict.recorded_reference import Computed
 from lockstep.verdict.recorded_rows import StepVerdict, judged, times
 from lockstep.verdict.records import Chosen
@@ -62,6 +62,7 @@ class Modules:
         own: dict[str, Distance] = {}
         yardstick: dict[str, Distance] = {}
         tensors: dict[str, torch.Tensor] = {}
+        scales: dict[str, float] = {}
         for name, tensor in mine.items():
             if tensor.shape != exact[name].shape or name not in near:
                 self.left_out.add(module_of(name))
@@ -78,13 +79,15 @@ class Modules:
                     right, plain = (one * (1.0 if scale is None else scale) for one in (right, plain))
                 if self.factors is not None:
                     self.factors.add(name, tensor, plain, right, is_weight=False)
-                tensors[name] = tensor
+                tensors[name], scales[name] = tensor, 1.0 if scale is None else scale
                 own[name], yardstick[name] = distance_of(tensor, right), distance_of(plain, right)
-        for row in judged(self.verdict.step, own, yardstick, tensors, self.precision):
+        rows = judged(self.verdict.step, own, yardstick, tensors, self.precision)
+        add_pictures(rows, lambda row: (tensors[row.name], exact[row.name] * scales[row.name]))
+        for row in rows:
             name = f"{row.kind}/{module_of(row.name)}"
             if name not in self.rows or row.multiple > self.rows[name].multiple:
-                self.rows[name] = replace(row, name=name)
                 self.where[name] = f"micro batch {called.number}, rank {rank}"
+                self.rows[name] = replace(row, name=name, where=self.where[name])
 
     def close(self) -> bool:
         """Add the rows and what is wrong to the verdict; returns whether anything is."""

@@ -79,7 +79,7 @@ def show(steps: list[StepVerdict], run: RunVerdict, folder: Path) -> int:
     }
     write_text(folder / "report.json", json.dumps(content))
     print("\n".join(said[:-1]))
-    print(f"report: {folder / 'report.md'}")
+    print(f"report: {folder / 'report.html'}, {folder / 'report.md'}")
     print(said[-1])
     return int(bool(run.wrong) or any(verdict.wrong for verdict in steps))
 

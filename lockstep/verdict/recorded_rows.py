@@ -8,6 +8,7 @@ from lockstep.verdict.distance import Distance, distance_of, distance_of_numbers
 from lockstep.verdict.judgement import (
     ROUNDOFF,
     Judgement,
+    add_pictures,
     is_vector_gradient,
     is_zero,
     measure,
@@ -105,4 +106,7 @@ def judged_gradients(
         own[f"gradient/{name}"] = distance_of(observed[name], reference)
         yardstick[f"gradient/{name}"] = distance_of(near[name], reference)
     tensors = {f"gradient/{name}": tensor for name, tensor in observed.items()}
-    return judged(step, own, yardstick, tensors, precision)
+    rows = judged(step, own, yardstick, tensors, precision)
+    names = {row.name: row.name.removeprefix("gradient/") for row in rows}
+    add_pictures(rows, lambda row: (observed[names[row.name]], right[names[row.name]]))
+    return rows

@@ -12,6 +12,7 @@ from lockstep.dumps.recording import Optimizer, Recording
 from lockstep.verdict.distance import distance_of, relative
 from lockstep.verdict.judgement import LIMIT_OF_UPDATE, Judgement, own_update_tolerance
 from lockstep.verdict.lazy import Lazy
+from lockstep.verdict.picture import draw
 from lockstep.verdict.recorded_rows import StepVerdict
 
 IMPLEMENTATION = ("params", "fused", "foreach", "capturable")  # of a group: how a step is computed, not what
@@ -127,6 +128,8 @@ def _judge_optimizer(
         roundoff = torch.finfo(updated[own].dtype).eps / 2
         tolerated = own_update_tolerance(found, yardstick, LIMIT_OF_UPDATE, roundoff)
         rows.append(Judgement(verdict.step, f"update/{own}", found, *tolerated))
+        if rows[-1].too_far:
+            rows[-1].picture = draw(updated[own], exact, *tolerated)
     verdict.rows += rows
     wrong = [row for row in rows if row.too_far]
     if wrong:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.ground.errors import printable
-from lockstep.ground.files import write_result
+from lockstep.ground.files import REPORTS, write_result
 from lockstep.verdict import report_tables as tables
 from lockstep.verdict.judgement import Judgement, pass_of
 from lockstep.verdict.report_tables import Line, ratio
@@ -33,7 +33,7 @@ def show(result: Result, output_dir: Path | None) -> int:
         text = [printable(line, LONGEST) for line in _as_text(shown, lambda cell: cell)]
         print("\n".join(["", title, "-" * len(title), *text]))
     if output_dir is not None:
-        print(f"\nReport: {output_dir / 'report.md'}, {output_dir / 'report.json'}")
+        print("\nReport: " + ", ".join(str(output_dir / name) for name in REPORTS))
     print(f"\n{result.outcome}")
     return 0 if result.outcome == "PASS" else 1
 

@@ -1,0 +1,103 @@
+"""How large a page of 50,000 tensors is, and how long a browser takes to show it.
+
+    python benchmarks/page_size.py
+
+Needs Chromium and `pip install -r requirements-page.txt`. Prints the table of docs/page.md; times are medians, in seconds.
+"""
+
+import shutil
+import statistics
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lockstep.page.payload import Page, View, nearest_of
+from lockstep.page.writing import html
+from lockstep.verdict.distance import distance_of
+from lockstep.verdict.judgement import FINE, MOST, Judgement
+from lockstep.verdict.picture import COARSE, SIDE, draw
+
+TENSORS, STEPS, LAYERS, OPENED = 50_000, 2, 595, 5
+MODULES = ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj", "mlp")
+LEAVES = tuple(f"{module}.{leaf}" for module in MODULES[:4] for leaf in ("weight", "bias"))
+STEP = """() => {
+    const began = performance.now();
+    const other = document.querySelector('input[name="step"]:not(:checked)');
+    other.click();
+    document.body.offsetHeight;
+    return (performance.now() - began) / 1000;
+}"""
+TIMES = """() => [performance.getEntriesByName('first-contentful-paint')[0].startTime / 1000,
+    performance.getEntriesByType('navigation')[0].domInteractive / 1000]"""
+
+
+def large(*, wrong: bool) -> Page:
+    """One run in two steps. `wrong`: all of its tensors are too far, and have as many pictures as there may be."""
+    kinds = {"forward": MODULES, "backward": MODULES}
+    kinds |= dict.fromkeys(("gradient", "exp_avg", "exp_avg_sq", "parameter"), LEAVES)
+    names = [
+        f"{kind}/model.layers.{layer}.{one}"
+        for kind, each in kinds.items()
+        for layer in range(LAYERS)
+        for one in each
+    ]
+    names += [f"forward/further.{number}.module" for number in range(TENSORS // STEPS - len(names))]
+    right = torch.rand(256, 256, generator=torch.Generator().manual_seed(0)).double()
+    distance = distance_of(right * (1 + 1e-7), right)
+    tolerated = distance.error / 10 if wrong else distance.error * 2
+    pictures = [
+        draw(right * (1 + 1e-7), right, tolerated, distance.largest_error, side) for side in (SIDE, COARSE)
+    ]
+    rows, drawn = [], Counter[str]()
+    for number, name in enumerate(names):
+        row = Judgement(1, name, distance, tolerated * (1 + number % 97 / 50), distance.largest_error * 2)
+        drawn[row.which_pass] += 1
+        if wrong and drawn[row.which_pass] <= MOST:
+            row.picture = pictures[drawn[row.which_pass] > FINE]
+        rows.append(row)
+    first = (1, names[0], rows[0].describe()) if wrong else None
+    verdict = "FAIL" if wrong else "PASS"
+    view = View("DDP", verdict, f"{len(names)} tensors", first, nearest_of(rows))
+    page = Page("verification", verdict, "50,000 tensors", "A page to measure.", [], [])
+    for step in range(1, STEPS + 1):
+        page.add(view, step, rows, lambda name: [])
+    return page
+
+
+def measure(browser: Any, path: Path) -> list[float]:
+    """[first paint, map complete, another step], medians."""
+    found = []
+    for _ in range(OPENED):
+        tab = browser.new_page(viewport={"width": 1400, "height": 1000})
+        tab.goto(path.as_uri())
+        tab.wait_for_timeout(500)
+        found.append([*tab.evaluate(TIMES), tab.evaluate(STEP)])
+        tab.close()
+    return [statistics.median(times) for times in zip(*found, strict=True)]
+
+
+def main() -> None:
+    from playwright.sync_api import sync_playwright
+
+    program = shutil.which("chromium") or shutil.which("google-chrome")
+    with sync_playwright() as playwright, tempfile.TemporaryDirectory() as folder:
+        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        for wrong in (False, True):
+            page, began = large(wrong=wrong), time.perf_counter()
+            text = html(page)
+            made, path = time.perf_counter() - began, Path(folder) / "report.html"
+            path.write_text(text, encoding="utf-8")
+            paint, complete, step = measure(browser, path)
+            drawn = sum(len(table.pictures) for table in page.tables)
+            print(
+                f"| {page.verdict}, {drawn:,} pictures | {TENSORS:,} | {len(text.encode()) / 1e6:.1f} MB | {made:.1f} s | {paint:.2f} s | {complete:.1f} s | {step:.2f} s |"
+            )
+        browser.close()
+
+
+if __name__ == "__main__":
+    main()

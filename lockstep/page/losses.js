@@ -1,0 +1,61 @@
+// Curves of losses and gradient norms, and of the differences from the first run. Zero is drawn as zero.
+
+const STROKES = [["#1d4f7c", "#8fbce8"], ["#a83a08", "#ff9256"], ["#6b5b00", "#d6c34a"], ["#5d3a7d", "#c9a3ea"], ["#2f6b4f", "#86d0ab"], ["#555555", "#bbbbbb"]];
+
+function showLosses(parent) {
+  const { losses } = page;
+  if (losses === null) return;
+  const base = losses.labels[0];
+  parent.hidden = false;
+  parent.append(el("h2", { id: "losses-title" }, "Losses"));
+  const table = lossTable(losses);
+  if (losses.steps.length < 3) {
+    parent.append(table);
+    return;
+  }
+  const dark = matchMedia("(prefers-color-scheme: dark)");
+  const plots = el("div");
+  const draw = () => {
+    const apart = (values) => values.slice(1).map((run) => run.map((value, step) => (value === null || values[0][step] === null ? null : Math.abs(value - values[0][step]))));
+    plots.replaceChildren(
+      plot("Loss", losses.steps, losses.labels, losses.loss, dark.matches),
+      ...(losses.labels.length > 1 ? [plot(`|loss − loss of ${base}|`, losses.steps, [...losses.labels.slice(1), ...(losses.tolerated.length ? ["tolerated"] : [])],
+        [...apart(losses.loss), ...(losses.tolerated.length ? [losses.tolerated] : [])], dark.matches, 1)] : []),
+      plot("Gradient norm", losses.steps, losses.labels, losses.norm, dark.matches));
+  };
+  draw();
+  dark.addEventListener("change", draw);
+  parent.append(el("p", { class: "quiet" }, "Drag to zoom, double-click to see all; the numbers of a step are below each plot."), plots,
+    el("details", {}, el("summary", {}, "All numbers as a table"), table));
+}
+
+function plot(title, steps, labels, values, dark, first = 0) {
+  const box = el("div", { class: "plot", role: "img", "aria-label": `${title}, by step` });
+  const style = getComputedStyle(document.documentElement);
+  const [text, line] = [style.getPropertyValue("--text").trim(), style.getPropertyValue("--line").trim()];
+  const exact = (_, value) => (value === null || value === undefined ? "" : value === 0 ? "0" : Math.abs(value) < 1e-3 ? value.toExponential(2) : value.toPrecision(7));
+  const axis = { stroke: text, grid: { stroke: line, width: 1 }, ticks: { stroke: line, width: 1 } };
+  const fromZero = first > 0;
+  new uPlot({
+    title, width: Math.min(900, Math.max(320, document.documentElement.clientWidth - 48)), height: 240,
+    scales: { x: { time: false }, y: fromZero ? { range: (_, low, high) => [0, high > 0 ? high * 1.08 : 1e-9] } : {} },
+    axes: [{ ...axis }, { ...axis, size: 76, values: (_, ticks) => ticks.map((value) => (value !== 0 && Math.abs(value) < 1e-3 ? value.toExponential(1).replace(".0e", "e") : String(Number(value.toPrecision(4))))) }],
+    series: [{ label: "step" }, ...labels.map((label, number) => ({
+      label, value: exact, width: label === "tolerated" ? 1 : 1.6, dash: label === "tolerated" ? [6, 4] : [[], [8, 3], [2, 3], [8, 3, 2, 3]][(number + first) % 4],
+      stroke: label === "tolerated" ? text : STROKES[(number + first) % STROKES.length][dark ? 1 : 0],
+    }))],
+  }, [steps, ...values], box);
+  return box;
+}
+
+function lossTable(losses) {
+  const base = losses.labels[0];
+  const head = ["step", ...losses.labels.map((label, number) => (number ? `${label} (difference)` : base)), ...(losses.tolerated.length ? ["tolerated"] : [])];
+  const lines = losses.steps.map((step, place) => el("tr", {}, el("td", {}, String(step)), ...losses.loss.map((run, number) => {
+    const value = run[place] ?? null;
+    const apart = number && value !== null && losses.loss[0][place] !== null ? ` (${sci(Math.abs(value - losses.loss[0][place]))})` : "";
+    return el("td", { class: "number" }, value === null ? "" : `${value.toFixed(9)}${apart}`);
+  }), ...(losses.tolerated.length ? [el("td", { class: "number" }, sci(losses.tolerated[place] ?? null))] : [])));
+  return el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Losses by step" }, el("table", {},
+    el("thead", {}, el("tr", {}, ...head.map((one) => el("th", { scope: "col", class: "number" }, one)))), el("tbody", {}, ...lines)));
+}

@@ -1,0 +1,146 @@
+"""What a page shows, as plain data: the same for a comparison of strategies and for a recorded run. docs/page.md lists its entries.
+
+Numbers have as many digits as a person reads. What JSON does not have (NaN, infinity) is null.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from lockstep.verdict.judgement import Judgement
+from lockstep.verdict.picture import Picture
+
+FORMAT = 1
+DIGITS = 4
+Box = tuple[list[int], list[int], list[int]]  # ranks, start and shape of the shard that they hold
+
+
+@dataclass
+class View:
+    """One set of tensors that a page switches to: a strategy's, or one way to judge a recording."""
+
+    label: str
+    verdict: str
+    counted: str = ""  # how many tensors were judged, in words
+    first: tuple[int, str, str] | None = None  # step, tensor and what is wrong
+    nearest: tuple[int, str, float | None] | None = None  # step, tensor and its share of what is tolerated
+    num_failures: int = 0
+    causes: list[tuple[str, str]] = field(default_factory=list)  # names and evidence
+    excluded: list[str] = field(default_factory=list)
+    observed: list[str] = field(default_factory=list)  # about the first wrong tensor
+    ranks: list[dict[str, int]] = field(default_factory=list)  # the coordinates of each
+    differing: list[tuple[int, str, list[int]]] = field(default_factory=list)  # step, tensor, ranks
+    contract: dict[str, Any] = field(default_factory=dict)
+    placements: list[list[Box]] = field(default_factory=list)
+    placed: dict[int, int] = field(default_factory=dict)  # number of a name -> that of its placement
+
+
+@dataclass
+class Table:
+    """The tensors of one view in one step, in order of execution, by column; errors are relative, `norm` is the run's own."""
+
+    view: int
+    step: int
+    names: list[int] = field(default_factory=list)
+    error: list[float | None] = field(default_factory=list)
+    tolerated: list[float | None] = field(default_factory=list)
+    largest: list[float | None] = field(default_factory=list)
+    tolerated_largest: list[float | None] = field(default_factory=list)
+    norm: list[float | None] = field(default_factory=list)
+    far: list[int] = field(default_factory=list)  # places of tensors that are too far
+    small: list[int] = field(default_factory=list)  # too small to judge
+    excused: list[int] = field(default_factory=list)  # another convention
+    where: dict[int, str] = field(default_factory=dict)  # the micro batch and rank that a row is from
+    pictures: dict[int, Picture] = field(default_factory=dict)
+
+
+@dataclass
+class Losses:
+    """Loss and gradient norm by step of each run; the differences are from the first."""
+
+    labels: list[str]
+    steps: list[int]
+    loss: list[list[float | None]]
+    norm: list[list[float | None]]
+    tolerated: list[float | None] = field(
+        default_factory=list
+    )  # of the loss, by step; empty: not judged here
+
+
+@dataclass
+class Page:
+    kind: str  # "verification" or "recording"
+    verdict: str
+    title: str
+    lead: str  # what was compared or found, in a sentence or two
+    sentences: list[str]  # what else is to be said
+    found_out: list[tuple[str, str]]  # how: weights, batches, versions, machine, command
+    views: list[View] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)  # of tensors; tables have their numbers
+    tables: list[Table] = field(default_factory=list)
+    losses: Losses | None = None
+    format: int = FORMAT
+
+    def __post_init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+
+    def add(
+        self,
+        view: View,
+        step: int,
+        rows: Iterable[Judgement],
+        boxes_of: Callable[[str], list[Box]],
+        excused: Iterable[str] = (),
+    ) -> None:
+        """Adds the rows of a view in one step. `boxes_of` says which ranks hold what of a tensor, [] if that is not known."""
+        if view not in self.views:
+            self.views.append(view)
+        table, known = Table(self.views.index(view), step), set(excused)
+        for place, row in enumerate(rows):
+            number = self._numbers.setdefault(row.name, len(self.names))
+            if number == len(self.names):
+                self.names.append(row.name)
+            table.names.append(number)
+            distance = row.distance
+            table.error.append(short(distance.relative))
+            table.tolerated.append(short(_of(row.tolerated, distance.norm)))
+            table.largest.append(short(distance.relative_largest))
+            table.tolerated_largest.append(short(_of(row.tolerated_largest, distance.largest)))
+            table.norm.append(short(distance.own_norm))
+            kinds = (
+                (table.excused, row.name in known),
+                (table.far, row.too_far and row.name not in known),
+                (table.small, not row.judged and not row.too_far),
+            )
+            for places, holds in kinds:
+                places += [place] if holds else []
+            if row.where:
+                table.where[place] = row.where
+            if row.picture is not None:
+                table.pictures[place] = row.picture
+            boxes = boxes_of(row.name)
+            if boxes and number not in view.placed:
+                if boxes not in view.placements:
+                    view.placements.append(boxes)
+                view.placed[number] = view.placements.index(boxes)
+        self.tables.append(table)
+
+    def as_data(self) -> dict[str, Any]:
+        return {key: value for key, value in vars(self).items() if not key.startswith("_")}
+
+
+def nearest_of(rows: Iterable[Judgement]) -> tuple[int, str, float | None] | None:
+    """Of the rows that are near enough, the one that is nearest to what is tolerated."""
+    row = max((row for row in rows if not row.too_far), key=lambda row: row.multiple, default=None)
+    return None if row is None else (row.step, row.name, short(row.multiple, 2))
+
+
+def short(value: float, digits: int = DIGITS) -> float | None:
+    """A number for people; None if it is not finite."""
+    return float(f"{value:.{digits}g}") if math.isfinite(value) else None
+
+
+def _of(part: float, whole: float) -> float:
+    """A tolerance relative to the size of a tensor; of a tensor of zeros, nothing."""
+    return part / whole if whole else 0.0

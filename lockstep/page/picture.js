@@ -1,0 +1,151 @@
+// Where the error lies inside a tensor: the largest error of each block, with the shards of the ranks outlined.
+
+const LEVELS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ";
+const DECADES = 6;
+
+/** What the picture shows, in words, for a tensor that is too far. */
+function whereText(view, name, picture) {
+  const all = picture.shape.reduce((one, two) => one * two, 1);
+  const names = dimNames(page.names[name], picture.shape);
+  const said = picture.shape.flatMap((size, dim) => {
+    const found = spans(picture.slices[dim], size);
+    return found === null ? [] : [`${plural(names[dim], 2)} ${found} of ${size}`];
+  });
+  const place = said.length ? said.join(", ") : "in every part of it";
+  const ranks = holders(view, name, picture);
+  const rank = ranks ? `: ${ranks.length === 1 ? `rank ${ranks[0]}'s shard` : `the shard of ${listed(ranks)}`}` : "";
+  return `${picture.wrong.toLocaleString("en")} of ${all.toLocaleString("en")} elements are off by more than is tolerated of one: ${place}${rank}.${copies(view, page.names[name])}`;
+}
+
+/** Which ranks have another copy of a tensor. */
+function copies(view, text) {
+  const odd = page.views[view].differing.find(([, tensor]) => tensor === text);
+  return odd ? ` The copies of ${listed(odd[2])} differ from it.` : "";
+}
+
+/** The ranks whose shard, not the whole tensor, has all wrong elements; null if there is no such shard. */
+function holders(view, name, picture) {
+  if (picture.slices.some((runs) => !runs.length || runs.length > 6)) return null;
+  const from = picture.slices.map((runs) => runs[0][0]);
+  const to = picture.slices.map((runs) => runs.at(-1)[0] + runs.at(-1)[1]);
+  const boxes = boxesOf(view, name);
+  if (boxes.length < 2) return null;
+  const found = boxes.find(([, start, size]) => start.length === from.length && start.every((first, dim) => first <= from[dim] && to[dim] <= first + size[dim]));
+  return found ? found[0] : null;
+}
+
+/** The box of a shard as rectangles [row, column, rows, columns] of the tensor with all dims but the last laid out as rows. */
+function rectangles(shape, start, size) {
+  const last = shape.length - 1;
+  const columns = [start[last], size[last]];
+  if (last === 0) return [[0, columns[0], 1, columns[1]]];
+  let cut = last - 1;
+  while (cut > 0 && size[cut] === shape[cut]) cut -= 1;
+  const inner = shape.slice(cut + 1, last).reduce((one, two) => one * two, 1);
+  const outer = size.slice(0, cut).reduce((one, two) => one * two, 1);
+  if (outer > 32) return [];
+  return Array.from({ length: outer }, (_, number) => {
+    let row = 0;
+    let left = number;
+    for (let dim = cut - 1, stride = inner * shape[cut]; dim >= 0; stride *= shape[dim], dim -= 1) {
+      row += (start[dim] + (left % size[dim])) * stride;
+      left = Math.floor(left / size[dim]);
+    }
+    return [row + start[cut] * inner, columns[0], size[cut] * inner, columns[1]];
+  });
+}
+
+function drawPicture(view, name, picture) {
+  const { shape } = picture;
+  const columns = shape.at(-1) ?? 1;
+  const rows = shape.slice(0, -1).reduce((one, two) => one * two, 1);
+  const across = Math.ceil(columns / picture.blocks[1]);
+  const down = Math.ceil(rows / picture.blocks[0]);
+  const width = Math.max(1, Math.floor(384 / across));
+  const height = rows === 1 ? 28 : Math.max(1, Math.min(Math.floor(384 / down), width * 2));
+  const canvas = el("canvas", { class: "picture", width: width * across, height: height * down, tabindex: 0, role: "img" });
+  const at = el("p", { class: "at", "aria-live": "polite" }, "Arrow keys or the pointer read off a block.");
+  const valueOf = (cell) => (cell === "." ? 0 : cell === "!" ? null : picture.largest * 10 ** (DECADES * (LEVELS.indexOf(cell) / 61 - 1)));
+  const paint = () => {
+    const style = getComputedStyle(document.documentElement);
+    const ramp = [0, 1, 2, 3, 4].map((stop) => style.getPropertyValue(`--p${stop}`).trim());
+    const context = canvas.getContext("2d");
+    context.fillStyle = style.getPropertyValue("--raised");
+    context.fillRect(0, 0, canvas.width, canvas.height);
+    [...picture.cells].forEach((cell, place) => {
+      if (cell === ".") return;
+      context.fillStyle = cell === "!" ? style.getPropertyValue("--bad") : mix(ramp, LEVELS.indexOf(cell) / 61);
+      context.fillRect((place % across) * width, Math.floor(place / across) * height, width, height);
+    });
+    outline(context, style);
+  };
+  const outline = (context, style) => {
+    const boxes = boxesOf(view, name);
+    if (boxes.length < 2) return;
+    const [x, y] = [canvas.width / columns, canvas.height / rows];
+    context.font = "600 12px system-ui, sans-serif";
+    for (const [ranks, start, size] of boxes) {
+      if (size.length !== shape.length) continue;
+      rectangles(shape, start, size).forEach(([row, column, high, wide], number) => {
+        context.strokeStyle = style.getPropertyValue("--bad");
+        context.lineWidth = 2;
+        context.strokeRect(column * x + 1, row * y + 1, wide * x - 2, high * y - 2);
+        if (number) return;
+        const text = ` ${listed(ranks)} `;
+        const length = context.measureText(text).width;
+        if (length > wide * x - 4 || high * y < 18) return;
+        context.fillStyle = style.getPropertyValue("--ground");
+        context.fillRect(column * x + 3, row * y + 3, length, 16);
+        context.fillStyle = style.getPropertyValue("--text");
+        context.fillText(text, column * x + 3, row * y + 15);
+      });
+    }
+  };
+  const place = [0, 0];
+  const read = (row, column) => {
+    [place[0], place[1]] = [Math.max(0, Math.min(down - 1, row)), Math.max(0, Math.min(across - 1, column))];
+    const value = valueOf(picture.cells[place[0] * across + place[1]]);
+    at.textContent = `${rangeText(shape, place[0] * picture.blocks[0], picture.blocks[0], rows)}columns ${place[1] * picture.blocks[1]} to ${Math.min(columns, (place[1] + 1) * picture.blocks[1]) - 1}: largest error ${value === 0 ? "0" : value === null ? "not finite" : `about ${value.toExponential(1)}`}`;
+  };
+  canvas.addEventListener("mousemove", (event) => {
+    const box = canvas.getBoundingClientRect();
+    read(Math.floor(((event.clientY - box.top) / box.height) * down), Math.floor(((event.clientX - box.left) / box.width) * across));
+  });
+  canvas.addEventListener("keydown", (event) => {
+    const moves = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] };
+    if (!(event.key in moves)) return;
+    event.preventDefault();
+    read(place[0] + moves[event.key][0], place[1] + moves[event.key][1]);
+  });
+  canvas.setAttribute("aria-label", `The largest error in each of ${down} by ${across} blocks of ${page.names[name]}`);
+  paint();
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", paint);
+  const lowest = picture.largest * 10 ** -DECADES;
+  const scale = el("p", { class: "scale" }, "0, ", sci(lowest), el("i"), sci(picture.largest), " |run − reference|");
+  const laid = shape.length > 2 ? el("p", { class: "at" }, `${shape.slice(0, -1).join(" × ")} rows of ${columns}: ${dimNames(page.names[name], shape).slice(0, -1).join(", then ")}, one after the other.`) : null;
+  return el("div", {}, canvas, scale, at, laid);
+}
+
+/** The rows of a block, in the indices of the leading dims. */
+function rangeText(shape, first, count, rows) {
+  if (shape.length < 2) return "";
+  const last = Math.min(rows, first + count) - 1;
+  if (shape.length === 2) return `rows ${first} to ${last}, `;
+  const index = (row) => {
+    const found = [];
+    for (let dim = shape.length - 2; dim >= 0; dim -= 1) {
+      found.unshift(row % shape[dim]);
+      row = Math.floor(row / shape[dim]);
+    }
+    return `[${found.join(", ")}]`;
+  };
+  return `${index(first)} to ${index(last)}, `;
+}
+
+/** A colour between the stops of a ramp, "#rrggbb" each. */
+function mix(ramp, share) {
+  const at = Math.min(ramp.length - 2, Math.floor(share * (ramp.length - 1)));
+  const part = share * (ramp.length - 1) - at;
+  const [one, two] = [ramp[at], ramp[at + 1]].map((color) => [1, 3, 5].map((from) => parseInt(color.slice(from, from + 2), 16)));
+  return `rgb(${one.map((value, place) => Math.round(value + part * (two[place] - value))).join(",")})`;
+}

@@ -1,0 +1,95 @@
+"""The page of a recorded run: its tensors in a free pass of the reference, and each module by itself."""
+
+from collections.abc import Callable
+
+from lockstep.dumps.recording import Recording
+from lockstep.ground import origin
+from lockstep.page.payload import Box, Page, View, nearest_of
+from lockstep.page.writing import write as write_page
+from lockstep.verdict import recorded_report
+from lockstep.verdict.judgement import Judgement
+from lockstep.verdict.recorded_rows import StepVerdict, times
+from lockstep.verdict.recorded_run import RunVerdict
+
+# What the ranks wrote of a row's tensor: a module's output of the first micro batch, a gradient, an updated weight.
+KEYS = {"forward": "forward/0", "backward": "backward/0", "gradient": "gradient", "update": "updated"}
+VIEWS = {
+    "from the batch": "computed from the batch on; rounding errors pile up, and what follows a wrong module is wrong, too",
+    "each module by itself": "computed from the inputs that the module had in the run, so what is wrong here is wrong by itself",
+}
+
+
+def write(recording: Recording, steps: list[StepVerdict], run: RunVerdict) -> None:
+    """Write report.html into the recording's folder."""
+    *said, headline = recorded_report.lines(steps, run)
+    verdict, _, lead = headline.partition(": ")
+    page = Page(
+        "recording",
+        verdict,
+        f"a recorded run of {run.steps} steps, {len(steps)} of them judged",
+        lead[:1].upper() + lead[1:],
+        [*(line.strip() for line in said), *(f"{way}: {what}" for way, what in VIEWS.items())],
+        _found_out(recording, run),
+    )
+    ranks = [{"rank": rank} for rank in recording.steps[0]]
+    for way, rows_of in (("each module by itself", _alone), ("from the batch", _free)):
+        rows = [row for step in steps for row in rows_of(step)]
+        if rows:
+            far = [row for row in rows if row.too_far]
+            view = View(
+                way,
+                "FAIL" if far else "PASS",
+                f"{len(rows)} values of {len(steps)} steps",
+                (far[0].step, far[0].name, far[0].describe() + times(far[0])) if far else None,
+                nearest_of(rows),
+                len(far),
+                ranks=ranks,
+            )
+            for step in steps:
+                page.add(view, step.step, rows_of(step), _boxes_of(recording, step.step))
+    write_page(page, recording.folder)
+
+
+def _free(step: StepVerdict) -> list[Judgement]:
+    return step.rows
+
+
+def _alone(step: StepVerdict) -> list[Judgement]:
+    return step.alone
+
+
+def _found_out(recording: Recording, run: RunVerdict) -> list[tuple[str, str]]:
+    first = recording.steps[0][0]
+    kinds = dict.fromkeys(optimizer.kind.replace(":", ".") for optimizer in first.optimizers)
+    micro = first.micro_batches[0]
+    return [
+        ("recording", f"{recording.folder.name}: {len(recording.steps)} steps of {first.world_size} ranks"),
+        ("whole run", f"{run.steps} steps, {run.samples} samples"),
+        ("micro batches", f"{len(first.micro_batches)} of a rank in step 1"),
+        ("optimizer", ", ".join(kinds)),
+        (
+            "precision",
+            f"autocast {micro.autocast}" if micro.autocast else micro.param_dtype or "as the weights are",
+        ),
+        ("reference", "the recorded model in float64, computed by one process on the recorded micro batches"),
+        ("versions", f"recorded with torch {first.torch}"),
+        ("judged", f"{origin.now()} by {origin.command()}"),
+        ("Lockstep", origin.commit()),
+        ("processor of the judge", ", ".join((origin.cpu(), *origin.instruction_sets()))),
+    ]
+
+
+def _boxes_of(recording: Recording, step: int) -> Callable[[str], list[Box]]:
+    """What each rank wrote of a tensor. A rank has the whole output of a module for its own micro batch: no shard of another's."""
+
+    def boxes(name: str) -> list[Box]:
+        kind, _, rest = name.partition("/")
+        found: dict[tuple, list[int]] = {}
+        for rank, about in recording.steps[step - 1].items():
+            places = about.places.get(f"{KEYS.get(kind)}/{rest}", [])
+            for place in places[1:]:
+                if kind not in ("forward", "backward") or place.shape != places[0].full:
+                    found.setdefault((tuple(place.start or ()), tuple(place.shape or ())), []).append(rank)
+        return [(ranks, list(start), list(shape)) for (start, shape), ranks in found.items() if shape]
+
+    return boxes

@@ -1,0 +1,90 @@
+"""Writes a page: the template with payload, styles and scripts inside, so that the one file needs no network."""
+
+import base64
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import is_dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from lockstep.ground.files import write_result
+from lockstep.page.payload import Page, View
+
+HERE = Path(__file__).parent
+STYLES = ("vendor/uPlot.min.css", "page.css")
+SCRIPTS = (
+    "vendor/uPlot.iife.min.js",
+    "data.js",
+    "map.js",
+    "picture.js",
+    "tensor.js",
+    "ranks.js",
+    "losses.js",
+    "laid_over.js",
+    "issue.js",
+    "page.js",
+)
+
+
+def write(page: Page, folder: Path) -> None:
+    """Write report.html into a folder. Nothing in it that comes from a file is taken for markup or script."""
+    write_result(folder / "report.html", html(page))
+
+
+def html(page: Page) -> str:
+    text = json.dumps(_plain(page.as_data()), allow_nan=False, separators=(",", ":"))
+    payload = text.replace("<", "\\u003c")
+    return _rendered("page.html.jinja", SCRIPTS, page=page, failed=list(_failed(page)), payload=payload)
+
+
+def write_listing(
+    path: Path,
+    title: str,
+    said: Sequence[str],
+    heads: Sequence[str],
+    lines: Sequence[tuple[Sequence[str], str]],
+) -> None:
+    """Write a table of runs to sort and to filter: of each, its cells, and what the first one links to; "" if to nothing."""
+    text = _rendered("listing.html.jinja", ("listing.js",), title=title, said=said, heads=heads, lines=lines)
+    write_result(path, text)
+
+
+def _rendered(template: str, scripts: Sequence[str], **given: Any) -> str:
+    """A page with its styles and scripts inside. No other script may run, and nothing is loaded."""
+    script, styles = ("\n".join(map(_read, names)) for names in (scripts, STYLES))
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    environment = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
+    return environment.from_string(_read(template)).render(
+        script=script, styles=styles, digest=digest, **given
+    )
+
+
+def _read(name: str) -> str:
+    return (HERE / name).read_text(encoding="utf-8")
+
+
+def _failed(page: Page) -> Iterator[tuple[int, View]]:
+    """The views that failed, by their numbers, but for those whose first wrong tensor is that of an earlier one in the same run."""
+    seen: set[tuple] = set()
+    for number, view in enumerate(page.views):
+        where = (view.first and view.first[:2], page.kind == "verification" and number)
+        if view.first and where not in seen:
+            seen.add(where)
+            yield number, view
+
+
+def _plain(value: Any) -> Any:
+    """Dataclasses as objects, and null for numbers that JSON does not have."""
+    if is_dataclass(value) and not isinstance(value, type):
+        value = vars(value)
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,75 @@
+"""Where the error lies inside a tensor: the largest error in each block, the elements that are farthest off, and which slices are wrong."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from lockstep.plan.mesh import runs
+
+SIDE = 64  # blocks along each side of a picture, at most
+COARSE = 16  # the same, of tensors behind the first that are too far
+ELEMENTS = 8  # that are listed
+RUNS = 6  # runs of wrong slices that are listed of each dim
+LEVELS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+DECADES = 6.0  # below the largest error; what is smaller has the lowest level
+
+
+@dataclass(frozen=True)
+class Picture:
+    """|run - reference| of one tensor. Dims but the last are laid out as rows, one after the other."""
+
+    shape: list[int]
+    blocks: tuple[int, int]  # elements of a block, down and across
+    cells: str  # a character for each block, row by row: "." no error, "!" not finite, else one of LEVELS
+    largest: float  # error of an element, at the highest level; each level below is DECADES / 61 less
+    wrong: int  # elements that are off by more than is tolerated of one
+    slices: list[list[list[int]]]  # of each dim, [start, length] of the runs of slices with wrong elements
+    elements: list[tuple[list[int], float, float]]  # index, the run's, the reference's; the farthest first
+
+
+def draw(
+    own: torch.Tensor, reference: torch.Tensor, tolerated: float, tolerated_largest: float, side: int = SIDE
+) -> Picture:
+    """The picture of a tensor of any shape, not empty; a number is a vector of one. Tolerated are an absolute 2-norm of the error, and an error of one element."""
+    mine, right = (np.atleast_1d(tensor.detach().double().numpy()) for tensor in (own, reference))
+    error = np.nan_to_num(np.abs(mine - right), nan=math.inf, posinf=math.inf)
+    wrong = error > tolerated_largest
+    if not wrong.any():  # the error is spread
+        wrong = error > 2 * tolerated / math.sqrt(error.size)
+    flat = error.reshape(-1, error.shape[-1])
+    down, across = (-(-length // side) for length in flat.shape)
+    blocks = np.maximum.reduceat(flat, np.arange(0, flat.shape[0], down), axis=0)
+    blocks = np.maximum.reduceat(blocks, np.arange(0, flat.shape[1], across), axis=1)
+    finite = blocks[np.isfinite(blocks)]
+    largest = float(finite.max()) if finite.size else 0.0
+    farthest = torch.from_numpy(error).flatten().topk(min(ELEMENTS, error.size)).indices
+    places = [tuple(map(int, place)) for place in zip(*np.unravel_index(farthest, error.shape), strict=True)]
+    return Picture(
+        list(error.shape),
+        (down, across),
+        "".join(_level(float(value), largest) for value in blocks.flat),
+        largest,
+        int(wrong.sum()),
+        [_slices(wrong, dim) for dim in range(error.ndim)],
+        [(list(place), _short(mine[place]), _short(right[place])) for place in places if error[place] > 0],
+    )
+
+
+def _short(value: np.float64) -> float:
+    return float(f"{value:.8g}")
+
+
+def _level(error: float, largest: float) -> str:
+    if error == 0:
+        return "."
+    if not math.isfinite(error):
+        return "!"
+    last = len(LEVELS) - 1
+    return LEVELS[max(0, round(last * (1 + math.log10(error / largest) / DECADES)))]
+
+
+def _slices(wrong: np.ndarray, dim: int) -> list[list[int]]:
+    hit = wrong.any(axis=tuple(other for other in range(wrong.ndim) if other != dim))
+    return runs(np.flatnonzero(hit).tolist())[: RUNS + 1]

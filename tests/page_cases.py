@@ -1,0 +1,103 @@
+"""Pages made by hand: a comparison and a recording."""
+
+import torch
+from page_size import MODULES
+
+from lockstep.page.payload import Losses, Page, View, nearest_of
+from lockstep.verdict.distance import distance_of
+from lockstep.verdict.judgement import Judgement
+from lockstep.verdict.picture import draw
+
+HOSTILE = '</script><script>window.broken = 1</script><img src=x onerror="window.broken = 2">'
+WRONG = "gradient/model.layers.1.mlp.down_proj.weight"
+SHARDS = [([0, 2], [0, 0], [4, 6]), ([1, 3], [4, 0], [4, 6])]
+TOLERANCE = 1e-6
+
+
+def names():
+    layers = [f"model.layers.{layer}.{module}" for layer in range(2) for module in MODULES]
+    modules = ["model.embed_tokens", *layers, "model.norm", "lm_head"]
+    weights = [f"{module}.weight" for module in modules if not module.endswith(".mlp")]
+    return [
+        "batch/input_ids",
+        *(f"forward/{module}" for module in modules),
+        *(f"backward/{module}" for module in reversed(modules)),
+        *(f"{kind}/{weight}" for kind in ("gradient", "exp_avg", "parameter") for weight in weights),
+    ]
+
+
+def row(step, name, wrong=False):
+    """A tensor of 8 x 6 elements, right but for rounding; a wrong one has twice the right values in its last four rows."""
+    right = torch.arange(1.0, 49).reshape(8, 6).double() / 48
+    own = right * (1 + TOLERANCE / 5)
+    if wrong:
+        own[4:] *= 2
+    found = Judgement(step, name, distance_of(own, right), TOLERANCE * float(right.norm()), TOLERANCE)
+    if wrong or name.endswith("lm_head"):
+        found.picture = draw(own, right, found.tolerated, found.tolerated_largest)
+    return found
+
+
+def view(label, rows, **further):
+    far = [one for one in rows if one.too_far]
+    first = (far[0].step, far[0].name, far[0].describe()) if far else None
+    return View(
+        label,
+        "FAIL" if far else "PASS",
+        f"{len(rows)} tensors judged",
+        first,
+        nearest_of(rows),
+        len(far),
+        **further,
+    )
+
+
+def comparison(verdict):
+    """DDP and FSDP in two steps; if it fails, FSDP has a wrong shard, and a module with a hostile name."""
+    bad = verdict == "FAIL"
+    versions = f"torch {'2.13.0' if bad else '2.12.0'}, numpy 2.4.6"
+    page = Page(
+        "verification",
+        verdict,
+        "tiny-qwen2 in fp32, tensor by tensor",
+        "Every tensor was held against a float64 reference. The nearest came to 0.20 of what is tolerated.",
+        ["a note"],
+        [("versions", versions), ("compared", "2026-01-01 by python -m lockstep.compare")],
+        losses=Losses(
+            ["DDP", "FSDP"],
+            [1, 2, 3],
+            [[3.0, 2.0, 1.0], [3.0, 2.0, 1.000001]],
+            [[1.0, 1.0, 1.0]] * 2,
+            [1e-6] * 3,
+        ),
+    )
+    ranks = [{"dp": dp, "tp": tp} for dp in range(2) for tp in range(2)]
+    for label, wrong in (("DDP", False), ("FSDP", bad)):
+        tensors = [*names(), *([f"forward/{HOSTILE}"] if wrong else [])]
+        rows = {step: [row(step, name, wrong and name == WRONG) for name in tensors] for step in (1, 2)}
+        one = view(label, [*rows[1], *rows[2]], ranks=ranks, contract={"eps": 1e-8, "sharding": label})
+        one.differing = [(1, WRONG, [3])] if wrong else []
+        one.causes = [("shard", f"see {HOSTILE}")] if wrong else []
+        for step, of_step in rows.items():
+            page.add(one, step, of_step, lambda name: SHARDS if name == WRONG else [])
+    return page
+
+
+def recording():
+    page = Page(
+        "recording",
+        "FAIL",
+        "a recorded run of 2 steps",
+        "One gradient is wrong.",
+        ["step 1: 2 micro batches"],
+        [("versions", "torch 2.13.0")],
+    )
+    free = [name for name in names() if not name.startswith(("exp_avg", "batch"))]
+    alone = [name for name in free if not name.startswith("parameter")]
+    for label, tensors in (
+        ("each module by itself", alone),
+        ("from the batch", [*free, "loss of micro batch 0, rank 0"]),
+    ):
+        rows = [row(1, name, name == WRONG) for name in tensors]
+        page.add(view(label, rows, ranks=[{"rank": 0}, {"rank": 1}]), 1, rows, lambda name: [])
+    return page

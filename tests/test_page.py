@@ -1,0 +1,223 @@
+"""report.html: what its payload has of a real comparison and a real recording, and that nothing of a file becomes markup."""
+
+import json
+import math
+import re
+import shutil
+from html.parser import HTMLParser
+
+import pytest
+import torch
+from edited import overwrite
+from page_cases import HOSTILE, comparison
+from page_size import large
+from ranks import run_groups
+
+from lockstep import compare, judge
+from lockstep.ground import files
+from lockstep.page import writing
+from lockstep.page.payload import Page, short
+from lockstep.verdict.picture import LEVELS, SIDE, draw
+
+WRONG = "gradient/model.layers.1.mlp.gate_proj.weight"
+SHARD = "gradient/model.layers.1.mlp.down_proj.weight"
+ONE = 0x3F800000  # 1.0 in float32
+
+
+def payload(text):
+    return json.loads(re.search(r'id="payload">(.*?)</script>', text, re.DOTALL)[1])
+
+
+def row_of(content, view, step, name):
+    """(table, place) of a tensor."""
+    (table,) = (one for one in content["tables"] if (one["view"], one["step"]) == (view, step))
+    return table, table["names"].index(content["names"].index(name))
+
+
+@pytest.fixture(scope="module")
+def failed(dumps, tmp_path_factory):
+    """The page of a comparison in which one element of FSDP's gradient is another."""
+    folder = tmp_path_factory.mktemp("failed")
+    for name in ("ddp", "fsdp", "reference", "replay_ddp", "replay_fsdp"):
+        shutil.copytree(dumps / name, folder / name)
+    overwrite(folder / "fsdp", 1, WRONG, 100 * 64 + 3, ONE)
+    assert (
+        compare.main(
+            [str(folder / name) for name in ("ddp", "fsdp", "reference")] + ["--output_dir", str(folder)]
+        )
+        == 1
+    )
+    return (folder / "report.html").read_text()
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """The page of an FSDP2 run of two ranks, one of which has 1.5 times its shard of a gradient."""
+    folder = tmp_path_factory.mktemp("recorded")
+    run_groups([(2, "recorded_loops:plain", folder, {"kind": "fsdp", "bug": "one shard"})], timeout=120)
+    assert judge.main([str(folder / "run")]) == 1
+    return (folder / "run" / "report.html").read_text()
+
+
+def test_a_comparison_in_numbers(failed):
+    content = payload(failed)
+    assert (content["kind"], content["verdict"]) == ("verification", "FAIL")
+    assert [view["verdict"] for view in content["views"]] == ["PASS", "FAIL"]
+    step, name, what = content["views"][1]["first"]
+    assert (step, name) == (1, WRONG) and "relative error" in what
+    assert content["views"][1]["ranks"][3] == {"dp": 1, "tp": 1}
+    assert dict(content["found_out"])["versions"].startswith("torch")
+    assert content["losses"]["labels"] == [view["label"] for view in content["views"]]
+    for table in content["tables"]:
+        columns = [
+            table[key] for key in ("names", "error", "tolerated", "largest", "tolerated_largest", "norm")
+        ]
+        assert len({len(column) for column in columns}) == 1 and len(columns[0]) == 178
+    table, place = row_of(content, 1, 1, WRONG)
+    assert place in table["far"] and table["largest"][place] > table["tolerated_largest"][place]
+
+
+def test_where_the_error_lies(failed):
+    """One element is wrong, in the shard of rank 3, whose rows are cut along tp, then along dp."""
+    content = payload(failed)
+    table, place = row_of(content, 1, 1, WRONG)
+    picture = table["pictures"][str(place)]
+    assert (
+        picture["shape"] == [128, 64]
+        and picture["wrong"] == 1
+        and picture["slices"] == [[[100, 1]], [[3, 1]]]
+    )
+    index, own, right = picture["elements"][0]
+    assert (index, own) == ([100, 3], 1.0) and abs(right) < 0.1
+    view = content["views"][1]
+    boxes = view["placements"][view["placed"][str(content["names"].index(WRONG))]]
+    assert [[3], [96, 0], [32, 64]] in boxes and len(boxes) == 4
+
+
+def test_a_picture_of_the_nearest_where_nothing_is_wrong(dumps, tmp_path):
+    folders = [str(dumps / name) for name in ("ddp", "fsdp", "reference")]
+    assert compare.main([*folders, "--output_dir", str(tmp_path)]) == 0
+    content = payload((tmp_path / "report.html").read_text())
+    assert content["verdict"] == "PASS" and "of what is tolerated" in content["lead"]
+    for table in content["tables"]:
+        assert table["far"] == [] and 8 <= len(table["pictures"]) <= 16
+    files.require_ours(tmp_path / "report.html", "x", files.REPORTS["report.html"])
+
+
+def test_two_dumps_without_a_reference(dumps, tmp_path):
+    compare.main([str(dumps / "ddp"), str(dumps / "fsdp"), "--output_dir", str(tmp_path)])
+    content = payload((tmp_path / "report.html").read_text())
+    assert "held against each other" in content["lead"]
+    assert all(table["pictures"] == {} for table in content["tables"])
+
+
+def test_a_recording_has_both_ways(recorded):
+    content = payload(recorded)
+    assert (content["kind"], content["verdict"]) == ("recording", "FAIL")
+    assert [view["label"] for view in content["views"]] == ["each module by itself", "from the batch"]
+    for number, view in enumerate(content["views"]):
+        assert view["first"][:2] == [1, SHARD] and view["num_failures"] == 2
+        table, place = row_of(content, number, 1, SHARD)
+        assert table["pictures"][str(place)]["slices"] == [[[32, 32]], [[0, 128]]]
+        boxes = view["placements"][view["placed"][str(content["names"].index(SHARD))]]
+        assert boxes == [[[0], [0, 0], [32, 128]], [[1], [32, 0], [32, 128]]]
+    assert dict(content["found_out"])["optimizer"] == "torch.optim.adamw.AdamW"
+    table, place = row_of(content, 0, 1, "forward/model.layers.0.mlp")
+    assert re.fullmatch(r"micro batch \d, rank \d", table["where"][str(place)])
+
+
+class Elements(HTMLParser):
+    """The tags of a page, and the texts in them."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.texts = [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+
+    def handle_data(self, data):
+        self.texts.append(data)
+
+
+def test_what_comes_from_a_file_is_no_markup():
+    page = comparison("FAIL")
+    text = writing.html(page)
+    assert HOSTILE in page.views[1].causes[0][1]
+    found = Elements(text)
+    assert [tag for tag, _ in found.tags].count("script") == 2 and not any(
+        tag == "img" for tag, _ in found.tags
+    )
+    assert any(HOSTILE in one for one in found.texts)
+    assert f"forward/{HOSTILE}" in payload(text)["names"] and HOSTILE not in text
+
+
+def test_markup_would_be_seen():
+    """Negative control."""
+    found = Elements(writing.html(comparison("PASS")).replace("a note", HOSTILE))
+    assert any(tag == "img" for tag, _ in found.tags)
+
+
+def test_only_its_own_script_may_run():
+    text = writing.html(comparison("PASS"))
+    (policy,) = (one["content"] for tag, one in Elements(text).tags if one.get("http-equiv"))
+    assert policy.startswith("default-src 'none'; ") and "script-src 'sha256-" in policy
+    own = {"http://www.w3.org"}
+    assert {url for url in re.findall(r"https?://[\w.]+", text) if url not in own} <= {
+        "https://github.com"
+    }  # in a comment
+
+
+@pytest.mark.parametrize("changes", [{"views": [], "tables": []}, {"losses": None}, {"found_out": []}])
+def test_what_is_missing_is_left_out(changes):
+    page = comparison("FAIL")
+    for key, value in changes.items():
+        setattr(page, key, value)
+    assert writing.html(page).startswith("<!doctype html>\n<!-- Lockstep: ")
+
+
+def test_no_tensor_was_judged():
+    assert "the gradient is not finite" in writing.html(
+        Page("recording", "FAIL", "", "the gradient is not finite", [], [])
+    )
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (100,), (3, 200), (2, 3, 70), (2, 2, 5, 3)])
+def test_pictures_of_every_shape(shape):
+    right = torch.arange(math.prod(shape)).reshape(shape).float()
+    own = right.clone()
+    last = tuple(length - 1 for length in shape)
+    own[last] += 0.5
+    found = draw(own, right, 1e-3, 1e-3)
+    if not shape:  # a number is drawn as a vector of one
+        own, right, shape, last = own[None], right[None], (1,), (0,)
+    rows = math.prod(shape[:-1])
+    down, across = (-(-length // size) for length, size in zip((rows, shape[-1]), found.blocks, strict=True))
+    assert len(found.cells) == down * across <= SIDE**2
+    assert found.cells.strip(".") == LEVELS[-1] and found.cells[-1] == LEVELS[-1]
+    assert (found.wrong, found.largest) == (1, 0.5) and found.elements == [
+        (list(last), float(own[last]), float(right[last]))
+    ]
+    assert found.slices == [[[place, 1]] for place in last]
+
+
+def test_a_picture_of_what_is_not_finite_and_of_what_is_equal():
+    right = torch.ones(4, 4)
+    same = draw(right, right, 0.0, 0.0)
+    assert set(same.cells) == {"."} and (same.wrong, same.largest, same.elements) == (0, 0.0, [])
+    own = right.clone()
+    own[0, 0], own[1, 1], own[2, 2] = math.nan, math.inf, 1.001
+    found = draw(own, right, 1e-6, 1e-6)
+    assert found.cells[0] == found.cells[5] == "!" and found.cells[10] == LEVELS[-1] and found.wrong == 3
+    assert found.largest == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_numbers_are_short_and_finite():
+    assert (short(1.23456789e-7), short(math.inf), short(math.nan)) == (1.235e-7, None, None)
+
+
+def test_fifty_thousand_tensors_are_less_than_five_megabytes():
+    page = large(wrong=True)
+    assert sum(len(table.names) for table in page.tables) == 50_000
+    assert len(writing.html(page).encode()) < 5_000_000

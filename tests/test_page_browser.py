@@ -1,0 +1,289 @@
+"""The page in headless Chromium: no error, no request, the first failure is open, the keyboard reaches everything, axe-core finds nothing.
+
+Needs `pip install -r requirements-page.txt` and Chromium, such as Debian's; else these tests are skipped.
+"""
+
+import json
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from page_cases import HOSTILE, comparison, recording
+from page_size import large
+
+from lockstep.page.writing import html, write_listing
+
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+MISSING = [name for name in ("playwright", "axe_playwright_python") if find_spec(name) is None]
+pytestmark = [
+    pytest.mark.skipif(
+        bool(MISSING), reason=f"{', '.join(MISSING)} missing: pip install -r requirements-page.txt"
+    ),
+    pytest.mark.skipif(BROWSER is None, reason="no Chromium found: apt-get install chromium"),
+]
+
+
+@pytest.fixture(scope="module")
+def browser():
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        opened = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        yield opened
+        opened.close()
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """NAME -> report.html."""
+    folder = tmp_path_factory.mktemp("pages")
+    pages = {
+        "fail": comparison("FAIL"),
+        "pass": comparison("PASS"),
+        "recording": recording(),
+        "large": large(wrong=True),
+    }
+    for name, page in pages.items():
+        (folder / f"{name}.html").write_text(html(page), encoding="utf-8")
+    return {name: folder / f"{name}.html" for name in pages}
+
+
+LISTING = [
+    (["b_fault", "DDP", "step 10", "1.5e-07 of 3e-06"], "b/report.html"),
+    (["a_fault", "FSDP", "step 9", "2e-08 of 3e-06"], ""),
+    ([HOSTILE, "FSDP", "", ""], ""),
+]
+
+
+class Opened:
+    """A page in a tab, and what it said and asked for."""
+
+    def __init__(self, browser, path, *, width=1200, scheme="light", ready="#choices > *"):
+        self.tab = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        self.said, self.asked, self.refused = [], [], []
+        self.tab.on("console", lambda message: self.said.append(message.text))
+        self.tab.on("pageerror", lambda error: self.said.append(str(error)))
+        self.tab.on("request", lambda request: self.asked.append(request.url))
+        self.tab.on("requestfailed", lambda request: self.refused.append(request.url))
+        self.tab.goto(path.as_uri())
+        self.tab.wait_for_selector(ready)
+
+    def text(self, selector):
+        return self.tab.inner_text(selector)
+
+
+@pytest.fixture
+def opened(browser, files):
+    tabs = []
+
+    def of(name, **settings):
+        tabs.append(Opened(browser, files[name] if isinstance(name, str) else name, **settings))
+        return tabs[-1]
+
+    yield of
+    for one in tabs:
+        one.tab.close()
+
+
+@pytest.mark.parametrize("name", ["fail", "pass", "recording", "large"])
+def test_no_error_and_no_request(opened, files, name):
+    page = opened(name)
+    assert (page.said, page.asked) == ([], [files[name].as_uri()])
+
+
+def test_an_error_and_a_request_would_be_seen(opened, files, tmp_path):
+    """Negative control; and both are refused, a script that is not the page's own and what it asks for."""
+    text = (
+        files["fail"]
+        .read_text()
+        .replace(
+            "<main>",
+            '<main><script>fetch("https://example.org")</script><img src="https://example.org/a.png">',
+        )
+    )
+    (tmp_path / "report.html").write_text(text)
+    page = opened(tmp_path / "report.html")
+    assert any("Content Security Policy" in said for said in page.said)
+    assert page.asked[1:] == ["https://example.org/a.png"] == page.refused
+
+
+def test_the_first_failure_is_open(opened):
+    page = opened("fail")
+    assert page.text("h1").startswith("FAIL")
+    first = "gradient/model.layers.1.mlp.down_proj.weight"
+    assert page.text(".finding .tensor") == first and page.text("#tensor h3") == first
+    assert "rows 4 to 7 of 8: the shard of ranks 1, 3" in page.text(".finding")
+    assert page.text(".rank.differs").startswith("rank 3")
+    assert "too far" in page.tab.get_attribute(".cell.open", "aria-label")
+
+
+def test_a_pass_says_how_near_it_came(opened):
+    page = opened("pass")
+    assert page.text("h1").startswith("PASS") and "of what is tolerated" in page.text(".lead")
+    assert page.tab.query_selector(".finding") is None and page.tab.query_selector(".far[data-name]") is None
+
+
+def test_a_tensor_opens_and_steps_and_runs_are_switched(opened):
+    page = opened("fail")
+    page.tab.click('.cell[aria-label^="forward/model.layers.0.mlp,"]')
+    assert page.text("#tensor h3") == "forward/model.layers.0.mlp"
+    assert "step 1" in page.text("#tensor")
+    page.tab.check('input[name="step"][value="2"]')
+    assert "step 2" in page.text("#tensor")
+    page.tab.check('input[name="view"][value="0"]')
+    assert "DDP" in page.text("#tensor") and page.tab.query_selector(".far[data-name]") is None
+
+
+def test_both_ways_to_judge_a_recording(opened):
+    page = opened("recording")
+
+    def shown():
+        return page.tab.locator(".cell:not(.none)[data-name]").count()
+
+    alone = shown()
+    page.tab.check('input[name="view"][value="1"]')
+    assert shown() > alone > 0
+
+
+def test_the_keyboard_reaches_everything(opened):
+    page = opened("fail")
+    reached = set()
+    for _ in range(80):
+        page.tab.keyboard.press("Tab")
+        reached.add(
+            page.tab.evaluate(
+                "(document.activeElement.id || document.activeElement.className || document.activeElement.tagName).split(' ')[0] + '|' + (document.activeElement.textContent || '').slice(0, 20)"
+            )
+        )
+    found = " ".join(sorted(reached))
+    for wanted in ("issue|Copy as issue", "Lay another report", "Print", "cell|", "picture|", "SUMMARY|"):
+        assert wanted in found, (wanted, found)
+    page.tab.focus('[aria-label="Outputs"] .cell[tabindex="0"]')
+    before = page.tab.evaluate("document.activeElement.dataset.name")
+    page.tab.keyboard.press("ArrowDown")
+    page.tab.keyboard.press("ArrowRight")
+    after = page.tab.evaluate("document.activeElement.dataset.name")
+    assert after != before and page.text("#reading code") in page.tab.evaluate(
+        "document.activeElement.ariaLabel"
+    )
+    page.tab.keyboard.press("Enter")
+    assert page.text("#tensor h3") == page.text("#reading code")
+    # all cells are reached by arrows: from line to line, and along each
+    cells = page.tab.evaluate("""() => { const grid = document.querySelector('[role=grid][aria-label=Outputs]'); const seen = new Set();
+        const press = (key) => document.activeElement.dispatchEvent(new KeyboardEvent('keydown', {key, bubbles: true}));
+        grid.querySelector('.cell').focus();
+        for (let line = 0; line < grid.children.length; line++) { press('Home');
+            for (let at = 0; at < 60; at++) { seen.add(document.activeElement.dataset.name); press('ArrowRight'); } press('ArrowDown'); }
+        return [seen.size, grid.querySelectorAll('.cell[data-name]').length]; }""")
+    assert cells[0] == cells[1]
+
+
+@pytest.mark.parametrize("scheme, width", [("light", 1200), ("dark", 1200), ("light", 400), ("dark", 400)])
+@pytest.mark.parametrize("name", ["fail", "recording"])
+def test_axe_finds_no_violation(opened, name, scheme, width):
+    page = opened(name, scheme=scheme, width=width)
+    assert violations(page) == []
+    assert page.tab.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def violations(page):
+    from axe_playwright_python.sync_playwright import Axe
+
+    found = Axe().run(page.tab).response["violations"]
+    return [(one["id"], [node["html"][:160] for node in one["nodes"][:3]]) for one in found]
+
+
+def test_a_violation_would_be_found(opened):
+    """Negative control: text that is hardly darker than its ground."""
+    page = opened("fail")
+    page.tab.add_style_tag(content=".lead { color: #ddd !important; background: #fff }")
+    assert [name for name, _ in violations(page)] == ["color-contrast"]
+
+
+def test_what_comes_from_a_file_stays_text(opened):
+    page = opened("fail")
+    assert HOSTILE in page.tab.content().replace("&lt;", "<").replace(
+        "&gt;", ">"
+    ) or HOSTILE in page.tab.evaluate("JSON.stringify(page.names)").replace("\\\\", "")
+    assert page.tab.evaluate("window.broken") is None and page.said == []
+
+
+def test_copy_as_issue(opened):
+    page = opened("fail")
+    page.tab.click("#issue")
+    text = page.tab.input_value("dialog textarea")
+    for wanted in (
+        "**FAIL**: FSDP",
+        "`gradient/model.layers.1.mlp.down_proj.weight` in step 1",
+        "rows 4 to 7",
+        "| [7, 5] | 2 | 1 |",
+        "versions: torch 2.13.0",
+        "compared",
+    ):
+        assert wanted in text, wanted
+    page.tab.keyboard.press("Escape")
+    page.tab.wait_for_selector("dialog", state="detached")
+
+
+def test_a_report_is_laid_over_another(opened, files):
+    page = opened("fail")
+    page.tab.set_input_files("#other", files["pass"])
+    page.tab.wait_for_selector("#over table")
+    said = page.text("#over")
+    assert "The verdict was PASS and is FAIL." in said
+    assert page.text("#over tbody tr:first-child code") == "gradient/model.layers.1.mlp.down_proj.weight"
+    assert "versions: was torch 2.12.0, is torch 2.13.0" in said
+
+
+def test_a_file_that_is_no_report_is_refused(opened, tmp_path):
+    page = opened("fail")
+    (tmp_path / "other.html").write_text("<p>hello")
+    page.tab.set_input_files("#other", tmp_path / "other.html")
+    page.tab.wait_for_selector("#over p")
+    assert "it is no report.html of this version" in page.text("#over")
+
+
+def test_losses_are_drawn_and_zero_is_zero(opened):
+    page = opened("fail")
+    assert page.tab.locator("#losses .uplot").count() == 3
+    assert page.tab.evaluate("document.querySelectorAll('#losses canvas').length") == 3
+    page.tab.evaluate("document.querySelector('#losses details').open = true")
+    assert "(0)" in page.text("#losses details table")
+
+
+def test_print_has_the_verdict_and_how_it_was_found_out(opened):
+    page = opened("fail")
+    page.tab.emulate_media(media="print")
+    assert page.tab.is_visible("h1") and page.tab.is_visible("#how") and not page.tab.is_visible("#model")
+
+
+def test_the_large_page_has_all_tensors(opened, files):
+    page = opened("large")
+    assert page.tab.evaluate("tables.reduce((sum, table) => sum + table.names.length, 0)") == 50_000
+    assert Path(files["large"]).stat().st_size < 5_000_000
+    assert json.loads(page.tab.evaluate("JSON.stringify(state)"))["tensor"] is not None
+
+
+@pytest.mark.parametrize("scheme, width", [("light", 1200), ("dark", 400)])
+def test_a_listing_is_sorted_and_filtered(opened, tmp_path, scheme, width):
+    write_listing(
+        tmp_path / "report.html", "Faults", ["3 of 3"], ["fault", "strategy", "loss", "difference"], LISTING
+    )
+    page = opened(tmp_path / "report.html", ready="#listing", scheme=scheme, width=width)
+
+    def firsts():
+        return page.tab.locator("#listing tbody tr:visible td:first-child").all_inner_texts()
+
+    assert firsts() == ["b_fault", "a_fault", HOSTILE]
+    for head, expected in (
+        ("loss", ["a_fault", "b_fault", HOSTILE]),
+        ("loss", ["b_fault", "a_fault", HOSTILE]),
+        ("difference", ["a_fault", "b_fault", HOSTILE]),
+    ):
+        page.tab.click(f"#listing button:text-is('{head}')")
+        assert firsts() == expected, head
+    page.tab.fill("#filter", "ddp step")
+    assert firsts() == ["b_fault"] and page.text("#count") == "1 of 3 rows"
+    assert page.tab.get_attribute("#listing a", "href") == "b/report.html"
+    assert (page.said, violations(page)) == ([], [])
