@@ -9,6 +9,7 @@ import torch
 
 from lockstep.dumps.dump import Dump, number_of_elements
 from lockstep.verdict.distance import Distance, Size, relative
+from lockstep.verdict.factors import Factor
 from lockstep.verdict.picture import COARSE, SIDE, Picture, draw
 
 MULTIPLE = 4  # of DDP's own distance
@@ -60,6 +61,7 @@ class Judgement:
     tolerated_largest: float  # of the largest error of one element
     where: str = ""  # of a recorded run's module: the micro batch and the rank that it was worst for
     picture: Picture | None = field(default=None, compare=False)
+    factor: Factor | None = None  # that its distance hides
 
     @property
     def kind(self) -> str:
@@ -71,11 +73,11 @@ class Judgement:
 
     @property
     def too_far(self) -> bool:
-        """Whether either error is larger than tolerated, or anything is not finite."""
+        """Whether either error is larger than tolerated, a factor is, or anything is not finite."""
         distance = self.distance
         near = distance.error <= self.tolerated and distance.largest_error <= self.tolerated_largest
         finite = map(math.isfinite, (distance.norm, self.tolerated, self.tolerated_largest))
-        return not (near and all(finite))
+        return not (near and all(finite)) or self.factor is not None
 
     @property
     def judged(self) -> bool:
@@ -87,16 +89,18 @@ class Judgement:
 
     @property
     def multiple(self) -> float:
-        """The larger of the two errors in units of its tolerance; above 1 is too far."""
+        """The larger of the two errors, or the factor, in units of its tolerance; above 1 is too far."""
         return max(
             relative(self.distance.error, self.tolerated),
             relative(self.distance.largest_error, self.tolerated_largest),
+            0.0 if self.factor is None else self.factor.multiple,
         )
 
     def describe(self) -> str:
         distance = self.distance
+        factor = "" if self.factor is None else f"{self.factor.describe()}; "
         return (
-            f"relative error {distance.relative:.2e} (2-norm), tolerated {relative(self.tolerated, distance.norm):.1e}; "
+            f"{factor}relative error {distance.relative:.2e} (2-norm), tolerated {relative(self.tolerated, distance.norm):.1e}; "
             f"{distance.relative_largest:.2e} (largest element), tolerated {relative(self.tolerated_largest, distance.largest):.1e}"
         )
 

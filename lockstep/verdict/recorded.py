@@ -176,12 +176,11 @@ class _Step:
         for called, right, near in zip(self.micro, self.exact, self.near, strict=True):
             self.alone.add(called, *self._recorded(called), right, near)
         rows = self.alone.judge(self.gradients, nominal)
-        wrong = self.alone.wrong(rows)
-        self.verdict.alone, self.verdict.wrong_alone = rows, wrong
-        if wrong:
-            of_gradients = next(iter(wrong)).startswith("gradient/")
-            place = len(self.verdict.wrong) if of_gradients else after_modules
-            self.verdict.wrong.insert(place, sentence(wrong, len(rows)))
+        self.verdict.alone = rows
+        first = next((row for row in rows if row.too_far), None)
+        if first is not None:
+            place = after_modules if first.kind != "gradient" else len(self.verdict.wrong)
+            self.verdict.wrong.insert(place, sentence(rows))
 
     def _lowered(self) -> set[str]:
         """The dtypes other than float32 and float64 that the step was computed in."""

@@ -4,11 +4,13 @@ In a free pass, rounding errors pile up from the batch to the loss, and everythi
 tensors take the places of the computed ones, so what is wrong is wrong by itself.
 """
 
+from dataclasses import replace
+
 import torch
 
 from lockstep.dumps.recording import Called
 from lockstep.verdict import normalisation
-from lockstep.verdict.factors import Factors
+from lockstep.verdict.factors import Factor, Factors
 from lockstep.verdict.judgement import Judgement
 from lockstep.verdict.normalisation import Gradients
 from lockstep.verdict.recorded_modules import Modules, Tensors
@@ -53,7 +55,7 @@ class Alone:
         these are not known, gradients are not judged: a weight that is off by little would be seen in each.
         """
         if weights is None:
-            return list(self.modules.rows.values())
+            return self._with_factors(list(self.modules.rows.values()))
         right, near = (
             normalisation.sums(normalisation.aligned(columns, observed), weights)
             for columns in (self.right, self.near)
@@ -61,29 +63,27 @@ class Alone:
         for name, tensor in observed.items():
             self.factors.add(f"gradient/{name}", tensor, near[name], right[name], is_weight=True)
         rows = judged_gradients(self.verdict.step, observed, right, near, self.precision)
-        return [*self.modules.rows.values(), *rows]
+        return self._with_factors([*self.modules.rows.values(), *rows])
 
-    def wrong(self, rows: list[Judgement]) -> dict[str, str]:
-        """What is wrong by itself, by the row's name, in order of execution: its distance, or a factor that this hides."""
-        found = {
-            row.name: f"{self._where(row.name)}: {row.describe()}{times(row)}" for row in rows if row.too_far
-        }
+    def _with_factors(self, rows: list[Judgement]) -> list[Judgement]:
+        """Of a module that has factors in several micro batches, the one that is farthest beyond."""
+        found: dict[str, Factor] = {}
         for factor in sorted(self.factors.beyond(), key=lambda factor: -factor.multiple):
             which, _, rest = factor.name.partition("/")
             number, _, module = rest.partition("/")
-            name, where = factor.name, ""
             if which != "gradient":
-                name, where = f"{which}/{module}", f" (micro batch {number})"
-            found.setdefault(name, f"{where}: {factor.describe()}")
-        return {row.name: found[row.name] for row in rows if row.name in found}
-
-    def _where(self, name: str) -> str:
-        where = self.modules.where.get(name)
-        return f" ({where})" if where else ""
+                factor = replace(factor, part=f"{factor.part} in micro batch {number}")
+            found.setdefault(factor.name if which == "gradient" else f"{which}/{module}", factor)
+        return [replace(row, factor=found.get(row.name)) for row in rows]
 
 
-def sentence(wrong: dict[str, str], number: int) -> str:
-    """`number` tensors were judged."""
-    names = ", ".join(list(wrong)[:SHOWN]) + (", ..." if len(wrong) > SHOWN else "")
-    first = next(iter(wrong.values()))
-    return f"{len(wrong)} of {number} tensors are not what their modules give from the inputs that they had: {names}; the first{first}"
+def sentence(rows: list[Judgement]) -> str:
+    """What is wrong by itself. At least one row is."""
+    wrong = [row for row in rows if row.too_far]
+    first = wrong[0]
+    names = ", ".join(row.name for row in wrong[:SHOWN]) + (", ..." if len(wrong) > SHOWN else "")
+    where = f" ({first.where})" if first.where and first.factor is None else ""
+    return (
+        f"{len(wrong)} of {len(rows)} tensors are not what their modules give from the inputs that they had: {names}; "
+        f"the first{where}: {first.describe()}{times(first)}"
+    )

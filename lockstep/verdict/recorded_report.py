@@ -53,12 +53,14 @@ def show(steps: list[StepVerdict], run: RunVerdict, folder: Path) -> int:
         "| step | tensor | relative error (2-norm) | (largest element) | share of what is tolerated | times the reference |",
         "|---|---|---|---|---|---|",
     ]
+    by_themselves = ["Each module by itself, from the inputs that it had:", "", *table]
     for verdict in steps:
-        table += [
-            f"| {verdict.step} | {_cells(row)} |"
-            for row in sorted(verdict.rows, key=lambda row: -row.multiple)
-        ]
-    write_text(folder / "report.md", "\n".join([said[-1], "", *said[:-1], "", *table, ""]))
+        for found, rows in ((table, verdict.rows), (by_themselves, verdict.alone)):
+            found += [
+                f"| {verdict.step} | {_cells(row)} |" for row in sorted(rows, key=lambda row: -row.multiple)
+            ]
+    text = [said[-1], "", *said[:-1], "", *table, "", *by_themselves, ""]
+    write_text(folder / "report.md", "\n".join(text))
     content = {
         "verdict": said[-1].split(":")[0],
         "steps": [
@@ -68,10 +70,8 @@ def show(steps: list[StepVerdict], run: RunVerdict, folder: Path) -> int:
                 "factor": verdict.factor,
                 "wrong": verdict.wrong,
                 "notes": verdict.notes,
-                "tensors": {
-                    row.name: [row.distance.relative, row.multiple, row.distance.scale]
-                    for row in verdict.rows
-                },
+                "tensors": _numbers(verdict.rows),
+                "tensors by themselves": _numbers(verdict.alone),
             }
             for verdict in steps
         ],
@@ -82,6 +82,10 @@ def show(steps: list[StepVerdict], run: RunVerdict, folder: Path) -> int:
     print(f"report: {folder / 'report.html'}, {folder / 'report.md'}")
     print(said[-1])
     return int(bool(run.wrong) or any(verdict.wrong for verdict in steps))
+
+
+def _numbers(rows: list[Judgement]) -> dict[str, list[float]]:
+    return {row.name: [row.distance.relative, row.multiple, row.distance.scale] for row in rows}
 
 
 def _cells(row: Judgement) -> str:

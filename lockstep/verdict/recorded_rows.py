@@ -41,7 +41,6 @@ class StepVerdict:
     alone: list[Judgement] = field(
         default_factory=list
     )  # of modules that were computed from their recorded inputs
-    wrong_alone: dict[str, str] = field(default_factory=dict)  # of these, by row: what is wrong
     wrong: list[str] = field(default_factory=list)  # sentences, the first is the headline
     notes: list[str] = field(default_factory=list)
 
