@@ -172,7 +172,12 @@ BUGS = {
         2 / 3,
         "",
     ),
-    "GradientsRounded": ("step 1: the micro batches count 0.166", UNEXPLAINED, None, ""),
+    "GradientsRounded": (
+        "step 1: a weighted sum of the micro batches' gradients leaves 0.00",
+        UNEXPLAINED,
+        None,
+        "",
+    ),
     "FrozenByZeroing": (
         "step 1: 1 of 14 gradients are too far from the reference, most of all model.norm.weight",
         UNEXPLAINED,

@@ -207,7 +207,7 @@ class Reference:
     def _widened(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Inputs that are no ids are in float64, too."""
         floats = {name: one for name, one in tensors.items() if self.exact and one.is_floating_point()}
-        return {**tensors, **{name: one.double() for name, one in floats.items()}}
+        return tensors | {name: one.double() for name, one in floats.items()}
 
     def _computed(self, called: Called, mode: Told, free: Computed | None) -> Computed:
         output = self._forward(called)
