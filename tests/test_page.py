@@ -15,7 +15,7 @@ from ranks import run_groups
 
 from lockstep import compare, judge
 from lockstep.ground import files
-from lockstep.page import writing
+from lockstep.page import verification, writing
 from lockstep.page.payload import Page, short
 from lockstep.verdict.picture import LEVELS, SIDE, draw
 
@@ -102,6 +102,16 @@ def test_a_picture_of_the_nearest_where_nothing_is_wrong(dumps, tmp_path):
     for table in content["tables"]:
         assert table["far"] == [] and 8 <= len(table["pictures"]) <= 16
     files.require_ours(tmp_path / "report.html", "x", files.REPORTS["report.html"])
+
+
+def test_a_tensor_that_is_too_large_has_no_picture(dumps, tmp_path, monkeypatch):
+    """Of the four nearest of a pass, those of at most 64 elements have one."""
+    monkeypatch.setattr(verification, "LARGEST_NEAR", 64)
+    folders = [str(dumps / name) for name in ("ddp", "fsdp", "reference")]
+    assert compare.main([*folders, "--output_dir", str(tmp_path)]) == 0
+    tables = payload((tmp_path / "report.html").read_text())["tables"]
+    shapes = [one["shape"] for table in tables for one in table["pictures"].values()]
+    assert 0 < len(shapes) < 16 * len(tables) and all(math.prod(shape) <= 64 for shape in shapes)
 
 
 def test_two_dumps_without_a_reference(dumps, tmp_path):

@@ -12,6 +12,7 @@ import pytest
 from page_cases import HOSTILE, comparison, recording
 from page_size import large
 
+from lockstep.page.payload import Page
 from lockstep.page.writing import html, write_listing
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -43,6 +44,9 @@ def files(tmp_path_factory):
         "pass": comparison("PASS"),
         "recording": recording(),
         "large": large(wrong=True),
+        "empty": Page(
+            "recording", "FAIL", "a run", "the gradient is not finite", [], [("versions", "torch")]
+        ),
     }
     for name, page in pages.items():
         (folder / f"{name}.html").write_text(html(page), encoding="utf-8")
@@ -86,7 +90,7 @@ def opened(browser, files):
         one.tab.close()
 
 
-@pytest.mark.parametrize("name", ["fail", "pass", "recording", "large"])
+@pytest.mark.parametrize("name", ["fail", "pass", "recording", "large", "empty"])
 def test_no_error_and_no_request(opened, files, name):
     page = opened(name)
     assert (page.said, page.asked) == ([], [files[name].as_uri()])
@@ -224,6 +228,13 @@ def test_copy_as_issue(opened):
         assert wanted in text, wanted
     page.tab.keyboard.press("Escape")
     page.tab.wait_for_selector("dialog", state="detached")
+
+
+def test_where_no_tensor_was_judged(opened):
+    page = opened("empty")
+    assert "No tensor was judged" in page.text("#model")
+    page.tab.click("#issue")
+    assert "the gradient is not finite" in page.tab.input_value("dialog textarea") and page.said == []
 
 
 def test_a_report_is_laid_over_another(opened, files):

@@ -2,9 +2,9 @@
 
 function issueText(state) {
   const view = page.views[state.view];
-  const lines = [`**${page.verdict}**: ${view.label}`, ""];
+  const lines = [`**${page.verdict}**: ${view?.label ?? page.title}`, ""];
   if (page.kind === "recording") lines.push(page.lead, "");
-  if (view.first) {
+  if (view?.first) {
     const [step, name, what] = view.first;
     lines.push("### First tensor that is too far", "", `\`${name}\` in step ${step}: ${what}`, "");
     lines.push(...issueNumbers(state, page.names.indexOf(name), step));

@@ -38,7 +38,7 @@ function pictureOf(name, state, row) {
   if (row === null) return [];
   const { picture } = row;
   if (picture === null) {
-    return [el("p", { class: "quiet" }, row.far ? "No picture: of those that are too far, the first of each pass have one, if there is a reference." : "No picture: tensors that are too far have one, and the few that are nearest to it.")];
+    return [el("p", { class: "quiet" }, row.far ? "No picture: of those that are too far, the first of each pass have one, if there is a reference and they are not too large." : "No picture: tensors that are too far have one, and the few that are nearest to it.")];
   }
   const elements = picture.elements.map(([index, own, reference]) => el("tr", {},
     el("td", {}, `[${index.join(", ")}]`), el("td", { class: "number" }, digits(own)), el("td", { class: "number" }, digits(reference)),

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from lockstep.diagnosis.case import Case
-from lockstep.dumps.dump import Dump, Dumps
+from lockstep.dumps.dump import Dump, Dumps, number_of_elements
 from lockstep.page.payload import Box, Losses, Page, View, nearest_of, short
 from lockstep.page.writing import write as write_page
 from lockstep.plan.mesh import AXES, Cuts, Mesh, share
@@ -15,6 +15,9 @@ from lockstep.verdict import report_tables, tensor_report
 from lockstep.verdict.judgement import COMPUTED, Judgement, add_pictures
 from lockstep.verdict.loss_folder import Judged
 from lockstep.verdict.result import Findings, Result
+
+# elements of a tensor that has a picture: it is read whole, in float64, and several times as much is needed to draw it
+LARGEST, LARGEST_NEAR = 1 << 28, 1 << 24
 
 
 def write(
@@ -61,7 +64,10 @@ def _draw(result: Result, name: str, run: Findings, reference: Dump, replay: Dum
     for step in map(int, run.dump.steps):
         case = Case(result, name, reference, replay, (step, 0.0, "", ""))
 
-        def pair_of(row: Judgement, case: Case = case) -> tuple[torch.Tensor, torch.Tensor]:
+        def pair_of(row: Judgement, case: Case = case) -> tuple[torch.Tensor, torch.Tensor] | None:
+            size = number_of_elements(case.entry["tensors"][row.name])
+            if size > (LARGEST if row.too_far else LARGEST_NEAR):
+                return None
             return case.own(row.name), case.right(row.name)
 
         for which in COMPUTED:

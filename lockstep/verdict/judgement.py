@@ -106,16 +106,16 @@ class Judgement:
 
 
 def add_pictures(
-    rows: Sequence[Judgement], pair_of: Callable[[Judgement], tuple[torch.Tensor, torch.Tensor]]
+    rows: Sequence[Judgement], pair_of: Callable[[Judgement], tuple[torch.Tensor, torch.Tensor] | None]
 ) -> None:
-    """Draws rows of one pass: those that are too far, and those that are nearest to it. `pair_of` gives the run's tensor and the reference's."""
+    """Draws rows of one pass: those that are too far, and those that are nearest to it. `pair_of` gives the run's tensor and the reference's, or None."""
     far = [row for row in rows if row.too_far][:MOST]
     near = sorted((row for row in rows if not row.too_far), key=lambda row: -row.multiple)[:NEAREST]
     for number, row in enumerate([*far, *near]):
         side = COARSE if row.too_far and number >= FINE else SIDE
-        own, right = pair_of(row)
-        if own.numel():
-            row.picture = draw(own, right, row.tolerated, row.tolerated_largest, side)
+        pair = pair_of(row)
+        if pair is not None and pair[0].numel():
+            row.picture = draw(*pair, row.tolerated, row.tolerated_largest, side)
 
 
 class Yardstick:
