@@ -5,11 +5,13 @@ from page_size import MODULES
 
 from lockstep.page.payload import Losses, Page, View, nearest_of
 from lockstep.verdict.distance import distance_of
+from lockstep.verdict.factors import Factor
 from lockstep.verdict.judgement import Judgement
 from lockstep.verdict.picture import draw
 
 HOSTILE = '</script><script>window.broken = 1</script><img src=x onerror="window.broken = 2">'
 WRONG = "gradient/model.layers.1.mlp.down_proj.weight"
+HIDDEN = "gradient/lm_head.weight"  # a factor in it is smaller than its distance
 SHARDS = [([0, 2], [0, 0], [4, 6]), ([1, 3], [4, 0], [4, 6])]
 TOLERANCE = 1e-6
 
@@ -99,5 +101,8 @@ def recording():
         ("from the batch", [*free, "loss of micro batch 0, rank 0"]),
     ):
         rows = [row(1, name, name == WRONG) for name in tensors]
+        if tensors is alone:
+            hidden = next(one for one in rows if one.name == HIDDEN)
+            hidden.factor = Factor(HIDDEN, "all of it", 0.003, 1e-5)
         page.add(view(label, rows, ranks=[{"rank": 0}, {"rank": 1}]), 1, rows, lambda name: [])
     return page

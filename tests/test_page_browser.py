@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from page_cases import HOSTILE, comparison, recording
+from page_cases import HIDDEN, HOSTILE, comparison, recording
 from page_size import large
 
 from lockstep.page.payload import Page
@@ -148,6 +148,15 @@ def test_both_ways_to_judge_a_recording(opened):
     alone = shown()
     page.tab.check('input[name="view"][value="1"]')
     assert shown() > alone > 0
+
+
+def test_a_factor_that_a_distance_hides(opened):
+    page = opened("recording")
+    page.tab.click(f'.cell[aria-label^="{HIDDEN},"]')
+    shown = page.text("#tensor")
+    assert "all of it is 1.003 times what it should be" in shown and "too far: 300 times" in shown, shown
+    page.tab.check('input[name="view"][value="1"]')
+    assert "1.003 times" not in page.text("#tensor")
 
 
 def test_the_keyboard_reaches_everything(opened):

@@ -59,7 +59,8 @@ const tables = page.tables.map((table) => {
       const of = (column) => table[column][place];
       return {
         error: of("error"), tolerated: of("tolerated"), largest: of("largest"), toleratedLargest: of("tolerated_largest"), norm: of("norm"),
-        share: Math.max(times(of("error"), of("tolerated")), times(of("largest"), of("tolerated_largest"))),
+        share: Math.max(times(of("error"), of("tolerated")), times(of("largest"), of("tolerated_largest")), table.factors[place]?.[1] ?? 0),
+        factor: table.factors[place]?.[0] ?? "",
         far: kinds.far.has(place), small: kinds.small.has(place), excused: kinds.excused.has(place),
         where: table.where[place] ?? "", picture: table.pictures[place] ?? null,
       };

@@ -52,6 +52,8 @@ class Table:
     small: list[int] = field(default_factory=list)  # too small to judge
     excused: list[int] = field(default_factory=list)  # another convention
     where: dict[int, str] = field(default_factory=dict)  # the micro batch and rank that a row is from
+    # What a distance hides, in words, and how many times what is tolerated it is
+    factors: dict[int, tuple[str, float | None]] = field(default_factory=dict)
     pictures: dict[int, Picture] = field(default_factory=dict)
 
 
@@ -117,6 +119,8 @@ class Page:
                 places += [place] if holds else []
             if row.where:
                 table.where[place] = row.where
+            if row.factor is not None:
+                table.factors[place] = row.factor.describe(), short(row.factor.multiple)
             if row.picture is not None:
                 table.pictures[place] = row.picture
             boxes = boxes_of(row.name)

@@ -14,6 +14,7 @@ function showTensor(parent, state) {
     el("p", {}, `${kind}, step ${state.step}, ${page.views[state.view].label}: `,
       row === null ? "it is not among the tensors of this step" : el("span", { class: row.far ? "far-text" : "" }, stateText(row)),
       row?.where ? ` (worst in ${row.where})` : ""),
+    ...(row?.factor ? [el("p", { class: "where" }, row.factor)] : []),
     numbers(name, state),
     ...pictureOf(name, state, row),
   );
