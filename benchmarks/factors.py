@@ -33,8 +33,9 @@ from lockstep.verdict.factors import RATE, Factors, chances, farthest, project
 PRECISIONS = ("fp32", "autocast", "bf16")
 FAMILIES = ("qwen2", "llama", "gpt2", "gpt_neox", "qwen3_moe")
 NEAREST = 20  # tensors that are listed
-PLANTED = 6  # tensors of a run that factors are planted into
-EXPONENTS = range(4, 24)  # of factors 1 + 2^-k
+PLANTED = 12  # tensors of a run that factors are planted into
+EXPONENTS = range(8, 24)  # of factors 1 + 2^-k; larger ones are seen by their distance
+MANY = 4096  # elements
 WHERE = ("all of it", "one sample", "half of a dim")
 
 
@@ -184,15 +185,15 @@ def plant(kept: Kept, seed: int) -> Iterator[tuple[str, int | None]]:
             if farthest(found, kept.number).multiple <= 1:
                 break
             seen = k
-        size = "4,096 elements and more" if right.numel() >= 4096 else "fewer elements"
-        yield f"{name.split('/')[0]}, {where}, {size}", seen
+        size = "many" if right.numel() >= MANY else "few"
+        yield f"{name.split('/')[0]}, {where}, {size} elements", seen
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=300)
     parser.add_argument("--work_dir", type=Path, default=None, help="default: a temporary folder")
-    parser.add_argument("--output", type=output('{"what": "factors', png=""), default=None)
+    parser.add_argument("--output", type=output('{\n "what": "factors', png=""), default=None)
     args = parser.parse_args()
     recorded_alone.Factors = Kept
     counts: Counter[str] = Counter()
