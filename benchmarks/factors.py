@@ -166,8 +166,8 @@ def spoilt(own: torch.Tensor, where: str, factor: float, draw: random.Random) ->
         dim = draw.randrange(found.ndim)
         part = found.narrow(dim, 0, max(found.shape[dim] // 2, 1))
     part *= factor
-    spacing = torch.finfo(own.dtype).eps * 2.0 ** part.abs().log2().floor()
-    part += (torch.rand(part.shape, dtype=part.dtype) - 0.5) * spacing.nan_to_num(0.0)
+    ulps = torch.finfo(own.dtype).eps * 2.0 ** part.abs().log2().floor()
+    part += (torch.rand(part.shape, dtype=part.dtype) - 0.5) * ulps.nan_to_num(0.0)
     return found.to(own.dtype)
 
 

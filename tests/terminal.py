@@ -14,11 +14,14 @@ from ranks import ROOT
 BEGIN = "\r\x1b[K"  # to the begin of the line, which is erased
 
 
-def on_terminal(command, *, columns: int = 100, **options) -> tuple[int, str]:
+def on_terminal(command, *, env: dict[str, str], columns: int = 100) -> tuple[int, str]:
     """(exit status, all that the command wrote to a terminal of so many columns). Its standard error is written there, too."""
     ours, its = pty.openpty()
     fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
-    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=its, stderr=its, **options)
+    env = {
+        name: value for name, value in env.items() if name not in ("COLUMNS", "LINES")
+    }  # the terminal says it
+    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=its, stderr=its, env=env)
     os.close(its)
     found = b""
     with contextlib.suppress(OSError):  # Linux says so at the end

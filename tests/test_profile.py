@@ -113,7 +113,8 @@ def test_a_rank_that_comes_late_is_waited_for(tmp_path, strategy, waits):
     done = completed([*command, "--debug_steps", "4", "--profile", "2"], env=environment())
     assert done.returncode == 0, done.stdout + done.stderr
     first, last, each, *shares = parts(done.stdout)
-    assert (first, last) == (2, 3) and 99 <= sum(shares) <= 101 and shares[0] > 0
+    assert (first, last) == (2, 3) and 99 <= sum(shares) <= 101
+    assert shares[0] > 0 or waits  # a second beside a tiny step may leave less than a percent
     waited = each * shares[2] / 100
     assert (waited > 700) == waits, done.stdout
     for rank in range(2):

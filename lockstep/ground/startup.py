@@ -23,7 +23,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
-JUDGING = ("jinja2", "numpy", "pydantic", "safetensors", "torch")  # what a recorded run is judged with
+JUDGING = ("numpy", "pydantic", "safetensors", "torch", "jinja2")  # what a recorded run is judged with
 PACKAGES = (*JUDGING, "transformers")  # what every other program needs
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 # Signal -> the word that says so. A signal that the parent ignores, as a shell does with SIGINT for `&`, is ignored here, too.
