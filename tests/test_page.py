@@ -15,8 +15,9 @@ from ranks import run_groups
 
 from lockstep import compare, judge
 from lockstep.ground import files
-from lockstep.page import verification, writing
+from lockstep.page import writing
 from lockstep.page.payload import Page, short
+from lockstep.verdict import judgement
 from lockstep.verdict.picture import LEVELS, SIDE, draw
 
 WRONG = "gradient/model.layers.1.mlp.gate_proj.weight"
@@ -106,7 +107,7 @@ def test_a_picture_of_the_nearest_where_nothing_is_wrong(dumps, tmp_path):
 
 def test_a_tensor_that_is_too_large_has_no_picture(dumps, tmp_path, monkeypatch):
     """Of the four nearest of a pass, those of at most 64 elements have one."""
-    monkeypatch.setattr(verification, "LARGEST_NEAR", 64)
+    monkeypatch.setattr(judgement, "LARGEST_NEAR", 64)
     folders = [str(dumps / name) for name in ("ddp", "fsdp", "reference")]
     assert compare.main([*folders, "--output_dir", str(tmp_path)]) == 0
     tables = payload((tmp_path / "report.html").read_text())["tables"]

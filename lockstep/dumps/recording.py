@@ -23,9 +23,8 @@ Plain = bool | int | MayBreakDown | str | None
 class MicroBatch(Strict):
     tensors: list[Name]
     plain: dict[Name, Plain]
-    inputs: list[
-        Name
-    ]  # the places of what the model was called with, in lists, tuples and dicts of this structure: torch's pytree
+    # The places of what the model was called with, in lists, tuples and dicts of this structure: torch's pytree
+    inputs: list[Name]
     structure: str
     left_out: list[Name]
     autocast: Name | None

@@ -1,13 +1,13 @@
 """The page of a recorded run: its tensors in a free pass of the reference, and each module by itself."""
 
 from collections.abc import Callable
+from operator import attrgetter
 
 from lockstep.dumps.recording import Recording
 from lockstep.ground import origin
 from lockstep.page.payload import Box, Page, View, nearest_of
 from lockstep.page.writing import write as write_page
 from lockstep.verdict import recorded_report
-from lockstep.verdict.judgement import Judgement
 from lockstep.verdict.recorded_rows import StepVerdict, times
 from lockstep.verdict.recorded_run import RunVerdict
 
@@ -32,7 +32,10 @@ def write(recording: Recording, steps: list[StepVerdict], run: RunVerdict) -> No
         _found_out(recording, run),
     )
     ranks = [{"rank": rank} for rank in recording.steps[0]]
-    for way, rows_of in (("each module by itself", _alone), ("from the batch", _free)):
+    for way, rows_of in (
+        ("each module by itself", attrgetter("alone")),
+        ("from the batch", attrgetter("rows")),
+    ):
         rows = [row for step in steps for row in rows_of(step)]
         if rows:
             far = [row for row in rows if row.too_far]
@@ -48,14 +51,6 @@ def write(recording: Recording, steps: list[StepVerdict], run: RunVerdict) -> No
             for step in steps:
                 page.add(view, step.step, rows_of(step), _boxes_of(recording, step.step))
     write_page(page, recording.folder)
-
-
-def _free(step: StepVerdict) -> list[Judgement]:
-    return step.rows
-
-
-def _alone(step: StepVerdict) -> list[Judgement]:
-    return step.alone
 
 
 def _found_out(recording: Recording, run: RunVerdict) -> list[tuple[str, str]]:

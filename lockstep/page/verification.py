@@ -16,9 +16,6 @@ from lockstep.verdict.judgement import COMPUTED, Judgement, add_pictures
 from lockstep.verdict.loss_folder import Judged
 from lockstep.verdict.result import Findings, Result
 
-# elements of a tensor that has a picture: it is read whole, in float64, and several times as much is needed to draw it
-LARGEST, LARGEST_NEAR = 1 << 28, 1 << 24
-
 
 def write(
     result: Result, folder: Path, reference: Dump | None, replays: Dumps, judged: Judged | None = None
@@ -64,14 +61,15 @@ def _draw(result: Result, name: str, run: Findings, reference: Dump, replay: Dum
     for step in map(int, run.dump.steps):
         case = Case(result, name, reference, replay, (step, 0.0, "", ""))
 
-        def pair_of(row: Judgement, case: Case = case) -> tuple[torch.Tensor, torch.Tensor] | None:
-            size = number_of_elements(case.entry["tensors"][row.name])
-            if size > (LARGEST if row.too_far else LARGEST_NEAR):
-                return None
+        def size_of(row: Judgement, case: Case = case) -> int:
+            return number_of_elements(case.entry["tensors"][row.name])
+
+        def pair_of(row: Judgement, case: Case = case) -> tuple[torch.Tensor, torch.Tensor]:
             return case.own(row.name), case.right(row.name)
 
         for which in COMPUTED:
-            add_pictures([row for row in run.rows_of(step).values() if row.which_pass == which], pair_of)
+            rows = [row for row in run.rows_of(step).values() if row.which_pass == which]
+            add_pictures(rows, size_of, pair_of)
 
 
 def _view(result: Result, name: str, run: Findings) -> View:

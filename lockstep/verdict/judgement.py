@@ -42,6 +42,8 @@ PASSES = {"batch": "batch", "forward": "forward", "backward": "backward", "gradi
 FINE = 10  # pictures of one pass that have all blocks
 MOST = 120  # pictures of one pass; what comes later is mostly wrong because of these
 NEAREST = 4  # tensors that are near enough and have a picture, too
+# Elements of a tensor that has a picture: several times as much memory is needed to draw it, in float64
+LARGEST, LARGEST_NEAR = 1 << 28, 1 << 24
 COMPUTED = ("forward", "backward", "gradient", "update")  # passes
 
 
@@ -106,16 +108,20 @@ class Judgement:
 
 
 def add_pictures(
-    rows: Sequence[Judgement], pair_of: Callable[[Judgement], tuple[torch.Tensor, torch.Tensor] | None]
+    rows: Sequence[Judgement],
+    size_of: Callable[[Judgement], int],
+    pair_of: Callable[[Judgement], tuple[torch.Tensor, torch.Tensor]],
 ) -> None:
-    """Draws rows of one pass: those that are too far, and those that are nearest to it. `pair_of` gives the run's tensor and the reference's, or None."""
+    """Draws rows of one pass: those that are too far, and those that are nearest to it.
+
+    `size_of` gives the elements of the tensor, and `pair_of` the run's and the reference's. What is too large is not asked for.
+    """
     far = [row for row in rows if row.too_far][:MOST]
     near = sorted((row for row in rows if not row.too_far), key=lambda row: -row.multiple)[:NEAREST]
     for number, row in enumerate([*far, *near]):
         side = COARSE if row.too_far and number >= FINE else SIDE
-        pair = pair_of(row)
-        if pair is not None and pair[0].numel():
-            row.picture = draw(*pair, row.tolerated, row.tolerated_largest, side)
+        if 0 < size_of(row) <= (LARGEST if row.too_far else LARGEST_NEAR):
+            row.picture = draw(*pair_of(row), row.tolerated, row.tolerated_largest, side)
 
 
 class Yardstick:

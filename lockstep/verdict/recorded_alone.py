@@ -60,9 +60,7 @@ class Alone:
             normalisation.sums(normalisation.aligned(columns, observed), weights)
             for columns in (self.right, self.near)
         )
-        for name, tensor in observed.items():
-            self.factors.add(f"gradient/{name}", tensor, near[name], right[name], is_weight=True)
-        rows = judged_gradients(self.verdict.step, observed, right, near, self.precision)
+        rows = judged_gradients(self.verdict.step, observed, right, near, self.precision, self.factors)
         return self._with_factors([*self.modules.rows.values(), *rows])
 
     def _with_factors(self, rows: list[Judgement]) -> list[Judgement]:

@@ -25,7 +25,6 @@ class Modules:
     def __init__(self, verdict: StepVerdict, precision: str, factors: Factors | None = None):
         self.verdict, self.precision, self.factors = verdict, precision, factors
         self.rows: dict[str, Judgement] = {}
-        self.where: dict[str, str] = {}
         self.chosen: list[Chosen] = []
         self.left_out: set[str] = set()
         # By how much more than recorded the gradients are scaled, for each micro batch and rank
@@ -76,18 +75,24 @@ class Modules:
                         self.scales[called.number, rank] = scale
                     elif self.factors is not None:  # what arrives later follows from what was recorded
                         scale = 1.0
-                    right, plain = (one * (1.0 if scale is None else scale) for one in (right, plain))
+                scales[name] = 1.0 if scale is None else scale
+                if scales[name] != 1:
+                    right, plain = right * scales[name], plain * scales[name]
                 if self.factors is not None:
                     self.factors.add(name, tensor, plain, right, is_weight=False)
-                tensors[name], scales[name] = tensor, 1.0 if scale is None else scale
+                tensors[name] = tensor
                 own[name], yardstick[name] = distance_of(tensor, right), distance_of(plain, right)
         rows = judged(self.verdict.step, own, yardstick, tensors, self.precision)
-        add_pictures(rows, lambda row: (tensors[row.name], exact[row.name] * scales[row.name]))
+        add_pictures(
+            rows,
+            lambda row: tensors[row.name].numel(),
+            lambda row: (tensors[row.name], exact[row.name] * scales[row.name]),
+        )
         for row in rows:
             name = f"{row.kind}/{module_of(row.name)}"
             if name not in self.rows or row.multiple > self.rows[name].multiple:
-                self.where[name] = f"micro batch {called.number}, rank {rank}"
-                self.rows[name] = replace(row, name=name, where=self.where[name])
+                where = f"micro batch {called.number}, rank {rank}"
+                self.rows[name] = replace(row, name=name, where=where)
 
     def close(self) -> bool:
         """Add the rows and what is wrong to the verdict; returns whether anything is."""
@@ -101,10 +106,11 @@ class Modules:
             first = wrong[0]
             of_pass = [row for row in self.rows.values() if row.which_pass == first.which_pass]
             what = "outputs" if first.which_pass == "forward" else "gradients at outputs"
+            whose = " (of the loss, at what the model returned)" if "/returned." in first.name else ""
             found.append(
                 (
                     order.index(first.name),
-                    f"{first.name}{' (of the loss, at what the model returned)' * ('/returned.' in first.name)} ({self.where[first.name]}) is the first of {sum(row.too_far for row in of_pass)} of {len(of_pass)} {what} "
+                    f"{first.name}{whose} ({first.where}) is the first of {sum(row.too_far for row in of_pass)} of {len(of_pass)} {what} "
                     f"that are too far from the reference, in order of execution: {first.describe()}{times(first)}",
                 )
             )

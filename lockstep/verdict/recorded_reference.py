@@ -1,10 +1,9 @@
 """The recorded model, called again by one process with the micro batches that the run saw: in float64, or as the run computes."""
 
 import contextlib
-import functools
 import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,9 +67,8 @@ class Computed:
     )
     labels: str = ""  # the input that they are made of
     # In free passes:
-    shapes: dict[str, torch.Size] = field(
-        default_factory=dict
-    )  # of `modules`, which take the most memory and are dropped
+    # Of `modules`, which take the most memory and are dropped
+    shapes: dict[str, torch.Size] = field(default_factory=dict)
     logits: torch.Tensor | None = None
     at_logits: torch.Tensor | None = None  # the gradient of the loss there
 
@@ -255,7 +253,7 @@ class Reference:
             if unknown:  # so what arrives at the modules is, too
                 self._leave_backward_out()
         # A forced pass has one gradient for all terms: what takes another's place is that of their sum.
-        found = self._gradients_of_loss(arrived, terms if free is None else {})
+        found = self._gradients_of_loss(called, arrived, terms if free is None else {})
         names = {number: name for name, number in (self.calls_of_topk or {}).items()}
         choices = {
             names.get(number) or f"{names[number + 1]} (groups)": Choice(
@@ -264,11 +262,6 @@ class Reference:
             for number, regret in mode.regrets.items()
         }
         value = None if loss is None else float(loss.detach())
-        if not all(bool(one.isfinite().all()) for one in found.values()):
-            raise UserError(
-                f"micro batch {called.number} of rank {called.ranks[0]} has no finite gradient in the reference: without any label, a mean is 0 / 0; "
-                "leave it out of the recorded steps, or let the loss be a sum"
-            )
         computed = Computed(found, value, math.nan if unknown else arrived, terms, self.modules, choices)
         if free is not None:
             return computed
@@ -310,7 +303,7 @@ class Reference:
             at[name] = dict(zip(copies, each, strict=True))
         return scalars, number, at
 
-    def _gradients_of_loss(self, arrived: float, terms: dict[str, Term]) -> Gradients:
+    def _gradients_of_loss(self, called: Called, arrived: float, terms: dict[str, Term]) -> Gradients:
         """The gradients of the loss alone: the pass was begun with what `arrived` at it in the run, and at further terms."""
 
         def each() -> Iterator[tuple[str, torch.Tensor]]:
@@ -320,11 +313,21 @@ class Reference:
                 gradient = parameter.grad
                 for term in terms.values():
                     if name in term.gradients:
-                        gradient = gradient.double() - term.beside * term.gradients[name].double()
+                        gradient = gradient.double() - term.beside * term.gradients[name]
+                if not bool((gradient.double() / arrived).isfinite().all()):
+                    raise UserError(
+                        f"micro batch {called.number} of rank {called.ranks[0]} has no finite gradient in the reference: without any label, a mean is 0 / 0; "
+                        "leave it out of the recorded steps, or let the loss be a sum"
+                    )
                 yield name, gradient
 
-        kept = on_disk(each(), self.folder)
+        kept = self._kept(each(), arrived)
         self.model.zero_grad(set_to_none=True)
+        return kept
+
+    def _kept(self, gradients: Iterable[tuple[str, torch.Tensor]], arrived: float = 1.0) -> Gradients:
+        """Gradients on disk, in the dtype that they are given in; what is asked for is in float64, without what `arrived`."""
+        kept = on_disk(gradients, self.folder)
         return Lazy(kept, lambda name: kept[name].double() / arrived)
 
     def _terms(self, loss: torch.Tensor, scalars: dict[str, torch.Tensor]) -> dict[str, Term]:
@@ -336,11 +339,9 @@ class Reference:
             each = torch.autograd.grad(
                 value, list(self.parameters.values()), retain_graph=True, allow_unused=True
             )
-            kept = on_disk(
-                ((of, one) for of, one in zip(self.parameters, each, strict=True) if one is not None),
-                self.folder,
+            gradients = self._kept(
+                (of, one) for of, one in zip(self.parameters, each, strict=True) if one is not None
             )
-            gradients = Lazy(kept, functools.partial(_double, kept))
             inside = 0.0 if coefficient is None else float(coefficient)
             found[name] = Term(float(value.detach()), inside, gradients)
         self._leave_backward_out()  # what has arrived at the modules was not the gradient of the loss
@@ -357,10 +358,6 @@ class Reference:
             if dtype is not None and not self.exact:
                 stack.enter_context(torch.autocast("cpu", _dtype(dtype)))
             yield
-
-
-def _double(tensors: dict[str, torch.Tensor], name: str) -> torch.Tensor:
-    return tensors[name].double()
 
 
 def _arrived(called: Called, at: dict[str, dict[str, torch.Tensor]]) -> dict[str, float]:

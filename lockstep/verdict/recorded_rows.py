@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import torch
 
 from lockstep.verdict.distance import Distance, distance_of, distance_of_numbers
+from lockstep.verdict.factors import Factors
 from lockstep.verdict.judgement import (
     ROUNDOFF,
     Judgement,
@@ -96,16 +97,27 @@ def judged(
 
 
 def judged_gradients(
-    step: int, observed: dict[str, torch.Tensor], right: Gradients, near: Gradients, precision: str
+    step: int,
+    observed: dict[str, torch.Tensor],
+    right: Gradients,
+    near: Gradients,
+    precision: str,
+    factors: Factors | None = None,
 ) -> list[Judgement]:
-    """The recorded gradients, in their own dtypes, against `right`; `near` is the yardstick."""
+    """The recorded gradients, in their own dtypes, against `right`; `near` is the yardstick. `factors` is told of them, too."""
     own: dict[str, Distance] = {}
     yardstick: dict[str, Distance] = {}
     for name, reference in right.items():
+        plain = near[name]
         own[f"gradient/{name}"] = distance_of(observed[name], reference)
-        yardstick[f"gradient/{name}"] = distance_of(near[name], reference)
+        yardstick[f"gradient/{name}"] = distance_of(plain, reference)
+        if factors is not None:
+            factors.add(f"gradient/{name}", observed[name], plain, reference, is_weight=True)
     tensors = {f"gradient/{name}": tensor for name, tensor in observed.items()}
     rows = judged(step, own, yardstick, tensors, precision)
-    names = {row.name: row.name.removeprefix("gradient/") for row in rows}
-    add_pictures(rows, lambda row: (observed[names[row.name]], right[names[row.name]]))
+    add_pictures(
+        rows,
+        lambda row: tensors[row.name].numel(),
+        lambda row: (tensors[row.name], right[row.name.removeprefix("gradient/")]),
+    )
     return rows
