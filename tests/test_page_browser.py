@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from page_cases import HIDDEN, HOSTILE, comparison, recording
+from page_cases import HEADED, HEADLESS, HIDDEN, HOSTILE, comparison, positions, recording
 from page_size import large
 
 from lockstep.page.payload import Page
@@ -43,6 +43,7 @@ def files(tmp_path_factory):
         "fail": comparison("FAIL"),
         "pass": comparison("PASS"),
         "recording": recording(),
+        "positions": positions(),
         "large": large(wrong=True),
         "empty": Page(
             "recording", "FAIL", "a run", "the gradient is not finite", [], [("versions", "torch")]
@@ -90,7 +91,7 @@ def opened(browser, files):
         one.tab.close()
 
 
-@pytest.mark.parametrize("name", ["fail", "pass", "recording", "large", "empty"])
+@pytest.mark.parametrize("name", ["fail", "pass", "recording", "positions", "large", "empty"])
 def test_no_error_and_no_request(opened, files, name):
     page = opened(name)
     assert (page.said, page.asked) == ([], [files[name].as_uri()])
@@ -159,6 +160,45 @@ def test_a_factor_that_a_distance_hides(opened):
     assert "1.003 times" not in page.text("#tensor")
 
 
+def test_the_heads_that_the_error_is_in(opened):
+    """And, as negative controls, a weight whose columns are not the heads' number of elements, and one of no attention."""
+    page = opened("fail")
+    shown = {}
+    for name in (HEADED, HEADLESS, HEADED.replace("self_attn.q_proj", "mlp.down_proj")):
+        page.tab.click(f'.cell[aria-label^="{name},"]')
+        shown[name] = page.text("#tensor")
+    assert "heads 2 to 3 of 4 (rows 4 to 7 of 8)" in shown[HEADED]
+    assert "4 heads of 2 rows, divided by dotted lines" in shown[HEADED]
+    assert "rows 4 to 7 of 8" in shown[HEADLESS]
+    assert all("head" not in said for name, said in shown.items() if name != HEADED)
+
+
+def test_shards_of_positions(opened):
+    """A rank has two pieces of each sequence; the error is in both, and in one of its heads."""
+    page = opened("positions")
+    said = page.text(".finding")
+    assert "positions 2 to 3, 12 of 16, head 2 of 4 (columns 4 to 5 of 8): rank 1's shard" in said, said
+    lines = page.tab.locator("#on-ranks tbody tr").all_inner_texts()
+    assert [line.split("\t")[0] for line in lines] == ["0", "1", "2", "3"]
+    holds, error = lines[1].split("\t")[1:]
+    assert holds == "positions 0 to 3, columns 4 to 7; and positions 12 to 15, columns 4 to 7", lines
+    assert float(error) > 0.1 and all(line.endswith("\t0") for line in (lines[0], *lines[2:])), lines
+    page.tab.focus("canvas.picture")
+    for _ in range(4):
+        page.tab.keyboard.press("ArrowRight")
+    assert page.text(".at").startswith("head 2 of 4, [0, 0] to [0, 0], columns 4 to 4: largest error 0")
+
+
+def test_a_copy_that_differs(opened):
+    page = opened("fail")
+    lines = page.tab.locator("#on-ranks tbody tr").all_inner_texts()
+    assert lines[0].startswith("0, 2\trows 0 to 3\t") and lines[1].startswith("1\trows 4 to 7\t")
+    assert lines[2] == "3\trows 4 to 7\tits copy is another\t6 of 24 elements differ", lines
+    assert "The copies of rank 3 differ from it, in 6 elements." in page.text(".finding")
+    page.tab.click(f'.cell[aria-label^="{HEADED},"]')
+    assert page.tab.query_selector("#on-ranks") is None
+
+
 def test_the_keyboard_reaches_everything(opened):
     page = opened("fail")
     reached = set()
@@ -193,7 +233,7 @@ def test_the_keyboard_reaches_everything(opened):
 
 
 @pytest.mark.parametrize("scheme, width", [("light", 1200), ("dark", 1200), ("light", 400), ("dark", 400)])
-@pytest.mark.parametrize("name", ["fail", "recording"])
+@pytest.mark.parametrize("name", ["fail", "recording", "positions"])
 def test_axe_finds_no_violation(opened, name, scheme, width):
     page = opened(name, scheme=scheme, width=width)
     assert violations(page) == []
@@ -268,6 +308,9 @@ def test_losses_are_drawn_and_zero_is_zero(opened):
     page = opened("fail")
     assert page.tab.locator("#losses .uplot").count() == 3
     assert page.tab.evaluate("document.querySelectorAll('#losses canvas').length") == 3
+    legends = page.tab.locator("#losses .u-legend").all_inner_texts()
+    floors = ("noise floor (control run)", "noise floor (derived)", "tolerated")
+    assert [all(floor in legend for floor in floors) for legend in legends] == [False, True, False]
     page.tab.evaluate("document.querySelector('#losses details').open = true")
     assert "(0)" in page.text("#losses details table")
 

@@ -78,11 +78,13 @@ function stateText(row) {
   return row.far ? `too far: ${shareText(row.share)} times what is tolerated` : `${shareText(row.share)} of what is tolerated`;
 }
 
+const RUNS = 6; // of wrong slices that a picture has; one behind them holds all others
+
 /** [[start, length], ...] as "512 to 1023, 2000"; null if all of `size` are meant. */
 function spans(runs, size) {
   if (runs.length === 1 && runs[0][0] === 0 && runs[0][1] === size) return null;
-  const shown = runs.slice(0, 6).map(([start, length]) => (length === 1 ? `${start}` : `${start} to ${start + length - 1}`));
-  return shown.join(", ") + (runs.length > 6 ? ", ..." : "");
+  const text = ([start, length]) => (length === 1 ? `${start}` : `${start} to ${start + length - 1}`);
+  return runs.slice(0, RUNS).map(text).join(", ") + (runs.length > RUNS ? ` and some of ${text(runs[RUNS])}` : "");
 }
 
 /** What the dims of a tensor are called. */
@@ -112,6 +114,39 @@ function plural(word, count) {
 function boxesOf(view, name) {
   const number = page.views[view].placed[name];
   return number === undefined ? [] : page.views[view].placements[number];
+}
+
+/** What ranks hold of a tensor: [{ranks, boxes}, ...], a rank in one of them. Of positions a rank may have several boxes. */
+function heldOf(view, name) {
+  const found = new Map();
+  for (const [ranks, start, size] of boxesOf(view, name)) {
+    const key = ranks.join();
+    if (!found.has(key)) found.set(key, { ranks, boxes: [] });
+    found.get(key).boxes.push([start, size]);
+  }
+  return [...found.values()];
+}
+
+/** The heads of an attention in a tensor: the dim that they are in, how many, and the elements of one; null if it has none or they are not known. */
+function headsOf(name, shape) {
+  const match = page.names[name].match(/^\w+\/(?:(.*)\.)?(?:([qkv])_proj(\.weight|\.bias)?|o_proj\.(?:weight|input))$/);
+  const told = match ? (page.heads[match[1] ?? ""] ?? page.heads[""]) : null;
+  if (!told?.length) return null;
+  const grouped = match[2] === "k" || match[2] === "v";
+  const [dim, count, size] = [match[3] ? 0 : shape.length - 1, told[grouped ? 1 : 0], told[2]];
+  return shape[dim] === count * size ? { dim, count, size, word: grouped && told[1] !== told[0] ? "KV head" : "head" } : null;
+}
+
+/** "head 2 of 4": those that runs of slices are in; null if they are in all of them. */
+function headText(heads, runs) {
+  const hit = new Set(runs.flatMap(([start, length]) => Array.from({ length: Math.floor((start + length - 1) / heads.size) - Math.floor(start / heads.size) + 1 }, (_, more) => Math.floor(start / heads.size) + more)));
+  if (hit.size === heads.count || !hit.size) return null;
+  const joined = [];
+  for (const head of [...hit].sort((one, two) => one - two)) {
+    if (joined.length && joined.at(-1)[0] + joined.at(-1)[1] === head) joined.at(-1)[1] += 1;
+    else joined.push([head, 1]);
+  }
+  return `${plural(heads.word, hit.size)} ${spans(joined, heads.count)} of ${heads.count}`;
 }
 
 function listed(numbers) {

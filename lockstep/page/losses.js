@@ -16,12 +16,21 @@ function showLosses(parent) {
   const dark = matchMedia("(prefers-color-scheme: dark)");
   const plots = el("div");
   const draw = () => {
-    const apart = (values) => values.slice(1).map((run) => run.map((value, step) => (value === null || values[0][step] === null ? null : Math.abs(value - values[0][step]))));
+    const style = getComputedStyle(document.documentElement);
+    const [text, line] = [style.getPropertyValue("--text").trim(), style.getPropertyValue("--line").trim()];
+    const runs = (values) => values.map((run, number) => ({
+      label: losses.labels[number], values: run, width: 1.6, dash: [[], [8, 3], [2, 3], [8, 3, 2, 3]][number % 4], stroke: STROKES[number % STROKES.length][dark.matches ? 1 : 0],
+    }));
+    const apart = losses.loss.map((run) => run.map((value, step) => (value === null || losses.loss[0][step] === null ? null : Math.abs(value - losses.loss[0][step]))));
+    const bounds = [
+      { label: "noise floor (control run)", values: losses.control, width: 1, stroke: line, fill: line },
+      { label: "noise floor (derived)", values: losses.floor === null ? [] : losses.steps.map(() => losses.floor), width: 1, stroke: text, dash: [8, 3, 2, 3] },
+      { label: "tolerated", values: losses.tolerated, width: 1, stroke: text, dash: [6, 4] },
+    ].filter(({ values }) => values.length);
     plots.replaceChildren(
-      plot("Loss", losses.steps, losses.labels, losses.loss, dark.matches),
-      ...(losses.labels.length > 1 ? [plot(`|loss − loss of ${base}|`, losses.steps, [...losses.labels.slice(1), ...(losses.tolerated.length ? ["tolerated"] : [])],
-        [...apart(losses.loss), ...(losses.tolerated.length ? [losses.tolerated] : [])], dark.matches, 1)] : []),
-      plot("Gradient norm", losses.steps, losses.labels, losses.norm, dark.matches));
+      plot("Loss", losses.steps, runs(losses.loss)),
+      ...(losses.labels.length > 1 ? [plot(`|loss − loss of ${base}|`, losses.steps, [...bounds, ...runs(apart).slice(1)], true)] : []),
+      ...(losses.norm.length ? [plot("Gradient norm", losses.steps, runs(losses.norm))] : []));
   };
   draw();
   dark.addEventListener("change", draw);
@@ -29,22 +38,19 @@ function showLosses(parent) {
     el("details", {}, el("summary", {}, "All numbers as a table"), table));
 }
 
-function plot(title, steps, labels, values, dark, first = 0) {
+/** Curves over steps; `fromZero`: the axis begins at 0. */
+function plot(title, steps, series, fromZero = false) {
   const box = el("div", { class: "plot", role: "img", "aria-label": `${title}, by step` });
   const style = getComputedStyle(document.documentElement);
   const [text, line] = [style.getPropertyValue("--text").trim(), style.getPropertyValue("--line").trim()];
   const exact = (_, value) => (value === null || value === undefined ? "" : value === 0 ? "0" : Math.abs(value) < 1e-3 ? value.toExponential(2) : value.toPrecision(7));
   const axis = { stroke: text, grid: { stroke: line, width: 1 }, ticks: { stroke: line, width: 1 } };
-  const fromZero = first > 0;
   new uPlot({
     title, width: Math.min(900, Math.max(320, document.documentElement.clientWidth - 48)), height: 240,
     scales: { x: { time: false }, y: fromZero ? { range: (_, low, high) => [0, high > 0 ? high * 1.08 : 1e-9] } : {} },
     axes: [{ ...axis }, { ...axis, size: 76, values: (_, ticks) => ticks.map((value) => (value !== 0 && Math.abs(value) < 1e-3 ? value.toExponential(1).replace(".0e", "e") : String(Number(value.toPrecision(4))))) }],
-    series: [{ label: "step" }, ...labels.map((label, number) => ({
-      label, value: exact, width: label === "tolerated" ? 1 : 1.6, dash: label === "tolerated" ? [6, 4] : [[], [8, 3], [2, 3], [8, 3, 2, 3]][(number + first) % 4],
-      stroke: label === "tolerated" ? text : STROKES[(number + first) % STROKES.length][dark ? 1 : 0],
-    }))],
-  }, [steps, ...values], box);
+    series: [{ label: "step" }, ...series.map(({ values, ...one }) => ({ ...one, value: exact }))],
+  }, [steps, ...series.map(({ values }) => values)], box);
   return box;
 }
 

@@ -30,7 +30,8 @@ class View:
     excluded: list[str] = field(default_factory=list)
     observed: list[str] = field(default_factory=list)  # about the first wrong tensor
     ranks: list[dict[str, int]] = field(default_factory=list)  # the coordinates of each
-    differing: list[tuple[int, str, list[int]]] = field(default_factory=list)  # step, tensor, ranks
+    # Step, tensor, ranks whose copy is another, and in how many elements; [] if that is not known
+    differing: list[tuple[int, str, list[int], list[int]]] = field(default_factory=list)
     contract: dict[str, Any] = field(default_factory=dict)
     placements: list[list[Box]] = field(default_factory=list)
     placed: dict[int, int] = field(default_factory=dict)  # number of a name -> that of its placement
@@ -65,9 +66,10 @@ class Losses:
     steps: list[int]
     loss: list[list[float | None]]
     norm: list[list[float | None]]
-    tolerated: list[float | None] = field(
-        default_factory=list
-    )  # of the loss, by step; empty: not judged here
+    # Of the loss, by step: what is tolerated, and how far rounding errors take a control run; empty: not judged here
+    tolerated: list[float | None] = field(default_factory=list)
+    control: list[float | None] = field(default_factory=list)
+    floor: float | None = None  # the noise floor that is derived for it
 
 
 @dataclass
@@ -82,6 +84,8 @@ class Page:
     names: list[str] = field(default_factory=list)  # of tensors; tables have their numbers
     tables: list[Table] = field(default_factory=list)
     losses: Losses | None = None
+    # Module with an attention's projections, "" for all -> heads, KV heads, elements of one
+    heads: dict[str, list[int]] = field(default_factory=dict)
     format: int = FORMAT
 
     def __post_init__(self) -> None:
@@ -132,6 +136,14 @@ class Page:
 
     def as_data(self) -> dict[str, Any]:
         return {key: value for key, value in vars(self).items() if not key.startswith("_")}
+
+
+def heads_of(config: Callable[[str], Any]) -> list[int]:
+    """Heads, KV heads and the elements of one, by a configuration's entries; [] if it does not have them."""
+    heads, width = config("num_attention_heads"), config("hidden_size")
+    if not (isinstance(heads, int) and isinstance(width, int)):
+        return []
+    return [heads, config("num_key_value_heads") or heads, config("head_dim") or width // heads]
 
 
 def nearest_of(rows: Iterable[Judgement]) -> tuple[int, str, float | None] | None:

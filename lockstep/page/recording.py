@@ -1,11 +1,12 @@
 """The page of a recorded run: its tensors in a free pass of the reference, and each module by itself."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from operator import attrgetter
+from typing import Any
 
 from lockstep.dumps.recording import Recording
 from lockstep.ground import origin
-from lockstep.page.payload import Box, Page, View, nearest_of
+from lockstep.page.payload import Box, Page, View, heads_of, nearest_of
 from lockstep.page.writing import write as write_page
 from lockstep.verdict import recorded_report
 from lockstep.verdict.recorded_rows import StepVerdict, times
@@ -31,7 +32,11 @@ def write(recording: Recording, steps: list[StepVerdict], run: RunVerdict) -> No
         [*(line.strip() for line in said), *(f"{way}: {what}" for way, what in VIEWS.items())],
         _found_out(recording, run),
     )
+    for name, module in recording.build().named_modules():
+        if hasattr(module, "q_proj") and hasattr(module, "config"):
+            page.heads[name] = heads_of(getattr(module.config, "__dict__", {}).get)
     ranks = [{"rank": rank} for rank in recording.steps[0]]
+    differing = [each for step in steps if step.wrong for each in _differing(recording, step.step)]
     for way, rows_of in (
         ("each module by itself", attrgetter("alone")),
         ("from the batch", attrgetter("rows")),
@@ -47,6 +52,7 @@ def write(recording: Recording, steps: list[StepVerdict], run: RunVerdict) -> No
                 nearest_of(rows),
                 len(far),
                 ranks=ranks,
+                differing=differing,
             )
             for step in steps:
                 page.add(view, step.step, rows_of(step), _boxes_of(recording, step.step))
@@ -72,6 +78,21 @@ def _found_out(recording: Recording, run: RunVerdict) -> list[tuple[str, str]]:
         ("Lockstep", origin.commit()),
         ("processor of the judge", ", ".join((origin.cpu(), *origin.instruction_sets()))),
     ]
+
+
+def _differing(recording: Recording, step: int) -> Iterator[tuple[int, str, list[int], list[int]]]:
+    """Gradients and updated weights of which ranks have other copies than the first one that holds the same; and how many elements differ."""
+    for kind in ("gradient", "update"):
+        for name in recording.names(step, KEYS[kind]):
+            place, first, odd = f"{KEYS[kind]}/{name}", dict[str, int](), dict[int, int]()
+            for rank, about in recording.steps[step - 1].items():
+                one = first.setdefault(str(about.places.get(place)), rank)
+                if one != rank and place in about.places:
+                    own: Any = recording.part(rank, step, place)
+                    count = int((own != recording.part(one, step, place)).sum())
+                    odd |= {rank: count} if count else {}
+            if odd:
+                yield step, f"{kind}/{name}", list(odd), list(odd.values())
 
 
 def _boxes_of(recording: Recording, step: int) -> Callable[[str], list[Box]]:

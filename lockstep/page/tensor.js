@@ -16,6 +16,7 @@ function showTensor(parent, state) {
       row?.where ? ` (worst in ${row.where})` : ""),
     ...(row?.factor ? [el("p", { class: "where" }, row.factor)] : []),
     numbers(name, state),
+    ...onRanks(state, row),
     ...pictureOf(name, state, row),
   );
 }

@@ -8,12 +8,14 @@ import torch
 
 from lockstep.diagnosis.case import Case
 from lockstep.dumps.dump import Dump, Dumps, number_of_elements
-from lockstep.page.payload import Box, Losses, Page, View, nearest_of, short
+from lockstep.page.payload import Box, Losses, Page, View, heads_of, nearest_of, short
 from lockstep.page.writing import write as write_page
-from lockstep.plan.mesh import AXES, Cuts, Mesh, share
+from lockstep.plan.config import BASELINE
+from lockstep.plan.mesh import Coordinates, Mesh, runs, share
 from lockstep.verdict import report_tables, tensor_report
 from lockstep.verdict.judgement import COMPUTED, Judgement, add_pictures
 from lockstep.verdict.loss_folder import Judged
+from lockstep.verdict.loss_tolerance import floors, loss_gap
 from lockstep.verdict.result import Findings, Result
 
 
@@ -33,6 +35,7 @@ def write(
         [*tensor_report.configuration(result), *tensor_report.notes(result)],
         list(report_tables.about(result).items()),
         losses=_losses(result) if judged is None else _histories(judged),
+        heads={"": heads_of(next(iter(result.runs.values())).dump.run["architecture"].get)},
     )
     for name, run in result.runs.items():
         view = _view(result, name, run)
@@ -86,27 +89,59 @@ def _view(result: Result, name: str, run: Findings) -> View:
         found.excluded if found else [],
         found.odd if found else [],
         [{axis: mesh.coordinates(rank).along(axis) for axis in mesh.axes} for rank in range(mesh.world_size)],
-        run.differing,
+        [(*each, []) for each in run.differing],
         run.dump.contract,
     )
 
 
 def _boxes_of(dump: Dump, step: int) -> Callable[[str], list[Box]]:
-    """What each rank holds of a tensor. An axis that is not cut, or that cuts positions, is left whole."""
-    mesh, tensors = Mesh(**dump.run["mesh"]), dump.steps[str(step)]["tensors"]
+    """What each rank holds of a tensor. A rank along cp may have several pieces of each sequence."""
+    mesh, tensors, cuts = (
+        Mesh(**dump.run["mesh"]),
+        dump.steps[str(step)]["tensors"],
+        dump.contract.get("cuts", {}),
+    )
+
+    def parts(entry: dict, computed: bool, here: Coordinates) -> list[range | list[int]]:
+        """The places along each dim that a rank holds."""
+        found: list[range | list[int]] = [range(size) for size in entry["shape"]]
+        dims = entry["sharded"]
+        if computed and "cp" in dims:
+            pieces = cuts["cp"][here.cp]
+            found[dims["cp"]] = [place for start, size in pieces for place in range(start, start + size)]
+        # The ranks along dp and cp hold shards of weights together, of what tp has left.
+        for axes in (("dp",), ("tp",)) if computed else (("tp",), ("dp", "cp")):
+            cutting = [axis for axis in axes if axis in dims]
+            for dim in {dims[axis] for axis in cutting}:
+                along = Mesh(**{axis: mesh.size(axis) for axis in cutting})
+                place = along.rank(Coordinates(**{axis: here.along(axis) for axis in cutting}))
+                start, size = share(len(found[dim]), place, along.world_size)
+                found[dim] = found[dim][start : start + size]
+        return found
 
     def boxes(name: str) -> list[Box]:
-        entry = tensors[name]
-        found: dict[tuple, list[int]] = {}
-        for rank in range(mesh.world_size if entry["shape"] else 0):
-            start, shape = [0] * len(entry["shape"]), list(entry["shape"])
-            for axis in reversed(mesh.axes):  # the innermost cuts first
-                if axis in entry["sharded"] and AXES[axis] is not Cuts.POSITIONS:
-                    dim, place = entry["sharded"][axis], mesh.coordinates(rank).along(axis)
-                    first, shape[dim] = share(shape[dim], place, mesh.size(axis))
-                    start[dim] += first
-            found.setdefault((tuple(start), tuple(shape)), []).append(rank)
-        return [(ranks, list(start), list(shape)) for (start, shape), ranks in found.items()]
+        kind, _, rest = name.partition("/")
+        layer, found = dump.layout.names.layer_of(f"{rest}."), dict[tuple, list[int]]()
+        for rank in range(mesh.world_size):
+            here = mesh.coordinates(rank)
+            if (
+                mesh.pp > 1
+                and layer >= 0
+                and not any(layer in units for units in cuts["pp"]["units"][here.pp])
+            ):
+                continue
+            held = parts(tensors[name], kind in ("batch", "forward", "backward"), here)
+            pieces = [
+                [(part.start, len(part))] if isinstance(part, range) else map(tuple, runs(part))
+                for part in held
+            ]
+            found.setdefault(tuple(itertools.product(*pieces)), []).append(rank)
+        return [
+            (ranks, [start for start, _ in box], [size for _, size in box])
+            for boxes, ranks in found.items()
+            for box in boxes
+            if box
+        ]
 
     return boxes
 
@@ -122,14 +157,21 @@ def _losses(result: Result) -> Losses:
 
 def _histories(judged: Judged) -> Losses:
     runs = judged.histories.values()
-    tolerated = judged.tolerance.loss if judged.tolerance else ()
-    return _curves([run.run["label"] for run in runs], [run.steps for run in runs], tolerated)
+    found = _curves([run.run["label"] for run in runs], [run.steps for run in runs])
+    if BASELINE in judged.histories:
+        baseline = judged.histories[BASELINE]
+        found.floor = short(floors(baseline)[0])
+        if judged.control:
+            found.control = [*map(short, map(loss_gap, baseline.steps, judged.control.steps))]
+    if judged.tolerance:
+        found.tolerated = [*map(short, judged.tolerance.loss)]
+    return found
 
 
-def _curves(labels: list[str], runs: Sequence[Sequence[dict]], tolerated: Sequence[float] = ()) -> Losses:
+def _curves(labels: list[str], runs: Sequence[Sequence[dict]]) -> Losses:
     """A run that broke down has fewer steps than others: nothing is drawn behind its last."""
     loss, norm = (
         [list(each) for each in zip(*itertools.zip_longest(*columns), strict=True)]
         for columns in ([[step[key] for step in run] for run in runs] for key in ("loss", "grad_norm"))
     )
-    return Losses(labels, list(range(1, len(loss[0]) + 1)), loss, norm, [short(each) for each in tolerated])
+    return Losses(labels, list(range(1, len(loss[0]) + 1)), loss, norm)
