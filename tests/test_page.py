@@ -5,6 +5,7 @@ import math
 import re
 import shutil
 from html.parser import HTMLParser
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,8 +16,8 @@ from ranks import run_groups
 
 from lockstep import compare, judge
 from lockstep.ground import files
-from lockstep.page import writing
-from lockstep.page.payload import Page, short
+from lockstep.page import verification, writing
+from lockstep.page.payload import Page, heads_of, short
 from lockstep.verdict import judgement
 from lockstep.verdict.picture import LEVELS, SIDE, draw
 
@@ -52,12 +53,21 @@ def failed(dumps, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory):
-    """The page of an FSDP2 run of two ranks, one of which has 1.5 times its shard of a gradient."""
+def recordings(tmp_path_factory):
+    """Pages of two ranks: of FSDP2, one of which has 1.5 times its shard of a gradient; of DDP, one of which clips by another norm."""
     folder = tmp_path_factory.mktemp("recorded")
-    run_groups([(2, "recorded_loops:plain", folder, {"kind": "fsdp", "bug": "one shard"})], timeout=120)
-    assert judge.main([str(folder / "run")]) == 1
-    return (folder / "run" / "report.html").read_text()
+    bugs = {"fsdp": {"bug": "one shard"}, "ddp": {"bug": "norm of each rank", "clip": 0.01}}
+    run_groups(
+        [(2, "recorded_loops:plain", folder / kind, {"kind": kind, **bug}) for kind, bug in bugs.items()],
+        timeout=120,
+    )
+    assert [judge.main([str(folder / kind / "run")]) for kind in bugs] == [1, 1]
+    return {kind: (folder / kind / "run" / "report.html").read_text() for kind in bugs}
+
+
+@pytest.fixture
+def recorded(recordings):
+    return recordings["fsdp"]
 
 
 def test_a_comparison_in_numbers(failed):
@@ -68,6 +78,7 @@ def test_a_comparison_in_numbers(failed):
     assert (step, name) == (1, WRONG) and "relative error" in what
     assert content["views"][1]["ranks"][3] == {"dp": 1, "tp": 1}
     assert dict(content["found_out"])["versions"].startswith("torch")
+    assert content["heads"] == {"": [4, 2, 16]}
     assert content["losses"]["labels"] == [view["label"] for view in content["views"]]
     for table in content["tables"]:
         columns = [
@@ -135,6 +146,85 @@ def test_a_recording_has_both_ways(recorded):
     assert dict(content["found_out"])["optimizer"] == "torch.optim.adamw.AdamW"
     table, place = row_of(content, 0, 1, "forward/model.layers.0.mlp")
     assert re.fullmatch(r"micro batch \d, rank \d", table["where"][str(place)])
+
+
+def test_copies_that_differ_in_a_recording(recordings):
+    """In each element that is not zero, of every gradient. Negative control: FSDP2's ranks hold nothing twice."""
+    content = payload(recordings["ddp"])
+    found = {
+        name: (ranks, counts) for step, name, ranks, counts in content["views"][0]["differing"] if step == 1
+    }
+    assert {name for name in content["names"] if name.startswith("gradient/")} <= found.keys()
+    assert found["gradient/model.layers.0.self_attn.q_proj.weight"] == ([1], [64 * 64])
+    assert payload(recordings["fsdp"])["views"][0]["differing"] == []
+
+
+def test_heads_of_a_recording_are_those_of_each_attention(recorded):
+    heads = payload(recorded)["heads"]
+    assert heads == {f"model.layers.{layer}.self_attn": [4, 2, 16] for layer in range(2)}
+
+
+@pytest.mark.parametrize(
+    ("entries", "heads"),
+    [
+        ({"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64}, [4, 2, 16]),
+        ({"num_attention_heads": 4, "hidden_size": 64, "head_dim": 32}, [4, 4, 32]),
+        ({"hidden_size": 64}, []),
+        ({"num_attention_heads": [4, 8], "hidden_size": 64}, []),
+        ({}, []),
+    ],
+)
+def test_heads_are_the_configuration_s(entries, heads):
+    assert heads_of(entries.get) == heads
+
+
+def boxes_of(mesh, shape, sharded, cuts, name):
+    """What the page says that the ranks of a run hold of a tensor: (ranks, start, shape)."""
+    entry = {"shape": shape, "sharded": sharded}
+    names = SimpleNamespace(layer_of=lambda name: int(name.split(".")[2]) if ".layers." in name else -1)
+    dump = SimpleNamespace(
+        run={"mesh": mesh},
+        steps={"1": {"tensors": {name: entry}}},
+        contract={"cuts": cuts} if cuts else {},
+        layout=SimpleNamespace(names=names),
+    )
+    return verification._boxes_of(dump, 1)(name)
+
+
+def test_pieces_of_sequences():
+    """cp rank 0 has the head and the tail of each sequence; tp cuts what it has, in columns or, with sequence parallelism, in positions."""
+    cuts, mesh = {"cp": [[[0, 4], [12, 4]], [[4, 8]]]}, {"cp": 2, "tp": 2}
+    name = "forward/model.layers.0.mlp.up_proj"
+    assert boxes_of(mesh, [2, 16, 6], {"cp": 1, "tp": 2}, cuts, name) == [
+        ([0], [0, 0, 0], [2, 4, 3]),
+        ([0], [0, 12, 0], [2, 4, 3]),
+        ([1], [0, 0, 3], [2, 4, 3]),
+        ([1], [0, 12, 3], [2, 4, 3]),
+        ([2], [0, 4, 0], [2, 8, 3]),
+        ([3], [0, 4, 3], [2, 8, 3]),
+    ]
+    assert boxes_of(mesh, [2, 16, 6], {"cp": 1, "tp": 1}, cuts, name) == [
+        ([rank], [0, start, 0], [2, 4, 6]) for rank, start in enumerate((0, 12, 4, 8))
+    ]
+
+
+def test_shards_of_weights_on_dp_and_cp():
+    """FSDP shards weights over both together, those of cp inside of those of dp, as a DeviceMesh of them that was flattened."""
+    cuts = {"cp": [[[0, 8]], [[8, 8]]]}
+    found = boxes_of(
+        {"dp": 2, "cp": 2}, [6, 2], {"dp": 0, "cp": 0}, cuts, "gradient/model.layers.0.up_proj.weight"
+    )
+    assert found == [([rank], [2 * rank, 0], [2 if rank < 3 else 0, 2]) for rank in range(4)]
+    assert [list(part.shape) for part in torch.zeros(6, 2).chunk(4)] == [size for _, _, size in found[:3]]
+
+
+def test_stages_hold_their_own_layers():
+    cuts = {"pp": {"units": [[["embedding", 0]], [[1, "lm_head"]]]}}
+    held = [
+        boxes_of({"pp": 2}, [4], {}, cuts, f"gradient/model.layers.{layer}.norm.weight") for layer in (0, 1)
+    ]
+    assert held == [[([0], [0], [4])], [([1], [0], [4])]]
+    assert boxes_of({"pp": 2}, [4], {}, cuts, "gradient/model.norm.weight") == [([0, 1], [0], [4])]
 
 
 class Elements(HTMLParser):
@@ -211,6 +301,15 @@ def test_pictures_of_every_shape(shape):
         (list(last), float(own[last]), float(right[last]))
     ]
     assert found.slices == [[[place, 1]] for place in last]
+
+
+def test_many_runs_of_wrong_slices():
+    """Six of them are listed, and one that holds all others."""
+    right = torch.zeros(1, 40)
+    own = right.clone()
+    own[0, ::2] = 1.0
+    across = draw(own, right, 1e-3, 1e-3).slices[1]
+    assert across == [*([place, 1] for place in range(0, 12, 2)), [12, 27]]
 
 
 def test_a_picture_of_what_is_not_finite_and_of_what_is_equal():
