@@ -46,6 +46,7 @@ def view(label, rows, **further):
     far = [one for one in rows if one.too_far]
     first = (far[0].step, far[0].name, far[0].describe()) if far else None
     return View(
+        label.lower(),
         label,
         "FAIL" if far else "PASS",
         f"{len(rows)} tensors judged",
@@ -68,6 +69,7 @@ def comparison(verdict):
         ["a note"],
         [("versions", versions), ("compared", "2026-01-01 by python -m lockstep.compare")],
         losses=Losses(
+            ["ddp", "fsdp"],
             ["DDP", "FSDP"],
             [1, 2, 3],
             [[3.0, 2.0, 1.0], [3.0, 2.0, 1.000001]],

@@ -68,6 +68,12 @@ const tables = page.tables.map((table) => {
   };
 });
 
+/** What a view is called: its label, and its name where several have the label. */
+function labelOf(number) {
+  const { name, label } = page.views[number];
+  return page.views.filter((view) => view.label === label).length > 1 ? `${name}: ${label}` : label;
+}
+
 const tableOf = (view, step) => tables.find((table) => table.view === view && table.step === step) ?? null;
 const stepsOf = (view) => tables.filter((table) => table.view === view).map((table) => table.step);
 

@@ -2,12 +2,32 @@
 
 const STROKES = [["#1d4f7c", "#8fbce8"], ["#a83a08", "#ff9256"], ["#6b5b00", "#d6c34a"], ["#5d3a7d", "#c9a3ea"], ["#2f6b4f", "#86d0ab"], ["#555555", "#bbbbbb"]];
 
-function showLosses(parent) {
-  const { losses } = page;
-  if (losses === null) return;
+const MOST = 6; // curves; of more runs, the first and the chosen one are drawn
+
+/** The losses that are shown beside a view: of all runs, or of the first one and the view's. */
+function lossesOf(state) {
+  const { names, labels } = page.losses;
+  const called = labels.map((label, place) => (labels.indexOf(label) === labels.lastIndexOf(label) ? label : `${names[place]}: ${label}`));
+  const own = names.indexOf(page.views[state.view]?.name);
+  const kept = names.map((_, place) => place).filter((place) => names.length <= MOST || place === 0 || place === own);
+  const of = (values) => kept.flatMap((place) => (values.length ? [values[place]] : []));
+  return { ...page.losses, labels: of(called), loss: of(page.losses.loss), norm: of(page.losses.norm) };
+}
+
+let drawn = null; // the view whose losses are shown
+
+function showLosses(parent, state) {
+  if (page.losses === null || drawn === state.view) return;
+  if (drawn !== null && page.losses.names.length <= MOST) return;
+  drawn = state.view;
+  const losses = lossesOf(state);
   const base = losses.labels[0];
   parent.hidden = false;
-  parent.append(el("h2", { id: "losses-title" }, "Losses"));
+  parent.replaceChildren(el("h2", { id: "losses-title" }, "Losses"));
+  if (!page.tables.length && page.losses.names.length > MOST) {
+    const names = page.views.map((_, number) => el("option", { value: number, selected: number === state.view }, labelOf(number)));
+    parent.append(el("p", {}, el("label", {}, "Run ", el("select", { id: "run", onchange: (event) => { state.view = Number(event.target.value); showLosses(parent, state); parent.querySelector("#run").focus(); } }, ...names))));
+  }
   const table = lossTable(losses);
   if (losses.steps.length < 3) {
     parent.append(table);
@@ -33,7 +53,7 @@ function showLosses(parent) {
       ...(losses.norm.length ? [plot("Gradient norm", losses.steps, runs(losses.norm))] : []));
   };
   draw();
-  dark.addEventListener("change", draw);
+  dark.onchange = draw;
   parent.append(el("p", { class: "quiet" }, "Drag to zoom, double-click to see all; the numbers of a step are below each plot."), plots,
     el("details", {}, el("summary", {}, "All numbers as a table"), table));
 }

@@ -20,6 +20,7 @@ Box = tuple[list[int], list[int], list[int]]  # ranks, start and shape of the sh
 class View:
     """One set of tensors that a page switches to: a strategy's, or one way to judge a recording."""
 
+    name: str  # of the run or the way; report.html#NAME opens it
     label: str
     verdict: str
     counted: str = ""  # how many tensors were judged, in words
@@ -62,6 +63,7 @@ class Table:
 class Losses:
     """Loss and gradient norm by step of each run; the differences are from the first."""
 
+    names: list[str]
     labels: list[str]
     steps: list[int]
     loss: list[list[float | None]]

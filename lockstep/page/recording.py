@@ -46,6 +46,7 @@ def write(recording: Recording, steps: list[StepVerdict], run: RunVerdict) -> No
             far = [row for row in rows if row.too_far]
             view = View(
                 way,
+                way,
                 "FAIL" if far else "PASS",
                 f"{len(rows)} values of {len(steps)} steps",
                 (far[0].step, far[0].name, far[0].describe() + times(far[0])) if far else None,

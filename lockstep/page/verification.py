@@ -8,6 +8,7 @@ import torch
 
 from lockstep.diagnosis.case import Case
 from lockstep.dumps.dump import Dump, Dumps, number_of_elements
+from lockstep.ground import origin
 from lockstep.page.payload import Box, Losses, Page, View, heads_of, nearest_of, short
 from lockstep.page.writing import write as write_page
 from lockstep.plan.config import BASELINE
@@ -79,6 +80,7 @@ def _view(result: Result, name: str, run: Findings) -> View:
     mesh = Mesh(**run.dump.run["mesh"])
     first, found = next(iter(run.failures), None), run.diagnosis
     return View(
+        name,
         result.label(name),
         result.verdict(name),
         f"{len(run.judged)} of {len(run.rows)} tensors of {tensor_report.steps_in_words(run.rows)}",
@@ -149,15 +151,13 @@ def _boxes_of(dump: Dump, step: int) -> Callable[[str], list[Box]]:
 def _losses(result: Result) -> Losses:
     """The losses of the captured steps."""
     dumps = [run.dump for run in result.runs.values()]
-    return _curves(
-        [*map(result.label, result.runs)],
-        [[step for number, step in dump.steps.items() if number != "0"] for dump in dumps],
-    )
+    steps = [[step for number, step in dump.steps.items() if number != "0"] for dump in dumps]
+    return _curves([*result.runs], [*map(result.label, result.runs)], steps)
 
 
 def _histories(judged: Judged) -> Losses:
     runs = judged.histories.values()
-    found = _curves([run.run["label"] for run in runs], [run.steps for run in runs])
+    found = _curves([*judged.histories], [run.run["label"] for run in runs], [run.steps for run in runs])
     if BASELINE in judged.histories:
         baseline = judged.histories[BASELINE]
         found.floor = short(floors(baseline)[0])
@@ -168,10 +168,30 @@ def _histories(judged: Judged) -> Losses:
     return found
 
 
-def _curves(labels: list[str], runs: Sequence[Sequence[dict]]) -> Losses:
+def _curves(names: list[str], labels: list[str], runs: Sequence[Sequence[dict]]) -> Losses:
     """A run that broke down has fewer steps than others: nothing is drawn behind its last."""
     loss, norm = (
         [list(each) for each in zip(*itertools.zip_longest(*columns), strict=True)]
         for columns in ([[step[key] for step in run] for run in runs] for key in ("loss", "grad_norm"))
     )
-    return Losses(labels, list(range(1, len(loss[0]) + 1)), loss, norm)
+    return Losses(names, labels, list(range(1, len(loss[0]) + 1)), loss, norm)
+
+
+def write_losses(judged: Judged, title: str, verdict: str, outcomes: dict[str, str], folder: Path) -> None:
+    """Write report.html of runs of which the losses were compared; `outcomes` are theirs, by name."""
+    views = [
+        View(name, one.run["label"], outcomes[name], f"{len(one.steps)} losses", contract=one.contract or {})
+        for name, one in judged.histories.items()
+    ]
+    versions = ", ".join(
+        f"{name} {version}" for name, version in next(iter(judged.histories.values())).run["versions"].items()
+    )
+    found_out = [
+        ("versions", versions),
+        ("compared", f"{origin.now()} by {origin.command()}"),
+        ("Lockstep", origin.commit()),
+    ]
+    lead = "The loss of each step was held against that of the first run."
+    write_page(
+        Page("verification", verdict, title, lead, [], found_out, views, losses=_histories(judged)), folder
+    )
