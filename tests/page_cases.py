@@ -78,7 +78,7 @@ def comparison(verdict):
             [0.0, 1e-7, 2e-7],
             3e-7,
         ),
-        heads={"": [4, 2, 2]},
+        heads={"": [4, 2, None, 8]},
     )
     ranks = [{"dp": dp, "tp": tp} for dp in range(2) for tp in range(2)]
     for label, wrong in (("DDP", False), ("FSDP", bad)):
@@ -126,7 +126,9 @@ def positions():
     own[:, [2, 3, 12], 4:6] *= 2
     one = Judgement(1, name, distance_of(own, right), TOLERANCE, TOLERANCE)
     one.picture = draw(own, right, TOLERANCE, TOLERANCE)
-    page = Page("verification", "FAIL", "tiny-qwen2 in fp32", "One output.", [], [], heads={"": [4, 2, 2]})
+    page = Page(
+        "verification", "FAIL", "tiny-qwen2 in fp32", "One output.", [], [], heads={"": [4, 2, None, 8]}
+    )
     pieces = {0: [(0, 4), (12, 4)], 1: [(4, 8)]}
     boxes = [
         ([2 * cp + tp], [0, start, 4 * tp], [2, length, 4])

@@ -9,9 +9,12 @@ from extras.studies import parting
 from extras.studies.study import Planned, Study, differences
 from lockstep.dumps import history
 from lockstep.dumps.history import History
+from lockstep.ground import origin
 from lockstep.ground.errors import UserError, printable
 from lockstep.ground.files import write_text
-from lockstep.page import verification as page
+from lockstep.page import verification
+from lockstep.page.payload import Page, View
+from lockstep.page.writing import write as write_page
 from lockstep.page.writing import write_listing
 from lockstep.plan.config import BASELINE, CONTROL, history_file
 from lockstep.verdict import loss_curves
@@ -41,7 +44,7 @@ def rows(study: Study, planned: list[Planned], failed: dict[str, str], place: Pa
     found = [_row(run, planned[0], bases, failed.get(run.name), result) for run in planned]
     outcomes = {row["run"]: row["outcome"] for row in found}
     verdict = PASS if good(found) else FAIL
-    page.write_losses(losses, study.title, verdict, outcomes, place / "losses")
+    write_losses(losses, study, verdict, outcomes, place / "losses")
     for row in found:
         which = "tensors" if result is not None and row["run"] in result.runs else "losses"
         row["page"] = f"{which}/report.html#{row['run']}" if row["run"] in histories else ""
@@ -50,6 +53,25 @@ def rows(study: Study, planned: list[Planned], failed: dict[str, str], place: Pa
         if study.memory
         else found
     )
+
+
+def write_losses(judged: Judged, study: Study, verdict: str, outcomes: dict[str, str], folder: Path) -> None:
+    """The page of the runs' losses; `outcomes` are the runs', by name."""
+    views = [
+        View(name, one.run["label"], outcomes[name], f"{len(one.steps)} losses", contract=one.contract or {})
+        for name, one in judged.histories.items()
+    ]
+    lead = "The loss of each step beside the control's."
+    versions = ", ".join(
+        f"{name} {version}" for name, version in judged.histories[BASELINE].run["versions"].items()
+    )
+    found_out = [
+        ("versions", versions),
+        ("compared", f"{origin.now()} by {origin.command()}"),
+        ("Lockstep", origin.commit()),
+    ]
+    losses = verification.losses_of(judged)
+    write_page(Page("verification", verdict, study.title, lead, [], found_out, views, losses=losses), folder)
 
 
 def prepare(run: Planned) -> None:

@@ -56,7 +56,7 @@ const tables = page.tables.map((table) => {
     row(name) {
       const place = places.get(name);
       if (place === undefined) return null;
-      const of = (column) => table[column][place];
+      const of = (column) => table.columns[column][place];
       return {
         error: of("error"), tolerated: of("tolerated"), largest: of("largest"), toleratedLargest: of("tolerated_largest"), norm: of("norm"),
         share: Math.max(times(of("error"), of("tolerated")), times(of("largest"), of("tolerated_largest")), table.factors[place]?.[1] ?? 0),
@@ -137,10 +137,12 @@ function heldOf(view, name) {
 function headsOf(name, shape) {
   const match = page.names[name].match(/^\w+\/(?:(.*)\.)?(?:([qkv])_proj(\.weight|\.bias)?|o_proj\.(?:weight|input))$/);
   const told = match ? (page.heads[match[1] ?? ""] ?? page.heads[""]) : null;
-  if (!told?.length) return null;
-  const grouped = match[2] === "k" || match[2] === "v";
-  const [dim, count, size] = [match[3] ? 0 : shape.length - 1, told[grouped ? 1 : 0], told[2]];
-  return shape[dim] === count * size ? { dim, count, size, word: grouped && told[1] !== told[0] ? "KV head" : "head" } : null;
+  if (!told) return null;
+  const [heads, keys, own, width] = told;
+  const grouped = (match[2] === "k" || match[2] === "v") && Boolean(keys);
+  const [dim, count, size] = [match[3] ? 0 : shape.length - 1, grouped ? keys : heads, own || width / heads];
+  const known = [count, size].every(Number.isInteger) && shape[dim] === count * size;
+  return known ? { dim, count, size, word: grouped && keys !== heads ? "KV head" : "head" } : null;
 }
 
 /** "head 2 of 4": those that runs of slices are in; null if they are in all of them. */

@@ -8,11 +8,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from lockstep.verdict.distance import relative
 from lockstep.verdict.judgement import Judgement
 from lockstep.verdict.picture import Picture
 
-FORMAT = 1
+FORMAT = 2
 DIGITS = 4
+COLUMNS = ("error", "tolerated", "largest", "tolerated_largest", "norm")  # of a table, as in `Page.add`
+# Entries of a configuration that say which heads an attention has
+HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size")
 Box = tuple[list[int], list[int], list[int]]  # ranks, start and shape of the shard that they hold
 
 
@@ -45,11 +49,7 @@ class Table:
     view: int
     step: int
     names: list[int] = field(default_factory=list)
-    error: list[float | None] = field(default_factory=list)
-    tolerated: list[float | None] = field(default_factory=list)
-    largest: list[float | None] = field(default_factory=list)
-    tolerated_largest: list[float | None] = field(default_factory=list)
-    norm: list[float | None] = field(default_factory=list)
+    columns: dict[str, list[float | None]] = field(default_factory=lambda: {name: [] for name in COLUMNS})
     far: list[int] = field(default_factory=list)  # places of tensors that are too far
     small: list[int] = field(default_factory=list)  # too small to judge
     excused: list[int] = field(default_factory=list)  # another convention
@@ -86,8 +86,8 @@ class Page:
     names: list[str] = field(default_factory=list)  # of tensors; tables have their numbers
     tables: list[Table] = field(default_factory=list)
     losses: Losses | None = None
-    # Module with an attention's projections, "" for all -> heads, KV heads, elements of one
-    heads: dict[str, list[int]] = field(default_factory=dict)
+    # Module with an attention's projections, "" for all -> HEADS, as its configuration has them
+    heads: dict[str, list] = field(default_factory=dict)
     format: int = FORMAT
 
     def __post_init__(self) -> None:
@@ -111,11 +111,15 @@ class Page:
                 self.names.append(row.name)
             table.names.append(number)
             distance = row.distance
-            table.error.append(short(distance.relative))
-            table.tolerated.append(short(_of(row.tolerated, distance.norm)))
-            table.largest.append(short(distance.relative_largest))
-            table.tolerated_largest.append(short(_of(row.tolerated_largest, distance.largest)))
-            table.norm.append(short(distance.own_norm))
+            numbers = (
+                distance.relative,
+                relative(row.tolerated, distance.norm),
+                distance.relative_largest,
+                relative(row.tolerated_largest, distance.largest),
+                distance.own_norm,
+            )
+            for column, value in zip(table.columns.values(), numbers, strict=True):
+                column.append(short(value))
             kinds = (
                 (table.excused, row.name in known),
                 (table.far, row.too_far and row.name not in known),
@@ -136,17 +140,6 @@ class Page:
                 view.placed[number] = view.placements.index(boxes)
         self.tables.append(table)
 
-    def as_data(self) -> dict[str, Any]:
-        return {key: value for key, value in vars(self).items() if not key.startswith("_")}
-
-
-def heads_of(config: Callable[[str], Any]) -> list[int]:
-    """Heads, KV heads and the elements of one, by a configuration's entries; [] if it does not have them."""
-    heads, width = config("num_attention_heads"), config("hidden_size")
-    if not (isinstance(heads, int) and isinstance(width, int)):
-        return []
-    return [heads, config("num_key_value_heads") or heads, config("head_dim") or width // heads]
-
 
 def nearest_of(rows: Iterable[Judgement]) -> tuple[int, str, float | None] | None:
     """Of the rows that are near enough, the one that is nearest to what is tolerated."""
@@ -157,8 +150,3 @@ def nearest_of(rows: Iterable[Judgement]) -> tuple[int, str, float | None] | Non
 def short(value: float, digits: int = DIGITS) -> float | None:
     """A number for people; None if it is not finite."""
     return float(f"{value:.{digits}g}") if math.isfinite(value) else None
-
-
-def _of(part: float, whole: float) -> float:
-    """A tolerance relative to the size of a tensor; of a tensor of zeros, nothing."""
-    return part / whole if whole else 0.0

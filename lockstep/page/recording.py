@@ -6,7 +6,7 @@ from typing import Any
 
 from lockstep.dumps.recording import Recording
 from lockstep.ground import origin
-from lockstep.page.payload import Box, Page, View, heads_of, nearest_of
+from lockstep.page.payload import HEADS, Box, Page, View, nearest_of
 from lockstep.page.writing import write as write_page
 from lockstep.verdict import recorded_report
 from lockstep.verdict.recorded_rows import StepVerdict, times
@@ -34,7 +34,7 @@ def write(recording: Recording, steps: list[StepVerdict], run: RunVerdict) -> No
     )
     for name, module in recording.build().named_modules():
         if hasattr(module, "q_proj") and hasattr(module, "config"):
-            page.heads[name] = heads_of(getattr(module.config, "__dict__", {}).get)
+            page.heads[name] = [getattr(module.config, entry, None) for entry in HEADS]
     ranks = [{"rank": rank} for rank in recording.steps[0]]
     differing = [each for step in steps if step.wrong for each in _differing(recording, step.step)]
     for way, rows_of in (

@@ -8,8 +8,7 @@ import torch
 
 from lockstep.diagnosis.case import Case
 from lockstep.dumps.dump import Dump, Dumps, number_of_elements
-from lockstep.ground import origin
-from lockstep.page.payload import Box, Losses, Page, View, heads_of, nearest_of, short
+from lockstep.page.payload import HEADS, Box, Losses, Page, View, nearest_of, short
 from lockstep.page.writing import write as write_page
 from lockstep.plan.config import BASELINE
 from lockstep.plan.mesh import Coordinates, Mesh, runs, share
@@ -27,23 +26,23 @@ def write(
     if reference is not None:
         for name, run in result.runs.items():
             _draw(result, name, run, reference, replays.get(name))
-    config = next(iter(result.runs.values())).dump.run["config"]
+    run = next(iter(result.runs.values())).dump.run
     page = Page(
         "verification",
         result.outcome,
-        f"{config['model_name']} in {config['precision']}, tensor by tensor",
+        f"{run['config']['model_name']} in {run['config']['precision']}, tensor by tensor",
         _lead(result),
         [*tensor_report.configuration(result), *tensor_report.notes(result)],
         list(report_tables.about(result).items()),
-        losses=_losses(result) if judged is None else _histories(judged),
-        heads={"": heads_of(next(iter(result.runs.values())).dump.run["architecture"].get)},
+        losses=_losses(result) if judged is None else losses_of(judged),
+        heads={"": [*map(run["architecture"].get, HEADS)]},
     )
-    for name, run in result.runs.items():
-        view = _view(result, name, run)
-        for step in map(int, run.dump.steps):
-            rows = sorted(run.rows_of(step).values(), key=lambda row: run.order[step][row.name])
-            excused = [tensor for at, tensor in run.excused if at == step]
-            page.add(view, step, rows, _boxes_of(run.dump, step), excused)
+    for name, found in result.runs.items():
+        view = _view(result, name, found)
+        for step in map(int, found.dump.steps):
+            rows = sorted(found.rows_of(step).values(), key=lambda row: found.order[step][row.name])
+            excused = [tensor for at, tensor in found.excused if at == step]
+            page.add(view, step, rows, _boxes_of(found.dump, step), excused)
     write_page(page, folder)
 
 
@@ -155,7 +154,7 @@ def _losses(result: Result) -> Losses:
     return _curves([*result.runs], [*map(result.label, result.runs)], steps)
 
 
-def _histories(judged: Judged) -> Losses:
+def losses_of(judged: Judged) -> Losses:
     runs = judged.histories.values()
     found = _curves([*judged.histories], [run.run["label"] for run in runs], [run.steps for run in runs])
     if BASELINE in judged.histories:
@@ -175,23 +174,3 @@ def _curves(names: list[str], labels: list[str], runs: Sequence[Sequence[dict]])
         for columns in ([[step[key] for step in run] for run in runs] for key in ("loss", "grad_norm"))
     )
     return Losses(names, labels, list(range(1, len(loss[0]) + 1)), loss, norm)
-
-
-def write_losses(judged: Judged, title: str, verdict: str, outcomes: dict[str, str], folder: Path) -> None:
-    """Write report.html of runs of which the losses were compared; `outcomes` are theirs, by name."""
-    views = [
-        View(name, one.run["label"], outcomes[name], f"{len(one.steps)} losses", contract=one.contract or {})
-        for name, one in judged.histories.items()
-    ]
-    versions = ", ".join(
-        f"{name} {version}" for name, version in next(iter(judged.histories.values())).run["versions"].items()
-    )
-    found_out = [
-        ("versions", versions),
-        ("compared", f"{origin.now()} by {origin.command()}"),
-        ("Lockstep", origin.commit()),
-    ]
-    lead = "The loss of each step was held against that of the first run."
-    write_page(
-        Page("verification", verdict, title, lead, [], found_out, views, losses=_histories(judged)), folder
-    )
