@@ -14,7 +14,7 @@ WRONG = "gradient/model.layers.1.mlp.down_proj.weight"
 HIDDEN = "gradient/lm_head.weight"  # a factor in it is smaller than its distance
 HEADED = "exp_avg/model.layers.1.self_attn.q_proj.weight"  # 8 rows: 4 heads of 2
 HEADLESS = "exp_avg/model.layers.1.self_attn.o_proj.weight"  # whose 6 columns are not 4 heads of 2
-SHARDS = [([0, 2], [0, 0], [4, 6]), ([1, 3], [4, 0], [4, 6])]
+SHARDS = [[8, 6], {"tp": 0}]
 TOLERANCE = 1e-6
 
 
@@ -129,13 +129,8 @@ def positions():
     page = Page(
         "verification", "FAIL", "tiny-qwen2 in fp32", "One output.", [], [], heads={"": [4, 2, None, 8]}
     )
-    pieces = {0: [(0, 4), (12, 4)], 1: [(4, 8)]}
-    boxes = [
-        ([2 * cp + tp], [0, start, 4 * tp], [2, length, 4])
-        for cp, of_rank in pieces.items()
-        for tp in range(2)
-        for start, length in of_rank
-    ]
+    cuts = {"cp": [[[0, 4], [12, 4]], [[4, 8]]]}
     ranks = [{"cp": cp, "tp": tp} for cp in range(2) for tp in range(2)]
-    page.add(view("FSDP", [one], ranks=ranks), 1, [one], lambda name: boxes)
+    one_view = view("FSDP", [one], ranks=ranks, contract={"cuts": cuts})
+    page.add(one_view, 1, [one], lambda name: [[2, 16, 8], {"cp": 1, "tp": 2}])
     return page

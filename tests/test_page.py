@@ -5,7 +5,6 @@ import math
 import re
 import shutil
 from html.parser import HTMLParser
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from ranks import run_groups
 
 from lockstep import compare, judge
 from lockstep.ground import files
-from lockstep.page import verification, writing
+from lockstep.page import writing
 from lockstep.page.payload import Page, short
 from lockstep.verdict import judgement
 from lockstep.verdict.picture import LEVELS, SIDE, draw
@@ -102,8 +101,10 @@ def test_where_the_error_lies(failed):
     index, own, right = picture["elements"][0]
     assert (index, own) == ([100, 3], 1.0) and abs(right) < 0.1
     view = content["views"][1]
-    boxes = view["placements"][view["placed"][str(content["names"].index(WRONG))]]
-    assert [[3], [96, 0], [32, 64]] in boxes and len(boxes) == 4
+    assert view["placements"][view["placed"][str(content["names"].index(WRONG))]] == [
+        [128, 64],
+        {"dp": 0, "tp": 0},
+    ]
 
 
 def test_a_picture_of_the_nearest_where_nothing_is_wrong(dumps, tmp_path):
@@ -142,7 +143,7 @@ def test_a_recording_has_both_ways(recorded):
         table, place = row_of(content, number, 1, SHARD)
         assert table["pictures"][str(place)]["slices"] == [[[32, 32]], [[0, 128]]]
         boxes = view["placements"][view["placed"][str(content["names"].index(SHARD))]]
-        assert boxes == [[[0], [0, 0], [32, 128]], [[1], [32, 0], [32, 128]]]
+        assert boxes == [[[[start, 0], [32, 128]]] for start in (0, 32)]
     assert dict(content["found_out"])["optimizer"] == "torch.optim.adamw.AdamW"
     table, place = row_of(content, 0, 1, "forward/model.layers.0.mlp")
     assert re.fullmatch(r"micro batch \d, rank \d", table["where"][str(place)])
@@ -162,55 +163,6 @@ def test_copies_that_differ_in_a_recording(recordings):
 def test_heads_of_a_recording_are_those_of_each_attention(recorded):
     heads = payload(recorded)["heads"]
     assert heads == {f"model.layers.{layer}.self_attn": [4, 2, None, 64] for layer in range(2)}
-
-
-def boxes_of(mesh, shape, sharded, cuts, name):
-    """What the page says that the ranks of a run hold of a tensor: (ranks, start, shape)."""
-    entry = {"shape": shape, "sharded": sharded}
-    names = SimpleNamespace(layer_of=lambda name: int(name.split(".")[2]) if ".layers." in name else -1)
-    dump = SimpleNamespace(
-        run={"mesh": mesh},
-        steps={"1": {"tensors": {name: entry}}},
-        contract={"cuts": cuts} if cuts else {},
-        layout=SimpleNamespace(names=names),
-    )
-    return verification._boxes_of(dump, 1)(name)
-
-
-def test_pieces_of_sequences():
-    """cp rank 0 has the head and the tail of each sequence; tp cuts what it has, in columns or, with sequence parallelism, in positions."""
-    cuts, mesh = {"cp": [[[0, 4], [12, 4]], [[4, 8]]]}, {"cp": 2, "tp": 2}
-    name = "forward/model.layers.0.mlp.up_proj"
-    assert boxes_of(mesh, [2, 16, 6], {"cp": 1, "tp": 2}, cuts, name) == [
-        ([0], [0, 0, 0], [2, 4, 3]),
-        ([0], [0, 12, 0], [2, 4, 3]),
-        ([1], [0, 0, 3], [2, 4, 3]),
-        ([1], [0, 12, 3], [2, 4, 3]),
-        ([2], [0, 4, 0], [2, 8, 3]),
-        ([3], [0, 4, 3], [2, 8, 3]),
-    ]
-    assert boxes_of(mesh, [2, 16, 6], {"cp": 1, "tp": 1}, cuts, name) == [
-        ([rank], [0, start, 0], [2, 4, 6]) for rank, start in enumerate((0, 12, 4, 8))
-    ]
-
-
-def test_shards_of_weights_on_dp_and_cp():
-    """FSDP shards weights over both together, those of cp inside of those of dp, as a DeviceMesh of them that was flattened."""
-    cuts = {"cp": [[[0, 8]], [[8, 8]]]}
-    found = boxes_of(
-        {"dp": 2, "cp": 2}, [6, 2], {"dp": 0, "cp": 0}, cuts, "gradient/model.layers.0.up_proj.weight"
-    )
-    assert found == [([rank], [2 * rank, 0], [2 if rank < 3 else 0, 2]) for rank in range(4)]
-    assert [list(part.shape) for part in torch.zeros(6, 2).chunk(4)] == [size for _, _, size in found[:3]]
-
-
-def test_stages_hold_their_own_layers():
-    cuts = {"pp": {"units": [[["embedding", 0]], [[1, "lm_head"]]]}}
-    held = [
-        boxes_of({"pp": 2}, [4], {}, cuts, f"gradient/model.layers.{layer}.norm.weight") for layer in (0, 1)
-    ]
-    assert held == [[([0], [0], [4])], [([1], [0], [4])]]
-    assert boxes_of({"pp": 2}, [4], {}, cuts, "gradient/model.norm.weight") == [([0, 1], [0], [4])]
 
 
 class Elements(HTMLParser):

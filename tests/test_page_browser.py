@@ -3,6 +3,7 @@
 Needs `pip install -r requirements-page.txt` and Chromium, such as Debian's; else these tests are skipped.
 """
 
+import itertools
 import json
 import shutil
 from importlib.util import find_spec
@@ -187,6 +188,51 @@ def test_shards_of_positions(opened):
     for _ in range(4):
         page.tab.keyboard.press("ArrowRight")
     assert page.text(".at").startswith("head 2 of 4, [0, 0] to [0, 0], columns 4 to 4: largest error 0")
+
+
+LAYER = "model.layers.0.mlp.up_proj"
+PIECES = {"cp": [[[0, 4], [12, 4]], [[4, 8]]]}  # cp rank 0 has the head and the tail of each sequence
+STAGES = {"pp": {"units": [[["embedding", 0]], [[1, "lm_head"]]]}}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "shape", "sharded", "cuts", "name", "held"),
+    [
+        # tp cuts columns
+        ({"cp": 2, "tp": 2}, [2, 16, 6], {"cp": 1, "tp": 2}, PIECES, f"forward/{LAYER}", [
+            [[[0, 0, 0], [2, 4, 3]], [[0, 12, 0], [2, 4, 3]]], [[[0, 0, 3], [2, 4, 3]], [[0, 12, 3], [2, 4, 3]]],
+            [[[0, 4, 0], [2, 8, 3]]], [[[0, 4, 3], [2, 8, 3]]]]),
+        # or positions, of those that cp has left: sequence parallelism
+        ({"cp": 2, "tp": 2}, [2, 16, 6], {"cp": 1, "tp": 1}, PIECES, f"backward/{LAYER}",
+            [[[[0, start, 0], [2, 4, 6]]] for start in (0, 12, 4, 8)]),
+        # FSDP shards weights over dp and cp together, as a DeviceMesh of both that was flattened
+        ({"dp": 2, "cp": 2}, [8, 2], {"dp": 0, "cp": 0}, PIECES, f"gradient/{LAYER}.weight",
+            [[[[2 * rank, 0], [2, 2]]] for rank in range(4)]),
+        # and of 6 rows one rank has none
+        ({"dp": 2, "cp": 2}, [6, 2], {"dp": 0, "cp": 0}, PIECES, f"gradient/{LAYER}.weight",
+            [[[[0, 0], [2, 2]]], [[[2, 0], [2, 2]]], [[[4, 0], [2, 2]]], []]),
+        # of what tp has left
+        ({"dp": 2, "tp": 2}, [8, 2], {"dp": 0, "tp": 0}, {}, f"parameter/{LAYER}.weight",
+            [[[[start, 0], [2, 2]]] for start in (0, 4, 2, 6)]),
+        ({"pp": 2}, [4], {}, STAGES, f"gradient/{LAYER}.bias", [[[[0], [4]]], []]),
+        ({"pp": 2}, [4], {}, STAGES, "forward/model.layers.1", [[], [[[0], [4]]]]),
+        ({"pp": 2}, [4], {}, STAGES, "gradient/model.norm.weight", [[[[0], [4]]]] * 2),
+    ],
+)  # fmt: skip
+def test_what_each_rank_holds(opened, mesh, shape, sharded, cuts, name, held):
+    ranks = [
+        dict(zip(mesh, place, strict=True))
+        for place in itertools.product(*(range(size) for size in mesh.values()))
+    ]
+    found = opened("pass").tab.evaluate(
+        """([ranks, contract, name, shape, sharded]) => {
+            page.views.push({ ranks, contract });
+            page.names.push(name);
+            return boxesOf(page.views.length - 1, page.names.length - 1, shape, sharded);
+        }""",
+        [ranks, {"cuts": cuts}, name, shape, sharded],
+    )
+    assert found == held
 
 
 def test_a_copy_that_differs(opened):

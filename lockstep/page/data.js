@@ -41,11 +41,6 @@ function shareText(share) {
   return share < 1000 ? String(Number(share.toPrecision(3))) : share.toExponential(1);
 }
 
-function times(error, tolerated) {
-  if (error === 0) return 0;
-  return error === null || tolerated === null || tolerated === 0 ? Infinity : error / tolerated;
-}
-
 /** The tables with an index from names to places, and what is known of each place. */
 const tables = page.tables.map((table) => {
   const places = new Map(table.names.map((name, place) => [name, place]));
@@ -59,8 +54,7 @@ const tables = page.tables.map((table) => {
       const of = (column) => table.columns[column][place];
       return {
         error: of("error"), tolerated: of("tolerated"), largest: of("largest"), toleratedLargest: of("tolerated_largest"), norm: of("norm"),
-        share: Math.max(times(of("error"), of("tolerated")), times(of("largest"), of("tolerated_largest")), table.factors[place]?.[1] ?? 0),
-        factor: table.factors[place]?.[0] ?? "",
+        share: of("share") ?? Infinity, factor: table.factors[place] ?? "",
         far: kinds.far.has(place), small: kinds.small.has(place), excused: kinds.excused.has(place),
         where: table.where[place] ?? "", picture: table.pictures[place] ?? null,
       };
@@ -117,20 +111,54 @@ function plural(word, count) {
   return word.startsWith("index") ? word.replace("index", "indices") : `${word}s`;
 }
 
-function boxesOf(view, name) {
+/** What ranks hold of a tensor: [{ranks, boxes: [[start, shape], ...]}, ...], a rank in one of them. Of positions a rank may have several boxes. */
+function heldOf(view, name) {
   const number = page.views[view].placed[name];
-  return number === undefined ? [] : page.views[view].placements[number];
+  if (number === undefined) return [];
+  const placed = page.views[view].placements[number];
+  const found = new Map();
+  (page.kind === "verification" ? boxesOf(view, name, ...placed) : placed).forEach((boxes, rank) => {
+    if (!boxes.length) return;
+    const key = JSON.stringify(boxes);
+    if (!found.has(key)) found.set(key, { ranks: [], boxes });
+    found.get(key).ranks.push(rank);
+  });
+  return [...found.values()];
 }
 
-/** What ranks hold of a tensor: [{ranks, boxes}, ...], a rank in one of them. Of positions a rank may have several boxes. */
-function heldOf(view, name) {
-  const found = new Map();
-  for (const [ranks, start, size] of boxesOf(view, name)) {
-    const key = ranks.join();
-    if (!found.has(key)) found.set(key, { ranks, boxes: [] });
-    found.get(key).boxes.push([start, size]);
-  }
-  return [...found.values()];
+/** The boxes of each rank of a mesh, of a tensor of which axes cut dims (`sharded`). */
+function boxesOf(view, name, shape, sharded) {
+  const { ranks, contract } = page.views[view];
+  const sizeOf = (axis) => Math.max(...ranks.map((place) => place[axis])) + 1;
+  const computed = ["batch", "forward", "backward"].includes(kindOf(page.names[name]));
+  const layer = pathOf(page.names[name]).match(/(?:^|\.)layers\.(\d+)(?:\.|$)/);
+  return ranks.map((here) => {
+    // A stage of a pipeline has its own layers alone.
+    if (layer && here.pp !== undefined && !contract.cuts.pp.units[here.pp].flat().includes(Number(layer[1]))) return [];
+    const parts = shape.map((size) => [[0, size]]);
+    // A rank along cp has pieces of each sequence, of which tp may cut positions. Ranks along dp and cp hold shards of weights together, of what tp has left.
+    if (computed && sharded.cp !== undefined) parts[sharded.cp] = contract.cuts.cp[here.cp];
+    for (const axes of computed ? [["dp"], ["tp"]] : [["tp"], ["dp", "cp"]]) {
+      const cutting = axes.filter((axis) => sharded[axis] !== undefined);
+      if (!cutting.length) continue;
+      const dim = sharded[cutting[0]];
+      const [place, of] = cutting.reduce(([at, all], axis) => [at * sizeOf(axis) + here[axis], all * sizeOf(axis)], [0, 1]);
+      parts[dim] = shareOf(parts[dim], place, of);
+    }
+    return parts.reduce((boxes, along) => boxes.flatMap(([start, size]) => along.map(([first, length]) => [[...start, first], [...size, length]])), shape.length ? [[[], []]] : []);
+  });
+}
+
+/** A rank's share of the places in runs [start, length], as torch.chunk cuts them: equal shares, the last ones shorter. */
+function shareOf(runs, place, size) {
+  const total = runs.reduce((sum, [, length]) => sum + length, 0);
+  const each = Math.ceil(total / size);
+  let [skip, left] = [Math.min(place * each, total), Math.min(each, Math.max(0, total - place * each))];
+  return runs.flatMap(([start, length]) => {
+    const [from, to] = [Math.min(skip, length), Math.min(length, skip + left)];
+    [skip, left] = [skip - from, left - (to - from)];
+    return to > from ? [[start + from, to - from]] : [];
+  });
 }
 
 /** The heads of an attention in a tensor: the dim that they are in, how many, and the elements of one; null if it has none or they are not known. */

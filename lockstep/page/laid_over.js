@@ -48,13 +48,12 @@ function compared(other) {
     if (!mine) continue;
     const numbers = new Map(page.names.map((name, number) => [name, number]));
     const far = new Set(table.far);
-    const { columns } = table;
     table.names.forEach((number, place) => {
       const name = other.names[number];
       const row = mine.row(numbers.get(name));
       if (row === null) return;
       count += 1;
-      const share = Math.max(times(columns.error[place], columns.tolerated[place]), times(columns.largest[place], columns.tolerated_largest[place]));
+      const share = table.columns.share[place] ?? Infinity;
       if (share === row.share && far.has(place) === row.far) alike += 1;
       else moved.push({ name, step: table.step, label, share: [share, row.share], far: [far.has(place), row.far] });
     });

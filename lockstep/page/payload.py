@@ -14,10 +14,18 @@ from lockstep.verdict.picture import Picture
 
 FORMAT = 2
 DIGITS = 4
-COLUMNS = ("error", "tolerated", "largest", "tolerated_largest", "norm")  # of a table, as in `Page.add`
+COLUMNS = (
+    "share",
+    "error",
+    "tolerated",
+    "largest",
+    "tolerated_largest",
+    "norm",
+)  # of a table, as in `Page.add`
 # Entries of a configuration that say which heads an attention has
 HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size")
-Box = tuple[list[int], list[int], list[int]]  # ranks, start and shape of the shard that they hold
+# Of a tensor of a comparison, its shape, and axis -> the dim that it cuts; of a recorded one, [start, shape] of the parts of each rank
+Placed = list[Any]
 
 
 @dataclass
@@ -38,7 +46,7 @@ class View:
     # Step, tensor, ranks whose copy is another, and in how many elements; [] if that is not known
     differing: list[tuple[int, str, list[int], list[int]]] = field(default_factory=list)
     contract: dict[str, Any] = field(default_factory=dict)
-    placements: list[list[Box]] = field(default_factory=list)
+    placements: list[Placed] = field(default_factory=list)
     placed: dict[int, int] = field(default_factory=dict)  # number of a name -> that of its placement
 
 
@@ -54,8 +62,7 @@ class Table:
     small: list[int] = field(default_factory=list)  # too small to judge
     excused: list[int] = field(default_factory=list)  # another convention
     where: dict[int, str] = field(default_factory=dict)  # the micro batch and rank that a row is from
-    # What a distance hides, in words, and how many times what is tolerated it is
-    factors: dict[int, tuple[str, float | None]] = field(default_factory=dict)
+    factors: dict[int, str] = field(default_factory=dict)  # that a distance hides, in words
     pictures: dict[int, Picture] = field(default_factory=dict)
 
 
@@ -98,10 +105,10 @@ class Page:
         view: View,
         step: int,
         rows: Iterable[Judgement],
-        boxes_of: Callable[[str], list[Box]],
+        placed: Callable[[str], Placed],
         excused: Iterable[str] = (),
     ) -> None:
-        """Adds the rows of a view in one step. `boxes_of` says which ranks hold what of a tensor, [] if that is not known."""
+        """Adds the rows of a view in one step. `placed` says where a tensor lies on the ranks, nothing if that is not known."""
         if view not in self.views:
             self.views.append(view)
         table, known = Table(self.views.index(view), step), set(excused)
@@ -112,6 +119,7 @@ class Page:
             table.names.append(number)
             distance = row.distance
             numbers = (
+                row.multiple,
                 distance.relative,
                 relative(row.tolerated, distance.norm),
                 distance.relative_largest,
@@ -130,14 +138,14 @@ class Page:
             if row.where:
                 table.where[place] = row.where
             if row.factor is not None:
-                table.factors[place] = row.factor.describe(), short(row.factor.multiple)
+                table.factors[place] = row.factor.describe()
             if row.picture is not None:
                 table.pictures[place] = row.picture
-            boxes = boxes_of(row.name)
-            if boxes and number not in view.placed:
-                if boxes not in view.placements:
-                    view.placements.append(boxes)
-                view.placed[number] = view.placements.index(boxes)
+            where = placed(row.name)
+            if any(where) and number not in view.placed:
+                if where not in view.placements:
+                    view.placements.append(where)
+                view.placed[number] = view.placements.index(where)
         self.tables.append(table)
 
 

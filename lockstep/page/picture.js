@@ -129,7 +129,7 @@ function drawPicture(view, name, picture) {
     context.setLineDash([]);
   };
   const outline = (context, style) => {
-    const boxes = boxesOf(view, name);
+    const boxes = heldOf(view, name).flatMap((held) => held.boxes.map((box) => [held.ranks, ...box]));
     if (boxes.length < 2) return;
     const [x, y] = [canvas.width / columns, canvas.height / rows];
     context.font = "600 12px system-ui, sans-serif";

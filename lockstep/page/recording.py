@@ -6,7 +6,7 @@ from typing import Any
 
 from lockstep.dumps.recording import Recording
 from lockstep.ground import origin
-from lockstep.page.payload import HEADS, Box, Page, View, nearest_of
+from lockstep.page.payload import HEADS, Page, Placed, View, nearest_of
 from lockstep.page.writing import write as write_page
 from lockstep.verdict import recorded_report
 from lockstep.verdict.recorded_rows import StepVerdict, times
@@ -96,17 +96,21 @@ def _differing(recording: Recording, step: int) -> Iterator[tuple[int, str, list
                 yield step, f"{kind}/{name}", list(odd), list(odd.values())
 
 
-def _boxes_of(recording: Recording, step: int) -> Callable[[str], list[Box]]:
+def _boxes_of(recording: Recording, step: int) -> Callable[[str], Placed]:
     """What each rank wrote of a tensor. A rank has the whole output of a module for its own micro batch: no shard of another's."""
 
-    def boxes(name: str) -> list[Box]:
+    def boxes(name: str) -> Placed:
         kind, _, rest = name.partition("/")
-        found: dict[tuple, list[int]] = {}
-        for rank, about in recording.steps[step - 1].items():
-            places = about.places.get(f"{KEYS.get(kind)}/{rest}", [])
-            for place in places[1:]:
-                if kind not in ("forward", "backward") or place.shape != places[0].full:
-                    found.setdefault((tuple(place.start or ()), tuple(place.shape or ())), []).append(rank)
-        return [(ranks, list(start), list(shape)) for (start, shape), ranks in found.items() if shape]
+        ranks = [
+            about.places.get(f"{KEYS.get(kind)}/{rest}", []) for about in recording.steps[step - 1].values()
+        ]
+        return [
+            [
+                (part.start or [], part.shape)
+                for part in places[1:]
+                if part.shape and (kind in ("gradient", "update") or part.shape != places[0].full)
+            ]
+            for places in ranks
+        ]
 
     return boxes

@@ -28,7 +28,7 @@ function numbers(name, state) {
     const row = table.row(name);
     const now = table.view === state.view && table.step === state.step;
     return el("tr", { class: now ? "now" : "" },
-      el("td", {}, String(table.step)), el("td", {}, labelOf(table.view)),
+      el("td", {}, String(table.step)), el("td", {}, labelOf(table.view), el("br"), el("span", { class: "quiet" }, `norm ${row.norm === null ? "not finite" : row.norm}`)),
       el("td", { class: `number ${row.far ? "far-text" : ""}` }, `${shareText(row.share)}${row.far ? " ✕" : ""}`),
       ...[[row.error, row.tolerated], [row.largest, row.toleratedLargest]].map(([error, tolerated]) => el("td", { class: "number" }, sci(error), el("br"), el("span", { class: "quiet" }, `of ${sci(tolerated)}`))));
   });

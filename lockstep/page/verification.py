@@ -1,17 +1,18 @@
 """The page of a comparison of strategies."""
 
+import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from lockstep.diagnosis.case import Case
 from lockstep.dumps.dump import Dump, Dumps, number_of_elements
-from lockstep.page.payload import HEADS, Box, Losses, Page, View, nearest_of, short
+from lockstep.page.payload import HEADS, Losses, Page, Placed, View, nearest_of, short
 from lockstep.page.writing import write as write_page
 from lockstep.plan.config import BASELINE
-from lockstep.plan.mesh import Coordinates, Mesh, runs, share
+from lockstep.plan.mesh import Mesh
 from lockstep.verdict import report_tables, tensor_report
 from lockstep.verdict.judgement import COMPUTED, Judgement, add_pictures
 from lockstep.verdict.loss_folder import Judged
@@ -42,7 +43,9 @@ def write(
         for step in map(int, found.dump.steps):
             rows = sorted(found.rows_of(step).values(), key=lambda row: found.order[step][row.name])
             excused = [tensor for at, tensor in found.excused if at == step]
-            page.add(view, step, rows, _boxes_of(found.dump, step), excused)
+            page.add(
+                view, step, rows, functools.partial(_cut, found.dump.steps[str(step)]["tensors"]), excused
+            )
     write_page(page, folder)
 
 
@@ -95,56 +98,9 @@ def _view(result: Result, name: str, run: Findings) -> View:
     )
 
 
-def _boxes_of(dump: Dump, step: int) -> Callable[[str], list[Box]]:
-    """What each rank holds of a tensor. A rank along cp may have several pieces of each sequence."""
-    mesh, tensors, cuts = (
-        Mesh(**dump.run["mesh"]),
-        dump.steps[str(step)]["tensors"],
-        dump.contract.get("cuts", {}),
-    )
-
-    def parts(entry: dict, computed: bool, here: Coordinates) -> list[range | list[int]]:
-        """The places along each dim that a rank holds."""
-        found: list[range | list[int]] = [range(size) for size in entry["shape"]]
-        dims = entry["sharded"]
-        if computed and "cp" in dims:
-            pieces = cuts["cp"][here.cp]
-            found[dims["cp"]] = [place for start, size in pieces for place in range(start, start + size)]
-        # The ranks along dp and cp hold shards of weights together, of what tp has left.
-        for axes in (("dp",), ("tp",)) if computed else (("tp",), ("dp", "cp")):
-            cutting = [axis for axis in axes if axis in dims]
-            for dim in {dims[axis] for axis in cutting}:
-                along = Mesh(**{axis: mesh.size(axis) for axis in cutting})
-                place = along.rank(Coordinates(**{axis: here.along(axis) for axis in cutting}))
-                start, size = share(len(found[dim]), place, along.world_size)
-                found[dim] = found[dim][start : start + size]
-        return found
-
-    def boxes(name: str) -> list[Box]:
-        kind, _, rest = name.partition("/")
-        layer, found = dump.layout.names.layer_of(f"{rest}."), dict[tuple, list[int]]()
-        for rank in range(mesh.world_size):
-            here = mesh.coordinates(rank)
-            if (
-                mesh.pp > 1
-                and layer >= 0
-                and not any(layer in units for units in cuts["pp"]["units"][here.pp])
-            ):
-                continue
-            held = parts(tensors[name], kind in ("batch", "forward", "backward"), here)
-            pieces = [
-                [(part.start, len(part))] if isinstance(part, range) else map(tuple, runs(part))
-                for part in held
-            ]
-            found.setdefault(tuple(itertools.product(*pieces)), []).append(rank)
-        return [
-            (ranks, [start for start, _ in box], [size for _, size in box])
-            for boxes, ranks in found.items()
-            for box in boxes
-            if box
-        ]
-
-    return boxes
+def _cut(tensors: dict[str, dict], name: str) -> Placed:
+    """How the mesh cuts a tensor."""
+    return [tensors[name]["shape"], tensors[name]["sharded"]]
 
 
 def _losses(result: Result) -> Losses:

@@ -1,13 +1,14 @@
 """The tables of the report of a tensor-level comparison: what was compared, and how far apart everything is."""
 
-import math
 from collections import Counter
 from collections.abc import Callable
+from operator import itemgetter
 
 from lockstep.dumps.dump import Dump
 from lockstep.ground import origin
 from lockstep.inputs.architectures import in_words
 from lockstep.plan.mesh import Mesh
+from lockstep.verdict.distance import relative
 from lockstep.verdict.judgement import COMPUTED, pass_of
 from lockstep.verdict.result import Result
 
@@ -61,23 +62,10 @@ def about(result: Result) -> dict[str, str]:
 
 def wrong_tensors(result: Result) -> list[Line]:
     """All tensors that are too far, in order of execution, with what is tolerated of each."""
-    table: list[Line] = [
-        ("run", "step", "tensor", "relative error", "tolerated", "largest element", "tolerated")
-    ]
+    table: list[Line] = [("run", "step", "tensor", "error")]
     for name, run in result.runs.items():
-        for row in sorted(run.too_far, key=lambda row: (row.step, run.order[row.step][row.name])):
-            distance = row.distance
-            table.append(
-                (
-                    result.label(name),
-                    str(row.step),
-                    row.name,
-                    f"{distance.relative:.2e}",
-                    f"{ratio(row.tolerated, distance.norm):.1e}",
-                    f"{distance.relative_largest:.2e}",
-                    f"{ratio(row.tolerated_largest, distance.largest):.1e}",
-                )
-            )
+        rows = sorted(run.too_far, key=lambda row: (row.step, run.order[row.step][row.name]))
+        table += [(result.label(name), str(row.step), row.name, row.describe()) for row in rows]
     return table
 
 
@@ -89,15 +77,13 @@ def losses(result: Result) -> list[Line]:
         base = loss.by_strategy[result.baseline]
         exact = [f"{loss.reference:.9f}"] if result.has_reference else []
         own = [
-            f"{loss.by_strategy[name]:.9f} ({ratio(abs(loss.by_strategy[name] - base), base):.1e})"
+            f"{loss.by_strategy[name]:.9f} ({relative(abs(loss.by_strategy[name] - base), abs(base)):.1e})"
             for name in result.runs
         ]
-        table.append((str(loss.step), str(loss.dp_rank), *exact, *own, f"{ratio(loss.tolerated, base):.1e}"))
+        table.append(
+            (str(loss.step), str(loss.dp_rank), *exact, *own, f"{relative(loss.tolerated, abs(base)):.1e}")
+        )
     return table
-
-
-def ratio(part: float, whole: float) -> float:
-    return part / abs(whole) if whole else math.inf
 
 
 def norms(result: Result, kind: str) -> list[Line]:
@@ -107,8 +93,8 @@ def norms(result: Result, kind: str) -> list[Line]:
         if name.startswith(f"{kind}/"):
             own = {run: distance.own_norm for run, distance in tensor.distances.items()}
             base = own[result.baseline]
-            apart = max(abs(norm - base) for norm in own.values()) / base if base else 0.0
-            table.append((name, *(f"{norm:.6e}" for norm in own.values()), f"{apart:.1e}"))
+            apart = max(abs(norm - base) for norm in own.values())
+            table.append((name, *(f"{norm:.6e}" for norm in own.values()), f"{relative(apart, base):.1e}"))
     return table
 
 
@@ -129,7 +115,7 @@ def worst(result: Result) -> list[Line]:
                     which,
                     str(len(rows)),
                     f"{far.distance.relative:.1e}",
-                    f"{ratio(far.tolerated, far.distance.norm):.1e}",
+                    f"{relative(far.tolerated, far.distance.norm):.1e}",
                     far.name,
                     f"{near.multiple:.2f}",
                     near.name,
@@ -139,17 +125,20 @@ def worst(result: Result) -> list[Line]:
 
 
 def differences(result: Result) -> list[Line]:
-    """By tensor of the first step: the largest absolute and the relative difference from the first run."""
+    """By tensor of the first step, the largest first: the largest absolute and the relative difference from the first run."""
     others = list(result.runs)[1:]
     head = (f"{result.label(name)} {what}" for name in others for what in ("max abs", "relative"))
     table: list[Line] = [("tensor", *head)]
+    found = []
     for tensor, measured in result.pairs.items():
-        cells = [tensor]
-        for name in others:
-            (size, largest), norm = measured.from_first[name], measured.distances[name].norm
-            cells += [f"{largest:.2e}", f"{size / norm if norm else 0.0:.2e}"]
-        table.append(tuple(cells))
-    return table
+        apart = [(*measured.from_first[name], measured.distances[name].norm) for name in others]
+        cells = (
+            cell
+            for size, largest, norm in apart
+            for cell in (f"{largest:.2e}", f"{relative(size, norm):.2e}")
+        )
+        found.append((max((largest for _, largest, _ in apart), default=0.0), (tensor, *cells)))
+    return table + [line for _, line in sorted(found, key=itemgetter(0), reverse=True)]
 
 
 def identical(result: Result) -> list[str]:
@@ -162,9 +151,7 @@ def identical(result: Result) -> list[str]:
     exceptions = [name for name, tensor in result.pairs.items() if not tensor.last_two_identical]
     lines = [f"{one} and {other}, step 1:"]
     lines += [f"- {which}: {same[which]} of {count} tensors bit-identical" for which, count in total.items()]
-    if exceptions:
-        lines += ["- the first that is not: " + exceptions[0], "", "Not identical: " + ", ".join(exceptions)]
-    return lines
+    return [*lines, *(f"- the first that is not: {name}" for name in exceptions[:1])]
 
 
 def replicas(result: Result) -> list[str]:
