@@ -64,7 +64,7 @@ def large(*, wrong: bool) -> Page:
     view = View("ddp", "DDP", verdict, f"{len(names)} tensors", first, nearest_of(rows))
     page = Page("verification", verdict, "50,000 tensors", "A page to measure.", [], [])
     for step in range(1, STEPS + 1):
-        page.add(view, step, rows, lambda name: [])
+        page.add(view, step, rows, {})
     return page
 
 

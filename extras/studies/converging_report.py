@@ -283,7 +283,6 @@ def _write_pages(
     write_listing(place / "report.html", study.title, [study.about.strip(), tolerated, made], head, listed)
     fewest = told.seeds
     means = [np.mean(row["windows"][:fewest], axis=0).tolist() for row in ran]
-    number = max(map(len, means))
     twin = next(row for row in ran if row["run"] == told.twin)
     contracts = {row["run"]: history.read(planned[row["run"]][0].config.history_path).contract for row in ran}
     views = [
@@ -307,8 +306,8 @@ def _write_pages(
         losses=payload.Losses(
             [row["run"] for row in ran],
             [row["label"] for row in ran],
-            [told.window * (window + 1) for window in range(number)],
-            [mean + [None] * (number - len(mean)) for mean in means],
+            [told.window * (window + 1) for window in range(max(map(len, means)))],
+            means,
             [],
             twin["tests"][OTHER]["tolerated"],
         ),

@@ -1,6 +1,12 @@
 // The payload, and what all other files ask of it. Nothing of it becomes markup: `el` sets text alone.
 
-const page = JSON.parse(document.getElementById("payload").textContent);
+const page = payloadIn(document);
+
+/** The payload of a document, with the names of tensors in the order of their numbers; null if it has none. */
+function payloadIn(from) {
+  const found = JSON.parse(from.getElementById("payload")?.textContent ?? "null");
+  return found?.names ? { ...found, names: Object.keys(found.names) } : null;
+}
 
 /** An element with attributes and children; texts among them stay texts. */
 function el(tag, attributes = {}, ...children) {

@@ -2,8 +2,7 @@
 
 /** The payload of a report.html. Throws for any other text. */
 function payloadOf(text) {
-  const found = new DOMParser().parseFromString(text, "text/html").getElementById("payload");
-  const other = found ? JSON.parse(found.textContent) : null;
+  const other = payloadIn(new DOMParser().parseFromString(text, "text/html"));
   if (other?.format !== page.format || !Array.isArray(other.tables)) throw new Error("it is no report.html of this version");
   return other;
 }

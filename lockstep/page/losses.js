@@ -10,8 +10,8 @@ function lossesOf(state) {
   const called = labels.map((label, place) => (labels.indexOf(label) === labels.lastIndexOf(label) ? label : `${names[place]}: ${label}`));
   const own = names.indexOf(page.views[state.view]?.name);
   const kept = names.map((_, place) => place).filter((place) => names.length <= MOST || place === 0 || place === own);
-  const of = (values) => kept.flatMap((place) => (values.length ? [values[place]] : []));
-  return { ...page.losses, labels: of(called), loss: of(page.losses.loss), norm: of(page.losses.norm) };
+  const of = (values) => kept.flatMap((place) => (values.length ? [page.losses.steps.map((_, step) => values[place][step] ?? null)] : []));
+  return { ...page.losses, labels: kept.map((place) => called[place]), loss: of(page.losses.loss), norm: of(page.losses.norm) };
 }
 
 let drawn = null; // the view whose losses are shown

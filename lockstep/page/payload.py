@@ -4,7 +4,7 @@ Numbers have as many digits as a person reads. What JSON does not have (NaN, inf
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,8 +43,8 @@ class View:
     excluded: list[str] = field(default_factory=list)
     observed: list[str] = field(default_factory=list)  # about the first wrong tensor
     ranks: list[dict[str, int]] = field(default_factory=list)  # the coordinates of each
-    # Step, tensor, ranks whose copy is another, and in how many elements; [] if that is not known
-    differing: list[tuple[int, str, list[int], list[int]]] = field(default_factory=list)
+    # Step, tensor, ranks whose copy is another, and, if that is known, in how many elements
+    differing: Sequence[tuple] = ()
     contract: dict[str, Any] = field(default_factory=dict)
     placements: list[Placed] = field(default_factory=list)
     placed: dict[int, int] = field(default_factory=dict)  # number of a name -> that of its placement
@@ -68,7 +68,7 @@ class Table:
 
 @dataclass
 class Losses:
-    """Loss and gradient norm by step of each run; the differences are from the first."""
+    """Loss and gradient norm by step of each run, one that broke down having fewer; the differences are from the first."""
 
     names: list[str]
     labels: list[str]
@@ -90,32 +90,27 @@ class Page:
     sentences: list[str]  # what else is to be said
     found_out: list[tuple[str, str]]  # how: weights, batches, versions, machine, command
     views: list[View] = field(default_factory=list)
-    names: list[str] = field(default_factory=list)  # of tensors; tables have their numbers
+    names: dict[str, int] = field(default_factory=dict)  # of tensors, with the numbers that tables have
     tables: list[Table] = field(default_factory=list)
     losses: Losses | None = None
     # Module with an attention's projections, "" for all -> HEADS, as its configuration has them
     heads: dict[str, list] = field(default_factory=dict)
     format: int = FORMAT
 
-    def __post_init__(self) -> None:
-        self._numbers: dict[str, int] = {}
-
     def add(
         self,
         view: View,
         step: int,
         rows: Iterable[Judgement],
-        placed: Callable[[str], Placed],
+        placed: Mapping[str, Placed],
         excused: Iterable[str] = (),
     ) -> None:
-        """Adds the rows of a view in one step. `placed` says where a tensor lies on the ranks, nothing if that is not known."""
+        """Adds the rows of a view in one step. `placed` says where tensors lie on the ranks, as far as that is known."""
         if view not in self.views:
             self.views.append(view)
         table, known = Table(self.views.index(view), step), set(excused)
         for place, row in enumerate(rows):
-            number = self._numbers.setdefault(row.name, len(self.names))
-            if number == len(self.names):
-                self.names.append(row.name)
+            number = self.names.setdefault(row.name, len(self.names))
             table.names.append(number)
             distance = row.distance
             numbers = (
@@ -128,12 +123,12 @@ class Page:
             )
             for column, value in zip(table.columns.values(), numbers, strict=True):
                 column.append(short(value))
-            kinds = (
-                (table.excused, row.name in known),
-                (table.far, row.too_far and row.name not in known),
+            excused_here = row.name in known
+            for places, holds in (
+                (table.excused, excused_here),
+                (table.far, row.too_far and not excused_here),
                 (table.small, not row.judged and not row.too_far),
-            )
-            for places, holds in kinds:
+            ):
                 places += [place] if holds else []
             if row.where:
                 table.where[place] = row.where
@@ -141,8 +136,8 @@ class Page:
                 table.factors[place] = row.factor.describe()
             if row.picture is not None:
                 table.pictures[place] = row.picture
-            where = placed(row.name)
-            if any(where) and number not in view.placed:
+            where = placed.get(row.name, [])
+            if any(where):
                 if where not in view.placements:
                     view.placements.append(where)
                 view.placed[number] = view.placements.index(where)

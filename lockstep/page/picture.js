@@ -23,7 +23,7 @@ function whereText(view, name, picture) {
 /** Which ranks have another copy of a tensor. */
 function copies(view, text) {
   const odd = page.views[view].differing.find(([, tensor]) => tensor === text);
-  return odd ? ` The copies of ${listed(odd[2])} differ from it${odd[3].length ? `, in ${odd[3].map((count) => count.toLocaleString("en")).join(", ")} elements` : ""}.` : "";
+  return odd ? ` The copies of ${listed(odd[2])} differ from it${odd[3] ? `, in ${odd[3].map((count) => count.toLocaleString("en")).join(", ")} elements` : ""}.` : "";
 }
 
 /** The ranks whose part, not the whole tensor, has all wrong elements; null if there is no such part. */

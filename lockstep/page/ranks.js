@@ -3,7 +3,7 @@
 /** Rank -> in how many elements its copy of a tensor is another; null if that is not known. */
 function oddOf(view, step, text) {
   const found = page.views[view].differing.filter(([at, tensor]) => at === step && tensor === text);
-  return new Map(found.flatMap(([, , ranks, counts]) => ranks.map((rank, place) => [rank, counts[place] ?? null])));
+  return new Map(found.flatMap(([, , ranks, counts = []]) => ranks.map((rank, place) => [rank, counts[place] ?? null])));
 }
 
 function showRanks(parent, state) {

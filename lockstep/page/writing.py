@@ -72,7 +72,7 @@ def _read(name: str) -> str:
 def _plain(value: Any) -> Any:
     """Dataclasses as objects, and null for numbers that JSON does not have."""
     if is_dataclass(value) and not isinstance(value, type):
-        value = {key: each for key, each in vars(value).items() if not key.startswith("_")}
+        value = vars(value)
     if isinstance(value, dict):
         return {key: _plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

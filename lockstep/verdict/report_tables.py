@@ -1,8 +1,6 @@
 """The tables of the report of a tensor-level comparison: what was compared, and how far apart everything is."""
 
-from collections import Counter
 from collections.abc import Callable
-from operator import itemgetter
 
 from lockstep.dumps.dump import Dump
 from lockstep.ground import origin
@@ -100,27 +98,16 @@ def norms(result: Result, kind: str) -> list[Line]:
 
 def worst(result: Result) -> list[Line]:
     """By run and pass: the largest relative distance, and the largest share of its tolerance."""
-    share = "largest share of the tolerated"
-    table: list[Line] = [("run", "pass", "tensors", "largest distance", "tolerated", "of", share, "of")]
+    table: list[Line] = [("run", "pass", "tensors", "largest distance", "largest share of the tolerated")]
     for name, run in result.runs.items():
         for which in ("batch", *COMPUTED):
             rows = [row for row in run.judged if row.which_pass == which]
-            if not rows:
-                continue
-            far = max(rows, key=lambda row: row.distance.relative)
-            near = max(rows, key=lambda row: row.multiple)
-            table.append(
-                (
-                    result.label(name),
-                    which,
-                    str(len(rows)),
-                    f"{far.distance.relative:.1e}",
-                    f"{relative(far.tolerated, far.distance.norm):.1e}",
-                    far.name,
-                    f"{near.multiple:.2f}",
-                    near.name,
-                )
-            )
+            if rows:
+                far = max(rows, key=lambda row: row.distance.relative)
+                near = max(rows, key=lambda row: row.multiple)
+                of = f"{far.distance.relative:.1e} of {relative(far.tolerated, far.distance.norm):.1e}: {far.name}"
+                share = f"{near.multiple:.2f}: {near.name}"
+                table.append((result.label(name), which, str(len(rows)), of, share))
     return table
 
 
@@ -129,16 +116,17 @@ def differences(result: Result) -> list[Line]:
     others = list(result.runs)[1:]
     head = (f"{result.label(name)} {what}" for name in others for what in ("max abs", "relative"))
     table: list[Line] = [("tensor", *head)]
-    found = []
-    for tensor, measured in result.pairs.items():
-        apart = [(*measured.from_first[name], measured.distances[name].norm) for name in others]
-        cells = (
-            cell
-            for size, largest, norm in apart
-            for cell in (f"{largest:.2e}", f"{relative(size, norm):.2e}")
-        )
-        found.append((max((largest for _, largest, _ in apart), default=0.0), (tensor, *cells)))
-    return table + [line for _, line in sorted(found, key=itemgetter(0), reverse=True)]
+    far = {
+        name: max((far for _, far in one.from_first.values()), default=0.0)
+        for name, one in result.pairs.items()
+    }
+    for tensor in sorted(far, key=far.__getitem__, reverse=True):
+        cells, measured = [tensor], result.pairs[tensor]
+        for name in others:
+            size, largest = measured.from_first[name]
+            cells += [f"{largest:.2e}", f"{relative(size, measured.distances[name].norm):.2e}"]
+        table.append(tuple(cells))
+    return table
 
 
 def identical(result: Result) -> list[str]:
@@ -146,26 +134,23 @@ def identical(result: Result) -> list[str]:
     if len(result.runs) < 2:
         return []
     one, other = map(result.label, list(result.runs)[-2:])
-    total = Counter(map(pass_of, result.pairs))
-    same = Counter(pass_of(name) for name, tensor in result.pairs.items() if tensor.last_two_identical)
-    exceptions = [name for name, tensor in result.pairs.items() if not tensor.last_two_identical]
     lines = [f"{one} and {other}, step 1:"]
-    lines += [f"- {which}: {same[which]} of {count} tensors bit-identical" for which, count in total.items()]
-    return [*lines, *(f"- the first that is not: {name}" for name in exceptions[:1])]
+    for which in dict.fromkeys(map(pass_of, result.pairs)):
+        odd = {
+            name: not pair.last_two_identical for name, pair in result.pairs.items() if pass_of(name) == which
+        }
+        first = "".join(f"; {name} is not" for name in [name for name in odd if odd[name]][:1])
+        lines.append(f"- {which}: {len(odd) - sum(odd.values())} of {len(odd)} tensors bit-identical{first}")
+    return lines
 
 
 def replicas(result: Result) -> list[str]:
     lines = []
     for name, run in result.runs.items():
         count = sum(len(entry["tensors"]) for entry in run.dump.steps.values())
-        lines.append(
-            f"{result.label(name)}: {count - len(run.differing)} of {count} tensors equal on all ranks that hold them"
+        same = f"{result.label(name)}: {count - len(run.differing)} of {count} tensors equal on all ranks that hold them"
+        first = (
+            f"; {tensor} of step {step} differs on ranks {ranks}" for step, tensor, ranks in run.differing[:1]
         )
-        alike: dict[tuple[int, tuple[int, ...]], list[str]] = {}
-        for step, tensor, ranks in run.differing:
-            alike.setdefault((step, tuple(ranks)), []).append(tensor)
-        lines += [
-            f"- step {step}: {len(tensors)} tensors differ on ranks {', '.join(map(str, ranks))}, the first {tensors[0]}"
-            for (step, ranks), tensors in alike.items()
-        ]
+        lines.append("".join((same, *first)))
     return lines

@@ -48,23 +48,22 @@ def write(result: Result, folder: Path) -> None:
 
 def _summary(result: Result) -> dict[str, Sequence[Line]]:
     """Title -> lines of the sections that say what was found and why. Those that have nothing to say are left out."""
-    differing, said = configuration(result), notes(result)
-    return {
+    sections = {
         "Verdict": verdict(result),
-        **({"Configuration": differing} if differing else {}),
-        **({"Notes": said} if said else {}),
+        "Configuration": configuration(result),
+        "Notes": notes(result),
         "First tensor that is too far": first_tensors(result),
-        **({"Cause": causes(result)} if result.outcome != "PASS" else {}),
+        "Cause": causes(result) if result.outcome != "PASS" else [],
     }
+    return {title: lines for title, lines in sections.items() if lines}
 
 
 def _tables(result: Result) -> dict[str, Sequence[Line]]:
     """Title -> lines of the other sections: text, or rows of tables as tuples, the head first. Of long ones, the first rows."""
-    wrong = tables.wrong_tensors(result)
     of = "the reference" if result.has_reference else "each other"
     found: dict[str, Sequence[Line]] = {
         "What was compared": [f"{what}: {value}" for what, value in tables.about(result).items()],
-        **({"Wrong tensors": wrong} if len(wrong) > 1 else {}),
+        "Wrong tensors": tables.wrong_tensors(result),
         "Loss by DP rank": tables.losses(result),
         "Layer output norms": tables.norms(result, "forward"),
         "Gradient norms": tables.norms(result, "backward") + tables.norms(result, "gradient")[1:],
@@ -73,7 +72,7 @@ def _tables(result: Result) -> dict[str, Sequence[Line]]:
         "Bit-identical tensors": tables.identical(result),
         "Replicas": tables.replicas(result),
     }
-    return {title: _first(lines) for title, lines in found.items()}
+    return {title: _first(lines) for title, lines in found.items() if len(lines) > 1}
 
 
 def _first(lines: Sequence[Line]) -> Sequence[Line]:
