@@ -134,3 +134,16 @@ def positions():
     one_view = view("FSDP", [one], ranks=ranks, contract={"cuts": cuts})
     page.add(one_view, 1, [one], {name: [[2, 16, 8], {"cp": 1, "tp": 2}]})
     return page
+
+
+def study(runs=8):
+    """The losses of a study's runs, each farther from the first than the one before. The second and the third have one label."""
+    names = [f"run-{number}" for number in range(runs)]
+    labels = ["DDP", "FSDP", "FSDP", *(f"FSDP {number}" for number in range(3, runs))]
+    loss = [[3.0 + number * 1e-7, 2.0, 1.0] for number in range(runs)]
+    views = [
+        View(name, label, "PASS" if number else "control", "3 losses")
+        for number, (name, label) in enumerate(zip(names, labels, strict=True))
+    ]
+    losses = Losses(names, labels, [4, 8, 12], loss, [], [1e-6] * 3)
+    return Page("verification", "PASS", "a study", "Mean losses.", [], [], views, losses=losses)

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from page_cases import HEADED, HEADLESS, HIDDEN, HOSTILE, comparison, positions, recording
+from page_cases import HEADED, HEADLESS, HIDDEN, HOSTILE, comparison, positions, recording, study
 from page_size import large
 
 from lockstep.page.payload import Page
@@ -45,6 +45,7 @@ def files(tmp_path_factory):
         "pass": comparison("PASS"),
         "recording": recording(),
         "positions": positions(),
+        "study": study(),
         "large": large(wrong=True),
         "empty": Page(
             "recording", "FAIL", "a run", "the gradient is not finite", [], [("versions", "torch")]
@@ -65,14 +66,14 @@ LISTING = [
 class Opened:
     """A page in a tab, and what it said and asked for."""
 
-    def __init__(self, browser, path, *, width=1200, scheme="light", ready="#choices > *"):
+    def __init__(self, browser, path, *, width=1200, scheme="light", ready="#choices > *, .uplot", run=""):
         self.tab = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
         self.said, self.asked, self.refused = [], [], []
         self.tab.on("console", lambda message: self.said.append(message.text))
         self.tab.on("pageerror", lambda error: self.said.append(str(error)))
         self.tab.on("request", lambda request: self.asked.append(request.url))
         self.tab.on("requestfailed", lambda request: self.refused.append(request.url))
-        self.tab.goto(path.as_uri())
+        self.tab.goto(path.as_uri() + (f"#{run}" if run else ""))
         self.tab.wait_for_selector(ready)
 
     def text(self, selector):
@@ -92,7 +93,7 @@ def opened(browser, files):
         one.tab.close()
 
 
-@pytest.mark.parametrize("name", ["fail", "pass", "recording", "positions", "large", "empty"])
+@pytest.mark.parametrize("name", ["fail", "pass", "recording", "positions", "study", "large", "empty"])
 def test_no_error_and_no_request(opened, files, name):
     page = opened(name)
     assert (page.said, page.asked) == ([], [files[name].as_uri()])
@@ -279,7 +280,7 @@ def test_the_keyboard_reaches_everything(opened):
 
 
 @pytest.mark.parametrize("scheme, width", [("light", 1200), ("dark", 1200), ("light", 400), ("dark", 400)])
-@pytest.mark.parametrize("name", ["fail", "recording", "positions"])
+@pytest.mark.parametrize("name", ["fail", "recording", "positions", "study"])
 def test_axe_finds_no_violation(opened, name, scheme, width):
     page = opened(name, scheme=scheme, width=width)
     assert violations(page) == []
@@ -359,6 +360,29 @@ def test_losses_are_drawn_and_zero_is_zero(opened):
     assert [all(floor in legend for floor in floors) for legend in legends] == [False, True, False]
     page.tab.evaluate("document.querySelector('#losses details').open = true")
     assert "(0)" in page.text("#losses details table")
+
+
+def test_a_link_opens_its_run(opened):
+    """report.html#NAME. Negative control: a name that no run has."""
+    assert "DDP" in opened("fail", run="ddp").text("#tensor")
+    assert "FSDP" in opened("fail", run="nosuch").text("#tensor")
+
+
+def test_of_many_runs_the_chosen_one_is_drawn(opened):
+    page = opened("study", run="run-2")
+
+    def shown():
+        assert page.tab.locator("#losses .uplot").count() == 2  # no gradient norms
+        return page.tab.locator("#losses .u-legend").all_inner_texts()[1]
+
+    assert "run-2: FSDP" in shown() and not page.tab.is_visible("#model")
+    page.tab.select_option("#run", "5")
+    assert "FSDP 5" in shown() and "run-2" not in shown()
+    page.tab.evaluate("document.querySelector('#losses details').open = true")
+    lines = page.tab.locator("#losses details tbody tr").all_inner_texts()
+    assert lines[0].split("\t")[2] == "3.000000500 (5.00e-7)"
+    heads = page.tab.locator(".verdicts tbody th").all_inner_texts()
+    assert heads[:4] == ["DDP", "run-1: FSDP", "run-2: FSDP", "FSDP 3"] and page.said == []
 
 
 def test_print_has_the_verdict_and_how_it_was_found_out(opened):

@@ -16,7 +16,7 @@ function begin() {
   showContracts(document.getElementById("contracts"));
   if (!page.tables.length) {
     document.getElementById("model").hidden = page.losses !== null;
-    document.getElementById("choices").append(el("p", {}, "No tensor was judged; the sentences above say why."));
+    if (page.losses === null) document.getElementById("choices").append(el("p", {}, "No tensor was judged; the sentences above say why."));
     showLosses(document.getElementById("losses"), state);
     return;
   }
