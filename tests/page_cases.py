@@ -12,7 +12,9 @@ from lockstep.verdict.picture import draw
 HOSTILE = '</script><script>window.broken = 1</script><img src=x onerror="window.broken = 2">'
 WRONG = "gradient/model.layers.1.mlp.down_proj.weight"
 HIDDEN = "gradient/lm_head.weight"  # a factor in it is smaller than its distance
-SHARDS = [([0, 2], [0, 0], [4, 6]), ([1, 3], [4, 0], [4, 6])]
+HEADED = "exp_avg/model.layers.1.self_attn.q_proj.weight"  # 8 rows: 4 heads of 2
+HEADLESS = "exp_avg/model.layers.1.self_attn.o_proj.weight"  # whose 6 columns are not 4 heads of 2
+SHARDS = [[8, 6], {"tp": 0}]
 TOLERANCE = 1e-6
 
 
@@ -44,6 +46,7 @@ def view(label, rows, **further):
     far = [one for one in rows if one.too_far]
     first = (far[0].step, far[0].name, far[0].describe()) if far else None
     return View(
+        label.lower(),
         label,
         "FAIL" if far else "PASS",
         f"{len(rows)} tensors judged",
@@ -62,26 +65,33 @@ def comparison(verdict):
         "verification",
         verdict,
         "tiny-qwen2 in fp32, tensor by tensor",
-        "Every tensor was held against a float64 reference. The nearest came to 0.20 of what is tolerated.",
+        "Every tensor was held against a float64 reference.",
         ["a note"],
         [("versions", versions), ("compared", "2026-01-01 by python -m lockstep.compare")],
         losses=Losses(
+            ["ddp", "fsdp"],
             ["DDP", "FSDP"],
             [1, 2, 3],
             [[3.0, 2.0, 1.0], [3.0, 2.0, 1.000001]],
             [[1.0, 1.0, 1.0]] * 2,
             [1e-6] * 3,
+            [0.0, 1e-7, 2e-7],
+            3e-7,
         ),
+        heads={"": [4, 2, None, 8]},
     )
     ranks = [{"dp": dp, "tp": tp} for dp in range(2) for tp in range(2)]
     for label, wrong in (("DDP", False), ("FSDP", bad)):
         tensors = [*names(), *([f"forward/{HOSTILE}"] if wrong else [])]
-        rows = {step: [row(step, name, wrong and name == WRONG) for name in tensors] for step in (1, 2)}
+        rows = {
+            step: [row(step, name, wrong and name in (WRONG, HEADED, HEADLESS)) for name in tensors]
+            for step in (1, 2)
+        }
         one = view(label, [*rows[1], *rows[2]], ranks=ranks, contract={"eps": 1e-8, "sharding": label})
-        one.differing = [(1, WRONG, [3])] if wrong else []
+        one.differing = [(1, WRONG, [3], [6])] if wrong else []
         one.causes = [("shard", f"see {HOSTILE}")] if wrong else []
         for step, of_step in rows.items():
-            page.add(one, step, of_step, lambda name: SHARDS if name == WRONG else [])
+            page.add(one, step, of_step, {WRONG: SHARDS})
     return page
 
 
@@ -104,5 +114,23 @@ def recording():
         if tensors is alone:
             hidden = next(one for one in rows if one.name == HIDDEN)
             hidden.factor = Factor(HIDDEN, "all of it", 0.003, 1e-5)
-        page.add(view(label, rows, ranks=[{"rank": 0}, {"rank": 1}]), 1, rows, lambda name: [])
+        page.add(view(label, rows, ranks=[{"rank": 0}, {"rank": 1}]), 1, rows, {})
+    return page
+
+
+def positions():
+    """An output (samples, positions, 4 heads of 2) on cp 2 x tp 2. The wrong ones are of head 2, in both pieces that cp rank 0 has of each sequence."""
+    name = "forward/model.layers.0.self_attn.q_proj"
+    right = torch.arange(1.0, 257).reshape(2, 16, 8).double() / 256
+    own = right.clone()
+    own[:, [2, 3, 12], 4:6] *= 2
+    one = Judgement(1, name, distance_of(own, right), TOLERANCE, TOLERANCE)
+    one.picture = draw(own, right, TOLERANCE, TOLERANCE)
+    page = Page(
+        "verification", "FAIL", "tiny-qwen2 in fp32", "One output.", [], [], heads={"": [4, 2, None, 8]}
+    )
+    cuts = {"cp": [[[0, 4], [12, 4]], [[4, 8]]]}
+    ranks = [{"cp": cp, "tp": tp} for cp in range(2) for tp in range(2)]
+    one_view = view("FSDP", [one], ranks=ranks, contract={"cuts": cuts})
+    page.add(one_view, 1, [one], {name: [[2, 16, 8], {"cp": 1, "tp": 2}]})
     return page

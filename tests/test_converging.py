@@ -2,6 +2,7 @@
 
 import json
 
+import listed
 import numpy as np
 import pytest
 
@@ -165,6 +166,13 @@ def test_a_study_finds_the_fault_and_not_the_others(trained):
     assert rows["stops-earlier"]["steps"] == 4 and len(rows["stops-earlier"]["windows"][0]) == 1
     assert (place / "losses.png").stat().st_size > 10_000
     report = (place / "report.md").read_text()
+    pages = listed.pages(place / "report.html")
+    assert pages.pop("cannot") is None and {name: view["verdict"] for name, (_, view) in pages.items()} == {
+        name: outcome for name, outcome in outcomes.items() if name != "cannot"
+    }
+    losses = pages["low"][0]["losses"]
+    assert losses["names"][0] == "fsdp" and losses["steps"] == [4, 8] and len(losses["tolerated"]) == 2
+    assert len(losses["loss"][losses["names"].index("stops-earlier")]) == 1
     assert "with probability 0.01" in report and "of 15" in report and "one percent too low" in report
 
 

@@ -32,7 +32,7 @@ def payload(text):
 def row_of(content, view, step, name):
     """(table, place) of a tensor."""
     (table,) = (one for one in content["tables"] if (one["view"], one["step"]) == (view, step))
-    return table, table["names"].index(content["names"].index(name))
+    return table, table["names"].index(content["names"][name])
 
 
 @pytest.fixture(scope="module")
@@ -52,12 +52,21 @@ def failed(dumps, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory):
-    """The page of an FSDP2 run of two ranks, one of which has 1.5 times its shard of a gradient."""
+def recordings(tmp_path_factory):
+    """Pages of two ranks: of FSDP2, one of which has 1.5 times its shard of a gradient; of DDP, one of which clips by another norm."""
     folder = tmp_path_factory.mktemp("recorded")
-    run_groups([(2, "recorded_loops:plain", folder, {"kind": "fsdp", "bug": "one shard"})], timeout=120)
-    assert judge.main([str(folder / "run")]) == 1
-    return (folder / "run" / "report.html").read_text()
+    bugs = {"fsdp": {"bug": "one shard"}, "ddp": {"bug": "norm of each rank", "clip": 0.01}}
+    run_groups(
+        [(2, "recorded_loops:plain", folder / kind, {"kind": kind, **bug}) for kind, bug in bugs.items()],
+        timeout=120,
+    )
+    assert [judge.main([str(folder / kind / "run")]) for kind in bugs] == [1, 1]
+    return {kind: (folder / kind / "run" / "report.html").read_text() for kind in bugs}
+
+
+@pytest.fixture
+def recorded(recordings):
+    return recordings["fsdp"]
 
 
 def test_a_comparison_in_numbers(failed):
@@ -68,14 +77,15 @@ def test_a_comparison_in_numbers(failed):
     assert (step, name) == (1, WRONG) and "relative error" in what
     assert content["views"][1]["ranks"][3] == {"dp": 1, "tp": 1}
     assert dict(content["found_out"])["versions"].startswith("torch")
+    assert content["heads"] == {"": [4, 2, None, 64]}
     assert content["losses"]["labels"] == [view["label"] for view in content["views"]]
     for table in content["tables"]:
-        columns = [
-            table[key] for key in ("names", "error", "tolerated", "largest", "tolerated_largest", "norm")
-        ]
-        assert len({len(column) for column in columns}) == 1 and len(columns[0]) == 178
+        assert {len(column) for column in (table["names"], *table["columns"].values())} == {178}
     table, place = row_of(content, 1, 1, WRONG)
-    assert place in table["far"] and table["largest"][place] > table["tolerated_largest"][place]
+    assert (
+        place in table["far"]
+        and table["columns"]["largest"][place] > table["columns"]["tolerated_largest"][place]
+    )
 
 
 def test_where_the_error_lies(failed):
@@ -91,15 +101,19 @@ def test_where_the_error_lies(failed):
     index, own, right = picture["elements"][0]
     assert (index, own) == ([100, 3], 1.0) and abs(right) < 0.1
     view = content["views"][1]
-    boxes = view["placements"][view["placed"][str(content["names"].index(WRONG))]]
-    assert [[3], [96, 0], [32, 64]] in boxes and len(boxes) == 4
+    assert view["placements"][view["placed"][str(content["names"][WRONG])]] == [
+        [128, 64],
+        {"dp": 0, "tp": 0},
+    ]
 
 
 def test_a_picture_of_the_nearest_where_nothing_is_wrong(dumps, tmp_path):
     folders = [str(dumps / name) for name in ("ddp", "fsdp", "reference")]
     assert compare.main([*folders, "--output_dir", str(tmp_path)]) == 0
-    content = payload((tmp_path / "report.html").read_text())
-    assert content["verdict"] == "PASS" and "of what is tolerated" in content["lead"]
+    text = (tmp_path / "report.html").read_text()
+    content = payload(text)
+    nearest = max((view["nearest"] for view in content["views"]), key=lambda one: one[2])
+    assert content["verdict"] == "PASS" and f"The nearest came to {nearest[2]} of what is tolerated" in text
     for table in content["tables"]:
         assert table["far"] == [] and 8 <= len(table["pictures"]) <= 16
     files.require_ours(tmp_path / "report.html", "x", files.REPORTS["report.html"])
@@ -130,11 +144,27 @@ def test_a_recording_has_both_ways(recorded):
         assert view["first"][:2] == [1, SHARD] and view["num_failures"] == 2
         table, place = row_of(content, number, 1, SHARD)
         assert table["pictures"][str(place)]["slices"] == [[[32, 32]], [[0, 128]]]
-        boxes = view["placements"][view["placed"][str(content["names"].index(SHARD))]]
-        assert boxes == [[[0], [0, 0], [32, 128]], [[1], [32, 0], [32, 128]]]
+        boxes = view["placements"][view["placed"][str(content["names"][SHARD])]]
+        assert boxes == [[[[start, 0], [32, 128]]] for start in (0, 32)]
     assert dict(content["found_out"])["optimizer"] == "torch.optim.adamw.AdamW"
     table, place = row_of(content, 0, 1, "forward/model.layers.0.mlp")
     assert re.fullmatch(r"micro batch \d, rank \d", table["where"][str(place)])
+
+
+def test_copies_that_differ_in_a_recording(recordings):
+    """In each element that is not zero, of every gradient. Negative control: FSDP2's ranks hold nothing twice."""
+    content = payload(recordings["ddp"])
+    found = {
+        name: (ranks, counts) for step, name, ranks, counts in content["views"][0]["differing"] if step == 1
+    }
+    assert {name for name in content["names"] if name.startswith("gradient/")} <= found.keys()
+    assert found["gradient/model.layers.0.self_attn.q_proj.weight"] == ([1], [64 * 64])
+    assert payload(recordings["fsdp"])["views"][0]["differing"] == []
+
+
+def test_heads_of_a_recording_are_those_of_each_attention(recorded):
+    heads = payload(recorded)["heads"]
+    assert heads == {f"model.layers.{layer}.self_attn": [4, 2, None, 64] for layer in range(2)}
 
 
 class Elements(HTMLParser):
@@ -211,6 +241,15 @@ def test_pictures_of_every_shape(shape):
         (list(last), float(own[last]), float(right[last]))
     ]
     assert found.slices == [[[place, 1]] for place in last]
+
+
+def test_many_runs_of_wrong_slices():
+    """Six of them are listed, and one that holds all others."""
+    right = torch.zeros(1, 40)
+    own = right.clone()
+    own[0, ::2] = 1.0
+    across = draw(own, right, 1e-3, 1e-3).slices[1]
+    assert across == [*([place, 1] for place in range(0, 12, 2)), [12, 27]]
 
 
 def test_a_picture_of_what_is_not_finite_and_of_what_is_equal():

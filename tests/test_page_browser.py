@@ -3,13 +3,14 @@
 Needs `pip install -r requirements-page.txt` and Chromium, such as Debian's; else these tests are skipped.
 """
 
+import itertools
 import json
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from page_cases import HIDDEN, HOSTILE, comparison, recording
+from page_cases import HEADED, HEADLESS, HIDDEN, HOSTILE, comparison, positions, recording
 from page_size import large
 
 from lockstep.page.payload import Page
@@ -43,6 +44,7 @@ def files(tmp_path_factory):
         "fail": comparison("FAIL"),
         "pass": comparison("PASS"),
         "recording": recording(),
+        "positions": positions(),
         "large": large(wrong=True),
         "empty": Page(
             "recording", "FAIL", "a run", "the gradient is not finite", [], [("versions", "torch")]
@@ -90,7 +92,7 @@ def opened(browser, files):
         one.tab.close()
 
 
-@pytest.mark.parametrize("name", ["fail", "pass", "recording", "large", "empty"])
+@pytest.mark.parametrize("name", ["fail", "pass", "recording", "positions", "large", "empty"])
 def test_no_error_and_no_request(opened, files, name):
     page = opened(name)
     assert (page.said, page.asked) == ([], [files[name].as_uri()])
@@ -159,6 +161,90 @@ def test_a_factor_that_a_distance_hides(opened):
     assert "1.003 times" not in page.text("#tensor")
 
 
+def test_the_heads_that_the_error_is_in(opened):
+    """And, as negative controls, a weight whose columns are not the heads' number of elements, and one of no attention."""
+    page = opened("fail")
+    shown = {}
+    for name in (HEADED, HEADLESS, HEADED.replace("self_attn.q_proj", "mlp.down_proj")):
+        page.tab.click(f'.cell[aria-label^="{name},"]')
+        shown[name] = page.text("#tensor")
+    assert "heads 2 to 3 of 4 (rows 4 to 7 of 8)" in shown[HEADED]
+    assert "4 heads of 2 rows, divided by dotted lines" in shown[HEADED]
+    assert "rows 4 to 7 of 8" in shown[HEADLESS]
+    assert all("head" not in said for name, said in shown.items() if name != HEADED)
+
+
+def test_shards_of_positions(opened):
+    """A rank has two pieces of each sequence; the error is in both, and in one of its heads."""
+    page = opened("positions")
+    said = page.text(".finding")
+    assert "positions 2 to 3, 12 of 16, head 2 of 4 (columns 4 to 5 of 8): rank 1's shard" in said, said
+    lines = page.tab.locator("#on-ranks tbody tr").all_inner_texts()
+    assert [line.split("\t")[0] for line in lines] == ["0", "1", "2", "3"]
+    holds, error = lines[1].split("\t")[1:]
+    assert holds == "positions 0 to 3, columns 4 to 7; and positions 12 to 15, columns 4 to 7", lines
+    assert float(error) > 0.1 and all(line.endswith("\t0") for line in (lines[0], *lines[2:])), lines
+    page.tab.focus("canvas.picture")
+    for _ in range(4):
+        page.tab.keyboard.press("ArrowRight")
+    assert page.text(".at").startswith("head 2 of 4, [0, 0] to [0, 0], columns 4 to 4: largest error 0")
+
+
+LAYER = "model.layers.0.mlp.up_proj"
+PIECES = {"cp": [[[0, 4], [12, 4]], [[4, 8]]]}  # cp rank 0 has the head and the tail of each sequence
+STAGES = {"pp": {"units": [[["embedding", 0]], [[1, "lm_head"]]]}}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "shape", "sharded", "cuts", "name", "held"),
+    [
+        # tp cuts columns
+        ({"cp": 2, "tp": 2}, [2, 16, 6], {"cp": 1, "tp": 2}, PIECES, f"forward/{LAYER}", [
+            [[[0, 0, 0], [2, 4, 3]], [[0, 12, 0], [2, 4, 3]]], [[[0, 0, 3], [2, 4, 3]], [[0, 12, 3], [2, 4, 3]]],
+            [[[0, 4, 0], [2, 8, 3]]], [[[0, 4, 3], [2, 8, 3]]]]),
+        # or positions, of those that cp has left: sequence parallelism
+        ({"cp": 2, "tp": 2}, [2, 16, 6], {"cp": 1, "tp": 1}, PIECES, f"backward/{LAYER}",
+            [[[[0, start, 0], [2, 4, 6]]] for start in (0, 12, 4, 8)]),
+        # FSDP shards weights over dp and cp together, as a DeviceMesh of both that was flattened
+        ({"dp": 2, "cp": 2}, [8, 2], {"dp": 0, "cp": 0}, PIECES, f"gradient/{LAYER}.weight",
+            [[[[2 * rank, 0], [2, 2]]] for rank in range(4)]),
+        # and of 6 rows one rank has none
+        ({"dp": 2, "cp": 2}, [6, 2], {"dp": 0, "cp": 0}, PIECES, f"gradient/{LAYER}.weight",
+            [[[[0, 0], [2, 2]]], [[[2, 0], [2, 2]]], [[[4, 0], [2, 2]]], []]),
+        # of what tp has left
+        ({"dp": 2, "tp": 2}, [8, 2], {"dp": 0, "tp": 0}, {}, f"parameter/{LAYER}.weight",
+            [[[[start, 0], [2, 2]]] for start in (0, 4, 2, 6)]),
+        ({"pp": 2}, [4], {}, STAGES, f"gradient/{LAYER}.bias", [[[[0], [4]]], []]),
+        ({"pp": 2}, [4], {}, STAGES, "forward/model.layers.1", [[], [[[0], [4]]]]),
+        ({"pp": 2}, [4], {}, STAGES, "gradient/model.norm.weight", [[[[0], [4]]]] * 2),
+    ],
+)  # fmt: skip
+def test_what_each_rank_holds(opened, mesh, shape, sharded, cuts, name, held):
+    ranks = [
+        dict(zip(mesh, place, strict=True))
+        for place in itertools.product(*(range(size) for size in mesh.values()))
+    ]
+    found = opened("pass").tab.evaluate(
+        """([ranks, contract, name, shape, sharded]) => {
+            page.views.push({ ranks, contract });
+            page.names.push(name);
+            return boxesOf(page.views.length - 1, page.names.length - 1, shape, sharded);
+        }""",
+        [ranks, {"cuts": cuts}, name, shape, sharded],
+    )
+    assert found == held
+
+
+def test_a_copy_that_differs(opened):
+    page = opened("fail")
+    lines = page.tab.locator("#on-ranks tbody tr").all_inner_texts()
+    assert lines[0].startswith("0, 2\trows 0 to 3\t") and lines[1].startswith("1\trows 4 to 7\t")
+    assert lines[2] == "3\trows 4 to 7\tits copy is another\t6 of 24 elements differ", lines
+    assert "The copies of rank 3 differ from it, in 6 elements." in page.text(".finding")
+    page.tab.click(f'.cell[aria-label^="{HEADED},"]')
+    assert page.tab.query_selector("#on-ranks") is None
+
+
 def test_the_keyboard_reaches_everything(opened):
     page = opened("fail")
     reached = set()
@@ -193,7 +279,7 @@ def test_the_keyboard_reaches_everything(opened):
 
 
 @pytest.mark.parametrize("scheme, width", [("light", 1200), ("dark", 1200), ("light", 400), ("dark", 400)])
-@pytest.mark.parametrize("name", ["fail", "recording"])
+@pytest.mark.parametrize("name", ["fail", "recording", "positions"])
 def test_axe_finds_no_violation(opened, name, scheme, width):
     page = opened(name, scheme=scheme, width=width)
     assert violations(page) == []
@@ -268,6 +354,9 @@ def test_losses_are_drawn_and_zero_is_zero(opened):
     page = opened("fail")
     assert page.tab.locator("#losses .uplot").count() == 3
     assert page.tab.evaluate("document.querySelectorAll('#losses canvas').length") == 3
+    legends = page.tab.locator("#losses .u-legend").all_inner_texts()
+    floors = ("noise floor (control run)", "noise floor (derived)", "tolerated")
+    assert [all(floor in legend for floor in floors) for legend in legends] == [False, True, False]
     page.tab.evaluate("document.querySelector('#losses details').open = true")
     assert "(0)" in page.text("#losses details table")
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 
+import listed
 import pytest
 import synthetic
 from own_strategy import own_strategy
@@ -164,6 +165,17 @@ def test_a_failed_run_loses_no_other_and_finished_ones_are_kept(tmp_path, capsys
         in page
     )
     assert (out / "losses.png").is_file()
+    pages = listed.pages(out / "report.html")
+    assert pages.pop("broken") is None
+    assert {name: view["verdict"] for name, (_, view) in pages.items()} == {
+        **{name: found[name]["outcome"] for name in ("mine", "cast", "mine-cast")},
+        **dict.fromkeys(("ddp", "sharded"), "PASS"),  # of their tensors
+    }
+    has_tensors = {name for name, (content, _) in pages.items() if content["tables"]}
+    assert has_tensors == {"ddp", "sharded"}
+    for content, view in pages.values():
+        assert view["name"] in content["losses"]["names"] and len(content["losses"]["steps"]) == 3
+        assert len(content["losses"]["control"]) == 3 and content["losses"]["floor"] > 0
 
 
 def test_an_interrupted_study_ends_with_the_same_numbers(tmp_path, capsys):

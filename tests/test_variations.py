@@ -3,6 +3,7 @@
 import itertools
 import json
 
+import listed
 import pytest
 
 import run_study
@@ -249,6 +250,13 @@ def test_an_option_that_changes_numbers_fails_unless_it_is_declared(tmp_path, ca
     assert run_study.main([str(path), "--output_dir", str(out)]) == 1
     assert outcomes(out) == {"default": "PASS", "alone-01": "PASS", "alone-02": "NOT COMPARABLE"}
     assert "reduction_dtype" in (out / "report.md").read_text()
+    pages = listed.pages(out / "report.html")
+    verdicts = {run.rpartition("/")[2]: view["verdict"] for run, (_, view) in pages.items()}
+    # Of the tensors, which say it in other words
+    assert {case: verdicts[case] for case in outcomes(out)} == {
+        **outcomes(out),
+        "alone-02": "CONFIGURED DIFFERENTLY",
+    }
     written(tmp_path, f'{DDP}\n[vary.differs]\ncompress_gradients = "rounded to bfloat16"\n')
     assert run_study.main([str(path), "--output_dir", str(out), "--resume"]) == 0, capsys.readouterr().out
     assert outcomes(out)["alone-02"] == "measured"

@@ -16,6 +16,9 @@ from extras.studies.study import Planned, Study
 from lockstep.dumps import history
 from lockstep.ground.errors import TrainingFailure, UserError, printable
 from lockstep.ground.files import write_atomically, write_text
+from lockstep.page import payload
+from lockstep.page.writing import write as write_page
+from lockstep.page.writing import write_listing
 from lockstep.plan import rates
 from lockstep.plan.config import BLUE, ORANGE, VERMILION
 from lockstep.plan.strategies import FURTHER_COLORS
@@ -258,8 +261,58 @@ def write(
         if row["outcome"] == DID_NOT_RUN
     ]
     write_text(place / "report.md", "\n".join(parts) + "\n")
+    _write_pages(study, told, planned, found, place, said, report.made_by(command, machine))
     draw(told, found, place / "losses.png")
     return said
+
+
+def _write_pages(
+    study: Study,
+    told: Converging,
+    planned: Seeded,
+    found: list[dict[str, Any]],
+    place: Path,
+    tolerated: str,
+    made: str,
+) -> None:
+    """The table, and a page of the mean losses of windows, which shows each run beside the control."""
+    head, *lines = table(found)
+    ran = sorted((row for row in found if "windows" in row), key=lambda row: row["run"] != told.control)
+    places = {row["run"]: f"losses/report.html#{row['run']}" for row in ran}
+    listed = [(line, places.get(row["run"], "")) for line, row in zip(lines, found, strict=True)]
+    write_listing(place / "report.html", study.title, [study.about.strip(), tolerated, made], head, listed)
+    fewest = told.seeds
+    means = [np.mean(row["windows"][:fewest], axis=0).tolist() for row in ran]
+    twin = next(row for row in ran if row["run"] == told.twin)
+    contracts = {row["run"]: history.read(planned[row["run"]][0].config.history_path).contract for row in ran}
+    views = [
+        payload.View(
+            row["run"],
+            row["label"],
+            row["outcome"],
+            f"{row['seeds']} seeds",
+            contract=contracts[row["run"]] or {},
+        )
+        for row in ran
+    ]
+    content = payload.Page(
+        "verification",
+        PASS if good(found) else FAIL,
+        study.title,
+        f"Mean losses of windows of {told.window} steps, over the first {fewest} seeds, beside those of {told.control}.",
+        [tolerated],
+        [("made", made)],
+        views,
+        losses=payload.Losses(
+            [row["run"] for row in ran],
+            [row["label"] for row in ran],
+            [told.window * (window + 1) for window in range(max(map(len, means)))],
+            means,
+            [],
+            twin["tests"][OTHER]["tolerated"],
+        ),
+    )
+    write_page(content, place / "losses")
 
 
 def _story(fault: str) -> str:

@@ -11,6 +11,7 @@ from extras.studies.variations import Case, Group
 from lockstep.dumps import history
 from lockstep.ground.errors import LIBRARY_REFUSES, printable
 from lockstep.ground.files import write_text
+from lockstep.page.writing import write_listing
 from lockstep.verdict.loss_curves import PASS
 
 REFUSED_BY_US, REFUSED_BY_LIBRARY = "refused by Lockstep", "refused by the library"
@@ -44,6 +45,7 @@ def results(
                 "why": why or (f"first wrong tensor: {first[0]}" if first else ""),
                 "worst tensor of tolerated": row.get("worst tensor of tolerated"),
                 "other": _other(case, runs),
+                "page": f"groups/{group.name}/{row['page']}" if row.get("page") else "",
             }
         )
     return rows
@@ -119,7 +121,7 @@ def good(rows: list[dict[str, Any]]) -> bool:
 def write(
     study: Study, rows: list[dict[str, Any]], place: Path, command: str, machine: dict[str, Any]
 ) -> None:
-    """report.md and report.json in the folder of the study; `machine` is the provenance."""
+    """report.md, report.html and report.json in the folder of the study; `machine` is the provenance."""
     content = {"title": study.title, "command": command, **machine, "good": good(rows), "runs": rows}
     write_text(place / "report.json", json.dumps(content, indent=1) + "\n")
     head, *lines = table(study, rows)
@@ -140,3 +142,21 @@ def write(
         for row in others
     ]
     write_text(place / "report.md", "\n".join(parts) + "\n")
+    heads = ("run", "options", "outcome", "tensors / tolerated", "differs in", "why")
+    said = [*([study.about.strip()] if study.about else []), made_by(command, machine)]
+    write_listing(
+        place / "report.html", study.title, said, heads, [(_cells(row), row["page"]) for row in rows]
+    )
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    """A line of the page: one run. The table of report.md has one for each value of an option."""
+    worst = row["worst tensor of tolerated"]
+    return [
+        f"{row['group']}/{row['case']}",
+        ", ".join(f"{option} {json.dumps(value)}" for option, value in row["options"].items()),
+        row["outcome"],
+        "" if worst is None else f"{worst:.2g}",
+        _acts([row]),
+        printable(row["why"], 400),
+    ]

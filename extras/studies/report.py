@@ -9,14 +9,19 @@ from extras.studies import parting
 from extras.studies.study import Planned, Study, differences
 from lockstep.dumps import history
 from lockstep.dumps.history import History
+from lockstep.ground import origin
 from lockstep.ground.errors import UserError, printable
 from lockstep.ground.files import write_text
+from lockstep.page import verification
+from lockstep.page.payload import Page, View
+from lockstep.page.writing import write as write_page
 from lockstep.page.writing import write_listing
 from lockstep.plan.config import BASELINE, CONTROL, history_file
 from lockstep.verdict import loss_curves
 from lockstep.verdict import loss_folder as folder
 from lockstep.verdict import loss_report as curve_report
 from lockstep.verdict.loss_curves import FAIL, NOT_JUDGED, PASS
+from lockstep.verdict.loss_folder import Judged
 
 if TYPE_CHECKING:
     from lockstep.verdict.result import Result
@@ -30,16 +35,43 @@ WARM_UP = 3  # steps that are left out of times, if there are more
 
 
 def rows(study: Study, planned: list[Planned], failed: dict[str, str], place: Path) -> list[dict[str, Any]]:
-    """One row for each run, the control's first. Raises UserError if the control has no usable history."""
+    """One row for each run, the control's first, with its page. Raises UserError if the control has no usable history."""
     ran = [run for run in planned if run.name not in failed]
     bases = {run.name: _base(run) for run in ran if run is planned[0] or run.is_base}
-    result = judge_tensors(place, ran) if study.tensors else None
+    histories = {run.name: history.read(run.config.history_path) for run in ran}
+    losses = Judged(histories, _noise(planned[0]), bases[planned[0].name][1], {}, "")
+    result = judge_tensors(place, ran, losses) if study.tensors else None
     found = [_row(run, planned[0], bases, failed.get(run.name), result) for run in planned]
+    outcomes = {row["run"]: row["outcome"] for row in found}
+    verdict = PASS if good(found) else FAIL
+    write_losses(losses, study, verdict, outcomes, place / "losses")
+    for row in found:
+        which = "tensors" if result is not None and row["run"] in result.runs else "losses"
+        row["page"] = f"{which}/report.html#{row['run']}" if row["run"] in histories else ""
     return (
         [{**row, **predicted(run)} for row, run in zip(found, planned, strict=True)]
         if study.memory
         else found
     )
+
+
+def write_losses(judged: Judged, study: Study, verdict: str, outcomes: dict[str, str], folder: Path) -> None:
+    """The page of the runs' losses; `outcomes` are the runs', by name."""
+    views = [
+        View(name, one.run["label"], outcomes[name], f"{len(one.steps)} losses", contract=one.contract or {})
+        for name, one in judged.histories.items()
+    ]
+    lead = "The loss of each step beside the control's."
+    versions = ", ".join(
+        f"{name} {version}" for name, version in judged.histories[BASELINE].run["versions"].items()
+    )
+    found_out = [
+        ("versions", versions),
+        ("compared", f"{origin.now()} by {origin.command()}"),
+        ("Lockstep", origin.commit()),
+    ]
+    losses = verification.losses_of(judged)
+    write_page(Page("verification", verdict, study.title, lead, [], found_out, views, losses=losses), folder)
 
 
 def prepare(run: Planned) -> None:
@@ -78,12 +110,13 @@ def predicted(run: Planned) -> dict[str, Any]:
     return {"predicted memory": {"bytes": most, "moment": moment}}
 
 
-def judge_tensors(place: Path, ran: list[Planned]) -> "Result":
-    """Every captured tensor against the float64 reference; report.md and report.json of the tensors are written beside the dumps."""
+def judge_tensors(place: Path, ran: list[Planned], losses: Judged) -> "Result":
+    """Every captured tensor against the float64 reference; report.html, report.md and report.json of the tensors are written beside the dumps."""
     from lockstep import compare
 
     names = [run.name for run in ran if run.config.capture_dir is not None]
-    return compare.judge([place / "tensors" / name for name in (*names, "reference")], place / "tensors")
+    folders = [place / "tensors" / name for name in (*names, "reference")]
+    return compare.judge(folders, place / "tensors", losses)
 
 
 def _row(
@@ -313,10 +346,9 @@ def write(
         f"|{'---|' * len(head)}",
     ]
     parts += [f"| {' | '.join(line)} |" for line in lines]
-    # the page of the tensors is one for all runs
-    link = "tensors/report.html" if (place / "tensors" / "report.html").is_file() else ""
     said = [*([study.about.strip()] if study.about else []), made_by(command, machine)]
-    write_listing(place / "report.html", study.title, said, head, [(line, link) for line in lines])
+    links = [(line, row["page"]) for line, row in zip(lines, found, strict=True)]
+    write_listing(place / "report.html", study.title, said, head, links)
     if study.memory:
         parts += ["", MEMORY, *resources(found)]
     parts += ["", "| run | differs from the control in |", "|---|---|"]

@@ -1,6 +1,12 @@
 // The payload, and what all other files ask of it. Nothing of it becomes markup: `el` sets text alone.
 
-const page = JSON.parse(document.getElementById("payload").textContent);
+const page = payloadIn(document);
+
+/** The payload of a document, with the names of tensors in the order of their numbers; null if it has none. */
+function payloadIn(from) {
+  const found = JSON.parse(from.getElementById("payload")?.textContent ?? "null");
+  return found?.names ? { ...found, names: Object.keys(found.names) } : null;
+}
 
 /** An element with attributes and children; texts among them stay texts. */
 function el(tag, attributes = {}, ...children) {
@@ -41,11 +47,6 @@ function shareText(share) {
   return share < 1000 ? String(Number(share.toPrecision(3))) : share.toExponential(1);
 }
 
-function times(error, tolerated) {
-  if (error === 0) return 0;
-  return error === null || tolerated === null || tolerated === 0 ? Infinity : error / tolerated;
-}
-
 /** The tables with an index from names to places, and what is known of each place. */
 const tables = page.tables.map((table) => {
   const places = new Map(table.names.map((name, place) => [name, place]));
@@ -56,17 +57,22 @@ const tables = page.tables.map((table) => {
     row(name) {
       const place = places.get(name);
       if (place === undefined) return null;
-      const of = (column) => table[column][place];
+      const of = (column) => table.columns[column][place];
       return {
         error: of("error"), tolerated: of("tolerated"), largest: of("largest"), toleratedLargest: of("tolerated_largest"), norm: of("norm"),
-        share: Math.max(times(of("error"), of("tolerated")), times(of("largest"), of("tolerated_largest")), table.factors[place]?.[1] ?? 0),
-        factor: table.factors[place]?.[0] ?? "",
+        share: of("share") ?? Infinity, factor: table.factors[place] ?? "",
         far: kinds.far.has(place), small: kinds.small.has(place), excused: kinds.excused.has(place),
         where: table.where[place] ?? "", picture: table.pictures[place] ?? null,
       };
     },
   };
 });
+
+/** What a view is called: its label, and its name where several have the label. */
+function labelOf(number) {
+  const { name, label } = page.views[number];
+  return page.views.filter((view) => view.label === label).length > 1 ? `${name}: ${label}` : label;
+}
 
 const tableOf = (view, step) => tables.find((table) => table.view === view && table.step === step) ?? null;
 const stepsOf = (view) => tables.filter((table) => table.view === view).map((table) => table.step);
@@ -78,11 +84,13 @@ function stateText(row) {
   return row.far ? `too far: ${shareText(row.share)} times what is tolerated` : `${shareText(row.share)} of what is tolerated`;
 }
 
+const RUNS = 6; // of wrong slices that a picture has; one behind them holds all others
+
 /** [[start, length], ...] as "512 to 1023, 2000"; null if all of `size` are meant. */
 function spans(runs, size) {
   if (runs.length === 1 && runs[0][0] === 0 && runs[0][1] === size) return null;
-  const shown = runs.slice(0, 6).map(([start, length]) => (length === 1 ? `${start}` : `${start} to ${start + length - 1}`));
-  return shown.join(", ") + (runs.length > 6 ? ", ..." : "");
+  const text = ([start, length]) => (length === 1 ? `${start}` : `${start} to ${start + length - 1}`);
+  return runs.slice(0, RUNS).map(text).join(", ") + (runs.length > RUNS ? ` and some of ${text(runs[RUNS])}` : "");
 }
 
 /** What the dims of a tensor are called. */
@@ -109,9 +117,78 @@ function plural(word, count) {
   return word.startsWith("index") ? word.replace("index", "indices") : `${word}s`;
 }
 
-function boxesOf(view, name) {
+/** What ranks hold of a tensor: [{ranks, boxes: [[start, shape], ...]}, ...], a rank in one of them. Of positions a rank may have several boxes. */
+function heldOf(view, name) {
   const number = page.views[view].placed[name];
-  return number === undefined ? [] : page.views[view].placements[number];
+  if (number === undefined) return [];
+  const placed = page.views[view].placements[number];
+  const found = new Map();
+  (page.kind === "verification" ? boxesOf(view, name, ...placed) : placed).forEach((boxes, rank) => {
+    if (!boxes.length) return;
+    const key = JSON.stringify(boxes);
+    if (!found.has(key)) found.set(key, { ranks: [], boxes });
+    found.get(key).ranks.push(rank);
+  });
+  return [...found.values()];
+}
+
+/** The boxes of each rank of a mesh, of a tensor of which axes cut dims (`sharded`). */
+function boxesOf(view, name, shape, sharded) {
+  const { ranks, contract } = page.views[view];
+  const sizeOf = (axis) => Math.max(...ranks.map((place) => place[axis])) + 1;
+  const computed = ["batch", "forward", "backward"].includes(kindOf(page.names[name]));
+  const layer = pathOf(page.names[name]).match(/(?:^|\.)layers\.(\d+)(?:\.|$)/);
+  return ranks.map((here) => {
+    // A stage of a pipeline has its own layers alone.
+    if (layer && here.pp !== undefined && !contract.cuts.pp.units[here.pp].flat().includes(Number(layer[1]))) return [];
+    const parts = shape.map((size) => [[0, size]]);
+    // A rank along cp has pieces of each sequence, of which tp may cut positions. Ranks along dp and cp hold shards of weights together, of what tp has left.
+    if (computed && sharded.cp !== undefined) parts[sharded.cp] = contract.cuts.cp[here.cp];
+    for (const axes of computed ? [["dp"], ["tp"]] : [["tp"], ["dp", "cp"]]) {
+      const cutting = axes.filter((axis) => sharded[axis] !== undefined);
+      if (!cutting.length) continue;
+      const dim = sharded[cutting[0]];
+      const [place, of] = cutting.reduce(([at, all], axis) => [at * sizeOf(axis) + here[axis], all * sizeOf(axis)], [0, 1]);
+      parts[dim] = shareOf(parts[dim], place, of);
+    }
+    return parts.reduce((boxes, along) => boxes.flatMap(([start, size]) => along.map(([first, length]) => [[...start, first], [...size, length]])), shape.length ? [[[], []]] : []);
+  });
+}
+
+/** A rank's share of the places in runs [start, length], as torch.chunk cuts them: equal shares, the last ones shorter. */
+function shareOf(runs, place, size) {
+  const total = runs.reduce((sum, [, length]) => sum + length, 0);
+  const each = Math.ceil(total / size);
+  let [skip, left] = [Math.min(place * each, total), Math.min(each, Math.max(0, total - place * each))];
+  return runs.flatMap(([start, length]) => {
+    const [from, to] = [Math.min(skip, length), Math.min(length, skip + left)];
+    [skip, left] = [skip - from, left - (to - from)];
+    return to > from ? [[start + from, to - from]] : [];
+  });
+}
+
+/** The heads of an attention in a tensor: the dim that they are in, how many, and the elements of one; null if it has none or they are not known. */
+function headsOf(name, shape) {
+  const match = page.names[name].match(/^\w+\/(?:(.*)\.)?(?:([qkv])_proj(\.weight|\.bias)?|o_proj\.(?:weight|input))$/);
+  const told = match ? (page.heads[match[1] ?? ""] ?? page.heads[""]) : null;
+  if (!told) return null;
+  const [heads, keys, own, width] = told;
+  const grouped = (match[2] === "k" || match[2] === "v") && Boolean(keys);
+  const [dim, count, size] = [match[3] ? 0 : shape.length - 1, grouped ? keys : heads, own || width / heads];
+  const known = [count, size].every(Number.isInteger) && shape[dim] === count * size;
+  return known ? { dim, count, size, word: grouped && keys !== heads ? "KV head" : "head" } : null;
+}
+
+/** "head 2 of 4": those that runs of slices are in; null if they are in all of them. */
+function headText(heads, runs) {
+  const hit = new Set(runs.flatMap(([start, length]) => Array.from({ length: Math.floor((start + length - 1) / heads.size) - Math.floor(start / heads.size) + 1 }, (_, more) => Math.floor(start / heads.size) + more)));
+  if (hit.size === heads.count || !hit.size) return null;
+  const joined = [];
+  for (const head of [...hit].sort((one, two) => one - two)) {
+    if (joined.length && joined.at(-1)[0] + joined.at(-1)[1] === head) joined.at(-1)[1] += 1;
+    else joined.push([head, 1]);
+  }
+  return `${plural(heads.word, hit.size)} ${spans(joined, heads.count)} of ${heads.count}`;
 }
 
 function listed(numbers) {

@@ -2,8 +2,7 @@
 
 /** The payload of a report.html. Throws for any other text. */
 function payloadOf(text) {
-  const found = new DOMParser().parseFromString(text, "text/html").getElementById("payload");
-  const other = found ? JSON.parse(found.textContent) : null;
+  const other = payloadIn(new DOMParser().parseFromString(text, "text/html"));
   if (other?.format !== page.format || !Array.isArray(other.tables)) throw new Error("it is no report.html of this version");
   return other;
 }
@@ -53,7 +52,7 @@ function compared(other) {
       const row = mine.row(numbers.get(name));
       if (row === null) return;
       count += 1;
-      const share = Math.max(times(table.error[place], table.tolerated[place]), times(table.largest[place], table.tolerated_largest[place]));
+      const share = table.columns.share[place] ?? Infinity;
       if (share === row.share && far.has(place) === row.far) alike += 1;
       else moved.push({ name, step: table.step, label, share: [share, row.share], far: [far.has(place), row.far] });
     });

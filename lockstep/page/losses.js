@@ -2,12 +2,32 @@
 
 const STROKES = [["#1d4f7c", "#8fbce8"], ["#a83a08", "#ff9256"], ["#6b5b00", "#d6c34a"], ["#5d3a7d", "#c9a3ea"], ["#2f6b4f", "#86d0ab"], ["#555555", "#bbbbbb"]];
 
-function showLosses(parent) {
-  const { losses } = page;
-  if (losses === null) return;
+const MOST = 6; // curves; of more runs, the first and the chosen one are drawn
+
+/** The losses that are shown beside a view: of all runs, or of the first one and the view's. */
+function lossesOf(state) {
+  const { names, labels } = page.losses;
+  const called = labels.map((label, place) => (labels.indexOf(label) === labels.lastIndexOf(label) ? label : `${names[place]}: ${label}`));
+  const own = names.indexOf(page.views[state.view]?.name);
+  const kept = names.map((_, place) => place).filter((place) => names.length <= MOST || place === 0 || place === own);
+  const of = (values) => kept.flatMap((place) => (values.length ? [page.losses.steps.map((_, step) => values[place][step] ?? null)] : []));
+  return { ...page.losses, labels: kept.map((place) => called[place]), loss: of(page.losses.loss), norm: of(page.losses.norm) };
+}
+
+let drawn = null; // the view whose losses are shown
+
+function showLosses(parent, state) {
+  if (page.losses === null || drawn === state.view) return;
+  if (drawn !== null && page.losses.names.length <= MOST) return;
+  drawn = state.view;
+  const losses = lossesOf(state);
   const base = losses.labels[0];
   parent.hidden = false;
-  parent.append(el("h2", { id: "losses-title" }, "Losses"));
+  parent.replaceChildren(el("h2", { id: "losses-title" }, "Losses"));
+  if (!page.tables.length && page.losses.names.length > MOST) {
+    const names = page.views.map((_, number) => el("option", { value: number, selected: number === state.view }, labelOf(number)));
+    parent.append(el("p", {}, el("label", {}, "Run ", el("select", { id: "run", onchange: (event) => { state.view = Number(event.target.value); showLosses(parent, state); parent.querySelector("#run").focus(); } }, ...names))));
+  }
   const table = lossTable(losses);
   if (losses.steps.length < 3) {
     parent.append(table);
@@ -16,35 +36,41 @@ function showLosses(parent) {
   const dark = matchMedia("(prefers-color-scheme: dark)");
   const plots = el("div");
   const draw = () => {
-    const apart = (values) => values.slice(1).map((run) => run.map((value, step) => (value === null || values[0][step] === null ? null : Math.abs(value - values[0][step]))));
+    const style = getComputedStyle(document.documentElement);
+    const [text, line] = [style.getPropertyValue("--text").trim(), style.getPropertyValue("--line").trim()];
+    const runs = (values) => values.map((run, number) => ({
+      label: losses.labels[number], values: run, width: 1.6, dash: [[], [8, 3], [2, 3], [8, 3, 2, 3]][number % 4], stroke: STROKES[number % STROKES.length][dark.matches ? 1 : 0],
+    }));
+    const apart = losses.loss.map((run) => run.map((value, step) => (value === null || losses.loss[0][step] === null ? null : Math.abs(value - losses.loss[0][step]))));
+    const bounds = [
+      { label: "noise floor (control run)", values: losses.control, width: 1, stroke: line, fill: line },
+      { label: "noise floor (derived)", values: losses.floor === null ? [] : losses.steps.map(() => losses.floor), width: 1, stroke: text, dash: [8, 3, 2, 3] },
+      { label: "tolerated", values: losses.tolerated, width: 1, stroke: text, dash: [6, 4] },
+    ].filter(({ values }) => values.length);
     plots.replaceChildren(
-      plot("Loss", losses.steps, losses.labels, losses.loss, dark.matches),
-      ...(losses.labels.length > 1 ? [plot(`|loss − loss of ${base}|`, losses.steps, [...losses.labels.slice(1), ...(losses.tolerated.length ? ["tolerated"] : [])],
-        [...apart(losses.loss), ...(losses.tolerated.length ? [losses.tolerated] : [])], dark.matches, 1)] : []),
-      plot("Gradient norm", losses.steps, losses.labels, losses.norm, dark.matches));
+      plot("Loss", losses.steps, runs(losses.loss)),
+      ...(losses.labels.length > 1 ? [plot(`|loss − loss of ${base}|`, losses.steps, [...bounds, ...runs(apart).slice(1)], true)] : []),
+      ...(losses.norm.length ? [plot("Gradient norm", losses.steps, runs(losses.norm))] : []));
   };
   draw();
-  dark.addEventListener("change", draw);
+  dark.onchange = draw;
   parent.append(el("p", { class: "quiet" }, "Drag to zoom, double-click to see all; the numbers of a step are below each plot."), plots,
     el("details", {}, el("summary", {}, "All numbers as a table"), table));
 }
 
-function plot(title, steps, labels, values, dark, first = 0) {
+/** Curves over steps; `fromZero`: the axis begins at 0. */
+function plot(title, steps, series, fromZero = false) {
   const box = el("div", { class: "plot", role: "img", "aria-label": `${title}, by step` });
   const style = getComputedStyle(document.documentElement);
   const [text, line] = [style.getPropertyValue("--text").trim(), style.getPropertyValue("--line").trim()];
   const exact = (_, value) => (value === null || value === undefined ? "" : value === 0 ? "0" : Math.abs(value) < 1e-3 ? value.toExponential(2) : value.toPrecision(7));
   const axis = { stroke: text, grid: { stroke: line, width: 1 }, ticks: { stroke: line, width: 1 } };
-  const fromZero = first > 0;
   new uPlot({
     title, width: Math.min(900, Math.max(320, document.documentElement.clientWidth - 48)), height: 240,
     scales: { x: { time: false }, y: fromZero ? { range: (_, low, high) => [0, high > 0 ? high * 1.08 : 1e-9] } : {} },
     axes: [{ ...axis }, { ...axis, size: 76, values: (_, ticks) => ticks.map((value) => (value !== 0 && Math.abs(value) < 1e-3 ? value.toExponential(1).replace(".0e", "e") : String(Number(value.toPrecision(4))))) }],
-    series: [{ label: "step" }, ...labels.map((label, number) => ({
-      label, value: exact, width: label === "tolerated" ? 1 : 1.6, dash: label === "tolerated" ? [6, 4] : [[], [8, 3], [2, 3], [8, 3, 2, 3]][(number + first) % 4],
-      stroke: label === "tolerated" ? text : STROKES[(number + first) % STROKES.length][dark ? 1 : 0],
-    }))],
-  }, [steps, ...values], box);
+    series: [{ label: "step" }, ...series.map(({ values, ...one }) => ({ ...one, value: exact }))],
+  }, [steps, ...series.map(({ values }) => values)], box);
   return box;
 }
 

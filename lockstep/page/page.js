@@ -3,8 +3,8 @@
 const state = { view: 0, step: 1, tensor: null };
 
 function begin() {
-  const failing = page.views.findIndex((view) => view.first);
-  state.view = Math.max(0, failing);
+  const asked = page.views.findIndex((view) => view.name === decodeURIComponent(location.hash.slice(1)));
+  state.view = asked < 0 ? Math.max(0, page.views.findIndex((view) => view.first)) : asked;
   const view = page.views[state.view];
   state.step = view?.first?.[0] ?? stepsOf(state.view)[0];
   const near = view?.first ?? view?.nearest;
@@ -14,9 +14,10 @@ function begin() {
   buildTools();
   document.querySelectorAll(".finding").forEach((section) => sayWhere(section, Number(section.dataset.view)));
   showContracts(document.getElementById("contracts"));
-  showLosses(document.getElementById("losses"));
   if (!page.tables.length) {
+    document.getElementById("model").hidden = page.losses !== null;
     document.getElementById("choices").append(el("p", {}, "No tensor was judged; the sentences above say why."));
+    showLosses(document.getElementById("losses"), state);
     return;
   }
   map.build(document.getElementById("map"), { onRead: read, onOpen: open });
@@ -35,6 +36,7 @@ function sayWhere(section, view) {
 }
 
 function show() {
+  showLosses(document.getElementById("losses"), state);
   map.paint(tableOf(state.view, state.step));
   map.mark(state.tensor);
   showTensor(document.getElementById("tensor"), state);
@@ -60,7 +62,7 @@ function buildChoices() {
   const parent = document.getElementById("choices");
   const steps = [...new Set(page.tables.map((table) => table.step))];
   const wrong = (view, step) => page.tables.some((table) => table.view === view && (step === null || table.step === step) && table.far.length);
-  const views = page.views.map((view, number) => [number, view.label, view.first !== null]);
+  const views = page.views.map((view, number) => [number, labelOf(number), view.first !== null]);
   parent.append(choice(page.kind === "verification" ? "Run" : "Computed", "view", views, (value) => (state.view = value)));
   if (steps.length > 1) {
     parent.append(choice("Step", "step", steps.map((step) => [step, String(step), page.views.some((_, view) => wrong(view, step))]), (value) => (state.step = value)));
@@ -84,3 +86,4 @@ function buildTools() {
 }
 
 begin();
+addEventListener("hashchange", () => location.reload());

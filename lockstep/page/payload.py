@@ -4,22 +4,35 @@ Numbers have as many digits as a person reads. What JSON does not have (NaN, inf
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from lockstep.verdict.distance import relative
 from lockstep.verdict.judgement import Judgement
 from lockstep.verdict.picture import Picture
 
-FORMAT = 1
+FORMAT = 2
 DIGITS = 4
-Box = tuple[list[int], list[int], list[int]]  # ranks, start and shape of the shard that they hold
+COLUMNS = (
+    "share",
+    "error",
+    "tolerated",
+    "largest",
+    "tolerated_largest",
+    "norm",
+)  # of a table, as in `Page.add`
+# Entries of a configuration that say which heads an attention has
+HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size")
+# Of a tensor of a comparison, its shape, and axis -> the dim that it cuts; of a recorded one, [start, shape] of the parts of each rank
+Placed = list[Any]
 
 
 @dataclass
 class View:
     """One set of tensors that a page switches to: a strategy's, or one way to judge a recording."""
 
+    name: str  # of the run or the way; report.html#NAME opens it
     label: str
     verdict: str
     counted: str = ""  # how many tensors were judged, in words
@@ -30,9 +43,10 @@ class View:
     excluded: list[str] = field(default_factory=list)
     observed: list[str] = field(default_factory=list)  # about the first wrong tensor
     ranks: list[dict[str, int]] = field(default_factory=list)  # the coordinates of each
-    differing: list[tuple[int, str, list[int]]] = field(default_factory=list)  # step, tensor, ranks
+    # Step, tensor, ranks whose copy is another, and, if that is known, in how many elements
+    differing: Sequence[tuple] = ()
     contract: dict[str, Any] = field(default_factory=dict)
-    placements: list[list[Box]] = field(default_factory=list)
+    placements: list[Placed] = field(default_factory=list)
     placed: dict[int, int] = field(default_factory=dict)  # number of a name -> that of its placement
 
 
@@ -43,31 +57,28 @@ class Table:
     view: int
     step: int
     names: list[int] = field(default_factory=list)
-    error: list[float | None] = field(default_factory=list)
-    tolerated: list[float | None] = field(default_factory=list)
-    largest: list[float | None] = field(default_factory=list)
-    tolerated_largest: list[float | None] = field(default_factory=list)
-    norm: list[float | None] = field(default_factory=list)
+    columns: dict[str, list[float | None]] = field(default_factory=lambda: {name: [] for name in COLUMNS})
     far: list[int] = field(default_factory=list)  # places of tensors that are too far
     small: list[int] = field(default_factory=list)  # too small to judge
     excused: list[int] = field(default_factory=list)  # another convention
     where: dict[int, str] = field(default_factory=dict)  # the micro batch and rank that a row is from
-    # What a distance hides, in words, and how many times what is tolerated it is
-    factors: dict[int, tuple[str, float | None]] = field(default_factory=dict)
+    factors: dict[int, str] = field(default_factory=dict)  # that a distance hides, in words
     pictures: dict[int, Picture] = field(default_factory=dict)
 
 
 @dataclass
 class Losses:
-    """Loss and gradient norm by step of each run; the differences are from the first."""
+    """Loss and gradient norm by step of each run, one that broke down having fewer; the differences are from the first."""
 
+    names: list[str]
     labels: list[str]
     steps: list[int]
     loss: list[list[float | None]]
     norm: list[list[float | None]]
-    tolerated: list[float | None] = field(
-        default_factory=list
-    )  # of the loss, by step; empty: not judged here
+    # Of the loss, by step: what is tolerated, and how far rounding errors take a control run; empty: not judged here
+    tolerated: list[float | None] = field(default_factory=list)
+    control: list[float | None] = field(default_factory=list)
+    floor: float | None = None  # the noise floor that is derived for it
 
 
 @dataclass
@@ -79,59 +90,58 @@ class Page:
     sentences: list[str]  # what else is to be said
     found_out: list[tuple[str, str]]  # how: weights, batches, versions, machine, command
     views: list[View] = field(default_factory=list)
-    names: list[str] = field(default_factory=list)  # of tensors; tables have their numbers
+    names: dict[str, int] = field(default_factory=dict)  # of tensors, with the numbers that tables have
     tables: list[Table] = field(default_factory=list)
     losses: Losses | None = None
+    # Module with an attention's projections, "" for all -> HEADS, as its configuration has them
+    heads: dict[str, list] = field(default_factory=dict)
     format: int = FORMAT
-
-    def __post_init__(self) -> None:
-        self._numbers: dict[str, int] = {}
 
     def add(
         self,
         view: View,
         step: int,
         rows: Iterable[Judgement],
-        boxes_of: Callable[[str], list[Box]],
+        placed: Mapping[str, Placed],
         excused: Iterable[str] = (),
     ) -> None:
-        """Adds the rows of a view in one step. `boxes_of` says which ranks hold what of a tensor, [] if that is not known."""
+        """Adds the rows of a view in one step. `placed` says where tensors lie on the ranks, as far as that is known."""
         if view not in self.views:
             self.views.append(view)
         table, known = Table(self.views.index(view), step), set(excused)
         for place, row in enumerate(rows):
-            number = self._numbers.setdefault(row.name, len(self.names))
-            if number == len(self.names):
-                self.names.append(row.name)
+            number = self.names.setdefault(row.name, len(self.names))
             table.names.append(number)
             distance = row.distance
-            table.error.append(short(distance.relative))
-            table.tolerated.append(short(_of(row.tolerated, distance.norm)))
-            table.largest.append(short(distance.relative_largest))
-            table.tolerated_largest.append(short(_of(row.tolerated_largest, distance.largest)))
-            table.norm.append(short(distance.own_norm))
-            kinds = (
-                (table.excused, row.name in known),
-                (table.far, row.too_far and row.name not in known),
-                (table.small, not row.judged and not row.too_far),
+            numbers = (
+                row.multiple,
+                distance.relative,
+                relative(row.tolerated, distance.norm),
+                distance.relative_largest,
+                relative(row.tolerated_largest, distance.largest),
+                distance.own_norm,
             )
-            for places, holds in kinds:
+            for column, value in zip(table.columns.values(), numbers, strict=True):
+                column.append(short(value))
+            excused_here = row.name in known
+            for places, holds in (
+                (table.excused, excused_here),
+                (table.far, row.too_far and not excused_here),
+                (table.small, not row.judged and not row.too_far),
+            ):
                 places += [place] if holds else []
             if row.where:
                 table.where[place] = row.where
             if row.factor is not None:
-                table.factors[place] = row.factor.describe(), short(row.factor.multiple)
+                table.factors[place] = row.factor.describe()
             if row.picture is not None:
                 table.pictures[place] = row.picture
-            boxes = boxes_of(row.name)
-            if boxes and number not in view.placed:
-                if boxes not in view.placements:
-                    view.placements.append(boxes)
-                view.placed[number] = view.placements.index(boxes)
+            where = placed.get(row.name, [])
+            if any(where):
+                if where not in view.placements:
+                    view.placements.append(where)
+                view.placed[number] = view.placements.index(where)
         self.tables.append(table)
-
-    def as_data(self) -> dict[str, Any]:
-        return {key: value for key, value in vars(self).items() if not key.startswith("_")}
 
 
 def nearest_of(rows: Iterable[Judgement]) -> tuple[int, str, float | None] | None:
@@ -143,8 +153,3 @@ def nearest_of(rows: Iterable[Judgement]) -> tuple[int, str, float | None] | Non
 def short(value: float, digits: int = DIGITS) -> float | None:
     """A number for people; None if it is not finite."""
     return float(f"{value:.{digits}g}") if math.isfinite(value) else None
-
-
-def _of(part: float, whole: float) -> float:
-    """A tolerance relative to the size of a tensor; of a tensor of zeros, nothing."""
-    return part / whole if whole else 0.0

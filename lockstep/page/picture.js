@@ -7,9 +7,12 @@ const DECADES = 6;
 function whereText(view, name, picture) {
   const all = picture.shape.reduce((one, two) => one * two, 1);
   const names = dimNames(page.names[name], picture.shape);
+  const heads = headsOf(name, picture.shape);
   const said = picture.shape.flatMap((size, dim) => {
     const found = spans(picture.slices[dim], size);
-    return found === null ? [] : [`${plural(names[dim], 2)} ${found} of ${size}`];
+    const head = heads?.dim === dim ? headText(heads, picture.slices[dim]) : null;
+    const slices = `${plural(names[dim], 2)} ${found} of ${size}`;
+    return found === null ? [] : [head ? `${head} (${slices})` : slices];
   });
   const place = said.length ? said.join(", ") : "in every part of it";
   const ranks = holders(view, name, picture);
@@ -20,18 +23,47 @@ function whereText(view, name, picture) {
 /** Which ranks have another copy of a tensor. */
 function copies(view, text) {
   const odd = page.views[view].differing.find(([, tensor]) => tensor === text);
-  return odd ? ` The copies of ${listed(odd[2])} differ from it.` : "";
+  return odd ? ` The copies of ${listed(odd[2])} differ from it${odd[3] ? `, in ${odd[3].map((count) => count.toLocaleString("en")).join(", ")} elements` : ""}.` : "";
 }
 
-/** The ranks whose shard, not the whole tensor, has all wrong elements; null if there is no such shard. */
+/** The ranks whose part, not the whole tensor, has all wrong elements; null if there is no such part. */
 function holders(view, name, picture) {
-  if (picture.slices.some((runs) => !runs.length || runs.length > 6)) return null;
-  const from = picture.slices.map((runs) => runs[0][0]);
-  const to = picture.slices.map((runs) => runs.at(-1)[0] + runs.at(-1)[1]);
-  const boxes = boxesOf(view, name);
-  if (boxes.length < 2) return null;
-  const found = boxes.find(([, start, size]) => start.length === from.length && start.every((first, dim) => first <= from[dim] && to[dim] <= first + size[dim]));
-  return found ? found[0] : null;
+  const held = heldOf(view, name);
+  if (held.length < 2 || picture.slices.some((runs) => !runs.length)) return null;
+  const inside = ([start, length], dim) => ([from, size]) => from[dim] <= start && start + length <= from[dim] + size[dim];
+  return held.find(({ boxes }) => picture.slices.every((runs, dim) => runs.every((run) => boxes.some(inside(run, dim)))))?.ranks ?? null;
+}
+
+/** [the largest error in boxes of a tensor, null if not finite; whether no block reaches out of them]; null where the boxes are in too many pieces. */
+function largestIn(picture, boxes) {
+  const { shape, blocks } = picture;
+  const columns = shape.at(-1);
+  const rows = shape.slice(0, -1).reduce((one, two) => one * two, 1);
+  const across = Math.ceil(columns / blocks[1]);
+  const found = boxes.map(([start, size]) => rectangles(shape, start, size));
+  if (found.some((one) => !one.length)) return null;
+  let [largest, whole] = [0, true];
+  const along = (first, count, block, length) => {
+    whole &&= first % block === 0 && ((first + count) % block === 0 || first + count === length);
+    return [Math.floor(first / block), Math.floor((first + count - 1) / block)];
+  };
+  for (const [row, column, high, wide] of found.flat()) {
+    if (!high || !wide) continue;
+    const [top, bottom] = along(row, high, blocks[0], rows);
+    const [left, right] = along(column, wide, blocks[1], columns);
+    for (let down = top; down <= bottom; down += 1) {
+      for (let at = left; at <= right; at += 1) {
+        const value = valueOf(picture, picture.cells[down * across + at]);
+        largest = value === null || largest === null ? null : Math.max(largest, value);
+      }
+    }
+  }
+  return [largest, whole];
+}
+
+/** The error that a cell of a picture stands for; null if it is not finite. */
+function valueOf(picture, cell) {
+  return cell === "." ? 0 : cell === "!" ? null : picture.largest * 10 ** (DECADES * (LEVELS.indexOf(cell) / 61 - 1));
 }
 
 /** The box of a shard as rectangles [row, column, rows, columns] of the tensor with all dims but the last laid out as rows. */
@@ -65,7 +97,7 @@ function drawPicture(view, name, picture) {
   const height = rows === 1 ? 28 : Math.max(1, Math.min(Math.floor(384 / down), width * 2));
   const canvas = el("canvas", { class: "picture", width: width * across, height: height * down, tabindex: 0, role: "img" });
   const at = el("p", { class: "at", "aria-live": "polite" }, "Arrow keys or the pointer read off a block.");
-  const valueOf = (cell) => (cell === "." ? 0 : cell === "!" ? null : picture.largest * 10 ** (DECADES * (LEVELS.indexOf(cell) / 61 - 1)));
+  const heads = headsOf(name, shape);
   const paint = () => {
     const style = getComputedStyle(document.documentElement);
     const ramp = [0, 1, 2, 3, 4].map((stop) => style.getPropertyValue(`--p${stop}`).trim());
@@ -77,10 +109,27 @@ function drawPicture(view, name, picture) {
       context.fillStyle = cell === "!" ? style.getPropertyValue("--bad") : mix(ramp, LEVELS.indexOf(cell) / 61);
       context.fillRect((place % across) * width, Math.floor(place / across) * height, width, height);
     });
+    divide(context, style);
     outline(context, style);
   };
+  // The borders of heads
+  const divide = (context, style) => {
+    const step = heads && (heads.size * (heads.dim === shape.length - 1 ? canvas.width : canvas.height)) / shape[heads.dim];
+    if (!heads || step < 6) return;
+    context.strokeStyle = style.getPropertyValue("--quiet");
+    context.lineWidth = 1;
+    context.setLineDash([2, 3]);
+    for (let head = 1; head < heads.count; head += 1) {
+      const at = Math.round(head * step) + 0.5;
+      context.beginPath();
+      if (heads.dim === shape.length - 1) [context.moveTo(at, 0), context.lineTo(at, canvas.height)];
+      else [context.moveTo(0, at), context.lineTo(canvas.width, at)];
+      context.stroke();
+    }
+    context.setLineDash([]);
+  };
   const outline = (context, style) => {
-    const boxes = boxesOf(view, name);
+    const boxes = heldOf(view, name).flatMap((held) => held.boxes.map((box) => [held.ranks, ...box]));
     if (boxes.length < 2) return;
     const [x, y] = [canvas.width / columns, canvas.height / rows];
     context.font = "600 12px system-ui, sans-serif";
@@ -104,8 +153,10 @@ function drawPicture(view, name, picture) {
   const place = [0, 0];
   const read = (row, column) => {
     [place[0], place[1]] = [Math.max(0, Math.min(down - 1, row)), Math.max(0, Math.min(across - 1, column))];
-    const value = valueOf(picture.cells[place[0] * across + place[1]]);
-    at.textContent = `${rangeText(shape, place[0] * picture.blocks[0], picture.blocks[0], rows)}columns ${place[1] * picture.blocks[1]} to ${Math.min(columns, (place[1] + 1) * picture.blocks[1]) - 1}: largest error ${value === 0 ? "0" : value === null ? "not finite" : `about ${value.toExponential(1)}`}`;
+    const value = valueOf(picture, picture.cells[place[0] * across + place[1]]);
+    const side = heads?.dim === shape.length - 1 ? 1 : 0;
+    const head = heads && headText(heads, [[place[side] * picture.blocks[side], Math.min(picture.blocks[side], shape[heads.dim] - place[side] * picture.blocks[side])]]);
+    at.textContent = `${head ? `${head}, ` : ""}${rangeText(shape, place[0] * picture.blocks[0], picture.blocks[0], rows)}columns ${place[1] * picture.blocks[1]} to ${Math.min(columns, (place[1] + 1) * picture.blocks[1]) - 1}: largest error ${value === 0 ? "0" : value === null ? "not finite" : `about ${value.toExponential(1)}`}`;
   };
   canvas.addEventListener("mousemove", (event) => {
     const box = canvas.getBoundingClientRect();
@@ -123,7 +174,8 @@ function drawPicture(view, name, picture) {
   const lowest = picture.largest * 10 ** -DECADES;
   const scale = el("p", { class: "scale" }, "0, ", sci(lowest), el("i"), sci(picture.largest), " |run − reference|");
   const laid = shape.length > 2 ? el("p", { class: "at" }, `${shape.slice(0, -1).join(" × ")} rows of ${columns}: ${dimNames(page.names[name], shape).slice(0, -1).join(", then ")}, one after the other.`) : null;
-  return el("div", {}, canvas, scale, at, laid);
+  const divided = heads ? el("p", { class: "at" }, `${heads.count} ${plural(heads.word, heads.count)} of ${heads.size} ${plural(dimNames(page.names[name], shape)[heads.dim], 2)}, divided by dotted lines.`) : null;
+  return el("div", {}, canvas, scale, at, divided, laid);
 }
 
 /** The rows of a block, in the indices of the leading dims. */

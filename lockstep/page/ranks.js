@@ -1,30 +1,75 @@
 // The mesh: the ranks on their axes, what each holds of the open tensor, and which disagree. And contracts, side by side.
 
+/** Rank -> in how many elements its copy of a tensor is another; null if that is not known. */
+function oddOf(view, step, text) {
+  const found = page.views[view].differing.filter(([at, tensor]) => at === step && tensor === text);
+  return new Map(found.flatMap(([, , ranks, counts = []]) => ranks.map((rank, place) => [rank, counts[place] ?? null])));
+}
+
 function showRanks(parent, state) {
   const view = page.views[state.view];
   parent.hidden = !view.ranks.length;
   if (parent.hidden) return;
   const name = state.tensor === null ? null : page.names[state.tensor];
-  const odd = new Set(view.differing.filter(([step, tensor]) => step === state.step && tensor === name).flatMap(([, , ranks]) => ranks));
-  const boxes = state.tensor === null ? [] : boxesOf(state.view, state.tensor);
+  const odd = oddOf(state.view, state.step, name);
+  const held = state.tensor === null ? [] : heldOf(state.view, state.tensor);
+  const shape = shapeOf(held);
   const axes = Object.keys(view.ranks[0]);
   const wide = axes.length ? Math.max(...view.ranks.map((place) => place[axes.at(-1)])) + 1 : 1;
   const cards = view.ranks.map((place, rank) => {
-    const box = boxes.find(([ranks]) => ranks.includes(rank));
-    const shape = box ? box[1].map((_, dim) => Math.max(...boxes.map(([, start, size]) => start[dim] + size[dim]))) : [];
+    const own = held.find(({ ranks }) => ranks.includes(rank));
     const coordinates = axes.filter((axis) => axis !== "rank").map((axis) => `${axis} ${place[axis]}`).join(", ");
     return el("div", { class: `rank ${odd.has(rank) ? "differs" : ""}` },
       el("b", {}, `rank ${rank}`), coordinates ? el("span", { class: "quiet" }, `${coordinates} `) : null,
-      box ? el("span", {}, boxText(name, shape, box[1], box[2])) : null,
+      own ? el("span", {}, heldText(name, shape, own.boxes)) : null,
       odd.has(rank) ? el("em", {}, " differs from the other ranks that hold it") : null);
   });
   const grid = el("div", { class: "mesh" }, ...cards);
   grid.style.gridTemplateColumns = `repeat(${Math.min(wide, 8)}, minmax(0, 1fr))`;
   const other = view.differing.filter(([step]) => step === state.step);
   parent.replaceChildren(el("h2", { id: "ranks-title" }, `Ranks of ${page.kind === "verification" ? view.label : "the run"}`),
-    el("p", { class: "quiet" }, name === null ? "" : boxes.length ? "What each holds of " : "It is not known what each holds of ", name === null ? null : el("code", {}, name)),
+    el("p", { class: "quiet" }, name === null ? "" : held.length ? "What each holds of " : "It is not known what each holds of ", name === null ? null : el("code", {}, name)),
     grid,
     other.length ? el("p", {}, `In step ${state.step}, ${other.length} tensors are not the same on all ranks that hold them; the first is `, el("code", {}, other[0][1]), `, on ${listed(other[0][2])}.`) : el("span"));
+}
+
+function shapeOf(held) {
+  const boxes = held.flatMap((one) => one.boxes);
+  return boxes.length ? boxes[0][0].map((_, dim) => Math.max(...boxes.map(([start, size]) => start[dim] + size[dim]))) : [];
+}
+
+function heldText(name, shape, boxes) {
+  return boxes.map(([start, size]) => boxText(name, shape, start, size)).join("; and ");
+}
+
+/** The open tensor on the ranks: what each holds of it, the largest error there, and whose copy is another. Nothing where there is nothing to tell apart. */
+function onRanks(state, row) {
+  const name = page.names[state.tensor];
+  const held = heldOf(state.view, state.tensor);
+  const odd = oddOf(state.view, state.step, name);
+  if (held.length < 2 && !odd.size) return [];
+  const shape = shapeOf(held);
+  // Ranks that differ from others with the same part have lines of their own.
+  const lines = (held.length ? held : [{ ranks: page.views[state.view].ranks.map((_, rank) => rank), boxes: [] }]).flatMap(({ ranks, boxes }) => {
+    const same = ranks.filter((rank) => !odd.has(rank));
+    return [...(same.length ? [{ ranks: same, boxes }] : []), ...ranks.filter((rank) => odd.has(rank)).map((rank) => ({ ranks: [rank], boxes }))];
+  });
+  const error = ({ ranks, boxes }) => {
+    if (odd.has(ranks[0])) return "its copy is another";
+    const found = row?.picture && boxes.length ? largestIn(row.picture, boxes) : null;
+    return found === null ? "" : found[0] === null ? "not finite" : found[0] === 0 ? "0" : `${found[1] ? "" : "at most "}${found[0].toExponential(1)}`;
+  };
+  const copy = ({ ranks, boxes }) => {
+    const count = odd.get(ranks[0]);
+    const all = boxes.reduce((sum, [, size]) => sum + size.reduce((one, two) => one * two, 1), 0);
+    if (!odd.has(ranks[0])) return odd.size ? "judged here" : "";
+    return count === null ? `differs${all ? `; it has ${all.toLocaleString("en")} elements` : ""}` : `${count.toLocaleString("en")} of ${all.toLocaleString("en")} elements differ`;
+  };
+  const head = ["rank", "holds", "largest error", ...(odd.size ? ["copy"] : [])];
+  const body = lines.map((line) => el("tr", { class: odd.has(line.ranks[0]) ? "differs-row" : "" },
+    el("td", {}, line.ranks.join(", ")), el("td", {}, heldText(name, shape, line.boxes)), el("td", { class: "number" }, error(line)), ...(odd.size ? [el("td", {}, copy(line))] : [])));
+  return [el("section", { id: "on-ranks" }, el("h3", {}, "On the ranks"), el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "The tensor on the ranks" }, el("table", {},
+    el("thead", {}, el("tr", {}, ...head.map((one) => el("th", { scope: "col", class: one === "largest error" ? "number" : "" }, one)))), el("tbody", {}, ...body))))];
 }
 
 function showContracts(parent) {

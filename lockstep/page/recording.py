@@ -1,11 +1,12 @@
 """The page of a recorded run: its tensors in a free pass of the reference, and each module by itself."""
 
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator
 from operator import attrgetter
+from typing import Any
 
-from lockstep.dumps.recording import Recording
+from lockstep.dumps.recording import Recording, Step
 from lockstep.ground import origin
-from lockstep.page.payload import Box, Page, View, nearest_of
+from lockstep.page.payload import HEADS, Page, Placed, View, nearest_of
 from lockstep.page.writing import write as write_page
 from lockstep.verdict import recorded_report
 from lockstep.verdict.recorded_rows import StepVerdict, times
@@ -14,8 +15,8 @@ from lockstep.verdict.recorded_run import RunVerdict
 # What the ranks wrote of a row's tensor: a module's output of the first micro batch, a gradient, an updated weight.
 KEYS = {"forward": "forward/0", "backward": "backward/0", "gradient": "gradient", "update": "updated"}
 VIEWS = {
-    "from the batch": "computed from the batch on; rounding errors pile up, and what follows a wrong module is wrong, too",
     "each module by itself": "computed from the inputs that the module had in the run, so what is wrong here is wrong by itself",
+    "from the batch": "computed from the batch on; rounding errors pile up, and what follows a wrong module is wrong, too",
 }
 
 
@@ -27,19 +28,21 @@ def write(recording: Recording, steps: list[StepVerdict], run: RunVerdict) -> No
         "recording",
         verdict,
         f"a recorded run of {run.steps} steps, {len(steps)} of them judged",
-        lead[:1].upper() + lead[1:],
+        lead,
         [*(line.strip() for line in said), *(f"{way}: {what}" for way, what in VIEWS.items())],
-        _found_out(recording, run),
+        _found_out(recording),
     )
+    for name, module in recording.build().named_modules():
+        if hasattr(module, "q_proj") and hasattr(module, "config"):
+            page.heads[name] = [getattr(module.config, entry, None) for entry in HEADS]
     ranks = [{"rank": rank} for rank in recording.steps[0]]
-    for way, rows_of in (
-        ("each module by itself", attrgetter("alone")),
-        ("from the batch", attrgetter("rows")),
-    ):
+    differing = [each for step in steps if step.wrong for each in _differing(recording, step.step)]
+    for way, rows_of in zip(VIEWS, map(attrgetter, ("alone", "rows")), strict=True):
         rows = [row for step in steps for row in rows_of(step)]
         if rows:
             far = [row for row in rows if row.too_far]
             view = View(
+                way,
                 way,
                 "FAIL" if far else "PASS",
                 f"{len(rows)} values of {len(steps)} steps",
@@ -47,25 +50,21 @@ def write(recording: Recording, steps: list[StepVerdict], run: RunVerdict) -> No
                 nearest_of(rows),
                 len(far),
                 ranks=ranks,
+                differing=differing,
             )
             for step in steps:
-                page.add(view, step.step, rows_of(step), _boxes_of(recording, step.step))
+                about = recording.steps[step.step - 1].values()
+                placed = {row.name: _places(about, row.name) for row in rows_of(step)}
+                page.add(view, step.step, rows_of(step), placed)
     write_page(page, recording.folder)
 
 
-def _found_out(recording: Recording, run: RunVerdict) -> list[tuple[str, str]]:
+def _found_out(recording: Recording) -> list[tuple[str, str]]:
     first = recording.steps[0][0]
     kinds = dict.fromkeys(optimizer.kind.replace(":", ".") for optimizer in first.optimizers)
-    micro = first.micro_batches[0]
     return [
         ("recording", f"{recording.folder.name}: {len(recording.steps)} steps of {first.world_size} ranks"),
-        ("whole run", f"{run.steps} steps, {run.samples} samples"),
-        ("micro batches", f"{len(first.micro_batches)} of a rank in step 1"),
         ("optimizer", ", ".join(kinds)),
-        (
-            "precision",
-            f"autocast {micro.autocast}" if micro.autocast else micro.param_dtype or "as the weights are",
-        ),
         ("reference", "the recorded model in float64, computed by one process on the recorded micro batches"),
         ("versions", f"recorded with torch {first.torch}"),
         ("judged", f"{origin.now()} by {origin.command()}"),
@@ -74,17 +73,29 @@ def _found_out(recording: Recording, run: RunVerdict) -> list[tuple[str, str]]:
     ]
 
 
-def _boxes_of(recording: Recording, step: int) -> Callable[[str], list[Box]]:
-    """What each rank wrote of a tensor. A rank has the whole output of a module for its own micro batch: no shard of another's."""
+def _differing(recording: Recording, step: int) -> Iterator[tuple[int, str, list[int], list[int]]]:
+    """Gradients and updated weights of which ranks have other copies than the first one that holds the same; and how many elements differ."""
+    for kind in ("gradient", "update"):
+        for name in recording.names(step, KEYS[kind]):
+            place, first, odd = f"{KEYS[kind]}/{name}", dict[str, int](), dict[int, int]()
+            for rank, about in recording.steps[step - 1].items():
+                one = first.setdefault(str(about.places.get(place)), rank)
+                if one != rank and place in about.places:
+                    own: Any = recording.part(rank, step, place)
+                    count = int((own != recording.part(one, step, place)).sum())
+                    odd |= {rank: count} if count else {}
+            if odd:
+                yield step, f"{kind}/{name}", list(odd), list(odd.values())
 
-    def boxes(name: str) -> list[Box]:
-        kind, _, rest = name.partition("/")
-        found: dict[tuple, list[int]] = {}
-        for rank, about in recording.steps[step - 1].items():
-            places = about.places.get(f"{KEYS.get(kind)}/{rest}", [])
-            for place in places[1:]:
-                if kind not in ("forward", "backward") or place.shape != places[0].full:
-                    found.setdefault((tuple(place.start or ()), tuple(place.shape or ())), []).append(rank)
-        return [(ranks, list(start), list(shape)) for (start, shape), ranks in found.items() if shape]
 
-    return boxes
+def _places(ranks: Iterable[Step], name: str) -> Placed:
+    """What each rank wrote of a tensor: the parts of weights. A rank has the whole output of a module for its own micro batch, or a part."""
+    kind, _, rest = name.partition("/")
+    return [
+        [
+            (part.start, part.shape)
+            for part in places[1:]
+            if kind in ("gradient", "update") or part.shape != places[0].full
+        ]
+        for places in (about.places.get(f"{KEYS.get(kind)}/{rest}", []) for about in ranks)
+    ]

@@ -11,11 +11,12 @@ function showTensor(parent, state) {
   const kind = KINDS[kindOf(text)] ?? kindOf(text);
   parent.replaceChildren(
     el("h3", { id: "tensor-name", tabindex: -1 }, el("code", {}, text)),
-    el("p", {}, `${kind}, step ${state.step}, ${page.views[state.view].label}: `,
+    el("p", {}, `${kind}, step ${state.step}, ${labelOf(state.view)}: `,
       row === null ? "it is not among the tensors of this step" : el("span", { class: row.far ? "far-text" : "" }, stateText(row)),
       row?.where ? ` (worst in ${row.where})` : ""),
     ...(row?.factor ? [el("p", { class: "where" }, row.factor)] : []),
     numbers(name, state),
+    ...onRanks(state, row),
     ...pictureOf(name, state, row),
   );
 }
@@ -27,7 +28,7 @@ function numbers(name, state) {
     const row = table.row(name);
     const now = table.view === state.view && table.step === state.step;
     return el("tr", { class: now ? "now" : "" },
-      el("td", {}, String(table.step)), el("td", {}, page.views[table.view].label),
+      el("td", {}, String(table.step)), el("td", {}, labelOf(table.view), el("br"), el("span", { class: "quiet" }, `norm ${row.norm === null ? "not finite" : row.norm}`)),
       el("td", { class: `number ${row.far ? "far-text" : ""}` }, `${shareText(row.share)}${row.far ? " ✕" : ""}`),
       ...[[row.error, row.tolerated], [row.largest, row.toleratedLargest]].map(([error, tolerated]) => el("td", { class: "number" }, sci(error), el("br"), el("span", { class: "quiet" }, `of ${sci(tolerated)}`))));
   });

@@ -4,7 +4,7 @@ import base64
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import jinja2
 
 from lockstep.ground.files import write_result
-from lockstep.page.payload import Page, View
+from lockstep.page.payload import Page
 
 HERE = Path(__file__).parent
 STYLES = ("vendor/uPlot.min.css", "page.css")
@@ -36,9 +36,9 @@ def write(page: Page, folder: Path) -> None:
 
 
 def html(page: Page) -> str:
-    text = json.dumps(_plain(page.as_data()), allow_nan=False, separators=(",", ":"))
+    text = json.dumps(_plain(page), allow_nan=False, separators=(",", ":"))
     payload = text.replace("<", "\\u003c")
-    return _rendered("page.html.jinja", SCRIPTS, page=page, failed=list(_failed(page)), payload=payload)
+    return _rendered("page.html.jinja", SCRIPTS, page=page, payload=payload)
 
 
 def write_listing(
@@ -67,16 +67,6 @@ def _rendered(template: str, scripts: Sequence[str], **given: Any) -> str:
 
 def _read(name: str) -> str:
     return (HERE / name).read_text(encoding="utf-8")
-
-
-def _failed(page: Page) -> Iterator[tuple[int, View]]:
-    """The views that failed, by their numbers, but for those whose first wrong tensor is that of an earlier one in the same run."""
-    seen: set[tuple] = set()
-    for number, view in enumerate(page.views):
-        where = (view.first and view.first[:2], page.kind == "verification" and number)
-        if view.first and where not in seen:
-            seen.add(where)
-            yield number, view
 
 
 def _plain(value: Any) -> Any:

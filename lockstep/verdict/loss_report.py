@@ -147,13 +147,15 @@ def draw(
 def _styles(names: list[str]) -> dict[str, Style]:
     """How the line of each run looks. Runs that agree lie on each other: a later one is thinner, has other dashes and another marker."""
     color, looks = colors(names), itertools.cycle(LOOKS)
-    styles = {}
+    styles: dict[str, Style] = {}
     for number, name in enumerate(names):
         thin = number / max(1, len(names) - 1)
         marker, dashes = ("", "-") if name == BASELINE else next(looks)
-        style = {"color": color[name], "marker": marker, "linestyle": dashes, "linewidth": 6 - 4.5 * thin}
         styles[name] = {
-            **style,
+            "color": color[name],
+            "marker": marker,
+            "linestyle": dashes,
+            "linewidth": 6 - 4.5 * thin,
             "markersize": 7 - 3 * thin,
             "markerfacecolor": "none",
             "markeredgewidth": 1.2,

@@ -25,7 +25,8 @@ class Picture:
     cells: str  # a character for each block, row by row: "." no error, "!" not finite, else one of LEVELS
     largest: float  # error of an element, at the highest level; each level below is DECADES / 61 less
     wrong: int  # elements that are off by more than is tolerated of one
-    slices: list[list[list[int]]]  # of each dim, [start, length] of the runs of slices with wrong elements
+    # Of each dim, [start, length] of the runs of slices with wrong elements; one behind RUNS of them holds all others
+    slices: list[list[list[int]]]
     elements: list[tuple[list[int], float, float]]  # index, the run's, the reference's; the farthest first
 
 
@@ -72,4 +73,6 @@ def _level(error: float, largest: float) -> str:
 
 def _slices(wrong: np.ndarray, dim: int) -> list[list[int]]:
     hit = wrong.any(axis=tuple(other for other in range(wrong.ndim) if other != dim))
-    return runs(np.flatnonzero(hit).tolist())[: RUNS + 1]
+    found = runs(np.flatnonzero(hit).tolist())
+    rest = found[RUNS:]
+    return [*found[:RUNS], *([[rest[0][0], sum(rest[-1]) - rest[0][0]]] if rest else [])]

@@ -1,13 +1,12 @@
 """The tables of the report of a tensor-level comparison: what was compared, and how far apart everything is."""
 
-import math
-from collections import Counter
 from collections.abc import Callable
 
 from lockstep.dumps.dump import Dump
 from lockstep.ground import origin
 from lockstep.inputs.architectures import in_words
 from lockstep.plan.mesh import Mesh
+from lockstep.verdict.distance import relative
 from lockstep.verdict.judgement import COMPUTED, pass_of
 from lockstep.verdict.result import Result
 
@@ -61,23 +60,10 @@ def about(result: Result) -> dict[str, str]:
 
 def wrong_tensors(result: Result) -> list[Line]:
     """All tensors that are too far, in order of execution, with what is tolerated of each."""
-    table: list[Line] = [
-        ("run", "step", "tensor", "relative error", "tolerated", "largest element", "tolerated")
-    ]
+    table: list[Line] = [("run", "step", "tensor", "error")]
     for name, run in result.runs.items():
-        for row in sorted(run.too_far, key=lambda row: (row.step, run.order[row.step][row.name])):
-            distance = row.distance
-            table.append(
-                (
-                    result.label(name),
-                    str(row.step),
-                    row.name,
-                    f"{distance.relative:.2e}",
-                    f"{ratio(row.tolerated, distance.norm):.1e}",
-                    f"{distance.relative_largest:.2e}",
-                    f"{ratio(row.tolerated_largest, distance.largest):.1e}",
-                )
-            )
+        rows = sorted(run.too_far, key=lambda row: (row.step, run.order[row.step][row.name]))
+        table += [(result.label(name), str(row.step), row.name, row.describe()) for row in rows]
     return table
 
 
@@ -89,15 +75,13 @@ def losses(result: Result) -> list[Line]:
         base = loss.by_strategy[result.baseline]
         exact = [f"{loss.reference:.9f}"] if result.has_reference else []
         own = [
-            f"{loss.by_strategy[name]:.9f} ({ratio(abs(loss.by_strategy[name] - base), base):.1e})"
+            f"{loss.by_strategy[name]:.9f} ({relative(abs(loss.by_strategy[name] - base), abs(base)):.1e})"
             for name in result.runs
         ]
-        table.append((str(loss.step), str(loss.dp_rank), *exact, *own, f"{ratio(loss.tolerated, base):.1e}"))
+        table.append(
+            (str(loss.step), str(loss.dp_rank), *exact, *own, f"{relative(loss.tolerated, abs(base)):.1e}")
+        )
     return table
-
-
-def ratio(part: float, whole: float) -> float:
-    return part / abs(whole) if whole else math.inf
 
 
 def norms(result: Result, kind: str) -> list[Line]:
@@ -107,47 +91,40 @@ def norms(result: Result, kind: str) -> list[Line]:
         if name.startswith(f"{kind}/"):
             own = {run: distance.own_norm for run, distance in tensor.distances.items()}
             base = own[result.baseline]
-            apart = max(abs(norm - base) for norm in own.values()) / base if base else 0.0
-            table.append((name, *(f"{norm:.6e}" for norm in own.values()), f"{apart:.1e}"))
+            apart = max(abs(norm - base) for norm in own.values())
+            table.append((name, *(f"{norm:.6e}" for norm in own.values()), f"{relative(apart, base):.1e}"))
     return table
 
 
 def worst(result: Result) -> list[Line]:
     """By run and pass: the largest relative distance, and the largest share of its tolerance."""
-    share = "largest share of the tolerated"
-    table: list[Line] = [("run", "pass", "tensors", "largest distance", "tolerated", "of", share, "of")]
+    table: list[Line] = [("run", "pass", "tensors", "largest distance", "largest share of the tolerated")]
     for name, run in result.runs.items():
         for which in ("batch", *COMPUTED):
             rows = [row for row in run.judged if row.which_pass == which]
-            if not rows:
-                continue
-            far = max(rows, key=lambda row: row.distance.relative)
-            near = max(rows, key=lambda row: row.multiple)
-            table.append(
-                (
-                    result.label(name),
-                    which,
-                    str(len(rows)),
-                    f"{far.distance.relative:.1e}",
-                    f"{ratio(far.tolerated, far.distance.norm):.1e}",
-                    far.name,
-                    f"{near.multiple:.2f}",
-                    near.name,
-                )
-            )
+            if rows:
+                far = max(rows, key=lambda row: row.distance.relative)
+                near = max(rows, key=lambda row: row.multiple)
+                of = f"{far.distance.relative:.1e} of {relative(far.tolerated, far.distance.norm):.1e}: {far.name}"
+                share = f"{near.multiple:.2f}: {near.name}"
+                table.append((result.label(name), which, str(len(rows)), of, share))
     return table
 
 
 def differences(result: Result) -> list[Line]:
-    """By tensor of the first step: the largest absolute and the relative difference from the first run."""
+    """By tensor of the first step, the largest first: the largest absolute and the relative difference from the first run."""
     others = list(result.runs)[1:]
     head = (f"{result.label(name)} {what}" for name in others for what in ("max abs", "relative"))
     table: list[Line] = [("tensor", *head)]
-    for tensor, measured in result.pairs.items():
-        cells = [tensor]
+    far = {
+        name: max((far for _, far in one.from_first.values()), default=0.0)
+        for name, one in result.pairs.items()
+    }
+    for tensor in sorted(far, key=far.__getitem__, reverse=True):
+        cells, measured = [tensor], result.pairs[tensor]
         for name in others:
-            (size, largest), norm = measured.from_first[name], measured.distances[name].norm
-            cells += [f"{largest:.2e}", f"{size / norm if norm else 0.0:.2e}"]
+            size, largest = measured.from_first[name]
+            cells += [f"{largest:.2e}", f"{relative(size, measured.distances[name].norm):.2e}"]
         table.append(tuple(cells))
     return table
 
@@ -157,13 +134,13 @@ def identical(result: Result) -> list[str]:
     if len(result.runs) < 2:
         return []
     one, other = map(result.label, list(result.runs)[-2:])
-    total = Counter(map(pass_of, result.pairs))
-    same = Counter(pass_of(name) for name, tensor in result.pairs.items() if tensor.last_two_identical)
-    exceptions = [name for name, tensor in result.pairs.items() if not tensor.last_two_identical]
     lines = [f"{one} and {other}, step 1:"]
-    lines += [f"- {which}: {same[which]} of {count} tensors bit-identical" for which, count in total.items()]
-    if exceptions:
-        lines += ["- the first that is not: " + exceptions[0], "", "Not identical: " + ", ".join(exceptions)]
+    for which in dict.fromkeys(map(pass_of, result.pairs)):
+        odd = {
+            name: not pair.last_two_identical for name, pair in result.pairs.items() if pass_of(name) == which
+        }
+        first = "".join(f"; {name} is not" for name in [name for name in odd if odd[name]][:1])
+        lines.append(f"- {which}: {len(odd) - sum(odd.values())} of {len(odd)} tensors bit-identical{first}")
     return lines
 
 
@@ -171,14 +148,9 @@ def replicas(result: Result) -> list[str]:
     lines = []
     for name, run in result.runs.items():
         count = sum(len(entry["tensors"]) for entry in run.dump.steps.values())
-        lines.append(
-            f"{result.label(name)}: {count - len(run.differing)} of {count} tensors equal on all ranks that hold them"
+        same = f"{result.label(name)}: {count - len(run.differing)} of {count} tensors equal on all ranks that hold them"
+        first = (
+            f"; {tensor} of step {step} differs on ranks {ranks}" for step, tensor, ranks in run.differing[:1]
         )
-        alike: dict[tuple[int, tuple[int, ...]], list[str]] = {}
-        for step, tensor, ranks in run.differing:
-            alike.setdefault((step, tuple(ranks)), []).append(tensor)
-        lines += [
-            f"- step {step}: {len(tensors)} tensors differ on ranks {', '.join(map(str, ranks))}, the first {tensors[0]}"
-            for (step, ranks), tensors in alike.items()
-        ]
+        lines.append("".join((same, *first)))
     return lines

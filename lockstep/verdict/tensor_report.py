@@ -12,11 +12,12 @@ from lockstep.ground.errors import printable
 from lockstep.ground.files import REPORTS, write_result
 from lockstep.verdict import report_tables as tables
 from lockstep.verdict.alone import REMEDY, sentence
+from lockstep.verdict.distance import relative
 from lockstep.verdict.judgement import Judgement, pass_of
-from lockstep.verdict.report_tables import Line, ratio
+from lockstep.verdict.report_tables import Line
 from lockstep.verdict.result import Result
 
-SHORT = 12  # rows of a long table that are printed; the file has all
+SHORT = 14  # lines of a long section
 LONGEST = 100_000  # characters of a line
 
 
@@ -25,13 +26,9 @@ def show(result: Result, output_dir: Path | None) -> int:
 
     If the report was written into a folder, only what fits on a screen is printed.
     """
-    short = _summary(result)
-    long = {} if output_dir is not None else _tables(result)
-    for title, lines in (*long.items(), *short.items()):
-        lines = lines[: lines.index("")] if "" in lines else lines
-        more = [f"... {len(lines) - SHORT} more rows; --output_dir writes all"]
-        shown = [*lines[:SHORT], *more] if title in long and len(lines) > SHORT + 3 else lines
-        text = [printable(line, LONGEST) for line in _as_text(shown, lambda cell: cell)]
+    sections = _summary(result) if output_dir is not None else {**_tables(result), **_summary(result)}
+    for title, lines in sections.items():
+        text = [printable(line, LONGEST) for line in _as_text(lines, lambda cell: cell)]
         print("\n".join(["", title, "-" * len(title), *text]))
     if output_dir is not None:
         print("\nReport: " + ", ".join(str(output_dir / name) for name in REPORTS))
@@ -52,24 +49,23 @@ def write(result: Result, folder: Path) -> None:
 
 def _summary(result: Result) -> dict[str, Sequence[Line]]:
     """Title -> lines of the sections that say what was found and why. Those that have nothing to say are left out."""
-    differing, said = configuration(result), notes(result)
-    return {
+    sections = {
         "Verdict": verdict(result),
-        **({"Configuration": differing} if differing else {}),
-        **({"Notes": said} if said else {}),
+        "Configuration": configuration(result),
+        "Notes": notes(result),
         "First tensor that is too far": first_tensors(result),
-        **({"Each module by itself": by_themselves(result)} if result.has_reference else {}),
-        **({"Cause": causes(result)} if result.outcome != "PASS" else {}),
+        "Each module by itself": by_themselves(result) if result.has_reference else [],
+        "Cause": causes(result) if result.outcome != "PASS" else [],
     }
+    return {title: lines for title, lines in sections.items() if lines}
 
 
 def _tables(result: Result) -> dict[str, Sequence[Line]]:
-    """Title -> lines of the other sections: text, or rows of tables as tuples, the head first."""
-    wrong = tables.wrong_tensors(result)
+    """Title -> lines of the other sections: text, or rows of tables as tuples, the head first. Of long ones, the first rows."""
     of = "the reference" if result.has_reference else "each other"
-    return {
+    found: dict[str, Sequence[Line]] = {
         "What was compared": [f"{what}: {value}" for what, value in tables.about(result).items()],
-        **({"Wrong tensors": wrong} if len(wrong) > 1 else {}),
+        "Wrong tensors": tables.wrong_tensors(result),
         "Loss by DP rank": tables.losses(result),
         "Layer output norms": tables.norms(result, "forward"),
         "Gradient norms": tables.norms(result, "backward") + tables.norms(result, "gradient")[1:],
@@ -78,6 +74,16 @@ def _tables(result: Result) -> dict[str, Sequence[Line]]:
         "Bit-identical tensors": tables.identical(result),
         "Replicas": tables.replicas(result),
     }
+    return {title: _first(lines) for title, lines in found.items() if len(lines) > 1}
+
+
+def _first(lines: Sequence[Line]) -> Sequence[Line]:
+    more = len(lines) - SHORT
+    return (
+        [*lines[:SHORT], f"... {more} more; report.html of --output_dir has all tensors"]
+        if more > 3
+        else lines
+    )
 
 
 def _as_text(lines: Sequence[Line], escape: Callable[[str], str]) -> list[str]:
@@ -262,8 +268,8 @@ def _of_row(run: str, row: Judgement) -> dict:
         "distance": _finite(distance.relative),
         "largest": _finite(distance.relative_largest),
         "of_tolerated": _finite(row.multiple),
-        "tolerated": _finite(ratio(row.tolerated, distance.norm)),
-        "tolerated_largest": _finite(ratio(row.tolerated_largest, distance.largest)),
+        "tolerated": _finite(relative(row.tolerated, distance.norm)),
+        "tolerated_largest": _finite(relative(row.tolerated_largest, distance.largest)),
         "norm": _finite(distance.own_norm),
         "judged": row.judged,
         "factor": row.factor and row.factor.describe(),
