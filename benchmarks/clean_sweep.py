@@ -117,6 +117,9 @@ def judge(folder: Path, strategies: list[Run]) -> tuple[list[dict], list[str], d
     for name, run in result.runs.items():
         for row in run.counted:
             worst[name][row.kind] = max(worst[name][row.kind], row.multiple)
+        for row in run.by_themselves:
+            kind = f"{row.kind} by itself"
+            worst[name][kind] = max(worst[name][kind], row.multiple)
     alarms = [
         {"strategy": name, "verdict": result.verdict(name), "first": run.failures[:1]}
         for name, run in result.runs.items()
@@ -177,7 +180,7 @@ def main() -> int:
                         worst[key] = max(worst[key], multiple)
         print(f"{len(rows)} configurations, alarms {[row for row in rows if row['alarms']]}", flush=True)
     for key in sorted(worst):
-        print(f"{key:<32} worst {worst[key]:.2f} of what is tolerated")
+        print(f"{key:<36} worst {worst[key]:.2f} of what is tolerated")
     count = sum(bool(row["alarms"]) for row in rows)
     if options.output:
         content = {

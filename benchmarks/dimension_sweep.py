@@ -131,7 +131,7 @@ def train(folder: Path, model: str, precision: str, seeds: list[int]) -> None:
 
 
 def judge(folder: Path, model: str, precision: str, seed: int) -> dict[str, dict]:
-    """Name of a run -> its alarms, and the largest multiple of what is tolerated of a tensor."""
+    """Name of a run -> its alarms, and the largest multiples of what is tolerated of a tensor, from the batch and by itself."""
     found = {}
     baseline, control = (history.read(history_file(folder / "losses", name)) for name in (BASELINE, CONTROL))
     tolerance = loss_curves.tolerance_for(baseline, control)
@@ -145,7 +145,8 @@ def judge(folder: Path, model: str, precision: str, seed: int) -> dict[str, dict
             result.verdict(run) != "PASS"
         )
         alarms += [] if curve.passed else [f"losses: {curve.as_dict()}"]
-        found[name] = {"alarms": alarms, "worst": result.runs[run].nearest}
+        own = result.runs[run]
+        found[name] = {"alarms": alarms, "worst": own.nearest, "worst_by_itself": own.nearest_by_itself}
     return found
 
 

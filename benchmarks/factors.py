@@ -19,6 +19,7 @@ from pathlib import Path
 from unittest import mock
 
 import matplotlib
+import numpy as np
 import torch
 import transformers
 from outputs import output
@@ -226,7 +227,7 @@ def main() -> None:
         "nearest": nearest,
         "wrong": wrong,
         "smallest": {
-            precision: float(torch.cat(found).min()) for precision, found in all_chances.items() if found
+            precision: float(np.concatenate(found).min()) for precision, found in all_chances.items() if found
         },
         "limits": {kind: {"tensors": len(found), **_limits(found)} for kind, found in sorted(limits.items())},
     }
@@ -243,15 +244,15 @@ def _limits(found: list[int | None]) -> dict[str, float | None]:
     return {name: None if k is None else 2.0**-k for name, k in of.items()}
 
 
-def _draw(all_chances: dict[str, list[torch.Tensor]], path: Path) -> None:
+def _draw(all_chances: dict[str, list[np.ndarray]], path: Path) -> None:
     matplotlib.use("agg")
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(6, 4))
     for (precision, found), style in zip(all_chances.items(), ("-", "--", ":"), strict=True):
         if found:
-            order = torch.cat(found).sort().values
-            axes.loglog(order, torch.arange(1, len(order) + 1) / len(order), style, label=precision)
+            order = np.sort(np.concatenate(found))
+            axes.loglog(order, np.arange(1, len(order) + 1) / len(order), style, label=precision)
     axes.loglog([1e-12, 1], [1e-12, 1], color="0.6", linewidth=0.8, label="as many as tolerated")
     axes.set_xlabel("chance that rounding errors give such a factor, by the bound")
     axes.set_ylabel("share of projections of correct runs")

@@ -4,9 +4,10 @@ import json
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from lockstep.dumps import manifest as manifest_file
-from lockstep.dumps.dump import ITEMSIZE, Dump
+from lockstep.dumps.dump import ITEMSIZE, TORCH, Dump
 from lockstep.dumps.step_file import checksum
 
 
@@ -31,14 +32,36 @@ def take_out(folder: Path, chosen, *, steps=("1", "2")) -> int:
 
 
 def overwrite(folder: Path, step: int, name: str, word: int, bits: int) -> None:
-    """Write other bits into one word of a tensor, and their checksum into the manifest: an honest dump of other numbers."""
+    """Write other bits into one word of a tensor: an honest dump of other numbers."""
+    itemsize = ITEMSIZE[Dump(folder)._places[step][name][1]]
+
+    def change(data: np.ndarray) -> None:
+        data[word * itemsize : (word + 1) * itemsize] = list(bits.to_bytes(itemsize, "little"))
+
+    change_bytes(folder, step, name, change)
+
+
+def change_tensor(folder: Path, step: int, name: str, change) -> None:
+    """change(tensor), in place: an honest dump of other numbers."""
+    _, dtype, shape = Dump(folder)._places[step][name]
+    change_bytes(
+        folder,
+        step,
+        name,
+        lambda data: change(torch.from_numpy(data).view(TORCH[dtype]).view(shape)),
+    )
+
+
+def change_bytes(folder: Path, step: int, name: str, change) -> None:
+    """change(bytes of a tensor), in place, and write them with their checksum."""
     offset, dtype, shape = Dump(folder)._places[step][name]
     itemsize = ITEMSIZE[dtype]
     with open(folder / f"step_{step}.safetensors", "r+b") as file:
-        file.seek(offset + word * itemsize)
-        file.write(bits.to_bytes(itemsize, "little"))
         file.seek(offset)
-        data = np.frombuffer(file.read(int(np.prod(shape)) * itemsize), dtype=np.uint8)
+        data = np.frombuffer(file.read(int(np.prod(shape)) * itemsize), dtype=np.uint8).copy()
+        change(data)
+        file.seek(offset)
+        file.write(data.tobytes())
     edit(
         folder,
         lambda manifest: manifest["steps"][str(step)]["tensors"][name].update(

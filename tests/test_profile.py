@@ -3,9 +3,7 @@
 import contextlib
 import json
 import re
-import shutil
 import sys
-import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +14,7 @@ from real_runs import environment, folders
 from torch.autograd import DeviceType
 
 from lockstep.ground.errors import UserError
+from lockstep.running import jobs
 from lockstep.training import profiled
 
 SMALL = ["--batch_size", "2", "--seq_length", "32", "--num_layers", "1", "--device", "cpu"]
@@ -178,23 +177,21 @@ def test_a_rank_that_comes_late_is_waited_for(tmp_path, strategy, waits):
         require_trace(tmp_path / f"trace_{strategy.lower()}_rank{rank}.json", (2, 3))
 
 
-def test_under_ray(tmp_path):
-    """DeepSpeed in Ray's workers, after the captured steps; a second run replaces the traces, and no file of somebody else."""
-    short = tempfile.mkdtemp(dir="/tmp")  # the names of Ray's sockets must be
-    command = ["train_deepspeed.py", *folders(tmp_path), *SMALL, "--debug_steps", "4", "--profile", "1"]
-    command += ["--capture_dir", str(tmp_path / "tensors"), "--capture_steps", "2"]
-    done = completed([sys.executable, *command], env=environment(RAY_TMPDIR=short))
-    shutil.rmtree(short, ignore_errors=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert parts(done.stdout)[:2] == [3, 3]
-    for rank in range(4):
+def test_deepspeed(tmp_path, capsys):
+    """After the captured steps; a second run replaces the traces, and no file of somebody else. Under Ray: test_terminal.py."""
+    flags = [*folders(tmp_path), *SMALL, "--dp_size", "1", "--debug_steps", "4", "--profile", "1"]
+    flags += ["--capture_dir", str(tmp_path / "tensors"), "--capture_steps", "2"]
+    job = {"strategy": "deepspeed", "arguments": flags}
+    jobs.start_all_groups([(2, [job])], tmp_path / "work", shown=True)
+    assert parts(capsys.readouterr().out)[:2] == [3, 3]
+    for rank in range(2):
         require_trace(tmp_path / f"trace_deepspeed_rank{rank}.json", (3,))
-    again = [*command, "--overwrite", "--dry_run"]
+    again = ["train_deepspeed.py", *flags, "--overwrite", "--dry_run"]
     assert in_process(*again).returncode == 0
-    (tmp_path / "trace_deepspeed_rank3.json").write_text("{}")
+    (tmp_path / "trace_deepspeed_rank1.json").write_text("{}")
     done = in_process(*again)
     assert (
-        done.returncode == 2 and "rank3.json was not written by Lockstep and is not replaced" in done.stderr
+        done.returncode == 2 and "rank1.json was not written by Lockstep and is not replaced" in done.stderr
     )
 
 

@@ -27,26 +27,30 @@ def steps_of(text, label, total):
     return [int(one[1]) for one in found if one]
 
 
-@pytest.mark.parametrize("quiet", [False, True])
-def test_a_run_under_ray(tmp_path, ray, quiet):
-    """DeepSpeed, from Ray's workers."""
-    command = [sys.executable, "train_deepspeed.py", *folders(tmp_path), *SMALL, "--debug_steps", "8"]
-    status, text = on_terminal([*command, *["--quiet"] * quiet], columns=120, env=ray)
-    label = "DeepSpeed AutoTP (TP=2, DP=2)"
-    last = f"{label}: 8 steps in "
+def test_a_run_under_ray(tmp_path, ray):
+    """DeepSpeed, from Ray's workers, with the line of a profile."""
+    flags = [*folders(tmp_path), *SMALL, "--dp_size", "1", "--debug_steps", "100", "--profile", "1"]
+    status, text = on_terminal([sys.executable, "train_deepspeed.py", *flags], columns=120, env=ray)
+    label = "DeepSpeed AutoTP (TP=2, DP=1)"
     assert status == 0, text
-    lines = [line for line in screen_of(text) if line]
-    if quiet:
-        assert len(lines) == 1 and lines[0].startswith(last) and states_of(text) == []
-        return
-    assert (
-        len(lines) == 2
-        and lines[0].startswith(f"{label}: built-in architecture")
-        and lines[1].startswith(last)
-    )
-    steps = steps_of(text, label, 8)
+    first, profile, last = (line for line in screen_of(text) if line)
+    assert first.startswith(f"{label}: built-in architecture") and last.startswith(f"{label}: 100 steps in ")
+    assert profile.startswith(f"{label}: steps 2 to 2 profiled: ")
+    assert {path.name for path in tmp_path.glob("trace_*")} == {
+        f"trace_deepspeed_rank{rank}.json" for rank in (0, 1)
+    }
+    steps = steps_of(text, label, 100)
     assert steps[0] == 1 and len(steps) > 1 and steps == sorted(steps)
-    assert len(states_of(text)) == len(steps) + 1, "the last line takes the place of the moving one"
+    assert len(states_of(text)) == len(steps) + 1, "the profile's line takes the place of the moving one"
+
+
+def test_a_quiet_run_says_its_last_line_alone(tmp_path):
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "1"]
+    flags = [*folders(tmp_path), *SMALL, "--dp_size", "1", "--debug_steps", "4", "--quiet"]
+    status, text = on_terminal([*launcher, "train_ddp.py", *flags], columns=120, env=environment())
+    assert status == 0 and states_of(text) == [], text
+    (last,) = (line for line in screen_of(text) if line.startswith("DDP "))  # a library may warn
+    assert last.startswith("DDP (TP=1, DP=1): 4 steps in ")
 
 
 def test_a_run_under_torchrun_that_fails(tmp_path):

@@ -19,7 +19,7 @@ LEFT = 0.05  # the share of an error that an explanation may leave
 
 
 class Case:
-    """A run of a finished comparison with at least one failure.
+    """A run of a finished comparison with at least one failure from the batch.
 
     `first` is the first wrong tensor, in step `step`; with `failure`, the one that it names. `rows` has the judgements of all tensors of that step by name, `entry` is
     what the manifest says of the step. Tensors are whole, in float64.
@@ -36,7 +36,7 @@ class Case:
         self.result, self.strategy, self.reference, self._replay = result, strategy, reference, replay
         self.found = result.runs[strategy]
         self.dump = self.found.dump
-        self.step, _, self.first, _ = failure or self.found.failures[0]
+        self.step, _, self.first, _ = failure or self.found.failures_from_batch[0]
         self.options = self.dump.run["config"]
         self.names = self.dump.layout.names
         self.mesh = Mesh.of_options(self.options)
@@ -55,7 +55,7 @@ class Case:
     def first_of_later_steps(self) -> list[Failure]:
         """The first failure of every later step that has one."""
         later: dict[int, Failure] = {}
-        for failure in self.found.failures:
+        for failure in self.found.failures_from_batch:
             if failure[0] > self.step:
                 later.setdefault(failure[0], failure)
         return list(later.values())

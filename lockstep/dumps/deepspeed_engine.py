@@ -1,12 +1,19 @@
-"""Record a DeepSpeed engine. Its optimizers are none of torch's: the engine says when a step is, and its own readers make tensors whole."""
+"""Record a DeepSpeed engine that updates copies of the weights: ZeRO 1 to 3, fp16, bf16. Its own readers make tensors whole.
 
+The engine's optimizer holds flat pieces, none of them a parameter. So the engine says when a step is, its readers say what the optimizer
+keeps of each parameter, and its groups say by which settings that is updated. An engine of stage 0 in float32 steps the parameters
+themselves: the hooks of torch see that, but for the norm that it clips by.
+"""
+
+import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
 
 from lockstep.dumps import tree
+from lockstep.dumps.optimizers import kind_of, settings_of
 
 
 class Recorder(Protocol):
@@ -22,36 +29,52 @@ class Recorder(Protocol):
     def keep_shard(self, name: str, tensor: torch.Tensor) -> None: ...
     def keep_weight(self, name: str, tensor: torch.Tensor) -> None: ...
     def keep_updated(self, name: str, tensor: torch.Tensor) -> None: ...
+    def keep_state(self, name: str, tensor: torch.Tensor) -> None: ...
+    def keep_updated_state(self, name: str, tensor: torch.Tensor) -> None: ...
+    def see_clip(self, parameters: list[torch.Tensor], max_norm: float, norm: float) -> None: ...
 
 
 def watch(recorder: Recorder) -> bool:
     """Wrap the engine's step, if DeepSpeed is imported by now; returns whether it is."""
     if "deepspeed" not in sys.modules:
         return False
-    from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime import engine as file
 
-    real = DeepSpeedEngine.step
+    real_step, real_clip = file.DeepSpeedEngine.step, file.clip_grad_norm_
 
     def step(engine: Any, *arguments: Any, **options: Any) -> Any:
         ends = (
             engine.is_gradient_accumulation_boundary()
             and tree.inner(engine) is recorder.model
             and recorder.micro
+            and not isinstance(engine.optimizer, torch.optim.Optimizer)
         )
         if ends:
             recorder.engine_steps = True
             _see_gradients(recorder, engine)
-        result = real(engine, *arguments, **options)
+        result = real_step(engine, *arguments, **options)
         if ends:
             _see_weights(recorder, recorder.keep_updated)
+            for name, value in _state_of(recorder, engine.optimizer):
+                recorder.keep_updated_state(name, value)
             norm = engine.get_global_grad_norm()
             if engine.gradient_clipping() > 0 and norm is not None:
                 bound = float(engine.gradient_clipping())
                 recorder.clips.append({"max_norm": bound, "norm": float(norm), "later": True})
         return result
 
-    DeepSpeedEngine.step = step
-    recorder.removing.append(lambda: setattr(DeepSpeedEngine, "step", real))
+    def clip(parameters: Any, max_norm: float, *arguments: Any, **options: Any) -> Any:
+        parameters = list(parameters)
+        norm = real_clip(parameters, max_norm, *arguments, **options)
+        recorder.see_clip(parameters, float(max_norm), float(norm))
+        return norm
+
+    for place, name, own, real in (
+        (file.DeepSpeedEngine, "step", step, real_step),
+        (file, "clip_grad_norm_", clip, real_clip),
+    ):
+        setattr(place, name, own)
+        recorder.removing.append(functools.partial(setattr, place, name, real))
     return True
 
 
@@ -76,6 +99,59 @@ def _see_gradients(recorder: Recorder, engine: Any) -> None:
         gradient = safe_get_full_grad(parameter)
         if gradient is not None:
             recorder.keep_shard(f"gradient/{name}", gradient)
-    trained = [name for name, parameter in names.items() if parameter.requires_grad]
-    kind = f"deepspeed:{type(engine.optimizer).__qualname__}"
-    recorder.optimizers.append({"class": kind, "groups": [{"params": trained}], "strangers": 0})
+    for name, value in _state_of(recorder, engine.optimizer):
+        recorder.keep_state(name, value)
+    groups = list(_groups(recorder, engine.optimizer))
+    kind = kind_of(engine.optimizer.optimizer if _is_linked(recorder) else engine.optimizer)
+    recorder.optimizers.append({"class": kind, "groups": groups, "strangers": 0})
+
+
+def _is_linked(recorder: Recorder) -> bool:
+    """Whether DeepSpeed's readers know the parts of the copies that are the model's parameters: not so of fp16 and bf16 in stage 0."""
+    parameters = list(recorder.model.parameters())
+    return any(hasattr(one, "ds_id") or hasattr(one, "_hp_mapping") for one in parameters)
+
+
+def _state_of(recorder: Recorder, engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """state/KEY/NAME -> what the optimizer keeps of a parameter, whole; nothing before its first step. `engine` is the engine's optimizer."""
+    from deepspeed.utils import safe_get_full_optimizer_state
+
+    inner = engine.optimizer
+    states = list(inner.state.values()) if _is_linked(recorder) else []
+    keys = sorted({key for state in states for key, value in state.items() if getattr(value, "ndim", 0) == 1})
+    count = next((state["step"] for state in states if "step" in state), None)  # all are stepped together
+    for parameters, group in zip(_lists(engine), inner.param_groups, strict=False):
+        # DeepSpeed 0.19 links all groups after it has stepped the first one, so its reader finds nothing of the others.
+        for one in parameters if keys else ():
+            mapping = getattr(one, "_hp_mapping", None)
+            if mapping is not None:
+                (flat,) = group["params"]
+                mapping.set_optim_state_fragment(flat, inner.state[flat])
+    for name, parameter in tree.named_parameters(recorder.model).items():
+        if not parameter.requires_grad:
+            continue
+        for key in keys:
+            yield f"state/{key}/{name}", safe_get_full_optimizer_state(parameter, key)
+        if count is not None:
+            yield f"state/step/{name}", torch.tensor(float(count))
+
+
+def _lists(engine: Any) -> list[list[torch.nn.Parameter]]:
+    """The model's parameters, of each group of the optimizer; stage 3 divides groups again."""
+    return next(
+        vars(engine)[key] for key in ("bit16_groups", "bf16_groups", "fp16_groups") if key in vars(engine)
+    )
+
+
+def _groups(recorder: Recorder, engine: Any) -> Iterator[dict[str, Any]]:
+    """The settings of each group, and the model's parameters that it updates; `engine` is the engine's optimizer."""
+    names = {id(one): name for name, one in tree.named_parameters(recorder.model).items()}
+    of_list = vars(engine).get("sub_group_to_group_id", {})
+    for number, said in enumerate(settings_of(engine.optimizer)):
+        own = [
+            one
+            for place, some in enumerate(_lists(engine))
+            if of_list.get(place, place) == number
+            for one in some
+        ]
+        yield {**said, "params": [names.get(id(one)) for one in own]}

@@ -103,6 +103,12 @@ class Dump:
         """Whether its optimizer is not one of the built-in ones."""
         return self.run["config"]["optimizer"] not in OPTIMIZERS
 
+    @property
+    def samples(self) -> Samples:
+        """How its samples are made, but for their seed."""
+        config = self.run["config"]
+        return Samples(config["labels"], config["padding"], config["documents"])
+
     @functools.cache  # noqa: B019 - a dump lives as long as its comparison
     def expected(self, step: int) -> dict[str, tuple[int, ...]]:
         """Name -> shape of every tensor that the step must have, in order of execution."""
@@ -113,8 +119,7 @@ class Dump:
         elif self.is_replay:  # which steps an optimizer of the user's own, too
             kinds = ("gradient", *self.layout.state, "parameter") if self.has_own_optimizer else ("gradient",)
         rows = config["batch_size"] * config["gradient_accumulation_steps"] * config["dp_size"]
-        further = Samples(padding=config["padding"], documents=config["documents"]).further
-        return self.layout.of_step(kinds, rows, config["seq_length"], further)
+        return self.layout.of_step(kinds, rows, config["seq_length"], self.samples.further)
 
     def has(self, step: int, *names: str) -> bool:
         """Whether a step has all of these tensors."""

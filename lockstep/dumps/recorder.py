@@ -43,6 +43,7 @@ from lockstep.dumps import deepspeed_engine, tree
 from lockstep.dumps.hashes import digest
 from lockstep.dumps.model_outputs import mapped, outputs_of
 from lockstep.dumps.module_hooks import ModuleHooks
+from lockstep.dumps.optimizers import PLAIN, kind_of, settings_of, state_of
 from lockstep.dumps.plain_shards import PlainShards
 from lockstep.dumps.whole_run import WholeRun
 from lockstep.ground.blocks import blocks, pieces
@@ -53,7 +54,6 @@ from lockstep.inputs.model import being_recomputed
 FORMAT = 1
 STEPS = 2
 EVERY_MODULE = "*"
-PLAIN = (bool, int, float, str, type(None))
 NOTED: dict[str, torch.Tensor] = {}  # by lockstep.record.batch, for the next training call of the model
 
 
@@ -136,14 +136,14 @@ class Recorder:
         ) -> Any:
             parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
             whole = total_norm.full_tensor() if isinstance(total_norm, DTensor) else total_norm
-            self._see_clip(parameters, float(max_norm), float(whole))
+            self.see_clip(parameters, float(max_norm), float(whole))
             return real(parameters, max_norm, total_norm, *rest, **options)
 
         for place, name in ((module, "_clip_grads_with_norm_"), (torch.nn.utils, "clip_grads_with_norm_")):
             setattr(place, name, noted)
             self.removing.append(functools.partial(setattr, place, name, real))
 
-    def _see_clip(self, parameters: list[torch.Tensor], max_norm: float, norm: float) -> None:
+    def see_clip(self, parameters: list[torch.Tensor], max_norm: float, norm: float) -> None:
         about = {"max_norm": max_norm, "norm": norm, "after": len(self.micro)}
         clip = next((one for one in self.clips if one.items() >= about.items()), None)
         if clip is None:  # else parameters of several meshes, which are clipped in groups, by one norm
@@ -191,6 +191,15 @@ class Recorder:
         """A parameter after the update."""
         self.keep_shard(f"updated/{name}", tensor)
         self.digests[f"weight/{name}"] = _digest(tensor)
+
+    def keep_state(self, name: str, tensor: torch.Tensor) -> None:
+        """What an optimizer keeps of a parameter before the step; `name` is state/KEY/NAME."""
+        self.keep_shard(name, tensor)
+        self._is_as_before(name, tensor)
+
+    def keep_updated_state(self, name: str, tensor: torch.Tensor) -> None:
+        """The same after the update, of which a hash is kept."""
+        self.digests[name] = _digest(tensor)
 
     def _is_as_before(self, name: str, tensor: torch.Tensor) -> bool:
         """Whether a tensor is what the step before ended with; where it ended with another, that is noted."""
@@ -361,23 +370,20 @@ class Recorder:
         for parameter in final:
             if parameter.grad is not None:
                 self.keep_shard(f"gradient/{names[id(parameter)]}", parameter.grad)
-        groups = []
-        for group in optimizer.param_groups:
-            said = {key: value for key, value in group.items() if key != "params" and _is_plain(value)}
-            said |= {key: float(value) for key, value in group.items() if isinstance(value, torch.Tensor)}
-            groups.append({**said, "params": [names.get(id(one)) for one in group["params"]]})
-        kind = type(optimizer)
+        groups = [
+            {**said, "params": [names.get(id(one)) for one in group["params"]]}
+            for said, group in zip(settings_of(optimizer), optimizer.param_groups, strict=True)
+        ]
         self.optimizers.append(
             {
-                "class": f"{kind.__module__}:{kind.__qualname__}",
+                "class": kind_of(optimizer),
                 "groups": groups,
                 "strangers": sum(id(one) not in names for one in held),
                 "again": again,
             }
         )
-        for name, value in _state_of(optimizer, names):
-            self.keep_shard(name, value)
-            self._is_as_before(name, value)
+        for name, value in state_of(optimizer, names):
+            self.keep_state(name, value)
 
     def _after_update(self, optimizer: torch.optim.Optimizer, _arguments: tuple, _options: dict) -> None:
         if optimizer is not self.stepping:
@@ -389,7 +395,8 @@ class Recorder:
         for name, parameter in own.items():
             self.keep_updated(name, parameter)
         names = {id(parameter): name for name, parameter in own.items()}
-        self.digests |= {name: _digest(value) for name, value in _state_of(optimizer, names)}
+        for name, value in state_of(optimizer, names):
+            self.keep_updated_state(name, value)
 
     def _write(self) -> None:
         if self.rank == 0 and self.step == 1:
@@ -432,15 +439,6 @@ def write_model(folder: Path, about: tree.TREE, tensors: dict[str, torch.Tensor]
     }
     save_file(whole, folder / "model.safetensors")
     write_text(folder / "model.json", json.dumps({"format": FORMAT, "tree": about}))
-
-
-def _state_of(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """state/KEY/NAME -> what an optimizer keeps of the model's parameters; `names` are theirs by id."""
-    for parameter, state in optimizer.state.items():
-        name = names.get(id(parameter))
-        for key, value in state.items() if name is not None else ():
-            if isinstance(value, torch.Tensor):
-                yield f"state/{key}/{name}", value
 
 
 def _digest(tensor: torch.Tensor) -> int:
@@ -494,10 +492,4 @@ def _data_parallel(model: torch.nn.Module) -> list[int]:
     ]
     return sorted(
         {rank for group in groups if group for rank in group.mesh_info.mesh.mesh.flatten().tolist()}
-    )
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, PLAIN) or (
-        isinstance(value, (tuple, list)) and all(isinstance(one, PLAIN) for one in value)
     )

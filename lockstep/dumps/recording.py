@@ -43,12 +43,21 @@ class Clip(Strict):
     after: Whole | None = None  # so many micro batches; None: all of them
     parameters: list[Name] = []  # those with a gradient; empty: not known
 
+    @property
+    def factor(self) -> float:
+        """By which gradients are multiplied."""
+        return min(1.0, self.max_norm / (self.norm + 1e-6))
+
 
 class Optimizer(Strict):
     kind: Annotated[Name, Field(alias="class")]
     groups: list[dict[str, Any]]
     strangers: Whole
     again: bool = False  # it has stepped before, with the same gradient
+
+    @property
+    def is_of_deepspeed(self) -> bool:
+        return self.kind.startswith("deepspeed.")
 
 
 class Place(Strict):

@@ -51,7 +51,7 @@ class WholeRun:
         self.rates: list[float] = []
         self.scheduled: Counter[tuple[str, int]] = Counter()  # by whom, and which schedule
         self.data_sets: set[int] = set()
-        self.evaluated = 0
+        self.evaluated, self.called = 0, False
 
     def see_evaluation(self, output: torch.Tensor | None) -> None:
         """`output` is what the model returned in evaluation mode; a gradient that arrives there trains it."""
@@ -69,6 +69,7 @@ class WholeRun:
         if self.stepped:
             self._end_step()
             self.rates = self.coming if self.updating else []
+        self.called = True
         tensors = [one for one in tree_leaves(given) if isinstance(one, torch.Tensor) and one.ndim > 0]
         if tensors:
             mask = given.get("attention_mask")
@@ -97,7 +98,8 @@ class WholeRun:
         self.updating, self.calls_in_update = True, 0
 
     def _after_update(self, _optimizer: torch.optim.Optimizer, _arguments: tuple, _options: dict) -> None:
-        self.updating, self.stepped = False, True
+        # Some libraries step once before the first call, so that the optimizer has its memory.
+        self.updating, self.stepped = False, self.called
 
     def _see_schedule(self, schedule: object, *_: object) -> None:
         caller = sys._getframe(2).f_globals.get("__name__", "").partition(".")[0]

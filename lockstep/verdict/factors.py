@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch.nn import functional as F
 
@@ -49,9 +50,9 @@ class Projections:
 
     name: str
     parts: list[str]
-    excess: torch.Tensor
-    errors: torch.Tensor  # standard errors
-    freedom: torch.Tensor  # their degrees of freedom
+    excess: np.ndarray
+    errors: np.ndarray  # standard errors
+    freedom: np.ndarray  # their degrees of freedom
 
 
 class Factors:
@@ -82,26 +83,31 @@ class Factors:
 def farthest(one: Projections, number: int) -> Factor:
     """The part that is farthest from, or beyond, what is tolerated of one of `number` projections."""
     # Student's tail, bounded: P(|t| > x) < (1 + x^2 / n)^(-(n - 1) / 2) for x > 1
-    freedom = one.freedom.clamp_min(FEWEST)
-    times = (freedom * ((number / RATE) ** (2 / (freedom - 1)) - 1)).sqrt()
-    tolerated = (one.errors * times).masked_fill(_is_unknown(one), torch.inf).amax(0) + NOTHING
-    multiple = one.excess.abs() / tolerated
+    freedom = np.maximum(one.freedom, FEWEST)
+    times = np.sqrt(freedom * ((number / RATE) ** (2 / (freedom - 1)) - 1))
+    tolerated = np.where(_is_unknown(one), np.inf, one.errors * times).max(0) + NOTHING
+    multiple = np.abs(one.excess) / tolerated
     place = int(multiple.argmax())
-    if multiple[WHOLE] > 1 and (one.excess[WHOLE] - one.excess[place]).abs() <= tolerated[place]:
+    if multiple[WHOLE] > 1 and abs(one.excess[WHOLE] - one.excess[place]) <= tolerated[place]:
         place = WHOLE  # this part is one like the others
     return Factor(one.name, one.parts[place], float(one.excess[place]), float(tolerated[place]))
 
 
-def chances(one: Projections) -> torch.Tensor:
+def chances(one: Projections) -> np.ndarray:
     """A bound of the chance that rounding errors give so large a factor or a larger one, of each part."""
-    freedom = one.freedom.clamp_min(FEWEST)
-    times = ((one.excess.abs() - NOTHING).clamp_min(0) / one.errors).nan_to_num(0.0)
-    bound = (1 + times.square() / freedom) ** (-(freedom - 1) / 2)
-    return bound.masked_fill(_is_unknown(one), 1.0).amax(0)
+    freedom = np.maximum(one.freedom, FEWEST)
+    times = _ratio(np.maximum(np.abs(one.excess) - NOTHING, 0), one.errors)
+    bound = (1 + np.square(times) / freedom) ** (-(freedom - 1) / 2)
+    return np.where(_is_unknown(one), 1.0, bound).max(0)
 
 
-def _is_unknown(one: Projections) -> torch.Tensor:
+def _is_unknown(one: Projections) -> np.ndarray:
     return (one.freedom < FEWEST) & (one.errors > 0)
+
+
+def _ratio(part: np.ndarray, whole: np.ndarray, otherwise: float = 0.0) -> np.ndarray:
+    part, whole = np.broadcast_arrays(part, whole)
+    return np.divide(part, whole, out=np.full(whole.shape, otherwise), where=whole > 0)
 
 
 def project(name: str, difference: torch.Tensor, right: torch.Tensor, is_weight: bool) -> Projections:
@@ -114,27 +120,30 @@ def project(name: str, difference: torch.Tensor, right: torch.Tensor, is_weight:
     rows = right.numel() // columns
     together = max(1, math.ceil(right.numel() / SUMS))
     products, sizes = (
-        F.pad(one.reshape(rows, columns), (0, -columns % together)).reshape(rows, -1, together).sum(-1)
+        F.pad(one.reshape(rows, columns), (0, -columns % together))
+        .reshape(rows, -1, together)
+        .sum(-1)
+        .numpy()
         for one in (difference * right.sign(), right.abs())
     )
     # Few rows may have most of a tensor, and few errors say little of their size. So once more with all rows alike.
-    alike = torch.where(sizes.any(1, keepdim=True), 1 / sizes.sum(1, keepdim=True), 0.0)
+    alike = _ratio(np.ones(1), sizes.sum(1, keepdims=True))
     parts: list[str] = []
     found = []
     for texts, of_rows, of_columns in _cuts(right.shape, together, is_weight):
-        for weight in (torch.ones_like(alike), alike):
+        for weight in (1.0, alike):
             parts += texts
             found.append(_project(products * weight, sizes * weight, of_rows, of_columns))
-    return Projections(name, parts, *(torch.cat(each, -1) for each in zip(*found, strict=True)))
+    return Projections(name, parts, *(np.concatenate(each, -1) for each in zip(*found, strict=True)))
 
 
 def _cuts(
     shape: torch.Size, together: int, is_weight: bool
-) -> Iterator[tuple[list[str], torch.Tensor, torch.Tensor]]:
+) -> Iterator[tuple[list[str], np.ndarray, np.ndarray]]:
     """(what the parts are called, which rows are in each, which columns). Columns are summed, so many `together`."""
     width = shape[-1] if len(shape) > 1 else 1
     rows, columns = shape.numel() // width, math.ceil(width / together)
-    all_rows, all_columns = (torch.ones(size, 1, dtype=torch.float64) for size in (rows, columns))
+    all_rows, all_columns = (np.ones((size, 1)) for size in (rows, columns))
     yield ["all of it"], all_rows, all_columns
     dims = list(range(len(shape)))
     if is_weight and len(shape) > 1:
@@ -145,10 +154,10 @@ def _cuts(
         number = min(BLOCKS, size // LEAST if is_column else size, shape.numel() // LEAST)
         if number < 2:
             continue
-        blocks = torch.arange(size).tensor_split(number)
-        of_index = torch.stack([torch.isin(torch.arange(size), block).double() for block in blocks], 1)
+        blocks = np.array_split(np.arange(size), number)
+        of_index = np.repeat(np.eye(number), [len(block) for block in blocks], 0)
         texts = [
-            f"[{int(block[0]) * times}:{min(int(block[-1] + 1) * times, length)}] of dim {dims[dim]}"
+            f"[{block[0] * times}:{min((block[-1] + 1) * times, length)}] of dim {dims[dim]}"
             for block in blocks
         ]
         if is_column:
@@ -156,12 +165,12 @@ def _cuts(
         else:
             before = shape[:dim].numel()
             after = rows // before // length
-            yield texts, of_index.repeat_interleave(after, 0).repeat(before, 1), all_columns
+            yield texts, np.tile(np.repeat(of_index, after, 0), (before, 1)), all_columns
 
 
 def _project(
-    products: torch.Tensor, sizes: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    products: np.ndarray, sizes: np.ndarray, rows: np.ndarray, columns: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(excess (parts), standard errors (3, parts), degrees of freedom (3, parts)).
 
     Errors may be each element's own, or shared by a row. They may be shared by a column, too: where a bias is large, its column has nearly
@@ -169,19 +178,18 @@ def _project(
     """
     in_rows, sizes_of_rows = products @ columns, sizes @ columns
     size = rows.T @ sizes_of_rows
-    excess = torch.where(size > 0, rows.T @ in_rows / size, 0.0)
-    left = products - rows @ excess @ columns.T * sizes
-    of_elements = left.square()
-    of_rows = (in_rows - rows @ excess * sizes_of_rows).square()
-    of_columns = (rows.T @ left).square()
+    excess = _ratio(rows.T @ in_rows, size)
+    left = products - np.linalg.multi_dot([rows, excess, columns.T]) * sizes
+    of_elements = np.square(left)
+    of_rows = np.square(in_rows - rows @ excess * sizes_of_rows)
+    of_columns = np.square(rows.T @ left)
     variances, fourth = (
-        torch.stack([rows.T @ elements @ columns, rows.T @ of_row, of_column @ columns])
+        np.stack([np.linalg.multi_dot([rows.T, elements, columns]), rows.T @ of_row, of_column @ columns])
         for elements, of_row, of_column in (
             (of_elements, of_rows, of_columns),
-            (of_elements.square(), of_rows.square(), of_columns.square()),
+            (np.square(of_elements), np.square(of_rows), np.square(of_columns)),
         )
     )
-    number = torch.where(fourth > 0, variances.square() / fourth, 1.0)
-    errors = torch.where(size > 0, variances.sqrt() / size, 0.0)
-    freedom = torch.cat([number[:2] - 1, torch.full_like(number[:1], MANY)])
-    return excess.flatten(), errors.flatten(1), freedom.flatten(1)
+    freedom = _ratio(np.square(variances), fourth, otherwise=1.0) - 1
+    freedom[2] = MANY
+    return excess.ravel(), _ratio(np.sqrt(variances), size).reshape(3, -1), freedom.reshape(3, -1)

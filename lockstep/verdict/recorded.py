@@ -14,10 +14,11 @@ from lockstep.dumps.module_hooks import module_of
 from lockstep.dumps.recording import Called, Recording, Step
 from lockstep.ground.errors import UserError
 from lockstep.verdict import normalisation, recorded_task, recorded_update
+from lockstep.verdict.alone import sentence
 from lockstep.verdict.judgement import FLOOR, MULTIPLE, UNIT
 from lockstep.verdict.lazy import Lazy
 from lockstep.verdict.normalisation import Fit, Gradients
-from lockstep.verdict.recorded_alone import Alone, sentence
+from lockstep.verdict.recorded_alone import Alone
 from lockstep.verdict.recorded_modules import Modules, Tensors
 from lockstep.verdict.recorded_reference import Computed, Loss, Reference
 from lockstep.verdict.recorded_rows import StepVerdict, judged_gradients, times
@@ -156,7 +157,7 @@ class _Step:
             right, measured = exact.compute(called, told), plain.compute(called, told)
             if self.verdict.step == 1 and not self.exact:
                 _require_repeatable(right, exact.compute(called, told))
-            modules.add(called, own, right, measured)
+            modules.add(called.number, called.ranks, own, right, measured)
             right.arrived *= modules.scales.get((called.number, called.ranks[0]), 1.0)
             self.loss_noise = max(self.loss_noise, _loss_noise(right, measured))
             for one, kept in ((right, self.exact), (measured, self.near)):

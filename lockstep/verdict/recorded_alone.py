@@ -4,20 +4,17 @@ In a free pass, rounding errors pile up from the batch to the loss, and everythi
 tensors take the places of the computed ones, so what is wrong is wrong by itself.
 """
 
-from dataclasses import replace
-
 import torch
 
 from lockstep.dumps.recording import Called
 from lockstep.verdict import normalisation
-from lockstep.verdict.factors import Factor, Factors
+from lockstep.verdict.alone import with_factors
+from lockstep.verdict.factors import Factors
 from lockstep.verdict.judgement import Judgement
 from lockstep.verdict.normalisation import Gradients
 from lockstep.verdict.recorded_modules import Modules, Tensors
 from lockstep.verdict.recorded_reference import Computed, Reference
-from lockstep.verdict.recorded_rows import StepVerdict, judged_gradients, times
-
-SHOWN = 5
+from lockstep.verdict.recorded_rows import StepVerdict, judged_gradients
 
 
 class Alone:
@@ -44,7 +41,7 @@ class Alone:
         }
         exact = self.exact.compute(called, told, written, right)
         plain = self.plain.compute(called, told, written, near)
-        self.modules.add(called, mine, exact, plain)
+        self.modules.add(called.number, called.ranks, mine, exact, plain)
         self.right.append(exact.gradients)
         self.near.append(plain.gradients)
 
@@ -55,33 +52,10 @@ class Alone:
         these are not known, gradients are not judged: a weight that is off by little would be seen in each.
         """
         if weights is None:
-            return self._with_factors(list(self.modules.rows.values()))
+            return with_factors(list(self.modules.rows.values()), self.factors)
         right, near = (
             normalisation.sums(normalisation.aligned(columns, observed), weights)
             for columns in (self.right, self.near)
         )
         rows = judged_gradients(self.verdict.step, observed, right, near, self.precision, self.factors)
-        return self._with_factors([*self.modules.rows.values(), *rows])
-
-    def _with_factors(self, rows: list[Judgement]) -> list[Judgement]:
-        """Of a module that has factors in several micro batches, the one that is farthest beyond."""
-        found: dict[str, Factor] = {}
-        for factor in sorted(self.factors.beyond(), key=lambda factor: -factor.multiple):
-            which, _, rest = factor.name.partition("/")
-            number, _, module = rest.partition("/")
-            if which != "gradient":
-                factor = replace(factor, part=f"{factor.part} in micro batch {number}")
-            found.setdefault(factor.name if which == "gradient" else f"{which}/{module}", factor)
-        return [replace(row, factor=found.get(row.name)) for row in rows]
-
-
-def sentence(rows: list[Judgement]) -> str:
-    """What is wrong by itself. At least one row is."""
-    wrong = [row for row in rows if row.too_far]
-    first = wrong[0]
-    names = ", ".join(row.name for row in wrong[:SHOWN]) + (", ..." if len(wrong) > SHOWN else "")
-    where = f" ({first.where})" if first.where and first.factor is None else ""
-    return (
-        f"{len(wrong)} of {len(rows)} tensors are not what their modules give from the inputs that they had: {names}; "
-        f"the first{where}: {first.describe()}{times(first)}"
-    )
+        return with_factors([*self.modules.rows.values(), *rows], self.factors)

@@ -5,7 +5,6 @@ from dataclasses import replace
 import torch
 
 from lockstep.dumps.module_hooks import module_of
-from lockstep.dumps.recording import Called
 from lockstep.verdict.distance import Distance, distance_of
 from lockstep.verdict.factors import Factors
 from lockstep.verdict.judgement import FLOOR, MULTIPLE, UNIT, Judgement, add_pictures
@@ -20,23 +19,33 @@ class Modules:
     """The rows of a step: of each module, the one of the micro batch and rank that is farthest from what is tolerated.
 
     `factors`: each module was computed from the inputs that it had in the run, so it answers for itself, and is judged by factors, too.
+    `scaled`: what arrives at the first module may be any multiple of the reference's. `whose` the tensors are: a "rank" or a "DP rank".
     """
 
-    def __init__(self, verdict: StepVerdict, precision: str, factors: Factors | None = None):
+    def __init__(
+        self,
+        verdict: StepVerdict,
+        precision: str,
+        factors: Factors | None = None,
+        *,
+        scaled: bool = True,
+        whose: str = "rank",
+    ):
         self.verdict, self.precision, self.factors = verdict, precision, factors
+        self.scaled, self.whose = scaled, whose
         self.rows: dict[str, Judgement] = {}
         self.chosen: list[Chosen] = []
         self.left_out: set[str] = set()
         # By how much more than recorded the gradients are scaled, for each micro batch and rank
         self.scales: dict[tuple[int, int], float] = {}
 
-    def add(self, called: Called, own: Tensors, exact: Computed, near: Computed) -> None:
-        """One micro batch, as the ranks that were called with it have it."""
+    def add(self, number: int, ranks: list[int], own: Tensors, exact: Computed, near: Computed) -> None:
+        """A micro batch, by its number in the step, as the ranks that were called with it have it."""
         for which in ("forward", "backward"):
             names = [name for name in exact.modules if name.startswith(which) and name in own]
-            for rank in called.ranks:
+            for rank in ranks:
                 mine = {name: dict(own[name])[rank] for name in names if rank in dict(own[name])}
-                self._judge(called, rank, mine, exact.modules, near.modules)
+                self._judge(number, rank, mine, exact.modules, near.modules)
         for module, choice in exact.told.items():
             tolerated = self._tolerated_regret(choice.scores, near.told[module].scores.double())
             self.chosen.append(Chosen(self.verdict.step, f"forward/{module}", choice.regret, tolerated))
@@ -50,14 +59,14 @@ class Modules:
 
     def _judge(
         self,
-        called: Called,
+        number: int,
         rank: int,
         mine: dict[str, torch.Tensor],
         exact: dict[str, torch.Tensor],
         near: dict[str, torch.Tensor],
     ) -> None:
         """Tensors of one pass, in order of execution."""
-        scale = None
+        scale = None if self.scaled else 1.0
         own: dict[str, Distance] = {}
         yardstick: dict[str, Distance] = {}
         tensors: dict[str, torch.Tensor] = {}
@@ -72,7 +81,7 @@ class Modules:
                     # Of one process's, which rounds as the run does: values that lie close together may all round to the same side.
                     if scale is None and bool(plain.any()):
                         scale = distance_of(tensor, plain).scale
-                        self.scales[called.number, rank] = scale
+                        self.scales[number, rank] = scale
                     elif self.factors is not None:  # what arrives later follows from what was recorded
                         scale = 1.0
                 scales[name] = 1.0 if scale is None else scale
@@ -91,7 +100,7 @@ class Modules:
         for row in rows:
             name = f"{row.kind}/{module_of(row.name)}"
             if name not in self.rows or row.multiple > self.rows[name].multiple:
-                where = f"micro batch {called.number}, rank {rank}"
+                where = f"micro batch {number}, {self.whose} {rank}"
                 self.rows[name] = replace(row, name=name, where=where)
 
     def close(self) -> bool:

@@ -1,5 +1,6 @@
 """What was found of one recorded step: its tensors, each with what is tolerated, and what is wrong, in sentences."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -98,7 +99,7 @@ def judged(
 
 def judged_gradients(
     step: int,
-    observed: dict[str, torch.Tensor],
+    observed: Mapping[str, torch.Tensor],
     right: Gradients,
     near: Gradients,
     precision: str,

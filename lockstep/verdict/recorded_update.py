@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -16,6 +17,7 @@ from lockstep.verdict.picture import draw
 from lockstep.verdict.recorded_rows import StepVerdict
 
 IMPLEMENTATION = ("params", "fused", "foreach", "capturable")  # of a group: how a step is computed, not what
+DEEPSPEED_ADAM = ("FusedAdam", "DeepSpeedCPUAdam")
 Weights = Mapping[str, torch.Tensor]
 
 
@@ -104,57 +106,122 @@ def _judge_optimizer(
     gradients: Weights,
     updated: Weights,
 ) -> None:
-    module, _, name = optimizer.kind.partition(":")
-    if not module.startswith("torch.optim") or name == "LBFGS":
+    """Every parameter, and what is kept of it if the next step was recorded, too: that begins with it."""
+    kind, name = _class_of(optimizer), optimizer.kind.partition(":")[2]
+    if kind is None:
         verdict.notes.append(
             f"the update of {name} is not judged: it is no optimizer of torch that steps without the loop's loss"
         )
         return
-    kind = getattr(importlib.import_module(module), name)
-    rows = []
+    step = verdict.step
+    clipped = _clipped_later(recording, step)
+    kept = set(recording.names(step + 1, "state")) if step < len(recording.steps) else set()
+    updates, states = [], []
     for own, options in _settings(kind, optimizer):
         if own not in gradients:
             continue
         state = {
-            key: recording.whole(verdict.step, f"state/{key}/{own}")[0]
-            for key in _state_keys(recording, verdict.step, own)
+            key: recording.whole(step, f"state/{key}/{own}")[0] for key in _state_keys(recording, step, own)
         }
         exact, near = (
-            stepped(kind, options, weights[own], gradients[own], state, dtype).double()
+            stepped(kind, options, weights[own], gradients[own].to(dtype) * clipped, state, dtype)
             for dtype in (torch.float64, torch.float32)
         )
-        before = weights[own].double()
-        found, yardstick = (distance_of(one, exact, before) for one in (updated[own], near))
-        roundoff = torch.finfo(updated[own].dtype).eps / 2
-        tolerated = own_update_tolerance(found, yardstick, LIMIT_OF_UPDATE, roundoff)
-        rows.append(Judgement(verdict.step, f"update/{own}", found, *tolerated))
-        if rows[-1].too_far:
-            rows[-1].picture = draw(updated[own], exact, *tolerated)
-    verdict.rows += rows
-    wrong = [row for row in rows if row.too_far]
-    if wrong:
-        worst = max(wrong, key=lambda row: row.multiple)
-        off, allowed = (
-            relative(one, worst.distance.change) for one in (worst.distance.error, worst.tolerated)
+        of_powers = _error_of_powers(options, exact[1]) if optimizer.is_of_deepspeed else 0.0
+        updates.append(_row(step, f"update/{own}", updated[own], weights[own], exact[0], near[0], of_powers))
+        for key, right in exact[1].items():
+            if f"{key}/{own}" not in kept or not right.is_floating_point() or not right.ndim:
+                continue
+            found = recording.whole(step + 1, f"state/{key}/{own}")[0]
+            if found.shape == right.shape:
+                before = state.get(key, torch.zeros_like(found))
+                states.append(_row(step, f"{key}/{own}", found, before, right, near[1][key]))
+    for rows, what in ((states, "of what the optimizer keeps"), (updates, "updates")):
+        verdict.rows += rows
+        wrong = [row for row in rows if row.too_far]
+        if wrong:
+            worst = max(wrong, key=lambda row: row.multiple)
+            off, allowed = (
+                relative(one, worst.distance.change) for one in (worst.distance.error, worst.tolerated)
+            )
+            verdict.wrong.append(
+                f"{len(wrong)} of {len(rows)} {what} are not {name}'s with its recorded settings, most of all {worst.name.removeprefix('update/')}: "
+                f"off by {off:.1e} of the change, tolerated {allowed:.1e}"
+            )
+
+
+def _row(
+    step: int,
+    name: str,
+    own: torch.Tensor,
+    before: torch.Tensor,
+    exact: torch.Tensor,
+    near: torch.Tensor,
+    more: float = 0.0,
+) -> Judgement:
+    """What was updated, against the same update in float64; in float32 is the yardstick. `more` is tolerated of the change."""
+    found, yardstick = (distance_of(one, exact.double(), before.double()) for one in (own, near.double()))
+    roundoff = torch.finfo(own.dtype).eps / 2
+    tolerated = own_update_tolerance(found, yardstick, LIMIT_OF_UPDATE, roundoff).plus(
+        found.shown.times(more)
+    )
+    row = Judgement(step, name, found, *tolerated)
+    if row.too_far:
+        row.picture = draw(own, exact.double(), *tolerated)
+    return row
+
+
+def _class_of(optimizer: Optimizer) -> Any:
+    """The optimizer of torch that it is, or that DeepSpeed's computes as; None for any other."""
+    module, _, name = optimizer.kind.partition(":")
+    if name in DEEPSPEED_ADAM and optimizer.is_of_deepspeed:
+        ways = {(one.get("adam_w_mode"), one.get("bias_correction")) for one in optimizer.groups}
+        return (
+            torch.optim.AdamW
+            if ways == {(True, True)}
+            else torch.optim.Adam
+            if ways == {(False, True)}
+            else None
         )
-        verdict.wrong.append(
-            f"{len(wrong)} of {len(rows)} updates are not {name}'s with its recorded settings, most of all {worst.name.removeprefix('update/')}: "
-            f"off by {off:.1e} of the change, tolerated {allowed:.1e}"
-        )
+    if not module.startswith("torch.optim") or name == "LBFGS":
+        return None
+    return getattr(importlib.import_module(module), name)
+
+
+def _error_of_powers(options: dict[str, Any], kept: dict[str, torch.Tensor]) -> float:
+    """The relative error of a change, where the powers of betas are made by multiplication in float32, once a step, as DeepSpeed's Adams do."""
+    times, roundoff = int(kept["step"]), torch.finfo(torch.float32).eps / 2
+    first, second = (
+        (times - 1) * roundoff * beta**times / (1 - beta**times) for beta in map(float, options["betas"])
+    )
+    return first + second / 2
+
+
+def _clipped_later(recording: Recording, step: int) -> float:
+    """The factor of a clipping between the recorded gradients and the update, as DeepSpeed does it."""
+    factors = [clip.factor for clip in recording.steps[step - 1][0].clips if clip.later]
+    return math.prod(factors)
 
 
 def _settings(kind: type, optimizer: Optimizer) -> Iterator[tuple[str, dict[str, Any]]]:
     """(parameter, what the optimizer is made with for it)."""
     accepted = inspect.signature(kind).parameters
+    rounds = optimizer.is_of_deepspeed  # its kernels are given float32 numbers
     for group in optimizer.groups:
         options = {
-            key: tuple(value) if isinstance(value, list) else value
+            key: _number(value, rounds)
             for key, value in group.items()
             if key in accepted and key not in IMPLEMENTATION
         }
         for name in group["params"]:
             if name:
                 yield name, options
+
+
+def _number(value: Any, rounds: bool) -> Any:
+    if isinstance(value, (list, tuple)):
+        return tuple(_number(one, rounds) for one in value)
+    return float(torch.tensor(value)) if rounds and isinstance(value, float) else value
 
 
 def _state_keys(recording: Recording, step: int, name: str) -> list[str]:
@@ -169,8 +236,8 @@ def stepped(
     gradient: torch.Tensor,
     state: dict[str, torch.Tensor],
     dtype: torch.dtype,
-) -> torch.Tensor:
-    """The parameter after one step of the optimizer, whole, computed in `dtype`."""
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """(the parameter after one step of the optimizer, whole, computed in `dtype`; what the optimizer then keeps)."""
     parameter = torch.nn.Parameter(weight.to(dtype).clone())
     parameter.grad = gradient.to(dtype)
     optimizer = kind([parameter], **options)
@@ -178,4 +245,5 @@ def stepped(
         key: value.clone() if key == "step" else value.to(dtype).clone() for key, value in state.items()
     }
     optimizer.step()
-    return parameter.detach()
+    kept = {key: value for key, value in optimizer.state[parameter].items() if torch.is_tensor(value)}
+    return parameter.detach(), kept

@@ -252,7 +252,6 @@ class Weighed:
             self.of_norm.append(
                 f"the gradient was clipped by a norm of {clip.norm:.7g}, {clip.norm / right:.5g} times that of the reference's gradient, {right:.7g}"
             )
-        factor = min(1.0, clip.max_norm / (clip.norm + 1e-6))
-        if factor < 1:
+        if clip.factor < 1:
             self.verdict.clipped = f", clipped from a norm of {clip.norm:.5g} to {clip.max_norm:.5g}"
-        return 1.0 if clip.later else factor
+        return 1.0 if clip.later else clip.factor

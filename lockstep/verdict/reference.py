@@ -7,6 +7,7 @@ takes the flags of train_ddp.py and writes
     runs/dumps/reference      the first --capture_steps steps, and as step 0 the initial parameters
     runs/dumps/replay_NAME    for every dump NAME there with more than one step: its later steps, each from the
                               parameters that the run itself had reached
+    runs/dumps/alone_NAME.json  what is wrong with its modules by themselves (lockstep/verdict/forced.py)
 
 Replays are needed because Adam divides noise by noise where a gradient is nearly zero. Two correct runs differ visibly in a few weights
 after one step, by chance. From the same weights they must agree. A replay also takes the discrete choices that the run made, such as a
@@ -53,10 +54,11 @@ from lockstep.training.optim import (
     trained,
 )
 from lockstep.training.strategy import MicroBatch
-from lockstep.verdict import model_check
+from lockstep.verdict import alone, forced, model_check
 from lockstep.verdict.comparable_dumps import require_comparable_dumps
 from lockstep.verdict.distance import clip_factor
 from lockstep.verdict.float64 import Float64, make_exact
+from lockstep.verdict.loss_tolerance import RULES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -184,9 +186,17 @@ def run(config: Config, inputs: Inputs, dumps: Sequence[Path] | None = None) -> 
     for index in range(config.capture_steps):
         loss = _one_step(config, inputs, strategy, capture, index)
     beside = capture.folder.parent
+    reference = dump.Dump(capture.folder)
+    plain, _ = build_model(
+        inputs.architecture, seed=config.weights_seed, attn_impl=config.attn_impl, init_weights_path=None
+    )
     for folder in captured(beside) if dumps is None else dict.fromkeys([beside / BASELINE, *dumps]):
         if (folder / dump.MANIFEST).is_file():
-            replay(config, inputs, strategy, folder, dump.Dump(capture.folder))
+            theirs = dump.Dump(folder)
+            require_comparable_dumps(theirs, reference, same_steps=False)
+            replay(config, inputs, strategy, theirs, reference)
+            if config.precision in RULES:
+                alone.write(forced.judge(theirs, reference, model, plain), folder)
     return f"{LABEL}: {config.capture_steps} steps, last loss {loss:.9f}, {capture.folder}"
 
 
@@ -203,16 +213,14 @@ def captured(folder: Path) -> list[Path]:
 
 
 def replay(
-    config: Config, inputs: Inputs, strategy: "ReferenceStrategy", folder: Path, reference: dump.Dump
+    config: Config, inputs: Inputs, strategy: "ReferenceStrategy", theirs: dump.Dump, reference: dump.Dump
 ) -> None:
-    """Write the replay of the run dumped in a folder, beside it, as replay_NAME.
+    """Write the replay of a dumped run, beside it, as replay_NAME. `config` is the reference's.
 
     It has forward, backward and gradients of steps 2 and later, each from the run's own parameters, on its micro batches and with its
     choices; also of step 1 if these are not the reference's.
     """
-    theirs = dump.Dump(folder)
-    require_comparable_dumps(theirs, reference, same_steps=False)
-    own = theirs.run["config"]
+    folder, own = theirs.folder, theirs.run["config"]
     # a mixture's term for the balance of its experts is a mean over micro batches, not over tokens
     other_batches = bool(strategy.choices) and own["batch_size"] != config.batch_size
     first = 0 if config.has_own_optimizer or other_batches or _chose_otherwise(theirs, reference) else 1

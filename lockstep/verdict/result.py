@@ -5,6 +5,7 @@ import math
 from dataclasses import dataclass, field
 
 from lockstep.dumps.dump import Dump
+from lockstep.verdict.alone import Alone
 from lockstep.verdict.distance import Distance, Measured, relative
 from lockstep.verdict.judgement import MULTIPLE, Judgement
 from lockstep.verdict.records import Chosen, Loss, Norm
@@ -44,6 +45,7 @@ class Findings:
     rows: list[Judgement] = field(default_factory=list)
     norms: list[Norm] = field(default_factory=list)
     choices: list[Chosen] = field(default_factory=list)
+    alone: Alone | None = None  # its modules by themselves, if they were computed
     diagnosis: Diagnosis | None = None  # of a run that failed, if it was compared with a reference
 
     def rows_of(self, step: int) -> dict[str, Judgement]:
@@ -148,6 +150,11 @@ class Findings:
         """The largest multiple of what is tolerated, of the tensors that count; 0 if there are none."""
         return max((row.multiple for row in self.counted), default=0.0)
 
+    @property
+    def nearest_by_itself(self) -> float:
+        """The same, of modules by themselves."""
+        return max((row.multiple for row in self.by_themselves), default=0.0)
+
     @functools.cached_property
     def order(self) -> dict[int, dict[str, int]]:
         """Step -> tensor -> its place in the order of execution."""
@@ -157,8 +164,36 @@ class Findings:
         }
 
     @functools.cached_property
+    def by_themselves(self) -> list[Judgement]:
+        """The rows of modules that were computed from the inputs that they had in the run.
+
+        A step with conventions has none: what follows from a tensor in another convention is not what its modules give.
+        """
+        steps = {step for step, _ in self.excused}
+        return [row for row in self.alone.rows if row.step not in steps] if self.alone else []
+
+    @functools.cached_property
     def failures(self) -> list[Failure]:
-        """The first in execution order first."""
+        """All, the first in execution order first: those from the batch, and what only a module by itself shows."""
+        seen = {(step, name) for step, _, name, _ in self.failures_from_batch}
+        wrong = [
+            (row.step, row.name, f"by itself, {row.describe()}") for row in self.by_themselves if row.too_far
+        ]
+        wrong += [
+            (one.step, one.name, f"by itself, {one.describe()}")
+            for one in (self.alone.choices if self.alone else [])
+            if one.too_far
+        ]
+        found = [
+            (step, self.order[step][name], name, what)
+            for step, name, what in wrong
+            if (step, name) not in seen
+        ]
+        return sorted([*self.failures_from_batch, *found], key=lambda failure: failure[:3])
+
+    @functools.cached_property
+    def failures_from_batch(self) -> list[Failure]:
+        """Of the whole computation: what is too far from the reference, which computes from the batch on."""
         wrong = [(row.step, row.name, row.describe()) for row in self.too_far]
         for step, name, ranks in self.differing:
             if (step, name) not in self.excused:

@@ -11,6 +11,7 @@ from typing import Any
 from lockstep.ground.errors import printable
 from lockstep.ground.files import REPORTS, write_result
 from lockstep.verdict import report_tables as tables
+from lockstep.verdict.alone import REMEDY, sentence
 from lockstep.verdict.distance import relative
 from lockstep.verdict.judgement import Judgement, pass_of
 from lockstep.verdict.report_tables import Line
@@ -53,6 +54,7 @@ def _summary(result: Result) -> dict[str, Sequence[Line]]:
         "Configuration": configuration(result),
         "Notes": notes(result),
         "First tensor that is too far": first_tensors(result),
+        "Each module by itself": by_themselves(result) if result.has_reference else [],
         "Cause": causes(result) if result.outcome != "PASS" else [],
     }
     return {title: lines for title, lines in sections.items() if lines}
@@ -188,6 +190,24 @@ def first_tensors(result: Result) -> list[str]:
     return lines
 
 
+def by_themselves(result: Result) -> list[str]:
+    """What modules give from the inputs that they had in the run."""
+    lines = []
+    for name, run in result.runs.items():
+        rows = run.by_themselves
+        if any(row.too_far for row in rows):
+            said = sentence(rows)
+        elif rows:
+            nearest = max(rows, key=lambda row: row.multiple)
+            said = f"all {len(rows)} tensors are right; the nearest, {nearest.name}, came to {nearest.multiple:.2f} of what is tolerated"
+        elif run.alone is None:
+            said = f"not judged; {REMEDY}"
+        else:
+            said = "not judged, since tensors are missing or in another convention"
+        lines.append(f"{result.label(name)}: {said}")
+    return lines
+
+
 def causes(result: Result) -> list[str]:
     lines = []
     for name, run in result.runs.items():
@@ -213,6 +233,9 @@ def as_data(result: Result) -> dict:
         "notes": notes(result),
         "losses": [_strict(asdict(loss)) for loss in result.losses],
         "tensors": [_of_row(*each) for each in sorted(rows, key=lambda each: each[1].step)],
+        "tensors_by_themselves": [
+            _of_row(name, row) for name, run in result.runs.items() for row in run.by_themselves
+        ],
     }
 
 
@@ -249,6 +272,7 @@ def _of_row(run: str, row: Judgement) -> dict:
         "tolerated_largest": _finite(relative(row.tolerated_largest, distance.largest)),
         "norm": _finite(distance.own_norm),
         "judged": row.judged,
+        "factor": row.factor and row.factor.describe(),
     }
 
 

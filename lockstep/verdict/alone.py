@@ -1,0 +1,81 @@
+"""What was found of each module by itself: the rows, and the file that the reference's program writes of a captured run."""
+
+import hashlib
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from pydantic import ConfigDict
+
+from lockstep.dumps.dump import Dump
+from lockstep.dumps.manifest import MANIFEST
+from lockstep.ground.files import read_json, write_text
+from lockstep.ground.schemas import Sha256, Strict, validate
+from lockstep.verdict.factors import Factor, Factors
+from lockstep.verdict.judgement import Judgement
+from lockstep.verdict.recorded_rows import times
+from lockstep.verdict.records import Chosen
+
+SHOWN = 5
+REMEDY = "run python -m lockstep.reference again"
+
+
+class Alone(Strict):
+    """Of all steps of one dump, in order of execution within a step."""
+
+    model_config = ConfigDict(strict=False)  # JSON has lists for tuples
+
+    dump: Sha256  # of its manifest
+    rows: list[Judgement]
+    choices: list[Chosen]
+
+
+def with_factors(rows: list[Judgement], factors: Factors) -> list[Judgement]:
+    """Of a module that has factors in several micro batches, the one that is farthest beyond."""
+    found: dict[str, Factor] = {}
+    for factor in sorted(factors.beyond(), key=lambda factor: -factor.multiple):
+        which, _, rest = factor.name.partition("/")
+        number, _, module = rest.partition("/")
+        if which != "gradient":
+            factor = replace(factor, part=f"{factor.part} in micro batch {number}")
+        found.setdefault(factor.name if which == "gradient" else f"{which}/{module}", factor)
+    return [replace(row, factor=found.get(row.name)) for row in rows]
+
+
+def sentence(rows: list[Judgement]) -> str:
+    """What is wrong by itself. At least one row is."""
+    wrong = [row for row in rows if row.too_far]
+    first = wrong[0]
+    names = ", ".join(row.name for row in wrong[:SHOWN]) + (", ..." if len(wrong) > SHOWN else "")
+    where = f" ({first.where})" if first.where and first.factor is None else ""
+    return (
+        f"{len(wrong)} of {len(rows)} tensors are not what their modules give from the inputs that they had: {names}; "
+        f"the first{where}: {first.describe()}{times(first)}"
+    )
+
+
+def digest_of(dump: Dump) -> str:
+    """SHA-256 of a dump's manifest, which has the checksums of all its tensors."""
+    return hashlib.sha256((dump.folder / MANIFEST).read_bytes()).hexdigest()
+
+
+def path_of(folder: Path) -> Path:
+    """Beside the dump in a folder."""
+    return folder.with_name(f"alone_{folder.name}.json")
+
+
+def write(found: Alone, folder: Path) -> None:
+    write_text(path_of(folder), json.dumps(found.model_dump()))
+
+
+def read(dump: Dump, beside: Path) -> Alone | None:
+    """What was found of a dump, from a file beside it or in a folder; None if no file is of this dump, as it is now.
+
+    Raises UserError for a file that is damaged.
+    """
+    for path in (path_of(dump.folder), path_of(beside / dump.name)):
+        if path.exists():
+            found = validate(Alone, read_json(path), path, REMEDY)
+            if found.dump == digest_of(dump):
+                return found
+    return None

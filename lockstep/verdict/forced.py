@@ -1,0 +1,188 @@
+"""Each module of a captured run by itself: computed from the inputs that it had in the run, and from the gradient that arrived at it.
+
+One process computes each micro batch twice, in float64 and in the run's dtypes, which is the yardstick. The run's tensors take the places of
+those that it computes, so what is wrong is wrong by itself. lockstep/verdict/alone.py has the file of what is found.
+"""
+
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from lockstep.dumps.dump import Dump
+from lockstep.dumps.layout import BATCH
+from lockstep.dumps.module_hooks import ModuleHooks
+from lockstep.dumps.step_file import step_path
+from lockstep.inputs.model import causal_lm_loss
+from lockstep.inputs.samples import IGNORED
+from lockstep.verdict.alone import Alone, digest_of, with_factors
+from lockstep.verdict.factors import Factors
+from lockstep.verdict.float64 import Float64, Told
+from lockstep.verdict.judgement import Judgement
+from lockstep.verdict.lazy import Lazy
+from lockstep.verdict.recorded_modules import Modules
+from lockstep.verdict.recorded_reference import Choice, Computed
+from lockstep.verdict.recorded_rows import StepVerdict, judged_gradients
+from lockstep.verdict.records import Chosen
+
+
+@dataclass
+class MicroBatch:
+    """Its rows of the dump's tensors."""
+
+    number: int  # those of a DP rank follow one after the other
+    dp_rank: int
+    batch: dict[str, torch.Tensor]  # input_ids, labels and further inputs, each (B, S)
+    written: dict[str, torch.Tensor]  # forward/NUMBER/MODULE and backward/NUMBER/MODULE
+    choices: dict[int, torch.Tensor]  # by the number of the call of topk
+
+
+class Forced:
+    """Computes micro batches with the run's tensors in the places of the model's own. `exact`: in float64."""
+
+    def __init__(self, model: torch.nn.Module, dump: Dump, *, exact: bool):
+        self.model, self.exact, layout = model, exact, dump.layout
+        self.autocast = dump.run["config"]["precision"] == "autocast" and not exact
+        self.names = {choice.call: name for name, choice in layout.choices.items()}
+        self.hooks = ModuleHooks(model, "*", self._keep)
+        self.handles = [
+            model.get_submodule(module).register_forward_pre_hook(
+                functools.partial(self._enter, places), with_kwargs=True
+            )
+            for module, places in layout.inputs.items()
+        ]
+        self.modules: dict[str, torch.Tensor] = {}
+        self.written: dict[str, torch.Tensor] = {}
+
+    def _keep(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
+        self.modules[name] = tensor.detach().clone() if tensor.is_floating_point() else tensor
+        written = self.written.get(name)
+        if written is None or not tensor.is_floating_point():
+            return None
+        written = written.to(tensor.dtype)
+        return written if name.startswith("backward/") else written + (tensor - tensor.detach())
+
+    def _enter(
+        self, places: dict[str, str], _module: torch.nn.Module, arguments: tuple, options: dict[str, Any]
+    ) -> tuple[tuple, dict[str, Any]]:
+        """What a module is called with, where that is no other module's output."""
+        given = {**{str(place): value for place, value in enumerate(arguments)}, **options}
+        for place, name in places.items():
+            tensor = given.get(place)
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(functools.partial(self._keep, f"backward/{self.hooks.number}/{name}"))
+                instead = self._keep(f"forward/{self.hooks.number}/{name}", tensor)
+                given[place] = tensor if instead is None else instead
+        return tuple(given[str(place)] for place in range(len(arguments))), {
+            name: given[name] for name in options
+        }
+
+    def remove(self) -> None:
+        self.hooks.remove()
+        for handle in self.handles:
+            handle.remove()
+
+    def begin(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """A step with these parameters."""
+        self.model.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                parameter.copy_(parameters[name])
+
+    def compute(self, micro: MicroBatch, share: float, num_labels: int | None) -> Computed:
+        """Adds the gradient of `share` times the micro batch's loss, a mean over its tokens or a sum divided by `num_labels`."""
+        self.written, self.modules = micro.written, {}
+        mode = (Float64 if self.exact else Told)(micro.choices)
+        self.hooks.begin(micro.number)
+        with mode, torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
+            loss = causal_lm_loss(self.model, **micro.batch, num_labels=num_labels)
+        self.hooks.end()
+        with mode:
+            (share * loss).backward()
+        chosen = {
+            self.names[call]: Choice(float(regret.max()), mode.scores[call])
+            for call, regret in mode.regrets.items()
+            if call in self.names  # a router's groups of experts are told by its experts
+        }
+        return Computed({}, float(loss.detach()), 1.0, {}, self.modules, chosen)
+
+    def gradients(self) -> Lazy:
+        """Of the parameters, in float64."""
+        found = {name: one.grad for name, one in self.model.named_parameters() if one.grad is not None}
+        return Lazy(found, lambda name: found[name].double())
+
+
+def judge(dump: Dump, initial: Dump, exact_model: torch.nn.Module, plain_model: torch.nn.Module) -> Alone:
+    """All steps of a dump. `initial` has the weights before step 1; `exact_model` is in float64 (lockstep/verdict/float64.py)."""
+    exact, plain = Forced(exact_model, dump, exact=True), Forced(plain_model, dump, exact=False)
+    rows: list[Judgement] = []
+    choices: list[Chosen] = []
+    for step in map(int, dump.steps):
+        before = initial if step == 1 else dump
+        weights = [f"parameter/{name}" for name in dump.layout.parameters]
+        inputs = [f"batch/{name}" for name in dump.samples.inputs]
+        if before.has(step - 1, *weights) and dump.has(step, *inputs):  # a run that lacks tensors fails
+            found, chosen = _judge_step(dump, before, step, exact, plain)
+            rows += found
+            choices += chosen
+    for one in (exact, plain):
+        one.remove()
+    return Alone(dump=digest_of(dump), rows=rows, choices=choices)
+
+
+def _judge_step(
+    dump: Dump, before: Dump, step: int, exact: Forced, plain: Forced
+) -> tuple[list[Judgement], list[Chosen]]:
+    weights = Lazy(dump.layout.parameters, lambda name: before.tensor(step - 1, f"parameter/{name}"))
+    exact.begin(weights)
+    plain.begin(weights)
+    config, factors = dump.run["config"], Factors(len(dump.steps))
+    precision = config["precision"]
+    modules = Modules(StepVerdict(step), precision, factors, scaled=False, whose="DP rank")
+    labels = dump.tensor(step, "batch/labels")
+    counted = int((labels != IGNORED).sum()) if dump.samples.counted else None
+    share = 1.0 if counted else 1 / (config["gradient_accumulation_steps"] * config["dp_size"])
+    for micro in _micro_batches(dump, step):
+        right, near = (one.compute(micro, share, counted) for one in (exact, plain))
+        own = {name: [(micro.dp_rank, tensor)] for name, tensor in micro.written.items()}
+        modules.add(micro.number, [micro.dp_rank], own, right, near)
+    trained = [name for name in dump.layout.model.trained if dump.has(step, f"gradient/{name}")]
+    observed = Lazy(trained, lambda name: dump.tensor(step, f"gradient/{name}"))
+    right_gradients, near_gradients = exact.gradients(), plain.gradients()
+    gradients = judged_gradients(step, observed, right_gradients, near_gradients, precision, factors)
+    return with_factors([*modules.rows.values(), *gradients], factors), modules.chosen
+
+
+def _micro_batches(dump: Dump, step: int) -> Iterator[MicroBatch]:
+    """Read from the dump one after the other."""
+    layout, config = dump.layout, dump.run["config"]
+    size, per_rank = config["batch_size"], config["gradient_accumulation_steps"]
+    with safe_open(step_path(dump.folder, step), framework="pt") as file:
+        for number in range(per_rank * config["dp_size"]):
+            rows = slice(number * size, (number + 1) * size)
+            written = {}
+            for name in dump.steps[str(step)]["tensors"]:
+                kind, _, module = name.partition("/")
+                if kind not in ("forward", "backward") or module not in layout.outputs:
+                    continue
+                if layout.outputs[module][0] == BATCH:
+                    tensor = file.get_slice(name)[rows]
+                else:
+                    tensor = file.get_tensor(name)  # the same for all
+                written[f"{kind}/{number}/{module}"] = (
+                    tensor.flatten(0, 1) if module in layout.flat else tensor
+                )
+            yield MicroBatch(
+                number,
+                number // per_rank,
+                {name: file.get_slice(f"batch/{name}")[rows] for name in dump.samples.inputs},
+                written,
+                {
+                    choice.call: written[f"forward/{number}/{name}"]
+                    for name, choice in layout.choices.items()
+                    if f"forward/{number}/{name}" in written
+                },
+            )

@@ -1,0 +1,161 @@
+"""Each module of a captured run by itself, in autocast: what the rounding errors of the whole computation hide is found, and only that."""
+
+import json
+import shutil
+
+import pytest
+from edited import change_tensor, edit
+from ranks import CAPTURED
+
+from lockstep import compare
+from lockstep.dumps.dump import Dump
+from lockstep.inputs.model import build_model
+from lockstep.running import jobs
+from lockstep.verdict import alone, forced
+from lockstep.verdict.float64 import make_exact
+
+PROJECTION = "model.layers.1.self_attn.q_proj"
+NORM = "model.layers.1.post_attention_layernorm"
+
+
+@pytest.fixture(scope="module")
+def captured(tmp_path_factory):
+    """Dumps of two steps in autocast: ddp, fsdp, reference, replays, and what was found of modules by themselves."""
+    folder = tmp_path_factory.mktemp("autocast")
+    arguments = [*CAPTURED, "--debug_steps=2", "--capture_steps=2", "--gradient_accumulation_steps=2"]
+    arguments += [
+        "--precision=autocast",
+        "--capture_dir",
+        str(folder),
+        "--loss_output_dir",
+        str(folder / "work"),
+    ]
+    groups = [(2, "ddp"), (4, "fsdp"), (None, jobs.REFERENCE)]
+    jobs.start_all_groups(
+        [(ranks, [{"strategy": strategy, "arguments": arguments}]) for ranks, strategy in groups],
+        folder / "work",
+    )
+    return folder
+
+
+@pytest.fixture
+def copied(captured, tmp_path):
+    """What may be changed: the dump of fsdp, and what is needed to judge it."""
+    for name in ("ddp", "fsdp", "reference", "replay_ddp", "replay_fsdp"):
+        shutil.copytree(captured / name, tmp_path / name)
+    for name in ("ddp", "fsdp"):
+        shutil.copy(captured / f"alone_{name}.json", tmp_path)
+    return tmp_path
+
+
+def judged(folder):
+    """The result of a comparison after the modules of fsdp were computed by themselves again."""
+    dump, reference = Dump(folder / "fsdp"), Dump(folder / "reference")
+    exact, plain = (
+        build_model(
+            dump.run["architecture"],
+            seed=0,
+            attn_impl=dump.run["config"]["attn_impl"],
+            init_weights_path=None,
+        )[0]
+        for _ in range(2)
+    )
+    make_exact(exact, dump.layout.tables)
+    alone.write(forced.judge(dump, reference, exact, plain), folder / "fsdp")
+    return compare.judge([folder / name for name in ("ddp", "fsdp", "reference")])
+
+
+def test_all_that_has_a_gradient_is_judged(captured):
+    for name in ("ddp", "fsdp"):
+        dump = Dump(captured / name)
+        found = alone.read(dump, captured)
+        names = {(row.step, row.name) for row in found.rows}
+        tables = {f"forward/{module}" for module in dump.layout.outputs if module not in dump.layout.backward}
+        for step in (1, 2):
+            expected = {
+                name
+                for name in dump.expected(step)
+                if name.split("/")[0] in ("forward", "backward", "gradient")
+            }
+            assert {name for at, name in names if at == step} == expected - tables
+        assert not [row for row in found.rows if row.too_far]
+
+
+BUGS = {
+    # the tensor that is changed, how; the tensors that are called wrong
+    "gradient of a projection": (
+        f"gradient/{PROJECTION}.weight",
+        lambda tensor: tensor.mul_(1.003),
+        [f"gradient/{PROJECTION}.weight"],
+    ),
+    "gradient of a norm": (
+        f"gradient/{NORM}.weight",
+        lambda tensor: tensor.mul_(1.003),
+        [f"gradient/{NORM}.weight"],
+    ),
+    "output of one sample": (
+        "forward/model.layers.1.mlp.down_proj",
+        lambda tensor: tensor[1].mul_(1.01),
+        ["forward/model.layers.1.mlp.down_proj", "forward/model.layers.1.mlp"],
+    ),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_what_rounding_errors_hide(bug, copied):
+    name, by, wrong = BUGS[bug]
+    change_tensor(copied / "fsdp", 1, name, by)
+    result = judged(copied)
+    run = result.runs["fsdp"]
+    hidden = [row for row in run.rows_of(1).values() if row.name in wrong and not row.too_far]
+    assert len(hidden) == len(wrong), "its distance from the reference does not show it"
+    assert [row.name for row in run.by_themselves if row.too_far and row.step == 1] == wrong
+    assert result.verdict("fsdp") == "FAIL" and result.verdict("ddp") == "PASS"
+    assert run.failures[0][:1] + run.failures[0][2:3] == (1, wrong[0])
+    assert "times what it should be" in run.failures[0][3]
+
+
+def test_what_only_a_module_by_itself_shows_is_not_explained(copied):
+    name, by, wrong = BUGS["output of one sample"]
+    change_tensor(copied / "fsdp", 1, name, by)
+    diagnosis = judged(copied).runs["fsdp"].diagnosis
+    assert not diagnosis.causes and "errors are those of a correct run" in diagnosis.excluded[0]
+    assert (
+        f"2 of 192 tensors are not what their modules give from the inputs that they had: {', '.join(wrong)}"
+        in diagnosis.odd[0]
+    )
+
+
+def test_two_broken_modules_are_both_named(copied):
+    for name in (f"gradient/{PROJECTION}.weight", "gradient/model.layers.0.mlp.up_proj.weight"):
+        change_tensor(copied / "fsdp", 1, name, lambda tensor: tensor.mul_(1.003))
+    wrong = {row.name for row in judged(copied).runs["fsdp"].by_themselves if row.too_far}
+    assert wrong == {f"gradient/{PROJECTION}.weight", "gradient/model.layers.0.mlp.up_proj.weight"}
+
+
+def test_a_dump_that_was_changed_since_is_not_judged(copied, capsys):
+    """What was found of another dump says nothing."""
+    folders = [str(copied / name) for name in ("ddp", "fsdp", "reference")]
+    edit(copied / "fsdp", lambda manifest: manifest["steps"]["1"].update(learning_rate=1.0))
+    compare.main(folders)
+    assert f"FSDP+DTensor (TP=2, DP=2): not judged; {alone.REMEDY}" in capsys.readouterr().out
+
+
+def test_a_damaged_file(copied, refusal):
+    path = copied / "alone_fsdp.json"
+    content = json.loads(path.read_text())
+    content["rows"][0]["tolerated"] = "much"
+    path.write_text(json.dumps(content))
+    said = refusal(compare.main, [copied / name for name in ("ddp", "fsdp", "reference")])
+    assert "alone_fsdp.json: rows.0.tolerated is 'much'" in said
+
+
+def test_a_step_in_another_convention_is_not_judged(copied):
+    """Gradients under a loss scale that is taken off again: what follows from them by themselves is not what the run has."""
+    dump = Dump(copied / "fsdp")
+    for name in [name for name in dump.expected(1) if name.startswith("backward/")]:
+        change_tensor(copied / "fsdp", 1, name, lambda tensor: tensor.mul_(4))
+    result = judged(copied)
+    run = result.runs["fsdp"]
+    assert run.conventions and result.verdict("fsdp") == "PASS"
+    assert any(row.too_far for row in run.alone.rows) and {row.step for row in run.by_themselves} == {2}

@@ -1,0 +1,114 @@
+"""What DeepSpeed's engine does with gradients that are right, recorded and judged: its norm, its clipping and its update, by its own or torch's optimizers."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_groups
+from torch.utils import cpp_extension
+
+from lockstep import judge
+from lockstep.verdict import recorded_update
+
+OWN = {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1}}
+L2 = {"type": "Adam", "params": {"lr": 1e-3, "weight_decay": 0.1, "adam_w_mode": False}}
+OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
+MOMENTUM = {"optimizer": "SGD", "options": {"momentum": 0.9}}
+RIGHT = {
+    "stage 0": {"stage": 0},
+    "stage 1": {"stage": 1},
+    "stage 2": {"stage": 2},
+    "stage 3": {"stage": 3},
+    "stage 2, sgd": {"stage": 2, **MOMENTUM},
+    "stage 3, sgd": {"stage": 3, **MOMENTUM},
+    "stage 1, bf16": {"stage": 1, "bf16": True},
+    "stage 3, bf16": {"stage": 3, "bf16": True},
+}
+# Its own optimizers are compiled at first use, for minutes: only where they have been
+KERNELS = {
+    "fused, stage 0": ("fused_adam", {"stage": 0, "config": OWN}),
+    "fused, stage 1": ("fused_adam", {"stage": 1, "config": OWN}),
+    "cpu, stage 2": ("cpu_adam", {"stage": 2, "config": OWN, "zero": OFFLOADED}),
+    "cpu, stage 3, l2": ("cpu_adam", {"stage": 3, "config": L2, "zero": OFFLOADED}),
+}
+OF_ADAMW = "are not AdamW's with its recorded settings, most of all"
+PARTIAL = (
+    "step 1: the gradient was clipped by a norm of 1.021334, 0.98475 times that of the reference's gradient"
+)
+WRONG = {
+    "beta": (2, f"step 1: 26 of 52 of what the optimizer keeps {OF_ADAMW} exp_avg_sq/"),
+    "beta, stage 3": (3, f"step 1: 26 of 52 of what the optimizer keeps {OF_ADAMW} exp_avg_sq/"),
+    "decay of all": (1, f"step 1: 5 of 26 updates {OF_ADAMW} model.layers.1.post_attention_layernorm"),
+    "decay twice": (3, f"step 1: 15 of 26 updates {OF_ADAMW} model.layers.0.self_attn.k_proj.weight"),
+    "stale rate": (3, "step 2: 15 of 26 updates are not AdamW's"),
+    "stale rate, stage 1": (1, "step 2: 15 of 26 updates are not AdamW's"),
+    "partial norm, stage 0": (
+        0,
+        "step 1: 25 of 26 parameters with a gradient were clipped, and not model.norm",
+    ),
+    "partial norm": (2, PARTIAL),
+    "partial norm, stage 3": (3, PARTIAL),
+    "clipped otherwise": (2, f"step 1: 52 of 52 of what the optimizer keeps {OF_ADAMW}"),
+}
+
+
+def built(kernel: str) -> bool:
+    root = Path(cpp_extension.get_default_build_root())
+    return any(root.glob(f"*/{kernel}/{kernel}.so"))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("deepspeed")
+    cases = RIGHT | {name: one for name, (kernel, one) in KERNELS.items() if built(kernel)}
+    cases |= {"copies": {"stage": 0, "bf16": True}}
+    cases |= {name: {"stage": stage, "bug": name.partition(",")[0]} for name, (stage, _) in WRONG.items()}
+    groups = [(2, "recorded_deepspeed:loop", folder / name, one) for name, one in cases.items()]
+    run_groups(groups, timeout=240)
+    return folder
+
+
+@pytest.mark.parametrize("name", [*RIGHT, *KERNELS])
+def test_a_right_update_passes(runs, name, capsys):
+    if name in KERNELS and not built(KERNELS[name][0]):
+        pytest.skip(f"DeepSpeed's {KERNELS[name][0]} has not been compiled here")
+    folder = runs / name / "run"
+    assert judge.main([str(folder)]) == 0, capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert said.splitlines()[-1] == "PASS: 2 steps" and said.count("clipped from a norm of") == 2, said
+    kept = ("momentum_buffer",) if "sgd" in name else ("exp_avg", "exp_avg_sq")
+    first, second = json.loads((folder / "report.json").read_text())["steps"]
+    for step, kinds in ((first, ("update", *kept)), (second, ("update",))):
+        judged = [row.partition("/")[0] for row in step["tensors"]]
+        assert [judged.count(kind) for kind in kinds] == [26] * len(kinds)
+    assert "gradient norm" in first["tensors"]
+
+
+def test_copies_that_no_reader_knows_are_not_judged(runs, capsys):
+    assert judge.main([str(runs / "copies" / "run")]) == 0
+    said = capsys.readouterr().out
+    assert "note: the update of FP16_UnfusedOptimizer is not judged" in said
+    assert "whole run: 3 steps" in said  # its constructor steps, too
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_update_fails_for_its_own_reason(runs, name, capsys):
+    assert judge.main([str(runs / name / "run")]) == 1
+    said = capsys.readouterr().out
+    assert said.splitlines()[-1].startswith(f"FAIL: {WRONG[name][1]}"), said
+
+
+@pytest.mark.parametrize("times", [1, 2, 3, 50, 2000])
+def test_powers_that_are_made_in_float32(times):
+    """As DeepSpeed's kernel makes them; the tolerance is that of no other error."""
+    betas = tuple(float(torch.tensor(beta)) for beta in (0.9, 0.999))
+    powers = [torch.tensor(1.0), torch.tensor(1.0)]
+    for _ in range(times):
+        powers = [power * beta for power, beta in zip(powers, betas, strict=True)]
+    first, second = (
+        abs(float(1 - power) / (1 - beta**times) - 1) for power, beta in zip(powers, betas, strict=True)
+    )
+    allowed = recorded_update._error_of_powers({"betas": betas}, {"step": torch.tensor(float(times))})
+    assert first + second / 2 <= allowed * (1 + 1e-3)
+    assert allowed < (1e-12 if times == 1 else 1e-4)
