@@ -61,7 +61,7 @@ def large(*, wrong: bool) -> Page:
         rows.append(row)
     first = (1, names[0], rows[0].describe()) if wrong else None
     verdict = "FAIL" if wrong else "PASS"
-    view = View("ddp", "DDP", verdict, f"{len(names)} tensors", first, nearest_of(rows))
+    view = View("run", "a run", verdict, f"{len(names)} tensors", first, nearest_of(rows))
     page = Page("verification", verdict, "50,000 tensors", "A page to measure.", [], [])
     for step in range(1, STEPS + 1):
         page.add(view, step, rows, {})

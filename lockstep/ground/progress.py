@@ -183,7 +183,9 @@ class Bytes:
             return
         self._next, self._said = now + self._often, True
         line = f"{self._what}: {self._done / 1e6:.0f} MB"
-        line += f" of {self._total / 1e6:.0f}" if self._total else ""
+        if self._total:
+            left = (now - self._start) * max(0.0, self._total / self._done - 1) if self._done else 0.0
+            line += f" of {self._total / 1e6:.0f}, {left:.0f} s left"
         self._screen.state(line, stays=True)
 
     def end(self) -> None:

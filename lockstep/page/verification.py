@@ -25,7 +25,11 @@ def write(
         result.outcome,
         f"{run['config']['model_name']} in {run['config']['precision']}, tensor by tensor",
         f"Every tensor was held against {'a float64 reference' if reference else 'each other'}.",
-        [*tensor_report.configuration(result), *tensor_report.notes(result)],
+        [
+            *tensor_report.configuration(result),
+            *tensor_report.notes(result),
+            *(f"Each module by itself: {line}" for line in tensor_report.by_themselves(result) if reference),
+        ],
         list(report_tables.about(result).items()),
         losses=_losses(result) if judged is None else losses_of(judged),
         heads={"": [*map(run["architecture"].get, HEADS)]},
