@@ -11,8 +11,9 @@ from lockstep import compare
 from lockstep.dumps.dump import Dump
 from lockstep.inputs.model import build_model
 from lockstep.running import jobs
-from lockstep.verdict import alone, forced
+from lockstep.verdict import alone, forced, tensor_report
 from lockstep.verdict.float64 import make_exact
+from lockstep.verdict.records import Chosen
 
 PROJECTION = "model.layers.1.self_attn.q_proj"
 NORM = "model.layers.1.post_attention_layernorm"
@@ -131,6 +132,19 @@ def test_two_broken_modules_are_both_named(copied):
         change_tensor(copied / "fsdp", 1, name, lambda tensor: tensor.mul_(1.003))
     wrong = {row.name for row in judged(copied).runs["fsdp"].by_themselves if row.too_far}
     assert wrong == {f"gradient/{PROJECTION}.weight", "gradient/model.layers.0.mlp.up_proj.weight"}
+
+
+def test_a_choice_that_only_its_module_shows(copied):
+    """Such as a router's of experts, whose score from its own input is far below one that was left out."""
+    found = alone.read(Dump(copied / "fsdp"), copied)
+    name = "forward/model.layers.0.mlp"
+    wrong = found.model_copy(update={"choices": [Chosen(1, name, 0.5, 1e-3)]})
+    alone.write(wrong, copied / "fsdp")
+    result = compare.judge([copied / name for name in ("ddp", "fsdp", "reference")])
+    run = result.runs["fsdp"]
+    assert result.verdict("fsdp") == "FAIL" and run.failures[0][2] == name
+    said = f"{name} is another choice than the reference's"
+    assert said in run.diagnosis.odd[0] and said in tensor_report.by_themselves(result)[1]
 
 
 def test_a_dump_that_was_changed_since_is_not_judged(copied, capsys):

@@ -54,6 +54,12 @@ def sentence(rows: list[Judgement]) -> str:
     )
 
 
+def sentences(rows: list[Judgement], choices: list[Chosen]) -> list[str]:
+    """All that is wrong by itself; [] if nothing is."""
+    found = [sentence(rows)] if any(row.too_far for row in rows) else []
+    return found + [f"{one.name} {one.describe()}" for one in choices if one.too_far]
+
+
 def digest_of(dump: Dump) -> str:
     """SHA-256 of a dump's manifest, which has the checksums of all its tensors."""
     return hashlib.sha256((dump.folder / MANIFEST).read_bytes()).hexdigest()

@@ -5,7 +5,7 @@ those that it computes, so what is wrong is wrong by itself. lockstep/verdict/al
 """
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from lockstep.verdict.float64 import Float64, Told
 from lockstep.verdict.judgement import Judgement
 from lockstep.verdict.lazy import Lazy
 from lockstep.verdict.recorded_modules import Modules
-from lockstep.verdict.recorded_reference import Choice, Computed
+from lockstep.verdict.recorded_reference import Choice, Computed, forced
 from lockstep.verdict.recorded_rows import StepVerdict, judged_gradients
 from lockstep.verdict.records import Chosen
 
@@ -59,11 +59,7 @@ class Forced:
 
     def _keep(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
         self.modules[name] = tensor.detach().clone() if tensor.is_floating_point() else tensor
-        written = self.written.get(name)
-        if written is None or not tensor.is_floating_point():
-            return None
-        written = written.to(tensor.dtype)
-        return written if name.startswith("backward/") else written + (tensor - tensor.detach())
+        return forced(name, tensor, self.written)
 
     def _enter(
         self, places: dict[str, str], _module: torch.nn.Module, arguments: tuple, options: dict[str, Any]
@@ -84,13 +80,6 @@ class Forced:
         self.hooks.remove()
         for handle in self.handles:
             handle.remove()
-
-    def begin(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """A step with these parameters."""
-        self.model.zero_grad(set_to_none=True)
-        with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
-                parameter.copy_(parameters[name])
 
     def compute(self, micro: MicroBatch, share: float, num_labels: int | None) -> Computed:
         """Adds the gradient of `share` times the micro batch's loss, a mean over its tokens or a sum divided by `num_labels`."""
@@ -136,9 +125,14 @@ def judge(dump: Dump, initial: Dump, exact_model: torch.nn.Module, plain_model: 
 def _judge_step(
     dump: Dump, before: Dump, step: int, exact: Forced, plain: Forced
 ) -> tuple[list[Judgement], list[Chosen]]:
-    weights = Lazy(dump.layout.parameters, lambda name: before.tensor(step - 1, f"parameter/{name}"))
-    exact.begin(weights)
-    plain.begin(weights)
+    for one in (exact, plain):
+        one.model.zero_grad(set_to_none=True)
+    both = zip(exact.model.named_parameters(), plain.model.named_parameters(), strict=True)
+    with torch.no_grad():
+        for (name, right_weight), (_, near_weight) in both:
+            weight = before.tensor(step - 1, f"parameter/{name}")
+            right_weight.copy_(weight)
+            near_weight.copy_(weight)
     config, factors = dump.run["config"], Factors(len(dump.steps))
     precision = config["precision"]
     modules = Modules(StepVerdict(step), precision, factors, scaled=False, whose="DP rank")

@@ -73,6 +73,18 @@ class Computed:
     at_logits: torch.Tensor | None = None  # the gradient of the loss there
 
 
+def forced(name: str, tensor: torch.Tensor, written: dict[str, torch.Tensor]) -> torch.Tensor | None:
+    """What takes the place of a tensor that was computed: the one that the run wrote, if it has one of that shape. Gradients still pass.
+
+    `name` begins with forward/ or backward/.
+    """
+    found = written.get(name)
+    if found is None or found.shape != tensor.shape or not tensor.is_floating_point():
+        return None
+    found = found.to(tensor.dtype)
+    return found if name.startswith("backward/") else found + (tensor - tensor.detach())
+
+
 class Reference:
     """Computes the loss of a micro batch of a step and its gradient. `exact`: in float64. `weights` are those before the step.
 
@@ -119,11 +131,7 @@ class Reference:
 
     def _keep(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
         self.modules[name] = tensor.detach().clone() if tensor.is_floating_point() else tensor
-        written = self.written.get(name)
-        if written is None or written.shape != tensor.shape or not tensor.is_floating_point():
-            return None
-        written = written.to(tensor.dtype)
-        return written if name.startswith("backward/") else written + (tensor - tensor.detach())
+        return forced(name, tensor, self.written)
 
     def compute(
         self,

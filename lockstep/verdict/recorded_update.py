@@ -18,6 +18,8 @@ from lockstep.verdict.recorded_rows import StepVerdict
 
 IMPLEMENTATION = ("params", "fused", "foreach", "capturable")  # of a group: how a step is computed, not what
 DEEPSPEED_ADAM = ("FusedAdam", "DeepSpeedCPUAdam")
+# Of its groups (adam_w_mode, bias_correction)
+DEEPSPEED_WAYS = {(True, True): torch.optim.AdamW, (False, True): torch.optim.Adam}
 Weights = Mapping[str, torch.Tensor]
 
 
@@ -176,13 +178,7 @@ def _class_of(optimizer: Optimizer) -> Any:
     module, _, name = optimizer.kind.partition(":")
     if name in DEEPSPEED_ADAM and optimizer.is_of_deepspeed:
         ways = {(one.get("adam_w_mode"), one.get("bias_correction")) for one in optimizer.groups}
-        return (
-            torch.optim.AdamW
-            if ways == {(True, True)}
-            else torch.optim.Adam
-            if ways == {(False, True)}
-            else None
-        )
+        return next((kind for way, kind in DEEPSPEED_WAYS.items() if ways == {way}), None)
     if not module.startswith("torch.optim") or name == "LBFGS":
         return None
     return getattr(importlib.import_module(module), name)

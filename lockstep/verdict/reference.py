@@ -187,16 +187,17 @@ def run(config: Config, inputs: Inputs, dumps: Sequence[Path] | None = None) -> 
         loss = _one_step(config, inputs, strategy, capture, index)
     beside = capture.folder.parent
     reference = dump.Dump(capture.folder)
-    plain, _ = build_model(
-        inputs.architecture, seed=config.weights_seed, attn_impl=config.attn_impl, init_weights_path=None
-    )
-    for folder in captured(beside) if dumps is None else dict.fromkeys([beside / BASELINE, *dumps]):
-        if (folder / dump.MANIFEST).is_file():
-            theirs = dump.Dump(folder)
-            require_comparable_dumps(theirs, reference, same_steps=False)
-            replay(config, inputs, strategy, theirs, reference)
-            if config.precision in RULES:
-                alone.write(forced.judge(theirs, reference, model, plain), folder)
+    runs = captured(beside) if dumps is None else dict.fromkeys([beside / BASELINE, *dumps])
+    opened = [dump.Dump(folder) for folder in runs if (folder / dump.MANIFEST).is_file()]
+    for theirs in opened:
+        require_comparable_dumps(theirs, reference, same_steps=False)
+        replay(config, inputs, strategy, theirs, reference)
+    if opened and config.precision in RULES:
+        plain, _ = build_model(
+            inputs.architecture, seed=config.weights_seed, attn_impl=config.attn_impl, init_weights_path=None
+        )
+        for theirs in opened:
+            alone.write(forced.judge(theirs, reference, model, plain), theirs.folder)
     return f"{LABEL}: {config.capture_steps} steps, last loss {loss:.9f}, {capture.folder}"
 
 

@@ -173,21 +173,19 @@ class Findings:
         return [row for row in self.alone.rows if row.step not in steps] if self.alone else []
 
     @functools.cached_property
+    def choices_by_themselves(self) -> list[Chosen]:
+        """The discrete choices of such modules."""
+        return self.alone.choices if self.alone else []
+
+    @functools.cached_property
     def failures(self) -> list[Failure]:
         """All, the first in execution order first: those from the batch, and what only a module by itself shows."""
         seen = {(step, name) for step, _, name, _ in self.failures_from_batch}
-        wrong = [
-            (row.step, row.name, f"by itself, {row.describe()}") for row in self.by_themselves if row.too_far
-        ]
-        wrong += [
-            (one.step, one.name, f"by itself, {one.describe()}")
-            for one in (self.alone.choices if self.alone else [])
-            if one.too_far
-        ]
+        alone: list[Judgement | Chosen] = [*self.by_themselves, *self.choices_by_themselves]
         found = [
-            (step, self.order[step][name], name, what)
-            for step, name, what in wrong
-            if (step, name) not in seen
+            (one.step, self.order[one.step][one.name], one.name, f"by itself, {one.describe()}")
+            for one in alone
+            if one.too_far and (one.step, one.name) not in seen
         ]
         return sorted([*self.failures_from_batch, *found], key=lambda failure: failure[:3])
 

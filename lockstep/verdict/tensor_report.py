@@ -11,7 +11,7 @@ from typing import Any
 from lockstep.ground.errors import printable
 from lockstep.ground.files import REPORTS, write_result
 from lockstep.verdict import report_tables as tables
-from lockstep.verdict.alone import REMEDY, sentence
+from lockstep.verdict.alone import REMEDY, sentences
 from lockstep.verdict.distance import relative
 from lockstep.verdict.judgement import Judgement, pass_of
 from lockstep.verdict.report_tables import Line
@@ -195,8 +195,9 @@ def by_themselves(result: Result) -> list[str]:
     lines = []
     for name, run in result.runs.items():
         rows = run.by_themselves
-        if any(row.too_far for row in rows):
-            said = sentence(rows)
+        wrong = sentences(rows, run.choices_by_themselves)
+        if wrong:
+            said = "; ".join(wrong)
         elif rows:
             nearest = max(rows, key=lambda row: row.multiple)
             said = f"all {len(rows)} tensors are right; the nearest, {nearest.name}, came to {nearest.multiple:.2f} of what is tolerated"
