@@ -2,28 +2,41 @@
 
     python run_verification.py --precision fp32 --output_dir runs/fp32
     python run_verification.py --precision autocast --output_dir runs/autocast
-    python benchmarks/detection_limit.py runs/fp32 runs/autocast --output results/detection_limit.json
+    python run_verification.py --precision bf16 --output_dir runs/bf16
+    PYTHONPATH=. python benchmarks/detection_limit.py runs/fp32 runs/autocast runs/bf16 --output results/detection_limit.json
 
 Reads the dumps of finished verifications with AdamW. 100 times for each kind, a tensor of step 1 of AutoTP or FSDP is drawn at random and
 spoilt: all of it, or only its median element by size, is multiplied with 1 + e or 1 - e. The smallest e = 2^-k that the verdict notices is
-sought. Writes a figure beside the data, too.
+sought. Then once more with the modules by themselves: of a micro batch's tensors, all of one, one sample, or half of a dim is spoilt, and rounded
+to the tensor's dtype. Writes a figure beside the data, too.
 """
 
 import argparse
+import functools
+import itertools
 import json
 import math
 import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
+from factors import WHERE, spoilt
 from outputs import output
 
 from lockstep.dumps.dump import Dump
 from lockstep.ground.files import FIGURE, write_result
+from lockstep.inputs.model import build_model
 from lockstep.plan.config import BASELINE, BETAS, EPS
 from lockstep.plan.strategies import others
 from lockstep.training.optim import decays
-from lockstep.verdict.distance import Distance, Size, clip_factor
+from lockstep.verdict import forced, recorded_modules, recorded_rows
+from lockstep.verdict.distance import Distance, Size, clip_factor, distance_of
+from lockstep.verdict.factors import Factors, farthest, project
+from lockstep.verdict.float64 import make_exact
 from lockstep.verdict.judgement import (
     PASSES,
     ROUNDOFF,
@@ -37,6 +50,7 @@ from lockstep.verdict.judgement import (
 
 TRIALS = 100
 SPOILT = ("all of it", "one middling element")
+BY_ITSELF = {where: f"{where}, its module by itself" for where in WHERE}
 LARGEST, SMALLEST = 10, -40  # exponents of e
 
 
@@ -65,7 +79,7 @@ def exact_update(
     return {"exp_avg": (m, m), "exp_avg_sq": (v, v), "parameter": (old + change, change)}
 
 
-def limit(is_noticed) -> float:
+def limit(is_noticed: Callable[[float], bool]) -> float:
     """The smallest e = 2^-k that is noticed, by bisection between LARGEST and SMALLEST; infinite if none is."""
     low, high = SMALLEST, LARGEST + 1  # exponents: low is not noticed, high is
     while high - low > 1:
@@ -128,6 +142,96 @@ def limits(folder: Path, kind: str) -> dict[str, list[float]]:
     return {what: sorted(values) for what, values in found.items()}
 
 
+@dataclass
+class Computed:
+    """A tensor of a run, and what its module gives in the run's dtypes and in float64 from the inputs that it had in the run."""
+
+    own: torch.Tensor
+    near: torch.Tensor
+    right: torch.Tensor
+    is_weight: bool
+    tolerated: tuple[float, float] = (math.inf, math.inf)
+
+    def is_noticed(self, name: str, where: str, sign: int, seed: str, number: int, e: float) -> bool:
+        """Whether a factor of 1 + sign e is. The run has `number` projections."""
+        own = spoilt(self.own, where, 1 + sign * e, random.Random(seed))
+        if farthest(project(name, own, self.near, self.right, self.is_weight), number).multiple > 1:
+            return True
+        return Judgement(1, name, distance_of(own, self.right), *self.tolerated).too_far
+
+
+def computed(folder: Path, strategy: str) -> tuple[dict[str, Computed], int]:
+    """(the tensors of step 1 of all micro batches; the number of projections of the run)."""
+    dump, initial = Dump(folder / strategy), Dump(folder / "reference")
+    exact, plain = (
+        build_model(
+            dump.run["architecture"],
+            seed=0,
+            attn_impl=dump.run["config"]["attn_impl"],
+            init_weights_path=None,
+        )[0]
+        for _ in range(2)
+    )
+    make_exact(exact, dump.layout.tables)
+    plain.to(getattr(torch, {"bf16": "bfloat16"}.get(dump.run["config"]["precision"], "float32")))
+    found: dict[str, Computed] = {}
+    every: list[Factors] = []
+
+    class Kept(Factors):
+        def __init__(self, steps: int):
+            super().__init__(steps)
+            every.append(self)
+
+        def add(
+            self,
+            name: str,
+            own: torch.Tensor,
+            near: torch.Tensor,
+            right: torch.Tensor,
+            *,
+            is_weight: bool,
+        ) -> None:
+            super().add(name, own, near, right, is_weight=is_weight)
+            if len(every) == 1:  # of step 1
+                found[name] = Computed(own.clone(), near.clone(), right.clone(), is_weight)
+
+    real = recorded_rows.judged
+
+    def judged(step: int, *arguments: Any) -> list[Judgement]:
+        rows = real(step, *arguments)
+        for row in rows if step == 1 else []:
+            found[row.name].tolerated = (row.tolerated, row.tolerated_largest)
+        return rows
+
+    with (
+        mock.patch.object(forced, "Factors", Kept),
+        mock.patch.object(recorded_modules, "judged", judged),
+        mock.patch.object(recorded_rows, "judged", judged),
+    ):
+        forced.judge(dump, initial, exact, plain)
+    return found, every[0].number
+
+
+def limits_by_itself(folder: Path) -> Iterator[tuple[str, str, list[float]]]:
+    """(kind, what is spoilt, the limits of all trials, sorted)."""
+    runs = {strategy: computed(folder, strategy) for strategy in others()}
+    for kind in ("forward", "backward", "gradient"):
+        draw = random.Random(kind)
+        names = [name for name in next(iter(runs.values()))[0] if name.startswith(f"{kind}/")]
+        drawn = [(draw.choice(names), draw.choice(list(runs)), draw.choice((1, -1))) for _ in range(TRIALS)]
+        for where in WHERE:
+            if where == "one sample" and kind == "gradient":
+                continue
+            values = []
+            for trial, (name, strategy, sign) in enumerate(drawn):
+                found, number = runs[strategy]
+                noticed = functools.partial(
+                    found[name].is_noticed, name, where, sign, f"{kind} {trial}", number
+                )
+                values.append(limit(noticed))
+            yield kind, BY_ITSELF[where], sorted(values)
+
+
 def draw_figure(rows: list[dict], path: Path) -> None:
     import matplotlib
 
@@ -135,23 +239,24 @@ def draw_figure(rows: list[dict], path: Path) -> None:
     from matplotlib import pyplot
 
     runs = list(dict.fromkeys(row["run"] for row in rows))
-    figure, panels = pyplot.subplots(2, 1, figsize=(8, 6), sharex=True, layout="constrained")
-    for axes, spoilt in zip(panels, SPOILT, strict=True):
+    kinds = list(dict.fromkeys(row["kind"] for row in rows))
+    titles = [*SPOILT, *BY_ITSELF.values()]
+    figure, panels = pyplot.subplots(len(titles), 1, figsize=(8, 12), sharex=True, layout="constrained")
+    for axes, title in zip(panels, titles, strict=True):
         for number, run in enumerate(runs):
-            mine = [row for row in rows if row["run"] == run and row["spoilt"] == spoilt]
-            places = [index + 0.8 * (number + 0.5) / len(runs) - 0.4 for index in range(len(mine))]
+            mine = [row for row in rows if row["run"] == run and row["spoilt"] == title]
+            places = [kinds.index(row["kind"]) + 0.8 * (number + 0.5) / len(runs) - 0.4 for row in mine]
             axes.bar(
                 places,
-                [row["caught_99_of_100"] for row in mine],
+                [row["caught_99_of_100"] if math.isfinite(row["caught_99_of_100"]) else 0.0 for row in mine],
                 0.8 / len(runs),
                 label=run if axes is panels[0] else None,
             )
         axes.set_yscale("log")
-        axes.set_title(spoilt)
+        axes.set_title(title)
         axes.grid(axis="y", alpha=0.3)
         axes.set_axisbelow(True)
-    kinds = list(dict.fromkeys(row["kind"] for row in rows))
-    panels[1].set_xticks(range(len(kinds)), kinds)
+    panels[-1].set_xticks(range(len(kinds)), kinds)
     figure.supylabel("relative error caught 99 times in 100")
     figure.get_layout_engine().set(h_pad=0.1)
     figure.legend(loc="outside lower center", ncols=2, frameon=False)
@@ -171,24 +276,22 @@ def main() -> None:
         kinds = [
             kind for kind in (*PASSES, *UPDATE) if kind != "batch" and kind in captured
         ]  # a run without --ema_decay has no averages
-        for kind in kinds:
-            for what, values in limits(folder, kind).items():
-                row = {
-                    "run": f"{run['model_name']}, {run['precision']}",
-                    "kind": kind,
-                    "spoilt": what,
-                    "best": values[0],
-                    "median": values[TRIALS // 2],
-                    "caught_99_of_100": values[TRIALS - 2],
-                    "worst": values[-1],
-                }
-                rows.append(row)
-                print(
-                    " | ".join(
-                        f"{value:.1e}" if isinstance(value, float) else value for value in row.values()
-                    ),
-                    flush=True,
-                )
+        from_batch = ((kind, what, values) for kind in kinds for what, values in limits(folder, kind).items())
+        for kind, what, values in itertools.chain(from_batch, limits_by_itself(folder)):
+            row = {
+                "run": f"{run['model_name']}, {run['precision']}",
+                "kind": kind,
+                "spoilt": what,
+                "best": values[0],
+                "median": values[TRIALS // 2],
+                "caught_99_of_100": values[TRIALS - 2],
+                "worst": values[-1],
+            }
+            rows.append(row)
+            print(
+                " | ".join(f"{value:.1e}" if isinstance(value, float) else value for value in row.values()),
+                flush=True,
+            )
     if options.output:
         finite = [{key: None if value == math.inf else value for key, value in row.items()} for row in rows]
         write_result(options.output, json.dumps(finite, indent=1) + "\n")

@@ -196,7 +196,7 @@ def test_a_crash_costs_one_fault_only(tmp_path, monkeypatch):
         (["no_such_fault"], "there is no fault no_such_fault"),
         (["tie_broken", "--steps", "1"], "train at least 2"),
         (["kv_input_gradient_not_reduced", "--strategy", "fsdp"], "none of these faults applies"),
-        (["--precision", "bf16"], "invalid choice"),
+        (["--precision", "mixed"], "invalid choice"),
         (["--output", "a.md"], "give another ending"),
         (["--output", "/proc/nothing/a.json"], "--output /proc/nothing: cannot be written"),
         (["--work_dir", "/proc/nothing"], "--work_dir /proc/nothing: cannot be written"),

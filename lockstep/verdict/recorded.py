@@ -35,11 +35,11 @@ def judge(
 ) -> list[StepVerdict]:
     """A verdict for every recorded step. `expect` is the weighting that was meant; None: any known one will do. `loss` is the loop's own.
 
-    A model whose weights, in float64 and in the run's dtype, take more than half of `memory` (bytes; default: half of what is free) is computed
+    A model whose weights, in float64 and in the run's dtype, take more than a quarter of `memory` (bytes; default: half of what is free) is computed
     unit by unit. Raises UserError for a model that cannot be computed again.
     """
     memory = free_bytes() / 2 if memory is None else memory
-    streamed = 2 * _bytes_of_weights(recording) > memory
+    streamed = 4 * _bytes_of_weights(recording) > memory  # with gradients and what is computed in between
     return [
         _Step(recording, step, loss, streamed).judge(expect) for step in range(1, len(recording.steps) + 1)
     ]
