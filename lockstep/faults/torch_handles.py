@@ -298,7 +298,7 @@ class FSDPHandles(TorchHandles):
         self.run.patch(
             module,
             "vocab_parallel_cross_entropy",
-            lambda logits, labels, first_id, group: loss(logits, labels, first_id - (first_id > 0), group),
+            lambda logits, labels, first_id, *rest: loss(logits, labels, first_id - (first_id > 0), *rest),
         )
 
 
