@@ -204,6 +204,29 @@ class Lstm(nn.Module):
         return self.head(mixed), state
 
 
+class GivenAgain(Own):
+    """What a model that sees the whole row is trained to give is the row itself."""
+
+    def made(self):
+        return Bottleneck()
+
+    def sample(self, generator):
+        text = classes(generator, 7, (4, 5))
+        return text, text
+
+    def own_loss(self, given):
+        return F.cross_entropy(self.wrapped(given[0]).flatten(0, 1), given[1].flatten())
+
+
+class Bottleneck(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.narrow, self.head = nn.Embedding(7, 8), nn.Linear(40, 4), nn.Linear(4, 35)
+
+    def forward(self, tokens):
+        return self.head(self.narrow(self.embedding(tokens).flatten(1))).view(-1, 5, 7)
+
+
 class InADict(Own):
     def made(self):
         return FromDict()
@@ -355,7 +378,123 @@ class NoRate(Own):
         return transformers.Adafactor(self.net.parameters(), lr=None, relative_step=True, warmup_init=True)
 
 
+class Parts(Own):
+    """The loss, and all that it is the sum of, beside it."""
+
+    trained = "loss"
+
+    def made(self):
+        return Summed()
+
+    def own_loss(self, given):
+        return self.wrapped(*given[:2])[self.trained]
+
+
+class Summed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, values, labels):
+        inside = torch.tanh(self.body(values))
+        entropy, balance = F.cross_entropy(self.head(inside), labels), inside.mean(0).square().sum()
+        return {"loss": entropy + 0.1 * balance, "entropy": entropy, "balance": balance}
+
+
+class PartInDDP(Own):
+    """DDP is around a part of the model; the rest is averaged by hand."""
+
+    def made(self):
+        return Around()
+
+    def wrap(self, net):
+        return net
+
+    def reduce(self):
+        averaged(self.net.head)
+
+    def own_loss(self, given):
+        return F.cross_entropy(self.wrapped(given[0]), given[1])
+
+
+class Around(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = DistributedDataParallel(nn.Linear(6, 8)), nn.Linear(8, 3)
+
+    def forward(self, values):
+        return self.head(torch.tanh(self.body(values)))
+
+
+class Sparse(Own):
+    """Gradients of tables are sparse, and have an optimizer of their own."""
+
+    def made(self):
+        return Tables()
+
+    def sample(self, generator):
+        return classes(generator, 9, (4, 3)), classes(generator, 3)
+
+    def make_optimizer(self):
+        self.dense = torch.optim.Adam(self.net.head.parameters(), lr=1e-2)
+        return torch.optim.SparseAdam(self.net.table.parameters(), lr=1e-2)
+
+    def zero(self):
+        self.net.zero_grad()
+
+    def update(self):
+        self.dense.step()
+        self.optimizer.step()
+
+    def own_loss(self, given):
+        return F.cross_entropy(self.wrapped(given[0]), given[1])
+
+
+class Tables(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.EmbeddingBag(9, 8, sparse=True), nn.Linear(8, 3)
+
+    def forward(self, ids):
+        return self.head(self.table(ids))
+
+
 # Bugs that no function is needed for.
+
+
+class PartLeftOut(Parts):
+    trained = "entropy"
+
+
+class PartNotInDDP(PartInDDP):
+    def reduce(self):
+        pass
+
+
+class SparseApart(Sparse):
+    def wrap(self, net):
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["table.weight"])
+        return super().wrap(net)
+
+
+class AutocastOnOneRank(Own):
+    def own_loss(self, given):
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.rank == 0):
+            return super().own_loss(given)
+
+
+class ShiftedTwice(Recurrent):
+    """The labels are not given to the model, but its gradient says which they are."""
+
+    ahead = 2
+
+    def sample(self, generator):
+        text = classes(generator, 7, (4, 7))
+        return text[:, :5], text[:, self.ahead :][:, :5]
+
+
+class NotShifted(ShiftedTwice):
+    ahead = 0
 
 
 class StepsTwice(Own):

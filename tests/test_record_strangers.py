@@ -18,8 +18,9 @@ RIGHT = {
     ),
     **dict.fromkeys(("Closure", "ManyClosures", "TwoSchedules", "Nested", "NoRate", "ByHand"), NOT_JUDGED),
     **dict.fromkeys(("OneHeadUnused", "Recurrent", "InADict", "Normalised", "Padded"), NOT_SEEN),
+    **dict.fromkeys(("PartInDDP", "Sparse", "GivenAgain"), NOT_SEEN),
     **dict.fromkeys(
-        ("PositionBias", "LossModule", "Labelled", "LabelledSum", "Distilled", "HeadsAsMeant"), ""
+        ("Parts", "PositionBias", "LossModule", "Labelled", "LabelledSum", "Distilled", "HeadsAsMeant"), ""
     ),
 }
 WRONG = {
@@ -27,6 +28,12 @@ WRONG = {
     "ClippedTooLate": "step 1: rank 0 clipped after the optimizer's step, so it has no effect",
     "RateByRank": "step 1: the optimizer's lr differs between ranks: 0.001, 0.002",
     "EvaluatedOnOneRank": "step 1: 1: in evaluation mode on rank 1 alone (micro batch 0)",
+    "PartLeftOut": "step 1: balance, a term of the loss, does not count",
+    "PartNotInDDP": "step 1: gradients differ between ranks that hold the same: head.weight on rank 1, and 1 more; they were not reduced",
+    "SparseApart": "step 1: gradients differ between ranks that hold the same: table.weight on rank 1; they were not reduced",
+    "AutocastOnOneRank": "step 1: micro batch 0 of rank 0 is computed in torch.bfloat16, micro batch 0 of rank 1 without autocast",
+    "ShiftedTwice": "step 1: each position is trained to give the token after the next one: labels are shifted twice",
+    "NotShifted": "step 1: each position is trained to give the token itself: labels are not shifted",
     "Noisy": "step 1: a weighted sum of the micro batches' gradients leaves ",
     "LabelledTwice": "step 1: the gradient is 2 times that of the mean over all tokens of the global batch, which is the world size",
     "LabelledAllPositions": "step 1: the gradient is 0.875 times that of the mean over all tokens of the global batch, "

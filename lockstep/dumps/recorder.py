@@ -368,8 +368,10 @@ class Recorder:
             for name, parameter in own.items():  # only now: FSDP2 has its shards in their places again
                 self.keep_weight(name, parameter)
         for parameter in final:
-            if parameter.grad is not None:
-                self.keep_shard(f"gradient/{names[id(parameter)]}", parameter.grad)
+            gradient = parameter.grad
+            if gradient is not None:
+                gradient = gradient.to_dense() if gradient.is_sparse else gradient
+                self.keep_shard(f"gradient/{names[id(parameter)]}", gradient)
         groups = [
             {**said, "params": [names.get(id(one)) for one in group["params"]]}
             for said, group in zip(settings_of(optimizer), optimizer.param_groups, strict=True)

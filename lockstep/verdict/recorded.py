@@ -155,6 +155,7 @@ class _Step:
         for called in self.micro:
             own, told = self._recorded(called)
             right, measured = exact.compute(called, told), plain.compute(called, told)
+            measured.terms = {name: measured.terms[name] for name in right.terms}
             if self.verdict.step == 1 and not self.exact:
                 _require_repeatable(right, exact.compute(called, told))
             modules.add(called.number, called.ranks, own, right, measured)
@@ -288,7 +289,18 @@ class _Step:
             )
 
     def _judge_modes(self) -> None:
-        """A module computes in one mode on all ranks."""
+        """All micro batches are computed in one precision, and a module in one mode on all ranks."""
+        first, *others = (
+            (f"micro batch {number} of rank {rank}", one.autocast)
+            for rank, about in self.ranks.items()
+            for number, one in enumerate(about.micro_batches)
+        )
+        other = next((one for one in others if one[1] != first[1]), None)
+        if other is not None:
+            how, how_other = (
+                "without autocast" if one is None else f"in {one}" for one in (first[1], other[1])
+            )
+            self.verdict.wrong.append(f"{first[0]} is computed {how}, {other[0]} {how_other}")
         of_ranks = [[set(one.evaluated) for one in about.micro_batches] for about in self.ranks.values()]
         for number, modes in enumerate(zip(*of_ranks, strict=False)):
             differ = sorted(set.union(*modes) - set.intersection(*modes))

@@ -65,7 +65,9 @@ class Computed:
     targets: torch.Tensor | None = (
         None  # the token that each position must give, -1 where none; None: not known
     )
-    labels: str = ""  # the input that they are made of
+    labels: str = (
+        ""  # the input that they are made of; "" if they are those that the gradient at the logits says
+    )
     # In free passes:
     # Of `modules`, which take the most memory and are dropped
     shapes: dict[str, torch.Size] = field(default_factory=dict)
@@ -318,7 +320,7 @@ class Reference:
             for name, parameter in self.parameters.items():
                 if parameter.grad is None:
                     continue
-                gradient = parameter.grad
+                gradient = parameter.grad.to_dense()
                 for term in terms.values():
                     if name in term.gradients:
                         gradient = gradient.double() - term.beside * term.gradients[name]
@@ -348,10 +350,14 @@ class Reference:
                 value, list(self.parameters.values()), retain_graph=True, allow_unused=True
             )
             gradients = self._kept(
-                (of, one) for of, one in zip(self.parameters, each, strict=True) if one is not None
+                (of, one.to_dense()) for of, one in zip(self.parameters, each, strict=True) if one is not None
             )
             inside = 0.0 if coefficient is None else float(coefficient)
             found[name] = Term(float(value.detach()), inside, gradients)
+        parts = {name: term.coefficient * term.value for name, term in found.items()}
+        if parts and self.exact and math.isclose(sum(parts.values()), float(loss.detach()), rel_tol=SAME):
+            # The loss is the sum of all that is returned beside it: one of them is the rest, which the others are held against.
+            found.pop(max(parts, key=lambda name: abs(parts[name])))
         self._leave_backward_out()  # what has arrived at the modules was not the gradient of the loss
         return found
 
@@ -417,7 +423,8 @@ def _find_tokens(computed: Computed, called: Called, logits: torch.Tensor | None
         gradient = next(iter(called.arrived.values()), None)
         recognised = None if gradient is None or logits is None else recognise(logits, gradient)
         if gradient is not None and recognised is not None:
-            computed.tokens, computed.divisor = recognised.tokens, 1 / recognised.weight
+            computed.targets, computed.divisor = recognised.labels, 1 / recognised.weight
+            computed.tokens = int((computed.targets != -1).sum())
             computed.smoothing = recognised.smoothing
             computed.uncertain = FLOOR * torch.finfo(gradient.dtype).eps / 2
 

@@ -236,6 +236,8 @@ def stepped(
     """(the parameter after one step of the optimizer, whole, computed in `dtype`; what the optimizer then keeps)."""
     parameter = torch.nn.Parameter(weight.to(dtype).clone())
     parameter.grad = gradient.to(dtype)
+    if kind is torch.optim.SparseAdam:  # which updates the rows that have a gradient
+        parameter.grad = parameter.grad.to_sparse(1)
     optimizer = kind([parameter], **options)
     optimizer.state[parameter] = {
         key: value.clone() if key == "step" else value.to(dtype).clone() for key, value in state.items()
