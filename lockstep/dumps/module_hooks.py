@@ -56,8 +56,11 @@ class ModuleHooks:
             handle.remove()
 
     def _arrives(self, name: str, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """Of a tensor that the loss does not depend on, DDP says that None arrives."""
-        return None if gradient is None else self.keep(name, gradient)
+        """Of a tensor that the loss does not depend on, DDP says that None arrives.
+
+        What arrives while the model is called, such as where its forces are gradients of an energy, is no gradient of the loss.
+        """
+        return None if gradient is None or self.inside else self.keep(name, gradient)
 
     def _see(self, module: str, _module: torch.nn.Module, _arguments: object, output: object) -> object:
         if torch.compiler.is_compiling() or not (self.inside or being_recomputed()):
@@ -68,7 +71,7 @@ class ModuleHooks:
         for name, tensor in named_outputs(called, output):
             # What is recomputed was recorded before, unless reentrant checkpointing hid it from autograd.
             chosen = self.inside and not tensor.is_floating_point()  # such as a router's experts
-            if name in self.seen or not (tensor.requires_grad or chosen):
+            if name in self.seen or not (tensor.requires_grad or chosen) or tensor.is_sparse:
                 continue
             if name != called and id(tensor) in self.returned:
                 continue  # only passed on, such as T5's position bias: what arrives there is its maker's

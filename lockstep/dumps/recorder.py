@@ -24,6 +24,8 @@ import inspect
 import json
 import os
 import shutil
+import sys
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -47,7 +49,7 @@ from lockstep.dumps.optimizers import PLAIN, kind_of, settings_of, state_of
 from lockstep.dumps.plain_shards import PlainShards
 from lockstep.dumps.whole_run import WholeRun
 from lockstep.ground.blocks import blocks, pieces
-from lockstep.ground.errors import UserError
+from lockstep.ground.errors import UserError, first_line
 from lockstep.ground.files import write_text
 from lockstep.inputs.model import being_recomputed
 
@@ -55,6 +57,25 @@ FORMAT = 1
 STEPS = 2
 EVERY_MODULE = "*"
 NOTED: dict[str, torch.Tensor] = {}  # by lockstep.record.batch, for the next training call of the model
+
+
+def _harmless(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook of a recorder that does not end the training that it watches, but the recording. A usage error ends both."""
+
+    @functools.wraps(hook)
+    def call(recorder: "Recorder", *arguments: Any, **options: Any) -> Any:
+        if recorder.given_up:
+            return None
+        try:
+            return hook(recorder, *arguments, **options)
+        except UserError:
+            raise
+        except Exception as error:  # noqa: BLE001 - of whatever a model returns, an optimizer holds, a disk has no room for
+            traceback.print_exc()
+            recorder.give_up(f"{type(error).__name__}: {first_line(error)}")
+            return None
+
+    return call
 
 
 class Recorder:
@@ -71,7 +92,7 @@ class Recorder:
         self.tree, self.tensors = tree.describe(self.model)
         self.plain_shards = PlainShards(self.model)
         self.signature = inspect.signature(self.model.forward)
-        self.step = 1
+        self.step, self.given_up = 1, False
         self.watches_engine, self.engine_steps = False, False  # whose optimizers are none of torch's
         self.hooks: ModuleHooks | None = None
         self.last_digests: dict[str, int] = {}  # of what the step before ended with
@@ -88,6 +109,7 @@ class Recorder:
         leaves = [module for module in self.model.modules() if module._parameters and not module._modules]
         self.removing += [leaf.register_forward_pre_hook(self._see_leaf).remove for leaf in leaves]
         self._watch_clipping()
+        self._watch_scaler()
         shutil.rmtree(self._rank_folder, ignore_errors=True)  # an earlier recording
 
     @property
@@ -102,10 +124,22 @@ class Recorder:
         """Write a step that is over, and remove the hooks."""
         if self.optimizers:
             self._write()
+        if self.step == 1 and self.removing and not self.given_up:
+            said = "no step was recorded: no optimizer made one, or a GradScaler skipped all of them"
+            print(f"lockstep.record: {said} (rank {self.rank})", file=sys.stderr, flush=True)
         self._remove_hooks()
         self.calls.remove()
         self.outputs.remove()
         self.whole_run.close()
+
+    def give_up(self, why: str) -> None:
+        """End the recording; the training goes on."""
+        self.given_up = True
+        self._begin()
+        with contextlib.suppress(Exception):  # such as a disk that is full
+            self.stop()
+        said = f"lockstep.record: the recording ended in step {self.step} on rank {self.rank} ({why}); the training goes on without it"
+        print(said, file=sys.stderr, flush=True)
 
     def _remove_hooks(self) -> None:
         for remove in self.removing:
@@ -143,6 +177,22 @@ class Recorder:
             setattr(place, name, noted)
             self.removing.append(functools.partial(setattr, place, name, real))
 
+    def _watch_scaler(self) -> None:
+        """A step that a GradScaler skips, as gradients are not finite, is none: what is recorded begins anew."""
+        real = torch.amp.GradScaler.step
+
+        def step(scaler: Any, optimizer: Any, *rest: Any, **options: Any) -> Any:
+            others = bool(self.optimizers)
+            returned = real(scaler, optimizer, *rest, **options)
+            found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
+            if not others and any(float(one) for one in found):
+                self._begin()
+            return returned
+
+        setattr(torch.amp.GradScaler, "step", step)  # noqa: B010 - a method of a class of torch
+        self.removing.append(functools.partial(setattr, torch.amp.GradScaler, "step", real))
+
+    @_harmless
     def see_clip(self, parameters: list[torch.Tensor], max_norm: float, norm: float) -> None:
         about = {"max_norm": max_norm, "norm": norm, "after": len(self.micro)}
         clip = next((one for one in self.clips if one.items() >= about.items()), None)
@@ -209,7 +259,12 @@ class Recorder:
             self.changed.append(name)
         return same
 
+    @_harmless
+    def _see_module(self, name: str, tensor: torch.Tensor) -> None:
+        self.keep_shard(name, tensor, added=True)
+
     @torch.compiler.disable
+    @_harmless
     def _see_call(self, _module: torch.nn.Module, arguments: tuple, options: dict[str, Any]) -> None:
         if being_recomputed():
             return
@@ -233,7 +288,7 @@ class Recorder:
             if not self.removing:
                 return
         if self.hooks is None:  # only now: those that wrap a module have their hooks before these
-            self.hooks = ModuleHooks(self.model, self.modules, functools.partial(self.keep_shard, added=True))
+            self.hooks = ModuleHooks(self.model, self.modules, self._see_module)
             self.removing.append(self.hooks.remove)
         number = len(self.micro)
         if number == 0:
@@ -287,6 +342,7 @@ class Recorder:
             self.micro[-1]["autocast"] = _autocast(self.model)
 
     @torch.compiler.disable
+    @_harmless
     def _see_output(self, _module: torch.nn.Module, _arguments: tuple, output: Any) -> Any:
         """Gives the loop copies of what the model returns: at them, only what the loop itself makes of each arrives, not what the model does."""
         over = self.model.training and not (self.removing and self.micro)
@@ -315,6 +371,7 @@ class Recorder:
 
         return mapped(output, watched)
 
+    @_harmless
     def _arrives(
         self, about: dict[str, Any], place: str, loss: float | None, gradient: torch.Tensor | None
     ) -> None:
@@ -330,6 +387,7 @@ class Recorder:
             name = place.partition("/returned.")[2]
             about["scalars"][name] = about["scalars"].get(name, 0.0) + float(gradient)
 
+    @_harmless
     def _before_update(
         self, optimizer: torch.optim.Optimizer, arguments: tuple, options: dict[str, Any]
     ) -> Any:
@@ -353,6 +411,7 @@ class Recorder:
             return arguments, {**options, "closure": then_seen}
         return tuple(then_seen if one is closure else one for one in arguments), options
 
+    @_harmless
     def _see_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         if not self.micro or self.engine_steps:
             return
@@ -367,10 +426,14 @@ class Recorder:
             final = list(own.values())
             for name, parameter in own.items():  # only now: FSDP2 has its shards in their places again
                 self.keep_weight(name, parameter)
+        scale = getattr(
+            optimizer, "grad_scale", None
+        )  # which a GradScaler leaves to an optimizer that is fused
         for parameter in final:
             gradient = parameter.grad
             if gradient is not None:
                 gradient = gradient.to_dense() if gradient.is_sparse else gradient
+                gradient = gradient if scale is None else gradient / scale
                 self.keep_shard(f"gradient/{names[id(parameter)]}", gradient)
         groups = [
             {**said, "params": [names.get(id(one)) for one in group["params"]]}
@@ -387,6 +450,7 @@ class Recorder:
         for name, value in state_of(optimizer, names):
             self.keep_state(name, value)
 
+    @_harmless
     def _after_update(self, optimizer: torch.optim.Optimizer, _arguments: tuple, _options: dict) -> None:
         if optimizer is not self.stepping:
             return

@@ -165,7 +165,7 @@ class Recording:
             path = self._path(rank, number).with_suffix(".json")
             if not path.is_file():
                 raise UserError(
-                    f"{path} is missing: rank {rank} of {world} did not record step {number}; {REMEDY}"
+                    f"{path} is missing: rank {rank} of {world} did not record step {number}; {REMEDY}, as many steps as every rank makes (--steps)"
                 )
             found[rank] = validate(Step, read_json(path), path, REMEDY)
             world = found[0].world_size
