@@ -20,6 +20,7 @@ A step ends with the optimizer's. All ranks write for themselves; nothing is gat
 
 import contextlib
 import functools
+import gc
 import inspect
 import json
 import os
@@ -98,7 +99,8 @@ class Recorder:
         self.last_digests: dict[str, int] = {}  # of what the step before ended with
         self.stepping: torch.optim.Optimizer | None = None
         self._begin()
-        self.whole_run = WholeRun(lambda: self._rank_folder)
+        self.of_others: dict[int, bool] = {}  # optimizers by id: whether they are of another model
+        self.whole_run = WholeRun(lambda: self._rank_folder, self._is_of_another_model)
         self.calls = self.model.register_forward_pre_hook(self._see_call, with_kwargs=True, prepend=True)
         self.outputs = self.model.register_forward_hook(self._see_output)
         self.removing: list[Callable[[], None]] = [
@@ -159,6 +161,7 @@ class Recorder:
         self.updating = False
         self.stepped: set[int] = set()
         self.buffers: dict[str, int] = {}
+        self.arrived_since = True  # a gradient, after the last step of another model's optimizer
 
     def _watch_clipping(self) -> None:
         """torch.nn.utils.clip_grad_norm_ calls this function of its file, under whatever name it was imported itself."""
@@ -194,14 +197,16 @@ class Recorder:
 
     @_harmless
     def see_clip(self, parameters: list[torch.Tensor], max_norm: float, norm: float) -> None:
+        given = {id(one) for one in parameters if one.grad is not None}
+        own = tree.named_parameters(self.model)
+        names = [name for name, one in own.items() if id(one) in given]
+        if given and not names and not self.watches_engine:
+            return  # another model's
         about = {"max_norm": max_norm, "norm": norm, "after": len(self.micro)}
         clip = next((one for one in self.clips if one.items() >= about.items()), None)
         if clip is None:  # else parameters of several meshes, which are clipped in groups, by one norm
             clip = {**about, "parameters": []}
             self.clips.append(clip)
-        given = {id(one) for one in parameters if one.grad is not None}
-        own = tree.named_parameters(self.model)
-        names = [name for name, one in own.items() if id(one) in given]
         clip["parameters"] += names
         clip["too_late"] = any(
             name in group["params"] for one in self.optimizers for group in one["groups"] for name in names
@@ -272,6 +277,11 @@ class Recorder:
             if self.optimizers and not self.updating:  # an evaluation: the step before it is over
                 self._write()
             return
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            self.give_up(
+                "the model is called inside of torch.func, such as vmap, where tensors have no values yet"
+            )
+            return
         given = self._given(arguments, options)
         noted = dict(NOTED)
         NOTED.clear()
@@ -304,6 +314,8 @@ class Recorder:
             "plain": {},
             "left_out": [],
             "used": False,  # whether a gradient arrives at what the model returns
+            "elsewhere": False,  # in the loss of another model, such as a discriminator's
+            "differentiated": False,  # whether the loop has a gradient of this gradient
             "scalars": {},  # those that arrive at scalars
             "autocast": None,
             "param_dtype": _param_dtype(self.model),
@@ -378,7 +390,9 @@ class Recorder:
         """At what the model returned, from the loop. It may leave the model's own loss; DDP may then say that None arrives."""
         if gradient is None:
             return
-        about["used"] = True
+        # Gradients are only enabled in a backward pass that makes a graph of itself.
+        about.update(used=True, elsewhere=False, differentiated=torch.is_grad_enabled())
+        self.arrived_since = True
         if loss is not None:
             about["loss"] = loss
         if gradient.ndim:
@@ -418,6 +432,16 @@ class Recorder:
         own = tree.named_parameters(self.model)
         names = {id(parameter): name for name, parameter in own.items()}
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if not self.optimizers and self._is_of_another_model(optimizer):
+            for about in (
+                self.micro
+            ):  # unless a gradient arrives later, or is kept until the model's own optimizer steps
+                about["elsewhere"] = True
+            self.arrived_since = False
+            return
+        if not self.arrived_since:
+            for about in self.micro:
+                about["elsewhere"] = False
         self.updating = True
         final = [one for one in held if id(one) in names]  # another optimizer's may be clipped only later
         again = bool(final) and id(optimizer) in self.stepped
@@ -444,11 +468,29 @@ class Recorder:
                 "class": kind_of(optimizer),
                 "groups": groups,
                 "strangers": sum(id(one) not in names for one in held),
+                "replicas": [
+                    [_digest(one), _digest(one.grad)]
+                    for one in held
+                    if id(one) not in names and type(one) is torch.nn.Parameter and one.grad is not None
+                ],
                 "again": again,
             }
         )
         for name, value in state_of(optimizer, names):
             self.keep_state(name, value)
+
+    def _is_of_another_model(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether an optimizer holds none of the model's parameters, and another one does. If none does, it may hold copies of them."""
+        if id(optimizer) not in self.of_others:
+            own = {id(parameter) for parameter in self.model.parameters()}
+            holding = [
+                one
+                for one in gc.get_objects()
+                if issubclass(type(one), torch.optim.Optimizer)
+                and any(id(parameter) in own for group in one.param_groups for parameter in group["params"])
+            ]
+            self.of_others[id(optimizer)] = bool(holding) and all(one is not optimizer for one in holding)
+        return self.of_others[id(optimizer)]
 
     @_harmless
     def _after_update(self, optimizer: torch.optim.Optimizer, _arguments: tuple, _options: dict) -> None:

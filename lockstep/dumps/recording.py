@@ -30,6 +30,8 @@ class MicroBatch(Strict):
     autocast: Name | None
     param_dtype: Name | None
     used: bool
+    elsewhere: bool = False  # in the loss of another model, whose optimizer stepped then
+    differentiated: bool = False  # in turn
     scalars: dict[Name, MayBreakDown]
     loss: MayBreakDown | None = None
     evaluated: list[str]  # modules in evaluation mode
@@ -53,6 +55,9 @@ class Optimizer(Strict):
     kind: Annotated[Name, Field(alias="class")]
     groups: list[dict[str, Any]]
     strangers: Whole
+    replicas: list[
+        list[int]
+    ] = []  # of strangers that may be held by all ranks, hashes of (weights, gradient)
     again: bool = False  # it has stepped before, with the same gradient
 
     @property
@@ -299,6 +304,8 @@ class Recording:
         found: list[Called] = []
         for rank, about in self.steps[step - 1].items():
             for number, micro in enumerate(about.micro_batches):
+                if micro.elsewhere:
+                    continue
                 tensors = {name: self._tensor(rank, step, f"batch/{number}/{name}") for name in micro.tensors}
                 same = next(
                     (one for one in found if one.number == number and one.has_same(tensors, micro)), None
@@ -311,6 +318,12 @@ class Recording:
                     same.losses[rank] = micro.loss
         for called in found:
             called.arrived = self._arrived(step, called)
+        again = next((one for one in found if one.about.differentiated), None)
+        if again is not None:
+            raise UserError(
+                f"{self._path(again.ranks[0], step)}: the gradient at what the model returned for micro batch {again.number} is differentiated again "
+                "(create_graph=True), as by a gradient penalty; record a run without it, or let the model return the penalty"
+            )
         if not any(one.about.used for one in found):
             raise UserError(
                 f"{self._path(0, step)}: no gradient arrived at what the model returned: it returns no tensors, or is not trained on them; "
