@@ -332,9 +332,27 @@ print("trained to the end")
 """
 
 
+COMMUNICATES = """
+import torch, torch.distributed as dist
+class Own(torch.nn.Linear):
+    def forward(self, values):
+        mean = values.mean(0)
+        dist.all_reduce(mean)
+        return super().forward(values - mean)
+if __name__ == "__main__":
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    net = Own(4, 3)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    net(torch.randn(8, 4)).square().mean().backward()
+    optimizer.step()
+    dist.destroy_process_group()
+"""
+
+
 @pytest.mark.parametrize(
     "text, status, said",
     [
+        (COMMUNICATES, 2, "its forward pass communicates, which one process cannot"),
         (CLOSURE, 0, "whole run: 2 steps, 16 samples"),
         (SCALED.format(steps=9), 0, "PASS: 2 steps"),
         (

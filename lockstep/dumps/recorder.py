@@ -173,7 +173,9 @@ class Recorder:
         ) -> Any:
             parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
             whole = total_norm.full_tensor() if isinstance(total_norm, DTensor) else total_norm
-            self.see_clip(parameters, float(max_norm), float(whole))
+            own = {id(one) for one in self.model.parameters()}
+            if any(id(one) in own for one in parameters):  # else another model's
+                self.see_clip(parameters, float(max_norm), float(whole))
             return real(parameters, max_norm, total_norm, *rest, **options)
 
         for place, name in ((module, "_clip_grads_with_norm_"), (torch.nn.utils, "clip_grads_with_norm_")):
@@ -200,8 +202,6 @@ class Recorder:
         given = {id(one) for one in parameters if one.grad is not None}
         own = tree.named_parameters(self.model)
         names = [name for name, one in own.items() if id(one) in given]
-        if given and not names and not self.watches_engine:
-            return  # another model's
         about = {"max_norm": max_norm, "norm": norm, "after": len(self.micro)}
         clip = next((one for one in self.clips if one.items() >= about.items()), None)
         if clip is None:  # else parameters of several meshes, which are clipped in groups, by one norm

@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from lockstep.dumps import tree
+from lockstep.dumps.module_hooks import module_of
 from lockstep.dumps.recorder import FORMAT
 from lockstep.ground.errors import UserError, first_line, printable
 from lockstep.ground.files import read_json
@@ -265,6 +266,24 @@ class Recording:
                 elif name not in found:
                     found[name] = [(rank, self.whole(step, name, called.ranks)[0])]
         return found
+
+    def parted(self, step: int, called: Called) -> tuple[str, int] | None:
+        """(an output of a module that the ranks that were called with a micro batch do not have all of, another rank that has the rest)."""
+        ranks = self.steps[step - 1]
+        for name, (whole, *parts) in ranks[called.ranks[0]].places.items():
+            if not name.startswith(f"forward/{called.number}/") or [one.shape for one in parts] == [
+                whole.full
+            ]:
+                continue
+            starts = {
+                rank: {tuple(one.start or ()) for one in about.places.get(name, [])[1:]}
+                for rank, about in ranks.items()
+            }
+            here = set.union(*(starts[rank] for rank in called.ranks))
+            other = next((rank for rank, of_rank in starts.items() if of_rank - here), None)
+            if other is not None:
+                return module_of(name), other
+        return None
 
     def whole(self, step: int, name: str, ranks: list[int] | None = None) -> tuple[torch.Tensor, list[int]]:
         """(a tensor made whole, the ranks whose shard is not what an earlier rank has in its place); `ranks` are those that may hold it.

@@ -109,6 +109,10 @@ class _Describing:
             kind, values = deepspeed_layers.before(module)
         for key, value in values.items():
             self._attribute(attributes, key, value, name)
+        hooks = {type(hook) for hook in module._forward_pre_hooks.values()}
+        self.left_out += [
+            f"{name}: the hook {one.__name__}" for one in hooks if one.__module__.startswith("torch.nn.utils")
+        ]
         if vars(module).get("_is_expert_parallel"):
             # Of transformers: the number is that of this rank's experts.
             whole: Any = next(iter(module._parameters.values()))

@@ -83,6 +83,11 @@ class _Step:
     def judge(self, expect: str | None) -> StepVerdict:
         verdict = self.verdict
         weights, gradients = self._agreed("weight"), self._agreed("gradient")
+        odd = next((name for name, weight in weights.items() if weight.is_complex()), None)
+        if odd is not None:
+            raise UserError(
+                f"{odd} is complex, and what is computed with such parameters cannot be judged yet"
+            )
         self._judge_clips()
         self.gradients = gradients
         verdict.lowered = sorted(self._lowered())
@@ -98,7 +103,7 @@ class _Step:
             return verdict
         self._judge_unused()
         self._judge_modes()
-        if self._untied(weights) or self._clipped_in_parts():
+        if self._untied(weights) or self._clipped_in_parts() or self._parted():
             return verdict
         nominal, place = self._judge_free(weights, expect)
         missing = self._missing(weights)
@@ -327,6 +332,18 @@ class _Step:
                 f"{new[0]} is a parameter of its own, though it was tied when the recording began"
             )
         return bool(new)
+
+    def _parted(self) -> bool:
+        """Whether ranks that share out what a module returns were called with different micro batches."""
+        for called in self.micro:
+            parted = self.recording.parted(self.verdict.step, called)
+            if parted:
+                name, rank = parted
+                self.verdict.wrong.append(
+                    f"ranks {called.ranks[0]} and {rank} each have a part of what {name} returns, and were called with different micro batches {called.number}"
+                )
+                return True
+        return False
 
     def _clipped_in_parts(self) -> bool:
         """Whether the gradient was clipped before it was complete, or only a part of it."""

@@ -158,8 +158,13 @@ class Reference:
         except UserError:
             raise
         except Exception as error:  # noqa: BLE001 - a user's model may raise anything
+            why = "; its forward pass communicates, which one process cannot" * (
+                "process group" in str(error)
+            )
+            left_out = self.recording.tree.get("left_out", [])
+            why += f"; of the model, this was left out: {', '.join(left_out[:3])}" * bool(left_out)
             raise UserError(
-                f"the recorded model cannot be called again with micro batch {called.number} ({type(error).__name__}: {first_line(error)})"
+                f"the recorded model cannot be called again with micro batch {called.number} ({type(error).__name__}: {first_line(error)}){why}"
             ) from error
         finally:
             self.written = {}

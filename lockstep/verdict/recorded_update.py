@@ -71,7 +71,7 @@ def _judge_others(recording: Recording, verdict: StepVerdict) -> None:
     strangers = sum(one.strangers for one in ranks[0])
     if not strangers:
         return
-    said = f"{strangers} tensors that the optimizers hold are none of the model's, and are not judged"
+    said = f"tensors that the optimizers hold and that are none of the model's are not judged: {strangers}"
     verdict.unseen = f"{verdict.unseen}; {said}" if verdict.unseen else said
     for of_ranks in zip(*([pair for one in rank for pair in one.replicas] for rank in ranks), strict=False):
         if len({weights for weights, _ in of_ranks}) == 1 and len({gradient for _, gradient in of_ranks}) > 1:
