@@ -10,6 +10,7 @@ around the loop does the same. `python -m lockstep.judge runs/mine` then judges 
 import argparse
 import runpy
 import sys
+import traceback
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -66,6 +67,11 @@ def _run(script: Path, arguments: list[str], finding: "_Finding") -> int:
         runpy.run_path(str(script), run_name="__main__")
     except SystemExit as ended:
         status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except UserError:
+        raise
+    except Exception:  # noqa: BLE001 - of the script: the recorder's own end the recording alone
+        traceback.print_exc()
+        return 1
     finally:
         finding.stop()
     if finding.recorder is None:
@@ -80,23 +86,52 @@ class _Finding:
 
     def __init__(self, output: Path, steps: int, modules: str):
         import torch
+        from torch.optim.optimizer import (
+            register_optimizer_step_post_hook,
+            register_optimizer_step_pre_hook,
+        )
 
         from lockstep.dumps import tree
         from lockstep.dumps.recorder import Recorder
 
         self.recorder: Recorder | None = None
+        self.updating = False
+        self.in_closure: torch.nn.Module | None = (
+            None  # called inside of an optimizer's step, whose begin was missed
+        )
         real: Callable[..., Any] = torch.nn.Module.__call__
-        self._restore = lambda: setattr(torch.nn.Module, "__call__", real)
 
         def call(module: torch.nn.Module, *arguments: Any, **options: Any) -> Any:
             trained = module.training and any(parameter.requires_grad for parameter in module.parameters())
             # Lightning calls its own module with a batch for training_step, which calls the model.
             around = any(kind.__name__ == "LightningModule" for kind in type(tree.inner(module)).__mro__)
             if self.recorder is None and trained and torch.is_grad_enabled() and not around:
-                self._restore()
-                self.recorder = Recorder(module, output, steps, modules)
+                if self.updating:
+                    self.in_closure = self.in_closure or module
+                else:
+                    record(module)
             return real(module, *arguments, **options)
 
+        def record(module: torch.nn.Module) -> None:
+            self._restore()
+            self.recorder = Recorder(module, output, steps, modules)
+
+        def begins(*_: Any) -> None:
+            self.updating = True
+
+        def ends(*_: Any) -> None:
+            self.updating = False
+            if self.in_closure is not None:
+                record(self.in_closure)
+
+        hooks = register_optimizer_step_pre_hook(begins), register_optimizer_step_post_hook(ends)
+
+        def restore() -> None:
+            torch.nn.Module.__call__ = real  # type: ignore[method-assign]
+            for hook in hooks:
+                hook.remove()
+
+        self._restore = restore
         torch.nn.Module.__call__ = call  # type: ignore[method-assign]
 
     def stop(self) -> None:

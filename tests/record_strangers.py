@@ -12,7 +12,15 @@ import torch.nn.functional as F
 import transformers
 from record_bugs import IGNORED, VOCABULARY, MicroMeans, averaged, tiny
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, parametrizations
 
@@ -204,6 +212,29 @@ class Lstm(nn.Module):
         return self.head(mixed), state
 
 
+class GivenAgain(Own):
+    """What a model that sees the whole row is trained to give is the row itself."""
+
+    def made(self):
+        return Bottleneck()
+
+    def sample(self, generator):
+        text = classes(generator, 7, (4, 5))
+        return text, text
+
+    def own_loss(self, given):
+        return F.cross_entropy(self.wrapped(given[0]).flatten(0, 1), given[1].flatten())
+
+
+class Bottleneck(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.narrow, self.head = nn.Embedding(7, 8), nn.Linear(40, 4), nn.Linear(4, 35)
+
+    def forward(self, tokens):
+        return self.head(self.narrow(self.embedding(tokens).flatten(1))).view(-1, 5, 7)
+
+
 class InADict(Own):
     def made(self):
         return FromDict()
@@ -355,7 +386,260 @@ class NoRate(Own):
         return transformers.Adafactor(self.net.parameters(), lr=None, relative_step=True, warmup_init=True)
 
 
+class Parts(Own):
+    """The loss, and all that it is the sum of, beside it."""
+
+    trained = "loss"
+
+    def made(self):
+        return Summed()
+
+    def own_loss(self, given):
+        return self.wrapped(*given[:2])[self.trained]
+
+
+class Summed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, values, labels):
+        inside = torch.tanh(self.body(values))
+        entropy, balance = F.cross_entropy(self.head(inside), labels), inside.mean(0).square().sum()
+        return {"loss": entropy + 0.1 * balance, "entropy": entropy, "balance": balance}
+
+
+class PartInDDP(Own):
+    """DDP is around a part of the model; the rest is averaged by hand."""
+
+    def made(self):
+        return Around()
+
+    def wrap(self, net):
+        return net
+
+    def reduce(self):
+        averaged(self.net.head)
+
+    def own_loss(self, given):
+        return F.cross_entropy(self.wrapped(given[0]), given[1])
+
+
+class Around(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = DistributedDataParallel(nn.Linear(6, 8)), nn.Linear(8, 3)
+
+    def forward(self, values):
+        return self.head(torch.tanh(self.body(values)))
+
+
+class Sparse(Own):
+    """Gradients of tables are sparse, and have an optimizer of their own."""
+
+    def made(self):
+        return Tables()
+
+    def sample(self, generator):
+        return classes(generator, 9, (4, 3)), classes(generator, 3)
+
+    def make_optimizer(self):
+        self.dense = torch.optim.Adam(self.net.head.parameters(), lr=1e-2)
+        return torch.optim.SparseAdam(self.net.table.parameters(), lr=1e-2)
+
+    def zero(self):
+        self.net.zero_grad()
+
+    def update(self):
+        self.dense.step()
+        self.optimizer.step()
+
+    def own_loss(self, given):
+        return F.cross_entropy(self.wrapped(given[0]), given[1])
+
+
+class Tables(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.EmbeddingBag(9, 8, sparse=True), nn.Linear(8, 3)
+
+    def forward(self, ids):
+        return self.head(self.table(ids))
+
+
+class Adversary(Own):
+    """Another model is trained in between, on what this one gave, and its optimizer steps and clips."""
+
+    micro = 1
+
+    def make_optimizer(self):
+        self.other = nn.Linear(3, 1)
+        self.others = torch.optim.SGD(self.other.parameters(), lr=0.1)
+        return super().make_optimizer()
+
+    def own_loss(self, given):
+        self.others.zero_grad()
+        self.other(self.wrapped(given[0])[0].detach()).mean().backward()
+        clip_grad_norm_(self.other.parameters(), 0.1)
+        self.others.step()
+        first, second = self.wrapped(given[0])
+        return self.other(first).mean() + second.square().mean()
+
+
+class Judged(Own):
+    """The same, where the recorded model is the one that another is trained to deceive."""
+
+    micro = 1
+
+    def make_optimizer(self):
+        self.other = nn.Linear(6, 6)
+        self.others = torch.optim.SGD(self.other.parameters(), lr=0.1)
+        return super().make_optimizer()
+
+    def own_loss(self, given):
+        self.score(self.other(given[0])).backward()
+        self.others.step()
+        self.forget()
+        return self.score(given[0]).square() - self.score(self.other(given[0]).detach())
+
+    def score(self, values):
+        return sum(one.mean() for one in self.wrapped(values))
+
+    def forget(self):
+        self.net.zero_grad()
+
+
+class TwoOptimizers(Own):
+    """Each module has an optimizer of its own, also that beside the recorded one."""
+
+    def make_optimizer(self):
+        self.beside = DistributedDataParallel(nn.Linear(3, 3))
+        self.others = torch.optim.SGD(self.beside.parameters(), lr=0.1)
+        return super().make_optimizer()
+
+    def update(self):
+        self.others.step()
+        super().update()
+
+    def own_loss(self, given):
+        first, second = self.wrapped(given[0])
+        return F.cross_entropy(self.beside(first), given[1]) + second.square().mean()
+
+
+class Beside(Own):
+    """The optimizer holds a parameter that is not the recorded model's."""
+
+    def make_optimizer(self):
+        self.scale = nn.Parameter(torch.ones(3))
+        return torch.optim.AdamW([*self.net.parameters(), self.scale], lr=1e-3)
+
+    def own_loss(self, given):
+        first, second = self.wrapped(given[0])
+        return F.cross_entropy(self.scale * first, given[1]) + second.square().mean()
+
+    def reduce(self):
+        dist.all_reduce(self.scale.grad)
+
+
+class Forces(Own):
+    """What the model returns is a gradient, of an energy."""
+
+    def made(self):
+        return Energy()
+
+    def own_loss(self, given):
+        return self.wrapped(given[0]).square().mean()
+
+
+class Energy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(6, 8), nn.Linear(8, 1, bias=False)
+
+    def forward(self, places):
+        places = places.requires_grad_()
+        energy = self.head(torch.tanh(self.body(places)))
+        return torch.autograd.grad(energy.sum(), places, create_graph=True)[0]
+
+
+class Double(Own):
+    """All is in float64, in which the reference is, too."""
+
+    def made(self):
+        return Heads().double()
+
+    def sample(self, generator):
+        values, *labels = super().sample(generator)
+        return values.double(), *labels
+
+
 # Bugs that no function is needed for.
+
+
+class Kept(Judged):
+    def forget(self):
+        pass
+
+
+class BesideApart(Beside):
+    def reduce(self):
+        pass
+
+
+class OtherSamples(Own):
+    """Tensor parallelism over both ranks, which norms share out the positions of; the ranks were to be given the same samples."""
+
+    def made(self):
+        return nn.Sequential(nn.Embedding(8, 8), nn.LayerNorm(8), nn.Linear(8, 8))
+
+    def sample(self, generator):
+        return classes(generator, 8, (4, 6)), classes(generator, 8, (4, 6))
+
+    def wrap(self, net):
+        plan = {
+            "0": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+            "1": SequenceParallel(),
+            "2": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+        }
+        return parallelize_module(net, init_device_mesh("cpu", (2,)), plan)
+
+    def own_loss(self, given):
+        return F.cross_entropy(self.wrapped(given[0]).flatten(0, 1), given[1].flatten())
+
+
+class PartLeftOut(Parts):
+    trained = "entropy"
+
+
+class PartNotInDDP(PartInDDP):
+    def reduce(self):
+        pass
+
+
+class SparseApart(Sparse):
+    def wrap(self, net):
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["table.weight"])
+        return super().wrap(net)
+
+
+class AutocastOnOneRank(Own):
+    def own_loss(self, given):
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.rank == 0):
+            return super().own_loss(given)
+
+
+class ShiftedTwice(Recurrent):
+    """The labels are not given to the model, but its gradient says which they are."""
+
+    ahead = 2
+
+    def sample(self, generator):
+        text = classes(generator, 7, (4, 7))
+        return text[:, :5], text[:, self.ahead :][:, :5]
+
+
+class NotShifted(ShiftedTwice):
+    ahead = 0
 
 
 class StepsTwice(Own):
@@ -498,6 +782,44 @@ class HeadsAsMeant(HeadTimesWorld):
 
 
 # What cannot be judged.
+
+
+class Penalty(Own):
+    def own_loss(self, given):
+        values = given[0].requires_grad_()
+        (slope,) = torch.autograd.grad(self.wrapped(values)[0].sum(), values, create_graph=True)
+        return slope.square().mean()
+
+    def wrap(self, net):
+        return net
+
+
+class Complex(Own):
+    def made(self):
+        return Turned()
+
+    def wrap(self, net):
+        return net
+
+    def own_loss(self, given):
+        return self.wrapped(given[0]).abs().mean()
+
+
+class Turned(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 3, dtype=torch.complex64))
+
+    def forward(self, values):
+        return values.to(torch.complex64) @ self.weight
+
+
+class Hooked(Own):
+    def made(self):
+        return nn.utils.spectral_norm(nn.Linear(6, 3))
+
+    def own_loss(self, given):
+        return F.cross_entropy(self.wrapped(given[0]), given[1])
 
 
 class OddInput(Own):

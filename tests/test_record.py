@@ -303,6 +303,107 @@ def main():
 if __name__ == "__main__":
     main()
 """
+CLOSURE = """
+import torch
+net = torch.nn.Linear(4, 3)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for _ in range(3):
+    given = torch.randn(8, 4)
+    def closure():
+        optimizer.zero_grad()
+        loss = net(given).square().mean()
+        loss.backward()
+        return loss
+    optimizer.step(closure)
+"""
+# The first scale is so large that two steps are skipped.
+SCALED = """
+import torch
+net = torch.nn.Linear(4, 3)
+optimizer, scaler = torch.optim.SGD(net.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=2.0**127)
+for _ in range({steps}):
+    given, labels = 20 * torch.rand(8, 4), torch.randint(0, 3, (8,))
+    with torch.autocast("cpu", torch.float16, enabled=False):
+        loss = torch.nn.functional.cross_entropy(net(given), labels)
+    optimizer.zero_grad()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
+UNCOPIED = """
+import torch
+net = torch.nn.Linear(4, 3)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for _ in range(4):
+    optimizer.zero_grad()
+    net(torch.randn(8, 4)).square().mean().backward()
+    optimizer.step()
+    net.register_buffer("odd", torch.eye(2).to_sparse())
+print("trained to the end")
+"""
+
+
+COMMUNICATES = """
+import torch, torch.distributed as dist
+class Own(torch.nn.Linear):
+    def forward(self, values):
+        mean = values.mean(0)
+        dist.all_reduce(mean)
+        return super().forward(values - mean)
+if __name__ == "__main__":
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    net = Own(4, 3)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    net(torch.randn(8, 4)).square().mean().backward()
+    optimizer.step()
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(
+    "text, status, said",
+    [
+        (COMMUNICATES, 2, "its forward pass communicates, which one process cannot"),
+        (CLOSURE, 0, "whole run: 2 steps, 16 samples"),
+        (SCALED.format(steps=9), 0, "PASS: 2 steps"),
+        (
+            SCALED.format(steps=1),
+            2,
+            "lockstep.record: no step was recorded: no optimizer made one, or a GradScaler",
+        ),
+        (UNCOPIED, 0, "the recording ended in step 2 on rank 0"),
+    ],
+)
+def test_unusual_scripts(tmp_path, capsys, text, status, said):
+    script, output = tmp_path / "train.py", tmp_path / "out"
+    script.write_text(text)
+    assert record.main(["--output", str(output), str(script)]) == 0
+    assert judge.main([str(output)]) == status
+    captured = capsys.readouterr()
+    assert said in captured.out + captured.err and (text != UNCOPIED or "to the end" in captured.out)
+
+
+def test_an_error_of_the_script_is_its_own(tmp_path, capsys):
+    script = tmp_path / "train.py"
+    script.write_text("1 / 0")
+    assert record.main(["--output", str(tmp_path / "out"), str(script)]) == 1
+    said = capsys.readouterr().err
+    assert "ZeroDivisionError" in said and "lockstep.record:" not in said
+
+
+def test_modules_beside_the_script(tmp_path, capsys, monkeypatch):
+    """They are found where the run is judged, too, from any folder."""
+    (tmp_path / "beside_it.py").write_text("import torch\nclass Net(torch.nn.Linear):\n    pass\n")
+    script, output = tmp_path / "train.py", tmp_path / "out"
+    script.write_text("import beside_it\n" + CLOSURE.replace("torch.nn.Linear", "beside_it.Net"))
+    monkeypatch.syspath_prepend("")
+    assert record.main(["--output", str(output), str(script)]) == 0
+    monkeypatch.undo()
+    monkeypatch.delitem(sys.modules, "beside_it")
+    assert str(tmp_path) not in sys.path and judge.main([str(output)]) == 0
+    assert capsys.readouterr().out.endswith("PASS: 2 steps; the loss itself is not judged\n")
+
+
 MEAN = "(net(ids, targets)[1] / 2).backward()"
 TOKENS = "(net(ids, targets)[1] * (14 - 2 * number) / 26).backward()"
 FROM_LOGITS = "out = net(ids).flatten(0, 1); (torch.nn.functional.cross_entropy(out, targets.flatten(), ignore_index=-1) / {by}).backward()"

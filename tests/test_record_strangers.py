@@ -16,10 +16,13 @@ RIGHT = {
     **dict.fromkeys(
         ("Own", "Contrast", "BesideTheLoss", "Pairs", "NoAdvantage", "ChangedInPlace", "Codebook"), NOT_JUDGED
     ),
+    **dict.fromkeys(("Adversary", "Judged", "TwoOptimizers", "Forces", "Double"), NOT_JUDGED),
+    "Beside": f"{NOT_JUDGED}; tensors that the optimizers hold and that are none of the model's are not judged: 1",
     **dict.fromkeys(("Closure", "ManyClosures", "TwoSchedules", "Nested", "NoRate", "ByHand"), NOT_JUDGED),
     **dict.fromkeys(("OneHeadUnused", "Recurrent", "InADict", "Normalised", "Padded"), NOT_SEEN),
+    **dict.fromkeys(("PartInDDP", "Sparse", "GivenAgain"), NOT_SEEN),
     **dict.fromkeys(
-        ("PositionBias", "LossModule", "Labelled", "LabelledSum", "Distilled", "HeadsAsMeant"), ""
+        ("Parts", "PositionBias", "LossModule", "Labelled", "LabelledSum", "Distilled", "HeadsAsMeant"), ""
     ),
 }
 WRONG = {
@@ -27,6 +30,15 @@ WRONG = {
     "ClippedTooLate": "step 1: rank 0 clipped after the optimizer's step, so it has no effect",
     "RateByRank": "step 1: the optimizer's lr differs between ranks: 0.001, 0.002",
     "EvaluatedOnOneRank": "step 1: 1: in evaluation mode on rank 1 alone (micro batch 0)",
+    "PartLeftOut": "step 1: balance, a term of the loss, does not count",
+    "PartNotInDDP": "step 1: gradients differ between ranks that hold the same: head.weight on rank 1, and 1 more; they were not reduced",
+    "SparseApart": "step 1: gradients differ between ranks that hold the same: table.weight on rank 1; they were not reduced",
+    "AutocastOnOneRank": "step 1: micro batch 0 of rank 0 is computed in torch.bfloat16, micro batch 0 of rank 1 without autocast",
+    "ShiftedTwice": "step 1: each position is trained to give the token after the next one: labels are shifted twice",
+    "NotShifted": "step 1: each position is trained to give the token itself: labels are not shifted",
+    "Kept": "step 1: a weighted sum of the micro batches' gradients leaves ",
+    "BesideApart": "step 1: the optimizers hold a parameter that is none of the recorded model's, is the same on all ranks, and has another gradient",
+    "OtherSamples": "step 1: gradients differ between ranks that hold the same: 0.weight on rank 1; ranks 0 and 1 have parts of one model",
     "Noisy": "step 1: a weighted sum of the micro batches' gradients leaves ",
     "LabelledTwice": "step 1: the gradient is 2 times that of the mean over all tokens of the global batch, which is the world size",
     "LabelledAllPositions": "step 1: the gradient is 0.875 times that of the mean over all tokens of the global batch, "
@@ -37,6 +49,9 @@ WRONG = {
 REFUSED = {
     "Copies": "no parameter has a gradient other than zero, and the optimizer holds 6 tensors that are none of the model's",
     "OddInput": "the model cannot be called again: batch is a Batch; give it tensors",
+    "Penalty": "is differentiated again (create_graph=True), as by a gradient penalty",
+    "Complex": "weight is complex",
+    "Hooked": "of the model, this was left out: : the hook SpectralNorm",
     "NoLabels": "micro batch 0 of rank 0 has no finite gradient in the reference",
     "LossFails": "--loss: KeyError: 'labels'; the recorded tensors are values, one, two, and lockstep.record.batch(...) adds others",
     "LossIsNone": "--loss: the function must return a scalar tensor",
@@ -60,6 +75,14 @@ def test_right_loops_pass(judged, name):
 def test_bugs_are_said(judged, name):
     status, lines = said(judged / name)
     assert status == 1 and lines[-1].startswith(f"FAIL: {WRONG[name]}"), lines
+
+
+def test_ranks_that_share_out_an_output_have_one_micro_batch(judged):
+    """Whether their gradients agree or not: no reference can be given parts of two."""
+    said_of_it = (
+        "ranks 0 and 1 each have a part of what 1 returns, and were called with different micro batches 0"
+    )
+    assert any(said_of_it in line for line in said(judged / "OtherSamples")[1])
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -64,8 +64,11 @@ class ModuleHooks:
             handle.remove()
 
     def _arrives(self, name: str, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """Of a tensor that the loss does not depend on, DDP says that None arrives."""
-        if gradient is None:
+        """Of a tensor that the loss does not depend on, DDP says that None arrives.
+
+        What arrives while the model is called, such as where its forces are gradients of an energy, is no gradient of the loss.
+        """
+        if gradient is None or self.inside:
             return None
         self.keep(name, gradient)
         return self.instead(name, gradient)
@@ -78,7 +81,7 @@ class ModuleHooks:
         instead: dict[int, torch.Tensor] = {}
         for name, tensor in named_outputs(called, output):
             chosen = self.inside and not tensor.is_floating_point()  # such as a router's experts
-            if name in self.passed_on or not (tensor.requires_grad or chosen):
+            if name in self.passed_on or not (tensor.requires_grad or chosen) or tensor.is_sparse:
                 continue
             if name not in self.seen and name != called and id(tensor) in self.returned:
                 self.passed_on.add(name)  # such as T5's position bias: what arrives there is its maker's

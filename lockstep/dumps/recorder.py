@@ -20,10 +20,13 @@ A step ends with the optimizer's. All ranks write for themselves; nothing is gat
 
 import contextlib
 import functools
+import gc
 import inspect
 import json
 import os
 import shutil
+import sys
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -47,7 +50,7 @@ from lockstep.dumps.optimizers import PLAIN, kind_of, settings_of, state_of
 from lockstep.dumps.plain_shards import PlainShards
 from lockstep.dumps.whole_run import WholeRun
 from lockstep.ground.blocks import blocks, pieces
-from lockstep.ground.errors import UserError
+from lockstep.ground.errors import UserError, first_line
 from lockstep.ground.files import write_text
 from lockstep.inputs.model import being_recomputed
 
@@ -55,6 +58,25 @@ FORMAT = 1
 STEPS = 2
 EVERY_MODULE = "*"
 NOTED: dict[str, torch.Tensor] = {}  # by lockstep.record.batch, for the next training call of the model
+
+
+def _harmless(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook of a recorder that does not end the training that it watches, but the recording. A usage error ends both."""
+
+    @functools.wraps(hook)
+    def call(recorder: "Recorder", *arguments: Any, **options: Any) -> Any:
+        if recorder.given_up:
+            return None
+        try:
+            return hook(recorder, *arguments, **options)
+        except UserError:
+            raise
+        except Exception as error:  # noqa: BLE001 - of whatever a model returns, an optimizer holds, a disk has no room for
+            traceback.print_exc()
+            recorder.give_up(f"{type(error).__name__}: {first_line(error)}")
+            return None
+
+    return call
 
 
 class Recorder:
@@ -71,13 +93,14 @@ class Recorder:
         self.tree, self.tensors = tree.describe(self.model)
         self.plain_shards = PlainShards(self.model)
         self.signature = inspect.signature(self.model.forward)
-        self.step = 1
+        self.step, self.given_up = 1, False
         self.watches_engine, self.engine_steps = False, False  # whose optimizers are none of torch's
         self.hooks: ModuleHooks | None = None
         self.last_digests: dict[str, int] = {}  # of what the step before ended with
         self.stepping: torch.optim.Optimizer | None = None
         self._begin()
-        self.whole_run = WholeRun(lambda: self._rank_folder)
+        self.of_others: dict[int, bool] = {}  # optimizers by id: whether they are of another model
+        self.whole_run = WholeRun(lambda: self._rank_folder, self._is_of_another_model)
         self.calls = self.model.register_forward_pre_hook(self._see_call, with_kwargs=True, prepend=True)
         self.outputs = self.model.register_forward_hook(self._see_output)
         self.removing: list[Callable[[], None]] = [
@@ -88,6 +111,7 @@ class Recorder:
         leaves = [module for module in self.model.modules() if module._parameters and not module._modules]
         self.removing += [leaf.register_forward_pre_hook(self._see_leaf).remove for leaf in leaves]
         self._watch_clipping()
+        self._watch_scaler()
         shutil.rmtree(self._rank_folder, ignore_errors=True)  # an earlier recording
 
     @property
@@ -102,10 +126,22 @@ class Recorder:
         """Write a step that is over, and remove the hooks."""
         if self.optimizers:
             self._write()
+        if self.step == 1 and self.removing and not self.given_up:
+            said = "no step was recorded: no optimizer made one, or a GradScaler skipped all of them"
+            print(f"lockstep.record: {said} (rank {self.rank})", file=sys.stderr, flush=True)
         self._remove_hooks()
         self.calls.remove()
         self.outputs.remove()
         self.whole_run.close()
+
+    def give_up(self, why: str) -> None:
+        """End the recording; the training goes on."""
+        self.given_up = True
+        self._begin()
+        with contextlib.suppress(Exception):  # such as a disk that is full
+            self.stop()
+        said = f"lockstep.record: the recording ended in step {self.step} on rank {self.rank} ({why}); the training goes on without it"
+        print(said, file=sys.stderr, flush=True)
 
     def _remove_hooks(self) -> None:
         for remove in self.removing:
@@ -125,6 +161,7 @@ class Recorder:
         self.updating = False
         self.stepped: set[int] = set()
         self.buffers: dict[str, int] = {}
+        self.arrived_since = True  # a gradient, after the last step of another model's optimizer
 
     def _watch_clipping(self) -> None:
         """torch.nn.utils.clip_grad_norm_ calls this function of its file, under whatever name it was imported itself."""
@@ -136,22 +173,40 @@ class Recorder:
         ) -> Any:
             parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
             whole = total_norm.full_tensor() if isinstance(total_norm, DTensor) else total_norm
-            self.see_clip(parameters, float(max_norm), float(whole))
+            own = {id(one) for one in self.model.parameters()}
+            if any(id(one) in own for one in parameters):  # else another model's
+                self.see_clip(parameters, float(max_norm), float(whole))
             return real(parameters, max_norm, total_norm, *rest, **options)
 
         for place, name in ((module, "_clip_grads_with_norm_"), (torch.nn.utils, "clip_grads_with_norm_")):
             setattr(place, name, noted)
             self.removing.append(functools.partial(setattr, place, name, real))
 
+    def _watch_scaler(self) -> None:
+        """A step that a GradScaler skips, as gradients are not finite, is none: what is recorded begins anew."""
+        real = torch.amp.GradScaler.step
+
+        def step(scaler: Any, optimizer: Any, *rest: Any, **options: Any) -> Any:
+            others = bool(self.optimizers)
+            returned = real(scaler, optimizer, *rest, **options)
+            found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
+            if not others and any(float(one) for one in found):
+                self._begin()
+            return returned
+
+        setattr(torch.amp.GradScaler, "step", step)  # noqa: B010 - a method of a class of torch
+        self.removing.append(functools.partial(setattr, torch.amp.GradScaler, "step", real))
+
+    @_harmless
     def see_clip(self, parameters: list[torch.Tensor], max_norm: float, norm: float) -> None:
+        given = {id(one) for one in parameters if one.grad is not None}
+        own = tree.named_parameters(self.model)
+        names = [name for name, one in own.items() if id(one) in given]
         about = {"max_norm": max_norm, "norm": norm, "after": len(self.micro)}
         clip = next((one for one in self.clips if one.items() >= about.items()), None)
         if clip is None:  # else parameters of several meshes, which are clipped in groups, by one norm
             clip = {**about, "parameters": []}
             self.clips.append(clip)
-        given = {id(one) for one in parameters if one.grad is not None}
-        own = tree.named_parameters(self.model)
-        names = [name for name, one in own.items() if id(one) in given]
         clip["parameters"] += names
         clip["too_late"] = any(
             name in group["params"] for one in self.optimizers for group in one["groups"] for name in names
@@ -209,13 +264,23 @@ class Recorder:
             self.changed.append(name)
         return same
 
+    @_harmless
+    def _see_module(self, name: str, tensor: torch.Tensor) -> None:
+        self.keep_shard(name, tensor, added=True)
+
     @torch.compiler.disable
+    @_harmless
     def _see_call(self, _module: torch.nn.Module, arguments: tuple, options: dict[str, Any]) -> None:
         if being_recomputed():
             return
         if not (self.model.training and torch.is_grad_enabled()):
             if self.optimizers and not self.updating:  # an evaluation: the step before it is over
                 self._write()
+            return
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            self.give_up(
+                "the model is called inside of torch.func, such as vmap, where tensors have no values yet"
+            )
             return
         given = self._given(arguments, options)
         noted = dict(NOTED)
@@ -233,7 +298,7 @@ class Recorder:
             if not self.removing:
                 return
         if self.hooks is None:  # only now: those that wrap a module have their hooks before these
-            self.hooks = ModuleHooks(self.model, self.modules, functools.partial(self.keep_shard, added=True))
+            self.hooks = ModuleHooks(self.model, self.modules, self._see_module)
             self.removing.append(self.hooks.remove)
         number = len(self.micro)
         if number == 0:
@@ -249,6 +314,8 @@ class Recorder:
             "plain": {},
             "left_out": [],
             "used": False,  # whether a gradient arrives at what the model returns
+            "elsewhere": False,  # in the loss of another model, such as a discriminator's
+            "differentiated": False,  # whether the loop has a gradient of this gradient
             "scalars": {},  # those that arrive at scalars
             "autocast": None,
             "param_dtype": _param_dtype(self.model),
@@ -287,6 +354,7 @@ class Recorder:
             self.micro[-1]["autocast"] = _autocast(self.model)
 
     @torch.compiler.disable
+    @_harmless
     def _see_output(self, _module: torch.nn.Module, _arguments: tuple, output: Any) -> Any:
         """Gives the loop copies of what the model returns: at them, only what the loop itself makes of each arrives, not what the model does."""
         over = self.model.training and not (self.removing and self.micro)
@@ -315,13 +383,16 @@ class Recorder:
 
         return mapped(output, watched)
 
+    @_harmless
     def _arrives(
         self, about: dict[str, Any], place: str, loss: float | None, gradient: torch.Tensor | None
     ) -> None:
         """At what the model returned, from the loop. It may leave the model's own loss; DDP may then say that None arrives."""
         if gradient is None:
             return
-        about["used"] = True
+        # Gradients are only enabled in a backward pass that makes a graph of itself.
+        about.update(used=True, elsewhere=False, differentiated=torch.is_grad_enabled())
+        self.arrived_since = True
         if loss is not None:
             about["loss"] = loss
         if gradient.ndim:
@@ -330,6 +401,7 @@ class Recorder:
             name = place.partition("/returned.")[2]
             about["scalars"][name] = about["scalars"].get(name, 0.0) + float(gradient)
 
+    @_harmless
     def _before_update(
         self, optimizer: torch.optim.Optimizer, arguments: tuple, options: dict[str, Any]
     ) -> Any:
@@ -353,12 +425,23 @@ class Recorder:
             return arguments, {**options, "closure": then_seen}
         return tuple(then_seen if one is closure else one for one in arguments), options
 
+    @_harmless
     def _see_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         if not self.micro or self.engine_steps:
             return
         own = tree.named_parameters(self.model)
         names = {id(parameter): name for name, parameter in own.items()}
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if not self.optimizers and self._is_of_another_model(optimizer):
+            for about in (
+                self.micro
+            ):  # unless a gradient arrives later, or is kept until the model's own optimizer steps
+                about["elsewhere"] = True
+            self.arrived_since = False
+            return
+        if not self.arrived_since:
+            for about in self.micro:
+                about["elsewhere"] = False
         self.updating = True
         final = [one for one in held if id(one) in names]  # another optimizer's may be clipped only later
         again = bool(final) and id(optimizer) in self.stepped
@@ -367,9 +450,15 @@ class Recorder:
             final = list(own.values())
             for name, parameter in own.items():  # only now: FSDP2 has its shards in their places again
                 self.keep_weight(name, parameter)
+        scale = getattr(
+            optimizer, "grad_scale", None
+        )  # which a GradScaler leaves to an optimizer that is fused
         for parameter in final:
-            if parameter.grad is not None:
-                self.keep_shard(f"gradient/{names[id(parameter)]}", parameter.grad)
+            gradient = parameter.grad
+            if gradient is not None:
+                gradient = gradient.to_dense() if gradient.is_sparse else gradient
+                gradient = gradient if scale is None else gradient / scale
+                self.keep_shard(f"gradient/{names[id(parameter)]}", gradient)
         groups = [
             {**said, "params": [names.get(id(one)) for one in group["params"]]}
             for said, group in zip(settings_of(optimizer), optimizer.param_groups, strict=True)
@@ -379,12 +468,31 @@ class Recorder:
                 "class": kind_of(optimizer),
                 "groups": groups,
                 "strangers": sum(id(one) not in names for one in held),
+                "replicas": [
+                    [_digest(one), _digest(one.grad)]
+                    for one in held
+                    if id(one) not in names and type(one) is torch.nn.Parameter and one.grad is not None
+                ],
                 "again": again,
             }
         )
         for name, value in state_of(optimizer, names):
             self.keep_state(name, value)
 
+    def _is_of_another_model(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether an optimizer holds none of the model's parameters, and another one does. If none does, it may hold copies of them."""
+        if id(optimizer) not in self.of_others:
+            own = {id(parameter) for parameter in self.model.parameters()}
+            holding = [
+                one
+                for one in gc.get_objects()
+                if issubclass(type(one), torch.optim.Optimizer)
+                and any(id(parameter) in own for group in one.param_groups for parameter in group["params"])
+            ]
+            self.of_others[id(optimizer)] = bool(holding) and all(one is not optimizer for one in holding)
+        return self.of_others[id(optimizer)]
+
+    @_harmless
     def _after_update(self, optimizer: torch.optim.Optimizer, _arguments: tuple, _options: dict) -> None:
         if optimizer is not self.stepping:
             return

@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from lockstep.dumps import tree
+from lockstep.dumps.module_hooks import module_of
 from lockstep.dumps.recorder import FORMAT
 from lockstep.ground.errors import UserError, first_line, printable
 from lockstep.ground.files import read_json
@@ -30,6 +31,8 @@ class MicroBatch(Strict):
     autocast: Name | None
     param_dtype: Name | None
     used: bool
+    elsewhere: bool = False  # in the loss of another model, whose optimizer stepped then
+    differentiated: bool = False  # in turn
     scalars: dict[Name, MayBreakDown]
     loss: MayBreakDown | None = None
     evaluated: list[str]  # modules in evaluation mode
@@ -53,6 +56,9 @@ class Optimizer(Strict):
     kind: Annotated[Name, Field(alias="class")]
     groups: list[dict[str, Any]]
     strangers: Whole
+    replicas: list[
+        list[int]
+    ] = []  # of strangers that may be held by all ranks, hashes of (weights, gradient)
     again: bool = False  # it has stepped before, with the same gradient
 
     @property
@@ -165,7 +171,7 @@ class Recording:
             path = self._path(rank, number).with_suffix(".json")
             if not path.is_file():
                 raise UserError(
-                    f"{path} is missing: rank {rank} of {world} did not record step {number}; {REMEDY}"
+                    f"{path} is missing: rank {rank} of {world} did not record step {number}; {REMEDY}, as many steps as every rank makes (--steps)"
                 )
             found[rank] = validate(Step, read_json(path), path, REMEDY)
             world = found[0].world_size
@@ -261,6 +267,24 @@ class Recording:
                     found[name] = [(rank, self.whole(step, name, called.ranks)[0])]
         return found
 
+    def parted(self, step: int, called: Called) -> tuple[str, int] | None:
+        """(an output of a module that the ranks that were called with a micro batch do not have all of, another rank that has the rest)."""
+        ranks = self.steps[step - 1]
+        for name, (whole, *parts) in ranks[called.ranks[0]].places.items():
+            if not name.startswith(f"forward/{called.number}/") or [one.shape for one in parts] == [
+                whole.full
+            ]:
+                continue
+            starts = {
+                rank: {tuple(one.start or ()) for one in about.places.get(name, [])[1:]}
+                for rank, about in ranks.items()
+            }
+            here = set.union(*(starts[rank] for rank in called.ranks))
+            other = next((rank for rank, of_rank in starts.items() if of_rank - here), None)
+            if other is not None:
+                return module_of(name), other
+        return None
+
     def whole(self, step: int, name: str, ranks: list[int] | None = None) -> tuple[torch.Tensor, list[int]]:
         """(a tensor made whole, the ranks whose shard is not what an earlier rank has in its place); `ranks` are those that may hold it.
 
@@ -299,6 +323,8 @@ class Recording:
         found: list[Called] = []
         for rank, about in self.steps[step - 1].items():
             for number, micro in enumerate(about.micro_batches):
+                if micro.elsewhere:
+                    continue
                 tensors = {name: self._tensor(rank, step, f"batch/{number}/{name}") for name in micro.tensors}
                 same = next(
                     (one for one in found if one.number == number and one.has_same(tensors, micro)), None
@@ -311,6 +337,12 @@ class Recording:
                     same.losses[rank] = micro.loss
         for called in found:
             called.arrived = self._arrived(step, called)
+        again = next((one for one in found if one.about.differentiated), None)
+        if again is not None:
+            raise UserError(
+                f"{self._path(again.ranks[0], step)}: the gradient at what the model returned for micro batch {again.number} is differentiated again "
+                "(create_graph=True), as by a gradient penalty; record a run without it, or let the model return the penalty"
+            )
         if not any(one.about.used for one in found):
             raise UserError(
                 f"{self._path(0, step)}: no gradient arrived at what the model returned: it returns no tensors, or is not trained on them; "

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 
 from lockstep.dumps import deepspeed_layers
@@ -98,12 +99,20 @@ class _Describing:
         if wrapped is not None:
             return self.module(wrapped, name)
         kind = class_of(module)
+        if isinstance(module, DistributedDataParallel):  # around a part of the model
+            child = self.module(module.module, f"{name}.module")
+            kept: TREE = {"attributes": {}, "parameters": {}, "buffers": {}, "children": {"module": child}}
+            return {"class": _name(Passed), **kept}
         attributes: TREE = {}
         values = {key: value for key, value in vars(module).items() if key not in OWN}
         if kind.__module__ == deepspeed_layers.FILE:
             kind, values = deepspeed_layers.before(module)
         for key, value in values.items():
             self._attribute(attributes, key, value, name)
+        hooks = {type(hook) for hook in module._forward_pre_hooks.values()}
+        self.left_out += [
+            f"{name}: the hook {one.__name__}" for one in hooks if one.__module__.startswith("torch.nn.utils")
+        ]
         if vars(module).get("_is_expert_parallel"):
             # Of transformers: the number is that of this rank's experts.
             whole: Any = next(iter(module._parameters.values()))
@@ -205,6 +214,15 @@ class _Describing:
         return {"object": _name(kind), "number": number, "attributes": attributes}
 
 
+class Passed(torch.nn.Module):
+    """What DDP around a part of a model is built again as."""
+
+    module: torch.nn.Module
+
+    def forward(self, *arguments: Any, **options: Any) -> Any:
+        return self.module(*arguments, **options)
+
+
 class _Unnamed(Exception):
     """A value that JSON cannot name."""
 
@@ -259,7 +277,8 @@ def describe(model: torch.nn.Module) -> tuple[TREE, dict[str, torch.Tensor]]:
     tree = describing.module(model, "")
     buffers = {f"buffer/{clean(name)}": buffer for name, buffer in model.named_buffers()}
     attributes = {f"attribute/{name}": tensor for name, tensor in describing.attributes.items()}
-    return {**tree, "left_out": describing.left_out}, {**buffers, **attributes}
+    found_in = str(Path(sys.path[0]).absolute())  # modules beside the script
+    return {**tree, "left_out": describing.left_out, "path": found_in}, {**buffers, **attributes}
 
 
 def _enlist(module: torch.nn.Module) -> None:
@@ -378,6 +397,7 @@ def build(tree: TREE, tensors: dict[str, torch.Tensor]) -> torch.nn.Module:
     Raises UserError for a class or an attribute that is not there any more.
     """
     building = _Building(tensors)
+    user_file.search(Path(tree.get("path", ".")))
     try:
         model = building.module(tree, "")
         building.fill(tree, "")

@@ -30,11 +30,11 @@ STEPS_AT_ONCE = 256
 class WholeRun:
     """Watches one rank's run; `see_call` is told of every training call of the model. `close` writes what is left.
 
-    `folder` is asked for when it is written to: by then the rank is known.
+    `folder` is asked for when it is written to: by then the rank is known. `of_others` says whether an optimizer is of another model.
     """
 
-    def __init__(self, folder: Callable[[], Path]):
-        self.folder, self.files = folder, 0
+    def __init__(self, folder: Callable[[], Path], of_others: Callable[[torch.optim.Optimizer], bool]):
+        self.folder, self.files, self.of_others = folder, 0, of_others
         self.lines: list[dict[str, Any]] = []
         self.stepped, self.updating, self.calls_in_update = False, False, 0
         self.coming: list[float] = []  # the rates of the update that runs
@@ -48,6 +48,7 @@ class WholeRun:
 
     def _begin(self) -> None:
         self.samples: list[torch.Tensor] = []
+        self.elsewhere: list[torch.Tensor] = []  # before a step of another model's optimizer
         self.rates: list[float] = []
         self.scheduled: Counter[tuple[str, int]] = Counter()  # by whom, and which schedule
         self.data_sets: set[int] = set()
@@ -69,7 +70,7 @@ class WholeRun:
         if self.stepped:
             self._end_step()
             self.rates = self.coming if self.updating else []
-        self.called = True
+        self.called, self.elsewhere = True, []
         tensors = [one for one in tree_leaves(given) if isinstance(one, torch.Tensor) and one.ndim > 0]
         if tensors:
             mask = given.get("attention_mask")
@@ -93,11 +94,17 @@ class WholeRun:
             self.write()
 
     def _before_update(self, optimizer: torch.optim.Optimizer, _arguments: tuple, _options: dict) -> None:
+        if self.of_others(optimizer):
+            self.elsewhere, self.samples = [*self.elsewhere, *self.samples], []
+            return
+        self.elsewhere, self.samples = [], [*self.elsewhere, *self.samples]
         self.coming = [float(group["lr"]) for group in optimizer.param_groups if group.get("lr") is not None]
         self.rates = self.rates or self.coming  # ZeRO steps the groups one by one
         self.updating, self.calls_in_update = True, 0
 
-    def _after_update(self, _optimizer: torch.optim.Optimizer, _arguments: tuple, _options: dict) -> None:
+    def _after_update(self, optimizer: torch.optim.Optimizer, _arguments: tuple, _options: dict) -> None:
+        if self.of_others(optimizer):
+            return
         # Some libraries step once before the first call, so that the optimizer has its memory.
         self.updating, self.stepped = False, self.called
 

@@ -45,6 +45,12 @@ def load(text: str, option: str) -> Callable[..., Any]:
     return found
 
 
+def search(folder: Path) -> None:
+    """Modules are found in a folder, too, as those beside a script are by Python."""
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+
+
 def import_file(path: Path) -> ModuleType:
     """A user's file as a module, under a name that processes started later can import again."""
     name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
@@ -53,6 +59,7 @@ def import_file(path: Path) -> ModuleType:
         assert spec and spec.loader, "a name that ends in .py has a loader"
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module
+        search(path.absolute().parent)
         try:
             spec.loader.exec_module(module)
         except BaseException:

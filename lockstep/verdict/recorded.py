@@ -97,6 +97,11 @@ class _Step:
     def judge(self, expect: str | None) -> StepVerdict:
         verdict = self.verdict
         weights, gradients = self._agreed("weight"), self._agreed("gradient")
+        odd = next((name for name, weight in weights.items() if weight.is_complex()), None)
+        if odd is not None:
+            raise UserError(
+                f"{odd} is complex, and what is computed with such parameters cannot be judged yet"
+            )
         self._judge_clips()
         self.gradients = gradients
         verdict.lowered = sorted(self._lowered())
@@ -112,7 +117,7 @@ class _Step:
             return verdict
         self._judge_unused()
         self._judge_modes()
-        if self._untied(weights) or self._clipped_in_parts():
+        if self._untied(weights) or self._clipped_in_parts() or self._parted():
             return verdict
         nominal, place = self._judge_free(weights, expect)
         missing = self._missing(weights)
@@ -176,6 +181,7 @@ class _Step:
         for called in self.micro:
             own, told = self._recorded(called)
             right, measured = exact.compute(called, told), plain.compute(called, told)
+            measured.terms = {name: measured.terms[name] for name in right.terms}
             if self.verdict.step == 1 and not self.exact:
                 _require_repeatable(right, exact.compute(called, told))
             modules.add(called.number, called.ranks, own, right, measured)
@@ -310,7 +316,18 @@ class _Step:
             )
 
     def _judge_modes(self) -> None:
-        """A module computes in one mode on all ranks."""
+        """All micro batches are computed in one precision, and a module in one mode on all ranks."""
+        first, *others = (
+            (f"micro batch {number} of rank {rank}", one.autocast)
+            for rank, about in self.ranks.items()
+            for number, one in enumerate(about.micro_batches)
+        )
+        other = next((one for one in others if one[1] != first[1]), None)
+        if other is not None:
+            how, how_other = (
+                "without autocast" if one is None else f"in {one}" for one in (first[1], other[1])
+            )
+            self.verdict.wrong.append(f"{first[0]} is computed {how}, {other[0]} {how_other}")
         of_ranks = [[set(one.evaluated) for one in about.micro_batches] for about in self.ranks.values()]
         for number, modes in enumerate(zip(*of_ranks, strict=False)):
             differ = sorted(set.union(*modes) - set.intersection(*modes))
@@ -337,6 +354,18 @@ class _Step:
                 f"{new[0]} is a parameter of its own, though it was tied when the recording began"
             )
         return bool(new)
+
+    def _parted(self) -> bool:
+        """Whether ranks that share out what a module returns were called with different micro batches."""
+        for called in self.micro:
+            parted = self.recording.parted(self.verdict.step, called)
+            if parted:
+                name, rank = parted
+                self.verdict.wrong.append(
+                    f"ranks {called.ranks[0]} and {rank} each have a part of what {name} returns, and were called with different micro batches {called.number}"
+                )
+                return True
+        return False
 
     def _clipped_in_parts(self) -> bool:
         """Whether the gradient was clipped before it was complete, or only a part of it."""

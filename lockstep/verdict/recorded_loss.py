@@ -26,7 +26,7 @@ CLOSE = {
 
 @dataclass
 class Recognised:
-    tokens: int
+    labels: torch.Tensor  # (...), -1 where none
     weight: float  # of each token's cross-entropy in what was trained on
     smoothing: float
 
@@ -37,6 +37,7 @@ def recognise(logits: torch.Tensor, gradient: torch.Tensor) -> Recognised | None
         return None
     arrived = gradient.flatten(0, -2)
     used = arrived.any(-1)
+    labels = arrived.argmin(-1).masked_fill(~used, -1).unflatten(0, logits.shape[:-1])
     rows, own = logits.detach().flatten(0, -2)[used], arrived[used].double()
     if not len(rows):
         return None
@@ -56,7 +57,7 @@ def recognise(logits: torch.Tensor, gradient: torch.Tensor) -> Recognised | None
     spread = float((torch.cat(weights) / weight - 1).abs().max())
     if not (rest / size) ** 0.5 <= CLOSE[gradient.dtype] or not spread <= ALIKE or weight <= 0:
         return None
-    return Recognised(len(rows), weight, smoothing)
+    return Recognised(labels, weight, smoothing)
 
 
 def _basis(logits: torch.Tensor, gradient: torch.Tensor, smoothing: float) -> torch.Tensor:

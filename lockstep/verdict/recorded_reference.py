@@ -70,7 +70,9 @@ class Computed:
     targets: torch.Tensor | None = (
         None  # the token that each position must give, -1 where none; None: not known
     )
-    labels: str = ""  # the input that they are made of
+    labels: str = (
+        ""  # the input that they are made of; "" if they are those that the gradient at the logits says
+    )
     # In free passes:
     # Of `modules`, which take the most memory and are dropped
     shapes: dict[str, torch.Size] = field(default_factory=dict)
@@ -116,10 +118,9 @@ class Reference:
         for module in self.model.modules():
             if "gradient_checkpointing" in vars(module):  # it would compute again outside of the mode
                 vars(module).update(gradient_checkpointing=False)
-        dtype = "float64" if exact else recording.steps[0][0].micro_batches[0].param_dtype
-        own = Lazy(weights, lambda name: weights[name].to(_dtype(dtype) if dtype else None, copy=True))
+        own = Lazy(weights, lambda name: weights[name].to(self._computed_in(weights[name].dtype), copy=True))
         units = Streamed(self.model, own, self._again) if streamed else None
-        tree.give(self.model, own if units is None else units.outside(_dtype(dtype) if dtype else None))
+        tree.give(self.model, own if units is None else units.outside(self._computed_in))
         if exact:
             make_exact(self.model, _tables(self.model))
         frozen = set(recording.steps[step - 1][0].frozen)
@@ -138,6 +139,14 @@ class Reference:
         self.mode = Told()
         self.widths: dict[int, int] = {}  # of all calls of topk
         self.calls_of_topk: dict[str, int] | None = None  # by the output that has their indices
+
+    def _computed_in(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of a weight that the run had in `dtype`. Of one in float64, the yardstick is in float32: it must be above the run's errors."""
+        if self.exact:
+            return torch.float64
+        cast = self.recording.steps[0][0].micro_batches[0].param_dtype
+        dtype = _dtype(cast) if cast else dtype
+        return torch.float32 if dtype is torch.float64 else dtype
 
     def _keep(self, name: str, tensor: torch.Tensor) -> None:
         self.modules[name] = tensor.detach().clone()
@@ -194,8 +203,13 @@ class Reference:
         except UserError:
             raise
         except Exception as error:  # noqa: BLE001 - a user's model may raise anything
+            why = "; its forward pass communicates, which one process cannot" * (
+                "process group" in str(error)
+            )
+            left_out = self.recording.tree.get("left_out", [])
+            why += f"; of the model, this was left out: {', '.join(left_out[:3])}" * bool(left_out)
             raise UserError(
-                f"the recorded model cannot be called again with micro batch {called.number} ({type(error).__name__}: {first_line(error)})"
+                f"the recorded model cannot be called again with micro batch {called.number} ({type(error).__name__}: {first_line(error)}){why}"
             ) from error
         finally:
             self.written = {}
@@ -251,9 +265,9 @@ class Reference:
         return output
 
     def _widened(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Inputs that are no ids are in float64, too."""
-        floats = {name: one for name, one in tensors.items() if self.exact and one.is_floating_point()}
-        return tensors | {name: one.double() for name, one in floats.items()}
+        """Inputs that are no ids are in float64, too, or in float32 if the run computes in float64."""
+        floats = {name: one for name, one in tensors.items() if one.is_floating_point()}
+        return tensors | {name: one.double() if self.exact else _single(one) for name, one in floats.items()}
 
     def _computed(self, called: Called, mode: Told, free: Computed | None) -> Computed:
         output = self._forward(called)
@@ -389,6 +403,10 @@ class Reference:
             self.gradients = OnDisk(self.folder)
             inside = 0.0 if coefficient is None else float(coefficient)
             found[name] = Term(float(value.detach()), inside, gradients)
+        parts = {name: term.coefficient * term.value for name, term in found.items()}
+        if parts and self.exact and math.isclose(sum(parts.values()), float(loss.detach()), rel_tol=SAME):
+            # The loss is the sum of all that is returned beside it: one of them is the rest, which the others are held against.
+            found.pop(max(parts, key=lambda name: abs(parts[name])))
         self._leave_backward_out()  # what has arrived at the modules was not the gradient of the loss
         return found
 
@@ -417,6 +435,11 @@ def _arrived(called: Called, at: dict[str, dict[str, torch.Tensor]]) -> dict[str
         torch.linalg.lstsq(own @ own.T, (own @ observed)[:, None], driver="gelsd").solution[:, 0].tolist()
     )
     return dict(zip(at, weights, strict=True))
+
+
+def _single(tensor: torch.Tensor) -> torch.Tensor:
+    """Of a run in float64, in float32: the reference is no more exact than the run, whose errors the yardstick must be above."""
+    return tensor.float() if tensor.dtype == torch.float64 else tensor
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -456,7 +479,8 @@ def _find_tokens(computed: Computed, called: Called, logits: torch.Tensor | None
         gradient = next(iter(called.arrived.values()), None)
         recognised = None if gradient is None or logits is None else recognise(logits, gradient)
         if gradient is not None and recognised is not None:
-            computed.tokens, computed.divisor = recognised.tokens, 1 / recognised.weight
+            computed.targets, computed.divisor = recognised.labels, 1 / recognised.weight
+            computed.tokens = int((computed.targets != -1).sum())
             computed.smoothing = recognised.smoothing
             computed.uncertain = FLOOR * torch.finfo(gradient.dtype).eps / 2
 

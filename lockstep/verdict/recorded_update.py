@@ -49,6 +49,8 @@ def judge(recording: Recording, verdict: StepVerdict, weights: Weights, gradient
         verdict.wrong.append(
             f"no optimizer holds {and_more(unheld)}, with a gradient{' each' * (len(unheld) > 1)}{stale if strangers else ''}"
         )
+    elif not optimizers[0].is_of_deepspeed:
+        _judge_others(recording, verdict)
     moved = {name for name in weights if not torch.equal(updated[name], weights[name])}
     if moved & frozen:
         verdict.wrong.append(
@@ -61,6 +63,23 @@ def judge(recording: Recording, verdict: StepVerdict, weights: Weights, gradient
     _judge_between(recording, verdict)
     for optimizer in optimizers:
         _judge_optimizer(recording, verdict, optimizer, weights, gradients, updated)
+
+
+def _judge_others(recording: Recording, verdict: StepVerdict) -> None:
+    """Parameters beside the model's that its optimizers hold: replicas have one gradient. No more is known of them."""
+    ranks = [one.optimizers for one in recording.steps[verdict.step - 1].values()]
+    strangers = sum(one.strangers for one in ranks[0])
+    if not strangers:
+        return
+    said = f"tensors that the optimizers hold and that are none of the model's are not judged: {strangers}"
+    verdict.unseen = f"{verdict.unseen}; {said}" if verdict.unseen else said
+    for of_ranks in zip(*([pair for one in rank for pair in one.replicas] for rank in ranks), strict=False):
+        if len({weights for weights, _ in of_ranks}) == 1 and len({gradient for _, gradient in of_ranks}) > 1:
+            verdict.wrong.append(
+                "the optimizers hold a parameter that is none of the recorded model's, is the same on all ranks, and has another gradient on each: "
+                "it was not reduced"
+            )
+            return
 
 
 def _judge_settings(recording: Recording, verdict: StepVerdict) -> None:
@@ -236,6 +255,8 @@ def stepped(
     """(the parameter after one step of the optimizer, whole, computed in `dtype`; what the optimizer then keeps)."""
     parameter = torch.nn.Parameter(weight.to(dtype).clone())
     parameter.grad = gradient.to(dtype)
+    if kind is torch.optim.SparseAdam:  # which updates the rows that have a gradient
+        parameter.grad = parameter.grad.to_sparse(1)
     optimizer = kind([parameter], **options)
     optimizer.state[parameter] = {
         key: value.clone() if key == "step" else value.to(dtype).clone() for key, value in state.items()

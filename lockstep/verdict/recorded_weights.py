@@ -19,6 +19,7 @@ from lockstep.verdict.recorded_reference import IGNORED, Computed
 from lockstep.verdict.recorded_rows import StepVerdict
 from lockstep.verdict.records import float32_norm_error
 
+TOO_MUCH = 0.1  # of a typical gradient that a factor leaves, so that it is not what is wrong
 MOST = 0.5  # of a weight, that may be tolerated: beyond, a term that is missing would not be seen
 
 
@@ -66,7 +67,9 @@ class Weighed:
         clipped = self._clip_factor(torch.cat([known, of_terms / named.factor]))
         verdict.factor = named.factor / clipped
         self._judge_terms(fitted.weights, deviations, named.factor)
-        if not named.off <= verdict.tolerated_weights:
+        right = abs(verdict.factor - 1) <= verdict.tolerated_weights
+        # A single micro batch has a factor whatever the gradient is.
+        if not named.off <= verdict.tolerated_weights or (not right and fitted.typical > TOO_MUCH):
             said = f"a weighted sum of the micro batches' gradients leaves {fitted.typical:.2g} of a typical gradient"
             if fitted.typical <= verdict.tolerated_weights:
                 said = self._counts(measured, tokens)
@@ -74,7 +77,6 @@ class Weighed:
                 f"{said}, as in no known mean (nearest: {named.factor:.4g} x {named.weighting.label})"
             )
             return fitted.weights
-        right = abs(verdict.factor - 1) <= verdict.tolerated_weights
         if right:
             self.nominal = self._nominal(of_losses, known, clipped)
         if not right:

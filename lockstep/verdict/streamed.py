@@ -61,11 +61,11 @@ class Streamed:
         for unit in self.units:
             self._stream(unit)
 
-    def outside(self, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-        """The weights that the model has outside of its units' calls; those of units are in `dtype`, or in their own."""
+    def outside(self, dtype_of: Callable[[torch.dtype], torch.dtype]) -> dict[str, torch.Tensor]:
+        """The weights that the model has outside of its units' calls; `dtype_of` is that of one of units, by its own."""
         in_units = {id(one) for unit in self.units for one in _floating(unit)}
         return {
-            name: _absent(one, dtype or one.dtype) if id(one) in in_units else self.weights[name]
+            name: _absent(one, dtype_of(one.dtype)) if id(one) in in_units else self.weights[name]
             for name, one in self.model.named_parameters()
         }
 
