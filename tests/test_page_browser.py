@@ -157,6 +157,21 @@ def test_a_tensor_opens_and_steps_and_runs_are_switched(opened):
     assert "DDP" in page.text("#tensor") and page.tab.query_selector(".far[data-name]") is None
 
 
+def test_the_finding_leads_to_its_tensor(opened):
+    """From any run, step and tensor, on a narrow screen, where it is far below."""
+    page = opened("fail", width=400)
+    page.tab.check('input[name="view"][value="0"]')
+    page.tab.check('input[name="step"][value="2"]')
+    page.tab.click('.cell[aria-label^="forward/model.norm,"]')
+    page.tab.click(".finding button")
+    assert page.text("#tensor h3") == "gradient/model.layers.1.mlp.down_proj.weight"
+    assert "step 1, FSDP: too far" in page.text("#tensor")
+    assert page.tab.is_checked('input[name="view"][value="1"]') and page.tab.is_checked(
+        'input[name="step"][value="1"]'
+    )
+    assert 0 <= page.tab.evaluate("document.getElementById('tensor').getBoundingClientRect().top") < 450
+
+
 def test_each_module_by_itself(opened):
     """What is wrong by itself has a map of its own; its first failure is open where the computation from the batch hides it."""
     page = opened("fail")

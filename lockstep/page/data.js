@@ -81,8 +81,7 @@ const rowOf = (view, step, name, alone = false) => tableOf(view, step, alone)?.r
 
 /** The row that shows that a tensor is wrong: from the batch on, or else by itself. */
 function wrongRowOf(view, step, name) {
-  const [free, alone] = [false, true].map((way) => rowOf(view, step, name, way));
-  return !free?.far && alone?.far ? alone : free;
+  return rowOf(view, step, name, isAlone(view, step, name));
 }
 
 /** The state of a row in words: colour is never the only sign. */

@@ -16,8 +16,7 @@ function begin() {
   const number = near ? page.names.indexOf(near[1]) : -1;
   state.tensor = number < 0 ? null : number;
   if (!view?.first && near) state.step = near[0];
-  const [free, alone] = [false, true].map((way) => rowOf(state.view, state.step, state.tensor, way));
-  state.alone = Boolean(alone?.far && !free?.far);
+  state.alone = isAlone(state.view, state.step, state.tensor);
   buildTools();
   document.querySelectorAll(".finding").forEach((section) => sayWhere(section, Number(section.dataset.view)));
   showContracts(document.getElementById("contracts"));
@@ -41,7 +40,22 @@ function sayWhere(section, view) {
   const said = [row.where, row.picture ? whereText(view, number, row) : ""].filter(Boolean).join(": ");
   const list = section.querySelector("dl");
   if (said) list.prepend(el("div", {}, el("dt", {}, "Where"), el("dd", {}, said)));
+  section.append(el("button", { type: "button", onclick: () => goTo(view, step, number) }, "Show this tensor"));
   if (page.kind === "recording") list.append(el("div", {}, el("dt", {}, `Step ${step}`), el("dd", {}, rightText(tableOf(view, step)))));
+}
+
+/** Opens a tensor where it is wrong, and brings it into view. */
+function goTo(view, step, tensor) {
+  Object.assign(state, { view, step, tensor, alone: isAlone(view, step, tensor) });
+  for (const input of document.querySelectorAll("#choices input")) input.checked = input.value === String(state[input.name]);
+  show();
+  document.getElementById("tensor").scrollIntoView();
+  document.getElementById("tensor-name").focus({ preventScroll: true });
+}
+
+/** Whether nothing but a module by itself shows that a tensor is wrong. */
+function isAlone(view, step, tensor) {
+  return Boolean(rowOf(view, step, tensor, true)?.far && !rowOf(view, step, tensor)?.far);
 }
 
 /** How many tensors of each kind are right in a table. */

@@ -11,7 +11,7 @@ from typing import Any
 from lockstep.verdict.distance import relative
 from lockstep.verdict.judgement import Judgement
 from lockstep.verdict.picture import Picture
-from lockstep.verdict.recorded_rows import times
+from lockstep.verdict.recorded_rows import briefly
 
 FORMAT = 3
 DIGITS = 3
@@ -140,8 +140,7 @@ class Page:
             if row.where:
                 table.where[place] = row.where
             if row.factor is not None or (alone and row.too_far):
-                said = row.describe() + times(row) if alone or row.factor is None else row.factor.describe()
-                table.said[place] = (said, _hidden(row))
+                table.said[place] = (briefly(row), _hidden(row))
             if row.picture is not None and (row.too_far or not alone):
                 table.pictures[place] = row.picture
             where = placed.get(row.name, [])

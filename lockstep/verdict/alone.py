@@ -13,7 +13,7 @@ from lockstep.ground.files import read_json, write_text
 from lockstep.ground.schemas import Sha256, Strict, validate
 from lockstep.verdict.factors import Factor, Factors
 from lockstep.verdict.judgement import Judgement
-from lockstep.verdict.recorded_rows import times
+from lockstep.verdict.recorded_rows import briefly
 from lockstep.verdict.records import Chosen
 
 SHOWN = 5
@@ -51,7 +51,7 @@ def sentence(rows: list[Judgement]) -> str:
     where = f" ({first.where})" if first.where and first.factor is None else ""
     return (
         f"{len(wrong)} of {len(rows)} tensors are not what their modules give from the inputs that they had: {names}; "
-        f"the first{where}: {first.factor.describe() if first.factor else first.describe() + times(first)}"
+        f"the first{where}: {briefly(first)}"
     )
 
 

@@ -70,6 +70,11 @@ def times(row: Judgement) -> str:
     return f"; it is {scale:.5g} times the reference's" if mostly else ""
 
 
+def briefly(row: Judgement) -> str:
+    """What is wrong with a row: its factor, or else its errors."""
+    return row.describe() + times(row) if row.factor is None else row.factor.describe()
+
+
 def judged(
     step: int,
     own: dict[str, Distance],
