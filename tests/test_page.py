@@ -26,7 +26,12 @@ ONE = 0x3F800000  # 1.0 in float32
 
 
 def payload(text):
-    return json.loads(re.search(r'id="payload">(.*?)</script>', text, re.DOTALL)[1])
+    """With numbers and places one by one."""
+    content = json.loads(re.search(r'id="payload">(.*?)</script>', text, re.DOTALL)[1])
+    for table in content["tables"]:
+        for key in ("names", "far", "small", "excused"):
+            table[key] = [first + more for first, count in table[key] for more in range(count)]
+    return content
 
 
 def row_of(content, view, step, name):
@@ -264,7 +269,7 @@ def test_a_picture_of_what_is_not_finite_and_of_what_is_equal():
 
 
 def test_numbers_are_short_and_finite():
-    assert (short(1.23456789e-7), short(math.inf), short(math.nan)) == (1.23e-7, None, None)
+    assert (short(1.23456789e-7), short(math.inf), short(math.nan)) == (1.235e-7, None, None)
 
 
 def test_fifty_thousand_tensors_are_less_than_five_megabytes():

@@ -5,7 +5,10 @@ const page = payloadIn(document);
 /** The payload of a document, with the names of tensors in the order of their numbers; null if it has none. */
 function payloadIn(from) {
   const found = JSON.parse(from.getElementById("payload")?.textContent ?? "null");
-  return found?.names ? { ...found, names: Object.keys(found.names) } : null;
+  if (!found?.names || !Array.isArray(found.tables)) return null;
+  const all = (runs) => (runs ?? []).flatMap(([first, count]) => Array.from({ length: count }, (_, more) => first + more));
+  const tables = found.tables.map((table) => ({ ...table, names: all(table.names), far: all(table.far), small: all(table.small), excused: all(table.excused) }));
+  return { ...found, names: Object.keys(found.names), tables };
 }
 
 /** An element with attributes and children; texts among them stay texts. */
@@ -37,9 +40,9 @@ function pathOf(name) {
 }
 
 /** An error for people; null is one that is not finite. */
-function sci(value) {
+function sci(value, digits = 2) {
   if (value === null || value === undefined) return "not finite";
-  return value === 0 ? "0" : value.toExponential(2);
+  return value === 0 ? "0" : value.toExponential(digits);
 }
 
 function shareText(share) {

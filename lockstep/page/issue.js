@@ -23,7 +23,7 @@ function issueText(state) {
 function issueNumbers(state, number, step) {
   const row = wrongRowOf(state.view, step, number);
   if (row === null) return [];
-  const lines = row.error === undefined ? [] : ["| | error | tolerated |", "|---|---|---|", `| 2-norm, relative | ${sci(row.error)} | ${sci(row.tolerated)} |`, `| largest element, relative | ${sci(row.largest)} | ${sci(row.toleratedLargest)} |`, ""];
+  const lines = row.error === undefined ? [] : ["| | error | tolerated |", "|---|---|---|", `| 2-norm, relative | ${sci(row.error)} | ${sci(row.tolerated, 1)} |`, `| largest element, relative | ${sci(row.largest)} | ${sci(row.toleratedLargest, 1)} |`, ""];
   if (row.picture) {
     lines.push(whereText(state.view, number, row), "", "| index | run | reference |", "|---|---|---|");
     lines.push(...row.picture.elements.slice(0, 4).map(([index, own, reference]) => `| [${index.join(", ")}] | ${digits(own)} | ${digits(reference)} |`), "");

@@ -88,7 +88,7 @@ function wayOf(alone) {
 /** The numbers of a tensor that the pointer or the focus is on. */
 function read(name) {
   const row = rowOf(state.view, state.step, name, state.alone);
-  const numbers = row === null ? "" : state.alone ? ` — by itself, ${stateText(row)}` : ` — ${stateText(row)}; error ${sci(row.error)} (2-norm) of ${sci(row.tolerated)}, ${sci(row.largest)} (largest element) of ${sci(row.toleratedLargest)}`;
+  const numbers = row === null ? "" : state.alone ? ` — by itself, ${stateText(row)}` : ` — ${stateText(row)}; error ${sci(row.error)} (2-norm) of ${sci(row.tolerated, 1)}, ${sci(row.largest)} (largest element) of ${sci(row.toleratedLargest, 1)}`;
   document.getElementById("reading").replaceChildren(el("code", {}, page.names[name]), numbers);
 }
 

@@ -7,6 +7,8 @@ function showTensor(parent, state) {
     return;
   }
   const row = rowOf(state.view, state.step, name, state.alone);
+  const free = state.alone && row && !row.picture ? rowOf(state.view, state.step, name) : null;
+  if (free?.far) [row.picture, row.borrowed] = [free.picture, true];
   const said = [false, true].flatMap((alone) => {
     const found = rowOf(state.view, state.step, name, alone)?.said;
     return found ? [el("p", { class: "where" }, `${alone ? "By itself, " : ""}${found}`)] : [];
@@ -36,7 +38,7 @@ function numbers(name, state) {
     return el("tr", { class: now ? "now" : "" },
       el("td", {}, String(table.step)), el("td", {}, labelOf(table.view), el("br"), el("span", { class: "quiet" }, `norm ${row.norm === null ? "not finite" : row.norm}`)),
       el("td", { class: "number" }, shared(row), ...(alone ? [el("br"), shared(alone)] : [])),
-      ...[[row.error, row.tolerated], [row.largest, row.toleratedLargest]].map(([error, tolerated]) => el("td", { class: "number" }, sci(error), el("br"), el("span", { class: "quiet" }, `of ${sci(tolerated)}`))));
+      ...[[row.error, row.tolerated], [row.largest, row.toleratedLargest]].map(([error, tolerated]) => el("td", { class: "number" }, sci(error), el("br"), el("span", { class: "quiet" }, `of ${sci(tolerated, 1)}`))));
   });
   return el("section", {}, el("h3", {}, "Relative errors, of what is tolerated"), el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Relative errors" }, el("table", {},
     el("thead", {}, el("tr", {}, ...head.map((one, place) => el("th", { scope: "col", class: place > 1 ? "number" : "" }, one)))), el("tbody", {}, ...body))));
@@ -56,7 +58,7 @@ function pictureOf(name, state, row) {
     el("td", {}, `[${index.join(", ")}]`), el("td", { class: "number" }, digits(own)), el("td", { class: "number" }, digits(reference)),
     el("td", { class: "number" }, own === null ? "not finite" : sci(own - reference))));
   return [
-    el("section", {}, el("h3", {}, "Where the error lies"),
+    el("section", {}, el("h3", {}, row.borrowed ? "Where the error lies, computed from the batch on" : "Where the error lies"),
       row.far ? el("p", { class: "where" }, whereText(state.view, name, row)) : null,
       drawPicture(state.view, name, picture)),
     el("section", {}, el("h3", {}, "The elements that are farthest off"),

@@ -1,5 +1,6 @@
 """The page of a comparison of strategies."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from lockstep.diagnosis.case import Case
@@ -41,7 +42,13 @@ def write(
             entries = found.dump.steps[str(step)]["tensors"].items()
             cut = {tensor: [entry["shape"], entry["sharded"]] for tensor, entry in entries}
             page.add(view, step, rows, cut, [tensor for at, tensor in found.excused if at == step])
-            alone = [row for row in found.by_themselves if row.step == step]
+            # A tensor that is too far from the batch on has its picture there.
+            far = {row.name for row in rows if row.too_far}
+            alone = [
+                replace(row, picture=None) if row.name in far else row
+                for row in found.by_themselves
+                if row.step == step
+            ]
             if alone:
                 page.add(view, step, alone, {}, alone=True)
     write_page(page, folder)
