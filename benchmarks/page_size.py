@@ -5,11 +5,13 @@
 Needs Chromium and `pip install -r requirements-page.txt`. Prints the table of docs/page.md; times are medians, in seconds.
 """
 
+import random
 import shutil
 import statistics
 import tempfile
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from lockstep.verdict.picture import COARSE, SIDE, draw
 TENSORS, STEPS, LAYERS, OPENED = 50_000, 2, 595, 5
 MODULES = ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj", "mlp")
 LEAVES = tuple(f"{module}.{leaf}" for module in MODULES[:4] for leaf in ("weight", "bias"))
+SIZES = ("error", "largest_error", "norm", "largest", "own_norm")
 STEP = """() => {
     const began = performance.now();
     const other = document.querySelector('input[name="step"]:not(:checked)');
@@ -36,7 +39,7 @@ TIMES = """() => [performance.getEntriesByName('first-contentful-paint')[0].star
 
 
 def large(*, wrong: bool) -> Page:
-    """One run in two steps. `wrong`: all of its tensors are too far, and have as many pictures as there may be."""
+    """One run in two steps, with each module by itself. `wrong`: all tensors are too far, and have as many pictures as there may be."""
     kinds = {"forward": MODULES, "backward": MODULES}
     kinds |= dict.fromkeys(("gradient", "exp_avg", "exp_avg_sq", "parameter"), LEAVES)
     names = [
@@ -52,9 +55,13 @@ def large(*, wrong: bool) -> Page:
     pictures = [
         draw(right * (1 + 1e-7), right, tolerated, distance.largest_error, side) for side in (SIDE, COARSE)
     ]
-    rows, drawn = [], Counter[str]()
-    for number, name in enumerate(names):
-        row = Judgement(1, name, distance, tolerated * (1 + number % 97 / 50), distance.largest_error * 2)
+    rows, drawn, chance = [], Counter[str](), random.Random(0)
+    for name in names:
+        times = chance.uniform(0.5, 0.9)
+        own = replace(distance, **{size: times * chance.random() * getattr(distance, size) for size in SIZES})
+        row = Judgement(1, name, own, tolerated * times, distance.largest_error * times)
+        if wrong:
+            row.tolerated = own.error * times / 10
         drawn[row.which_pass] += 1
         if wrong and drawn[row.which_pass] <= MOST:
             row.picture = pictures[drawn[row.which_pass] > FINE]
@@ -63,8 +70,10 @@ def large(*, wrong: bool) -> Page:
     verdict = "FAIL" if wrong else "PASS"
     view = View("run", "a run", verdict, f"{len(names)} tensors", first, nearest_of(rows))
     page = Page("verification", verdict, "50,000 tensors", "A page to measure.", [], [])
+    alone = [row for row in rows if row.which_pass in ("forward", "backward", "gradient")]
     for step in range(1, STEPS + 1):
         page.add(view, step, rows, {})
+        page.add(view, step, [replace(row, picture=None) for row in alone], {}, alone=True)
     return page
 
 

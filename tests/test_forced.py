@@ -7,6 +7,7 @@ import pytest
 import torch
 from edited import change_tensor, edit
 from ranks import CAPTURED
+from test_page import payload
 
 from lockstep import compare
 from lockstep.dumps.dump import Dump
@@ -131,12 +132,35 @@ def test_what_rounding_errors_hide(bug, copied):
 def test_what_only_a_module_by_itself_shows_is_not_explained(copied):
     name, by, wrong = BUGS["output of one sample"]
     change_tensor(copied / "fsdp", 1, name, by)
-    diagnosis = judged(copied).runs["fsdp"].diagnosis
+    result = judged(copied)
+    diagnosis = result.runs["fsdp"].diagnosis
     assert not diagnosis.causes and "errors are those of a correct run" in diagnosis.excluded[0]
     assert (
         f"2 of 192 tensors are not what their modules give from the inputs that they had: {', '.join(wrong)}"
-        in diagnosis.odd[0]
+        in tensor_report.by_themselves(result)[1]
     )
+
+
+def test_the_page_has_it(copied):
+    """The tensor that no distance shows is wrong in the table of modules by themselves alone, with the rank's shard that the factor is in."""
+    name = f"gradient/{PROJECTION}.weight"
+    change_tensor(copied / "fsdp", 1, name, lambda tensor: tensor[32:].mul_(1.01))
+    judged(copied)
+    compare.main(
+        [*map(str, (copied / one for one in ("ddp", "fsdp", "reference"))), "--output_dir", str(copied)]
+    )
+    content = payload((copied / "report.html").read_text())
+    assert content["views"][1]["first"][:2] == [1, name]
+    free, alone = (one for one in content["tables"] if (one["view"], one["step"]) == (1, 1))
+    # The moments do not follow from the changed gradient. What is observed is said of the first of them.
+    assert {free["names"][place] for place in free["far"]}.isdisjoint([content["names"][name]])
+    assert content["views"][1]["observed"][0].startswith(f"exp_avg/{PROJECTION}.weight: ")
+    assert alone["alone"]
+    (place,) = alone["far"]
+    assert alone["names"][place] == content["names"][name]
+    said, part = alone["said"][str(place)]
+    assert part == [0, 32, 64] and said.startswith("[32:64] of dim 0 is 1.0")
+    assert alone["pictures"][str(place)]["shape"] == [64, 64]
 
 
 def test_two_broken_modules_are_both_named(copied):
@@ -156,7 +180,7 @@ def test_a_choice_that_only_its_module_shows(copied):
     run = result.runs["fsdp"]
     assert result.verdict("fsdp") == "FAIL" and run.failures[0][2] == name
     said = f"{name} is another choice than the reference's"
-    assert said in run.diagnosis.odd[0] and said in tensor_report.by_themselves(result)[1]
+    assert said in tensor_report.by_themselves(result)[1]
 
 
 def test_a_dump_that_was_changed_since_is_not_judged(copied, capsys):

@@ -3,7 +3,7 @@
 /** The payload of a report.html. Throws for any other text. */
 function payloadOf(text) {
   const other = payloadIn(new DOMParser().parseFromString(text, "text/html"));
-  if (other?.format !== page.format || !Array.isArray(other.tables)) throw new Error("it is no report.html of this version");
+  if (other?.format !== page.format) throw new Error("it is no report.html of this version");
   return other;
 }
 
@@ -41,7 +41,7 @@ function showChanges(parent, title, other) {
 function compared(other) {
   const moved = [];
   let [count, alike] = [0, 0];
-  for (const table of other.tables) {
+  for (const table of other.tables.filter((one) => !one.alone)) {
     const label = other.views[table.view].label;
     const mine = tableOf(page.views.findIndex((view) => view.label === label), table.step);
     if (!mine) continue;

@@ -8,20 +8,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from lockstep.plan.mesh import runs
 from lockstep.verdict.distance import relative
 from lockstep.verdict.judgement import Judgement
 from lockstep.verdict.picture import Picture
+from lockstep.verdict.recorded_rows import briefly
 
-FORMAT = 2
-DIGITS = 4
-COLUMNS = (
-    "share",
-    "error",
-    "tolerated",
-    "largest",
-    "tolerated_largest",
-    "norm",
-)  # of a table, as in `Page.add`
+FORMAT = 3
+SAID = 500  # sentences of a table
+# Of a table, as in `Page.add`, with the digits that are shown
+COLUMNS = {"share": 3, "error": 3, "tolerated": 2, "largest": 3, "tolerated_largest": 2, "norm": 4}
 # Entries of a configuration that say which heads an attention has
 HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size")
 # Of a tensor of a comparison, its shape, and axis -> the dim that it cuts; of a recorded one, [start, shape] of the parts of each rank
@@ -48,6 +44,7 @@ class View:
     contract: dict[str, Any] = field(default_factory=dict)
     placements: list[Placed] = field(default_factory=list)
     placed: dict[int, int] = field(default_factory=dict)  # number of a name -> that of its placement
+    by_itself: str = ""  # what was found of each module by itself, in a comparison
 
 
 @dataclass
@@ -56,13 +53,16 @@ class Table:
 
     view: int
     step: int
-    names: list[int] = field(default_factory=list)
+    names: list[list[int]]  # their numbers, as runs of [first, how many]
+    # Places of tensors that are too far, too small to judge, or in another convention, as such runs
+    far: list[list[int]]
+    small: list[list[int]]
+    excused: list[list[int]]
+    alone: bool  # of modules by themselves in a comparison: it has shares, and what is wrong in words
     columns: dict[str, list[float | None]] = field(default_factory=lambda: {name: [] for name in COLUMNS})
-    far: list[int] = field(default_factory=list)  # places of tensors that are too far
-    small: list[int] = field(default_factory=list)  # too small to judge
-    excused: list[int] = field(default_factory=list)  # another convention
     where: dict[int, str] = field(default_factory=dict)  # the micro batch and rank that a row is from
-    factors: dict[int, str] = field(default_factory=dict)  # that a distance hides, in words
+    # Of the first, what is wrong by itself, or by which factor; and, where nothing but the factor shows it, the part that has it, () for all of it
+    said: dict[int, tuple[str, tuple[int, ...] | None]] = field(default_factory=dict)
     pictures: dict[int, Picture] = field(default_factory=dict)
 
 
@@ -101,17 +101,26 @@ class Page:
         self,
         view: View,
         step: int,
-        rows: Iterable[Judgement],
+        rows: Sequence[Judgement],
         placed: Mapping[str, Placed],
         excused: Iterable[str] = (),
+        *,
+        alone: bool = False,
     ) -> None:
         """Adds the rows of a view in one step. `placed` says where tensors lie on the ranks, as far as that is known."""
         if view not in self.views:
             self.views.append(view)
-        table, known = Table(self.views.index(view), step), set(excused)
-        for place, row in enumerate(rows):
-            number = self.names.setdefault(row.name, len(self.names))
-            table.names.append(number)
+        named, known = [self.names.setdefault(row.name, len(self.names)) for row in rows], set(excused)
+        table = Table(
+            self.views.index(view),
+            step,
+            runs(named),
+            _places(row.too_far and row.name not in known for row in rows),
+            _places(not row.judged and not row.too_far for row in rows),
+            _places(row.name in known for row in rows),
+            alone,
+        )
+        for place, (number, row) in enumerate(zip(named, rows, strict=True)):
             distance = row.distance
             numbers = (
                 row.multiple,
@@ -121,20 +130,14 @@ class Page:
                 relative(row.tolerated_largest, distance.largest),
                 distance.own_norm,
             )
-            for column, value in zip(table.columns.values(), numbers, strict=True):
-                column.append(short(value))
-            excused_here = row.name in known
-            for places, holds in (
-                (table.excused, excused_here),
-                (table.far, row.too_far and not excused_here),
-                (table.small, not row.judged and not row.too_far),
-            ):
-                places += [place] if holds else []
+            shown = numbers[:1] if alone else numbers
+            for (column, digits), value in zip(COLUMNS.items(), shown, strict=False):
+                table.columns[column].append(short(value, digits))
             if row.where:
                 table.where[place] = row.where
-            if row.factor is not None:
-                table.factors[place] = row.factor.describe()
-            if row.picture is not None:
+            if len(table.said) < SAID and (row.factor is not None or (alone and row.too_far)):
+                table.said[place] = (briefly(row), _hidden(row))
+            if row.picture is not None and (row.too_far or not alone):
                 table.pictures[place] = row.picture
             where = placed.get(row.name, [])
             if any(where):
@@ -144,12 +147,20 @@ class Page:
         self.tables.append(table)
 
 
+def _places(holds: Iterable[bool]) -> list[list[int]]:
+    return runs([place for place, one in enumerate(holds) if one])
+
+
+def _hidden(row: Judgement) -> tuple[int, ...] | None:
+    return None if row.factor is None or row.is_far else row.factor.part or ()
+
+
 def nearest_of(rows: Iterable[Judgement]) -> tuple[int, str, float | None] | None:
     """Of the rows that are near enough, the one that is nearest to what is tolerated."""
     row = max((row for row in rows if not row.too_far), key=lambda row: row.multiple, default=None)
     return None if row is None else (row.step, row.name, short(row.multiple, 2))
 
 
-def short(value: float, digits: int = DIGITS) -> float | None:
+def short(value: float, digits: int = 4) -> float | None:
     """A number for people; None if it is not finite."""
     return float(f"{value:.{digits}g}") if math.isfinite(value) else None

@@ -10,7 +10,7 @@ tolerated, and has the experiment that holds it.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,21 +28,26 @@ MANY = 1e6  # degrees of freedom of a standard error that is taken as known
 WHOLE = 0  # the first projection is of all of a tensor
 
 
+Part = tuple[int, int, int]  # dim, start and stop of a part of a tensor
+
+
 @dataclass
 class Factor:
     """A part of a tensor that is 1 + `excess` times what it should be."""
 
     name: str
-    part: str
+    part: Part | None  # None: all of it
     excess: float
     tolerated: float
+    where: str = ""  # the micro batch
 
     @property
     def multiple(self) -> float:
         return abs(self.excess) / self.tolerated
 
     def describe(self) -> str:
-        return f"{self.part} is {1 + self.excess:.7g} times what it should be, tolerated {self.tolerated:.1e} of a factor"
+        part = "all of it" if self.part is None else "[{1}:{2}] of dim {0}".format(*self.part)
+        return f"{part}{self.where} is {1 + self.excess:.7g} times what it should be, tolerated {self.tolerated:.1e} of a factor"
 
 
 @dataclass
@@ -50,7 +55,7 @@ class Projections:
     """Of one tensor. The last dim of each field is over `parts`, the first of `errors` and `freedom` over three kinds of sums."""
 
     name: str
-    parts: list[str]
+    parts: list[Part | None]
     excess: np.ndarray
     errors: np.ndarray  # standard errors
     freedom: np.ndarray  # their degrees of freedom
@@ -91,7 +96,27 @@ def farthest(one: Projections, number: int) -> Factor:
     place = int(multiple.argmax())
     if multiple[WHOLE] > 1 and abs(one.excess[WHOLE] - one.excess[place]) <= tolerated[place]:
         place = WHOLE  # this part is one like the others
-    return Factor(one.name, one.parts[place], float(one.excess[place]), float(tolerated[place]))
+    part = _with_neighbours(one, place, tolerated)
+    return Factor(one.name, part, float(one.excess[place]), float(tolerated[place]))
+
+
+def _with_neighbours(one: Projections, place: int, tolerated: np.ndarray) -> Part | None:
+    """A part and those beside it that are off by the same factor, as far as can be told: a rank's shard has several."""
+    part = one.parts[place]
+    if part is None:
+        return None
+    apart = np.abs(one.excess - one.excess[place])
+    alike = (apart <= tolerated + tolerated[place]) & (apart < abs(one.excess[place]) / 2)
+    dim, *ends = part
+    for side, step in ((0, -1), (1, 1)):
+        other = place + step
+        while 0 <= other < len(one.parts) and alike[other]:
+            beside = one.parts[other]
+            if beside is None or beside[0] != dim or beside[2 - side] != ends[side]:
+                break
+            ends[side] = beside[1 + side]
+            other += step
+    return dim, ends[0], ends[1]
 
 
 def chances(one: Projections) -> np.ndarray:
@@ -123,11 +148,11 @@ def project(
     products, sizes = (one.numpy() for one in _summed(own, near, right, is_turned, together))
     # Few rows may have most of a tensor, and few errors say little of their size. So once more with all rows alike.
     alike = _ratio(np.ones(1), sizes.sum(1, keepdims=True))
-    parts: list[str] = []
+    parts: list[Part | None] = []
     found = []
-    for texts, of_rows, of_columns in _cuts(shape, together, is_weight):
+    for cut, of_rows, of_columns in _cuts(shape, together, is_weight):
         for weight in (1.0, alike):
-            parts += texts
+            parts += cut
             found.append(_project(products * weight, sizes * weight, of_rows, of_columns))
     return Projections(name, parts, *(np.concatenate(each, -1) for each in zip(*found, strict=True)))
 
@@ -161,12 +186,12 @@ def _summed(
 
 def _cuts(
     shape: torch.Size, together: int, is_weight: bool
-) -> Iterator[tuple[list[str], np.ndarray, np.ndarray]]:
-    """(what the parts are called, which rows are in each, which columns). Columns are summed, so many `together`."""
+) -> Iterator[tuple[Sequence[Part | None], np.ndarray, np.ndarray]]:
+    """(the parts, which rows are in each, which columns). Columns are summed, so many `together`."""
     width = shape[-1] if len(shape) > 1 else 1
     rows, columns = shape.numel() // width, math.ceil(width / together)
     all_rows, all_columns = (np.ones((size, 1)) for size in (rows, columns))
-    yield ["all of it"], all_rows, all_columns
+    yield [None], all_rows, all_columns
     dims = list(range(len(shape)))
     if is_weight and len(shape) > 1:
         dims[-2:] = dims[:-3:-1]
@@ -178,16 +203,15 @@ def _cuts(
             continue
         blocks = np.array_split(np.arange(size), number)
         of_index = np.repeat(np.eye(number), [len(block) for block in blocks], 0)
-        texts = [
-            f"[{block[0] * times}:{min((block[-1] + 1) * times, length)}] of dim {dims[dim]}"
-            for block in blocks
+        cut = [
+            (dims[dim], int(block[0]) * times, min((int(block[-1]) + 1) * times, length)) for block in blocks
         ]
         if is_column:
-            yield texts, all_rows, of_index
+            yield cut, all_rows, of_index
         else:
             before = shape[:dim].numel()
             after = rows // before // length
-            yield texts, np.tile(np.repeat(of_index, after, 0), (before, 1)), all_columns
+            yield cut, np.tile(np.repeat(of_index, after, 0), (before, 1)), all_columns
 
 
 def _project(
