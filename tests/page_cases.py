@@ -113,7 +113,7 @@ def recording():
         rows = [row(1, name, name == WRONG) for name in tensors]
         if tensors is alone:
             hidden = next(one for one in rows if one.name == HIDDEN)
-            hidden.factor = Factor(HIDDEN, "all of it", 0.003, 1e-5)
+            hidden.factor = Factor(HIDDEN, None, 0.003, 1e-5)
         page.add(view(label, rows, ranks=[{"rank": 0}, {"rank": 1}]), 1, rows, {})
     return page
 

@@ -52,10 +52,10 @@ def test_shared_errors_would_be_taken_for_a_factor(kind):
 @pytest.mark.parametrize(
     "place, factor, part, excess",
     [
-        ((...,), 1.001, "all of it", 0.001),
-        ((2,), 1.003, "[2:3] of dim 0", 0.003),
-        ((slice(None), slice(32, 64)), 0.99, "all of it", -0.005),  # a block of positions has few rows
-        ((..., slice(16, 32)), 1.01, "[16:32] of dim 2", 0.01),
+        ((...,), 1.001, None, 0.001),
+        ((2,), 1.003, (0, 2, 3), 0.003),
+        ((slice(None), slice(32, 64)), 0.99, None, -0.005),  # a block of positions has few rows
+        ((..., slice(16, 32)), 1.01, (2, 16, 32), 0.01),
     ],
 )
 def test_a_factor_is_seen(place, factor, part, excess):
@@ -76,8 +76,19 @@ def test_a_factor_in_a_shard_of_a_large_weight_is_seen(shape):
         half = shape[dim] // 2
         own.narrow(dim, half, shape[dim] - half).mul_(1.01)
         (one,) = found(own, right, right, is_weight=True)
-        start, stop = map(int, one.part.partition("]")[0].strip("[").split(":"))
-        assert one.part.endswith(f"of dim {dim}") and start >= half - shape[dim] // 32 and stop <= shape[dim]
+        # Of nine blocks or more, one has indices of both halves.
+        assert one.part[::2] == (dim, shape[dim]) and abs(one.part[1] - half) <= shape[dim] // 9, one.part
+
+
+@pytest.mark.parametrize("start, stop", [(0, 32), (64, 128), (96, 128)])
+def test_a_part_has_all_neighbours_with_its_factor(start, stop):
+    """A rank's shard, not the block of it that is farthest off. Neither what is right is in it, nor what has another factor."""
+    right = torch.randn(128, 64, dtype=torch.float64)
+    own = right + noise("element", right)
+    own[start:stop] *= 1.03
+    own[32:64] *= 1.01
+    (one,) = found(own, right + noise("element", right), right, is_weight=True)
+    assert one.part == (0, start, stop), one.describe()
 
 
 def test_what_float32_leaves_is_no_factor():

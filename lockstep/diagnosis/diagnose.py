@@ -11,7 +11,6 @@ from lockstep.diagnosis import backward, forward, gradients, odd, update
 from lockstep.diagnosis.case import Case, describe
 from lockstep.dumps.dump import Dump
 from lockstep.plan.contract import ON_RANK
-from lockstep.verdict.alone import sentences
 from lockstep.verdict.result import Cause, Diagnosis, Result
 
 CauseRule = Callable[[Case], Cause | None]
@@ -77,8 +76,7 @@ def diagnose(result: Result, strategy: str, reference: Dump, replays: dict[str, 
         return Diagnosis(
             excluded=[
                 "the whole computation: its errors are those of a correct run, in which this one is hidden"
-            ],
-            odd=[f"by itself, {each}" for each in sentences(run.by_themselves, run.choices_by_themselves)],
+            ]
         )
     case = Case(result, strategy, reference, replays.get(strategy))
     if case.not_computed:  # evidence may need any tensor of the step, so only this is reported

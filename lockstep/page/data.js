@@ -60,7 +60,7 @@ const tables = page.tables.map((table) => {
       const of = (column) => table.columns[column][place];
       return {
         error: of("error"), tolerated: of("tolerated"), largest: of("largest"), toleratedLargest: of("tolerated_largest"), norm: of("norm"),
-        share: of("share") ?? Infinity, factor: table.factors[place] ?? "",
+        share: of("share") ?? Infinity, said: table.said[place]?.[0] ?? "", hidden: table.said[place]?.[1] ?? null,
         far: kinds.far.has(place), small: kinds.small.has(place), excused: kinds.excused.has(place),
         where: table.where[place] ?? "", picture: table.pictures[place] ?? null,
       };
@@ -74,8 +74,16 @@ function labelOf(number) {
   return page.views.filter((view) => view.label === label).length > 1 ? `${name}: ${label}` : label;
 }
 
-const tableOf = (view, step) => tables.find((table) => table.view === view && table.step === step) ?? null;
+/** `alone`: what each module of a run gives by itself; else what it gives from the batch on. */
+const tableOf = (view, step, alone = false) => tables.find((table) => table.view === view && table.step === step && table.alone === alone) ?? null;
 const stepsOf = (view) => tables.filter((table) => table.view === view).map((table) => table.step);
+const rowOf = (view, step, name, alone = false) => tableOf(view, step, alone)?.row(name) ?? null;
+
+/** The row that shows that a tensor is wrong: from the batch on, or else by itself. */
+function wrongRowOf(view, step, name) {
+  const [free, alone] = [false, true].map((way) => rowOf(view, step, name, way));
+  return !free?.far && alone?.far ? alone : free;
+}
 
 /** The state of a row in words: colour is never the only sign. */
 function stateText(row) {
@@ -117,11 +125,13 @@ function plural(word, count) {
   return word.startsWith("index") ? word.replace("index", "indices") : `${word}s`;
 }
 
-/** What ranks hold of a tensor: [{ranks, boxes: [[start, shape], ...]}, ...], a rank in one of them. Of positions a rank may have several boxes. */
-function heldOf(view, name) {
+/** What ranks hold of a tensor: [{ranks, boxes: [[start, shape], ...]}, ...], a rank in one of them. Of positions a rank may have several boxes.
+ * Nothing for a picture of one micro batch of it. */
+function heldOf(view, name, picture = null) {
   const number = page.views[view].placed[name];
   if (number === undefined) return [];
   const placed = page.views[view].placements[number];
+  if (picture && page.kind === "verification" && String(placed[0]) !== String(picture.shape)) return [];
   const found = new Map();
   (page.kind === "verification" ? boxesOf(view, name, ...placed) : placed).forEach((boxes, rank) => {
     if (!boxes.length) return;
@@ -167,28 +177,38 @@ function shareOf(runs, place, size) {
   });
 }
 
-/** The heads of an attention in a tensor: the dim that they are in, how many, and the elements of one; null if it has none or they are not known. */
+/** The heads of an attention in a tensor: the dim that they are in, how many, and the elements of one; null if it has none or they are not known.
+ * GPT-2 has queries, keys and values beside each other, each with all heads: three `parts`. Its weights have inputs as rows. */
 function headsOf(name, shape) {
-  const match = page.names[name].match(/^\w+\/(?:(.*)\.)?(?:([qkv])_proj(\.weight|\.bias)?|o_proj\.(?:weight|input))$/);
+  const match = page.names[name].match(/^\w+\/(?:(.*)\.)?(?:([qkv])_proj(\.weight|\.bias)?|o_proj\.(?:weight|input)|(c_attn)(?:\.weight|\.bias)?|(?<=attn\.)(c_proj)(\.weight|\.input))$/);
   const told = match ? (page.heads[match[1] ?? ""] ?? page.heads[""]) : null;
   if (!told) return null;
   const [heads, keys, own, width] = told;
   const grouped = (match[2] === "k" || match[2] === "v") && Boolean(keys);
-  const [dim, count, size] = [match[3] ? 0 : shape.length - 1, grouped ? keys : heads, own || width / heads];
+  const parts = match[4] ? ["queries", "keys", "values"] : [""];
+  const [dim, each, size] = [match[3] || match[6] === ".weight" ? 0 : shape.length - 1, grouped ? keys : heads, own || width / heads];
+  const count = each * parts.length;
   const known = [count, size].every(Number.isInteger) && shape[dim] === count * size;
-  return known ? { dim, count, size, word: grouped && keys !== heads ? "KV head" : "head" } : null;
+  return known ? { dim, count, size, parts, word: grouped && keys !== heads ? "KV head" : "head" } : null;
 }
 
 /** "head 2 of 4": those that runs of slices are in; null if they are in all of them. */
 function headText(heads, runs) {
   const hit = new Set(runs.flatMap(([start, length]) => Array.from({ length: Math.floor((start + length - 1) / heads.size) - Math.floor(start / heads.size) + 1 }, (_, more) => Math.floor(start / heads.size) + more)));
   if (hit.size === heads.count || !hit.size) return null;
-  const joined = [];
-  for (const head of [...hit].sort((one, two) => one - two)) {
-    if (joined.length && joined.at(-1)[0] + joined.at(-1)[1] === head) joined.at(-1)[1] += 1;
-    else joined.push([head, 1]);
-  }
-  return `${plural(heads.word, hit.size)} ${spans(joined, heads.count)} of ${heads.count}`;
+  const each = heads.count / heads.parts.length;
+  return heads.parts.flatMap((part, place) => {
+    const here = [...hit].map((head) => head - place * each).filter((head) => head >= 0 && head < each).sort((one, two) => one - two);
+    if (!here.length) return [];
+    const joined = [];
+    for (const head of here) {
+      if (joined.length && joined.at(-1)[0] + joined.at(-1)[1] === head) joined.at(-1)[1] += 1;
+      else joined.push([head, 1]);
+    }
+    const found = spans(joined, each);
+    const said = found === null ? `all ${each} ${plural(heads.word, each)}` : `${plural(heads.word, here.length)} ${found} of ${each}`;
+    return [part ? `${said} of the ${part}` : said];
+  }).join("; ");
 }
 
 function listed(numbers) {

@@ -19,11 +19,11 @@ function issueText(state) {
 }
 
 function issueNumbers(state, number, step) {
-  const row = tableOf(state.view, step)?.row(number) ?? null;
+  const row = wrongRowOf(state.view, step, number);
   if (row === null) return [];
-  const lines = ["| | error | tolerated |", "|---|---|---|", `| 2-norm, relative | ${sci(row.error)} | ${sci(row.tolerated)} |`, `| largest element, relative | ${sci(row.largest)} | ${sci(row.toleratedLargest)} |`];
+  const lines = row.error === undefined ? [] : ["| | error | tolerated |", "|---|---|---|", `| 2-norm, relative | ${sci(row.error)} | ${sci(row.tolerated)} |`, `| largest element, relative | ${sci(row.largest)} | ${sci(row.toleratedLargest)} |`];
   if (row.picture) {
-    lines.push("", whereText(state.view, number, row.picture), "", "| index | run | reference |", "|---|---|---|");
+    lines.push("", whereText(state.view, number, row), "", "| index | run | reference |", "|---|---|---|");
     lines.push(...row.picture.elements.slice(0, 4).map(([index, own, reference]) => `| [${index.join(", ")}] | ${digits(own)} | ${digits(reference)} |`));
   }
   return lines;

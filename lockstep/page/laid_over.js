@@ -41,7 +41,7 @@ function showChanges(parent, title, other) {
 function compared(other) {
   const moved = [];
   let [count, alike] = [0, 0];
-  for (const table of other.tables) {
+  for (const table of other.tables.filter((one) => !one.alone)) {
     const label = other.views[table.view].label;
     const mine = tableOf(page.views.findIndex((view) => view.label === label), table.step);
     if (!mine) continue;

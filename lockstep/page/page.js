@@ -1,6 +1,11 @@
 // What is shown: one view, one step, one tensor.
 
-const state = { view: 0, step: 1, tensor: null };
+const state = { view: 0, step: 1, tensor: null, alone: false };
+
+const WAYS = {
+  "from the batch": "Computed from the batch on: what follows a wrong tensor is wrong, too. Moments and updated weights follow from the run's own gradients.",
+  "each module by itself": "Each module is computed from the inputs that it had in the run, and from the gradient that arrived there: what is wrong here is wrong by itself.",
+};
 
 function begin() {
   const asked = page.views.findIndex((view) => view.name === decodeURIComponent(location.hash.slice(1)));
@@ -11,6 +16,8 @@ function begin() {
   const number = near ? page.names.indexOf(near[1]) : -1;
   state.tensor = number < 0 ? null : number;
   if (!view?.first && near) state.step = near[0];
+  const [free, alone] = [false, true].map((way) => rowOf(state.view, state.step, state.tensor, way));
+  state.alone = Boolean(alone?.far && !free?.far);
   buildTools();
   document.querySelectorAll(".finding").forEach((section) => sayWhere(section, Number(section.dataset.view)));
   showContracts(document.getElementById("contracts"));
@@ -29,25 +36,45 @@ function begin() {
 function sayWhere(section, view) {
   const [step, name] = page.views[view].first;
   const number = page.names.indexOf(name);
-  const row = tableOf(view, step)?.row(number) ?? null;
+  const row = wrongRowOf(view, step, number);
   if (row === null) return;
-  const said = [row.where, row.picture ? whereText(view, number, row.picture) : ""].filter(Boolean).join(": ");
-  if (said) section.querySelector("dl").prepend(el("div", {}, el("dt", {}, "Where"), el("dd", {}, said)));
+  const said = [row.where, row.picture ? whereText(view, number, row) : ""].filter(Boolean).join(": ");
+  const list = section.querySelector("dl");
+  if (said) list.prepend(el("div", {}, el("dt", {}, "Where"), el("dd", {}, said)));
+  if (page.kind === "recording") list.append(el("div", {}, el("dt", {}, `Step ${step}`), el("dd", {}, rightText(tableOf(view, step)))));
+}
+
+/** How many tensors of each kind are right in a table. */
+function rightText(table) {
+  const counts = new Map();
+  const far = new Set(table.far);
+  table.names.forEach((name, place) => {
+    const title = KINDS[kindOf(page.names[name])] ?? kindOf(page.names[name]);
+    const [right, all] = counts.get(title) ?? [0, 0];
+    counts.set(title, [right + (far.has(place) ? 0 : 1), all + 1]);
+  });
+  return [...counts].map(([title, [right, all]]) => `${title}: ${right === all ? `all ${all}` : `${right} of ${all}`} right`).join("; ");
 }
 
 function show() {
   showLosses(document.getElementById("losses"), state);
-  map.paint(tableOf(state.view, state.step));
+  map.paint(tableOf(state.view, state.step, state.alone));
+  const views = page.kind === "recording";
+  document.getElementById("way").textContent = views || page.tables.some((table) => table.alone) ? WAYS[views ? page.views[state.view].name : wayOf(state.alone)] : "";
   map.mark(state.tensor);
   showTensor(document.getElementById("tensor"), state);
   showRanks(document.getElementById("ranks"), state);
   if (state.tensor !== null) read(state.tensor);
 }
 
+function wayOf(alone) {
+  return Object.keys(WAYS)[alone ? 1 : 0];
+}
+
 /** The numbers of a tensor that the pointer or the focus is on. */
 function read(name) {
-  const row = tableOf(state.view, state.step)?.row(name) ?? null;
-  const numbers = row === null ? "" : ` — ${stateText(row)}; error ${sci(row.error)} (2-norm) of ${sci(row.tolerated)}, ${sci(row.largest)} (largest element) of ${sci(row.toleratedLargest)}`;
+  const row = rowOf(state.view, state.step, name, state.alone);
+  const numbers = row === null ? "" : state.alone ? ` — by itself, ${stateText(row)}` : ` — ${stateText(row)}; error ${sci(row.error)} (2-norm) of ${sci(row.tolerated)}, ${sci(row.largest)} (largest element) of ${sci(row.toleratedLargest)}`;
   document.getElementById("reading").replaceChildren(el("code", {}, page.names[name]), numbers);
 }
 
@@ -61,17 +88,21 @@ function open(name) {
 function buildChoices() {
   const parent = document.getElementById("choices");
   const steps = [...new Set(page.tables.map((table) => table.step))];
-  const wrong = (view, step) => page.tables.some((table) => table.view === view && (step === null || table.step === step) && table.far.length);
+  const wrong = (step) => page.tables.some((table) => table.step === step && table.far.length);
   const views = page.views.map((view, number) => [number, labelOf(number), view.first !== null]);
   parent.append(choice(page.kind === "verification" ? "Run" : "Computed", "view", views, (value) => (state.view = value)));
+  if (page.tables.some((table) => table.alone)) {
+    const ways = [false, true].map((alone) => [alone, wayOf(alone), page.tables.some((table) => table.alone === alone && table.far.length)]);
+    parent.append(choice("Computed", "alone", ways, (value) => (state.alone = value)));
+  }
   if (steps.length > 1) {
-    parent.append(choice("Step", "step", steps.map((step) => [step, String(step), page.views.some((_, view) => wrong(view, step))]), (value) => (state.step = value)));
+    parent.append(choice("Step", "step", steps.map((step) => [step, String(step), wrong(step)]), (value) => (state.step = value)));
   }
 }
 
 function choice(title, key, items, set) {
   const labels = items.map(([value, text, bad]) => el("label", {},
-    el("input", { type: "radio", name: key, value, checked: state[key] === value, onchange: () => { set(value); show(); } }),
+    el("input", { type: "radio", name: key, value: String(value), checked: state[key] === value, onchange: () => { set(value); show(); } }),
     el("span", { class: bad ? "bad" : "" }, text, bad ? el("span", { class: "unseen" }, ", has failures") : null)));
   return el("fieldset", {}, el("legend", {}, title), ...labels);
 }

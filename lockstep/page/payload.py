@@ -11,9 +11,10 @@ from typing import Any
 from lockstep.verdict.distance import relative
 from lockstep.verdict.judgement import Judgement
 from lockstep.verdict.picture import Picture
+from lockstep.verdict.recorded_rows import times
 
-FORMAT = 2
-DIGITS = 4
+FORMAT = 3
+DIGITS = 3
 COLUMNS = (
     "share",
     "error",
@@ -48,6 +49,7 @@ class View:
     contract: dict[str, Any] = field(default_factory=dict)
     placements: list[Placed] = field(default_factory=list)
     placed: dict[int, int] = field(default_factory=dict)  # number of a name -> that of its placement
+    by_itself: str = ""  # what was found of each module by itself, in a comparison
 
 
 @dataclass
@@ -56,13 +58,15 @@ class Table:
 
     view: int
     step: int
+    alone: bool = False  # of modules by themselves in a comparison: shares alone, and what is wrong in words
     names: list[int] = field(default_factory=list)
     columns: dict[str, list[float | None]] = field(default_factory=lambda: {name: [] for name in COLUMNS})
     far: list[int] = field(default_factory=list)  # places of tensors that are too far
     small: list[int] = field(default_factory=list)  # too small to judge
     excused: list[int] = field(default_factory=list)  # another convention
     where: dict[int, str] = field(default_factory=dict)  # the micro batch and rank that a row is from
-    factors: dict[int, str] = field(default_factory=dict)  # that a distance hides, in words
+    # What is wrong by itself, or by which factor; and, where nothing but the factor shows it, the part that has it, () for all of it
+    said: dict[int, tuple[str, tuple[int, ...] | None]] = field(default_factory=dict)
     pictures: dict[int, Picture] = field(default_factory=dict)
 
 
@@ -104,11 +108,13 @@ class Page:
         rows: Iterable[Judgement],
         placed: Mapping[str, Placed],
         excused: Iterable[str] = (),
+        *,
+        alone: bool = False,
     ) -> None:
         """Adds the rows of a view in one step. `placed` says where tensors lie on the ranks, as far as that is known."""
         if view not in self.views:
             self.views.append(view)
-        table, known = Table(self.views.index(view), step), set(excused)
+        table, known = Table(self.views.index(view), step, alone), set(excused)
         for place, row in enumerate(rows):
             number = self.names.setdefault(row.name, len(self.names))
             table.names.append(number)
@@ -121,7 +127,8 @@ class Page:
                 relative(row.tolerated_largest, distance.largest),
                 distance.own_norm,
             )
-            for column, value in zip(table.columns.values(), numbers, strict=True):
+            shown = numbers[:1] if alone else numbers
+            for column, value in zip(table.columns.values(), shown, strict=False):
                 column.append(short(value))
             excused_here = row.name in known
             for places, holds in (
@@ -132,9 +139,10 @@ class Page:
                 places += [place] if holds else []
             if row.where:
                 table.where[place] = row.where
-            if row.factor is not None:
-                table.factors[place] = row.factor.describe()
-            if row.picture is not None:
+            if row.factor is not None or (alone and row.too_far):
+                said = row.describe() + times(row) if alone or row.factor is None else row.factor.describe()
+                table.said[place] = (said, _hidden(row))
+            if row.picture is not None and (row.too_far or not alone):
                 table.pictures[place] = row.picture
             where = placed.get(row.name, [])
             if any(where):
@@ -142,6 +150,10 @@ class Page:
                     view.placements.append(where)
                 view.placed[number] = view.placements.index(where)
         self.tables.append(table)
+
+
+def _hidden(row: Judgement) -> tuple[int, ...] | None:
+    return None if row.factor is None or row.is_far else row.factor.part or ()
 
 
 def nearest_of(rows: Iterable[Judgement]) -> tuple[int, str, float | None] | None:

@@ -3,21 +3,68 @@
 const LEVELS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ";
 const DECADES = 6;
 
-/** What the picture shows, in words, for a tensor that is too far. */
-function whereText(view, name, picture) {
-  const all = picture.shape.reduce((one, two) => one * two, 1);
-  const names = dimNames(page.names[name], picture.shape);
-  const heads = headsOf(name, picture.shape);
-  const said = picture.shape.flatMap((size, dim) => {
-    const found = spans(picture.slices[dim], size);
-    const head = heads?.dim === dim ? headText(heads, picture.slices[dim]) : null;
-    const slices = `${plural(names[dim], 2)} ${found} of ${size}`;
-    return found === null ? [] : [head ? `${head} (${slices})` : slices];
+/** What the picture shows, in words, for a tensor that is too far. A factor that its distance hides is in one part of it. */
+function whereText(view, name, { picture, hidden }) {
+  const { shape } = picture;
+  const all = shape.reduce((one, two) => one * two, 1);
+  const names = dimNames(page.names[name], shape);
+  const heads = headsOf(name, shape);
+  const slices = hidden ? shape.map((size, dim) => [dim === hidden[0] ? [hidden[1], hidden[2] - hidden[1]] : [0, size]]) : picture.slices;
+  const said = shape.flatMap((size, dim) => {
+    const found = spans(slices[dim], size);
+    const head = heads?.dim === dim ? headText(heads, slices[dim]) : null;
+    const text = `${plural(names[dim], 2)} ${found} of ${size}`;
+    return found === null ? [] : [head ? `${head} (${text})` : text];
   });
   const place = said.length ? said.join(", ") : "in every part of it";
-  const ranks = holders(view, name, picture);
-  const rank = ranks ? `: ${ranks.length === 1 ? `rank ${ranks[0]}'s shard` : `the shard of ${listed(ranks)}`}` : "";
-  return `${picture.wrong.toLocaleString("en")} of ${all.toLocaleString("en")} elements are off by more than is tolerated of one: ${place}${rank}.${copies(view, page.names[name])}`;
+  const copy = copies(view, page.names[name]);
+  const held = heldOf(view, name, picture);
+  const ranks = holders(held, slices);
+  const rank = ranks.length ? `: ${shardOf(view, ranks)}` : "";
+  if (hidden) return `The factor is in ${said.length ? place : "all of it"}${rank}. No element is off by more than rounding errors explain.${copy}`;
+  const most = held.map(({ boxes, ranks }) => [squareIn(picture, boxes) ?? 0, ranks]).sort((one, two) => two[0] - one[0]);
+  const square = most.length > 1 && most[0][0] >= MOSTLY ? `${percent(most[0][0])} of the squared error` : "";
+  const share = !square ? "" : String(most[0][1]) === String(ranks) ? `, with ${square}` : `; ${square} is in ${shardOf(view, most[0][1])}`;
+  return `${picture.wrong.toLocaleString("en")} of ${all.toLocaleString("en")} elements are off by more than is tolerated of one: ${place}${rank}${share}.${copy}`;
+}
+
+const MOSTLY = 0.9; // of the squared error, in one shard
+
+/** "rank 1's shard (dp 0, tp 1)": with the coordinates that all of the ranks have. */
+function shardOf(view, ranks) {
+  const places = ranks.map((rank) => page.views[view].ranks[rank]);
+  const same = Object.keys(places[0]).filter((axis) => axis !== "rank" && places.every((place) => place[axis] === places[0][axis]));
+  const where = same.length ? ` (${same.map((axis) => `${axis} ${places[0][axis]}`).join(", ")})` : "";
+  return (ranks.length === 1 ? `rank ${ranks[0]}'s shard` : `the shards of ${listed(ranks)}`) + where;
+}
+
+function percent(share) {
+  const shown = 100 * share;
+  return shown >= 99.95 ? "100 %" : shown < 0.05 ? "0 %" : `${shown.toPrecision(shown < 1 ? 1 : shown < 99 ? 2 : 3)} %`;
+}
+
+/** The share of the squared error that is in boxes of a tensor, a block that is cut counting by its part in them; null if it is not known. */
+function squareIn(picture, boxes) {
+  if (!picture.squares) return null;
+  const { shape } = picture;
+  const [high, wide, parts] = picture.squares;
+  const [rows, columns] = [shape.slice(0, -1).reduce((one, two) => one * two, 1), shape.at(-1)];
+  const across = Math.ceil(columns / wide);
+  const found = boxes.map(([start, size]) => rectangles(shape, start, size));
+  if (found.some((one) => !one.length)) return null;
+  // [block, its part] for the blocks of `block` indices that `count` of them, from `first` on, lie in
+  const along = (first, count, block, length) => Array.from({ length: Math.floor((first + count - 1) / block) - Math.floor(first / block) + 1 }, (_, more) => {
+    const place = Math.floor(first / block) + more;
+    const [begin, end] = [place * block, Math.min(length, (place + 1) * block)];
+    return [place, (Math.min(end, first + count) - Math.max(begin, first)) / (end - begin)];
+  });
+  let sum = 0;
+  for (const [row, column, tall, broad] of found.flat().filter(([, , tall, broad]) => tall && broad)) {
+    for (const [down, part] of along(row, tall, high, rows)) {
+      for (const [at, share] of along(column, broad, wide, columns)) sum += part * share * parts[down * across + at];
+    }
+  }
+  return sum / parts.reduce((one, two) => one + two, 0);
 }
 
 /** Which ranks have another copy of a tensor. */
@@ -26,12 +73,11 @@ function copies(view, text) {
   return odd ? ` The copies of ${listed(odd[2])} differ from it${odd[3] ? `, in ${odd[3].map((count) => count.toLocaleString("en")).join(", ")} elements` : ""}.` : "";
 }
 
-/** The ranks whose part, not the whole tensor, has all wrong elements; null if there is no such part. */
-function holders(view, name, picture) {
-  const held = heldOf(view, name);
-  if (held.length < 2 || picture.slices.some((runs) => !runs.length)) return null;
-  const inside = ([start, length], dim) => ([from, size]) => from[dim] <= start && start + length <= from[dim] + size[dim];
-  return held.find(({ boxes }) => picture.slices.every((runs, dim) => runs.every((run) => boxes.some(inside(run, dim)))))?.ranks ?? null;
+/** The ranks whose parts have wrong slices; none if all parts have, or it is not known. */
+function holders(held, slices) {
+  const meets = ([start, length], dim) => ([from, size]) => from[dim] < start + length && start < from[dim] + size[dim];
+  const hit = held.filter(({ boxes }) => boxes.some((box) => slices.every((runs, dim) => runs.some((run) => meets(run, dim)(box)))));
+  return hit.length < held.length ? hit.flatMap(({ ranks }) => ranks).sort((one, two) => one - two) : [];
 }
 
 /** [the largest error in boxes of a tensor, null if not finite; whether no block reaches out of them]; null where the boxes are in too many pieces. */
@@ -129,7 +175,7 @@ function drawPicture(view, name, picture) {
     context.setLineDash([]);
   };
   const outline = (context, style) => {
-    const boxes = heldOf(view, name).flatMap((held) => held.boxes.map((box) => [held.ranks, ...box]));
+    const boxes = heldOf(view, name, picture).flatMap((held) => held.boxes.map((box) => [held.ranks, ...box]));
     if (boxes.length < 2) return;
     const [x, y] = [canvas.width / columns, canvas.height / rows];
     context.font = "600 12px system-ui, sans-serif";
@@ -174,7 +220,7 @@ function drawPicture(view, name, picture) {
   const lowest = picture.largest * 10 ** -DECADES;
   const scale = el("p", { class: "scale" }, "0, ", sci(lowest), el("i"), sci(picture.largest), " |run − reference|");
   const laid = shape.length > 2 ? el("p", { class: "at" }, `${shape.slice(0, -1).join(" × ")} rows of ${columns}: ${dimNames(page.names[name], shape).slice(0, -1).join(", then ")}, one after the other.`) : null;
-  const divided = heads ? el("p", { class: "at" }, `${heads.count} ${plural(heads.word, heads.count)} of ${heads.size} ${plural(dimNames(page.names[name], shape)[heads.dim], 2)}, divided by dotted lines.`) : null;
+  const divided = heads ? el("p", { class: "at" }, `${heads.parts.length > 1 ? `${heads.parts.join(", ")}: ` : ""}${heads.count} ${plural(heads.word, heads.count)} of ${heads.size} ${plural(dimNames(page.names[name], shape)[heads.dim], 2)}, divided by dotted lines.`) : null;
   return el("div", {}, canvas, scale, at, divided, laid);
 }
 

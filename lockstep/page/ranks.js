@@ -54,9 +54,14 @@ function onRanks(state, row) {
     const same = ranks.filter((rank) => !odd.has(rank));
     return [...(same.length ? [{ ranks: same, boxes }] : []), ...ranks.filter((rank) => odd.has(rank)).map((rank) => ({ ranks: [rank], boxes }))];
   });
+  const picture = heldOf(state.view, state.tensor, row?.picture).length ? row?.picture : null;
+  const square = ({ ranks, boxes }) => {
+    const found = picture && boxes.length && !odd.has(ranks[0]) ? squareIn(picture, boxes) : null;
+    return found === null ? "" : percent(found);
+  };
   const error = ({ ranks, boxes }) => {
     if (odd.has(ranks[0])) return "its copy is another";
-    const found = row?.picture && boxes.length ? largestIn(row.picture, boxes) : null;
+    const found = picture && boxes.length ? largestIn(picture, boxes) : null;
     return found === null ? "" : found[0] === null ? "not finite" : found[0] === 0 ? "0" : `${found[1] ? "" : "at most "}${found[0].toExponential(1)}`;
   };
   const copy = ({ ranks, boxes }) => {
@@ -65,11 +70,12 @@ function onRanks(state, row) {
     if (!odd.has(ranks[0])) return odd.size ? "judged here" : "";
     return count === null ? `differs${all ? `; it has ${all.toLocaleString("en")} elements` : ""}` : `${count.toLocaleString("en")} of ${all.toLocaleString("en")} elements differ`;
   };
-  const head = ["rank", "holds", "largest error", ...(odd.size ? ["copy"] : [])];
+  const squares = held.length > 1 && lines.some(square);
+  const head = ["rank", "holds", ...(squares ? ["squared error"] : []), "largest error", ...(odd.size ? ["copy"] : [])];
   const body = lines.map((line) => el("tr", { class: odd.has(line.ranks[0]) ? "differs-row" : "" },
-    el("td", {}, line.ranks.join(", ")), el("td", {}, heldText(name, shape, line.boxes)), el("td", { class: "number" }, error(line)), ...(odd.size ? [el("td", {}, copy(line))] : [])));
+    el("td", {}, line.ranks.join(", ")), el("td", {}, heldText(name, shape, line.boxes)), ...(squares ? [el("td", { class: "number" }, square(line))] : []), el("td", { class: "number" }, error(line)), ...(odd.size ? [el("td", {}, copy(line))] : [])));
   return [el("section", { id: "on-ranks" }, el("h3", {}, "On the ranks"), el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "The tensor on the ranks" }, el("table", {},
-    el("thead", {}, el("tr", {}, ...head.map((one) => el("th", { scope: "col", class: one === "largest error" ? "number" : "" }, one)))), el("tbody", {}, ...body))))];
+    el("thead", {}, el("tr", {}, ...head.map((one) => el("th", { scope: "col", class: one.endsWith("error") ? "number" : "" }, one)))), el("tbody", {}, ...body))))];
 }
 
 function showContracts(parent) {

@@ -14,10 +14,7 @@ from lockstep.verdict.recorded_run import RunVerdict
 
 # What the ranks wrote of a row's tensor: a module's output of the first micro batch, a gradient, an updated weight.
 KEYS = {"forward": "forward/0", "backward": "backward/0", "gradient": "gradient", "update": "updated"}
-VIEWS = {
-    "each module by itself": "computed from the inputs that the module had in the run, so what is wrong here is wrong by itself",
-    "from the batch": "computed from the batch on; rounding errors pile up, and what follows a wrong module is wrong, too",
-}
+VIEWS = ("each module by itself", "from the batch")
 
 
 def write(recording: Recording, steps: list[StepVerdict], run: RunVerdict) -> None:
@@ -29,11 +26,11 @@ def write(recording: Recording, steps: list[StepVerdict], run: RunVerdict) -> No
         verdict,
         f"a recorded run of {run.steps} steps, {len(steps)} of them judged",
         lead,
-        [*(line.strip() for line in said), *(f"{way}: {what}" for way, what in VIEWS.items())],
+        [line.strip() for line in said],
         _found_out(recording),
     )
     for name, module in recording.build().named_modules():
-        if hasattr(module, "q_proj") and hasattr(module, "config"):
+        if hasattr(module, "config") and {"q_proj", "c_attn"} & dict(module.named_children()).keys():
             page.heads[name] = [getattr(module.config, entry, None) for entry in HEADS]
     ranks = [{"rank": rank} for rank in recording.steps[0]]
     differing = [each for step in steps if step.wrong for each in _differing(recording, step.step)]

@@ -6,15 +6,19 @@ function showTensor(parent, state) {
     parent.replaceChildren(el("p", { class: "quiet" }, "Choose a tensor of the map."));
     return;
   }
-  const row = tableOf(state.view, state.step)?.row(name) ?? null;
+  const row = rowOf(state.view, state.step, name, state.alone);
+  const said = [false, true].flatMap((alone) => {
+    const found = rowOf(state.view, state.step, name, alone)?.said;
+    return found ? [el("p", { class: "where" }, `${alone ? "By itself, " : ""}${found}`)] : [];
+  });
   const text = page.names[name];
   const kind = KINDS[kindOf(text)] ?? kindOf(text);
   parent.replaceChildren(
     el("h3", { id: "tensor-name", tabindex: -1 }, el("code", {}, text)),
     el("p", {}, `${kind}, step ${state.step}, ${labelOf(state.view)}: `,
-      row === null ? "it is not among the tensors of this step" : el("span", { class: row.far ? "far-text" : "" }, stateText(row)),
+      row === null ? "it is not among the tensors that were judged here" : el("span", { class: row.far ? "far-text" : "" }, stateText(row)),
       row?.where ? ` (worst in ${row.where})` : ""),
-    ...(row?.factor ? [el("p", { class: "where" }, row.factor)] : []),
+    ...said,
     numbers(name, state),
     ...onRanks(state, row),
     ...pictureOf(name, state, row),
@@ -24,16 +28,21 @@ function showTensor(parent, state) {
 /** Numbers of the tensor in every step of every view that has it. */
 function numbers(name, state) {
   const head = ["step", "run", "share", "2-norm", "largest element"];
-  const body = tables.filter((table) => table.has(name)).map((table) => {
+  const body = tables.filter((table) => table.has(name) && !table.alone).map((table) => {
     const row = table.row(name);
+    const alone = rowOf(table.view, table.step, name, true);
     const now = table.view === state.view && table.step === state.step;
     return el("tr", { class: now ? "now" : "" },
       el("td", {}, String(table.step)), el("td", {}, labelOf(table.view), el("br"), el("span", { class: "quiet" }, `norm ${row.norm === null ? "not finite" : row.norm}`)),
-      el("td", { class: `number ${row.far ? "far-text" : ""}` }, `${shareText(row.share)}${row.far ? " ✕" : ""}`),
+      el("td", { class: "number" }, shared(row), ...(alone ? [el("br"), el("span", { class: "quiet" }, "by itself "), shared(alone)] : [])),
       ...[[row.error, row.tolerated], [row.largest, row.toleratedLargest]].map(([error, tolerated]) => el("td", { class: "number" }, sci(error), el("br"), el("span", { class: "quiet" }, `of ${sci(tolerated)}`))));
   });
   return el("section", {}, el("h3", {}, "Relative errors, of what is tolerated"), el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Relative errors" }, el("table", {},
     el("thead", {}, el("tr", {}, ...head.map((one, place) => el("th", { scope: "col", class: place > 1 ? "number" : "" }, one)))), el("tbody", {}, ...body))));
+}
+
+function shared(row) {
+  return el("span", { class: row.far ? "far-text" : "" }, `${shareText(row.share)}${row.far ? " ✕" : ""}`);
 }
 
 function pictureOf(name, state, row) {
@@ -47,7 +56,7 @@ function pictureOf(name, state, row) {
     el("td", { class: "number" }, own === null ? "not finite" : sci(own - reference))));
   return [
     el("section", {}, el("h3", {}, "Where the error lies"),
-      row.far ? el("p", { class: "where" }, whereText(state.view, name, picture)) : null,
+      row.far ? el("p", { class: "where" }, whereText(state.view, name, row)) : null,
       drawPicture(state.view, name, picture)),
     el("section", {}, el("h3", {}, "The elements that are farthest off"),
       elements.length ? el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "The elements that are farthest off" }, el("table", {},

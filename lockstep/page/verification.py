@@ -25,11 +25,7 @@ def write(
         result.outcome,
         f"{run['config']['model_name']} in {run['config']['precision']}, tensor by tensor",
         f"Every tensor was held against {'a float64 reference' if reference else 'each other'}.",
-        [
-            *tensor_report.configuration(result),
-            *tensor_report.notes(result),
-            *(f"Each module by itself: {line}" for line in tensor_report.by_themselves(result) if reference),
-        ],
+        [*tensor_report.configuration(result), *tensor_report.notes(result)],
         list(report_tables.about(result).items()),
         losses=_losses(result) if judged is None else losses_of(judged),
         heads={"": [*map(run["architecture"].get, HEADS)]},
@@ -43,6 +39,9 @@ def write(
             entries = found.dump.steps[str(step)]["tensors"].items()
             cut = {tensor: [entry["shape"], entry["sharded"]] for tensor, entry in entries}
             page.add(view, step, rows, cut, [tensor for at, tensor in found.excused if at == step])
+            alone = [row for row in found.by_themselves if row.step == step]
+            if alone:
+                page.add(view, step, alone, {}, alone=True)
     write_page(page, folder)
 
 
@@ -59,6 +58,7 @@ def _draw(case: Case) -> None:
 def _view(result: Result, name: str, run: Findings) -> View:
     mesh = Mesh(**run.dump.run["mesh"])
     first, found = next(iter(run.failures), None), run.diagnosis or Diagnosis()
+    about = f"{run.diagnosed[2]}: " if first and run.diagnosed != first else ""
     return View(
         name,
         result.label(name),
@@ -69,10 +69,11 @@ def _view(result: Result, name: str, run: Findings) -> View:
         len(run.failures),
         [(cause.name, cause.evidence) for cause in found.causes],
         found.excluded,
-        found.odd,
+        [*(about + one for one in found.odd)],
         [{axis: mesh.coordinates(rank).along(axis) for axis in mesh.axes} for rank in range(mesh.world_size)],
         run.differing,
         run.dump.contract,
+        by_itself=tensor_report.by_itself(run) if result.has_reference else "",
     )
 
 

@@ -37,7 +37,7 @@ def with_factors(rows: list[Judgement], factors: Factors) -> list[Judgement]:
         which, _, rest = factor.name.partition("/")
         number, _, module = rest.partition("/")
         if which != "gradient":
-            factor = replace(factor, part=f"{factor.part} in micro batch {number}")
+            factor = replace(factor, where=f" in micro batch {number}")
         found.setdefault(factor.name if which == "gradient" else f"{which}/{module}", factor)
     return [replace(row, factor=found.get(row.name)) for row in rows]
 
@@ -46,11 +46,12 @@ def sentence(rows: list[Judgement]) -> str:
     """What is wrong by itself. At least one row is."""
     wrong = [row for row in rows if row.too_far]
     first = wrong[0]
-    names = ", ".join(row.name for row in wrong[:SHOWN]) + (", ..." if len(wrong) > SHOWN else "")
+    each = [*dict.fromkeys(row.name for row in wrong)]  # some in several steps
+    names = ", ".join(each[:SHOWN]) + (", ..." if len(each) > SHOWN else "")
     where = f" ({first.where})" if first.where and first.factor is None else ""
     return (
         f"{len(wrong)} of {len(rows)} tensors are not what their modules give from the inputs that they had: {names}; "
-        f"the first{where}: {first.describe()}{times(first)}"
+        f"the first{where}: {first.factor.describe() if first.factor else first.describe() + times(first)}"
     )
 
 

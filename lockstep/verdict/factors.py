@@ -27,21 +27,27 @@ MANY = 1e6  # degrees of freedom of a standard error that is taken as known
 WHOLE = 0  # the first projection is of all of a tensor
 
 
+Part = tuple[int, int, int]  # dim, start and stop of a part of a tensor
+Cut = tuple[list[Part | None], np.ndarray, bool]
+
+
 @dataclass
 class Factor:
     """A part of a tensor that is 1 + `excess` times what it should be."""
 
     name: str
-    part: str
+    part: Part | None  # None: all of it
     excess: float
     tolerated: float
+    where: str = ""  # the micro batch
 
     @property
     def multiple(self) -> float:
         return abs(self.excess) / self.tolerated
 
     def describe(self) -> str:
-        return f"{self.part} is {1 + self.excess:.7g} times what it should be, tolerated {self.tolerated:.1e} of a factor"
+        part = "all of it" if self.part is None else "[{1}:{2}] of dim {0}".format(*self.part)
+        return f"{part}{self.where} is {1 + self.excess:.7g} times what it should be, tolerated {self.tolerated:.1e} of a factor"
 
 
 @dataclass
@@ -49,7 +55,7 @@ class Projections:
     """Of one tensor. The last dim of each field is over `parts`, the first of `errors` and `freedom` over three kinds of sums."""
 
     name: str
-    parts: list[str]
+    parts: list[Part | None]
     excess: np.ndarray
     errors: np.ndarray  # standard errors
     freedom: np.ndarray  # their degrees of freedom
@@ -90,7 +96,27 @@ def farthest(one: Projections, number: int) -> Factor:
     place = int(multiple.argmax())
     if multiple[WHOLE] > 1 and abs(one.excess[WHOLE] - one.excess[place]) <= tolerated[place]:
         place = WHOLE  # this part is one like the others
-    return Factor(one.name, one.parts[place], float(one.excess[place]), float(tolerated[place]))
+    part = _with_neighbours(one, place, tolerated)
+    return Factor(one.name, part, float(one.excess[place]), float(tolerated[place]))
+
+
+def _with_neighbours(one: Projections, place: int, tolerated: np.ndarray) -> Part | None:
+    """A part and those beside it that are off by the same factor, as far as can be told: a rank's shard has several."""
+    part = one.parts[place]
+    if part is None:
+        return None
+    apart = np.abs(one.excess - one.excess[place])
+    alike = (apart <= tolerated + tolerated[place]) & (apart < abs(one.excess[place]) / 2)
+    dim, *ends = part
+    for side, step in ((0, -1), (1, 1)):
+        other = place + step
+        while 0 <= other < len(one.parts) and alike[other]:
+            beside = one.parts[other]
+            if beside is None or beside[0] != dim or beside[2 - side] != ends[side]:
+                break
+            ends[side] = beside[1 + side]
+            other += step
+    return dim, ends[0], ends[1]
 
 
 def chances(one: Projections) -> np.ndarray:
@@ -131,16 +157,16 @@ def project(name: str, difference: torch.Tensor, right: torch.Tensor, is_weight:
     products, sizes = (np.stack([each, alike * each]) for each in (products, sizes))
     cuts = _cuts(right.shape, together, is_weight)
     found = (_project(products, sizes, blocks, of_columns) for _, blocks, of_columns in cuts)
-    parts = [text for texts, _, _ in cuts for text in 2 * texts]
+    parts = [part for cut, _, _ in cuts for part in 2 * cut]
     return Projections(name, parts, *(np.concatenate(each, -1) for each in zip(*found, strict=True)))
 
 
 @functools.lru_cache(maxsize=64)  # a model has few shapes
-def _cuts(shape: torch.Size, together: int, is_weight: bool) -> list[tuple[list[str], np.ndarray, bool]]:
-    """(what the parts are called, the part that each row or column is in, whether these are columns). Columns are summed, so many `together`."""
+def _cuts(shape: torch.Size, together: int, is_weight: bool) -> list[Cut]:
+    """(the parts, the one that each row or column is in, whether these are columns). Columns are summed, so many `together`."""
     width = shape[-1] if len(shape) > 1 else 1
     rows, columns = shape.numel() // width, math.ceil(width / together)
-    found = [(["all of it"], np.zeros(rows, int), False)]
+    found: list[Cut] = [([None], np.zeros(rows, int), False)]
     dims = list(range(len(shape)))
     if is_weight and len(shape) > 1:
         dims[-2:] = dims[:-3:-1]
@@ -151,15 +177,14 @@ def _cuts(shape: torch.Size, together: int, is_weight: bool) -> list[tuple[list[
         if number < 2:
             continue
         blocks = np.array_split(np.arange(size), number)
-        texts = [
-            f"[{block[0] * times}:{min((block[-1] + 1) * times, length)}] of dim {dims[dim]}"
-            for block in blocks
+        cut: list[Part | None] = [
+            (dims[dim], int(block[0]) * times, min((int(block[-1]) + 1) * times, length)) for block in blocks
         ]
         of_index = np.repeat(np.arange(number), [len(block) for block in blocks])
         if not is_column:
             before = shape[:dim].numel()
             of_index = np.tile(np.repeat(of_index, rows // before // length), before)
-        found.append((texts, of_index, is_column))
+        found.append((cut, of_index, is_column))
     return found
 
 

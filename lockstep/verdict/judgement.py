@@ -76,10 +76,15 @@ class Judgement:
     @property
     def too_far(self) -> bool:
         """Whether either error is larger than tolerated, a factor is, or anything is not finite."""
+        return self.is_far or self.factor is not None
+
+    @property
+    def is_far(self) -> bool:
+        """Whether its distance alone shows it."""
         distance = self.distance
         near = distance.error <= self.tolerated and distance.largest_error <= self.tolerated_largest
         finite = map(math.isfinite, (distance.norm, self.tolerated, self.tolerated_largest))
-        return not (near and all(finite)) or self.factor is not None
+        return not (near and all(finite))
 
     @property
     def judged(self) -> bool:

@@ -11,6 +11,7 @@ from lockstep.plan.mesh import runs
 SIDE = 64  # blocks along each side of a picture, at most
 COARSE = 16  # the same, of tensors behind the first that are too far
 ELEMENTS = 8  # that are listed
+PARTS = 100_000  # of the squared error
 RUNS = 6  # runs of wrong slices that are listed of each dim
 LEVELS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 DECADES = 6.0  # below the largest error; what is smaller has the lowest level
@@ -28,6 +29,8 @@ class Picture:
     # Of each dim, [start, length] of the runs of slices with wrong elements; one behind RUNS of them holds all others
     slices: list[list[list[int]]]
     elements: list[tuple[list[int], float, float]]  # index, the run's, the reference's; the farthest first
+    # Of at most COARSE blocks along each side: elements of a block, and its share of the squared error in PARTS, row by row
+    squares: tuple[int, int, list[int]] | None = None
 
 
 def draw(
@@ -40,9 +43,7 @@ def draw(
     if not wrong.any():  # the error is spread
         wrong = error > 2 * tolerated / math.sqrt(error.size)
     flat = error.reshape(-1, error.shape[-1])
-    down, across = (-(-length // side) for length in flat.shape)
-    blocks = np.maximum.reduceat(flat, np.arange(0, flat.shape[0], down), axis=0)
-    blocks = np.maximum.reduceat(blocks, np.arange(0, flat.shape[1], across), axis=1)
+    (down, across), blocks = _blocks(flat, side, np.maximum)
     finite = blocks[np.isfinite(blocks)]
     largest = float(finite.max()) if finite.size else 0.0
     farthest = torch.from_numpy(error).flatten().topk(min(ELEMENTS, error.size)).indices
@@ -55,7 +56,23 @@ def draw(
         int(wrong.sum()),
         [_slices(wrong, dim) for dim in range(error.ndim)],
         [(list(place), _short(mine[place]), _short(right[place])) for place in places if error[place] > 0],
+        _squares(flat) if side == SIDE else None,
     )
+
+
+def _blocks(flat: np.ndarray, side: int, by: np.ufunc) -> tuple[tuple[int, int], np.ndarray]:
+    """(elements of a block down and across, what each of at most `side` by `side` blocks comes to)"""
+    down, across = (-(-length // side) for length in flat.shape)
+    rows = by.reduceat(flat, np.arange(0, flat.shape[0], down), axis=0)
+    return (down, across), by.reduceat(rows, np.arange(0, flat.shape[1], across), axis=1)
+
+
+def _squares(flat: np.ndarray) -> tuple[int, int, list[int]] | None:
+    largest = flat.max()
+    if not 0 < largest < math.inf:
+        return None
+    size, sums = _blocks(np.square(flat / largest), COARSE, np.add)
+    return *size, np.rint(PARTS / sums.sum() * sums).astype(int).ravel().tolist()
 
 
 def _short(value: np.float64) -> float:

@@ -63,9 +63,10 @@ class StepVerdict:
 
 
 def times(row: Judgement) -> str:
-    """By what factor a row is off, to be read after its errors; "" if its error is not mostly a factor."""
+    """By what factor a row is off, to be read after its errors; "" if its error is not mostly a factor, or one is told of a part."""
     scale = row.distance.scale
-    return f"; it is {scale:.5g} times the reference's" if abs(scale - 1) > row.distance.relative / 2 else ""
+    mostly = row.factor is None and abs(scale - 1) > row.distance.relative / 2
+    return f"; it is {scale:.5g} times the reference's" if mostly else ""
 
 
 def judged(

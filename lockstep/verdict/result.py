@@ -189,6 +189,11 @@ class Findings:
         ]
         return sorted([*self.failures_from_batch, *found], key=lambda failure: failure[:3])
 
+    @property
+    def diagnosed(self) -> Failure:
+        """The failure that the diagnosis is of; there is one."""
+        return (self.failures_from_batch or self.failures)[0]
+
     @functools.cached_property
     def failures_from_batch(self) -> list[Failure]:
         """Of the whole computation: what is too far from the reference, which computes from the batch on."""

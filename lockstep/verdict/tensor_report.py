@@ -15,7 +15,7 @@ from lockstep.verdict.alone import REMEDY, sentences
 from lockstep.verdict.distance import relative
 from lockstep.verdict.judgement import Judgement, pass_of
 from lockstep.verdict.report_tables import Line
-from lockstep.verdict.result import Result
+from lockstep.verdict.result import Findings, Result
 
 SHORT = 14  # lines of a long section
 LONGEST = 100_000  # characters of a line
@@ -192,21 +192,20 @@ def first_tensors(result: Result) -> list[str]:
 
 def by_themselves(result: Result) -> list[str]:
     """What modules give from the inputs that they had in the run."""
-    lines = []
-    for name, run in result.runs.items():
-        rows = run.by_themselves
-        wrong = sentences(rows, run.choices_by_themselves)
-        if wrong:
-            said = "; ".join(wrong)
-        elif rows:
-            nearest = max(rows, key=lambda row: row.multiple)
-            said = f"all {len(rows)} tensors are right; the nearest, {nearest.name}, came to {nearest.multiple:.2f} of what is tolerated"
-        elif run.alone is None:
-            said = f"not judged; {REMEDY}"
-        else:
-            said = "not judged, since tensors are missing or in another convention"
-        lines.append(f"{result.label(name)}: {said}")
-    return lines
+    return [f"{result.label(name)}: {by_itself(run)}" for name, run in result.runs.items()]
+
+
+def by_itself(run: Findings) -> str:
+    rows = run.by_themselves
+    wrong = sentences(rows, run.choices_by_themselves)
+    if wrong:
+        return "; ".join(wrong)
+    if rows:
+        nearest = max(rows, key=lambda row: row.multiple)
+        return f"all {len(rows)} tensors are right; the nearest, {nearest.name}, came to {nearest.multiple:.2f} of what is tolerated"
+    if run.alone is None:
+        return f"not judged; {REMEDY}"
+    return "not judged, since tensors are missing or in another convention"
 
 
 def causes(result: Result) -> list[str]:
@@ -217,7 +216,7 @@ def causes(result: Result) -> list[str]:
             continue
         lines.append(f"{result.label(name)}:")
         lines += [f"- {cause.name}: {cause.evidence}" for cause in found.causes] or ["- not explained"]
-        lines += [f"- observed in {run.failures[0][2]}: {'; '.join(found.odd)}"] if found.odd else []
+        lines += [f"- observed in {run.diagnosed[2]}: {'; '.join(found.odd)}"] if found.odd else []
         lines += [f"- excluded: {'; '.join(found.excluded)}"] if found.excluded else []
     if not lines and any(map(result.has_failed, result.runs)):
         return ["looked for only with a reference; name its folder, too"]
