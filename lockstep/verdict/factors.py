@@ -157,8 +157,11 @@ def project(name: str, difference: torch.Tensor, right: torch.Tensor, is_weight:
     products, sizes = (np.stack([each, alike * each]) for each in (products, sizes))
     cuts = _cuts(right.shape, together, is_weight)
     found = (_project(products, sizes, blocks, of_columns) for _, blocks, of_columns in cuts)
+    excess, size, variances, fourth = (np.concatenate(each, -1) for each in zip(*found, strict=True))
+    freedom = _ratio(np.square(variances), fourth, otherwise=1.0) - 1
+    freedom[2] = MANY
     parts = [part for cut, _, _ in cuts for part in 2 * cut]
-    return Projections(name, parts, *(np.concatenate(each, -1) for each in zip(*found, strict=True)))
+    return Projections(name, parts, excess, _ratio(np.sqrt(variances), size), freedom)
 
 
 @functools.lru_cache(maxsize=64)  # a model has few shapes
@@ -190,8 +193,8 @@ def _cuts(shape: torch.Size, together: int, is_weight: bool) -> list[Cut]:
 
 def _project(
     products: np.ndarray, sizes: np.ndarray, blocks: np.ndarray, of_columns: bool
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(excess (parts), standard errors (3, parts), degrees of freedom (3, parts)) of arrays (2, rows, columns).
+) -> tuple[np.ndarray, ...]:
+    """(excess (parts), size (parts), variances (3, parts), their squares summed likewise) of arrays (2, rows, columns).
 
     Errors may be each element's own, or shared by a row. They may be shared by a column, too: where a bias is large, its column has nearly
     one value in all rows, which all round to the same side. A part may have few columns, so the size of these errors is taken as known.
@@ -205,15 +208,10 @@ def _project(
     right = excess[:, blocks]
     left = right * sizes
     np.subtract(products, left, out=left)  # in place: fresh memory costs more than the arithmetic
-    # of elements, of the lines that are cut, and of those across
     errors = left, sums - right * lengths, parts @ left
     moments = []
     for _ in range(2):
         each, line, across = (np.square(one, out=one) for one in errors)
-        sums_of = parts @ each.sum(-1, keepdims=True), parts @ line, across.sum(-1, keepdims=True)
-        moments.append(np.stack(sums_of))
-    variances, fourth = moments
-    freedom = _ratio(np.square(variances), fourth, otherwise=1.0) - 1
-    columns = 1 if of_columns else 2
-    freedom[columns] = MANY
-    return excess.ravel(), _ratio(np.sqrt(variances), size).reshape(3, -1), freedom.reshape(3, -1)
+        lines = parts @ line, across.sum(-1, keepdims=True)  # of what is cut, and across it
+        moments.append(np.stack([parts @ each.sum(-1, keepdims=True), *lines[:: -1 if of_columns else 1]]))
+    return excess.ravel(), size.ravel(), *(each.reshape(3, -1) for each in moments)
