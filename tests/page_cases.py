@@ -14,6 +14,7 @@ WRONG = "gradient/model.layers.1.mlp.down_proj.weight"
 HIDDEN = "gradient/lm_head.weight"  # a factor in it is smaller than its distance
 HEADED = "exp_avg/model.layers.1.self_attn.q_proj.weight"  # 8 rows: 4 heads of 2
 HEADLESS = "exp_avg/model.layers.1.self_attn.o_proj.weight"  # whose 6 columns are not 4 heads of 2
+ALONE = (HIDDEN, WRONG)
 SHARDS = [[8, 6], {"tp": 0}]
 TOLERANCE = 1e-6
 
@@ -37,7 +38,7 @@ def row(step, name, wrong=False):
     if wrong:
         own[4:] *= 2
     found = Judgement(step, name, distance_of(own, right), TOLERANCE * float(right.norm()), TOLERANCE)
-    if wrong or name.endswith("lm_head"):
+    if wrong or name == HIDDEN or name.endswith("lm_head"):
         found.picture = draw(own, right, found.tolerated, found.tolerated_largest)
     return found
 
@@ -58,7 +59,7 @@ def view(label, rows, **further):
 
 
 def comparison(verdict):
-    """DDP and FSDP in two steps; if it fails, FSDP has a wrong shard, and a module with a hostile name."""
+    """DDP and FSDP in two steps; if it fails, FSDP has a wrong shard, and a module with a hostile name. By itself, a factor is in another shard, too."""
     bad = verdict == "FAIL"
     versions = f"torch {'2.13.0' if bad else '2.12.0'}, numpy 2.4.6"
     page = Page(
@@ -91,7 +92,25 @@ def comparison(verdict):
         one.differing = [(1, WRONG, [3], [6])] if wrong else []
         one.causes = [("shard", f"see {HOSTILE}")] if wrong else []
         for step, of_step in rows.items():
-            page.add(one, step, of_step, {WRONG: SHARDS})
+            page.add(one, step, of_step, {WRONG: SHARDS, HIDDEN: SHARDS})
+            alone = [row(step, name, wrong and name == WRONG) for name in ALONE]
+            if wrong:
+                alone[0].factor = Factor(HIDDEN, (0, 4, 8), 0.003, 1e-5)
+            page.add(one, step, alone, {}, alone=True)
+    return page
+
+
+def hidden():
+    """A page of which only a module by itself shows what is wrong."""
+    page = comparison("PASS")
+    view = page.views[1]
+    view.verdict, view.num_failures = "FAIL", 1
+    view.first = (1, HIDDEN, "by itself, [4:8] of dim 0 is 1.003 times what it should be")
+    view.by_itself = "1 of 2 tensors"
+    alone = [row(1, name) for name in ALONE]
+    alone[0].factor = Factor(HIDDEN, (0, 4, 8), 0.003, 1e-5)
+    page.tables = [one for one in page.tables if not (one.view == 1 and one.step == 1 and one.alone)]
+    page.add(view, 1, alone, {}, alone=True)
     return page
 
 

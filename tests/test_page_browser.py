@@ -10,7 +10,17 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from page_cases import HEADED, HEADLESS, HIDDEN, HOSTILE, comparison, positions, recording, study
+from page_cases import (
+    HEADED,
+    HEADLESS,
+    HIDDEN,
+    HOSTILE,
+    comparison,
+    hidden,
+    positions,
+    recording,
+    study,
+)
 from page_size import large
 
 from lockstep.page.payload import Page
@@ -43,6 +53,7 @@ def files(tmp_path_factory):
     pages = {
         "fail": comparison("FAIL"),
         "pass": comparison("PASS"),
+        "hidden": hidden(),
         "recording": recording(),
         "positions": positions(),
         "study": study(),
@@ -93,7 +104,9 @@ def opened(browser, files):
         one.tab.close()
 
 
-@pytest.mark.parametrize("name", ["fail", "pass", "recording", "positions", "study", "large", "empty"])
+@pytest.mark.parametrize(
+    "name", ["fail", "pass", "hidden", "recording", "positions", "study", "large", "empty"]
+)
 def test_no_error_and_no_request(opened, files, name):
     page = opened(name)
     assert (page.said, page.asked) == ([], [files[name].as_uri()])
@@ -120,7 +133,9 @@ def test_the_first_failure_is_open(opened):
     assert page.text("h1").startswith("FAIL")
     first = "gradient/model.layers.1.mlp.down_proj.weight"
     assert page.text(".finding .tensor") == first and page.text("#tensor h3") == first
-    assert "rows 4 to 7 of 8: the shard of ranks 1, 3" in page.text(".finding")
+    assert "rows 4 to 7 of 8: the shard of ranks 1, 3 (tp 1), with 100 % of the squared error" in page.text(
+        ".finding"
+    )
     assert page.text(".rank.differs").startswith("rank 3")
     assert "too far" in page.tab.get_attribute(".cell.open", "aria-label")
 
@@ -140,6 +155,44 @@ def test_a_tensor_opens_and_steps_and_runs_are_switched(opened):
     assert "step 2" in page.text("#tensor")
     page.tab.check('input[name="view"][value="0"]')
     assert "DDP" in page.text("#tensor") and page.tab.query_selector(".far[data-name]") is None
+
+
+def test_each_module_by_itself(opened):
+    """What is wrong by itself has a map of its own; its first failure is open where the computation from the batch hides it."""
+    page = opened("fail")
+
+    def wrong():
+        return page.tab.eval_on_selector_all(".far[data-name]", "all => all.map((one) => one.ariaLabel)")
+
+    assert len(wrong()) > 1 and "By itself, relative error" in page.text("#tensor")
+    page.tab.check('input[name="alone"][value="true"]')
+    assert [label.split(",")[0] for label in sorted(wrong())] == sorted(
+        (HIDDEN, "gradient/model.layers.1.mlp.down_proj.weight")
+    )
+    page.tab.click(f'.cell[aria-label^="{HIDDEN},"]')
+    assert "By itself, [4:8] of dim 0 is 1.003 times what it should be" in page.text("#tensor")
+    assert "The factor is in rows 4 to 7 of 8: the shard of ranks 1, 3 (tp 1)." in page.text("#tensor")
+    page.tab.check('input[name="view"][value="0"]')
+    assert not wrong() and "by itself, 0." in page.text("#reading"), page.text("#reading")
+    assert not page.said
+
+
+def test_what_only_a_module_by_itself_shows_is_open(opened):
+    page = opened("hidden")
+    assert page.tab.is_checked('input[name="alone"][value="true"]')
+    assert page.text("#tensor h3") == HIDDEN
+    assert "too far: 300 times" in page.text("#tensor")
+    assert (
+        "Where\nThe factor is in rows 4 to 7 of 8: the shard of ranks 1, 3 (tp 1). "
+        "No element is off by more than rounding errors explain."
+    ) in page.text(".finding")
+    assert "By itself\n1 of 2 tensors" in page.text(".finding")
+    page.tab.click("#issue")
+    text = page.tab.input_value("dialog textarea")
+    assert "The factor is in rows 4 to 7" in text and "undefined" not in text
+    page.tab.keyboard.press("Escape")
+    page.tab.check('input[name="alone"][value="false"]')
+    assert page.tab.query_selector(".far[data-name]") is None
 
 
 def test_both_ways_to_judge_a_recording(opened):
@@ -182,8 +235,9 @@ def test_shards_of_positions(opened):
     assert "positions 2 to 3, 12 of 16, head 2 of 4 (columns 4 to 5 of 8): rank 1's shard" in said, said
     lines = page.tab.locator("#on-ranks tbody tr").all_inner_texts()
     assert [line.split("\t")[0] for line in lines] == ["0", "1", "2", "3"]
-    holds, error = lines[1].split("\t")[1:]
+    holds, square, error = lines[1].split("\t")[1:]
     assert holds == "positions 0 to 3, columns 4 to 7; and positions 12 to 15, columns 4 to 7", lines
+    assert square == "100 %" and all("\t0 %\t" in line for line in (lines[0], *lines[2:]))
     assert float(error) > 0.1 and all(line.endswith("\t0") for line in (lines[0], *lines[2:])), lines
     page.tab.focus("canvas.picture")
     for _ in range(4):
@@ -240,7 +294,7 @@ def test_a_copy_that_differs(opened):
     page = opened("fail")
     lines = page.tab.locator("#on-ranks tbody tr").all_inner_texts()
     assert lines[0].startswith("0, 2\trows 0 to 3\t") and lines[1].startswith("1\trows 4 to 7\t")
-    assert lines[2] == "3\trows 4 to 7\tits copy is another\t6 of 24 elements differ", lines
+    assert lines[2] == "3\trows 4 to 7\t\tits copy is another\t6 of 24 elements differ", lines
     assert "The copies of rank 3 differ from it, in 6 elements." in page.text(".finding")
     page.tab.click(f'.cell[aria-label^="{HEADED},"]')
     assert page.tab.query_selector("#on-ranks") is None
@@ -280,7 +334,7 @@ def test_the_keyboard_reaches_everything(opened):
 
 
 @pytest.mark.parametrize("scheme, width", [("light", 1200), ("dark", 1200), ("light", 400), ("dark", 400)])
-@pytest.mark.parametrize("name", ["fail", "recording", "positions", "study"])
+@pytest.mark.parametrize("name", ["fail", "hidden", "recording", "positions", "study"])
 def test_axe_finds_no_violation(opened, name, scheme, width):
     page = opened(name, scheme=scheme, width=width)
     assert violations(page) == []

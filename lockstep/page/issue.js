@@ -2,15 +2,17 @@
 
 function issueText(state) {
   const view = page.views[state.view];
-  const lines = [`**${page.verdict}**: ${view?.label ?? page.title}`, ""];
+  const lines = [`**${page.verdict}**: ${page.kind === "recording" || !view ? page.title : `${view.label}, ${page.title}`}`, ""];
   if (page.kind === "recording") lines.push(page.lead, "");
   if (view?.first) {
     const [step, name, what] = view.first;
     lines.push("### First tensor that is too far", "", `\`${name}\` in step ${step}: ${what}`, "");
     lines.push(...issueNumbers(state, page.names.indexOf(name), step));
-    const causes = view.causes.map(([cause, evidence]) => `- cause: ${cause}: ${evidence}`);
-    const rest = [...view.observed.map((one) => `- observed: ${one}`), ...view.excluded.map((one) => `- excluded: ${one}`)];
-    if (causes.length + rest.length) lines.push("", ...causes, ...rest);
+    if (page.kind === "recording") lines.push(`- step ${step}: ${rightText(tableOf(state.view, step))}`);
+    else lines.push(...(view.causes.length ? view.causes.map(([cause, evidence]) => `- cause: ${cause}: ${evidence}`) : ["- cause: not explained"]));
+    for (const [title, said] of [["observed", view.observed], ["by itself", view.by_itself ? [view.by_itself] : []], ["excluded", view.excluded]]) {
+      lines.push(...said.map((one) => `- ${title}: ${one}`));
+    }
     lines.push("", `${view.num_failures} tensors are too far in all.`, "");
   }
   lines.push("### How this was found out", "", "Each tensor of the run against a float64 reference by one process from the same weights and batches (Lockstep).", "");
@@ -21,10 +23,10 @@ function issueText(state) {
 function issueNumbers(state, number, step) {
   const row = wrongRowOf(state.view, step, number);
   if (row === null) return [];
-  const lines = row.error === undefined ? [] : ["| | error | tolerated |", "|---|---|---|", `| 2-norm, relative | ${sci(row.error)} | ${sci(row.tolerated)} |`, `| largest element, relative | ${sci(row.largest)} | ${sci(row.toleratedLargest)} |`];
+  const lines = row.error === undefined ? [] : ["| | error | tolerated |", "|---|---|---|", `| 2-norm, relative | ${sci(row.error)} | ${sci(row.tolerated)} |`, `| largest element, relative | ${sci(row.largest)} | ${sci(row.toleratedLargest)} |`, ""];
   if (row.picture) {
-    lines.push("", whereText(state.view, number, row), "", "| index | run | reference |", "|---|---|---|");
-    lines.push(...row.picture.elements.slice(0, 4).map(([index, own, reference]) => `| [${index.join(", ")}] | ${digits(own)} | ${digits(reference)} |`));
+    lines.push(whereText(state.view, number, row), "", "| index | run | reference |", "|---|---|---|");
+    lines.push(...row.picture.elements.slice(0, 4).map(([index, own, reference]) => `| [${index.join(", ")}] | ${digits(own)} | ${digits(reference)} |`), "");
   }
   return lines;
 }

@@ -51,7 +51,7 @@ const map = {
     const title = KINDS[kind] ?? kind;
     const grid = el("div", { class: "grid", role: "grid", "aria-label": title });
     if (columns.size) {
-      const heads = [...columns.keys()].map((column) => el("span", { role: "columnheader", class: "column", title: column }, column));
+      const heads = [...columns.keys()].map((column) => el("span", { role: "columnheader", class: "column", title: column }, OF_WEIGHTS.has(kind) ? column.replace(/\.weight$/, "") : column));
       grid.append(el("div", { role: "row", class: "line head" }, el("span", { role: "columnheader" }, "layer"), ...heads));
     }
     let first = true;

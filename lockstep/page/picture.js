@@ -19,23 +19,24 @@ function whereText(view, name, { picture, hidden }) {
   const place = said.length ? said.join(", ") : "in every part of it";
   const copy = copies(view, page.names[name]);
   const held = heldOf(view, name, picture);
-  const ranks = holders(held, slices);
-  const rank = ranks.length ? `: ${shardOf(view, ranks)}` : "";
+  const hit = holders(held, slices);
+  const rank = hit.length ? `: ${shardsOf(view, hit)}` : "";
   if (hidden) return `The factor is in ${said.length ? place : "all of it"}${rank}. No element is off by more than rounding errors explain.${copy}`;
-  const most = held.map(({ boxes, ranks }) => [squareIn(picture, boxes) ?? 0, ranks]).sort((one, two) => two[0] - one[0]);
-  const square = most.length > 1 && most[0][0] >= MOSTLY ? `${percent(most[0][0])} of the squared error` : "";
-  const share = !square ? "" : String(most[0][1]) === String(ranks) ? `, with ${square}` : `; ${square} is in ${shardOf(view, most[0][1])}`;
+  const [most] = held.map((one) => [squareIn(picture, one.boxes) ?? 0, one]).sort((one, two) => two[0] - one[0]);
+  const square = held.length > 1 && most[0] >= MOSTLY ? `${percent(most[0])} of the squared error` : "";
+  const share = !square ? "" : hit.length === 1 && hit[0] === most[1] ? `, with ${square}` : `; ${square} is in ${shardsOf(view, [most[1]])}`;
   return `${picture.wrong.toLocaleString("en")} of ${all.toLocaleString("en")} elements are off by more than is tolerated of one: ${place}${rank}${share}.${copy}`;
 }
 
 const MOSTLY = 0.9; // of the squared error, in one shard
 
 /** "rank 1's shard (dp 0, tp 1)": with the coordinates that all of the ranks have. */
-function shardOf(view, ranks) {
+function shardsOf(view, held) {
+  const ranks = held.flatMap((one) => one.ranks).sort((one, two) => one - two);
   const places = ranks.map((rank) => page.views[view].ranks[rank]);
   const same = Object.keys(places[0]).filter((axis) => axis !== "rank" && places.every((place) => place[axis] === places[0][axis]));
   const where = same.length ? ` (${same.map((axis) => `${axis} ${places[0][axis]}`).join(", ")})` : "";
-  return (ranks.length === 1 ? `rank ${ranks[0]}'s shard` : `the shards of ${listed(ranks)}`) + where;
+  return (ranks.length === 1 ? `rank ${ranks[0]}'s shard` : `the ${plural("shard", held.length)} of ${listed(ranks)}`) + where;
 }
 
 function percent(share) {
@@ -73,11 +74,11 @@ function copies(view, text) {
   return odd ? ` The copies of ${listed(odd[2])} differ from it${odd[3] ? `, in ${odd[3].map((count) => count.toLocaleString("en")).join(", ")} elements` : ""}.` : "";
 }
 
-/** The ranks whose parts have wrong slices; none if all parts have, or it is not known. */
+/** Those parts that have wrong slices; none if all have. */
 function holders(held, slices) {
   const meets = ([start, length], dim) => ([from, size]) => from[dim] < start + length && start < from[dim] + size[dim];
   const hit = held.filter(({ boxes }) => boxes.some((box) => slices.every((runs, dim) => runs.some((run) => meets(run, dim)(box)))));
-  return hit.length < held.length ? hit.flatMap(({ ranks }) => ranks).sort((one, two) => one - two) : [];
+  return hit.length < held.length ? hit : [];
 }
 
 /** [the largest error in boxes of a tensor, null if not finite; whether no block reaches out of them]; null where the boxes are in too many pieces. */

@@ -27,14 +27,15 @@ function showTensor(parent, state) {
 
 /** Numbers of the tensor in every step of every view that has it. */
 function numbers(name, state) {
-  const head = ["step", "run", "share", "2-norm", "largest element"];
+  const alone = tables.some((table) => table.alone && table.has(name));
+  const head = ["step", "run", alone ? "share, and by itself" : "share", "2-norm", "largest element"];
   const body = tables.filter((table) => table.has(name) && !table.alone).map((table) => {
     const row = table.row(name);
     const alone = rowOf(table.view, table.step, name, true);
     const now = table.view === state.view && table.step === state.step;
     return el("tr", { class: now ? "now" : "" },
       el("td", {}, String(table.step)), el("td", {}, labelOf(table.view), el("br"), el("span", { class: "quiet" }, `norm ${row.norm === null ? "not finite" : row.norm}`)),
-      el("td", { class: "number" }, shared(row), ...(alone ? [el("br"), el("span", { class: "quiet" }, "by itself "), shared(alone)] : [])),
+      el("td", { class: "number" }, shared(row), ...(alone ? [el("br"), shared(alone)] : [])),
       ...[[row.error, row.tolerated], [row.largest, row.toleratedLargest]].map(([error, tolerated]) => el("td", { class: "number" }, sci(error), el("br"), el("span", { class: "quiet" }, `of ${sci(tolerated)}`))));
   });
   return el("section", {}, el("h3", {}, "Relative errors, of what is tolerated"), el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Relative errors" }, el("table", {},

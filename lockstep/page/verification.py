@@ -24,7 +24,9 @@ def write(
         "verification",
         result.outcome,
         f"{run['config']['model_name']} in {run['config']['precision']}, tensor by tensor",
-        f"Every tensor was held against {'a float64 reference' if reference else 'each other'}.",
+        "Every tensor was held against a float64 reference, which one process computed from the same weights and batches."
+        if reference
+        else "Every tensor was held against each other.",
         [*tensor_report.configuration(result), *tensor_report.notes(result)],
         list(report_tables.about(result).items()),
         losses=_losses(result) if judged is None else losses_of(judged),

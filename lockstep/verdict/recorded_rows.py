@@ -10,6 +10,7 @@ from lockstep.verdict.factors import Factors
 from lockstep.verdict.judgement import Judgement, Yardstick, add_pictures
 from lockstep.verdict.normalisation import Gradients, Named
 
+MOSTLY = 0.9  # of an error that a factor on all of a tensor explains
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
@@ -54,7 +55,7 @@ class StepVerdict:
 def times(row: Judgement) -> str:
     """By what factor a row is off, to be read after its errors; "" if its error is not mostly a factor, or one is told of a part."""
     scale = row.distance.scale
-    mostly = row.factor is None and abs(scale - 1) > row.distance.relative / 2
+    mostly = row.factor is None and abs(scale - 1) > MOSTLY * row.distance.relative
     return f"; it is {scale:.5g} times the reference's" if mostly else ""
 
 
