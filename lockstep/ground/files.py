@@ -98,13 +98,13 @@ def _finite(text: str) -> float:
 
 def plain(value: Any) -> Any:
     """Data for strict JSON: dataclasses as objects, and null for numbers that it does not have."""
-    if is_dataclass(value) and not isinstance(value, type):
-        value = vars(value)
-    if isinstance(value, dict):
-        return {key: plain(each) for key, each in value.items()}
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
     if isinstance(value, list | tuple):
         return [plain(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, dict):
+        return {key: plain(each) for key, each in value.items()}
+    return plain(vars(value)) if is_dataclass(value) else value
 
 
 def seal(content: Mapping[str, Any]) -> str:
