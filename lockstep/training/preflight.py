@@ -11,9 +11,9 @@ from lockstep.dumps import history
 from lockstep.ground import files, hang, origin, user_file
 from lockstep.ground.errors import UserError
 from lockstep.inputs import architectures, data, shapes, texts, tokenizer
-from lockstep.plan import command_line, compiled, cuts, initial_weights, limit, rates, strategies
+from lockstep.plan import command_line, compiled, cuts, initial_weights, rates, strategies
 from lockstep.plan.config import Config
-from lockstep.plan.resources import launched_in_place, workers_here
+from lockstep.plan.resources import launched_in_place, require_memory, workers_here
 
 TRACE = b' {\n    "schemaVersion"'  # how torch's profiler begins a file
 
@@ -183,7 +183,7 @@ def check_environment(config: Config, architecture: dict) -> None:
     # Last: these two import torch.
     initial_weights.check(config, architecture)
     workers = workers_here(config.num_workers) if launched_in_place() else config.num_workers
-    limit.require(config, architecture, workers)
+    require_memory(config, architecture, workers)
     for folder in written.values():
         if folder is not None and not config.dry_run:
             folder.mkdir(parents=True, exist_ok=True)
