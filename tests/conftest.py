@@ -60,12 +60,17 @@ def pytest_addoption(parser):
 
 
 @pytest.fixture(scope="session")
-def dumps(tmp_path_factory):
-    """A folder of dumps of two steps: ddp, fsdp, reference, replay_ddp, replay_fsdp. Not to be changed."""
+def dumps(tmp_path_factory, worker_id):
+    """A folder of dumps of two steps: ddp, fsdp, reference, replay_ddp, replay_fsdp. Not to be changed. One for all processes of pytest -n."""
     import small_dumps
+    from filelock import FileLock
 
-    folder = tmp_path_factory.mktemp("dumps")
-    small_dumps.make(folder)
+    own = tmp_path_factory.getbasetemp()
+    folder = (own if worker_id == "master" else own.parent) / "dumps"
+    with FileLock(f"{folder}.lock"):
+        if not folder.exists():
+            small_dumps.make(folder.with_name("dumps_being_made"))
+            folder.with_name("dumps_being_made").rename(folder)
     return folder
 
 

@@ -12,9 +12,9 @@ FLAGS = [
 ]
 
 
-def make(folder: Path) -> None:
+def make(folder: Path, *flags: str) -> None:
     """Fill a folder: ddp, fsdp, reference, replay_ddp, replay_fsdp."""
-    arguments = [*FLAGS, "--capture_dir", str(folder), "--loss_output_dir", str(folder / "work")]
+    arguments = [*FLAGS, *flags, "--capture_dir", str(folder), "--loss_output_dir", str(folder / "work")]
     groups = [(2, "ddp"), (4, "fsdp"), (None, jobs.REFERENCE)]
     jobs.start_all_groups(
         [(ranks, [{"strategy": strategy, "arguments": arguments}]) for ranks, strategy in groups],

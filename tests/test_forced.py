@@ -4,13 +4,12 @@ import json
 import shutil
 
 import pytest
+import small_dumps
 from edited import change_tensor, edit
-from ranks import CAPTURED
 
 from lockstep import compare
 from lockstep.dumps.dump import Dump
 from lockstep.inputs.model import build_model
-from lockstep.running import jobs
 from lockstep.verdict import alone, forced, tensor_report
 from lockstep.verdict.float64 import make_exact
 from lockstep.verdict.records import Chosen
@@ -23,19 +22,7 @@ NORM = "model.layers.1.post_attention_layernorm"
 def captured(tmp_path_factory):
     """Dumps of two steps in autocast: ddp, fsdp, reference, replays, and what was found of modules by themselves."""
     folder = tmp_path_factory.mktemp("autocast")
-    arguments = [*CAPTURED, "--debug_steps=2", "--capture_steps=2", "--gradient_accumulation_steps=2"]
-    arguments += [
-        "--precision=autocast",
-        "--capture_dir",
-        str(folder),
-        "--loss_output_dir",
-        str(folder / "work"),
-    ]
-    groups = [(2, "ddp"), (4, "fsdp"), (None, jobs.REFERENCE)]
-    jobs.start_all_groups(
-        [(ranks, [{"strategy": strategy, "arguments": arguments}]) for ranks, strategy in groups],
-        folder / "work",
-    )
+    small_dumps.make(folder, "--precision=autocast")
     return folder
 
 
