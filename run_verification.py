@@ -29,7 +29,7 @@ from lockstep.ground import files, locks, processes, progress, startup
 from lockstep.ground.errors import UserError, printable, run_program
 from lockstep.ground.flags import Parser
 from lockstep.inputs import architectures
-from lockstep.plan import command_line, initial_weights, limit
+from lockstep.plan import command_line, initial_weights, resources
 from lockstep.plan.config import BASELINE, CONTROL, JUDGED, Config, history_file
 from lockstep.plan.runs import HELP, Run, runs_of
 from lockstep.plan.strategies import SPECS
@@ -205,7 +205,7 @@ def plan(options: argparse.Namespace, flags: list[str]) -> list[Planned]:
                 "or leave the tensors out (TENSORS=0 ./run_verification_main.sh)"
             )
         reference = dataclasses.replace(config, run_name=jobs.REFERENCE)
-        limit.require(reference, inputs.architecture, config.num_workers)
+        resources.require_memory(reference, inputs.architecture, config.num_workers)
         if not architectures.is_built_in(inputs.architecture_source):
             from lockstep.verdict import model_check  # imports torch
 

@@ -43,16 +43,24 @@ def of_file(path: Path, name: str):
     return getattr(user_file.import_file(path), name)
 
 
-def command(places: list[str], flags: list[str], folder: Path) -> list[str]:
-    return [
-        sys.executable,
-        str(ROOT / "run_verification.py"),
-        "--output_dir",
-        str(folder),
-        "--strategies",
-        ",".join([BASELINE, *places]),
-        *flags,
-    ]
+def completed(arguments: list[str], folder: Path, limit: float) -> tuple[int | str, str]:
+    """(exit status, standard error) of run_verification.py; `folder` is for what it says."""
+    with open(folder / "stderr", "w+") as stderr:
+        process = processes.start(
+            [sys.executable, str(ROOT / "run_verification.py"), *arguments],
+            cwd=ROOT,
+            env=processes.environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=stderr,
+        )
+        try:
+            status = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            status = "too long"
+        finally:
+            processes.end(process)
+    return status, (folder / "stderr").read_text()
 
 
 def verify(path: Path, names: list[str], flags: list[str]) -> dict[str, dict]:
@@ -76,22 +84,10 @@ def verify_together(path: Path, names: list[str], flags: list[str]) -> tuple[dic
     with tempfile.TemporaryDirectory(prefix="lockstep-strangers-") as name:
         folder = Path(name) / "verification"
         start = time.monotonic()
-        with open(Path(name) / "stderr", "w+") as stderr:
-            process = processes.start(
-                command([f"{path}:{each}" for each in names], flags, folder),
-                cwd=ROOT,
-                env=processes.environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=stderr,
-            )
-            try:
-                status = process.wait(LIMIT * (1 + len(names) / 10))
-            except subprocess.TimeoutExpired:
-                status = "too long"
-            finally:
-                processes.end(process)
-        lines = (Path(name) / "stderr").read_text().strip().splitlines()
+        strategies = ",".join([BASELINE, *(f"{path}:{each}" for each in names)])
+        arguments = ["--output_dir", str(folder), "--strategies", strategies, *flags]
+        status, stderr = completed(arguments, Path(name), LIMIT * (1 + len(names) / 10))
+        lines = stderr.strip().splitlines()
         said = lines[-1].replace(name, "DIR").replace(str(ROOT), ".") if lines else ""
         outcome = {"status": status, "seconds": round(time.monotonic() - start), "together": len(names)}
         report = folder / "report.json"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from lockstep.ground import files, locks, processes, progress, startup
 from lockstep.ground.errors import TrainingFailure, UserError, first_line, printable, run_program
-from lockstep.inputs import architectures, shapes
+from lockstep.inputs import architectures
 from lockstep.inputs.data import Inputs
 from lockstep.plan import command_line, initial_weights, resources, strategies
 from lockstep.plan.config import Config
@@ -157,16 +157,8 @@ def banner(config: Config, inputs: Inputs) -> str:
 
 def describe(config: Config, inputs: Inputs) -> str:
     """What --dry_run prints: the resolved configuration, the mesh as a grid, the contract."""
-    from lockstep.plan.contract import expected_contract
-    from lockstep.training.observe import own_optimizer
+    from lockstep.training.observe import demanded
 
-    contract = expected_contract(
-        config,
-        inputs.architecture,
-        shapes.describe(inputs.architecture),
-        own_optimizer(config, inputs.architecture),
-        inputs.batches.num_labels(0) if config.samples.counted else None,
-    )
     return "\n".join(
         [
             banner(config, inputs),
@@ -180,7 +172,7 @@ def describe(config: Config, inputs: Inputs) -> str:
             config.mesh.draw(),
             "",
             "contract (read back from the live objects after the first step; any difference stops the run)",
-            *(f"  {key:<28} {json.dumps(value)}" for key, value in contract.items()),
+            *(f"  {key:<28} {json.dumps(value)}" for key, value in demanded(config, inputs).items()),
         ]
     )
 

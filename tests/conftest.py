@@ -8,16 +8,23 @@ from lockstep.running import jobs
 
 SLOW = [
     "test_one_command",
-    "test_study",
+    "test_strangers",
+    "test_record_bugs",
     "test_run_faults",
+    "test_record_stacks",
+    "test_study",
+    "test_combinations",
     "test_launch",
+    "test_samples",
     "test_variations",
     "test_strategies",
-    "test_combinations",
+    "test_record_strangers",
     "test_converging",
     "test_faults",
     "test_clean",
     "test_foreign_bugs",
+    "test_record_ray",
+    "test_terminal",
     "test_run_verification",
     "test_own_strategy",
     "test_options",
@@ -53,12 +60,17 @@ def pytest_addoption(parser):
 
 
 @pytest.fixture(scope="session")
-def dumps(tmp_path_factory):
-    """A folder of dumps of two steps: ddp, fsdp, reference, replay_ddp, replay_fsdp. Not to be changed."""
+def dumps(tmp_path_factory, worker_id):
+    """A folder of dumps of two steps: ddp, fsdp, reference, replay_ddp, replay_fsdp. Not to be changed. One for all processes of pytest -n."""
     import small_dumps
+    from filelock import FileLock
 
-    folder = tmp_path_factory.mktemp("dumps")
-    small_dumps.make(folder)
+    own = tmp_path_factory.getbasetemp()
+    folder = (own if worker_id == "master" else own.parent) / "dumps"
+    with FileLock(f"{folder}.lock"):
+        if not folder.exists():
+            small_dumps.make(folder.with_name("dumps_being_made"))
+            folder.with_name("dumps_being_made").rename(folder)
     return folder
 
 

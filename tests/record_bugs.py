@@ -659,6 +659,47 @@ class UntiedLater(NotTied):
         return super().wrap(net)
 
 
+class SameSamples(MicroMeans):
+    """The sampler is not told the rank."""
+
+    def batch(self, number):
+        self.share, self.shares = 0, 1
+        return super().batch(number)
+
+
+class ModuleOff(MicroMeans):
+    """On rank 1 a module's output is off by half a thousandth."""
+
+    def model(self):
+        net = super().model()
+        if self.rank == 1:
+            net.model.layers[0].mlp.up_proj.register_forward_hook(self.change)
+        return net
+
+    def change(self, _module, _arguments, output):
+        return output * 1.0005
+
+
+class ModuleGradientOff(ModuleOff):
+    """The same of its gradient."""
+
+    def change(self, _module, _arguments, output):
+        return output + 0.0005 * (output - output.detach())
+
+
+class AllZero(MicroMeans):
+    """Gradients are zeroed before the step."""
+
+    def reduce(self):
+        for one in self.net.parameters():
+            one.grad.zero_()
+
+
+class NotFinite(MicroMeans):
+    def reduce(self):
+        self.net.model.norm.weight.grad[0] = torch.inf
+
+
 class OtherWeights(MicroMeans):
     """Each rank draws weights of its own, and nothing is broadcast."""
 

@@ -12,10 +12,10 @@ FLAGS = [
 ]
 
 
-def make(folder: Path) -> None:
-    """Fill a folder: ddp, fsdp, reference, replay_ddp, replay_fsdp."""
-    arguments = [*FLAGS, "--capture_dir", str(folder), "--loss_output_dir", str(folder / "work")]
-    groups = [(2, "ddp"), (4, "fsdp"), (None, jobs.REFERENCE)]
+def make(folder: Path, *flags: str, more: tuple[str, ...] = ()) -> None:
+    """Fill a folder: ddp, fsdp, reference, replay_ddp, replay_fsdp. `more` strategies run on four ranks, too."""
+    arguments = [*FLAGS, *flags, "--capture_dir", str(folder), "--loss_output_dir", str(folder / "work")]
+    groups = [(2, "ddp"), (4, "fsdp"), *((4, strategy) for strategy in more), (None, jobs.REFERENCE)]
     jobs.start_all_groups(
         [(ranks, [{"strategy": strategy, "arguments": arguments}]) for ranks, strategy in groups],
         folder / "work",

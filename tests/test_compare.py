@@ -11,7 +11,7 @@ from edited import edit, flip_byte, overwrite, take_out
 
 from lockstep import compare
 from lockstep.dumps.dump import Dump
-from lockstep.dumps.layout import from_json
+from lockstep.dumps.layout import Layout
 from lockstep.dumps.record import configuration
 from lockstep.dumps.step_file import checksum
 from lockstep.ground.errors import UserError
@@ -361,7 +361,7 @@ def test_an_update_that_is_not_what_was_asked_for(manifests, capsys, option, val
     def change(manifest):
         manifest["run"]["config"][option] = value
         if "contract" in manifest:
-            run, model = manifest["run"], from_json(manifest["layout"]).model
+            run, model = manifest["run"], Layout.model_validate(manifest["layout"]).model
             demanded = expected_contract(configuration(run), run["architecture"], model)
             manifest["contract"].update(
                 {key: demanded[key] for key in ("learning_rates", "weight_decay", "max_grad_norm")}

@@ -4,15 +4,14 @@ import json
 import shutil
 
 import pytest
+import small_dumps
 import torch
 from edited import change_tensor, edit
-from ranks import CAPTURED
 from test_page import payload
 
 from lockstep import compare
 from lockstep.dumps.dump import Dump
 from lockstep.inputs.model import build_model
-from lockstep.running import jobs
 from lockstep.verdict import alone, forced, tensor_report
 from lockstep.verdict.float64 import make_exact
 from lockstep.verdict.records import Chosen
@@ -21,34 +20,19 @@ PROJECTION = "model.layers.1.self_attn.q_proj"
 NORM = "model.layers.1.post_attention_layernorm"
 
 
-def capture(folder, precision, groups):
-    """Dumps of two steps of ranks and strategies, reference, replays, and what was found of modules by themselves."""
-    arguments = [*CAPTURED, "--debug_steps=2", "--capture_steps=2", "--gradient_accumulation_steps=2"]
-    arguments += [
-        f"--precision={precision}",
-        "--capture_dir",
-        str(folder),
-        "--loss_output_dir",
-        str(folder / "work"),
-    ]
-    jobs.start_all_groups(
-        [
-            (ranks, [{"strategy": strategy, "arguments": arguments}])
-            for ranks, strategy in [*groups, (None, jobs.REFERENCE)]
-        ],
-        folder / "work",
-    )
+@pytest.fixture(scope="module")
+def captured(tmp_path_factory):
+    """Dumps of two steps in autocast: ddp, fsdp, reference, replays, and what was found of modules by themselves."""
+    folder = tmp_path_factory.mktemp("autocast")
+    small_dumps.make(folder, "--precision=autocast")
     return folder
 
 
 @pytest.fixture(scope="module")
-def captured(tmp_path_factory):
-    return capture(tmp_path_factory.mktemp("autocast"), "autocast", [(2, "ddp"), (4, "fsdp")])
-
-
-@pytest.fixture(scope="module")
 def in_bf16(tmp_path_factory):
-    return capture(tmp_path_factory.mktemp("bf16"), "bf16", [(2, "ddp"), (4, "deepspeed"), (4, "fsdp")])
+    folder = tmp_path_factory.mktemp("bf16")
+    small_dumps.make(folder, "--precision=bf16", more=("deepspeed",))
+    return folder
 
 
 @pytest.fixture

@@ -3,11 +3,11 @@
 python tests/test_help.py       writes the files anew
 """
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from programs import in_process
 from ranks import ROOT
 
 FOLDER = Path(__file__).parent / "help"
@@ -16,15 +16,9 @@ PROGRAMS = sorted(path.stem for path in FOLDER.glob("*.txt"))
 
 def help_of(program: str) -> str:
     """What --help prints, 100 columns wide."""
-    name = ["-m", program] if program.startswith("lockstep.") else [f"{program}.py"]
-    done = subprocess.run(
-        [sys.executable, *name, "--help"],
-        cwd=ROOT,
-        env={"PATH": "/usr/bin:/bin", "COLUMNS": "100", "HOME": "/home/user"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    path = f"{program.replace('.', '/')}.py"
+    done = in_process(path, "--help", COLUMNS="100", HOME="/home/user")
+    assert done.returncode == 0, done.stderr
     return done.stdout
 
 

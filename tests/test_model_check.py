@@ -19,7 +19,7 @@ from transformers.models.llama import modeling_llama
 from lockstep.ground.errors import UserError
 from lockstep.inputs.architectures import BUILT_IN
 from lockstep.inputs.shapes import from_config
-from lockstep.plan import command_line, limit
+from lockstep.plan import command_line, resources
 from lockstep.training import preflight
 from lockstep.verdict import model_check
 from lockstep.verdict.model_check import problem_of, shallow
@@ -213,12 +213,12 @@ def test_a_model_that_does_not_fit(tmp_path, monkeypatch):
         preflight.check_environment(config, inputs.architecture)
     model = built(LLAMA)
     parameters = sum(p.numel() for p in model.parameters())
-    assert limit.least_bytes(config, parameters) == parameters * 16 * 2
-    monkeypatch.setattr(limit, "machine_bytes", lambda: parameters * 16 * 2)
-    limit.require(config, LLAMA, 2)
-    monkeypatch.setattr(limit, "machine_bytes", lambda: parameters * 16 * 2 - 1)
+    assert resources.least_bytes(config, parameters) == parameters * 16 * 2
+    monkeypatch.setattr(resources, "machine_bytes", lambda: parameters * 16 * 2)
+    resources.require_memory(config, LLAMA, 2)
+    monkeypatch.setattr(resources, "machine_bytes", lambda: parameters * 16 * 2 - 1)
     with pytest.raises(UserError, match="choose a smaller model"):
-        limit.require(config, LLAMA, 2)
+        resources.require_memory(config, LLAMA, 2)
 
 
 def test_a_verification_ends_before_it_starts(tmp_path, monkeypatch, capsys):
@@ -240,7 +240,9 @@ def test_a_verification_ends_before_it_starts(tmp_path, monkeypatch, capsys):
     assert "its gradient is off" in capsys.readouterr().err.splitlines()[-1]
     monkeypatch.setattr(model_check, "problem_of", right)
     monkeypatch.setattr(
-        limit, "machine_bytes", lambda: 10_000_000
+        resources, "machine_bytes", lambda: 10_000_000
     )  # enough for the runs, not for the reference in float64
-    monkeypatch.setattr(limit, "least_bytes", lambda config, _: 10_000_000 + (config.run_name == "reference"))
+    monkeypatch.setattr(
+        resources, "least_bytes", lambda config, _: 10_000_000 + (config.run_name == "reference")
+    )
     assert run_verification.main([*arguments, "--overwrite"]) == 2 and len(started) == 1

@@ -124,6 +124,7 @@ def test_the_one_command_stopped(run, tmp_path, number, word, send):
     said = one.log.read_text().splitlines()
     assert said[-1] == f"{ROOT}/run_verification_main.sh: {word}", said
     assert said[-2] == f"train_ddp.py: {word}; no step was written; the older history is as it was", said
+    assert not any("Traceback" in line or "SIGTERM" in line for line in said), said
     assert [path.read_bytes() for path in older] == content and not (tmp_path / "verdict.json").exists()
     assert gone(tmp_path) is True
 

@@ -1,11 +1,10 @@
-"""A recorded run of somebody's own loop is judged: right ones PASS, each planted bug FAILs where it is, and says so."""
+"""A recorded run of somebody's own loop is judged: the command, its files, what it refuses."""
 
 import json
 import os
 import shutil
 import subprocess
 import sys
-from fnmatch import fnmatchcase
 
 import pytest
 import torch
@@ -20,72 +19,11 @@ from lockstep.inputs.architectures import BUILT_IN
 from lockstep.inputs.shapes import from_config
 from lockstep.verdict import normalisation
 
+# Other right loops, and bugs: test_record_bugs.py, test_record_stacks.py, test_record_strangers.py.
 RIGHT = {
-    "ddp": ("plain", {}),
-    "fsdp, clipped": ("plain", {"kind": "fsdp", "clip": 0.5}),
-    "sgd with momentum": ("plain", {"optimizer": "sgd", "options": {"momentum": 0.9}}),
-    "tensor parallel": ("plain", {"kind": "tensor parallel"}),
-    "lora": ("plain", {"lora": True}),
-    "own loss": ("plain", {"own loss": True}),
-    "zero 2": ("deepspeed_engine", {"stage": 2}),
-    "zero 3": ("deepspeed_engine", {"stage": 3}),
-    "accelerate": ("accelerated", {}),
-}
-# What is wrong, as the verdict's first sentence has it. A "?" is any character: which micro batch is farthest off depends on the processor.
-WRONG = {
-    "accumulation": ("plain", {}, "the gradient is 2 times that of the mean of the micro batches' means"),
-    "world": (
-        "plain",
-        {"kind": "fsdp"},
-        "which is the world size or the number of data-parallel ranks or the micro batches of a rank; it is there when the backward pass begins",
-    ),
-    "reduced twice": (
-        "plain",
-        {},
-        "the gradient is 2 times that of the mean of the micro batches' means, which is the world size or the number of data-parallel ranks or the micro "
-        "batches of a rank; the backward pass begins with the right one, so it comes in later, as in the reduction of gradients",
-    ),
-    "divided twice": ("accelerated", {}, "the gradient is 0.5 times that of"),
-    "twice": ("deepspeed_engine", {"stage": 1}, "the gradient is 2 times that of"),
-    "no sync": (
-        "plain",
-        {},
-        "gradients differ between ranks that hold the same: model.embed_tokens.weight on rank 1",
-    ),
-    "same samples": ("plain", {}, "ranks 0, 1 were called with the same micro batch 0"),
-    "same samples, fsdp": (
-        "plain",
-        {"kind": "fsdp"},
-        "ranks 0, 1 were called with the same micro batch 0, though FSDP2 divides the samples among them",
-    ),
-    "module": (
-        "plain",
-        {},
-        "forward/model.layers.1.mlp.up_proj (micro batch ?, rank 1) is the first of",
-    ),
-    "module's gradient": (
-        "plain",
-        {},
-        "backward/model.layers.1.post_attention_layernorm (micro batch ?, rank 1) is the first of",
-    ),
-    "norm of each rank": ("plain", {"clip": 0.1}, "rank 0 clipped by a norm of"),
-    "zero": ("plain", {}, "no parameter has a gradient other than zero"),
-    "not finite": ("plain", {}, "the gradient of model.norm.weight is not finite"),
-    "one norm": (
-        "plain",
-        {},
-        "1 of 26 gradients are too far from the reference, most of all model.norm.weight",
-    ),
-    "twice reduced": (
-        "plain",
-        {"kind": "fsdp"},
-        "1 of 26 gradients are too far from the reference, most of all model.layers.1.mlp.down_proj",
-    ),
-    "norm of one layer": ("plain", {"clip": 0.1}, "the gradient was clipped by a norm of"),
-    "stale optimizer": ("plain", {}, "no optimizer holds lm_head.weight|no optimizer holds model"),
-    "left out": ("plain", {}, "no optimizer holds model.embed_tokens.weight, with a gradient"),
-    "frozen moves": ("plain", {}, "model.norm.weight changed between the update of step 1 and step 2"),
-    "decay twice": ("plain", {}, "model.embed_tokens.weight changed between the update of step 1 and step 2"),
+    "ddp": {},
+    "fsdp, clipped": {"kind": "fsdp", "clip": 0.5},
+    "sgd with momentum": {"optimizer": "sgd", "options": {"momentum": 0.9}},
 }
 
 
@@ -93,10 +31,8 @@ WRONG = {
 def runs(tmp_path_factory):
     """The folder with a recording of each loop: one start of two ranks for all."""
     folder = tmp_path_factory.mktemp("recorded")
-    cases = {name: (loop, argument) for name, (loop, argument) in RIGHT.items()}
-    cases |= {name: (loop, {**argument, "bug": name}) for name, (loop, argument, _) in WRONG.items()}
     run_groups(
-        [(2, f"recorded_loops:{loop}", folder / name, argument) for name, (loop, argument) in cases.items()],
+        [(2, "recorded_loops:plain", folder / name, argument) for name, argument in RIGHT.items()],
         timeout=380,
     )
     return folder
@@ -112,16 +48,7 @@ def test_right_loops_pass(runs, name, capsys):
     assert all(abs(step["factor"] - 1) < 1e-5 for step in content["steps"])
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_bugs_fail_and_are_said(runs, name, capsys):
-    assert judge.main([str(runs / name / "run")]) == 1
-    said = capsys.readouterr().out
-    expected = WRONG[name][2].split("|")
-    assert any(fnmatchcase(said, f"*{one}*") for one in expected), said
-    assert said.splitlines()[-1].startswith("FAIL: step ")
-
-
-@pytest.mark.parametrize("name", ["ddp", "tensor parallel", "lora", "zero 3", "module's gradient"])
+@pytest.mark.parametrize("name", ["ddp", "fsdp, clipped"])
 def test_a_model_unit_by_unit_gives_the_same(runs, name):
     """Memory for no weights: each unit of the model has its weights when it is called, and is computed twice."""
     folder = runs / name / "run"

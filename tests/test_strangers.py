@@ -1,12 +1,13 @@
 """Strategies in users' own files (tests/strangers), through the default command: correct ones pass, and of the others nothing false is said.
 
-A sample, in one start of the ranks for each set; `benchmarks/strangers.py` takes all.
+A sample, in one start of the ranks for each set; `benchmarks/strangers.py` takes all, each command in a process of its own.
 """
 
 import importlib.util
 
 import pytest
 import strangers
+from programs import in_process
 
 VARIANTS = [
     "RotaryFrom100",
@@ -45,6 +46,15 @@ EXPERTS = [
     "OneTokenGoesElsewhere",
     "BalanceDividedByDp",
 ]
+
+
+@pytest.fixture(autouse=True)
+def in_this_process(monkeypatch):
+    def completed(arguments, _folder, _limit):
+        done = in_process("run_verification.py", *arguments)
+        return done.returncode, done.stderr
+
+    monkeypatch.setattr(strangers, "completed", completed)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from real_runs import environment, folders
 from terminal import on_terminal, screen_of, states_of
 
 SMALL = ["--batch_size", "2", "--seq_length", "32", "--num_layers", "1", "--device", "cpu"]
-STEP = r"{}: step (\d+)/{}  loss \d\.\d{{6}}  grad norm \d\.\d{{4}}(  \d s left  \d+ tokens/s)?  0\.\d\d GiB"
+STEP = r"{}: step (\d+)/{}  loss \d\.\d{{6}}  grad norm \d\.\d{{4}}(  \d+ s left  \d+ tokens/s)?  0\.\d\d GiB"
 
 
 @pytest.fixture
@@ -28,17 +28,16 @@ def steps_of(text, label, total):
 
 
 def test_a_run_under_ray(tmp_path, ray):
-    """DeepSpeed, from Ray's workers, with the line of a profile."""
-    flags = [*folders(tmp_path), *SMALL, "--dp_size", "1", "--debug_steps", "100", "--profile", "1"]
+    """DeepSpeed, from Ray's worker, with the line of a profile."""
+    flags = [*folders(tmp_path), *SMALL, "--dp_size", "1", "--tp_size", "1", "--debug_steps", "100"]
+    flags += ["--profile", "1"]
     status, text = on_terminal([sys.executable, "train_deepspeed.py", *flags], columns=120, env=ray)
-    label = "DeepSpeed AutoTP (TP=2, DP=1)"
+    label = "DeepSpeed AutoTP (TP=1, DP=1)"
     assert status == 0, text
     first, profile, last = (line for line in screen_of(text) if line)
     assert first.startswith(f"{label}: built-in architecture") and last.startswith(f"{label}: 100 steps in ")
     assert profile.startswith(f"{label}: steps 2 to 2 profiled: ")
-    assert {path.name for path in tmp_path.glob("trace_*")} == {
-        f"trace_deepspeed_rank{rank}.json" for rank in (0, 1)
-    }
+    assert [path.name for path in tmp_path.glob("trace_*")] == ["trace_deepspeed_rank0.json"]
     steps = steps_of(text, label, 100)
     assert steps[0] == 1 and len(steps) > 1 and steps == sorted(steps)
     assert len(states_of(text)) == len(steps) + 1, "the profile's line takes the place of the moving one"

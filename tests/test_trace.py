@@ -19,7 +19,7 @@ from programs import completed
 from transformers.models.llama import modeling_llama
 from transformers.models.mixtral import modeling_mixtral
 
-from lockstep.dumps.layout import BATCH, SEQUENCE, Choice, as_json, from_json
+from lockstep.dumps.layout import BATCH, SEQUENCE, Choice, Layout
 from lockstep.dumps.trace import SIZES, _symbols, layout_of
 from lockstep.ground.errors import UserError
 from lockstep.inputs.architectures import BUILT_IN
@@ -240,14 +240,14 @@ def test_a_choice_of_scores_from_two_tensors_names_none(own_code):  # noqa: F811
 
     own_code.setattr(modeling_mixtral.MixtralTopKRouter, "forward", of_two)
     layout = layout_of(architecture("mixtral"), "eager")
-    assert layout.choices["model.layers.0.mlp.gate.2"] == Choice(1, "")
-    assert layout.choices["model.layers.1.mlp.gate.2"] == Choice(3, "")
+    assert layout.choices["model.layers.0.mlp.gate.2"] == Choice(call=1, scores="")
+    assert layout.choices["model.layers.1.mlp.gate.2"] == Choice(call=3, scores="")
 
 
 @pytest.mark.parametrize("name", ["mixtral", "llama", "gpt_neox"])
 def test_a_layout_comes_back_from_json(name):
     layout = layout_of(architecture(name), "eager")
-    assert from_json(json.loads(json.dumps(as_json(layout)))) == layout
+    assert Layout.model_validate(json.loads(json.dumps(layout.model_dump()))) == layout
 
 
 MEMORY = """

@@ -15,6 +15,7 @@ from lockstep.verdict.distance import clip_factor
 from lockstep.verdict.judgement import Judgement
 from lockstep.verdict.result import Failure, Result
 
+MOMENTS = dict(zip(("exp_avg", "exp_avg_sq"), BETAS, strict=True))
 LEFT = 0.05  # the share of an error that an explanation may leave
 
 
@@ -116,14 +117,16 @@ class Case:
         if kind == "average":
             decay = self.options["ema_decay"]
             return decay * self.average_before(parameter) + (1 - decay) * self.own(f"parameter/{parameter}")
-        if kind in ("exp_avg", "exp_avg_sq"):
-            gradient = self.clip * self.own(f"gradient/{parameter}")
-            b1, b2 = BETAS
-            fresh = (1 - b1) * gradient if kind == "exp_avg" else (1 - b2) * gradient.square()
-            if self.step == 1:
-                return fresh
-            return fresh + (b1 if kind == "exp_avg" else b2) * self.own(name, self.step - 1)
+        if kind in MOMENTS:
+            kept = MOMENTS[kind] * self.own(name, self.step - 1) if self.step > 1 else 0
+            return self.fresh(name) + kept
         return self.exact(name)
+
+    def fresh(self, name: str) -> torch.Tensor:
+        """What a first step would make of a moment: its share of the run's own gradient."""
+        kind, _, parameter = name.partition("/")
+        gradient = self.clip * self.own(f"gradient/{parameter}")
+        return (1 - MOMENTS[kind]) * (gradient if kind == "exp_avg" else gradient.square())
 
     @property
     def clip(self) -> float:

@@ -7,7 +7,7 @@ import torch
 from lockstep.diagnosis import evidence, recompute
 from lockstep.diagnosis.case import Case
 from lockstep.dumps.layout import BATCH, SEQUENCE
-from lockstep.plan.mesh import AXES, Cuts
+from lockstep.plan.mesh import AXES, Cuts, runs
 
 FEW = 3  # elements that are shown one by one
 
@@ -156,7 +156,7 @@ def _along(wrong: torch.Tensor, dim: int, word: str) -> list[str]:
     mostly = 2 * int(wrong.sum()) > wrong.numel() // len(hit) * len(places)
     if len(right) <= FEW < len(places):
         return [f"{_numbered(word, right)} {of} {_are(right)} right, all others wrong"] if mostly else []
-    if len(_runs(places)) > FEW:
+    if len(runs(places)) > FEW:
         return [f"{len(right)} {word}s {of} are right, scattered"] if len(right) > FEW else []
     return [f"only {_numbered(word, places)} {of} {_are(places)} wrong"]
 
@@ -169,20 +169,11 @@ def _are(places: list) -> str:
     return "is" if len(places) == 1 else "are"
 
 
-def _runs(places: list[int]) -> list[list[int]]:
-    """Sorted numbers as [first, last], or [number] for one alone."""
-    runs: list[list[int]] = []
-    for place in places:
-        if runs and place == runs[-1][-1] + 1:
-            runs[-1] = [runs[-1][0], place]
-        else:
-            runs.append([place])
-    return runs
-
-
 def _spans(places: list[int]) -> str:
     """ "0 to 3, 7": sorted numbers in words."""
-    return ", ".join(" to ".join(map(str, run)) for run in _runs(places))
+    return ", ".join(
+        str(first) if length == 1 else f"{first} to {first + length - 1}" for first, length in runs(places)
+    )
 
 
 def _likeness(case: Case, own: torch.Tensor, exact: torch.Tensor) -> list[str]:

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 import torch
 
 from lockstep.diagnosis import evidence
-from lockstep.diagnosis.case import LEFT, Case, listed
-from lockstep.plan.config import BETAS
+from lockstep.diagnosis.case import LEFT, MOMENTS, Case, listed
 from lockstep.verdict.distance import clip_factor
 from lockstep.verdict.judgement import Judgement
 from lockstep.verdict.result import Cause
@@ -108,19 +107,13 @@ def _square_of_replicated(case: Case) -> float:
 
 def moments_lost(case: Case) -> Cause | None:
     """Both moments are those of a first step."""
-    first, second = case.wrong("exp_avg"), case.wrong("exp_avg_sq")
-    if case.step == 1 or not first:
+    wrong = [row.name for kind in MOMENTS for row in case.wrong(kind)]
+    if case.step == 1 or not case.wrong("exp_avg"):
         return None
-    b1, b2 = BETAS
-    for row in [*first, *second]:
-        gradient = case.clip * case.own(f"gradient/{_parameter(row)}")
-        if not case.explains(
-            row.name, (1 - b1) * gradient if row.kind == "exp_avg" else (1 - b2) * gradient.square()
-        ):
-            return None
-    names = listed([row.name for row in [*first, *second]])
+    if not all(case.explains(name, case.fresh(name)) for name in wrong):
+        return None
     return Cause(
-        "moments lost", f"{names}: they are those of a first step; what they had accumulated is lost"
+        "moments lost", f"{listed(wrong)}: they are those of a first step; what they had accumulated is lost"
     )
 
 
@@ -153,12 +146,9 @@ def clipped_by_rank(case: Case) -> Cause | None:
         or min(abs(factor - 1) for factor in factors) <= SAME_NORM
     ):
         return None
-    b1 = BETAS[0]
     for row in (row for row in case.wrong("exp_avg") if "tp" in case.sharded(row.name)):
-        exact = (1 - b1) * case.clip * case.own(f"gradient/{_parameter(row)}")
-        pairs = zip(
-            *(case.shares(row.name, "tp", tensor) for tensor in (case.own(row.name), exact)), strict=True
-        )
+        both = case.own(row.name), case.fresh(row.name)
+        pairs = zip(*(case.shares(row.name, "tp", tensor) for tensor in both), strict=True)
         for factor, (mine, right) in zip(factors, pairs, strict=True):
             expected = [factor * piece for piece in right]
             if not evidence.relative_error(mine, expected) <= row.tolerated / row.distance.norm:

@@ -20,7 +20,6 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
@@ -29,7 +28,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from lockstep.dumps import manifest, step_file
-from lockstep.dumps.layout import BATCH, SEQUENCE, State, as_json, state_of
+from lockstep.dumps.layout import BATCH, SEQUENCE, State, state_of
 from lockstep.dumps.trace import layout_of, named_outputs, watched
 from lockstep.ground.blocks import Runs, blocks
 from lockstep.ground.collective import gather_objects, stop_together
@@ -85,7 +84,7 @@ class Capture:
         found = layout_of(
             provenance["architecture"], config.attn_impl, positions="position_ids" in self.inputs
         )
-        self.layout = replace(found, state=state_of(config.optimizer, found.model.trained))
+        self.layout = found.model_copy(update={"state": state_of(config.optimizer, found.model.trained)})
         self.kinds = self.layout.kinds(provenance["config"])
         kept = MOST_KINDS if config.has_own_optimizer else len(self.kinds)
         self.num_tensors = (
@@ -93,7 +92,7 @@ class Capture:
         )
         self.manifest: dict[str, Any] = {
             "run": provenance,
-            "layout": as_json(self.layout),
+            "layout": self.layout.model_dump(),
             "steps": {},
         }
         self.writers: dict[str, bool] = {}
@@ -195,9 +194,9 @@ class Capture:
         for of_rank in gather_objects(mine):
             for kind, shapes in of_rank.items():
                 state.setdefault(kind, {}).update(shapes)
-        self.layout = replace(self.layout, state=state)
+        self.layout = self.layout.model_copy(update={"state": state})
         self.kinds = self.layout.kinds(self.manifest["run"]["config"])
-        self.manifest["layout"] = as_json(self.layout)
+        self.manifest["layout"] = self.layout.model_dump()
 
     def state_contract(self, contract: dict) -> None:
         """Record the effective contract. Called once, by one rank, after a first step."""

@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from lockstep.dumps import manifest as manifest_file
-from lockstep.dumps.layout import Layout, from_json
+from lockstep.dumps.layout import Layout
 from lockstep.dumps.manifest import MANIFEST, REMEDY
 from lockstep.dumps.step_file import DTYPES, checksum, step_path
 from lockstep.ground.errors import UserError, first_line, printable
@@ -67,7 +67,7 @@ class Dump:
         self.contract: dict = self.manifest.get("contract") or {}  # a reference has none
         if not self.contract and not self.exact:
             raise UserError(f"{folder}: the run was stopped before its contract was recorded; {REMEDY}")
-        self.layout: Layout = from_json(self.manifest["layout"])
+        self.layout = Layout.model_validate(self.manifest["layout"])
         self.missing = [(int(step), name) for step in self.steps for name in self._require_known(int(step))]
         self._places = {int(step): self._read_header(int(step)) for step in self.steps}
         if self.exact and self.missing:

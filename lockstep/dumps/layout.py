@@ -10,11 +10,14 @@ and, backward, the gradient of the loss with respect to each of them. lockstep/d
 holds the layout of its model, so reading one builds no model.
 """
 
-import dataclasses
-from dataclasses import dataclass
+from typing import Annotated, Literal
 
+from pydantic import Field
+
+from lockstep.ground import schemas
+from lockstep.ground.schemas import Name, Shape, Size, Strict, Whole
 from lockstep.inputs.modules import Names
-from lockstep.inputs.shapes import Description, description_of
+from lockstep.inputs.shapes import Description
 
 BATCH, SEQUENCE = "batch", "sequence"
 State = dict[str, dict[str, tuple[int, ...]]]  # what an optimizer keeps: kind -> parameter -> shape
@@ -25,32 +28,32 @@ def state_of(optimizer: str, parameters: dict[str, tuple[int, ...]]) -> State:
     return {"exp_avg": parameters, "exp_avg_sq": parameters} if optimizer == "adamw" else {}
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(Strict):
     """A discrete choice that the model makes, such as a router's of experts: the indices that `torch.topk` returned."""
 
-    call: int  # the number of the call of `torch.topk` in a forward pass, from 0
+    call: Whole  # the number of the call of `torch.topk` in a forward pass, from 0
     scores: str  # the captured tensor that the scores are computed from; "" if there is none
 
 
-@dataclass(frozen=True)
-class Layout:
-    """The tensors of one model. Shapes are whole, not sharded; "batch" and "sequence" stand for those dims."""
+Symbols = Annotated[
+    tuple[Size | Literal["batch", "sequence"], ...], Field(strict=False, max_length=8)
+]  # shape
+
+
+class Layout(Strict):
+    """The tensors of one model, as a manifest has them. Shapes are whole, not sharded; "batch" and "sequence" stand for those dims."""
 
     model: Description
-    outputs: dict[str, tuple]  # name -> shape of captured outputs and inputs, in order of execution
-    backward: tuple[str, ...]  # those of them that have a gradient, in order of the backward pass
-    inputs: dict[
-        str, dict[str, str]
-    ]  # module -> place among its arguments, a number or a name -> name of a captured input
-    sources: dict[str, tuple[str, ...]]  # name -> the captured tensors that it is directly computed from
-    flat: tuple[str, ...]  # those whose first dim is batch x sequence, and is captured as two
-    choices: dict[str, Choice]  # name of captured indices -> how they are chosen
-    unknown: tuple[
-        str, ...
-    ]  # outputs that are not captured: a dim follows neither the batch nor the sequence
-    state: State
-    tables: tuple[str, ...]  # modules whose output does not depend on the weights, such as a rotary table
+    outputs: dict[Name, Symbols]  # captured outputs and inputs, in order of execution
+    backward: schemas.Names  # those of them that have a gradient, in order of the backward pass
+    # module -> place among its arguments, a number or a name -> name of a captured input
+    inputs: dict[Name, dict[Name, Name]]
+    sources: dict[Name, schemas.Names]  # name -> the captured tensors that it is directly computed from
+    flat: schemas.Names  # those whose first dim is batch x sequence, and is captured as two
+    choices: dict[Name, Choice]  # name of captured indices -> how they are chosen
+    unknown: schemas.Names  # outputs that are not captured: a dim follows neither the batch nor the sequence
+    state: dict[Name, dict[Name, Shape]]
+    tables: schemas.Names  # modules whose output does not depend on the weights, such as a rotary table
 
     @property
     def names(self) -> Names:
@@ -78,7 +81,8 @@ class Layout:
             sizes = {BATCH: rows, SEQUENCE: seq_length}
             found = {f"batch/{name}": (rows, seq_length) for name in ("input_ids", "labels", *further)}
             shapes = {
-                name: tuple(sizes.get(size, size) for size in shape) for name, shape in self.outputs.items()
+                name: tuple(sizes[size] if isinstance(size, str) else size for size in shape)
+                for name, shape in self.outputs.items()
             }
             found |= {f"forward/{name}": shape for name, shape in shapes.items()}
             gradients = {f"gradient/{name}": shape for name, shape in self.model.trained.items()}
@@ -103,30 +107,3 @@ class Layout:
         """Whether a name is that of an output of a module beside its first."""
         module, _, number = name.rpartition(".")
         return number.isdigit() and module in self.outputs and not module.endswith(".input")
-
-
-def as_json(layout: Layout) -> dict:
-    return dataclasses.asdict(layout)
-
-
-def from_json(content: dict) -> Layout:
-    """The layout that a manifest holds; lockstep/dumps/manifest.py has its schema."""
-
-    def tuples(key: str) -> dict:
-        return {name: tuple(value) for name, value in content[key].items()}
-
-    return Layout(
-        description_of(content["model"]),
-        tuples("outputs"),
-        tuple(content["backward"]),
-        content["inputs"],
-        tuples("sources"),
-        tuple(content["flat"]),
-        {name: Choice(**choice) for name, choice in content["choices"].items()},
-        tuple(content["unknown"]),
-        {
-            kind: {name: tuple(shape) for name, shape in shapes.items()}
-            for kind, shapes in content["state"].items()
-        },
-        tuple(content["tables"]),
-    )

@@ -12,10 +12,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from lockstep.dumps import record
-from lockstep.dumps.layout import Layout, from_json
+from lockstep.dumps.layout import Layout
 from lockstep.ground.errors import UserError, printable
 from lockstep.ground.files import write_text
-from lockstep.ground.schemas import Finite, MayBreakDown, Name, Sha256, Strict, Whole, validate
+from lockstep.ground.schemas import Finite, MayBreakDown, Name, Sha256, Size, Strict, Whole, validate
 from lockstep.plan import rates
 from lockstep.plan.contract import IF_ASKED, ON_RANK, expected_contract, of_optimizer
 from lockstep.plan.mesh import Axis, Mesh
@@ -31,7 +31,6 @@ HELD_AGAINST_CONFIGURATION = ("activation_checkpointing", "compiled")
 
 Step = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")]
 Word = Annotated[int, Field(ge=0, lt=2**64)]
-Size = Annotated[int, Field(ge=0, le=2**40)]
 
 
 class TensorEntry(Strict):
@@ -70,57 +69,11 @@ class Run(record.Run):
     exact: Literal[True] | None = None
 
 
-class ChoiceEntry(Strict):
-    call: Whole
-    scores: str
-
-
-class NamesEntry(Strict):
-    base: str
-    embedding: str
-    layers: str
-    head: str
-    attention: str
-    mlp: str
-    not_on_heads: list[Name]
-    linears: list[Name]
-    biased: list[Name]
-    linear_is_transposed: bool
-
-
-Shape = Annotated[list[Size], Field(max_length=8)]
-Symbols = Annotated[list[Size | Literal["batch", "sequence"]], Field(max_length=8)]
-
-
-class ModelEntry(Strict):
-    parameters: dict[Name, Shape]
-    frozen: list[Name]
-    settings: dict[Name, dict[str, list[str]]]
-    names: NamesEntry
-    tied: bool
-    other_dtypes: dict[Name, Name]
-
-
-class LayoutEntry(Strict):
-    """lockstep.dumps.layout.Layout."""
-
-    model: ModelEntry
-    outputs: dict[Name, Symbols]
-    backward: list[Name]
-    inputs: dict[Name, dict[Name, Name]]
-    sources: dict[Name, list[Name]]
-    flat: list[Name]
-    choices: dict[Name, ChoiceEntry]
-    unknown: list[Name]
-    state: dict[Name, dict[Name, Shape]]
-    tables: list[Name]
-
-
 class Manifest(Strict):
     format: int  # FORMAT: `read` has looked
     run: Run
     initial_sha256: Sha256
-    layout: LayoutEntry
+    layout: Layout
     contract: dict[Name, Any] | None = None
     steps: dict[Step, Any]
     sha256: Sha256
@@ -156,7 +109,7 @@ def _contradictions(manifest: dict) -> Iterator[str]:
     options, exact = run["config"], bool(run.get("exact"))
     if not steps:
         yield "not one step was finished: the run was stopped or is still going on"
-    layout = from_json(manifest["layout"])
+    layout = Layout.model_validate(manifest["layout"])
     yield from _contradictions_of_layout(layout)
     mesh = Mesh.of_options(options)
     problems = list(record.contradictions(run))

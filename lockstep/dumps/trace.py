@@ -10,7 +10,6 @@ import functools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -67,18 +66,18 @@ def _layout(architecture: str, attn_impl: str, positions: bool) -> Layout:
     }
     names = description.names  # a module that is not called has no output
     called = {role: name for role in ("embedding", "head") if (name := getattr(names, role)) in outputs}
-    names = replace(names, **{"embedding": "", "head": "", **called})
+    names = names.model_copy(update={"embedding": "", "head": "", **called})
     return Layout(
-        replace(description, names=names),
-        outputs,
-        backward,
-        inputs,
-        first.sources(outputs),
-        tuple(flat),
-        first.choices(outputs),
-        tuple(unknown),
-        {},
-        tuple(tables),
+        model=description.model_copy(update={"names": names}),
+        outputs=outputs,
+        backward=backward,
+        inputs=inputs,
+        sources=first.sources(outputs),
+        flat=tuple(flat),
+        choices=first.choices(outputs),
+        unknown=tuple(unknown),
+        state={},
+        tables=tuple(tables),
     )
 
 
@@ -257,7 +256,7 @@ class _Trace:
             call = self.chosen(self.tensors[name])
             if call is not None:
                 nearest = _nearest(self._topk.seen[call][0].grad_fn, nodes)
-                found[name] = Choice(call, nearest[0] if len(nearest) == 1 else "")
+                found[name] = Choice(call=call, scores=nearest[0] if len(nearest) == 1 else "")
         return found
 
     def sources(self, outputs: dict[str, tuple]) -> dict[str, tuple[str, ...]]:

@@ -11,6 +11,7 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,17 @@ def _finite(text: str) -> float:
     if not math.isfinite(value):
         raise ValueError(f"{text[:40]} is not a float64 number")
     return value
+
+
+def plain(value: Any) -> Any:
+    """Data for strict JSON: dataclasses as objects, and null for numbers that it does not have."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    if isinstance(value, dict):
+        return {key: plain(each) for key, each in value.items()}
+    return plain(vars(value)) if is_dataclass(value) else value
 
 
 def seal(content: Mapping[str, Any]) -> str:

@@ -5,8 +5,9 @@ the tensors that they break.
 """
 
 import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from lockstep.ground import schemas
 
 if TYPE_CHECKING:
     import torch
@@ -16,8 +17,7 @@ EMBEDDING = "embedding"
 _REMEMBERED = "lockstep_names"
 
 
-@dataclass(frozen=True)
-class Names:
+class Names(schemas.Strict):
     """The names in one model; "" for what it does not have. Those of `attention` and `mlp` are inside a layer."""
 
     base: str  # all but the head
@@ -26,12 +26,11 @@ class Names:
     head: str  # its output is the logits, and its weight may be the embedding's
     attention: str
     mlp: str
-    not_on_heads: tuple[
-        str, ...
-    ]  # ends of names inside the attention whose last dim is not that of the heads; () if that is not known
-    linears: tuple[str, ...]  # linear layers without a bias
-    biased: tuple[str, ...]  # and with one
-    linear_is_transposed: bool = False  # linear layers but the head hold W^T, as transformers' Conv1D does
+    # ends of names inside the attention whose last dim is not that of the heads; () if that is not known
+    not_on_heads: schemas.Names
+    linears: schemas.Names  # linear layers without a bias
+    biased: schemas.Names  # and with one
+    linear_is_transposed: bool  # linear layers but the head hold W^T, as transformers' Conv1D does
 
     @property
     def embedding_weight(self) -> str:

@@ -6,22 +6,19 @@ cache folder.
 
 import contextlib
 import copy
-import dataclasses
 import functools
 import hashlib
 import importlib.metadata
 import json
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from pydantic import TypeAdapter
-
-from lockstep.ground import files, user_file
+from lockstep.ground import files, schemas, user_file
 from lockstep.ground.errors import UserError, printable
 from lockstep.ground.files import read_json, seal, write_text
+from lockstep.ground.schemas import Name, Shape
 from lockstep.inputs import modules
 from lockstep.inputs.modules import Names
 
@@ -49,25 +46,20 @@ REFUSED = {
 DEEPEST = 1024  # layers
 
 
-@dataclass(frozen=True)
-class Description:
+class Description(schemas.Strict):
     """What a model is, without its numbers."""
 
-    parameters: Shapes  # name -> shape of every parameter, tied ones once
-    frozen: tuple[str, ...]  # those that are not trained
-    settings: Settings  # see `settings_of`
+    parameters: dict[Name, Shape]  # every parameter, tied ones once
+    frozen: schemas.Names  # those that are not trained
+    settings: dict[Name, dict[str, list[str]]]  # see `settings_of`
     names: Names
     tied: bool  # whether embedding and head share their weight
-    other_dtypes: dict[str, str]  # parameters that are not float32
+    other_dtypes: dict[Name, Name]  # parameters that are not float32
 
     @functools.cached_property
     def trained(self) -> Shapes:
         frozen = set(self.frozen)
         return {name: shape for name, shape in self.parameters.items() if name not in frozen}
-
-
-# of what was written as JSON (`dataclasses.asdict`)
-description_of: Callable[[dict], Description] = TypeAdapter(Description).validate_python
 
 
 def settings_of(model: "torch.nn.Module") -> Settings:
@@ -182,10 +174,15 @@ def _described(architecture: str) -> Description:
     }
     frozen = tuple(name for name, parameter in model.named_parameters() if not parameter.requires_grad)
     found = Description(
-        shapes, frozen, settings_of(model), modules.find(model), modules.is_tied(model), other
+        parameters=shapes,
+        frozen=frozen,
+        settings=settings_of(model),
+        names=modules.find(model),
+        tied=modules.is_tied(model),
+        other_dtypes=other,
     )
     with contextlib.suppress(UserError):  # the next run builds the model again
-        content = dataclasses.asdict(found)
+        content = found.model_dump()
         write_text(path, json.dumps(content | {"sha256": seal(content)}))
     return found
 
@@ -202,7 +199,7 @@ def _read(path: Path) -> Description | None:
     """What was kept; None if it is not there or not what was written."""
     try:
         content = read_json(path)
-        return description_of(content) if content["sha256"] == seal(content) else None
+        return Description.model_validate(content) if content.pop("sha256") == seal(content) else None
     except (LookupError, TypeError, ValueError, AttributeError):
         return None
 

@@ -3,18 +3,23 @@
 import base64
 import hashlib
 import json
-import math
 from collections.abc import Sequence
-from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
 import jinja2
 
-from lockstep.ground.files import write_result
+from lockstep.ground.files import plain, write_result
 from lockstep.page.payload import Page
 
 HERE = Path(__file__).parent
+ENVIRONMENT = jinja2.Environment(
+    loader=jinja2.FileSystemLoader(HERE),
+    autoescape=True,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    undefined=jinja2.StrictUndefined,
+)
 STYLES = ("vendor/uPlot.min.css", "page.css")
 SCRIPTS = (
     "vendor/uPlot.iife.min.js",
@@ -36,7 +41,7 @@ def write(page: Page, folder: Path) -> None:
 
 
 def html(page: Page) -> str:
-    text = json.dumps(_plain(page), allow_nan=False, separators=(",", ":"))
+    text = json.dumps(plain(page), allow_nan=False, separators=(",", ":"))
     payload = text.replace("<", "\\u003c")
     return _rendered("page.html.jinja", SCRIPTS, page=page, payload=payload)
 
@@ -57,24 +62,8 @@ def _rendered(template: str, scripts: Sequence[str], **given: Any) -> str:
     """A page with its styles and scripts inside. No other script may run, and nothing is loaded."""
     script, styles = ("\n".join(map(_read, names)) for names in (scripts, STYLES))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    environment = jinja2.Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
-    )
-    return environment.from_string(_read(template)).render(
-        script=script, styles=styles, digest=digest, **given
-    )
+    return ENVIRONMENT.get_template(template).render(script=script, styles=styles, digest=digest, **given)
 
 
 def _read(name: str) -> str:
     return (HERE / name).read_text(encoding="utf-8")
-
-
-def _plain(value: Any) -> Any:
-    """Dataclasses as objects, and null for numbers that JSON does not have."""
-    if is_dataclass(value) and not isinstance(value, type):
-        value = vars(value)
-    if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

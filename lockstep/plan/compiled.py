@@ -6,7 +6,7 @@ enters and leaves layers, and all gradients, moments and weights. Nothing here i
 
 import os
 import shutil
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal
 
 from lockstep.ground.errors import UserError
 from lockstep.inputs import modules
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Backend = Literal["off", "aot_eager", "inductor"]
-BACKENDS: tuple[Backend, ...] = get_args(Backend)
 
 
 def enable(model: "PreTrainedModel", backend: str) -> None:

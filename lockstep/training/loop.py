@@ -26,17 +26,17 @@ from lockstep.ground.files import write_text
 from lockstep.inputs import weights
 from lockstep.inputs.data import Batches, Inputs, global_batch_hash, window_hashes
 from lockstep.inputs.model import build_model, checkpoint_layers
-from lockstep.inputs.shapes import describe, parameter_shapes
+from lockstep.inputs.shapes import parameter_shapes
 from lockstep.plan import compiled, initial_weights, rates
 from lockstep.plan.config import Config
-from lockstep.plan.contract import contradiction, expected_contract, left_to_the_verdict, of_all_ranks
+from lockstep.plan.contract import contradiction, left_to_the_verdict, of_all_ranks
 from lockstep.plan.mesh import Geometry, Mesh
 from lockstep.training import trackers
 from lockstep.training.listeners import ComputeDtypes, CountedCollectives, GroupNorms, Listener, held_out
 from lockstep.training.observe import (
     clipping_problem,
+    demanded,
     learning_rate,
-    own_optimizer,
     own_peak_memory,
     peak_memory,
     versions,
@@ -182,15 +182,9 @@ def _require_contract(
     assert record.contract is not None
     if dist.get_rank() == 0 and capture:
         capture.state_contract(record.contract)
-    demanded = expected_contract(
-        config,
-        inputs.architecture,
-        describe(inputs.architecture),
-        own_optimizer(config, inputs.architecture),
-        inputs.batches.num_labels(0) if config.samples.counted else None,
-    )
-    later = left_to_the_verdict(demanded, record.contract) if capture else ()
-    difference = contradiction(demanded, record.contract, later)
+    wanted = demanded(config, inputs)
+    later = left_to_the_verdict(wanted, record.contract) if capture else ()
+    difference = contradiction(wanted, record.contract, later)
     stop_together(
         f"{config.label}: the live objects contradict the options: {difference}" if difference else ""
     )

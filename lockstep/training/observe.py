@@ -13,8 +13,10 @@ import torch
 
 from lockstep.ground.collective import gather_objects
 from lockstep.inputs import modules, shapes
+from lockstep.inputs.data import Inputs
 from lockstep.plan import compiled, rates, strategies
 from lockstep.plan.config import OPTIMIZERS, Config
+from lockstep.plan.contract import expected_contract
 from lockstep.training.optim import (
     AnyOptimizer,
     Several,
@@ -79,11 +81,8 @@ def optimizer_contract(
     if asked not in OPTIMIZERS:
         return own_optimizer_contract(model, optimizer)
     require_supported(optimizer)
-    groups, names = optimizer.param_groups, {id(each): name for name, each in model.named_parameters()}
-    held = [
-        [names[id(parameter)] for parameter in parameters if id(parameter) in names]
-        for parameters in members or [group["params"] for group in groups]
-    ]
+    groups = optimizer.param_groups
+    held = _names_held(model, members or [group["params"] for group in groups])
 
     def setting(key: str) -> Any:
         """The value that all groups have, or each value with the parameters that have it."""
@@ -92,9 +91,6 @@ def optimizer_contract(
             by_value.setdefault(json.dumps(group.get(key)), []).extend(own)
         return json.loads(next(iter(by_value))) if len(by_value) == 1 else _sorted(by_value)
 
-    decay: dict[str, list[str]] = {}
-    for group, own in zip(groups, held, strict=True):
-        decay.setdefault(str(group["weight_decay"]), []).extend(own)
     state_dtypes = {
         str(value.dtype)
         for state in optimizer.state.values()
@@ -102,15 +98,31 @@ def optimizer_contract(
         if isinstance(value, torch.Tensor) and key != "step"
     }
     return {
+        **_of_groups(groups, held),
         "optimizer": _class_of(optimizer),
-        "optimizer_implementation": ", ".join(sorted({_implementation(group) for group in groups})),
         "optimizer_options": sorted({key for key in OPTIONS for group in groups if group.get(key)}),
-        "learning_rates": sorted({learning_rate(group) for group in groups}),
         "betas": setting("betas") or [],
         "eps": setting("eps"),
         "momentum": setting("momentum"),
-        "weight_decay": _sorted(decay),
         "optimizer_dtype": sorted(state_dtypes),
+    }
+
+
+def _names_held(model: torch.nn.Module, groups: list[list[torch.nn.Parameter]]) -> list[list[str]]:
+    """The names of the model's parameters in each group."""
+    names = {id(each): name for name, each in model.named_parameters()}
+    return [[names[id(each)] for each in group if id(each) in names] for group in groups]
+
+
+def _of_groups(groups: list[dict[str, Any]], held: list[list[str]]) -> dict[str, Any]:
+    """What a contract says of the groups of any optimizer."""
+    decay: dict[str, list[str]] = {}
+    for group, own in zip(groups, held, strict=True):
+        decay.setdefault(str(group.get("weight_decay", 0.0)), []).extend(own)
+    return {
+        "optimizer_implementation": ", ".join(sorted({_implementation(group) for group in groups})),
+        "learning_rates": sorted({learning_rate(group) for group in groups}),
+        "weight_decay": _sorted(decay),
     }
 
 
@@ -135,26 +147,32 @@ def own_optimizer(config: Config, architecture: dict) -> dict[str, Any] | None:
     return own_optimizer_contract(model, made)
 
 
+def demanded(config: Config, inputs: Inputs) -> dict[str, Any]:
+    """The contract that a run's configuration demands (lockstep/plan/contract.py)."""
+    architecture = inputs.architecture
+    return expected_contract(
+        config,
+        architecture,
+        shapes.describe(architecture),
+        own_optimizer(config, architecture),
+        inputs.batches.num_labels(0) if config.samples.counted else None,
+    )
+
+
 def own_optimizer_contract(model: torch.nn.Module, optimizer: AnyOptimizer) -> dict[str, Any]:
     """Classes and settings of an optimizer of the user's choice, which may not have stepped yet."""
-    names = {id(each): name for name, each in model.named_parameters()}
     settings: dict[str, dict[str, list[str]]] = {}
-    decay: dict[str, list[str]] = {}
-    for group in optimizer.param_groups:
-        own = [names[id(parameter)] for parameter in group["params"] if id(parameter) in names]
-        decay.setdefault(str(group.get("weight_decay", 0.0)), []).extend(own)
+    groups = optimizer.param_groups
+    held = _names_held(model, [group["params"] for group in groups])
+    for group, own in zip(groups, held, strict=True):
         for key, value in group.items():
             if key not in NOT_SETTINGS:
                 settings.setdefault(key, {}).setdefault(json.dumps(value, default=str), []).extend(own)
     made = optimizer.optimizers if isinstance(optimizer, Several) else [optimizer]
     return {
+        **_of_groups(groups, held),
         "optimizer": " and ".join(sorted(type(each).__name__ for each in made)),
         "optimizer_settings": {key: _sorted(by_value) for key, by_value in settings.items()},
-        "optimizer_implementation": ", ".join(
-            sorted({_implementation(group) for group in optimizer.param_groups})
-        ),
-        "learning_rates": sorted({learning_rate(group) for group in optimizer.param_groups}),
-        "weight_decay": _sorted(decay),
     }
 
 

@@ -11,9 +11,9 @@ from lockstep.dumps import history
 from lockstep.ground import files, hang, origin, user_file
 from lockstep.ground.errors import UserError
 from lockstep.inputs import architectures, data, shapes, texts, tokenizer
-from lockstep.plan import command_line, compiled, cuts, initial_weights, limit, rates, samples, strategies
+from lockstep.plan import command_line, compiled, cuts, initial_weights, rates, strategies
 from lockstep.plan.config import Config
-from lockstep.plan.resources import launched_in_place, workers_here
+from lockstep.plan.resources import launched_in_place, require_memory, workers_here
 
 TRACE = b' {\n    "schemaVersion"'  # how torch's profiler begins a file
 
@@ -66,7 +66,7 @@ def load_inputs(config: Config) -> data.Inputs:
     if problem and config.spec.name in strategies.SPECS:
         raise UserError(problem)
     cuts.require(config, architecture)
-    samples.require(config, architecture)
+    _require_samples(config, architecture)
     shapes.require_trainable(architecture, f"--model_name {config.model_name}")
     if config.has_own_optimizer:
         from lockstep.training import optim  # imports torch
@@ -115,6 +115,21 @@ def checked(strategy: str, arguments: list[str]) -> tuple[Config, data.Inputs]:
 def runs(config: Config) -> list[Config]:
     """The runs that are trained with one start of the workers."""
     return [config, config.of_control()] if config.control else [config]
+
+
+def _require_samples(config: Config, architecture: dict) -> None:
+    """Raise UserError for samples that a model cannot be given."""
+    further = config.samples.further
+    if len(further) > 1:
+        raise UserError(
+            f"--padding {config.padding} --documents apart: given a mask, transformers does not look where positions begin again, and documents "
+            "see each other; leave one of them out"
+        )
+    if further and user_file.is_named(architecture["model_type"]):
+        raise UserError(
+            f"--padding {config.padding} --documents {config.documents} --model {config.model_name}: a module of your own is called with ids and "
+            "labels alone; leave them out"
+        )
 
 
 def _require_profiled(config: Config, num_steps: int) -> None:
@@ -168,7 +183,7 @@ def check_environment(config: Config, architecture: dict) -> None:
     # Last: these two import torch.
     initial_weights.check(config, architecture)
     workers = workers_here(config.num_workers) if launched_in_place() else config.num_workers
-    limit.require(config, architecture, workers)
+    require_memory(config, architecture, workers)
     for folder in written.values():
         if folder is not None and not config.dry_run:
             folder.mkdir(parents=True, exist_ok=True)

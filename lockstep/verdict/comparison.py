@@ -18,7 +18,7 @@ from lockstep.verdict.comparable_dumps import (
     require_norm,
 )
 from lockstep.verdict.distance import Distance
-from lockstep.verdict.judgement import ROUNDOFF, Judgement, Yardstick, noise_of, pass_of, tolerance
+from lockstep.verdict.judgement import ROUNDOFF, Judgement, OfDDP, noise_of, pass_of, tolerance
 from lockstep.verdict.result import Findings, Result
 
 # Without a reference: the largest distance from it that DDP had, over the clean sweep and the real sizes (results/).
@@ -137,7 +137,7 @@ def _judge_step(
         runs[run].norms.append(norm)
     for run, updated in measuring.updates(reference, references, dumps, step, norms):
         found[run] |= updated
-    yardstick = Yardstick(ddp, step, found[BASELINE], precision)
+    yardstick = OfDDP(ddp, step, found[BASELINE], precision)
     for run, dump in dumps.items():
         lowered = bool(references[run].steps[str(step)].get("lowered"))
         runs[run].rows += [

@@ -9,8 +9,8 @@ is a factor less one, and zero up to a standard error that is measured on what i
 tolerated, and has the experiment that holds it.
 """
 
+import functools
 import math
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,6 +29,7 @@ WHOLE = 0  # the first projection is of all of a tensor
 
 
 Part = tuple[int, int, int]  # dim, start and stop of a part of a tensor
+Cut = tuple[list[Part | None], np.ndarray, bool]
 
 
 @dataclass
@@ -132,8 +133,8 @@ def _is_unknown(one: Projections) -> np.ndarray:
 
 
 def _ratio(part: np.ndarray, whole: np.ndarray, otherwise: float = 0.0) -> np.ndarray:
-    part, whole = np.broadcast_arrays(part, whole)
-    return np.divide(part, whole, out=np.full(whole.shape, otherwise), where=whole > 0)
+    out = np.full(np.broadcast_shapes(part.shape, whole.shape), otherwise)
+    return np.divide(part, whole, out=out, where=whole > 0)
 
 
 def project(
@@ -148,13 +149,14 @@ def project(
     products, sizes = (one.numpy() for one in _summed(own, near, right, is_turned, together))
     # Few rows may have most of a tensor, and few errors say little of their size. So once more with all rows alike.
     alike = _ratio(np.ones(1), sizes.sum(1, keepdims=True))
-    parts: list[Part | None] = []
-    found = []
-    for cut, of_rows, of_columns in _cuts(shape, together, is_weight):
-        for weight in (1.0, alike):
-            parts += cut
-            found.append(_project(products * weight, sizes * weight, of_rows, of_columns))
-    return Projections(name, parts, *(np.concatenate(each, -1) for each in zip(*found, strict=True)))
+    products, sizes = (np.stack([each, alike * each]) for each in (products, sizes))
+    cuts = _cuts(shape, together, is_weight)
+    found = (_project(products, sizes, blocks, of_columns) for _, blocks, of_columns in cuts)
+    excess, size, variances, fourth = (np.concatenate(each, -1) for each in zip(*found, strict=True))
+    freedom = _ratio(np.square(variances), fourth, otherwise=1.0) - 1
+    freedom[2] = MANY
+    parts = [part for cut, _, _ in cuts for part in 2 * cut]
+    return Projections(name, parts, excess, _ratio(np.sqrt(variances), size), freedom)
 
 
 def _summed(
@@ -184,14 +186,12 @@ def _summed(
     return products, sizes
 
 
-def _cuts(
-    shape: torch.Size, together: int, is_weight: bool
-) -> Iterator[tuple[Sequence[Part | None], np.ndarray, np.ndarray]]:
-    """(the parts, which rows are in each, which columns). Columns are summed, so many `together`."""
+@functools.lru_cache(maxsize=64)  # a model has few shapes
+def _cuts(shape: torch.Size, together: int, is_weight: bool) -> list[Cut]:
+    """(the parts, the one that each row or column is in, whether these are columns). Columns are summed, so many `together`."""
     width = shape[-1] if len(shape) > 1 else 1
     rows, columns = shape.numel() // width, math.ceil(width / together)
-    all_rows, all_columns = (np.ones((size, 1)) for size in (rows, columns))
-    yield [None], all_rows, all_columns
+    found: list[Cut] = [([None], np.zeros(rows, int), False)]
     dims = list(range(len(shape)))
     if is_weight and len(shape) > 1:
         dims[-2:] = dims[:-3:-1]
@@ -202,40 +202,38 @@ def _cuts(
         if number < 2:
             continue
         blocks = np.array_split(np.arange(size), number)
-        of_index = np.repeat(np.eye(number), [len(block) for block in blocks], 0)
-        cut = [
+        cut: list[Part | None] = [
             (dims[dim], int(block[0]) * times, min((int(block[-1]) + 1) * times, length)) for block in blocks
         ]
-        if is_column:
-            yield cut, all_rows, of_index
-        else:
+        of_index = np.repeat(np.arange(number), [len(block) for block in blocks])
+        if not is_column:
             before = shape[:dim].numel()
-            after = rows // before // length
-            yield cut, np.tile(np.repeat(of_index, after, 0), (before, 1)), all_columns
+            of_index = np.tile(np.repeat(of_index, rows // before // length), before)
+        found.append((cut, of_index, is_column))
+    return found
 
 
 def _project(
-    products: np.ndarray, sizes: np.ndarray, rows: np.ndarray, columns: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(excess (parts), standard errors (3, parts), degrees of freedom (3, parts)).
+    products: np.ndarray, sizes: np.ndarray, blocks: np.ndarray, of_columns: bool
+) -> tuple[np.ndarray, ...]:
+    """(excess (parts), size (parts), variances (3, parts), their squares summed likewise) of arrays (2, rows, columns).
 
     Errors may be each element's own, or shared by a row. They may be shared by a column, too: where a bias is large, its column has nearly
     one value in all rows, which all round to the same side. A part may have few columns, so the size of these errors is taken as known.
     """
-    in_rows, sizes_of_rows = products @ columns, sizes @ columns
-    size = rows.T @ sizes_of_rows
-    excess = _ratio(rows.T @ in_rows, size)
-    left = products - np.linalg.multi_dot([rows, excess, columns.T]) * sizes
-    of_elements = np.square(left)
-    of_rows = np.square(in_rows - rows @ excess * sizes_of_rows)
-    of_columns = np.square(rows.T @ left)
-    variances, fourth = (
-        np.stack([np.linalg.multi_dot([rows.T, elements, columns]), rows.T @ of_row, of_column @ columns])
-        for elements, of_row, of_column in (
-            (of_elements, of_rows, of_columns),
-            (np.square(of_elements), np.square(of_rows), np.square(of_columns)),
-        )
-    )
-    freedom = _ratio(np.square(variances), fourth, otherwise=1.0) - 1
-    freedom[2] = MANY
-    return excess.ravel(), _ratio(np.sqrt(variances), size).reshape(3, -1), freedom.reshape(3, -1)
+    if of_columns:
+        products, sizes = products.swapaxes(1, 2), sizes.swapaxes(1, 2)
+    parts = np.eye(blocks[-1] + 1)[:, blocks]
+    sums, lengths = products.sum(-1, keepdims=True), sizes.sum(-1, keepdims=True)
+    size = parts @ lengths
+    excess = _ratio(parts @ sums, size)
+    right = excess[:, blocks]
+    left = right * sizes
+    np.subtract(products, left, out=left)  # in place: fresh memory costs more than the arithmetic
+    errors = left, sums - right * lengths, parts @ left
+    moments = []
+    for _ in range(2):
+        each, line, across = (np.square(one, out=one) for one in errors)
+        lines = parts @ line, across.sum(-1, keepdims=True)  # of what is cut, and across it
+        moments.append(np.stack([parts @ each.sum(-1, keepdims=True), *lines[:: -1 if of_columns else 1]]))
+    return excess.ravel(), size.ravel(), *(each.reshape(3, -1) for each in moments)

@@ -104,11 +104,14 @@ class Float64(Told):
         if function in CASTS:
             self.lowered |= function is not torch.Tensor.float
             function = torch.Tensor.double
-        args, kwargs = tree_map(self._widened, (args, kwargs or {}))
+        args = tuple(
+            map(self._widened, args)
+        )  # no function of torch takes a dtype inside of another argument
+        kwargs = {name: self._widened(one) for name, one in (kwargs or {}).items()}
         return super().__torch_function__(function, types, args, kwargs)
 
     def _widened(self, leaf: Any) -> Any:
-        if leaf not in LOWER if isinstance(leaf, torch.dtype) else True:
+        if not isinstance(leaf, torch.dtype) or leaf not in LOWER:
             return leaf
         self.lowered |= leaf is not torch.float32
         return torch.float64

@@ -131,13 +131,35 @@ def add_pictures(
 
 
 class Yardstick:
-    """DDP's own distances in one step, `found` by name: what the tensors of all runs are judged by."""
+    """Distances of correct tensors, `found` by name: what the same tensors of others are judged by. `entries` has their shapes and dtypes."""
+
+    def __init__(self, found: dict[str, Distance], entries: dict[str, dict], precision: str):
+        self.found, self.entries, self.precision = found, entries, precision
+        self.noise = noise_of(found, entries, precision)
+        # But for those that are zero in exact arithmetic: their relative errors say nothing of others.
+        self.typical = typical_error(
+            [
+                one
+                for name, one in found.items()
+                if is_vector_gradient(name, entries[name]) and not is_zero(one, self.noise[name], precision)
+            ]
+        )
+
+    def tolerance(self, name: str, distance: Distance, times: float = 1.0) -> Size:
+        """What is tolerated of a tensor; of the gradient of a vector, `times` as much."""
+        noise, entry = self.noise.get(name), self.entries[name]
+        zero = noise is not None and is_zero(distance, noise, self.precision)
+        vector = is_vector_gradient(name, entry)
+        found = measure(self.found[name], self.typical if vector else None, noise if zero else None)
+        return tolerance(name, distance, found.times(times if vector else 1.0), ROUNDOFF[entry["dtype"]])
+
+
+class OfDDP(Yardstick):
+    """DDP's own distances in one step."""
 
     def __init__(self, ddp: Dump, step: int, found: dict[str, Distance], precision: str):
-        self.ddp, self.step, self.found, self.precision = ddp, step, found, precision
-        self.entries = ddp.steps[str(step)]["tensors"]
-        self.noise = noise_of(found, self.entries, precision)
-        self.typical = typical_error(vectors_of(found, self.noise, self.entries, precision))
+        super().__init__(found, ddp.steps[str(step)]["tensors"], precision)
+        self.ddp, self.step = ddp, step
 
     def judge(self, dump: Dump, name: str, distance: Distance, lowered: bool) -> Judgement:
         """A row of a run; `lowered` says whether an optimizer of the user's own computes in bfloat16 or float16 itself."""
@@ -146,22 +168,13 @@ class Yardstick:
     def _tolerance(self, dump: Dump, name: str, distance: Distance, lowered: bool) -> Size:
         if name.removeprefix("parameter/") in self.ddp.layout.model.frozen:
             return EXACT
-        own, roundoff = self.found[name], ROUNDOFF[self.entries[name]["dtype"]]
+        own, noise = self.found[name], self.noise.get(name)
         if self.ddp.has_own_optimizer and pass_of(name) == "update" and not name.startswith("average/"):
-            return own_update_tolerance(
-                distance, own, LIMIT_OF_LOWERED if lowered else LIMIT_OF_UPDATE, roundoff
-            )
-        noise = self.noise.get(name)
+            limit = LIMIT_OF_LOWERED if lowered else LIMIT_OF_UPDATE
+            return own_update_tolerance(distance, own, limit, ROUNDOFF[self.entries[name]["dtype"]])
         if distance is own and noise is not None:
             return yardstick_tolerance(distance, self.precision, noise)
-        zero = noise is not None and is_zero(distance, noise, self.precision)
-        vector = self._is_vector_gradient(name)
-        found = measure(own, self.typical if vector else None, noise if zero else None)
-        times = _times_as_many_tokens(dump, self.ddp) if vector else 1.0
-        return tolerance(name, distance, found.times(times), roundoff)
-
-    def _is_vector_gradient(self, name: str) -> bool:
-        return is_vector_gradient(name, self.entries[name])
+        return self.tolerance(name, distance, _times_as_many_tokens(dump, self.ddp))
 
 
 def is_vector_gradient(name: str, entry: dict) -> bool:
@@ -191,17 +204,6 @@ def _times_as_many_tokens(dump: Dump, ddp: Dump) -> float:
     """
     tokens, others = (one.run["config"]["batch_size"] / one.run["config"]["cp_size"] for one in (dump, ddp))
     return max(1.0, tokens / others)
-
-
-def vectors_of(
-    found: dict[str, Distance], noise: dict[str, Size], entries: dict[str, dict], precision: str
-) -> list[Distance]:
-    """The gradients of norms and biases, but for those that are zero in exact arithmetic: their relative errors say nothing of others."""
-    return [
-        one
-        for name, one in found.items()
-        if is_vector_gradient(name, entries[name]) and not is_zero(one, noise[name], precision)
-    ]
 
 
 def typical_error(vectors: list[Distance]) -> Size:

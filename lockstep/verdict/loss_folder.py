@@ -2,16 +2,14 @@
 
 import datetime
 import json
-import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from lockstep.dumps import history
 from lockstep.dumps.history import History
 from lockstep.ground.errors import UserError, printable
-from lockstep.ground.files import write_text
+from lockstep.ground.files import plain, write_text
 from lockstep.plan import strategies
 from lockstep.plan.config import BASELINE, CONTROL, history_file
 from lockstep.plan.mesh import Mesh
@@ -119,13 +117,4 @@ def write(judged: Judged, path: Path, command: str, *, tensors: str | None = Non
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "histories": {name: {"run": one.run, "weights": one.weights} for name, one in everyone.items()},
     }
-    write_text(path, json.dumps(_strict(content), indent=2) + "\n")
-
-
-def _strict(value: Any) -> Any:
-    """The same data with null for numbers that JSON does not have."""
-    if isinstance(value, dict):
-        return {key: _strict(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_strict(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    write_text(path, json.dumps(plain(content), indent=2) + "\n")

@@ -51,7 +51,7 @@ def draw(
     return Picture(
         list(error.shape),
         (down, across),
-        "".join(_level(float(value), largest) for value in blocks.flat),
+        _levels(blocks, largest),
         largest,
         int(wrong.sum()),
         [_slices(wrong, dim) for dim in range(error.ndim)],
@@ -79,13 +79,12 @@ def _short(value: np.float64) -> float:
     return float(f"{value:.8g}")
 
 
-def _level(error: float, largest: float) -> str:
-    if error == 0:
-        return "."
-    if not math.isfinite(error):
-        return "!"
+def _levels(blocks: np.ndarray, largest: float) -> str:
     last = len(LEVELS) - 1
-    return LEVELS[max(0, round(last * (1 + math.log10(error / largest) / DECADES)))]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        level = np.rint(last * (1 + np.log10(blocks / largest) / DECADES)).clip(0)
+    places = np.select([blocks == 0, np.isinf(blocks)], [last + 1, last + 2], level)
+    return np.frombuffer(f"{LEVELS}.!".encode(), np.uint8)[places.astype(int)].tobytes().decode()
 
 
 def _slices(wrong: np.ndarray, dim: int) -> list[list[int]]:

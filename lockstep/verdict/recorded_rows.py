@@ -7,18 +7,7 @@ import torch
 
 from lockstep.verdict.distance import Distance, distance_of, distance_of_numbers
 from lockstep.verdict.factors import Factors
-from lockstep.verdict.judgement import (
-    ROUNDOFF,
-    Judgement,
-    add_pictures,
-    is_vector_gradient,
-    is_zero,
-    measure,
-    noise_of,
-    tolerance,
-    typical_error,
-    vectors_of,
-)
+from lockstep.verdict.judgement import Judgement, Yardstick, add_pictures
 from lockstep.verdict.normalisation import Gradients, Named
 
 MOSTLY = 0.9  # of an error that a factor on all of a tensor explains
@@ -89,19 +78,11 @@ def judged(
     entries: dict[str, dict] = {
         name: {"shape": list(tensor.shape), "dtype": DTYPES[tensor.dtype]} for name, tensor in tensors.items()
     }
-    noise = noise_of(near, entries, precision)
-    typical = typical_error(vectors_of(near, noise, entries, precision))
-    rows = []
-    for name, distance in own.items():
-        zero = is_zero(distance, noise[name], precision)
-        vector = is_vector_gradient(name, entries[name])
-        found = measure(near[name], typical if vector else None, noise[name] if zero else None)
-        rows.append(
-            Judgement(
-                step, name, distance, *tolerance(name, distance, found, ROUNDOFF[entries[name]["dtype"]])
-            )
-        )
-    return rows
+    yardstick = Yardstick(near, entries, precision)
+    return [
+        Judgement(step, name, distance, *yardstick.tolerance(name, distance))
+        for name, distance in own.items()
+    ]
 
 
 def judged_gradients(

@@ -152,10 +152,10 @@ class ReferenceStrategy:
         return sum(float(gradient_of(parameter).square().sum()) for parameter in trained(self.model)) ** 0.5
 
     def update(self) -> float:
-        grad_norm, bound = self.grad_norm(), self.config.max_grad_norm
-        if bound > 0:
-            for parameter in trained(self.model):
-                gradient_of(parameter).mul_(min(1.0, bound / (grad_norm + 1e-6)))
+        grad_norm = self.grad_norm()
+        clip = clip_factor(vars(self.config), grad_norm)
+        for parameter in trained(self.model):
+            gradient_of(parameter).mul_(clip)
         with Float64():
             self.optimizer.step()
         if self.average is not None:

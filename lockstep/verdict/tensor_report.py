@@ -1,15 +1,12 @@
 """The report of a tensor-level comparison: the verdict and the tables, as text, Markdown and JSON."""
 
 import json
-import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from lockstep.ground.errors import printable
-from lockstep.ground.files import REPORTS, write_result
+from lockstep.ground.files import REPORTS, plain, write_result
 from lockstep.verdict import report_tables as tables
 from lockstep.verdict.alone import REMEDY, sentences
 from lockstep.verdict.distance import relative
@@ -44,7 +41,7 @@ def write(result: Result, folder: Path) -> None:
         for title, lines in sections.items()
     )
     write_result(folder / "report.md", f"# Tensor by tensor: {result.outcome}\n\n" + text + "\n")
-    write_result(folder / "report.json", json.dumps(as_data(result), indent=1) + "\n")
+    write_result(folder / "report.json", json.dumps(plain(as_data(result)), indent=1) + "\n")
 
 
 def _summary(result: Result) -> dict[str, Sequence[Line]]:
@@ -224,14 +221,14 @@ def causes(result: Result) -> list[str]:
 
 
 def as_data(result: Result) -> dict:
-    """The report as data for JSON, with null for numbers that JSON does not have."""
+    """The report as data (lockstep/ground/files.py has `plain`)."""
     rows = [(name, row) for name, run in result.runs.items() for row in run.rows]
     return {
         "verdict": result.outcome,
         "about": tables.about(result),
         "runs": {name: _of_run(result, name) for name in result.runs},
         "notes": notes(result),
-        "losses": [_strict(asdict(loss)) for loss in result.losses],
+        "losses": result.losses,
         "tensors": [_of_row(*each) for each in sorted(rows, key=lambda each: each[1].step)],
         "tensors_by_themselves": [
             _of_row(name, row) for name, run in result.runs.items() for row in run.by_themselves
@@ -250,9 +247,9 @@ def _of_run(result: Result, name: str) -> dict:
         "origin": run.dump.run["origin"],
         "missing": run.dump.missing,
         "first_failure": run.failures[:1],
-        "diagnosis": asdict(run.diagnosis) if run.diagnosis else None,
+        "diagnosis": run.diagnosis,
         "num_failures": len(run.failures),
-        "nearest": _finite(run.nearest),
+        "nearest": run.nearest,
         "not_judged": sorted({row.name for row in run.rows if not row.judged}),
     }
 
@@ -265,22 +262,12 @@ def _of_row(run: str, row: Judgement) -> dict:
         "name": row.name,
         "pass": row.which_pass,
         "too_far": row.too_far,
-        "distance": _finite(distance.relative),
-        "largest": _finite(distance.relative_largest),
-        "of_tolerated": _finite(row.multiple),
-        "tolerated": _finite(relative(row.tolerated, distance.norm)),
-        "tolerated_largest": _finite(relative(row.tolerated_largest, distance.largest)),
-        "norm": _finite(distance.own_norm),
+        "distance": distance.relative,
+        "largest": distance.relative_largest,
+        "of_tolerated": row.multiple,
+        "tolerated": relative(row.tolerated, distance.norm),
+        "tolerated_largest": relative(row.tolerated_largest, distance.largest),
+        "norm": distance.own_norm,
         "judged": row.judged,
         "factor": row.factor and row.factor.describe(),
     }
-
-
-def _strict(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _strict(each) for key, each in value.items()}
-    return _finite(value)
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
