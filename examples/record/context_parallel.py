@@ -10,7 +10,6 @@ import argparse
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional as collectives
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -27,10 +26,42 @@ def places(layout, rank, ranks):
     return torch.cat([chunks[rank], chunks[-1 - rank]])
 
 
+class Gather(torch.autograd.Function):
+    """(N, ...) of every rank -> (ranks, N, ...). `all_gather` of torch.distributed.nn has a wrong gradient with gloo, if it lies transposed in memory."""
+
+    @staticmethod
+    def forward(ctx, own, group):
+        ctx.group = group
+        parts = [torch.empty(own.shape) for _ in range(group.size())]
+        dist.all_gather(parts, own.contiguous(), group)
+        return torch.stack(parts)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.contiguous()
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient[ctx.group.rank()], None
+
+
+class Exchange(torch.autograd.Function):
+    """(ranks, N, ...): part i is sent to rank i, and comes from there."""
+
+    @staticmethod
+    def forward(ctx, parts, group):
+        ctx.group = group
+        received = torch.empty(parts.shape)
+        dist.all_to_all_single(received, parts.contiguous(), group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return Exchange.apply(gradient, ctx.group), None
+
+
 def attend_to_all(layout, group, scaling, query, key, value):
     """Queries of a rank's own positions, keys and values of all."""
     ranks = group.size()
-    key, value = (torch.cat(collectives.all_gather(one.contiguous(), group), 2) for one in (key, value))
+    key, value = (torch.cat(Gather.apply(one, group).unbind(), 2) for one in (key, value))
     keys = torch.cat([places(layout, rank, ranks) for rank in range(ranks)])
     seen = keys <= places(layout, group.rank(), ranks)[:, None]
     return F.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=scaling, enable_gqa=True)
@@ -38,9 +69,8 @@ def attend_to_all(layout, group, scaling, query, key, value):
 
 def exchange(tensor, group, cut, joined):
     """All to all: cuts one dim, joins another."""
-    parts = torch.stack([one.contiguous() for one in tensor.chunk(group.size(), cut)])
-    received = collectives.all_to_all_single(torch.empty_like(parts), parts, group=group)
-    return torch.cat(received.unbind(), joined)
+    parts = torch.stack(tensor.chunk(group.size(), cut))
+    return torch.cat(Exchange.apply(parts, group).unbind(), joined)
 
 
 def attend_with_some_heads(group, scaling, query, key, value):

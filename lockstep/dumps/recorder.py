@@ -413,6 +413,7 @@ class Recorder:
             "step": self.step,
             "torch": torch.__version__,
             "data_parallel": _data_parallel(self.model),
+            "groups": _groups(),
             "frozen": self.frozen,
             "micro_batches": self.micro,
             "clips": self.clips,
@@ -481,6 +482,12 @@ def _param_dtype(model: torch.nn.Module) -> str | None:
         return None  # the parameters' own
     dtype = model._get_fsdp_state()._mp_policy.param_dtype
     return None if dtype is None else str(dtype)
+
+
+def _groups() -> list[list[int]]:
+    """The ranks of each process group that this rank is in, in their order there."""
+    groups = dist.distributed_c10d._world.pg_group_ranks.values() if dist.is_initialized() else ()
+    return [sorted(ranks, key=lambda rank: ranks[rank]) for ranks in groups]
 
 
 def _data_parallel(model: torch.nn.Module) -> list[int]:

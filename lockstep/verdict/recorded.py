@@ -19,7 +19,7 @@ from lockstep.verdict.judgement import FLOOR, MULTIPLE, UNIT
 from lockstep.verdict.lazy import Lazy
 from lockstep.verdict.normalisation import Fit, Gradients
 from lockstep.verdict.recorded_alone import Alone
-from lockstep.verdict.recorded_modules import Modules, Tensors
+from lockstep.verdict.recorded_modules import Modules, Tensors, as_pieces
 from lockstep.verdict.recorded_reference import Computed, Loss, Reference
 from lockstep.verdict.recorded_rows import StepVerdict, judged_gradients, times
 from lockstep.verdict.recorded_weights import Weighed, shares_of
@@ -72,9 +72,12 @@ class _Step:
         called = recording.micro_batches(step)
         self.unused = [one for one in called if not one.about.used]
         used = [one for one in called if one.about.used]
-        self.verdict = StepVerdict(step, len(used), len(set(shares_of(used))))
+        pieces = max(1 if one.piece is None else len(one.piece.all) for one in used)
+        number = len({id(one.first) for one in used})
+        self.verdict = StepVerdict(step, number, len(set(shares_of(used))), pieces)
         # Zeros say nothing of how a micro batch is weighed, such as where all advantages are zero
         self.micro = [one for one in used if not one.is_zero] or used
+        self.micro.sort(key=lambda one: (one.first.ranks[0], one.number))  # pieces beside each other
         self.of_norm: list[str] = []  # what is wrong with the norm of clipping: after what may have caused it
         self.loss_noise = 0.0
         self.exact: list[Computed] = []
@@ -152,18 +155,23 @@ class _Step:
         plain = Reference(self.recording, self.verdict.step, weights, self.loss, exact=False)
         modules = Modules(self.verdict, self.precision)
         self.alone = Alone(self.verdict, self.precision, exact, plain, len(self.recording.steps))
-        for called in self.micro:
-            own, told = self._recorded(called)
-            right, measured = exact.compute(called, told), plain.compute(called, told)
-            if self.verdict.step == 1 and not self.exact:
-                _require_repeatable(right, exact.compute(called, told))
-            modules.add(called.number, called.ranks, own, right, measured)
-            right.arrived *= modules.scales.get((called.number, called.ranks[0]), 1.0)
-            self.loss_noise = max(self.loss_noise, _loss_noise(right, measured))
-            for one, kept in ((right, self.exact), (measured, self.near)):
-                one.shapes = {name: tensor.shape for name, tensor in one.modules.items()}
-                one.modules, one.logits, one.at_logits = {}, None, None  # they take the most memory
-                kept.append(one)
+        for _, same in itertools.groupby(self.micro, key=lambda one: id(one.first)):
+            pieces = list(same)
+            recorded = [self._recorded(called) for called in pieces]
+            for called, (_, told) in zip(pieces, recorded, strict=True):
+                for reference, kept in ((exact, self.exact), (plain, self.near)):
+                    kept.append(reference.compute(called, told))
+                if self.verdict.step == 1 and len(self.exact) == 1:
+                    _require_repeatable(self.exact[0], exact.compute(called, told))
+            rights, near = self.exact[-len(pieces) :], self.near[-len(pieces) :]
+            for computed in (rights, near):
+                as_pieces(computed, pieces, [own for own, _ in recorded])
+            for called, (own, _), right, measured in zip(pieces, recorded, rights, near, strict=True):
+                modules.add(called.number, called.ranks, own, right, measured)
+                right.arrived *= modules.scales.get((called.number, called.ranks[0]), 1.0)
+                self.loss_noise = max(self.loss_noise, _loss_noise(right, measured))
+                for one in (right, measured):
+                    one.modules, one.logits, one.at_logits = {}, None, None  # they take the most memory
         if self.verdict.step == 1:
             recorded_task.judge(self.verdict, exact, self.micro, self.exact)
         return modules.close()
@@ -176,7 +184,8 @@ class _Step:
             return
         for called, right, near in zip(self.micro, self.exact, self.near, strict=True):
             self.alone.add(called, *self._recorded(called), right, near)
-        rows = self.alone.judge(self.gradients, nominal)
+        # A piece's loss alone has no gradient there.
+        rows = self.alone.judge(self.gradients, nominal if self.verdict.pieces == 1 else None)
         self.verdict.alone = rows
         first = next((row for row in rows if row.too_far), None)
         if first is not None:
@@ -356,7 +365,7 @@ class _Step:
     def _judge_samples(self) -> None:
         """Ranks that hold whole replicas are data-parallel, so they must see different samples."""
         for one, other in itertools.combinations(self.micro, 2):
-            if one.has_same(other.tensors, other.about):
+            if one.first is not other.first and one.has_same(other.tensors, other.about):
                 self.verdict.wrong.append(
                     f"micro batches {one.number} of rank {one.ranks[0]} and {other.number} of rank {other.ranks[0]} are the same samples"
                 )

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_unflatten, treespec_loads
 from lockstep.dumps import tree
 from lockstep.dumps.model_outputs import mapped, outputs_of, tensors_of
 from lockstep.dumps.module_hooks import ModuleHooks, module_of
-from lockstep.dumps.recording import Called, Recording
+from lockstep.dumps.recording import IGNORED, Called, Recording
 from lockstep.dumps.trace import storage
 from lockstep.ground.errors import UserError, first_line
 from lockstep.inputs import shapes
@@ -23,7 +23,6 @@ from lockstep.verdict.lazy import Lazy, on_disk
 from lockstep.verdict.normalisation import Gradients
 from lockstep.verdict.recorded_loss import recognise
 
-IGNORED = (-100, -1)  # labels that count for no token
 Loss = Callable[..., Any]
 SAME = 1e-9  # relative: the float64 loss is this mean over tokens
 
@@ -229,11 +228,18 @@ class Reference:
             loss, often = scalars[""], _arrived(called, at)
             arrived = often[""] or 1.0
         elif called.has_own_loss and not missing:
+            if called.piece is not None:
+                returned = {name: called.piece.cut(one) for name, one in returned.items()}
             begun = {name: one.to(returned[name].dtype) for name, one in called.arrived.items()}
             begun |= {name: returned[name].new_tensor(one) for name, one in called.about.scalars.items()}
             torch.autograd.backward([returned[name] for name in begun], list(begun.values()))
             loss, logits = None, returned[next(iter(begun))] if len(begun) == 1 else None
         elif loss is not None:
+            if called.piece is not None and called.piece.labels is None:
+                raise UserError(
+                    f"the model is called with pieces of samples, and none of {', '.join(called.tensors)} is named as labels are, so the loss of a piece is not known; "
+                    "name them labels or targets"
+                )
             scalars = {name: one for name, one in returned.items() if one.ndim == 0}
             own = next(name for name, one in scalars.items() if one is loss)
             unknown = own not in often
@@ -244,6 +250,10 @@ class Reference:
             )
         if loss is not None:
             terms = self._terms(loss, scalars) if free is None else free.terms
+            if terms and called.piece is not None and self.loss is None:
+                raise UserError(
+                    f"the model's loss has {next(iter(terms))}, of a piece of the samples alone, which no process has that computes the whole"
+                )
             for name, term in terms.items():
                 term.beside = often.get(name, 0.0)
             roots = {name: one for name, one in scalars.items() if one is loss or name in terms}
@@ -284,9 +294,13 @@ class Reference:
     ) -> tuple[dict[str, torch.Tensor], float, dict[str, dict[str, torch.Tensor]]]:
         """Of the loop's own loss: (it, as "", and its terms by name; the number that it is a sum over, or 0; the gradients of each at what the model returned)."""
         assert self.loss is not None
-        tensors = self._widened(called.tensors)
+        piece = called.piece
+        tensors = self._widened(called.tensors if piece is None else piece.own)
         copies: dict[str, torch.Tensor] = {}
-        given = mapped(output, lambda name, one: copies.setdefault(name, one.clone()))
+        given = mapped(
+            output,
+            lambda name, one: copies.setdefault(name, one.clone() if piece is None else piece.cut(one).clone()),
+        )
         try:
             made = self.loss(given, tensors)
         except Exception as error:  # noqa: BLE001 - a user's function may raise anything
