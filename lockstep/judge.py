@@ -52,7 +52,8 @@ def main(argv: list[str] | None = None) -> int:
         before = [Recording(options.after)] if options.after else []
         loss = options.loss and user_file.load(options.loss, "--loss")
         steps = recorded.judge(recording, options.expect, loss)
-        run = recorded_run.judge([*before, recording], with_replacement=options.with_replacement)
+        cut = steps[0].cut
+        run = recorded_run.judge([*before, recording], with_replacement=options.with_replacement, cut=cut)
         page.write(recording, steps, run)
         return recorded_report.show(steps, run, options.folder)
 

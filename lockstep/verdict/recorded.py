@@ -75,6 +75,9 @@ class _Step:
         pieces = max(1 if one.piece is None else len(one.piece.all) for one in used)
         number = len({id(one.first) for one in used})
         self.verdict = StepVerdict(step, number, len(set(shares_of(used))), pieces)
+        wholes = {id(one.first): one.piece.all for one in used if one.piece is not None}
+        ranks = [of for all in wholes.values() for of in zip(*(one.ranks for one in all), strict=False)]
+        self.verdict.cut = list(dict.fromkeys(ranks))
         # Zeros say nothing of how a micro batch is weighed, such as where all advantages are zero
         self.micro = [one for one in used if not one.is_zero] or used
         self.micro.sort(key=lambda one: (one.first.ranks[0], one.number))  # pieces beside each other
