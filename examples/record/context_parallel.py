@@ -22,7 +22,9 @@ def places(layout, rank, ranks):
     """The positions of a sequence that a rank has."""
     if layout != "zigzag":
         return torch.arange(LENGTH).chunk(ranks)[rank]
-    chunks = torch.arange(LENGTH).chunk(2 * ranks)  # an early and a late one, so that all ranks have equal work
+    chunks = torch.arange(LENGTH).chunk(
+        2 * ranks
+    )  # an early and a late one, so that all ranks have equal work
     return torch.cat([chunks[rank], chunks[-1 - rank]])
 
 
@@ -97,6 +99,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--layout", choices=("contiguous", "zigzag", "ulysses"), default="contiguous")
     parser.add_argument("--cp", type=int, default=2)
+    parser.add_argument("--accumulation", type=int, default=1)
     parser.add_argument("--own_loss", action="store_true")
     options = parser.parse_args()
     dist.init_process_group("gloo")
@@ -117,10 +120,11 @@ def main():
             loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / tokens
         else:
             loss = net(**given, labels=labels, shift_labels=labels, num_items_in_batch=tokens).loss
-        (loss * ranks).backward()  # DDP averages over all ranks
-        optimizer.step()
-        optimizer.zero_grad()
-        if number == 3:
+        (loss * ranks / options.accumulation).backward()  # DDP averages over all ranks
+        if number % options.accumulation == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+        if number == 3 * options.accumulation:
             break
 
 

@@ -3,6 +3,8 @@
 Positions say where a piece belongs.
 """
 
+from collections.abc import Iterator
+
 import torch
 
 Sizes = torch.Size | list[int]
@@ -25,17 +27,19 @@ class Pieces:
         """The whole of the pieces' tensors, of a `shape` if it is known; None if they are not parts of one."""
         first = parts[0].shape
         if shape is None:  # along one dim, but that of samples
-            dims = [dim for dim in range(len(first) > 1, len(first)) if first[dim] == len(self.places[0])]
-            if not dims:
+            along = [dim for dim in range(len(first) > 1, len(first)) if first[dim] == len(self.places[0])]
+            if not along:
                 return None
-            shape = [*first[: dims[0]], self.length, *first[dims[0] + 1 :]]
+            shape = [*first[: along[0]], self.length, *first[along[0] + 1 :]]
         dims = [self._dim(part.shape, shape, number) for number, part in enumerate(parts)]
-        if None in dims or len({part.dtype for part in parts}) > 1:
+        if any(dim is None for dim in dims) or len({part.dtype for part in parts}) > 1:
             return None
         whole = parts[0].new_empty(shape)
         for dim, own, part in zip(dims, self.places, parts, strict=True):
             assert dim is not None
-            whole.unflatten(dim, (-1, self.length)).index_copy_(dim + 1, own, part.unflatten(dim, (-1, len(own))))
+            whole.unflatten(dim, (-1, self.length)).index_copy_(
+                dim + 1, own, part.unflatten(dim, (-1, len(own)))
+            )
         return whole
 
     def cut(self, whole: torch.Tensor, number: int, shape: Sizes | None = None) -> torch.Tensor:
@@ -80,13 +84,7 @@ def find(positions: list[torch.Tensor]) -> Pieces | None:
         of_all.sort().values, torch.arange(len(of_all))
     ):
         return Pieces(list(of_all.split(lengths)))
-    contiguous = torch.arange(len(of_all)).split(lengths)
-    chunks = torch.arange(len(of_all)).chunk(2 * len(positions))
-    balanced = [torch.cat([early, late]) for early, late in zip(chunks, reversed(chunks), strict=True)]
-    for places in (list(contiguous), balanced[: len(positions)]):
-        if [len(one) for one in places] != lengths:
-            continue
-        pieces = Pieces(places)
+    for pieces in layouts(lengths):
         whole = pieces.joined(positions)
         assert whole is not None
         follows = whole.diff(dim=1)
@@ -94,3 +92,12 @@ def find(positions: list[torch.Tensor]) -> Pieces | None:
         if not whole[:, 0].any() and bool(right.all()) and bool((follows == 1).any(0)[pieces.seams()].all()):
             return pieces
     return None
+
+
+def layouts(lengths: list[int]) -> Iterator[Pieces]:
+    """Pieces that follow each other; or that have an early and a late part each, so that all ranks have equal work."""
+    every = torch.arange(sum(lengths))
+    yield Pieces(list(every.split(lengths)))
+    if len(set(lengths)) == 1 and lengths[0] % 2 == 0:
+        halves = every.split(lengths[0] // 2)
+        yield Pieces([torch.cat([halves[place], halves[-1 - place]]) for place in range(len(lengths))])

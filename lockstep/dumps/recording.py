@@ -113,6 +113,9 @@ class Called:
     # The gradients, other than zero, that arrived from the loop at tensors that the model returned; its scalars' are in `about`
     arrived: dict[str, torch.Tensor] = field(default_factory=dict)
     piece: "Piece | None" = None  # of samples that are cut
+    instead: dict[str, torch.Tensor] = field(
+        default_factory=dict
+    )  # of what the model was called with, for a trial
 
     @property
     def is_zero(self) -> bool:

@@ -128,7 +128,9 @@ def known(tokens: list[int], shares: list[int], numbers: list[int] | None = None
     n = torch.tensor(tokens, dtype=torch.float64)
     wholes = list(zip(shares, range(len(n)) if numbers is None else numbers, strict=True))
     of_share, of_whole = (
-        torch.tensor([float(n[[other == own for other in groups]].sum()) for own in groups], dtype=torch.float64)
+        torch.tensor(
+            [float(n[[other == own for other in groups]].sum()) for own in groups], dtype=torch.float64
+        )
         for groups in (shares, wholes)
     )
     weights = {

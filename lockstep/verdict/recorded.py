@@ -13,7 +13,7 @@ import torch
 from lockstep.dumps.module_hooks import module_of
 from lockstep.dumps.recording import Called, Recording, Step
 from lockstep.ground.errors import UserError
-from lockstep.verdict import normalisation, recorded_task, recorded_update
+from lockstep.verdict import normalisation, recorded_pieces, recorded_task, recorded_update
 from lockstep.verdict.alone import sentence
 from lockstep.verdict.judgement import FLOOR, MULTIPLE, UNIT
 from lockstep.verdict.lazy import Lazy
@@ -177,7 +177,12 @@ class _Step:
                     one.modules, one.logits, one.at_logits = {}, None, None  # they take the most memory
         if self.verdict.step == 1:
             recorded_task.judge(self.verdict, exact, self.micro, self.exact)
-        return modules.close()
+        before = len(self.verdict.wrong)
+        wrong = modules.close()
+        first = next((row.name for row in modules.rows.values() if row.too_far), "")
+        if wrong and self.verdict.pieces == 1 and self.verdict.step == 1 and first.startswith("forward/0/"):
+            self.verdict.wrong[before:before] = recorded_pieces.explain(exact, self.micro, first)
+        return wrong
 
     def _judge_alone(self, nominal: torch.Tensor | None, after_modules: int) -> None:
         if any(math.isnan(one.arrived) for one in self.exact):

@@ -167,6 +167,12 @@ class Reference:
             _, logits = outputs_of(self._forward(called))
         return logits
 
+    def outputs(self, called: Called) -> dict[str, torch.Tensor]:
+        """What modules return for a micro batch that the run need not have seen, by forward/MICRO_BATCH/MODULE."""
+        with self._precision(called, self._mode(called, {})):
+            self._forward(called)
+        return self.modules
+
     def _mode(self, called: Called, told: dict[str, torch.Tensor]) -> Told:
         # A pass may change one, such as a mean or a bias of experts
         self.buffers = {
@@ -197,7 +203,9 @@ class Reference:
         values = {**called.about.plain, **tensors}
         structure = treespec_loads(called.about.structure)
         given: dict[str, Any] = tree_unflatten([values[name] for name in called.about.inputs], structure)
-        if "use_cache" in inspect.signature(self.model.forward).parameters:
+        known = inspect.signature(self.model.forward).parameters
+        given |= {name: one for name, one in called.instead.items() if name in known}
+        if "use_cache" in known:
             given["use_cache"] = False
         for name, module in self.model.named_modules():
             module.training = name not in called.about.evaluated
@@ -299,7 +307,9 @@ class Reference:
         copies: dict[str, torch.Tensor] = {}
         given = mapped(
             output,
-            lambda name, one: copies.setdefault(name, one.clone() if piece is None else piece.cut(one).clone()),
+            lambda name, one: copies.setdefault(
+                name, one.clone() if piece is None else piece.cut(one).clone()
+            ),
         )
         try:
             made = self.loss(given, tensors)

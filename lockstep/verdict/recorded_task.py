@@ -7,9 +7,9 @@ import inspect
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 
-from lockstep.dumps.recording import IGNORED, Called, Piece
+from lockstep.dumps.recording import Called
+from lockstep.verdict import recorded_pieces
 from lockstep.verdict.recorded_reference import Computed, Reference
 from lockstep.verdict.recorded_rows import StepVerdict
 
@@ -26,57 +26,13 @@ def judge(verdict: StepVerdict, reference: Reference, micro: list[Called], compu
         if ids is None:
             continue
         if called.piece is not None:
-            _judge_piece(verdict, called, called.piece, called.tensors[ids], found)
+            recorded_pieces.judge(verdict, called, called.piece, called.tensors[ids], found)
         if found.targets is not None and len(verdict.wrong) == before:
             _judge_targets(verdict, called, called.tensors[ids], found.targets)
         if len(verdict.wrong) == before:
             _judge_sight(verdict, reference, called, ids, found.targets, tried)
         if len(verdict.wrong) > before:
             return  # the other micro batches are made alike
-
-
-def _judge_piece(
-    verdict: StepVerdict, called: Called, piece: Piece, ids: torch.Tensor, found: Computed
-) -> None:
-    """Labels are shifted before samples are cut, and a piece has those of its own tokens."""
-    own, targets = piece.pieces.places[piece.number], found.targets
-    inside = torch.ones(piece.pieces.length, dtype=torch.bool)
-    inside[[*piece.pieces.seams().tolist(), -1]] = False  # where the next token is that of another piece
-    lost = _is_lost(piece, ~inside)
-    if targets is not None and found.labels:
-        labels = called.tensors[found.labels]
-        lost = not torch.equal(targets >= 0, torch.isin(labels, torch.tensor(IGNORED), invert=True))
-    if lost:
-        verdict.wrong.append(
-            "labels are shifted after samples were cut, so the last position of a piece is trained to give no token; "
-            "shift them before (shift_labels of transformers)"
-        )
-    if lost or targets is None:
-        return
-    following = F.pad(ids[:, 1:], (0, 1), value=-1)
-    wrong = (targets >= 0) & (targets != following)
-    if wrong.any() and not wrong[:, inside].any():
-        verdict.wrong.append(
-            f"pieces do not lie where their positions say: the last position of the piece of rank {called.ranks[0]} is not trained to give the token after it"
-        )
-    for other, places in zip(piece.all, piece.pieces.places, strict=True):
-        if wrong[:, inside].any() and len(places) == len(own):
-            known = (targets[:, own] >= 0) & inside[own]
-            if torch.equal(targets[:, own][known], following[:, places][known]):
-                verdict.wrong.append(
-                    f"rank {called.ranks[0]} has the labels of the piece of rank {other.ranks[0]}"
-                )
-
-
-def _is_lost(piece: Piece, last: torch.Tensor) -> bool:
-    """Whether no gradient arrives at the `last` position of any piece, though it does at those beside it."""
-    arrived = [one for called in piece.all for one in called.arrived.values() if one.ndim == 3]
-    whole = piece.pieces.joined([one.any(-1) for one in arrived]) if len(arrived) == len(piece.all) else None
-    if whole is None:
-        return False
-    at = last[1:-1].nonzero()[:, 0] + 1
-    beside = whole[:, at - 1] & whole[:, at + 1]
-    return bool(beside.any()) and not bool(whole[:, at][beside].any())
 
 
 def _judge_ties(verdict: StepVerdict, model: torch.nn.Module) -> None:

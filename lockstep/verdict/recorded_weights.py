@@ -215,7 +215,9 @@ class Weighed:
             for called, one in zip(self.micro, self.exact, strict=True)
             if one.labels
         )
-        counting = sum(one.ranks == self.micro[0].ranks for one in self.micro)  # micro batches of a rank at which a gradient arrived
+        counting = sum(
+            one.ranks == self.micro[0].ranks for one in self.micro
+        )  # micro batches of a rank at which a gradient arrived
         numbers = {
             "the world size": float(world),
             "the number of data-parallel ranks": float(self.verdict.shares),
