@@ -180,8 +180,9 @@ class _Step:
         before = len(self.verdict.wrong)
         wrong = modules.close()
         first = next((row.name for row in modules.rows.values() if row.too_far), "")
-        if wrong and self.verdict.pieces == 1 and self.verdict.step == 1 and first.startswith("forward/0/"):
-            self.verdict.wrong[before:before] = recorded_pieces.explain(exact, self.micro, first)
+        if self.verdict.pieces == 1 and self.verdict.step == 1 and first.startswith("forward/"):
+            name = first.replace("/", "/0/", 1)
+            self.verdict.wrong[before:before] = recorded_pieces.explain(exact, self.micro, name)
         return wrong
 
     def _judge_alone(self, nominal: torch.Tensor | None, after_modules: int) -> None:

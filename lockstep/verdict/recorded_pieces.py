@@ -3,6 +3,8 @@
 The reference puts pieces together as their positions say, and is given the labels that they had, so these faults are in it, too.
 """
 
+import inspect
+import math
 from dataclasses import replace
 
 import torch
@@ -72,31 +74,28 @@ def explain(reference: Reference, micro: list[Called], name: str) -> list[str]:
         shapes = {one.shape for called in members for one in called.tensors.values() if one.ndim == 2}
         if len(members) < 2 or len(shapes) != 1:
             continue
+        given = any(pieces.positions_of(one.tensors) is not None for one in members)
+        takes = "position_ids" in inspect.signature(reference.model.forward).parameters
         ((rows, length),) = shapes
-        observed = [reference.recording.of_modules(reference.step, one)[name][0][1] for one in members]
+        written = [reference.recording.of_modules(reference.step, one) for one in members]
+        observed = [one[name][0][1] for one in written if name in one]
         right = [reference.outputs(called)[name] for called in members]
         for cut in pieces.layouts([length] * len(members)):
-            mask = {
-                "attention_mask": torch.ones(rows, cut.length)
-            }  # or transformers takes these for documents
             joined = {key: cut.joined([one.tensors[key] for one in members]) for key in members[0].tensors}
-            instead = mask | {key: one for key, one in joined.items() if one is not None}
+            tensors = members[0].tensors | {key: one for key, one in joined.items() if one is not None}
+            # Or transformers takes pieces for documents
+            mask = tensors.get("attention_mask", torch.ones(rows, cut.length))
             again = cut.joined([torch.arange(length)[None]] * len(members))
-            for positions in (again, torch.arange(cut.length)[None]):
+            for positions in (again, torch.arange(cut.length)[None])[not takes :]:
                 assert positions is not None
-                called = replace(members[0], instead=instead | {"position_ids": positions})
-                whole = reference.outputs(called)[name]
-                off = [
-                    (
-                        distance_of(own, cut.cut(whole, number, own.shape)).relative,
-                        distance_of(own, alone).relative,
-                    )
-                    for number, (own, alone) in enumerate(zip(observed, right, strict=True))
-                ]
-                if sum(one for one, _ in off) > NEARER * sum(one for _, one in off):
+                instead = {"position_ids": positions, "attention_mask": mask}
+                called = replace(members[0], tensors=tensors, instead=instead)
+                whole = reference.outputs(called).get(name, observed[0])
+                parts = [cut.cut(whole, number, own.shape) for number, own in enumerate(observed)]
+                if not _error(observed, parts) <= NEARER * _error(observed, right):
                     continue
                 who = f"ranks {', '.join(map(str, group))} have pieces of the same samples"
-                if positions is again:
+                if given or positions is again:
                     return [
                         f"{who}, and each begins at position 0: give the model the positions that they have in the whole"
                     ]
@@ -104,3 +103,9 @@ def explain(reference: Reference, micro: list[Called], name: str) -> list[str]:
                     f"{who}, and nothing says where each belongs: give the model position_ids, or lockstep.record.batch(position_ids=...)"
                 )
     return []
+
+
+def _error(observed: list[torch.Tensor], right: list[torch.Tensor]) -> float:
+    """The largest relative one; infinite for other shapes."""
+    pairs = zip(observed, right, strict=True)
+    return max(distance_of(*pair).relative if pair[0].shape == pair[1].shape else math.inf for pair in pairs)

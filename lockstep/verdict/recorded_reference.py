@@ -168,8 +168,8 @@ class Reference:
         return logits
 
     def outputs(self, called: Called) -> dict[str, torch.Tensor]:
-        """What modules return for a micro batch that the run need not have seen, by forward/MICRO_BATCH/MODULE."""
-        with self._precision(called, self._mode(called, {})):
+        """What modules return for a micro batch that the run need not have seen, as far as the model can be called with it."""
+        with contextlib.suppress(Exception), self._precision(called, self._mode(called, {})):
             self._forward(called)
         return self.modules
 
