@@ -19,6 +19,7 @@ from lockstep.ground.schemas import Count, MayBreakDown, Name, Strict, Whole, va
 REMEDY = "record again"
 IGNORED = (-100, -1)  # labels that count for no token
 LABELS = ("label", "target")  # in the names of what a model is called with
+LOG_PROBS = "log_probs"  # what a model of TRL returns in the place of logits
 Plain = bool | int | MayBreakDown | str | None
 
 

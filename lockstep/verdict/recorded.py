@@ -11,7 +11,7 @@ import math
 import torch
 
 from lockstep.dumps.module_hooks import module_of
-from lockstep.dumps.recording import Called, Recording, Step
+from lockstep.dumps.recording import LOG_PROBS, Called, Recording, Step
 from lockstep.ground.errors import UserError
 from lockstep.verdict import normalisation, recorded_pieces, recorded_task, recorded_update
 from lockstep.verdict.alone import sentence
@@ -193,8 +193,9 @@ class _Step:
             return
         for called, right, near in zip(self.micro, self.exact, self.near, strict=True):
             self.alone.add(called, *self._recorded(called), right, near)
-        # A piece's loss alone has no gradient there.
-        rows = self.alone.judge(self.gradients, nominal if self.verdict.pieces == 1 else None)
+        # A piece's loss alone has no gradient there, and a head that TRL replaced rounds otherwise.
+        known = self.verdict.pieces == 1 and not any(LOG_PROBS in one.arrived for one in self.micro)
+        rows = self.alone.judge(self.gradients, nominal if known else None)
         self.verdict.alone = rows
         first = next((row for row in rows if row.too_far), None)
         if first is not None:

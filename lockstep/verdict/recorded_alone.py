@@ -6,7 +6,7 @@ tensors take the places of the computed ones, so what is wrong is wrong by itsel
 
 import torch
 
-from lockstep.dumps.recording import Called
+from lockstep.dumps.recording import LOG_PROBS, Called
 from lockstep.verdict import normalisation
 from lockstep.verdict.alone import with_factors
 from lockstep.verdict.factors import Factors
@@ -47,6 +47,11 @@ class Alone:
                 whole = called.piece.pieces.joined(parts, shape) if len(parts) == len(of_all) else None
                 if whole is not None:
                     written[name] = whole
+        if LOG_PROBS in called.arrived:  # from a head that is not the model's own
+            mine.pop(
+                next((name for name in right.shapes if name.startswith("backward/") and name in mine), ""),
+                None,
+            )
         exact = self.exact.compute(called, told, written, right)
         plain = self.plain.compute(called, told, written, near)
         for computed in (exact, plain):

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_unflatten, treespec_loads
 from lockstep.dumps import tree
 from lockstep.dumps.model_outputs import mapped, outputs_of, tensors_of
 from lockstep.dumps.module_hooks import ModuleHooks, module_of
-from lockstep.dumps.recording import IGNORED, Called, Recording
+from lockstep.dumps.recording import IGNORED, LOG_PROBS, Called, Recording
 from lockstep.dumps.trace import storage
 from lockstep.ground.errors import UserError, first_line
 from lockstep.inputs import shapes
@@ -21,7 +21,7 @@ from lockstep.verdict.float64 import Float64, Told, make_exact
 from lockstep.verdict.judgement import FLOOR
 from lockstep.verdict.lazy import Lazy, on_disk
 from lockstep.verdict.normalisation import Gradients
-from lockstep.verdict.recorded_loss import recognise
+from lockstep.verdict.recorded_loss import ALIKE, recognise
 
 Loss = Callable[..., Any]
 SAME = 1e-9  # relative: the float64 loss is this mean over tokens
@@ -225,6 +225,10 @@ class Reference:
     def _computed(self, called: Called, mode: Told, free: Computed | None) -> Computed:
         output = self._forward(called)
         loss, logits = outputs_of(output)
+        if logits is not None and LOG_PROBS in called.arrived:
+            at_tokens = called.arrived[LOG_PROBS]
+            if self.loss is not None or not _is_mean(at_tokens):
+                output[LOG_PROBS] = _log_probs(called, logits, at_tokens)
         returned = tensors_of(output)
         missing = called.arrived.keys() - returned.keys()  # TRL replaces the forward method of a model
         terms: dict[str, Term] = {}
@@ -390,6 +394,22 @@ class Reference:
             if dtype is not None and not self.exact:
                 stack.enter_context(torch.autocast("cpu", _dtype(dtype)))
             yield
+
+
+def _is_mean(gradient: torch.Tensor) -> bool:
+    """Whether a gradient at log-probabilities is that of a mean over tokens, as in the loss that the model returns."""
+    tokens = gradient[gradient != 0].double()
+    return bool((tokens < 0).all()) and float(tokens.min()) > (1 + ALIKE) * float(tokens.max())
+
+
+def _log_probs(called: Called, logits: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    """Those of the labels, zero where there is none: what a model of TRL returns in the place of logits, of the shape of `own`."""
+    shifted = called.tensors.get("shift_labels")
+    labels = called.tensors["labels"][:, 1:] if shifted is None else shifted
+    logits = logits[:, : labels.shape[1]]
+    if labels.shape != own.shape:
+        raise UserError(f"log_probs have the shape {list(own.shape)}, and labels {list(labels.shape)}")
+    return -torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
 
 
 def _arrived(called: Called, at: dict[str, dict[str, torch.Tensor]]) -> dict[str, float]:
