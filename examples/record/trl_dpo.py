@@ -1,7 +1,7 @@
 """TRL's DPOTrainer: pairs of a chosen and a rejected completion, in one call of the model, and a frozen reference model.
 
-    torchrun --nproc_per_node 2 -m lockstep.record --output runs/dpo examples/record/trl_dpo.py --precompute_ref_log_probs True
-    python -m lockstep.judge runs/dpo --loss examples/record/trl_dpo.py:loss
+    torchrun --nproc_per_node 2 -m lockstep.record --output runs/dpo examples/record/trl_dpo.py
+    python -m lockstep.judge runs/dpo
 
 Further arguments are those of DPOConfig.
 """
@@ -10,14 +10,11 @@ import sys
 import tempfile
 
 import torch
-import torch.nn.functional as F
 from datasets import Dataset
 from trainer import VOCABULARY, model
 from transformers import HfArgumentParser
 from trl import DPOConfig, DPOTrainer
 from trl_sft import tokenizer
-
-import lockstep
 
 
 def pairs() -> Dataset:
@@ -34,28 +31,13 @@ def pairs() -> Dataset:
     return Dataset.from_list(rows)
 
 
-class Noted(DPOTrainer):
-    """The loss needs what the reference model gives; with --precompute_ref_log_probs True it is there before the model is called."""
-
-    def compute_loss(self, model, inputs, *others, **options):
-        lockstep.record.batch(chosen=inputs["ref_chosen_logps"], rejected=inputs["ref_rejected_logps"])
-        return super().compute_loss(model, inputs, *others, **options)
-
-
-def loss(outputs, batch):
-    """Rafailov et al. 2023 (arXiv 2305.18290): one half of a batch is chosen, the other rejected."""
-    chosen, rejected = outputs.log_probs.sum(1).chunk(2)
-    return -F.logsigmoid(0.1 * (chosen - batch["chosen"] - rejected + batch["rejected"])).mean()
-
-
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         given = ["--output_dir", folder, "--use_cpu", "True", "--max_steps", "3", "--report_to", "none"]
         given += ["--bf16", "False", "--gradient_checkpointing", "False", "--save_strategy", "no"]
         given += ["--per_device_train_batch_size", "2", *sys.argv[1:]]
         (arguments,) = HfArgumentParser(DPOConfig).parse_args_into_dataclasses(given)
-        kind = Noted if arguments.precompute_ref_log_probs else DPOTrainer
-        trainer = kind(
+        trainer = DPOTrainer(
             model=model(),
             ref_model=model(),
             args=arguments,

@@ -226,9 +226,12 @@ class Reference:
         output = self._forward(called)
         loss, logits = outputs_of(output)
         if logits is not None and LOG_PROBS in called.arrived:
-            at_tokens = called.arrived[LOG_PROBS]
-            if self.loss is not None or not _is_mean(at_tokens):
-                output[LOG_PROBS] = _log_probs(called, logits, at_tokens)
+            if self.loss is not None:
+                raise UserError(
+                    "--loss: TRL replaced the forward method of the model, and what it returns rounds otherwise; judge without --loss, from what arrives there on"
+                )
+            if not _is_mean(called.arrived[LOG_PROBS]):
+                output[LOG_PROBS] = _log_probs(called, logits)
         returned = tensors_of(output)
         missing = called.arrived.keys() - returned.keys()  # TRL replaces the forward method of a model
         terms: dict[str, Term] = {}
@@ -402,14 +405,12 @@ def _is_mean(gradient: torch.Tensor) -> bool:
     return bool((tokens < 0).all()) and float(tokens.min()) > (1 + ALIKE) * float(tokens.max())
 
 
-def _log_probs(called: Called, logits: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-    """Those of the labels, zero where there is none: what a model of TRL returns in the place of logits, of the shape of `own`."""
+def _log_probs(called: Called, logits: torch.Tensor) -> torch.Tensor:
+    """Those of the labels, zero where there is none: what a model of TRL returns in the place of logits."""
     shifted = called.tensors.get("shift_labels")
     labels = called.tensors["labels"][:, 1:] if shifted is None else shifted
-    logits = logits[:, : labels.shape[1]]
-    if labels.shape != own.shape:
-        raise UserError(f"log_probs have the shape {list(own.shape)}, and labels {list(labels.shape)}")
-    return -torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+    logits = logits[:, : labels.shape[1]].transpose(1, 2)
+    return -torch.nn.functional.cross_entropy(logits, labels, reduction="none")
 
 
 def _arrived(called: Called, at: dict[str, dict[str, torch.Tensor]]) -> dict[str, float]:
