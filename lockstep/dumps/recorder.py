@@ -248,6 +248,8 @@ class Recorder:
             "tensors": [],
             "plain": {},
             "left_out": [],
+            "together": number > 0
+            and not self.micro[-1]["used"],  # called before the last one was trained on
             "used": False,  # whether a gradient arrives at what the model returns
             "scalars": {},  # those that arrive at scalars
             "autocast": None,

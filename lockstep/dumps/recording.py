@@ -33,6 +33,7 @@ class MicroBatch(Strict):
     autocast: Name | None
     param_dtype: Name | None
     used: bool
+    together: bool = False  # with the one before: no gradient had arrived there yet
     scalars: dict[Name, MayBreakDown]
     loss: MayBreakDown | None = None
     evaluated: list[str]  # modules in evaluation mode

@@ -21,7 +21,7 @@ from lockstep.verdict.float64 import Float64, Told, make_exact
 from lockstep.verdict.judgement import FLOOR
 from lockstep.verdict.lazy import Lazy, on_disk
 from lockstep.verdict.normalisation import Gradients
-from lockstep.verdict.recorded_loss import ALIKE, recognise
+from lockstep.verdict.recorded_loss import ALIKE, CLOSE, recognise
 
 Loss = Callable[..., Any]
 SAME = 1e-9  # relative: the float64 loss is this mean over tokens
@@ -422,6 +422,12 @@ def _arrived(called: Called, at: dict[str, dict[str, torch.Tensor]]) -> dict[str
     weights = (
         torch.linalg.lstsq(own @ own.T, (own @ observed)[:, None], driver="gelsd").solution[:, 0].tolist()
     )
+    left = observed - torch.tensor(weights, dtype=torch.float64) @ own
+    if called.about.together and float(left.norm()) > CLOSE[torch.bfloat16] * float(observed.norm()):
+        raise UserError(
+            f"--loss: the model was called with micro batch {called.number} of rank {called.ranks[0]} before a gradient arrived at the one before it, "
+            "and no loss of one alone gives that: call the model once with both, or judge without --loss"
+        )
     return dict(zip(at, weights, strict=True))
 
 
