@@ -54,6 +54,7 @@ from lockstep.inputs.model import being_recomputed
 FORMAT = 1
 STEPS = 2
 EVERY_MODULE = "*"
+PIPELINES = ("torch.distributed.pipelining", "deepspeed.runtime.pipe", "pipeline_parallel")
 NOTED: dict[str, torch.Tensor] = {}  # by lockstep.record.batch, for the next training call of the model
 
 
@@ -217,6 +218,8 @@ class Recorder:
             if self.optimizers and not self.updating:  # an evaluation: the step before it is over
                 self._write()
             return
+        if self.removing and not self.micro:
+            _require_no_pipeline()
         given = self._given(arguments, options)
         noted = dict(NOTED)
         NOTED.clear()
@@ -470,6 +473,18 @@ def _require_recordable(model: torch.nn.Module) -> None:
             raise UserError(
                 f"{name or 'the model'} is wrapped by FSDP1, whose flat parameters have no names of their own; use fully_shard (FSDP2)"
             )
+
+
+def _require_no_pipeline() -> None:
+    """Of torch, DeepSpeed and Megatron: they call a model, which is a stage alone."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        caller = frame.f_globals.get("__name__", "")
+        if any(word in caller for word in PIPELINES):
+            raise UserError(
+                f"the model is a stage of a pipeline, called by {caller}, and no reference can compute a stage alone; record a run without pipeline parallelism"
+            )
+        frame = frame.f_back
 
 
 def _autocast(model: torch.nn.Module) -> str | None:

@@ -179,6 +179,16 @@ def _put_together(found: list[Called], groups: list[list[int]]) -> None:
                 one.piece = Piece(cut, place, members, own[place], _mask_labels(one, cut, place))
 
 
+def _require_whole(called: Called) -> None:
+    """Raise UserError for a piece, as its positions say, whose others were not found."""
+    positions = None if called.piece else pieces.positions_of(called.tensors)
+    if positions is not None and int(positions.min()) > 1:  # 1 is that of padding
+        raise UserError(
+            f"positions of micro batch {called.number} of rank {called.ranks[0]} begin at {int(positions.min())}, and no process group has those before: "
+            "a piece of samples is judged with the others, whose ranks are a group"
+        )
+
+
 def _mask_labels(called: Called, cut: pieces.Pieces, place: int) -> int | None:
     """Leaves the labels of one piece; returns how many, None if none are known."""
     number = None
@@ -375,6 +385,8 @@ class Recording:
         for called in found:
             called.arrived = self._arrived(step, called)
         _put_together(found, [group for about in self.steps[step - 1].values() for group in about.groups])
+        for called in found:
+            _require_whole(called)
         if not any(one.about.used for one in found):
             raise UserError(
                 f"{self._path(0, step)}: no gradient arrived at what the model returned: it returns no tensors, or is not trained on them; "
