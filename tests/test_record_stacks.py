@@ -24,6 +24,7 @@ FSDP = """--fsdp full_shard --fsdp_config '{"transformer_layer_cls_to_wrap": ["Q
 TOKENS = "that of the mean over all tokens of the global batch"
 RANKS = "that of the mean of the ranks' token means"
 MICRO = "that of the mean of the micro batches' means"
+LOGITS = "that of what follows from the gradients at the logits"
 # Name -> (ranks, script, arguments, what the gradient is)
 RIGHT = {
     "torch ddp": (2, "torch_loop.py", "--accumulation 2 --max_norm 0.5", f"{MICRO}, clipped"),
@@ -100,6 +101,8 @@ RIGHT = {
     "deepspeed autotp zero 2": (4, "deepspeed_loop.py", "--stage 2 --tp 2", f"{MICRO}, clipped"),
     "own ddp": (2, "own_module.py", "", TOKENS),
     "own fsdp": (2, "own_module.py", "--fsdp", TOKENS),
+    "trl dpo": (2, "trl_dpo.py", "--gradient_accumulation_steps 2", f"{LOGITS}, averaged over the ranks"),
+    "deepspeed ulysses": (2, "deepspeed_ulysses.py", "", f"{TOKENS}, clipped"),
     "cp contiguous": (2, "context_parallel.py", "", TOKENS),
     "cp zigzag": (2, "context_parallel.py", "--layout zigzag --accumulation 2", MICRO),
     "cp ulysses": (2, "context_parallel.py", "--layout ulysses", TOKENS),
@@ -180,6 +183,21 @@ WRONG = {
         "",
         {"parameter.grad /= ranks": "pass"},
         f"the gradient is 2 times {TOKENS}, which is the world size",
+    ),
+    "trl dpo twice": (
+        "trl_dpo.py",
+        "",
+        {
+            "trainer.train()": "trainer.model.lm_head.weight.register_hook(lambda one: 2 * one); trainer.train()"
+        },
+        "1 of 26 gradients are too far from the reference, most of all model.embed_tokens.weight",
+    ),
+    # No line is changed: this is DeepSpeed's own (docs/findings.md).
+    "deepspeed ulysses zero 1": (
+        "deepspeed_ulysses.py",
+        "--stage 1",
+        {},
+        f"the gradient is 2 times {TOKENS}, which is the world size or the ranks that see the same samples",
     ),
     "cp means": (
         "context_parallel.py",
