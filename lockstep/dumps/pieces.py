@@ -66,7 +66,7 @@ class Pieces:
 def positions_of(tensors: dict[str, torch.Tensor]) -> torch.Tensor | None:
     """The positions that a micro batch is given: (rows, n), each row those of a sample or of all."""
     for name, tensor in tensors.items():
-        if "pos" in name and not tensor.is_floating_point() and tensor.ndim:
+        if ("position" in name or "input_pos" in name) and not tensor.is_floating_point() and tensor.ndim:
             return tensor.reshape(-1, tensor.shape[-1]).long()
     return None
 

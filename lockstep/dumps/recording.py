@@ -182,7 +182,9 @@ def _put_together(found: list[Called], groups: list[list[int]]) -> None:
 def _require_whole(called: Called) -> None:
     """Raise UserError for a piece, as its positions say, whose others were not found."""
     positions = None if called.piece else pieces.positions_of(called.tensors)
-    if positions is not None and int(positions.min()) > 1:  # 1 is that of padding
+    if positions is None or int(positions.min()) <= 1:  # 1 is that of padding
+        return
+    if float((positions.diff(dim=1) == 1).double().mean()) > 0.5:  # not of some tokens, such as masked ones
         raise UserError(
             f"positions of micro batch {called.number} of rank {called.ranks[0]} begin at {int(positions.min())}, and no process group has those before: "
             "a piece of samples is judged with the others, whose ranks are a group"
