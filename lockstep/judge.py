@@ -59,7 +59,8 @@ def main(argv: list[str] | None = None) -> int:
         loss = options.loss and user_file.load(options.loss, "--loss")
         memory = None if options.memory is None else options.memory * 1e9
         steps = recorded.judge(recording, options.expect, loss, memory)
-        run = recorded_run.judge([*before, recording], with_replacement=options.with_replacement)
+        cut = steps[0].cut
+        run = recorded_run.judge([*before, recording], with_replacement=options.with_replacement, cut=cut)
         page.write(recording, steps, run)
         return recorded_report.show(steps, run, options.folder)
 

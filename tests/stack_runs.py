@@ -26,6 +26,7 @@ IMPORTED = (
     "transformers.models.mixtral.modeling_mixtral",
     "transformers.models.qwen2.modeling_qwen2",
     "transformers.trainer",
+    "trl.trainer.dpo_trainer",
     "trl.trainer.sft_trainer",
 )
 

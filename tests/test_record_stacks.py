@@ -24,6 +24,7 @@ FSDP = """--fsdp full_shard --fsdp_config '{"transformer_layer_cls_to_wrap": ["Q
 TOKENS = "that of the mean over all tokens of the global batch"
 RANKS = "that of the mean of the ranks' token means"
 MICRO = "that of the mean of the micro batches' means"
+LOGITS = "that of what follows from the gradients at the logits"
 # Name -> (ranks, script, arguments, what the gradient is)
 RIGHT = {
     "torch ddp": (2, "torch_loop.py", "--accumulation 2 --max_norm 0.5", f"{MICRO}, clipped"),
@@ -100,7 +101,20 @@ RIGHT = {
     "deepspeed autotp zero 2": (4, "deepspeed_loop.py", "--stage 2 --tp 2", f"{MICRO}, clipped"),
     "own ddp": (2, "own_module.py", "", TOKENS),
     "own fsdp": (2, "own_module.py", "--fsdp", TOKENS),
+    "trl dpo": (2, "trl_dpo.py", "--gradient_accumulation_steps 2", f"{LOGITS}, averaged over the ranks"),
+    "deepspeed ulysses": (2, "deepspeed_ulysses.py", "", f"{TOKENS}, clipped"),
+    "cp contiguous": (2, "context_parallel.py", "", TOKENS),
+    "cp zigzag": (2, "context_parallel.py", "--layout zigzag --accumulation 2", MICRO),
+    "cp ulysses": (2, "context_parallel.py", "--layout ulysses", TOKENS),
+    "cp dp": (4, "context_parallel.py", "--layout zigzag --own_loss", TOKENS),
 }
+CUT = 'F.pad(batch["labels"][:, 1:], (0, 1), value=-100)[:, own]'
+SHIFTED_LATE = (
+    "labels are shifted after samples were cut, so the last position of a piece is trained to give no token"
+)
+PIECES = "the gradient is that of the mean of the means of the pieces that samples are cut into"
+IDS, OTHER = 'batch["input_ids"][:, own]', "places(options.layout, 1 - mesh['cp'].get_local_rank(), 2)"
+AGAIN = "ranks 0, 1 have pieces of the same samples, and each begins at position 0"
 # Name -> (script, arguments, {text of the script: what stands there instead}, what is wrong)
 WRONG = {
     "torch not divided": (
@@ -169,6 +183,93 @@ WRONG = {
         "",
         {"parameter.grad /= ranks": "pass"},
         f"the gradient is 2 times {TOKENS}, which is the world size",
+    ),
+    "trl dpo twice": (
+        "trl_dpo.py",
+        "",
+        {
+            "trainer.train()": "trainer.model.lm_head.weight.register_hook(lambda one: 2 * one); trainer.train()"
+        },
+        "1 of 26 gradients are too far from the reference, most of all model.embed_tokens.weight",
+    ),
+    # No line is changed: this is DeepSpeed's own (docs/findings.md).
+    "deepspeed ulysses zero 1": (
+        "deepspeed_ulysses.py",
+        "--stage 1",
+        {},
+        f"the gradient is 2 times {TOKENS}, which is the world size or the ranks that see the same samples",
+    ),
+    "cp means": (
+        "context_parallel.py",
+        "--layout zigzag",
+        {", num_items_in_batch=tokens).loss": ").loss / ranks"},
+        PIECES,
+    ),
+    "cp means of its own": (
+        "context_parallel.py",
+        "--own_loss",
+        {'reduction="sum") / tokens': ") / ranks"},
+        PIECES,
+    ),
+    "cp shifted late": (
+        "context_parallel.py",
+        "--layout zigzag",
+        {CUT: 'batch["labels"][:, own]', ", shift_labels=labels": ""},
+        SHIFTED_LATE,
+    ),
+    "cp shifted late by itself": (
+        "context_parallel.py",
+        "--own_loss",
+        {CUT: 'F.pad(batch["labels"][:, own][:, 1:], (0, 1), value=-100)'},
+        SHIFTED_LATE,
+    ),
+    "cp averaged": (
+        "context_parallel.py",
+        "",
+        {"loss * ranks /": "loss /"},
+        f"the gradient is 0.5 times {TOKENS}, which is 1 / the world size or 1 / the ranks that see the same samples",
+    ),
+    "cp not summed": (
+        "context_parallel.py",
+        "",
+        {"DistributedDataParallel(model())": "model()"},
+        "gradients differ between ranks that hold the same: model.embed_tokens.weight on rank 1",
+    ),
+    "cp keys not summed": (
+        "context_parallel.py",
+        "",
+        {"dist.all_reduce(gradient, group=ctx.group)": "pass"},
+        "backward/model.layers.1.self_attn.v_proj (micro batch 0, rank ",
+    ),
+    "cp keys exchanged": (
+        "context_parallel.py",
+        "",
+        {"Gather.apply(one, group).unbind()": "Gather.apply(one, group).flip(0).unbind()"},
+        "forward/model.layers.0.self_attn.o_proj (micro batch 0, rank ",
+    ),
+    "cp positions begin again": (
+        "context_parallel.py",
+        "",
+        {'"position_ids": own.expand(2, -1)': '"position_ids": torch.arange(len(own)).expand(2, -1)'},
+        AGAIN,
+    ),
+    "cp no positions": (
+        "context_parallel.py",
+        "--layout zigzag",
+        {', "position_ids": own.expand(2, -1)': ""},
+        AGAIN,
+    ),
+    "cp exchanged": (
+        "context_parallel.py",
+        "",
+        {IDS: f'batch["input_ids"][:, {OTHER}]', CUT: CUT.replace("own", OTHER)},
+        "pieces do not lie where their positions say: the last position of the piece of rank ",
+    ),
+    "cp labels exchanged": (
+        "context_parallel.py",
+        "",
+        {CUT: CUT.replace("own", OTHER)},
+        "rank 0 has the labels of the piece of rank 1",
     ),
 }
 

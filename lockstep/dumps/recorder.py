@@ -57,6 +57,7 @@ from lockstep.inputs.model import being_recomputed
 FORMAT = 1
 STEPS = 2
 EVERY_MODULE = "*"
+PIPELINES = ("torch.distributed.pipelining", ".runtime.pipe.", "pipeline_parallel")
 NOTED: dict[str, torch.Tensor] = {}  # by lockstep.record.batch, for the next training call of the model
 
 
@@ -282,6 +283,8 @@ class Recorder:
                 "the model is called inside of torch.func, such as vmap, where tensors have no values yet"
             )
             return
+        if self.removing and not self.micro:
+            _require_no_pipeline()
         given = self._given(arguments, options)
         noted = dict(NOTED)
         NOTED.clear()
@@ -313,6 +316,8 @@ class Recorder:
             "tensors": [],
             "plain": {},
             "left_out": [],
+            "together": number > 0
+            and not self.micro[-1]["used"],  # called before the last one was trained on
             "used": False,  # whether a gradient arrives at what the model returns
             "elsewhere": False,  # in the loss of another model, such as a discriminator's
             "differentiated": False,  # whether the loop has a gradient of this gradient
@@ -521,6 +526,7 @@ class Recorder:
             "step": self.step,
             "torch": torch.__version__,
             "data_parallel": _data_parallel(self.model),
+            "groups": _groups(),
             "frozen": self.frozen,
             "micro_batches": self.micro,
             "clips": self.clips,
@@ -577,6 +583,18 @@ def _require_recordable(model: torch.nn.Module) -> None:
             )
 
 
+def _require_no_pipeline() -> None:
+    """Of torch, DeepSpeed and Megatron: they call a model, which is a stage alone."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        caller = frame.f_globals.get("__name__", "")
+        if any(word in caller for word in PIPELINES):
+            raise UserError(
+                f"the model is a stage of a pipeline, called by {caller}, and no reference can compute a stage alone; record a run without pipeline parallelism"
+            )
+        frame = frame.f_back
+
+
 def _autocast(model: torch.nn.Module) -> str | None:
     """The dtype of autocast on the model's device, or None."""
     device = next(model.parameters()).device.type
@@ -589,6 +607,12 @@ def _param_dtype(model: torch.nn.Module) -> str | None:
         return None  # the parameters' own
     dtype = model._get_fsdp_state()._mp_policy.param_dtype
     return None if dtype is None else str(dtype)
+
+
+def _groups() -> list[list[int]]:
+    """The ranks of each process group that this rank is in, in their order there."""
+    groups = dist.distributed_c10d._world.pg_group_ranks.values() if dist.is_initialized() else ()
+    return [sorted(ranks, key=lambda rank: ranks[rank]) for ranks in groups]
 
 
 def _data_parallel(model: torch.nn.Module) -> list[int]:

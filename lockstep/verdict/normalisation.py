@@ -123,7 +123,7 @@ class Weighting:
     weights: torch.Tensor  # of the micro batches' sums over tokens
 
 
-TOKEN_MEAN, RANK_MEAN, MICRO_MEAN = "token-mean", "rank-mean", "micro-mean"
+TOKEN_MEAN, RANK_MEAN, MICRO_MEAN, PIECE_MEAN = "token-mean", "rank-mean", "micro-mean", "piece-mean"
 LABELS = {
     TOKEN_MEAN: "the mean over all tokens of the global batch",
     RANK_MEAN: "the mean of the ranks' token means",
@@ -131,22 +131,29 @@ LABELS = {
 }
 
 
-def known(tokens: list[int], shares: list[int]) -> list[Weighting]:
-    """The weightings that libraries have; equal ones once. `shares[i]` is the share of the samples (data-parallel rank) of micro batch i."""
+def known(tokens: list[int], shares: list[int], numbers: list[int] | None = None) -> list[Weighting]:
+    """The weightings that libraries have; equal ones once. `shares[i]` is the share of the samples (data-parallel rank) of micro batch i.
+
+    Where these are pieces of micro batches, `numbers[i]` is the number that the pieces of one have in a share; the mean of their means is the last.
+    """
     n = torch.tensor(tokens, dtype=torch.float64)
-    of_share = torch.tensor(
-        [sum(count for count, share in zip(tokens, shares, strict=True) if share == own) for own in shares],
-        dtype=torch.float64,
+    wholes = list(zip(shares, range(len(n)) if numbers is None else numbers, strict=True))
+    of_share, of_whole = (
+        torch.tensor(
+            [float(n[[other == own for other in groups]].sum()) for own in groups], dtype=torch.float64
+        )
+        for groups in (shares, wholes)
     )
     weights = {
         TOKEN_MEAN: torch.ones_like(n) / n.sum(),
         RANK_MEAN: 1 / of_share / len(set(shares)),
-        MICRO_MEAN: 1 / n / len(n),
+        MICRO_MEAN: 1 / of_whole / len(set(wholes)),
+        PIECE_MEAN: 1 / n / len(n),
     }
     found: list[Weighting] = []
     for name, own in weights.items():
         if not any(torch.allclose(own, other.weights, rtol=1e-12, atol=0) for other in found):
-            found.append(Weighting(name, LABELS[name], own))
+            found.append(Weighting(name, LABELS.get(name, "the mean of the pieces' means"), own))
     return found
 
 

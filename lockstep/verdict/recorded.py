@@ -11,15 +11,15 @@ import math
 import torch
 
 from lockstep.dumps.module_hooks import module_of
-from lockstep.dumps.recording import Called, Recording, Step
+from lockstep.dumps.recording import LOG_PROBS, Called, Recording, Step
 from lockstep.ground.errors import UserError
-from lockstep.verdict import normalisation, recorded_task, recorded_update
+from lockstep.verdict import normalisation, recorded_pieces, recorded_task, recorded_update
 from lockstep.verdict.alone import sentence
 from lockstep.verdict.judgement import FLOOR, MULTIPLE, UNIT
 from lockstep.verdict.lazy import Lazy
 from lockstep.verdict.normalisation import Fit, Gradients
 from lockstep.verdict.recorded_alone import Alone
-from lockstep.verdict.recorded_modules import Modules, Tensors
+from lockstep.verdict.recorded_modules import Modules, Tensors, as_pieces
 from lockstep.verdict.recorded_reference import Computed, Loss, Reference
 from lockstep.verdict.recorded_rows import StepVerdict, judged_gradients, times
 from lockstep.verdict.recorded_weights import Weighed, shares_of
@@ -86,9 +86,15 @@ class _Step:
         called = recording.micro_batches(step)
         self.unused = [one for one in called if not one.about.used]
         used = [one for one in called if one.about.used]
-        self.verdict = StepVerdict(step, len(used), len(set(shares_of(used))))
+        pieces = max(1 if one.piece is None else len(one.piece.all) for one in used)
+        number = len({id(one.first) for one in used})
+        self.verdict = StepVerdict(step, number, len(set(shares_of(used))), pieces)
+        wholes = {id(one.first): one.piece.all for one in used if one.piece is not None}
+        ranks = [of for all in wholes.values() for of in zip(*(one.ranks for one in all), strict=False)]
+        self.verdict.cut = list(dict.fromkeys(ranks))
         # Zeros say nothing of how a micro batch is weighed, such as where all advantages are zero
         self.micro = [one for one in used if not one.is_zero] or used
+        self.micro.sort(key=lambda one: (one.first.ranks[0], one.number))  # pieces beside each other
         self.of_norm: list[str] = []  # what is wrong with the norm of clipping: after what may have caused it
         self.loss_noise = 0.0
         self.exact: list[Computed] = []
@@ -178,22 +184,34 @@ class _Step:
         )
         modules = Modules(self.verdict, self.precision)
         self.alone = Alone(self.verdict, self.precision, exact, plain, len(self.recording.steps))
-        for called in self.micro:
-            own, told = self._recorded(called)
-            right, measured = exact.compute(called, told), plain.compute(called, told)
-            measured.terms = {name: measured.terms[name] for name in right.terms}
-            if self.verdict.step == 1 and not self.exact:
-                _require_repeatable(right, exact.compute(called, told))
-            modules.add(called.number, called.ranks, own, right, measured)
-            right.arrived *= modules.scales.get((called.number, called.ranks[0]), 1.0)
-            self.loss_noise = max(self.loss_noise, _loss_noise(right, measured))
-            for one, kept in ((right, self.exact), (measured, self.near)):
-                one.shapes = {name: tensor.shape for name, tensor in one.modules.items()}
-                one.modules, one.logits, one.at_logits = {}, None, None  # they take the most memory
-                kept.append(one)
+        for _, same in itertools.groupby(self.micro, key=lambda one: id(one.first)):
+            pieces = list(same)
+            recorded = [self._recorded(called) for called in pieces]
+            for called, (_, told) in zip(pieces, recorded, strict=True):
+                for reference, kept in ((exact, self.exact), (plain, self.near)):
+                    kept.append(reference.compute(called, told))
+                if self.verdict.step == 1 and len(self.exact) == 1:
+                    _require_repeatable(self.exact[0], exact.compute(called, told))
+            rights, near = self.exact[-len(pieces) :], self.near[-len(pieces) :]
+            for right, measured in zip(rights, near, strict=True):
+                measured.terms = {name: measured.terms[name] for name in right.terms}
+            for computed in (rights, near):
+                as_pieces(computed, pieces, [own for own, _ in recorded])
+            for called, (own, _), right, measured in zip(pieces, recorded, rights, near, strict=True):
+                modules.add(called.number, called.ranks, own, right, measured)
+                right.arrived *= modules.scales.get((called.number, called.ranks[0]), 1.0)
+                self.loss_noise = max(self.loss_noise, _loss_noise(right, measured))
+                for one in (right, measured):
+                    one.modules, one.logits, one.at_logits = {}, None, None  # they take the most memory
         if self.verdict.step == 1:
             recorded_task.judge(self.verdict, exact, self.micro, self.exact)
-        return modules.close()
+        before = len(self.verdict.wrong)
+        wrong = modules.close()
+        first = next((row.name for row in modules.rows.values() if row.too_far), "")
+        if self.verdict.pieces == 1 and self.verdict.step == 1 and first.startswith("forward/"):
+            name = first.replace("/", "/0/", 1)
+            self.verdict.wrong[before:before] = recorded_pieces.explain(exact, self.micro, name)
+        return wrong
 
     def _judge_alone(self, nominal: torch.Tensor | None, after_modules: int) -> None:
         if any(math.isnan(one.arrived) for one in self.exact):
@@ -203,7 +221,9 @@ class _Step:
             return
         for called, right, near in zip(self.micro, self.exact, self.near, strict=True):
             self.alone.add(called, *self._recorded(called), right, near)
-        rows = self.alone.judge(self.gradients, nominal)
+        # A piece's loss alone has no gradient there, and a head that TRL replaced rounds otherwise.
+        known = self.verdict.pieces == 1 and not any(LOG_PROBS in one.arrived for one in self.micro)
+        rows = self.alone.judge(self.gradients, nominal if known else None)
         self.verdict.alone = rows
         first = next((row for row in rows if row.too_far), None)
         if first is not None:
@@ -407,7 +427,7 @@ class _Step:
     def _judge_samples(self) -> None:
         """Ranks that hold whole replicas are data-parallel, so they must see different samples."""
         for one, other in itertools.combinations(self.micro, 2):
-            if one.has_same(other.tensors, other.about):
+            if one.first is not other.first and one.has_same(other.tensors, other.about):
                 self.verdict.wrong.append(
                     f"micro batches {one.number} of rank {one.ranks[0]} and {other.number} of rank {other.ranks[0]} are the same samples"
                 )

@@ -6,13 +6,13 @@ tensors take the places of the computed ones, so what is wrong is wrong by itsel
 
 import torch
 
-from lockstep.dumps.recording import Called
+from lockstep.dumps.recording import LOG_PROBS, Called
 from lockstep.verdict import normalisation
 from lockstep.verdict.alone import with_factors
 from lockstep.verdict.factors import Factors
 from lockstep.verdict.judgement import Judgement
 from lockstep.verdict.normalisation import Gradients
-from lockstep.verdict.recorded_modules import Modules, Tensors
+from lockstep.verdict.recorded_modules import Modules, Tensors, as_pieces
 from lockstep.verdict.recorded_reference import Computed, Reference
 from lockstep.verdict.recorded_rows import StepVerdict, judged_gradients
 
@@ -39,8 +39,23 @@ class Alone:
             for name, found in mine.items()
             if all(free.shapes.get(name) == found[0][1].shape for free in (right, near))
         }
+        if called.piece is not None:
+            of_all = [self.exact.recording.of_modules(self.verdict.step, one) for one in called.piece.all]
+            written = {}
+            for name, shape in right.shapes.items():
+                parts = [of[name][0][1] for of in of_all if name in of]
+                whole = called.piece.pieces.joined(parts, shape) if len(parts) == len(of_all) else None
+                if whole is not None:
+                    written[name] = whole
+        if LOG_PROBS in called.arrived:  # from a head that is not the model's own
+            mine.pop(
+                next((name for name in right.shapes if name.startswith("backward/") and name in mine), ""),
+                None,
+            )
         exact = self.exact.compute(called, told, written, right)
         plain = self.plain.compute(called, told, written, near)
+        for computed in (exact, plain):
+            as_pieces([computed], [called], [mine])
         self.modules.add(called.number, called.ranks, mine, exact, plain)
         self.right.append(exact.gradients)
         self.near.append(plain.gradients)

@@ -6,6 +6,7 @@ from dataclasses import replace
 import torch
 
 from lockstep.dumps.module_hooks import module_of
+from lockstep.dumps.recording import Called
 from lockstep.verdict.distance import Distance, distance_of
 from lockstep.verdict.factors import Factors
 from lockstep.verdict.judgement import FLOOR, MULTIPLE, UNIT, Judgement, add_pictures
@@ -130,6 +131,23 @@ class Modules:
                 f"{len(self.left_out)} modules return tensors of other shapes than in the reference, and are not judged, such as {min(self.left_out)}"
             )
         return bool(found)
+
+
+def as_pieces(computed: list[Computed], pieces: list[Called], own: list[Tensors]) -> None:
+    """Leaves of what modules gave for whole samples what each piece has. At a piece, the gradients of all pieces' losses arrive."""
+    of_all: dict[str, torch.Tensor] = {}
+    for one in computed:
+        one.shapes = {name: tensor.shape for name, tensor in one.modules.items()}
+        for name, tensor in one.modules.items():
+            if name.startswith("backward/") and "/returned." not in name:
+                of_all[name] = of_all[name] + tensor if name in of_all else tensor
+    for one, called, mine in zip(computed, pieces, own, strict=True):
+        if called.piece is not None:
+            one.modules = {
+                name: called.piece.cut(of_all.get(name, tensor), mine[name][0][1].shape)
+                for name, tensor in one.modules.items()
+                if name in mine
+            }
 
 
 def _first_of(choice: str, order: list[str]) -> int:

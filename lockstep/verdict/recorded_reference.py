@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_unflatten, treespec_loads
 from lockstep.dumps import tree
 from lockstep.dumps.model_outputs import mapped, outputs_of, tensors_of
 from lockstep.dumps.module_hooks import ModuleHooks, module_of
-from lockstep.dumps.recording import Called, Recording
+from lockstep.dumps.recording import IGNORED, LOG_PROBS, Called, Recording
 from lockstep.dumps.trace import storage
 from lockstep.ground.errors import UserError, first_line
 from lockstep.inputs import shapes
@@ -24,10 +24,9 @@ from lockstep.verdict.float64 import Float64, Told, make_exact
 from lockstep.verdict.judgement import FLOOR
 from lockstep.verdict.lazy import Lazy, OnDisk
 from lockstep.verdict.normalisation import Gradients
-from lockstep.verdict.recorded_loss import recognise
+from lockstep.verdict.recorded_loss import ALIKE, CLOSE, recognise
 from lockstep.verdict.streamed import Context, Streamed
 
-IGNORED = (-100, -1)  # labels that count for no token
 Loss = Callable[..., Any]
 SAME = 1e-9  # relative: the float64 loss is this mean over tokens
 
@@ -220,6 +219,12 @@ class Reference:
             _, logits = outputs_of(self._forward(called))
         return logits
 
+    def outputs(self, called: Called) -> Mapping[str, torch.Tensor]:
+        """What modules return for a micro batch that the run need not have seen, as far as the model can be called with it."""
+        with contextlib.suppress(Exception), self._precision(called, self._mode(called, {})):
+            self._forward(called)
+        return self.modules
+
     def _mode(self, called: Called, told: dict[str, torch.Tensor]) -> Told:
         # A pass may change one, such as a mean or a bias of experts
         self.buffers = {
@@ -252,7 +257,9 @@ class Reference:
         values = {**called.about.plain, **tensors}
         structure = treespec_loads(called.about.structure)
         given: dict[str, Any] = tree_unflatten([values[name] for name in called.about.inputs], structure)
-        if "use_cache" in inspect.signature(self.model.forward).parameters:
+        known = inspect.signature(self.model.forward).parameters
+        given |= {name: one for name, one in called.instead.items() if name in known}
+        if "use_cache" in known:
             given["use_cache"] = False
         for name, module in self.model.named_modules():
             module.training = name not in called.about.evaluated
@@ -272,6 +279,13 @@ class Reference:
     def _computed(self, called: Called, mode: Told, free: Computed | None) -> Computed:
         output = self._forward(called)
         loss, logits = outputs_of(output)
+        if logits is not None and LOG_PROBS in called.arrived:
+            if self.loss is not None:
+                raise UserError(
+                    "--loss: TRL replaced the forward method of the model, and what it returns rounds otherwise; judge without --loss, from what arrives there on"
+                )
+            if not _is_mean(called.arrived[LOG_PROBS]):
+                output[LOG_PROBS] = _log_probs(called, logits)
         returned = tensors_of(output)
         missing = called.arrived.keys() - returned.keys()  # TRL replaces the forward method of a model
         terms: dict[str, Term] = {}
@@ -283,11 +297,18 @@ class Reference:
             loss, often = scalars[""], _arrived(called, at)
             arrived = often[""] or 1.0
         elif called.has_own_loss and not missing:
+            if called.piece is not None:
+                returned = {name: called.piece.cut(one) for name, one in returned.items()}
             begun = {name: one.to(returned[name].dtype) for name, one in called.arrived.items()}
             begun |= {name: returned[name].new_tensor(one) for name, one in called.about.scalars.items()}
             torch.autograd.backward([returned[name] for name in begun], list(begun.values()))
             loss, logits = None, returned[next(iter(begun))] if len(begun) == 1 else None
         elif loss is not None:
+            if called.piece is not None and called.piece.labels is None:
+                raise UserError(
+                    f"the model is called with pieces of samples, and none of {', '.join(called.tensors)} is named as labels are, so the loss of a piece is not known; "
+                    "name them labels or targets"
+                )
             scalars = {name: one for name, one in returned.items() if one.ndim == 0}
             own = next(name for name, one in scalars.items() if one is loss)
             unknown = own not in often
@@ -298,6 +319,10 @@ class Reference:
             )
         if loss is not None:
             terms = self._terms(loss, scalars) if free is None else free.terms
+            if terms and called.piece is not None and self.loss is None:
+                raise UserError(
+                    f"the model's loss has {next(iter(terms))}, of a piece of the samples alone, which no process has that computes the whole"
+                )
             for name, term in terms.items():
                 term.beside = often.get(name, 0.0)
             roots = {name: one for name, one in scalars.items() if one is loss or name in terms}
@@ -338,9 +363,15 @@ class Reference:
     ) -> tuple[dict[str, torch.Tensor], float, dict[str, dict[str, torch.Tensor]]]:
         """Of the loop's own loss: (it, as "", and its terms by name; the number that it is a sum over, or 0; the gradients of each at what the model returned)."""
         assert self.loss is not None
-        tensors = self._widened(called.tensors)
+        piece = called.piece
+        tensors = self._widened(called.tensors if piece is None else piece.own)
         copies: dict[str, torch.Tensor] = {}
-        given = mapped(output, lambda name, one: copies.setdefault(name, one.clone()))
+        given = mapped(
+            output,
+            lambda name, one: copies.setdefault(
+                name, one.clone() if piece is None else piece.cut(one).clone()
+            ),
+        )
         try:
             made = self.loss(given, tensors)
         except Exception as error:  # noqa: BLE001 - a user's function may raise anything
@@ -425,6 +456,20 @@ class Reference:
             yield
 
 
+def _is_mean(gradient: torch.Tensor) -> bool:
+    """Whether a gradient at log-probabilities is that of a mean over tokens, as in the loss that the model returns."""
+    tokens = gradient[gradient != 0].double()
+    return bool((tokens < 0).all()) and float(tokens.min()) > (1 + ALIKE) * float(tokens.max())
+
+
+def _log_probs(called: Called, logits: torch.Tensor) -> torch.Tensor:
+    """Those of the labels, zero where there is none: what a model of TRL returns in the place of logits."""
+    shifted = called.tensors.get("shift_labels")
+    labels = called.tensors["labels"][:, 1:] if shifted is None else shifted
+    logits = logits[:, : labels.shape[1]].transpose(1, 2)
+    return -torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+
+
 def _arrived(called: Called, at: dict[str, dict[str, torch.Tensor]]) -> dict[str, float]:
     """How often a loss and each of its terms are in what arrived at what the model returned; `at` are their gradients there."""
     recorded = {**called.arrived, **{name: torch.tensor(one) for name, one in called.about.scalars.items()}}
@@ -434,6 +479,12 @@ def _arrived(called: Called, at: dict[str, dict[str, torch.Tensor]]) -> dict[str
     weights = (
         torch.linalg.lstsq(own @ own.T, (own @ observed)[:, None], driver="gelsd").solution[:, 0].tolist()
     )
+    left = observed - torch.tensor(weights, dtype=torch.float64) @ own
+    if called.about.together and float(left.norm()) > CLOSE[torch.bfloat16] * float(observed.norm()):
+        raise UserError(
+            f"--loss: the model was called with micro batch {called.number} of rank {called.ranks[0]} before a gradient arrived at the one before it, "
+            "and no loss of one alone gives that: call the model once with both, or judge without --loss"
+        )
     return dict(zip(at, weights, strict=True))
 
 

@@ -18,8 +18,9 @@ def lines(steps: list[StepVerdict], run: RunVerdict) -> list[str]:
     for verdict in steps:
         tokens = f", {verdict.tokens} tokens" if verdict.tokens else ""
         lowered = f", in {' and '.join(verdict.lowered)}" if verdict.lowered else ""
+        pieces = f", in {verdict.pieces} pieces each" if verdict.pieces > 1 else ""
         found.append(
-            f"step {verdict.step}: {verdict.micro_batches} micro batches of {verdict.shares} data-parallel ranks{tokens}{lowered}"
+            f"step {verdict.step}: {verdict.micro_batches} micro batches of {verdict.shares} data-parallel ranks{pieces}{tokens}{lowered}"
         )
         if verdict.named is not None:
             right = abs(verdict.factor - 1) <= verdict.tolerated_weights

@@ -1,6 +1,7 @@
 """What is judged of a whole recorded run: which samples its ranks saw, and its learning rates."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lockstep.dumps.recording import Recording, RunStep
@@ -18,8 +19,12 @@ class RunVerdict:
     notes: list[str] = field(default_factory=list)
 
 
-def judge(recordings: list[Recording], *, with_replacement: bool) -> RunVerdict:
+def judge(
+    recordings: list[Recording], *, with_replacement: bool, cut: Sequence[tuple[int, ...]] = ()
+) -> RunVerdict:
     """`recordings` are those of one training, in order. `with_replacement`: samples are drawn so, and may come again at any time.
+
+    `cut` are the ranks that have pieces of the same samples.
 
     Raises UserError if their ranks are not the same.
     """
@@ -28,7 +33,10 @@ def judge(recordings: list[Recording], *, with_replacement: bool) -> RunVerdict:
         raise UserError("the recordings have different numbers of ranks; judge each by itself")
     ranks = [[step for run in runs for step in run[rank]] for rank in range(len(runs[0]))]
     verdict = RunVerdict(min(len(steps) for steps in ranks))
-    _judge_samples(verdict, _data_parallel(ranks), with_replacement=with_replacement)
+    others = {rank for one in cut for rank in one[1:]}
+    whole = {one[0]: _of_pieces([ranks[rank] for rank in one]) for one in cut}
+    samples = [whole.get(rank, steps) for rank, steps in enumerate(ranks) if rank not in others]
+    _judge_samples(verdict, _data_parallel(samples), with_replacement=with_replacement)
     _judge_micro_batches(verdict, ranks[0])
     _judge_mode(verdict, ranks[0])
     _judge_rates(verdict, ranks[0], len(ranks))
@@ -41,6 +49,16 @@ def _data_parallel(ranks: list[list[RunStep]]) -> list[list[RunStep]]:
     for steps in ranks:
         seen.setdefault(str([step.samples for step in steps]), steps)
     return list(seen.values())
+
+
+def _of_pieces(ranks: list[list[RunStep]]) -> list[RunStep]:
+    """The steps of ranks that have pieces of the same samples, as of one that has the whole."""
+    found = []
+    for same in zip(*ranks, strict=False):
+        micro = zip(*(step.samples for step in same), strict=False)
+        samples = [[hash(pieces) for pieces in zip(*one, strict=False)] for one in micro]
+        found.append(same[0].model_copy(update={"samples": samples}))
+    return found
 
 
 def _judge_samples(verdict: RunVerdict, ranks: list[list[RunStep]], *, with_replacement: bool) -> None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 
 from lockstep.dumps.recording import Called
+from lockstep.verdict import recorded_pieces
 from lockstep.verdict.recorded_reference import Computed, Reference
 from lockstep.verdict.recorded_rows import StepVerdict
 
@@ -24,7 +25,9 @@ def judge(verdict: StepVerdict, reference: Reference, micro: list[Called], compu
         ids = _ids(reference.model, called, found)
         if ids is None:
             continue
-        if found.targets is not None:
+        if called.piece is not None:
+            recorded_pieces.judge(verdict, called, called.piece, called.tensors[ids], found)
+        if found.targets is not None and len(verdict.wrong) == before:
             _judge_targets(verdict, reference, called, ids, found)
         if len(verdict.wrong) == before:
             _judge_sight(verdict, reference, called, ids, found.targets, tried)

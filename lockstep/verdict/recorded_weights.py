@@ -2,20 +2,21 @@
 
 import torch
 
-from lockstep.dumps.recording import Called, Step
+from lockstep.dumps.recording import IGNORED, Called, Step
 from lockstep.ground.errors import UserError
 from lockstep.verdict import normalisation
 from lockstep.verdict.judgement import FLOOR, MULTIPLE, UNIT
 from lockstep.verdict.normalisation import (
     LABELS,
     MICRO_MEAN,
+    PIECE_MEAN,
     RANK_MEAN,
     TOKEN_MEAN,
     Fit,
     Gradients,
     Weighting,
 )
-from lockstep.verdict.recorded_reference import IGNORED, Computed
+from lockstep.verdict.recorded_reference import Computed
 from lockstep.verdict.recorded_rows import StepVerdict
 from lockstep.verdict.records import float32_norm_error
 
@@ -24,8 +25,8 @@ MOST = 0.5  # of a weight, that may be tolerated: beyond, a term that is missing
 
 
 def shares_of(micro: list[Called]) -> list[int]:
-    """The data-parallel share of each micro batch, by the first rank that was called with it."""
-    return [called.ranks[0] for called in micro]
+    """The data-parallel share of each micro batch, by the first rank that was called with it, or with another piece of it."""
+    return [called.first.ranks[0] for called in micro]
 
 
 class Weighed:
@@ -81,6 +82,10 @@ class Weighed:
             self.nominal = self._nominal(of_losses, known, clipped)
         if not right:
             verdict.wrong.append(self._of_factor(named.weighting, known))
+        elif named.weighting.name == PIECE_MEAN:
+            verdict.wrong.append(
+                "the gradient is that of the mean of the means of the pieces that samples are cut into: a token counts less in a piece with more of them"
+            )
         elif expect is not None and named.weighting.name != expect and len(candidates) > 1:
             verdict.wrong.append(f"the gradient is that of {named.weighting.label}, not of {LABELS[expect]}")
         if named.weighting is not candidates[0]:
@@ -93,7 +98,7 @@ class Weighed:
         if not any(one.uncertain for one in self.exact):
             return known * clipped
         # What follows from the gradients at the logits is averaged over the ranks, or summed.
-        for share in (1 / self.verdict.shares, 1.0):
+        for share in (1 / self.verdict.shares / self.verdict.pieces, 1 / self.verdict.shares, 1.0):
             if float((of_losses / clipped / share - 1).abs().max()) <= self.verdict.tolerated_weights:
                 return torch.full_like(of_losses, share * clipped)
         return None
@@ -159,12 +164,11 @@ class Weighed:
             self.verdict.unseen = "the loss itself is not judged"
             ones = torch.ones(len(self.micro), dtype=torch.float64)
             # The recorded gradients have every divisor of the run but that of averaging over ranks.
-            mean = Weighting(
-                RANK_MEAN,
-                "what follows from the gradients at the logits, averaged over the ranks",
-                ones / self.verdict.shares,
-            )
-            return [1] * len(self.micro), ones, [mean]
+            label = "what follows from the gradients at the logits, averaged over the ranks"
+            means = [Weighting(RANK_MEAN, label, ones / self.verdict.shares)]
+            if self.verdict.pieces > 1:  # those with pieces of the same samples, too
+                means.append(Weighting(RANK_MEAN, label, ones / self.verdict.shares / self.verdict.pieces))
+            return [1] * len(self.micro), ones, means
         if not all(tokens):
             if expect == TOKEN_MEAN:
                 raise UserError(
@@ -175,11 +179,12 @@ class Weighed:
             )
             ones = torch.ones(len(self.micro), dtype=torch.float64)
             label = "the mean of the micro batches' losses"
-            mean = Weighting(MICRO_MEAN, label, ones / self.verdict.micro_batches)
+            mean = Weighting(MICRO_MEAN, label, ones / self.verdict.micro_batches / self.verdict.pieces)
             return [1] * len(self.micro), ones, [mean]
         self.verdict.tokens = sum(tokens)
+        numbers = [one.number for one in self.micro] if self.verdict.pieces > 1 else None
         divisors = torch.tensor([one.divisor for one in self.exact], dtype=torch.float64)
-        return tokens, divisors, normalisation.known(tokens, self.shares)
+        return tokens, divisors, normalisation.known(tokens, self.shares, numbers)
 
     def _of_factor(self, weighting: Weighting, known: torch.Tensor) -> str:
         factor = self.verdict.factor
@@ -190,6 +195,8 @@ class Weighed:
 
     def _entered(self, known: torch.Tensor) -> str:
         """Where the factor came in, to be read after it. `known` are the weights that the losses should have."""
+        if self.verdict.pieces > 1:  # their gradients may be summed or averaged later
+            return ""
         begun = torch.tensor([one.arrived for one in self.exact], dtype=torch.float64) / self.verdict.shares
         for factor, where in (
             (self.verdict.factor, "it is there when the backward pass begins"),
@@ -210,7 +217,9 @@ class Weighed:
             for called, one in zip(self.micro, self.exact, strict=True)
             if one.labels
         )
-        counting = self.shares.count(self.shares[0])  # micro batches of a rank at which a gradient arrived
+        counting = sum(
+            one.ranks == self.micro[0].ranks for one in self.micro
+        )  # micro batches of a rank at which a gradient arrived
         numbers = {
             "the world size": float(world),
             "the number of data-parallel ranks": float(self.verdict.shares),

@@ -14,7 +14,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from lockstep.inputs.model import being_recomputed
-from lockstep.plan.limit import machine_bytes
+from lockstep.plan.resources import machine_bytes
 
 CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)  # of units
 Context = Callable[[], contextlib.AbstractContextManager[None]]
