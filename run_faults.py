@@ -38,7 +38,7 @@ from lockstep.ground.files import (
     write_result,
 )
 from lockstep.ground.flags import Parser
-from lockstep.plan.config import BASELINE, CONTROL, Spec, history_file
+from lockstep.plan.config import BASELINE, CONTROL, JUDGED, Spec, history_file
 from lockstep.plan.strategies import others, recorded, spec_of
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--precision",
-        choices=("fp32", "autocast"),
+        choices=JUDGED,
         default="fp32",
         help="precision of all runs (default: %(default)s)",
     )

@@ -30,12 +30,11 @@ from lockstep.ground.errors import UserError, printable, run_program
 from lockstep.ground.flags import Parser
 from lockstep.inputs import architectures
 from lockstep.plan import command_line, initial_weights, limit
-from lockstep.plan.config import BASELINE, CONTROL, Config, history_file
+from lockstep.plan.config import BASELINE, CONTROL, JUDGED, Config, history_file
 from lockstep.plan.runs import HELP, Run, runs_of
 from lockstep.plan.strategies import SPECS
 from lockstep.running import jobs
 from lockstep.training import preflight
-from lockstep.verdict.loss_tolerance import RULES
 
 if TYPE_CHECKING:
     from lockstep.verdict.loss_folder import Judged
@@ -200,9 +199,9 @@ def plan(options: argparse.Namespace, flags: list[str]) -> list[Planned]:
     if config.capture_dir is not None:
         for name, begins in files.REPORTS.items():
             files.require_ours(config.capture_dir / name, option, begins)
-        if config.precision not in RULES:
+        if config.precision not in JUDGED:
             raise UserError(
-                f"--precision {config.precision}: no tolerance is derived for its tensors; use {' or '.join(RULES)}, "
+                f"--precision {config.precision}: no tolerance is derived for its tensors; use {' or '.join(JUDGED)}, "
                 "or leave the tensors out (TENSORS=0 ./run_verification_main.sh)"
             )
         reference = dataclasses.replace(config, run_name=jobs.REFERENCE)

@@ -74,7 +74,7 @@ MAX_GRAD_NORM=${MAX_GRAD_NORM:-1.0}
 GRADIENT_ACCUMULATION_STEPS=${GRADIENT_ACCUMULATION_STEPS:-1}
 ATTN_IMPL=${ATTN_IMPL:-sdpa}
 NOISE_FLOOR=${NOISE_FLOOR:-1} # 0: no control run; only the fixed tolerances of docs/precision.md
-TENSORS=${TENSORS:-$([ "$PRECISION" = bf16 ] && echo 0 || echo 1)} # 0: judge the losses only, as for bf16
+TENSORS=${TENSORS:-$([ "$PRECISION" = mixed ] && echo 0 || echo 1)} # 0: judge the losses only, as for mixed
 PRETRAINED=${PRETRAINED:-0} # 1: start from the weights of MODEL_NAME, a folder or hub id; 0: from random ones
 # The first run writes the weights of all runs there. If the file already exists, they start from it instead.
 INIT_WEIGHTS_PATH=${INIT_WEIGHTS_PATH:-}

@@ -22,13 +22,12 @@ from lockstep import compare
 from lockstep.dumps import history
 from lockstep.ground.files import write_result
 from lockstep.plan.command_line import parse_config
-from lockstep.plan.config import BASELINE, CONTROL, history_file
+from lockstep.plan.config import BASELINE, CONTROL, JUDGED, history_file
 from lockstep.plan.runs import Run, runs_of
 from lockstep.plan.strategies import others
 from lockstep.running import jobs
 from lockstep.verdict import loss_curves
 
-PRECISIONS = ["fp32", "autocast"]
 SMALL, WIDE = [(2, 1), (1, 2), (2, 2)], [(4, 1), (1, 4), (2, 2)]  # (dp, tp)
 MESHES = {
     "tiny-qwen2": SMALL,
@@ -58,7 +57,7 @@ def everything() -> list[tuple]:
     found = [
         (model, precision, *mesh, *(word for pair in zip(FLAGS, values, strict=True) for word in pair))
         for model, meshes in MESHES.items()
-        for precision, mesh, values in itertools.product(PRECISIONS, meshes, FURTHER)
+        for precision, mesh, values in itertools.product(JUDGED, meshes, FURTHER)
     ]
     return [(*case, *samples) for case, samples in zip(found, itertools.cycle(SAMPLES), strict=False)]
 
@@ -141,7 +140,7 @@ def judge(folder: Path, strategies: list[Run]) -> tuple[list[dict], list[str], d
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=output('{\n "alarms": '))
-    parser.add_argument("--precision", choices=PRECISIONS, help="one of the two (default: both)")
+    parser.add_argument("--precision", choices=JUDGED, help="one of them (default: all)")
     parser.add_argument(
         "--strategies",
         default=",".join(others()),

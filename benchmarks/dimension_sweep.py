@@ -64,7 +64,7 @@ SWEEP = {
     **{
         (model, precision): combinations
         for model in ("tiny-qwen2", "tiny-qwen3", "tiny-llama")
-        for precision, combinations in (("fp32", COMBINATIONS), ("autocast", ALONE))
+        for precision, combinations in (("fp32", COMBINATIONS), ("autocast", ALONE), ("bf16", ALONE))
     },
     ("tiny-qwen2-4kv", "fp32"): FOUR_HEADS,
 }

@@ -182,7 +182,7 @@ def plant(kept: Kept, seed: int) -> Iterator[tuple[str, int | None]]:
         seen = None
         for k in EXPONENTS:
             own_spoilt = spoilt(own, where, 1 + 2.0**-k, random.Random(seed))
-            found = project(name, own_spoilt.double() - near, right, is_weight)
+            found = project(name, own_spoilt, near, right, is_weight)
             if farthest(found, kept.number).multiple <= 1:
                 break
             seen = k

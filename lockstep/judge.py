@@ -15,7 +15,7 @@ from pathlib import Path
 from lockstep.dumps.recording import Recording
 from lockstep.ground import user_file
 from lockstep.ground.errors import run_program
-from lockstep.ground.flags import Parser
+from lockstep.ground.flags import Parser, number
 from lockstep.page import recording as page
 from lockstep.verdict import recorded, recorded_report, recorded_run
 from lockstep.verdict.normalisation import LABELS
@@ -35,6 +35,12 @@ def main(argv: list[str] | None = None) -> int:
         help="the loop's own loss, a function of what the model returned and of a dict of the recorded tensors",
     )
     parser.add_argument(
+        "--memory",
+        type=number(float, 0),
+        metavar="GB",
+        help="above which a model is computed layer by layer, each twice (default: half of what is free)",
+    )
+    parser.add_argument(
         "--after",
         type=Path,
         metavar="FOLDER",
@@ -51,7 +57,8 @@ def main(argv: list[str] | None = None) -> int:
         recording = Recording(options.folder)
         before = [Recording(options.after)] if options.after else []
         loss = options.loss and user_file.load(options.loss, "--loss")
-        steps = recorded.judge(recording, options.expect, loss)
+        memory = None if options.memory is None else options.memory * 1e9
+        steps = recorded.judge(recording, options.expect, loss, memory)
         run = recorded_run.judge([*before, recording], with_replacement=options.with_replacement)
         page.write(recording, steps, run)
         return recorded_report.show(steps, run, options.folder)

@@ -82,6 +82,13 @@ class Run:
             time.sleep(0.1)
         assert text in self.log.read_text()
 
+    def wait_for_process(self, name):
+        """Until the run has started a process of this name."""
+        deadline = time.monotonic() + 60
+        while not any(name in command for command in orphans(self.folder)):
+            assert self.process.poll() is None and time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.05)
+
     def wait_for_step(self, number):
         path = history_file(self.folder, "ddp")
         for _ in range(1200):

@@ -7,7 +7,7 @@ import torch
 
 from lockstep.ground.errors import UserError
 from lockstep.verdict.factors import NOTHING, Factors
-from lockstep.verdict.lazy import Lazy, on_disk
+from lockstep.verdict.lazy import Lazy, OnDisk
 
 SHAPE = (4, 64, 128)
 NOISE = 2e-3  # relative
@@ -120,21 +120,28 @@ def test_tensors_on_disk_are_the_same(tmp_path):
         "d": torch.empty(0),
         "e": torch.randn(4, 6).T,
     }
-    kept = on_disk(tensors.items(), tmp_path)
+    kept = OnDisk(tmp_path)
+    kept.close()
+    assert kept == {}
+    kept = OnDisk(tmp_path)
+    for name, tensor in tensors.items():
+        kept[name] = torch.zeros(3)
+        kept[name] = tensor
+        assert kept[name].dtype is tensor.dtype and torch.equal(kept[name], tensor)
     assert not list(tmp_path.iterdir())
+    kept.close()
     for name, tensor in tensors.items():
         assert kept[name].dtype is tensor.dtype and torch.equal(kept[name], tensor)
-    assert on_disk([], tmp_path) == {} and torch.equal(
-        on_disk([("d", tensors["d"])], tmp_path)["d"], tensors["d"]
-    )
+    del kept["a"]
+    assert list(kept) == ["b", "c", "d", "e"]
 
 
 def test_a_file_that_cannot_be_written_is_one_line(tmp_path):
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limit[1]))
     try:
-        with pytest.raises(UserError, match="gradients of the reference cannot be kept there"):
-            on_disk([("a", torch.zeros(10_000))], tmp_path)
+        with pytest.raises(UserError, match="tensors of the reference cannot be kept there"):
+            OnDisk(tmp_path)["a"] = torch.zeros(10_000)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
 

@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+import torch
 from edited import change_tensor, edit
 from ranks import CAPTURED
 from test_page import payload
@@ -20,24 +21,34 @@ PROJECTION = "model.layers.1.self_attn.q_proj"
 NORM = "model.layers.1.post_attention_layernorm"
 
 
-@pytest.fixture(scope="module")
-def captured(tmp_path_factory):
-    """Dumps of two steps in autocast: ddp, fsdp, reference, replays, and what was found of modules by themselves."""
-    folder = tmp_path_factory.mktemp("autocast")
+def capture(folder, precision, groups):
+    """Dumps of two steps of ranks and strategies, reference, replays, and what was found of modules by themselves."""
     arguments = [*CAPTURED, "--debug_steps=2", "--capture_steps=2", "--gradient_accumulation_steps=2"]
     arguments += [
-        "--precision=autocast",
+        f"--precision={precision}",
         "--capture_dir",
         str(folder),
         "--loss_output_dir",
         str(folder / "work"),
     ]
-    groups = [(2, "ddp"), (4, "fsdp"), (None, jobs.REFERENCE)]
     jobs.start_all_groups(
-        [(ranks, [{"strategy": strategy, "arguments": arguments}]) for ranks, strategy in groups],
+        [
+            (ranks, [{"strategy": strategy, "arguments": arguments}])
+            for ranks, strategy in [*groups, (None, jobs.REFERENCE)]
+        ],
         folder / "work",
     )
     return folder
+
+
+@pytest.fixture(scope="module")
+def captured(tmp_path_factory):
+    return capture(tmp_path_factory.mktemp("autocast"), "autocast", [(2, "ddp"), (4, "fsdp")])
+
+
+@pytest.fixture(scope="module")
+def in_bf16(tmp_path_factory):
+    return capture(tmp_path_factory.mktemp("bf16"), "bf16", [(2, "ddp"), (4, "deepspeed"), (4, "fsdp")])
 
 
 @pytest.fixture
@@ -50,8 +61,8 @@ def copied(captured, tmp_path):
     return tmp_path
 
 
-def judged(folder):
-    """The result of a comparison after the modules of fsdp were computed by themselves again."""
+def judged(folder, dtype=torch.float32):
+    """The result of a comparison after the modules of fsdp, whose weights are of a dtype, were computed by themselves again."""
     dump, reference = Dump(folder / "fsdp"), Dump(folder / "reference")
     exact, plain = (
         build_model(
@@ -63,6 +74,7 @@ def judged(folder):
         for _ in range(2)
     )
     make_exact(exact, dump.layout.tables)
+    plain.to(dtype)
     alone.write(forced.judge(dump, reference, exact, plain), folder / "fsdp")
     return compare.judge([folder / name for name in ("ddp", "fsdp", "reference")])
 
@@ -197,3 +209,19 @@ def test_a_step_in_another_convention_is_not_judged(copied):
     run = result.runs["fsdp"]
     assert run.conventions and result.verdict("fsdp") == "PASS"
     assert any(row.too_far for row in run.alone.rows) and {row.step for row in run.by_themselves} == {2}
+
+
+def test_bfloat16_throughout(in_bf16, tmp_path):
+    """Correct runs pass. A factor that their rounding errors hide is found by its module alone, a large one by its distance, too."""
+    names = ("ddp", "deepspeed", "fsdp", "reference")
+    result = compare.judge([in_bf16 / name for name in names])
+    for name in names[:3]:
+        assert result.verdict(name) == "PASS" and len(result.runs[name].by_themselves) == 192
+    for factor, is_hidden in ((1.01, True), (1.3, False)):
+        folder = tmp_path / str(factor)
+        shutil.copytree(in_bf16, folder)
+        gradient = f"gradient/{PROJECTION}.weight"
+        change_tensor(folder / "fsdp", 1, gradient, lambda tensor, factor=factor: tensor.mul_(factor))
+        run = judged(folder, torch.bfloat16).runs["fsdp"]
+        assert [row.name for row in run.by_themselves if row.too_far and row.step == 1] == [gradient]
+        assert run.rows_of(1)[gradient].too_far is not is_hidden

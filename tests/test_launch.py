@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import sys
-import time
 
 import pytest
 from programs import completed
@@ -31,7 +30,7 @@ def test_a_stop_is_one_line(run, tmp_path, number, moment):
         made_up(steps=3).save(path)
         content = path.read_bytes()
     one = run("--debug_steps", "100000", "--dp_size", "1" if training else "2")
-    one.wait_for_step(5) if training else time.sleep(4)
+    one.wait_for_step(5) if training else one.wait_for_process("gcs_server")  # Ray's first
     # Ctrl-C reaches the whole group; SIGTERM may
     (os.kill if number == signal.SIGTERM else os.killpg)(one.process.pid, number)
     assert one.process.wait(60) == status, one.log.read_text()

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import torch
 
 # By precision: how near a measured factor must be to tp, 1/dp, ... to be called that.
-NEAR = {"fp32": 1e-3, "autocast": 0.03}
+NEAR = {"fp32": 1e-3, "autocast": 0.03, "bf16": 0.03}
 SAME_FACTOR = 1e-2  # how near to each other two measured factors must be to be one
 
 

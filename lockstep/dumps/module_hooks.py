@@ -11,7 +11,12 @@ from lockstep.dumps import tree
 from lockstep.dumps.trace import named_outputs
 from lockstep.inputs.model import being_recomputed
 
-Keep = Callable[[str, torch.Tensor], torch.Tensor | None]
+Keep = Callable[[str, torch.Tensor], None]
+Instead = Callable[[str, torch.Tensor], torch.Tensor | None]
+
+
+def _nothing(_name: str, _tensor: torch.Tensor) -> None:
+    return None
 
 
 def module_of(name: str) -> str:
@@ -23,14 +28,16 @@ class ModuleHooks:
     """Of the modules whose names match `pattern`, in the training calls of the model between `begin` and `end`.
 
     `keep(name, tensor)` is given forward/MICRO_BATCH/MODULE and backward/MICRO_BATCH/MODULE. The second call of a module in one forward
-    pass is MODULE@2. A gradient may arrive in parts, one for each backward pass: they are given one after the other. What `keep` returns, if
-    it is not None, takes the tensor's place in what is computed further.
+    pass is MODULE@2. A gradient may arrive in parts, one for each backward pass: they are given one after the other. What `instead` of the
+    same returns, if it is not None, takes the tensor's place in what is computed further, and in what is computed again.
     """
 
-    def __init__(self, model: torch.nn.Module, pattern: str, keep: Keep):
+    def __init__(self, model: torch.nn.Module, pattern: str, keep: Keep, instead: Instead | None = None):
         self.keep, self.number, self.inside = keep, -1, False
+        self.instead = instead or _nothing
         self.calls: Counter[str] = Counter()
         self.seen: set[str] = set()
+        self.passed_on: set[str] = set()
         self.returned: dict[int, torch.Tensor] = {}  # by modules of this pass
         modules = {tree.clean(name): module for name, module in model.named_modules() if name}
         self.handles = [
@@ -44,6 +51,7 @@ class ModuleHooks:
         self.number, self.inside = number, True
         self.calls.clear()
         self.seen.clear()
+        self.passed_on.clear()
 
     def end(self) -> None:
         """It is over; what is computed again in its backward pass still belongs to it."""
@@ -57,7 +65,10 @@ class ModuleHooks:
 
     def _arrives(self, name: str, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """Of a tensor that the loss does not depend on, DDP says that None arrives."""
-        return None if gradient is None else self.keep(name, gradient)
+        if gradient is None:
+            return None
+        self.keep(name, gradient)
+        return self.instead(name, gradient)
 
     def _see(self, module: str, _module: torch.nn.Module, _arguments: object, output: object) -> object:
         if torch.compiler.is_compiling() or not (self.inside or being_recomputed()):
@@ -66,17 +77,24 @@ class ModuleHooks:
         called = module if self.calls[module] == 1 else f"{module}@{self.calls[module]}"
         instead: dict[int, torch.Tensor] = {}
         for name, tensor in named_outputs(called, output):
-            # What is recomputed was recorded before, unless reentrant checkpointing hid it from autograd.
             chosen = self.inside and not tensor.is_floating_point()  # such as a router's experts
-            if name in self.seen or not (tensor.requires_grad or chosen):
+            if name in self.passed_on or not (tensor.requires_grad or chosen):
                 continue
-            if name != called and id(tensor) in self.returned:
-                continue  # only passed on, such as T5's position bias: what arrives there is its maker's
+            if name not in self.seen and name != called and id(tensor) in self.returned:
+                self.passed_on.add(name)  # such as T5's position bias: what arrives there is its maker's
+                continue
+            place = f"forward/{self.number}/{name}"
+            other = self.instead(place, tensor)
+            if other is not None:
+                instead[id(tensor)] = other
+            # What is recomputed was recorded before, unless reentrant checkpointing hid it from autograd.
+            if name in self.seen:
+                continue
             self.seen.add(name)
             self.returned[id(tensor)] = tensor
-            other = self.keep(f"forward/{self.number}/{name}", tensor)
             if other is not None:
-                instead[id(tensor)] = self.returned[id(other)] = other
+                self.returned[id(other)] = other
+            self.keep(place, tensor)
             if tensor.requires_grad:
                 # Of the module's own tensor: another output of it, such as the scores of a router's logits, may be made of it.
                 tensor.register_hook(functools.partial(self._arrives, f"backward/{self.number}/{name}"))

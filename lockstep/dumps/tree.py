@@ -12,7 +12,7 @@ import importlib
 import math
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -388,7 +388,7 @@ def build(tree: TREE, tensors: dict[str, torch.Tensor]) -> torch.nn.Module:
     return model.train()
 
 
-def give(model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> None:
+def give(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
     """Let the parameters of a model that was built be these tensors, in place: tied ones stay tied, and lists that hold them do, too."""
     for name, parameter in model.named_parameters():
         whole = torch.nn.Parameter(weights[name], requires_grad=parameter.requires_grad)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.faults.planting import Plant, Planting
+from lockstep.plan.config import JUDGED
 from lockstep.plan.mesh import Mesh
 
 # A sentence, several of which any will do, or a function that says whether a sentence will do.
@@ -80,7 +81,7 @@ class Fault:
     model: str = "tiny-qwen2"
     arguments: tuple[str, ...] = ()  # further flags that it needs to do anything
     # In which it does anything: rounding to bfloat16 is a fault in fp32 runs only
-    precisions: tuple[str, ...] = ("fp32", "autocast")
+    precisions: tuple[str, ...] = JUDGED
     axes: tuple[str, ...] = ("dp",)  # the mesh axes that must have several ranks
     needs: tuple[str, ...] = ()  # the handles that the strategy must offer
     mesh: Mesh = Mesh(dp=2, tp=2)  # without the axes that the strategy cannot use

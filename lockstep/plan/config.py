@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 Precision = Literal["fp32", "autocast", "mixed", "bf16"]
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+JUDGED: tuple[Precision, ...] = ("fp32", "autocast", "bf16")  # those in which tensors have a tolerance
 PARAM_DTYPES: dict[Precision, str] = {  # of the weights that a forward pass computes with
     "fp32": "float32",
     "autocast": "float32",

@@ -8,7 +8,7 @@ import math
 from lockstep.dumps.dump import Dump, Dumps
 from lockstep.dumps.manifest import REMEDY
 from lockstep.ground.errors import UserError
-from lockstep.plan.config import BASELINE
+from lockstep.plan.config import BASELINE, JUDGED
 from lockstep.plan.strategies import in_order
 from lockstep.verdict import measuring, records
 from lockstep.verdict.comparable_dumps import (
@@ -19,11 +19,10 @@ from lockstep.verdict.comparable_dumps import (
 )
 from lockstep.verdict.distance import Distance
 from lockstep.verdict.judgement import ROUNDOFF, Judgement, Yardstick, noise_of, pass_of, tolerance
-from lockstep.verdict.loss_tolerance import RULES
 from lockstep.verdict.result import Findings, Result
 
 # Without a reference: the largest distance from it that DDP had, over the clean sweep and the real sizes (results/).
-TYPICAL = {"fp32": 1.5e-6, "autocast": 2e-2}
+TYPICAL = {"fp32": 1.5e-6, "autocast": 2e-2, "bf16": 2e-2}
 AGAIN = "run python -m lockstep.reference after the training scripts, into a folder without older replays"
 
 
@@ -76,8 +75,8 @@ def _require_yardstick(reference: Dump, dumps: Dumps) -> None:
 
 def _precision(dump: Dump) -> str:
     precision = dump.run["config"]["precision"]
-    if precision not in RULES:
-        raise UserError(f"no tolerance is derived for --precision {precision}; compare {' or '.join(RULES)}")
+    if precision not in JUDGED:
+        raise UserError(f"no tolerance is derived for --precision {precision}; compare {' or '.join(JUDGED)}")
     return precision
 
 

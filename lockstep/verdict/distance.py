@@ -19,6 +19,7 @@ from lockstep.training.optim import decays
 
 # elements: all blocks of a comparison stay in the cache, and BLAS starts no threads for so few
 BLOCK = 1 << 13
+PIECE = 1 << 22  # elements of a tensor in memory
 
 
 class Size(NamedTuple):
@@ -175,12 +176,14 @@ QUIET = np.errstate(over="ignore", invalid="ignore")
 @QUIET
 def distance_of(own: torch.Tensor, reference: torch.Tensor, before: torch.Tensor | None = None) -> Distance:
     """Of two tensors in memory, of one shape and not empty. With `before`, they should show a change from it."""
-    values, exact = (tensor.detach().double().flatten().numpy() for tensor in (own, reference))
-    shown = exact if before is None else exact - before.detach().double().flatten().numpy()
     found, wanted, change = _Comparison(), _Sums(), _Sums()
-    found.add(values, exact, shown, np.empty_like(values))
-    wanted.add(exact)
-    change.add(shown)
+    flat = [tensor.detach().reshape(-1) for tensor in (own, reference, before) if tensor is not None]
+    for blocks in zip(*(tensor.split(PIECE) for tensor in flat), strict=True):
+        values, exact, *old = (block.double().numpy() for block in blocks)
+        shown = exact - old[0] if old else exact
+        found.add(values, exact, shown, np.empty_like(values))
+        wanted.add(exact)
+        change.add(shown)
     return found.distance(wanted, change)
 
 

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 RATE = 1e-6  # of false alarms, of all projections of a run
 BLOCKS = 32  # at most, that a dim is cut into
+PIECE = 2**22  # elements of a tensor in memory
 SUMS = 2**18  # of a tensor, at most: beyond, neighbours in a row are summed first
 LEAST = 16  # elements that a part needs, and columns
 FEWEST = 2.0  # degrees of freedom that a standard error needs
@@ -72,7 +73,7 @@ class Factors:
     ) -> None:
         """Of one shape: the run's tensor, the yardstick's and the reference's in float64. `is_weight`: a parameter's gradient."""
         if right.numel() >= LEAST and bool(right.any()):
-            self.found.append(project(name, own.double() - near, right, is_weight))
+            self.found.append(project(name, own, near, right, is_weight))
 
     @property
     def number(self) -> int:
@@ -135,31 +136,52 @@ def _ratio(part: np.ndarray, whole: np.ndarray, otherwise: float = 0.0) -> np.nd
     return np.divide(part, whole, out=np.full(whole.shape, otherwise), where=whole > 0)
 
 
-def project(name: str, difference: torch.Tensor, right: torch.Tensor, is_weight: bool) -> Projections:
+def project(
+    name: str, own: torch.Tensor, near: torch.Tensor, right: torch.Tensor, is_weight: bool
+) -> Projections:
     """All projections of a tensor: of all of it, and of each dim's blocks."""
     # What a module computes of its inputs before it sums has errors of its own. All that is summed from one of them shares these: the
     # elements of a token, and of a weight's gradient those of an input.
-    if is_weight and right.ndim > 1:
-        difference, right = (one.movedim(-2, -1) for one in (difference, right))
-    columns = right.shape[-1] if right.ndim > 1 else 1
-    rows = right.numel() // columns
+    is_turned = is_weight and right.ndim > 1
+    shape = right.movedim(-2, -1).shape if is_turned else right.shape
     together = max(1, math.ceil(right.numel() / SUMS))
-    products, sizes = (
-        F.pad(one.reshape(rows, columns), (0, -columns % together))
-        .reshape(rows, -1, together)
-        .sum(-1)
-        .numpy()
-        for one in (difference * right.sign(), right.abs())
-    )
+    products, sizes = (one.numpy() for one in _summed(own, near, right, is_turned, together))
     # Few rows may have most of a tensor, and few errors say little of their size. So once more with all rows alike.
     alike = _ratio(np.ones(1), sizes.sum(1, keepdims=True))
     parts: list[Part | None] = []
     found = []
-    for cut, of_rows, of_columns in _cuts(right.shape, together, is_weight):
+    for cut, of_rows, of_columns in _cuts(shape, together, is_weight):
         for weight in (1.0, alike):
             parts += cut
             found.append(_project(products * weight, sizes * weight, of_rows, of_columns))
     return Projections(name, parts, *(np.concatenate(each, -1) for each in zip(*found, strict=True)))
+
+
+def _summed(
+    own: torch.Tensor, near: torch.Tensor, right: torch.Tensor, is_turned: bool, together: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(d sign(a), |a|), each (rows, columns / together): `together` neighbours in a row are summed. Rows of turned matrices are their columns.
+
+    Memory has a piece of the tensors at a time.
+    """
+    width = right.shape[-1] if right.ndim > 1 else 1
+    height = right.shape[-2] if is_turned else right.numel() // width
+    columns = height if is_turned else width
+    step = max(1, PIECE // width // together) * together if is_turned else max(1, PIECE // width)
+    found: list[list[torch.Tensor]] = [[], []]
+    for matrices in zip(*(one.reshape(-1, height, width) for one in (own, near, right)), strict=True):
+        pieces: list[list[torch.Tensor]] = [[], []]
+        for values, yardstick, exact in zip(*(one.split(step) for one in matrices), strict=True):
+            difference = values.double() - yardstick
+            for which, one in enumerate((difference * exact.sign(), exact.abs())):
+                turned = one.T if is_turned else one
+                padded = F.pad(turned, (0, -turned.shape[1] % together))
+                pieces[which].append(padded.reshape(len(turned), -1, together).sum(-1))
+        for which, each in enumerate(pieces):
+            found[which].append(torch.cat(each, 1 if is_turned else 0))
+    products, sizes = (torch.cat(each) for each in found)
+    assert products.shape == (right.numel() // columns, math.ceil(columns / together))
+    return products, sizes
 
 
 def _cuts(

@@ -47,7 +47,7 @@ class Forced:
         self.model, self.exact, layout = model, exact, dump.layout
         self.autocast = dump.run["config"]["precision"] == "autocast" and not exact
         self.names = {choice.call: name for name, choice in layout.choices.items()}
-        self.hooks = ModuleHooks(model, "*", self._keep)
+        self.hooks = ModuleHooks(model, "*", self._keep, self._instead)
         self.handles = [
             model.get_submodule(module).register_forward_pre_hook(
                 functools.partial(self._enter, places), with_kwargs=True
@@ -57,9 +57,15 @@ class Forced:
         self.modules: dict[str, torch.Tensor] = {}
         self.written: dict[str, torch.Tensor] = {}
 
-    def _keep(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
+    def _keep(self, name: str, tensor: torch.Tensor) -> None:
         self.modules[name] = tensor.detach().clone() if tensor.is_floating_point() else tensor
+
+    def _instead(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
         return forced(name, tensor, self.written)
+
+    def _arrives(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
+        self._keep(name, tensor)
+        return self._instead(name, tensor)
 
     def _enter(
         self, places: dict[str, str], _module: torch.nn.Module, arguments: tuple, options: dict[str, Any]
@@ -69,8 +75,8 @@ class Forced:
         for place, name in places.items():
             tensor = given.get(place)
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                tensor.register_hook(functools.partial(self._keep, f"backward/{self.hooks.number}/{name}"))
-                instead = self._keep(f"forward/{self.hooks.number}/{name}", tensor)
+                tensor.register_hook(functools.partial(self._arrives, f"backward/{self.hooks.number}/{name}"))
+                instead = self._arrives(f"forward/{self.hooks.number}/{name}", tensor)
                 given[place] = tensor if instead is None else instead
         return tuple(given[str(place)] for place in range(len(arguments))), {
             name: given[name] for name in options

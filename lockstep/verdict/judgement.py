@@ -27,6 +27,7 @@ ZERO = (
 LIMIT = {
     "fp32": 1e-5,
     "autocast": 0.2,
+    "bf16": 0.2,
 }  # of DDP's own distance, relative: about ten times what correct runs have
 # Likewise of what an optimizer of the user's own changed, 2-norm and largest element: many divide each element by its own size, so the
 # rounding errors of an element that is all but zero are a part of a whole step.
@@ -35,7 +36,7 @@ LIMIT_OF_UPDATE = Size(1e-4, 1e-2)
 # instance, multiplies small singular values, and the rounding errors beside them, by up to 3.44 in each of its five steps.
 LIMIT_OF_LOWERED = Size(0.5, 0.5)
 # Unit roundoffs; of bfloat16 half of it (2^-8), which is stricter
-UNIT = {"fp32": 2.0**-24, "autocast": 2.0**-9}  # of the arithmetic
+UNIT = {"fp32": 2.0**-24, "autocast": 2.0**-9, "bf16": 2.0**-9}  # of the arithmetic
 EXACT = Size(0.0, 0.0)  # nothing is tolerated
 ROUNDOFF = {"F64": 2.0**-53, "F32": 2.0**-24, "BF16": 2.0**-9, "F16": 2.0**-11, "I64": 0.0}  # of a dtype
 PASSES = {"batch": "batch", "forward": "forward", "backward": "backward", "gradient": "gradient"}

@@ -1,7 +1,7 @@
 """Tensors of a whole model, by name, that are not all in memory: each is made when it is asked for, or mapped from a file."""
 
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from pathlib import Path
 
 import numpy
@@ -30,27 +30,52 @@ class Lazy(Mapping[str, torch.Tensor]):
         return len(self.names)
 
 
-def on_disk(tensors: Iterable[tuple[str, torch.Tensor]], folder: Path) -> dict[str, torch.Tensor]:
-    """The same tensors, in a file of `folder` that has no name and is gone when they are.
+class OnDisk(MutableMapping[str, torch.Tensor]):
+    """Tensors in a file of `folder` that has no name and is gone when they are.
 
-    Memory has of them what is in use; the system writes the rest back. Raises UserError if the file cannot be written.
+    Memory has of them what is in use; the system writes the rest back. Setting one raises UserError if it cannot be written.
     """
-    places: dict[str, tuple[int, torch.dtype, torch.Size]] = {}
-    try:
-        with tempfile.TemporaryFile(dir=folder) as file:
-            for name, tensor in tensors:
-                places[name] = file.tell(), tensor.dtype, tensor.shape
-                tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tofile(file)
-                file.write(bytes(-file.tell() % ALIGNED))
-            if not file.tell():
-                return {name: torch.empty(shape, dtype=dtype) for name, (_, dtype, shape) in places.items()}
-            file.flush()
-            flat = torch.from_numpy(numpy.memmap(file, numpy.uint8, "c"))
-    except OSError as error:
-        raise UserError(
-            f"{folder}: gradients of the reference cannot be kept there: {first_line(error)}; they take 8 bytes for each parameter and micro batch"
-        ) from error
-    return {
-        name: flat[start : start + shape.numel() * dtype.itemsize].view(dtype).reshape(shape)
-        for name, (start, dtype, shape) in places.items()
-    }
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.places: dict[str, tuple[int, torch.dtype, torch.Size]] = {}
+        self.flat = torch.empty(0, dtype=torch.uint8)  # of the file, as far as it is mapped
+        self.end = 0
+        self.file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - closed by `close`, or with the mapping
+
+    def __setitem__(self, name: str, tensor: torch.Tensor) -> None:
+        self.places[name] = self.end, tensor.dtype, tensor.shape
+        try:
+            tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tofile(self.file)
+            self.file.write(bytes(-self.file.tell() % ALIGNED))
+            self.file.flush()
+        except OSError as error:
+            raise UserError(
+                f"{self.folder}: tensors of the reference cannot be kept there: {first_line(error)}; gradients take 8 bytes for each parameter and micro batch"
+            ) from error
+        self.end = self.file.tell()
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        start, dtype, shape = self.places[name]
+        end = start + shape.numel() * dtype.itemsize
+        if end == start:
+            return torch.empty(shape, dtype=dtype)
+        if end > len(self.flat):
+            self.flat = torch.from_numpy(numpy.memmap(self.file, numpy.uint8, "c"))
+        with torch._C.DisableTorchFunction():  # there may be a mode in which float32 means float64
+            return self.flat[start:end].view(dtype).reshape(shape)
+
+    def __delitem__(self, name: str) -> None:
+        del self.places[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.places)
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def close(self) -> None:
+        """Nothing more is written. What is there can be read as before, without an open file."""
+        if self.end > len(self.flat):
+            self.flat = torch.from_numpy(numpy.memmap(self.file, numpy.uint8, "c"))
+        self.file.close()

@@ -72,10 +72,11 @@ class Noise:
     unit: str
 
 
+GROWTH = 10  # of the noise of a loss after its first step
 # The one table of tolerances.
 RULES = {
     "fp32": Rule(
-        growth=10,
+        growth=GROWTH,
         mean_growth=2,
         grad_norm=1e-5,
         first_grad_norm=1e-6,
@@ -83,7 +84,7 @@ RULES = {
         "100 steps; the gradient norm is summed in float64 from gradients that differ by a few unit roundoffs (6e-8)",
     ),
     "autocast": Rule(
-        growth=10,
+        growth=GROWTH,
         mean_growth=2.5,
         grad_norm=1e-2,
         first_grad_norm=1e-3,

@@ -21,6 +21,7 @@ from lockstep.verdict.lazy import Lazy
 
 ROUNDS = 20
 OUTLIER = 10  # times the median rest
+PIECE = 1 << 22  # elements of a tensor that are stacked
 Gradients = Mapping[str, torch.Tensor]  # by parameter, in float64
 # Of the columns with each other, and with what was observed
 Products = dict[str, tuple[torch.Tensor, torch.Tensor]]
@@ -46,10 +47,10 @@ def fit(observed: Gradients, columns: list[Gradients]) -> Fit:
     products: Products = {}
     for name, recorded in observed.items():
         tensor = recorded.double()
-        own = torch.stack([column[name].flatten() for column in columns])
         size = float(tensor.norm())
         if size > 0:
-            products[name] = (own @ own.T / size**2, own @ tensor.flatten() / size**2)
+            square, right = _products(tensor, [column[name] for column in columns])
+            products[name] = (square / size**2, right / size**2)
     if not products:
         return Fit(torch.zeros(len(columns), dtype=torch.float64), dict.fromkeys(observed, 0.0))
     counts = dict.fromkeys(products, 1.0)
@@ -64,6 +65,16 @@ def fit(observed: Gradients, columns: list[Gradients]) -> Fit:
         for name in observed
     }
     return Fit(weights, rest)
+
+
+def _products(observed: torch.Tensor, columns: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    own = torch.zeros(len(columns), len(columns), dtype=torch.float64)
+    with_observed = torch.zeros(len(columns), dtype=torch.float64)
+    for piece, *pieces in zip(*(one.flatten().split(PIECE) for one in (observed, *columns)), strict=True):
+        stacked = torch.stack(pieces)
+        own += stacked @ stacked.T
+        with_observed += stacked @ piece
+    return own, with_observed
 
 
 def _solved(products: Products, counts: dict[str, float]) -> torch.Tensor:

@@ -23,18 +23,31 @@ from lockstep.verdict.recorded_modules import Modules, Tensors
 from lockstep.verdict.recorded_reference import Computed, Loss, Reference
 from lockstep.verdict.recorded_rows import StepVerdict, judged_gradients, times
 from lockstep.verdict.recorded_weights import Weighed, shares_of
+from lockstep.verdict.streamed import free_bytes
 
 KINDS = {"weight": "weights", "gradient": "gradients"}
 KEPT = 0.1  # of what is left of a gradient without the one of the step before, that may be left with it
 SAME_NORM = 1e-5  # relative: ranks may add up the parts of a norm in another order
 
 
-def judge(recording: Recording, expect: str | None = None, loss: Loss | None = None) -> list[StepVerdict]:
+def judge(
+    recording: Recording, expect: str | None = None, loss: Loss | None = None, memory: float | None = None
+) -> list[StepVerdict]:
     """A verdict for every recorded step. `expect` is the weighting that was meant; None: any known one will do. `loss` is the loop's own.
 
-    Raises UserError for a model that cannot be computed again.
+    A model whose weights, in float64 and in the run's dtype, take more than half of `memory` (bytes; default: half of what is free) is computed
+    unit by unit. Raises UserError for a model that cannot be computed again.
     """
-    return [_Step(recording, step, loss).judge(expect) for step in range(1, len(recording.steps) + 1)]
+    memory = free_bytes() / 2 if memory is None else memory
+    streamed = 2 * _bytes_of_weights(recording) > memory
+    return [
+        _Step(recording, step, loss, streamed).judge(expect) for step in range(1, len(recording.steps) + 1)
+    ]
+
+
+def _bytes_of_weights(recording: Recording) -> int:
+    """In float64 and as the model has them."""
+    return sum(one.numel() * (8 + one.itemsize) for one in recording.build().parameters())
 
 
 def _unusable(gradients: Gradients) -> str:
@@ -67,8 +80,9 @@ def _loss_noise(exact: Computed, near: Computed) -> float:
 
 
 class _Step:
-    def __init__(self, recording: Recording, step: int, loss: Loss | None):
+    def __init__(self, recording: Recording, step: int, loss: Loss | None, streamed: bool):
         self.recording, self.ranks, self.loss = recording, recording.steps[step - 1], loss
+        self.streamed = streamed  # memory has one unit of the model at a time
         called = recording.micro_batches(step)
         self.unused = [one for one in called if not one.about.used]
         used = [one for one in called if one.about.used]
@@ -109,9 +123,7 @@ class _Step:
         recorded_update.judge(self.recording, verdict, weights, gradients)
         return verdict
 
-    def _judge_free(
-        self, weights: dict[str, torch.Tensor], expect: str | None
-    ) -> tuple[torch.Tensor | None, int]:
+    def _judge_free(self, weights: Gradients, expect: str | None) -> tuple[torch.Tensor | None, int]:
         """The whole computation, from the batch to the gradients.
 
         Returns (the weights that the losses of the micro batches should have in the gradient, None if they are not known; how many sentences say
@@ -146,10 +158,19 @@ class _Step:
         }
         return own, told
 
-    def _compute(self, weights: dict[str, torch.Tensor]) -> bool:
+    def _compute(self, weights: Gradients) -> bool:
         """Fills `exact` and `near`: what each micro batch gives, in float64 and in the run's dtype. Returns whether a module is wrong."""
-        exact = Reference(self.recording, self.verdict.step, weights, self.loss, exact=True)
-        plain = Reference(self.recording, self.verdict.step, weights, self.loss, exact=False)
+        exact, plain = (
+            Reference(
+                self.recording,
+                self.verdict.step,
+                weights,
+                self.loss,
+                exact=exact,
+                streamed=self.streamed,
+            )
+            for exact in (True, False)
+        )
         modules = Modules(self.verdict, self.precision)
         self.alone = Alone(self.verdict, self.precision, exact, plain, len(self.recording.steps))
         for called in self.micro:
@@ -194,7 +215,7 @@ class _Step:
         """Of the arithmetic: whether it is float32 throughout."""
         return "autocast" if self._lowered() else "fp32"
 
-    def _missing(self, weights: dict[str, torch.Tensor]) -> list[str]:
+    def _missing(self, weights: Gradients) -> list[str]:
         """What has a gradient in the reference has one on every rank that holds it."""
         found = []
         unused = sorted(weights.keys() - self.gradients.keys() - set(self.ranks[0].frozen))
@@ -221,11 +242,11 @@ class _Step:
         found += [term.gradients for one in computed for term in one.terms.values()]
         return normalisation.aligned(found, self.gradients)
 
-    def _agreed(self, kind: str) -> dict[str, torch.Tensor]:
+    def _agreed(self, kind: str) -> Gradients:
         """Whole tensors by name; what replicas disagree in is wrong."""
-        found, differ = {}, []
-        for name in self.recording.names(self.verdict.step, kind):
-            found[name], odd = self.recording.whole(self.verdict.step, f"{kind}/{name}")
+        names, differ = self.recording.names(self.verdict.step, kind), []
+        for name in names:
+            _, odd = self.recording.whole(self.verdict.step, f"{kind}/{name}")
             if odd:
                 differ.append((name, odd[0]))
         if differ:
@@ -235,7 +256,8 @@ class _Step:
             self.verdict.wrong.append(
                 f"{KINDS[kind]} differ between ranks that hold the same: {name} on rank {rank}{others}{why}"
             )
-        return found
+        found = Lazy(names, lambda name: self.recording.whole(self.verdict.step, f"{kind}/{name}")[0])
+        return found if self.streamed else dict(found)
 
     def _why(self, rank: int, name: str) -> str:
         """Why the gradients of a rank, as that of a parameter, differ from those of rank 0, to be read after it."""
@@ -299,7 +321,7 @@ class _Step:
                 )
                 return
 
-    def _untied(self, weights: dict[str, torch.Tensor]) -> bool:
+    def _untied(self, weights: Gradients) -> bool:
         """Whether tied parameters are no longer one. Raises UserError where others came or went: no reference has them."""
         model = self.recording.build()
         own, with_tied = (

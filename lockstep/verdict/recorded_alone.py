@@ -45,7 +45,7 @@ class Alone:
         self.right.append(exact.gradients)
         self.near.append(plain.gradients)
 
-    def judge(self, observed: dict[str, torch.Tensor], weights: torch.Tensor | None) -> list[Judgement]:
+    def judge(self, observed: Gradients, weights: torch.Tensor | None) -> list[Judgement]:
         """All rows, in order of execution.
 
         `observed` are the recorded gradients, whole, in their own dtypes, `weights` those that the micro batches' losses have in them. If

@@ -1,5 +1,6 @@
 """What the modules of a recorded run returned, and the gradients that arrived there, against the reference's."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -62,8 +63,8 @@ class Modules:
         number: int,
         rank: int,
         mine: dict[str, torch.Tensor],
-        exact: dict[str, torch.Tensor],
-        near: dict[str, torch.Tensor],
+        exact: Mapping[str, torch.Tensor],
+        near: Mapping[str, torch.Tensor],
     ) -> None:
         """Tensors of one pass, in order of execution."""
         scale = None if self.scaled else 1.0

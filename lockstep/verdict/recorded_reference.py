@@ -1,13 +1,16 @@
 """The recorded model, called again by one process with the micro batches that the run saw: in float64, or as the run computes."""
 
 import contextlib
+import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_unflatten, treespec_loads
 
 from lockstep.dumps import tree
@@ -19,9 +22,10 @@ from lockstep.ground.errors import UserError, first_line
 from lockstep.inputs import shapes
 from lockstep.verdict.float64 import Float64, Told, make_exact
 from lockstep.verdict.judgement import FLOOR
-from lockstep.verdict.lazy import Lazy, on_disk
+from lockstep.verdict.lazy import Lazy, OnDisk
 from lockstep.verdict.normalisation import Gradients
 from lockstep.verdict.recorded_loss import recognise
+from lockstep.verdict.streamed import Context, Streamed
 
 IGNORED = (-100, -1)  # labels that count for no token
 Loss = Callable[..., Any]
@@ -55,7 +59,8 @@ class Computed:
     loss: float | None
     arrived: float  # at the loss, in the run: what the loop multiplied it with; nan where the loop trained on a part of it
     terms: dict[str, Term]
-    modules: dict[str, torch.Tensor]  # forward/MICRO_BATCH/MODULE and backward/..., in order of execution
+    # forward/MICRO_BATCH/MODULE and backward/..., in order of execution
+    modules: Mapping[str, torch.Tensor]
     told: dict[str, Choice]  # by the name of the output that has it
     # In a free pass in float64 alone:
     tokens: int = 0  # that the loss is a mean over, but for its further terms; 0 if that is not known
@@ -90,48 +95,81 @@ class Reference:
 
     `loss` is the loop's own: it is given what the model returned and the recorded tensors by name, and returns the mean of the micro batch;
     or (its sum, how many it is a sum over). A dict after these has further terms of it, by name.
+
+    `streamed`: memory has the weights of one unit of the model at a time (lockstep/verdict/streamed.py), and what modules return is on disk.
     """
 
     def __init__(
         self,
         recording: Recording,
         step: int,
-        weights: dict[str, torch.Tensor],
+        weights: Mapping[str, torch.Tensor],
         loss: Loss | None,
         *,
         exact: bool,
+        streamed: bool = False,
     ):
-        self.loss = loss
+        self.loss, self.streamed = loss, streamed
         self.model, self.exact = recording.build(), exact
         self.recording, self.step, self.folder = recording, step, recording.folder
         require_no_dropout(self.model)
         for module in self.model.modules():
             if "gradient_checkpointing" in vars(module):  # it would compute again outside of the mode
                 vars(module).update(gradient_checkpointing=False)
+        dtype = "float64" if exact else recording.steps[0][0].micro_batches[0].param_dtype
+        own = Lazy(weights, lambda name: weights[name].to(_dtype(dtype) if dtype else None, copy=True))
+        units = Streamed(self.model, own, self._again) if streamed else None
+        tree.give(self.model, own if units is None else units.outside(_dtype(dtype) if dtype else None))
         if exact:
-            tree.give(self.model, {name: weight.double() for name, weight in weights.items()})
             make_exact(self.model, _tables(self.model))
-        else:
-            dtype = recording.steps[0][0].micro_batches[0].param_dtype
-            cast = _dtype(dtype) if dtype else None
-            tree.give(
-                self.model,
-                {name: weight.to(cast or weight.dtype).clone() for name, weight in weights.items()},
-            )
         frozen = set(recording.steps[step - 1][0].frozen)
         for name, parameter in self.model.named_parameters():
             if parameter.is_floating_point():
                 parameter.requires_grad_(name not in frozen)
         self.parameters = dict(self.model.named_parameters())
-        self.modules: dict[str, torch.Tensor] = {}
+        for name, parameter in self.parameters.items():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(functools.partial(self._accumulate, name))
+        self.gradients = OnDisk(self.folder)  # that have arrived at the parameters
+        self.modules: MutableMapping[str, torch.Tensor] = {}
+        self.indices: dict[str, torch.Tensor] = {}  # integer outputs of modules, as they were returned
         self.written: dict[str, torch.Tensor] = {}
-        self.hooks = ModuleHooks(self.model, "*", self._keep)
+        self.hooks = ModuleHooks(self.model, "*", self._keep, self._instead)
+        self.mode = Told()
         self.widths: dict[int, int] = {}  # of all calls of topk
         self.calls_of_topk: dict[str, int] | None = None  # by the output that has their indices
 
-    def _keep(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
-        self.modules[name] = tensor.detach().clone() if tensor.is_floating_point() else tensor
+    def _keep(self, name: str, tensor: torch.Tensor) -> None:
+        self.modules[name] = tensor.detach().clone()
+        if not tensor.is_floating_point():
+            self.indices[name] = tensor
+
+    def _instead(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
         return forced(name, tensor, self.written)
+
+    def _accumulate(self, name: str, parameter: torch.Tensor) -> None:
+        """Gradients are on disk, so memory has none but the one that has just arrived."""
+        assert parameter.grad is not None
+        before = self.gradients.get(name)
+        self.gradients[name] = parameter.grad.to_dense() if before is None else before + parameter.grad
+        parameter.grad = None
+
+    def _again(self) -> Context:
+        """For a later computation of what is computed next: in the mode, and counted alike."""
+        before = Counter(self.hooks.calls), self.mode.calls
+
+        @contextlib.contextmanager
+        def again() -> Iterator[None]:
+            now = self.hooks.calls, self.mode.calls
+            self.hooks.calls, self.mode.calls = Counter(before[0]), before[1]
+            TorchFunctionMode.__enter__(self.mode)  # the default dtype is still the mode's
+            try:
+                yield
+            finally:
+                TorchFunctionMode.__exit__(self.mode, None, None, None)
+                self.hooks.calls, self.mode.calls = now
+
+        return again
 
     def compute(
         self,
@@ -147,7 +185,7 @@ class Reference:
 
         Raises UserError if the model cannot be called again, or returns nothing that was trained.
         """
-        self.model.zero_grad(set_to_none=True)
+        self.gradients = OnDisk(self.folder)
         try:
             mode = self._mode(called, told or {})
             self.written = written or {}
@@ -175,18 +213,20 @@ class Reference:
         }
         kind = Float64 if self.exact else Told
         if told and self.calls_of_topk is None:
-            mode = kind()
+            mode = self.mode = kind()
             with self._precision(called, mode), torch.no_grad():
                 self._forward(called)
             found = {storage(indices): number for number, indices in mode.own.items()}
             self.calls_of_topk = {
                 module_of(name): found[storage(tensor)]
-                for name, tensor in self.modules.items()
+                for name, tensor in self.indices.items()
                 if storage(tensor) in found
             }
             self.widths = mode.widths
         calls = self.calls_of_topk or {}
-        return kind({calls[name]: tensor for name, tensor in told.items() if name in calls}, self.widths)
+        chosen = {calls[name]: tensor for name, tensor in told.items() if name in calls}
+        self.mode = kind(chosen, self.widths)
+        return self.mode
 
     def _forward(self, called: Called) -> Any:
         """What the model returns."""
@@ -204,7 +244,7 @@ class Reference:
             module.training = name not in called.about.evaluated
         for name, buffer in self.model.named_buffers():
             buffer.copy_(self.buffers[name])
-        self.modules = {}
+        self.modules, self.indices = OnDisk(self.folder) if self.streamed else {}, {}
         self.hooks.begin(called.number)
         output = self.model(**given)
         self.hooks.end()
@@ -313,30 +353,30 @@ class Reference:
 
     def _gradients_of_loss(self, called: Called, arrived: float, terms: dict[str, Term]) -> Gradients:
         """The gradients of the loss alone: the pass was begun with what `arrived` at it in the run, and at further terms."""
+        kept = self._arrived_gradients()
 
-        def each() -> Iterator[tuple[str, torch.Tensor]]:
-            for name, parameter in self.parameters.items():
-                if parameter.grad is None:
-                    continue
-                gradient = parameter.grad
-                for term in terms.values():
-                    if name in term.gradients:
-                        gradient = gradient.double() - term.beside * term.gradients[name]
-                if not bool((gradient.double() / arrived).isfinite().all()):
-                    raise UserError(
-                        f"micro batch {called.number} of rank {called.ranks[0]} has no finite gradient in the reference: without any label, a mean is 0 / 0; "
-                        "leave it out of the recorded steps, or let the loss be a sum"
-                    )
-                yield name, gradient
+        def of_loss(name: str) -> torch.Tensor:
+            gradient = kept[name]
+            for term in terms.values():
+                if name in term.gradients:
+                    gradient = gradient - term.beside * term.gradients[name]
+            return gradient / arrived
 
-        kept = self._kept(each(), arrived)
-        self.model.zero_grad(set_to_none=True)
-        return kept
+        for name in kept:
+            if not bool(of_loss(name).isfinite().all()):
+                why = "without any label, a mean is 0 / 0; leave it out of the recorded steps, or let the loss be a sum"
+                if self.streamed:
+                    why += "; or a weight is used outside of its module, which needs more --memory"
+                raise UserError(
+                    f"micro batch {called.number} of rank {called.ranks[0]} has no finite gradient in the reference: {why}"
+                )
+        return Lazy(kept, of_loss)
 
-    def _kept(self, gradients: Iterable[tuple[str, torch.Tensor]], arrived: float = 1.0) -> Gradients:
-        """Gradients on disk, in the dtype that they are given in; what is asked for is in float64, without what `arrived`."""
-        kept = on_disk(gradients, self.folder)
-        return Lazy(kept, lambda name: kept[name].double() / arrived)
+    def _arrived_gradients(self) -> Gradients:
+        """What has arrived at the parameters, in float64."""
+        kept = self.gradients
+        kept.close()
+        return Lazy([name for name in self.parameters if name in kept], lambda name: kept[name].double())
 
     def _terms(self, loss: torch.Tensor, scalars: dict[str, torch.Tensor]) -> dict[str, Term]:
         found = {}
@@ -344,19 +384,17 @@ class Reference:
             if value is loss or not value.requires_grad:
                 continue
             (coefficient,) = torch.autograd.grad(loss, value, retain_graph=True, allow_unused=True)
-            each = torch.autograd.grad(
-                value, list(self.parameters.values()), retain_graph=True, allow_unused=True
-            )
-            gradients = self._kept(
-                (of, one) for of, one in zip(self.parameters, each, strict=True) if one is not None
-            )
+            torch.autograd.backward(value, retain_graph=True)
+            gradients = self._arrived_gradients()
+            self.gradients = OnDisk(self.folder)
             inside = 0.0 if coefficient is None else float(coefficient)
             found[name] = Term(float(value.detach()), inside, gradients)
         self._leave_backward_out()  # what has arrived at the modules was not the gradient of the loss
         return found
 
     def _leave_backward_out(self) -> None:
-        self.modules = {name: one for name, one in self.modules.items() if name.startswith("forward/")}
+        for name in [name for name in self.modules if name.startswith("backward/")]:
+            del self.modules[name]
 
     @contextlib.contextmanager
     def _precision(self, called: Called, mode: Told) -> Iterator[None]:
@@ -364,7 +402,8 @@ class Reference:
         with contextlib.ExitStack() as stack:
             stack.enter_context(mode)
             if dtype is not None and not self.exact:
-                stack.enter_context(torch.autocast("cpu", _dtype(dtype)))
+                # Its cache would keep the weights of all units.
+                stack.enter_context(torch.autocast("cpu", _dtype(dtype), cache_enabled=not self.streamed))
             yield
 
 

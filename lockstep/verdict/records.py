@@ -12,7 +12,7 @@ from lockstep.plan.config import BASELINE
 from lockstep.verdict.comparable_dumps import require_summary
 from lockstep.verdict.distance import Distance
 from lockstep.verdict.judgement import LIMIT, ROUNDOFF, Judgement
-from lockstep.verdict.loss_tolerance import RANK_ULPS, RULES, loss_noise
+from lockstep.verdict.loss_tolerance import GROWTH, RANK_ULPS, loss_noise
 
 NORM = 8  # float32 unit roundoffs of a recorded gradient norm: summed in float64, passed on in float32
 # times the error that the norm of the same gradients has here, summed in float32; another order, another error
@@ -57,7 +57,7 @@ def losses(baseline: Dump, dumps: Dumps, step: int, precision: str, references: 
     holder = next((dump for dump in everyone if dump.has(step, *batch)), baseline)
     ids, labels = (holder.tensor(step, name).numpy() for name in batch)
     rows = len(ids) // shares
-    growth = 1 if step == 1 else RULES[precision].growth
+    growth = 1 if step == 1 else GROWTH
 
     def of_rank(dump: Dump, share: int) -> float:
         losses = _rank_losses(dump, step)

@@ -38,7 +38,7 @@ from lockstep.inputs.data import Inputs, global_batch_hash, window_hashes
 from lockstep.inputs.model import build_model, causal_lm_loss
 from lockstep.inputs.samples import IGNORED
 from lockstep.plan import command_line, initial_weights, rates
-from lockstep.plan.config import BASELINE, BETAS, EPS, Config
+from lockstep.plan.config import BASELINE, BETAS, EPS, JUDGED, Config
 from lockstep.training import preflight
 from lockstep.training.loop import provenance
 from lockstep.training.optim import (
@@ -58,7 +58,6 @@ from lockstep.verdict import alone, forced, model_check
 from lockstep.verdict.comparable_dumps import require_comparable_dumps
 from lockstep.verdict.distance import clip_factor
 from lockstep.verdict.float64 import Float64, make_exact
-from lockstep.verdict.loss_tolerance import RULES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -178,8 +177,13 @@ def run(config: Config, inputs: Inputs, dumps: Sequence[Path] | None = None) -> 
         attn_impl=config.attn_impl,
         init_weights_path=initial_weights.file_of(config),
     )
+    with torch.no_grad():
+        for parameter in model.parameters():  # those of a run in bfloat16 are rounded before its first step
+            parameter.copy_(parameter.to(config.parameter_dtype))
     strategy = ReferenceStrategy(model, config, layout_of(inputs.architecture, config.attn_impl).choices)
-    initial = ((name, parameter.detach().float()) for name, parameter in model.named_parameters())
+    initial = (
+        (name, parameter.detach().to(config.parameter_dtype)) for name, parameter in model.named_parameters()
+    )
     initial_sha256 = weights.combined_sha256(weights.checksums(initial))
     capture = _capture(config, inputs, "reference", model, initial_sha256)
     capture.only_parameters(strategy)
@@ -192,10 +196,11 @@ def run(config: Config, inputs: Inputs, dumps: Sequence[Path] | None = None) -> 
     for theirs in opened:
         require_comparable_dumps(theirs, reference, same_steps=False)
         replay(config, inputs, strategy, theirs, reference)
-    if opened and config.precision in RULES:
+    if opened and config.precision in JUDGED:
         plain, _ = build_model(
             inputs.architecture, seed=config.weights_seed, attn_impl=config.attn_impl, init_weights_path=None
         )
+        plain.to(dtype=config.parameter_dtype)  # type: ignore[call-arg] # a decorator of transformers loses self
         for theirs in opened:
             alone.write(forced.judge(theirs, reference, model, plain), theirs.folder)
     return f"{LABEL}: {config.capture_steps} steps, last loss {loss:.9f}, {capture.folder}"
