@@ -243,6 +243,31 @@ def test_the_heads_that_the_error_is_in(opened):
     assert all("head" not in said for name, said in shown.items() if name != HEADED)
 
 
+@pytest.mark.parametrize(
+    "name, shape, runs, said",
+    [
+        # 4 heads of 16: queries are columns 0 to 63, keys 64 to 127, values 128 to 191
+        ("gradient/h.0.attn.c_attn.weight", [64, 192], [[80, 16]], "head 1 of 4 of the keys"),
+        ("gradient/h.0.attn.c_attn.bias", [192], [[0, 64]], "all 4 heads of the queries"),
+        ("forward/h.0.attn.c_attn", [2, 8, 192], [[60, 8]], "head 3 of 4 of the queries; head 0 of 4 of the keys"),
+        ("gradient/h.0.attn.c_proj.weight", [64, 64], [[16, 32]], "heads 1 to 2 of 4"),
+        ("gradient/h.0.mlp.c_proj.weight", [256, 64], [[16, 32]], None),
+        ("gradient/h.0.attn.c_attn.weight", [64, 200], [[80, 16]], None),
+    ],
+)  # fmt: skip
+def test_heads_of_fused_projections(opened, name, shape, runs, said):
+    found = opened("pass").tab.evaluate(
+        """([name, shape, runs]) => {
+            page.heads = { "": [4, null, null, 64] };
+            page.names.push(name);
+            const heads = headsOf(page.names.length - 1, shape);
+            return heads && headText(heads, runs);
+        }""",
+        [name, shape, runs],
+    )
+    assert found == said
+
+
 def test_shards_of_positions(opened):
     """A rank has two pieces of each sequence; the error is in both, and in one of its heads."""
     page = opened("positions")
