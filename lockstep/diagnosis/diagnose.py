@@ -75,7 +75,7 @@ def diagnose(result: Result, strategy: str, reference: Dump, replays: dict[str, 
     if not run.failures_from_batch:
         return Diagnosis(
             excluded=[
-                "the whole computation: its errors are those of a correct run, in which this one is hidden"
+                "the computation from the batch on: its errors are those of a correct run, among which this one is too small to be seen"
             ]
         )
     case = Case(result, strategy, reference, replays.get(strategy))

@@ -46,7 +46,10 @@ def sentence(rows: list[Judgement]) -> str:
     """What is wrong by itself. At least one row is."""
     wrong = [row for row in rows if row.too_far]
     first = wrong[0]
-    each = [*dict.fromkeys(row.name for row in wrong)]  # some in several steps
+    steps: dict[str, list[str]] = {}
+    for row in wrong:
+        steps.setdefault(row.name, []).append(str(row.step))
+    each = [name if len(own) == 1 else f"{name} in steps {', '.join(own)}" for name, own in steps.items()]
     names = ", ".join(each[:SHOWN]) + (", ..." if len(each) > SHOWN else "")
     where = f" ({first.where})" if first.where and first.factor is None else ""
     return (

@@ -106,7 +106,8 @@ class Judgement:
 
     def describe(self) -> str:
         distance = self.distance
-        factor = "" if self.factor is None else f"{self.factor.describe()}; "
+        hidden = "" if self.is_far else "rounding errors explain its distance, but no common factor: "
+        factor = "" if self.factor is None else f"{self.factor.describe()}; {hidden}"
         return (
             f"{factor}relative error {distance.relative:.2e} (2-norm), tolerated {relative(self.tolerated, distance.norm):.1e}; "
             f"{distance.relative_largest:.2e} (largest element), tolerated {relative(self.tolerated_largest, distance.largest):.1e}"
