@@ -2,7 +2,9 @@
 
 import contextlib
 import copy
+import resource
 import signal
+from pathlib import Path
 
 ODD = [None, True, False, "", "x", "\x1b[2J", "\ud800", "9" * 70000, [], {}, [[]], {"a": {"b": {"c": None}}},
        0, -1, 1.5, 1e308, -1e308, 5e-324, 2**70, 10**400, -(10**400), float("nan"), float("inf"), float("-inf")]  # fmt: skip
@@ -70,6 +72,12 @@ def damage(data, chance):
 
 class Late(BaseException):
     """No Exception: nothing that is tried here may take it for its own."""
+
+
+def allow_memory(size):
+    """So many bytes of address space more than the process has, which may be a pytest that has judged much before."""
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + size, used + size))
 
 
 @contextlib.contextmanager

@@ -5,14 +5,13 @@ import copy
 import json
 import os
 import random
-import resource
 import signal
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-from fuzz import damage, mutate
+from fuzz import allow_memory, damage, mutate
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from lockstep.ground.errors import UserError
@@ -116,7 +115,7 @@ def _child(use, folder: Path, data: bytes, said: Path) -> None:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)  # pytest has its own
         signal.alarm(SECONDS)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+        allow_memory(MEMORY)
         try:
             wrong = use(folder, data)
             result = f"taken wrongly: {wrong}" if wrong else "taken"

@@ -80,7 +80,7 @@ def test_from_end_to_end(tmp_path, monkeypatch, capsys):
     "arguments, message",
     [
         (["--tp_size", "4"], "does not divide the model's 2 KV heads"),
-        (["--precision", "bf16"], "no tolerance is derived"),
+        (["--precision", "mixed", "--strategies", "ddp,fsdp"], "no tolerance is derived"),
         (["--steps", "0"], "--steps 0"),
         (["--nosuch", "1"], "unrecognized arguments"),
         (["--model_name", "nosuch"], "no built-in model"),

@@ -18,7 +18,10 @@ def flags(folder):
     [
         (["--tp_size", "3"], "--tp_size 3 does not divide"),
         (["--model_name", "nosuch"], "no built-in model"),
-        (["--precision", "bf16", "--capture_dir", "captured"], "no tolerance is derived for its tensors"),
+        (
+            ["--precision", "mixed", "--strategies", "ddp,fsdp", "--capture_dir", "captured"],
+            "no tolerance is derived for its tensors",
+        ),
         (["--strategies", "nosuch"], "there is no strategy nosuch"),
     ],
 )

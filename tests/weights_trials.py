@@ -8,7 +8,6 @@ import collections
 import io
 import json
 import random
-import resource
 import tempfile
 import warnings
 import zipfile
@@ -16,7 +15,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
-from fuzz import Late, damage, limited, mutate
+from fuzz import Late, allow_memory, damage, limited, mutate
 from safetensors.torch import save_file
 
 from lockstep.ground.errors import UserError
@@ -139,7 +138,7 @@ def outcome(path: Path) -> str:
 
 def in_little_room(path: Path) -> str:
     """`outcome` under a limit of time and memory."""
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    allow_memory(MEMORY)
     torch.set_num_threads(1)
     with limited(SECONDS):
         return outcome(path)

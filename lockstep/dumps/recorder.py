@@ -190,6 +190,8 @@ class Recorder:
         def step(scaler: Any, optimizer: Any, *rest: Any, **options: Any) -> Any:
             others = bool(self.optimizers)
             returned = real(scaler, optimizer, *rest, **options)
+            if not scaler.is_enabled():
+                return returned
             found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
             if not others and any(float(one) for one in found):
                 self._begin()
@@ -584,7 +586,7 @@ def _require_recordable(model: torch.nn.Module) -> None:
 
 
 def _require_no_pipeline() -> None:
-    """Of torch, DeepSpeed and Megatron: they call a model, which is a stage alone."""
+    """Libraries of pipelines call a model that is a stage alone."""
     frame = inspect.currentframe()
     while frame is not None:
         caller = frame.f_globals.get("__name__", "")

@@ -530,8 +530,10 @@ def _find_tokens(computed: Computed, called: Called, logits: torch.Tensor | None
         gradient = next(iter(called.arrived.values()), None)
         recognised = None if gradient is None or logits is None else recognise(logits, gradient)
         if gradient is not None and recognised is not None:
-            computed.targets, computed.divisor = recognised.labels, 1 / recognised.weight
-            computed.tokens = int((computed.targets != -1).sum())
+            computed.divisor = 1 / recognised.weight
+            computed.tokens = int((recognised.labels != -1).sum())
+            if called.piece is None:  # else they are those of a piece alone
+                computed.targets = recognised.labels
             computed.smoothing = recognised.smoothing
             computed.uncertain = FLOOR * torch.finfo(gradient.dtype).eps / 2
 
