@@ -24,18 +24,17 @@ from typing import Any
 from unittest import mock
 
 import torch
-from factors import WHERE, spoilt
+from factors import WHERE, Kept, spoilt
 from outputs import output
 
 from lockstep.dumps.dump import Dump
 from lockstep.ground.files import FIGURE, write_result
-from lockstep.inputs.model import build_model
 from lockstep.plan.config import BASELINE, BETAS, EPS
 from lockstep.plan.strategies import others
 from lockstep.training.optim import decays
 from lockstep.verdict import forced, recorded_modules, recorded_rows
 from lockstep.verdict.distance import Distance, Size, clip_factor, distance_of
-from lockstep.verdict.factors import Factors, farthest, project
+from lockstep.verdict.factors import farthest, project
 from lockstep.verdict.float64 import make_exact
 from lockstep.verdict.judgement import (
     PASSES,
@@ -150,7 +149,7 @@ class Computed:
     near: torch.Tensor
     right: torch.Tensor
     is_weight: bool
-    tolerated: tuple[float, float] = (math.inf, math.inf)
+    tolerated: tuple[float, float]
 
     def is_noticed(self, name: str, where: str, sign: int, seed: str, number: int, e: float) -> bool:
         """Whether a factor of 1 + sign e is. The run has `number` projections."""
@@ -163,53 +162,25 @@ class Computed:
 def computed(folder: Path, strategy: str) -> tuple[dict[str, Computed], int]:
     """(the tensors of step 1 of all micro batches; the number of projections of the run)."""
     dump, initial = Dump(folder / strategy), Dump(folder / "reference")
-    exact, plain = (
-        build_model(
-            dump.run["architecture"],
-            seed=0,
-            attn_impl=dump.run["config"]["attn_impl"],
-            init_weights_path=None,
-        )[0]
-        for _ in range(2)
-    )
+    exact, plain = forced.plain_model(dump), forced.plain_model(dump)
     make_exact(exact, dump.layout.tables)
-    plain.to(getattr(torch, {"bf16": "bfloat16"}.get(dump.run["config"]["precision"], "float32")))
-    found: dict[str, Computed] = {}
-    every: list[Factors] = []
-
-    class Kept(Factors):
-        def __init__(self, steps: int):
-            super().__init__(steps)
-            every.append(self)
-
-        def add(
-            self,
-            name: str,
-            own: torch.Tensor,
-            near: torch.Tensor,
-            right: torch.Tensor,
-            *,
-            is_weight: bool,
-        ) -> None:
-            super().add(name, own, near, right, is_weight=is_weight)
-            if len(every) == 1:  # of step 1
-                found[name] = Computed(own.clone(), near.clone(), right.clone(), is_weight)
-
-    real = recorded_rows.judged
+    real, tolerated = recorded_rows.judged, dict[str, tuple[float, float]]()
 
     def judged(step: int, *arguments: Any) -> list[Judgement]:
         rows = real(step, *arguments)
-        for row in rows if step == 1 else []:
-            found[row.name].tolerated = (row.tolerated, row.tolerated_largest)
+        if step == 1:
+            tolerated.update({row.name: (row.tolerated, row.tolerated_largest) for row in rows})
         return rows
 
+    Kept.every = []
     with (
         mock.patch.object(forced, "Factors", Kept),
         mock.patch.object(recorded_modules, "judged", judged),
         mock.patch.object(recorded_rows, "judged", judged),
     ):
         forced.judge(dump, initial, exact, plain)
-    return found, every[0].number
+    first = Kept.every[0]
+    return {name: Computed(*tensors, tolerated[name]) for name, *tensors in first.tensors}, first.number
 
 
 def limits_by_itself(folder: Path) -> Iterator[tuple[str, str, list[float]]]:

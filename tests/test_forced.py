@@ -5,13 +5,11 @@ import shutil
 
 import pytest
 import small_dumps
-import torch
 from edited import change_tensor, edit
 from test_page import payload
 
 from lockstep import compare
 from lockstep.dumps.dump import Dump
-from lockstep.inputs.model import build_model
 from lockstep.verdict import alone, forced, tensor_report
 from lockstep.verdict.float64 import make_exact
 from lockstep.verdict.records import Chosen
@@ -45,20 +43,11 @@ def copied(captured, tmp_path):
     return tmp_path
 
 
-def judged(folder, dtype=torch.float32):
-    """The result of a comparison after the modules of fsdp, whose weights are of a dtype, were computed by themselves again."""
+def judged(folder):
+    """The result of a comparison after the modules of fsdp were computed by themselves again."""
     dump, reference = Dump(folder / "fsdp"), Dump(folder / "reference")
-    exact, plain = (
-        build_model(
-            dump.run["architecture"],
-            seed=0,
-            attn_impl=dump.run["config"]["attn_impl"],
-            init_weights_path=None,
-        )[0]
-        for _ in range(2)
-    )
+    exact, plain = forced.plain_model(dump), forced.plain_model(dump)
     make_exact(exact, dump.layout.tables)
-    plain.to(dtype)
     alone.write(forced.judge(dump, reference, exact, plain), folder / "fsdp")
     return compare.judge([folder / name for name in ("ddp", "fsdp", "reference")])
 
@@ -206,6 +195,6 @@ def test_bfloat16_throughout(in_bf16, tmp_path):
         shutil.copytree(in_bf16, folder)
         gradient = f"gradient/{PROJECTION}.weight"
         change_tensor(folder / "fsdp", 1, gradient, lambda tensor, factor=factor: tensor.mul_(factor))
-        run = judged(folder, torch.bfloat16).runs["fsdp"]
+        run = judged(folder).runs["fsdp"]
         assert [row.name for row in run.by_themselves if row.too_far and row.step == 1] == [gradient]
         assert run.rows_of(1)[gradient].too_far is not is_hidden

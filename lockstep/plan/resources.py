@@ -176,3 +176,11 @@ def machine_bytes() -> int:
         except (OSError, ValueError):  # another version of cgroups, or "max"
             continue
     return min(limits)
+
+
+def free_bytes() -> int:
+    """Of memory on this machine, or in its container."""
+    for line in Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else ():
+        if line.startswith("MemAvailable:"):
+            return min(int(line.split()[1]) * 1024, machine_bytes())
+    return machine_bytes()

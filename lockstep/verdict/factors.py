@@ -17,9 +17,10 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
+from lockstep.verdict.distance import PIECE
+
 RATE = 1e-6  # of false alarms, of all projections of a run
 BLOCKS = 32  # at most, that a dim is cut into
-PIECE = 2**22  # elements of a tensor in memory
 SUMS = 2**18  # of a tensor, at most: beyond, neighbours in a row are summed first
 LEAST = 16  # elements that a part needs, and columns
 FEWEST = 2.0  # degrees of freedom that a standard error needs

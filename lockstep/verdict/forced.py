@@ -7,7 +7,7 @@ those that it computes, so what is wrong is wrong by itself. lockstep/verdict/al
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
@@ -16,7 +16,7 @@ from lockstep.dumps.dump import Dump
 from lockstep.dumps.layout import BATCH
 from lockstep.dumps.module_hooks import ModuleHooks
 from lockstep.dumps.step_file import step_path
-from lockstep.inputs.model import causal_lm_loss
+from lockstep.inputs.model import build_model, causal_lm_loss
 from lockstep.inputs.samples import IGNORED
 from lockstep.verdict.alone import Alone, digest_of, with_factors
 from lockstep.verdict.factors import Factors
@@ -27,6 +27,9 @@ from lockstep.verdict.recorded_modules import Modules
 from lockstep.verdict.recorded_reference import Choice, Computed, forced
 from lockstep.verdict.recorded_rows import StepVerdict, judged_gradients
 from lockstep.verdict.records import Chosen
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass
@@ -108,6 +111,16 @@ class Forced:
         """Of the parameters, in float64."""
         found = {name: one.grad for name, one in self.model.named_parameters() if one.grad is not None}
         return Lazy(found, lambda name: found[name].double())
+
+
+def plain_model(dump: Dump) -> "PreTrainedModel":
+    """A model that computes in the dtypes of a run, with any weights."""
+    config = dump.run["config"]
+    model, _ = build_model(
+        dump.run["architecture"], seed=0, attn_impl=config["attn_impl"], init_weights_path=None
+    )
+    model.to(dtype=torch.bfloat16 if config["precision"] == "bf16" else torch.float32)  # type: ignore[call-arg] # a decorator of transformers loses self
+    return model
 
 
 def judge(dump: Dump, initial: Dump, exact_model: torch.nn.Module, plain_model: torch.nn.Module) -> Alone:

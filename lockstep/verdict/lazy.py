@@ -60,8 +60,7 @@ class OnDisk(MutableMapping[str, torch.Tensor]):
         end = start + shape.numel() * dtype.itemsize
         if end == start:
             return torch.empty(shape, dtype=dtype)
-        if end > len(self.flat):
-            self.flat = torch.from_numpy(numpy.memmap(self.file, numpy.uint8, "c"))
+        self._map(end)
         with torch._C.DisableTorchFunction():  # there may be a mode in which float32 means float64
             return self.flat[start:end].view(dtype).reshape(shape)
 
@@ -76,6 +75,9 @@ class OnDisk(MutableMapping[str, torch.Tensor]):
 
     def close(self) -> None:
         """Nothing more is written. What is there can be read as before, without an open file."""
-        if self.end > len(self.flat):
-            self.flat = torch.from_numpy(numpy.memmap(self.file, numpy.uint8, "c"))
+        self._map(self.end)
         self.file.close()
+
+    def _map(self, end: int) -> None:
+        if end > len(self.flat):
+            self.flat = torch.from_numpy(numpy.memmap(self.file, numpy.uint8, "c"))

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 
 import torch
 
+from lockstep.verdict.distance import PIECE
 from lockstep.verdict.lazy import Lazy
 
 ROUNDS = 20
 OUTLIER = 10  # times the median rest
-PIECE = 1 << 22  # elements of a tensor that are stacked
 Gradients = Mapping[str, torch.Tensor]  # by parameter, in float64
 # Of the columns with each other, and with what was observed
 Products = dict[str, tuple[torch.Tensor, torch.Tensor]]

@@ -13,6 +13,7 @@ import torch
 from lockstep.dumps.module_hooks import module_of
 from lockstep.dumps.recording import LOG_PROBS, Called, Recording, Step
 from lockstep.ground.errors import UserError
+from lockstep.plan.resources import free_bytes
 from lockstep.verdict import normalisation, recorded_pieces, recorded_task, recorded_update
 from lockstep.verdict.alone import sentence
 from lockstep.verdict.judgement import FLOOR, MULTIPLE, UNIT
@@ -23,7 +24,6 @@ from lockstep.verdict.recorded_modules import Modules, Tensors, as_pieces
 from lockstep.verdict.recorded_reference import Computed, Loss, Reference
 from lockstep.verdict.recorded_rows import StepVerdict, judged_gradients, times
 from lockstep.verdict.recorded_weights import Weighed, shares_of
-from lockstep.verdict.streamed import free_bytes
 
 KINDS = {"weight": "weights", "gradient": "gradients"}
 KEPT = 0.1  # of what is left of a gradient without the one of the step before, that may be left with it

@@ -131,6 +131,7 @@ class Reference:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(functools.partial(self._accumulate, name))
         self.gradients = OnDisk(self.folder)  # that have arrived at the parameters
+        self.largest = torch.zeros((), dtype=torch.float64)  # of their elements; NaN if one is
         self.modules: MutableMapping[str, torch.Tensor] = {}
         self.indices: dict[str, torch.Tensor] = {}  # integer outputs of modules, as they were returned
         self.written: dict[str, torch.Tensor] = {}
@@ -159,7 +160,10 @@ class Reference:
         """Gradients are on disk, so memory has none but the one that has just arrived."""
         assert parameter.grad is not None
         before = self.gradients.get(name)
-        self.gradients[name] = parameter.grad.to_dense() if before is None else before + parameter.grad
+        gradient = parameter.grad.to_dense() if before is None else before + parameter.grad
+        if gradient.numel():
+            self.largest = torch.maximum(self.largest, gradient.abs().max().double())
+        self.gradients[name] = gradient
         parameter.grad = None
 
     def _again(self) -> Context:
@@ -193,7 +197,7 @@ class Reference:
 
         Raises UserError if the model cannot be called again, or returns nothing that was trained.
         """
-        self.gradients = OnDisk(self.folder)
+        self.gradients, self.largest = OnDisk(self.folder), torch.zeros((), dtype=torch.float64)
         try:
             mode = self._mode(called, told or {})
             self.written = written or {}
@@ -399,6 +403,13 @@ class Reference:
     def _gradients_of_loss(self, called: Called, arrived: float, terms: dict[str, Term]) -> Gradients:
         """The gradients of the loss alone: the pass was begun with what `arrived` at it in the run, and at further terms."""
         kept = self._arrived_gradients()
+        if kept and not bool((self.largest / arrived).isfinite()):
+            why = "without any label, a mean is 0 / 0; leave it out of the recorded steps, or let the loss be a sum"
+            if self.streamed:
+                why += "; or a weight is used outside of its module, which needs more --memory"
+            raise UserError(
+                f"micro batch {called.number} of rank {called.ranks[0]} has no finite gradient in the reference: {why}"
+            )
 
         def of_loss(name: str) -> torch.Tensor:
             gradient = kept[name]
@@ -407,14 +418,6 @@ class Reference:
                     gradient = gradient - term.beside * term.gradients[name]
             return gradient / arrived
 
-        for name in kept:
-            if not bool(of_loss(name).isfinite().all()):
-                why = "without any label, a mean is 0 / 0; leave it out of the recorded steps, or let the loss be a sum"
-                if self.streamed:
-                    why += "; or a weight is used outside of its module, which needs more --memory"
-                raise UserError(
-                    f"micro batch {called.number} of rank {called.ranks[0]} has no finite gradient in the reference: {why}"
-                )
         return Lazy(kept, of_loss)
 
     def _arrived_gradients(self) -> Gradients:

@@ -197,10 +197,7 @@ def run(config: Config, inputs: Inputs, dumps: Sequence[Path] | None = None) -> 
         require_comparable_dumps(theirs, reference, same_steps=False)
         replay(config, inputs, strategy, theirs, reference)
     if opened and config.precision in JUDGED:
-        plain, _ = build_model(
-            inputs.architecture, seed=config.weights_seed, attn_impl=config.attn_impl, init_weights_path=None
-        )
-        plain.to(dtype=config.parameter_dtype)  # type: ignore[call-arg] # a decorator of transformers loses self
+        plain = forced.plain_model(opened[0])
         for theirs in opened:
             alone.write(forced.judge(theirs, reference, model, plain), theirs.folder)
     return f"{LABEL}: {config.capture_steps} steps, last loss {loss:.9f}, {capture.folder}"

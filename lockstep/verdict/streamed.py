@@ -7,16 +7,15 @@ pass again, from its inputs (torch.utils.checkpoint), so of what it computes in 
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from lockstep.inputs.model import being_recomputed
-from lockstep.plan.resources import machine_bytes
 
 CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)  # of units
+Place = tuple[torch.nn.Module, str, torch.nn.Parameter]  # of a parameter: its module, and its key there
 Context = Callable[[], contextlib.AbstractContextManager[None]]
 ALONE = (torch.nn.Embedding, torch.nn.Linear)  # units wherever they are
 
@@ -37,8 +36,13 @@ def _absent(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.full((), torch.nan, dtype=dtype).expand(weight.shape)
 
 
-def _floating(unit: torch.nn.Module) -> list[torch.nn.Parameter]:
-    return [one for one in unit.parameters() if one.is_floating_point()]
+def _weights_in(unit: torch.nn.Module) -> list[Place]:
+    return [
+        (module, key, one)
+        for module in unit.modules()
+        for key, one in module._parameters.items()
+        if one is not None and one.is_floating_point()
+    ]
 
 
 class Streamed:
@@ -63,7 +67,7 @@ class Streamed:
 
     def outside(self, dtype_of: Callable[[torch.dtype], torch.dtype]) -> dict[str, torch.Tensor]:
         """The weights that the model has outside of its units' calls; `dtype_of` is that of one of units, by its own."""
-        in_units = {id(one) for unit in self.units for one in _floating(unit)}
+        in_units = {id(one) for unit in self.units for *_, one in _weights_in(unit)}
         return {
             name: _absent(one, dtype_of(one.dtype)) if id(one) in in_units else self.weights[name]
             for name, one in self.model.named_parameters()
@@ -71,12 +75,7 @@ class Streamed:
 
     def _stream(self, unit: torch.nn.Module) -> None:
         forward = unit.forward
-        own = [
-            (module, key, one)
-            for module in unit.modules()
-            for key, one in module._parameters.items()
-            if one is not None and one.is_floating_point()
-        ]
+        own = _weights_in(unit)
 
         def loaded(*args: Any, **kwargs: Any) -> Any:
             with self._weights(own):
@@ -96,7 +95,7 @@ class Streamed:
         unit.forward = streamed
 
     @contextlib.contextmanager
-    def _weights(self, places: list[tuple[torch.nn.Module, str, torch.nn.Parameter]]) -> Iterator[None]:
+    def _weights(self, places: list[Place]) -> Iterator[None]:
         for module, key, one in places:
             if not self.inside[id(one)]:
                 self.present[id(one)] = self._read(one)
@@ -120,11 +119,3 @@ class Streamed:
             torch._C.DisableTorchFunction()
         ):  # in a mode in which float32 means float64, a file could not be read
             return self.weights[self.names[id(parameter)]]
-
-
-def free_bytes() -> int:
-    """Of memory on this machine, or in its container."""
-    for line in Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else ():
-        if line.startswith("MemAvailable:"):
-            return min(int(line.split()[1]) * 1024, machine_bytes())
-    return machine_bytes()
