@@ -270,9 +270,12 @@ class _Step:
 
     def _agreed(self, kind: str) -> Gradients:
         """Whole tensors by name; what replicas disagree in is wrong."""
-        names, differ = self.recording.names(self.verdict.step, kind), []
+        found, differ = dict[str, torch.Tensor](), []
+        names = self.recording.names(self.verdict.step, kind)
         for name in names:
-            _, odd = self.recording.whole(self.verdict.step, f"{kind}/{name}")
+            tensor, odd = self.recording.whole(self.verdict.step, f"{kind}/{name}")
+            if not self.streamed:
+                found[name] = tensor
             if odd:
                 differ.append((name, odd[0]))
         if differ:
@@ -282,8 +285,9 @@ class _Step:
             self.verdict.wrong.append(
                 f"{KINDS[kind]} differ between ranks that hold the same: {name} on rank {rank}{others}{why}"
             )
-        found = Lazy(names, lambda name: self.recording.whole(self.verdict.step, f"{kind}/{name}")[0])
-        return found if self.streamed else dict(found)
+        if not self.streamed:
+            return found
+        return Lazy(names, lambda name: self.recording.whole(self.verdict.step, f"{kind}/{name}")[0])
 
     def _why(self, rank: int, name: str) -> str:
         """Why the gradients of a rank, as that of a parameter, differ from those of rank 0, to be read after it."""
