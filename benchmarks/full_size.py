@@ -1,8 +1,9 @@
 """Record and judge a step of a model of real size on one machine: seconds, bytes, peak memory; and a planted bug, found.
 
     PYTHONPATH=. python benchmarks/full_size.py --work_dir runs/full_size --output results/full_size.json
+    PYTHONPATH=. python benchmarks/full_size.py --model Llama-2-7B --layers 3 --memory 6 --work_dir runs/full_size --output results/full_size_7b.json
 
-Qwen2.5-0.5B's configuration with random weights, or its first --layers. FSDP2 over two ranks in autocast, one sequence of 128 tokens a rank, AdamW.
+A model's configuration with random weights, or its first --layers. FSDP2 over two ranks in autocast, one sequence of 128 tokens a rank, AdamW.
 The bug: the gradient of one layer's q_proj.weight is 1.003 times what it should be.
 """
 
@@ -23,17 +24,30 @@ from torch.distributed.fsdp import fully_shard
 
 import lockstep
 from lockstep.ground.files import write_result
-from lockstep.inputs.architectures import BUILT_IN
+from lockstep.inputs.architectures import BUILT_IN, TINY_LLAMA
 from lockstep.inputs.shapes import from_config
 
 LENGTH, BUG, SECONDS = 128, 1.003, 0.2
+MODELS = {
+    "Qwen2.5-0.5B": BUILT_IN["Qwen2.5-0.5B"],
+    "Llama-2-7B": {
+        **TINY_LLAMA,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "vocab_size": 32000,
+    },
+}
 
 
-def worker(folder: Path, layers: int, planted: bool) -> None:
+def worker(folder: Path, architecture: dict, planted: bool) -> None:
     """One rank: one recorded step."""
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    model = from_config({**BUILT_IN["Qwen2.5-0.5B"], "num_hidden_layers": layers}, attn_impl="sdpa").train()
+    layers = architecture["num_hidden_layers"]
+    model = from_config(architecture, attn_impl="sdpa").train()
     bad = model.model.layers[layers // 2].self_attn.q_proj
     with lockstep.record(model, folder, steps=1):
         for layer in model.model.layers:
@@ -84,20 +98,26 @@ def _own_memory(pid: int) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work_dir", type=Path, default=Path("runs/full_size"))
-    parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--output", type=output('{\n "layers": '))
+    parser.add_argument("--model", choices=list(MODELS), default="Qwen2.5-0.5B")
+    parser.add_argument("--layers", type=int, help="how many (default: all)")
+    parser.add_argument("--memory", help="GB, as for the judge")
+    parser.add_argument("--output", type=output('{\n "model": '))
     parser.add_argument("--planted", choices=["no", "yes"], help="what a rank does (the ranks' own option)")
     options = parser.parse_args()
+    layers = options.layers or MODELS[options.model]["num_hidden_layers"]
     if options.planted is not None:
-        return worker(options.work_dir, options.layers, options.planted == "yes")
+        architecture = {**MODELS[options.model], "num_hidden_layers": layers}
+        return worker(options.work_dir, architecture, options.planted == "yes")
     options.work_dir.mkdir(parents=True, exist_ok=True)
-    found: dict = {"layers": options.layers, "tokens": 2 * LENGTH, "torch": torch.__version__}
+    found: dict = {"model": options.model, "layers": layers, "tokens": 2 * LENGTH}
+    found |= {"memory asked for, GB": options.memory, "torch": torch.__version__}
+    memory = ["--memory", options.memory] if options.memory else []
     for planted in ("no", "yes"):
         folder = options.work_dir / "run"
         start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-        start += [__file__, "--work_dir", str(folder), "--layers", str(options.layers), "--planted", planted]
-        recorded = watched(start, 1)
-        judged = watched([sys.executable, "-m", "lockstep.judge", str(folder)], 2)
+        start += [__file__, "--model", options.model, "--layers", str(layers)]
+        recorded = watched([*start, "--work_dir", str(folder), "--planted", planted], 1)
+        judged = watched([sys.executable, "-m", "lockstep.judge", str(folder), *memory], 2)
         files = [path for path in folder.rglob("*") if path.is_file()]
         found[f"bug planted: {planted}"] = {
             "seconds of the run": recorded["seconds"],
