@@ -204,7 +204,7 @@ def main() -> None:
         for seed in range(args.runs):
             Kept.every = []
             about = record(seed, Path(folder) / "run")
-            (verdict,) = recorded.judge(Recording(Path(folder) / "run"))
+            verdict = recorded.judge(Recording(Path(folder) / "run"), 1)
             if verdict.wrong:
                 wrong.append([seed, *about, verdict.wrong[0][:300]])
             for kept in Kept.every:

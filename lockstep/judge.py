@@ -13,11 +13,11 @@ if __name__ == "__main__":
 from pathlib import Path
 
 from lockstep.dumps.recording import Recording
-from lockstep.ground import user_file
 from lockstep.ground.errors import run_program
 from lockstep.ground.flags import Parser, number
 from lockstep.page import recording as page
-from lockstep.verdict import recorded, recorded_report, recorded_run
+from lockstep.running import judging
+from lockstep.verdict import recorded_report, recorded_run
 from lockstep.verdict.normalisation import LABELS
 
 
@@ -41,6 +41,18 @@ def main(argv: list[str] | None = None) -> int:
         help="above which a model is computed layer by layer, each twice (default: half of what is free)",
     )
     parser.add_argument(
+        "--workers",
+        type=number(int, 1),
+        default=1,
+        metavar="N",
+        help="judge so many steps at a time, each in a process that has its part of the memory (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--ray",
+        action="store_true",
+        help="judge every step in a task of the Ray cluster that RAY_ADDRESS names, whose nodes all see the folder; without it in a Ray instance of its own",
+    )
+    parser.add_argument(
         "--after",
         type=Path,
         metavar="FOLDER",
@@ -56,9 +68,10 @@ def main(argv: list[str] | None = None) -> int:
         options = parser.parse_args(argv)
         recording = Recording(options.folder)
         before = [Recording(options.after)] if options.after else []
-        loss = options.loss and user_file.load(options.loss, "--loss")
         memory = None if options.memory is None else options.memory * 1e9
-        steps = recorded.judge(recording, options.expect, loss, memory)
+        steps = judging.judge(
+            recording, options.expect, options.loss, memory, options.workers, ray=options.ray
+        )
         cut = steps[0].cut
         run = recorded_run.judge([*before, recording], with_replacement=options.with_replacement, cut=cut)
         page.write(recording, steps, run)

@@ -11,6 +11,9 @@ import run_faults
 from lockstep.faults import CATALOGUE, applies_to
 from lockstep.faults.catalogue import BUG_CLASSES, NO_SENTENCE, agrees
 from lockstep.ground.errors import TrainingFailure
+from lockstep.inputs import architectures
+from lockstep.plan.command_line import parse_config
+from lockstep.plan.config import JUDGED
 from lockstep.plan.mesh import Mesh
 from lockstep.plan.strategies import others, spec_of
 
@@ -166,6 +169,17 @@ def test_the_catalogue_covers_what_was_shipped():
     for strategy in others():
         assert sum(applies_to(fault, spec_of(strategy)) for fault in CATALOGUE.values()) >= 12
     assert all(fault.story and "/" in fault.seen_in for fault in CATALOGUE.values())
+
+
+@pytest.mark.parametrize("precision", JUDGED)
+def test_strategies_accept_the_runs_that_faults_are_planted_in(tmp_path, precision):
+    options = run_faults.parse(["--precision", precision])
+    for fault, row in run_faults.choose(options):
+        group = run_faults.Group((fault.model, fault.arguments, fault.flags, fault.mesh), tmp_path, options)
+        arguments = group.job(row.name, run_faults.CLEAN)["arguments"]
+        config = parse_config(row.name, arguments)
+        architecture, _ = architectures.resolve(fault.model)
+        config.spec.require(config, architecture)
 
 
 def test_a_crash_costs_one_fault_only(tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lockstep.faults.catalogue import fault
+from lockstep.faults.catalogue import WEIGHTS_IN_FP32, fault
 from lockstep.faults.planting import Plant, Planting
 from lockstep.inputs.data import Batches
 from lockstep.training.strategy import MicroBatch
@@ -112,6 +112,7 @@ weights_fault = functools.partial(fault, bug_class="weights", cause="weights", n
         "model.embed_tokens.weight was off by a relative 4.7e-04 before the step: its update is right, and the updated weight is not",
     ),
     first="forward/model.embed_tokens",
+    precisions=WEIGHTS_IN_FP32,
 )
 def one_replica_starts_elsewhere(run: Planting) -> Plant:
     """The weights on the second data-parallel rank (under FSDP, its shards) are larger by one in a thousand."""
@@ -137,6 +138,7 @@ def reinitialised_after_loading(run: Planting) -> Plant:
     evidence="model.layers.1.input_layernorm.weight was off by a relative 1.0e-03 before the step: its update is right, and the updated weight is not",
     first="forward/model.layers.1.input_layernorm",
     axes=("tp",),
+    precisions=WEIGHTS_IN_FP32,
 )
 def norm_weight_differs_on_one_tp_rank(run: Planting) -> Plant:
     """One replicated norm is larger by one in a thousand on the second tensor-parallel rank."""

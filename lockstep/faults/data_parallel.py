@@ -97,7 +97,10 @@ def loss_multiplied_by_tp(run: Planting) -> Plant:
 
 @scale_fault(
     seen_in="pytorch/torchtitan 2318",
-    evidence="every gradient is 4 = dp times what it should be, evenly for all samples",
+    evidence=(
+        "every gradient is 4 = dp times what it should be, evenly for all samples",
+        "all gradients are 4 = dp times what they should be",  # in bfloat16
+    ),
     first="gradient/model.norm.weight",
     arguments=("--max_grad_norm", "0"),
     mesh=Mesh(dp=4),

@@ -5,7 +5,7 @@ import functools
 import torch
 import torch.distributed as dist
 
-from lockstep.faults.catalogue import NO_SENTENCE, fault
+from lockstep.faults.catalogue import NO_SENTENCE, WEIGHTS_IN_FP32, fault
 from lockstep.faults.planting import Plant, Planting
 from lockstep.training.optim import total_norm
 from lockstep.training.torch_strategy import local
@@ -18,6 +18,7 @@ update_fault = functools.partial(fault, bug_class="precision, optimizer")
     cause="weight decay",
     evidence="configured differently: weight_decay of model.layers.0.input_layernorm.weight and 10 more is 0.01, not 0.0",
     first="parameter/model.layers.0.input_layernorm.weight",
+    precisions=WEIGHTS_IN_FP32,
 )
 def norms_and_biases_decayed(run: Planting) -> Plant:
     """Weight decay acts on norms and biases too, in one strategy only."""
@@ -182,6 +183,17 @@ def every_tp_rank_clips_by_its_own_norm(run: Planting) -> Plant:
 
 
 AVERAGES = ("--ema_decay", "0.9")
+
+
+def averages(what: str) -> tuple[str, str]:
+    """What is said of all averages: of weights in bfloat16, those of norms stay as they are."""
+    first = "model.embed_tokens.weight, model.layers.0.self_attn.q_proj.weight, model.layers.0.self_attn.q_proj.bias"
+    in_fp32, in_bf16 = (
+        f"the weights are right; the average of {first} and {more} more {what}" for more in (23, 18)
+    )
+    return in_fp32, in_bf16
+
+
 average_fault = functools.partial(
     fault,
     bug_class="precision, optimizer",
@@ -194,7 +206,7 @@ average_fault = functools.partial(
 
 @average_fault(
     seen_in="ostris/ai-toolkit 1034",
-    evidence="the weights are right; the average of model.embed_tokens.weight, model.layers.0.self_attn.q_proj.weight, model.layers.0.self_attn.q_proj.bias and 23 more moved -0.1 of the way to the weights, as with a decay of 1.1; the decay is 0.9",
+    evidence=averages("moved -0.1 of the way to the weights, as with a decay of 1.1; the decay is 0.9"),
 )
 def average_moves_away(run: Planting) -> Plant:
     """The sign of the step is wrong: the average moves away from the weights."""
@@ -205,7 +217,7 @@ def average_moves_away(run: Planting) -> Plant:
 
 @average_fault(
     seen_in="MultimediaTechLab/YOLO 97",
-    evidence="the weights are right; the average of model.embed_tokens.weight, model.layers.0.self_attn.q_proj.weight, model.layers.0.self_attn.q_proj.bias and 23 more did not move; the decay is 0.9",
+    evidence=averages("did not move; the decay is 0.9"),
 )
 def average_never_updated(run: Planting) -> Plant:
     """Nobody calls the update of the average, so it stays at the initial weights."""
@@ -226,7 +238,7 @@ def average_of_earlier_weights(run: Planting) -> Plant:
 
 @average_fault(
     seen_in="huggingface/diffusers 1864",
-    evidence="the weights are right; the average of model.embed_tokens.weight, model.layers.0.self_attn.q_proj.weight, model.layers.0.self_attn.q_proj.bias and 23 more moved 0.9 of the way to the weights, as with a decay of 0.1; the decay is 0.9",
+    evidence=averages("moved 0.9 of the way to the weights, as with a decay of 0.1; the decay is 0.9"),
     step=2,
 )
 def average_changes_its_decay(run: Planting) -> Plant:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from lockstep.faults.catalogue import NO_SENTENCE, fault
+from lockstep.faults.catalogue import NO_SENTENCE, WEIGHTS_IN_FP32, fault
 from lockstep.faults.optimizer import CLIPS
 from lockstep.faults.planting import Plant, Planting
 from lockstep.plan.fsdp import FSDP
@@ -109,6 +109,7 @@ def norm_summed_over_replicas(run: Planting) -> Plant:
     evidence="ranks [2, 3] hold another model.embed_tokens.weight than other ranks, with equal gradient and moments: it differed before the step",
     first="forward/model.embed_tokens",
     needs=("weights",),
+    precisions=WEIGHTS_IN_FP32,
 )
 def replicas_start_apart(run: Planting) -> Plant:
     """Nothing is broadcast between replicas: the second one starts from other weights (here larger by one in a thousand)."""
@@ -125,6 +126,7 @@ def replicas_start_apart(run: Planting) -> Plant:
     step=2,
     first="forward/model.layers.1.input_layernorm",
     flags=("--prefetch", "1", "--reshard_after_forward", "true"),
+    precisions=WEIGHTS_IN_FP32,  # the first that it breaks is a norm
 )
 def weights_gathered_before_the_update(run: Planting) -> Plant:
     """A layer's weights are gathered ahead at the end of backward, before the update; the next forward takes them as they are."""

@@ -57,6 +57,7 @@ RAY_ENVIRONMENT = {
     "RAY_TRAIN_METRICS_ENABLED": "0",  # there is no dashboard to show them
 }
 CONNECT_TIMEOUT = 3.0  # seconds
+Given = TypeVar("Given")
 Returned = TypeVar("Returned")
 MakeTrainer = Callable[..., "TorchTrainer"]
 
@@ -122,6 +123,24 @@ def run(
                 else f"the full output is in {path}"
             )
             raise TrainingFailure(f"{error}; {said}") from error
+
+
+def map_tasks(function: Callable[[Given], Returned], given: list[Given]) -> list[Returned]:
+    """What a function returns for each, every call a task of Ray. Raises what a call raises, or UserError if there is no cluster at RAY_ADDRESS."""
+    ray = _import("ray")
+    startup.end_helpers.append(_end_children)
+    _connect(ray)
+    clean = False
+    try:
+        here = {"env_vars": {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}}  # code of the user's
+        task = ray.remote(function).options(runtime_env=here)
+        found = ray.get([task.remote(one) for one in given])
+        clean = True
+        return found
+    except ray.exceptions.RayTaskError as error:
+        raise error.cause from error
+    finally:
+        _shutdown(ray, clean=clean)
 
 
 class WorkersLost(TrainingFailure):

@@ -31,18 +31,20 @@ SAME_NORM = 1e-5  # relative: ranks may add up the parts of a norm in another or
 
 
 def judge(
-    recording: Recording, expect: str | None = None, loss: Loss | None = None, memory: float | None = None
-) -> list[StepVerdict]:
-    """A verdict for every recorded step. `expect` is the weighting that was meant; None: any known one will do. `loss` is the loop's own.
+    recording: Recording,
+    step: int,
+    expect: str | None = None,
+    loss: Loss | None = None,
+    memory: float | None = None,
+) -> StepVerdict:
+    """The verdict on a recorded step. `expect` is the weighting that was meant; None: any known one will do. `loss` is the loop's own.
 
     A model whose weights, in float64 and in the run's dtype, take more than a quarter of `memory` (bytes; default: half of what is free) is computed
     unit by unit. Raises UserError for a model that cannot be computed again.
     """
     memory = free_bytes() / 2 if memory is None else memory
     streamed = 4 * _bytes_of_weights(recording) > memory  # with gradients and what is computed in between
-    return [
-        _Step(recording, step, loss, streamed).judge(expect) for step in range(1, len(recording.steps) + 1)
-    ]
+    return _Step(recording, step, loss, streamed).judge(expect)
 
 
 def _bytes_of_weights(recording: Recording) -> int:

@@ -1,0 +1,64 @@
+"""The steps of a recording as tasks: one after the other, in processes of this machine, or in a Ray cluster. All find the same."""
+
+import signal
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+
+from lockstep.dumps.recording import Recording
+from lockstep.ground import processes, user_file
+from lockstep.ground.errors import UserError
+from lockstep.plan.resources import free_bytes
+from lockstep.verdict import recorded
+from lockstep.verdict.recorded_rows import StepVerdict
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a process must be told to judge a step."""
+
+    folder: Path  # of the recording
+    step: int
+    expect: str | None
+    loss: str | None  # FILE.py:NAME
+    memory: float | None  # bytes; None: half of what is free where it is judged
+
+    def judge(self) -> StepVerdict:
+        loss = user_file.load(self.loss, "--loss") if self.loss else None
+        return recorded.judge(Recording(self.folder), self.step, self.expect, loss, self.memory)
+
+
+def judge(
+    recording: Recording,
+    expect: str | None,
+    loss: str | None,
+    memory: float | None,
+    workers: int,
+    *,
+    ray: bool,
+) -> list[StepVerdict]:
+    """A verdict for every step. `expect`, `loss` and `memory` are those of a Task; `memory` is that of all `workers` together.
+
+    Raises UserError for what cannot be judged.
+    """
+    if ray and workers > 1:
+        raise UserError(
+            "--workers says how many processes this machine has; a Ray cluster decides that itself: leave it out with --ray"
+        )
+    steps = range(1, len(recording.steps) + 1)
+    workers = min(workers, len(steps))
+    if workers > 1:
+        memory = (free_bytes() / 2 if memory is None else memory) / workers
+    folder = recording.folder.absolute()
+    tasks = [Task(folder, step, expect, loss and user_file.absolute(loss), memory) for step in steps]
+    if ray:
+        from lockstep.running import under_ray
+
+        return under_ray.map_tasks(Task.judge, tasks)
+    if workers == 1:
+        return [task.judge() for task in tasks]
+    with ProcessPoolExecutor(
+        workers, get_context("spawn"), processes.end_with_parent, (signal.SIGKILL,)
+    ) as pool:
+        return list(pool.map(Task.judge, tasks))
