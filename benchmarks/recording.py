@@ -24,6 +24,7 @@ from lockstep.inputs.architectures import BUILT_IN
 from lockstep.inputs.shapes import from_config
 
 BATCH, LENGTH, PLAIN, RECORDED = 2, 256, 5, 2
+HOW = ("--workers 1", "--workers 2", "--ray")  # the judge's options
 
 
 def worker(folder: Path) -> None:
@@ -56,6 +57,13 @@ def worker(folder: Path) -> None:
         write_text(folder / "times.json", json.dumps(found))
 
 
+def judge(folder: Path, *options: str) -> float:
+    began = time.perf_counter()
+    command = [sys.executable, "-m", "lockstep.judge", str(folder), *options]
+    subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "2"})
+    return time.perf_counter() - began
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work_dir", type=Path, default=Path("runs/recording"))
@@ -68,10 +76,7 @@ def main() -> None:
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     subprocess.run([*start, "--work_dir", str(options.work_dir)], check=True, env=environ)
     times = json.loads((options.work_dir / "times.json").read_text())
-    began = time.perf_counter()
-    judge = [sys.executable, "-m", "lockstep.judge", str(options.work_dir / "run")]
-    subprocess.run(judge, check=True, env={**os.environ, "OMP_NUM_THREADS": "2"})
-    judged = time.perf_counter() - began
+    judged = {how: judge(options.work_dir / "run", *how.split()) for how in HOW}
     plain = statistics.median(times["plain"])
     recording = times["all recorded"][0] - plain  # the step after them writes the last
     files = [path for path in (options.work_dir / "run").rglob("*") if path.is_file()]
@@ -80,8 +85,8 @@ def main() -> None:
         "recorded step": recording / RECORDED,
         "recorded step, times a step": recording / RECORDED / plain,
         "step after, times a step": statistics.median(times["after"]) / plain,
-        "judge, of two steps": judged,
-        "judge, times the recorded steps": judged / (RECORDED * plain),
+        "judge, of two steps, by its options": judged,
+        "judge, times the recorded steps": judged[HOW[0]] / (RECORDED * plain),
         "bytes of a rank": sum(path.stat().st_size for path in files) // 2,
         "torch": torch.__version__,
     }

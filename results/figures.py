@@ -2,8 +2,7 @@
 
 Draw results/loss_converging.png again, from the report of the study.
 
-python run_faults.py --output results/faults-fp32.json
-python run_faults.py --precision autocast --output results/faults-autocast.json
+python run_faults.py --precision P --output results/faults-P.json, for fp32, autocast and bf16
 python results/figures.py
 """
 
@@ -17,7 +16,7 @@ from matplotlib import pyplot
 
 from extras.studies import converging_report
 from extras.studies.converging import Converging
-from lockstep.plan.config import BLUE, VERMILION
+from lockstep.plan.config import BLUE, JUDGED, VERMILION
 from lockstep.plan.strategies import recorded
 
 HERE = Path(__file__).parent
@@ -65,21 +64,20 @@ def table(contents: dict[str, dict]) -> list[str]:
             if len(values) > 1
             else str(values[0])
             if values
-            else "no effect"
+            else "not planted"
         )
 
     def step(key: str):
         return lambda row: "-" if row[key] is None else row[key]
 
-    lines = [
-        "| fault | class | strategies | loss curve, fp32 | autocast | grad norm, fp32 | autocast | first tensor | cause |"
-    ]
-    lines += ["|---|---|---|---|---|---|---|---|---|"]
+    columns = ["fault", "class", "strategies"]
+    columns += [f"{what}, {precision}" for what in ("loss curve", "grad norm") for precision in contents]
+    columns += ["first tensor", "cause"]
+    lines = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
     for name, rows in found["fp32"].items():
-        others = found["autocast"].get(name, [])
         cells = [f"`{name}`", rows[0]["class"], ", ".join(recorded(row["strategy"]).label for row in rows)]
         for key in ("loss_step", "grad_norm_step"):
-            cells += [cell(rows, step(key)), cell(others, step(key))]
+            cells += [cell(found[precision].get(name, []), step(key)) for precision in contents]
         cells += [cell(rows, lambda row: "right" if row["first_right"] else f"WRONG: {row['first']}")]
         cells += [
             cell(
@@ -100,13 +98,13 @@ def page(contents: dict[str, dict]) -> str:
         [
             "# Planted faults",
             "",
-            "Made by `python results/figures.py` from `faults-fp32.json` and `faults-autocast.json`. [docs/faults.md](../docs/faults.md) says",
-            "how the faults are planted.",
+            "Made by `python results/figures.py` from `faults-fp32.json`, `faults-autocast.json` and `faults-bf16.json`.",
+            "[docs/faults.md](../docs/faults.md) says how the faults are planted.",
             "",
             *summary(contents),
             "",
-            f"The numbers are the step, of {steps}, at which a verdict turns red; `-`: it never does. `no effect`: the fault only rounds to",
-            "bfloat16, which is no fault under autocast. First tensor and cause are those in fp32.",
+            f"The numbers are the step, of {steps}, at which a verdict turns red; `-`: it never does. `not planted`: the fault only rounds to",
+            "bfloat16, which is no fault there, or is planted in fp32 alone. First tensor and cause are those in fp32.",
             "",
             *table(contents),
             "",
@@ -116,8 +114,7 @@ def page(contents: dict[str, dict]) -> str:
 
 def read() -> dict[str, dict]:
     contents = {
-        precision: json.loads((HERE / f"faults-{precision}.json").read_text())
-        for precision in ("fp32", "autocast")
+        precision: json.loads((HERE / f"faults-{precision}.json").read_text()) for precision in JUDGED
     }
     for content in contents.values():
         content["rows"] = [row for row in content["rows"] if not row.get("failed")]
@@ -125,7 +122,7 @@ def read() -> dict[str, dict]:
 
 
 def draw(contents: dict[str, dict]) -> None:
-    figure, axes = pyplot.subplots(figsize=(8, 3.2), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(8, 4.4), layout="constrained")
     labels, places, longest = [], [], 0
     for number, (precision, content) in enumerate(contents.items()):
         rows = content["rows"]
