@@ -19,12 +19,12 @@ from lockstep.dumps.step_file import step_path
 from lockstep.inputs.model import build_model, causal_lm_loss
 from lockstep.inputs.samples import IGNORED
 from lockstep.verdict.alone import Alone, digest_of, with_factors
+from lockstep.verdict.computed import Choice, Computed, forced
 from lockstep.verdict.factors import Factors
 from lockstep.verdict.float64 import Float64, Told
 from lockstep.verdict.judgement import Judgement
 from lockstep.verdict.lazy import Lazy
 from lockstep.verdict.recorded_modules import Modules
-from lockstep.verdict.recorded_reference import Choice, Computed, forced
 from lockstep.verdict.recorded_rows import StepVerdict, judged_gradients
 from lockstep.verdict.records import Chosen
 
