@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from lockstep.dumps import pieces, tree
 from lockstep.dumps.module_hooks import module_of
+from lockstep.dumps.optimizers import clip_by
 from lockstep.dumps.recorder import FORMAT
 from lockstep.ground.errors import UserError, first_line, printable
 from lockstep.ground.files import read_json
@@ -53,7 +54,7 @@ class Clip(Strict):
     @property
     def factor(self) -> float:
         """By which gradients are multiplied."""
-        return min(1.0, self.max_norm / (self.norm + 1e-6))
+        return clip_by(self.max_norm, self.norm)
 
 
 class Optimizer(Strict):

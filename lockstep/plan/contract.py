@@ -266,11 +266,6 @@ def _of_names(key: str, expected: object, actual: object, *, everywhere: bool) -
     return f"{key} of {alike[0]}{more} is {first[1]}, not {first[0]}"
 
 
-def contract_difference(expected: dict, actual: dict, ignoring: tuple[str, ...] = ()) -> str:
-    """The first of the differences, or "" if there are none."""
-    return next(iter(contract_differences(expected, actual, ignoring).values()), "")
-
-
 def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 200 else text[:197] + "..."

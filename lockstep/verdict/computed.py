@@ -1,10 +1,11 @@
 """What a pass of the model over one micro batch gives, free or forced through the tensors that a run wrote."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
 
 import torch
 
+from lockstep.dumps.module_hooks import ModuleHooks
 from lockstep.verdict.normalisation import Gradients
 from lockstep.verdict.recorded_loss import Mean
 
@@ -47,13 +48,23 @@ class Computed:
     at_logits: torch.Tensor | None = None  # the gradient of the loss there
 
 
-def forced(name: str, tensor: torch.Tensor, written: dict[str, torch.Tensor]) -> torch.Tensor | None:
-    """What takes the place of a tensor that was computed: the one that the run wrote, if it has one of that shape. Gradients still pass.
+class Passes:
+    """Of passes over micro batches, keeps what modules give and what arrives there; `written` takes the place of the same, each in its shape.
 
-    `name` begins with forward/ or backward/.
+    Gradients still pass. Names begin with forward/ or backward/.
     """
-    found = written.get(name)
-    if found is None or found.shape != tensor.shape or not tensor.is_floating_point():
-        return None
-    found = found.to(tensor.dtype)
-    return found if name.startswith("backward/") else found + (tensor - tensor.detach())
+
+    def __init__(self, model: torch.nn.Module):
+        self.modules: MutableMapping[str, torch.Tensor] = {}
+        self.written: Mapping[str, torch.Tensor] = {}
+        self.hooks = ModuleHooks(model, "*", self.keep, self.instead)
+
+    def keep(self, name: str, tensor: torch.Tensor) -> None:
+        self.modules[name] = tensor.detach().clone()
+
+    def instead(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
+        found = self.written.get(name)
+        if found is None or found.shape != tensor.shape or not tensor.is_floating_point():
+            return None
+        found = found.to(tensor.dtype)
+        return found if name.startswith("backward/") else found + (tensor - tensor.detach())

@@ -65,13 +65,10 @@ class Ranks:
             return False
         before = []
         for one in (0, rank):
-            part, clip = (
-                self.recording.part(one, self.verdict.step, f"gradient/{name}"),
-                self.ranks[one].clips[0],
-            )
+            part = self.recording.part(one, self.verdict.step, f"gradient/{name}")
             if part is None:
                 return False
-            before.append(part.double() / min(1.0, clip.max_norm / clip.norm))
+            before.append(part.double() / self.ranks[one].clips[0].factor)
         if before[0].shape != before[1].shape:
             return False
         return float((before[0] - before[1]).norm()) <= SAME_NORM * float(before[0].norm())

@@ -5,7 +5,7 @@ import functools
 import inspect
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,13 +14,13 @@ from torch.utils._pytree import tree_unflatten, treespec_loads
 
 from lockstep.dumps import tree
 from lockstep.dumps.model_outputs import outputs_of, tensors_of
-from lockstep.dumps.module_hooks import ModuleHooks, module_of
+from lockstep.dumps.module_hooks import module_of
 from lockstep.dumps.recording import LOG_PROBS, Called, Recording
 from lockstep.dumps.trace import storage
 from lockstep.ground.errors import UserError, first_line
 from lockstep.inputs import shapes
 from lockstep.verdict import own_loss, trl_head
-from lockstep.verdict.computed import Choice, Computed, Term, forced
+from lockstep.verdict.computed import Choice, Computed, Passes, Term
 from lockstep.verdict.float64 import Float64, Told, make_exact
 from lockstep.verdict.lazy import Lazy, OnDisk
 from lockstep.verdict.normalisation import Gradients
@@ -29,7 +29,7 @@ from lockstep.verdict.recorded_loss import SAME, mean_of
 from lockstep.verdict.streamed import Context, Streamed
 
 
-class Reference:
+class Reference(Passes):
     """Computes the loss of a micro batch of a step and its gradient. `exact`: in float64. `weights` are those before the step.
 
     `loss` is the loop's own: it is given what the model returned and the recorded tensors by name, and returns the mean of the micro batch;
@@ -50,6 +50,7 @@ class Reference:
     ):
         self.loss, self.streamed = loss, streamed
         self.model, self.exact = recording.build(), exact
+        super().__init__(self.model)
         self.recording, self.step, self.folder = recording, step, recording.folder
         require_no_dropout(self.model)
         for module in self.model.modules():
@@ -70,10 +71,7 @@ class Reference:
                 parameter.register_post_accumulate_grad_hook(functools.partial(self._accumulate, name))
         self.gradients = OnDisk(self.folder)  # that have arrived at the parameters
         self.largest = torch.zeros((), dtype=torch.float64)  # of their elements; NaN if one is
-        self.modules: MutableMapping[str, torch.Tensor] = {}
         self.indices: dict[str, torch.Tensor] = {}  # integer outputs of modules, as they were returned
-        self.written: dict[str, torch.Tensor] = {}
-        self.hooks = ModuleHooks(self.model, "*", self._keep, self._instead)
         self.mode = Told()
         self.widths: dict[int, int] = {}  # of all calls of topk
         self.calls_of_topk: dict[str, int] | None = None  # by the output that has their indices
@@ -86,13 +84,10 @@ class Reference:
         dtype = _dtype(cast) if cast else dtype
         return torch.float32 if dtype is torch.float64 else dtype
 
-    def _keep(self, name: str, tensor: torch.Tensor) -> None:
-        self.modules[name] = tensor.detach().clone()
+    def keep(self, name: str, tensor: torch.Tensor) -> None:
+        super().keep(name, tensor)
         if not tensor.is_floating_point():
             self.indices[name] = tensor
-
-    def _instead(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
-        return forced(name, tensor, self.written)
 
     def _accumulate(self, name: str, parameter: torch.Tensor) -> None:
         """Gradients are on disk, so memory has none but the one that has just arrived."""
