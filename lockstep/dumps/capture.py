@@ -16,7 +16,6 @@ during captured steps.
 
 import contextlib
 import functools
-import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -133,7 +132,6 @@ class Capture:
         self.no_room: OSError | None = None
         self.rows: Counter[str] = Counter()  # of this rank, seen so far
         self.gradients_seen: set[tuple[str, int]] = set()
-        self.logits: list[float] = [0.0, 0.0, 0.0, 0.0]  # count, sum, sum of squares, largest
         self.final = step_file.step_path(self.folder, step)
         self.unfinished = [
             self.final.with_name(f"{self.final.name}.part{stage or ''}") for stage in range(self.mesh.pp)
@@ -218,7 +216,7 @@ class Capture:
             self.problem = f"cannot write {self.path} (capture of step {self.step}, rank {self.rank}): {reason}; free space or choose another --capture_dir"
         parts = {name: slot.parts for name, slot in self.writer.slots.items()}
         layout = {name: (slot.shape, slot.dtype, slot.offset) for name, slot in self.writer.slots.items()}
-        everyone = gather_objects((parts, layout, self.logits))
+        everyone = gather_objects((parts, layout))
         stop_together(self.problem)
         if self.rank == 0:
             self._try(self._finish, everyone, entry)
@@ -299,8 +297,6 @@ class Capture:
         row = self._next_row(name, local)
         if row > 0 and symbols[0] != BATCH:
             return  # the same for every micro batch
-        if name == self.layout.names.head:
-            self._summarise(local)
         self._try(self._write_placed, f"forward/{name}", local, symbols, row)
         if tensor.requires_grad and name in self.layout.backward:
             # its place is fixed here, in the order of the forward pass, which is the same on all ranks
@@ -319,16 +315,6 @@ class Capture:
         self.gradients_seen.add((name, row))
         local = self._with_sequence(name, _local(gradient)) / self.loss_shares
         self._try(self._write_placed, f"backward/{name}", local, self.layout.outputs[name], row)
-
-    def _summarise(self, logits: torch.Tensor) -> None:
-        wide = logits.double()
-        count, total, square, largest = self.logits
-        self.logits = [
-            count + wide.numel(),
-            total + float(wide.sum()),
-            square + float(wide.square().sum()),
-            max(largest, float(wide.abs().max())),
-        ]
 
     def _write_placed(self, name: str, local: torch.Tensor, symbols: tuple, row: int) -> None:
         runs, is_writer = self._place(name, local, symbols)
@@ -395,7 +381,7 @@ class Capture:
         """On rank 0: check that the parts cover the tensors, write the header, name the step in the manifest."""
         tensors, replicas = {}, {}
         first_of = [self.mesh.rank(Coordinates(pp=stage)) for stage in range(self.mesh.pp)]
-        for rank, (_, layout, _) in enumerate(everyone):
+        for rank, (_, layout) in enumerate(everyone):
             first = first_of[self.mesh.coordinates(rank).pp]
             if layout != everyone[first][1]:
                 raise ValueError(
@@ -405,10 +391,10 @@ class Capture:
             self.writer.append(path, everyone[first_of[stage]][1])
         rows = self.config.batch_size * self.config.gradient_accumulation_steps * self.config.dp_size
         for name in self.layout.of_step(self.kinds, rows, self.config.seq_length, self.inputs[2:]):
-            if not any(ranks.get(name) for ranks, _, _ in everyone):
+            if not any(ranks.get(name) for ranks, _ in everyone):
                 continue  # not computed in this step
             slot = self.writer.slots[name]
-            parts = [ranks.get(name, []) for ranks, _, _ in everyone]
+            parts = [ranks.get(name, []) for ranks, _ in everyone]
             self._count_one_stage(parts)
             total, odd = step_file.merge(name, parts, slot.shape, slot.dtype.itemsize)
             tensors[name] = {
@@ -423,13 +409,7 @@ class Capture:
         if not self.manifest["steps"]:  # the first step that is whole: now an older dump can go
             remove_captured(self.folder, but=self.path)
         os.replace(self.path, self.final)
-        step = {**entry, "tensors": tensors, "replicas_differ": replicas}
-        if self.step > 0:
-            shares: list[list[list[float]]] = [[] for _ in range(self.mesh.num_sample_shares)]
-            for rank, (_, _, logits) in enumerate(everyone):
-                shares[self.mesh.sample_share(rank)].append(logits)
-            step["logits"] = [_combine(share) for share in shares]
-        self.manifest["steps"][str(self.step)] = step
+        self.manifest["steps"][str(self.step)] = {**entry, "tensors": tensors, "replicas_differ": replicas}
         manifest.write(self.folder, self.manifest)
 
     def _count_one_stage(self, parts: list[list[step_file.Part]]) -> None:
@@ -450,18 +430,6 @@ class Capture:
             here, there = parts[first][0].start, parts[self.mesh.neighbour(first, axis)][0].start
             dims.update((axis, dim) for dim, (a, b) in enumerate(zip(here, there, strict=True)) if a != b)
         return dims
-
-
-def _combine(shards: list[list[float]]) -> dict[str, float]:
-    """Summary of the logits of one share of the samples from those of the ranks that have parts of them (or replicas)."""
-    counts, totals, squares, largest = zip(*shards, strict=True)
-    if not sum(counts):
-        return dict.fromkeys(("mean", "rms", "max_abs"), math.nan)  # the head was not called
-    return {
-        "mean": sum(totals) / sum(counts),
-        "rms": (sum(squares) / sum(counts)) ** 0.5,
-        "max_abs": max(largest),
-    }
 
 
 def _length(runs: Runs) -> int:

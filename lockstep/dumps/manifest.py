@@ -4,7 +4,6 @@ A run has steps 1 to n. A reference also has step 0, the initial parameters. A r
 """
 
 import json
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -20,7 +19,7 @@ from lockstep.plan import rates
 from lockstep.plan.contract import IF_ASKED, ON_RANK, expected_contract, of_optimizer
 from lockstep.plan.mesh import Axis, Mesh
 
-FORMAT = 5
+FORMAT = 6
 MANIFEST = "manifest.json"
 REFERENCE_LABEL = "float64 reference"
 REMEDY = "capture again"
@@ -40,12 +39,6 @@ class TensorEntry(Strict):
     checksum: Word
 
 
-class Logits(Strict):
-    mean: MayBreakDown
-    rms: MayBreakDown
-    max_abs: MayBreakDown
-
-
 class Tensors(Strict):
     tensors: dict[Name, TensorEntry]
     replicas_differ: dict[Name, Annotated[list[Whole], Field(min_length=1)]]
@@ -53,7 +46,6 @@ class Tensors(Strict):
 
 class Trained(Tensors, record.Step):
     learning_rate: Annotated[Finite, Field(gt=0)]
-    logits: list[Logits]
     started_from: Sha256 | None = None
     lowered: bool | None = (
         None  # of a replay that steps an optimizer: whether that asks for bfloat16 or float16 itself
@@ -204,14 +196,6 @@ def _contradictions_of_step(manifest: dict, step: str, exact: bool, first: int) 
         yield f"{len(losses)} rank_losses of {options['dp_size']} DP ranks"
     elif not record.is_mean(entry["loss"], losses):
         yield f"loss is {entry['loss']}, the mean of its rank_losses is {sum(losses) / len(losses)}"
-    if len(entry["logits"]) != mesh.dp:
-        yield f"{len(entry['logits'])} summaries of logits of {mesh.dp} DP ranks"
-    more = 1 + 1e-9  # rounding errors of float64 sums
-    finite = [one for one in entry["logits"] if math.isfinite(sum(one.values()))]
-    if any(
-        not (abs(one["mean"]) <= one["rms"] * more and one["rms"] <= one["max_abs"] * more) for one in finite
-    ):
-        yield "a summary of logits whose mean, rms and largest are not in order"
     if exact and not record.is_finite(entry):
         yield "a loss or norm of the reference is not finite"
     rate = rates.rate_of(options, int(step), run["num_steps"])
