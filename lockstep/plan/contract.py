@@ -244,7 +244,9 @@ def _is_by_name(value: object) -> bool:
 def _of_names(key: str, expected: object, actual: object, *, everywhere: bool) -> str:
     """The names whose value differs, with `everywhere` also those that only one side has. A plain value is that of all names."""
     wanted, found = (
-        {name: value for value, names in side.items() for name in names} if isinstance(side, dict) else None
+        {name: value for value, names in side.items() for name in names}
+        if isinstance(side, dict) and (not side or _is_by_name(side))
+        else None
         for side in (expected, actual)
     )
     names = list({**(wanted or {}), **(found or {})})
