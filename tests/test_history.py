@@ -58,12 +58,12 @@ def test_a_run_that_broke_down(tmp_path):
 
 
 def test_the_schema_knows_what_a_run_records(tmp_path):
-    from lockstep.training import loop as training
+    from lockstep.training.provenance import provenance
 
     config = parse_config(
         "ddp", ["--loss_output_dir", str(tmp_path), "--debug_steps", "1", "--device", "cpu"]
     )
-    record = history.History(run=training.provenance(config, load_inputs(config)))
+    record = history.History(run=provenance(config, load_inputs(config)))
     record.save(tmp_path / "h.json")
     assert history.read(tmp_path / "h.json").run == record.run
     require_origin(record.run["versions"], record.run["origin"])
