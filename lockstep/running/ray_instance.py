@@ -1,6 +1,6 @@
 """Ray: joined in the cluster that RAY_ADDRESS names, or started here; and left, or ended with all of its processes.
 
-python -m lockstep.running.ray_instance       starts a local Ray instance, prints its address, and ends with what started it
+`python -m lockstep.running.ray_instance` starts a local one, prints its address, and ends with what started it.
 """
 
 if __name__ == "__main__":
