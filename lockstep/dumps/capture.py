@@ -28,14 +28,15 @@ from torch.distributed.tensor import DTensor
 
 from lockstep.dumps import manifest, step_file
 from lockstep.dumps.layout import BATCH, SEQUENCE, State, state_of
+from lockstep.dumps.placement import Placement
 from lockstep.dumps.trace import layout_of, named_outputs, watched
 from lockstep.ground.blocks import Runs, blocks
 from lockstep.ground.collective import gather_objects, stop_together
 from lockstep.ground.errors import first_line
 from lockstep.ground.files import remove_captured, why_not_written
 from lockstep.inputs.model import being_recomputed
-from lockstep.plan import compiled, cuts
-from lockstep.plan.mesh import Coordinates, share
+from lockstep.plan import compiled
+from lockstep.plan.mesh import Coordinates
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -77,7 +78,7 @@ class Capture:
     def __init__(self, config: "Config", model: torch.nn.Module, provenance: dict):
         self.config, self.mesh, self.rank = config, config.mesh, dist.get_rank()
         self.here = self.mesh.coordinates(self.rank)
-        self.positions = cuts.positions(config, self.here.cp)
+        self.placement = Placement(config, self.mesh, self.here)
         self.folder = config.capture_folder
         self.inputs = config.samples.inputs
         found = layout_of(
@@ -261,7 +262,9 @@ class Capture:
 
     def _own_positions(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's positions of a micro batch (B, S)."""
-        return torch.cat([whole[:, start : start + length] for start, length in self.positions], dim=1)
+        return torch.cat(
+            [whole[:, start : start + length] for start, length in self.placement.positions], dim=1
+        )
 
     def _next_row(self, name: str, local: torch.Tensor) -> int:
         """Where a micro batch begins among the samples of this rank, which come one after the other."""
@@ -325,33 +328,10 @@ class Capture:
             self.writer.write(name, start, block, is_writer=is_writer)
 
     def _place(self, name: str, local: torch.Tensor, symbols: tuple) -> tuple[list[Runs], bool]:
-        """(the runs of every dim of the full tensor that this rank's first micro batch covers, whether this rank writes them).
-
-        Makes the tensor's slot. Raises ValueError for a shape that is no share of the full tensor.
-        """
-        config = self.config
-        per_rank = config.batch_size * config.gradient_accumulation_steps
-        sizes = {BATCH: per_rank * config.dp_size, SEQUENCE: config.seq_length}
-        full = tuple(sizes.get(symbol, symbol) for symbol in symbols)
-        cut = {"dp": symbols[0] == BATCH, "cp": SEQUENCE in symbols, "tp": False}
-        runs = [
-            self.positions if symbol == SEQUENCE else [(0, size)]
-            for symbol, size in zip(symbols, full, strict=True)
-        ]
-        if cut["dp"]:
-            runs[0] = [
-                (self.here.dp * per_rank, local.shape[0])
-            ]  # that all of them come is checked at the end
-        for dim in range(1, len(full)):
-            if local.shape[dim] != _length(runs[dim]) and not cut["tp"]:
-                cut["tp"] = True
-                runs[dim] = _part(runs[dim], *share(_length(runs[dim]), self.here.tp, self.mesh.tp))
-        if list(local.shape) != list(map(_length, runs)):
-            raise ValueError(
-                f"{name} has shape {tuple(local.shape)}, which is no share of the full tensor {full}"
-            )
+        """Makes the tensor's slot; returns where this rank's first micro batch lies in it, and whether this rank writes."""
+        full, runs, is_writer = self.placement.of(name, local, symbols)
         self.writer.slot(name, full, local.dtype)
-        return runs, all(is_cut or self.here.along(axis) == 0 for axis, is_cut in cut.items())
+        return runs, is_writer
 
     def _write_held(self, kind: str) -> None:
         for name, local, full, start in self.strategy.held(kind):
@@ -430,21 +410,6 @@ class Capture:
             here, there = parts[first][0].start, parts[self.mesh.neighbour(first, axis)][0].start
             dims.update((axis, dim) for dim, (a, b) in enumerate(zip(here, there, strict=True)) if a != b)
         return dims
-
-
-def _length(runs: Runs) -> int:
-    return sum(length for _, length in runs)
-
-
-def _part(runs: Runs, start: int, length: int) -> Runs:
-    """Those `length` places of the runs that begin with the `start`-th."""
-    found = []
-    for first, size in runs:
-        begin, end = max(start, 0), min(start + length, size)
-        if begin < end:
-            found.append((first + begin, end - begin))
-        start -= size
-    return found or [(sum(runs[-1]), 0)]
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

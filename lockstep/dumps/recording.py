@@ -1,5 +1,6 @@
 """Read what lockstep/dumps/recorder.py wrote: micro batches, and tensors made whole from the shards of all ranks."""
 
+import functools
 import itertools
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -272,6 +273,11 @@ class Recording:
     def build(self) -> torch.nn.Module:
         """The recorded model, with its parameters on the meta device."""
         return tree.build(self.tree, self._load(self.folder / "model.safetensors"))
+
+    @functools.cached_property
+    def skeleton(self) -> torch.nn.Module:
+        """The same, built once, to be looked at."""
+        return self.build()
 
     def _load(self, path: Path) -> dict[str, torch.Tensor]:
         try:

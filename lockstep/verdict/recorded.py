@@ -48,7 +48,7 @@ def judge(
 
 def _bytes_of_weights(recording: Recording) -> int:
     """In float64 and as the model has them."""
-    return sum(one.numel() * (8 + one.itemsize) for one in recording.build().parameters())
+    return sum(one.numel() * (8 + one.itemsize) for one in recording.skeleton.parameters())
 
 
 def _unusable(gradients: Gradients) -> str:

@@ -132,7 +132,7 @@ class Ranks:
 
     def untied(self, weights: Gradients) -> bool:
         """Whether tied parameters are no longer one. Raises UserError where others came or went: no reference has them."""
-        model = self.recording.build()
+        model = self.recording.skeleton
         own, with_tied = (
             {name for name, _ in model.named_parameters(remove_duplicate=once)} for once in (True, False)
         )
