@@ -106,7 +106,7 @@ verification=("$PYTHON" "$ROOT/run_verification.py" --strategies "$STRATEGIES" -
 # --- one local Ray instance for all the runs; it starts meanwhile, and ends with this script -----------------------------------------
 if [ -z "${RAY_ADDRESS:-}" ]; then
   export RAY_AUTH_MODE=token # a local instance uses a token, and whoever joins it must say so
-  exec {ray}< <(exec "$PYTHON" -m lockstep.running.under_ray)
+  exec {ray}< <(exec "$PYTHON" -m lockstep.running.ray_instance)
   ray_pid=$!
 fi
 

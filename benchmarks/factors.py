@@ -29,7 +29,17 @@ import lockstep
 from lockstep.dumps.recording import Recording
 from lockstep.ground.files import FIGURE, write_result
 from lockstep.verdict import recorded, recorded_alone
-from lockstep.verdict.factors import RATE, Factors, chances, farthest, project
+from lockstep.verdict.factors import (
+    FEWEST,
+    NOTHING,
+    RATE,
+    Factors,
+    Projections,
+    farthest,
+    is_unknown,
+    project,
+    ratio,
+)
 
 PRECISIONS = ("fp32", "autocast", "bf16")
 FAMILIES = ("qwen2", "llama", "gpt2", "gpt_neox", "qwen3_moe")
@@ -235,6 +245,14 @@ def main() -> None:
     if args.output:
         write_result(args.output, json.dumps(data, indent=1) + "\n")
         _draw(all_chances, args.output.with_suffix(".png"))
+
+
+def chances(one: Projections) -> np.ndarray:
+    """A bound of the chance that rounding errors give so large a factor or a larger one, of each part."""
+    freedom = np.maximum(one.freedom, FEWEST)
+    times = ratio(np.maximum(np.abs(one.excess) - NOTHING, 0), one.errors)
+    bound = (1 + np.square(times) / freedom) ** (-(freedom - 1) / 2)
+    return np.where(is_unknown(one), 1.0, bound).max(0)
 
 
 def _limits(found: list[int | None]) -> dict[str, float | None]:

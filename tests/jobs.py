@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lockstep.ground.errors import TrainingFailure, UserError
 from lockstep.plan import command_line
 from lockstep.training import loop as training
-from lockstep.training import preflight
+from lockstep.training import preflight, starting_weights
 from lockstep.training.strategy import factory_of
 from lockstep.training.vocab_parallel_loss import vocab_parallel_cross_entropy
 
@@ -65,7 +65,7 @@ def stopped(folder: Path, argument: dict) -> None:
 
     from lockstep.dumps import history
 
-    save, build, rank = history.write_text, training.build_model, dist.get_rank()
+    save, build, rank = history.write_text, starting_weights.build_model, dist.get_rank()
     history.SAVE_INTERVAL = 0  # a case says how many saves go well
     for case in argument["cases"]:
         config, inputs = configuration("ddp", case["arguments"])
@@ -83,7 +83,7 @@ def stopped(folder: Path, argument: dict) -> None:
                 raise UserError(f"rank {rank} has no such file")
             return build(*arguments, **options)
 
-        history.write_text, training.build_model = full, missing
+        history.write_text, starting_weights.build_model = full, missing
         try:
             training.run(config, inputs, factory_of(config.spec), torch.device("cpu"))
             message = "not stopped"

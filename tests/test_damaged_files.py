@@ -32,15 +32,6 @@ def test_what_must_not_be_is_counted_and_named(tmp_path, monkeypatch, capsys):
     )
 
 
-def test_other_cases_and_other_files_are_not_mixed_in(tmp_path, monkeypatch, capsys):
-    assert run(monkeypatch, tmp_path, {"refused": 3}) == 0
-    assert run(monkeypatch, tmp_path, {"refused": 3}, "--seed", "1") == 2
-    assert "is of --number 3 --seed 26; give another name" in capsys.readouterr().err
-    (tmp_path / "d.json").write_text("{}")
-    assert run(monkeypatch, tmp_path, {"refused": 3}) == 2
-    assert "is not replaced" in capsys.readouterr().err and (tmp_path / "d.json").read_text() == "{}"
-
-
 def test_real_cases(tmp_path):
     """A reader that needs no processes, started as the page says."""
     command = [

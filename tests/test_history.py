@@ -11,7 +11,7 @@ from synthetic import history as made_up
 from synthetic import rewrite, set_loss
 
 import lockstep
-from lockstep.dumps import history
+from lockstep.dumps import history, record
 from lockstep.dumps.record import seal
 from lockstep.ground import origin as where
 from lockstep.ground import schemas
@@ -54,16 +54,16 @@ def test_a_run_that_broke_down(tmp_path):
     one.contract, one.ended = None, "TrainingFailure: step 1: the loss is nan on rank 0"
     set_loss(one.steps[0], float("nan"))
     one.save(tmp_path / "h.json")
-    assert history.not_finite(history.read(tmp_path / "h.json").steps[0])
+    assert not record.is_finite(history.read(tmp_path / "h.json").steps[0])
 
 
 def test_the_schema_knows_what_a_run_records(tmp_path):
-    from lockstep.training import loop as training
+    from lockstep.training.provenance import provenance
 
     config = parse_config(
         "ddp", ["--loss_output_dir", str(tmp_path), "--debug_steps", "1", "--device", "cpu"]
     )
-    record = history.History(run=training.provenance(config, load_inputs(config)))
+    record = history.History(run=provenance(config, load_inputs(config)))
     record.save(tmp_path / "h.json")
     assert history.read(tmp_path / "h.json").run == record.run
     require_origin(record.run["versions"], record.run["origin"])

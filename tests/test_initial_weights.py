@@ -5,9 +5,8 @@ import json
 import families
 import pytest
 import torch
-from programs import completed, in_process
-from ranks import CAPTURED, ROOT, run_groups
-from real_runs import environment
+from programs import in_process
+from ranks import CAPTURED, run_groups
 from safetensors.torch import save_file
 
 from lockstep import launch
@@ -249,16 +248,3 @@ def test_a_verification_does_not_write_what_it_starts_from(tmp_path, monkeypatch
     assert run_verification.main(arguments) == 2 and path.read_bytes() == before
     told = [job["arguments"] for _, group in started for job in group]
     assert len(told) == 4 and all(str(path) in words and "--save_init_weights" not in words for words in told)
-
-
-def test_the_one_command_does_not_replace_a_file_of_somebody(tmp_path):
-    """The script is given the address of a Ray cluster, so it starts none. It does not connect before it refuses."""
-    path = tmp_path / "init_weights.safetensors"
-    save_file({"a": torch.ones(1)}, path)
-    before = path.read_bytes()
-    done = completed(
-        [ROOT / "run_verification_main.sh"],
-        env=environment(OUTPUT_DIR=str(tmp_path), DEVICE="cpu", RAY_ADDRESS="127.0.0.1:1"),
-    )
-    assert done.returncode == 2 and path.read_bytes() == before
-    assert "was not written by --save_init_weights and is never replaced" in done.stderr, done.stderr

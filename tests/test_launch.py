@@ -72,8 +72,8 @@ def test_a_run_that_hangs_under_ray(tmp_path):
 def test_an_interrupt_ends_what_the_kernel_would_leave():
     """A process that has only just been forked has not asked the kernel yet to end with its parent."""
     program = (
-        "import subprocess; from lockstep.running import under_ray; child = subprocess.Popen(['sleep', '60']); "
-        "under_ray._end_children(); print(child.wait())"
+        "import subprocess; from lockstep.running import ray_instance; child = subprocess.Popen(['sleep', '60']); "
+        "ray_instance.end_children(); print(child.wait())"
     )
     done = completed([sys.executable, "-c", program])
     assert done.stdout == f"{-signal.SIGKILL}\n", done.stderr

@@ -113,28 +113,14 @@ def test_the_figure_shows_both_panels(tmp_path, drawn):
 
 
 def test_no_line_hides_another(tmp_path, drawn):
-    """Later lines are thinner; all have dashes, a marker and a colour of their own, as do their labels."""
-    plot(
-        folder(
-            tmp_path, **{f"fsdp-{number}": history("fsdp", run_name=f"fsdp-{number}") for number in range(2)}
-        )
-    )
-    top, bottom = drawn[0].axes
-    curves, samples = ([line for line in top.lines if len(line.get_xdata()) == size] for size in (20, 3))
-    assert len(curves) == len(samples) == 5
+    """Later lines are thinner, and all have a colour and a marker of their own."""
+    more = {f"fsdp-{number}": history("fsdp", run_name=f"fsdp-{number}") for number in range(2)}
+    plot(folder(tmp_path, **more))
+    curves = [line for line in drawn[0].axes[0].lines if len(line.get_xdata()) == 20]
     widths = [line.get_linewidth() for line in curves]
-    assert widths == sorted(set(widths), reverse=True)
-    for read in ("get_color", "get_marker", "_dash_pattern"):
-        # The dashes of DDP and of the first of the others are both none.
-        looks = {
-            str(getattr(line, read)() if read.startswith("get") else line._dash_pattern) for line in curves
-        }
-        assert len(looks) >= 4, read
-    looks = [{(line.get_color(), line.get_marker()) for line in lines} for lines in (curves, samples)]
-    assert looks[0] == looks[1] and len(looks[0]) == 5
-    points = [line for line in bottom.lines if line.get_linestyle() == "None" and len(line.get_xdata()) == 20]
-    assert len({line.get_markersize() for line in points}) == 4
-    assert {line.get_markerfacecolor() for line in points} == {"none"}
+    assert len(curves) == 5 and widths == sorted(set(widths), reverse=True)
+    for looks in ({line.get_color() for line in curves}, {line.get_marker() for line in curves}):
+        assert len(looks) == 5
 
 
 def test_the_first_step_too_far_is_named(tmp_path, drawn):
@@ -154,9 +140,7 @@ def test_a_zero_is_drawn_as_zero(tmp_path, drawn):
     gaps = {line.get_marker(): list(line.get_ydata()) for line in points if line.get_marker() != "None"}
     assert set(gaps) == {"o", "x"} and set(gaps["o"]) == {0.0}
     assert sorted(gaps["x"])[-2:] == [0.0, pytest.approx(3e-7, rel=1e-3)]
-    heights = bottom.transData.transform([(0, value) for value in (0.0, 4e-7, 8e-7)])[:, 1]
-    assert heights[0] > bottom.bbox.y0 and heights[2] - heights[0] > bottom.bbox.height / 4
-    assert heights[2] - heights[1] == pytest.approx(heights[1] - heights[0])
+    assert bottom.transData.transform((0, 0))[1] > bottom.bbox.y0
     bottom.set_xlim(1, 2)
     assert all(tick == round(tick) for tick in bottom.get_xticks())
 

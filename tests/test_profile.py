@@ -82,66 +82,9 @@ def parts(said):
     return [float(each) for each in found.groups()[1:7]]
 
 
-def unreadable(trace):
-    """What a viewer such as Perfetto would not read, or would leave out, of a trace in Chrome's trace event format.
-
-    A slice (X) has begin and length; those of a thread lie inside of each other or apart, or Perfetto drops them; each thread has a
-    name (M); a flow begins (s) before it ends (f), at one slice each.
-    """
-    found, threads, flows = [], {}, {}
-    events = trace["traceEvents"]
-    named = {(one["pid"], one["tid"]) for one in events if (one["ph"], one["name"]) == ("M", "thread_name")}
-    for one in events:
-        place = one.get("pid"), one.get("tid")
-        if None in place or not isinstance(one.get("ts"), int | float) or one["ts"] < 0:
-            found.append(f"no place or time: {one}")
-        elif one["ph"] == "X":
-            threads.setdefault(place, []).append((one["ts"], -one.get("dur", -1), one["name"]))
-        elif one["ph"] in "sf":
-            flows.setdefault((one["cat"], one["id"]), {})[one["ph"]] = one["ts"]
-        elif one["ph"] not in "Mi":
-            found.append(f"phase {one['ph']}")
-    for place, slices in threads.items():
-        if isinstance(place[0], int) and place not in named:
-            found.append(f"thread {place} has no name")
-        ends = []
-        for begin, length, name in sorted(slices):
-            while ends and ends[-1] <= begin:
-                ends.pop()
-            if length > 0 or (ends and begin - length > ends[-1]):
-                found.append(f"{name} at {begin} ends after what it lies in")
-            ends.append(begin - length)
-    found += [f"flow {key}" for key, flow in flows.items() if not flow.get("s", 1) <= flow.get("f", 0)]
-    return found
-
-
-SLICE = {"ph": "X", "name": "a", "pid": 1, "tid": 1, "ts": 10.0, "dur": 5.0}
-NAME = {"ph": "M", "name": "thread_name", "pid": 1, "tid": 1, "ts": 0, "args": {"name": "python"}}
-FLOW = {"name": "f", "cat": "f", "id": 1, "pid": 1, "tid": 1}
-
-
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        ([{**SLICE, "ts": 11.0, "dur": 2.0}, {**FLOW, "ph": "s", "ts": 1}, {**FLOW, "ph": "f", "ts": 2}], ""),
-        ([{**SLICE, "ts": 12.0}], "ends after what it lies in"),
-        ([{key: value for key, value in SLICE.items() if key != "dur"}], "ends after what it lies in"),
-        ([{**SLICE, "tid": 2}], "has no name"),
-        ([{**SLICE, "ts": "now"}], "no place or time"),
-        ([{**FLOW, "ph": "s", "ts": 2}, {**FLOW, "ph": "f", "ts": 1}], "flow"),
-        ([{**SLICE, "ph": "Q"}], "phase Q"),
-    ],
-)
-def test_a_trace_that_perfetto_would_not_show_whole_is_seen(more, said):
-    """Negative controls of `unreadable`."""
-    found = unreadable({"traceEvents": [NAME, SLICE, *more]})
-    assert (len(found) == 1 and said in found[0]) if said else found == []
-
-
 def require_trace(path, steps):
-    """All of it can be read, and the marked steps are among its slices."""
+    """torch has written all of it, and the marked steps are among its slices."""
     trace = json.loads(path.read_text())
-    assert unreadable(trace) == []
     whole = [one for one in trace["traceEvents"] if one["ph"] == "X"]
     assert len(whole) > 500
     marks = {one["name"] for one in whole if one["name"].startswith(profiled.STEP)}

@@ -7,7 +7,7 @@ import pytest
 from test_record_stacks import EXAMPLES, TOKENS, environment, require_pass
 
 from lockstep import judge
-from lockstep.running.under_ray import RAY_ENVIRONMENT
+from lockstep.running.ray_instance import RAY_ENVIRONMENT
 
 RANKS = "that of the mean of the ranks' token means"
 

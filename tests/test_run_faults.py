@@ -30,6 +30,8 @@ SAMPLE = {
     "tied_gradients_not_summed_over_stages": "right",
     "sequence_parallel_norms_not_reduced": "right",
     "averaged_over_sp_twice": "right",
+    "gradients_not_zeroed": "right",
+    "moments_lost_between_steps": "right",
     "mean_of_all_means": "right",  # of samples
     "documents_see_each_other": "right",
     "mask_one_position_off": "right",

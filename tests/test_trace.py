@@ -1,6 +1,5 @@
 """The layout of a model is found in the model: it is what a real step of any size gives, and what is no tensor of a batch is left out."""
 
-import json
 import sys
 
 import pytest
@@ -19,8 +18,8 @@ from programs import completed
 from transformers.models.llama import modeling_llama
 from transformers.models.mixtral import modeling_mixtral
 
-from lockstep.dumps.layout import BATCH, SEQUENCE, Choice, Layout
-from lockstep.dumps.trace import SIZES, _symbols, layout_of
+from lockstep.dumps.layout import BATCH, SEQUENCE, Choice
+from lockstep.dumps.trace import SIZES, layout_of
 from lockstep.ground.errors import UserError
 from lockstep.inputs.architectures import BUILT_IN
 from lockstep.inputs.shapes import use_eager_experts
@@ -29,34 +28,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 TINY = [name for name in BUILT_IN if name.startswith("tiny")]
 LLAMA = BUILT_IN["tiny-llama"]
-TOKENS = [(batch * sequence,) for batch, sequence in SIZES]
-
-
-def sized(*dims):
-    """The shapes of a tensor in the passes; "b", "s" and "t" stand for batch, sequence and all tokens."""
-    return [
-        tuple({"b": batch, "s": sequence, "t": batch * sequence}.get(dim, dim) for dim in dims)
-        for batch, sequence in SIZES
-    ]
-
-
-@pytest.mark.parametrize(
-    "shapes, found",
-    [
-        (sized("b", "s", 64), (BATCH, SEQUENCE, 64)),
-        (sized("b", 4, "s", "s"), (BATCH, 4, SEQUENCE, SEQUENCE)),
-        (sized("t", 64), (BATCH, SEQUENCE, 64)),  # flattened
-        (sized("t"), (BATCH, SEQUENCE)),
-        (sized(), ()),
-        (sized(64, "t"), None),  # only a first dim is cut in two
-        ([(2, 64), (4, 64), (4, 64)], None),  # follows neither
-        ([(1, 64), (0, 64), (5, 64)], None),  # tokens of an expert
-        ([(2, 3), (4, 5)], None),  # not in every pass
-        ([], None),
-    ],
-)
-def test_symbols_of_a_shape(shapes, found):
-    assert _symbols(shapes) == found
 
 
 def test_sizes_cannot_be_confused():
@@ -242,12 +213,6 @@ def test_a_choice_of_scores_from_two_tensors_names_none(own_code):  # noqa: F811
     layout = layout_of(architecture("mixtral"), "eager")
     assert layout.choices["model.layers.0.mlp.gate.2"] == Choice(call=1, scores="")
     assert layout.choices["model.layers.1.mlp.gate.2"] == Choice(call=3, scores="")
-
-
-@pytest.mark.parametrize("name", ["mixtral", "llama", "gpt_neox"])
-def test_a_layout_comes_back_from_json(name):
-    layout = layout_of(architecture(name), "eager")
-    assert Layout.model_validate(json.loads(json.dumps(layout.model_dump()))) == layout
 
 
 MEMORY = """

@@ -16,7 +16,6 @@ during captured steps.
 
 import contextlib
 import functools
-import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -29,14 +28,15 @@ from torch.distributed.tensor import DTensor
 
 from lockstep.dumps import manifest, step_file
 from lockstep.dumps.layout import BATCH, SEQUENCE, State, state_of
+from lockstep.dumps.placement import Placement
 from lockstep.dumps.trace import layout_of, named_outputs, watched
 from lockstep.ground.blocks import Runs, blocks
 from lockstep.ground.collective import gather_objects, stop_together
 from lockstep.ground.errors import first_line
 from lockstep.ground.files import remove_captured, why_not_written
 from lockstep.inputs.model import being_recomputed
-from lockstep.plan import compiled, cuts
-from lockstep.plan.mesh import Coordinates, share
+from lockstep.plan import compiled
+from lockstep.plan.mesh import Coordinates
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -78,7 +78,7 @@ class Capture:
     def __init__(self, config: "Config", model: torch.nn.Module, provenance: dict):
         self.config, self.mesh, self.rank = config, config.mesh, dist.get_rank()
         self.here = self.mesh.coordinates(self.rank)
-        self.positions = cuts.positions(config, self.here.cp)
+        self.placement = Placement(config, self.mesh, self.here)
         self.folder = config.capture_folder
         self.inputs = config.samples.inputs
         found = layout_of(
@@ -133,7 +133,6 @@ class Capture:
         self.no_room: OSError | None = None
         self.rows: Counter[str] = Counter()  # of this rank, seen so far
         self.gradients_seen: set[tuple[str, int]] = set()
-        self.logits: list[float] = [0.0, 0.0, 0.0, 0.0]  # count, sum, sum of squares, largest
         self.final = step_file.step_path(self.folder, step)
         self.unfinished = [
             self.final.with_name(f"{self.final.name}.part{stage or ''}") for stage in range(self.mesh.pp)
@@ -218,7 +217,7 @@ class Capture:
             self.problem = f"cannot write {self.path} (capture of step {self.step}, rank {self.rank}): {reason}; free space or choose another --capture_dir"
         parts = {name: slot.parts for name, slot in self.writer.slots.items()}
         layout = {name: (slot.shape, slot.dtype, slot.offset) for name, slot in self.writer.slots.items()}
-        everyone = gather_objects((parts, layout, self.logits))
+        everyone = gather_objects((parts, layout))
         stop_together(self.problem)
         if self.rank == 0:
             self._try(self._finish, everyone, entry)
@@ -263,7 +262,9 @@ class Capture:
 
     def _own_positions(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's positions of a micro batch (B, S)."""
-        return torch.cat([whole[:, start : start + length] for start, length in self.positions], dim=1)
+        return torch.cat(
+            [whole[:, start : start + length] for start, length in self.placement.positions], dim=1
+        )
 
     def _next_row(self, name: str, local: torch.Tensor) -> int:
         """Where a micro batch begins among the samples of this rank, which come one after the other."""
@@ -299,8 +300,6 @@ class Capture:
         row = self._next_row(name, local)
         if row > 0 and symbols[0] != BATCH:
             return  # the same for every micro batch
-        if name == self.layout.names.head:
-            self._summarise(local)
         self._try(self._write_placed, f"forward/{name}", local, symbols, row)
         if tensor.requires_grad and name in self.layout.backward:
             # its place is fixed here, in the order of the forward pass, which is the same on all ranks
@@ -320,16 +319,6 @@ class Capture:
         local = self._with_sequence(name, _local(gradient)) / self.loss_shares
         self._try(self._write_placed, f"backward/{name}", local, self.layout.outputs[name], row)
 
-    def _summarise(self, logits: torch.Tensor) -> None:
-        wide = logits.double()
-        count, total, square, largest = self.logits
-        self.logits = [
-            count + wide.numel(),
-            total + float(wide.sum()),
-            square + float(wide.square().sum()),
-            max(largest, float(wide.abs().max())),
-        ]
-
     def _write_placed(self, name: str, local: torch.Tensor, symbols: tuple, row: int) -> None:
         runs, is_writer = self._place(name, local, symbols)
         if symbols[0] == BATCH:
@@ -339,33 +328,10 @@ class Capture:
             self.writer.write(name, start, block, is_writer=is_writer)
 
     def _place(self, name: str, local: torch.Tensor, symbols: tuple) -> tuple[list[Runs], bool]:
-        """(the runs of every dim of the full tensor that this rank's first micro batch covers, whether this rank writes them).
-
-        Makes the tensor's slot. Raises ValueError for a shape that is no share of the full tensor.
-        """
-        config = self.config
-        per_rank = config.batch_size * config.gradient_accumulation_steps
-        sizes = {BATCH: per_rank * config.dp_size, SEQUENCE: config.seq_length}
-        full = tuple(sizes.get(symbol, symbol) for symbol in symbols)
-        cut = {"dp": symbols[0] == BATCH, "cp": SEQUENCE in symbols, "tp": False}
-        runs = [
-            self.positions if symbol == SEQUENCE else [(0, size)]
-            for symbol, size in zip(symbols, full, strict=True)
-        ]
-        if cut["dp"]:
-            runs[0] = [
-                (self.here.dp * per_rank, local.shape[0])
-            ]  # that all of them come is checked at the end
-        for dim in range(1, len(full)):
-            if local.shape[dim] != _length(runs[dim]) and not cut["tp"]:
-                cut["tp"] = True
-                runs[dim] = _part(runs[dim], *share(_length(runs[dim]), self.here.tp, self.mesh.tp))
-        if list(local.shape) != list(map(_length, runs)):
-            raise ValueError(
-                f"{name} has shape {tuple(local.shape)}, which is no share of the full tensor {full}"
-            )
+        """Makes the tensor's slot; returns where this rank's first micro batch lies in it, and whether this rank writes."""
+        full, runs, is_writer = self.placement.of(name, local, symbols)
         self.writer.slot(name, full, local.dtype)
-        return runs, all(is_cut or self.here.along(axis) == 0 for axis, is_cut in cut.items())
+        return runs, is_writer
 
     def _write_held(self, kind: str) -> None:
         for name, local, full, start in self.strategy.held(kind):
@@ -395,7 +361,7 @@ class Capture:
         """On rank 0: check that the parts cover the tensors, write the header, name the step in the manifest."""
         tensors, replicas = {}, {}
         first_of = [self.mesh.rank(Coordinates(pp=stage)) for stage in range(self.mesh.pp)]
-        for rank, (_, layout, _) in enumerate(everyone):
+        for rank, (_, layout) in enumerate(everyone):
             first = first_of[self.mesh.coordinates(rank).pp]
             if layout != everyone[first][1]:
                 raise ValueError(
@@ -405,10 +371,10 @@ class Capture:
             self.writer.append(path, everyone[first_of[stage]][1])
         rows = self.config.batch_size * self.config.gradient_accumulation_steps * self.config.dp_size
         for name in self.layout.of_step(self.kinds, rows, self.config.seq_length, self.inputs[2:]):
-            if not any(ranks.get(name) for ranks, _, _ in everyone):
+            if not any(ranks.get(name) for ranks, _ in everyone):
                 continue  # not computed in this step
             slot = self.writer.slots[name]
-            parts = [ranks.get(name, []) for ranks, _, _ in everyone]
+            parts = [ranks.get(name, []) for ranks, _ in everyone]
             self._count_one_stage(parts)
             total, odd = step_file.merge(name, parts, slot.shape, slot.dtype.itemsize)
             tensors[name] = {
@@ -423,13 +389,7 @@ class Capture:
         if not self.manifest["steps"]:  # the first step that is whole: now an older dump can go
             remove_captured(self.folder, but=self.path)
         os.replace(self.path, self.final)
-        step = {**entry, "tensors": tensors, "replicas_differ": replicas}
-        if self.step > 0:
-            shares: list[list[list[float]]] = [[] for _ in range(self.mesh.num_sample_shares)]
-            for rank, (_, _, logits) in enumerate(everyone):
-                shares[self.mesh.sample_share(rank)].append(logits)
-            step["logits"] = [_combine(share) for share in shares]
-        self.manifest["steps"][str(self.step)] = step
+        self.manifest["steps"][str(self.step)] = {**entry, "tensors": tensors, "replicas_differ": replicas}
         manifest.write(self.folder, self.manifest)
 
     def _count_one_stage(self, parts: list[list[step_file.Part]]) -> None:
@@ -450,33 +410,6 @@ class Capture:
             here, there = parts[first][0].start, parts[self.mesh.neighbour(first, axis)][0].start
             dims.update((axis, dim) for dim, (a, b) in enumerate(zip(here, there, strict=True)) if a != b)
         return dims
-
-
-def _combine(shards: list[list[float]]) -> dict[str, float]:
-    """Summary of the logits of one share of the samples from those of the ranks that have parts of them (or replicas)."""
-    counts, totals, squares, largest = zip(*shards, strict=True)
-    if not sum(counts):
-        return dict.fromkeys(("mean", "rms", "max_abs"), math.nan)  # the head was not called
-    return {
-        "mean": sum(totals) / sum(counts),
-        "rms": (sum(squares) / sum(counts)) ** 0.5,
-        "max_abs": max(largest),
-    }
-
-
-def _length(runs: Runs) -> int:
-    return sum(length for _, length in runs)
-
-
-def _part(runs: Runs, start: int, length: int) -> Runs:
-    """Those `length` places of the runs that begin with the `start`-th."""
-    found = []
-    for first, size in runs:
-        begin, end = max(start, 0), min(start + length, size)
-        if begin < end:
-            found.append((first + begin, end - begin))
-        start -= size
-    return found or [(sum(runs[-1]), 0)]
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

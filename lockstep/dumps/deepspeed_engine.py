@@ -5,7 +5,6 @@ keeps of each parameter, and its groups say by which settings that is updated. A
 themselves: the hooks of torch see that, but for the norm that it clips by.
 """
 
-import functools
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
@@ -13,24 +12,22 @@ from typing import Any, Protocol
 import torch
 
 from lockstep.dumps import tree
+from lockstep.dumps.kept import Kept
 from lockstep.dumps.optimizers import kind_of, settings_of
+from lockstep.dumps.patches import replace
 
 
 class Recorder(Protocol):
     """What is used of lockstep/dumps/recorder.py."""
 
     model: torch.nn.Module
+    kept: Kept
     micro: list[dict[str, Any]]
     clips: list[dict[str, Any]]
     optimizers: list[dict[str, Any]]
     removing: list[Callable[[], None]]
     engine_steps: bool
 
-    def keep_shard(self, name: str, tensor: torch.Tensor) -> None: ...
-    def keep_weight(self, name: str, tensor: torch.Tensor) -> None: ...
-    def keep_updated(self, name: str, tensor: torch.Tensor) -> None: ...
-    def keep_state(self, name: str, tensor: torch.Tensor) -> None: ...
-    def keep_updated_state(self, name: str, tensor: torch.Tensor) -> None: ...
     def see_clip(self, parameters: list[torch.Tensor], max_norm: float, norm: float) -> None: ...
 
 
@@ -54,9 +51,9 @@ def watch(recorder: Recorder) -> bool:
             _see_gradients(recorder, engine)
         result = real_step(engine, *arguments, **options)
         if ends:
-            _see_weights(recorder, recorder.keep_updated)
+            _see_weights(recorder, recorder.kept.keep_updated)
             for name, value in _state_of(recorder, engine.optimizer):
-                recorder.keep_updated_state(name, value)
+                recorder.kept.keep_updated_state(name, value)
             norm = engine.get_global_grad_norm()
             if engine.gradient_clipping() > 0 and norm is not None:
                 bound = float(engine.gradient_clipping())
@@ -69,12 +66,7 @@ def watch(recorder: Recorder) -> bool:
         recorder.see_clip(parameters, float(max_norm), float(norm))
         return norm
 
-    for place, name, own, real in (
-        (file.DeepSpeedEngine, "step", step, real_step),
-        (file, "clip_grad_norm_", clip, real_clip),
-    ):
-        setattr(place, name, own)
-        recorder.removing.append(functools.partial(setattr, place, name, real))
+    recorder.removing += [replace(file.DeepSpeedEngine, "step", step), replace(file, "clip_grad_norm_", clip)]
     return True
 
 
@@ -89,7 +81,7 @@ def _see_weights(recorder: Recorder, keep: Callable[[str, torch.Tensor], None]) 
 def _see_gradients(recorder: Recorder, engine: Any) -> None:
     from deepspeed.utils import safe_get_full_grad
 
-    _see_weights(recorder, recorder.keep_weight)
+    _see_weights(recorder, recorder.kept.keep_weight)
     names = tree.named_parameters(recorder.model)
     for about in recorder.micro:
         about["param_dtype"] = str(
@@ -98,9 +90,9 @@ def _see_gradients(recorder: Recorder, engine: Any) -> None:
     for name, parameter in names.items():
         gradient = safe_get_full_grad(parameter)
         if gradient is not None:
-            recorder.keep_shard(f"gradient/{name}", gradient)
+            recorder.kept.keep_shard(f"gradient/{name}", gradient)
     for name, value in _state_of(recorder, engine.optimizer):
-        recorder.keep_state(name, value)
+        recorder.kept.keep_state(name, value)
     groups = list(_groups(recorder, engine.optimizer))
     kind = kind_of(engine.optimizer.optimizer if _is_linked(recorder) else engine.optimizer)
     recorder.optimizers.append({"class": kind, "groups": groups, "strangers": 0})

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
 from lockstep.dumps import record
 from lockstep.dumps.record import read_sealed
@@ -24,7 +24,6 @@ from lockstep.ground.files import write_text
 from lockstep.ground.schemas import (
     Count,
     Finite,
-    MayBreakDown,
     Name,
     NotNegative,
     Sha256,
@@ -90,46 +89,22 @@ def read(path: Path) -> History:
     return History(steps=content["steps"], **parts)
 
 
-def not_finite(step: dict) -> bool:
-    return not all(math.isfinite(value) for value in (step["loss"], step["grad_norm"], *step["rank_losses"]))
-
-
 REMEDY = "run its training again"
-LARGEST = 3.5e38  # no float32 is larger, so no loss is
 
 
-def _float32(value: float) -> float:
-    if LARGEST < abs(value) < math.inf:
-        raise ValueError("too large for a float32")
-    return value
-
-
-def _norm(value: float) -> float:
-    if value < 0:
-        raise ValueError("a norm cannot be negative")
-    return value
-
-
-Loss = Annotated[MayBreakDown, AfterValidator(_float32)]
-Norm = Annotated[MayBreakDown, AfterValidator(_norm)]
-
-
-class Step(Strict):
-    """One step, from 1. Losses in nats, seconds of wall clock."""
+class Step(record.Step):
+    """One step, from 1. Seconds of wall clock."""
 
     step: Count
-    loss: Loss  # mean over dp ranks (of the mean over tokens, of the mean over micro batches)
-    # one per dp rank; where some tokens have no label, its part of the sum over all, times dp
-    rank_losses: Annotated[list[Loss], Field(min_length=1)]
-    grad_norm: Norm  # of the whole model's averaged gradient, before clipping
     learning_rate: NotNegative
     tokens: Count  # of the global batch
     independent_tokens: Annotated[Finite, Field(ge=1)] | None = (
         None  # of those, by their rounding errors (lockstep/inputs/data.py)
     )
     seconds: NotNegative
-    batch_hash: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
-    group_norms: dict[Name, Norm] | None = None  # of the gradient of each group of parameters (--group_norms)
+    group_norms: dict[Name, record.Norm] | None = (
+        None  # of the gradient of each group of parameters (--group_norms)
+    )
 
 
 class PeakMemory(Strict):
@@ -142,7 +117,7 @@ class HeldOut(Strict):
     """The final weights on the sequences that were not trained on, computed by rank 0 in float32."""
 
     sequences: Count
-    loss: Loss  # nats per token
+    loss: record.Loss  # nats per token
     accuracy: Annotated[Finite, Field(ge=0, le=1)]  # how often the next token is the most likely one
 
 
@@ -238,19 +213,8 @@ def _step_problem(file: File) -> str:
             return f"step {position} has {step.tokens} tokens; its configuration makes it {tokens}"
         if len(step.rank_losses) != config.dp_size:
             return f"step {position} has {len(step.rank_losses)} rank losses; dp_size is {config.dp_size}"
-        if not is_mean(step.loss, step.rank_losses):
+        if not record.is_mean(step.loss, step.rank_losses):
             return f"step {position} has a loss of {step.loss!r}, which is not the mean of its rank losses"
-        broken = not all(math.isfinite(value) for value in (step.loss, step.grad_norm, *step.rank_losses))
-        if broken and (position < len(file.steps) or file.ended == "finished"):
+        if not record.is_finite(vars(step)) and (position < len(file.steps) or file.ended == "finished"):
             return f"step {position} is not finite, but the run went on"
     return ""
-
-
-def is_mean(loss: float, rank_losses: list[float]) -> bool:
-    """Whether `loss` is the mean, up to the rounding errors of a float64 sum in any order; not finite if one of them is not."""
-    mean = sum(rank_losses) / len(rank_losses)
-    if not math.isfinite(mean):
-        return not math.isfinite(loss)
-    return abs(loss - mean) <= 2.0**-52 * sum(
-        map(abs, rank_losses)
-    )  # two sums of n terms, n unit roundoffs (2^-53) each

@@ -4,7 +4,6 @@ A run has steps 1 to n. A reference also has step 0, the initial parameters. A r
 """
 
 import json
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -20,7 +19,7 @@ from lockstep.plan import rates
 from lockstep.plan.contract import IF_ASKED, ON_RANK, expected_contract, of_optimizer
 from lockstep.plan.mesh import Axis, Mesh
 
-FORMAT = 5
+FORMAT = 6
 MANIFEST = "manifest.json"
 REFERENCE_LABEL = "float64 reference"
 REMEDY = "capture again"
@@ -40,24 +39,13 @@ class TensorEntry(Strict):
     checksum: Word
 
 
-class Logits(Strict):
-    mean: MayBreakDown
-    rms: MayBreakDown
-    max_abs: MayBreakDown
-
-
 class Tensors(Strict):
     tensors: dict[Name, TensorEntry]
     replicas_differ: dict[Name, Annotated[list[Whole], Field(min_length=1)]]
 
 
-class Trained(Tensors):
-    loss: MayBreakDown
-    rank_losses: list[MayBreakDown]
-    grad_norm: MayBreakDown
+class Trained(Tensors, record.Step):
     learning_rate: Annotated[Finite, Field(gt=0)]
-    batch_hash: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
-    logits: list[Logits]
     started_from: Sha256 | None = None
     lowered: bool | None = (
         None  # of a replay that steps an optimizer: whether that asks for bfloat16 or float16 itself
@@ -126,7 +114,7 @@ def _contradictions(manifest: dict) -> Iterator[str]:
     if numbers != list(range(first, first + len(numbers))) or numbers[-1] > last:
         yield f"it has the steps {', '.join(map(str, numbers[:20]))}; {options['capture_steps']} were to be captured"
     # a replay has as many as the run that it replays, and a run that broke down has what it reached
-    if numbers[-1] < last and first < 2 and (exact or _finite(steps[str(numbers[-1])])):
+    if numbers[-1] < last and first < 2 and (exact or record.is_finite(steps[str(numbers[-1])])):
         yield f"it has {numbers[-1]} of {last} steps: the run was stopped"
     for step in map(str, numbers):
         yield from (
@@ -186,10 +174,6 @@ def _contradictions_of_layout(layout: Layout) -> Iterator[str]:
             yield f"layout.model.names.{role} is {printable(name, 200)}, which is not among its outputs"
 
 
-def _finite(step: dict) -> bool:
-    return all(map(math.isfinite, (step["loss"], step["grad_norm"], *step["rank_losses"])))
-
-
 def _contradictions_of_step(manifest: dict, step: str, exact: bool, first: int) -> Iterator[str]:
     run, entry = manifest["run"], manifest["steps"][step]
     options = run["config"]
@@ -210,26 +194,12 @@ def _contradictions_of_step(manifest: dict, step: str, exact: bool, first: int) 
     losses = entry["rank_losses"]
     if len(losses) != options["dp_size"]:
         yield f"{len(losses)} rank_losses of {options['dp_size']} DP ranks"
-    elif not _equal(entry["loss"], sum(losses) / len(losses)):
+    elif not record.is_mean(entry["loss"], losses):
         yield f"loss is {entry['loss']}, the mean of its rank_losses is {sum(losses) / len(losses)}"
-    if len(entry["logits"]) != mesh.dp:
-        yield f"{len(entry['logits'])} summaries of logits of {mesh.dp} DP ranks"
-    more = 1 + 1e-9  # rounding errors of float64 sums
-    finite = [one for one in entry["logits"] if math.isfinite(sum(one.values()))]
-    if any(
-        not (abs(one["mean"]) <= one["rms"] * more and one["rms"] <= one["max_abs"] * more) for one in finite
-    ):
-        yield "a summary of logits whose mean, rms and largest are not in order"
-    if entry["grad_norm"] < 0:
-        yield f"grad_norm is {entry['grad_norm']}"
-    if exact and not _finite(entry):
+    if exact and not record.is_finite(entry):
         yield "a loss or norm of the reference is not finite"
     rate = rates.rate_of(options, int(step), run["num_steps"])
     if exact and entry["learning_rate"] != rate:
         yield f"learning_rate is {entry['learning_rate']}, its configuration says {rate}"
     if (entry.get("started_from") is not None) != (exact and first > 0):
         yield "started_from must be in all steps of a replay and in no others"
-
-
-def _equal(one: float, other: float) -> bool:
-    return one == other or (math.isnan(one) and math.isnan(other))

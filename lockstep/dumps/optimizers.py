@@ -8,6 +8,11 @@ import torch
 PLAIN = (bool, int, float, str, type(None))
 
 
+def clip_by(bound: float, norm: float) -> float:
+    """What `clip_grad_norm_` multiplies the gradients with."""
+    return min(1.0, bound / (norm + 1e-6))
+
+
 def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """The plain values of each group of parameters. DeepSpeed's Adams have one beside the groups."""
     of_all = {key: bool(value) for key, value in vars(optimizer).items() if key == "adam_w_mode"}

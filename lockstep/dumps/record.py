@@ -1,20 +1,32 @@
 """What a history and a dump say of their run: one record with one schema and one seal, and what makes two runs comparable."""
 
 import functools
+import math
 import types
 import typing
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
-from pydantic import Field, create_model
+from pydantic import AfterValidator, Field, create_model
 
 from lockstep.ground import flags
 from lockstep.ground.errors import UserError, printable
 from lockstep.ground.files import read_json, seal
 from lockstep.ground.flags import Same
 from lockstep.ground.origin import unlike
-from lockstep.ground.schemas import Architecture, Count, Finite, Name, Origin, Sha256, Strict, Whole, validate
+from lockstep.ground.schemas import (
+    Architecture,
+    Count,
+    Finite,
+    MayBreakDown,
+    Name,
+    Origin,
+    Sha256,
+    Strict,
+    Whole,
+    validate,
+)
 from lockstep.plan import strategies
 from lockstep.plan.config import Config
 from lockstep.plan.mesh import Axis, Mesh
@@ -77,6 +89,49 @@ class Run(Strict):
     versions: dict[Name, Name]
     origin: Origin
     told_sha256: Sha256 | None = None  # of what the strategy's library was told
+
+
+LARGEST = 3.5e38  # no float32 is larger, so no loss is
+
+
+def _float32(value: float) -> float:
+    if LARGEST < abs(value) < math.inf:
+        raise ValueError("too large for a float32")
+    return value
+
+
+def _norm(value: float) -> float:
+    if value < 0:
+        raise ValueError("a norm cannot be negative")
+    return value
+
+
+Loss = Annotated[MayBreakDown, AfterValidator(_float32)]
+Norm = Annotated[MayBreakDown, AfterValidator(_norm)]
+
+
+class Step(Strict):
+    """What a run records of one step. Losses in nats."""
+
+    loss: Loss  # mean over dp ranks (of the mean over tokens, of the mean over micro batches)
+    # one per dp rank; where some tokens have no label, its part of the sum over all, times dp
+    rank_losses: Annotated[list[Loss], Field(min_length=1)]
+    grad_norm: Norm  # of the whole model's averaged gradient, before clipping
+    batch_hash: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
+
+
+def is_finite(step: Mapping[str, Any]) -> bool:
+    return all(map(math.isfinite, (step["loss"], step["grad_norm"], *step["rank_losses"])))
+
+
+def is_mean(loss: float, rank_losses: list[float]) -> bool:
+    """Whether `loss` is the mean, up to the rounding errors of a float64 sum in any order; not finite if one of them is not."""
+    mean = sum(rank_losses) / len(rank_losses)
+    if not math.isfinite(mean):
+        return not math.isfinite(loss)
+    return abs(loss - mean) <= 2.0**-52 * sum(
+        map(abs, rank_losses)
+    )  # two sums of n terms, n unit roundoffs (2^-53) each
 
 
 def read_sealed(path: Path, kind: str, number: int, remedy: str) -> dict[str, Any]:

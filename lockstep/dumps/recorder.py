@@ -34,22 +34,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 from torch.utils._pytree import tree_flatten_with_path, treespec_dumps
 
-from lockstep.dumps import deepspeed_engine, tree
-from lockstep.dumps.hashes import digest
+from lockstep.dumps import deepspeed_engine, parallelism, patches, tree
+from lockstep.dumps.kept import Kept, copied, digest_of
 from lockstep.dumps.model_outputs import mapped, outputs_of
 from lockstep.dumps.module_hooks import ModuleHooks
 from lockstep.dumps.optimizers import PLAIN, kind_of, settings_of, state_of
 from lockstep.dumps.plain_shards import PlainShards
 from lockstep.dumps.whole_run import WholeRun
-from lockstep.ground.blocks import blocks, pieces
 from lockstep.ground.errors import UserError, first_line
 from lockstep.ground.files import write_text
 from lockstep.inputs.model import being_recomputed
@@ -57,7 +55,6 @@ from lockstep.inputs.model import being_recomputed
 FORMAT = 1
 STEPS = 2
 EVERY_MODULE = "*"
-PIPELINES = ("torch.distributed.pipelining", ".runtime.pipe.", "pipeline_parallel")
 NOTED: dict[str, torch.Tensor] = {}  # by lockstep.record.batch, for the next training call of the model
 
 
@@ -90,7 +87,7 @@ class Recorder:
 
     def __init__(self, model: torch.nn.Module, folder: Path, steps: int = STEPS, modules: str = EVERY_MODULE):
         self.model, self.folder, self.steps, self.modules = tree.inner(model), folder, steps, modules
-        _require_recordable(self.model)
+        parallelism.require_recordable(self.model)
         self.tree, self.tensors = tree.describe(self.model)
         self.plain_shards = PlainShards(self.model)
         self.signature = inspect.signature(self.model.forward)
@@ -111,8 +108,9 @@ class Recorder:
         # Wrappers may turn autocast on inside of the model's call only.
         leaves = [module for module in self.model.modules() if module._parameters and not module._modules]
         self.removing += [leaf.register_forward_pre_hook(self._see_leaf).remove for leaf in leaves]
-        self._watch_clipping()
-        self._watch_scaler()
+        self.removing += patches.see_clipping(self.model, self.see_clip)
+        # What is recorded of a step that is skipped begins anew.
+        self.removing.append(patches.see_skipped_steps(lambda: bool(self.optimizers), self._begin))
         shutil.rmtree(self._rank_folder, ignore_errors=True)  # an earlier recording
 
     @property
@@ -150,11 +148,7 @@ class Recorder:
         self.removing = []
 
     def _begin(self) -> None:
-        self.kept: dict[str, torch.Tensor] = {}
-        self.places: dict[str, list[dict[str, Any]]] = {}
-        self.digests: dict[str, int] = {}  # of what the step ends with
-        self.unchanged: list[str] = []  # weights that the step before ended with
-        self.changed: list[str] = []  # weights and state that it ended otherwise with
+        self.kept = Kept(self.plain_shards, self.last_digests)
         self.micro: list[dict[str, Any]] = []
         self.frozen: list[str] = []
         self.clips: list[dict[str, Any]] = []
@@ -163,42 +157,6 @@ class Recorder:
         self.stepped: set[int] = set()
         self.buffers: dict[str, int] = {}
         self.arrived_since = True  # a gradient, after the last step of another model's optimizer
-
-    def _watch_clipping(self) -> None:
-        """torch.nn.utils.clip_grad_norm_ calls this function of its file, under whatever name it was imported itself."""
-        module: Any = torch.nn.utils.clip_grad
-        real = module._clip_grads_with_norm_
-
-        def noted(
-            parameters: Any, max_norm: float, total_norm: torch.Tensor, *rest: Any, **options: Any
-        ) -> Any:
-            parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-            whole = total_norm.full_tensor() if isinstance(total_norm, DTensor) else total_norm
-            own = {id(one) for one in self.model.parameters()}
-            if any(id(one) in own for one in parameters):  # else another model's
-                self.see_clip(parameters, float(max_norm), float(whole))
-            return real(parameters, max_norm, total_norm, *rest, **options)
-
-        for place, name in ((module, "_clip_grads_with_norm_"), (torch.nn.utils, "clip_grads_with_norm_")):
-            setattr(place, name, noted)
-            self.removing.append(functools.partial(setattr, place, name, real))
-
-    def _watch_scaler(self) -> None:
-        """A step that a GradScaler skips, as gradients are not finite, is none: what is recorded begins anew."""
-        real = torch.amp.GradScaler.step
-
-        def step(scaler: Any, optimizer: Any, *rest: Any, **options: Any) -> Any:
-            others = bool(self.optimizers)
-            returned = real(scaler, optimizer, *rest, **options)
-            if not scaler.is_enabled():
-                return returned
-            found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
-            if not others and any(float(one) for one in found):
-                self._begin()
-            return returned
-
-        setattr(torch.amp.GradScaler, "step", step)  # noqa: B010 - a method of a class of torch
-        self.removing.append(functools.partial(setattr, torch.amp.GradScaler, "step", real))
 
     @_harmless
     def see_clip(self, parameters: list[torch.Tensor], max_norm: float, norm: float) -> None:
@@ -215,61 +173,9 @@ class Recorder:
             name in group["params"] for one in self.optimizers for group in one["groups"] for name in names
         )
 
-    def keep(self, name: str, tensor: torch.Tensor, *, added: bool = False) -> None:
-        """`added`: to what has arrived before."""
-        copy = _copied(tensor)
-        self.kept[name] = self.kept[name] + copy if added and name in self.kept else copy
-
-    def keep_shard(
-        self, name: str, tensor: torch.Tensor, *, added: bool = False, written: bool = True
-    ) -> None:
-        """This rank's blocks of a tensor, and where they lie in the whole. `written` is false for one that is written elsewhere."""
-        if isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
-            summed = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
-            tensor = tensor.redistribute(placements=summed)
-        own = name.rpartition("/")[2]
-        runs = self.plain_shards.runs(own, tensor)
-        found = pieces(tensor.detach()) if runs is None else blocks(tensor.detach(), runs)
-        full = tensor.shape if runs is None else self.plain_shards.shapes[own]
-        places = []
-        for number, (start, block) in enumerate(found):
-            if written:
-                self.keep(f"{name}#{number}", block, added=added)
-            places.append({"start": list(start), "shape": list(block.shape)})
-        self.places[name] = [{"full": list(full)}, *places]
-
-    def keep_weight(self, name: str, tensor: torch.Tensor) -> None:
-        """A parameter before the step."""
-        same = self._is_as_before(f"weight/{name}", tensor)
-        if same:
-            self.unchanged.append(f"weight/{name}")
-        self.keep_shard(f"weight/{name}", tensor, written=not same)
-
-    def keep_updated(self, name: str, tensor: torch.Tensor) -> None:
-        """A parameter after the update."""
-        self.keep_shard(f"updated/{name}", tensor)
-        self.digests[f"weight/{name}"] = _digest(tensor)
-
-    def keep_state(self, name: str, tensor: torch.Tensor) -> None:
-        """What an optimizer keeps of a parameter before the step; `name` is state/KEY/NAME."""
-        self.keep_shard(name, tensor)
-        self._is_as_before(name, tensor)
-
-    def keep_updated_state(self, name: str, tensor: torch.Tensor) -> None:
-        """The same after the update, of which a hash is kept."""
-        self.digests[name] = _digest(tensor)
-
-    def _is_as_before(self, name: str, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is what the step before ended with; where it ended with another, that is noted."""
-        before = self.last_digests.pop(name, None)
-        same = before == _digest(tensor)
-        if before is not None and not same:
-            self.changed.append(name)
-        return same
-
     @_harmless
     def _see_module(self, name: str, tensor: torch.Tensor) -> None:
-        self.keep_shard(name, tensor, added=True)
+        self.kept.keep_shard(name, tensor, added=True)
 
     @torch.compiler.disable
     @_harmless
@@ -286,7 +192,7 @@ class Recorder:
             )
             return
         if self.removing and not self.micro:
-            _require_no_pipeline()
+            parallelism.require_no_pipeline()
         given = self._given(arguments, options)
         noted = dict(NOTED)
         NOTED.clear()
@@ -310,9 +216,9 @@ class Recorder:
             own = tree.named_parameters(self.model)
             self.frozen = [name for name, parameter in own.items() if not parameter.requires_grad]
         for name, buffer in self.model.named_buffers():
-            last, self.buffers[name] = self.buffers.get(name), _digest(buffer)
+            last, self.buffers[name] = self.buffers.get(name), digest_of(buffer)
             if last != self.buffers[name]:
-                self.keep_shard(f"buffer/{number}/{tree.clean(name)}", buffer)
+                self.kept.keep_shard(f"buffer/{number}/{tree.clean(name)}", buffer)
         self.hooks.begin(number)
         about: dict[str, Any] = {
             "tensors": [],
@@ -325,7 +231,7 @@ class Recorder:
             "differentiated": False,  # whether the loop has a gradient of this gradient
             "scalars": {},  # those that arrive at scalars
             "autocast": None,
-            "param_dtype": _param_dtype(self.model),
+            "param_dtype": parallelism.param_dtype_of(self.model),
             "evaluated": [
                 tree.clean(name) for name, module in self.model.named_modules() if not module.training
             ],
@@ -340,7 +246,7 @@ class Recorder:
             )
         for name, value in {**inputs, **noted}.items():
             if isinstance(value, torch.Tensor):
-                self.keep(f"batch/{number}/{name}", value)
+                self.kept.keep(f"batch/{number}/{name}", value)
                 about["tensors"].append(name)
             elif isinstance(value, PLAIN):
                 about["plain"][name] = value
@@ -358,7 +264,7 @@ class Recorder:
 
     def _see_leaf(self, _module: torch.nn.Module, _arguments: tuple) -> None:
         if self.micro and self.micro[-1]["autocast"] is None and not being_recomputed():
-            self.micro[-1]["autocast"] = _autocast(self.model)
+            self.micro[-1]["autocast"] = parallelism.autocast_of(self.model)
 
     @torch.compiler.disable
     @_harmless
@@ -403,7 +309,7 @@ class Recorder:
         if loss is not None:
             about["loss"] = loss
         if gradient.ndim:
-            self.keep_shard(place, gradient, added=True)
+            self.kept.keep_shard(place, gradient, added=True)
         else:
             name = place.partition("/returned.")[2]
             about["scalars"][name] = about["scalars"].get(name, 0.0) + float(gradient)
@@ -456,7 +362,7 @@ class Recorder:
         if not self.optimizers:
             final = list(own.values())
             for name, parameter in own.items():  # only now: FSDP2 has its shards in their places again
-                self.keep_weight(name, parameter)
+                self.kept.keep_weight(name, parameter)
         scale = getattr(
             optimizer, "grad_scale", None
         )  # which a GradScaler leaves to an optimizer that is fused
@@ -465,7 +371,7 @@ class Recorder:
             if gradient is not None:
                 gradient = gradient.to_dense() if gradient.is_sparse else gradient
                 gradient = gradient if scale is None else gradient / scale
-                self.keep_shard(f"gradient/{names[id(parameter)]}", gradient)
+                self.kept.keep_shard(f"gradient/{names[id(parameter)]}", gradient)
         groups = [
             {**said, "params": [names.get(id(one)) for one in group["params"]]}
             for said, group in zip(settings_of(optimizer), optimizer.param_groups, strict=True)
@@ -476,7 +382,7 @@ class Recorder:
                 "groups": groups,
                 "strangers": sum(id(one) not in names for one in held),
                 "replicas": [
-                    [_digest(one), _digest(one.grad)]
+                    [digest_of(one), digest_of(one.grad)]
                     for one in held
                     if id(one) not in names and type(one) is torch.nn.Parameter and one.grad is not None
                 ],
@@ -484,7 +390,7 @@ class Recorder:
             }
         )
         for name, value in state_of(optimizer, names):
-            self.keep_state(name, value)
+            self.kept.keep_state(name, value)
 
     def _is_of_another_model(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether an optimizer holds none of the model's parameters, and another one does. If none does, it may hold copies of them."""
@@ -508,18 +414,17 @@ class Recorder:
             return
         own = tree.named_parameters(self.model)
         for name, parameter in own.items():
-            self.keep_updated(name, parameter)
+            self.kept.keep_updated(name, parameter)
         names = {id(parameter): name for name, parameter in own.items()}
         for name, value in state_of(optimizer, names):
-            self.keep_updated_state(name, value)
+            self.kept.keep_updated_state(name, value)
 
     def _write(self) -> None:
         if self.rank == 0 and self.step == 1:
             write_model(self.folder, self.tree, self.tensors)
-        self.changed += self.last_digests  # what is not there any more
         self._rank_folder.mkdir(parents=True, exist_ok=True)
         path = self._rank_folder / f"step_{self.step}.safetensors"
-        save_file(self.kept, path.with_suffix(".part"))
+        save_file(self.kept.tensors, path.with_suffix(".part"))
         os.replace(path.with_suffix(".part"), path)
         content = {
             "format": FORMAT,
@@ -527,19 +432,20 @@ class Recorder:
             "rank": self.rank,
             "step": self.step,
             "torch": torch.__version__,
-            "data_parallel": _data_parallel(self.model),
-            "groups": _groups(),
+            "data_parallel": parallelism.data_parallel(self.model),
+            "groups": parallelism.groups(),
             "frozen": self.frozen,
             "micro_batches": self.micro,
             "clips": self.clips,
             "optimizers": self.optimizers,
-            "places": self.places,
-            "unchanged": self.unchanged,
-            "changed": self.changed,
+            "places": self.kept.places,
+            "unchanged": self.kept.unchanged,
+            # And what is not there any more
+            "changed": [*self.kept.changed, *self.last_digests],
         }
         write_text(path.with_suffix(".json"), json.dumps(content))
         self.step += 1
-        self.last_digests = self.digests
+        self.last_digests = self.kept.digests
         self._begin()
         if self.step > self.steps:
             self._remove_hooks()
@@ -550,19 +456,11 @@ class Recorder:
 def write_model(folder: Path, about: tree.TREE, tensors: dict[str, torch.Tensor]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     whole = {
-        name: _copied(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
+        name: copied(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
         for name, tensor in tensors.items()
     }
     save_file(whole, folder / "model.safetensors")
     write_text(folder / "model.json", json.dumps({"format": FORMAT, "tree": about}))
-
-
-def _digest(tensor: torch.Tensor) -> int:
-    return digest(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
-
-
-def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().cpu().contiguous().clone()
 
 
 @contextlib.contextmanager
@@ -575,55 +473,3 @@ def recording(
         yield recorder
     finally:
         recorder.stop()
-
-
-def _require_recordable(model: torch.nn.Module) -> None:
-    for name, module in model.named_modules():
-        if type(module).__name__ == "FullyShardedDataParallel":
-            raise UserError(
-                f"{name or 'the model'} is wrapped by FSDP1, whose flat parameters have no names of their own; use fully_shard (FSDP2)"
-            )
-
-
-def _require_no_pipeline() -> None:
-    """Libraries of pipelines call a model that is a stage alone."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        caller = frame.f_globals.get("__name__", "")
-        if any(word in caller for word in PIPELINES):
-            raise UserError(
-                f"the model is a stage of a pipeline, called by {caller}, and no reference can compute a stage alone; record a run without pipeline parallelism"
-            )
-        frame = frame.f_back
-
-
-def _autocast(model: torch.nn.Module) -> str | None:
-    """The dtype of autocast on the model's device, or None."""
-    device = next(model.parameters()).device.type
-    return str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None
-
-
-def _param_dtype(model: torch.nn.Module) -> str | None:
-    """The dtype that FSDP2 gives parameters for the forward and the backward pass, or None."""
-    if not isinstance(model, FSDPModule):
-        return None  # the parameters' own
-    dtype = model._get_fsdp_state()._mp_policy.param_dtype
-    return None if dtype is None else str(dtype)
-
-
-def _groups() -> list[list[int]]:
-    """The ranks of each process group that this rank is in, in their order there."""
-    groups = dist.distributed_c10d._world.pg_group_ranks.values() if dist.is_initialized() else ()
-    return [sorted(ranks, key=lambda rank: ranks[rank]) for ranks in groups]
-
-
-def _data_parallel(model: torch.nn.Module) -> list[int]:
-    """The ranks that FSDP2 divides the samples among, as far as this rank knows; empty without it."""
-    groups = [
-        module._get_fsdp_state()._fsdp_param_group
-        for module in model.modules()
-        if isinstance(module, FSDPModule)
-    ]
-    return sorted(
-        {rank for group in groups if group for rank in group.mesh_info.mesh.mesh.flatten().tolist()}
-    )

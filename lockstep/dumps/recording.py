@@ -1,5 +1,6 @@
 """Read what lockstep/dumps/recorder.py wrote: micro batches, and tensors made whole from the shards of all ranks."""
 
+import functools
 import itertools
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,7 @@ from safetensors.torch import load_file
 
 from lockstep.dumps import pieces, tree
 from lockstep.dumps.module_hooks import module_of
+from lockstep.dumps.optimizers import clip_by
 from lockstep.dumps.recorder import FORMAT
 from lockstep.ground.errors import UserError, first_line, printable
 from lockstep.ground.files import read_json
@@ -53,7 +55,7 @@ class Clip(Strict):
     @property
     def factor(self) -> float:
         """By which gradients are multiplied."""
-        return min(1.0, self.max_norm / (self.norm + 1e-6))
+        return clip_by(self.max_norm, self.norm)
 
 
 class Optimizer(Strict):
@@ -271,6 +273,11 @@ class Recording:
     def build(self) -> torch.nn.Module:
         """The recorded model, with its parameters on the meta device."""
         return tree.build(self.tree, self._load(self.folder / "model.safetensors"))
+
+    @functools.cached_property
+    def skeleton(self) -> torch.nn.Module:
+        """The same, built once, to be looked at."""
+        return self.build()
 
     def _load(self, path: Path) -> dict[str, torch.Tensor]:
         try:

@@ -22,6 +22,7 @@ from torch.optim.optimizer import (
 from torch.utils._pytree import tree_leaves
 
 from lockstep.dumps.hashes import hashes
+from lockstep.dumps.patches import see_calls
 from lockstep.ground.files import write_text
 
 STEPS_AT_ONCE = 256
@@ -42,8 +43,8 @@ class WholeRun:
         self.removing: list[Callable[[], None]] = [
             register_optimizer_step_pre_hook(self._before_update).remove,
             register_optimizer_step_post_hook(self._after_update).remove,
-            _wrap(torch.optim.lr_scheduler.LRScheduler, "step", self._see_schedule),
-            _wrap(torch.utils.data.DataLoader, "__iter__", self._see_data),
+            see_calls(torch.optim.lr_scheduler.LRScheduler, "step", self._see_schedule),
+            see_calls(torch.utils.data.DataLoader, "__iter__", self._see_data),
         ]
 
     def _begin(self) -> None:
@@ -134,15 +135,3 @@ class WholeRun:
         if self.stepped:
             self._end_step()
         self.write()
-
-
-def _wrap(kind: Any, name: str, see: Callable[..., None]) -> Callable[[], None]:
-    """Let `see` be told of every call of a method; returns what undoes it."""
-    real = getattr(kind, name)
-
-    def call(*arguments: Any, **options: Any) -> Any:
-        see(*arguments)
-        return real(*arguments, **options)
-
-    setattr(kind, name, call)
-    return lambda: setattr(kind, name, real)

@@ -84,7 +84,7 @@ def _disarm_guards(stack: contextlib.ExitStack, path: Path) -> None:
     import torch.distributed as dist
 
     from lockstep.ground.errors import TrainingFailure
-    from lockstep.training import loop
+    from lockstep.training import loop, starting_weights
 
     def noted(guard: Callable[..., None], *arguments: Any) -> None:
         try:
@@ -95,6 +95,10 @@ def _disarm_guards(stack: contextlib.ExitStack, path: Path) -> None:
                 with open(path, "a", encoding="utf-8") as file:
                     file.write(f"{failure}\n")
 
-    for name in ("stop_together", "require_right_batches"):
-        noting = functools.partial(noted, getattr(loop, name))
-        stack.enter_context(mock.patch.object(loop, name, noting))
+    for module, name in (
+        (loop, "stop_together"),
+        (loop, "require_right_batches"),
+        (starting_weights, "stop_together"),
+    ):
+        noting = functools.partial(noted, getattr(module, name))
+        stack.enter_context(mock.patch.object(module, name, noting))

@@ -29,7 +29,7 @@ def write(recording: Recording, steps: list[StepVerdict], run: RunVerdict) -> No
         [line.strip() for line in said],
         _found_out(recording),
     )
-    for name, module in recording.build().named_modules():
+    for name, module in recording.skeleton.named_modules():
         if hasattr(module, "config") and {"q_proj", "c_attn"} & dict(module.named_children()).keys():
             page.heads[name] = [getattr(module.config, entry, None) for entry in HEADS]
     ranks = [{"rank": rank} for rank in recording.steps[0]]

@@ -244,7 +244,9 @@ def _is_by_name(value: object) -> bool:
 def _of_names(key: str, expected: object, actual: object, *, everywhere: bool) -> str:
     """The names whose value differs, with `everywhere` also those that only one side has. A plain value is that of all names."""
     wanted, found = (
-        {name: value for value, names in side.items() for name in names} if isinstance(side, dict) else None
+        {name: value for value, names in side.items() for name in names}
+        if isinstance(side, dict) and (not side or _is_by_name(side))
+        else None
         for side in (expected, actual)
     )
     names = list({**(wanted or {}), **(found or {})})
@@ -264,11 +266,6 @@ def _of_names(key: str, expected: object, actual: object, *, everywhere: bool) -
     alike = [name for name, pair in differing.items() if pair == first]
     more = f" and {len(alike) - 1} more" if len(alike) > 1 else ""
     return f"{key} of {alike[0]}{more} is {first[1]}, not {first[0]}"
-
-
-def contract_difference(expected: dict, actual: dict, ignoring: tuple[str, ...] = ()) -> str:
-    """The first of the differences, or "" if there are none."""
-    return next(iter(contract_differences(expected, actual, ignoring).values()), "")
 
 
 def _short(value: object) -> str:

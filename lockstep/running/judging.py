@@ -1,13 +1,15 @@
 """The steps of a recording as tasks: one after the other, in processes of this machine, or in a Ray cluster. All find the same."""
 
+import os
 import signal
+import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 
 from lockstep.dumps.recording import Recording
-from lockstep.ground import processes, user_file
+from lockstep.ground import processes, startup, user_file
 from lockstep.ground.errors import UserError
 from lockstep.plan.resources import free_bytes
 from lockstep.verdict import recorded
@@ -53,12 +55,30 @@ def judge(
     folder = recording.folder.absolute()
     tasks = [Task(folder, step, expect, loss and user_file.absolute(loss), memory) for step in steps]
     if ray:
-        from lockstep.running import under_ray
-
-        return under_ray.map_tasks(Task.judge, tasks)
+        return _over_ray(tasks)
     if workers == 1:
         return [task.judge() for task in tasks]
     with ProcessPoolExecutor(
         workers, get_context("spawn"), processes.end_with_parent, (signal.SIGKILL,)
     ) as pool:
         return list(pool.map(Task.judge, tasks))
+
+
+def _over_ray(tasks: list[Task]) -> list[StepVerdict]:
+    """In the cluster that RAY_ADDRESS names, or in a Ray instance of its own."""
+    from lockstep.running import ray_instance
+
+    ray = ray_instance.import_ray("ray")
+    startup.end_helpers.append(ray_instance.end_children)
+    ray_instance.connect(ray)
+    clean = False
+    try:
+        here = {"env_vars": {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}}  # the user's code
+        task = ray.remote(Task.judge).options(runtime_env=here)
+        verdicts = ray.get([task.remote(one) for one in tasks])
+        clean = True
+        return verdicts
+    except ray.exceptions.RayTaskError as error:
+        raise error.cause from error
+    finally:
+        ray_instance.shutdown(ray, clean=clean)

@@ -1,34 +1,15 @@
-"""A run under Ray Train: in a Ray instance of its own, or in the cluster that RAY_ADDRESS names. The only file that imports ray.
+"""A run under Ray Train, in the instance of lockstep/running/ray_instance.py.
 
 The output of Ray and the workers goes to a log beside the history. Only the progress lines of the loop are shown.
-
-    python -m lockstep.running.under_ray       starts a local Ray instance, prints its address, and ends with what started it
 """
-
-if __name__ == "__main__":
-    import signal
-
-    from lockstep.ground import startup
-
-    for number in (signal.SIGINT, signal.SIGTERM):  # they are for the script that started this
-        signal.signal(number, signal.SIG_IGN)
-    startup.begin()
 
 import concurrent.futures
 import contextlib
 import datetime
-import importlib
 import io
-import logging
 import os
 import re
-import shutil
-import signal
-import socket
-import sys
-import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -36,28 +17,18 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 from lockstep.ground import hang, processes, progress, startup
-from lockstep.ground.errors import TrainingFailure, UserError, first_line, run_program
+from lockstep.ground.errors import TrainingFailure, UserError, first_line
 from lockstep.inputs.data import Inputs
 from lockstep.plan import strategies
 from lockstep.plan.config import Config, Spec
+from lockstep.running.ray_instance import connect, end_children, import_ray, shutdown
 from lockstep.training.device import share_cores
 
 if TYPE_CHECKING:
-    import psutil
     from ray.train.torch import TorchTrainer
 
     from lockstep.training.strategy import MakeStrategy
 
-RAY_ENVIRONMENT = {
-    "RAY_CHDIR_TO_TRIAL_DIR": "0",  # workers stay where the scripts are
-    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # print is print
-    "RAY_DEDUP_LOGS": "0",  # the stacks of ranks have many lines in common
-    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",  # the default of 2 s is also how late the end is noticed
-    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # one actor less to start; a preempted run is not resumed here
-    "RAY_TRAIN_METRICS_ENABLED": "0",  # there is no dashboard to show them
-}
-CONNECT_TIMEOUT = 3.0  # seconds
-Given = TypeVar("Given")
 Returned = TypeVar("Returned")
 MakeTrainer = Callable[..., "TorchTrainer"]
 
@@ -105,11 +76,11 @@ def run(
 
     Raises TrainingFailure, or UserError if there is no cluster at RAY_ADDRESS.
     """
-    ray = _import("ray")
+    ray = import_ray("ray")
     # it takes as long as Ray takes to start
-    training_library = _in_background(lambda: _import("ray.train.torch"))
-    startup.end_helpers.append(_end_children)
-    _connect(ray)
+    training_library = _in_background(lambda: import_ray("ray.train.torch"))
+    startup.end_helpers.append(end_children)
+    connect(ray)
     training_library.result()
     path = config.loss_output_dir / "logs" / f"{config.history_path.stem}.txt"
     with _log_at(path) as log:
@@ -123,24 +94,6 @@ def run(
                 else f"the full output is in {path}"
             )
             raise TrainingFailure(f"{error}; {said}") from error
-
-
-def map_tasks(function: Callable[[Given], Returned], given: list[Given]) -> list[Returned]:
-    """What a function returns for each, every call a task of Ray. Raises what a call raises, or UserError if there is no cluster at RAY_ADDRESS."""
-    ray = _import("ray")
-    startup.end_helpers.append(_end_children)
-    _connect(ray)
-    clean = False
-    try:
-        here = {"env_vars": {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}}  # code of the user's
-        task = ray.remote(function).options(runtime_env=here)
-        found = ray.get([task.remote(one) for one in given])
-        clean = True
-        return found
-    except ray.exceptions.RayTaskError as error:
-        raise error.cause from error
-    finally:
-        _shutdown(ray, clean=clean)
 
 
 class WorkersLost(TrainingFailure):
@@ -191,7 +144,7 @@ def _train(ray: ModuleType, config: Config, make_trainer: MakeTrainer, told: dic
     except ray.exceptions.RayError as error:
         raise WorkersLost(f"Ray stopped the run: {first_line(error)}") from error
     finally:
-        _shutdown(ray, clean=went_well)
+        shutdown(ray, clean=went_well)
         _remove_records(kept, *([config.storage_path] if ours else []))
     if not went_well:
         raise TrainingFailure(line)
@@ -280,165 +233,3 @@ def _reason(error: Exception) -> str:
         return f"Ray Train stopped the run: {first_line(error)}"
     rank = min(lines, key=lambda rank: (bool(processes.LOST.search(lines[rank])), rank))
     return f"worker {rank} failed: {re.sub(r'^lockstep[.]ground[.]errors[.][A-Za-z]+: ', '', lines[rank])}"
-
-
-def _import(name: str) -> ModuleType:
-    """Import a module of Ray, after setting the environment variables that it reads while it is imported."""
-    for key, value in RAY_ENVIRONMENT.items():
-        os.environ.setdefault(key, value)
-    try:
-        with startup.importing():
-            return importlib.import_module(name)
-    except ImportError as error:
-        raise UserError(
-            f"ray cannot be imported ({first_line(error)}); install requirements.txt, or use torchrun"
-        ) from error
-
-
-def _connect(ray: ModuleType) -> None:
-    """Join the cluster that RAY_ADDRESS names, or start a Ray instance that ends with this process."""
-    address = os.environ.get("RAY_ADDRESS") or "local"
-    if address.startswith("ray://"):
-        raise UserError(
-            f"RAY_ADDRESS {address}: Ray Client is not supported; give the HOST:PORT that `ray start --head` printed"
-        )
-    try:
-        if address != "local":
-            _require_cluster(ray, address)
-        with _our_sigterm(ray):
-            ray.init(
-                address=address,
-                **({"include_dashboard": False} if address == "local" else {}),
-                logging_level=logging.ERROR,
-                logging_config=ray.LoggingConfig(
-                    log_level="ERROR"
-                ),  # without a dashboard Ray warns every second
-            )
-    except ray.exceptions.AuthenticationError as error:
-        raise UserError(
-            f"RAY_ADDRESS {address}: the Ray cluster asks for a token, and the one here is missing or wrong; copy the cluster's "
-            "~/.ray/auth_token, or set RAY_AUTH_TOKEN, and leave RAY_AUTH_MODE unset or set it to token"
-        ) from error
-    except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
-        if address == "local":
-            raise TrainingFailure(f"no Ray instance could be started: {first_line(error)}") from error
-        raise UserError(
-            f"RAY_ADDRESS {address}: no Ray cluster answers there ({first_line(error)}); start it, or unset RAY_ADDRESS"
-        ) from error
-
-
-@contextlib.contextmanager
-def _our_sigterm(ray: ModuleType) -> Iterator[None]:
-    """Ray takes SIGTERM for itself while it starts, to end with a trace and its own status. Here lockstep/ground/startup.py answers it."""
-    takes, ours = ray._private.utils.set_sigterm_handler, signal.getsignal(signal.SIGTERM)
-    ray._private.utils.set_sigterm_handler = lambda _handler: None
-    try:
-        yield
-    finally:
-        ray._private.utils.set_sigterm_handler = takes
-        signal.signal(signal.SIGTERM, ours)  # its native code takes it, too
-
-
-def _require_cluster(ray: ModuleType, address: str) -> None:
-    """Raise at once unless a cluster answers and accepts us; ray.init would try for minutes.
-
-    A cluster made by `ray start` asks for a token if there is one, so ours is sent if RAY_AUTH_MODE is unset.
-    """
-    found = ray._private.services.canonicalize_bootstrap_address_or_die(address)
-    host, _, port = found.rpartition(":")
-    socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT).close()
-    tokens = ray._raylet.AuthenticationTokenLoader.instance()
-    if os.environ.get("RAY_AUTH_MODE") == "token" and not tokens.has_token(ignore_auth_mode=True):
-        raise ray.exceptions.AuthenticationError("no token")  # the client would end the process
-    with _quiet():
-        try:
-            ray._raylet.GcsClient(address=found)
-        except ray.exceptions.AuthenticationError:
-            if "RAY_AUTH_MODE" in os.environ or not tokens.has_token(ignore_auth_mode=True):
-                raise
-            os.environ["RAY_AUTH_MODE"] = "token"
-            ray._raylet.Config.initialize("")  # Ray has read the environment already
-            ray._raylet.GcsClient(address=found)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Suppress what native code writes to standard error; the exception says the same."""
-    sys.stderr.flush()
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
-
-
-def _shutdown(ray: ModuleType, *, clean: bool) -> None:
-    """Leave the cluster, or end our own instance. `clean` removes the folder of logs that it leaves."""
-    node = ray._private.worker._global_node
-    session = Path(node.get_session_dir_path()) if node is not None and node.is_head() else None
-    import psutil  # Ray brings it along
-
-    started = psutil.Process().children(recursive=True)
-    ray.shutdown()
-    _kill(started)  # agents and new workers would try for up to a minute to reach their raylet
-    if clean and session is not None:
-        shutil.rmtree(session, ignore_errors=True)
-        latest = session.with_name("session_latest")
-        if latest.is_symlink() and not latest.exists():
-            latest.unlink(missing_ok=True)
-
-
-def _end_children() -> None:
-    """After Ctrl-C: kill all children of this process, which are Ray's, and the workers and agents of its raylet.
-
-    They have asked the kernel to end them with this process, except one that was only just forked and has not asked yet. A raylet is stopped
-    before its workers are killed. A worker that it started later would try for up to a minute to reach it.
-    """
-    import psutil
-
-    for child in psutil.Process().children():
-        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
-            if child.name() == "raylet":
-                child.suspend()
-                # the signal may arrive while it starts one
-                while child.status() not in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE):
-                    time.sleep(0.001)
-                _kill(child.children())
-            child.kill()
-
-
-def _kill(found: "list[psutil.Process]") -> None:
-    import psutil
-
-    for process in found:
-        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
-            process.kill()
-
-
-def _hold_local_ray() -> int:
-    """Start a local Ray instance, print its address, and keep it until SIGUSR1 or the end of the parent process."""
-    parent = os.environ.get("LOCKSTEP_PARENT")
-    signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0))
-    processes.end_with_parent(signal.SIGUSR1)
-    if parent not in (None, str(os.getppid())):  # it ended before we could ask
-        return 1
-    folder = tempfile.mkdtemp(
-        prefix="lockstep-", dir=os.environ.get("RAY_TMPDIR", "/tmp")
-    )  # short: the names of sockets must be
-    os.environ["RAY_TMPDIR"] = folder
-    ray = _import("ray")
-    try:
-        _connect(ray)
-        print(ray.get_runtime_context().gcs_address, flush=True)
-        while True:
-            signal.pause()
-    finally:
-        _shutdown(ray, clean=True)
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-if __name__ == "__main__":
-    startup.end(run_program("lockstep.running.under_ray", _hold_local_ray))

@@ -6,11 +6,9 @@ ranks if something is wrong.
 
 import contextlib
 import gc
-import hashlib
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,15 +17,13 @@ import transformers.modeling_utils  # noqa: F401 - the model's module needs it, 
 
 from lockstep.dumps import history as history_file
 from lockstep.dumps.capture import Capture
-from lockstep.ground import hang, origin, progress
+from lockstep.ground import hang, progress
 from lockstep.ground.collective import gather_objects, stop_together, stopping_together
 from lockstep.ground.errors import TrainingFailure, UserError
-from lockstep.ground.files import write_text
 from lockstep.inputs import weights
 from lockstep.inputs.data import Batches, Inputs, global_batch_hash, window_hashes
-from lockstep.inputs.model import build_model, checkpoint_layers
-from lockstep.inputs.shapes import parameter_shapes
-from lockstep.plan import compiled, initial_weights, rates
+from lockstep.inputs.model import checkpoint_layers
+from lockstep.plan import compiled, rates
 from lockstep.plan.config import Config
 from lockstep.plan.contract import contradiction, left_to_the_verdict, of_all_ranks
 from lockstep.plan.mesh import Geometry, Mesh
@@ -39,14 +35,15 @@ from lockstep.training.observe import (
     learning_rate,
     own_peak_memory,
     peak_memory,
-    versions,
 )
 from lockstep.training.optim import set_rate
 from lockstep.training.profiled import Profile
+from lockstep.training.provenance import provenance, require_told_alike, write_told
+from lockstep.training.starting_weights import initial_model, live_checksums, require_file_weights
 from lockstep.training.strategy import MakeStrategy, Strategy
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    pass
 
 
 def run_with_control(
@@ -71,11 +68,11 @@ def run(config: Config, inputs: Inputs, make_strategy: MakeStrategy, device: tor
     begin = time.monotonic()
     rank = dist.get_rank()
     hang.at("making the initial weights")
-    model, file_sums = _initial_model(config, inputs, rank)
+    model, file_sums = initial_model(config, inputs, rank)
     if config.activation_checkpointing:
         checkpoint_layers(model)
     about = provenance(config, inputs)
-    _require_told_alike(about.get("told_sha256"))
+    require_told_alike(about.get("told_sha256"))
     capture = Capture(config, model, about) if config.capture_dir else None
     hang.at("making the strategy")
     strategy = make_strategy(model, config, config.mesh, device)
@@ -91,7 +88,7 @@ def run(config: Config, inputs: Inputs, make_strategy: MakeStrategy, device: tor
     record = history_file.History(run=about)
     path = config.history_path
     try:
-        before = _require_file_weights(strategy, inputs, config, file_sums)
+        before = require_file_weights(strategy, inputs, config, file_sums)
         if before is not None:
             record.weights = {"initial_sha256": weights.combined_sha256(before)}
             if capture:
@@ -143,7 +140,7 @@ def _train(
         record.add(step)
         try:
             if lead and index == 0:
-                _write_told(config, inputs)
+                write_told(config, inputs)
         except UserError as error:
             problem = str(error)
         _require_finite_losses(step["step"], losses, config.mesh)
@@ -200,7 +197,7 @@ def _measure(
 ) -> None:
     """After the last step: memory, held-out text, and which weights moved. `before` are their checksums, on rank 0 alone."""
     hang.at("gathering the weights after the last step")
-    after = _live_checksums(strategy)
+    after = live_checksums(strategy)
     hang.at("measuring")
     memory = peak_memory(device)
     lead = before is not None
@@ -286,82 +283,6 @@ def _set_rate(strategy: Strategy, config: Config, batches: Batches, step: int) -
     return rate
 
 
-def _initial_model(
-    config: Config, inputs: Inputs, rank: int
-) -> tuple["PreTrainedModel", dict[str, str] | None]:
-    """The model that the run starts from, and the checksums of its weights file; None if its weights are not a file's."""
-
-    def build(path: Path | None) -> tuple["PreTrainedModel", dict[str, str] | None]:
-        return build_model(
-            inputs.architecture,
-            seed=config.weights_seed,
-            attn_impl=config.attn_impl,
-            init_weights_path=path,
-        )
-
-    path = initial_weights.file_of(config)
-    written = config.written_weights
-    if written is not None:
-        with stopping_together():
-            if rank == 0:
-                model, _ = build(path)
-                weights.save(
-                    written,
-                    model,
-                    inputs.architecture,
-                    initial_weights.origin(config),
-                    overwrite=config.overwrite,
-                )
-                _say(config, f"Saved initial weights to {written}")
-        path = written
-    with stopping_together():  # a file need not be there on every machine
-        model, sums = build(path)
-    if path and rank == 0:
-        _say(config, f"Loaded initial weights from {path}")
-    if config.noise_control:
-        weights.perturb(model, "float32" if config.precision == "fp32" else "bfloat16", config.weights_seed)
-        return model, None  # no longer the file's
-    return model, sums
-
-
-def _say(config: Config, line: str) -> None:
-    if not config.quiet:
-        print(line, flush=True)
-
-
-def _require_file_weights(
-    strategy: Strategy, inputs: Inputs, config: Config, file_sums: dict[str, str] | None
-) -> dict[str, str] | None:
-    """The checksums of the live weights, on rank 0. Collective.
-
-    The weights, sharded and gathered back, must be the file's, bit for bit (unless they were cast to bfloat16).
-    """
-    hang.at("gathering the weights before step 1")
-    shapes: dict[str, tuple[int, ...]] = {}
-    live, whole = _live_checksums(strategy, shapes), parameter_shapes(inputs.architecture)
-    problem = ""
-    if live is not None:
-        missing, extra = sorted(whole.keys() - live.keys()), sorted(live.keys() - whole.keys())
-        cut = next((name for name in sorted(live) if shapes[name] != whole.get(name)), None)
-        if missing or extra:
-            found = " and ".join(
-                f"{what} {names[0]} ({len(names)} in all)"
-                for what, names in (("lacks", missing), ("also has", extra))
-                if names
-            )
-            problem = f"the strategy's model {found}; parameters keep the names of the model; adapters such as LoRA are a part of --model path/to/file.py:FUNCTION"
-        elif cut:
-            problem = (
-                f"{cut} is {shapes[cut]} when gathered, and {whole[cut]} in the model; weights must be whole, or DTensors that say how they are "
-                "cut"
-            )
-        elif file_sums is not None and config.precision != "bf16":
-            wrong = next((name for name in sorted(live) if live[name] != file_sums.get(name)), None)
-            problem = f"{wrong} differs from {config.init_weights_path or config.model_name}" if wrong else ""
-    stop_together(f"after sharding, {problem}" if problem else "")
-    return live
-
-
 def require_right_batches(hashes: list[list[int]], mesh: Mesh, step: int) -> None:
     """Ranks with the same share of the global batch must see the same batch, ranks with different shares different ones."""
     for rank, value in enumerate(hashes):
@@ -406,62 +327,3 @@ def _start_gathering(
         return everyone.view(-1, len(row)).tolist()
 
     return finish
-
-
-def _live_checksums(
-    strategy: Strategy, shapes: dict[str, tuple[int, ...]] | None = None
-) -> dict[str, str] | None:
-    """Checksums of the live weights, gathered whole, whose shapes are added to `shapes`. On rank 0 only, but collective."""
-
-    def gathered() -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in strategy.full_parameters():
-            if shapes is not None:
-                shapes[name] = tuple(tensor.shape)
-            yield name, tensor
-
-    if dist.get_rank() == 0:
-        return weights.checksums(gathered())
-    for _ in strategy.full_parameters():
-        pass
-    return None
-
-
-def _require_told_alike(sha256: str | None) -> None:
-    """Ranks that a launcher starts read a user's file each for itself."""
-    if len(set(gather_objects(sha256))) > 1:
-        raise TrainingFailure(
-            "ranks were given different configurations of the strategy's library; give the same file on every machine"
-        )
-
-
-def told(config: Config, inputs: Inputs) -> str:
-    """What the strategy's library is told, for people; "" for a strategy without a configuration of its own."""
-    return config.spec.told(config, inputs.architecture)
-
-
-def _write_told(config: Config, inputs: Inputs) -> None:
-    """Put what the library was told beside the history, in the place of an older run's."""
-    text = told(config, inputs)
-    if text:
-        write_text(config.told_path, text)
-    else:
-        config.told_path.unlink(missing_ok=True)
-
-
-def provenance(config: Config, inputs: Inputs) -> dict[str, Any]:
-    """What a history and a dump record of a run before it begins."""
-    text = told(config, inputs)
-    return {
-        **({"told_sha256": hashlib.sha256(text.encode()).hexdigest()} if text else {}),
-        "label": config.label,
-        "mesh": config.mesh.sizes,
-        "config": config.recorded(),
-        "architecture": inputs.architecture,
-        "architecture_source": inputs.architecture_source,
-        "initial_weights": initial_weights.origin(config),
-        "corpus_sha256": inputs.batches.corpus.sha256,
-        "tokenizer": inputs.batches.corpus.tokenizer_name,
-        "num_steps": inputs.num_steps,
-        "versions": versions(),
-        "origin": origin.about(),
-    }

@@ -1,13 +1,16 @@
 """The optimizer, with one meaning in all strategies: torch AdamW or SGD over the same decay groups."""
 
 from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lockstep.ground import user_file
 from lockstep.ground.errors import TrainingFailure, UserError, first_line
 from lockstep.plan.config import BETAS, EPS, OPTIMIZERS
+
+if TYPE_CHECKING:
+    from lockstep.training.strategy import Optimizer
 
 
 def decays(ndim: int) -> bool:
@@ -49,11 +52,6 @@ class Several:
     def step(self) -> None:
         for optimizer in self.optimizers:
             optimizer.step()
-
-
-class HasGroups(Protocol):
-    @property
-    def param_groups(self) -> list[dict[str, Any]]: ...
 
 
 AnyOptimizer = torch.optim.Optimizer | Several
@@ -124,7 +122,7 @@ def require_known(optimizer: str) -> None:
         )
 
 
-def set_rate(optimizer: "HasGroups", rate: float, learning_rate: float) -> None:
+def set_rate(optimizer: "Optimizer", rate: float, learning_rate: float) -> None:
     """Set the learning rate of a step. Groups whose rate is not --learning_rate keep their proportion to it."""
     for group in optimizer.param_groups:
         initial = group.setdefault("initial_lr", group["lr"])

@@ -66,17 +66,6 @@ def configuration_differences(baseline: Dump, dump: Dump) -> dict[str, str]:
     return found
 
 
-def require_summary(dump: Dump, step: int, norm: float) -> None:
-    """Raise UserError unless the summaries of the logits are those of logits with this 2-norm."""
-    summaries = dump.steps[str(step)]["logits"]
-    said = math.sqrt(sum(one["rms"] ** 2 for one in summaries) / len(summaries))
-    held = norm / math.sqrt(math.prod(dump.expected(step)[dump.layout.names.logits]))
-    if math.isfinite(held) and not math.isclose(said, held, rel_tol=SUMMED):
-        raise UserError(
-            f"{dump.folder}: step {step} records a root mean square of {said:.9g} for its logits, which is {held:.9g}; {REMEDY}"
-        )
-
-
 def require_its_batch(reference: Dump, step: int) -> None:
     """Raise UserError unless the batch that a reference was called with is the one whose hash it records."""
     names = (name for name in reference.expected(step) if name.startswith("batch/"))

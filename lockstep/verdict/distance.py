@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from lockstep.dumps.dump import Dump, Dumps
+from lockstep.dumps.optimizers import clip_by
 from lockstep.plan import rates
 from lockstep.plan.config import BETAS, EPS
 from lockstep.training.optim import decays
@@ -326,7 +327,7 @@ def average_distance(dump: Dump, initial: Dump, step: int, name: str) -> Distanc
 
 
 def clip_factor(options: dict, grad_norm: float) -> float:
-    """What clipping multiplies the gradients with: min(1, bound / (norm + 1e-6)), as in `clip_grad_norm_`."""
+    """What --max_grad_norm multiplies the gradients with; 0 does not clip."""
     return clip_factors(options, grad_norm)[0]
 
 
@@ -335,4 +336,4 @@ def clip_factors(options: dict, grad_norm: float) -> list[float]:
     bound = options["max_grad_norm"]
     if not 0 < bound < grad_norm + 1e-6:
         return [1.0]
-    return [bound / (grad_norm + 1e-6), min(1.0, bound / grad_norm)]
+    return [clip_by(bound, grad_norm), min(1.0, bound / grad_norm)]

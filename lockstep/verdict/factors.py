@@ -93,7 +93,7 @@ def farthest(one: Projections, number: int) -> Factor:
     # Student's tail, bounded: P(|t| > x) < (1 + x^2 / n)^(-(n - 1) / 2) for x > 1
     freedom = np.maximum(one.freedom, FEWEST)
     times = np.sqrt(freedom * ((number / RATE) ** (2 / (freedom - 1)) - 1))
-    tolerated = np.where(_is_unknown(one), np.inf, one.errors * times).max(0) + NOTHING
+    tolerated = np.where(is_unknown(one), np.inf, one.errors * times).max(0) + NOTHING
     multiple = np.abs(one.excess) / tolerated
     place = int(multiple.argmax())
     if multiple[WHOLE] > 1 and abs(one.excess[WHOLE] - one.excess[place]) <= tolerated[place]:
@@ -121,19 +121,11 @@ def _with_neighbours(one: Projections, place: int, tolerated: np.ndarray) -> Par
     return dim, ends[0], ends[1]
 
 
-def chances(one: Projections) -> np.ndarray:
-    """A bound of the chance that rounding errors give so large a factor or a larger one, of each part."""
-    freedom = np.maximum(one.freedom, FEWEST)
-    times = _ratio(np.maximum(np.abs(one.excess) - NOTHING, 0), one.errors)
-    bound = (1 + np.square(times) / freedom) ** (-(freedom - 1) / 2)
-    return np.where(_is_unknown(one), 1.0, bound).max(0)
-
-
-def _is_unknown(one: Projections) -> np.ndarray:
+def is_unknown(one: Projections) -> np.ndarray:
     return (one.freedom < FEWEST) & (one.errors > 0)
 
 
-def _ratio(part: np.ndarray, whole: np.ndarray, otherwise: float = 0.0) -> np.ndarray:
+def ratio(part: np.ndarray, whole: np.ndarray, otherwise: float = 0.0) -> np.ndarray:
     out = np.full(np.broadcast_shapes(part.shape, whole.shape), otherwise)
     return np.divide(part, whole, out=out, where=whole > 0)
 
@@ -149,15 +141,15 @@ def project(
     together = max(1, math.ceil(right.numel() / SUMS))
     products, sizes = (one.numpy() for one in _summed(own, near, right, is_turned, together))
     # Few rows may have most of a tensor, and few errors say little of their size. So once more with all rows alike.
-    alike = _ratio(np.ones(1), sizes.sum(1, keepdims=True))
+    alike = ratio(np.ones(1), sizes.sum(1, keepdims=True))
     products, sizes = (np.stack([each, alike * each]) for each in (products, sizes))
     cuts = _cuts(shape, together, is_weight)
     found = (_project(products, sizes, blocks, of_columns) for _, blocks, of_columns in cuts)
     excess, size, variances, fourth = (np.concatenate(each, -1) for each in zip(*found, strict=True))
-    freedom = _ratio(np.square(variances), fourth, otherwise=1.0) - 1
+    freedom = ratio(np.square(variances), fourth, otherwise=1.0) - 1
     freedom[2] = MANY
     parts = [part for cut, _, _ in cuts for part in 2 * cut]
-    return Projections(name, parts, excess, _ratio(np.sqrt(variances), size), freedom)
+    return Projections(name, parts, excess, ratio(np.sqrt(variances), size), freedom)
 
 
 def _summed(
@@ -227,7 +219,7 @@ def _project(
     parts = np.eye(blocks[-1] + 1)[:, blocks]
     sums, lengths = products.sum(-1, keepdims=True), sizes.sum(-1, keepdims=True)
     size = parts @ lengths
-    excess = _ratio(parts @ sums, size)
+    excess = ratio(parts @ sums, size)
     right = excess[:, blocks]
     left = right * sizes
     np.subtract(products, left, out=left)  # in place: fresh memory costs more than the arithmetic

@@ -14,17 +14,16 @@ from safetensors import safe_open
 
 from lockstep.dumps.dump import Dump
 from lockstep.dumps.layout import BATCH
-from lockstep.dumps.module_hooks import ModuleHooks
 from lockstep.dumps.step_file import step_path
 from lockstep.inputs.model import build_model, causal_lm_loss
 from lockstep.inputs.samples import IGNORED
 from lockstep.verdict.alone import Alone, digest_of, with_factors
+from lockstep.verdict.computed import Choice, Computed, Passes
 from lockstep.verdict.factors import Factors
 from lockstep.verdict.float64 import Float64, Told
 from lockstep.verdict.judgement import Judgement
 from lockstep.verdict.lazy import Lazy
 from lockstep.verdict.recorded_modules import Modules
-from lockstep.verdict.recorded_reference import Choice, Computed, forced
 from lockstep.verdict.recorded_rows import StepVerdict, judged_gradients
 from lockstep.verdict.records import Chosen
 
@@ -43,32 +42,24 @@ class MicroBatch:
     choices: dict[int, torch.Tensor]  # by the number of the call of topk
 
 
-class Forced:
+class Forced(Passes):
     """Computes micro batches with the run's tensors in the places of the model's own. `exact`: in float64."""
 
     def __init__(self, model: torch.nn.Module, dump: Dump, *, exact: bool):
+        super().__init__(model)
         self.model, self.exact, layout = model, exact, dump.layout
         self.autocast = dump.run["config"]["precision"] == "autocast" and not exact
         self.names = {choice.call: name for name, choice in layout.choices.items()}
-        self.hooks = ModuleHooks(model, "*", self._keep, self._instead)
         self.handles = [
             model.get_submodule(module).register_forward_pre_hook(
                 functools.partial(self._enter, places), with_kwargs=True
             )
             for module, places in layout.inputs.items()
         ]
-        self.modules: dict[str, torch.Tensor] = {}
-        self.written: dict[str, torch.Tensor] = {}
-
-    def _keep(self, name: str, tensor: torch.Tensor) -> None:
-        self.modules[name] = tensor.detach().clone() if tensor.is_floating_point() else tensor
-
-    def _instead(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
-        return forced(name, tensor, self.written)
 
     def _arrives(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
-        self._keep(name, tensor)
-        return self._instead(name, tensor)
+        self.keep(name, tensor)
+        return self.instead(name, tensor)
 
     def _enter(
         self, places: dict[str, str], _module: torch.nn.Module, arguments: tuple, options: dict[str, Any]

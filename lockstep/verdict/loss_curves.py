@@ -4,10 +4,10 @@ import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 
-from lockstep.dumps.history import History, not_finite
-from lockstep.dumps.record import require_comparable
+from lockstep.dumps.history import History
+from lockstep.dumps.record import is_finite, require_comparable
 from lockstep.ground.errors import UserError
-from lockstep.plan.contract import KNOWN_DIFFERENCES, contract_difference, on_any_mesh
+from lockstep.plan.contract import KNOWN_DIFFERENCES, contract_differences, on_any_mesh
 from lockstep.plan.rates import rate_of
 from lockstep.verdict.loss_tolerance import (
     CONTROL_FACTOR,
@@ -131,7 +131,7 @@ def _worst(gaps: list[float]) -> tuple[float, int]:
 def _own_problems(history: History) -> list[str]:
     """Why a run fails, whatever it is compared with."""
     label, options = history.run["label"], history.run["config"]
-    broken = next((step["step"] for step in history.steps if not_finite(step)), None)
+    broken = next((step["step"] for step in history.steps if not is_finite(step)), None)
     if broken is not None:
         return [f"{label}: step {broken} has a loss or gradient norm that is not finite"]
     for step in history.steps:
@@ -172,7 +172,7 @@ def tolerance_for(baseline: History, control: History | None = None) -> Toleranc
             )
         return fixed
     require_control(baseline, control)
-    if any(not_finite(step) for step in baseline.steps):  # it fails anyway; its control shows nothing
+    if any(not is_finite(step) for step in baseline.steps):  # it fails anyway; its control shows nothing
         nothing = (0.0,) * len(baseline.steps)
         return fixed or Tolerance(nothing, 0.0, nothing, "nothing: DDP broke down", len(nothing))
     gaps, norms = ([*map(gap, baseline.steps, control.steps)] for gap in (loss_gap, norm_gap))
@@ -201,7 +201,7 @@ def require_comparable_curves(baseline: History, other: History, *, same_weights
     names = f"{other.run['label']} and {baseline.run['label']}"
     pair = f"{names} cannot be compared"
     for history in (baseline, other):
-        broken = any(not_finite(step) for step in history.steps)
+        broken = any(not is_finite(step) for step in history.steps)
         whole = history.ended == "finished" and len(history.steps) == history.run["num_steps"]
         if not whole and not broken:
             why = history.ended or "it was killed or is still running"
@@ -226,7 +226,7 @@ def require_comparable_curves(baseline: History, other: History, *, same_weights
     # a run whose first step is not finite has no contract; it fails for that
     if baseline.contract is not None and other.contract is not None:
         contracts = on_any_mesh(baseline.contract), on_any_mesh(other.contract)
-        difference = contract_difference(*contracts, KNOWN_DIFFERENCES)
+        difference = next(iter(contract_differences(*contracts, KNOWN_DIFFERENCES).values()), "")
         if difference:
             raise UserError(
                 f"{pair}: their effective contracts differ, {difference}; run both with the same options"
@@ -240,7 +240,7 @@ def require_control(baseline: History, control: History) -> None:
         require_comparable_curves(baseline, control, same_weights=False)
     except UserError as error:
         raise UserError(f"{error}; the control run is not the baseline's: {again}") from error
-    broken = next((step["step"] for step in control.steps if not_finite(step)), None)
+    broken = next((step["step"] for step in control.steps if not is_finite(step)), None)
     if broken is not None:
         raise UserError(
             f"{control.run['label']} has a loss or gradient norm in step {broken} that is not finite; lower --learning_rate, or leave the control run out"

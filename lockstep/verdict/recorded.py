@@ -11,23 +11,24 @@ import math
 import torch
 
 from lockstep.dumps.module_hooks import module_of
-from lockstep.dumps.recording import LOG_PROBS, Called, Recording, Step
+from lockstep.dumps.recording import LOG_PROBS, Called, Recording
 from lockstep.ground.errors import UserError
 from lockstep.plan.resources import free_bytes
 from lockstep.verdict import normalisation, recorded_pieces, recorded_task, recorded_update
 from lockstep.verdict.alone import sentence
+from lockstep.verdict.computed import Computed
 from lockstep.verdict.judgement import FLOOR, MULTIPLE, UNIT
 from lockstep.verdict.lazy import Lazy
 from lockstep.verdict.normalisation import Fit, Gradients
+from lockstep.verdict.own_loss import Loss
 from lockstep.verdict.recorded_alone import Alone
 from lockstep.verdict.recorded_modules import Modules, Tensors, as_pieces
-from lockstep.verdict.recorded_reference import Computed, Loss, Reference
+from lockstep.verdict.recorded_ranks import Ranks
+from lockstep.verdict.recorded_reference import Reference
 from lockstep.verdict.recorded_rows import StepVerdict, judged_gradients, times
 from lockstep.verdict.recorded_weights import Weighed, shares_of
 
-KINDS = {"weight": "weights", "gradient": "gradients"}
 KEPT = 0.1  # of what is left of a gradient without the one of the step before, that may be left with it
-SAME_NORM = 1e-5  # relative: ranks may add up the parts of a norm in another order
 
 
 def judge(
@@ -49,7 +50,7 @@ def judge(
 
 def _bytes_of_weights(recording: Recording) -> int:
     """In float64 and as the model has them."""
-    return sum(one.numel() * (8 + one.itemsize) for one in recording.build().parameters())
+    return sum(one.numel() * (8 + one.itemsize) for one in recording.skeleton.parameters())
 
 
 def _unusable(gradients: Gradients) -> str:
@@ -104,13 +105,14 @@ class _Step:
 
     def judge(self, expect: str | None) -> StepVerdict:
         verdict = self.verdict
-        weights, gradients = self._agreed("weight"), self._agreed("gradient")
+        ranks = Ranks(self.recording, verdict, self.micro, streamed=self.streamed)
+        weights, gradients = ranks.agreed("weight"), ranks.agreed("gradient")
         odd = next((name for name, weight in weights.items() if weight.is_complex()), None)
         if odd is not None:
             raise UserError(
                 f"{odd} is complex, and what is computed with such parameters cannot be judged yet"
             )
-        self._judge_clips()
+        ranks.judge_clips()
         self.gradients = gradients
         verdict.lowered = sorted(self._lowered())
         problem = _unusable(self.gradients)
@@ -123,11 +125,11 @@ class _Step:
         if problem:
             verdict.wrong.append(problem)
             return verdict
-        self._judge_unused()
-        self._judge_modes()
-        if self._untied(weights) or self._clipped_in_parts() or self._parted():
+        ranks.judge_unused(self.unused)
+        ranks.judge_modes()
+        if ranks.untied(weights) or ranks.clipped_in_parts(gradients) or ranks.parted():
             return verdict
-        nominal, place = self._judge_free(weights, expect)
+        nominal, place = self._judge_free(weights, expect, ranks)
         missing = self._missing(weights)
         for one in (*self.exact, *self.near):
             one.gradients = {}  # they take the most room
@@ -136,7 +138,9 @@ class _Step:
         recorded_update.judge(self.recording, verdict, weights, gradients)
         return verdict
 
-    def _judge_free(self, weights: Gradients, expect: str | None) -> tuple[torch.Tensor | None, int]:
+    def _judge_free(
+        self, weights: Gradients, expect: str | None, ranks: Ranks
+    ) -> tuple[torch.Tensor | None, int]:
         """The whole computation, from the batch to the gradients.
 
         Returns (the weights that the losses of the micro batches should have in the gradient, None if they are not known; how many sentences say
@@ -148,7 +152,7 @@ class _Step:
         columns = self._columns(self.exact)
         fitted = normalisation.fit(self.gradients, columns)
         yardstick = normalisation.sums(self._columns(near), fitted.weights)
-        self._judge_samples()
+        ranks.judge_samples()
         self._judge_losses(near)
         weights_of, nominal = fitted.weights, None
         if not modules_wrong:  # what follows from them says nothing of the loop
@@ -270,151 +274,6 @@ class _Step:
         found += [term.gradients for one in computed for term in one.terms.values()]
         return normalisation.aligned(found, self.gradients)
 
-    def _agreed(self, kind: str) -> Gradients:
-        """Whole tensors by name; what replicas disagree in is wrong."""
-        found, differ = dict[str, torch.Tensor](), []
-        names = self.recording.names(self.verdict.step, kind)
-        for name in names:
-            tensor, odd = self.recording.whole(self.verdict.step, f"{kind}/{name}")
-            if not self.streamed:
-                found[name] = tensor
-            if odd:
-                differ.append((name, odd[0]))
-        if differ:
-            (name, rank), more = differ[0], len(differ) - 1
-            others = f", and {more} more" if more else ""
-            why = self._why(rank, name) if kind == "gradient" else ""
-            self.verdict.wrong.append(
-                f"{KINDS[kind]} differ between ranks that hold the same: {name} on rank {rank}{others}{why}"
-            )
-        if not self.streamed:
-            return found
-        return Lazy(names, lambda name: self.recording.whole(self.verdict.step, f"{kind}/{name}")[0])
-
-    def _why(self, rank: int, name: str) -> str:
-        """Why the gradients of a rank, as that of a parameter, differ from those of rank 0, to be read after it."""
-        first, about = self.ranks[0], self.ranks[rank]
-        numbers = len(first.micro_batches), len(about.micro_batches)
-        if numbers[0] != numbers[1]:
-            return f"; rank 0 stepped after {numbers[0]} micro batches, rank {rank} after {numbers[1]}"
-        if self._only_clipped_otherwise(rank, name):
-            return f"; they were clipped by different norms, {first.clips[0].norm:.7g} and {about.clips[0].norm:.7g}"
-        alike = any(0 in called.ranks and rank in called.ranks for called in self.micro)
-        if self._shares_a_model(first, about) and not alike:
-            return (
-                f"; ranks 0 and {rank} have parts of one model, and were called with different micro batches"
-            )
-        return "; they were not reduced over these ranks, or not all of them"
-
-    def _only_clipped_otherwise(self, rank: int, name: str) -> bool:
-        """Whether what rank 0 and a rank have of a gradient differs by their factors of clipping."""
-        if any(len(self.ranks[one].clips) != 1 for one in (0, rank)):
-            return False
-        before = []
-        for one in (0, rank):
-            part, clip = (
-                self.recording.part(one, self.verdict.step, f"gradient/{name}"),
-                self.ranks[one].clips[0],
-            )
-            if part is None:
-                return False
-            before.append(part.double() / min(1.0, clip.max_norm / clip.norm))
-        if before[0].shape != before[1].shape:
-            return False
-        return float((before[0] - before[1]).norm()) <= SAME_NORM * float(before[0].norm())
-
-    @staticmethod
-    def _shares_a_model(first: Step, about: Step) -> bool:
-        """Whether two ranks hold different shards, which FSDP2 did not make."""
-        if about.rank in first.data_parallel:
-            return False
-        place = [one.data_parallel.index(one.rank) if one.data_parallel else 0 for one in (first, about)]
-        shards = [
-            {name: places for name, places in one.places.items() if name.startswith("weight/")}
-            for one in (first, about)
-        ]
-        return place[0] == place[1] and shards[0] != shards[1]
-
-    def _judge_unused(self) -> None:
-        for called in self.unused:
-            self.verdict.wrong.append(
-                f"micro batch {called.number} of rank {called.ranks[0]} does not count: no gradient arrived at what the model returned for it"
-            )
-
-    def _judge_modes(self) -> None:
-        """All micro batches are computed in one precision, and a module in one mode on all ranks."""
-        first, *others = (
-            (f"micro batch {number} of rank {rank}", one.autocast)
-            for rank, about in self.ranks.items()
-            for number, one in enumerate(about.micro_batches)
-        )
-        other = next((one for one in others if one[1] != first[1]), None)
-        if other is not None:
-            how, how_other = (
-                "without autocast" if one is None else f"in {one}" for one in (first[1], other[1])
-            )
-            self.verdict.wrong.append(f"{first[0]} is computed {how}, {other[0]} {how_other}")
-        of_ranks = [[set(one.evaluated) for one in about.micro_batches] for about in self.ranks.values()]
-        for number, modes in enumerate(zip(*of_ranks, strict=False)):
-            differ = sorted(set.union(*modes) - set.intersection(*modes))
-            if differ:
-                alone = ", ".join(str(rank) for rank, mode in enumerate(modes) if differ[0] in mode)
-                self.verdict.wrong.append(
-                    f"{recorded_update.and_more(differ)}: in evaluation mode on rank {alone} alone (micro batch {number})"
-                )
-                return
-
-    def _untied(self, weights: Gradients) -> bool:
-        """Whether tied parameters are no longer one. Raises UserError where others came or went: no reference has them."""
-        model = self.recording.build()
-        own, with_tied = (
-            {name for name, _ in model.named_parameters(remove_duplicate=once)} for once in (True, False)
-        )
-        new, gone = sorted(weights.keys() - own), sorted(own - weights.keys())
-        if gone or set(new) - with_tied:
-            raise UserError(
-                f"the model has other parameters than when the recording began, such as {(gone + new)[0]}; begin it when the model is complete"
-            )
-        if new:
-            self.verdict.wrong.append(
-                f"{new[0]} is a parameter of its own, though it was tied when the recording began"
-            )
-        return bool(new)
-
-    def _parted(self) -> bool:
-        """Whether ranks that share out what a module returns were called with different micro batches."""
-        for called in self.micro:
-            parted = self.recording.parted(self.verdict.step, called)
-            if parted:
-                name, rank = parted
-                self.verdict.wrong.append(
-                    f"ranks {called.ranks[0]} and {rank} each have a part of what {name} returns, and were called with different micro batches {called.number}"
-                )
-                return True
-        return False
-
-    def _clipped_in_parts(self) -> bool:
-        """Whether the gradient was clipped before it was complete, or only a part of it."""
-        wrong = self.verdict.wrong
-        for rank, about in self.ranks.items():
-            micro = len(about.micro_batches)
-            for clip in about.clips:
-                without = sorted(self.gradients.keys() - clip.parameters)
-                if clip.after is not None and clip.after < micro:
-                    wrong.append(
-                        f"rank {rank} clipped after micro batch {clip.after - 1} of {micro}: the gradient was not complete"
-                    )
-                    return True
-                if clip.too_late:
-                    wrong.append(f"rank {rank} clipped after the optimizer's step, so it has no effect")
-                    return True
-                if clip.parameters and without and len(about.clips) == 1:
-                    wrong.append(
-                        f"{len(clip.parameters)} of {len(self.gradients)} parameters with a gradient were clipped, and not {without[0]}"
-                    )
-                    return True
-        return False
-
     def _judge_kept_gradient(self, fitted: Fit) -> None:
         """Whether what is too much in a gradient is that of the step before."""
         last = self.verdict.step - 1
@@ -429,52 +288,6 @@ class _Step:
                 0,
                 f"the gradient has {float(with_it.weights[-1]):.4g} times that of step {last} in it: it was not set to zero",
             )
-
-    def _judge_samples(self) -> None:
-        """Ranks that hold whole replicas are data-parallel, so they must see different samples."""
-        for one, other in itertools.combinations(self.micro, 2):
-            if one.first is not other.first and one.has_same(other.tensors, other.about):
-                self.verdict.wrong.append(
-                    f"micro batches {one.number} of rank {one.ranks[0]} and {other.number} of rank {other.ranks[0]} are the same samples"
-                )
-                return
-        twice = next((called for called in self.micro if len(called.ranks) > 1), None)
-        if twice is None:
-            return
-        where = (
-            f"ranks {', '.join(map(str, twice.ranks))} were called with the same micro batch {twice.number}"
-        )
-        first, *others = twice.ranks
-        if set(others) & set(self.ranks[first].data_parallel):
-            self.verdict.wrong.append(f"{where}, though FSDP2 divides the samples among them")
-        elif any(
-            place.shape != places[0].full
-            for about in self.ranks.values()
-            for name, places in about.places.items()
-            if name.startswith("weight/")
-            for place in places[1:]
-        ):
-            self.verdict.notes.append(f"{where}, so they are taken for ranks of a model-parallel group")
-        else:
-            self.verdict.wrong.append(
-                f"{where}, though each holds a whole replica: the samples are not divided among the ranks"
-            )
-
-    def _judge_clips(self) -> None:
-        """All ranks clip by the norm of the whole gradient, so by one norm, but for the rounding errors of a sum."""
-        (first, mine), *others = ((rank, about.clips) for rank, about in self.ranks.items())
-        for rank, clips in others:
-            for own, other in zip(mine, clips, strict=False):
-                if not math.isclose(own.norm, other.norm, rel_tol=SAME_NORM):
-                    self.verdict.wrong.append(
-                        f"rank {first} clipped by a norm of {own.norm:.7g}, rank {rank} by {other.norm:.7g}: at least one of them is not that of the whole gradient"
-                    )
-                    return
-            if len(mine) != len(clips):
-                self.verdict.wrong.append(
-                    f"rank {first} clipped {len(mine)} times, rank {rank} {len(clips)} times"
-                )
-                return
 
     def _judge_losses(self, near: list[Computed]) -> None:
         """Every loss is a draw of the same rounding errors, and one may be small by chance.

@@ -9,11 +9,12 @@ import torch
 from lockstep.dumps.recording import LOG_PROBS, Called
 from lockstep.verdict import normalisation
 from lockstep.verdict.alone import with_factors
+from lockstep.verdict.computed import Computed
 from lockstep.verdict.factors import Factors
 from lockstep.verdict.judgement import Judgement
 from lockstep.verdict.normalisation import Gradients
 from lockstep.verdict.recorded_modules import Modules, Tensors, as_pieces
-from lockstep.verdict.recorded_reference import Computed, Reference
+from lockstep.verdict.recorded_reference import Reference
 from lockstep.verdict.recorded_rows import StepVerdict, judged_gradients
 
 

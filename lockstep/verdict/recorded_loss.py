@@ -1,4 +1,6 @@
-"""What loss a loop of its own makes from the logits: a cross-entropy is recognised by the gradient that arrives there.
+"""What the loss of a micro batch is a mean over.
+
+The loss that a model returns says it: it is a mean over some labels among its inputs, or none. Of a loss that a loop makes itself from the logits, a cross-entropy is recognised by the gradient that arrives there.
 
 With p the softmax of a token's logits, d its label as a one-hot vector, V classes and label smoothing e, the gradient of
 
@@ -8,10 +10,16 @@ and zero where there is no label. So the label, the weight a and e follow from t
 neither labels nor loss were seen.
 """
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from lockstep.dumps.recording import IGNORED, Called
+from lockstep.verdict.judgement import FLOOR
+
+SAME = 1e-9  # relative: the float64 loss is this mean over tokens
 ROWS = 64  # tokens at once
 ALIKE = 0.01  # relative: the weights of all tokens are one
 SURE = (
@@ -22,6 +30,22 @@ CLOSE = {
     torch.bfloat16: 0.03,
     torch.float16: 0.01,
 }  # relative rest, by the gradient's dtype; label smoothing below this is none
+
+
+@dataclass
+class Mean:
+    """What the loss of a micro batch is a mean over."""
+
+    tokens: int = 0  # but for its further terms; 0 if that is not known
+    divisor: float = 0.0  # of the sum over these tokens, in the loss
+    smoothing: float = 0.0  # of the labels of a cross-entropy that the loop makes from the logits
+    uncertain: float = 0.0  # relative error that `divisor` may have
+    targets: torch.Tensor | None = (
+        None  # the token that each position must give, -1 where none; None: not known
+    )
+    labels: str = (
+        ""  # the input that they are made of; "" if they are those that the gradient at the logits says
+    )
 
 
 @dataclass
@@ -79,3 +103,62 @@ def _smoothing(logits: torch.Tensor, gradient: torch.Tensor, least: float) -> fl
     weight, product = torch.linalg.lstsq(square, right[..., None]).solution[..., 0].unbind(-1)
     found = float((product / weight).median())
     return found if least < found < 1 else 0.0
+
+
+def mean_of(called: Called, loss: float | None, logits: torch.Tensor | None, number: float) -> Mean:
+    """As far as it is seen; `number` is what the loss is said to be a sum over, 0 if it is not said. None for a `loss` that was not seen."""
+    mean = Mean()
+    if loss is not None:
+        told = 1.0 if number else divisor_of(called)
+        mean.tokens = int(number)
+        found = None if logits is None else targets_of(called, loss, logits, told)
+        if found is not None:
+            mean.targets, mean.labels = found
+            mean.tokens = int((mean.targets != -1).sum())
+        mean.divisor = told or mean.tokens
+    else:
+        gradient = next(iter(called.arrived.values()), None)
+        recognised = None if gradient is None or logits is None else recognise(logits, gradient)
+        if gradient is not None and recognised is not None:
+            mean.divisor = 1 / recognised.weight
+            mean.tokens = int((recognised.labels != -1).sum())
+            if called.piece is None:  # else they are those of a piece alone
+                mean.targets = recognised.labels
+            mean.smoothing = recognised.smoothing
+            mean.uncertain = FLOOR * torch.finfo(gradient.dtype).eps / 2
+    return mean
+
+
+def divisor_of(called: Called) -> float:
+    """What the model was told to divide its sum over tokens by; 0 if nothing."""
+    told: Any = called.about.plain.get("num_items_in_batch") or called.tensors.get("num_items_in_batch", 0)
+    return float(told)
+
+
+def targets_of(
+    called: Called, loss: float, logits: torch.Tensor, divisor: float
+) -> tuple[torch.Tensor, str] | None:
+    """(which token each position must give, -1 where none; the input that has the labels).
+
+    None if the loss of a micro batch is no mean of a cross-entropy. `divisor` is what the model was told to divide by, 0 if nothing. The
+    loss itself says which input has the labels, whether the model shifts them, and which label counts for no token.
+    """
+    if logits.ndim < 2:
+        return None
+    own = logits.detach().double().flatten(0, -2)
+    for name, labels in called.tensors.items():
+        if labels.is_floating_point() or labels.shape != logits.shape[:-1]:
+            continue
+        for ignored in IGNORED:
+            counted = labels.long().masked_fill(labels == ignored, -1)
+            shifted = torch.cat([counted[..., 1:], torch.full_like(counted[..., :1], -1)], -1)
+            for wanted in (counted, shifted):
+                tokens = int((wanted != -1).sum())
+                if not tokens or int(wanted.min()) < -1:
+                    continue
+                total = torch.nn.functional.cross_entropy(
+                    own, wanted.flatten(), ignore_index=-1, reduction="sum"
+                )
+                if math.isclose(float(total) / (divisor or tokens), loss, rel_tol=SAME):
+                    return wanted, name
+    return None

@@ -7,10 +7,10 @@ import torch
 
 from lockstep.dumps.module_hooks import module_of
 from lockstep.dumps.recording import Called
+from lockstep.verdict.computed import Computed
 from lockstep.verdict.distance import Distance, distance_of
 from lockstep.verdict.factors import Factors
 from lockstep.verdict.judgement import FLOOR, MULTIPLE, UNIT, Judgement, add_pictures
-from lockstep.verdict.recorded_reference import Computed
 from lockstep.verdict.recorded_rows import StepVerdict, judged, times
 from lockstep.verdict.records import Chosen
 

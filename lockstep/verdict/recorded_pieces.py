@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from lockstep.dumps import pieces
 from lockstep.dumps.recording import IGNORED, Called, Piece
 from lockstep.ground.errors import UserError
+from lockstep.verdict.computed import Computed
 from lockstep.verdict.distance import distance_of
-from lockstep.verdict.recorded_reference import Computed, Reference
+from lockstep.verdict.recorded_reference import Reference
 from lockstep.verdict.recorded_rows import StepVerdict
 
 NEARER = 0.05  # of the error that is to be explained, what may be left of it
@@ -22,12 +23,12 @@ NEARER = 0.05  # of the error that is to be explained, what may be left of it
 
 def judge(verdict: StepVerdict, called: Called, piece: Piece, ids: torch.Tensor, found: Computed) -> None:
     """Labels are shifted before samples are cut, and a piece has those of its own tokens."""
-    own, targets = piece.pieces.places[piece.number], found.targets
+    own, targets = piece.pieces.places[piece.number], found.mean.targets
     inside = torch.ones(piece.pieces.length, dtype=torch.bool)
     inside[[*piece.pieces.seams().tolist(), -1]] = False  # where the next token is that of another piece
     lost = _is_lost(piece, ~inside)
-    if targets is not None and found.labels:
-        labels = called.tensors[found.labels]
+    if targets is not None and found.mean.labels:
+        labels = called.tensors[found.mean.labels]
         lost = not torch.equal(targets >= 0, torch.isin(labels, torch.tensor(IGNORED), invert=True))
     if lost:
         verdict.wrong.append(

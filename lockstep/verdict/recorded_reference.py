@@ -5,8 +5,7 @@ import functools
 import inspect
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,84 +13,23 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_unflatten, treespec_loads
 
 from lockstep.dumps import tree
-from lockstep.dumps.model_outputs import mapped, outputs_of, tensors_of
-from lockstep.dumps.module_hooks import ModuleHooks, module_of
-from lockstep.dumps.recording import IGNORED, LOG_PROBS, Called, Recording
+from lockstep.dumps.model_outputs import outputs_of, tensors_of
+from lockstep.dumps.module_hooks import module_of
+from lockstep.dumps.recording import LOG_PROBS, Called, Recording
 from lockstep.dumps.trace import storage
 from lockstep.ground.errors import UserError, first_line
 from lockstep.inputs import shapes
+from lockstep.verdict import own_loss, trl_head
+from lockstep.verdict.computed import Choice, Computed, Passes, Term
 from lockstep.verdict.float64 import Float64, Told, make_exact
-from lockstep.verdict.judgement import FLOOR
 from lockstep.verdict.lazy import Lazy, OnDisk
 from lockstep.verdict.normalisation import Gradients
-from lockstep.verdict.recorded_loss import ALIKE, CLOSE, recognise
+from lockstep.verdict.own_loss import Loss
+from lockstep.verdict.recorded_loss import SAME, mean_of
 from lockstep.verdict.streamed import Context, Streamed
 
-Loss = Callable[..., Any]
-SAME = 1e-9  # relative: the float64 loss is this mean over tokens
 
-
-@dataclass
-class Term:
-    """A further scalar that the model returns, such as a router's balance loss."""
-
-    value: float
-    coefficient: float  # in the model's loss; 0 if it does not count there
-    gradients: Gradients  # of the term itself
-    beside: float = 0.0  # what arrived at it from beside the model's loss
-
-
-@dataclass
-class Choice:
-    """What the model was told to choose, such as experts."""
-
-    regret: float  # by how much a score that was left out is above one that was taken, at most
-    scores: torch.Tensor
-
-
-@dataclass
-class Computed:
-    """What a micro batch gives."""
-
-    gradients: Gradients  # of its loss
-    # None where no labels reach the model: the gradients then follow from the recorded one at the logits
-    loss: float | None
-    arrived: float  # at the loss, in the run: what the loop multiplied it with; nan where the loop trained on a part of it
-    terms: dict[str, Term]
-    # forward/MICRO_BATCH/MODULE and backward/..., in order of execution
-    modules: Mapping[str, torch.Tensor]
-    told: dict[str, Choice]  # by the name of the output that has it
-    # In a free pass in float64 alone:
-    tokens: int = 0  # that the loss is a mean over, but for its further terms; 0 if that is not known
-    divisor: float = 0.0  # of the sum over these tokens, in the loss
-    smoothing: float = 0.0  # of the labels of a cross-entropy that the loop makes from the logits
-    uncertain: float = 0.0  # relative error that `divisor` may have
-    targets: torch.Tensor | None = (
-        None  # the token that each position must give, -1 where none; None: not known
-    )
-    labels: str = (
-        ""  # the input that they are made of; "" if they are those that the gradient at the logits says
-    )
-    # In free passes:
-    # Of `modules`, which take the most memory and are dropped
-    shapes: dict[str, torch.Size] = field(default_factory=dict)
-    logits: torch.Tensor | None = None
-    at_logits: torch.Tensor | None = None  # the gradient of the loss there
-
-
-def forced(name: str, tensor: torch.Tensor, written: dict[str, torch.Tensor]) -> torch.Tensor | None:
-    """What takes the place of a tensor that was computed: the one that the run wrote, if it has one of that shape. Gradients still pass.
-
-    `name` begins with forward/ or backward/.
-    """
-    found = written.get(name)
-    if found is None or found.shape != tensor.shape or not tensor.is_floating_point():
-        return None
-    found = found.to(tensor.dtype)
-    return found if name.startswith("backward/") else found + (tensor - tensor.detach())
-
-
-class Reference:
+class Reference(Passes):
     """Computes the loss of a micro batch of a step and its gradient. `exact`: in float64. `weights` are those before the step.
 
     `loss` is the loop's own: it is given what the model returned and the recorded tensors by name, and returns the mean of the micro batch;
@@ -112,6 +50,7 @@ class Reference:
     ):
         self.loss, self.streamed = loss, streamed
         self.model, self.exact = recording.build(), exact
+        super().__init__(self.model)
         self.recording, self.step, self.folder = recording, step, recording.folder
         require_no_dropout(self.model)
         for module in self.model.modules():
@@ -132,10 +71,7 @@ class Reference:
                 parameter.register_post_accumulate_grad_hook(functools.partial(self._accumulate, name))
         self.gradients = OnDisk(self.folder)  # that have arrived at the parameters
         self.largest = torch.zeros((), dtype=torch.float64)  # of their elements; NaN if one is
-        self.modules: MutableMapping[str, torch.Tensor] = {}
         self.indices: dict[str, torch.Tensor] = {}  # integer outputs of modules, as they were returned
-        self.written: dict[str, torch.Tensor] = {}
-        self.hooks = ModuleHooks(self.model, "*", self._keep, self._instead)
         self.mode = Told()
         self.widths: dict[int, int] = {}  # of all calls of topk
         self.calls_of_topk: dict[str, int] | None = None  # by the output that has their indices
@@ -148,13 +84,10 @@ class Reference:
         dtype = _dtype(cast) if cast else dtype
         return torch.float32 if dtype is torch.float64 else dtype
 
-    def _keep(self, name: str, tensor: torch.Tensor) -> None:
-        self.modules[name] = tensor.detach().clone()
+    def keep(self, name: str, tensor: torch.Tensor) -> None:
+        super().keep(name, tensor)
         if not tensor.is_floating_point():
             self.indices[name] = tensor
-
-    def _instead(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
-        return forced(name, tensor, self.written)
 
     def _accumulate(self, name: str, parameter: torch.Tensor) -> None:
         """Gradients are on disk, so memory has none but the one that has just arrived."""
@@ -288,8 +221,8 @@ class Reference:
                 raise UserError(
                     "--loss: TRL replaced the forward method of the model, and what it returns rounds otherwise; judge without --loss, from what arrives there on"
                 )
-            if not _is_mean(called.arrived[LOG_PROBS]):
-                output[LOG_PROBS] = _log_probs(called, logits)
+            if not trl_head.is_mean(called.arrived[LOG_PROBS]):
+                output[LOG_PROBS] = trl_head.log_probs(called, logits)
         returned = tensors_of(output)
         missing = called.arrived.keys() - returned.keys()  # TRL replaces the forward method of a model
         terms: dict[str, Term] = {}
@@ -297,8 +230,9 @@ class Reference:
         often = called.about.scalars
         arrived, unknown, number = 1.0, False, 0.0
         if self.loss is not None:
-            scalars, number, at = self._made(called, output)
-            loss, often = scalars[""], _arrived(called, at)
+            tensors = self._widened(called.tensors if called.piece is None else called.piece.own)
+            scalars, number, at = own_loss.computed(self.loss, output, tensors, called.piece)
+            loss, often = scalars[""], own_loss.arrived(called, at)
             arrived = often[""] or 1.0
         elif called.has_own_loss and not missing:
             if called.piece is not None:
@@ -359,46 +293,10 @@ class Reference:
         if loss is not None and logits is not None and logits.grad is not None:
             computed.logits, computed.at_logits = logits.detach(), logits.grad / arrived
         if self.exact:
-            _find_tokens(computed, called, logits, number)
+            if value is not None:
+                value -= sum(term.coefficient * term.value for term in terms.values())
+            computed.mean = mean_of(called, value, logits, number)
         return computed
-
-    def _made(
-        self, called: Called, output: Any
-    ) -> tuple[dict[str, torch.Tensor], float, dict[str, dict[str, torch.Tensor]]]:
-        """Of the loop's own loss: (it, as "", and its terms by name; the number that it is a sum over, or 0; the gradients of each at what the model returned)."""
-        assert self.loss is not None
-        piece = called.piece
-        tensors = self._widened(called.tensors if piece is None else piece.own)
-        copies: dict[str, torch.Tensor] = {}
-        given = mapped(
-            output,
-            lambda name, one: copies.setdefault(
-                name, one.clone() if piece is None else piece.cut(one).clone()
-            ),
-        )
-        try:
-            made = self.loss(given, tensors)
-        except Exception as error:  # noqa: BLE001 - a user's function may raise anything
-            raise UserError(
-                f"--loss: {type(error).__name__}: {first_line(error)}; the recorded tensors are {', '.join(tensors)}, and lockstep.record.batch(...) adds others"
-            ) from error
-        loss, *rest = made if isinstance(made, tuple) else (made,)
-        if not (isinstance(loss, torch.Tensor) and loss.ndim == 0 and loss.requires_grad):
-            raise UserError(
-                "--loss: the function must return a scalar tensor that depends on what the model returned, alone or first in a tuple"
-            )
-        scalars, number, at = {"": loss}, 0.0, {}
-        for one in rest:
-            if isinstance(one, dict):
-                scalars |= one
-            else:
-                number = float(one)
-        for name, scalar in scalars.items():
-            each = torch.autograd.grad(
-                scalar, list(copies.values()), retain_graph=True, materialize_grads=True
-            )
-            at[name] = dict(zip(copies, each, strict=True))
-        return scalars, number, at
 
     def _gradients_of_loss(self, called: Called, arrived: float, terms: dict[str, Term]) -> Gradients:
         """The gradients of the loss alone: the pass was begun with what `arrived` at it in the run, and at further terms."""
@@ -459,38 +357,6 @@ class Reference:
             yield
 
 
-def _is_mean(gradient: torch.Tensor) -> bool:
-    """Whether a gradient at log-probabilities is that of a mean over tokens, as in the loss that the model returns."""
-    tokens = gradient[gradient != 0].double()
-    return bool((tokens < 0).all()) and float(tokens.min()) > (1 + ALIKE) * float(tokens.max())
-
-
-def _log_probs(called: Called, logits: torch.Tensor) -> torch.Tensor:
-    """Those of the labels, zero where there is none: what a model of TRL returns in the place of logits."""
-    shifted = called.tensors.get("shift_labels")
-    labels = called.tensors["labels"][:, 1:] if shifted is None else shifted
-    logits = logits[:, : labels.shape[1]].transpose(1, 2)
-    return -torch.nn.functional.cross_entropy(logits, labels, reduction="none")
-
-
-def _arrived(called: Called, at: dict[str, dict[str, torch.Tensor]]) -> dict[str, float]:
-    """How often a loss and each of its terms are in what arrived at what the model returned; `at` are their gradients there."""
-    recorded = {**called.arrived, **{name: torch.tensor(one) for name, one in called.about.scalars.items()}}
-    columns = [torch.cat([of[name].flatten().double() for name in recorded]) for of in at.values()]
-    own = torch.stack(columns)
-    observed = torch.cat([one.flatten().double() for one in recorded.values()])
-    weights = (
-        torch.linalg.lstsq(own @ own.T, (own @ observed)[:, None], driver="gelsd").solution[:, 0].tolist()
-    )
-    left = observed - torch.tensor(weights, dtype=torch.float64) @ own
-    if called.about.together and float(left.norm()) > CLOSE[torch.bfloat16] * float(observed.norm()):
-        raise UserError(
-            f"--loss: the model was called with micro batch {called.number} of rank {called.ranks[0]} before a gradient arrived at the one before it, "
-            "and no loss of one alone gives that: call the model once with both, or judge without --loss"
-        )
-    return dict(zip(at, weights, strict=True))
-
-
 def _single(tensor: torch.Tensor) -> torch.Tensor:
     """Of a run in float64, in float32: the reference is no more exact than the run, whose errors the yardstick must be above."""
     return tensor.float() if tensor.dtype == torch.float64 else tensor
@@ -516,61 +382,3 @@ def require_no_dropout(model: torch.nn.Module) -> None:
         raise UserError(
             f"dropout of {dropout[0]} is active in {dropout[1]}, so the reference would drop other elements; record a run without it"
         )
-
-
-def _find_tokens(computed: Computed, called: Called, logits: torch.Tensor | None, number: float) -> None:
-    """Adds what the loss is a mean over, as far as that is seen; `number` is what it is said to be a sum over, 0 if it is not said."""
-    if computed.loss is not None:
-        told = 1.0 if number else divisor_of(called)
-        computed.tokens = int(number)
-        further = sum(term.coefficient * term.value for term in computed.terms.values())
-        found = None if logits is None else targets_of(called, computed.loss - further, logits, told)
-        if found is not None:
-            computed.targets, computed.labels = found
-            computed.tokens = int((computed.targets != -1).sum())
-        computed.divisor = told or computed.tokens
-    else:
-        gradient = next(iter(called.arrived.values()), None)
-        recognised = None if gradient is None or logits is None else recognise(logits, gradient)
-        if gradient is not None and recognised is not None:
-            computed.divisor = 1 / recognised.weight
-            computed.tokens = int((recognised.labels != -1).sum())
-            if called.piece is None:  # else they are those of a piece alone
-                computed.targets = recognised.labels
-            computed.smoothing = recognised.smoothing
-            computed.uncertain = FLOOR * torch.finfo(gradient.dtype).eps / 2
-
-
-def divisor_of(called: Called) -> float:
-    """What the model was told to divide its sum over tokens by; 0 if nothing."""
-    told: Any = called.about.plain.get("num_items_in_batch") or called.tensors.get("num_items_in_batch", 0)
-    return float(told)
-
-
-def targets_of(
-    called: Called, loss: float, logits: torch.Tensor, divisor: float
-) -> tuple[torch.Tensor, str] | None:
-    """(which token each position must give, -1 where none; the input that has the labels).
-
-    None if the loss of a micro batch is no mean of a cross-entropy. `divisor` is what the model was told to divide by, 0 if nothing. The
-    loss itself says which input has the labels, whether the model shifts them, and which label counts for no token.
-    """
-    if logits.ndim < 2:
-        return None
-    own = logits.detach().double().flatten(0, -2)
-    for name, labels in called.tensors.items():
-        if labels.is_floating_point() or labels.shape != logits.shape[:-1]:
-            continue
-        for ignored in IGNORED:
-            counted = labels.long().masked_fill(labels == ignored, -1)
-            shifted = torch.cat([counted[..., 1:], torch.full_like(counted[..., :1], -1)], -1)
-            for wanted in (counted, shifted):
-                tokens = int((wanted != -1).sum())
-                if not tokens or int(wanted.min()) < -1:
-                    continue
-                total = torch.nn.functional.cross_entropy(
-                    own, wanted.flatten(), ignore_index=-1, reduction="sum"
-                )
-                if math.isclose(float(total) / (divisor or tokens), loss, rel_tol=SAME):
-                    return wanted, name
-    return None

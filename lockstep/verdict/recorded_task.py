@@ -10,7 +10,8 @@ import torch
 
 from lockstep.dumps.recording import Called
 from lockstep.verdict import recorded_pieces
-from lockstep.verdict.recorded_reference import Computed, Reference
+from lockstep.verdict.computed import Computed
+from lockstep.verdict.recorded_reference import Reference
 from lockstep.verdict.recorded_rows import StepVerdict
 
 SEEN = 1e-9  # relative: by so much float64 logits change, at least, if they depend on a token
@@ -27,10 +28,10 @@ def judge(verdict: StepVerdict, reference: Reference, micro: list[Called], compu
             continue
         if called.piece is not None:
             recorded_pieces.judge(verdict, called, called.piece, called.tensors[ids], found)
-        if found.targets is not None and len(verdict.wrong) == before:
+        if found.mean.targets is not None and len(verdict.wrong) == before:
             _judge_targets(verdict, reference, called, ids, found)
         if len(verdict.wrong) == before:
-            _judge_sight(verdict, reference, called, ids, found.targets, tried)
+            _judge_sight(verdict, reference, called, ids, found.mean.targets, tried)
         if len(verdict.wrong) > before:
             return  # the other micro batches are made alike
 
@@ -61,8 +62,13 @@ def _ids(model: torch.nn.Module, called: Called, found: Computed) -> str | None:
     for name, tensor in called.tensors.items():
         if only and name != "decoder_input_ids":
             continue
-        fits = tensor.ndim == 2 and (found.targets is None or tensor.shape == found.targets.shape)
-        if fits and name != found.labels and not tensor.is_floating_point() and tensor.dtype != torch.bool:
+        fits = tensor.ndim == 2 and (found.mean.targets is None or tensor.shape == found.mean.targets.shape)
+        if (
+            fits
+            and name != found.mean.labels
+            and not tensor.is_floating_point()
+            and tensor.dtype != torch.bool
+        ):
             return name
     return None
 
@@ -70,7 +76,7 @@ def _ids(model: torch.nn.Module, called: Called, found: Computed) -> str | None:
 def _judge_targets(
     verdict: StepVerdict, reference: Reference, called: Called, name: str, found: Computed
 ) -> None:
-    ids, targets = called.tensors[name], found.targets
+    ids, targets = called.tensors[name], found.mean.targets
     assert targets is not None
     where = f"in micro batch {called.number} of rank {called.ranks[0]}"
     if not _is_ahead(ids, targets, 1):
@@ -79,7 +85,7 @@ def _judge_targets(
             (2, "after the next one: labels are shifted twice"),
         ):
             # A loss that the loop makes itself may be that of a model that sees a whole row, and gives it again.
-            if _is_ahead(ids, targets, ahead) and (found.labels or _is_causal(reference, called, name)):
+            if _is_ahead(ids, targets, ahead) and (found.mean.labels or _is_causal(reference, called, name)):
                 verdict.wrong.append(f"each position is trained to give the token {what} ({where})")
                 return
     mask = called.tensors.get("attention_mask")

@@ -5,6 +5,7 @@ import torch
 from lockstep.dumps.recording import IGNORED, Called, Step
 from lockstep.ground.errors import UserError
 from lockstep.verdict import normalisation
+from lockstep.verdict.computed import Computed
 from lockstep.verdict.judgement import FLOOR, MULTIPLE, UNIT
 from lockstep.verdict.normalisation import (
     LABELS,
@@ -16,7 +17,6 @@ from lockstep.verdict.normalisation import (
     Gradients,
     Weighting,
 )
-from lockstep.verdict.recorded_reference import Computed
 from lockstep.verdict.recorded_rows import StepVerdict
 from lockstep.verdict.records import float32_norm_error
 
@@ -57,7 +57,7 @@ class Weighed:
         of_losses, of_terms = fitted.weights[: len(self.micro)], fitted.weights[len(self.micro) :]
         deviations = again.weights - fitted.weights
         deviation = float(deviations[: len(self.micro)].norm() / of_losses.norm())
-        uncertain = max(one.uncertain for one in self.exact)
+        uncertain = max(one.mean.uncertain for one in self.exact)
         verdict.tolerated_weights = (
             MULTIPLE * max(deviation, again.typical) + FLOOR * UNIT["fp32"] + uncertain
         )
@@ -95,7 +95,7 @@ class Weighed:
 
     def _nominal(self, of_losses: torch.Tensor, known: torch.Tensor, clipped: float) -> torch.Tensor | None:
         """The weights of the losses as they should be, exactly; None if that is not known."""
-        if not any(one.uncertain for one in self.exact):
+        if not any(one.mean.uncertain for one in self.exact):
             return known * clipped
         # What follows from the gradients at the logits is averaged over the ranks, or summed.
         for share in (1 / self.verdict.shares / self.verdict.pieces, 1 / self.verdict.shares, 1.0):
@@ -147,11 +147,13 @@ class Weighed:
 
     def _weightings(self, expect: str | None) -> tuple[list[int], torch.Tensor, list[Weighting]]:
         """(tokens of the micro batches, what their losses divide the sums over these by, the weightings of these sums that are known)."""
-        tokens = [one.tokens for one in self.exact]
+        tokens = [one.mean.tokens for one in self.exact]
         of_its_own = any(one.loss is None for one in self.exact)
         if of_its_own and all(tokens):
             smoothing = (
-                f" with label smoothing {self.exact[0].smoothing:.2g}" if self.exact[0].smoothing else ""
+                f" with label smoothing {self.exact[0].mean.smoothing:.2g}"
+                if self.exact[0].mean.smoothing
+                else ""
             )
             self.verdict.notes.append(
                 f"the loop makes its own loss: by its gradient at the logits, a cross-entropy{smoothing}, whose labels were not seen"
@@ -183,7 +185,7 @@ class Weighed:
             return [1] * len(self.micro), ones, [mean]
         self.verdict.tokens = sum(tokens)
         numbers = [one.number for one in self.micro] if self.verdict.pieces > 1 else None
-        divisors = torch.tensor([one.divisor for one in self.exact], dtype=torch.float64)
+        divisors = torch.tensor([one.mean.divisor for one in self.exact], dtype=torch.float64)
         return tokens, divisors, normalisation.known(tokens, self.shares, numbers)
 
     def _of_factor(self, weighting: Weighting, known: torch.Tensor) -> str:
@@ -213,9 +215,9 @@ class Weighed:
         """What a factor may be, to be read after it."""
         world = self.ranks[0].world_size
         labels = sum(
-            int(torch.isin(called.tensors[one.labels], torch.tensor(IGNORED), invert=True).sum())
+            int(torch.isin(called.tensors[one.mean.labels], torch.tensor(IGNORED), invert=True).sum())
             for called, one in zip(self.micro, self.exact, strict=True)
-            if one.labels
+            if one.mean.labels
         )
         counting = sum(
             one.ranks == self.micro[0].ranks for one in self.micro
@@ -228,7 +230,7 @@ class Weighed:
             "the ranks that see the same samples": world / self.verdict.shares,
             "the tokens of the global batch": float(self.verdict.tokens),
             "the positions of the global batch": float(
-                sum(one.targets.numel() for one in self.exact if one.targets is not None)
+                sum(one.mean.targets.numel() for one in self.exact if one.mean.targets is not None)
             ),
             "its labels before they are shifted": float(labels if labels != self.verdict.tokens else 0),
             "the micro batches of another step": float(self.elsewhere),

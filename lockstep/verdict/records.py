@@ -9,7 +9,6 @@ from lockstep.dumps.dump import Dump, Dumps, number_of_elements
 from lockstep.inputs.data import independent_tokens
 from lockstep.inputs.samples import IGNORED
 from lockstep.plan.config import BASELINE
-from lockstep.verdict.comparable_dumps import require_summary
 from lockstep.verdict.distance import Distance
 from lockstep.verdict.judgement import LIMIT, ROUNDOFF, Judgement
 from lockstep.verdict.loss_tolerance import GROWTH, RANK_ULPS, loss_noise
@@ -127,13 +126,7 @@ class Norm:
 
 
 def norm_of(dump: Dump, step: int, found: dict[str, Distance]) -> Norm | None:
-    """The recorded gradient norm, held against the gradients; None if they are not all there.
-
-    Raises UserError if the summaries of the logits are not those of the logits.
-    """
-    logits = dump.layout.names.logits
-    if logits in found:
-        require_summary(dump, step, found[logits].own_norm)
+    """The recorded gradient norm, held against the gradients; None if they are not all there."""
     gradients = [f"gradient/{name}" for name in dump.layout.model.trained]
     if not all(name in found for name in gradients):
         return None

@@ -40,7 +40,6 @@ from lockstep.inputs.samples import IGNORED
 from lockstep.plan import command_line, initial_weights, rates
 from lockstep.plan.config import BASELINE, BETAS, EPS, JUDGED, Config
 from lockstep.training import preflight
-from lockstep.training.loop import provenance
 from lockstep.training.optim import (
     AnyOptimizer,
     WeightAverage,
@@ -53,6 +52,7 @@ from lockstep.training.optim import (
     state_kinds,
     trained,
 )
+from lockstep.training.provenance import provenance
 from lockstep.training.strategy import MicroBatch
 from lockstep.verdict import alone, forced, model_check
 from lockstep.verdict.comparable_dumps import require_comparable_dumps

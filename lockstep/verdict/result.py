@@ -150,11 +150,6 @@ class Findings:
         """The largest multiple of what is tolerated, of the tensors that count; 0 if there are none."""
         return max((row.multiple for row in self.counted), default=0.0)
 
-    @property
-    def nearest_by_itself(self) -> float:
-        """The same, of modules by themselves."""
-        return max((row.multiple for row in self.by_themselves), default=0.0)
-
     @functools.cached_property
     def order(self) -> dict[int, dict[str, int]]:
         """Step -> tensor -> its place in the order of execution."""

@@ -1,0 +1,82 @@
+"""The tensors that a rank keeps of one step: its blocks of each, where they lie in the whole, and what has changed since the step before."""
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+
+from lockstep.dumps.hashes import digest
+from lockstep.dumps.plain_shards import PlainShards
+from lockstep.ground.blocks import blocks, pieces
+
+
+class Kept:
+    """`before` are the hashes of what the step before ended with."""
+
+    def __init__(self, plain_shards: PlainShards, before: dict[str, int]):
+        self.plain_shards, self.before = plain_shards, before
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.places: dict[str, list[dict[str, Any]]] = {}
+        self.digests: dict[str, int] = {}  # of what the step ends with
+        self.unchanged: list[str] = []  # weights that the step before ended with
+        self.changed: list[str] = []  # weights and state that it ended otherwise with
+
+    def keep(self, name: str, tensor: torch.Tensor, *, added: bool = False) -> None:
+        """`added`: to what has arrived before."""
+        copy = copied(tensor)
+        self.tensors[name] = self.tensors[name] + copy if added and name in self.tensors else copy
+
+    def keep_shard(
+        self, name: str, tensor: torch.Tensor, *, added: bool = False, written: bool = True
+    ) -> None:
+        """This rank's blocks of a tensor, and where they lie in the whole. `written` is false for one that is written elsewhere."""
+        if isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
+            summed = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
+            tensor = tensor.redistribute(placements=summed)
+        own = name.rpartition("/")[2]
+        runs = self.plain_shards.runs(own, tensor)
+        found = pieces(tensor.detach()) if runs is None else blocks(tensor.detach(), runs)
+        full = tensor.shape if runs is None else self.plain_shards.shapes[own]
+        places = []
+        for number, (start, block) in enumerate(found):
+            if written:
+                self.keep(f"{name}#{number}", block, added=added)
+            places.append({"start": list(start), "shape": list(block.shape)})
+        self.places[name] = [{"full": list(full)}, *places]
+
+    def keep_weight(self, name: str, tensor: torch.Tensor) -> None:
+        """A parameter before the step."""
+        same = self._is_as_before(f"weight/{name}", tensor)
+        if same:
+            self.unchanged.append(f"weight/{name}")
+        self.keep_shard(f"weight/{name}", tensor, written=not same)
+
+    def keep_updated(self, name: str, tensor: torch.Tensor) -> None:
+        """A parameter after the update."""
+        self.keep_shard(f"updated/{name}", tensor)
+        self.digests[f"weight/{name}"] = digest_of(tensor)
+
+    def keep_state(self, name: str, tensor: torch.Tensor) -> None:
+        """What an optimizer keeps of a parameter before the step; `name` is state/KEY/NAME."""
+        self.keep_shard(name, tensor)
+        self._is_as_before(name, tensor)
+
+    def keep_updated_state(self, name: str, tensor: torch.Tensor) -> None:
+        """The same after the update, of which a hash is kept."""
+        self.digests[name] = digest_of(tensor)
+
+    def _is_as_before(self, name: str, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is what the step before ended with; where it ended with another, that is noted."""
+        before = self.before.pop(name, None)
+        same = before == digest_of(tensor)
+        if before is not None and not same:
+            self.changed.append(name)
+        return same
+
+
+def digest_of(tensor: torch.Tensor) -> int:
+    return digest(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+
+
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu().contiguous().clone()

@@ -1,0 +1,63 @@
+"""How a recorded model is divided among ranks, and in which dtypes it computes, as far as torch knows."""
+
+import inspect
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+
+from lockstep.ground.errors import UserError
+
+PIPELINES = ("torch.distributed.pipelining", ".runtime.pipe.", "pipeline_parallel")
+
+
+def require_recordable(model: torch.nn.Module) -> None:
+    for name, module in model.named_modules():
+        if type(module).__name__ == "FullyShardedDataParallel":
+            raise UserError(
+                f"{name or 'the model'} is wrapped by FSDP1, whose flat parameters have no names of their own; use fully_shard (FSDP2)"
+            )
+
+
+def require_no_pipeline() -> None:
+    """Libraries of pipelines call a model that is a stage alone."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        caller = frame.f_globals.get("__name__", "")
+        if any(word in caller for word in PIPELINES):
+            raise UserError(
+                f"the model is a stage of a pipeline, called by {caller}, and no reference can compute a stage alone; record a run without pipeline parallelism"
+            )
+        frame = frame.f_back
+
+
+def autocast_of(model: torch.nn.Module) -> str | None:
+    """The dtype of autocast on the model's device, or None."""
+    device = next(model.parameters()).device.type
+    return str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None
+
+
+def param_dtype_of(model: torch.nn.Module) -> str | None:
+    """The dtype that FSDP2 gives parameters for the forward and the backward pass, or None."""
+    if not isinstance(model, FSDPModule):
+        return None  # the parameters' own
+    dtype = model._get_fsdp_state()._mp_policy.param_dtype
+    return None if dtype is None else str(dtype)
+
+
+def groups() -> list[list[int]]:
+    """The ranks of each process group that this rank is in, in their order there."""
+    groups = dist.distributed_c10d._world.pg_group_ranks.values() if dist.is_initialized() else ()
+    return [sorted(ranks, key=lambda rank: ranks[rank]) for ranks in groups]
+
+
+def data_parallel(model: torch.nn.Module) -> list[int]:
+    """The ranks that FSDP2 divides the samples among, as far as this rank knows; empty without it."""
+    groups = [
+        module._get_fsdp_state()._fsdp_param_group
+        for module in model.modules()
+        if isinstance(module, FSDPModule)
+    ]
+    return sorted(
+        {rank for group in groups if group for rank in group.mesh_info.mesh.mesh.flatten().tolist()}
+    )

@@ -1,0 +1,206 @@
+"""Ray: joined in the cluster that RAY_ADDRESS names, or started here; and left, or ended with all of its processes.
+
+`python -m lockstep.running.ray_instance` starts a local one, prints its address, and ends with what started it.
+"""
+
+if __name__ == "__main__":
+    import signal
+
+    from lockstep.ground import startup
+
+    for number in (signal.SIGINT, signal.SIGTERM):  # they are for the script that started this
+        signal.signal(number, signal.SIG_IGN)
+    startup.begin()
+
+import contextlib
+import importlib
+import logging
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from lockstep.ground import processes, startup
+from lockstep.ground.errors import TrainingFailure, UserError, first_line, run_program
+
+if TYPE_CHECKING:
+    import psutil
+
+RAY_ENVIRONMENT = {
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",  # workers stay where the scripts are
+    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # print is print
+    "RAY_DEDUP_LOGS": "0",  # the stacks of ranks have many lines in common
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",  # the default of 2 s is also how late the end is noticed
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # one actor less to start; a preempted run is not resumed here
+    "RAY_TRAIN_METRICS_ENABLED": "0",  # there is no dashboard to show them
+}
+CONNECT_TIMEOUT = 3.0  # seconds
+
+
+def import_ray(name: str) -> ModuleType:
+    """Import a module of Ray, after setting the environment variables that it reads while it is imported."""
+    for key, value in RAY_ENVIRONMENT.items():
+        os.environ.setdefault(key, value)
+    try:
+        with startup.importing():
+            return importlib.import_module(name)
+    except ImportError as error:
+        raise UserError(
+            f"ray cannot be imported ({first_line(error)}); install requirements.txt, or use torchrun"
+        ) from error
+
+
+def connect(ray: ModuleType) -> None:
+    """Join the cluster that RAY_ADDRESS names, or start a Ray instance that ends with this process."""
+    address = os.environ.get("RAY_ADDRESS") or "local"
+    if address.startswith("ray://"):
+        raise UserError(
+            f"RAY_ADDRESS {address}: Ray Client is not supported; give the HOST:PORT that `ray start --head` printed"
+        )
+    try:
+        if address != "local":
+            _require_cluster(ray, address)
+        with _our_sigterm(ray):
+            ray.init(
+                address=address,
+                **({"include_dashboard": False} if address == "local" else {}),
+                logging_level=logging.ERROR,
+                logging_config=ray.LoggingConfig(
+                    log_level="ERROR"
+                ),  # without a dashboard Ray warns every second
+            )
+    except ray.exceptions.AuthenticationError as error:
+        raise UserError(
+            f"RAY_ADDRESS {address}: the Ray cluster asks for a token, and the one here is missing or wrong; copy the cluster's "
+            "~/.ray/auth_token, or set RAY_AUTH_TOKEN, and leave RAY_AUTH_MODE unset or set it to token"
+        ) from error
+    except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
+        if address == "local":
+            raise TrainingFailure(f"no Ray instance could be started: {first_line(error)}") from error
+        raise UserError(
+            f"RAY_ADDRESS {address}: no Ray cluster answers there ({first_line(error)}); start it, or unset RAY_ADDRESS"
+        ) from error
+
+
+@contextlib.contextmanager
+def _our_sigterm(ray: ModuleType) -> Iterator[None]:
+    """Ray takes SIGTERM for itself while it starts, to end with a trace and its own status. Here lockstep/ground/startup.py answers it."""
+    takes, ours = ray._private.utils.set_sigterm_handler, signal.getsignal(signal.SIGTERM)
+    ray._private.utils.set_sigterm_handler = lambda _handler: None
+    try:
+        yield
+    finally:
+        ray._private.utils.set_sigterm_handler = takes
+        signal.signal(signal.SIGTERM, ours)  # its native code takes it, too
+
+
+def _require_cluster(ray: ModuleType, address: str) -> None:
+    """Raise at once unless a cluster answers and accepts us; ray.init would try for minutes.
+
+    A cluster made by `ray start` asks for a token if there is one, so ours is sent if RAY_AUTH_MODE is unset.
+    """
+    found = ray._private.services.canonicalize_bootstrap_address_or_die(address)
+    host, _, port = found.rpartition(":")
+    socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT).close()
+    tokens = ray._raylet.AuthenticationTokenLoader.instance()
+    if os.environ.get("RAY_AUTH_MODE") == "token" and not tokens.has_token(ignore_auth_mode=True):
+        raise ray.exceptions.AuthenticationError("no token")  # the client would end the process
+    with _quiet():
+        try:
+            ray._raylet.GcsClient(address=found)
+        except ray.exceptions.AuthenticationError:
+            if "RAY_AUTH_MODE" in os.environ or not tokens.has_token(ignore_auth_mode=True):
+                raise
+            os.environ["RAY_AUTH_MODE"] = "token"
+            ray._raylet.Config.initialize("")  # Ray has read the environment already
+            ray._raylet.GcsClient(address=found)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Suppress what native code writes to standard error; the exception says the same."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
+def shutdown(ray: ModuleType, *, clean: bool) -> None:
+    """Leave the cluster, or end our own instance. `clean` removes the folder of logs that it leaves."""
+    node = ray._private.worker._global_node
+    session = Path(node.get_session_dir_path()) if node is not None and node.is_head() else None
+    import psutil  # Ray brings it along
+
+    started = psutil.Process().children(recursive=True)
+    ray.shutdown()
+    _kill(started)  # agents and new workers would try for up to a minute to reach their raylet
+    if clean and session is not None:
+        shutil.rmtree(session, ignore_errors=True)
+        latest = session.with_name("session_latest")
+        if latest.is_symlink() and not latest.exists():
+            latest.unlink(missing_ok=True)
+
+
+def end_children() -> None:
+    """After Ctrl-C: kill all children of this process, which are Ray's, and the workers and agents of its raylet.
+
+    They have asked the kernel to end them with this process, except one that was only just forked and has not asked yet. A raylet is stopped
+    before its workers are killed. A worker that it started later would try for up to a minute to reach it.
+    """
+    import psutil
+
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
+            if child.name() == "raylet":
+                child.suspend()
+                # the signal may arrive while it starts one
+                while child.status() not in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE):
+                    time.sleep(0.001)
+                _kill(child.children())
+            child.kill()
+
+
+def _kill(found: "list[psutil.Process]") -> None:
+    import psutil
+
+    for process in found:
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
+            process.kill()
+
+
+def _hold_local_ray() -> int:
+    """Start a local Ray instance, print its address, and keep it until SIGUSR1 or the end of the parent process."""
+    parent = os.environ.get("LOCKSTEP_PARENT")
+    signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0))
+    processes.end_with_parent(signal.SIGUSR1)
+    if parent not in (None, str(os.getppid())):  # it ended before we could ask
+        return 1
+    folder = tempfile.mkdtemp(
+        prefix="lockstep-", dir=os.environ.get("RAY_TMPDIR", "/tmp")
+    )  # short: the names of sockets must be
+    os.environ["RAY_TMPDIR"] = folder
+    ray = import_ray("ray")
+    try:
+        connect(ray)
+        print(ray.get_runtime_context().gcs_address, flush=True)
+        while True:
+            signal.pause()
+    finally:
+        shutdown(ray, clean=True)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    startup.end(run_program("lockstep.running.ray_instance", _hold_local_ray))

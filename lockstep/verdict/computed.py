@@ -1,0 +1,70 @@
+"""What a pass of the model over one micro batch gives, free or forced through the tensors that a run wrote."""
+
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass, field
+
+import torch
+
+from lockstep.dumps.module_hooks import ModuleHooks
+from lockstep.verdict.normalisation import Gradients
+from lockstep.verdict.recorded_loss import Mean
+
+
+@dataclass
+class Term:
+    """A further scalar that the model returns, such as a router's balance loss."""
+
+    value: float
+    coefficient: float  # in the model's loss; 0 if it does not count there
+    gradients: Gradients  # of the term itself
+    beside: float = 0.0  # what arrived at it from beside the model's loss
+
+
+@dataclass
+class Choice:
+    """What the model was told to choose, such as experts."""
+
+    regret: float  # by how much a score that was left out is above one that was taken, at most
+    scores: torch.Tensor
+
+
+@dataclass
+class Computed:
+    """What a micro batch gives."""
+
+    gradients: Gradients  # of its loss
+    # None where no labels reach the model: the gradients then follow from the recorded one at the logits
+    loss: float | None
+    arrived: float  # at the loss, in the run: what the loop multiplied it with; nan where the loop trained on a part of it
+    terms: dict[str, Term]
+    # forward/MICRO_BATCH/MODULE and backward/..., in order of execution
+    modules: Mapping[str, torch.Tensor]
+    told: dict[str, Choice]  # by the name of the output that has it
+    mean: Mean = field(default_factory=Mean)  # known in a free pass in float64 alone
+    # In free passes:
+    # Of `modules`, which take the most memory and are dropped
+    shapes: dict[str, torch.Size] = field(default_factory=dict)
+    logits: torch.Tensor | None = None
+    at_logits: torch.Tensor | None = None  # the gradient of the loss there
+
+
+class Passes:
+    """Of passes over micro batches, keeps what modules give and what arrives there; `written` takes the place of the same, each in its shape.
+
+    Gradients still pass. Names begin with forward/ or backward/.
+    """
+
+    def __init__(self, model: torch.nn.Module):
+        self.modules: MutableMapping[str, torch.Tensor] = {}
+        self.written: Mapping[str, torch.Tensor] = {}
+        self.hooks = ModuleHooks(model, "*", self.keep, self.instead)
+
+    def keep(self, name: str, tensor: torch.Tensor) -> None:
+        self.modules[name] = tensor.detach().clone()
+
+    def instead(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
+        found = self.written.get(name)
+        if found is None or found.shape != tensor.shape or not tensor.is_floating_point():
+            return None
+        found = found.to(tensor.dtype)
+        return found if name.startswith("backward/") else found + (tensor - tensor.detach())

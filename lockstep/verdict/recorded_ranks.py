@@ -1,0 +1,212 @@
+"""What is wrong with a recorded step that its ranks show without a reference: in what they must have alike, in clipping, and in their samples."""
+
+import itertools
+import math
+
+import torch
+
+from lockstep.dumps.recording import Called, Recording, Step
+from lockstep.ground.errors import UserError
+from lockstep.verdict.lazy import Lazy
+from lockstep.verdict.normalisation import Gradients
+from lockstep.verdict.recorded_rows import StepVerdict
+from lockstep.verdict.recorded_update import and_more
+
+KINDS = {"weight": "weights", "gradient": "gradients"}
+SAME_NORM = 1e-5  # relative: ranks may add up the parts of a norm in another order
+
+
+class Ranks:
+    """Adds sentences to the verdict. `micro` are the micro batches that count; `streamed`: memory does not hold a whole model."""
+
+    def __init__(self, recording: Recording, verdict: StepVerdict, micro: list[Called], *, streamed: bool):
+        self.recording, self.verdict, self.micro, self.streamed = recording, verdict, micro, streamed
+        self.ranks = recording.steps[verdict.step - 1]
+
+    def agreed(self, kind: str) -> Gradients:
+        """Whole tensors by name; what replicas disagree in is wrong."""
+        found, differ = dict[str, torch.Tensor](), []
+        names = self.recording.names(self.verdict.step, kind)
+        for name in names:
+            tensor, odd = self.recording.whole(self.verdict.step, f"{kind}/{name}")
+            if not self.streamed:
+                found[name] = tensor
+            if odd:
+                differ.append((name, odd[0]))
+        if differ:
+            (name, rank), more = differ[0], len(differ) - 1
+            others = f", and {more} more" if more else ""
+            why = self._why(rank, name) if kind == "gradient" else ""
+            self.verdict.wrong.append(
+                f"{KINDS[kind]} differ between ranks that hold the same: {name} on rank {rank}{others}{why}"
+            )
+        if not self.streamed:
+            return found
+        return Lazy(names, lambda name: self.recording.whole(self.verdict.step, f"{kind}/{name}")[0])
+
+    def _why(self, rank: int, name: str) -> str:
+        """Why the gradients of a rank, as that of a parameter, differ from those of rank 0, to be read after it."""
+        first, about = self.ranks[0], self.ranks[rank]
+        numbers = len(first.micro_batches), len(about.micro_batches)
+        if numbers[0] != numbers[1]:
+            return f"; rank 0 stepped after {numbers[0]} micro batches, rank {rank} after {numbers[1]}"
+        if self._only_clipped_otherwise(rank, name):
+            return f"; they were clipped by different norms, {first.clips[0].norm:.7g} and {about.clips[0].norm:.7g}"
+        alike = any(0 in called.ranks and rank in called.ranks for called in self.micro)
+        if self._shares_a_model(first, about) and not alike:
+            return (
+                f"; ranks 0 and {rank} have parts of one model, and were called with different micro batches"
+            )
+        return "; they were not reduced over these ranks, or not all of them"
+
+    def _only_clipped_otherwise(self, rank: int, name: str) -> bool:
+        """Whether what rank 0 and a rank have of a gradient differs by their factors of clipping."""
+        if any(len(self.ranks[one].clips) != 1 for one in (0, rank)):
+            return False
+        before = []
+        for one in (0, rank):
+            part = self.recording.part(one, self.verdict.step, f"gradient/{name}")
+            if part is None:
+                return False
+            before.append(part.double() / self.ranks[one].clips[0].factor)
+        if before[0].shape != before[1].shape:
+            return False
+        return float((before[0] - before[1]).norm()) <= SAME_NORM * float(before[0].norm())
+
+    @staticmethod
+    def _shares_a_model(first: Step, about: Step) -> bool:
+        """Whether two ranks hold different shards, which FSDP2 did not make."""
+        if about.rank in first.data_parallel:
+            return False
+        place = [one.data_parallel.index(one.rank) if one.data_parallel else 0 for one in (first, about)]
+        shards = [
+            {name: places for name, places in one.places.items() if name.startswith("weight/")}
+            for one in (first, about)
+        ]
+        return place[0] == place[1] and shards[0] != shards[1]
+
+    def judge_clips(self) -> None:
+        """All ranks clip by the norm of the whole gradient, so by one norm, but for the rounding errors of a sum."""
+        (first, mine), *others = ((rank, about.clips) for rank, about in self.ranks.items())
+        for rank, clips in others:
+            for own, other in zip(mine, clips, strict=False):
+                if not math.isclose(own.norm, other.norm, rel_tol=SAME_NORM):
+                    self.verdict.wrong.append(
+                        f"rank {first} clipped by a norm of {own.norm:.7g}, rank {rank} by {other.norm:.7g}: at least one of them is not that of the whole gradient"
+                    )
+                    return
+            if len(mine) != len(clips):
+                self.verdict.wrong.append(
+                    f"rank {first} clipped {len(mine)} times, rank {rank} {len(clips)} times"
+                )
+                return
+
+    def judge_unused(self, unused: list[Called]) -> None:
+        for called in unused:
+            self.verdict.wrong.append(
+                f"micro batch {called.number} of rank {called.ranks[0]} does not count: no gradient arrived at what the model returned for it"
+            )
+
+    def judge_modes(self) -> None:
+        """All micro batches are computed in one precision, and a module in one mode on all ranks."""
+        first, *others = (
+            (f"micro batch {number} of rank {rank}", one.autocast)
+            for rank, about in self.ranks.items()
+            for number, one in enumerate(about.micro_batches)
+        )
+        other = next((one for one in others if one[1] != first[1]), None)
+        if other is not None:
+            how, how_other = (
+                "without autocast" if one is None else f"in {one}" for one in (first[1], other[1])
+            )
+            self.verdict.wrong.append(f"{first[0]} is computed {how}, {other[0]} {how_other}")
+        of_ranks = [[set(one.evaluated) for one in about.micro_batches] for about in self.ranks.values()]
+        for number, modes in enumerate(zip(*of_ranks, strict=False)):
+            differ = sorted(set.union(*modes) - set.intersection(*modes))
+            if differ:
+                alone = ", ".join(str(rank) for rank, mode in enumerate(modes) if differ[0] in mode)
+                self.verdict.wrong.append(
+                    f"{and_more(differ)}: in evaluation mode on rank {alone} alone (micro batch {number})"
+                )
+                return
+
+    def untied(self, weights: Gradients) -> bool:
+        """Whether tied parameters are no longer one. Raises UserError where others came or went: no reference has them."""
+        model = self.recording.skeleton
+        own, with_tied = (
+            {name for name, _ in model.named_parameters(remove_duplicate=once)} for once in (True, False)
+        )
+        new, gone = sorted(weights.keys() - own), sorted(own - weights.keys())
+        if gone or set(new) - with_tied:
+            raise UserError(
+                f"the model has other parameters than when the recording began, such as {(gone + new)[0]}; begin it when the model is complete"
+            )
+        if new:
+            self.verdict.wrong.append(
+                f"{new[0]} is a parameter of its own, though it was tied when the recording began"
+            )
+        return bool(new)
+
+    def parted(self) -> bool:
+        """Whether ranks that share out what a module returns were called with different micro batches."""
+        for called in self.micro:
+            parted = self.recording.parted(self.verdict.step, called)
+            if parted:
+                name, rank = parted
+                self.verdict.wrong.append(
+                    f"ranks {called.ranks[0]} and {rank} each have a part of what {name} returns, and were called with different micro batches {called.number}"
+                )
+                return True
+        return False
+
+    def clipped_in_parts(self, gradients: Gradients) -> bool:
+        """Whether the gradient was clipped before it was complete, or only a part of it."""
+        wrong = self.verdict.wrong
+        for rank, about in self.ranks.items():
+            micro = len(about.micro_batches)
+            for clip in about.clips:
+                without = sorted(gradients.keys() - clip.parameters)
+                if clip.after is not None and clip.after < micro:
+                    wrong.append(
+                        f"rank {rank} clipped after micro batch {clip.after - 1} of {micro}: the gradient was not complete"
+                    )
+                    return True
+                if clip.too_late:
+                    wrong.append(f"rank {rank} clipped after the optimizer's step, so it has no effect")
+                    return True
+                if clip.parameters and without and len(about.clips) == 1:
+                    wrong.append(
+                        f"{len(clip.parameters)} of {len(gradients)} parameters with a gradient were clipped, and not {without[0]}"
+                    )
+                    return True
+        return False
+
+    def judge_samples(self) -> None:
+        """Ranks that hold whole replicas are data-parallel, so they must see different samples."""
+        for one, other in itertools.combinations(self.micro, 2):
+            if one.first is not other.first and one.has_same(other.tensors, other.about):
+                self.verdict.wrong.append(
+                    f"micro batches {one.number} of rank {one.ranks[0]} and {other.number} of rank {other.ranks[0]} are the same samples"
+                )
+                return
+        twice = next((called for called in self.micro if len(called.ranks) > 1), None)
+        if twice is None:
+            return
+        where = (
+            f"ranks {', '.join(map(str, twice.ranks))} were called with the same micro batch {twice.number}"
+        )
+        first, *others = twice.ranks
+        if set(others) & set(self.ranks[first].data_parallel):
+            self.verdict.wrong.append(f"{where}, though FSDP2 divides the samples among them")
+        elif any(
+            place.shape != places[0].full
+            for about in self.ranks.values()
+            for name, places in about.places.items()
+            if name.startswith("weight/")
+            for place in places[1:]
+        ):
+            self.verdict.notes.append(f"{where}, so they are taken for ranks of a model-parallel group")
+        else:
+            self.verdict.wrong.append(
+                f"{where}, though each holds a whole replica: the samples are not divided among the ranks"
+            )
