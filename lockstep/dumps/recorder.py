@@ -40,7 +40,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils._pytree import tree_flatten_with_path, treespec_dumps
+from torch.utils._pytree import tree_flatten_with_path, tree_leaves, treespec_dumps
 
 from lockstep.dumps import deepspeed_engine, tree
 from lockstep.dumps.hashes import digest
@@ -58,6 +58,7 @@ FORMAT = 1
 STEPS = 2
 EVERY_MODULE = "*"
 PIPELINES = ("torch.distributed.pipelining", ".runtime.pipe.", "pipeline_parallel")
+REDUCING = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor")
 NOTED: dict[str, torch.Tensor] = {}  # by lockstep.record.batch, for the next training call of the model
 
 
@@ -113,6 +114,7 @@ class Recorder:
         self.removing += [leaf.register_forward_pre_hook(self._see_leaf).remove for leaf in leaves]
         self._watch_clipping()
         self._watch_scaler()
+        self._watch_collectives()
         shutil.rmtree(self._rank_folder, ignore_errors=True)  # an earlier recording
 
     @property
@@ -160,6 +162,7 @@ class Recorder:
         self.clips: list[dict[str, Any]] = []
         self.optimizers: list[dict[str, Any]] = []
         self.updating = False
+        self.reduced = 0  # elements that were given to collectives that reduce
         self.stepped: set[int] = set()
         self.buffers: dict[str, int] = {}
         self.arrived_since = True  # a gradient, after the last step of another model's optimizer
@@ -174,7 +177,7 @@ class Recorder:
         ) -> Any:
             parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
             whole = total_norm.full_tensor() if isinstance(total_norm, DTensor) else total_norm
-            own = {id(one) for one in self.model.parameters()}
+            own = {id(one) for one in tree.named_parameters(self.model).values()}
             if any(id(one) in own for one in parameters):  # else another model's
                 self.see_clip(parameters, float(max_norm), float(whole))
             return real(parameters, max_norm, total_norm, *rest, **options)
@@ -200,11 +203,24 @@ class Recorder:
         setattr(torch.amp.GradScaler, "step", step)  # noqa: B010 - a method of a class of torch
         self.removing.append(functools.partial(setattr, torch.amp.GradScaler, "step", real))
 
+    def _watch_collectives(self) -> None:
+        """Counts what is reduced by calls from Python, which DDP's own are not: an optimizer may reduce gradients itself."""
+        for name in REDUCING:
+            real = getattr(dist, name)
+
+            @functools.wraps(real)
+            def counted(*arguments: Any, real: Callable[..., Any] = real, **options: Any) -> Any:
+                self.reduced += max(map(_number_of_elements, (*arguments, *options.values())), default=0)
+                return real(*arguments, **options)
+
+            setattr(dist, name, counted)
+            self.removing.append(functools.partial(setattr, dist, name, real))
+
     @_harmless
     def see_clip(self, parameters: list[torch.Tensor], max_norm: float, norm: float) -> None:
-        given = {id(one) for one in parameters if one.grad is not None}
-        own = tree.named_parameters(self.model)
-        names = [name for name, one in own.items() if id(one) in given]
+        given = {id(one): one.grad is not None for one in parameters}
+        all_names = {name: given[id(one)] for name, one in tree.named_parameters(self.model).items() if id(one) in given}
+        names = [name for name, has_gradient in all_names.items() if has_gradient]
         about = {"max_norm": max_norm, "norm": norm, "after": len(self.micro)}
         clip = next((one for one in self.clips if one.items() >= about.items()), None)
         if clip is None:  # else parameters of several meshes, which are clipped in groups, by one norm
@@ -212,7 +228,10 @@ class Recorder:
             self.clips.append(clip)
         clip["parameters"] += names
         clip["too_late"] = any(
-            name in group["params"] for one in self.optimizers for group in one["groups"] for name in names
+            name in group["params"]
+            for one in self.optimizers
+            for group in one["groups"]
+            for name in names or all_names  # an optimizer in the backward pass has set gradients to None
         )
 
     def keep(self, name: str, tensor: torch.Tensor, *, added: bool = False) -> None:
@@ -489,7 +508,7 @@ class Recorder:
     def _is_of_another_model(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether an optimizer holds none of the model's parameters, and another one does. If none does, it may hold copies of them."""
         if id(optimizer) not in self.of_others:
-            own = {id(parameter) for parameter in self.model.parameters()}
+            own = {id(parameter) for parameter in tree.named_parameters(self.model).values()}
             holding = [
                 one
                 for one in gc.get_objects()
@@ -533,6 +552,7 @@ class Recorder:
             "micro_batches": self.micro,
             "clips": self.clips,
             "optimizers": self.optimizers,
+            "reduced": self.reduced,
             "places": self.places,
             "unchanged": self.unchanged,
             "changed": self.changed,
@@ -559,6 +579,10 @@ def write_model(folder: Path, about: tree.TREE, tensors: dict[str, torch.Tensor]
 
 def _digest(tensor: torch.Tensor) -> int:
     return digest(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+
+
+def _number_of_elements(given: Any) -> int:
+    return sum(one.numel() for one in tree_leaves(given) if isinstance(one, torch.Tensor))
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:

@@ -90,9 +90,17 @@ class Step(Strict):
     micro_batches: list[MicroBatch]
     clips: list[Clip]
     optimizers: list[Optimizer]
+    reduced: Whole = 0  # elements that the loop itself gave to collectives that reduce
     places: dict[Name, list[Place]]
     unchanged: list[Name]  # weights that are what the step before ended with, and written there
     changed: list[Name]  # weights and state that are not
+
+    @property
+    def held(self) -> list[str]:
+        """The model's parameters that optimizers hold; one comes as often as it is held."""
+        return [
+            name for optimizer in self.optimizers for group in optimizer.groups for name in group["params"] if name
+        ]
 
 
 class RunStep(Strict):
@@ -216,10 +224,12 @@ class Recording:
     def __init__(self, folder: Path):
         self.folder = folder
         self._opened: dict[Path, Any] = {}
+        self._holders: dict[int, dict[str, list[int]]] = {}
         path = folder / "model.json"
         if not path.is_file():
             raise UserError(
-                f"{folder} holds no recording (there is no {path.name}); record a run into it first"
+                f"{folder} holds no recording (there is no {path.name}); record a run into it first, "
+                "whose weights an optimizer of torch updates, or one that is derived from torch.optim.Optimizer"
             )
         content = read_json(path)
         if (
@@ -360,12 +370,29 @@ class Recording:
                 return module_of(name), other
         return None
 
-    def whole(self, step: int, name: str, ranks: list[int] | None = None) -> tuple[torch.Tensor, list[int]]:
+    def holders(self, step: int) -> dict[str, list[int]]:
+        """Of the parameters that not every rank's optimizers hold, such as where each updates its share of them: the ranks whose do."""
+        if step not in self._holders:
+            ranks = self.steps[step - 1]
+            held = {rank: set(one.held) for rank, one in ranks.items()}
+            self._holders[step] = {
+                name: [rank for rank, names in held.items() if name in names]
+                for name in set.union(*held.values()) - set.intersection(*held.values())
+            }
+        return self._holders[step]
+
+    def whole(
+        self, step: int, name: str, ranks: list[int] | None = None, *, mean: bool = False
+    ) -> tuple[torch.Tensor, list[int]]:
         """(a tensor made whole, the ranks whose shard is not what an earlier rank has in its place); `ranks` are those that may hold it.
 
+        A gradient and an updated parameter are those of the ranks whose optimizers hold it. `mean`: over the replicas.
         Raises UserError if the ranks' shards do not cover it.
         """
-        shards: dict[tuple, tuple[int, torch.Tensor]] = {}
+        kind, _, own = name.partition("/")
+        if ranks is None and kind in ("gradient", "updated"):
+            ranks = self.holders(step).get(own)
+        replicas: dict[tuple, list[torch.Tensor]] = {}
         odd: list[int] = []
         full: list[int] = []
         for rank, about in self.steps[step - 1].items():
@@ -376,11 +403,13 @@ class Recording:
             for number, place in enumerate(places[1:]):
                 key = (tuple(place.start or ()), tuple(place.shape or ()))
                 block = self._tensor(rank, step, f"{name}#{number}")
-                if key not in shards:
-                    shards[key] = (rank, block)
-                elif not torch.equal(shards[key][1], block):
+                if key in replicas and not torch.equal(replicas[key][0], block):
                     odd.append(rank)
-        blocks = [(key, block) for key, (_, block) in shards.items()]
+                replicas.setdefault(key, []).append(block)
+        blocks = [
+            (key, torch.stack([one.double() for one in found]).mean(0).to(found[0].dtype) if mean else found[0])
+            for key, found in replicas.items()
+        ]
         covered = sum(block.numel() for _, block in blocks)
         if not blocks or covered != torch.Size(full).numel():
             raise UserError(f"{self.folder}: {name} of step {step} has {covered} of its elements; {REMEDY}")

@@ -97,6 +97,7 @@ class _Step:
         self.micro.sort(key=lambda one: (one.first.ranks[0], one.number))  # pieces beside each other
         self.of_norm: list[str] = []  # what is wrong with the norm of clipping: after what may have caused it
         self.loss_noise = 0.0
+        self.reduced_later = False  # gradients of replicas, by an optimizer itself
         self.exact: list[Computed] = []
         self.near: list[Computed] = []
 
@@ -132,6 +133,9 @@ class _Step:
         self._judge_alone(nominal, place)
         verdict.wrong += self.of_norm + missing
         recorded_update.judge(self.recording, verdict, weights, gradients)
+        if self.reduced_later:
+            kind = self.ranks[0].optimizers[0].kind.partition(":")[2]
+            verdict.leave(f"what {kind} makes of the gradients, which it reduces itself, is not judged")
         return verdict
 
     def _judge_free(self, weights: Gradients, expect: str | None) -> tuple[torch.Tensor | None, int]:
@@ -253,10 +257,13 @@ class _Step:
             size = max(
                 float(one.gradients[name].norm()) if name in one.gradients else 0.0 for one in self.exact
             )
+            holders = self.recording.holders(self.verdict.step).get(name, self.ranks)
             without = [
                 rank
                 for rank, about in self.ranks.items()
-                if f"weight/{name}" in about.places and f"gradient/{name}" not in about.places
+                if f"weight/{name}" in about.places
+                and f"gradient/{name}" not in about.places
+                and (rank in holders or name in about.frozen)
             ]
             if size > 0 and without:
                 found.append(f"{name} has no gradient on rank {without[0]}, though the loss depends on it")
@@ -278,6 +285,8 @@ class _Step:
                 found[name] = tensor
             if odd:
                 differ.append((name, odd[0]))
+        if kind == "gradient" and differ and self._reduces_itself([name for name, _ in differ]):
+            self.reduced_later, differ = True, []
         if differ:
             (name, rank), more = differ[0], len(differ) - 1
             others = f", and {more} more" if more else ""
@@ -285,9 +294,34 @@ class _Step:
             self.verdict.wrong.append(
                 f"{KINDS[kind]} differ between ranks that hold the same: {name} on rank {rank}{others}{why}"
             )
-        if not self.streamed:
+        if not self.streamed and not self.reduced_later:
             return found
-        return Lazy(names, lambda name: self.recording.whole(self.verdict.step, f"{kind}/{name}")[0])
+        return Lazy(names, lambda name: self._whole(self.verdict.step, f"{kind}/{name}"))
+
+    def _whole(self, step: int, name: str) -> torch.Tensor:
+        mean = self.reduced_later and name.startswith("gradient/")
+        return self.recording.whole(step, name, mean=mean)[0]
+
+    def _reduces_itself(self, differ: list[str]) -> bool:
+        """Whether an optimizer that no reference knows makes one update of gradients that differ between replicas.
+
+        Weights that are the same afterwards may also be one rank's, so the loop must have called collectives that reduce as much.
+        """
+        if any(recorded_update.class_of(one) for one in self.ranks[0].optimizers):
+            return False
+        size, apart = 0, []
+        for name in differ:
+            updated, odd = self.recording.whole(self.verdict.step, f"updated/{name}")
+            size += updated.numel()
+            apart += [f"{name} on rank {odd[0]}"] if odd else []
+        if self.ranks[0].reduced < size or len(apart) == len(differ):
+            return False
+        if apart:
+            self.verdict.wrong.append(
+                f"weights differ after the update between ranks that hold the same: {recorded_update.and_more(apart)}"
+            )
+        return True
+
 
     def _why(self, rank: int, name: str) -> str:
         """Why the gradients of a rank, as that of a parameter, differ from those of rank 0, to be read after it."""
@@ -420,7 +454,7 @@ class _Step:
             return
         if not self.gradients.keys() <= set(self.recording.names(last, "gradient")):
             return
-        kept = Lazy(self.gradients, lambda name: self.recording.whole(last, f"gradient/{name}")[0].double())
+        kept = Lazy(self.gradients, lambda name: self._whole(last, f"gradient/{name}").double())
         with_it = normalisation.fit(self.gradients, [*self._columns(self.exact), kept])
         if with_it.typical < KEPT * fitted.typical:
             self.verdict.wrong.insert(
