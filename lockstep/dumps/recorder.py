@@ -162,6 +162,7 @@ class Recorder:
         self.clips: list[dict[str, Any]] = []
         self.optimizers: list[dict[str, Any]] = []
         self.updating = False
+        self.channels_last: list[str] = []  # parameters
         self.reduced = 0  # elements that were given to collectives that reduce
         self.stepped: set[int] = set()
         self.buffers: dict[str, int] = {}
@@ -219,7 +220,11 @@ class Recorder:
     @_harmless
     def see_clip(self, parameters: list[torch.Tensor], max_norm: float, norm: float) -> None:
         given = {id(one): one.grad is not None for one in parameters}
-        all_names = {name: given[id(one)] for name, one in tree.named_parameters(self.model).items() if id(one) in given}
+        all_names = {
+            name: given[id(one)]
+            for name, one in tree.named_parameters(self.model).items()
+            if id(one) in given
+        }
         names = [name for name, has_gradient in all_names.items() if has_gradient]
         about = {"max_norm": max_norm, "norm": norm, "after": len(self.micro)}
         clip = next((one for one in self.clips if one.items() >= about.items()), None)
@@ -345,6 +350,7 @@ class Recorder:
             "scalars": {},  # those that arrive at scalars
             "autocast": None,
             "param_dtype": _param_dtype(self.model),
+            "channels_last": [],
             "evaluated": [
                 tree.clean(name) for name, module in self.model.named_modules() if not module.training
             ],
@@ -361,6 +367,7 @@ class Recorder:
             if isinstance(value, torch.Tensor):
                 self.keep(f"batch/{number}/{name}", value)
                 about["tensors"].append(name)
+                about["channels_last"] += [name] * _is_channels_last(value)
             elif isinstance(value, PLAIN):
                 about["plain"][name] = value
             else:
@@ -476,6 +483,7 @@ class Recorder:
             final = list(own.values())
             for name, parameter in own.items():  # only now: FSDP2 has its shards in their places again
                 self.keep_weight(name, parameter)
+                self.channels_last += [name] * _is_channels_last(parameter)
         scale = getattr(
             optimizer, "grad_scale", None
         )  # which a GradScaler leaves to an optimizer that is fused
@@ -553,6 +561,7 @@ class Recorder:
             "clips": self.clips,
             "optimizers": self.optimizers,
             "reduced": self.reduced,
+            "channels_last": self.channels_last,
             "places": self.places,
             "unchanged": self.unchanged,
             "changed": self.changed,
@@ -583,6 +592,12 @@ def _digest(tensor: torch.Tensor) -> int:
 
 def _number_of_elements(given: Any) -> int:
     return sum(one.numel() for one in tree_leaves(given) if isinstance(one, torch.Tensor))
+
+
+def _is_channels_last(tensor: torch.Tensor) -> bool:
+    """Whether its channels lie beside each other in memory, which convolutions are then computed otherwise for."""
+    order = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.ndim)
+    return order is not None and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=order)
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:

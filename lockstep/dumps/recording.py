@@ -40,6 +40,7 @@ class MicroBatch(Strict):
     scalars: dict[Name, MayBreakDown]
     loss: MayBreakDown | None = None
     evaluated: list[str]  # modules in evaluation mode
+    channels_last: list[Name] = []  # of the tensors, by their order in memory
 
 
 class Clip(Strict):
@@ -90,6 +91,7 @@ class Step(Strict):
     micro_batches: list[MicroBatch]
     clips: list[Clip]
     optimizers: list[Optimizer]
+    channels_last: list[Name] = []  # parameters
     reduced: Whole = 0  # elements that the loop itself gave to collectives that reduce
     places: dict[Name, list[Place]]
     unchanged: list[Name]  # weights that are what the step before ended with, and written there
@@ -99,7 +101,11 @@ class Step(Strict):
     def held(self) -> list[str]:
         """The model's parameters that optimizers hold; one comes as often as it is held."""
         return [
-            name for optimizer in self.optimizers for group in optimizer.groups for name in group["params"] if name
+            name
+            for optimizer in self.optimizers
+            for group in optimizer.groups
+            for name in group["params"]
+            if name
         ]
 
 
@@ -324,7 +330,12 @@ class Recording:
         first = f"backward/{called.number}/returned."
         places = self.steps[step - 1][called.ranks[0]].places
         names = [name for name in places if name.startswith(first)]
-        found = {name.removeprefix(first): self.whole(step, name, called.ranks)[0] for name in names}
+        # Those that have a part of it may be called with other samples, which is then said.
+        of_all = self.parted(step, called)
+        found = {
+            name.removeprefix(first): self.whole(step, name, None if of_all else called.ranks)[0]
+            for name in names
+        }
         return {name: one for name, one in found.items() if one.any()}
 
     def names(self, step: int, kind: str) -> list[str]:
@@ -355,10 +366,9 @@ class Recording:
     def parted(self, step: int, called: Called) -> tuple[str, int] | None:
         """(an output of a module that the ranks that were called with a micro batch do not have all of, another rank that has the rest)."""
         ranks = self.steps[step - 1]
+        first = (f"forward/{called.number}/", f"backward/{called.number}/returned.")
         for name, (whole, *parts) in ranks[called.ranks[0]].places.items():
-            if not name.startswith(f"forward/{called.number}/") or [one.shape for one in parts] == [
-                whole.full
-            ]:
+            if not name.startswith(first) or [one.shape for one in parts] == [whole.full]:
                 continue
             starts = {
                 rank: {tuple(one.start or ()) for one in about.places.get(name, [])[1:]}
@@ -407,7 +417,10 @@ class Recording:
                     odd.append(rank)
                 replicas.setdefault(key, []).append(block)
         blocks = [
-            (key, torch.stack([one.double() for one in found]).mean(0).to(found[0].dtype) if mean else found[0])
+            (
+                key,
+                torch.stack([one.double() for one in found]).mean(0).to(found[0].dtype) if mean else found[0],
+            )
             for key, found in replicas.items()
         ]
         covered = sum(block.numel() for _, block in blocks)

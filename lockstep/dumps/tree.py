@@ -98,7 +98,8 @@ class _Describing:
     def __init__(self, model: torch.nn.Module):
         self.modules = {id(module): clean(name) for name, module in model.named_modules()}
         # Without that of AutoTP's layers: what else it put into the model, such as its loss function, is left out as they are.
-        files = {class_of(module).__module__ for module in model.modules()} - {deepspeed_layers.FILE}
+        own = [module for module in model.modules() if "_checkpoint_wrapped_module" not in module._modules]
+        files = {class_of(module).__module__ for module in own} - {deepspeed_layers.FILE}
         self.packages = PACKAGES | {_package(file) for file in files}
         self.tensors: dict[int, str] = {}
         for names in (model.named_parameters, model.named_buffers):

@@ -157,12 +157,16 @@ class _Step:
             again = normalisation.fit(yardstick, columns)
             numbers = {len(ranks[0].micro_batches) for ranks in self.recording.steps}
             elsewhere = max(numbers - {len(self.ranks[0].micro_batches)}, default=0)
-            weighed = Weighed(verdict, self.ranks, self.micro, self.exact, columns, elsewhere)
+            weighed = Weighed(
+                verdict, self.ranks, self.micro, self.exact, columns, elsewhere, self._norm_of_steps
+            )
             weights_of = weighed.judge(fitted, again, expect)
             self.of_norm, nominal = weighed.of_norm, weighed.nominal
         right = normalisation.sums(columns, weights_of)
         self._judge_kept_gradient(fitted)
         self._judge_gradients(right, yardstick)
+        if len(verdict.wrong) > after_modules and not modules_wrong:
+            self._judge_rounding(after_modules)
         return nominal, after_modules
 
     def _recorded(self, called: Called) -> tuple[Tensors, dict[str, torch.Tensor]]:
@@ -322,7 +326,6 @@ class _Step:
             )
         return True
 
-
     def _why(self, rank: int, name: str) -> str:
         """Why the gradients of a rank, as that of a parameter, differ from those of rank 0, to be read after it."""
         first, about = self.ranks[0], self.ranks[rank]
@@ -447,6 +450,16 @@ class _Step:
                     return True
         return False
 
+    def _norm_of_steps(self) -> float:
+        """The norm that the gradient has in this step and in another that was recorded, as after clipping; 0 if none has it."""
+        step = self.verdict.step
+        own, *others = (
+            math.hypot(*(float(self._whole(one, f"gradient/{name}").norm()) for name in self.gradients))
+            for one in (step, *(set(range(1, len(self.recording.steps) + 1)) - {step}))
+            if self.gradients.keys() <= set(self.recording.names(one, "gradient"))
+        )
+        return own if any(math.isclose(own, other, rel_tol=SAME_NORM) for other in others) else 0.0
+
     def _judge_kept_gradient(self, fitted: Fit) -> None:
         """Whether what is too much in a gradient is that of the step before."""
         last = self.verdict.step - 1
@@ -491,6 +504,19 @@ class _Step:
             self.verdict.wrong.append(
                 f"{where}, though each holds a whole replica: the samples are not divided among the ranks"
             )
+
+    def _judge_rounding(self, place: int) -> None:
+        """Whether what is wrong with a gradient may be that it was rounded to 16 bits after the backward pass."""
+        for dtype in (torch.bfloat16, torch.float16):
+            if not self._lowered() and all(
+                torch.equal(one, one.to(dtype).to(one.dtype)) for one in self.gradients.values()
+            ):
+                self.verdict.wrong.insert(
+                    place,
+                    f"all elements of the gradient are numbers of {dtype}, though it is computed in float32: it was rounded after the backward pass, "
+                    "as where its reduction is in 16 bits",
+                )
+                return
 
     def _judge_clips(self) -> None:
         """All ranks clip by the norm of the whole gradient, so by one norm, but for the rounding errors of a sum."""

@@ -113,11 +113,12 @@ class Reference:
         self.loss, self.streamed = loss, streamed
         self.model, self.exact = recording.build(), exact
         self.recording, self.step, self.folder = recording, step, recording.folder
+        self.weights = weights
         require_no_dropout(self.model)
         for module in self.model.modules():
             if "gradient_checkpointing" in vars(module):  # it would compute again outside of the mode
                 vars(module).update(gradient_checkpointing=False)
-        own = Lazy(weights, lambda name: weights[name].to(self._computed_in(weights[name].dtype), copy=True))
+        own = Lazy(weights, self._own)
         units = Streamed(self.model, own, self._again) if streamed else None
         tree.give(self.model, own if units is None else units.outside(self._computed_in))
         if exact:
@@ -139,6 +140,14 @@ class Reference:
         self.mode = Told()
         self.widths: dict[int, int] = {}  # of all calls of topk
         self.calls_of_topk: dict[str, int] | None = None  # by the output that has their indices
+
+    def _own(self, name: str) -> torch.Tensor:
+        """A weight as the model has it."""
+        weight = self.weights[name]
+        weight = weight.to(self._computed_in(weight.dtype), copy=True)
+        return (
+            _channels_last(weight) if name in self.recording.steps[self.step - 1][0].channels_last else weight
+        )
 
     def _computed_in(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype of a weight that the run had in `dtype`. Of one in float64, the yardstick is in float32: it must be above the run's errors."""
@@ -258,6 +267,7 @@ class Reference:
                 f"the model cannot be called again: {called.about.left_out[0]}; give it tensors, numbers, texts, or lists, tuples and dicts of them"
             )
         tensors = self._widened(called.tensors)
+        tensors |= {name: _channels_last(tensors[name]) for name in called.about.channels_last}
         values = {**called.about.plain, **tensors}
         structure = treespec_loads(called.about.structure)
         given: dict[str, Any] = tree_unflatten([values[name] for name in called.about.inputs], structure)
@@ -547,6 +557,11 @@ def divisor_of(called: Called) -> float:
     return float(told)
 
 
+def _channels_last(tensor: torch.Tensor) -> torch.Tensor:
+    order = torch.channels_last if tensor.ndim == 4 else torch.channels_last_3d
+    return tensor.contiguous(memory_format=order)
+
+
 def targets_of(
     called: Called, loss: float, logits: torch.Tensor, divisor: float
 ) -> tuple[torch.Tensor, str] | None:
@@ -566,8 +581,8 @@ def targets_of(
             shifted = torch.cat([counted[..., 1:], torch.full_like(counted[..., :1], -1)], -1)
             for wanted in (counted, shifted):
                 tokens = int((wanted != -1).sum())
-                if not tokens or int(wanted.min()) < -1:
-                    continue
+                if not tokens or int(wanted.min()) < -1 or int(wanted.max()) >= own.shape[-1]:
+                    continue  # no labels, such as the times of a diffusion
                 total = torch.nn.functional.cross_entropy(
                     own, wanted.flatten(), ignore_index=-1, reduction="sum"
                 )

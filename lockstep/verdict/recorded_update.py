@@ -85,7 +85,9 @@ def _judge_others(recording: Recording, verdict: StepVerdict) -> None:
     strangers = sum(one.strangers for one in ranks[0])
     if not strangers:
         return
-    verdict.leave(f"tensors that the optimizers hold and that are none of the model's are not judged: {strangers}")
+    verdict.leave(
+        f"tensors that the optimizers hold and that are none of the model's are not judged: {strangers}"
+    )
     for of_ranks in zip(*([pair for one in rank for pair in one.replicas] for rank in ranks), strict=False):
         if len({weights for weights, _ in of_ranks}) == 1 and len({gradient for _, gradient in of_ranks}) > 1:
             verdict.wrong.append(
@@ -113,7 +115,9 @@ def _judge_settings(recording: Recording, verdict: StepVerdict) -> None:
 def _judge_between(recording: Recording, verdict: StepVerdict) -> None:
     """What a step ends with, weights and what the optimizer keeps, is what the next one begins with, bit for bit."""
     step = verdict.step
-    elsewhere = recording.holders(step - 1) if step > 1 else {}  # ranks that do not hold a parameter are given it later
+    elsewhere = (
+        recording.holders(step - 1) if step > 1 else {}
+    )  # ranks that do not hold a parameter are given it later
     changed = sorted(
         {
             name
@@ -126,6 +130,18 @@ def _judge_between(recording: Recording, verdict: StepVerdict) -> None:
         [name.removeprefix(kind) for name in changed if name.startswith(kind)]
         for kind in ("weight/", "state/")
     )
+    for name in list(weights):
+        before, after = (
+            recording.whole(number, f"{kind}/{name}")[0]
+            for number, kind in ((step - 1, "updated"), (step, "weight"))
+        )
+        least, most = after.min(), after.max()
+        if (least < most or after.numel() == 1) and torch.equal(before.clamp(least, most), after):
+            weights.remove(name)
+            bounds = " and ".join(f"{float(one):.5g}" for one in sorted({least, most}))
+            verdict.notes.append(
+                f"{name} was clamped by {bounds} between the update of step {step - 1} and step {step}"
+            )
     if weights:
         verdict.wrong.append(
             f"{and_more(weights)} changed between the update of step {step - 1} and step {step}"
@@ -279,7 +295,9 @@ def stepped(
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """(the parameter after one step of the optimizer, whole, computed in `dtype`; what the optimizer then keeps)."""
-    exactly = Float64() if dtype is torch.float64 else contextlib.nullcontext()  # Muon computes in bfloat16 by itself
+    exactly = (
+        Float64() if dtype is torch.float64 else contextlib.nullcontext()
+    )  # Muon computes in bfloat16 by itself
     parameter = torch.nn.Parameter(weight.to(dtype).clone())
     parameter.grad = gradient.to(dtype)
     if kind is torch.optim.SparseAdam:  # which updates the rows that have a gradient
