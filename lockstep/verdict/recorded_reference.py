@@ -87,7 +87,7 @@ def forced(name: str, tensor: torch.Tensor, written: dict[str, torch.Tensor]) ->
     found = written.get(name)
     if found is None or found.shape != tensor.shape or not tensor.is_floating_point():
         return None
-    found = found.to(tensor.dtype)
+    found = torch.empty_like(tensor).copy_(found)  # in its dtype and its order in memory
     return found if name.startswith("backward/") else found + (tensor - tensor.detach())
 
 
@@ -207,11 +207,12 @@ class Reference:
         Raises UserError if the model cannot be called again, or returns nothing that was trained.
         """
         self.gradients, self.largest = OnDisk(self.folder), torch.zeros((), dtype=torch.float64)
+        of_means = LOG_PROBS in called.arrived and self._trains_on_means
         try:
             mode = self._mode(called, told or {})
             self.written = written or {}
             with self._precision(called, mode):
-                return self._computed(called, mode, free)
+                return self._computed(called, mode, free, of_means=of_means)
         except UserError:
             raise
         except Exception as error:  # noqa: BLE001 - a user's model may raise anything
@@ -290,7 +291,7 @@ class Reference:
         floats = {name: one for name, one in tensors.items() if one.is_floating_point()}
         return tensors | {name: one.double() if self.exact else _single(one) for name, one in floats.items()}
 
-    def _computed(self, called: Called, mode: Told, free: Computed | None) -> Computed:
+    def _computed(self, called: Called, mode: Told, free: Computed | None, *, of_means: bool) -> Computed:
         output = self._forward(called)
         loss, logits = outputs_of(output)
         if logits is not None and LOG_PROBS in called.arrived:
@@ -298,7 +299,7 @@ class Reference:
                 raise UserError(
                     "--loss: TRL replaced the forward method of the model, and what it returns rounds otherwise; judge without --loss, from what arrives there on"
                 )
-            if not _is_mean(called.arrived[LOG_PROBS]):
+            if not of_means:
                 output[LOG_PROBS] = _log_probs(called, logits)
         returned = tensors_of(output)
         missing = called.arrived.keys() - returned.keys()  # TRL replaces the forward method of a model
@@ -371,6 +372,16 @@ class Reference:
         if self.exact:
             _find_tokens(computed, called, logits, number)
         return computed
+
+    @functools.cached_property
+    def _trains_on_means(self) -> bool:
+        """Whether a loop trains on means of log-probabilities. One micro batch may look so by chance, such as where all advantages are alike."""
+        return all(
+            _is_mean(called)
+            for step in range(1, len(self.recording.steps) + 1)
+            for called in self.recording.micro_batches(step)
+            if LOG_PROBS in called.arrived
+        )
 
     def _made(
         self, called: Called, output: Any
@@ -469,16 +480,20 @@ class Reference:
             yield
 
 
-def _is_mean(gradient: torch.Tensor) -> bool:
-    """Whether a gradient at log-probabilities is that of a mean over tokens, as in the loss that the model returns."""
-    tokens = gradient[gradient != 0].double()
+def _is_mean(called: Called) -> bool:
+    """Whether the gradient at log-probabilities is that of a mean over all tokens, as in the loss that the model returns."""
+    tokens = called.arrived[LOG_PROBS][_shifted_labels(called) != IGNORED[0]].double()
     return bool((tokens < 0).all()) and float(tokens.min()) > (1 + ALIKE) * float(tokens.max())
+
+
+def _shifted_labels(called: Called) -> torch.Tensor:
+    shifted = called.tensors.get("shift_labels")
+    return called.tensors["labels"][:, 1:] if shifted is None else shifted
 
 
 def _log_probs(called: Called, logits: torch.Tensor) -> torch.Tensor:
     """Those of the labels, zero where there is none: what a model of TRL returns in the place of logits."""
-    shifted = called.tensors.get("shift_labels")
-    labels = called.tensors["labels"][:, 1:] if shifted is None else shifted
+    labels = _shifted_labels(called)
     logits = logits[:, : labels.shape[1]].transpose(1, 2)
     return -torch.nn.functional.cross_entropy(logits, labels, reduction="none")
 
