@@ -96,8 +96,11 @@ class Recorder:
         self.plain_shards = PlainShards(self.model)
         self.signature = inspect.signature(self.model.forward)
         self.step, self.given_up = 1, False
+        self.compiled = False
+        self.asking = 0  # inside of torch.autograd.grad
         self.watches_engine, self.engine_steps = False, False  # whose optimizers are none of torch's
         self.hooks: ModuleHooks | None = None
+        self.hooked: set[str] = set()  # modules that return what a hook made of their output
         self.last_digests: dict[str, int] = {}  # of what the step before ended with
         self.stepping: torch.optim.Optimizer | None = None
         self._begin()
@@ -115,6 +118,7 @@ class Recorder:
         self._watch_clipping()
         self._watch_scaler()
         self._watch_collectives()
+        self._watch_grad()
         shutil.rmtree(self._rank_folder, ignore_errors=True)  # an earlier recording
 
     @property
@@ -291,9 +295,39 @@ class Recorder:
             self.changed.append(name)
         return same
 
+    def _watch_grad(self) -> None:
+        """A loop may ask torch.autograd.grad for gradients before its backward pass, such as those of each of its tasks."""
+        real = torch.autograd.grad
+
+        @functools.wraps(real)
+        def grad(*arguments: Any, **options: Any) -> Any:
+            self.asking += 1
+            try:
+                return real(*arguments, **options)
+            finally:
+                self.asking -= 1
+
+        torch.autograd.grad = grad
+        self.removing.append(functools.partial(setattr, torch.autograd, "grad", real))
+
+    def _counts(self, number: int) -> bool:
+        """Whether what arrives now in a micro batch counts: what torch.autograd.grad asked for does, unless a backward pass comes, too."""
+        about = self.micro[number]
+        if self.asking:
+            about["asked"] = about["asked"] or not about["used"]
+            return about["asked"]
+        if about["asked"]:
+            for found in (self.places, self.kept):
+                for name in [name for name in found if name.startswith(f"backward/{number}/")]:
+                    del found[name]
+            about.update(asked=False, scalars={})
+        return True
+
     @_harmless
     def _see_module(self, name: str, tensor: torch.Tensor) -> None:
-        self.keep_shard(name, tensor, added=True)
+        which, number, _ = name.split("/", 2)
+        if which == "forward" or self._counts(int(number)):
+            self.keep_shard(name, tensor, added=True)
 
     @torch.compiler.disable
     @_harmless
@@ -327,7 +361,7 @@ class Recorder:
             if not self.removing:
                 return
         if self.hooks is None:  # only now: those that wrap a module have their hooks before these
-            self.hooks = ModuleHooks(self.model, self.modules, self._see_module)
+            self.hooks = ModuleHooks(self.model, self.modules, self._see_module, changed=self.hooked)
             self.removing.append(self.hooks.remove)
         number = len(self.micro)
         if number == 0:
@@ -344,6 +378,7 @@ class Recorder:
             "left_out": [],
             "together": number > 0
             and not self.micro[-1]["used"],  # called before the last one was trained on
+            "asked": False,  # whether what arrived was asked for by torch.autograd.grad alone
             "used": False,  # whether a gradient arrives at what the model returns
             "elsewhere": False,  # in the loss of another model, such as a discriminator's
             "differentiated": False,  # whether the loop has a gradient of this gradient
@@ -424,7 +459,10 @@ class Recorder:
         if gradient is None:
             return
         # Gradients are only enabled in a backward pass that makes a graph of itself.
-        about.update(used=True, elsewhere=False, differentiated=torch.is_grad_enabled())
+        about["differentiated"] |= torch.is_grad_enabled()
+        if not self._counts(int(place.split("/")[1])):
+            return
+        about.update(used=True, elsewhere=False)
         self.arrived_since = True
         if loss is not None:
             about["loss"] = loss
@@ -434,8 +472,15 @@ class Recorder:
             name = place.partition("/returned.")[2]
             about["scalars"][name] = about["scalars"].get(name, 0.0) + float(gradient)
 
-    @_harmless
     def _before_update(
+        self, optimizer: torch.optim.Optimizer, arguments: tuple, options: dict[str, Any]
+    ) -> Any:
+        self.compiled = torch.compiler.is_compiling()  # the optimizer's step
+        return self._begin_update(optimizer, arguments, options)
+
+    @torch.compiler.disable
+    @_harmless
+    def _begin_update(
         self, optimizer: torch.optim.Optimizer, arguments: tuple, options: dict[str, Any]
     ) -> Any:
         if self.stepping not in (None, optimizer):
@@ -508,6 +553,7 @@ class Recorder:
                     if id(one) not in names and type(one) is torch.nn.Parameter and one.grad is not None
                 ],
                 "again": again,
+                "compiled": self.compiled,
             }
         )
         for name, value in state_of(optimizer, names):
@@ -526,6 +572,7 @@ class Recorder:
             self.of_others[id(optimizer)] = bool(holding) and all(one is not optimizer for one in holding)
         return self.of_others[id(optimizer)]
 
+    @torch.compiler.disable
     @_harmless
     def _after_update(self, optimizer: torch.optim.Optimizer, _arguments: tuple, _options: dict) -> None:
         if optimizer is not self.stepping:
@@ -562,6 +609,7 @@ class Recorder:
             "optimizers": self.optimizers,
             "reduced": self.reduced,
             "channels_last": self.channels_last,
+            "hooked": sorted(self.hooked),
             "places": self.places,
             "unchanged": self.unchanged,
             "changed": self.changed,

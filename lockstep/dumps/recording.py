@@ -34,6 +34,7 @@ class MicroBatch(Strict):
     autocast: Name | None
     param_dtype: Name | None
     used: bool
+    asked: bool = False  # by torch.autograd.grad alone
     elsewhere: bool = False  # in the loss of another model, whose optimizer stepped then
     differentiated: bool = False  # in turn
     together: bool = False  # with the one before: no gradient had arrived there yet
@@ -65,6 +66,7 @@ class Optimizer(Strict):
         list[int]
     ] = []  # of strangers that may be held by all ranks, hashes of (weights, gradient)
     again: bool = False  # it has stepped before, with the same gradient
+    compiled: bool = False  # its step, by torch.compile
 
     @property
     def is_of_deepspeed(self) -> bool:
@@ -92,6 +94,7 @@ class Step(Strict):
     clips: list[Clip]
     optimizers: list[Optimizer]
     channels_last: list[Name] = []  # parameters
+    hooked: list[Name] = []  # modules that return what a hook of the loop's made of their output
     reduced: Whole = 0  # elements that the loop itself gave to collectives that reduce
     places: dict[Name, list[Place]]
     unchanged: list[Name]  # weights that are what the step before ended with, and written there
@@ -135,6 +138,9 @@ class Called:
     # The gradients, other than zero, that arrived from the loop at tensors that the model returned; its scalars' are in `about`
     arrived: dict[str, torch.Tensor] = field(default_factory=dict)
     piece: "Piece | None" = None  # of samples that are cut
+    of_tensors: bool = (
+        False  # whether a gradient, perhaps of zeros, arrived at tensors that the model returned
+    )
     instead: dict[str, torch.Tensor] = field(
         default_factory=dict
     )  # of what the model was called with, for a trial
@@ -144,7 +150,8 @@ class Called:
         """Whether zeros alone arrived at what the model returned, or a piece has no label."""
         if self.piece is not None and self.piece.labels == 0:
             return True
-        return self.about.loss is None and not self.arrived and not any(self.about.scalars.values())
+        known = self.about.loss is None or self.of_tensors
+        return known and not self.arrived and not any(self.about.scalars.values())
 
     @property
     def first(self) -> "Called":
@@ -384,10 +391,11 @@ class Recording:
         """Of the parameters that not every rank's optimizers hold, such as where each updates its share of them: the ranks whose do."""
         if step not in self._holders:
             ranks = self.steps[step - 1]
-            held = {rank: set(one.held) for rank, one in ranks.items()}
+            held: dict[int, set[str]] = {rank: set(one.held) for rank, one in ranks.items()}
             self._holders[step] = {
                 name: [rank for rank, names in held.items() if name in names]
-                for name in set.union(*held.values()) - set.intersection(*held.values())
+                for name in set().union(*held.values())
+                if not all(name in names for names in held.values())
             }
         return self._holders[step]
 
@@ -454,6 +462,9 @@ class Recording:
                     same.losses[rank] = micro.loss
         for called in found:
             called.arrived = self._arrived(step, called)
+            of_returned = f"backward/{called.number}/returned."
+            places = self.steps[step - 1][called.ranks[0]].places
+            called.of_tensors = any(name.startswith(of_returned) for name in places)
         again = next((one for one in found if one.about.differentiated), None)
         if again is not None:
             raise UserError(

@@ -40,9 +40,14 @@ def judge(
     """
     memory = free_bytes() / 2 if memory is None else memory
     streamed = 4 * _bytes_of_weights(recording) > memory  # with gradients and what is computed in between
-    return [
+    steps = [
         _Step(recording, step, loss, streamed).judge(expect) for step in range(1, len(recording.steps) + 1)
     ]
+    if all(one.nothing for one in steps):
+        raise UserError(
+            "nothing but zeros arrives at what the model returned in the recorded steps, such as where all advantages are zero; record more (--steps)"
+        )
+    return steps
 
 
 def _bytes_of_weights(recording: Recording) -> int:
@@ -109,6 +114,11 @@ class _Step:
             raise UserError(
                 f"{odd} is complex, and what is computed with such parameters cannot be judged yet"
             )
+        if self.ranks[0].hooked:
+            raise UserError(
+                f"a forward hook changes what {recorded_update.and_more(self.ranks[0].hooked)} returns, and the reference has no hooks: "
+                "let the module's forward method do it, or record a run without it"
+            )
         self._judge_clips()
         self.gradients = gradients
         verdict.lowered = sorted(self._lowered())
@@ -119,6 +129,12 @@ class _Step:
                 f"{problem}, and the optimizer holds {copies} tensors that are none of the model's: an update of copies of the weights cannot be judged; "
                 "record a run whose optimizer holds the model's parameters"
             )
+        if problem and all(one.is_zero for one in self.micro):
+            verdict.nothing = True
+            verdict.leave(
+                f"step {verdict.step} is not judged: nothing but zeros arrives at what the model returned"
+            )
+            return verdict
         if problem:
             verdict.wrong.append(problem)
             return verdict
@@ -207,7 +223,8 @@ class _Step:
                 as_pieces(computed, pieces, [own for own, _ in recorded])
             for called, (own, _), right, measured in zip(pieces, recorded, rights, near, strict=True):
                 modules.add(called.number, called.ranks, own, right, measured)
-                right.arrived *= modules.scales.get((called.number, called.ranks[0]), 1.0)
+                right.scale = modules.scales.get((called.number, called.ranks[0]), 1.0)
+                right.arrived *= right.scale
                 self.loss_noise = max(self.loss_noise, _loss_noise(right, measured))
                 for one in (right, measured):
                     one.modules, one.logits, one.at_logits = {}, None, None  # they take the most memory

@@ -62,6 +62,7 @@ class Computed:
     modules: Mapping[str, torch.Tensor]
     told: dict[str, Choice]  # by the name of the output that has it
     # In a free pass in float64 alone:
+    scale: float = 1.0  # of `arrived`, that is not in the gradient of the loss
     tokens: int = 0  # that the loss is a mean over, but for its further terms; 0 if that is not known
     divisor: float = 0.0  # of the sum over these tokens, in the loss
     smoothing: float = 0.0  # of the labels of a cross-entropy that the loop makes from the logits

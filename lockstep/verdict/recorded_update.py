@@ -138,7 +138,7 @@ def _judge_between(recording: Recording, verdict: StepVerdict) -> None:
         least, most = after.min(), after.max()
         if (least < most or after.numel() == 1) and torch.equal(before.clamp(least, most), after):
             weights.remove(name)
-            bounds = " and ".join(f"{float(one):.5g}" for one in sorted({least, most}))
+            bounds = " and ".join(f"{one:.5g}" for one in sorted({float(least), float(most)}))
             verdict.notes.append(
                 f"{name} was clamped by {bounds} between the update of step {step - 1} and step {step}"
             )
@@ -174,6 +174,8 @@ def _judge_optimizer(
     step = verdict.step
     clipped = _clipped_later(recording, step)
     kept = set(recording.names(step + 1, "state")) if step < len(recording.steps) else set()
+    # Powers of betas are then taken of tensors, in float32
+    of_tensors = optimizer.compiled or any(group.get("capturable") for group in optimizer.groups)
     updates, states = [], []
     for own, options in _settings(kind, optimizer):
         if own not in gradients:
@@ -185,7 +187,9 @@ def _judge_optimizer(
             stepped(kind, options, weights[own], gradients[own].to(dtype) * clipped, state, dtype)
             for dtype in (torch.float64, torch.float32)
         )
-        of_powers = _error_of_powers(options, exact[1]) if optimizer.is_of_deepspeed else 0.0
+        of_powers = 0.0
+        if "betas" in options and (optimizer.is_of_deepspeed or of_tensors):
+            of_powers = _error_of_powers(options, exact[1], 2 * of_tensors)
         updates.append(_row(step, f"update/{own}", updated[own], weights[own], exact[0], near[0], of_powers))
         for key, right in exact[1].items():
             if f"{key}/{own}" not in kept or not right.is_floating_point() or not right.ndim:
@@ -240,11 +244,15 @@ def class_of(optimizer: Optimizer) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def _error_of_powers(options: dict[str, Any], kept: dict[str, torch.Tensor]) -> float:
-    """The relative error of a change, where the powers of betas are made by multiplication in float32, once a step, as DeepSpeed's Adams do."""
+def _error_of_powers(options: dict[str, Any], kept: dict[str, torch.Tensor], more: int = 0) -> float:
+    """The relative error of a change, where the powers of betas are in float32.
+
+    DeepSpeed's Adams make them by multiplication, once a step. `more` is 2 where a beta is rounded before, and its power.
+    """
     times, roundoff = int(kept["step"]), torch.finfo(torch.float32).eps / 2
     first, second = (
-        (times - 1) * roundoff * beta**times / (1 - beta**times) for beta in map(float, options["betas"])
+        (times - 1 + more) * roundoff * beta**times / (1 - beta**times)
+        for beta in map(float, options["betas"])
     )
     return first + second / 2
 

@@ -209,15 +209,21 @@ class Weighed:
         if self.verdict.pieces > 1:  # their gradients may be summed or averaged later
             return ""
         begun = torch.tensor([one.arrived for one in self.exact], dtype=torch.float64) / self.verdict.shares
-        for factor, where in (
-            (self.verdict.factor, "it is there when the backward pass begins"),
-            (
-                1.0,
-                "the backward pass begins with the right one, so it comes in later, as in the reduction of gradients",
-            ),
-        ):
-            if float((begun - factor * known).norm()) <= self.verdict.tolerated_weights * float(begun.norm()):
-                return f"; {where}"
+        of_loss = begun / torch.tensor([one.scale for one in self.exact], dtype=torch.float64)
+
+        def has(arrived: torch.Tensor, factor: float) -> bool:
+            return float((arrived - factor * known).norm()) <= self.verdict.tolerated_weights * float(
+                arrived.norm()
+            )
+
+        if has(begun, self.verdict.factor) and has(of_loss, 1.0):
+            return (
+                "; the gradient of the loss is the right one, and the first that arrives at a module is not"
+            )
+        if has(begun, self.verdict.factor):
+            return "; it is there when the backward pass begins"
+        if has(begun, 1.0):
+            return "; the backward pass begins with the right one, so it comes in later, as in the reduction of gradients"
         return ""
 
     def _why(self, factor: float) -> str:
