@@ -1,7 +1,7 @@
 """Read what lockstep/dumps/recorder.py wrote: micro batches, and tensors made whole from the shards of all ranks."""
 
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -152,6 +152,13 @@ class Called:
             return True
         known = self.about.loss is None or self.of_tensors
         return known and not self.arrived and not any(self.about.scalars.values())
+
+    @property
+    def twice(self) -> "Called":
+        """The same, with twice the gradients that arrived."""
+        scalars = {name: 2 * one for name, one in self.about.scalars.items()}
+        arrived = {name: 2 * one for name, one in self.arrived.items()}
+        return replace(self, about=self.about.model_copy(update={"scalars": scalars}), arrived=arrived)
 
     @property
     def first(self) -> "Called":

@@ -26,6 +26,10 @@ from lockstep.verdict.recorded_rows import StepVerdict, judged_gradients, times
 from lockstep.verdict.recorded_weights import Weighed, shares_of
 
 KINDS = {"weight": "weights", "gradient": "gradients"}
+SAME = 1e-9  # relative: two passes in float64
+NOT_LINEAR = (
+    "if twice the gradient arrives at what the model returns, gradients of parameters are not twice as large"
+)
 KEPT = 0.1  # of what is left of a gradient without the one of the step before, that may be left with it
 SAME_NORM = 1e-5  # relative: ranks may add up the parts of a norm in another order
 
@@ -64,13 +68,32 @@ def _unusable(gradients: Gradients) -> str:
     return "" if any(sizes.values()) else "no parameter has a gradient other than zero"
 
 
-def _require_repeatable(first: Computed, again: Computed) -> None:
-    same = all(torch.equal(again.gradients[name], tensor) for name, tensor in first.gradients.items())
-    if again.loss != first.loss or not same:
+def _not_linear(
+    reference: Reference, called: Called, told: dict[str, torch.Tensor], first: Computed
+) -> str | None:
+    """A parameter whose gradient is not twice as large if twice the gradient arrives; None if all are.
+
+    Raises UserError for a model that draws random numbers. `first` is what the reference gave for the micro batch.
+    """
+
+    def other(again: Computed, factor: float) -> str | None:
+        pairs = ((name, factor * one, again.gradients[name]) for name, one in first.gradients.items())
+        return next(
+            (name for name, one, own in pairs if float((own - one).norm()) > SAME * float(one.norm())), None
+        )
+
+    # That of the loss itself is divided by what arrived there.
+    twice = reference.compute(called.twice, told)
+    name = other(twice, 1.0 if first.loss is not None else 2.0)
+    if name is None and twice.loss == first.loss:
+        return None
+    again = reference.compute(called, told)
+    if again.loss != first.loss or other(again, 1.0) is not None:
         raise UserError(
             "two passes of the recorded model over one micro batch differ: it draws random numbers, so no reference can follow it; "
             "record a run without them"
         )
+    return name
 
 
 def _loss_noise(exact: Computed, near: Computed) -> float:
@@ -102,6 +125,7 @@ class _Step:
         self.micro.sort(key=lambda one: (one.first.ranks[0], one.number))  # pieces beside each other
         self.of_norm: list[str] = []  # what is wrong with the norm of clipping: after what may have caused it
         self.loss_noise = 0.0
+        self.alone_in_loss: list[str] = []  # parameters
         self.reduced_later = False  # gradients of replicas, by an optimizer itself
         self.exact: list[Computed] = []
         self.near: list[Computed] = []
@@ -149,6 +173,10 @@ class _Step:
         self._judge_alone(nominal, place)
         verdict.wrong += self.of_norm + missing
         recorded_update.judge(self.recording, verdict, weights, gradients)
+        if self.alone_in_loss:
+            verdict.leave(
+                f"the gradient of {recorded_update.and_more(self.alone_in_loss)}, which the loop's loss alone depends on, is not judged"
+            )
         if self.reduced_later:
             kind = self.ranks[0].optimizers[0].kind.partition(":")[2]
             verdict.leave(f"what {kind} makes of the gradients, which it reduces itself, is not judged")
@@ -163,6 +191,7 @@ class _Step:
         verdict, near = self.verdict, self.near
         modules_wrong = self._compute(weights)
         after_modules = len(verdict.wrong)
+        beside = self._leave_loss_out()
         columns = self._columns(self.exact)
         fitted = normalisation.fit(self.gradients, columns)
         yardstick = normalisation.sums(self._columns(near), fitted.weights)
@@ -174,7 +203,7 @@ class _Step:
             numbers = {len(ranks[0].micro_batches) for ranks in self.recording.steps}
             elsewhere = max(numbers - {len(self.ranks[0].micro_batches)}, default=0)
             weighed = Weighed(
-                verdict, self.ranks, self.micro, self.exact, columns, elsewhere, self._norm_of_steps
+                verdict, self.ranks, self.micro, self.exact, columns, elsewhere, self._norm_of_steps, beside
             )
             weights_of = weighed.judge(fitted, again, expect)
             self.of_norm, nominal = weighed.of_norm, weighed.nominal
@@ -184,6 +213,18 @@ class _Step:
         if len(verdict.wrong) > after_modules and not modules_wrong:
             self._judge_rounding(after_modules)
         return nominal, after_modules
+
+    def _leave_loss_out(self) -> float:
+        """Leave out the parameters that the loop's loss alone depends on, such as the weights of its terms; returns the norm of their gradients."""
+        if any(one.loss is not None for one in self.exact):
+            return 0.0
+        used = {name for one in self.exact for name in one.gradients}
+        every, alone = self.gradients, [name for name in self.gradients if name not in used]
+        if not used or not alone:
+            return 0.0
+        self.gradients = Lazy((name for name in every if name in used), lambda name: every[name])
+        self.alone_in_loss = [name for name in alone if every[name].any()]
+        return math.hypot(*(float(every[name].double().norm()) for name in alone))
 
     def _recorded(self, called: Called) -> tuple[Tensors, dict[str, torch.Tensor]]:
         """(what modules returned for a micro batch and what arrived there, the choices among it)."""
@@ -215,7 +256,13 @@ class _Step:
                 for reference, kept in ((exact, self.exact), (plain, self.near)):
                     kept.append(reference.compute(called, told))
                 if self.verdict.step == 1 and len(self.exact) == 1:
-                    _require_repeatable(self.exact[0], exact.compute(called, told))
+                    odd = _not_linear(exact, called, told, self.exact[0])
+                    if odd and self.exact[0].arrived == 1 and self.exact[0].loss is not None:
+                        self.verdict.notes.append(f"{NOT_LINEAR}, such as that of {odd}; here, 1 arrives")
+                    elif odd:
+                        self.verdict.wrong.append(
+                            f"{NOT_LINEAR}, such as that of {odd}: a function's backward method forgets what it is given"
+                        )
             rights, near = self.exact[-len(pieces) :], self.near[-len(pieces) :]
             for right, measured in zip(rights, near, strict=True):
                 measured.terms = {name: measured.terms[name] for name in right.terms}
@@ -223,8 +270,7 @@ class _Step:
                 as_pieces(computed, pieces, [own for own, _ in recorded])
             for called, (own, _), right, measured in zip(pieces, recorded, rights, near, strict=True):
                 modules.add(called.number, called.ranks, own, right, measured)
-                right.scale = modules.scales.get((called.number, called.ranks[0]), 1.0)
-                right.arrived *= right.scale
+                right.arrived *= modules.scales.get((called.number, called.ranks[0]), 1.0)
                 self.loss_noise = max(self.loss_noise, _loss_noise(right, measured))
                 for one in (right, measured):
                     one.modules, one.logits, one.at_logits = {}, None, None  # they take the most memory
@@ -269,7 +315,8 @@ class _Step:
     def _missing(self, weights: Gradients) -> list[str]:
         """What has a gradient in the reference has one on every rank that holds it."""
         found = []
-        unused = sorted(weights.keys() - self.gradients.keys() - set(self.ranks[0].frozen))
+        beside = {*self.ranks[0].frozen, *self.alone_in_loss}
+        unused = sorted(weights.keys() - self.gradients.keys() - beside)
         if unused:
             self.verdict.notes.append(
                 f"nothing that was trained depends on {recorded_update.and_more(unused)}: without a gradient"
@@ -333,7 +380,7 @@ class _Step:
         size, apart = 0, []
         for name in differ:
             updated, odd = self.recording.whole(self.verdict.step, f"updated/{name}")
-            size += updated.numel()
+            size += 0 if odd else updated.numel()
             apart += [f"{name} on rank {odd[0]}"] if odd else []
         if self.ranks[0].reduced < size or len(apart) == len(differ):
             return False

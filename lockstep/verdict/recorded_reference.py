@@ -62,7 +62,6 @@ class Computed:
     modules: Mapping[str, torch.Tensor]
     told: dict[str, Choice]  # by the name of the output that has it
     # In a free pass in float64 alone:
-    scale: float = 1.0  # of `arrived`, that is not in the gradient of the loss
     tokens: int = 0  # that the loss is a mean over, but for its further terms; 0 if that is not known
     divisor: float = 0.0  # of the sum over these tokens, in the loss
     smoothing: float = 0.0  # of the labels of a cross-entropy that the loop makes from the logits
@@ -212,7 +211,7 @@ class Reference:
         try:
             mode = self._mode(called, told or {})
             self.written = written or {}
-            with self._precision(called, mode):
+            with self._precision(called, mode), _without_reentrant_checkpointing():
                 return self._computed(called, mode, free, of_means=of_means)
         except UserError:
             raise
@@ -479,6 +478,25 @@ class Reference:
                 # Its cache would keep the weights of all units.
                 stack.enter_context(torch.autocast("cpu", _dtype(dtype), cache_enabled=not self.streamed))
             yield
+
+
+class _Called:
+    """In the place of what makes a reentrant checkpoint: it calls the function, and nothing is computed again."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], _keep_random_state: bool, *arguments: Any) -> Any:
+        return function(*arguments)
+
+
+@contextlib.contextmanager
+def _without_reentrant_checkpointing() -> Iterator[None]:
+    """It gives no gradient to what is inside of it if none of its inputs needs one, which is no property of the computation."""
+    file: Any = torch.utils.checkpoint
+    real, file.CheckpointFunction = file.CheckpointFunction, _Called
+    try:
+        yield
+    finally:
+        file.CheckpointFunction = real
 
 
 def _is_mean(called: Called) -> bool:

@@ -68,13 +68,13 @@ def judge(recording: Recording, verdict: StepVerdict, weights: Weights, gradient
 def _optimizers(recording: Recording, step: int) -> Iterator[Optimizer]:
     """Those of rank 0, then of the others with the parameters that no rank before holds."""
     known: set[str] = set()
-    for one in recording.steps[step - 1].values():
+    for rank, one in recording.steps[step - 1].items():
         for optimizer in one.optimizers:
             groups = [
                 {**group, "params": [name for name in group["params"] if name and name not in known]}
                 for group in optimizer.groups
             ]
-            if not known or any(group["params"] for group in groups):
+            if rank == 0 or any(group["params"] for group in groups):
                 yield optimizer.model_copy(update={"groups": groups})
         known |= set(one.held)
 

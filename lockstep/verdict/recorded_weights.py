@@ -43,9 +43,11 @@ class Weighed:
         columns: list[Gradients],
         elsewhere: int = 0,
         norm_of_steps: Callable[[], float] = lambda: 0.0,
+        beside: float = 0.0,
     ):
         self.verdict, self.ranks, self.micro, self.exact, self.columns = verdict, ranks, micro, exact, columns
         self.elsewhere = elsewhere  # the micro batches of a rank in a step that has another number of them; 0: all have as many
+        self.beside = beside  # the norm of recorded gradients that are not judged
         self.norm_of_steps = (
             norm_of_steps  # the norm that the gradients of several steps have; 0 if they have others
         )
@@ -209,21 +211,15 @@ class Weighed:
         if self.verdict.pieces > 1:  # their gradients may be summed or averaged later
             return ""
         begun = torch.tensor([one.arrived for one in self.exact], dtype=torch.float64) / self.verdict.shares
-        of_loss = begun / torch.tensor([one.scale for one in self.exact], dtype=torch.float64)
-
-        def has(arrived: torch.Tensor, factor: float) -> bool:
-            return float((arrived - factor * known).norm()) <= self.verdict.tolerated_weights * float(
-                arrived.norm()
-            )
-
-        if has(begun, self.verdict.factor) and has(of_loss, 1.0):
-            return (
-                "; the gradient of the loss is the right one, and the first that arrives at a module is not"
-            )
-        if has(begun, self.verdict.factor):
-            return "; it is there when the backward pass begins"
-        if has(begun, 1.0):
-            return "; the backward pass begins with the right one, so it comes in later, as in the reduction of gradients"
+        for factor, where in (
+            (self.verdict.factor, "it is there when the backward pass begins"),
+            (
+                1.0,
+                "the backward pass begins with the right one, so it comes in later, as in the reduction of gradients",
+            ),
+        ):
+            if float((begun - factor * known).norm()) <= self.verdict.tolerated_weights * float(begun.norm()):
+                return f"; {where}"
         return ""
 
     def _why(self, factor: float) -> str:
@@ -271,6 +267,8 @@ class Weighed:
             norms.append(tensor.norm())
             in_float32s.append(tensor.float().norm())
             largest, size = max(largest, float(tensor.abs().max())), max(size, tensor.numel())
+        norms.append(torch.tensor(self.beside / (1.0 if clip.later else clip.factor), dtype=torch.float64))
+        in_float32s.append(norms[-1].float())
         right, summed = float(torch.stack(norms).norm()), float(torch.stack(in_float32s).norm())
         in_float32 = float32_norm_error(right, summed, size)
         tolerated = in_float32 / right + self.verdict.tolerated_weights
